@@ -1,0 +1,38 @@
+# `make demo` and `make test` do everything on a machine with Python 3.11+, make and gcc.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test check lint check-trace clean
+
+# torch first and alone: with it in place nothing pulls another build of it
+.venv/runner.stamp: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) torch==2.13.0
+	$(PIP) --editable '.[hash,cli,runner]'
+	touch $@
+
+.venv/dev.stamp: .venv/runner.stamp
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+demo: .venv/runner.stamp
+	$(BIN)/hybridkv demo
+
+test: .venv/dev.stamp
+	$(BIN)/pytest -n 2
+
+lint: .venv/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+check: lint test
+
+# the Mooncake conversation trace is not part of the repository: make check-trace TRACE=conversation_trace.jsonl
+check-trace: .venv/dev.stamp
+	$(BIN)/python benchmarks/check_trace.py $(TRACE)
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Plan, share, schedule and simulate the KV cache of hybrid LLMs."""

@@ -1,0 +1,29 @@
+"""The cache: which block holds which tokens, which tokens are there already, and what goes first."""
+
+from hybridkv.cache.batch import BatchSlots
+from hybridkv.cache.blocks import BlockView, KVCacheBlocks
+from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from hybridkv.cache.hashing import BlockHasher
+from hybridkv.cache.manager import KVCacheManager
+from hybridkv.cache.pool import BlockPool
+from hybridkv.cache.slots import Admission, Reason, Refusal, SlotPlan
+from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats
+
+__all__ = [
+    "Admission",
+    "AllBlocksCleared",
+    "BatchSlots",
+    "BlockHasher",
+    "BlockPool",
+    "BlockRemoved",
+    "BlockStored",
+    "BlockView",
+    "CacheStatistics",
+    "KVCacheBlocks",
+    "KVCacheEvent",
+    "KVCacheManager",
+    "PrefixCacheStats",
+    "Reason",
+    "Refusal",
+    "SlotPlan",
+]

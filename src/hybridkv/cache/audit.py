@@ -1,0 +1,171 @@
+"""What must always hold, rebuilt from the rows and the index alone and compared with the counters.
+
+Each function yields one line a violation; check_cache raises with all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hybridkv.cache.pool import NULL_BLOCK
+from hybridkv.errors import CacheError
+
+if TYPE_CHECKING:
+    from hybridkv.cache.group import CacheGroup
+    from hybridkv.cache.manager import KVCacheManager
+    from hybridkv.cache.pool import BlockPool
+
+_SHOWN = 8
+
+
+def check_cache(cache: KVCacheManager) -> None:
+    """Raise CacheError naming every invariant that does not hold. O(blocks + keys)."""
+    pool = cache.block_pool
+    found = [
+        *_residents(cache),
+        *_ownership(cache),
+        *_free_order(pool),
+        *_index(pool),
+        *_unwritten(cache),
+        *(line for group in cache.groups for line in (*_extents(group), *_row_keys(cache, group))),
+    ]
+    if found:
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        raise CacheError("the cache is inconsistent: " + "; ".join(found[:_SHOWN]) + more)
+
+
+def _residents(cache: KVCacheManager) -> Iterator[str]:
+    """Rows and requests name each other; counts agree with what the rows hold."""
+    rows = cache.rows
+    bound = {row: request for row, request in enumerate(rows.requests) if request is not None}
+    if {id(request) for request in bound.values()} != {id(request) for request in cache.resident_requests()}:
+        yield "the rows and the list of resident requests differ"
+    for row, request in bound.items():
+        if request.row != row:
+            yield f"row {row} belongs to {request.request_id!r}, which says row {request.row}"
+        for group in cache.groups:
+            held = group.rows.count.item(row)
+            if held < group.policy.columns(rows.num_computed.item(row)):
+                yield f"row {row} has {rows.num_computed[row]} computed tokens in {held} blocks of group {group.number}"
+        if cache.hasher is not None and len(request.hashes) != request.num_tokens // cache.hasher.block_size:
+            yield f"{request.request_id!r} has {len(request.hashes)} hashes for {request.num_tokens} tokens"
+        if cache.next_event(row) != _next_event(cache, row):
+            yield f"row {row} expects its next event at {cache.next_event(row)} tokens, not {_next_event(cache, row)}"
+    for group in cache.groups:
+        for row in np.flatnonzero(group.rows.count).tolist():
+            if row not in bound:
+                yield f"row {row} of group {group.number} holds blocks but belongs to nobody"
+
+
+def _next_event(cache: KVCacheManager, row: int) -> int:
+    events = []
+    for group in cache.groups:
+        needs, publishes = group.policy.events(group.rows.count.item(row), group.published.item(row))
+        events += [needs, publishes] if cache.enable_caching else [needs]
+    return min(events)
+
+
+def _ownership(cache: KVCacheManager) -> Iterator[str]:
+    """Reference counts are the number of rows that hold a block, all in one group, never the null block."""
+    pool = cache.block_pool
+    total = np.zeros(pool.num_blocks, np.int64)
+    owners = np.zeros(pool.num_blocks, np.int64)
+    for group in cache.groups:
+        counted = np.zeros(pool.num_blocks, np.int64)
+        for row in np.flatnonzero(group.rows.count).tolist():
+            ids = group.rows.ids(row)
+            if len(np.unique(ids)) != len(ids):
+                yield f"row {row} of group {group.number} holds a block twice"
+            if ids.min() < 0 or ids.max() >= pool.num_blocks:
+                yield f"row {row} of group {group.number} holds an id outside the pool"
+                continue
+            np.add.at(counted, ids, 1)
+        total += counted
+        owners += counted > 0
+    if total[NULL_BLOCK]:
+        yield "a row holds the null block"
+    for block in np.flatnonzero(total != pool.ref_counts(np.arange(pool.num_blocks, dtype=np.int32))).tolist():
+        yield f"block {block} has ref count {pool.ref_count(block)}, {total[block]} rows hold it"
+    for block in np.flatnonzero(owners > 1).tolist():
+        yield f"block {block} is held in {owners[block]} groups"
+
+
+def _free_order(pool: BlockPool) -> Iterator[str]:
+    """Free are exactly the blocks that nobody holds, each once; empty ones come before cached ones."""
+    order = np.asarray(pool.free_order(), np.int64)
+    held = pool.ref_counts(np.arange(pool.num_blocks, dtype=np.int32)) > 0
+    free = np.flatnonzero(~held[1:]) + 1
+    if len(np.unique(order)) != len(order):
+        yield "a block stands twice in the free order"
+    for block in np.setdiff1d(order, free).tolist():
+        yield f"block {block} is held or null but stands in the free order"
+    for block in np.setdiff1d(free, order).tolist():
+        yield f"block {block} is held by nobody but not in the free order"
+    if len(order) != pool.get_num_free_blocks():
+        yield f"{pool.get_num_free_blocks()} blocks are counted as free, {len(order)} stand in the free order"
+    cached = np.array([pool.key_of(block) is not None for block in order.tolist()], np.bool_)
+    if cached.size and not (np.diff(cached.astype(np.int8)) >= 0).all():
+        yield "a cached block would be taken before an empty one"
+
+
+def _index(pool: BlockPool) -> Iterator[str]:
+    """Every indexed block carries that key in that group, every block with a key is indexed once."""
+    seen: set[int] = set()
+    for group, index in enumerate(pool.indexes):
+        for key, block in index.entries():
+            if block in seen:
+                yield f"block {block} is indexed twice"
+            seen.add(block)
+            if not 0 < block < pool.num_blocks or pool.key_of(block) != key:
+                yield f"block {block} is indexed under a key in group {group} that it does not carry"
+            elif pool.group_of(block) != group:
+                yield f"block {block} is indexed in group {group}, its key is of group {pool.group_of(block)}"
+    for block in range(pool.num_blocks):
+        if (pool.key_of(block) is None) != (pool.group_of(block) < 0):
+            yield f"block {block} has a key without group, or a group without key"
+        if pool.key_of(block) is not None and block not in seen:
+            yield f"block {block} carries a key that the index does not know"
+
+
+def _unwritten(cache: KVCacheManager) -> Iterator[str]:
+    """A block that waits to be written has a key, and its step has it in the log."""
+    pool, log = cache.block_pool, cache.publisher.log
+    for block in range(pool.num_blocks):
+        if pool.is_written(block):
+            continue
+        if pool.key_of(block) is None:
+            yield f"block {block} waits to be written but has no key"
+        if block not in log.promised(pool.step_of(block)):
+            yield f"block {block} waits for step {pool.step_of(block)}, which does not write it"
+
+
+def _extents(group: CacheGroup) -> Iterator[str]:
+    """The extents of the rows lie side by side."""
+    end = 0
+    for start, room in sorted(group.rows.extents()):
+        if start < end:
+            yield f"two rows of group {group.number} overlap at cell {start}"
+        end = start + room
+    if end > len(group.rows.cells):
+        yield f"a row of group {group.number} ends at {end}, outside its {len(group.rows.cells)} cells"
+    if (group.rows.count > group.rows.room).any():
+        yield f"a row of group {group.number} holds more than it has room for"
+
+
+def _row_keys(cache: KVCacheManager, group: CacheGroup) -> Iterator[str]:
+    """Published columns carry the request's own keys, the others none."""
+    for request in cache.resident_requests():
+        row, pool = request.row, cache.block_pool
+        keys, published = group.keys(request), group.published.item(row)
+        if published > min(len(keys), group.rows.count.item(row)):
+            yield f"row {row} of group {group.number} has {published} published blocks, more than full ones"
+            continue
+        for column, block in enumerate(group.rows.ids(row).tolist()):
+            if not 0 <= block < pool.num_blocks:
+                continue  # told by _ownership
+            key = pool.key_of(block)
+            if key is not None and (column >= published or key != keys[column]):
+                yield f"block {block}, column {column} of {request.request_id!r}, carries another key than its tokens"

@@ -1,0 +1,124 @@
+"""The order in which free blocks are taken: a ring of ids with lazy removal.
+
+    ring    [ .. | 4 5 6 7 3 2 1 | .. ]      entry i of the order lies at ring[i % capacity]
+                   ^ head         ^ tail
+    place   block -> the i of its valid entry, NOWHERE when the block is not free
+
+An entry whose block has moved on (touched, or freed again) is stale: place says another i. Taking skips
+stale entries; when the ring is full the valid ones are written anew, which is amortised O(1) a block.
+This is the order of a doubly linked list at the cost of array slices (architecture.md, decision 1).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+
+NOWHERE: Final = np.iinfo(np.int64).min
+
+
+class FreeOrder:
+    """Free blocks out of ``num_blocks``, at first 1 .. num_blocks - 1 (0 is the null block)."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._capacity = num_blocks + num_blocks // 2 + 64
+        self._ring = np.empty(self._capacity, np.int32)
+        self._ring[: num_blocks - 1] = np.arange(1, num_blocks, dtype=np.int32)
+        self._place = np.arange(-1, num_blocks - 1, dtype=np.int64)
+        self._place[0] = NOWHERE
+        self._head = 0
+        self._tail = num_blocks - 1
+        self._count = num_blocks - 1
+
+    def __len__(self) -> int:
+        """Free blocks."""
+        return self._count
+
+    def __contains__(self, block: int) -> bool:
+        return bool(self._place[block] != NOWHERE)
+
+    def take(self, n: int) -> Int32:
+        """The first ``n`` blocks, int32[n]; they are free no longer. The caller knows that there are n."""
+        if n == 1:
+            return np.array([self._take_one()], np.int32)
+        parts: list[Int32] = []
+        missing = n
+        while missing:
+            ids, positions = self._valid(self._head, min(self._head + 2 * missing, self._tail))
+            self._head = min(self._head + 2 * missing, self._tail)
+            if ids.size > missing:
+                self._head = int(positions[missing])
+                ids = ids[:missing]
+            parts.append(ids)
+            missing -= ids.size
+        out = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        self._place[out] = NOWHERE
+        self._count -= n
+        return out
+
+    def _take_one(self) -> int:
+        ring, place, capacity, i = self._ring, self._place, self._capacity, self._head
+        while True:
+            block = ring.item(i % capacity)
+            if place.item(block) == i:
+                break
+            i += 1
+        self._head = i + 1
+        place[block] = NOWHERE
+        self._count -= 1
+        return block
+
+    def remove(self, ids: Int32) -> None:
+        """Blocks that are free are free no longer, wherever they stand. O(ids)."""
+        self._place[ids] = NOWHERE
+        self._count -= len(ids)
+
+    def append(self, ids: Int32) -> None:
+        """``ids`` become the last to be taken, in this order."""
+        n = len(ids)
+        if self._tail + n - self._head > self._capacity:
+            self._compact()
+        self._write(self._tail, ids)
+        self._tail += n
+        self._count += n
+
+    def prepend(self, ids: Int32) -> None:
+        """``ids`` become the first to be taken, in this order."""
+        n = len(ids)
+        if self._tail + n - self._head > self._capacity:
+            self._compact()
+        self._head -= n
+        self._write(self._head, ids)
+        self._count += n
+
+    def order(self) -> Int32:
+        """All free blocks in the order they would be taken. O(ring)."""
+        return self._valid(self._head, self._tail)[0]
+
+    def _valid(self, start: int, stop: int) -> tuple[Int32, NDArray[np.int64]]:
+        """Ids and positions of the valid entries in start .. stop-1."""
+        first, last = start % self._capacity, stop - start + start % self._capacity
+        if last <= self._capacity:
+            window = self._ring[first:last]
+        else:
+            window = np.concatenate((self._ring[first:], self._ring[: last - self._capacity]))
+        good = self._place[window] == np.arange(start, stop)
+        return window[good], np.flatnonzero(good) + start
+
+    def _write(self, start: int, ids: Int32) -> None:
+        first = start % self._capacity
+        room = self._capacity - first
+        self._ring[first : first + len(ids)] = ids[:room]
+        if len(ids) > room:
+            self._ring[: len(ids) - room] = ids[room:]
+        self._place[ids] = np.arange(start, start + len(ids))
+
+    def _compact(self) -> None:
+        ids = self.order()
+        self._head, self._tail = 0, len(ids)
+        self._ring[: len(ids)] = ids
+        self._place[ids] = np.arange(len(ids))

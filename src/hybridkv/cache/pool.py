@@ -1,0 +1,270 @@
+"""The pool: who holds each block, which blocks are free and in what order, which can be hit.
+
+    block   null | referenced (ref > 0) | free, cached (ref 0, has a key) | free, empty (ref 0, no key)
+    free order: empty blocks are taken before cached ones, cached ones least recently used first
+
+All metadata are flat arrays indexed by block id (architecture.md, decision 1).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, KVCacheEvent
+from hybridkv.cache.free_order import FreeOrder
+from hybridkv.cache.index import PrefixIndex
+from hybridkv.cache.statistics import CacheStatistics
+from hybridkv.errors import BlockError, CacheError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+Int32 = NDArray[np.int32]
+
+NULL_BLOCK: Final = 0
+WRITTEN: Final = -1
+
+
+class BlockPool:
+    """``num_blocks`` blocks, ids 0 .. num_blocks - 1; id 0 is the null block, never handed out.
+
+    num_groups: how many prefix indexes there are. enable_events: collect what take_events returns.
+    Attributes for reading: indexes, evictions (keys lost so far), epoch (changes with every take, touch
+    and free, so that a plan can tell whether it is stale).
+    """
+
+    def __init__(self, num_blocks: int, num_groups: int = 1, *, enable_events: bool = False) -> None:
+        if num_blocks < 1:
+            raise ConfigError(f"a pool needs at least 1 block (the null block), got {num_blocks}")
+        self.num_blocks = num_blocks
+        self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
+        self.epoch = 0
+        self.evictions = 0
+        self._free = FreeOrder(num_blocks)
+        self._ref = np.zeros(num_blocks, np.int32)
+        self._group = np.full(num_blocks, -1, np.int8)  # of a block's key; -1: no key
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._step = np.full(num_blocks, WRITTEN, np.int32)  # the step that will write a published block
+        self._events: list[KVCacheEvent] | None = [] if enable_events else None
+
+    # -- counts
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks that can be taken, cached ones among them."""
+        return len(self._free)
+
+    def get_usage(self) -> float:
+        """Referenced blocks / all blocks but the null block; 0 for a pool of the null block alone."""
+        usable = self.num_blocks - 1
+        return 1.0 - len(self._free) / usable if usable else 0.0
+
+    def ref_count(self, block: int) -> int:
+        """How many rows hold ``block``."""
+        return self._ref.item(block)
+
+    def ref_counts(self, ids: Int32) -> Int32:
+        """How many rows hold each of ``ids``, int32[len(ids)]."""
+        counts: Int32 = self._ref[ids]
+        return counts
+
+    def count_free(self, ids: Int32) -> int:
+        """How many of ``ids`` nobody holds."""
+        return len(ids) - int(np.count_nonzero(self._ref[ids])) if len(ids) else 0
+
+    def key_of(self, block: int) -> bytes | None:
+        """The key under which ``block`` can be hit, None when it cannot."""
+        return self._keys[block]
+
+    def group_of(self, block: int) -> int:
+        """The group of the key of ``block``, -1 without key."""
+        return self._group.item(block)
+
+    def step_of(self, block: int) -> int:
+        """The step that ``block`` waits for, WRITTEN when for none."""
+        return self._step.item(block)
+
+    def free_order(self) -> list[int]:
+        """Free blocks in the order they would be taken. O(num_blocks)."""
+        ids: list[int] = self._free.order().tolist()
+        return ids
+
+    def statistics(self, resident_requests: int) -> CacheStatistics:
+        """Counts of now. O(num_blocks)."""
+        return CacheStatistics(
+            num_blocks=self.num_blocks - 1,
+            free_blocks=len(self._free),
+            cached_blocks=int(np.count_nonzero(self._group >= 0)),
+            unwritten_blocks=int(np.count_nonzero(self._step != WRITTEN)),
+            resident_requests=resident_requests,
+            evictions=self.evictions,
+        )
+
+    # -- take, touch, free
+
+    def get_new_blocks(self, n: int) -> Int32:
+        """Take ``n`` blocks from the front, int32[n]; each loses its key. BlockError if n are not free."""
+        if n > len(self._free):
+            raise BlockError(f"{n} blocks asked for, {len(self._free)} are free: plan before taking")
+        ids = self._free.take(n)
+        if n == 1:
+            if self._group.item(ids.item(0)) >= 0:
+                self._evict(ids)
+        else:
+            cached = ids[self._group[ids] >= 0]
+            if cached.size:
+                self._evict(cached)
+        self._ref[ids] = 1
+        self.epoch += 1
+        return ids
+
+    def touch(self, ids: Int32) -> None:
+        """One more holder of each of ``ids`` (distinct); free ones leave the free order."""
+        free = ids[self._ref[ids] == 0]
+        if free.size:
+            self._free.remove(free)
+        self._ref[ids] += 1
+        self.epoch += 1
+
+    def free_blocks(self, ordered: Int32) -> None:
+        """One holder less of each of ``ordered`` (distinct). Those without holder become free:
+        without key to the front in the given order, with key to the back.
+
+        BlockError for a foreign id, the null block or a block that nobody holds; then nothing changes.
+        """
+        if not ordered.size:
+            return
+        self._refuse_foreign(ordered)
+        left = self._ref[ordered] - 1
+        if left.min() < 0:
+            raise BlockError(f"double free of block {int(ordered[left < 0][0])}: nobody holds it")
+        self._ref[ordered] = left
+        unheld = ordered if not left.any() else ordered[left == 0]
+        if unheld.size:
+            cached = self._group[unheld] >= 0
+            if cached.all():
+                self._free.append(unheld)
+            elif not cached.any():
+                self._free.prepend(unheld)
+            else:
+                self._free.prepend(unheld[~cached])
+                self._free.append(unheld[cached])
+        self.epoch += 1
+
+    def _refuse_foreign(self, ids: Int32) -> None:
+        if int(ids.min()) <= NULL_BLOCK or int(ids.max()) >= self.num_blocks:
+            bad = ids[(ids <= NULL_BLOCK) | (ids >= self.num_blocks)]
+            raise BlockError(f"block {int(bad[0])} is none of this pool's 1 .. {self.num_blocks - 1}")
+
+    # -- keys
+
+    def publish(self, group: int, ids: Sequence[int], keys: Sequence[bytes], step: int = WRITTEN) -> None:
+        """Blocks ``ids`` of ``group`` can be hit under ``keys`` from now on.
+
+        step: the step that writes them; WRITTEN when they are.
+        """
+        of_block = self._keys
+        for block, key in zip(ids, keys, strict=True):
+            of_block[block] = key
+        where = np.asarray(ids, np.int32)
+        self._group[where] = group
+        if step != WRITTEN:
+            self._step[where] = step
+        self.indexes[group].add(keys, ids)
+
+    def get_cached_block(self, key: bytes, group: int = 0) -> int | None:
+        """The block of ``group`` that holds the tokens behind ``key``."""
+        return self.indexes[group].get(key)
+
+    def evict_blocks(self, ids: Int32) -> None:
+        """Blocks of ``ids`` that have a key lose it, and so can be hit no longer; who holds them keeps them.
+
+        A free one goes to the front of the free order, as it would have without key.
+        """
+        self._refuse_foreign(ids)
+        cached = ids[self._group[ids] >= 0]
+        if not cached.size:
+            return
+        self._evict(cached)
+        free = cached[self._ref[cached] == 0]
+        if free.size:
+            self._free.remove(free)
+            self._free.prepend(free)
+        self.epoch += 1
+
+    def _evict(self, ids: Int32) -> None:
+        """Drop the keys of ``ids``, which all have one."""
+        keys, written = self._keys, self._events is not None
+        groups, steps = self._group[ids].tolist(), self._step[ids].tolist()
+        for block, group, step in zip(ids.tolist(), groups, steps, strict=True):
+            key = keys[block]
+            if key is None:
+                raise CacheError(f"block {block} belongs to the index of group {group} but has no key")
+            keys[block] = None
+            self.indexes[group].remove(key, block)
+            if written and step == WRITTEN:
+                self._emit(BlockRemoved(block_hashes=(key,), group_idx=group))
+        self._group[ids] = -1
+        self._step[ids] = WRITTEN
+        self.evictions += len(ids)
+
+    # -- published, then written
+
+    def mark_written(self, ids: Int32, step: int) -> NDArray[np.bool_]:
+        """The step that writes ``ids`` is done. bool[len(ids)]: which of them still wait for that very step.
+
+        One that was evicted in the meantime, or published anew by a later step, is not among them.
+        """
+        now: NDArray[np.bool_] = self._step[ids] == step
+        self._step[ids[now]] = WRITTEN
+        return now
+
+    def unpublish_unwritten(self, ids: Int32, first_step: int) -> None:
+        """Blocks that steps from ``first_step`` on should have written lose their keys."""
+        ids = np.unique(ids)
+        self.evict_blocks(ids[self._step[ids] >= first_step])
+
+    def is_written(self, block: int) -> bool:
+        """Whether a published block has been written."""
+        return self._step.item(block) == WRITTEN
+
+    # -- everything
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all keys, if no block is in use; the free order stays. Returns whether it was done. O(num_blocks)."""
+        in_use = self.num_blocks - 1 - len(self._free)
+        if in_use:
+            logger.warning("prefix cache not reset: %d blocks are in use", in_use)
+            return False
+        for index in self.indexes:
+            index.clear()
+        self._keys = [None] * self.num_blocks
+        self._group.fill(-1)
+        self._step.fill(WRITTEN)
+        self._emit(AllBlocksCleared())
+        self.epoch += 1
+        self.evictions += 1
+        return True
+
+    def emit_stored(self, event: KVCacheEvent) -> None:
+        """Collect an event of a block that was written."""
+        self._emit(event)
+
+    @property
+    def events_enabled(self) -> bool:
+        """Whether events are collected."""
+        return self._events is not None
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Events since the last call, oldest first; empty when they are off."""
+        if not self._events:
+            return []
+        events, self._events = self._events, []
+        return events
+
+    def _emit(self, event: KVCacheEvent) -> None:
+        if self._events is not None:
+            self._events.append(event)

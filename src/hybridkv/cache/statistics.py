@@ -1,0 +1,29 @@
+"""Statistics of prefix look-ups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class PrefixCacheStats:
+    """Since the last reading. reset: reset_prefix_cache succeeded; requests looked up; queries: tokens
+    asked for; hits: tokens hit."""
+
+    reset: bool = False
+    requests: int = 0
+    queries: int = 0
+    hits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """What the cache holds now. Blocks of the pool: all but the null block, free, cached (with a key),
+    unwritten (published, its step still in flight); rows: resident requests; evictions: keys lost so far."""
+
+    num_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    unwritten_blocks: int
+    resident_requests: int
+    evictions: int

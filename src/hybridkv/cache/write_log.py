@@ -1,0 +1,120 @@
+"""Published, then written: what steps in flight have promised to write.
+
+    publish (tokens scheduled) --settle(step)--> written: stored-events are emitted
+                               --revoke(step)--> unpublished: it was never there
+
+Without an open step, published counts as written at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache.events import BlockStored, untagged
+from hybridkv.cache.group import CacheGroup
+from hybridkv.cache.pool import WRITTEN, BlockPool
+from hybridkv.errors import CacheError
+from hybridkv.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Columns first .. first + len(ids) - 1 of a request in a group, published together. ids int32[n]."""
+
+    group: CacheGroup
+    request: Request
+    first: int
+    ids: NDArray[np.int32]
+
+
+class WriteLog:
+    """Runs published by each step in flight."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._runs: dict[int, list[Run]] = {}
+        self._ids: dict[int, list[NDArray[np.int32]]] = {}
+        self.open_step = WRITTEN
+
+    def begin(self, step: int) -> None:
+        """What is published from now on is written by ``step``. CacheError if another step is open."""
+        if self.open_step != WRITTEN:
+            raise CacheError(f"step {step} begins while step {self.open_step} is open: end that one first")
+        self.open_step = step
+        self._runs[step], self._ids[step] = [], []
+
+    def end(self) -> None:
+        """The open step is complete: nothing more is published by it."""
+        self.open_step = WRITTEN
+
+    @property
+    def wants_runs(self) -> bool:
+        """Whether runs must be recorded one by one, for events; else ids are enough."""
+        return self._pool.events_enabled
+
+    def record(self, ids: NDArray[np.int32], runs: list[Run]) -> None:
+        """``ids`` were published; ``runs`` says whose they are and may be empty when events are off."""
+        if self.open_step == WRITTEN:
+            for run in runs:
+                self._emit(run, np.ones(len(run.ids), np.bool_))
+            return
+        self._ids[self.open_step].append(ids)
+        self._runs[self.open_step] += runs
+
+    def promised(self, step: int) -> set[int]:
+        """Blocks that ``step`` published; none for a step that is not in flight."""
+        return {block for part in self._ids.get(step, ()) for block in part.tolist()}
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Steps that are neither settled nor revoked, oldest first."""
+        return tuple(self._ids)
+
+    def settle(self, step: int) -> None:
+        """``step`` was executed: what it published is written. CacheError for a step that never began."""
+        if step not in self._ids:
+            raise CacheError(f"step {step} is not in flight")
+        runs, ids = self._runs.pop(step), self._ids.pop(step)
+        if runs:
+            for run in runs:
+                self._emit(run, self._pool.mark_written(run.ids, step))
+        elif ids:
+            self._pool.mark_written(np.concatenate(ids), step)
+
+    def revoke(self, first_step: int) -> None:
+        """Steps from ``first_step`` on failed: what they published can be hit no longer."""
+        failed = [step for step in self._ids if step >= first_step]
+        ids = [part for step in failed for part in self._ids[step]]
+        if ids:
+            self._pool.unpublish_unwritten(np.concatenate(ids), first_step)
+        for step in failed:
+            del self._ids[step], self._runs[step]
+
+    def _emit(self, run: Run, written: NDArray[np.bool_]) -> None:
+        """One stored-event for each stretch of ``run`` that is written."""
+        if not self._pool.events_enabled:
+            return
+        edges = np.flatnonzero(np.diff(np.concatenate(([False], written, [False])).astype(np.int8)))
+        for start, stop in edges.reshape(-1, 2).tolist():
+            self._pool.emit_stored(_stored(run, run.first + start, run.first + stop))
+
+
+def _stored(run: Run, first: int, last: int) -> BlockStored:
+    """The event of columns first .. last-1."""
+    group, request = run.group, run.request
+    size = group.policy.block_size
+    keys = group.key_run(request, max(first - 1, 0), last)
+    parent = keys.pop(0) if first else None
+    stride = group.key_stride
+    extras = request.extra_keys(first * stride, (last - first) * stride)
+    return BlockStored(
+        block_hashes=tuple(keys),
+        parent_block_hash=parent,
+        token_ids=tuple(request.token_ids(first * size, last * size).tolist()),
+        block_size=size,
+        group_idx=group.number,
+        extra_keys=None if extras is None else tuple(untagged(extra) for extra in extras[::stride]),
+    )

@@ -1,0 +1,31 @@
+"""How commands write: tables for people, plain text in a pipe."""
+
+from __future__ import annotations
+
+import sys
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+PIPE_COLUMNS = 400
+
+
+def console() -> Console:
+    """Standard output; in a pipe without colours and so wide that no column is cut or wrapped."""
+    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
+
+
+def table(*columns: str, numbers_from: int = 1, title: str | None = None) -> Table:
+    """A table whose columns from ``numbers_from`` on hold numbers. Keep it within 80 columns."""
+    made = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for at, name in enumerate(columns):
+        made.add_column(name, justify="right" if at >= numbers_from else "left", overflow="fold")
+    return made

@@ -1,0 +1,269 @@
+"""`hybridkv replay`: a trace or a generated workload through the real scheduler and cache, time modelled."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from hybridkv.cli.output import console, table
+from hybridkv.errors import ConfigError
+from hybridkv.models import read_model
+from hybridkv.plan import Plan, read_plan
+from hybridkv.replay import (
+    WORKLOADS,
+    Progress,
+    ReplayReport,
+    ReplaySettings,
+    RequestSource,
+    TraceFile,
+    TraceSummary,
+    UniformWorkload,
+    Workload,
+    plan_for,
+    plan_with_length,
+    run_replay,
+)
+from hybridkv.units import format_bytes, format_count
+
+_WORKLOAD: Final = "workload:"
+_UNIFORM: Final = "uniform"
+_SECONDS_PER_LINE: Final = 10.0
+_DEFAULT: Final = ReplaySettings()
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("replay")(replay_command)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Options whose meaning depends on others; None where the user said nothing."""
+
+    workload: Mapping[str, float | None]
+    trace: Mapping[str, int | bool | None]
+    planning: Mapping[str, str | int | None]
+    plan_file: Path | None
+    max_model_len: int | None
+    limit: int | None
+
+
+def replay_command(
+    *,
+    trace: Annotated[
+        str,
+        typer.Argument(
+            help=f"A trace of JSON lines, plain or gzip, or workload:NAME of {', '.join(WORKLOADS)}, {_UNIFORM}.",
+            metavar="TRACE|workload:NAME",
+        ),
+    ],
+    model: Annotated[str | None, typer.Option(help="A config.json, a folder with one, or a known name.")] = None,
+    memory: Annotated[str | None, typer.Option(help="For the cache of one rank: 40GiB, 512MiB, or bytes.")] = None,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan of `hybridkv plan --json`.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens; that of the longest request.")] = None,
+    max_running: Annotated[int, typer.Option(help="Requests at once.")] = _DEFAULT.max_running,
+    token_budget: Annotated[int, typer.Option(help="Tokens of a step.")] = _DEFAULT.token_budget,
+    time_scale: Annotated[
+        float, typer.Option(help="Multiplies the modelled durations; 0: steps take no time.")
+    ] = _DEFAULT.time_scale,
+    block_size: Annotated[int | None, typer.Option(help="Tokens of a block; 16.")] = None,
+    trace_block_size: Annotated[int | None, typer.Option(help="Tokens of a Mooncake hash id; 512.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor parallel ranks; 1. Memory is that of one.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of a workload; 0.")] = None,
+    hours: Annotated[float | None, typer.Option(help="Of arrivals of a workload; 1.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Multiplies the arrivals of a workload; 1.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Replay the first N requests only.")] = None,
+    skip_bad_lines: Annotated[bool, typer.Option("--skip-bad-lines", help="Count malformed lines, go on.")] = False,
+    no_prefix_caching: Annotated[bool, typer.Option("--no-prefix-caching", help="Share nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Replay requests through the scheduler and the cache manager; only time is modelled."""
+    asked = _Asked(
+        workload={"--seed": seed, "--hours": hours, "--rate": rate},
+        trace={"--trace-block-size": trace_block_size, "--skip-bad-lines": skip_bad_lines or None},
+        planning={"--model": model, "--memory": memory, "--tp": tp, "--block-size": block_size},
+        plan_file=plan_file,
+        max_model_len=max_model_len,
+        limit=limit,
+    )
+    settings = ReplaySettings(max_running, token_budget, time_scale, prefix_caching=not no_prefix_caching)
+    source = _source(trace, asked)
+    summary = source.summary()
+    plan, own_length = _plan(summary, asked)
+    begun = time.perf_counter()
+    with _progress(summary.requests, begun) as on_progress:
+        report = run_replay(source, plan, settings, summary=summary, on_progress=on_progress)
+    wall_s = time.perf_counter() - begun
+    length_from = "longest request" if max_model_len is None else "--max-model-len"
+    if as_json:
+        print(report.to_json(_settings(plan, settings, length_from, source)), end="")
+        return
+    _show(report, plan, settings, summary)
+    set_by = f"the longest request, {summary.longest_at}" if max_model_len is None else length_from
+    beyond = f"; the config of {plan.model.name} allows {format_count(own_length)}" if own_length else ""
+    _line("maximum length", f"{format_count(plan.max_model_len)} tokens, set by {set_by}{beyond}")
+    _line("took", f"{wall_s:.1f} s here for {report.simulated_s:,.1f} s simulated")
+
+
+def _source(trace: str, asked: _Asked) -> RequestSource:
+    """The trace file or workload. ConfigError for options of the other kind."""
+    generated = trace.startswith(_WORKLOAD)
+    kind = trace.removeprefix(_WORKLOAD)
+    foreign: dict[str, float | None] = dict(asked.trace) if generated else dict(asked.workload)
+    if generated and kind == _UNIFORM:
+        foreign |= {**asked.workload, "--limit": asked.limit}
+    wrong = [name for name, value in foreign.items() if value is not None]
+    if wrong:
+        raise ConfigError(f"{', '.join(wrong)} means nothing for {trace}: leave it out")
+    if not generated:
+        block_size = asked.trace["--trace-block-size"]
+        return TraceFile(
+            trace,
+            trace_block_size=512 if block_size is None else block_size,
+            skip_bad_lines=bool(asked.trace["--skip-bad-lines"]),
+            limit=asked.limit,
+        )
+    if kind == _UNIFORM:
+        return UniformWorkload()
+    if kind not in WORKLOADS:
+        raise ConfigError(f"unknown workload {kind!r}: use one of {', '.join((*WORKLOADS, _UNIFORM))}")
+    chosen = {name.removeprefix("--"): value for name, value in asked.workload.items() if value is not None}
+    return Workload(kind, limit=asked.limit, **chosen)  # type: ignore[arg-type]  # --seed is an int, the others floats
+
+
+def _plan(summary: TraceSummary, asked: _Asked) -> tuple[Plan, int | None]:
+    """The plan, and the model's own limit where the plan's maximum length is above it."""
+    if asked.plan_file is not None:
+        given = [name for name, value in asked.planning.items() if value is not None]
+        if given:
+            raise ConfigError(f"--plan holds everything already: drop {', '.join(given)}, or drop --plan")
+        read = read_plan(asked.plan_file)
+        model, plan = read.model, plan_with_length(summary, read, asked.max_model_len)
+    else:
+        missing = [name for name in ("--model", "--memory") if asked.planning[name] is None]
+        if missing:
+            raise ConfigError(
+                f"{' and '.join(missing)} missing: for example --model llama-3-8b --memory 40GiB, or --plan FILE"
+            )
+        block_size, tp = asked.planning["--block-size"], asked.planning["--tp"]
+        model = read_model(
+            str(asked.planning["--model"]),
+            block_size=16 if block_size is None else int(block_size),
+            tp=1 if tp is None else int(tp),
+        )
+        plan = plan_for(summary, model, str(asked.planning["--memory"]), asked.max_model_len)
+    own = model.max_model_len
+    return plan, own if own is not None and own < plan.max_model_len else None
+
+
+def _settings(plan: Plan, settings: ReplaySettings, length_from: str, source: RequestSource) -> dict[str, object]:
+    """What the numbers were made under, for the JSON document."""
+    drawn = {name: getattr(source, name) for name in ("seed", "hours", "rate") if isinstance(source, Workload)}
+    return {
+        "model": plan.model.name,
+        "dtype": plan.model.dtype,
+        "tp": plan.model.tp,
+        "block_size": plan.model.block_size,
+        "memory_bytes": plan.memory_bytes,
+        "num_blocks": plan.config.num_blocks,
+        "max_model_len": plan.max_model_len,
+        "max_model_len_from": length_from,
+        **asdict(settings),
+        **drawn,
+    }
+
+
+def _show(report: ReplayReport, plan: Plan, settings: ReplaySettings, summary: TraceSummary) -> None:
+    """The report for people."""
+    model = plan.model
+    _print(
+        f"{model.name}, tp {model.tp}, {format_bytes(plan.memory_bytes)}: {format_count(plan.config.num_blocks)} blocks "
+        f"of {model.block_size} tokens; up to {settings.max_running} requests and "
+        f"{format_count(settings.token_budget)} tokens a step"
+    )
+    counts = table("", report.source)
+    first, later = report.time_to_first_token_s, report.time_per_output_token_s
+    rows = {
+        "requests": format_count(report.requests),
+        "prompt tokens": format_count(report.prompt_tokens),
+        "hit tokens": format_count(report.hit_tokens),
+        "hit rate": f"{report.hit_rate:.4f}",
+        "computed tokens": format_count(report.computed_tokens),
+        "output tokens": format_count(report.output_tokens),
+        "preemptions": format_count(report.preemptions),
+        "peak usage": f"{report.peak_usage:.2%}",
+        "steps": format_count(report.steps),
+        "requests per step": f"{report.mean_running:.1f}",
+        "time to first token, mean": f"{first.mean:,.3f} s",
+        "  p50 / p90 / p99": f"{first.p50:,.3f} / {first.p90:,.3f} / {first.p99:,.3f} s",
+        "time per output token, mean": f"{later.mean * 1000:,.1f} ms",
+        " p50 / p90 / p99": f"{later.p50 * 1000:,.1f} / {later.p90 * 1000:,.1f} / {later.p99 * 1000:,.1f} ms",
+    }
+    if report.bad_lines:
+        rows["bad lines left out"] = format_count(report.bad_lines)
+    for name, value in rows.items():
+        counts.add_row(name, value)
+    console().print(counts)
+    if summary.first_bad is not None:
+        _line("first bad line", summary.first_bad)
+
+
+def _line(name: str, value: str) -> None:
+    _print(f"{name:<16} {value}")
+
+
+def _print(text: str) -> None:
+    console().print(text, soft_wrap=True, markup=False)
+
+
+@contextmanager
+def _progress(requests: int, begun: float) -> Iterator[Callable[[Progress], None]]:
+    """What to call as the replay goes on: a bar on a terminal, else a line every ten seconds, on standard error."""
+    if not sys.stderr.isatty():
+        yield _lines(requests, begun)
+        return
+    columns = (
+        TextColumn("replay"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("requests, {task.fields[running]} running, {task.fields[waiting]} waiting,"),
+        TextColumn("{task.fields[steps]} steps"),
+        TimeElapsedColumn(),
+    )
+    with Bar(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("replay", total=requests, running=0, waiting=0, steps="0")
+
+        def show(now: Progress) -> None:
+            bar.update(
+                task,
+                completed=now.requests,
+                running=now.running,
+                waiting=now.waiting,
+                steps=format_count(now.steps),
+            )
+
+        yield show
+
+
+def _lines(requests: int, begun: float) -> Callable[[Progress], None]:
+    next_s = begun + _SECONDS_PER_LINE
+
+    def show(now: Progress) -> None:
+        nonlocal next_s
+        if time.perf_counter() < next_s:
+            return
+        next_s += _SECONDS_PER_LINE
+        done = f"{format_count(now.requests)} of {format_count(requests)} requests"
+        print(f"replay: {done}, {format_count(now.steps)} steps, {now.waiting} waiting", file=sys.stderr)
+
+    return show

@@ -1,0 +1,61 @@
+"""Every exception hybridkv raises on purpose.
+
+    HybridKVError
+    ├── ConfigError             a plan, a limit or an option that cannot work
+    │   ├── UnsupportedModelError   a model with layer types that are not handled
+    │   └── CapacityError           memory too small for what was asked
+    ├── SchemaError             a file or message of another (usually newer) schema
+    ├── TraceError              a malformed line in a trace or prompt file
+    ├── CacheError              misuse of the pool, the manager or the scheduler
+    │   ├── BlockError              double free, foreign id, more blocks than are free
+    │   ├── StalePlanError          a plan committed after the pool moved on
+    │   └── OwnershipError          a second thread drives a scheduler
+    └── WorkerError             a Step that the worker cannot apply
+
+A message says what is wrong and what to change. A command prints it as one line, without traceback.
+A cache that is merely full raises nothing: it answers with a reasoned Refusal.
+"""
+
+
+class HybridKVError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(HybridKVError, ValueError):
+    """A value handed in cannot work; the message names the value and the fix."""
+
+
+class UnsupportedModelError(ConfigError):
+    """The model has layers of a type that is not supported; the message names them."""
+
+
+class CapacityError(ConfigError):
+    """The memory is too small; the message says how much is needed."""
+
+
+class SchemaError(HybridKVError, ValueError):
+    """A document carries a schema that this version does not read."""
+
+
+class TraceError(HybridKVError, ValueError):
+    """A malformed line; the message names file, line and what is wrong."""
+
+
+class CacheError(HybridKVError):
+    """The pool, the manager or the scheduler was misused."""
+
+
+class BlockError(CacheError, ValueError):
+    """A block id that cannot be taken, touched or freed."""
+
+
+class StalePlanError(CacheError):
+    """The pool changed between plan_slots and commit; plan again."""
+
+
+class OwnershipError(CacheError, RuntimeError):
+    """A second thread called what only the owning thread may call."""
+
+
+class WorkerError(HybridKVError):
+    """A Step that does not fit the worker's tables or arrived out of order."""

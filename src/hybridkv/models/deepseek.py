@@ -1,0 +1,74 @@
+"""DeepSeek-V2 and -V3: multi-head latent attention, dense layers first, then mixtures of experts.
+
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1, and DeepSeek-V3 (arXiv 2412.19437), section 2.1.
+"""
+
+from __future__ import annotations
+
+from hybridkv.models.families import FamilyFacts, ReadOptions, layer_name, refuse_layer_types
+from hybridkv.models.fields import Fields
+from hybridkv.models.model import Layer
+from hybridkv.models.parallel import kv_heads_per_rank
+from hybridkv.specs import MLAAttentionSpec
+
+
+def deepseek(fields: Fields, options: ReadOptions) -> FamilyFacts:
+    """Every layer as MLA; the latent is whole on every rank. Raises ConfigError and UnsupportedModelError."""
+    count, heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
+    # the latent is not split, but the heads that read it are
+    kv_heads_per_rank(heads, heads, options.tp, fields.name)
+    refuse_layer_types(fields.names("layer_types") or (), fields.name)
+    spec = MLAAttentionSpec(
+        block_size=options.block_size,
+        head_size=fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim"),
+        dtype=options.dtype,
+    )
+    layers = tuple(Layer(layer_name(i), spec, i) for i in range(count))
+    hidden = fields.integer("hidden_size")
+    embedding = fields.integer("vocab_size") * hidden
+    dense, every, active = _mlp_parameters(fields)
+    sparse_layers = _sparse_layers(fields, count)
+    shared = count * (_attention_parameters(fields, heads) + 2 * hidden) + hidden + (count - sparse_layers) * dense
+    head = 0 if fields.flag("tie_word_embeddings") else embedding
+    return FamilyFacts(
+        layers,
+        parameters=shared + sparse_layers * every + embedding + head,
+        active_parameters=shared + sparse_layers * active + embedding,
+    )
+
+
+def _sparse_layers(fields: Fields, count: int) -> int:
+    """How many layers are mixtures of experts: from ``first_k_dense_replace`` on, every ``moe_layer_freq``-th."""
+    if fields.optional("n_routed_experts") is None:
+        return 0
+    first = fields.integer("first_k_dense_replace", 0, minimum=0)
+    return sum(i % fields.integer("moe_layer_freq", 1) == 0 for i in range(first, count))
+
+
+def _attention_parameters(fields: Fields, heads: int) -> int:
+    """Weights of one MLA: queries, the latent's two projections with their norm, the output."""
+    hidden, latent, rope = (fields.integer(key) for key in ("hidden_size", "kv_lora_rank", "qk_rope_head_dim"))
+    nope, value = fields.integer("qk_nope_head_dim"), fields.integer("v_head_dim")
+    query_rank = fields.optional("q_lora_rank")
+    if query_rank is None:
+        query = hidden * heads * (nope + rope)
+    else:
+        query = hidden * query_rank + query_rank + query_rank * heads * (nope + rope)
+    keys = hidden * (latent + rope) + latent + latent * heads * (nope + value)
+    bias = (query_rank or 0) + latent + rope + hidden if fields.flag("attention_bias") else 0
+    return query + keys + heads * value * hidden + bias
+
+
+def _mlp_parameters(fields: Fields) -> tuple[int, int, int]:
+    """Weights of a dense MLP, of a mixture with its router, and the part of it that one token uses."""
+    hidden = fields.integer("hidden_size")
+    dense = 3 * hidden * fields.integer("intermediate_size")
+    experts = fields.optional("n_routed_experts")
+    if experts is None:
+        return dense, dense, dense
+    expert = 3 * hidden * fields.integer("moe_intermediate_size")
+    always = expert * fields.integer("n_shared_experts", 0, minimum=0) + hidden * experts
+    chosen = fields.integer("num_experts_per_tok")
+    if chosen > experts:
+        raise fields.fail(f"num_experts_per_tok {chosen} exceeds n_routed_experts {experts}: lower it")
+    return dense, always + experts * expert, always + chosen * expert

@@ -1,0 +1,129 @@
+"""read_model: a config, wherever it is, into a Model."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from hybridkv.errors import ConfigError
+from hybridkv.models.catalog import known_model
+from hybridkv.models.deepseek import deepseek
+from hybridkv.models.families import Family, ReadOptions, refuse_layer_types, refuse_model_type
+from hybridkv.models.fields import DTYPE_NAMES, Fields, config_dtype, max_model_len
+from hybridkv.models.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from hybridkv.models.model import Model
+from hybridkv.units import dtype_name
+
+logger = logging.getLogger(__name__)
+
+ASSUMED_DTYPE: Final = "bfloat16"
+BACKENDS: Final = ("vllm", "transformers")
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    "deepseek_v2": deepseek,
+    "deepseek_v3": deepseek,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+}
+
+
+def read_model(
+    source: str | Path | Mapping[str, object],
+    *,
+    block_size: int = 16,
+    tp: int = 1,
+    dtype: str | None = None,
+    backend: str = "vllm",
+) -> Model:
+    """Layers and specs of one of ``tp`` ranks, from a Hugging Face config.
+
+    source: the config as a dict, a path to config.json, a folder with one, or a known model's name.
+    block_size: tokens. dtype: of the cache, None for that of the config (bfloat16 and a warning in the log
+    where it names none); bf16, fp16 and fp32 are understood.
+    backend: whose layout recurrent states have, ``vllm`` or ``transformers``; attention is the same in both.
+    Raises ConfigError for a source or a size that cannot work, UnsupportedModelError for a model with
+    layers that cannot be planned yet, naming them.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
+    if block_size < 1:
+        raise ConfigError(f"block_size must be at least 1 token, got {block_size}: 16 is usual")
+    if tp < 1:
+        raise ConfigError(f"tp must be at least 1, got {tp}")
+    name, config = _load(source)
+    fields = text_fields(config, name)
+    model_type = fields.text("model_type")
+    family = FAMILIES.get(model_type) if model_type is not None else None
+    if model_type is None or family is None:
+        raise refuse_model_type(fields, model_type, sorted(FAMILIES))
+    if fields.flag("is_encoder_decoder") or fields.flag("add_cross_attention"):
+        refuse_layer_types(["cross_attention"] * fields.integer("num_hidden_layers"), name)
+    asked = config_dtype(fields) if dtype is None else dtype_name(DTYPE_NAMES.get(dtype, dtype))
+    cache_dtype = asked or ASSUMED_DTYPE
+    facts = family(fields, ReadOptions(block_size, tp, cache_dtype, backend))
+    if asked is None:
+        logger.warning("the config of %s names no dtype: %s is assumed, else say dtype= (--dtype)", name, ASSUMED_DTYPE)
+    return Model(
+        name=name,
+        model_type=model_type,
+        layers=facts.layers,
+        max_model_len=max_model_len(fields),
+        vocab_size=fields.integer("vocab_size"),
+        dtype=cache_dtype,
+        parameters=facts.parameters,
+        active_parameters=facts.active_parameters,
+        block_size=block_size,
+        tp=tp,
+    )
+
+
+def text_fields(config: Mapping[str, object], name: str) -> Fields:
+    """The part of a config that describes the language model: ``text_config`` where there is one.
+
+    The dtype of the whole model holds where the part names none.
+    """
+    inner = Fields(config, name).mapping("text_config")
+    if not inner:
+        return Fields(config, name)
+    outer_dtype = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
+    own_dtype = any(inner.get(key) is not None for key in ("dtype", "torch_dtype"))
+    return Fields(inner if own_dtype else {**inner, **outer_dtype}, name)
+
+
+def _load(source: str | Path | Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
+    """The model's name and its config."""
+    if isinstance(source, Mapping):
+        return _own_name(source, "model"), source
+    path = Path(source)
+    if path.is_dir():
+        path /= "config.json"
+        if not path.is_file():
+            raise ConfigError(f"{path.parent} has no config.json: give a folder with one, or the file")
+    elif not path.is_file():
+        known = known_model(str(source))
+        return known.name, known.config
+    config = _read_json(path)
+    return _own_name(config, path.resolve().parent.name or "model"), config
+
+
+def _read_json(path: Path) -> Mapping[str, object]:
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds no JSON object: give a Hugging Face config.json")
+    return config
+
+
+def _own_name(config: Mapping[str, object], default: str) -> str:
+    """What the config calls its model."""
+    given = config.get("_name_or_path")
+    return given if isinstance(given, str) and given else default

@@ -1,0 +1,58 @@
+"""What a plan says: groups of layers, and where every layer's pages lie in one arena.
+
+    arena   [ tensor 0: block 0 | block 1 | ... | block N-1 ][ tensor 1: ... ] ...
+            ^ offset_bytes      ^ offset_bytes + block_stride_bytes
+
+A layer's page of block ``b`` starts at ``offset_bytes + b * block_stride_bytes`` of its tensor and is
+``page_size_bytes`` of the layer's spec long. A tensor may be shared by layers of different groups
+(``shared_by``): a block belongs to one group at a time, so their pages never meet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridkv.errors import ConfigError
+from hybridkv.specs import KVCacheSpec
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheTensor:
+    """One strided run of pages in the arena.
+
+    size: bytes of the run. shared_by: names of the layers whose pages lie here.
+    offset_bytes: start in the arena. block_stride_bytes: from one block's page to the next.
+    """
+
+    size: int
+    shared_by: tuple[str, ...]
+    offset_bytes: int
+    block_stride_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheGroupSpec:
+    """Layers that share a block table, and the spec they were merged into."""
+
+    layer_names: tuple[str, ...]
+    spec: KVCacheSpec
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheConfig:
+    """Groups, tensors and the number of blocks, the null block (id 0) included."""
+
+    num_blocks: int
+    tensors: tuple[KVCacheTensor, ...]
+    groups: tuple[KVCacheGroupSpec, ...]
+
+    def __post_init__(self) -> None:
+        if self.num_blocks < 1:
+            raise ConfigError(f"num_blocks must be at least 1 (the null block), got {self.num_blocks}")
+        if not self.groups:
+            raise ConfigError("a KVCacheConfig needs at least one group")
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes that all tensors need together."""
+        return max((t.offset_bytes + t.size for t in self.tensors), default=0)

@@ -1,0 +1,183 @@
+"""A plan as a JSON document: what `hybridkv plan --json` writes and every command reads back.
+
+Schema ``hybridkv.plan``, version 1. ``capacity`` is derived, for other programs to read; when a document is read,
+layers, groups, tensors and these numbers must agree.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Final
+
+from hybridkv.errors import ConfigError, SchemaError
+from hybridkv.models import Layer, Model
+from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from hybridkv.plan.node import Node
+from hybridkv.plan.planner import REFERENCE, Plan
+from hybridkv.specs import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, RequestLimits
+
+SCHEMA: Final = "hybridkv.plan"
+VERSION: Final = 1
+
+SPEC_KINDS: Final[dict[str, type[KVCacheSpec]]] = {
+    kind.__name__: kind for kind in (FullAttentionSpec, MLAAttentionSpec)
+}
+
+
+def plan_to_json(plan: Plan) -> str:
+    """The document of a plan; equal plans give equal text."""
+    specs = list(dict.fromkeys(layer.spec for layer in plan.model.layers))
+    facts = {one.name: getattr(plan.model, one.name) for one in fields(Model) if one.name != "layers"}
+    layers = [{"name": one.name, "index": one.index, "spec": specs.index(one.spec)} for one in plan.model.layers]
+    document = {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "layout": plan.layout,
+        "memory_bytes": plan.memory_bytes,
+        "limits": asdict(plan.limits),
+        "model": {**facts, "specs": [_spec_to_json(spec) for spec in specs], "layers": layers},
+        "config": {
+            "num_blocks": plan.config.num_blocks,
+            "tensors": [asdict(tensor) for tensor in plan.config.tensors],
+            "groups": [
+                {"layer_names": group.layer_names, "spec": _spec_to_json(group.spec)} for group in plan.config.groups
+            ],
+        },
+        "capacity": asdict(plan.capacity),
+    }
+    return json.dumps(document, indent=2) + "\n"
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan in a file. Raises ConfigError when it cannot be read, SchemaError as plan_from_json."""
+    try:
+        text = Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the plan {path}: {error}") from error
+    try:
+        return plan_from_json(text)
+    except SchemaError as error:
+        raise SchemaError(f"{path}: {error}") from error
+
+
+def plan_from_json(text: str) -> Plan:
+    """A plan from its document.
+
+    Raises SchemaError for a document of another schema or a newer version, for a field that is missing or of
+    the wrong type, and for one that contradicts itself.
+    """
+    try:
+        root = Node(json.loads(text), "plan")
+    except (ValueError, RecursionError) as error:
+        raise SchemaError(f"not a JSON document: {error}") from error
+    _check_schema(root)
+    try:
+        plan = Plan(
+            model=_model(root.child("model")),
+            config=_config(root.child("config")),
+            memory_bytes=root.integer("memory_bytes", minimum=1),
+            limits=_limits(root.child("limits")),
+            layout=root.text("layout"),
+        )
+    except ConfigError as error:
+        raise SchemaError(f"the plan holds values that cannot be: {error}") from error
+    _check_consistent(plan, root)
+    return plan
+
+
+def _check_schema(root: Node) -> None:
+    schema, version = root.text("schema"), root.integer("version", minimum=1)
+    if schema != SCHEMA:
+        raise SchemaError(f"schema {schema!r} is not {SCHEMA!r}: give a document written by `hybridkv plan --json`")
+    if version != VERSION:
+        raise SchemaError(
+            f"{SCHEMA} version {version} is newer than version {VERSION}, which this hybridkv reads: "
+            "update hybridkv, or write the plan again with this one"
+        )
+    if root.text("layout") != REFERENCE:
+        raise SchemaError(f"layout {root.text('layout')!r} is not known here: this hybridkv reads {REFERENCE!r}")
+
+
+def _spec_to_json(spec: KVCacheSpec) -> dict[str, object]:
+    return {"kind": type(spec).__name__, **asdict(spec)}
+
+
+def _spec(node: Node) -> KVCacheSpec:
+    kind = node.text("kind")
+    if kind not in SPEC_KINDS:
+        raise SchemaError(f"{node.where}.kind {kind!r} is not known here: known are {', '.join(SPEC_KINDS)}")
+    values: dict[str, object] = {}
+    for one in fields(SPEC_KINDS[kind]):
+        if one.name == "dtype":
+            values[one.name] = node.text(one.name)
+        elif one.default is None:
+            values[one.name] = node.optional(one.name)
+        else:
+            values[one.name] = node.integer(one.name)
+    return SPEC_KINDS[kind](**values)  # type: ignore[arg-type]  # fields of a class chosen at run time
+
+
+def _model(node: Node) -> Model:
+    specs = [_spec(one) for one in node.children("specs")]
+    layers = []
+    for one in node.children("layers"):
+        at = one.integer("spec")
+        if at >= len(specs):
+            raise SchemaError(f"{one.where}.spec is {at}, but there are {len(specs)} specs")
+        layers.append(Layer(one.text("name"), specs[at], one.integer("index")))
+    return Model(
+        name=node.text("name"),
+        model_type=node.text("model_type"),
+        layers=tuple(layers),
+        max_model_len=node.optional("max_model_len"),
+        vocab_size=node.integer("vocab_size"),
+        dtype=node.text("dtype"),
+        parameters=node.integer("parameters"),
+        active_parameters=node.integer("active_parameters"),
+        block_size=node.integer("block_size"),
+        tp=node.integer("tp", minimum=1),
+    )
+
+
+def _limits(node: Node) -> RequestLimits:
+    return RequestLimits(**{one.name: node.integer(one.name) for one in fields(RequestLimits)})
+
+
+def _config(node: Node) -> KVCacheConfig:
+    tensors = tuple(
+        KVCacheTensor(
+            size=one.integer("size"),
+            shared_by=one.texts("shared_by"),
+            offset_bytes=one.integer("offset_bytes"),
+            block_stride_bytes=one.integer("block_stride_bytes"),
+        )
+        for one in node.children("tensors")
+    )
+    groups = tuple(
+        KVCacheGroupSpec(one.texts("layer_names"), _spec(one.child("spec"))) for one in node.children("groups")
+    )
+    return KVCacheConfig(node.integer("num_blocks"), tensors, groups)
+
+
+def _check_consistent(plan: Plan, root: Node) -> None:
+    """Raise SchemaError unless layers, groups, tensors and numbers agree. O(layers)."""
+    layers = sorted(layer.name for layer in plan.model.layers)
+    grouped = sorted(name for group in plan.config.groups for name in group.layer_names)
+    placed = sorted(name for tensor in plan.config.tensors for name in tensor.shared_by)
+    if not layers == grouped == placed:
+        raise SchemaError("the plan contradicts itself: its model, groups and tensors do not have the same layers")
+    pages = {name: group.spec.page_size_bytes for group in plan.config.groups for name in group.layer_names}
+    end = 0
+    for at, tensor in enumerate(plan.config.tensors):
+        page = max((pages[name] for name in tensor.shared_by), default=0)
+        if tensor.size != tensor.block_stride_bytes * plan.config.num_blocks or tensor.block_stride_bytes < page:
+            raise SchemaError(f"the plan contradicts itself: tensor {at} does not hold the pages of its layers")
+        if tensor.offset_bytes < end:
+            raise SchemaError(f"the plan contradicts itself: tensor {at} overlaps the one before")
+        end = tensor.offset_bytes + tensor.size
+    if end > plan.memory_bytes:
+        raise SchemaError(f"the plan contradicts itself: its tensors need {end} bytes of {plan.memory_bytes}")
+    if root.child("capacity").value != json.loads(json.dumps(asdict(plan.capacity))):
+        raise SchemaError("the plan contradicts itself: capacity does not follow from config; write the plan again")

@@ -1,0 +1,97 @@
+"""plan: a model and a memory budget into a KVCacheConfig, or an error that says what would work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridkv.errors import CapacityError, ConfigError
+from hybridkv.models import Model
+from hybridkv.plan.capacity import Capacity, blocks_needed, capacity_of, tokens_that_fit
+from hybridkv.plan.config import KVCacheConfig
+from hybridkv.plan.grouping import Grouping, group_layers
+from hybridkv.plan.layout import block_bytes, reference_layout
+from hybridkv.specs import RequestLimits
+from hybridkv.units import format_bytes, format_count, parse_bytes
+
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A config with all it was made from; what a plan document holds. layout: name of the layout rule."""
+
+    model: Model
+    config: KVCacheConfig
+    memory_bytes: int
+    limits: RequestLimits
+    layout: str = REFERENCE
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one request, prompt and output together."""
+        return self.limits.max_model_len
+
+    @property
+    def capacity(self) -> Capacity:
+        """What the config holds."""
+        return capacity_of(self.config, self.memory_bytes, self.limits)
+
+
+def plan(
+    model: Model, memory: int | str, *, max_model_len: int | None = None, max_in_flight_tokens: int = 0
+) -> KVCacheConfig:
+    """The KVCacheConfig of ``make_plan``."""
+    return make_plan(model, memory, max_model_len=max_model_len, max_in_flight_tokens=max_in_flight_tokens).config
+
+
+def make_plan(
+    model: Model, memory: int | str, *, max_model_len: int | None = None, max_in_flight_tokens: int = 0
+) -> Plan:
+    """Groups, tensors and as many blocks as ``memory`` holds, in the reference layout.
+
+    memory: bytes, or a size such as ``"40GiB"``, for the cache of one rank. max_model_len: tokens; None for
+    the model's own limit. max_in_flight_tokens: tokens scheduled and not yet settled.
+    Raises ConfigError for a limit that cannot work (a model whose max_model_len is None takes any),
+    CapacityError when one request of max_model_len does not fit, UnsupportedModelError for layers that
+    cannot be laid out.
+    """
+    memory_bytes = parse_bytes(memory)
+    limits = RequestLimits(_longest(model, max_model_len), max_in_flight_tokens)
+    grouping = group_layers([(layer.name, layer.spec) for layer in model.layers])
+    num_blocks = memory_bytes // block_bytes(grouping)
+    needed_blocks = sum(blocks_needed(grouping.groups, limits)) + 1
+    if num_blocks < needed_blocks:
+        raise _too_small(model, grouping, memory_bytes, needed_blocks, limits)
+    return Plan(model, reference_layout(grouping, num_blocks), memory_bytes, limits)
+
+
+def _longest(model: Model, asked: int | None) -> int:
+    """The max_model_len to plan for."""
+    if asked is None:
+        if model.max_model_len is None:
+            raise ConfigError(f"{model.name} sets no maximum length: give max_model_len (--max-model-len)")
+        return model.max_model_len
+    if asked < 1:
+        raise ConfigError(f"max_model_len must be at least 1 token, got {asked}")
+    if model.max_model_len is not None and asked > model.max_model_len:
+        raise ConfigError(
+            f"max_model_len {asked} exceeds the {model.max_model_len} tokens that the config of {model.name} allows: "
+            f"use at most {model.max_model_len}, or raise max_position_embeddings in its config.json"
+        )
+    return asked
+
+
+def _too_small(
+    model: Model, grouping: Grouping, memory_bytes: int, needed_blocks: int, limits: RequestLimits
+) -> CapacityError:
+    """How much one request needs, and the longest that would fit."""
+    needed_bytes = needed_blocks * block_bytes(grouping)
+    usable_blocks = max(0, memory_bytes // block_bytes(grouping) - 1)
+    fit = tokens_that_fit(grouping.groups, usable_blocks, limits)
+    shorter = f", or lower max_model_len (--max-model-len) to {fit}" if fit else ""
+    return CapacityError(
+        f"{format_bytes(memory_bytes)} ({memory_bytes} bytes) of memory is too small: one request of "
+        f"{format_count(limits.max_model_len)} tokens of {model.name} needs {format_bytes(needed_bytes)} "
+        f"({needed_bytes} bytes: {needed_blocks} blocks of {format_bytes(block_bytes(grouping))}, the null block "
+        f"included): raise memory (--memory) to that{shorter}"
+    )

@@ -1,0 +1,268 @@
+"""The replay loop: an open loop of arrivals around the real scheduler; only time is modelled.
+
+    arrivals up to now -> add;  schedule() -> Step;  now += cost;  update(the trace's next output tokens)
+
+Simulated time stands still but for steps, and jumps to the next arrival when nothing is left to do. A
+request is built, and hashed, when it arrives and dropped when it finishes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.errors import CacheError, ConfigError
+from hybridkv.replay.cost import StepCost
+from hybridkv.replay.formats import TraceRequest
+from hybridkv.replay.report import Distribution, ReplayReport
+from hybridkv.replay.tokens import token_ids_at
+from hybridkv.replay.trace import RequestSource, TraceSummary
+from hybridkv.request import Hasher, Request, SamplingParams
+from hybridkv.schedule import Scheduler
+from hybridkv.step import Csr, NewRow, Step, StepResult
+
+_STEPS_PER_PROGRESS: Final = 64
+_MOST_EMPTY_STEPS: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a replay is. requests: those finished. time_s: simulated seconds."""
+
+    requests: int
+    steps: int
+    running: int
+    waiting: int
+    time_s: float
+
+
+class _Live:
+    """A request between arrival and end. piece: index of the output piece that comes next."""
+
+    __slots__ = ("first_token_s", "piece", "trace")
+
+    def __init__(self, trace: TraceRequest) -> None:
+        self.trace = trace
+        self.first_token_s = 0.0
+        self.piece = 0
+
+
+class _Rows:
+    """What the requests in the scheduler's rows say next, as columns over the rows.
+
+    starts, positions: uint64, the next output token (tokens.py). left: int64, tokens left of the current
+    piece. silent: bool, no token yet. live: who has the row.
+    """
+
+    def __init__(self) -> None:
+        self.starts = np.zeros(64, np.uint64)
+        self.positions = np.zeros(64, np.uint64)
+        self.left = np.zeros(64, np.int64)
+        self.silent = np.zeros(64, np.bool_)
+        self.live: list[_Live | None] = [None] * 64
+
+    def begin(self, new: NewRow, live: _Live) -> None:
+        """``new`` begins or, after a preemption, goes on. O(pieces of the output)."""
+        while new.row >= len(self.live):
+            self._grow()
+        said = len(new.token_ids) - new.num_prompt_tokens
+        self.live[new.row] = live
+        self.silent[new.row] = said == 0
+        live.piece = 0
+        self._next_piece(new.row, live)
+        while said > self.left[new.row]:
+            said -= self.left.item(new.row)
+            self._next_piece(new.row, live)
+        self.positions[new.row] += np.uint64(said)
+        self.left[new.row] -= said
+
+    def sample(self, step: Step) -> tuple[Csr, NDArray[np.int32]]:
+        """The sampled tokens of ``step``, and the rows that gave their first one. A few numpy calls."""
+        rows = step.rows[step.samples]
+        indptr = np.zeros(len(step) + 1, np.int64)
+        np.cumsum(step.samples, out=indptr[1:])
+        dry = rows[self.left[rows] == 0]
+        for row in dry.tolist():
+            self._next_piece(row, self._owner(row))
+        positions = self.positions[rows]
+        tokens = token_ids_at(self.starts[rows], positions)
+        self.positions[rows] = positions + np.uint64(1)
+        self.left[rows] -= 1
+        first = rows[self.silent[rows]]
+        if first.size:
+            self.silent[first] = False
+        return Csr(indptr, tokens), first
+
+    def note_first(self, rows: NDArray[np.int32], now_s: float) -> None:
+        """The first token of ``rows`` came out now."""
+        for row in rows.tolist():
+            self._owner(row).first_token_s = now_s
+
+    def _owner(self, row: int) -> _Live:
+        live = self.live[row]
+        if live is None:
+            raise CacheError(f"a step names row {row}, which no request began")
+        return live
+
+    def _next_piece(self, row: int, live: _Live) -> None:
+        if live.piece == len(live.trace.output.pieces):
+            raise CacheError(f"{live.trace.origin} was asked for more tokens than its trace has")
+        starts, positions, lengths = live.trace.output.columns()
+        self.starts[row] = starts[live.piece]
+        self.positions[row] = positions[live.piece]
+        self.left[row] = lengths[live.piece]
+        live.piece += 1
+
+    def _grow(self) -> None:
+        for name in ("starts", "positions", "left", "silent"):
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate((column, np.zeros_like(column))))
+        self.live += [None] * len(self.live)
+
+
+class _Arrivals:
+    """Requests of a source, one looked at ahead."""
+
+    def __init__(self, requests: Iterator[TraceRequest]) -> None:
+        self._requests = requests
+        self.next = next(requests, None)
+        self.count = 0
+
+    def up_to(self, now_s: float) -> Iterator[tuple[str, TraceRequest]]:
+        """Those with a timestamp of at most ``now_s`` not handed out yet, each with its id."""
+        while self.next is not None and self.next.timestamp_s <= now_s:
+            request_id, request = str(self.count), self.next
+            self.next = next(self._requests, None)
+            self.count += 1
+            yield request_id, request
+
+
+class _Replay:
+    """One replay: simulated time, the requests alive, what was measured."""
+
+    def __init__(self, source: RequestSource, scheduler: Scheduler, cost: StepCost, hasher: Hasher | None) -> None:
+        self.source = source
+        self.scheduler = scheduler
+        self.cost = cost
+        self.hasher = hasher
+        self.now_s = 0.0
+        self.steps = self.empty_steps = self.row_steps = self.finished = 0
+        self.live: dict[str, _Live] = {}
+        self.rows = _Rows()
+        self.first_token_s = array("d")
+        self.per_token_s = array("d")
+
+    def run(self, on_progress: Callable[[Progress], None] | None) -> None:
+        """Until the source is at its end and every request has finished."""
+        arrivals = _Arrivals(iter(self.source))
+        while True:
+            for request_id, trace in arrivals.up_to(self.now_s):
+                self._add(request_id, trace)
+            if self.scheduler.drained:
+                if arrivals.next is None:
+                    break
+                self.now_s = arrivals.next.timestamp_s
+                continue
+            self._step()
+            if on_progress is not None and self.steps % _STEPS_PER_PROGRESS == 0:
+                on_progress(self.progress())
+        if on_progress is not None:
+            on_progress(self.progress())
+
+    def progress(self) -> Progress:
+        """Where the replay stands."""
+        scheduler = self.scheduler
+        return Progress(self.finished, self.steps, scheduler.num_running, scheduler.num_waiting, self.now_s)
+
+    def _add(self, request_id: str, trace: TraceRequest) -> None:
+        sampling = SamplingParams(max_tokens=trace.num_output_tokens, ignore_eos=True)
+        try:
+            request = Request(
+                request_id,
+                trace.prompt.token_ids(),
+                sampling,
+                hasher=self.hasher,
+                arrival_time=trace.timestamp_s,
+            )
+            self.scheduler.add(request)
+        except ConfigError as error:
+            raise ConfigError(f"{self.source.name}, {trace.origin}: {error}") from error
+        self.live[request_id] = _Live(trace)
+
+    def _step(self) -> None:
+        step = self.scheduler.schedule()
+        for new in step.new_rows:
+            self.rows.begin(new, self.live[new.request_id])
+        sampled, first = self.rows.sample(step)
+        self.now_s += self.cost.seconds(step)
+        if first.size:
+            self.rows.note_first(first, self.now_s)
+        self.steps += 1
+        self.row_steps += len(step)
+        self._check_progress(step)
+        for done in self.scheduler.update(StepResult(step.id, sampled)).finished:
+            self._finish(done.request)
+
+    def _check_progress(self, step: Step) -> None:
+        """A scheduler that has work and does none would keep the loop here for ever."""
+        self.empty_steps = 0 if len(step) else self.empty_steps + 1
+        if self.empty_steps > _MOST_EMPTY_STEPS:
+            raise CacheError(
+                f"the scheduler made {self.empty_steps} empty steps in a row with {self.scheduler.num_waiting} "
+                "requests waiting"
+            )
+
+    def _finish(self, request: Request) -> None:
+        live = self.live.pop(request.request_id)
+        self.finished += 1
+        self.first_token_s.append(live.first_token_s - live.trace.timestamp_s)
+        later_tokens = live.trace.num_output_tokens - 1
+        if later_tokens:
+            self.per_token_s.append((self.now_s - live.first_token_s) / later_tokens)
+
+    def report(self, summary: TraceSummary) -> ReplayReport:
+        """What came of it."""
+        counts = self.scheduler.statistics()
+        return ReplayReport(
+            source=self.source.name,
+            requests=self.finished,
+            prompt_tokens=summary.prompt_tokens,
+            output_tokens=summary.output_tokens,
+            longest_tokens=summary.longest_tokens,
+            bad_lines=summary.bad_lines,
+            hit_tokens=counts.hit_tokens,
+            computed_tokens=counts.computed_tokens,
+            preemptions=counts.preemptions,
+            peak_usage=counts.peak_usage,
+            steps=self.steps,
+            mean_running=round(self.row_steps / self.steps, 6) if self.steps else 0.0,
+            simulated_s=round(self.now_s, 6),
+            time_to_first_token_s=Distribution.of(self.first_token_s),
+            time_per_output_token_s=Distribution.of(self.per_token_s),
+        )
+
+
+def replay(
+    source: RequestSource,
+    scheduler: Scheduler,
+    cost: StepCost,
+    *,
+    hasher: Hasher | None,
+    summary: TraceSummary | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> ReplayReport:
+    """Run all requests of ``source`` through ``scheduler``, which must be fresh, and report.
+
+    hasher: that of the scheduler's manager; None without prefix caching. summary: of the source, when it is at
+    hand already. on_progress: called every 64 steps and at the end.
+    Raises TraceError for a malformed line, ConfigError naming a request that can never fit.
+    """
+    counted = source.summary() if summary is None else summary
+    run = _Replay(source, scheduler, cost, hasher)
+    run.run(on_progress)
+    return run.report(counted)

@@ -1,0 +1,88 @@
+"""What came of a replay: counts of the scheduler and latencies of simulated time.
+
+Everything here follows from the inputs alone: equal inputs give byte-equal documents. Wall time is no part of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Final
+
+SCHEMA: Final = "hybridkv.replay"
+VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Mean and nearest-rank percentiles; zeros where nothing was measured. Seconds, to a microsecond."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Distribution:
+        """Of ``values``, in any order. O(n log n)."""
+        if not values:
+            return cls(0.0, 0.0, 0.0, 0.0)
+        ordered = sorted(values)
+
+        def percentile(share: int) -> float:
+            return round(ordered[max(math.ceil(len(ordered) * share / 100) - 1, 0)], 6)
+
+        return cls(round(math.fsum(ordered) / len(ordered), 6), percentile(50), percentile(90), percentile(99))
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """The result of a replay.
+
+    source: name of the trace or workload. bad_lines: lines of it that were left out.
+    prompt_tokens, output_tokens: of the requests. hit_tokens: prompt tokens found in the cache when a request
+    was admitted for the first time. computed_tokens: all that ran, recomputation after a preemption included.
+    peak_usage: largest share of the blocks in use, 0 .. 1. mean_running: rows per step.
+    longest_tokens: prompt and output of the longest request. simulated_s: end of the last step, in trace time.
+    time_to_first_token_s: from arrival to the end of the step that gave the first token.
+    time_per_output_token_s: of each request with two or more, the mean over those after the first.
+    """
+
+    source: str
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    longest_tokens: int
+    bad_lines: int
+    hit_tokens: int
+    computed_tokens: int
+    preemptions: int
+    peak_usage: float
+    steps: int
+    mean_running: float
+    simulated_s: float
+    time_to_first_token_s: Distribution
+    time_per_output_token_s: Distribution
+
+    @property
+    def hit_rate(self) -> float:
+        """hit_tokens / prompt_tokens."""
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def to_dict(self, settings: Mapping[str, object]) -> dict[str, object]:
+        """The document: schema, the settings it was made under, then every field and the hit rate."""
+        counts = asdict(self)
+        return {
+            "schema": SCHEMA,
+            "version": VERSION,
+            "source": counts.pop("source"),
+            "settings": dict(settings),
+            **counts,
+            "hit_rate": self.hit_rate,
+        }
+
+    def to_json(self, settings: Mapping[str, object]) -> str:
+        """The document as text, one line per value."""
+        return json.dumps(self.to_dict(settings), indent=2) + "\n"

@@ -1,0 +1,111 @@
+"""From a plan and settings to a replay: which length is the longest, then manager, scheduler and loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.errors import CapacityError, ConfigError
+from hybridkv.models import Model
+from hybridkv.plan import Plan, make_plan
+from hybridkv.replay.cost import H100, Hardware, StepCost
+from hybridkv.replay.loop import Progress, replay
+from hybridkv.replay.report import ReplayReport
+from hybridkv.replay.trace import RequestSource, TraceSummary
+from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.units import format_bytes, format_count
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySettings:
+    """How a replay runs. max_running: requests at once. token_budget: tokens of a step.
+
+    time_scale: multiplies the modelled durations; 0 makes steps take no time. prefix_caching: whether blocks
+    are shared at all. Raises ConfigError for values out of range.
+    """
+
+    max_running: int = 256
+    token_budget: int = 8192
+    time_scale: float = 1.0
+    prefix_caching: bool = True
+    hardware: Hardware = H100
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "token_budget"):
+            if getattr(self, name) < 1:
+                option = name.replace("_", "-")
+                raise ConfigError(f"{name} (--{option}) must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.time_scale < float("inf"):
+            raise ConfigError(f"time_scale (--time-scale) must be 0 or more and finite, got {self.time_scale}")
+
+
+def plan_for(summary: TraceSummary, model: Model, memory: int | str, max_model_len: int | None = None) -> Plan:
+    """A plan whose maximum length is ``max_model_len`` or, for None, that of the longest request.
+
+    The model's own limit does not count here: a replay runs no model.
+    Raises ConfigError for a maximum below the longest request, CapacityError when memory is too small for one.
+    """
+    longest = _maximum(summary, max_model_len)
+    try:
+        return make_plan(replace(model, max_model_len=longest), memory, max_model_len=longest)
+    except CapacityError as error:
+        if max_model_len is not None:
+            raise
+        needed = str(error).partition(", or lower")[0]
+        raise CapacityError(f"{needed} (the longest request, {summary.longest_at}, sets the maximum length)") from None
+
+
+def plan_with_length(summary: TraceSummary, plan: Plan, max_model_len: int | None = None) -> Plan:
+    """``plan`` with its maximum length replaced, by the same rule; its blocks stay as they are.
+
+    Raises ConfigError as plan_for, CapacityError when the plan's blocks do not hold one such request.
+    """
+    longest = _maximum(summary, max_model_len)
+    changed = replace(
+        plan,
+        model=replace(plan.model, max_model_len=longest),
+        limits=replace(plan.limits, max_model_len=longest),
+    )
+    fit = changed.capacity.tokens_that_fit
+    if fit < longest:
+        raise CapacityError(
+            f"the plan's {format_count(plan.config.num_blocks)} blocks ({format_bytes(plan.memory_bytes)}) hold one "
+            f"request of {format_count(fit)} tokens, but the maximum length is {format_count(longest)} "
+            f"(the longest request has {format_count(summary.longest_tokens)}, {summary.longest_at}): "
+            "plan with more memory"
+        )
+    return changed
+
+
+def _maximum(summary: TraceSummary, max_model_len: int | None) -> int:
+    if max_model_len is None:
+        return summary.longest_tokens
+    if max_model_len < summary.longest_tokens:
+        raise ConfigError(
+            f"max_model_len {max_model_len} is below the {summary.longest_tokens} tokens of the longest request "
+            f"({summary.longest_at}): raise it (--max-model-len) to that, or leave it out"
+        )
+    return max_model_len
+
+
+def run_replay(
+    source: RequestSource,
+    plan: Plan,
+    settings: ReplaySettings,
+    *,
+    summary: TraceSummary | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> ReplayReport:
+    """Replay ``source`` in a fresh manager of ``plan``. Raises ConfigError for settings that cannot work."""
+    cost = StepCost.of(plan.model, hardware=settings.hardware, time_scale=settings.time_scale)
+    limits = SchedulerLimits(max_running=settings.max_running, max_batched_tokens=settings.token_budget)
+    cache = KVCacheManager(plan.config, plan.max_model_len, enable_caching=settings.prefix_caching)
+    return replay(
+        source,
+        Scheduler(cache, limits),
+        cost,
+        hasher=cache.hasher,
+        summary=summary,
+        on_progress=on_progress,
+    )

@@ -1,0 +1,220 @@
+"""Seeded generators of request streams: chat, agent, api, mix, think.
+
+    chat    1,700 conversations an hour with 40 assistants (Zipf 1.0): system prompt, then turns; a turn's prompt is
+            all that was said before, outputs included, and a new user text
+    think   the same, but what the model wrote comes back as other tokens (its reasoning is stripped), so that a turn
+            shares the previous prompt only
+    agent   650 tasks an hour for 12 agents: system and tools, then steps of observation and output; 15% of the tasks
+            fork into 2 to 4 that go on apart
+    api     6,000 calls an hour of 80 templates (Zipf 0.8), each with an input of its own
+    mix     chat, agent and api together
+
+Conversations, tasks and calls arrive as Poisson processes during ``hours``; what follows them may end later.
+Lengths are log-normal around the median, cut at both ends; those of system prompts are log-uniform. ``rate``
+multiplies the arrivals. The generator of random numbers is handed in: equal seeds give equal streams.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+
+from hybridkv.errors import ConfigError
+from hybridkv.replay.formats import TraceRequest
+from hybridkv.replay.tokens import PROMPT_SEGMENT, Piece, Pieces
+from hybridkv.replay.trace import TraceSummary, summarise
+
+_HOUR_S: Final = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Log-normal token counts (or seconds): median, sigma of the logarithm, and where they are cut."""
+
+    median: float
+    sigma: float
+    least: int
+    most: int
+
+    def draw(self, rng: np.random.Generator) -> int:
+        """One count."""
+        return min(max(round(rng.lognormal(np.log(self.median), self.sigma)), self.least), self.most)
+
+
+_USER: Final = Lengths(45, 1.0, 4, 2000)
+_ANSWER: Final = Lengths(180, 0.8, 8, 2000)
+_THINKING_S: Final = Lengths(40, 0.75, 2, 900)
+_OBSERVATION: Final = Lengths(220, 1.1, 20, 4000)
+_ACTION: Final = Lengths(70, 0.7, 8, 800)
+_STEPS: Final = Lengths(7.5, 0.62, 1, 40)
+_INPUT: Final = Lengths(120, 0.8, 8, 4000)
+_REPLY: Final = Lengths(15, 0.85, 1, 400)
+_MEAN_TURNS: Final = 3.5
+_MOST_TURNS: Final = 20
+_FORKING: Final = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """What a generator works with. segments: numbers not used yet."""
+
+    rng: np.random.Generator
+    hours: float
+    rate: float
+    segments: Iterator[int]
+
+    def piece(self, tokens: int) -> Piece:
+        """New tokens, seen nowhere before."""
+        return (next(self.segments), 0, tokens)
+
+    def arrivals_s(self, per_hour: float) -> list[float]:
+        """A Poisson process: times in order, in seconds."""
+        count = self.rng.poisson(per_hour * self.rate * self.hours)
+        times: list[float] = np.sort(self.rng.uniform(0, self.hours * _HOUR_S, count)).tolist()
+        return times
+
+    def shared(self, count: int, least: int, most: int) -> list[Piece]:
+        """``count`` prefixes of log-uniform length."""
+        lengths = np.exp(self.rng.uniform(np.log(least), np.log(most), count))
+        return [self.piece(round(tokens)) for tokens in lengths.tolist()]
+
+    def zipf(self, prefixes: list[Piece], exponent: float, draws: int) -> list[Piece]:
+        """One of ``prefixes`` per draw, the k-th with a weight of k ** -exponent."""
+        weights = np.arange(1, len(prefixes) + 1) ** -exponent
+        chosen = self.rng.choice(len(prefixes), draws, p=weights / weights.sum())
+        return [prefixes[at] for at in chosen.tolist()]
+
+
+def _request(time_s: float, prompt: list[Piece], output: Piece) -> TraceRequest:
+    """Times are whole milliseconds, as in a file."""
+    return TraceRequest(
+        round(time_s * 1000) / 1000, Pieces(PROMPT_SEGMENT, tuple(prompt)), Pieces(PROMPT_SEGMENT, (output,))
+    )
+
+
+def _conversations(stream: _Stream, *, outputs_return: bool) -> list[TraceRequest]:
+    rng = stream.rng
+    systems = stream.shared(40, 200, 1500)
+    starts_s = stream.arrivals_s(1700)
+    requests = []
+    for start_s, system in zip(starts_s, stream.zipf(systems, 1.0, len(starts_s)), strict=True):
+        turns = min(int(rng.geometric(1 / _MEAN_TURNS)), _MOST_TURNS)
+        time_s, said, heard_tokens = start_s, [system], 0
+        for _ in range(turns):
+            user = stream.piece(_USER.draw(rng) + heard_tokens)
+            answer = stream.piece(_ANSWER.draw(rng))
+            requests.append(_request(time_s, [*said, user], answer))
+            said = [*said, user, answer] if outputs_return else [*said, user]
+            # a stripped answer comes back as new tokens, of the same number
+            heard_tokens = 0 if outputs_return else answer[2]
+            time_s += _THINKING_S.draw(rng)
+    return requests
+
+
+def chat(stream: _Stream) -> list[TraceRequest]:
+    """Conversations whose prompts repeat all that was said."""
+    return _conversations(stream, outputs_return=True)
+
+
+def think(stream: _Stream) -> list[TraceRequest]:
+    """Conversations whose outputs are not part of the next prompt."""
+    return _conversations(stream, outputs_return=False)
+
+
+def agent(stream: _Stream) -> list[TraceRequest]:
+    """Tasks of agents that act and observe."""
+    rng = stream.rng
+    starts_s = stream.arrivals_s(650)
+    agents = stream.zipf(stream.shared(12, 600, 1500), 1.0, len(starts_s))
+    requests: list[TraceRequest] = []
+    for start_s, system in zip(starts_s, agents, strict=True):
+        steps = _STEPS.draw(rng)
+        fork_after = int(rng.integers(1, steps)) if steps > 1 and rng.random() < _FORKING else steps
+        time_s, prompt = _act(stream, requests, (start_s, [system]), fork_after)
+        if fork_after < steps:
+            for _ in range(int(rng.integers(2, 5))):
+                _act(stream, requests, (time_s + rng.uniform(2, 8), prompt), steps - fork_after)
+    return requests
+
+
+def _act(
+    stream: _Stream, requests: list[TraceRequest], begin: tuple[float, list[Piece]], steps: int
+) -> tuple[float, list[Piece]]:
+    """Add ``steps`` steps to ``requests``; the time of the last and all that was said then."""
+    time_s, said = begin
+    for step in range(steps):
+        if step:
+            time_s += stream.rng.uniform(2, 8)
+        said = [*said, stream.piece(_OBSERVATION.draw(stream.rng))]
+        action = stream.piece(_ACTION.draw(stream.rng))
+        requests.append(_request(time_s, said, action))
+        said = [*said, action]
+    return time_s, said
+
+
+def api(stream: _Stream) -> list[TraceRequest]:
+    """Single calls of templates."""
+    times_s = stream.arrivals_s(6000)
+    templates = stream.zipf(stream.shared(80, 300, 1500), 0.8, len(times_s))
+    return [
+        _request(time_s, [template, stream.piece(_INPUT.draw(stream.rng))], stream.piece(_REPLY.draw(stream.rng)))
+        for time_s, template in zip(times_s, templates, strict=True)
+    ]
+
+
+def mix(stream: _Stream) -> list[TraceRequest]:
+    """Chat, agents and calls at once."""
+    return chat(stream) + agent(stream) + api(stream)
+
+
+WORKLOADS: Final[Mapping[str, Callable[[_Stream], list[TraceRequest]]]] = MappingProxyType(
+    {"agent": agent, "api": api, "chat": chat, "mix": mix, "think": think}
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One generated stream. kind: a name in WORKLOADS. rate: multiplies the arrivals. limit: requests kept.
+
+    Raises ConfigError for an unknown kind and for sizes that cannot work.
+    """
+
+    kind: str
+    seed: int = 0
+    hours: float = 1.0
+    rate: float = 1.0
+    limit: int | None = None
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in WORKLOADS:
+            raise ConfigError(f"unknown workload {self.kind!r}: use one of {', '.join(WORKLOADS)}")
+        if self.seed < 0:
+            raise ConfigError(f"the seed must be 0 or more, got {self.seed}")
+        for what, value in (("hours", self.hours), ("rate", self.rate)):
+            if not 0 < value <= 1000:
+                raise ConfigError(f"{what} must be above 0 and at most 1000, got {value}")
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"the limit must be at least 1 request, got {self.limit}")
+        object.__setattr__(self, "name", f"workload:{self.kind}")
+
+    @cached_property
+    def _requests(self) -> list[TraceRequest]:
+        """All requests, by time; those of one time in the order they were drawn."""
+        stream = _Stream(np.random.default_rng(self.seed), self.hours, self.rate, itertools.count())
+        drawn = sorted(WORKLOADS[self.kind](stream), key=lambda request: request.timestamp_s)[: self.limit]
+        return [replace(request, origin=f"request {at}") for at, request in enumerate(drawn)]
+
+    def summary(self) -> TraceSummary:
+        """Counts. Raises TraceError when chance and a low rate made no request."""
+        return summarise(self._requests, self.name)
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        """Requests in the order of their timestamps."""
+        return iter(self._requests)

@@ -1,0 +1,54 @@
+"""Steps whose results are not in yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.errors import WorkerError
+from hybridkv.request import Request
+from hybridkv.step import Step, StepResult
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A Step and whose rows it holds.
+
+    detached: position in the step -> request that was preempted since; its row may belong to somebody else.
+    """
+
+    step: Step
+    rows: NDArray[np.int64]
+    requests: tuple[Request, ...]
+    detached: dict[int, Request] = field(default_factory=dict)
+
+    def detach(self, request: Request, row: int) -> bool:
+        """``request`` leaves ``row``; whether this step holds it."""
+        for position in np.flatnonzero(self.rows == row).tolist():
+            if position not in self.detached and self.requests[position] is request:
+                self.detached[position] = request
+                return True
+        return False
+
+    def attached(self) -> NDArray[np.bool_]:
+        """bool[R]: rows that still belong to the request they were scheduled for."""
+        mask = np.ones(len(self.rows), np.bool_)
+        mask[list(self.detached)] = False
+        return mask
+
+
+def check_result(step: Step, result: StepResult) -> None:
+    """WorkerError unless ``result`` has one token for each row that samples, none for the others."""
+    if result.schema_version > step.schema_version:
+        raise WorkerError(
+            f"the result of step {result.id} has schema {result.schema_version}, newer than {step.schema_version}: "
+            "upgrade hybridkv on this side"
+        )
+    if result.id != step.id:
+        raise WorkerError(f"the result of step {result.id} came where step {step.id} is next: hand results in in order")
+    if len(result.sampled) != len(step.rows):
+        raise WorkerError(f"step {step.id} has {len(step.rows)} rows, its result {len(result.sampled)}")
+    if not np.array_equal(np.diff(result.sampled.indptr), step.samples):
+        raise WorkerError(f"step {step.id}: the result must hold one token for each row that samples, none else")

@@ -1,0 +1,75 @@
+"""What bounds a step, and what came of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hybridkv.errors import ConfigError
+from hybridkv.request import Request
+from hybridkv.step import Csr
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """max_running: rows of the worker. max_batched_tokens: budget of a step. max_in_flight: steps that may be
+    scheduled ahead of their results. watermark: share of the pool that an admission must leave free."""
+
+    max_running: int = 256
+    max_batched_tokens: int = 8192
+    max_in_flight: int = 1
+    watermark: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "max_batched_tokens", "max_in_flight"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"watermark is a share of the pool, 0 or more and below 1, got {self.watermark}")
+
+
+class FinishReason(StrEnum):
+    """Why a request ended: a stop token or string, its length, or the caller."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request that ended. Its tokens are all there; its blocks are free or will be."""
+
+    request: Request
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """What an update did. requests: one per row of the Step. appended: tokens really appended, CSR over the
+    same rows (none for requests that had ended). finished: who ended since the update before."""
+
+    step_id: int
+    requests: tuple[Request, ...]
+    appended: Csr
+    finished: tuple[Finished, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStatistics:
+    """Counts since construction, but for waiting and running, which are of now.
+
+    prompt_tokens, hit_tokens: of first admissions. computed_tokens: all that ran, recomputation included.
+    peak_usage: of the pool, 0 .. 1. failed_steps: steps that never brought a result.
+    """
+
+    steps: int
+    waiting: int
+    running: int
+    requests_finished: int
+    preemptions: int
+    failed_steps: int
+    prompt_tokens: int
+    hit_tokens: int
+    computed_tokens: int
+    peak_usage: float

@@ -1,0 +1,81 @@
+"""The running requests as columns, in the order they were admitted.
+
+    row     [ scheduled, results in flight | free to schedule | dead: ended, results still in flight ]
+
+A dead row keeps its blocks until the last step that reads or writes them is settled.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.request import Request
+
+Int64 = NDArray[np.int64]
+
+_NO_STOP = -1
+
+
+class RunningRows:
+    """Columns indexed by row, ``max_running`` long; rows are those of the cache manager.
+
+    order: int64[running], rows in order of admission. pending: tokens that steps in flight sample.
+    steps: steps in flight that hold the row. limit: most tokens. stop_ids: int32[rows, width], -1 filled.
+    dead: ended with steps in flight.
+    """
+
+    def __init__(self, max_running: int) -> None:
+        self.order = np.empty(0, np.int64)
+        self.requests: tuple[Request, ...] = ()
+        self.pending = np.zeros(max_running, np.int64)
+        self.steps = np.zeros(max_running, np.int64)
+        self.limit = np.zeros(max_running, np.int64)
+        self.dead = np.zeros(max_running, np.bool_)
+        self.num_dead = 0
+        self._stop_ids = np.full((max_running, 1), _NO_STOP, np.int32)
+
+    def __len__(self) -> int:
+        """Running requests, dead ones not counted."""
+        return len(self.requests)
+
+    @property
+    def seats_taken(self) -> int:
+        """Rows that hold blocks."""
+        return len(self.requests) + self.num_dead
+
+    def admit(self, request: Request, limit_tokens: int) -> None:
+        """``request``, which has a row, runs from now on, last in order."""
+        row, sampling = request.row, request.sampling
+        self.order = np.append(self.order, row)
+        self.requests = (*self.requests, request)
+        self.pending[row] = self.steps[row] = 0
+        self.limit[row] = limit_tokens
+        stops = sampling.stop_token_ids if sampling.ignore_eos else (*request.eos_token_ids, *sampling.stop_token_ids)
+        width = self._stop_ids.shape[1]
+        if len(stops) > width:
+            more = np.full((len(self._stop_ids), len(stops) - width), _NO_STOP, np.int32)
+            self._stop_ids = np.concatenate((self._stop_ids, more), axis=1)
+        self._stop_ids[row] = _NO_STOP
+        self._stop_ids[row, : len(stops)] = stops
+
+    def remove(self, rows: list[int]) -> None:
+        """``rows`` run no longer."""
+        keep = ~np.isin(self.order, rows)
+        self.requests = tuple(request for request, kept in zip(self.requests, keep.tolist(), strict=True) if kept)
+        self.order = self.order[keep]
+
+    def bury(self, row: int) -> None:
+        """A row that was removed still has steps in flight."""
+        self.dead[row] = True
+        self.num_dead += 1
+
+    def exhume(self, row: int) -> None:
+        """The last step of a dead row is settled."""
+        self.dead[row] = False
+        self.num_dead -= 1
+
+    def stops(self, rows: Int64, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Whether ``tokens[i]`` is a stop token of ``rows[i]``."""
+        found: NDArray[np.bool_] = (self._stop_ids[rows] == tokens[:, None]).any(axis=1)
+        return found

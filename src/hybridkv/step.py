@@ -1,0 +1,161 @@
+"""Step and StepResult: the only contract between the control plane and a worker.
+
+    schedule() -> Step ----> worker: finished_rows, new_rows, cells, zero, copies "before",
+                                     forward, copies "after", sampling
+    update(StepResult) <---- sampled tokens
+
+A Step owns its arrays: they are never views of live tables, and nobody writes to them again.
+Rows are numbers below the scheduler's ``max_running``; a row belongs to one request from the Step that
+lists it in ``new_rows`` to the Step that lists it in ``finished_rows``. In one Step finished rows come
+first, so a row may end and begin in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.request import SamplingParams
+
+SCHEMA_VERSION: Final = 1
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Csr:
+    """A list of lists: row i is ``values[indptr[i]:indptr[i + 1]]``. indptr int64[R + 1], values int32."""
+
+    indptr: Int64
+    values: Int32
+
+    @classmethod
+    def empty(cls, rows: int) -> Csr:
+        """``rows`` empty lists."""
+        return cls(np.zeros(rows + 1, np.int64), np.empty(0, np.int32))
+
+    @classmethod
+    def from_lists(cls, lists: Sequence[Sequence[int]]) -> Csr:
+        """One row a list. O(tokens)."""
+        indptr = np.zeros(len(lists) + 1, np.int64)
+        np.cumsum([len(one) for one in lists], out=indptr[1:])
+        return cls(indptr, np.asarray([t for one in lists for t in one], np.int32))
+
+    def __len__(self) -> int:
+        return len(self.indptr) - 1
+
+    def __getitem__(self, i: int) -> Int32:
+        """Row i, a view."""
+        return self.values[self.indptr[i] : self.indptr[i + 1]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cells:
+    """Cells of the block tables to write, in order; a later one may overwrite an earlier one.
+
+    group, row, column, block: int32[C] each; block ids are memory blocks of the group.
+    """
+
+    group: Int32
+    row: Int32
+    column: Int32
+    block: Int32
+
+    @classmethod
+    def empty(cls) -> Cells:
+        """No cell."""
+        none = np.empty(0, np.int32)
+        return cls(none, none, none, none)
+
+    def __len__(self) -> int:
+        return len(self.block)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One copy of a block within a group. stage: "before" or "after" the forward; kind: "move", "block" or "state"."""
+
+    stage: str
+    group: int
+    source: int
+    destination: int
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewRow:
+    """What a worker must know of a request whose row begins.
+
+    token_ids: int32[n], all tokens known: the prompt and, for a resumed request, its outputs.
+    num_prompt_tokens: how many of them are the prompt.
+    """
+
+    row: int
+    request_id: str
+    token_ids: Int32
+    num_prompt_tokens: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One forward of the model over all scheduled rows.
+
+    id: consecutive from 0. after: the Step that must have been applied before this one: id - 1, or after a
+    failure the last one that did not fail. A worker takes a Step whose ``after`` it has applied and whose
+    id is new to it.
+    rows: int32[R], in the order of their tokens in the batch.
+    num_computed: int32[R], tokens in the cache before this step. num_scheduled: int32[R], tokens to run.
+    samples: bool[R], whether a token is sampled behind the row's last scheduled one.
+    token_ids: the tokens to run, CSR; -1 is the token that the worker itself sampled last for this row.
+    drafts: speculated tokens, CSR, the tail of token_ids.
+    cells: what changes in the block tables. zero: int32[Z, 2], (group, block id) to clear.
+    copies: in this order. state_read: int32[R], the block each row's recurrent state is read from (-1: none).
+    state_writes: int32[W, 3], (index into rows, token count, block id).
+    finished_rows: int32[F], rows that ended since the Step before.
+    """
+
+    id: int
+    after: int
+    rows: Int32
+    num_computed: Int32
+    num_scheduled: Int32
+    samples: NDArray[np.bool_]
+    token_ids: Csr
+    drafts: Csr
+    cells: Cells
+    finished_rows: Int32
+    new_rows: tuple[NewRow, ...] = ()
+    zero: Int32 = field(default_factory=lambda: np.empty((0, 2), np.int32))
+    copies: tuple[Copy, ...] = ()
+    state_read: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    state_writes: Int32 = field(default_factory=lambda: np.empty((0, 3), np.int32))
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the forward runs."""
+        return len(self.token_ids.values)
+
+    def __len__(self) -> int:
+        """Rows scheduled."""
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What came of a Step.
+
+    id: that of the Step. sampled: CSR over the Step's rows, empty where ``samples`` was False.
+    num_accepted: int32[R], drafts accepted and the token sampled behind them; None without speculation.
+    """
+
+    id: int
+    sampled: Csr
+    num_accepted: Int32 | None = None
+    schema_version: int = SCHEMA_VERSION

@@ -1,0 +1,155 @@
+"""`hybridkv plan` and `hybridkv models` as a user runs them."""
+
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from hybridkv.models import read_model
+from hybridkv.plan import make_plan, plan_from_json
+
+
+def run(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(  # noqa: S603  # our own command with arguments of this file
+        [sys.executable, "-m", "hybridkv", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def error(*arguments: str | Path) -> str:
+    """The one line of an error."""
+    done = run(*arguments, code=2)
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def test_a_plan_for_people() -> None:
+    text = run("plan", "llama-3-70b", "--memory", "40GiB").stdout
+    for said in (
+        "llama-3-70b: llama, 80 layers, bfloat16 cache, tp 1",
+        "80 x FullAttentionSpec",
+        "65,536",
+        "5,242,880 B (5 MiB)",
+        "327,680 B",
+        "0 B left over, 0 B inside blocks",
+        "8,192 of 5,242,880 B (5 MiB), the null block included",
+        "131,056",
+        "8,192 tokens",
+        # 8191 blocks for requests of 512: not 16
+        "15.99 requests of 8,192 tokens",
+    ):
+        assert said in text
+    assert "\x1b" not in text
+    # nothing is cut or wrapped in a pipe: one line a row
+    assert re.search(r"0 +80 x FullAttentionSpec +16 +65,536 +5,242,880 +0", text)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_plan_for_programs(tmp_path: Path) -> None:
+    options = ("--memory", "80GiB", "--tp", "8", "--max-model-len", "8000", "--block-size", "32", "--dtype", "fp32")
+    text = run("plan", "llama-3-70b", *options, "--json").stdout
+    model = read_model("llama-3-70b", block_size=32, tp=8, dtype="float32")
+    assert plan_from_json(text) == make_plan(model, "80GiB", max_model_len=8000)
+    path = tmp_path / "plan.json"
+    path.write_text(text, "utf-8")
+    assert run("plan", "--plan", path, "--json").stdout == text
+    shown = run("plan", "--plan", path).stdout
+    assert shown == run("plan", "llama-3-70b", *options).stdout
+    assert "float32 cache, tp 8" in shown
+
+
+def test_a_folder_is_planned(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "vocab_size": 9, "max_position_embeddings": 64, "torch_dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    holds = json.loads(run("plan", tmp_path, "--memory", "1MiB", "--json").stdout)["capacity"]
+    # 2 layers of 2 * 16 tokens * 64 elements * 4 bytes
+    assert holds["num_blocks"] == 2**20 // (2 * 2 * 16 * 64 * 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("plan", "llama-3-8b", "--memory", "1GiB"), "1075838976 bytes"),
+        (("plan", "llama-3-80b", "--memory", "1GiB"), "did you mean llama-3-8b or llama-3-70b"),
+        (("plan", "llama-3-8b", "--memory", "-4GiB"), "not a size"),
+        (("plan", "llama-3-8b", "--memory", "4GiB", "--tp", "3"), "use one of 1, 2, 4, 8, 16, 32"),
+        (("plan", "llama-3-8b", "--memory", "4GiB", "--block-size", "-16"), "at least 1 token, got -16"),
+        (("plan", "llama-3-8b", "--memory", "4GiB", "--max-model-len", "9000"), "use at most 8192"),
+        (("plan", "llama-3-8b", "--memory", "4GiB", "--dtype", "fp8"), "'auto', 'bf16', 'fp16', 'fp32'"),
+        (("plan", "llama-3-8b"), "--memory is missing"),
+        (("plan",), "CONFIG is missing"),
+        (("plan", "llama-3-8b", "--plan", "p.json", "--tp", "1"), "drop CONFIG, --tp, or drop --plan"),
+        (("plan", "--plan", "no-such-file.json"), "cannot read the plan"),
+        (("plan", "--no-such-option"), "--no-such-option"),
+        (("no-such-command",), "no-such-command"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_to_change(arguments: tuple[str, ...], said: str) -> None:
+    assert said in error(*arguments)
+
+
+def test_an_unsupported_model_names_its_layers(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    config = {"model_type": "mistral", "num_hidden_layers": 32, "sliding_window": 4096}
+    path.write_text(json.dumps(config), "utf-8")
+    assert "layers 0-31 (sliding_attention)" in error("plan", path, "--memory", "40GiB")
+
+
+def test_a_newer_plan_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"schema": "hybridkv.plan", "version": 9}), "utf-8")
+    assert "hybridkv.plan version 9 is newer than version 1" in error("plan", "--plan", path)
+
+
+def test_models_are_listed_with_facts_and_sources() -> None:
+    text = run("models").stdout
+    for said in ("llama-3-8b", "llama-3-70b", "qwen2.5-7b", "deepseek-v3", "327,680", "70,272", "verified: "):
+        assert said in text
+    listed = json.loads(run("models", "--json").stdout)
+    assert (listed["schema"], listed["version"]) == ("hybridkv.models", 1)
+    by_name = {one["name"]: one for one in listed["models"]}
+    assert by_name["deepseek-v3"]["kv_bytes_per_token"] == 70272
+    assert by_name["deepseek-v3"]["config"]["kv_lora_rank"] == 512
+    assert all(one["source"].startswith("https://") for one in by_name.values())
+
+
+def test_version_and_help() -> None:
+    assert run("--version").stdout == f"hybridkv {version('hybridkv')}\n"
+    assert "plan" in run("--help").stdout
+    assert run().stdout == run("--help").stdout
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "hybridkv", "plan", "llama-3-70b", "--memory", "40GiB", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.close()
+        assert running.stderr.read() == ""
+
+
+def test_planning_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['hybridkv', 'plan', 'llama-3-8b', '--memory', '40GiB']\n"
+        "from hybridkv.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as e: assert not e.code\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)  # noqa: S603  # as above

@@ -1,0 +1,264 @@
+"""`hybridkv replay` as a user runs it."""
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridkv.replay import UniformWorkload
+
+BASE = ("--model", "llama-3-8b", "--memory", "4GiB")
+CHAT = ("replay", "workload:chat", "--hours", "0.01", *BASE)
+
+
+def run(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(  # noqa: S603  # our own command with arguments of this file
+        [sys.executable, "-m", "hybridkv", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def error(*arguments: str | Path) -> str:
+    """The one line of an error."""
+    done = run(*arguments, code=2)
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def document(*arguments: str | Path) -> dict[str, object]:
+    done = run(*arguments, "--json")
+    assert done.stderr == ""
+    made = json.loads(done.stdout)
+    assert isinstance(made, dict)
+    return made
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The uniform workload as a file."""
+    path = tmp_path_factory.mktemp("traces") / "uniform.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "timestamp": one.timestamp_s * 1000,
+                    "prompt": one.prompt.pieces,
+                    "output": one.output.pieces,
+                    "marks": [1],
+                }
+            )
+            + "\n"
+            for one in UniformWorkload()
+        ),
+        "utf-8",
+    )
+    return path
+
+
+def test_a_report_for_people() -> None:
+    text = run("replay", "workload:uniform", *BASE).stdout
+    hits = UniformWorkload().hit_tokens(16)
+    for pattern in (
+        r"llama-3-8b, tp 1, 4 GiB: 2,048 blocks of 16 tokens; up to 256 requests and 8,192 tokens a step",
+        r"requests +40 ",
+        r"prompt tokens +10,960 ",
+        rf"hit tokens +{hits:,} ",
+        rf"hit rate +{hits / 10_960:.4f} ",
+        r"preemptions +0 ",
+        r"computed tokens",
+        r"peak usage",
+        r"steps +\d+",
+        r"time to first token, mean",
+        r"maximum length +382 tokens, set by the longest request, request 30\n",
+        r"took +\d+\.\d s here for 39\d\.\d s simulated",
+    ):
+        assert re.search(pattern, text), pattern
+    assert "\x1b" not in text
+    assert "bad lines" not in text
+
+
+def test_a_report_for_programs(trace: Path) -> None:
+    made = document("replay", trace, *BASE, "--tp", "2", "--max-running", "9", "--token-budget", "100")
+    hits = UniformWorkload().hit_tokens(16)
+    assert (made["schema"], made["version"], made["source"]) == ("hybridkv.replay", 1, "uniform.jsonl")
+    assert made["settings"] == {
+        "model": "llama-3-8b",
+        "dtype": "bfloat16",
+        "tp": 2,
+        "block_size": 16,
+        "memory_bytes": 4 << 30,
+        "num_blocks": 4096,
+        "max_model_len": 382,
+        "max_model_len_from": "longest request",
+        "max_running": 9,
+        "token_budget": 100,
+        "time_scale": 1.0,
+        "prefix_caching": True,
+        "hardware": {
+            "name": "H100 SXM",
+            "flops_per_s": 989e12,
+            "bytes_per_s": 3.35e12,
+            "compute_efficiency": 0.5,
+            "memory_efficiency": 0.8,
+            "overhead_s": 0.001,
+        },
+    }
+    assert made["hit_tokens"] == hits
+    assert made["hit_rate"] == hits / 10_960
+    assert (made["requests"], made["bad_lines"], made["preemptions"]) == (40, 0, 0)
+    assert made["computed_tokens"] == 10_960 - hits + 40 * 20
+
+
+def test_reports_are_byte_equal_and_gzip_changes_nothing(trace: Path, tmp_path: Path) -> None:
+    zipped = tmp_path / "uniform.jsonl"
+    zipped.write_bytes(gzip.compress(trace.read_bytes()))
+    first, again, other = (run("replay", path, *BASE, "--json").stdout for path in (trace, trace, zipped))
+    assert first == again == other
+
+
+def test_workloads_are_drawn_from_their_seed() -> None:
+    first, again, other = (run(*CHAT, "--seed", seed, "--json").stdout for seed in ("7", "7", "8"))
+    assert first == again
+    assert first != other
+    made = json.loads(first)
+    assert made["source"] == "workload:chat"
+    assert {name: made["settings"][name] for name in ("seed", "hours", "rate")} == {
+        "seed": 7,
+        "hours": 0.01,
+        "rate": 1.0,
+    }
+
+
+def test_time_block_size_limit_and_caching(trace: Path) -> None:
+    made = document("replay", trace, *BASE, "--time-scale", "0", "--block-size", "32", "--limit", "11")
+    assert made["simulated_s"] == 100
+    assert made["requests"] == 11
+    # 7 conversations of the first turn hit the system prompt, the eleventh request 6 blocks of 187 + 20 tokens
+    assert made["hit_tokens"] == 32 * (7 * 4 + 6)
+    assert document("replay", trace, *BASE, "--no-prefix-caching")["hit_tokens"] == 0
+
+
+def test_a_mooncake_trace(tmp_path: Path) -> None:
+    path = tmp_path / "mooncake.jsonl"
+    lines = [
+        {"timestamp": 0, "input_length": 1030, "output_length": 3, "hash_ids": [0, 1, 2]},
+        {"timestamp": 9000, "input_length": 1030, "output_length": 3, "hash_ids": [0, 1, 2]},
+        {"timestamp": 18000, "input_length": 600, "output_length": 3, "hash_ids": [0, 5]},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)), "utf-8")
+    made = document("replay", path, *BASE)
+    assert made["hit_tokens"] == 1024 + 512
+    assert made["longest_tokens"] == 1033
+    assert "--trace-block-size" in error("replay", path, *BASE, "--trace-block-size", "256")
+
+
+def test_memory_that_is_short_preempts(tmp_path: Path) -> None:
+    path = tmp_path / "crowd.jsonl"
+    path.write_text("".join(f'{{"timestamp": 0, "prompt": [[{k}, 0, 40]], "output": [[{k}, 99, 60]]}}\n' for k in range(20)))
+    short, ample = (document("replay", path, "--model", "llama-3-8b", "--memory", size) for size in ("64MiB", "1GiB"))
+    assert (short["requests"], short["output_tokens"]) == (20, 1200)
+    assert ample["preemptions"] == 0
+    assert isinstance(short["preemptions"], int)
+    assert short["preemptions"] > 0
+    # what was given up ran again
+    assert ample["computed_tokens"] == 20 * (40 + 59)
+    assert isinstance(short["computed_tokens"], int)
+    assert short["computed_tokens"] > 20 * (40 + 59)
+
+
+def test_a_plan_file_is_used(trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(run("plan", "llama-3-8b", "--memory", "4GiB", "--tp", "2", "--json").stdout, "utf-8")
+    assert document("replay", trace, "--plan", path) == document("replay", trace, *BASE, "--tp", "2")
+    assert "--plan holds everything already: drop --memory, --tp" in error(
+        "replay", trace, "--plan", path, "--memory", "4GiB", "--tp", "2"
+    )
+    newer = tmp_path / "newer.json"
+    newer.write_text(path.read_text("utf-8").replace('"version": 1', '"version": 2'), "utf-8")
+    assert "hybridkv.plan version 2 is newer" in error("replay", trace, "--plan", newer)
+
+
+def test_the_maximum_length(trace: Path, tmp_path: Path) -> None:
+    assert (
+        "maximum length   500 tokens, set by --max-model-len\n"
+        in run("replay", trace, *BASE, "--max-model-len", "500").stdout
+    )
+    said = error("replay", trace, *BASE, "--max-model-len", "381")
+    assert (
+        "max_model_len 381 is below the 382 tokens of the longest request (line 31): raise it (--max-model-len)" in said
+    )
+    long = tmp_path / "long.jsonl"
+    long.write_text('{"timestamp": 0, "prompt": [[1, 0, 9000]], "output": [[2, 0, 2]]}', "utf-8")
+    shown = run("replay", long, *BASE).stdout
+    assert "9,002 tokens, set by the longest request, line 1; the config of llama-3-8b allows 8,192" in shown
+
+
+def test_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    good = trace.read_text("utf-8").splitlines()
+    path.write_text("\n".join([*good[:3], '{"timestamp": 1}', *good[3:], "oops"]), "utf-8")
+    assert f"{path}, line 4: the field 'prompt' is missing" in error("replay", path, *BASE)
+    made = document("replay", path, *BASE, "--skip-bad-lines")
+    assert (made["bad_lines"], made["requests"]) == (2, 40)
+    shown = run("replay", path, *BASE, "--skip-bad-lines").stdout
+    assert re.search(r"bad lines left out +2 ", shown)
+    assert f"first bad line   {path}, line 4: the field 'prompt' is missing\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere.jsonl", *BASE), "cannot read nowhere.jsonl: No such file or directory"),
+        (("workload:chats", *BASE), "unknown workload 'chats': use one of agent, api, chat, mix, think, uniform"),
+        (("workload:chat",), "--model and --memory missing: for example --model llama-3-8b --memory 40GiB"),
+        (("workload:chat", "--model", "llama-3-8b"), "--memory missing"),
+        (("workload:chat", "--model", "llama-3-8", "--memory", "4GiB"), "llama-3-8b"),
+        (("workload:chat", "--model", "llama-3-8b", "--memory", "4 Gigs"), "not a size"),
+        (("workload:chat", "--model", "llama-3-8b", "--memory", "1MiB"), "too small"),
+        (("workload:chat", *BASE, "--max-running", "0"), "max_running (--max-running) must be at least 1, got 0"),
+        (("workload:chat", *BASE, "--token-budget", "-1"), "token_budget (--token-budget) must be at least 1"),
+        (("workload:chat", *BASE, "--time-scale", "-1"), "time_scale (--time-scale) must be 0 or more"),
+        (("workload:chat", *BASE, "--block-size", "0"), "block_size must be at least 1 token, got 0"),
+        (("workload:chat", *BASE, "--tp", "3"), "tp"),
+        (("workload:chat", *BASE, "--seed", "-1"), "seed must be 0 or more"),
+        (("workload:chat", *BASE, "--hours", "0"), "hours must be above 0"),
+        (("workload:chat", *BASE, "--limit", "0"), "limit must be at least 1 request"),
+        (("workload:chat", *BASE, "--trace-block-size", "16"), "--trace-block-size means nothing for workload:chat"),
+        (("workload:chat", *BASE, "--skip-bad-lines"), "--skip-bad-lines means nothing for workload:chat"),
+        (("workload:uniform", *BASE, "--seed", "1"), "--seed means nothing for workload:uniform"),
+        (("pyproject.toml", *BASE, "--seed", "1", "--rate", "2"), "--seed, --rate means nothing for pyproject.toml"),
+        (("pyproject.toml", *BASE), "pyproject.toml, line 1: not JSON"),
+        (("tests", *BASE), "tests is not a regular file"),
+        (("workload:chat", *BASE, "--seed", "x"), "--seed"),
+        ((), "TRACE|workload:NAME"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str) -> None:
+    root = Path(__file__).parents[2]
+    placed = [str(root / one) if one in {"pyproject.toml", "tests"} else one for one in arguments]
+    assert message in error("replay", *placed).replace(f"{root}/", "")
+
+
+def test_a_replay_reaches_neither_torch_nor_transformers() -> None:
+    arguments = ["hybridkv", "replay", "workload:uniform", *BASE]
+    code = (
+        f"import sys; sys.argv = {arguments}; from hybridkv.cli import main\n"
+        "try: main()\n"
+        "finally: print('reached', sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run(  # noqa: S603  # code of this file
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.endswith("reached []\n")

@@ -1,0 +1,271 @@
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from hybridkv.errors import ConfigError, UnsupportedModelError
+from hybridkv.models import Model, known_models, read_model
+from hybridkv.specs import FullAttentionSpec, MLAAttentionSpec
+
+LLAMA: dict[str, object] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "vocab_size": 100,
+    "torch_dtype": "float16",
+}
+QWEN = {**LLAMA, "model_type": "qwen2"}
+MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": None}
+DEEPSEEK: dict[str, object] = {
+    **LLAMA,
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "q_lora_rank": None,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+
+
+def kv_heads(model: Model) -> int:
+    spec = model.layers[0].spec
+    assert isinstance(spec, FullAttentionSpec)
+    return spec.num_kv_heads
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "kv_bytes_per_token", "max_model_len", "parameters"),
+    [
+        # 2 * KV heads * head size * 2 bytes * layers; for MLA (512 + 64) * 2 bytes * layers
+        ("llama-3-8b", 32, 2 * 8 * 128 * 2 * 32, 8192, 8_030_261_248),
+        ("llama-3-70b", 80, 327_680, 8192, 70_553_706_496),
+        ("qwen2.5-7b", 28, 2 * 4 * 128 * 2 * 28, 131_072, 7_615_616_512),
+        ("deepseek-v3", 61, 70_272, 163_840, 671_026_404_352),
+    ],
+)
+def test_known_models(name: str, layers: int, kv_bytes_per_token: int, max_model_len: int, parameters: int) -> None:
+    model = read_model(name)
+    assert model.name == name
+    assert len(model.layers) == layers
+    assert model.kv_bytes_per_token == kv_bytes_per_token
+    assert model.max_model_len == max_model_len
+    assert model.parameters == parameters
+    assert model.dtype == "bfloat16"
+
+
+def test_known_models_name_their_source() -> None:
+    assert [known.name for known in known_models()] == ["deepseek-v3", "llama-3-70b", "llama-3-8b", "qwen2.5-7b"]
+    for known in known_models():
+        assert known.source.startswith("https://huggingface.co/")
+        assert known.source.endswith("config.json")
+        assert known.verified
+        assert "read" in known.verification
+
+
+def test_active_parameters_leave_out_the_look_up_and_idle_experts() -> None:
+    dense = read_model("llama-3-8b")
+    assert dense.active_parameters == dense.parameters - 128256 * 4096
+    # the model card says 36.6 billion, the output head included
+    assert round(read_model("deepseek-v3").active_parameters / 1e9, 1) == 36.6
+    tied = read_model({**LLAMA, "tie_word_embeddings": True})
+    assert tied.active_parameters == tied.parameters == read_model(LLAMA).active_parameters
+
+
+@pytest.mark.parametrize("source", [str, Path])
+def test_a_file_and_its_folder_are_read(tmp_path: Path, source: type[str] | type[Path]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), "utf-8")
+    model = read_model(source(tmp_path))
+    assert model == read_model(source(tmp_path / "config.json"))
+    assert model.name == tmp_path.name
+    assert model.layers == read_model(LLAMA).layers
+
+
+def test_sizes_come_from_heads_and_options() -> None:
+    model = read_model(LLAMA, block_size=32, dtype="fp32")
+    assert [layer.name for layer in model.layers] == [f"model.layers.{i}.self_attn" for i in range(4)]
+    assert [layer.index for layer in model.layers] == [0, 1, 2, 3]
+    assert {layer.spec for layer in model.layers} == {
+        FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=8, dtype="float32")
+    }
+    assert (model.dtype, model.block_size, model.tp) == ("float32", 32, 1)
+    assert read_model({**LLAMA, "head_dim": 24}).layers[0].spec.page_size_bytes == 2 * 16 * 2 * 24 * 2
+    assert read_model(LLAMA, backend="transformers") == read_model(LLAMA)
+
+
+def test_without_kv_heads_every_head_has_its_own() -> None:
+    assert kv_heads(read_model({key: value for key, value in LLAMA.items() if key != "num_key_value_heads"})) == 8
+    assert kv_heads(read_model({**LLAMA, "num_key_value_heads": None})) == 8
+
+
+@pytest.mark.parametrize(("tp", "heads"), [(1, 2), (2, 1), (4, 1), (8, 1)])
+def test_kv_heads_clamp_under_tensor_parallelism(tp: int, heads: int) -> None:
+    assert kv_heads(read_model(LLAMA, tp=tp)) == heads
+
+
+def test_the_latent_is_whole_on_every_rank() -> None:
+    model = read_model(DEEPSEEK, tp=8)
+    assert {layer.spec for layer in model.layers} == {MLAAttentionSpec(block_size=16, head_size=40, dtype="float16")}
+
+
+@pytest.mark.parametrize(("config", "tp"), [(LLAMA, 3), (LLAMA, 16), (DEEPSEEK, 3)])
+def test_a_tp_that_does_not_divide_names_those_that_do(config: dict[str, object], tp: int) -> None:
+    with pytest.raises(ConfigError, match=r"use one of 1, 2, 4, 8$"):
+        read_model(config, tp=tp)
+
+
+def test_a_tp_that_divides_the_heads_but_not_the_kv_heads() -> None:
+    wide = {**LLAMA, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4}
+    assert kv_heads(read_model(wide, tp=12)) == 1
+    with pytest.raises(ConfigError, match=r"use one of 1, 2, 4, 12$"):
+        read_model(wide, tp=6)
+
+
+@pytest.mark.parametrize(
+    ("given", "longest"),
+    [
+        ({}, 256),
+        ({"max_position_embeddings": None}, None),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}}, 256),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}}, 1024),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64}}, 256),
+        ({"rope_scaling": {"type": "linear", "factor": 2.5}}, 640),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, 256),
+    ],
+)
+def test_the_longest_context(given: dict[str, object], longest: int | None) -> None:
+    assert read_model({**LLAMA, **given}).max_model_len == longest
+
+
+def test_the_text_part_of_a_larger_config() -> None:
+    inner = {key: value for key, value in LLAMA.items() if key != "torch_dtype"}
+    outer = {"model_type": "llava", "dtype": "float32", "text_config": inner}
+    assert read_model(outer).model_type == "llama"
+    assert read_model(outer).dtype == "float32"
+    assert read_model({**outer, "text_config": LLAMA}).dtype == "float16"
+
+
+def test_a_config_without_dtype_gets_one_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    bare = {key: value for key, value in LLAMA.items() if key != "torch_dtype"}
+    with caplog.at_level(logging.WARNING, "hybridkv.models"):
+        assert read_model(bare).dtype == "bfloat16"
+    assert "--dtype" in caplog.text
+    caplog.clear()
+    assert read_model(bare, dtype="bf16").dtype == "bfloat16"
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**QWEN, "sliding_window": 128},
+        {**QWEN, "sliding_window": 131072, "use_sliding_window": False, "max_window_layers": 0},
+        {**QWEN, "sliding_window": 128, "use_sliding_window": True, "max_window_layers": 4},
+        {**QWEN, "sliding_window": None, "use_sliding_window": True, "max_window_layers": 0},
+        {**QWEN, "model_type": "qwen3"},
+        MISTRAL,
+        {**LLAMA, "layer_types": ["full_attention"] * 4},
+    ],
+)
+def test_full_attention_in_every_layer(config: dict[str, object]) -> None:
+    assert all(type(layer.spec) is FullAttentionSpec for layer in read_model(config).layers)
+
+
+SLIDING = "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({**MISTRAL, "sliding_window": 4096}, r"layers 0-3 \(sliding_attention\)"),
+        # the config class's own default is a window of 4096
+        ({k: v for k, v in MISTRAL.items() if k != "sliding_window"}, r"layers 0-3 \(sliding_attention\)"),
+        ({**QWEN, "use_sliding_window": True, "max_window_layers": 2}, r"layers 2-3 \(sliding_attention\)"),
+        ({**QWEN, "layer_types": ["full_attention", SLIDING, "full_attention", SLIDING]}, r"layers 1, 3 \(sliding"),
+        ({**LLAMA, "sliding_window": 128}, r"layers 0-3 \(sliding_attention\)"),
+        ({**MISTRAL, "sliding_window": 8, "layer_types": ["full_attention"] * 4}, r"layers 0-3 \(sliding_attention\)"),
+        ({**LLAMA, "attention_chunk_size": 8}, r"layers 0-3 \(chunked_attention\)"),
+        (
+            {**LLAMA, "layer_types": ["linear_attention", "conv", "conv", "mamba"]},
+            r"0 \(linear_.*1-2 \(conv\); 3 \(mamba\)",
+        ),
+        ({**LLAMA, "is_encoder_decoder": True}, r"layers 0-3 \(cross_attention\)"),
+        ({**DEEPSEEK, "layer_types": ["full_attention"] * 3 + [SLIDING]}, r"layers 3 \(sliding_attention\)"),
+        ({"model_type": "mamba2"}, r"'mamba2'.*Mamba-2 states; known model types: deepseek_v2, deepseek_v3, llama"),
+        ({"model_type": "gemma3_text", "layer_types": [SLIDING] * 5 + ["full_attention"]}, r"sliding_attention \(5\)"),
+        ({"model_type": "brand_new"}, "'brand_new'.*known model types: .*qwen3"),
+        ({}, "model_type is missing"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_name(config: dict[str, object], named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        read_model(config)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"num_hidden_layers": None}, "num_hidden_layers is missing: add it"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers must be an integer"),
+        ({"num_hidden_layers": 0}, "at least 1, got 0"),
+        ({"num_attention_heads": True}, "num_attention_heads must be an integer"),
+        ({"num_attention_heads": 7}, "7 attention heads do not divide hidden_size 64"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must divide num_attention_heads"),
+        ({"layer_types": ["full_attention"]}, "1 entries for 4 layers"),
+        ({"layer_types": "full_attention"}, "must be a list of strings"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
+        ({"torch_dtype": "int4"}, "unknown cache dtype 'int4'"),
+        ({"rope_scaling": [1]}, "rope_scaling must be an object"),
+        ({"text_config": 3}, "text_config must be an object"),
+        ({"model_type": 3}, "model_type must be a string"),
+    ],
+)
+def test_a_malformed_config_names_the_field(given: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_model({**LLAMA, **given})
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("llama-3-80b", "did you mean llama-3-8b or llama-3-70b"),
+        ("meta-llama/llama-3-8b-hf", "did you mean llama-3-8b"),
+        ("deepseek", "did you mean deepseek-v3"),
+        ("zzz", "known names: deepseek-v3, llama-3-70b, llama-3-8b, qwen2.5-7b"),
+        ("nowhere/config.json", "neither a file, a folder nor a known model"),
+    ],
+)
+def test_an_unknown_name_lists_close_ones(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_model(name)
+
+
+@pytest.mark.parametrize(("text", "said"), [("{", "is not JSON"), ("[]", "no JSON object"), (b"\xff", "cannot read")])
+def test_a_file_that_is_no_config(tmp_path: Path, text: str | bytes, said: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=said):
+        read_model(path)
+
+
+def test_a_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        read_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"block_size": 0}, {"block_size": -16}, {"tp": 0}, {"backend": "tensorrt"}, {"dtype": "int4"}]
+)
+def test_options_that_cannot_work(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        read_model(LLAMA, **wrong)  # type: ignore[arg-type]  # wrong on purpose

@@ -1,0 +1,143 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.errors import CapacityError, ConfigError
+from hybridkv.models import Model, read_model
+from hybridkv.plan import capacity_of, make_plan, plan
+from hybridkv.plan.grouping import group_layers
+from hybridkv.plan.layout import reference_layout
+from hybridkv.specs import FullAttentionSpec, RequestLimits
+from hybridkv.units import GiB
+
+TINY: dict[str, object] = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 100,
+    "vocab_size": 50,
+    "dtype": "float16",
+}
+# 3 layers of 2 (K, V) * 16 tokens * 2 heads * 8 elements * 2 bytes
+BLOCK_BYTES = 3 * 2 * 16 * 2 * 8 * 2
+
+
+def tiny(**options: int) -> Model:
+    return read_model(TINY, **options)  # type: ignore[arg-type]  # sizes only
+
+
+def test_numbers_by_hand() -> None:
+    # 100 tokens are 7 blocks, the null block is an eighth; 5 bytes are left over
+    made = make_plan(tiny(), 20 * BLOCK_BYTES + 5)
+    holds = made.capacity
+    assert made.max_model_len == 100
+    assert (holds.num_blocks, holds.block_bytes) == (20, BLOCK_BYTES)
+    assert (holds.arena_bytes, holds.unused_bytes, holds.padding_bytes) == (20 * BLOCK_BYTES, 5, 0)
+    assert holds.tokens_that_fit == 19 * 16
+    assert holds.longest_context == 100
+    assert holds.concurrency == 19 / 7
+    (group,) = holds.groups
+    assert (group.kind, group.layers, group.block_size) == ("FullAttentionSpec", 3, 16)
+    assert (group.page_bytes, group.block_bytes, group.padding_bytes) == (BLOCK_BYTES // 3, BLOCK_BYTES, 0)
+    assert group.blocks_per_request == 7
+
+
+def test_the_layout_of_one_group() -> None:
+    config = plan(tiny(), 20 * BLOCK_BYTES)
+    page = BLOCK_BYTES // 3
+    assert [tensor.shared_by for tensor in config.tensors] == [(f"model.layers.{i}.self_attn",) for i in range(3)]
+    assert [tensor.offset_bytes for tensor in config.tensors] == [0, 20 * page, 40 * page]
+    assert {(tensor.size, tensor.block_stride_bytes) for tensor in config.tensors} == {(20 * page, page)}
+
+
+def test_padding_of_a_group_smaller_than_the_others() -> None:
+    full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="float16")
+    other = replace(full, head_size=4, num_kv_heads=4)
+    grouping = group_layers([("a", full), ("b", full), ("c", other), ("d", other), ("e", other)])
+    assert [group.layer_names for group in grouping.groups] == [("a", "b"), ("c", "e"), ("d",)]
+    config = reference_layout(grouping, 13)
+    holds = capacity_of(config, config.arena_bytes, RequestLimits(48))
+    page = full.page_size_bytes
+    assert [group.padding_bytes for group in holds.groups] == [0, 0, page]
+    # 3 blocks in each of 3 groups, of which the last wastes half
+    assert holds.padding_bytes == 3 * page
+    # a request of n tokens takes ceil(n / 16) blocks of each group: 12 usable blocks hold 64 tokens
+    assert holds.tokens_that_fit == 64
+    assert holds.concurrency == 12 / 9
+
+
+@given(
+    length=st.integers(1, 5000),
+    block_size=st.integers(1, 64),
+    layers=st.integers(1, 8),
+    kv_heads=st.sampled_from([1, 2, 4]),
+)
+def test_exactly_enough_is_enough_and_a_byte_less_is_not(
+    length: int, block_size: int, layers: int, kv_heads: int
+) -> None:
+    config = {**TINY, "num_hidden_layers": layers, "num_key_value_heads": kv_heads, "max_position_embeddings": length}
+    model = read_model(config, block_size=block_size)
+    needed = (-(-length // block_size) + 1) * int(model.kv_bytes_per_token) * block_size
+    made = make_plan(model, needed)
+    assert made.config.num_blocks == -(-length // block_size) + 1
+    assert made.capacity.longest_context == length
+    assert made.capacity.concurrency == 1
+    assert made.capacity.unused_bytes == 0
+    with pytest.raises(CapacityError, match=f"{needed} bytes"):
+        make_plan(model, needed - 1)
+
+
+@given(memory=st.integers(10 * BLOCK_BYTES, 10**7), max_model_len=st.integers(1, 100), block_size=st.integers(1, 32))
+def test_what_is_promised_fits_and_one_block_more_does_not(memory: int, max_model_len: int, block_size: int) -> None:
+    model = tiny(block_size=block_size)
+    made = make_plan(model, memory, max_model_len=max_model_len)
+    holds, config = made.capacity, made.config
+    per_token = int(model.kv_bytes_per_token)
+    assert config.arena_bytes <= memory < config.arena_bytes + block_size * per_token
+    assert holds.unused_bytes == memory - config.arena_bytes
+    # the blocks promised hold that many tokens, and not one more
+    assert -(-holds.tokens_that_fit // block_size) == config.num_blocks - 1
+    assert -(-(holds.tokens_that_fit + 1) // block_size) == config.num_blocks
+    whole = int(holds.concurrency)
+    per_request = -(-max_model_len // block_size)
+    assert whole * per_request <= config.num_blocks - 1 < (whole + 1) * per_request
+
+
+def test_too_little_memory_says_what_is_needed_and_what_would_fit() -> None:
+    with pytest.raises(CapacityError) as raised:
+        plan(read_model("llama-3-8b"), GiB)
+    # 512 blocks of 2 MiB and the null block; without it 511 blocks of 16 tokens fit
+    assert f"({513 * 2 * 2**20} bytes: 513 blocks of 2 MiB, the null block included)" in str(raised.value)
+    assert str(raised.value).endswith(
+        "raise memory (--memory) to that, or lower max_model_len (--max-model-len) to 8176"
+    )
+    assert plan(read_model("llama-3-8b"), 513 * 2 * 2**20).num_blocks == 513
+    assert plan(read_model("llama-3-8b"), GiB, max_model_len=8176).num_blocks == 512
+    with pytest.raises(CapacityError, match=r"to that$"):
+        plan(read_model("llama-3-8b"), "1MiB")
+
+
+def test_more_tokens_than_the_model_allows() -> None:
+    with pytest.raises(ConfigError, match=r"use at most 100, or raise max_position_embeddings"):
+        plan(tiny(), "1MiB", max_model_len=101)
+    unlimited = replace(tiny(), max_model_len=None)
+    assert make_plan(unlimited, "1MiB", max_model_len=101).max_model_len == 101
+    with pytest.raises(ConfigError, match="--max-model-len"):
+        plan(unlimited, "1MiB")
+
+
+@pytest.mark.parametrize("wrong", [{"max_model_len": 0}, {"max_model_len": -1}, {"max_in_flight_tokens": -1}])
+def test_limits_that_cannot_work(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        plan(tiny(), "1MiB", **wrong)
+
+
+@pytest.mark.parametrize("memory", [0, -1, "0GiB", "much"])
+def test_memory_that_cannot_be(memory: int | str) -> None:
+    with pytest.raises(ConfigError, match="size"):
+        plan(tiny(), memory)

@@ -1,0 +1,133 @@
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.errors import ConfigError, SchemaError
+from hybridkv.models import known_models, read_model
+from hybridkv.plan import make_plan, plan_from_json, plan_to_json, read_plan
+
+Document = dict[str, Any]
+
+
+def document() -> Document:
+    found: Document = json.loads(plan_to_json(make_plan(read_model("qwen2.5-7b"), "40GiB")))
+    return found
+
+
+@pytest.mark.parametrize("name", [known.name for known in known_models()])
+def test_a_plan_comes_back_equal(name: str) -> None:
+    made = make_plan(read_model(name, tp=2), "40GiB", max_model_len=1000, max_in_flight_tokens=8192)
+    text = plan_to_json(made)
+    again = plan_from_json(text)
+    assert again == made
+    assert plan_to_json(again) == text
+
+
+@given(
+    memory=st.integers(2**31, 2**40),
+    block_size=st.integers(1, 256),
+    tp=st.sampled_from([1, 2, 4, 8]),
+    dtype=st.sampled_from(["bf16", "fp16", "fp32"]),
+    limited=st.booleans(),
+)
+def test_every_plan_comes_back_equal(memory: int, block_size: int, tp: int, dtype: str, limited: bool) -> None:
+    model = read_model("llama-3-8b", block_size=block_size, tp=tp, dtype=dtype)
+    made = make_plan(model if limited else replace(model, max_model_len=None), memory, max_model_len=4096)
+    assert plan_from_json(plan_to_json(made)) == made
+
+
+def test_the_document_has_what_other_programs_need() -> None:
+    found = document()
+    assert (found["schema"], found["version"], found["memory_bytes"]) == ("hybridkv.plan", 1, 40 * 2**30)
+    assert found["limits"]["max_model_len"] == 131072
+    assert {"name", "model_type", "dtype", "block_size", "tp", "parameters", "active_parameters"} <= found[
+        "model"
+    ].keys()
+    assert found["capacity"]["num_blocks"] == found["config"]["num_blocks"]
+
+
+def changed(change: Callable[[Document], object]) -> str:
+    found = document()
+    change(found)
+    return json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda d: d.update(schema="vllm.plan"), "schema 'vllm.plan' is not 'hybridkv.plan'"),
+        (lambda d: d.update(version=2), "hybridkv.plan version 2 is newer than version 1.*update hybridkv"),
+        (lambda d: d.update(version="1"), "plan.version must be an integer"),
+        (lambda d: d.update(layout="natural"), "layout 'natural' is not known here"),
+        (lambda d: d.pop("schema"), "plan.schema is missing"),
+        (lambda d: d.pop("model"), "plan.model is missing"),
+        (lambda d: d.update(model=[]), "plan.model must be an object"),
+        (lambda d: d["model"].pop("vocab_size"), "plan.model.vocab_size is missing"),
+        (lambda d: d["model"].update(name=7), "plan.model.name must be a string"),
+        (lambda d: d["model"].update(max_model_len="long"), "plan.model.max_model_len must be an integer"),
+        (lambda d: d["model"]["layers"][3].pop("spec"), r"plan.model.layers\[3\].spec is missing"),
+        (lambda d: d["model"]["layers"][3].update(spec=1), r"plan.model.layers\[3\].spec is 1, but there are 1 specs"),
+        (lambda d: d["model"]["specs"][0].update(kind="MambaSpec"), "kind 'MambaSpec' is not known here"),
+        (lambda d: d["model"]["specs"][0].update(dtype="int3"), "values that cannot be: unknown cache dtype"),
+        (lambda d: d["model"]["specs"][0].update(block_size=0), "block_size must be at least 1"),
+        (lambda d: d["limits"].pop("dcp"), "plan.limits.dcp is missing"),
+        (lambda d: d["config"].update(tensors=3), "plan.config.tensors must be a list"),
+        (lambda d: d["config"].update(groups=[]), "at least one group"),
+        (lambda d: d["config"].update(num_blocks=True), "num_blocks must be an integer"),
+        (lambda d: d["config"]["tensors"][0].update(shared_by=[1]), "shared_by must be a list of strings"),
+        (lambda d: d["config"].update(num_blocks=7), "tensor 0 does not hold"),
+        (lambda d: d["config"]["tensors"][1].update(offset_bytes=16), "tensor 1 overlaps the one before"),
+        (lambda d: d["config"]["tensors"].pop(), "do not have the same layers"),
+        (lambda d: d.update(memory_bytes=2**30), "need .* bytes of 1073741824"),
+        (lambda d: d["capacity"].update(tokens_that_fit=1), "capacity does not follow"),
+        (lambda d: d["capacity"].pop("groups"), "capacity does not follow"),
+    ],
+)
+def test_a_malformed_document_says_where(change: Callable[[Document], object], said: str) -> None:
+    with pytest.raises(SchemaError, match=said):
+        plan_from_json(changed(change))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", "[" * 100_000])
+def test_what_is_no_document(text: str) -> None:
+    with pytest.raises(SchemaError):
+        plan_from_json(text)
+
+
+@given(st.data())
+def test_losing_any_field_is_a_named_error(data: st.DataObject) -> None:
+    found = document()
+    node: Any = found
+    while True:
+        key = data.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
+        if not isinstance(node[key], dict | list) or not node[key] or data.draw(st.booleans()):
+            break
+        node = node[key]
+    if data.draw(st.booleans()):
+        del node[key]
+    else:
+        node[key] = data.draw(st.sampled_from([None, -1, "x", [], {}, 0.5]))
+    try:
+        again = plan_from_json(json.dumps(found))
+    except SchemaError:
+        return
+    # facts that nothing else depends on may change: they are then simply read
+    assert plan_to_json(again)
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    made = make_plan(read_model("llama-3-8b"), "40GiB")
+    path = tmp_path / "plan.json"
+    path.write_text(plan_to_json(made), "utf-8")
+    assert read_plan(path) == made
+    path.write_text("{}", "utf-8")
+    with pytest.raises(SchemaError, match=r"plan\.json: plan\.schema is missing"):
+        read_plan(path)
+    with pytest.raises(ConfigError, match="cannot read the plan"):
+        read_plan(tmp_path / "other.json")

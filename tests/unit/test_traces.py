@@ -1,0 +1,265 @@
+"""Trace files: both formats, plain and gzip, and every way in which a line can be wrong."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hybridkv.errors import ConfigError, TraceError
+from hybridkv.replay import Pieces, TraceFile, TraceRequest
+from hybridkv.replay.tokens import HASHED_BLOCK, NEW_OUTPUT, PROMPT_SEGMENT
+
+Record = dict[str, object]
+Write = Callable[..., Path]
+
+PIECES: Record = {"timestamp": 1500, "prompt": [[120, 0, 40], [4, 10, 2]], "output": [[5, 0, 3]]}
+MOONCAKE: Record = {"timestamp": 1500, "input_length": 1030, "output_length": 7, "hash_ids": [0, 9, 11]}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def lines(*records: Record | str | bytes, name: str = "trace.jsonl") -> Path:
+        raw = [
+            one if isinstance(one, bytes) else (one if isinstance(one, str) else json.dumps(one)).encode()
+            for one in records
+        ]
+        path = tmp_path / name
+        path.write_bytes(b"\n".join(raw) + b"\n")
+        return path
+
+    return lines
+
+
+def changed(record: Record, **fields: object) -> Record:
+    return {**record, **fields}
+
+
+def without(record: Record, name: str) -> Record:
+    return {key: value for key, value in record.items() if key != name}
+
+
+# -- what is read
+
+
+def test_a_token_exact_line(write: Write) -> None:
+    (request,) = TraceFile(write(PIECES))
+    assert request == TraceRequest(
+        1.5,
+        Pieces(PROMPT_SEGMENT, ((120, 0, 40), (4, 10, 2))),
+        Pieces(PROMPT_SEGMENT, ((5, 0, 3),)),
+        origin="line 1",
+    )
+    assert (request.num_prompt_tokens, request.num_output_tokens, request.num_tokens) == (42, 3, 45)
+    # a later prompt that repeats the output has its very ids
+    again = Pieces(PROMPT_SEGMENT, ((120, 0, 40), (5, 0, 3))).token_ids()
+    assert again[:40].tolist() == request.prompt.token_ids()[:40].tolist()
+    assert again[40:].tolist() == request.output.token_ids().tolist()
+
+
+def test_marks_are_read(write: Write) -> None:
+    marked, plain = TraceFile(write(changed(PIECES, marks=[16, 45, 1]), PIECES))
+    assert (marked.marks, plain.marks) == ((16, 45, 1), ())
+
+
+def test_pieces_without_tokens_are_dropped(write: Write) -> None:
+    (request,) = TraceFile(write(changed(PIECES, prompt=[[1, 0, 0], [2, 5, 1], [3, 0, 0]])))
+    assert request.prompt.pieces == ((2, 5, 1),)
+
+
+def test_a_mooncake_line(write: Write) -> None:
+    first, second = TraceFile(write(MOONCAKE, changed(MOONCAKE, input_length=1024, hash_ids=[0, 9])))
+    assert first.prompt == Pieces(HASHED_BLOCK, ((0, 0, 512), (9, 0, 512), (11, 0, 6)))
+    assert second.prompt == Pieces(HASHED_BLOCK, ((0, 0, 512), (9, 0, 512)))
+    assert first.prompt.token_ids()[:1024].tolist() == second.prompt.token_ids().tolist()
+    # outputs are new: each line has a segment of its own
+    assert first.output == Pieces(NEW_OUTPUT, ((1, 0, 7),))
+    assert second.output == Pieces(NEW_OUTPUT, ((2, 0, 7),))
+
+
+def test_the_block_size_of_a_mooncake_trace(write: Write) -> None:
+    path = write(changed(MOONCAKE, input_length=33, hash_ids=[5, 6, 7]))
+    (request,) = TraceFile(path, trace_block_size=16)
+    assert request.prompt.pieces == ((5, 0, 16), (6, 0, 16), (7, 0, 1))
+    with pytest.raises(
+        TraceError, match=r"line 1: hash_ids has 3 ids, .* makes 1 blocks .* is --trace-block-size right"
+    ):
+        list(TraceFile(path))
+
+
+def test_gzip_is_known_by_its_first_bytes(write: Write, tmp_path: Path) -> None:
+    plain = write(PIECES, PIECES)
+    disguised, honest = tmp_path / "zipped.jsonl", tmp_path / "trace.jsonl.gz"
+    for path in (disguised, honest):
+        path.write_bytes(gzip.compress(plain.read_bytes()))
+    misnamed = tmp_path / "plain.gz"
+    misnamed.write_bytes(plain.read_bytes())
+    wanted = list(TraceFile(plain))
+    for path in (disguised, honest, misnamed):
+        assert list(TraceFile(path)) == wanted
+
+
+def test_blank_lines_and_other_fields_are_left_alone(write: Write) -> None:
+    path = write("", changed(PIECES, chat_id="x", type=3), "   ", PIECES, name="t.jsonl")
+    assert [request.origin for request in TraceFile(path)] == ["line 2", "line 4"]
+
+
+def test_windows_line_ends(write: Write) -> None:
+    assert len(list(TraceFile(write(json.dumps(PIECES) + "\r", json.dumps(PIECES) + "\r")))) == 2
+
+
+def test_a_summary_counts(write: Write) -> None:
+    path = write(PIECES, changed(PIECES, output=[[5, 0, 30]]), PIECES)
+    summary = TraceFile(path).summary()
+    assert (summary.requests, summary.prompt_tokens, summary.output_tokens) == (3, 126, 36)
+    assert (summary.longest_tokens, summary.longest_at) == (72, "line 2")
+    assert (summary.bad_lines, summary.first_bad) == (0, None)
+
+
+def test_a_limit_reads_no_further(write: Write) -> None:
+    path = write(PIECES, PIECES, "broken")
+    assert len(list(TraceFile(path, limit=2))) == 2
+    assert TraceFile(path, limit=2).summary().requests == 2
+    with pytest.raises(TraceError, match="line 3"):
+        list(TraceFile(path, limit=3))
+
+
+def test_requests_are_streamed(write: Write) -> None:
+    requests = iter(TraceFile(write(PIECES, "broken")))
+    assert next(requests).num_prompt_tokens == 42
+    with pytest.raises(TraceError, match="line 2"):
+        next(requests)
+
+
+def test_iterating_again_starts_over(write: Write) -> None:
+    trace = TraceFile(write(PIECES, PIECES))
+    assert list(trace) == list(trace)
+
+
+# -- what is wrong
+
+MALFORMED = [
+    ("{", "not JSON: Expecting property name"),
+    ("not json", "not JSON: Expecting value at column 1"),
+    (b"\xff\xfe{}", "not "),
+    (b'{"timestamp": "\xff"}', "not UTF-8 text"),
+    ("[" * 100_000, "not JSON"),
+    ('{"timestamp": ' + "9" * 5000 + "}", "not JSON that can be read"),
+    ("[1, 2]", "a line must be a JSON object, not list"),
+    (
+        "{}",
+        "neither format is recognised: a line has the fields timestamp, input_length, .* or timestamp, prompt, output",
+    ),
+    (without(PIECES, "timestamp"), "the field 'timestamp' is missing"),
+    (without(PIECES, "output"), "the field 'output' is missing"),
+    (without(PIECES, "prompt"), "the field 'prompt' is missing"),
+    (without(MOONCAKE, "hash_ids"), "the field 'hash_ids' is missing"),
+    (without(MOONCAKE, "input_length"), "the field 'input_length' is missing"),
+    (without(MOONCAKE, "output_length"), "the field 'output_length' is missing"),
+    (changed(PIECES, timestamp="1"), "timestamp must be a number of milliseconds, not '1'"),
+    (changed(PIECES, timestamp=True), "timestamp must be a number of milliseconds, not True"),
+    (changed(PIECES, timestamp=None), "timestamp must be a number of milliseconds, not None"),
+    (changed(PIECES, timestamp=-1), r"timestamp must lie in 0 \.\. 1e15 milliseconds, got -1"),
+    (json.dumps(PIECES).replace("1500", "NaN"), r"timestamp must lie .* got nan"),
+    (json.dumps(PIECES).replace("1500", "1e999"), r"timestamp must lie .* got inf"),
+    (changed(PIECES, timestamp=10**400), r"timestamp must lie .* got a number of over 38 digits"),
+    (changed(PIECES, prompt={}), "prompt must be a list, not {}"),
+    (changed(PIECES, prompt=[]), "prompt must have at least 1 token"),
+    (changed(PIECES, prompt=[[1, 0, 0]]), "prompt must have at least 1 token"),
+    (changed(PIECES, output=[]), "output must have at least 1 token"),
+    (changed(PIECES, prompt=[[1, 0]]), r"a piece of prompt must be \[segment, offset, length\], not \[1, 0\]"),
+    (changed(PIECES, prompt=[7]), r"a piece of prompt must be \[segment, offset, length\], not 7"),
+    (changed(PIECES, prompt=[[1, 0, -4]]), r"a length of prompt must lie in 0 \.\. \d+, got -4"),
+    (changed(PIECES, prompt=[[1, -1, 4]]), r"an offset of prompt must lie in 0 \.\. \d+, got -1"),
+    (changed(PIECES, output=[[-1, 0, 4]]), r"a segment of output must lie in 0 \.\. \d+, got -1"),
+    (changed(PIECES, prompt=[[1.0, 0, 4]]), r"a segment of prompt must be an integer, not 1\.0"),
+    (changed(PIECES, prompt=[["a", 0, 4]]), "a segment of prompt must be an integer, not 'a'"),
+    (changed(PIECES, prompt=[[1, 0, False]]), "a length of prompt must be an integer, not False"),
+    (changed(PIECES, prompt=[[1, 0, 2**31]]), "a length of prompt must lie in"),
+    (changed(PIECES, prompt=[[1, 0, 2**31 - 1]]), "a request of 2147483650 tokens is longer than 2147483647"),
+    (changed(PIECES, prompt=[[2**64, 0, 1]]), "a segment of prompt must lie in"),
+    (changed(PIECES, marks=5), "marks must be a list, not 5"),
+    (changed(PIECES, marks=[0]), r"a mark must lie in 1 \.\. 45, got 0"),
+    (changed(PIECES, marks=[46]), r"a mark must lie in 1 \.\. 45, got 46"),
+    (changed(PIECES, marks=["x"]), "a mark must be an integer, not 'x'"),
+    (changed(MOONCAKE, input_length=-5), "input_length must be at least 1 token, got -5"),
+    (changed(MOONCAKE, input_length=0, hash_ids=[]), "input_length must be at least 1 token, got 0"),
+    (changed(MOONCAKE, output_length=0), "output_length must be at least 1 token, got 0"),
+    (changed(MOONCAKE, output_length="3"), "output_length must be an integer, not '3'"),
+    (changed(MOONCAKE, input_length=3.5), r"input_length must be an integer, not 3\.5"),
+    (changed(MOONCAKE, hash_ids=[1, 2]), "hash_ids has 2 ids, but input_length 1030 makes 3 blocks of 512 tokens"),
+    (changed(MOONCAKE, hash_ids=[1, 2, 3, 4]), "hash_ids has 4 ids"),
+    (changed(MOONCAKE, hash_ids="abc"), "hash_ids must be a list, not 'abc'"),
+    (changed(MOONCAKE, hash_ids=[1, None, 3]), "a hash id must be an integer, not None"),
+    (changed(MOONCAKE, hash_ids=[1, -2, 3]), "a hash id must lie in"),
+]
+
+
+@pytest.mark.parametrize(("line", "what"), MALFORMED, ids=[str(at) for at in range(len(MALFORMED))])
+def test_a_malformed_line_is_named(write: Write, line: Record | str | bytes, what: str) -> None:
+    # the line before fixes the format, except where it is of the other one
+    good = MOONCAKE if isinstance(line, dict) and ("hash_ids" in line or "input_length" in line) else PIECES
+    good = changed(good, timestamp=0)
+    fixed = line != "{}"
+    lines = [good, line, good] if fixed else [line, good, good]
+    path = write(*lines)
+    number = 2 if fixed else 1
+    with pytest.raises(TraceError, match=rf"trace\.jsonl, line {number}: {what}") as caught:
+        TraceFile(path).summary()
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+    trace = TraceFile(path, skip_bad_lines=True)
+    kept = [request.origin for request in trace]
+    assert kept == (["line 1", "line 3"] if fixed else ["line 2", "line 3"])
+    summary = trace.summary()
+    assert (summary.requests, summary.bad_lines) == (2, 1)
+    assert summary.first_bad == str(caught.value)
+
+
+def test_the_formats_do_not_mix(write: Write) -> None:
+    with pytest.raises(TraceError, match="line 2: the field 'prompt' is missing"):
+        list(TraceFile(write(PIECES, MOONCAKE)))
+
+
+def test_the_first_good_line_sets_the_format(write: Write) -> None:
+    path = write(changed(MOONCAKE, output_length=0), PIECES, MOONCAKE, PIECES)
+    trace = TraceFile(path, skip_bad_lines=True)
+    assert [request.origin for request in trace] == ["line 2", "line 4"]
+    assert trace.summary().bad_lines == 2
+
+
+def test_time_goes_forward(write: Write) -> None:
+    path = write(PIECES, PIECES, changed(PIECES, timestamp=1499), PIECES)
+    with pytest.raises(TraceError, match=r"line 3: timestamp 1499 ms is before .* 1500 ms: sort the lines"):
+        list(TraceFile(path))
+    assert [request.origin for request in TraceFile(path, skip_bad_lines=True)] == ["line 1", "line 2", "line 4"]
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"cannot read .*none\.jsonl: No such file"):
+        TraceFile(tmp_path / "none.jsonl").summary()
+    with pytest.raises(TraceError, match="not a regular file"):
+        list(TraceFile(tmp_path))
+    broken = tmp_path / "broken.gz"
+    many = gzip.compress("\n".join(json.dumps(changed(PIECES, timestamp=k)) for k in range(3000)).encode())
+    broken.write_bytes(many[: len(many) // 2])
+    with pytest.raises(TraceError, match=r"broken\.gz, after line \d+: the gzip data is damaged"):
+        list(TraceFile(broken, skip_bad_lines=True))
+    broken.write_bytes(many[:40] + bytes(40) + many[80:])
+    with pytest.raises(TraceError, match="the gzip data is damaged"):
+        list(TraceFile(broken))
+
+
+def test_a_trace_without_requests(write: Write) -> None:
+    with pytest.raises(TraceError, match=r"trace\.jsonl holds no requests$"):
+        TraceFile(write("", " ")).summary()
+    with pytest.raises(TraceError, match=r"holds no requests but 2 bad lines; the first: .*line 1: not JSON"):
+        TraceFile(write("x", "y"), skip_bad_lines=True).summary()
+
+
+def test_options_that_cannot_work(write: Write) -> None:
+    with pytest.raises(ConfigError, match="block size must be at least 1 token, got 0"):
+        TraceFile(write(PIECES), trace_block_size=0)
+    with pytest.raises(ConfigError, match="limit must be at least 1 request, got 0"):
+        TraceFile(write(PIECES), limit=0)
