@@ -165,7 +165,9 @@ def test_a_mooncake_trace(tmp_path: Path) -> None:
 
 def test_memory_that_is_short_preempts(tmp_path: Path) -> None:
     path = tmp_path / "crowd.jsonl"
-    path.write_text("".join(f'{{"timestamp": 0, "prompt": [[{k}, 0, 40]], "output": [[{k}, 99, 60]]}}\n' for k in range(20)))
+    path.write_text(
+        "".join(f'{{"timestamp": 0, "prompt": [[{k}, 0, 40]], "output": [[{k}, 99, 60]]}}\n' for k in range(20))
+    )
     short, ample = (document("replay", path, "--model", "llama-3-8b", "--memory", size) for size in ("64MiB", "1GiB"))
     assert (short["requests"], short["output_tokens"]) == (20, 1200)
     assert ample["preemptions"] == 0

@@ -224,7 +224,9 @@ class KVCacheManager:
     def commit(self, plan: SlotPlan) -> KVCacheBlocks:
         """Do what ``plan`` says and return the new blocks. StalePlanError if anything changed since it was made."""
         if plan.epoch != self._epoch:
-            raise StalePlanError(f"the pool changed since slots for {plan.request.request_id!r} were planned: plan again")
+            raise StalePlanError(
+                f"the pool changed since slots for {plan.request.request_id!r} were planned: plan again"
+            )
         request = plan.request
         row = request.row if request.row >= 0 else self._bind(request)
         for group, part in zip(self.groups, plan.groups, strict=True):
@@ -270,7 +272,9 @@ class KVCacheManager:
             due, busy, missing = due[:fit], busy[:fit], missing[:fit]
         slots = batch.take(self.groups, self.block_pool, busy, missing, due)
         if self.enable_caching:
-            self.publisher.publish_rows(self.groups, self.rows, busy, np.minimum(computed[due], self.rows.num_tokens[busy]))
+            self.publisher.publish_rows(
+                self.groups, self.rows, busy, np.minimum(computed[due], self.rows.num_tokens[busy])
+            )
         self._commits += 1
         self._refresh_events(busy)
         return slots._replace(accepted=accepted)

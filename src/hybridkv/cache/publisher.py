@@ -54,10 +54,7 @@ class Publisher:
         runs = []
         if self.log.wants_runs:
             pieces = np.split(ids, starts[1:])
-            runs = [
-                Run(group, request, start, piece)
-                for (request, start, _), piece in zip(spans, pieces, strict=True)
-            ]
+            runs = [Run(group, request, start, piece) for (request, start, _), piece in zip(spans, pieces, strict=True)]
         self.log.record(ids, runs)
 
 

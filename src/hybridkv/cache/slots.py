@@ -1,8 +1,8 @@
 """Slots for one request: what is missing is planned without touching anything, then committed as planned.
 
-    tokens  [ computed before | hit, adopted | new | lookahead ]
-            0                 ^ computed     ^     ^ total
-                                             known tokens are published up to min(computed + hit + new, tokens)
+tokens  [ computed before | hit, adopted | new | lookahead ]
+        0                 ^ computed     ^     ^ total
+                                         known tokens are published up to min(computed + hit + new, tokens)
 """
 
 from __future__ import annotations

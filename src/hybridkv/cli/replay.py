@@ -185,10 +185,10 @@ def _settings(plan: Plan, settings: ReplaySettings, length_from: str, source: Re
 
 def _show(report: ReplayReport, plan: Plan, settings: ReplaySettings, summary: TraceSummary) -> None:
     """The report for people."""
-    model = plan.model
+    model, blocks = plan.model, format_count(plan.config.num_blocks)
     _print(
-        f"{model.name}, tp {model.tp}, {format_bytes(plan.memory_bytes)}: {format_count(plan.config.num_blocks)} blocks "
-        f"of {model.block_size} tokens; up to {settings.max_running} requests and "
+        f"{model.name}, tp {model.tp}, {format_bytes(plan.memory_bytes)}: {blocks} blocks of "
+        f"{model.block_size} tokens; up to {settings.max_running} requests and "
         f"{format_count(settings.token_budget)} tokens a step"
     )
     counts = table("", report.source)

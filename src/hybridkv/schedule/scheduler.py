@@ -150,8 +150,8 @@ class Scheduler:
 
     @property
     def drained(self) -> bool:
-        """Nothing waits, runs or is in flight."""
-        return not (self._inbox or self._waiting or self._running.seats_taken or self._in_flight)
+        """Nothing waits, runs or holds blocks; steps still in flight then hold nobody's rows and need no update."""
+        return not (self._inbox or self._waiting or self._running.seats_taken)
 
     # -- schedule
 
@@ -483,7 +483,9 @@ class Scheduler:
             steps[flight.rows[attached]] += 1
             pending[flight.rows[attached & flight.step.samples]] += 1
         live = sorted(resident)
-        if not (np.array_equal(steps[live], running.steps[live]) and np.array_equal(pending[live], running.pending[live])):
+        if not (
+            np.array_equal(steps[live], running.steps[live]) and np.array_equal(pending[live], running.pending[live])
+        ):
             raise CacheError("the steps in flight differ from what the rows expect of them")
         waiting = self._waiting.requests()
         with self._lock:

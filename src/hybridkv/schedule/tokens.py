@@ -20,7 +20,8 @@ def share_budget(wanted: Int64, budget: int) -> Int64:
     ends = np.cumsum(wanted)
     if not ends.size or ends[-1] <= budget:
         return wanted
-    return np.clip(budget - (ends - wanted), 0, wanted)
+    shares: Int64 = np.clip(budget - (ends - wanted), 0, wanted)
+    return shares
 
 
 def gather_tokens(requests: RequestRows, rows: Int64, computed: Int64, counts: Int64) -> Csr:

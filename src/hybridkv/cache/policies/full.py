@@ -46,7 +46,9 @@ class FullAttentionPolicy:
         """The token counts at which a row needs a block, and can publish one. Numbers or int64 arrays."""
         return held * self.block_size + 1, (published + 1) * self.block_size
 
-    def plan(self, held: int, hit: NDArray[np.int32] | None, total_tokens: int, published: int, known: int) -> GroupPlan:
+    def plan(
+        self, held: int, hit: NDArray[np.int32] | None, total_tokens: int, published: int, known: int
+    ) -> GroupPlan:
         """What is missing for ``total_tokens`` tokens, and what can be published then.
 
         held: columns that the row has. hit: blocks to adopt (a new row only). published: columns already

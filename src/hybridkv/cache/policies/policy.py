@@ -42,7 +42,9 @@ class Policy(Protocol):
         """The token counts at which a row needs a block, and can publish one."""
         ...
 
-    def plan(self, held: int, hit: NDArray[np.int32] | None, total_tokens: int, published: int, known: int) -> GroupPlan:
+    def plan(
+        self, held: int, hit: NDArray[np.int32] | None, total_tokens: int, published: int, known: int
+    ) -> GroupPlan:
         """What is missing for ``total_tokens`` tokens."""
         ...
 
