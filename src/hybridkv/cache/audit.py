@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hybridkv.cache.group import CacheGroup
     from hybridkv.cache.manager import KVCacheManager
     from hybridkv.cache.pool import BlockPool
+    from hybridkv.request import Request
 
 _SHOWN = 8
 
@@ -46,18 +47,23 @@ def _residents(cache: KVCacheManager) -> Iterator[str]:
     for row, request in bound.items():
         if request.row != row:
             yield f"row {row} belongs to {request.request_id!r}, which says row {request.row}"
-        for group in cache.groups:
-            held = group.rows.count.item(row)
-            if held < group.policy.columns(rows.num_computed.item(row)):
-                yield f"row {row} has {rows.num_computed[row]} computed tokens in {held} blocks of group {group.number}"
         if cache.hasher is not None and len(request.hashes) != request.num_tokens // cache.hasher.block_size:
             yield f"{request.request_id!r} has {len(request.hashes)} hashes for {request.num_tokens} tokens"
         if cache.next_event(row) != _next_event(cache, row):
             yield f"row {row} expects its next event at {cache.next_event(row)} tokens, not {_next_event(cache, row)}"
     for group in cache.groups:
-        for row in np.flatnonzero(group.rows.count).tolist():
-            if row not in bound:
-                yield f"row {row} of group {group.number} holds blocks but belongs to nobody"
+        yield from _columns(group, bound)
+
+
+def _columns(group: CacheGroup, bound: dict[int, Request]) -> Iterator[str]:
+    """Rows that belong to somebody hold enough for what is computed, the others nothing."""
+    for row in np.flatnonzero(group.rows.count).tolist():
+        if row not in bound:
+            yield f"row {row} of group {group.number} holds blocks but belongs to nobody"
+    for row, request in bound.items():
+        held, computed = group.rows.count.item(row), request.num_computed_tokens
+        if held < group.policy.columns(computed):
+            yield f"row {row} has {computed} computed tokens in {held} blocks of group {group.number}"
 
 
 def _next_event(cache: KVCacheManager, row: int) -> int:

@@ -127,7 +127,7 @@ class KVCacheManager:
 
     # -- slots, one request
 
-    def allocate_slots(
+    def allocate_slots(  # noqa: PLR0917 - the signature that users of vLLM know
         self,
         request: Request,
         num_new_tokens: int,
@@ -153,7 +153,7 @@ class KVCacheManager:
         )
         return self.commit(plan) if isinstance(plan, SlotPlan) else None
 
-    def plan_slots(
+    def plan_slots(  # noqa: PLR0917 - as allocate_slots
         self,
         request: Request,
         num_new_tokens: int,
@@ -291,6 +291,7 @@ class KVCacheManager:
             first, last = group.published.item(row), known // group.policy.block_size
             if last > first:
                 self.publisher.publish_row(group, request, first, last)
+        self._commits += 1
         self._refresh_event(row)
 
     def free(self, request: Request | str) -> None:

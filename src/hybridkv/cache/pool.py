@@ -130,9 +130,9 @@ class BlockPool:
         self.epoch += 1
 
     def free_blocks(self, ordered: Int32) -> None:
-        """One holder less of each of ``ordered`` (distinct). Those without holder become free:
-        without key to the front in the given order, with key to the back.
+        """One holder less of each of ``ordered`` (distinct).
 
+        Those without holder become free: without key to the front in the given order, with key to the back.
         BlockError for a foreign id, the null block or a block that nobody holds; then nothing changes.
         """
         if not ordered.size:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Since the last reading. reset: reset_prefix_cache succeeded; requests looked up; queries: tokens
-    asked for; hits: tokens hit."""
+    """Look-ups since the last reading.
+
+    reset: reset_prefix_cache succeeded. requests: looked up. queries: tokens asked for. hits: tokens hit.
+    """
 
     reset: bool = False
     requests: int = 0
@@ -18,8 +20,12 @@ class PrefixCacheStats:
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """What the cache holds now. Blocks of the pool: all but the null block, free, cached (with a key),
-    unwritten (published, its step still in flight); rows: resident requests; evictions: keys lost so far."""
+    """What the cache holds now.
+
+    num_blocks: all but the null block. free_blocks: those nobody holds, cached ones among them.
+    cached_blocks: with a key. unwritten_blocks: published, their step still in flight.
+    evictions: keys lost so far.
+    """
 
     num_blocks: int
     free_blocks: int

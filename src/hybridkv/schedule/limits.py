@@ -12,8 +12,11 @@ from hybridkv.step import Csr
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """max_running: rows of the worker. max_batched_tokens: budget of a step. max_in_flight: steps that may be
-    scheduled ahead of their results. watermark: share of the pool that an admission must leave free."""
+    """What bounds a scheduler.
+
+    max_running: rows of the worker. max_batched_tokens: budget of a step. max_in_flight: steps that may be
+    scheduled ahead of their results. watermark: share of the pool that an admission must leave free.
+    """
 
     max_running: int = 256
     max_batched_tokens: int = 8192
@@ -46,8 +49,11 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """What an update did. requests: one per row of the Step. appended: tokens really appended, CSR over the
-    same rows (none for requests that had ended). finished: who ended since the update before."""
+    """What an update did.
+
+    requests: one per row of the Step. appended: tokens really appended, CSR over the same rows (none for
+    requests that had ended). finished: who ended since the update before.
+    """
 
     step_id: int
     requests: tuple[Request, ...]

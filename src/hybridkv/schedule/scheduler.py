@@ -12,44 +12,29 @@ admits nobody.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache import Admission, KVCacheManager, Refusal
-from hybridkv.errors import CacheError, CapacityError, ConfigError, OwnershipError
+from hybridkv.cache import KVCacheManager
+from hybridkv.errors import CacheError
 from hybridkv.request import Request
+from hybridkv.schedule import audit
+from hybridkv.schedule.admission import limit_tokens, plan_admission, refuse_impossible
+from hybridkv.schedule.draft import Draft
 from hybridkv.schedule.in_flight import InFlight, check_result
+from hybridkv.schedule.inbox import Inbox
 from hybridkv.schedule.limits import Finished, FinishReason, Outcome, SchedulerLimits, SchedulerStatistics
 from hybridkv.schedule.running import RunningRows
-from hybridkv.schedule.tokens import cells_of, cells_of_row, gather_tokens, join_cells, share_budget
+from hybridkv.schedule.tokens import share_budget
 from hybridkv.schedule.waiting import Waiting, WaitingQueue
-from hybridkv.step import Cells, Csr, NewRow, Step, StepResult
-from hybridkv.units import format_bytes
+from hybridkv.step import Csr, Step, StepResult
 
 logger = logging.getLogger(__name__)
 
 Int64 = NDArray[np.int64]
-
-
-class _Draft:
-    """The step being scheduled: rows, computed tokens and shares so far, and what the worker must know."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.rows: list[Int64] = []
-        self.counts: list[Int64] = []
-        self.cells: list[Cells] = []
-        self.admitted: list[Request] = []
-
-    def add(self, rows: Int64, counts: Int64, cells: list[Cells]) -> None:
-        self.rows.append(rows)
-        self.counts.append(counts)
-        self.cells += [part for part in cells if len(part)]
-        self.budget -= int(counts.sum())
 
 
 class Scheduler:
@@ -70,10 +55,7 @@ class Scheduler:
         self._after = -1
         self._ended_rows: list[int] = []
         self._finished: list[Finished] = []
-        self._lock = threading.Lock()
-        self._inbox: deque[Request | str] = deque()
-        self._known: dict[str, Request] = {}
-        self._owner: int | None = None
+        self._inbox = Inbox()
         self._counts = dict.fromkeys(("finished", "preempted", "failed", "prompt", "hit", "computed"), 0)
         self._peak_usage = 0.0
 
@@ -85,42 +67,27 @@ class Scheduler:
         ConfigError if it can never run: hashed by another hasher, an id in use, a prompt as long as
         max_model_len; CapacityError if the pool is too small for it alone.
         """
-        if request.hasher is not self.cache.hasher:
-            raise ConfigError(f"request {request.request_id!r}: construct it with hasher=cache.hasher")
-        if request.num_tokens >= self.cache.max_model_len:
-            raise ConfigError(
-                f"request {request.request_id!r} has {request.num_tokens} tokens, max_model_len is "
-                f"{self.cache.max_model_len}: shorten the prompt or raise max_model_len"
-            )
-        self._refuse_too_large(request)
-        with self._lock:
-            if request.request_id in self._known:
-                raise ConfigError(f"a request {request.request_id!r} is already here: request ids must be unique")
-            self._known[request.request_id] = request
-            self._inbox.append(request)
+        refuse_impossible(self.cache, request)
+        self._inbox.add(request)
 
     def abort(self, request_id: str) -> bool:
         """End a request at any moment; what it wrote stays cached. False for an id that is not here.
 
         Its blocks return at once, or after the update of the last step in flight that holds them.
         """
-        with self._lock:
-            if request_id not in self._known:
-                logger.info("abort of %r: no such request", request_id)
-                return False
-            self._inbox.append(request_id)
-        if self._owner == threading.get_ident():
+        if not self._inbox.abort(request_id):
+            logger.info("abort of %r: no such request", request_id)
+            return False
+        if self._inbox.is_owner:
             self._empty_inbox()
         return True
 
     def statistics(self) -> SchedulerStatistics:
         """Counts so far."""
         counts = self._counts
-        with self._lock:
-            arriving = sum(isinstance(item, Request) for item in self._inbox)
         return SchedulerStatistics(
             steps=self._next_id,
-            waiting=len(self._waiting) + arriving,
+            waiting=len(self._waiting) + len(self._inbox.arriving()),
             running=len(self._running),
             requests_finished=counts["finished"],
             preemptions=counts["preempted"],
@@ -160,11 +127,11 @@ class Scheduler:
 
         CacheError when max_in_flight steps wait for their results already.
         """
-        self._claim()
+        self._inbox.claim()
         if len(self._in_flight) >= self.limits.max_in_flight:
             raise CacheError(f"{len(self._in_flight)} steps are in flight: update or fail the oldest before the next")
         self._empty_inbox()
-        draft = _Draft(self.limits.max_batched_tokens)
+        draft = Draft(self.limits.max_batched_tokens)
         log = self.cache.publisher.log
         log.begin(self._next_id)
         try:
@@ -176,7 +143,7 @@ class Scheduler:
         self._peak_usage = max(self._peak_usage, self.cache.usage)
         return self._issue(draft)
 
-    def _schedule_running(self, draft: _Draft) -> bool:
+    def _schedule_running(self, draft: Draft) -> bool:
         """Give running requests their tokens; whether somebody had to be preempted."""
         running, columns = self._running, self.cache.rows
         preempted, start = False, 0
@@ -193,7 +160,7 @@ class Scheduler:
             slots = self.cache.allocate_batch(rows, shares)
             done = slots.accepted
             if done:
-                draft.add(rows[:done], shares[:done], [cells_of(rows, slots)])
+                draft.add_running(rows[:done], shares[:done], slots)
             if done == len(rows):
                 return preempted
             start = start + done if places is None else int(places[done])
@@ -221,7 +188,7 @@ class Scheduler:
         self._ended_rows += rows
         self._waiting.return_to_front(entries)
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: Draft) -> None:
         """Admit from the head of the queue while budget, rows and blocks last."""
         while draft.budget and self._running.seats_taken < self.limits.max_running:
             entry = self._waiting.head()
@@ -229,63 +196,32 @@ class Scheduler:
                 return
             self._waiting.pop()
 
-    def _admit_one(self, entry: Waiting, draft: _Draft) -> bool:
-        """Admit one request whole: its chunk now, room for the rest of its known tokens."""
+    def _admit_one(self, entry: Waiting, draft: Draft) -> bool:
+        """Admit one request: its chunk now, room for the rest of its known tokens."""
         request, cache = entry.request, self.cache
-        self._look_up(entry)
-        count = min(request.num_tokens - entry.hit_tokens, draft.budget)
-        reserve = int(self.limits.watermark * (cache.block_pool.num_blocks - 1)) if self._running.seats_taken else 0
-        plan = cache.plan_slots(
-            request,
-            count,
-            entry.hit_tokens,
-            entry.hit,
-            admission=Admission(request.num_tokens, reserve),
-        )
-        if isinstance(plan, Refusal):
-            logger.debug("request %s is not admitted: %s", request.request_id, plan)
+        usable = cache.block_pool.num_blocks - 1
+        reserve = int(self.limits.watermark * usable) if self._running.seats_taken else 0
+        planned = plan_admission(cache, entry, draft.budget, reserve)
+        if planned is None:
             return False
+        plan, count = planned
         cache.commit(plan)
         request.num_computed_tokens = entry.hit_tokens
         if request.first_hit_tokens is None:
             request.first_hit_tokens = entry.hit_tokens
             self._counts["prompt"] += request.num_prompt_tokens
             self._counts["hit"] += entry.hit_tokens
-        self._running.admit(request, self._limit_tokens(request))
-        draft.admitted.append(request)
-        cells = cells_of_row(request.row, cache.get_blocks(request.request_id).ids)
-        draft.add(np.array([request.row]), np.array([count]), cells)
+        self._running.admit(request, limit_tokens(cache, request))
+        draft.add_admitted(request, count, cache.get_blocks(request.request_id))
         return True
 
-    def _look_up(self, entry: Waiting) -> None:
-        """Find the longest hit, or keep the one remembered while it is still the longest."""
-        cache, evictions = self.cache, self.cache.block_pool.evictions
-        if entry.hit is None or not cache.is_longest_hit(entry.request, entry.hit, entry.evictions):
-            entry.hit, entry.hit_tokens = cache.get_computed_blocks(entry.request)
-            entry.evictions = evictions
-
-    def _issue(self, draft: _Draft) -> Step:
+    def _issue(self, draft: Draft) -> Step:
         """Freeze the draft: the Step, and the record of it in flight."""
-        columns, running = self.cache.rows, self._running
-        rows = _joined(draft.rows)
-        counts = _joined(draft.counts)
-        computed = columns.num_computed[rows]
-        samples = computed + counts == columns.num_tokens[rows] + running.pending[rows]
-        step = Step(
-            id=self._next_id,
-            after=self._after,
-            rows=rows.astype(np.int32),
-            num_computed=computed.astype(np.int32),
-            num_scheduled=counts.astype(np.int32),
-            samples=samples,
-            token_ids=gather_tokens(columns, rows, computed, counts),
-            drafts=Csr.empty(len(rows)),
-            cells=join_cells(draft.cells),
-            finished_rows=np.array(self._ended_rows, np.int32),
-            new_rows=tuple(_new_row(request) for request in draft.admitted),
-        )
-        columns.advance(rows, counts)
-        running.pending[rows] += samples
+        running, columns = self._running, self.cache.rows
+        rows = draft.rows
+        step = draft.freeze(self._next_id, self._after, columns, running.pending, self._ended_rows)
+        columns.advance(rows, step.num_scheduled.astype(np.int64))
+        running.pending[rows] += step.samples
         running.steps[rows] += 1
         self._in_flight.append(InFlight(step, rows, self._requests_of(rows)))
         self._ended_rows = []
@@ -306,7 +242,7 @@ class Scheduler:
 
         WorkerError, and nothing changed, for a result that does not fit that Step.
         """
-        self._claim()
+        self._inbox.claim()
         if not self._in_flight:
             raise CacheError(f"result of step {result.id}, but no step is in flight")
         flight = self._in_flight[0]
@@ -334,9 +270,11 @@ class Scheduler:
         tokens = sampled.values if taking.sum() == len(sampled.values) else sampled.values[taking[samples]]
         owners = np.flatnonzero(taking)
         self._append_rows(flight, owners, tokens)
-        late = [position for position in flight.detached if samples[position]]
-        for position in flight.detached:
-            self._append_waiting(flight.detached[position], sampled[position] if samples[position] else None)
+        late = [
+            position
+            for position, request in flight.detached.items()
+            if self._append_waiting(request, sampled[position].tolist())
+        ]
         if len(tokens) == len(sampled.values) and not late:
             return sampled
         taking[late] = True
@@ -355,44 +293,45 @@ class Scheduler:
                 for i in np.flatnonzero(ended).tolist()
             )
 
-    def _append_waiting(self, request: Request, sampled: NDArray[np.int32] | None) -> None:
-        """A result for a request that was preempted after its step was scheduled."""
+    def _append_waiting(self, request: Request, sampled: list[int]) -> bool:
+        """A result for a request that was preempted after its step was scheduled; whether a token was appended."""
         entry = self._waiting.find(request)
         if entry is None:
-            return  # it was aborted since
+            return False  # it was aborted since
         entry.unsettled -= 1
-        if sampled is None:
-            return
-        token = int(sampled[0])
+        if not sampled:
+            return False
+        token = sampled[0]
         request.append(token)
         entry.hit = None
         stops = request.sampling.stop_token_ids
         if not request.sampling.ignore_eos:
             stops = (*stops, *request.eos_token_ids)
-        if token in stops or request.num_tokens >= self._limit_tokens(request):
+        if token in stops or request.num_tokens >= limit_tokens(self.cache, request):
             reason = FinishReason.STOP if token in stops else FinishReason.LENGTH
             self._end([(request, reason)])
+        return True
 
     def finish(self, request_id: str, reason: FinishReason = FinishReason.STOP) -> bool:
         """End a request for a reason that only the caller can see, such as a stop string. False if it is not here."""
-        self._claim()
+        self._inbox.claim()
         self._empty_inbox()
-        request = self._known.get(request_id)
+        request = self._inbox.find(request_id)
         if request is None:
             return False
         self._end([(request, reason)])
         return True
 
-    def _end(self, ended: Iterator[tuple[Request, FinishReason]] | list[tuple[Request, FinishReason]]) -> None:
+    def _end(self, ended: Iterable[tuple[Request, FinishReason]]) -> None:
         """Requests leave: from the queue at once, from their rows when no step in flight holds them."""
         rows = []
         for request, reason in ended:
-            with self._lock:
-                if self._known.pop(request.request_id, None) is None:
-                    continue
+            if not self._inbox.end(request):
+                continue
             self._finished.append(Finished(request, reason))
             self._counts["finished"] += 1
             if self._waiting.remove(request):
+                self._inbox.forget(request)
                 continue
             rows.append(request.row)
             if self._running.steps[request.row]:
@@ -417,6 +356,7 @@ class Scheduler:
         self._ended_rows.append(request.row)
         self.cache.cache_blocks(request, request.num_computed_tokens)
         self.cache.free(request)
+        self._inbox.forget(request)
 
     # -- failure
 
@@ -426,7 +366,7 @@ class Scheduler:
         What they should have written can be hit no longer; their requests return to the front of the queue
         with 0 computed, in order. CacheError for a step that is not in flight.
         """
-        self._claim()
+        self._inbox.claim()
         failed = [flight for flight in self._in_flight if flight.step.id >= step_id]
         if not failed or failed[0].step.id != step_id:
             raise CacheError(f"step {step_id} is not in flight: there is nothing to fail")
@@ -463,90 +403,23 @@ class Scheduler:
                     running.exhume(row)
                     self._ended_rows.append(row)
                     self.cache.free(flight.requests[i])
+                    self._inbox.forget(flight.requests[i])
 
     # -- invariants
 
     def check(self) -> None:
         """The cache's own check, and: rows that hold blocks are those that run or are dead. O(blocks + keys)."""
         self.cache.check()
-        running, resident = self._running, {request.row for request in self.cache.resident_requests()}
-        dead = set(np.flatnonzero(running.dead).tolist())
-        rows = set(running.order.tolist())
-        if rows & dead or (rows | dead) != resident:
-            raise CacheError(f"rows {sorted(rows)} run and {sorted(dead)} are dead, but {sorted(resident)} hold blocks")
-        if len(dead) != running.num_dead or [request.row for request in running.requests] != running.order.tolist():
-            raise CacheError("the order of running requests and their rows differ")
-        steps = np.zeros_like(running.steps)
-        pending = np.zeros_like(running.pending)
-        for flight in self._in_flight:
-            attached = flight.attached()
-            steps[flight.rows[attached]] += 1
-            pending[flight.rows[attached & flight.step.samples]] += 1
-        live = sorted(resident)
-        if not (
-            np.array_equal(steps[live], running.steps[live]) and np.array_equal(pending[live], running.pending[live])
-        ):
-            raise CacheError("the steps in flight differ from what the rows expect of them")
-        waiting = self._waiting.requests()
-        with self._lock:
-            arriving = {item.request_id for item in self._inbox if isinstance(item, Request)}
-            known = set(self._known)
-        named = arriving | {request.request_id for request in (*waiting, *running.requests)}
-        if named != known or any(request.row >= 0 for request in waiting):
-            raise CacheError("the requests known are not those that wait or run, or one that waits holds a row")
+        audit.check_rows(self.cache, self._running)
+        audit.check_in_flight(self.cache, self._running, self._in_flight)
+        audit.check_known(self._inbox, self._waiting, self._running)
 
     # -- inside
 
-    def _claim(self) -> None:
-        me = threading.get_ident()
-        if self._owner is None:
-            self._owner = me
-        elif self._owner != me:
-            raise OwnershipError(
-                "another thread drives this scheduler: only its owner may schedule, update, fail and finish; "
-                "add and abort may come from anywhere"
-            )
-
     def _empty_inbox(self) -> None:
-        while self._inbox:
-            with self._lock:
-                item = self._inbox.popleft()
-                request = self._known.get(item) if isinstance(item, str) else None
+        """Requests that arrived wait from now on; those to abort end."""
+        while (item := self._inbox.take()) is not None:
             if isinstance(item, Request):
                 self._waiting.append(item)
-            elif request is not None:
+            elif (request := self._inbox.find(item)) is not None:
                 self._end([(request, FinishReason.ABORT)])
-
-    def _limit_tokens(self, request: Request) -> int:
-        """Most tokens that ``request`` may have, prompt and output."""
-        return min(request.num_prompt_tokens + request.sampling.max_tokens, self.cache.max_model_len)
-
-    def _refuse_too_large(self, request: Request) -> None:
-        """CapacityError if the pool cannot hold ``request`` alone: all its tokens but the last."""
-        tokens = max(self._limit_tokens(request) - 1, request.num_tokens)
-        needed = sum(group.policy.columns(tokens) for group in self.cache.groups)
-        usable = self.cache.block_pool.num_blocks - 1
-        if needed <= usable:
-            return
-        arena = self.cache.config.arena_bytes // self.cache.config.num_blocks
-        size = f", {format_bytes((needed + 1) * arena)} with the null block" if arena else ""
-        raise CapacityError(
-            f"request {request.request_id!r} may reach {tokens} tokens: {needed} blocks{size}; the pool has {usable}: "
-            "give it more memory, or lower max_tokens"
-        )
-
-
-def _joined(parts: list[Int64]) -> Int64:
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)
-
-
-def _new_row(request: Request) -> NewRow:
-    return NewRow(
-        row=request.row,
-        request_id=request.request_id,
-        token_ids=request.token_ids(),
-        num_prompt_tokens=request.num_prompt_tokens,
-        sampling=request.sampling,
-    )

@@ -60,7 +60,7 @@ class BlockTable:
         self.max_num_blocks_per_req = max_num_blocks_per_req
         self.max_num_batched_tokens = max_num_batched_tokens
         self.device = torch.device(device)
-        self._id_limit = (1 << 31) if num_blocks is None else num_blocks
+        self.id_limit = (1 << 31) if num_blocks is None else num_blocks
         shape = (max_num_reqs, max_num_blocks_per_req)
         self._cpu = torch.zeros(shape, dtype=torch.int32, pin_memory=pin_memory)
         self._host: Int32 = self._cpu.numpy()
@@ -82,30 +82,21 @@ class BlockTable:
 
     def append_row(self, block_ids: Ids, row_idx: int) -> None:
         """``block_ids`` behind the blocks of one row; nothing for an empty list. O(ids)."""
-        row = self._checked_row(row_idx)
-        self._put(self._checked_ids(block_ids), row, self.num_blocks_per_row.item(row))
+        ids = self.check_row(block_ids, row_idx, replacing=False)
+        self._put(ids, row_idx, self.num_blocks_per_row.item(row_idx))
 
     def add_row(self, block_ids: Ids, row_idx: int) -> None:
         """``block_ids`` in place of the blocks of one row. O(ids)."""
-        row = self._checked_row(row_idx)
-        ids = self._checked_ids(block_ids)
-        self._check_width(row, len(ids))
-        self.num_blocks_per_row[row] = 0
-        self._put(ids, row, 0)
+        ids = self.check_row(block_ids, row_idx, replacing=True)
+        self.num_blocks_per_row[row_idx] = 0
+        self._put(ids, row_idx, 0)
 
     def append_rows(self, rows: Ids, block_ids: Ids) -> None:
         """``block_ids[i]`` behind the blocks of row ``rows[i]``, in order; a row may come several times. O(ids)."""
-        at, ids = self._checked_rows(rows), self._checked_ids(block_ids)
-        if len(at) != len(ids):
-            raise WorkerError(f"{len(at)} rows but {len(ids)} block ids: append_rows takes one id for each row")
-        if not len(ids):
-            return
-        columns = self.num_blocks_per_row[at].astype(np.int64)
-        counts = np.bincount(at, minlength=1)
-        if counts.max() > 1:
-            columns += _occurrence(at)
-        self._write(at, columns, ids)
-        self.num_blocks_per_row[at] = columns + 1  # of a repeated row the last, and largest, stays
+        at, columns, ids = self.check_append_rows(rows, block_ids)
+        if len(ids):
+            self._write(at, columns, ids)
+            self.num_blocks_per_row[at] = columns + 1  # of a repeated row the last, and largest, stays
 
     def write_cells(self, rows: Ids, columns: Ids, block_ids: Ids) -> None:
         """Cell (rows[i], columns[i]) becomes block_ids[i], in order; a row grows to its last column. O(cells)."""
@@ -114,6 +105,7 @@ class BlockTable:
         if not len(at) == len(to) == len(ids):
             raise WorkerError(f"{len(at)} rows, {len(to)} columns and {len(ids)} block ids: give one of each a cell")
         if len(ids):
+            self._check_columns(to)
             self._write(at, to, ids)
             np.maximum.at(self.num_blocks_per_row, at, (to + 1).astype(np.int32))
 
@@ -232,49 +224,76 @@ class BlockTable:
         """The computed slots, int64[max_num_batched_tokens] on the host, a view."""
         return self._slots
 
-    # -- parts
+    # -- checks, apart from the writes so that several groups can be checked before one is written
 
-    def _put(self, ids: Int32, row: int, start: int) -> None:
-        """``ids`` into cells start .. of one row, which then ends behind them."""
-        end = start + len(ids)
-        self._check_width(row, end)
-        if not len(ids):
-            return
-        self._host[row, start:end] = ids
-        self.num_blocks_per_row[row] = end
-        self._mark_row(row, start, end)
+    def check_row(self, block_ids: Ids, row: int, *, replacing: bool) -> Int32:
+        """The ids of an ``add_row`` (replacing) or ``append_row``; WorkerError when it could not be done."""
+        self._checked_row(row)
+        ids = self._checked_ids(block_ids)
+        blocks = len(ids) if replacing else self.num_blocks_per_row.item(row) + len(ids)
+        if blocks > self.max_num_blocks_per_req:
+            raise WorkerError(
+                f"row {row} would hold {blocks} blocks, more than its {self.max_num_blocks_per_req} columns"
+            )
+        return ids
 
-    def _write(self, rows: Int64, columns: Int64, ids: Int32) -> None:
+    def check_append_rows(self, rows: Ids, block_ids: Ids) -> tuple[Int64, Int64, Int32]:
+        """Rows, columns and ids of an ``append_rows``; WorkerError when it could not be done."""
+        at, ids = self._checked_rows(rows), self._checked_ids(block_ids)
+        if len(at) != len(ids):
+            raise WorkerError(f"{len(at)} rows but {len(ids)} block ids: append_rows takes one id for each row")
+        columns = self.num_blocks_per_row[at].astype(np.int64)
+        if len(ids):
+            if np.bincount(at).max() > 1:
+                columns += _occurrence(at)
+            self._check_columns(columns)
+        return at, columns, ids
+
+    def _check_columns(self, columns: Int64) -> None:
         if columns.min() < 0 or columns.max() >= self.max_num_blocks_per_req:
             raise WorkerError(
                 f"columns must lie in 0 .. {self.max_num_blocks_per_req - 1} (max_num_blocks_per_req), "
                 f"got {columns.min()} .. {columns.max()}"
             )
+
+    # -- parts
+
+    def _put(self, ids: Int32, row: int, start: int) -> None:
+        """``ids`` into cells start .. of one row, which then ends behind them."""
+        if not len(ids):
+            return
+        end = start + len(ids)
+        self._host[row, start:end] = ids
+        self.num_blocks_per_row[row] = end
+        self._mark_row(row, start, end)
+
+    def _write(self, rows: Int64, columns: Int64, ids: Int32) -> None:
         cells = rows * self.max_num_blocks_per_req + columns
         self._flat[cells] = ids
-        end = self._num_dirty + len(cells)
-        self._reserve(end)
-        self._dirty[self._num_dirty : end] = cells
-        self._num_dirty = end
+        self._mark(cells)
 
     def _mark_row(self, row: int, start: int, end: int) -> None:
         first = row * self.max_num_blocks_per_req + start
-        total = self._num_dirty + end - start
-        self._reserve(total)
-        self._dirty[self._num_dirty : total] = np.arange(first, first + end - start)
-        self._num_dirty = total
+        self._mark(np.arange(first, first + end - start))
+
+    def _mark(self, cells: Int64) -> None:
+        self._reserve(self._num_dirty + len(cells))
+        end = self._num_dirty + len(cells)
+        self._dirty[self._num_dirty : end] = cells
+        self._num_dirty = end
 
     def _reserve(self, size: int) -> None:
-        """Room for ``size`` dirty cells; a list longer than the table itself shrinks to its distinct cells first."""
+        """Room for ``size`` dirty cells; a list that outgrows the table is first reduced to its distinct cells."""
         if size <= len(self._dirty):
             return
+        if size > 2 * self._flat.size:
+            distinct = np.unique(self._dirty[: self._num_dirty])
+            size += len(distinct) - self._num_dirty
+            self._num_dirty = len(distinct)
+            self._dirty[: len(distinct)] = distinct
         grown = np.empty(max(size, 2 * len(self._dirty)), np.int64)
         grown[: self._num_dirty] = self._dirty[: self._num_dirty]
         self._dirty = grown
-
-    def _check_width(self, row: int, blocks: int) -> None:
-        if blocks > self.max_num_blocks_per_req:
-            raise WorkerError(f"row {row} would hold {blocks} blocks, more than its {self.max_num_blocks_per_req} columns")
 
     def _checked_row(self, row: int) -> int:
         if not 0 <= row < self.max_num_reqs:
@@ -289,8 +308,8 @@ class BlockTable:
 
     def _checked_ids(self, block_ids: Ids) -> Int32:
         ids = np.asarray(block_ids, np.int64)
-        if ids.size and (ids.min() < 0 or ids.max() >= self._id_limit):
-            raise WorkerError(f"block ids must lie in 0 .. {self._id_limit - 1}, got {ids.min()} .. {ids.max()}")
+        if ids.size and (ids.min() < 0 or ids.max() >= self.id_limit):
+            raise WorkerError(f"block ids must lie in 0 .. {self.id_limit - 1}, got {ids.min()} .. {ids.max()}")
         return ids.astype(np.int32)
 
 

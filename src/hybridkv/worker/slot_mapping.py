@@ -1,7 +1,7 @@
 """Where a token's row lies: ``slot(p) = table[row, p // block_size] * block_size + p % block_size``.
 
-    table row   [ 7 | 3 ]        block_size 4, position 5: column 1, offset 1
-    slots       28 29 30 31 | 12 13 14 15                   -> 3 * 4 + 1 = 13
+table row   [ 7 | 3 ]        block_size 4, position 5: column 1, offset 1
+slots       28 29 30 31 | 12 13 14 15                   -> 3 * 4 + 1 = 13
 """
 
 from __future__ import annotations

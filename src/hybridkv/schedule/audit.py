@@ -1,0 +1,47 @@
+"""What must always hold of a scheduler, rebuilt from its queues and the steps in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.errors import CacheError
+from hybridkv.schedule.in_flight import InFlight
+from hybridkv.schedule.inbox import Inbox
+from hybridkv.schedule.running import RunningRows
+from hybridkv.schedule.waiting import WaitingQueue
+
+
+def check_rows(cache: KVCacheManager, running: RunningRows) -> None:
+    """Rows that hold blocks are those that run and those that are dead."""
+    resident = {request.row for request in cache.resident_requests()}
+    dead, rows = set(np.flatnonzero(running.dead).tolist()), set(running.order.tolist())
+    if rows & dead or (rows | dead) != resident:
+        raise CacheError(f"rows {sorted(rows)} run and {sorted(dead)} are dead, but {sorted(resident)} hold blocks")
+    if len(dead) != running.num_dead or [request.row for request in running.requests] != running.order.tolist():
+        raise CacheError("the order of running requests and their rows differ")
+
+
+def check_in_flight(cache: KVCacheManager, running: RunningRows, in_flight: Iterable[InFlight]) -> None:
+    """Rows expect exactly what the steps in flight will bring."""
+    steps, pending = np.zeros_like(running.steps), np.zeros_like(running.pending)
+    for flight in in_flight:
+        attached = flight.attached()
+        steps[flight.rows[attached]] += 1
+        pending[flight.rows[attached & flight.step.samples]] += 1
+    live = sorted(request.row for request in cache.resident_requests())
+    same = np.array_equal(steps[live], running.steps[live]) and np.array_equal(pending[live], running.pending[live])
+    if not same:
+        raise CacheError("the steps in flight differ from what the rows expect of them")
+
+
+def check_known(inbox: Inbox, waiting: WaitingQueue, running: RunningRows) -> None:
+    """Known are exactly the requests that arrive, wait or run; who waits holds no row."""
+    queued = waiting.requests()
+    here = {request.request_id for request in (*inbox.arriving(), *queued, *running.requests)}
+    if here != inbox.known_ids():
+        raise CacheError("the requests known are not those that arrive, wait or run")
+    if any(request.row >= 0 for request in queued):
+        raise CacheError("a request waits and holds a row")

@@ -1,0 +1,91 @@
+"""What other threads ask of a scheduler, until its owner looks."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from hybridkv.errors import ConfigError, OwnershipError
+from hybridkv.request import Request
+
+
+class Inbox:
+    """Requests and aborts in order of arrival, and who is known by id.
+
+    A request is known from its arrival until it ends; its id is in use until its blocks are back, too.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._items: deque[Request | str] = deque()
+        self._known: dict[str, Request] = {}
+        self._ended: set[str] = set()
+        self._owner: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def claim(self) -> None:
+        """The calling thread is the owner from its first call on. OwnershipError for any other one."""
+        me = threading.get_ident()
+        if self._owner is None:
+            self._owner = me
+        elif self._owner != me:
+            raise OwnershipError(
+                "another thread drives this scheduler: only its owner may schedule, update, fail and finish; "
+                "add and abort may come from anywhere"
+            )
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether the calling thread is the owner."""
+        return self._owner == threading.get_ident()
+
+    def add(self, request: Request) -> None:
+        """A request arrives. ConfigError if its id is in use."""
+        with self._lock:
+            if request.request_id in self._known or request.request_id in self._ended:
+                raise ConfigError(f"a request {request.request_id!r} is already here: request ids must be unique")
+            self._known[request.request_id] = request
+            self._items.append(request)
+
+    def abort(self, request_id: str) -> bool:
+        """An abort arrives. False, and nothing done, for an unknown id."""
+        with self._lock:
+            if request_id not in self._known:
+                return False
+            self._items.append(request_id)
+            return True
+
+    def take(self) -> Request | str | None:
+        """The oldest item: a request that arrived, or the id of one to abort."""
+        with self._lock:
+            return self._items.popleft() if self._items else None
+
+    def find(self, request_id: str) -> Request | None:
+        """The request known by ``request_id``."""
+        with self._lock:
+            return self._known.get(request_id)
+
+    def end(self, request: Request) -> bool:
+        """``request`` ends but may still hold blocks; whether it was known."""
+        with self._lock:
+            if self._known.pop(request.request_id, None) is None:
+                return False
+            self._ended.add(request.request_id)
+            return True
+
+    def forget(self, request: Request) -> None:
+        """A request that ended holds nothing any longer: its id is free."""
+        with self._lock:
+            self._ended.discard(request.request_id)
+
+    def arriving(self) -> tuple[Request, ...]:
+        """Requests that arrived and were not taken yet."""
+        with self._lock:
+            return tuple(item for item in self._items if isinstance(item, Request))
+
+    def known_ids(self) -> set[str]:
+        """Ids of all requests known."""
+        with self._lock:
+            return set(self._known)
