@@ -243,6 +243,21 @@ class Request:
         )
 
 
+def append_tokens(requests: Sequence[Request], tokens: Sequence[int] | NDArray[np.integer]) -> None:
+    """``tokens[i]`` behind the known ones of ``requests[i]``; requests distinct.
+
+    One batch when all of them hold blocks of one manager, else one by one. ConfigError when the numbers differ.
+    """
+    if len(requests) != len(tokens):
+        raise ConfigError(f"{len(requests)} requests but {len(tokens)} tokens: give one token to each request")
+    home = requests[0]._rows if requests else None
+    if home is not None and all(request._rows is home for request in requests):
+        home.append(home.rows_of(requests), np.fromiter(tokens, np.int32, len(tokens)))
+        return
+    for request, token in zip(requests, tokens, strict=True):
+        request.append(int(token))
+
+
 class RequestRows:
     """Columns of the resident requests: what a step reads and writes of all rows at once.
 
@@ -314,6 +329,22 @@ class RequestRows:
         whole = rows[n % self.tail_tokens == 0]
         if whole.size:
             self._flush(whole)
+
+    def rows_of(self, requests: Sequence[Request]) -> NDArray[np.int64]:
+        """The rows of ``requests``, int64[len(requests)]. CacheError if one of them holds none here. O(requests)."""
+        rows = [request.row for request in requests if request._rows is self]
+        if len(rows) < len(requests):
+            stray = next(request for request in requests if request._rows is not self)
+            raise CacheError(f"request {stray.request_id!r} holds no row here: allocate slots for it first")
+        return np.fromiter(rows, np.int64, len(rows))
+
+    def owners(self, rows: NDArray[np.integer]) -> list[Request]:
+        """Who holds each of ``rows``. CacheError if nobody does. O(rows)."""
+        holders = [self.requests[row] for row in rows.tolist()]
+        owners = [request for request in holders if request is not None]
+        if len(owners) < len(holders):
+            raise CacheError(f"row {int(rows[holders.index(None)])} is held by nobody")
+        return owners
 
     def last_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
         """The last known token of each row, int32[len(rows)]."""

@@ -137,7 +137,7 @@ def test_requests_say_what_their_trace_says() -> None:
 
 
 def test_they_say_it_when_they_are_preempted_too() -> None:
-    source = Given([request(0, 40 + at, ((at, 500, 30 + at), (at, 900, 25)), at) for at in range(12)])
+    source = Given([request(0, 40 + at, ((at, 500, 3 + at), (at, 700, 2), (at, 900, 50)), at) for at in range(12)])
     report, scheduler = watched(source, 14)
     assert report.preemptions > 3
     assert scheduler.said == {str(at): one.output.token_ids().tolist() for at, one in enumerate(source)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import cbor2
 import numpy as np
@@ -22,22 +22,23 @@ from hybridkv.request import Extra
 ROOT_SEED: Final = "vllm-none-hash"
 ALGORITHMS: Final = ("sha256_cbor", "xxhash_cbor")
 
-Digest = Callable[[bytes], bytes]
+
+class _Hash(Protocol):
+    def digest(self) -> bytes: ...
 
 
-def _sha256(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
+Digest = Callable[[bytes], _Hash]
 
 
 def _digest_of(algorithm: str) -> Digest:
     if algorithm == "sha256_cbor":
-        return _sha256
+        return hashlib.sha256
     if algorithm == "xxhash_cbor":
         try:
             import xxhash  # noqa: PLC0415 - optional dependency
         except ImportError as error:
             raise ConfigError("xxhash_cbor needs the package xxhash: pip install 'hybridkv[hash]'") from error
-        digest: Digest = xxhash.xxh3_128_digest
+        digest: Digest = xxhash.xxh3_128
         return digest
     raise ConfigError(f"unknown hash algorithm {algorithm!r}: use one of {', '.join(ALGORITHMS)}")
 
@@ -50,28 +51,66 @@ def _head(major: int, n: int) -> bytes:
     return bytes([major << 5 | 23 + size.bit_length()]) + n.to_bytes(size, "big")
 
 
-# Which of (head, 4 big-endian bytes) an unsigned integer of 0, 1, 2 or 4 argument bytes consists of.
-_KEEP: Final = np.array(
-    [[1, 0, 0, 0, 0], [1, 0, 0, 0, 1], [1, 0, 0, 1, 1], [1, 1, 1, 1, 1]],
-    dtype=np.bool_,
-)
-_SIZES: Final = np.array([1, 2, 3, 5], np.int64)
-_EDGES: Final = np.array([24, 256, 65536], np.uint32)
+_NULL: Final = 0xF6
+_FEW: Final = 8  # up to so many blocks a Python loop is faster than array operations
+_CHUNK: Final = 512  # blocks; the arrays of a chunk stay in the processor's cache
+
+# The head byte of an unsigned integer that takes 1, 2, 3 or 5 bytes, in front of its argument.
+_HEADS: Final = np.array([0, 0, 0x18 << 8, 0x19 << 16, 0, 0x1A << 32], np.uint64)
 
 
-def _encode_tokens(tokens: NDArray[np.integer], block_size: int) -> tuple[bytes, list[int]]:
-    """Canonical CBOR of all tokens, side by side, and where each block's bytes begin and the last ends.
+def _encode_blocks(tokens: NDArray[np.integer], block_size: int) -> list[bytes]:
+    """Of each block the bytes behind the parent: canonical CBOR of its tokens, an array, and null.
 
-    tokens: n * block_size ids in 0 .. 2**32 - 1. O(tokens), without a Python loop.
+    tokens: n * block_size ids in 0 .. 2**32 - 1. O(tokens).
     """
-    ids = tokens.astype(np.uint32)
-    kind = np.searchsorted(_EDGES, ids, side="right")
-    wide = np.empty((ids.size, 5), np.uint8)
-    wide[:, 1:] = ids.astype(">u4").view(np.uint8).reshape(-1, 4)
-    wide[:, 0] = np.where(kind == 0, ids, 23 + kind)
-    body = wide[_KEEP[kind]].tobytes()
-    ends = np.cumsum(_SIZES[kind].reshape(-1, block_size).sum(axis=1))
-    return body, [0, *ends.tolist()]
+    blocks = len(tokens) // block_size
+    if blocks <= _FEW:
+        head, null = _head(4, block_size), bytes([_NULL])
+        return [b"".join((head, *map(_encode_token, row), null)) for row in tokens.reshape(blocks, block_size).tolist()]
+    size = _CHUNK * block_size
+    return [
+        part for start in range(0, len(tokens), size) for part in _encode_many(tokens[start : start + size], block_size)
+    ]
+
+
+def _encode_token(n: int) -> bytes:
+    """_head(0, n) of at most 4 bytes, without its search."""
+    if n < 24:
+        return n.to_bytes(1, "big")
+    if n < 1 << 8:
+        return (0x1800 | n).to_bytes(2, "big")
+    if n < 1 << 16:
+        return (0x190000 | n).to_bytes(3, "big")
+    return (0x1A << 32 | n).to_bytes(5, "big")
+
+
+def _encode_many(tokens: NDArray[np.integer], block_size: int) -> list[bytes]:
+    """_encode_blocks in array operations.
+
+    Every item (a block's head, its tokens, null) becomes one integer whose ``size`` low bytes are its
+    encoding. All items' bytes at distance 5 from their ends are written, then those at 4, ... 1: what an
+    item writes in front of its own bytes belongs to earlier items, which write there at a smaller distance.
+    """
+    stride, head = block_size + 2, _head(4, block_size)
+    words = np.zeros((len(tokens) // block_size, stride), np.uint64)
+    words[:, 1:-1] = tokens.reshape(-1, block_size)
+    words = words.reshape(-1)
+    sizes = (words >= 24).view(np.uint8) + (words >= 256) + (words >= 65536).view(np.uint8) * 2 + np.uint8(1)
+    sizes[::stride] = len(head)
+    words |= _HEADS[sizes]
+    words[::stride] = int.from_bytes(head, "big")
+    words[stride - 1 :: stride] = _NULL
+    octets = words.astype("<u8", copy=False).view(np.uint8).reshape(-1, 8)
+    place = np.cumsum(sizes, dtype=np.int64)
+    stops = place[stride - 1 :: stride].tolist()
+    widest = int(sizes.max())
+    out = np.empty(stops[-1] + widest, np.uint8)  # the first items write in front of their own bytes, too
+    for distance in range(widest, 0, -1):
+        out[place] = octets[:, distance - 1]
+        place += 1
+    body = out[widest:].tobytes()
+    return [body[start:stop] for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
 
 
 class BlockHasher:
@@ -95,7 +134,7 @@ class BlockHasher:
         self.block_size = block_size
         self.algorithm = algorithm
         self._digest = _digest_of(algorithm)
-        size = len(self._digest(b""))
+        size = len(self._digest(b"").digest())
         if algorithm != "sha256_cbor" and root is None:
             raise ConfigError(
                 f"{algorithm} is not collision resistant: hand in a random root, root=os.urandom({size}), "
@@ -103,9 +142,8 @@ class BlockHasher:
             )
         if root is not None and len(root) != size:
             raise ConfigError(f"the root of {algorithm} is {size} bytes long, got {len(root)}")
-        self.root = root if root is not None else self._digest(cbor2.dumps(seed or ROOT_SEED, canonical=True))
+        self.root = root if root is not None else self._digest(cbor2.dumps(seed or ROOT_SEED, canonical=True)).digest()
         self._before_parent = _head(4, 3) + _head(2, size)
-        self._before_tokens = _head(4, block_size)
 
     def hash_chain(
         self, parent: bytes | None, tokens: NDArray[np.integer], extras: Sequence[Extra | None] | None = None
@@ -115,15 +153,11 @@ class BlockHasher:
         tokens: int array. extras: extra keys of each block, None when no block has any. O(tokens).
         """
         blocks = len(tokens) // self.block_size
-        if blocks == 0:
-            return []
-        body, ends = _encode_tokens(np.asarray(tokens[: blocks * self.block_size]), self.block_size)
-        tails = self._tails(extras, blocks)
-        digest, before, middle = self._digest, self._before_parent, self._before_tokens
+        before, digest = self._before_parent, self._digest
         key = self.root if parent is None else parent
         out = []
-        for start, end, tail in zip(ends, ends[1:], tails, strict=False):
-            key = digest(before + key + middle + body[start:end] + tail)
+        for part in self._parts(np.asarray(tokens[: blocks * self.block_size]), extras):
+            key = digest(before + key + part).digest()
             out.append(key)
         return out
 
@@ -134,18 +168,14 @@ class BlockHasher:
         extras: Sequence[Extra | None] | None = None,
     ) -> list[bytes]:
         """Hashes of unrelated blocks, one a row of ``tokens`` [n, block_size], each behind its own parent."""
-        body, ends = _encode_tokens(tokens.reshape(-1), self.block_size)
-        digest, before, middle, root = self._digest, self._before_parent, self._before_tokens, self.root
-        return [
-            digest(before + (parent or root) + middle + body[start:end] + tail)
-            for parent, start, end, tail in zip(
-                parents, ends, ends[1:], self._tails(extras, len(parents)), strict=False
-            )
-        ]
+        before, digest, root = self._before_parent, self._digest, self.root
+        parts = self._parts(tokens.reshape(-1), extras)
+        return [digest(before + (parent or root) + part).digest() for parent, part in zip(parents, parts, strict=True)]
 
-    @staticmethod
-    def _tails(extras: Sequence[Extra | None] | None, blocks: int) -> list[bytes]:
-        """The CBOR of each block's extra keys; null where there are none."""
-        if extras is None:
-            return [b"\xf6"] * blocks
-        return [b"\xf6" if extra is None else cbor2.dumps(extra, canonical=True) for extra in extras]
+    def _parts(self, tokens: NDArray[np.integer], extras: Sequence[Extra | None] | None) -> list[bytes]:
+        """What is hashed of each block behind its parent: tokens and extra keys, null where there are none."""
+        parts = _encode_blocks(tokens, self.block_size)
+        for i, extra in enumerate(extras or ()):
+            if extra is not None:
+                parts[i] = parts[i][:-1] + cbor2.dumps(extra, canonical=True)
+        return parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -309,6 +310,11 @@ class KVCacheManager:
             group.clear(row)
         self._next_event[row] = 0
         self.rows.release(resident)
+
+    def free_many(self, requests: Sequence[Request]) -> None:
+        """Free each of ``requests``, in this order."""
+        for request in requests:
+            self.free(request)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all keys, if no block is in use. Returns whether it was done."""

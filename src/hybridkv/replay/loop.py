@@ -135,7 +135,7 @@ class _Arrivals:
 
     def up_to(self, now_s: float) -> Iterator[tuple[str, TraceRequest]]:
         """Those with a timestamp of at most ``now_s`` not handed out yet, each with its id."""
-        while self.next is not None and self.next.timestamp_s < now_s:
+        while self.next is not None and self.next.timestamp_s <= now_s:
             request_id, request = str(self.count), self.next
             self.next = next(self._requests, None)
             self.count += 1

@@ -330,7 +330,8 @@ class Scheduler:
                 continue
             self._finished.append(Finished(request, reason))
             self._counts["finished"] += 1
-            if self._waiting.remove(request):
+            if request.row < 0:
+                self._waiting.remove(request)
                 self._inbox.forget(request)
                 continue
             rows.append(request.row)

@@ -54,12 +54,11 @@ class WaitingQueue:
         """The entry of ``request``, None when it does not wait."""
         return next((entry for entry in self._entries if entry.request is request), None)
 
-    def remove(self, request: Request) -> bool:
-        """Take ``request`` out; whether it waited."""
+    def remove(self, request: Request) -> None:
+        """Take ``request`` out, if it waits."""
         entry = self.find(request)
         if entry is not None:
             self._entries.remove(entry)
-        return entry is not None
 
     def requests(self) -> tuple[Request, ...]:
         """All that wait, in order."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -22,10 +22,10 @@ class MultiGroupBlockTable:
     max_num_reqs: rows. max_model_len: tokens of the longest request, which gives a group
     ``ceil(max_model_len / block_size)`` columns unless ``max_num_blocks`` lists the widths.
     block_sizes: tokens, one a group. num_blocks: block ids must lie below it, None for no bound.
-    ``[i]`` is group i's table. ``next_step_id``: the only Step that ``apply`` takes next.
+    ``[i]`` is group i's table. ``last_step_id``: the Step applied last, -1 before any.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  # the positions are those of vLLM's tables, whose users know them
         self,
         max_num_reqs: int,
         max_model_len: int,
@@ -36,7 +36,6 @@ class MultiGroupBlockTable:
         *,
         max_num_blocks: Sequence[int] | None = None,
         num_blocks: int | None = None,
-        first_step_id: int = 0,
     ) -> None:
         if not block_sizes:
             raise ConfigError("a MultiGroupBlockTable needs the block size of at least one group")
@@ -53,7 +52,7 @@ class MultiGroupBlockTable:
             for size, width in zip(block_sizes, max_num_blocks, strict=True)
         )
         self.max_num_reqs = max_num_reqs
-        self.next_step_id = first_step_id
+        self.last_step_id = -1
 
     def __len__(self) -> int:
         return len(self._tables)
@@ -61,13 +60,17 @@ class MultiGroupBlockTable:
     def __getitem__(self, group: int) -> BlockTable:
         return self._tables[group]
 
+    def __iter__(self) -> Iterator[BlockTable]:
+        return iter(self._tables)
+
     # -- Steps
 
     def apply(self, step: Step) -> None:
         """Write what ``step`` changes: finished rows are cleared, new rows begin empty, cells are written in order.
 
-        Raises WorkerError, with nothing changed, for a Step of a newer schema, one that is not
-        the next (the worker missed one, or got one twice) and one whose rows, groups, columns or ids are out of range.
+        Takes a Step whose ``after`` has been applied and whose id is new. Raises WorkerError, with nothing
+        changed, for any other (the worker missed one, or got one twice), for a newer schema, and for rows, groups,
+        columns and ids out of range.
         O(rows + cells).
         """
         if step.schema_version > SCHEMA_VERSION:
@@ -75,10 +78,10 @@ class MultiGroupBlockTable:
                 f"Step {step.id} has schema version {step.schema_version}, this worker reads up to {SCHEMA_VERSION}: "
                 "update the worker, or send older Steps"
             )
-        if step.id != self.next_step_id:
+        if not step.after <= self.last_step_id < step.id:
             raise WorkerError(
-                f"got Step {step.id}, expected {self.next_step_id}: Steps must arrive once each and in order; "
-                "fail the missing ones and start the worker anew"
+                f"Step {step.id} follows Step {step.after}, the last one here was {self.last_step_id}: Steps must "
+                "arrive once each and in order; fail this one and start the worker anew"
             )
         self._check(step)
         beginning = np.asarray([new.row for new in step.new_rows], np.int64)
@@ -92,7 +95,7 @@ class MultiGroupBlockTable:
             for group in np.unique(cells.group).tolist():
                 mine = cells.group == group
                 self._tables[group].write_cells(cells.row[mine], cells.column[mine], cells.block[mine])
-        self.next_step_id += 1
+        self.last_step_id = step.id
 
     def _check(self, step: Step) -> None:
         """Everything that could be out of range, before anything is written. O(rows + cells)."""

@@ -58,7 +58,7 @@ class PagedStorage:
             self.arena = torch.zeros(config.arena_bytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             raise ConfigError(
-                f"cannot allocate an arena of {format_bytes(config.arena_bytes)} on {device}: plan less memory ({error})"
+                f"cannot allocate {format_bytes(config.arena_bytes)} on {device}: plan less memory ({error})"
             ) from error
         self.views: dict[str, tuple[torch.Tensor, ...]] = {
             name: self._views(name, tensors[name], layout[name], group.spec.block_size)
@@ -75,7 +75,7 @@ class PagedStorage:
             size = part.dtype.itemsize
             if start % size or tensor.block_stride_bytes % size:
                 raise ConfigError(
-                    f"layer {name!r} starts at byte {start} with {tensor.block_stride_bytes} bytes from block to block: "
+                    f"layer {name!r} starts at byte {start}, {tensor.block_stride_bytes} bytes from block to block: "
                     f"both must be multiples of the {size} bytes of {part.dtype}"
                 )
             inner = (block_size, *part.shape)

@@ -1,0 +1,307 @@
+"""hybridkv behind the interface of the control-plane micro-benchmark (kv_microbench.py, its class Adapter).
+
+Every method is a thin translation to the public calls of hybridkv. The benchmark only calls methods, so
+nothing is imported from it; what hybridkv does not offer raises NotImplementedError, which it reports.
+
+    manager, request, append, allocate, free   KVCacheManager, Request
+    table                                      BlockTable (needs torch)
+    sched                                      Scheduler, Step, StepResult
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache import (
+    BatchSlots,
+    BlockHasher,
+    BlockRemoved,
+    BlockStored,
+    KVCacheBlocks,
+    KVCacheEvent,
+    KVCacheManager,
+    PrefixCacheStats,
+)
+from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec
+from hybridkv.request import Request, SamplingParams, append_tokens
+from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.specs import FullAttentionSpec
+from hybridkv.step import Csr, Step, StepResult
+
+if TYPE_CHECKING:
+    from hybridkv.worker import BlockTable
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Ids = tuple[Int32, ...]  # new block ids, one array a group
+Stats = tuple[float, PrefixCacheStats | None]
+
+SCHEDULER_MAX_MODEL_LEN = 16384  # what the benchmark gives its other scheduler
+ENDLESS = SamplingParams(max_tokens=1 << 20, ignore_eos=True)
+
+
+class GroupLike(Protocol):
+    """A group as the benchmark describes it: kind "full", "swa" or "mamba_align"."""
+
+    @property
+    def kind(self) -> str:
+        """Kind of layer."""
+        ...
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        ...
+
+
+class HybridKVAdapter:
+    """hybridkv as the benchmark sees it. Timed and untimed: see the benchmark's own class."""
+
+    name = "hybridkv"
+
+    def __init__(self) -> None:
+        self.version: str | None = version("hybridkv")
+        self._hasher: BlockHasher | None = None
+
+    # -- hashing
+
+    def hash_algos(self) -> list[str]:
+        """sha256_cbor only: xxhash_cbor wants a random root here, the benchmark a fixed one; the others are pickles."""
+        return ["sha256_cbor"]
+
+    def hasher(self, algo: str, block_size: int) -> BlockHasher:
+        """The hasher that later managers get, since a manager and its requests must share one."""
+        self._hasher = BlockHasher(block_size, algo)
+        return self._hasher
+
+    def hash_prompt(self, hasher: BlockHasher, tokens: list[int] | Int32) -> list[bytes]:
+        """Hashes of all full blocks. A list goes through array("I"), the fast way from ints to 32 bits."""
+        ids = tokens if isinstance(tokens, np.ndarray) else np.frombuffer(array("I", tokens), np.uint32)
+        return hasher.hash_chain(None, ids)
+
+    # -- requests
+
+    def request(
+        self,
+        rid: str,
+        tokens: list[int],
+        hasher: BlockHasher,
+        continues: Request | None = None,  # noqa: ARG002 - hybridkv does not take over hashes yet
+    ) -> Request:
+        """A new request, its prompt hashed."""
+        return Request(rid, tokens, ENDLESS, hasher=hasher)
+
+    def append(self, req: Request, token: int) -> None:
+        """One sampled token."""
+        req.append(token)
+
+    def append_many(self, reqs: list[Request], tokens: list[int]) -> None:
+        """One sampled token for each request."""
+        append_tokens(reqs, tokens)
+
+    # -- manager
+
+    def manager(
+        self, groups: Sequence[GroupLike], num_blocks: int, max_model_len: int, observe: bool = False
+    ) -> KVCacheManager:
+        """A manager whose requests are hashed by the hasher made last."""
+        return KVCacheManager(
+            _config(groups, num_blocks),
+            max_model_len,
+            log_stats=observe,
+            enable_kv_cache_events=observe,
+            hasher=self._hasher,
+        )
+
+    def step(self, mgr: KVCacheManager) -> None:
+        """Nothing: a manager driven without a scheduler has no notion of a step."""
+
+    def lookup(self, mgr: KVCacheManager, req: Request) -> tuple[KVCacheBlocks, int]:
+        """The longest cached prefix and its tokens."""
+        return mgr.get_computed_blocks(req)
+
+    def allocate(
+        self, mgr: KVCacheManager, req: Request, n_new: int, n_hit: int = 0, hit: KVCacheBlocks | None = None
+    ) -> Ids | bool:
+        """New block ids of each group, False when they do not fit; the tokens are marked computed."""
+        blocks = mgr.allocate_slots(req, n_new, n_hit, hit)
+        if blocks is None:
+            return False
+        req.num_computed_tokens += n_hit + n_new
+        return blocks.ids
+
+    def decode_many(self, mgr: KVCacheManager, reqs: list[Request]) -> BatchSlots:
+        """One token for each request."""
+        rows = mgr.rows.rows_of(reqs)
+        slots = mgr.allocate_batch(rows, 1)
+        mgr.rows.advance(rows[: slots.accepted], 1)
+        return slots
+
+    def batch_result(self, out: BatchSlots, n: int) -> list[list[list[int]] | bool | None]:
+        """Per request the new ids (one group), None when there are none, False when it was refused."""
+        got: list[list[list[int]] | bool | None] = [None] * out.accepted + [False] * (n - out.accepted)
+        for owner, block in zip(out.owner.tolist(), out.block.tolist(), strict=True):
+            ids = got[owner]
+            if isinstance(ids, list):
+                ids[0].append(block)
+            else:
+                got[owner] = [[block]]
+        return got
+
+    def free(self, mgr: KVCacheManager, req: Request) -> None:
+        """All blocks of a request go back."""
+        mgr.free(req)
+
+    def free_many(self, mgr: KVCacheManager, reqs: list[Request]) -> None:
+        """All blocks of all requests go back."""
+        mgr.free_many(reqs)
+
+    def preempt(self, mgr: KVCacheManager, req: Request) -> None:
+        """All blocks go back and the request starts over."""
+        mgr.free(req)
+        req.num_computed_tokens = 0
+        req.num_preemptions += 1
+
+    def observe(self, mgr: KVCacheManager) -> tuple[list[KVCacheEvent], Stats]:
+        """Events and statistics since the last call. hybridkv does not sample how long blocks stay."""
+        return mgr.take_events(), (mgr.usage, mgr.make_prefix_cache_stats())
+
+    def event_rows(self, events: list[KVCacheEvent]) -> list[tuple[object, ...]]:
+        """One tuple a block."""
+        rows: list[tuple[object, ...]] = []
+        for event in events:
+            if isinstance(event, BlockRemoved):
+                rows += [("removed", _low64(key), event.group_idx) for key in event.block_hashes]
+            elif isinstance(event, BlockStored):
+                size, parents = event.block_size, (event.parent_block_hash, *event.block_hashes)
+                rows += [
+                    (
+                        "stored",
+                        _low64(key),
+                        None if parent is None else _low64(parent),
+                        event.token_ids[i * size : (i + 1) * size],
+                        event.group_idx,
+                    )
+                    for i, (parent, key) in enumerate(zip(parents, event.block_hashes, strict=False))
+                ]
+        return rows
+
+    def stats_row(self, stats: Stats) -> tuple[float, int, int]:
+        """Usage, tokens queried, tokens hit."""
+        usage, prefix = stats
+        return (round(usage, 6), prefix.queries, prefix.hits) if prefix else (round(usage, 6), 0, 0)
+
+    def num_free(self, mgr: KVCacheManager) -> int:
+        """Free blocks, cached ones among them."""
+        return mgr.block_pool.get_num_free_blocks()
+
+    # -- block table of a worker
+
+    def table(self, block_size: int, max_reqs: int, max_blocks: int, max_tokens: int) -> BlockTable:
+        """A table with its mirror, both on the CPU."""
+        try:
+            from hybridkv.worker import BlockTable  # noqa: PLC0415 - all but the tables works without torch
+        except ModuleNotFoundError as error:
+            raise NotImplementedError("tables need torch") from error
+        return BlockTable(block_size, max_reqs, max_blocks, max_tokens)
+
+    def table_add_row(self, t: BlockTable, ids: list[int], row: int) -> None:
+        """A row is replaced."""
+        t.add_row(ids, row)
+
+    def table_append_row(self, t: BlockTable, ids: list[int], row: int) -> None:
+        """A row grows."""
+        t.append_row(ids, row)
+
+    def table_append_many(self, t: BlockTable, rows: list[int], ids: list[int]) -> None:
+        """Each row grows by one id."""
+        t.append_rows(rows, ids)
+
+    def table_commit(self, t: BlockTable, num_reqs: int) -> None:
+        """The mirror catches up."""
+        t.commit_block_table(num_reqs)
+
+    def table_committed(self, t: BlockTable, row: int, n: int) -> Int32:
+        """The first ids of a row of the mirror."""
+        ids: Int32 = t.get_device_tensor(row + 1)[row, :n].numpy()
+        return ids
+
+    def table_prepare(self, query_start_loc: Int64, positions: Int64) -> tuple[Int64, Int64]:
+        """int64 arrays, as they come."""
+        return query_start_loc, positions
+
+    def table_compute_slots(self, t: BlockTable, num_reqs: int, prepared: tuple[Int64, Int64]) -> None:
+        """The row of each token, its slot, and the slots on the device."""
+        starts, positions = prepared
+        t.compute_slot_mapping(np.repeat(np.arange(num_reqs), np.diff(starts)), positions)
+        t.commit_slot_mapping(len(positions))
+
+    def table_slots(self, t: BlockTable, n: int) -> Int64:
+        """The first slots on the device."""
+        slots: Int64 = t.slot_mapping[:n].numpy()
+        return slots
+
+    # -- scheduler
+
+    def scheduler(self, groups: Sequence[GroupLike], max_seqs: int, max_tokens: int, num_blocks: int) -> Scheduler:
+        """A scheduler with a manager of its own."""
+        cache = KVCacheManager(_config(groups, num_blocks), SCHEDULER_MAX_MODEL_LEN)
+        return Scheduler(cache, SchedulerLimits(max_running=max_seqs, max_batched_tokens=max_tokens))
+
+    def sched_add(self, s: Scheduler, rid: str, tokens: list[int], hasher: BlockHasher) -> None:  # noqa: ARG002
+        """A request joins the queue, hashed by the scheduler's own hasher, which is the same as ``hasher``."""
+        s.add(Request(rid, tokens, ENDLESS, hasher=s.cache.hasher))
+
+    def sched_schedule(self, s: Scheduler) -> tuple[Step, list[str]]:
+        """The step, and who is in it."""
+        step = s.schedule()
+        return step, [request.request_id for request in s.cache.rows.owners(step.rows)]
+
+    def sched_view(self, s: Scheduler, step: Step) -> list[tuple[str, int, tuple[list[int], ...] | None]]:
+        """Request id, scheduled tokens and new block ids, in the order of the step."""
+        groups = len(s.cache.config.groups)
+        cells = step.cells
+        new: dict[int, tuple[list[int], ...]] = {}
+        for group, row, block in zip(cells.group.tolist(), cells.row.tolist(), cells.block.tolist(), strict=True):
+            new.setdefault(row, tuple([] for _ in range(groups)))[group].append(block)
+        owners = s.cache.rows.owners(step.rows)
+        return [
+            (request.request_id, count, new.get(row))
+            for request, row, count in zip(owners, step.rows.tolist(), step.num_scheduled.tolist(), strict=True)
+        ]
+
+    def sched_prepare(self, s: Scheduler, step: Step, rids: Iterable[str], token: int) -> StepResult:  # noqa: ARG002
+        """``token`` for every row that samples."""
+        return StepResult(step.id, Csr.from_lists([[token] if samples else [] for samples in step.samples.tolist()]))
+
+    def sched_update(self, s: Scheduler, step: Step, model_out: StepResult) -> None:  # noqa: ARG002
+        """The result is taken in."""
+        s.update(model_out)
+
+
+def _config(groups: Sequence[GroupLike], num_blocks: int) -> KVCacheConfig:
+    """One layer a group, with the smallest page: sizes in bytes play no part here."""
+    for group in groups:
+        if group.kind != "full":
+            raise NotImplementedError(f"groups of kind {group.kind}")
+    return KVCacheConfig(
+        num_blocks,
+        (),
+        tuple(
+            KVCacheGroupSpec(
+                (f"layer.{i}",),
+                FullAttentionSpec(block_size=group.block_size, num_kv_heads=1, head_size=1, dtype="float32"),
+            )
+            for i, group in enumerate(groups)
+        ),
+    )
+
+
+def _low64(key: bytes) -> int:
+    return int.from_bytes(key, "big") & ((1 << 64) - 1)

@@ -1,0 +1,275 @@
+"""`hybridkv generate`: a real model through the paged cache."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from hybridkv.cli.output import console, table
+from hybridkv.errors import ConfigError
+from hybridkv.plan import Plan, read_plan
+from hybridkv.request import SamplingParams
+from hybridkv.units import format_bytes, format_count
+
+if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
+    from hybridkv.runner.check import CheckReport
+    from hybridkv.runner.completion import Completion
+    from hybridkv.runner.engine import Engine, EngineOptions
+    from hybridkv.runner.load import LoadedModel
+    from hybridkv.runner.prompts import Prompts
+
+SCHEMA: Final = "hybridkv.generate"
+VERSION: Final = 1
+CHECK_FAILED: Final = 1
+_DEFAULT_BLOCK_SIZE: Final = 16
+_SHOWN_CHARACTERS: Final = 44
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("generate")(generate_command)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A finished run, for both kinds of output."""
+
+    loaded: LoadedModel
+    plan: Plan
+    prompts: Prompts
+    completions: list[Completion]
+    engine: Engine
+    report: CheckReport | None
+    seconds: float
+
+
+def generate_command(
+    *,
+    model: Annotated[str, typer.Option(help="A folder with safetensors and tokenizer, or tiny:llama, tiny:qwen2.")],
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON lines with prompt and sampling, or plain text; a few built-in ones.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Of each request, unless its sampling says max_tokens.")] = 32,
+    block_size: Annotated[int | None, typer.Option(help="Tokens of a block; 16.")] = None,
+    memory: Annotated[str | None, typer.Option(help="For the cache: 64MiB, or bytes; enough for all prompts.")] = None,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan of this model from --json.")] = None,
+    max_running: Annotated[int, typer.Option(help="Requests at once.")] = 64,
+    token_budget: Annotated[int, typer.Option(help="Tokens of a step.")] = 2048,
+    prefix_caching: Annotated[bool, typer.Option(help="Share the blocks of equal prefixes.")] = True,
+    in_flight: Annotated[int, typer.Option(help="Steps scheduled ahead of their results, 1 or 2.")] = 1,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare with plain transformers; exit 1 if it differs.")
+    ] = False,
+    skip_bad_lines: Annotated[bool, typer.Option("--skip-bad-lines", help="Count malformed lines, go on.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> int:
+    """Generate with an unmodified Hugging Face model: continuous batching on the paged cache."""
+    if plan_file is not None and (memory is not None or block_size is not None):
+        raise ConfigError("--plan holds memory and block size already: drop --memory and --block-size, or drop --plan")
+    defaults = SamplingParams(max_tokens=max_new_tokens)
+    _quiet_transformers()
+    from hybridkv.runner.engine import EngineOptions  # noqa: PLC0415  # torch takes seconds: only this command pays
+
+    options = EngineOptions(max_running, token_budget, in_flight, prefix_caching)
+    loaded = _load(model)
+    found = _prompts(loaded, prompts, defaults, skip_bad_lines=skip_bad_lines)
+    plan = _plan(loaded, found, plan_file, memory=memory, block_size=block_size)
+    run = _run(loaded, plan, found, options, check=check)
+    if as_json:
+        print(json.dumps(_document(run), indent=2))
+    else:
+        _show(run)
+    return 0 if run.report is None or run.report.ok else CHECK_FAILED
+
+
+# -- the run
+
+
+def _quiet_transformers() -> None:
+    """No chatter on standard error: what matters here arrives as an exception."""
+    from transformers.utils import logging as chatter  # noqa: PLC0415  # see generate_command
+
+    chatter.set_verbosity_error()
+    chatter.disable_progress_bar()
+    warnings.filterwarnings("ignore", module=r"transformers\..*")
+
+
+def _load(source: str) -> LoadedModel:
+    import torch  # noqa: PLC0415  # see generate_command
+
+    from hybridkv.runner.load import TINY, load  # noqa: PLC0415  # same
+
+    if source.startswith(TINY):
+        torch.set_num_threads(1)  # such a model is done before threads have met
+    return load(source)
+
+
+def _prompts(loaded: LoadedModel, path: Path | None, defaults: SamplingParams, *, skip_bad_lines: bool) -> Prompts:
+    from hybridkv.runner.engine import encode  # noqa: PLC0415  # see generate_command
+    from hybridkv.runner.prompts import built_in_prompts, read_prompts  # noqa: PLC0415  # same
+
+    def checked(prompt: Any) -> list[int]:  # noqa: ANN401  # text or ids, as encode takes them
+        return encode(loaded, prompt)
+
+    if path is None:
+        return built_in_prompts(checked, defaults)
+    return read_prompts(path, checked, defaults, vocab_size=loaded.vocab_size, skip_bad_lines=skip_bad_lines)
+
+
+def _plan(
+    loaded: LoadedModel,
+    found: Prompts,
+    plan_file: Path | None,
+    *,
+    memory: str | None,
+    block_size: int | None,
+) -> Plan:
+    from hybridkv.runner.engine import plan_for  # noqa: PLC0415  # see generate_command
+
+    if plan_file is not None:
+        return read_plan(plan_file)
+    lengths = [len(one.token_ids) + one.sampling.max_tokens for one in found.prompts]
+    size = _DEFAULT_BLOCK_SIZE if block_size is None else block_size
+    return plan_for(loaded, lengths, block_size=size, memory=memory)
+
+
+def _run(loaded: LoadedModel, plan: Plan, found: Prompts, options: EngineOptions, *, check: bool) -> _Run:
+    from hybridkv.runner.check import LogitRecorder, check_completions  # noqa: PLC0415  # see generate_command
+    from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
+
+    recorder = LogitRecorder() if check else None
+    engine = Engine(loaded, plan, options, observer=recorder)
+    begun = time.perf_counter()
+    try:
+        ids = [engine.add(one.token_ids, one.sampling) for one in found.prompts]
+        done: dict[str, Completion] = {}
+        with _progress(len(ids)) as advance:
+            while not engine.idle:
+                for one in engine.step():
+                    done[one.request_id] = one
+                    advance()
+    finally:
+        engine.close()
+    seconds = time.perf_counter() - begun
+    completions = [done[one] for one in ids]
+    report = None
+    if recorder is not None:
+        report = check_completions(loaded, completions, [one.sampling for one in found.prompts], recorder)
+    return _Run(loaded, plan, found, completions, engine, report, seconds)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    """A bar on standard error."""
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("requests"), TimeElapsedColumn())
+    with Bar(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)
+
+
+# -- output
+
+
+def _document(run: _Run) -> dict[str, object]:
+    """The run as one document: equal runs give equal documents, so it holds no times."""
+    plan, report = run.plan, run.report
+    return {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "model": run.loaded.name,
+        "model_type": plan.model.model_type,
+        "block_size": plan.model.block_size,
+        "memory_bytes": plan.memory_bytes,
+        "num_blocks": plan.config.num_blocks,
+        "bad_lines": run.prompts.bad_lines,
+        "requests": [
+            {
+                "id": one.request_id,
+                "prompt_tokens": len(one.prompt_token_ids),
+                "text": one.text,
+                "token_ids": list(one.token_ids),
+                "finish_reason": str(one.finish_reason),
+                "hit_tokens": one.hit_tokens,
+                "computed_tokens": one.computed_tokens,
+                "preemptions": one.preemptions,
+            }
+            for one in run.completions
+        ],
+        "statistics": asdict(run.engine.statistics()),
+        "check": None if report is None else _check_document(report),
+    }
+
+
+def _check_document(report: CheckReport) -> dict[str, object]:
+    return {
+        "ok": report.ok,
+        "requests": report.requests,
+        "tokens": report.tokens,
+        "near_ties": report.near_ties,
+        "differences": [{**asdict(one), "near_tie": one.near_tie} for one in report.differences],
+        "wrong_ends": list(report.wrong_ends),
+    }
+
+
+def _show(run: _Run) -> None:
+    """Print a run for people: its requests, then what the cache did."""
+    out, plan = console(), run.plan
+    rows = table(
+        *("request", "output", "end", "prompt", "hit", "ran", "preempted"),
+        numbers_from=3,
+        title=f"{run.loaded.name} : {plan.model.model_type}, blocks of {plan.model.block_size} tokens",
+    )
+    for one in run.completions:
+        shown = repr(one.text if one.text is not None else list(one.token_ids))
+        cut = shown if len(shown) <= _SHOWN_CHARACTERS else shown[: _SHOWN_CHARACTERS - 3] + "..."
+        counts = (len(one.prompt_token_ids), one.hit_tokens, one.computed_tokens, one.preemptions)
+        rows.add_row(one.request_id, _escaped(cut), str(one.finish_reason), *map(format_count, counts))
+    out.print(rows)
+    stats = run.engine.statistics()
+    made = sum(len(one.token_ids) for one in run.completions)
+    lines = {
+        "memory": f"{format_bytes(plan.config.arena_bytes)}, {format_count(plan.config.num_blocks)} blocks",
+        "peak usage": f"{stats.peak_usage:.1%}",
+        "hit tokens": f"{format_count(stats.hit_tokens)} of {format_count(stats.prompt_tokens)} prompt tokens "
+        "were not recomputed",
+        "computed tokens": f"{format_count(stats.computed_tokens)} in {format_count(stats.steps)} steps",
+        "preemptions": format_count(stats.preemptions),
+        "time": f"{run.seconds:.2f} s, {made / max(run.seconds, 1e-9):.0f} output tokens a second",
+    }
+    if run.prompts.bad_lines:
+        lines["bad lines"] = f"{run.prompts.bad_lines} left out; the first: {run.prompts.first_bad}"
+    if run.report is not None:
+        lines["check"] = _verdict(run.report)
+    for name, value in lines.items():
+        out.print(f"{name:<17} {value}", soft_wrap=True, markup=False)
+
+
+def _escaped(text: str) -> str:
+    """Text that rich prints as it is."""
+    return text.replace("[", r"\[")
+
+
+def _verdict(report: CheckReport) -> str:
+    ties = f"{report.near_ties} near-ties"
+    if report.ok:
+        return f"{format_count(report.tokens)} tokens equal to plain transformers, {ties}"
+    real = [one for one in report.differences if not one.near_tie]
+    first = report.wrong_ends[0] if not real else ""
+    if real:
+        one = real[0]
+        first = (
+            f"request {one.request_id}, output token {one.at}: {one.token}, expected {one.expected} "
+            f"(margin {one.margin:.3g}, measured {one.measured:.3g})"
+        )
+    return f"FAILED: {len(real)} differences, {len(report.wrong_ends)} wrong ends, {ties}; the first: {first}"

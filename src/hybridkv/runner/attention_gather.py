@@ -1,0 +1,237 @@
+"""The gather backend: contexts are copied out of their pages and the model's own eager attention runs on them.
+
+    a step's tokens     [ d0 | d1 | d2 | p p p p p ]                 d: rows that run one token, p: a prefill chunk
+    gathered contexts   [ d0 .... | d1 .... | d2 .... ][ p ....... ] whole blocks, padded within a bucket
+    attention calls     one over the bucket [3, heads, 1, ..], one over the chunk [1, heads, 5, ..]
+
+Rows with one token share calls: a bucket holds those whose block counts round up to one power of two, so
+that less than half of it is padding, and there are O(log(longest)) buckets. What lies behind a row's
+context is set to zero in the copy and masked: a block's former owner cannot reach anybody, not even with NaN.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hybridkv.errors import UnsupportedModelError, WorkerError
+from hybridkv.step import Step
+from hybridkv.worker import BlockTable
+
+NAME: Final = "hybridkv_gather"
+"""The attention function's name in transformers' AttentionInterface."""
+
+BATCH_ARGUMENT: Final = "hybridkv_batch"
+"""The keyword under which a model's forward carries the GatherBatch to its attention."""
+
+_EAGER: Final = "eager_attention_forward"
+
+Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """One attention call: ``rows`` requests of ``queries`` tokens each.
+
+    tokens: their places in the step's flattened row, a slice or int64[rows * queries].
+    start: where their contexts begin in the gathered ones; padded: tokens gathered for each row, of which
+    ``length`` take part. mask: added to the scores, [rows, 1, queries, length], None where nothing is hidden.
+    """
+
+    tokens: slice | torch.Tensor
+    rows: int
+    queries: int
+    start: int
+    padded: int
+    length: int
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatherBatch:
+    """What one step reads and writes in one group; built once, used by every layer of it.
+
+    write_block, write_offset: int64[tokens], where each token's keys and values go.
+    read_blocks: int64[n], the blocks to gather. stale: int64[m], gathered tokens behind their row's context.
+    """
+
+    write_block: torch.Tensor
+    write_offset: torch.Tensor
+    read_blocks: torch.Tensor
+    stale: torch.Tensor
+    segments: tuple[Segment, ...]
+
+
+class _Builder:
+    """Collects segments, and the blocks and stale tokens they gather."""
+
+    def __init__(self, step: Step, table: BlockTable, dtype: torch.dtype) -> None:
+        self.table, self.dtype, self.device = table, dtype, table.device
+        self.size = table.block_size
+        self.rows = step.rows.astype(np.int64)
+        self.scheduled = step.num_scheduled.astype(np.int64)
+        self.context = step.num_computed + self.scheduled
+        self.blocks = -(-self.context // self.size)
+        self.first = np.cumsum(self.scheduled) - self.scheduled
+        self.start = 0
+        self.read: list[torch.Tensor] = []
+        self.stale: list[Int64] = []
+        self.segments: list[Segment] = []
+
+    def add_bucket(self, members: Int64) -> None:
+        """One call for rows that run one token each; ``members`` are indices into the step's rows."""
+        width = int(self.blocks[members].max())
+        places = self.first[members]
+        contiguous = len(places) == places[-1] - places[0] + 1
+        tokens = slice(int(places[0]), int(places[-1]) + 1) if contiguous else self._tensor(places)
+        padded = width * self.size
+        hidden = np.arange(padded) >= self.context[members][:, None]
+        length = int(self.context[members].max())
+        mask = self._mask(hidden[:, None, None, :length]) if hidden[:, :length].any() else None
+        self.segments.append(Segment(tokens, len(members), 1, self.start, padded, length, mask))
+        self._gather(members, width, hidden)
+
+    def add_chunk(self, member: int) -> None:
+        """One call for a row that runs several tokens."""
+        queries, length = int(self.scheduled[member]), int(self.context[member])
+        width = int(self.blocks[member])
+        first = int(self.first[member])
+        # query i stands at position length - queries + i and sees what is not behind it
+        hidden = np.arange(length) > np.arange(length - queries, length)[:, None]
+        tokens = slice(first, first + queries)
+        self.segments.append(
+            Segment(tokens, 1, queries, self.start, width * self.size, length, self._mask(hidden[None, None]))
+        )
+        self._gather(np.array([member]), width, np.arange(width * self.size)[None] >= length)
+
+    def _gather(self, members: Int64, width: int, hidden: NDArray[np.bool_]) -> None:
+        table = self.table.get_device_tensor()
+        self.read.append(table[self._tensor(self.rows[members]), :width].reshape(-1))
+        self.stale.append(np.flatnonzero(hidden.reshape(-1)) + self.start)
+        self.start += len(members) * width * self.size
+
+    def _mask(self, hidden: NDArray[np.bool_]) -> torch.Tensor:
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(torch.from_numpy(hidden).to(self.device), torch.finfo(self.dtype).min)
+
+    def _tensor(self, values: Int64) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+
+    def build(self) -> GatherBatch:
+        """All segments. Slots are those that the table has committed."""
+        slots = self.table.slot_mapping[: int(self.scheduled.sum())]
+        return GatherBatch(
+            write_block=torch.div(slots, self.size, rounding_mode="floor"),
+            write_offset=slots % self.size,
+            read_blocks=torch.cat(self.read).long(),
+            stale=self._tensor(np.concatenate(self.stale)),
+            segments=tuple(self.segments),
+        )
+
+
+def gather_batch(step: Step, table: BlockTable, dtype: torch.dtype) -> GatherBatch:
+    """What ``step`` reads and writes through ``table``, whose cells and slots have been committed.
+
+    step: at least one row. dtype: of the attention scores. O(tokens + gathered tokens).
+    """
+    builder = _Builder(step, table, dtype)
+    single = np.flatnonzero(builder.scheduled == 1)
+    # exponent of the power of two that a block count rounds up to: 1 -> 0, 2 -> 1, 3, 4 -> 2
+    classes = np.ceil(np.log2(builder.blocks[single])).astype(np.int64)
+    for one in np.unique(classes).tolist():
+        builder.add_bucket(single[classes == one])
+    for member in np.flatnonzero(builder.scheduled > 1).tolist():
+        builder.add_chunk(member)
+    return builder.build()
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,  # noqa: ANN401  # whatever the model hands to its attention goes on to its eager function
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer over a flattened step: the signature of transformers' attention functions.
+
+    query: [1, heads, tokens, width]. key, value: [1, kv heads, gathered tokens, width], as StepCache.update
+    gave them or as the model expanded them. Returns [1, tokens, heads, value width]. The GatherBatch
+    arrives as keyword BATCH_ARGUMENT; without it WorkerError.
+    """
+    del attention_mask  # transformers makes none for a name it does not know; masks are those of the segments
+    batches = kwargs.pop(BATCH_ARGUMENT, None)
+    if batches is None:
+        raise WorkerError(f"{type(module).__name__} did not hand {BATCH_ARGUMENT} on to its attention: not supported")
+    eager = eager_function(module)
+    batch: GatherBatch = batches[module.layer_idx]
+    parts: list[torch.Tensor] = []
+    for segment in batch.segments:
+        output, _ = eager(
+            module,
+            _queries(query, segment),
+            _contexts(key, segment),
+            _contexts(value, segment),
+            segment.mask,
+            **kwargs,
+        )
+        parts.append(output.reshape(segment.rows * segment.queries, *output.shape[2:]))
+    return _in_order(parts, batch.segments)[None], None
+
+
+def _queries(query: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """[1, heads, tokens, width] -> [rows, heads, queries, width]."""
+    if segment.rows == 1 and isinstance(segment.tokens, slice):
+        return query[:, :, segment.tokens]
+    return query[0, :, segment.tokens].transpose(0, 1).unsqueeze(2)
+
+
+def _contexts(states: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """[1, heads, gathered tokens, width] -> [rows, heads, length, width], a view."""
+    mine = states[0, :, segment.start : segment.start + segment.rows * segment.padded]
+    heads, width = mine.shape[0], mine.shape[2]
+    return mine.view(heads, segment.rows, segment.padded, width).transpose(0, 1)[:, :, : segment.length]
+
+
+def _in_order(parts: Sequence[torch.Tensor], segments: Sequence[Segment]) -> torch.Tensor:
+    """The outputs of all segments in the order of the step's tokens, [tokens, heads, width]."""
+    if len(parts) == 1:
+        return parts[0]
+    out = parts[0].new_empty((sum(len(part) for part in parts), *parts[0].shape[1:]))
+    for part, segment in zip(parts, segments, strict=True):
+        out[segment.tokens] = part
+    return out
+
+
+def eager_function(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """The eager attention of the modelling module that ``module`` comes from; UnsupportedModelError without one."""
+    found = getattr(sys.modules[type(module).__module__], _EAGER, None)
+    if found is None:
+        raise UnsupportedModelError(
+            f"{type(module).__module__} has no {_EAGER}: its attention cannot run on gathered contexts"
+        )
+    function: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = found
+    return function
+
+
+def check_attention(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError unless every attention module of ``model`` can run on gathered contexts."""
+    for module in model.modules():
+        if hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
+            eager_function(module)
+            if not module.is_causal:
+                raise UnsupportedModelError(f"{type(module).__name__} attends in both directions: not supported")
+
+
+def register() -> None:
+    """Make the backend known to transformers under NAME."""
+    if NAME not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(NAME, attend)

@@ -1,0 +1,228 @@
+"""Completions against plain transformers: what `hybridkv generate --check` does.
+
+Greedy requests are compared with ``model.generate``, each alone. Sampled ones, and greedy ones behind their
+first difference, are compared with the same sampler over plain forwards of prompt and output together
+(teacher forcing): up to a first difference that is what the sampler would have drawn by itself.
+
+A difference is a near-tie when the reference's two best scores lie closer than 4 times what the logits
+were measured to differ by at that position; everything else is an error of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from hybridkv.request import SamplingParams
+from hybridkv.runner.completion import Completion
+from hybridkv.runner.load import LoadedModel
+from hybridkv.runner.probe import attention_implementation
+from hybridkv.runner.sampling import SamplingBatch, scores
+from hybridkv.schedule import FinishReason
+from hybridkv.step import Step
+
+NEAR_TIE_FACTOR: Final = 4.0
+NEAR_TIE_SHARE: Final = 1 / 2000
+"""How many near-ties a token are expected at most in float32; reported, for half precision has more."""
+
+_KEPT_LOGITS: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A token other than the reference's.
+
+    at: index into the output. margin: between the reference's two best scores there. measured: largest difference
+    of the logits there, in the units of the scores.
+    """
+
+    request_id: str
+    at: int
+    token: int
+    expected: int
+    margin: float
+    measured: float
+
+    @property
+    def near_tie(self) -> bool:
+        """Whether rounding explains it."""
+        return self.margin < NEAR_TIE_FACTOR * self.measured
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What a check found. tokens: compared. wrong_ends: one line for every request that ended where it should not."""
+
+    requests: int
+    tokens: int
+    differences: tuple[Difference, ...]
+    wrong_ends: tuple[str, ...]
+
+    @property
+    def near_ties(self) -> int:
+        """Differences that rounding explains."""
+        return sum(one.near_tie for one in self.differences)
+
+    @property
+    def ok(self) -> bool:
+        """No difference but near-ties, and every request ended where it should."""
+        return not self.wrong_ends and all(one.near_tie for one in self.differences)
+
+
+class LogitRecorder:
+    """An Observer that keeps the largest logits of every sampled position of every request.
+
+    Up to _KEPT_LOGITS of them, 8 bytes each, so that a check of a large vocabulary stays small.
+    """
+
+    def __init__(self) -> None:
+        self._request_of_row: dict[int, str] = {}
+        self._kept: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, step: Step, logits: torch.Tensor) -> None:
+        """Note float32[n, vocabulary], the logits of the rows of ``step`` that sample."""
+        for new in step.new_rows:
+            self._request_of_row[new.row] = new.request_id
+        ends = (step.num_computed.astype(np.int64) + step.num_scheduled)[step.samples]
+        best = logits.topk(min(_KEPT_LOGITS, logits.shape[-1]), dim=-1)
+        rows = step.rows[step.samples].tolist()
+        for row, end, values, ids in zip(rows, ends.tolist(), best.values.cpu(), best.indices.cpu(), strict=True):
+            self._kept[self._request_of_row[row], end] = ids.int(), values
+
+    def difference(self, request_id: str, position: int, reference: torch.Tensor) -> float:
+        """Largest |logit - reference| over the logits kept for the token at ``position``. reference: [vocabulary]."""
+        ids, values = self._kept[request_id, position]
+        return float((values - reference[ids.long()]).abs().max())
+
+
+def check_completions(
+    loaded: LoadedModel, completions: Sequence[Completion], sampling: Sequence[SamplingParams], recorder: LogitRecorder
+) -> CheckReport:
+    """Compare every completion, run with ``sampling[i]`` and observed by ``recorder``, with plain transformers.
+
+    One ``generate`` a greedy request, one forward a sampled one; the model's own attention is in place meanwhile.
+    """
+    differences: list[Difference] = []
+    ends: list[str] = []
+    with attention_implementation(loaded.model, "eager"), torch.inference_mode():
+        for completion, params in zip(completions, sampling, strict=True):
+            differences += _differences(loaded.model, completion, params, recorder)
+            ends += _wrong_end(loaded, completion, params)
+    tokens = sum(len(one.token_ids) for one in completions)
+    return CheckReport(len(completions), tokens, tuple(differences), tuple(ends))
+
+
+def _differences(
+    model: PreTrainedModel, completion: Completion, params: SamplingParams, recorder: LogitRecorder
+) -> list[Difference]:
+    ours = completion.token_ids
+    if not ours:
+        return []
+    if params.temperature > 0:
+        return list(_forced(model, completion, params, recorder))
+    expected = generate_greedy(model, completion.prompt_token_ids, len(ours), params.repetition_penalty)
+    first = next((i for i, (a, b) in enumerate(zip(ours, expected, strict=True)) if a != b), None)
+    if first is None:
+        return []
+    return list(_forced(model, completion, params, recorder, expected_first=expected[first], start=first))
+
+
+def generate_greedy(model: PreTrainedModel, prompt: Sequence[int], count: int, penalty: float = 1.0) -> list[int]:
+    """``count`` tokens of ``model.generate`` behind ``prompt``, without an end token."""
+    ids = torch.tensor([list(prompt)], device=model.device)
+    config = GenerationConfig(
+        do_sample=False, max_new_tokens=count, min_new_tokens=count, repetition_penalty=penalty, pad_token_id=0
+    )
+    with _plain_generation_config(model):
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    tokens: list[int] = out[0, ids.shape[1] :].tolist()
+    return tokens
+
+
+@contextmanager
+def _plain_generation_config(model: PreTrainedModel) -> Iterator[None]:
+    """``model`` without the defaults of its own generation config, which fill what an explicit one leaves open."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _forced(
+    model: PreTrainedModel,
+    completion: Completion,
+    params: SamplingParams,
+    recorder: LogitRecorder,
+    *,
+    expected_first: int | None = None,
+    start: int = 0,
+) -> Iterator[Difference]:
+    """Differences from ``start`` on, by teacher forcing. expected_first: what ``generate`` said at ``start``."""
+    prompt, ours = completion.prompt_token_ids, completion.token_ids
+    logits = forced_logits(model, prompt, ours)
+    reference = scores(logits, _sampling_of(params, prompt, ours, logits))
+    best = reference.topk(2, dim=-1)
+    expected = best.indices[:, 0].tolist()
+    if expected_first is not None:
+        expected[start] = expected_first
+    for at in range(start, len(ours)):
+        if ours[at] == expected[at]:
+            continue
+        unit = max(params.repetition_penalty, 1 / params.repetition_penalty)
+        if params.temperature > 0:
+            unit /= params.temperature
+        yield Difference(
+            request_id=completion.request_id,
+            at=at,
+            token=ours[at],
+            expected=expected[at],
+            margin=float(best.values[at, 0] - best.values[at, 1]),
+            measured=unit * recorder.difference(completion.request_id, len(prompt) + at, logits[at].cpu()),
+        )
+
+
+def forced_logits(model: PreTrainedModel, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
+    """Logits that predict each token of ``output``, float32[len(output), vocabulary]: one forward without cache."""
+    ids = torch.tensor([[*prompt, *output[:-1]]], device=model.device)
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=len(output)).logits[0].float()
+    return logits
+
+
+def _sampling_of(
+    params: SamplingParams, prompt: Sequence[int], output: Sequence[int], logits: torch.Tensor
+) -> SamplingBatch:
+    """One row for every token of ``output``, each with the tokens before it seen."""
+    seen: list[torch.Tensor | None] = [None] * len(output)
+    if params.repetition_penalty != 1:
+        grown = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+        grown[:, torch.tensor(list(prompt), device=logits.device)] = True
+        for at, token in enumerate(output[:-1]):
+            grown[at + 1 :, token] = True
+        seen = list(grown)
+    return SamplingBatch.of([params] * len(output), range(len(prompt), len(prompt) + len(output)), seen)
+
+
+def _wrong_end(loaded: LoadedModel, completion: Completion, params: SamplingParams) -> list[str]:
+    """What is wrong with where the output ends; nothing for an aborted one."""
+    if completion.finish_reason is FinishReason.ABORT:
+        return []
+    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(loaded.eos_token_ids))
+    output = completion.token_ids
+    name = f"request {completion.request_id}"
+    if stops & set(output[:-1]):
+        return [f"{name} went on behind a stop token"]
+    whole = ""
+    if params.stop and loaded.tokenizer is not None:
+        whole = loaded.tokenizer.decode(list(output), skip_special_tokens=True)
+    stopped = bool(stops & set(output[-1:])) or any(one in whole for one in params.stop)
+    if stopped != (completion.finish_reason is FinishReason.STOP):
+        return [f"{name} ended by {completion.finish_reason}, but its output {'holds' if stopped else 'has no'} stop"]
+    return []

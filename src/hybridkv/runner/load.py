@@ -1,0 +1,96 @@
+"""A model and its tokenizer: from a folder with safetensors, or a tiny random one."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from hybridkv.errors import ConfigError, UnsupportedModelError
+from hybridkv.models import read_model
+from hybridkv.runner.tiny import byte_tokenizer, tiny_model
+
+logger = logging.getLogger(__name__)
+
+TINY: Final = "tiny:"
+_LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """What generates. name: as it was asked for. tokenizer: a transformers tokenizer, None for ids only.
+
+    eos_token_ids: what ends an output, from the generation config or the config.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: Any
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids lie below it."""
+        size: int = self.model.get_input_embeddings().num_embeddings
+        return size
+
+
+def load(source: str, *, seed: int = 0, device: torch.device | str = "cpu") -> LoadedModel:
+    """``tiny:NAME`` (weights from ``seed``) or a folder with config.json, safetensors and a tokenizer.
+
+    Nothing is downloaded. Raises ConfigError for what cannot be loaded, UnsupportedModelError for a model
+    that the planner refuses (before its weights are read) or whose positions depend on what runs beside it.
+    """
+    if source.startswith(TINY):
+        return wrap(tiny_model(source.removeprefix(TINY), seed).to(device), byte_tokenizer(), source)
+    folder = Path(source)
+    if not folder.is_dir():
+        raise ConfigError(f"--model {source!r} is neither a folder nor tiny:NAME: give a folder with config.json")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{source} has no config.json: give the folder of a Hugging Face model")
+    read_model(folder, backend="transformers")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"{source} has no *.safetensors: save the model with save_pretrained there")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, dtype="auto", attn_implementation="eager", use_safetensors=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ConfigError(f"cannot load the model in {source}: {error}") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot load the tokenizer in {source}: {error}") from error
+    return wrap(model.to(device).eval(), tokenizer, source)
+
+
+def wrap(model: PreTrainedModel, tokenizer: Any = None, name: str = "model") -> LoadedModel:  # noqa: ANN401  # transformers' tokenizers share no typed base
+    """A LoadedModel of a transformers causal language model that is at hand.
+
+    Raises UnsupportedModelError when its rotary positions depend on the longest request of a batch.
+    """
+    config = model.config.get_text_config()
+    scaling: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kinds = {one.get("rope_type") for one in (scaling, *scaling.values()) if isinstance(one, dict)}
+    if wrong := kinds & set(_LENGTH_DEPENDENT_ROPE):
+        raise UnsupportedModelError(
+            f"{name}: rope_type {wrong.pop()!r} changes the positions of short requests when a long one runs beside "
+            "them: not supported yet"
+        )
+    return LoadedModel(name, model.eval(), tokenizer, _eos(model))
+
+
+def _eos(model: PreTrainedModel) -> tuple[int, ...]:
+    """End tokens: one id or several; those of the generation config come first."""
+    generation = getattr(model, "generation_config", None)
+    for owner in (generation, model.config.get_text_config()):
+        found = getattr(owner, "eos_token_id", None)
+        if isinstance(found, int):
+            return (found,)
+        if found:
+            return tuple(found)
+    return ()

@@ -1,0 +1,158 @@
+"""Prompts from a file: JSON lines with sampling parameters, or plain text, one prompt a line.
+
+    {"prompt": "Once upon a time", "sampling": {"temperature": 0.8, "seed": 7, "max_tokens": 32}}
+    {"prompt": [72, 101, 108, 108, 111]}
+
+A file is JSON lines when its name ends in .jsonl or .json, or its first line that is not blank begins with ``{``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Final
+
+from hybridkv.errors import ConfigError, TraceError
+from hybridkv.request import SamplingParams
+
+Encode = Callable[[str | Sequence[int]], list[int]]
+
+_KEYS: Final = ("prompt", "sampling")
+_SAMPLING_KEYS: Final = tuple(field.name for field in fields(SamplingParams))
+_NUMBERS: Final = ("temperature", "top_p", "min_p", "repetition_penalty")
+_INTEGERS: Final = ("top_k", "seed", "max_tokens")
+
+_STORY: Final = (
+    "The archive kept every letter the lighthouse keepers had written: the weather, the ships that passed, the oil "
+    "that was left, and what the sea had thrown on the rocks. "
+)
+BUILT_IN: Final = (
+    _STORY + "The first letter of the year began with",
+    _STORY + "The last letter of the year ended with",
+    _STORY + "One page was missing; it must have said that",
+    "What is a prefix cache good for?",
+)
+"""Prompts for a first try; three share their beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, encoded."""
+
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The prompts of a file. bad_lines: how many were left out; first_bad: what was wrong with the first."""
+
+    prompts: tuple[Prompt, ...]
+    bad_lines: int = 0
+    first_bad: str | None = None
+
+
+def built_in_prompts(encode: Encode, defaults: SamplingParams) -> Prompts:
+    """BUILT_IN, all with ``defaults``."""
+    return Prompts(tuple(Prompt(tuple(encode(text)), defaults) for text in BUILT_IN))
+
+
+def read_prompts(
+    path: str | Path, encode: Encode, defaults: SamplingParams, *, vocab_size: int, skip_bad_lines: bool = False
+) -> Prompts:
+    """The prompts in ``path``. defaults: what a line's sampling does not say. encode: text or ids -> checked ids.
+
+    Raises TraceError, naming file and line, for a line that is malformed, has unknown keys or token ids outside the
+    vocabulary; with ``skip_bad_lines`` such lines are counted. ConfigError when the file cannot be read,
+    TraceError when it holds no prompt.
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot read the prompts in {path}: {error.strerror or error}") from error
+    as_json = Path(path).suffix in (".jsonl", ".json") or next((x for x in lines if x.strip()), b"").startswith(b"{")
+    found: list[Prompt] = []
+    bad: list[str] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            text = line.decode("utf-8").rstrip("\r")
+            found.append(_parse(text, encode, defaults, vocab_size) if as_json else _plain(text, encode, defaults))
+        except (ConfigError, UnicodeDecodeError) as error:
+            message = f"{path}, line {number}: {error}"
+            if not skip_bad_lines:
+                raise TraceError(message) from None
+            bad.append(message)
+    if not found:
+        because = f": {len(bad)} bad lines, the first: {bad[0]}" if bad else ": the file is empty"
+        raise TraceError(f"{path} holds no prompt{because}")
+    return Prompts(tuple(found), len(bad), bad[0] if bad else None)
+
+
+def _plain(text: str, encode: Encode, defaults: SamplingParams) -> Prompt:
+    return Prompt(tuple(encode(text)), defaults)
+
+
+def _parse(text: str, encode: Encode, defaults: SamplingParams, vocab_size: int) -> Prompt:
+    """One JSON line. Raises ConfigError saying what is wrong."""
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise ConfigError('a line must be an object such as {"prompt": "text"}')
+    _refuse_unknown(record, _KEYS, "key")
+    prompt = record.get("prompt")
+    if isinstance(prompt, list):
+        if not all(isinstance(one, int) and not isinstance(one, bool) for one in prompt):
+            raise ConfigError("prompt must be a string or a list of integer token ids")
+    elif not isinstance(prompt, str):
+        raise ConfigError("prompt must be a string or a list of integer token ids" if prompt else "prompt is missing")
+    return Prompt(tuple(encode(prompt)), _sampling(record.get("sampling"), defaults, vocab_size))
+
+
+def _sampling(given: object, defaults: SamplingParams, vocab_size: int) -> SamplingParams:
+    if given is None:
+        return defaults
+    if not isinstance(given, dict):
+        raise ConfigError("sampling must be an object")
+    _refuse_unknown(given, _SAMPLING_KEYS, "sampling key")
+    values = {key: _value(key, value) for key, value in given.items()}
+    made = replace(defaults, **values)  # type: ignore[arg-type]  # _value gives every key its type
+    outside = [one for one in made.stop_token_ids if not 0 <= one < vocab_size]
+    if outside:
+        raise ConfigError(f"stop token id {outside[0]} lies outside the vocabulary: ids are 0 .. {vocab_size - 1}")
+    return made
+
+
+def _value(key: str, value: object) -> object:
+    """A sampling value of the right type. Raises ConfigError otherwise."""
+    if key in _NUMBERS:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"{key} must be a number, got {value!r}")
+        return float(value)
+    if key in _INTEGERS:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{key} must be an integer, got {value!r}")
+        return value
+    if key == "ignore_eos":
+        if not isinstance(value, bool):
+            raise ConfigError(f"{key} must be true or false, got {value!r}")
+        return value
+    kind: type = str if key == "stop" else int
+    items = [value] if isinstance(value, kind) else value
+    if not isinstance(items, list) or not all(
+        isinstance(x, kind) and not isinstance(x, bool) and x != "" for x in items
+    ):
+        raise ConfigError(f"{key} must be a list of {'strings that are not empty' if kind is str else 'token ids'}")
+    return tuple(items)
+
+
+def _refuse_unknown(record: dict[str, object], known: Sequence[str], what: str) -> None:
+    unknown = sorted(set(record) - set(known))
+    if unknown:
+        raise ConfigError(f"unknown {what} {unknown[0]!r}: known are {', '.join(known)}")

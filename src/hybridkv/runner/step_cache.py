@@ -1,0 +1,49 @@
+"""The transformers Cache of one step: writes keys and values into pages, hands back gathered contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from transformers.cache_utils import Cache
+
+from hybridkv.runner.attention_gather import GatherBatch
+
+
+class StepCache(Cache):  # type: ignore[misc]  # transformers is not typed
+    """Scatters a flattened step into the arena and gathers what its rows attend to.
+
+    views: for every layer index its keys and values, [num_blocks, block_size, heads, width] each.
+    batches: for every layer index the GatherBatch of its group.
+    """
+
+    def __init__(self, views: Mapping[int, tuple[torch.Tensor, ...]], batches: Mapping[int, GatherBatch]) -> None:
+        super().__init__(layers=[])
+        self._views = views
+        self._batches = batches
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values [1, heads, tokens, width]; the contexts [1, heads, gathered tokens, width] back."""
+        keys, values = self._views[layer_idx]
+        batch = self._batches[layer_idx]
+        return _through(keys, key_states, batch), _through(values, value_states, batch)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: positions are handed in, nothing may be derived from a length that differs from row to row."""
+        del layer_idx
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As long as the query: the backend makes its own masks."""
+        del layer_idx
+        return query_length, 0
+
+
+def _through(pages: torch.Tensor, states: torch.Tensor, batch: GatherBatch) -> torch.Tensor:
+    """Write the step's tokens into ``pages``, then gather the contexts, zeros behind their ends."""
+    pages.index_put_((batch.write_block, batch.write_offset), states[0].transpose(0, 1))
+    gathered = pages.index_select(0, batch.read_blocks).flatten(0, 1)
+    gathered.index_fill_(0, batch.stale, 0)
+    return gathered.transpose(0, 1).unsqueeze(0)

@@ -1,0 +1,12 @@
+"""Hypothesis profiles: HYPOTHESIS_PROFILE=thorough for a long run by hand."""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
+
+# the same examples in every run: CI fails for what changed, not by chance
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=100, suppress_health_check=SLOW)
+settings.register_profile("thorough", deadline=None, max_examples=3000, suppress_health_check=SLOW)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
