@@ -145,7 +145,7 @@ class HybridKVAdapter:
 
     def batch_result(self, out: BatchSlots, n: int) -> list[list[list[int]] | bool | None]:
         """Per request the new ids (one group), None when there are none, False when it was refused."""
-        got: list[list[list[int]] | bool | None] = [None] * out.accepted + [False] * (n - out.accepted)
+        got: list[list[list[int]] | bool | None] = [None if i < out.accepted else False for i in range(n)]
         for owner, block in zip(out.owner.tolist(), out.block.tolist(), strict=True):
             ids = got[owner]
             if isinstance(ids, list):

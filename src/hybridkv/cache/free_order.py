@@ -55,7 +55,7 @@ class FreeOrder:
                 ids = ids[:missing]
             parts.append(ids)
             missing -= ids.size
-        out = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        out = parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, np.int32)])
         self._place[out] = NOWHERE
         self._count -= n
         return out

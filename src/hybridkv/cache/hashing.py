@@ -93,9 +93,8 @@ def _encode_many(tokens: NDArray[np.integer], block_size: int) -> list[bytes]:
     item writes in front of its own bytes belongs to earlier items, which write there at a smaller distance.
     """
     stride, head = block_size + 2, _head(4, block_size)
-    words = np.zeros((len(tokens) // block_size, stride), np.uint64)
-    words[:, 1:-1] = tokens.reshape(-1, block_size)
-    words = words.reshape(-1)
+    words = np.zeros(len(tokens) // block_size * stride, np.uint64)
+    words.reshape(-1, stride)[:, 1:-1] = tokens.reshape(-1, block_size)
     sizes = (words >= 24).view(np.uint8) + (words >= 256) + (words >= 65536).view(np.uint8) * 2 + np.uint8(1)
     sizes[::stride] = len(head)
     words |= _HEADS[sizes]
@@ -175,7 +174,7 @@ class BlockHasher:
     def _parts(self, tokens: NDArray[np.integer], extras: Sequence[Extra | None] | None) -> list[bytes]:
         """What is hashed of each block behind its parent: tokens and extra keys, null where there are none."""
         parts = _encode_blocks(tokens, self.block_size)
-        for i, extra in enumerate(extras or ()):
+        for i, extra in zip(range(len(parts)), extras or (), strict=False):
             if extra is not None:
                 parts[i] = parts[i][:-1] + cbor2.dumps(extra, canonical=True)
         return parts

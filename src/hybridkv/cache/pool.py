@@ -107,7 +107,7 @@ class BlockPool:
 
     def get_new_blocks(self, n: int) -> Int32:
         """Take ``n`` blocks from the front, int32[n]; each loses its key. BlockError if n are not free."""
-        if n > len(self._free):
+        if not 0 <= n <= len(self._free):
             raise BlockError(f"{n} blocks asked for, {len(self._free)} are free: plan before taking")
         ids = self._free.take(n)
         if n == 1:
@@ -184,6 +184,8 @@ class BlockPool:
 
         A free one goes to the front of the free order, as it would have without key.
         """
+        if not ids.size:
+            return
         self._refuse_foreign(ids)
         cached = ids[self._group[ids] >= 0]
         if not cached.size:

@@ -1,0 +1,208 @@
+"""A request answers for its tokens and counts, wherever they live."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.cache import BlockHasher
+from hybridkv.errors import CacheError, ConfigError
+from hybridkv.request import Request, RequestRows, SamplingParams, append_tokens
+
+
+class CountingHasher(BlockHasher):
+    """Counts the blocks that it hashes."""
+
+    hashed = 0
+
+    def hash_chain(self, *args: object, **options: object) -> list[bytes]:
+        keys = super().hash_chain(*args, **options)  # type: ignore[arg-type]  # as they came
+        self.hashed += len(keys)
+        return keys
+
+    def hash_rows(self, *args: object, **options: object) -> list[bytes]:
+        keys = super().hash_rows(*args, **options)  # type: ignore[arg-type]  # as they came
+        self.hashed += len(keys)
+        return keys
+
+
+def test_counts_of_a_waiting_request() -> None:
+    request = Request("r", [1, 2, 3])
+    request.append(4)
+    assert (request.num_tokens, request.num_prompt_tokens, request.num_output_tokens) == (4, 3, 1)
+    assert request.output_token_ids == [4]
+    assert request.token_ids().tolist() == [1, 2, 3, 4]
+    assert request.token_ids(1, 3).tolist() == [2, 3]
+    assert request.num_computed_tokens == 0
+    assert request.first_hit_tokens is None
+    assert repr(request) == "Request('r', prompt=3, tokens=4, computed=0)"
+
+
+@pytest.mark.parametrize("prompt", [[-1], [2**31], ["a"], [1.5], np.array([-1]), np.array([2**31])])
+def test_bad_token_ids(prompt: Sequence[int]) -> None:
+    with pytest.raises(ConfigError, match="token ids must"):
+        Request("r", prompt)
+
+
+@pytest.mark.parametrize("prompt", [[], np.empty(0, np.int32)])
+def test_an_empty_prompt(prompt: Sequence[int]) -> None:
+    with pytest.raises(ConfigError, match="request 'r' has an empty prompt"):
+        Request("r", prompt)
+
+
+def test_the_prompt_is_copied() -> None:
+    prompt = np.array([1, 2, 3])
+    request = Request("r", prompt)
+    prompt[0] = 9
+    assert request.token_ids().tolist() == [1, 2, 3]
+    request.token_ids()[0] = 9
+    assert request.token_ids().tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -0.1}, "temperature must be 0"),
+        ({"top_k": -1}, "top_k must be 0"),
+        ({"top_p": 0.0}, "top_p must be above 0"),
+        ({"top_p": 1.1}, "top_p must be above 0"),
+        ({"min_p": -0.1}, "min_p must be between"),
+        ({"min_p": 1.1}, "min_p must be between"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"temperature": float("nan")}, "temperature must be 0"),
+    ],
+)
+def test_sampling_that_cannot_work(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams(**options)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_hashes_grow_with_the_tokens_and_never_twice() -> None:
+    hasher = CountingHasher(4)
+    request = Request("r", range(1, 10), hasher=hasher)
+    assert (len(request.hashes), hasher.hashed) == (2, 2)
+    for token in range(10, 13):
+        request.append(token)
+    assert (len(request.hashes), hasher.hashed) == (3, 3)
+    assert request.hashes == BlockHasher(4).hash_chain(None, np.arange(1, 13))
+
+
+def test_salts_part_requests_from_the_first_block_on() -> None:
+    hasher = BlockHasher(4)
+    plain, salted = (Request("r", range(12), hasher=hasher, cache_salt=salt) for salt in (None, "tenant-a"))
+    assert not set(plain.hashes) & set(salted.hashes)
+    extras = [(("cache_salt", "tenant-a"),), None, None]
+    assert salted.hashes == hasher.hash_chain(None, np.arange(12), extras)
+    assert salted.extra_keys(0, 2) == [(("cache_salt", "tenant-a"),), None]
+    assert salted.extra_keys(1, 2) is None
+    assert plain.extra_keys(0, 3) is None
+
+
+def test_a_resident_request_answers_the_same() -> None:
+    hasher = CountingHasher(4)
+    rows = RequestRows(4, capacity=2)
+    request = Request("r", range(1, 7), hasher=hasher)
+    request.num_computed_tokens = 3
+    assert rows.bind(request) == 0
+    assert (request.num_tokens, request.num_computed_tokens, request.row) == (6, 3, 0)
+    assert request.token_ids().tolist() == [1, 2, 3, 4, 5, 6]
+    assert request.token_ids(5, 6).tolist() == [6]
+    rows.append(np.array([0]), np.array([7], np.int32))
+    request.append(8)
+    rows.append(np.array([0]), np.array([9], np.int32))
+    assert request.token_ids().tolist() == list(range(1, 10))
+    assert request.output_token_ids == [7, 8, 9]
+    assert rows.last_tokens(np.array([0])).tolist() == [9]
+    assert hasher.hashed == 2
+    request.num_computed_tokens = 9
+    rows.advance(np.array([0]), 1)
+    rows.release(request)
+    assert (request.num_tokens, request.num_computed_tokens, request.row) == (9, 10, -1)
+    assert request.token_ids().tolist() == list(range(1, 10))
+    assert request.hashes == BlockHasher(4).hash_chain(None, np.arange(1, 9))
+
+
+@pytest.mark.parametrize("length", range(1, 10))
+def test_the_last_token_of_a_row_is_at_hand(length: int) -> None:
+    rows = RequestRows(4, capacity=1)
+    row = rows.bind(Request("r", range(1, length + 1)))
+    for token in range(length + 1, length + 10):
+        assert rows.last_tokens(np.array([row])).tolist() == [token - 1]
+        rows.append(np.array([row]), np.array([token], np.int32))
+
+
+@given(st.data())
+def test_tokens_survive_every_move(data: st.DataObject) -> None:
+    hasher = BlockHasher(data.draw(st.integers(1, 5)))
+    rows = RequestRows(hasher.block_size, capacity=1)
+    requests = [
+        Request(str(i), data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=12)), hasher=hasher)
+        for i in range(3)
+    ]
+    naive = [request.token_ids().tolist() for request in requests]
+    for _ in range(data.draw(st.integers(1, 40))):
+        i = data.draw(st.integers(0, 2))
+        action = data.draw(st.sampled_from(["bind or release", "append", "append all", "append rows"]))
+        if action == "bind or release":
+            if requests[i].row < 0:
+                rows.bind(requests[i])
+            else:
+                rows.release(requests[i])
+        elif action == "append":
+            requests[i].append(7)
+            naive[i].append(7)
+        elif action == "append all":
+            append_tokens(requests, [5, 6, 7])
+            for j in range(3):
+                naive[j].append(5 + j)
+        else:
+            bound = [j for j in range(3) if requests[j].row >= 0]
+            rows.append(np.array([requests[j].row for j in bound], np.int64), np.array(bound, np.int32))
+            for j in bound:
+                naive[j].append(j)
+        start, stop = sorted(data.draw(st.tuples(st.integers(0, 60), st.integers(0, 60))))
+        for request, tokens in zip(requests, naive, strict=True):
+            assert request.token_ids().tolist() == tokens
+            assert request.token_ids(start, stop).tolist() == tokens[start:stop]
+            assert request.num_tokens == len(tokens)
+            assert request.hashes == hasher.hash_chain(None, np.array(tokens))
+
+
+def test_rows_are_the_lowest_free_ones() -> None:
+    rows = RequestRows(4, capacity=2)
+    requests = [Request(str(i), [1]) for i in range(4)]
+    assert [rows.bind(request) for request in requests[:3]] == [0, 1, 2]
+    assert rows.capacity == 4
+    rows.release(requests[1])
+    rows.release(requests[0])
+    assert [rows.bind(request) for request in (requests[3], requests[0])] == [0, 1]
+    assert rows.owners(np.array([1, 2])) == [requests[0], requests[2]]
+
+
+def test_rows_that_are_not_held() -> None:
+    rows, other = RequestRows(4), RequestRows(4)
+    request = Request("r", [1])
+    rows.bind(request)
+    with pytest.raises(CacheError, match="already holds row 0"):
+        rows.bind(request)
+    with pytest.raises(CacheError, match="already holds row 0"):
+        other.bind(request)
+    with pytest.raises(CacheError, match="holds no row here"):
+        other.release(request)
+    with pytest.raises(CacheError, match="holds no row here"):
+        other.rows_of([request])
+    with pytest.raises(CacheError, match="row 3 is held by nobody"):
+        rows.owners(np.array([0, 3]))
+    with pytest.raises(CacheError, match="a row that nobody holds"):
+        rows.append(np.array([5] * 1), np.array([1], np.int32))
+        for _ in range(3):
+            rows.append(np.array([5]), np.array([1], np.int32))
+
+
+def test_one_token_for_each() -> None:
+    with pytest.raises(ConfigError, match="1 requests but 2 tokens"):
+        append_tokens([Request("r", [1])], [2, 3])
+    append_tokens([], [])
