@@ -191,7 +191,7 @@ class Request:
 
     def token_ids(self, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
         """Tokens start .. stop-1 as a new int32 array. O(stop - start)."""
-        end = self.num_tokens if stop is None else stop
+        end = self.num_tokens if stop is None else min(stop, self.num_tokens)
         whole = len(self._tokens)
         head = np.frombuffer(self._tokens, np.int32)[start:end].copy()
         if self._rows is None or end <= whole:

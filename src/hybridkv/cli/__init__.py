@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import import_module
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Annotated, Final
 
 import typer
 
+from hybridkv.cli import demo, generate, models, plan, replay
 from hybridkv.errors import HybridKVError
 
-COMMANDS: Final = ("plan", "generate", "replay", "models", "demo")
 USER_ERROR: Final = 2
 _USAGE_ERROR: Final = next(one for one in typer.BadParameter.__mro__ if one.__name__ == "UsageError")
 
@@ -41,10 +39,8 @@ def _top(
         print(context.get_help())
 
 
-# a command whose file is not there yet is left out
-for _name in COMMANDS:
-    if find_spec(f"hybridkv.cli.{_name}") is not None:
-        import_module(f"hybridkv.cli.{_name}").register(app)
+for _command in (plan, generate, replay, models, demo):
+    _command.register(app)
 
 
 def main() -> None:
