@@ -6,6 +6,7 @@
 
 An entry whose block has moved on (touched, or freed again) is stale: place says another i. Taking skips
 stale entries; when the ring is full the valid ones are written anew, which is amortised O(1) a block.
+Positions are counted on without end and start anew at 0 with that rewriting.
 This is the order of a doubly linked list at the cost of array slices (architecture.md, decision 1).
 """
 
@@ -18,7 +19,8 @@ from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
 
-NOWHERE: Final = np.iinfo(np.int64).min
+NOWHERE: Final = np.iinfo(np.int32).min
+_FARTHEST: Final = np.iinfo(np.int32).max
 
 
 class FreeOrder:
@@ -28,7 +30,7 @@ class FreeOrder:
         self._capacity = num_blocks + num_blocks // 2 + 64
         self._ring = np.empty(self._capacity, np.int32)
         self._ring[: num_blocks - 1] = np.arange(1, num_blocks, dtype=np.int32)
-        self._place = np.arange(-1, num_blocks - 1, dtype=np.int64)
+        self._place = np.arange(-1, num_blocks - 1, dtype=np.int32)
         self._place[0] = NOWHERE
         self._head = 0
         self._tail = num_blocks - 1
@@ -80,7 +82,7 @@ class FreeOrder:
     def append(self, ids: Int32) -> None:
         """``ids`` become the last to be taken, in this order."""
         n = len(ids)
-        if self._tail + n - self._head > self._capacity:
+        if self._tail + n - self._head > self._capacity or self._tail + n > _FARTHEST:
             self._compact()
         self._write(self._tail, ids)
         self._tail += n
@@ -89,7 +91,7 @@ class FreeOrder:
     def prepend(self, ids: Int32) -> None:
         """``ids`` become the first to be taken, in this order."""
         n = len(ids)
-        if self._tail + n - self._head > self._capacity:
+        if self._tail + n - self._head > self._capacity or n - self._head >= _FARTHEST:
             self._compact()
         self._head -= n
         self._write(self._head, ids)

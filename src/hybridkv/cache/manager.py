@@ -114,13 +114,14 @@ class KVCacheManager:
         return longest_common_hit(self.groups, request, request.num_tokens - 1)
 
     def is_longest_hit(self, request: Request, blocks: KVCacheBlocks, evictions: int) -> bool:
-        """Whether a hit found when ``block_pool.evictions`` was ``evictions`` is still the longest. O(groups).
+        """Whether a hit found when ``block_pool.evictions`` was ``evictions`` is still the longest.
 
-        True only if nothing was evicted since and no group knows the key behind the hit.
+        True only if none of its blocks was evicted since and no group knows the key behind it. O(groups)
+        look-ups, and one array comparison over the blocks.
         """
-        if self.block_pool.evictions != evictions:
-            return False
         for group, ids in zip(self.groups, blocks.ids, strict=True):
+            if not self.block_pool.kept_keys_since(ids, evictions):
+                return False
             following = group.key_run(request, len(ids), len(ids) + 1)
             if following and group.index.get(following[0]) is not None:
                 return False

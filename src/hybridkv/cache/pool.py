@@ -29,6 +29,11 @@ NULL_BLOCK: Final = 0
 WRITTEN: Final = -1
 
 
+def _wrapped(count: int) -> np.int32:
+    """``count`` modulo 2**32 as a signed number, so that differences of close counts are right."""
+    return np.int32((count + (1 << 31)) % (1 << 32) - (1 << 31))
+
+
 class BlockPool:
     """``num_blocks`` blocks, ids 0 .. num_blocks - 1; id 0 is the null block, never handed out.
 
@@ -49,6 +54,7 @@ class BlockPool:
         self._group = np.full(num_blocks, -1, np.int8)  # of a block's key; -1: no key
         self._keys: list[bytes | None] = [None] * num_blocks
         self._step = np.full(num_blocks, WRITTEN, np.int32)  # the step that will write a published block
+        self._lost = np.zeros(num_blocks, np.int32)  # evictions when it last lost its key, modulo 2**32
         self._events: list[KVCacheEvent] | None = [] if enable_events else None
 
     # -- counts
@@ -212,6 +218,13 @@ class BlockPool:
         self._group[ids] = -1
         self._step[ids] = WRITTEN
         self.evictions += len(ids)
+        self._lost[ids] = _wrapped(self.evictions)
+
+    def kept_keys_since(self, ids: Int32, evictions: int) -> bool:
+        """Whether none of ``ids`` lost its key since ``self.evictions`` was ``evictions``. No look-up in the index."""
+        if self.evictions == evictions:
+            return True
+        return not bool((self._lost[ids] - _wrapped(evictions) > 0).any())
 
     # -- published, then written
 
@@ -249,6 +262,7 @@ class BlockPool:
         self._emit(AllBlocksCleared())
         self.epoch += 1
         self.evictions += 1
+        self._lost.fill(_wrapped(self.evictions))
         return True
 
     def emit_stored(self, event: KVCacheEvent) -> None:

@@ -1,6 +1,7 @@
 """Engine: the loop that glues scheduler and runner, with text on both sides.
 
-add -> scheduler.schedule -> Step -> runner.execute -> StepResult -> scheduler.update -> text, stop strings -> Completion
+add -> scheduler.schedule -> Step -> runner.execute -> StepResult -> scheduler.update
+    -> text, stop strings -> Completion
 """
 
 from __future__ import annotations
@@ -258,8 +259,8 @@ def plan_for(
     needed_bytes = (ceil_div(longest, block_size) + 1) * block_bytes
     if memory_bytes < needed_bytes:
         raise CapacityError(
-            f"{format_bytes(memory_bytes)} ({memory_bytes} bytes) of memory is too small: a request of {longest} tokens, "
-            f"prompt and output together, needs {format_bytes(needed_bytes)} ({needed_bytes} bytes): raise --memory to "
+            f"{format_bytes(memory_bytes)} ({memory_bytes} bytes) of memory is too small: a request of {longest} "
+            f"tokens, prompt and output together, needs {format_bytes(needed_bytes)} ({needed_bytes} bytes): raise --memory to "
             "that, or lower --max-new-tokens"
         )
     return make_plan(model, memory_bytes, max_model_len=longest if max_model_len is None else max_model_len)
