@@ -101,8 +101,9 @@ def _token_array(tokens: Sequence[int] | NDArray[np.integer]) -> array[int]:
         out = array("i", tokens)
     except (OverflowError, TypeError) as error:
         raise ConfigError(f"token ids must be integers in 0 .. 2**31 - 1: {error}") from None
-    if out and min(out) < 0:
-        raise ConfigError(f"token ids must not be negative, got {min(out)}")
+    smallest = int(np.frombuffer(out, np.int32).min()) if out else 0
+    if smallest < 0:
+        raise ConfigError(f"token ids must not be negative, got {smallest}")
     return out
 
 
@@ -251,8 +252,9 @@ def append_tokens(requests: Sequence[Request], tokens: Sequence[int] | NDArray[n
     if len(requests) != len(tokens):
         raise ConfigError(f"{len(requests)} requests but {len(tokens)} tokens: give one token to each request")
     home = requests[0]._rows if requests else None
-    if home is not None and all(request._rows is home for request in requests):
-        home.append(home.rows_of(requests), np.fromiter(tokens, np.int32, len(tokens)))
+    rows = [] if home is None else [request.row for request in requests if request._rows is home]
+    if home is not None and len(rows) == len(requests):
+        home.append(np.fromiter(rows, np.int64, len(rows)), np.fromiter(tokens, np.int32, len(rows)))
         return
     for request, token in zip(requests, tokens, strict=True):
         request.append(int(token))
@@ -358,21 +360,18 @@ class RequestRows:
     def _flush(self, rows: NDArray[np.int64]) -> None:
         """Move full tails to their requests and hash them, all in one call."""
         blocks = self.tail[rows]
-        owners = [self.requests[row] for row in rows.tolist()]
-        hashed: list[Request] = []
-        for request, block in zip(owners, blocks, strict=True):
-            if request is None:
-                raise CacheError("tokens appended to a row that nobody holds")
-            request._tokens.frombytes(block.tobytes())
-            if request.hasher is not None:
-                hashed.append(request)
+        octets, size = blocks.tobytes(), blocks.itemsize * self.tail_tokens
+        owners = self.owners(rows)
+        for i, request in enumerate(owners):
+            request._tokens.frombytes(octets[i * size : (i + 1) * size])
+        hashed = [request for request in owners if request.hasher is not None]
         hasher = hashed[0].hasher if hashed else None  # one for all requests of a manager
         if hasher is None:
             return
         parents = [request.hashes[-1] if request.hashes else None for request in hashed]
         extras = [self._extra(request) for request in hashed]
         if len(hashed) < len(owners):
-            blocks = blocks[[request.hasher is not None for request in owners if request is not None]]
+            blocks = blocks[[request.hasher is not None for request in owners]]
         for request, key in zip(hashed, hasher.hash_rows(parents, blocks, extras), strict=True):
             request.hashes.append(key)
 

@@ -1,4 +1,5 @@
-import numpy as np
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,16 +9,20 @@ from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.worker import BlockTable
 
 
-def table(rows: int = 4, width: int = 8, block_size: int = 4, tokens: int = 32, **more: int) -> BlockTable:
-    return BlockTable(block_size, rows, width, tokens, **more)
+def table(
+    rows: int = 4, width: int = 8, block_size: int = 4, tokens: int = 32, num_blocks: int | None = None
+) -> BlockTable:
+    return BlockTable(block_size, rows, width, tokens, num_blocks=num_blocks)
 
 
 def blocks(t: BlockTable, row: int) -> list[int]:
-    return t.get_numpy_array()[row, : t.num_blocks_per_row[row]].tolist()
+    ids: list[int] = t.get_numpy_array()[row, : t.num_blocks_per_row[row]].tolist()
+    return ids
 
 
 def committed(t: BlockTable, row: int) -> list[int]:
-    return t.get_device_tensor()[row, : int(t.num_blocks_per_row[row])].tolist()
+    ids: list[int] = t.get_device_tensor()[row, : int(t.num_blocks_per_row[row])].tolist()
+    return ids
 
 
 def test_rows_append_add_move_swap_clear() -> None:
@@ -128,7 +133,8 @@ def test_slots_are_those_of_a_loop(data: st.DataObject, block_size: int) -> None
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_device_follows_host_through_any_calls(data: st.DataObject) -> None:
-    t, rows = table(rows=4, width=6), [[] for _ in range(4)]  # type: list[list[int]]
+    t = table(rows=4, width=6)
+    rows: list[list[int]] = [[] for _ in range(4)]
     row, ids = st.integers(0, 3), st.lists(st.integers(1, 99), max_size=3)
     for _ in range(data.draw(st.integers(1, 25))):
         action = data.draw(st.sampled_from(["append", "add", "move", "swap", "many", "clear_rows", "commit"]))
@@ -191,15 +197,18 @@ def test_uncommitted_changes_stay_bounded() -> None:
         (lambda t: t.commit_slot_mapping(33), "num_tokens"),
     ],
 )
-def test_out_of_range_raises_before_anything_is_written(call, message) -> None:  # type: ignore[no-untyped-def]  # a table of lambdas
+def test_out_of_range_raises_before_anything_is_written(call: Callable[[BlockTable], None], message: str) -> None:
     t = table(num_blocks=100)
     t.append_row([7, 3], 0)
     t.compute_slot_mapping([0], [0])
-    before = t.get_numpy_array().copy(), t.num_blocks_per_row.copy(), t.slot_mapping_np.copy()
+
+    def content() -> list[object]:
+        return [t.get_numpy_array().tolist(), t.num_blocks_per_row.tolist(), t.slot_mapping_np.tolist()]
+
+    before = content()
     with pytest.raises(WorkerError, match=message):
         call(t)
-    for kept, now in zip(before, (t.get_numpy_array(), t.num_blocks_per_row, t.slot_mapping_np), strict=True):
-        assert np.array_equal(kept, now)
+    assert content() == before
     assert t.commit_block_table(4) == 2
 
 

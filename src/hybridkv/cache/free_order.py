@@ -18,8 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
+Ids = NDArray[np.int32] | NDArray[np.int64]  # indexing is faster with 64 bits
 
 NOWHERE: Final = np.iinfo(np.int32).min
+_SPAN: Final = 64
 _FARTHEST: Final = np.iinfo(np.int32).max
 
 
@@ -48,17 +50,19 @@ class FreeOrder:
         if n == 1:
             return np.array([self._take_one()], np.int32)
         parts: list[Int32] = []
-        missing = n
+        missing = span = n
         while missing:
-            ids, positions = self._valid(self._head, min(self._head + 2 * missing, self._tail))
-            self._head = min(self._head + 2 * missing, self._tail)
+            stop = min(self._head + span, self._tail)
+            ids, valid = self._valid(self._head, stop)
             if ids.size > missing:
-                self._head = int(positions[missing])
+                stop = self._head + int(np.flatnonzero(valid)[missing])
                 ids = ids[:missing]
             parts.append(ids)
+            self._head = stop
             missing -= ids.size
+            span = max(2 * span, _SPAN)  # stale entries were among them: look further at once
         out = parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, np.int32)])
-        self._place[out] = NOWHERE
+        self._place[out.astype(np.int64)] = NOWHERE
         self._count -= n
         return out
 
@@ -74,12 +78,12 @@ class FreeOrder:
         self._count -= 1
         return block
 
-    def remove(self, ids: Int32) -> None:
+    def remove(self, ids: Ids) -> None:
         """Blocks that are free are free no longer, wherever they stand. O(ids)."""
         self._place[ids] = NOWHERE
         self._count -= len(ids)
 
-    def append(self, ids: Int32) -> None:
+    def append(self, ids: Ids) -> None:
         """``ids`` become the last to be taken, in this order."""
         n = len(ids)
         if self._tail + n - self._head > self._capacity or self._tail + n > _FARTHEST:
@@ -88,7 +92,7 @@ class FreeOrder:
         self._tail += n
         self._count += n
 
-    def prepend(self, ids: Int32) -> None:
+    def prepend(self, ids: Ids) -> None:
         """``ids`` become the first to be taken, in this order."""
         n = len(ids)
         if self._tail + n - self._head > self._capacity or n - self._head >= _FARTHEST:
@@ -101,17 +105,17 @@ class FreeOrder:
         """All free blocks in the order they would be taken. O(ring)."""
         return self._valid(self._head, self._tail)[0]
 
-    def _valid(self, start: int, stop: int) -> tuple[Int32, NDArray[np.int64]]:
-        """Ids and positions of the valid entries in start .. stop-1."""
+    def _valid(self, start: int, stop: int) -> tuple[Int32, NDArray[np.bool_]]:
+        """Ids of the valid entries in start .. stop-1, a new array, and which they are."""
         first, last = start % self._capacity, stop - start + start % self._capacity
         if last <= self._capacity:
             window = self._ring[first:last]
         else:
             window = np.concatenate((self._ring[first:], self._ring[: last - self._capacity]))
-        good = self._place[window] == np.arange(start, stop)
-        return window[good], np.flatnonzero(good) + start
+        valid = self._place[window.astype(np.int64)] == np.arange(start, stop)
+        return window[valid], valid
 
-    def _write(self, start: int, ids: Int32) -> None:
+    def _write(self, start: int, ids: Ids) -> None:
         first = start % self._capacity
         room = self._capacity - first
         self._ring[first : first + len(ids)] = ids[:room]

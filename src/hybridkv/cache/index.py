@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import repeat
+from itertools import islice, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from hybridkv.errors import CacheError
 
 _FIRST_CHUNK = 32
+_LARGEST_CHUNK = 512  # a hit costs at most so many look-ups in vain
 
 
 class PrefixIndex:
@@ -32,14 +33,13 @@ class PrefixIndex:
         """The block that got ``key`` first, None for an unknown key."""
         return self._first.get(key)
 
-    def add(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """``blocks[i]`` carries ``keys[i]`` from now on."""
-        first = self._first
-        if first.keys().isdisjoint(keys) and (len(keys) == 1 or len(set(keys)) == len(keys)):
-            first.update(zip(keys, blocks, strict=True))
+    def add(self, keys: Sequence[bytes], blocks: list[int]) -> None:
+        """``blocks[i]`` carries ``keys[i]`` from now on; as many of one as of the other. O(keys)."""
+        shown = list(map(self._first.setdefault, keys, blocks))
+        if shown == blocks:
             return
-        for key, block in zip(keys, blocks, strict=True):
-            if first.setdefault(key, block) != block:
+        for key, block, earlier in zip(keys, blocks, shown, strict=True):
+            if earlier != block:
                 self._others.setdefault(key, []).append(block)
 
     def remove(self, key: bytes, block: int) -> None:
@@ -57,21 +57,38 @@ class PrefixIndex:
         if not later:
             del others[key]
 
-    def leading_run(self, keys: Sequence[bytes]) -> NDArray[np.int32]:
-        """Blocks of the leading keys that are all known, int32[hits]. O(hits), whatever the rest is."""
+    def remove_many(self, keys: Sequence[bytes], blocks: list[int]) -> None:
+        """Remove each of ``blocks`` and its key. O(keys)."""
+        if self._others and not self._others.keys().isdisjoint(keys):
+            for key, block in zip(keys, blocks, strict=True):
+                self.remove(key, block)
+            return
+        shown = list(map(self._first.pop, keys, repeat(None)))
+        if shown != blocks:
+            block = next(block for block, found in zip(blocks, shown, strict=True) if block != found)
+            raise CacheError(f"block {block} is not indexed under its key")
+
+    def leading_run(self, keys: Sequence[bytes], stop: int | None = None) -> NDArray[np.int32]:
+        """Blocks of the leading keys that are all known, at most ``stop``; int32[hits].
+
+        O(hits), whatever the rest is: keys are asked for in chunks, the first one alone.
+        """
         get = self._first.get
+        left = len(keys) if stop is None else min(stop, len(keys))
+        if left <= 0 or get(keys[0]) is None:
+            return np.empty(0, np.int32)
+        coming, chunk = iter(keys), _FIRST_CHUNK
         parts: list[NDArray[np.int32]] = []
-        start, chunk = 0, _FIRST_CHUNK
-        while start < len(keys):
-            part = keys[start : start + chunk]
-            ids = np.fromiter(map(get, part, repeat(0)), np.int32, len(part))  # 0, the null block, has no key
+        while left:
+            chunk = min(chunk, left)
+            ids = np.fromiter(map(get, islice(coming, chunk), repeat(0)), np.int32, chunk)  # 0, the null block: no key
             if not ids.all():
                 parts.append(ids[: int(ids.argmin())])
                 break
             parts.append(ids)
-            start += chunk
-            chunk *= 4
-        return np.concatenate(parts) if parts else np.empty(0, np.int32)
+            left -= chunk
+            chunk = min(4 * chunk, _LARGEST_CHUNK)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def entries(self) -> Iterator[tuple[bytes, int]]:
         """Every (key, block), a key's blocks in the order they would be found."""

@@ -107,10 +107,7 @@ class KVCacheManager:
 
     def find_hit(self, request: Request) -> tuple[Hit, ...]:
         """get_computed_blocks without statistics, one Hit a group."""
-        if request.hasher is not self.hasher:
-            raise ConfigError(
-                f"request {request.request_id!r} was hashed by another hasher: construct it with hasher=cache.hasher"
-            )
+        self._refuse_stranger(request)
         return longest_common_hit(self.groups, request, request.num_tokens - 1)
 
     def is_longest_hit(self, request: Request, blocks: KVCacheBlocks, evictions: int) -> bool:
@@ -140,7 +137,8 @@ class KVCacheManager:
         num_encoder_tokens: int = 0,
     ) -> KVCacheBlocks | None:
         """plan_slots and commit: the new blocks (those of the hit not among them), None when they do not fit."""
-        if new_computed_blocks is None and request.row >= 0 and not num_new_computed_tokens and num_new_tokens > 0:
+        mine = request._rows is self.rows
+        if mine and new_computed_blocks is None and not num_new_computed_tokens and num_new_tokens > 0:
             total = self.rows.num_computed.item(request.row) + num_new_tokens + num_lookahead_tokens
             if total < self._next_event.item(request.row):
                 return self._empty
@@ -171,8 +169,10 @@ class KVCacheManager:
 
         num_new_computed_tokens, new_computed_blocks: a hit to adopt, for a request that holds no blocks.
         num_lookahead_tokens: room for draft tokens, never published. delay_cache_blocks: publish nothing.
-        Raises ConfigError when there is nothing to allocate or the hit cannot be adopted.
+        Raises ConfigError when there is nothing to allocate or the hit cannot be adopted, and for a request
+        of another hasher; CacheError for one that holds blocks of another manager.
         """
+        self._refuse_stranger(request)
         hit = self._checked_hit(request, num_new_tokens, num_new_computed_tokens, new_computed_blocks)
         if num_encoder_tokens:
             raise ConfigError("num_encoder_tokens needs a group of cross-attention layers; this model has none")
@@ -180,7 +180,7 @@ class KVCacheManager:
         total = min(computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         known = 0
         if self.enable_caching and not delay_cache_blocks:
-            known = min(computed + num_new_tokens, request.num_tokens)
+            known = min(computed + num_new_tokens, request.num_tokens, self.max_model_len)
         row = request.row
         plans = tuple(
             group.policy.plan(
@@ -275,7 +275,7 @@ class KVCacheManager:
         slots = batch.take(self.groups, self.block_pool, busy, missing, due)
         if self.enable_caching:
             self.publisher.publish_rows(
-                self.groups, self.rows, busy, np.minimum(computed[due], self.rows.num_tokens[busy])
+                self.groups, self.rows, busy, np.minimum(total[due], self.rows.num_tokens[busy])
             )
         self._commits += 1
         self._refresh_events(busy)
@@ -284,11 +284,16 @@ class KVCacheManager:
     # -- publishing and freeing
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Publish the full blocks of the first ``num_computed_tokens`` tokens, for transfers that were delayed."""
+        """Publish the full blocks of the first ``num_computed_tokens`` tokens, for transfers that were delayed.
+
+        CacheError, and nothing published, for a request that holds no blocks for them.
+        """
         row = self._row_of(request)
         known = min(num_computed_tokens, request.num_tokens)
         if not self.enable_caching:
             return
+        if any(known // group.policy.block_size > group.rows.count.item(row) for group in self.groups):
+            raise CacheError(f"{request.request_id!r} holds no blocks for {known} tokens: allocate slots first")
         for group in self.groups:
             first, last = group.published.item(row), known // group.policy.block_size
             if last > first:
@@ -308,14 +313,25 @@ class KVCacheManager:
         row = resident.row
         for group in self.groups:
             self.block_pool.free_blocks(group.rows.ids(row)[::-1])
+        self._clear_row(resident)
+
+    def _clear_row(self, resident: Request) -> None:
+        """The row of a request whose blocks were freed is nobody's."""
+        row = resident.row
+        for group in self.groups:
             group.clear(row)
         self._next_event[row] = 0
         self.rows.release(resident)
 
     def free_many(self, requests: Sequence[Request]) -> None:
-        """Free each of ``requests``, in this order."""
-        for request in requests:
-            self.free(request)
+        """Free each of ``requests``, in this order, in one go where they share no block."""
+        found = [self._resident.pop(request.request_id, None) for request in requests]
+        residents = [resident for resident in found if resident is not None]
+        self.block_pool.free_many(
+            [group.rows.ids(resident.row)[::-1] for resident in residents for group in self.groups]
+        )
+        for resident in residents:
+            self._clear_row(resident)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all keys, if no block is in use. Returns whether it was done."""
@@ -388,6 +404,15 @@ class KVCacheManager:
         """Grows with every change of the pool and every commit."""
         return self.block_pool.epoch + self._commits
 
+    def _refuse_stranger(self, request: Request) -> None:
+        """An error for a request that was made for another manager."""
+        if request.hasher is not self.hasher:
+            raise ConfigError(
+                f"request {request.request_id!r} was hashed by another hasher: construct it with hasher=cache.hasher"
+            )
+        if request.row >= 0 and request._rows is not self.rows:
+            raise CacheError(f"request {request.request_id!r} holds blocks of another manager: free it there first")
+
     def _row_of(self, request: Request) -> int:
         if self._resident.get(request.request_id) is not request:
             raise CacheError(f"request {request.request_id!r} holds no blocks here: allocate slots first")
@@ -410,7 +435,12 @@ class KVCacheManager:
         return self._next_event.item(row)
 
     def _refresh_event(self, row: int) -> None:
-        self._refresh_events(np.array([row]))
+        """_refresh_events of one row, without arrays of one element."""
+        soonest = _NEVER
+        for group in self.groups:
+            needs, publishes = group.policy.events(group.rows.count.item(row), group.published.item(row))
+            soonest = min(soonest, needs, publishes) if self.enable_caching else min(soonest, needs)
+        self._next_event[row] = soonest
 
     def _refresh_events(self, rows: Int64) -> None:
         """A row's next event is the earliest of: some group needs a block, some group can publish one."""

@@ -52,7 +52,7 @@ class BlockPool:
         self._free = FreeOrder(num_blocks)
         self._ref = np.zeros(num_blocks, np.int32)
         self._group = np.full(num_blocks, -1, np.int8)  # of a block's key; -1: no key
-        self._keys: list[bytes | None] = [None] * num_blocks
+        self._keys = np.full(num_blocks, None, np.object_)  # bytes, or None for a block without key
         self._step = np.full(num_blocks, WRITTEN, np.int32)  # the step that will write a published block
         self._lost = np.zeros(num_blocks, np.int32)  # evictions when it last lost its key, modulo 2**32
         self._events: list[KVCacheEvent] | None = [] if enable_events else None
@@ -83,7 +83,8 @@ class BlockPool:
 
     def key_of(self, block: int) -> bytes | None:
         """The key under which ``block`` can be hit, None when it cannot."""
-        return self._keys[block]
+        key: bytes | None = self._keys.item(block)
+        return key
 
     def group_of(self, block: int) -> int:
         """The group of the key of ``block``, -1 without key."""
@@ -143,43 +144,81 @@ class BlockPool:
         """
         if not ordered.size:
             return
-        self._refuse_foreign(ordered)
-        left = self._ref[ordered] - 1
-        if left.min() < 0:
-            raise BlockError(f"double free of block {int(ordered[left < 0][0])}: nobody holds it")
-        self._ref[ordered] = left
-        unheld = ordered if not left.any() else ordered[left == 0]
-        if unheld.size:
-            cached = self._group[unheld] >= 0
-            if cached.all():
-                self._free.append(unheld)
-            elif not cached.any():
-                self._free.prepend(unheld)
-            else:
-                self._free.prepend(unheld[~cached])
-                self._free.append(unheld[cached])
+        ids = ordered.astype(np.int64)
+        held = self._held(ids)
+        if np.maximum.reduce(held) > 1:
+            self._ref[ids] = held - 1
+            ids = ids[held == 1]
+        else:
+            self._ref[ids] = 0
+        cached = self._group[ids] >= 0
+        if cached.all():
+            self._free.append(ids)
+        else:
+            self._free.prepend(ids[~cached])
+            self._free.append(ids[cached])
         self.epoch += 1
 
-    def _refuse_foreign(self, ids: Int32) -> None:
-        if int(ids.min()) <= NULL_BLOCK or int(ids.max()) >= self.num_blocks:
+    def free_many(self, parts: Sequence[Int32]) -> None:
+        """free_blocks of each of ``parts``, in this order; at once when no block has two holders.
+
+        BlockError as free_blocks, and nothing changes unless a block has two holders.
+        """
+        if not parts:
+            return
+        ids = np.concatenate(parts).astype(np.int64)
+        if not ids.size:
+            return
+        if np.maximum.reduce(self._held(ids)) > 1:
+            for part in parts:
+                self.free_blocks(part)
+            return
+        self._ref[ids] = 0
+        cached = self._group[ids] >= 0
+        part_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])[~cached]
+        self._free.prepend(ids[~cached][np.argsort(-part_of, kind="stable")])  # a later part goes before an earlier one
+        self._free.append(ids[cached])
+        self.epoch += 1
+
+    def _held(self, ids: NDArray[np.int64]) -> Int32:
+        """How many rows hold each of ``ids``; BlockError unless all are the pool's and held."""
+        self._refuse_foreign(ids)
+        held: Int32 = self._ref[ids]
+        if np.minimum.reduce(held) < 1:
+            raise BlockError(f"double free of block {int(ids[held < 1][0])}: nobody holds it")
+        return held
+
+    def _refuse_foreign(self, ids: Int32 | NDArray[np.int64]) -> None:
+        if np.minimum.reduce(ids) <= NULL_BLOCK or np.maximum.reduce(ids) >= self.num_blocks:
             bad = ids[(ids <= NULL_BLOCK) | (ids >= self.num_blocks)]
             raise BlockError(f"block {int(bad[0])} is none of this pool's 1 .. {self.num_blocks - 1}")
 
     # -- keys
 
-    def publish(self, group: int, ids: Sequence[int], keys: Sequence[bytes], step: int = WRITTEN) -> None:
-        """Blocks ``ids`` of ``group`` can be hit under ``keys`` from now on.
+    def publish(self, group: int, ids: Sequence[int] | Int32, keys: Sequence[bytes], step: int = WRITTEN) -> None:
+        """Blocks ``ids`` of ``group`` can be hit under ``keys`` from now on. CacheError when the numbers differ.
 
-        step: the step that writes them; WRITTEN when they are.
+        step: the step that writes them; WRITTEN when they are. O(ids).
         """
-        of_block = self._keys
-        for block, key in zip(ids, keys, strict=True):
-            of_block[block] = key
-        where = np.asarray(ids, np.int32)
+        if len(ids) != len(keys):
+            raise CacheError(f"{len(ids)} blocks but {len(keys)} keys: publish takes one key for each block")
+        if len(ids) == 1:
+            self._publish_one(group, int(ids[0]), keys[0], step)
+            return
+        where = np.asarray(ids, np.int64)
+        self._keys[where] = np.fromiter(keys, np.object_, len(keys))
         self._group[where] = group
         if step != WRITTEN:
             self._step[where] = step
-        self.indexes[group].add(keys, ids)
+        self.indexes[group].add(keys, where.tolist())
+
+    def _publish_one(self, group: int, block: int, key: bytes, step: int) -> None:
+        """Publish without arrays of one element."""
+        self._keys[block] = key
+        self._group[block] = group
+        if step != WRITTEN:
+            self._step[block] = step
+        self.indexes[group].add((key,), [block])
 
     def get_cached_block(self, key: bytes, group: int = 0) -> int | None:
         """The block of ``group`` that holds the tokens behind ``key``."""
@@ -205,19 +244,27 @@ class BlockPool:
 
     def _evict(self, ids: Int32) -> None:
         """Drop the keys of ``ids``, which all have one."""
-        keys, written = self._keys, self._events is not None
-        groups, steps = self._group[ids].tolist(), self._step[ids].tolist()
-        for block, group, step in zip(ids.tolist(), groups, steps, strict=True):
-            key = keys[block]
-            if key is None:
-                raise CacheError(f"block {block} belongs to the index of group {group} but has no key")
-            keys[block] = None
-            self.indexes[group].remove(key, block)
-            if written and step == WRITTEN:
-                self._emit(BlockRemoved(block_hashes=(key,), group_idx=group))
-        self._group[ids] = -1
-        self._step[ids] = WRITTEN
-        self.evictions += len(ids)
+        where = ids.astype(np.int64)
+        blocks, keys, groups = ids.tolist(), self._keys[where].tolist(), self._group[where].tolist()
+        if None in keys:
+            block = blocks[keys.index(None)]
+            raise CacheError(f"block {block} belongs to the index of group {self.group_of(block)} but has no key")
+        if len(self.indexes) == 1:
+            self.indexes[0].remove_many(keys, blocks)
+        else:
+            for block, key, group in zip(blocks, keys, groups, strict=True):
+                self.indexes[group].remove(key, block)
+        if self._events is not None:
+            written = (self._step[where] == WRITTEN).tolist()
+            self._events += [
+                BlockRemoved(block_hashes=(key,), group_idx=group)
+                for key, group, done in zip(keys, groups, written, strict=True)
+                if done
+            ]
+        self._keys[where] = None
+        self._group[where] = -1
+        self._step[where] = WRITTEN
+        self.evictions += len(blocks)
         self._lost[ids] = _wrapped(self.evictions)
 
     def kept_keys_since(self, ids: Int32, evictions: int) -> bool:
@@ -256,7 +303,7 @@ class BlockPool:
             return False
         for index in self.indexes:
             index.clear()
-        self._keys = [None] * self.num_blocks
+        self._keys.fill(None)
         self._group.fill(-1)
         self._step.fill(WRITTEN)
         self._emit(AllBlocksCleared())

@@ -11,7 +11,6 @@ from hybridkv.cache import batch
 from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.write_log import Run, WriteLog
-from hybridkv.errors import CacheError
 from hybridkv.request import Request, RequestRows
 
 Int64 = NDArray[np.int64]
@@ -28,7 +27,7 @@ class Publisher:
         """Columns first .. last-1 of ``request`` can be hit from now on."""
         start = group.rows.start.item(request.row)
         ids = group.rows.cells[start + first : start + last].copy()
-        self._pool.publish(group.number, ids.tolist(), group.key_run(request, first, last), self.log.open_step)
+        self._pool.publish(group.number, ids, group.key_run(request, first, last), self.log.open_step)
         group.published[request.row] = last
         self.log.record(ids, [Run(group, request, first, ids)] if self.log.wants_runs else [])
 
@@ -47,19 +46,13 @@ class Publisher:
         column = np.arange(int(counts.sum())) + np.repeat(first - starts, counts)
         ids = group.rows.at(np.repeat(rows, counts), column)
         group.published[rows] = first + counts
-        owners = [_held(requests, row) for row in rows.tolist()]
-        spans = list(zip(owners, first.tolist(), (first + counts).tolist(), strict=True))
+        spans = list(zip(requests.owners(rows), first.tolist(), (first + counts).tolist(), strict=True))
         keys = [key for request, start, stop in spans for key in group.key_run(request, start, stop)]
-        self._pool.publish(group.number, ids.tolist(), keys, self.log.open_step)
+        self._pool.publish(group.number, ids, keys, self.log.open_step)
         runs = []
         if self.log.wants_runs:
-            pieces = np.split(ids, starts[1:])
-            runs = [Run(group, request, start, piece) for (request, start, _), piece in zip(spans, pieces, strict=True)]
+            runs = [
+                Run(group, request, start, ids[at : at + stop - start])
+                for at, (request, start, stop) in zip(starts.tolist(), spans, strict=True)
+            ]
         self.log.record(ids, runs)
-
-
-def _held(requests: RequestRows, row: int) -> Request:
-    request = requests.requests[row]
-    if request is None:
-        raise CacheError(f"row {row} is held by nobody")
-    return request

@@ -59,7 +59,7 @@ class WriteLog:
         """``ids`` were published; ``runs`` says whose they are and may be empty when events are off."""
         if self.open_step == WRITTEN:
             for run in runs:
-                self._emit(run, np.ones(len(run.ids), np.bool_))
+                self._pool.emit_stored(_stored(run, run.first, run.first + len(run.ids)))
             return
         self._ids[self.open_step].append(ids)
         self._runs[self.open_step] += runs
@@ -96,6 +96,9 @@ class WriteLog:
     def _emit(self, run: Run, written: NDArray[np.bool_]) -> None:
         """One stored-event for each stretch of ``run`` that is written."""
         if not self._pool.events_enabled:
+            return
+        if written.all():
+            self._pool.emit_stored(_stored(run, run.first, run.first + len(run.ids)))
             return
         edges = np.flatnonzero(np.diff(np.concatenate(([False], written, [False])).astype(np.int8)))
         for start, stop in edges.reshape(-1, 2).tolist():

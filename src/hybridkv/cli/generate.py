@@ -15,6 +15,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
+from rich.table import Table
+from rich.text import Text
 
 from hybridkv.cli.output import console, table
 from hybridkv.errors import ConfigError
@@ -43,15 +45,15 @@ def register(app: typer.Typer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A finished run, for both kinds of output."""
+    """A finished run, for both kinds of output. rounds: its completions, one list a round; seconds: of each."""
 
     loaded: LoadedModel
     plan: Plan
     prompts: Prompts
-    completions: list[Completion]
+    rounds: list[list[Completion]]
     engine: Engine
     report: CheckReport | None
-    seconds: float
+    seconds: list[float]
 
 
 def generate_command(
@@ -67,6 +69,7 @@ def generate_command(
     max_running: Annotated[int, typer.Option(help="Requests at once.")] = 64,
     token_budget: Annotated[int, typer.Option(help="Tokens of a step.")] = 2048,
     prefix_caching: Annotated[bool, typer.Option(help="Share the blocks of equal prefixes.")] = True,
+    repeat: Annotated[int, typer.Option(help="Rounds over the prompts: the second finds a warm cache.")] = 1,
     in_flight: Annotated[int, typer.Option(help="Steps scheduled ahead of their results, 1 or 2.")] = 1,
     check: Annotated[
         bool, typer.Option("--check", help="Compare with plain transformers; exit 1 if it differs.")
@@ -77,6 +80,8 @@ def generate_command(
     """Generate with an unmodified Hugging Face model: continuous batching on the paged cache."""
     if plan_file is not None and (memory is not None or block_size is not None):
         raise ConfigError("--plan holds memory and block size already: drop --memory and --block-size, or drop --plan")
+    if repeat < 1:
+        raise ConfigError(f"--repeat must be at least 1, got {repeat}")
     defaults = SamplingParams(max_tokens=max_new_tokens)
     _quiet_transformers()
     from hybridkv.runner.engine import EngineOptions  # noqa: PLC0415  # torch takes seconds: only this command pays
@@ -85,7 +90,7 @@ def generate_command(
     loaded = _load(model)
     found = _prompts(loaded, prompts, defaults, skip_bad_lines=skip_bad_lines)
     plan = _plan(loaded, found, plan_file, memory=memory, block_size=block_size)
-    run = _run(loaded, plan, found, options, check=check)
+    run = _run(loaded, plan, found, options, repeat=repeat, check=check)
     if as_json:
         print(json.dumps(_document(run), indent=2))
     else:
@@ -144,29 +149,38 @@ def _plan(
     return plan_for(loaded, lengths, block_size=size, memory=memory)
 
 
-def _run(loaded: LoadedModel, plan: Plan, found: Prompts, options: EngineOptions, *, check: bool) -> _Run:
+def _run(loaded: LoadedModel, plan: Plan, found: Prompts, options: EngineOptions, *, repeat: int, check: bool) -> _Run:
     from hybridkv.runner.check import LogitRecorder, check_completions  # noqa: PLC0415  # see generate_command
     from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
 
     recorder = LogitRecorder() if check else None
     engine = Engine(loaded, plan, options, observer=recorder)
-    begun = time.perf_counter()
+    rounds: list[list[Completion]] = []
+    seconds: list[float] = []
     try:
-        ids = [engine.add(one.token_ids, one.sampling) for one in found.prompts]
-        done: dict[str, Completion] = {}
-        with _progress(len(ids)) as advance:
-            while not engine.idle:
-                for one in engine.step():
-                    done[one.request_id] = one
-                    advance()
+        with _progress(repeat * len(found.prompts)) as advance:
+            for _ in range(repeat):
+                begun = time.perf_counter()
+                rounds.append(_round(engine, found, advance))
+                seconds.append(time.perf_counter() - begun)
     finally:
         engine.close()
-    seconds = time.perf_counter() - begun
-    completions = [done[one] for one in ids]
     report = None
     if recorder is not None:
-        report = check_completions(loaded, completions, [one.sampling for one in found.prompts], recorder)
-    return _Run(loaded, plan, found, completions, engine, report, seconds)
+        sampling = [one.sampling for one in found.prompts] * repeat
+        report = check_completions(loaded, [one for done in rounds for one in done], sampling, recorder)
+    return _Run(loaded, plan, found, rounds, engine, report, seconds)
+
+
+def _round(engine: Engine, found: Prompts, advance: Callable[[], None]) -> list[Completion]:
+    """All prompts to their ends, in their order."""
+    ids = [engine.add(one.token_ids, one.sampling) for one in found.prompts]
+    done: dict[str, Completion] = {}
+    while not engine.idle:
+        for one in engine.step():
+            done[one.request_id] = one
+            advance()
+    return [done[one] for one in ids]
 
 
 @contextmanager
@@ -196,6 +210,7 @@ def _document(run: _Run) -> dict[str, object]:
         "requests": [
             {
                 "id": one.request_id,
+                "round": number,
                 "prompt_tokens": len(one.prompt_token_ids),
                 "text": one.text,
                 "token_ids": list(one.token_ids),
@@ -204,7 +219,8 @@ def _document(run: _Run) -> dict[str, object]:
                 "computed_tokens": one.computed_tokens,
                 "preemptions": one.preemptions,
             }
-            for one in run.completions
+            for number, done in enumerate(run.rounds)
+            for one in done
         ],
         "statistics": asdict(run.engine.statistics()),
         "check": None if report is None else _check_document(report),
@@ -223,30 +239,28 @@ def _check_document(report: CheckReport) -> dict[str, object]:
 
 
 def _show(run: _Run) -> None:
-    """Print a run for people: its requests, then what the cache did."""
+    """Print a run for people: its requests, round by round, then what the cache did."""
     out, plan = console(), run.plan
-    rows = table(
-        *("request", "output", "end", "prompt", "hit", "ran", "preempted"),
-        numbers_from=3,
-        title=f"{run.loaded.name} : {plan.model.model_type}, blocks of {plan.model.block_size} tokens",
-    )
-    for one in run.completions:
-        shown = repr(one.text if one.text is not None else list(one.token_ids))
-        cut = shown if len(shown) <= _SHOWN_CHARACTERS else shown[: _SHOWN_CHARACTERS - 3] + "..."
-        counts = (len(one.prompt_token_ids), one.hit_tokens, one.computed_tokens, one.preemptions)
-        rows.add_row(one.request_id, _escaped(cut), str(one.finish_reason), *map(format_count, counts))
-    out.print(rows)
+    for number in range(len(run.rounds)):
+        which = f", round {number + 1} of {len(run.rounds)}" if len(run.rounds) > 1 else ""
+        title = f"{run.loaded.name}: {plan.model.model_type}, blocks of {plan.model.block_size} tokens{which}"
+        out.print(Text(title, style="bold"))
+        out.print(_round_table(run.rounds[number]))
     stats = run.engine.statistics()
-    made = sum(len(one.token_ids) for one in run.completions)
+    made = sum(len(one.token_ids) for done in run.rounds for one in done)
     lines = {
         "memory": f"{format_bytes(plan.config.arena_bytes)}, {format_count(plan.config.num_blocks)} blocks",
         "peak usage": f"{stats.peak_usage:.1%}",
-        "hit tokens": f"{format_count(stats.hit_tokens)} of {format_count(stats.prompt_tokens)} prompt tokens "
-        "were not recomputed",
         "computed tokens": f"{format_count(stats.computed_tokens)} in {format_count(stats.steps)} steps",
         "preemptions": format_count(stats.preemptions),
-        "time": f"{run.seconds:.2f} s, {made / max(run.seconds, 1e-9):.0f} output tokens a second",
     }
+    for number, (done, seconds) in enumerate(zip(run.rounds, run.seconds, strict=True), start=1):
+        which = f" {number}" if len(run.rounds) > 1 else ""
+        hits, asked = sum(one.hit_tokens for one in done), sum(len(one.prompt_token_ids) for one in done)
+        lines[f"hit tokens{which}"] = (
+            f"{format_count(hits)} of {format_count(asked)} prompt tokens were not recomputed ({seconds:.2f} s)"
+        )
+    lines["output tokens"] = f"{format_count(made)}, {made / max(sum(run.seconds), 1e-9):.0f} a second"
     if run.prompts.bad_lines:
         lines["bad lines"] = f"{run.prompts.bad_lines} left out; the first: {run.prompts.first_bad}"
     if run.report is not None:
@@ -255,9 +269,15 @@ def _show(run: _Run) -> None:
         out.print(f"{name:<17} {value}", soft_wrap=True, markup=False)
 
 
-def _escaped(text: str) -> str:
-    """Text that rich prints as it is."""
-    return text.replace("[", r"\[")
+def _round_table(done: list[Completion]) -> Table:
+    """Text goes in as Text: rich would read markup and emoji codes in a string."""
+    rows = table(*("request", "output", "end", "prompt", "hit", "ran", "preempted"), numbers_from=3)
+    for one in done:
+        shown = repr(one.text if one.text is not None else list(one.token_ids))
+        cut = shown if len(shown) <= _SHOWN_CHARACTERS else shown[: _SHOWN_CHARACTERS - 3] + "..."
+        counts = (len(one.prompt_token_ids), one.hit_tokens, one.computed_tokens, one.preemptions)
+        rows.add_row(one.request_id, Text(cut), str(one.finish_reason), *map(format_count, counts))
+    return rows
 
 
 def _verdict(report: CheckReport) -> str:

@@ -260,7 +260,7 @@ def plan_for(
     if memory_bytes < needed_bytes:
         raise CapacityError(
             f"{format_bytes(memory_bytes)} ({memory_bytes} bytes) of memory is too small: a request of {longest} "
-            f"tokens, prompt and output together, needs {format_bytes(needed_bytes)} ({needed_bytes} bytes): raise --memory to "
-            "that, or lower --max-new-tokens"
+            f"tokens, prompt and output together, needs {format_bytes(needed_bytes)} ({needed_bytes} bytes): raise "
+            "--memory to that, or lower --max-new-tokens"
         )
     return make_plan(model, memory_bytes, max_model_len=longest if max_model_len is None else max_model_len)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
@@ -55,17 +56,37 @@ def load(source: str, *, seed: int = 0, device: torch.device | str = "cpu") -> L
     read_model(folder, backend="transformers")
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"{source} has no *.safetensors: save the model with save_pretrained there")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, dtype="auto", attn_implementation="eager", use_safetensors=True
-        )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ConfigError(f"cannot load the model in {source}: {error}") from error
+    model = _model_in(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"cannot load the tokenizer in {source}: {error}") from error
     return wrap(model.to(device).eval(), tokenizer, source)
+
+
+def _model_in(folder: Path) -> PreTrainedModel:
+    """The model in ``folder``, every weight from its files: transformers itself would make up those that lack."""
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            local_files_only=True,
+            dtype="auto",
+            attn_implementation="eager",
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise ConfigError(f"cannot load the model in {folder}: {error}") from error
+    lacking = sorted(report["missing_keys"]) or sorted(str(one) for one in report["mismatched_keys"])
+    if lacking:
+        what = "lacks" if report["missing_keys"] else "has in another shape"
+        raise ConfigError(
+            f"{folder} {what} {len(lacking)} of the weights that its config asks for, the first {lacking[0]}: save the "
+            "model there again"
+        )
+    loaded: PreTrainedModel = model
+    return loaded
 
 
 def wrap(model: PreTrainedModel, tokenizer: Any = None, name: str = "model") -> LoadedModel:  # noqa: ANN401  # transformers' tokenizers share no typed base

@@ -14,6 +14,7 @@ from hybridkv.testing.fake_worker import ContentError, FakeWorker
 from hybridkv.testing.model import DigestModel
 from hybridkv.testing.oracle import Oracle, OracleRequest
 from hybridkv.testing.oracle_pool import OraclePool
+from hybridkv.testing.random_run import random_options, random_run
 from hybridkv.testing.rig import OracleError, Rig, RigOptions
 
 __all__ = [
@@ -27,4 +28,6 @@ __all__ = [
     "Rig",
     "RigOptions",
     "attention_config",
+    "random_options",
+    "random_run",
 ]

@@ -11,7 +11,8 @@ Prefix = tuple[str | None, tuple[int, ...]]
 class OraclePool:
     """Blocks 1 .. num_blocks - 1. free: in the order they would be taken. refs: holders of each block.
 
-    prefix: block -> (group, prefix) that it can be hit under. step: block -> the step that will write it.
+    prefix: block -> (group, prefix) that it can be hit under. published: the other way round, oldest first.
+    step: block -> the step that will write it.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -20,7 +21,7 @@ class OraclePool:
         self.refs = dict.fromkeys(range(1, num_blocks), 0)
         self.prefix: dict[int, tuple[int, Prefix]] = {}
         self.step: dict[int, int] = {}
-        self._blocks: dict[tuple[int, Prefix], list[int]] = {}
+        self.published: dict[tuple[int, Prefix], list[int]] = {}
 
     @property
     def usage(self) -> float:
@@ -29,7 +30,7 @@ class OraclePool:
 
     def find(self, group: int, prefix: Prefix) -> int | None:
         """The block that was first published under ``prefix`` of those that still are."""
-        blocks = self._blocks.get((group, prefix))
+        blocks = self.published.get((group, prefix))
         return blocks[0] if blocks else None
 
     def take(self, n: int) -> list[int]:
@@ -62,7 +63,7 @@ class OraclePool:
     def publish(self, group: int, block: int, prefix: Prefix, step: int | None) -> None:
         """``block`` can be hit from now on; ``step`` will write it, None when it is written."""
         self.prefix[block] = (group, prefix)
-        self._blocks.setdefault((group, prefix), []).append(block)
+        self.published.setdefault((group, prefix), []).append(block)
         if step is not None:
             self.step[block] = step
 
@@ -71,7 +72,7 @@ class OraclePool:
         key = self.prefix.pop(block, None)
         self.step.pop(block, None)
         if key is not None:
-            self._blocks[key].remove(block)
+            self.published[key].remove(block)
 
     def unpublish(self, first_step: int) -> None:
         """What steps from ``first_step`` on should have written is forgotten; free ones go to the front, by id."""

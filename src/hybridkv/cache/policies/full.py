@@ -35,7 +35,7 @@ class FullAttentionPolicy:
 
         keys: one per block of this group. O(blocks of the hit).
         """
-        blocks = index.leading_run(keys[: limit_tokens // self.block_size])
+        blocks = index.leading_run(keys, limit_tokens // self.block_size)
         return Hit(len(blocks) * self.block_size, blocks)
 
     def trim(self, hit: Hit, tokens: int) -> Hit:

@@ -16,8 +16,8 @@ class Index(Protocol):
         """The block behind ``key``."""
         ...
 
-    def leading_run(self, keys: Sequence[bytes]) -> NDArray[np.int32]:
-        """Blocks of the leading keys that are all known."""
+    def leading_run(self, keys: Sequence[bytes], stop: int | None = None) -> NDArray[np.int32]:
+        """Blocks of the leading keys that are all known, at most ``stop``."""
         ...
 
 

@@ -1,0 +1,150 @@
+"""allocate_batch is allocate_slots, one call after the other."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.cache import BatchSlots, BlockHasher, KVCacheManager
+from hybridkv.request import Request
+from hybridkv.testing import attention_config
+from hybridkv.testing.strategies import prompts
+
+SIZES = ((4,), (3,), (1,), (2, 4), (4, 4), (2, 4, 8), (3, 6, 3))
+MAX_MODEL_LEN = 40
+MET: Counter[str] = Counter()
+
+
+@dataclass
+class Twin:
+    """One of two managers to which the same things are done."""
+
+    num_blocks: int
+    block_sizes: tuple[int, ...]
+    caching: bool
+    requests: dict[str, Request] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.cache = KVCacheManager(
+            attention_config(self.num_blocks, self.block_sizes),
+            MAX_MODEL_LEN,
+            self.caching,
+            enable_kv_cache_events=True,
+            hasher=BlockHasher(min(self.block_sizes)) if self.caching else None,
+        )
+
+    def admit(self, name: str, prompt: list[int], tokens: int) -> bool:
+        """A request computes the first ``tokens`` tokens behind its hit, all of them if there are fewer."""
+        request = Request(name, prompt, hasher=self.cache.hasher)
+        blocks, hit = self.cache.get_computed_blocks(request)
+        count = min(tokens, len(prompt) - hit)
+        if self.cache.allocate_slots(request, count, hit, blocks) is None:
+            return False
+        request.num_computed_tokens = hit + count
+        self.requests[name] = request
+        return True
+
+    def forget(self, name: str) -> None:
+        self.cache.free(self.requests.pop(name))
+
+    def batch(self, names: list[str], counts: list[int]) -> BatchSlots:
+        rows = self.cache.rows.rows_of([self.requests[name] for name in names])
+        return self.cache.allocate_batch(rows, np.array(counts, np.int64))
+
+    def one_by_one(self, names: list[str], counts: list[int]) -> tuple[int, list[list[int]]]:
+        """How many were served, and (owner, group, column, block) of what is new."""
+        cells = []
+        for owner, (name, count) in enumerate(zip(names, counts, strict=True)):
+            request = self.requests[name]
+            held = [len(ids) for ids in self.cache.get_block_ids(name)]
+            event = self.cache.next_event(request.row)
+            new = self.cache.allocate_slots(request, count)
+            if new is None:
+                MET["refused"] += 1
+                return owner, cells
+            total = min(request.num_computed_tokens + count, MAX_MODEL_LEN)
+            MET["due" if total >= event else "not due"] += 1
+            for group, ids in enumerate(new.blocks):
+                cells += [[owner, group, held[group] + i, block] for i, block in enumerate(ids)]
+        return len(names), cells
+
+    def seen(self) -> dict[str, object]:
+        """Everything that must be equal."""
+        cache = self.cache
+        rows = [request.row for request in self.requests.values()]
+        return {
+            "free": cache.block_pool.free_order(),
+            "tables": {name: cache.get_block_ids(name) for name in self.requests},
+            "keys": [sorted(index.entries()) for index in cache.block_pool.indexes],
+            "first": [{key: index.get(key) for key, _ in index.entries()} for index in cache.block_pool.indexes],
+            "published": [group.published[rows].tolist() for group in cache.groups],
+            "next": [cache.next_event(row) for row in rows],
+            "evictions": cache.block_pool.evictions,
+        }
+
+
+def ordered(twin: Twin) -> list[str]:
+    """Events as text, removed and stored apart: a batch takes all blocks before it publishes any."""
+    return sorted(repr(event) for event in twin.cache.take_events())
+
+
+@st.composite
+def twins(draw: st.DrawFn) -> tuple[Twin, Twin]:
+    sizes = draw(st.sampled_from(SIZES))
+    num_blocks, caching = draw(st.integers(4, 30 * len(sizes))), draw(st.sampled_from((True, True, False)))
+    return Twin(num_blocks, sizes, caching), Twin(num_blocks, sizes, caching)
+
+
+@given(twins(), st.data())
+def check_batches(both: tuple[Twin, Twin], data: st.DataObject) -> None:
+    batched, single = both
+    for turn in range(data.draw(st.integers(2, 15))):
+        for i in range(data.draw(st.integers(0, 3))):
+            prompt, tokens = data.draw(prompts()), data.draw(st.integers(1, 30))
+            assert batched.admit(f"{turn}.{i}", prompt, tokens) == single.admit(f"{turn}.{i}", prompt, tokens)
+        names = data.draw(st.permutations(sorted(batched.requests)))
+        names = names[: data.draw(st.integers(0, len(names)))]
+        counts = [data.draw(st.sampled_from((1, 1, 1, 2, 7))) for _ in names]
+        for name in names:
+            for token in data.draw(st.lists(st.integers(0, 3), max_size=2)):
+                batched.requests[name].append(token)
+                single.requests[name].append(token)
+        slots = batched.batch(names, counts)
+        accepted, cells = single.one_by_one(names, counts)
+        assert slots.accepted == accepted
+        assert np.stack([slots.owner, slots.group, slots.column, slots.block], axis=1).tolist() == cells
+        for name, count in list(zip(names, counts, strict=True))[:accepted]:
+            batched.requests[name].num_computed_tokens += count
+            single.requests[name].num_computed_tokens += count
+        assert batched.seen() == single.seen()
+        assert ordered(batched) == ordered(single)
+        for name in data.draw(st.lists(st.sampled_from(sorted(batched.requests)), unique=True) if names else st.just([])):
+            batched.forget(name)
+            single.forget(name)
+        batched.cache.check()
+        single.cache.check()
+
+
+def test_a_batch_is_its_rows_one_by_one() -> None:
+    MET.clear()
+    check_batches()
+    assert MET["not due"] > 200, MET
+    assert MET["due"] > 200, MET
+    assert MET["refused"] > 20, MET
+
+
+def test_nothing_for_nobody() -> None:
+    twin = Twin(8, (4,), caching=True)
+    slots = twin.batch([], [])
+    assert (slots.accepted, slots.block.tolist()) == (0, [])
+
+
+def test_one_count_for_all() -> None:
+    twin = Twin(12, (4,), caching=True)
+    for name in "abc":
+        assert twin.admit(name, [*range(4)] if name == "b" else [*range(3)], 4)
+    rows = twin.cache.rows.rows_of([twin.requests[name] for name in "abc"])
+    slots = twin.cache.allocate_batch(rows, 1)
+    assert (slots.accepted, slots.owner.tolist(), slots.column.tolist()) == (3, [1], [1])

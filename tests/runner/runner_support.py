@@ -1,0 +1,108 @@
+"""Real tiny models, prompts that share prefixes, and an observer that keeps every logit."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import torch
+
+from hybridkv.plan import Plan
+from hybridkv.request import SamplingParams
+from hybridkv.runner import Completion, Engine, EngineOptions, LoadedModel, load, plan_for
+from hybridkv.runner.check import forced_logits, generate_greedy
+from hybridkv.runner.probe import attention_implementation
+from hybridkv.step import Step
+
+torch.set_num_threads(1)
+
+TOLERANCE = 2e-4
+"""Of the logit range: what different chunk plans may differ by in float32 (shared design, models.md)."""
+
+MODELS = ("llama", "qwen2", "deepseek_v3")
+
+
+@cache
+def loaded_model(name: str, seed: int = 0) -> LoadedModel:
+    return load(f"tiny:{name}", seed=seed)
+
+
+def shared_prompts(count: int, seed: int, prefix: int = 40, longest: int = 60) -> list[list[int]]:
+    """``count`` prompts with one prefix and tails of 1 .. longest tokens."""
+    rng = np.random.default_rng(seed)
+    head = rng.integers(32, 127, prefix).tolist()
+    return [head + rng.integers(32, 127, int(rng.integers(1, longest + 1))).tolist() for _ in range(count)]
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, ignore_eos=True)
+
+
+class EveryLogit:
+    """Observer: (request id, position of the token to draw) -> float32[vocabulary]."""
+
+    def __init__(self) -> None:
+        self._owner: dict[int, str] = {}
+        self.logits: dict[tuple[str, int], torch.Tensor] = {}
+        self.steps: list[Step] = []
+
+    def __call__(self, step: Step, logits: torch.Tensor) -> None:
+        self.steps.append(step)
+        for new in step.new_rows:
+            self._owner[new.row] = new.request_id
+        ends = (step.num_computed + step.num_scheduled)[step.samples].tolist()
+        for row, end, one in zip(step.rows[step.samples].tolist(), ends, logits, strict=True):
+            self.logits[self._owner[row], end] = one.clone()
+
+    def of(self, done: Completion) -> torch.Tensor:
+        """float32[output, vocabulary]: the logits that each output token was chosen from."""
+        start = len(done.prompt_token_ids)
+        return torch.stack([self.logits[done.request_id, start + i] for i in range(len(done.token_ids))])
+
+
+def reference_logits(loaded: LoadedModel, done: Completion) -> torch.Tensor:
+    """The same from one plain forward over prompt and output."""
+    with attention_implementation(loaded.model, "eager"), torch.inference_mode():
+        return forced_logits(loaded.model, done.prompt_token_ids, done.token_ids)
+
+
+def generated(loaded: LoadedModel, prompt: Sequence[int], count: int) -> tuple[int, ...]:
+    """What transformers' own generate says."""
+    with attention_implementation(loaded.model, "eager"), torch.inference_mode():
+        return tuple(generate_greedy(loaded.model, prompt, count))
+
+
+def relative_difference(ours: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Per position, the largest difference as a share of the range of all reference logits."""
+    return (ours - reference).abs().amax(dim=-1) / (reference.max() - reference.min())
+
+
+class EngineFactory:
+    """Makes engines and closes them."""
+
+    def __init__(self) -> None:
+        self._made: list[Engine] = []
+
+    def __call__(
+        self,
+        loaded: LoadedModel,
+        prompts: Sequence[Sequence[int]],
+        output: int,
+        *,
+        memory_blocks: int | None = None,
+        observer: EveryLogit | None = None,
+        **options: int | bool,
+    ) -> Engine:
+        """An engine with room for all prompts, or with ``memory_blocks`` blocks besides the null block."""
+        lengths = [len(prompt) + output for prompt in prompts]
+        plan: Plan = plan_for(loaded, lengths)
+        if memory_blocks is not None:
+            memory = (memory_blocks + 1) * plan.capacity.block_bytes
+            plan = plan_for(loaded, lengths, memory=memory)
+        self.close()  # one model, one attention at a time
+        engine = Engine(loaded, plan, EngineOptions(**options), observer=observer)  # type: ignore[arg-type]  # int or bool by name
+        self._made.append(engine)
+        return engine
+
+    def close(self) -> None:
+        while self._made:
+            self._made.pop().close()

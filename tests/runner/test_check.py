@@ -1,0 +1,86 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from runner_support import MODELS, EngineFactory, greedy, loaded_model, shared_prompts
+
+from hybridkv.request import SamplingParams
+from hybridkv.runner import Completion
+from hybridkv.runner.check import CheckReport, Difference, LogitRecorder, check_completions
+from hybridkv.schedule import FinishReason
+
+PARAMS = [
+    greedy(16),
+    SamplingParams(temperature=1.0, seed=4, max_tokens=16, ignore_eos=True),
+    SamplingParams(temperature=0.7, top_k=9, top_p=0.9, repetition_penalty=1.2, seed=5, max_tokens=16),
+    SamplingParams(repetition_penalty=1.4, max_tokens=16),
+]
+
+
+def run(name: str, make_engine: EngineFactory) -> tuple[list[Completion], LogitRecorder]:
+    loaded, prompts, recorder = loaded_model(name), shared_prompts(4, 8), LogitRecorder()
+    engine = make_engine(loaded, prompts, 16, observer=recorder, token_budget=30)  # type: ignore[arg-type]  # any observer
+    done = engine.generate(prompts, PARAMS)
+    engine.close()
+    return done, recorder
+
+
+def check(name: str, done: list[Completion], recorder: LogitRecorder) -> CheckReport:
+    return check_completions(loaded_model(name), done, PARAMS, recorder)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_runs_equal_plain_transformers(name: str, make_engine: EngineFactory) -> None:
+    report = check(name, *run(name, make_engine))
+    assert report == CheckReport(4, 64, (), ())
+    assert report.ok
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_a_wrong_token_is_found(which: int, make_engine: EngineFactory) -> None:
+    done, recorder = run("llama", make_engine)
+    tokens = list(done[which].token_ids)
+    right, tokens[9] = tokens[9], (tokens[9] + 1) % 256
+    done[which] = replace(done[which], token_ids=tuple(tokens))
+    report = check("llama", done, recorder)
+    assert not report.ok
+    first = report.differences[0]
+    assert (first.request_id, first.at, first.token, first.expected) == (str(which), 9, tokens[9], right)
+    assert not first.near_tie
+
+
+def test_a_difference_within_the_measured_one_is_a_near_tie(make_engine: EngineFactory) -> None:
+    done, recorder = run("llama", make_engine)
+    tokens = list(done[0].token_ids)
+    tokens[15] = (tokens[15] + 1) % 256
+    done[0] = replace(done[0], token_ids=tuple(tokens))
+    ids, values = recorder._kept["0", len(done[0].prompt_token_ids) + 15]
+    recorder._kept["0", len(done[0].prompt_token_ids) + 15] = ids, values + 100  # as if the logits had differed widely
+    report = check("llama", done, recorder)
+    assert (report.ok, report.near_ties) == (True, 1)
+    assert Difference("0", 1, 2, 3, margin=0.39, measured=0.1).near_tie
+    assert not Difference("0", 1, 2, 3, margin=0.4, measured=0.1).near_tie
+
+
+def test_wrong_ends_are_found(make_engine: EngineFactory) -> None:
+    done, recorder = run("llama", make_engine)
+    done[0] = replace(done[0], finish_reason=FinishReason.STOP)
+    assert check("llama", done, recorder).wrong_ends == ("request 0 ended by stop, but its output has no stop",)
+    done[0] = replace(done[0], finish_reason=FinishReason.ABORT)
+    assert check("llama", done, recorder).ok
+    stop = done[3].token_ids[5]
+    params = [*PARAMS[:3], replace(PARAMS[3], stop_token_ids=(stop,))]
+    report = check_completions(loaded_model("llama"), done, params, recorder)
+    assert report.wrong_ends == ("request 3 went on behind a stop token",)
+
+
+def test_the_recorder_keeps_the_largest_logits() -> None:
+    recorder = LogitRecorder()
+    logits = torch.randn(3000, generator=torch.Generator().manual_seed(0))
+    best = logits.topk(1024)
+    recorder._kept["a", 7] = best.indices.int(), best.values
+    moved = logits.clone()
+    moved[logits.argmin()] += 1000
+    assert recorder.difference("a", 7, moved) == 0
+    moved[logits.argmax()] -= 0.5
+    assert recorder.difference("a", 7, moved) == pytest.approx(0.5)

@@ -1,0 +1,127 @@
+"""Five regimes against plain transformers: teacher-forced logits and tokens."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from runner_support import (
+    MODELS,
+    TOLERANCE,
+    EngineFactory,
+    EveryLogit,
+    generated,
+    greedy,
+    loaded_model,
+    reference_logits,
+    relative_difference,
+    shared_prompts,
+)
+
+from hybridkv.runner import Completion, Engine, LoadedModel
+from hybridkv.runner.check import NEAR_TIE_FACTOR, NEAR_TIE_SHARE
+
+OUTPUT = 70
+PROMPTS = 6
+SEEDS = (0, 1, 2)
+
+
+class Regimes:
+    """Runs the prompts in every regime and returns what was observed."""
+
+    def __init__(self, make_engine: EngineFactory, loaded: LoadedModel, prompts: Sequence[list[int]]) -> None:
+        self.make, self.loaded, self.prompts = make_engine, loaded, prompts
+
+    def run(self, engine: Engine) -> list[Completion]:
+        return engine.generate(self.prompts, greedy(OUTPUT))
+
+    def engine(self, observer: EveryLogit, **options: int | bool | None) -> Engine:
+        return self.make(self.loaded, self.prompts, OUTPUT, observer=observer, **options)  # type: ignore[arg-type]  # by name
+
+    def cold(self, observer: EveryLogit) -> list[Completion]:
+        engine = self.engine(observer, max_running=1)
+        done = self.run(engine)
+        assert done[0].hit_tokens == 0
+        return done
+
+    def warm(self, observer: EveryLogit) -> list[Completion]:
+        engine = self.engine(observer)
+        self.run(engine)
+        done = self.run(engine)
+        assert all(one.hit_tokens >= (len(one.prompt_token_ids) - 1) // 16 * 16 for one in done)
+        return done
+
+    def chunked(self, observer: EveryLogit) -> list[Completion]:
+        done = self.run(self.engine(observer, token_budget=13, prefix_caching=False))
+        assert max(step.num_tokens for step in observer.steps) <= 13
+        assert any(len(step) > 1 and step.num_scheduled.max() > 1 for step in observer.steps), "no mixed step"
+        return done
+
+    def preempted(self, observer: EveryLogit, *, prefix_caching: bool) -> list[Completion]:
+        engine = self.engine(observer, memory_blocks=22, token_budget=64, prefix_caching=prefix_caching)
+        done = self.run(engine)
+        assert sum(one.preemptions for one in done) > 0
+        assert engine.scheduler.statistics().preemptions > 0
+        return done
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_five_regimes_equal_plain_transformers(name: str, seed: int, make_engine: EngineFactory) -> None:
+    loaded = loaded_model(name, seed)
+    prompts = shared_prompts(PROMPTS, seed)
+    regimes = Regimes(make_engine, loaded, prompts)
+    expected = [generated(loaded, prompt, OUTPUT) for prompt in prompts]
+    runs: dict[str, Callable[[EveryLogit], list[Completion]]] = {
+        "cold": regimes.cold,
+        "warm": regimes.warm,
+        "chunked": regimes.chunked,
+        "preempted": lambda seen: regimes.preempted(seen, prefix_caching=True),
+        "preempted, no cache": lambda seen: regimes.preempted(seen, prefix_caching=False),
+    }
+    tokens = near_ties = 0
+    for regime, run in runs.items():
+        observer = EveryLogit()
+        for done, wanted in zip(run(observer), expected, strict=True):
+            ours, reference = observer.of(done), reference_logits(loaded, done)
+            assert relative_difference(ours, reference).max() <= TOLERANCE, (regime, done.request_id)
+            tokens += len(done.token_ids)
+            near_ties += _near_ties(done, wanted, ours, reference, regime)
+    assert tokens == len(runs) * PROMPTS * OUTPUT > 2000
+    assert near_ties <= tokens * NEAR_TIE_SHARE
+
+
+def _near_ties(
+    done: Completion, wanted: tuple[int, ...], ours: torch.Tensor, reference: torch.Tensor, regime: str
+) -> int:
+    """Differing tokens, each of which must be a near-tie; behind the first, teacher forcing decides."""
+    chosen = reference.argmax(dim=-1).tolist()
+    first = next((i for i, pair in enumerate(zip(done.token_ids, wanted, strict=True)) if pair[0] != pair[1]), None)
+    if first is None:
+        return 0
+    differing = [first, *(i for i in range(first + 1, len(chosen)) if chosen[i] != done.token_ids[i])]
+    for i in differing:
+        best = reference[i].topk(2).values
+        measured = (ours[i] - reference[i]).abs().max()
+        assert best[0] - best[1] < NEAR_TIE_FACTOR * measured, (regime, done.request_id, i)
+    return len(differing)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_hit_is_bitwise_a_cold_run_with_the_same_chunks(name: str, make_engine: EngineFactory) -> None:
+    loaded = loaded_model(name)
+    prompt = shared_prompts(1, 5, prefix=64, longest=20)[0]
+
+    def logits(prefix_caching: bool, budget: int) -> EveryLogit:
+        observer = EveryLogit()
+        engine = make_engine(loaded, [prompt], 8, observer=observer, prefix_caching=prefix_caching, token_budget=budget)
+        if prefix_caching:
+            engine.generate([prompt], greedy(1))
+        done = engine.generate([prompt], greedy(8))[0]
+        assert done.hit_tokens == (64 if prefix_caching else 0)
+        observer.logits = {("x", position): one for (_, position), one in observer.logits.items()}
+        return observer
+
+    # chunks of 64 and the rest in both: the hit run computed its first 64 in an earlier request
+    cold, hit = logits(prefix_caching=False, budget=64), logits(prefix_caching=True, budget=64)
+    assert cold.logits.keys() == hit.logits.keys()
+    assert all((cold.logits[key] == hit.logits[key]).all() for key in cold.logits)

@@ -1,0 +1,140 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from runner_support import MODELS, EngineFactory, greedy, loaded_model, shared_prompts
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from hybridkv.errors import ConfigError, UnsupportedModelError
+from hybridkv.runner import byte_tokenizer, load, tiny_model, wrap
+from hybridkv.runner.attention_gather import check_attention
+from hybridkv.runner.probe import page_layout, planner_model, probe
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_saved_folder_generates_the_same(name: str, tmp_path: Path, make_engine: EngineFactory) -> None:
+    tiny, prompts = loaded_model(name), shared_prompts(3, 1)
+    tiny.model.save_pretrained(tmp_path)
+    tiny.tokenizer.save_pretrained(tmp_path)
+    expected = make_engine(tiny, prompts, 12).generate(prompts, greedy(12))
+    saved = load(str(tmp_path))
+    assert saved.eos_token_ids == tiny.eos_token_ids == (256,)
+    done = make_engine(saved, prompts, 12).generate(prompts, greedy(12))
+    assert [(one.token_ids, one.text) for one in done] == [(one.token_ids, one.text) for one in expected]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_half_precision_runs_in_half_the_pages(name: str, make_engine: EngineFactory) -> None:
+    whole, prompts = loaded_model(name), shared_prompts(2, 1)
+    half = wrap(tiny_model(name).to(torch.bfloat16), whole.tokenizer, "half")
+    engine = make_engine(half, prompts, 8)
+    assert engine.plan.capacity.block_bytes * 2 == make_engine(whole, prompts, 8).plan.capacity.block_bytes
+    engine = make_engine(half, prompts, 8)
+    assert [len(one.token_ids) for one in engine.generate(prompts, greedy(8))] == [8, 8]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_probe_finds_the_planners_bytes(name: str, dtype: torch.dtype) -> None:
+    model = tiny_model(name).to(dtype)
+    planned = planner_model(model, block_size=16)
+    layout = page_layout(planned, probe(model))
+    for layer in planned.layers:
+        assert layer.spec.page_size_bytes == 16 * sum(part.token_bytes for part in layout[layer.name])
+    widths = [part.shape for part in layout[planned.layers[0].name]]
+    assert widths == ([(1, 32), (1, 8)] if name == "deepseek_v3" else [(2, 16), (2, 16)])
+
+
+def test_a_config_that_does_not_describe_the_model_is_refused() -> None:
+    model = tiny_model("llama")
+    planned = planner_model(model, block_size=16)
+    fewer = LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "num_key_value_heads": 1}))
+    with pytest.raises(ConfigError, match=r"planned 4096 bytes a page, but a forward caches 2048"):
+        page_layout(planned, probe(fewer))
+    shorter = LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "num_hidden_layers": 2}))
+    with pytest.raises(ConfigError, match=r"planned layers \[0, 1, 2\], but a forward caches in layers \[0, 1\]"):
+        page_layout(planned, probe(shorter))
+
+
+def test_tiny_models_are_a_function_of_their_seed() -> None:
+    torch.manual_seed(5)
+    state = torch.random.get_rng_state()
+    one, same, other = tiny_model("qwen2", 1), tiny_model("qwen2", 1), tiny_model("qwen2", 2)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_the_byte_tokenizer_takes_every_text() -> None:
+    tokenizer = byte_tokenizer()
+    for text in ("plain", " lead and trail ", "Zürich, 東京, 🦙", "\n\t\x00", "".join(map(chr, range(32, 400)))):
+        ids = tokenizer.encode(text)
+        assert ids == list(text.encode("utf-8"))
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([72, 105, tokenizer.eos_token_id], skip_special_tokens=True) == "Hi"
+
+
+def _windowed(model: PreTrainedModel) -> None:
+    model.config.attention_chunk_size = 64
+
+
+def _dynamic(model: PreTrainedModel) -> None:
+    model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(_windowed, r"layers 0-2 \(chunked_attention\)"), (_dynamic, "rope_type 'dynamic'")]
+)
+def test_models_that_would_run_wrongly_are_refused(
+    change: Callable[[PreTrainedModel], None], message: str, tmp_path: Path
+) -> None:
+    model = tiny_model("llama")
+    change(model)
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=message):
+        load(str(tmp_path))
+
+
+def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither a folder nor tiny:NAME"):
+        load(str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match="use tiny:llama, tiny:qwen2"):
+        load("tiny:gpt9")
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        load(str(tmp_path))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**tiny_model("llama").config.to_dict(), "model_type": "mamba"}), "utf-8")
+    with pytest.raises(UnsupportedModelError, match="Mamba states"):
+        load(str(tmp_path))
+    config.write_text(json.dumps(tiny_model("llama").config.to_dict()), "utf-8")
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+        load(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(ConfigError, match="cannot load the model"):
+        load(str(tmp_path))
+
+
+def test_a_checkpoint_with_missing_or_misshapen_weights_is_refused(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    kept = weights.pop("model.layers.1.self_attn.k_proj.weight")
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks 1 of the weights .*model\.layers\.1\.self_attn\.k_proj\.weight"):
+        load(str(tmp_path))
+    save_file({**weights, "model.layers.1.self_attn.k_proj.weight": kept[:-1]}, path, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="has in another shape 1 of the weights"):
+        load(str(tmp_path))
+
+
+def test_attention_without_an_eager_function_is_refused() -> None:
+    class Odd(torch.nn.Module):
+        layer_idx, is_causal = 0, True
+
+    with pytest.raises(UnsupportedModelError, match="has no eager_attention_forward"):
+        check_attention(torch.nn.Sequential(Odd()))

@@ -1,0 +1,188 @@
+"""`hybridkv generate` as a user runs it: as a process where that matters, else through the same entry."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hybridkv.cli import main
+from hybridkv.plan import plan_to_json
+from hybridkv.runner import load, plan_for
+from hybridkv.runner.check import CheckReport, Difference
+
+Capture = pytest.CaptureFixture[str]
+Call = Callable[..., tuple[int, str, str]]
+
+
+def run(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(  # noqa: S603  # our own command with arguments of this file
+        [sys.executable, "-m", "hybridkv", "generate", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Call:
+    """Runs the command in this process, which has torch loaded already: (exit code, stdout, stderr)."""
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["hybridkv", "generate", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return call
+
+
+def prompts(tmp_path: Path, *lines: str) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(line + "\n" for line in lines), "utf-8")
+    return path
+
+
+def test_a_first_try_with_a_check() -> None:
+    done = run("--model", "tiny:llama", "--max-new-tokens", "12", "--check")
+    for said in ("tiny:llama: llama, blocks of 16 tokens", "320 of 654 prompt tokens", "48 tokens equal to plain"):
+        assert said in done.stdout
+    # the bar and nothing else: neither transformers nor Python has anything to say
+    assert "4/4 requests" in done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.strip() and "requests" not in line]) == 0
+
+
+def test_one_document_on_standard_output(tmp_path: Path) -> None:
+    file = prompts(
+        tmp_path,
+        '{"prompt": "a prompt of text that takes more than one block"}',
+        '{"prompt": "a prompt of text that takes more than one block", "sampling": {"temperature": 1, "seed": 3}}',
+        '{"prompt": [1, 2, 3], "sampling": {"max_tokens": 5, "temperature": 0.7, "top_k": 9, "min_p": 0.01}}',
+    )
+    arguments = (
+        "--model",
+        "tiny:qwen2",
+        "--prompts",
+        file,
+        "--max-new-tokens",
+        "20",
+        "--max-running",
+        "1",
+        "--json",
+        "--check",
+    )
+    done = run(*arguments)
+    found = json.loads(done.stdout)
+    assert (found["schema"], found["version"], found["model"]) == ("hybridkv.generate", 1, "tiny:qwen2")
+    assert [len(one["token_ids"]) for one in found["requests"]] == [20, 20, 5]
+    assert [one["hit_tokens"] for one in found["requests"]] == [0, 32, 0]
+    assert found["statistics"]["hit_tokens"] == 32
+    assert found["check"] == {
+        "ok": True, "requests": 3, "tokens": 45, "near_ties": 0, "differences": [], "wrong_ends": [],
+    }  # fmt: skip
+    again = run(*arguments, "--in-flight", "2", "--token-budget", "8")
+    assert [one["token_ids"] for one in json.loads(again.stdout)["requests"]] == [
+        one["token_ids"] for one in found["requests"]
+    ]
+    assert run(*arguments).stdout == done.stdout
+
+
+def test_a_folder_and_a_plan(tmp_path: Path, here: Call) -> None:
+    tiny = load("tiny:llama")
+    tiny.model.save_pretrained(tmp_path)
+    tiny.tokenizer.save_pretrained(tmp_path)
+    plan_file = tmp_path / "plan.json"
+    saved = load(str(tmp_path))
+    plan = plan_for(saved, [400], memory="500KiB", block_size=8)
+    plan_file.write_text(plan_to_json(plan), "utf-8")
+    code, out, _ = here("--model", tmp_path, "--plan", plan_file, "--json", "--check", "--max-new-tokens", "6")
+    found = json.loads(out)
+    assert (code, found["block_size"], found["num_blocks"]) == (0, 8, plan.config.num_blocks)
+    assert found["check"]["ok"]
+    # the plan of another model
+    code, _, err = here("--model", "tiny:deepseek_v3", "--plan", plan_file)
+    assert (code, "the plan is not of tiny:deepseek_v3" in err) == (2, True)
+    # a newer schema
+    newer = json.loads(plan_file.read_text("utf-8"))
+    newer["version"] += 1
+    plan_file.write_text(json.dumps(newer), "utf-8")
+    code, _, err = here("--model", tmp_path, "--plan", plan_file)
+    assert (code, "newer" in err) == (2, True)
+
+
+def test_little_memory_preempts_and_changes_nothing(here: Call) -> None:
+    arguments = ("--model", "tiny:llama", "--json", "--check")
+    code, roomy, _ = here(*arguments)
+    code_tight, tight, _ = here(*arguments, "--memory", "228KiB", "--token-budget", "64")
+    assert (code, code_tight) == (0, 0)
+    one, other = json.loads(roomy), json.loads(tight)
+    assert other["statistics"]["preemptions"] > 0 == one["statistics"]["preemptions"]
+    assert [x["token_ids"] for x in one["requests"]] == [x["token_ids"] for x in other["requests"]]
+
+
+def test_a_second_round_is_warm(here: Call) -> None:
+    code, out, _ = here("--model", "tiny:llama", "--repeat", "2", "--max-new-tokens", "8", "--check", "--json")
+    found = json.loads(out)["requests"]
+    assert (code, [one["round"] for one in found]) == (0, [0] * 4 + [1] * 4)
+    assert [one["token_ids"] for one in found[:4]] == [one["token_ids"] for one in found[4:]]
+    assert all(one["hit_tokens"] == (one["prompt_tokens"] - 1) // 16 * 16 for one in found[4:])
+    code, out, _ = here("--model", "tiny:llama", "--repeat", "2", "--max-new-tokens", "8")
+    for said in ("round 2 of 2", "hit tokens 1      320 of 654", "hit tokens 2      608 of 654"):
+        assert said in out
+
+
+def test_bad_lines_are_counted_on_demand(tmp_path: Path, here: Call) -> None:
+    file = prompts(tmp_path, '{"prompt": "good"}', "bad", '{"prompt": [900]}')
+    code, out, err = here("--model", "tiny:llama", "--prompts", file)
+    assert (code, out) == (2, "")
+    assert "prompts.jsonl, line 2: not JSON" in err
+    code, out, _ = here("--model", "tiny:llama", "--prompts", file, "--skip-bad-lines", "--max-new-tokens", "3")
+    assert (code, "bad lines" in out, "2 left out" in out) == (0, True, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "tiny:gpt9"), "unknown tiny model 'gpt9': use tiny:llama"),
+        (("--model", "no/such/folder"), "neither a folder nor tiny:NAME"),
+        (("--model", "tiny:llama", "--memory", "20KiB"), "raise --memory to that"),
+        (("--model", "tiny:llama", "--memory", "-1"), "not a size"),
+        (("--model", "tiny:llama", "--block-size", "0"), "block_size must be at least 1"),
+        (("--model", "tiny:llama", "--max-new-tokens", "0"), "max_tokens must be at least 1"),
+        (("--model", "tiny:llama", "--max-new-tokens", "9999"), "lower --max-new-tokens"),
+        (("--model", "tiny:llama", "--max-running", "0"), "max_running must be at least 1"),
+        (("--model", "tiny:llama", "--token-budget", "-3"), "max_batched_tokens must be at least 1"),
+        (("--model", "tiny:llama", "--repeat", "0"), "--repeat must be at least 1"),
+        (("--model", "tiny:llama", "--in-flight", "3"), "in_flight must be 1 or 2"),
+        (("--model", "tiny:llama", "--prompts", "no/such/file"), "cannot read the prompts in no/such/file"),
+        (("--model", "tiny:llama", "--plan", "no/such/plan"), "cannot read the plan"),
+        (("--model", "tiny:llama", "--plan", "p", "--memory", "1GiB"), "drop --memory"),
+        ((), "--model"),
+    ],
+)
+def test_a_users_mistake_is_one_line(arguments: tuple[str, ...], message: str, here: Call) -> None:
+    code, out, err = here(*arguments)
+    line = err.splitlines()[-1]
+    assert (code, out, line.startswith("error: ")) == (2, "", True)
+    assert message in line
+    assert "Traceback" not in err
+
+
+def test_a_failed_check_exits_with_1(monkeypatch: pytest.MonkeyPatch, here: Call) -> None:
+    wrong = Difference("0", 3, 65, 66, margin=1.0, measured=1e-6)
+    report = CheckReport(4, 128, (wrong, replace(wrong, at=5, margin=1e-7)), ())
+    monkeypatch.setattr("hybridkv.runner.check.check_completions", lambda *_: report)
+    code, out, _ = here("--model", "tiny:llama", "--check")
+    assert code == 1
+    assert (
+        "FAILED: 1 differences, 0 wrong ends, 1 near-ties; the first: request 0, output token 3: 65, expected 66" in out
+    )
+    code, out, _ = here("--model", "tiny:llama", "--check", "--json")
+    assert (code, json.loads(out)["check"]["near_ties"]) == (1, 1)

@@ -1,0 +1,176 @@
+"""Events in the ecosystem's schema, of written blocks only."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from hybridkv.cache import AllBlocksCleared, BlockHasher, BlockRemoved, BlockStored, KVCacheManager
+from hybridkv.cache.events import untagged
+from hybridkv.errors import CacheError
+from hybridkv.request import Request
+from hybridkv.testing import attention_config
+
+
+def manager(num_blocks: int = 16, block_sizes: tuple[int, ...] = (4,), *, events: bool = True) -> KVCacheManager:
+    return KVCacheManager(attention_config(num_blocks, block_sizes), 100, enable_kv_cache_events=events)
+
+
+def started(cache: KVCacheManager, tokens: range, *, salt: str | None = None) -> Request:
+    request = Request(f"{salt}{tokens}", tokens, hasher=cache.hasher, cache_salt=salt)
+    blocks, hit = cache.get_computed_blocks(request)
+    assert cache.allocate_slots(request, len(tokens) - hit, hit, blocks) is not None
+    request.num_computed_tokens = len(tokens)
+    return request
+
+
+def keys_of(tokens: range) -> tuple[bytes, ...]:
+    return tuple(BlockHasher(4).hash_chain(None, np.array(tokens)))
+
+
+def test_schema() -> None:
+    assert [f.name for f in fields(BlockStored)] == [
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "lora_name",
+        "medium",
+        "extra_keys",
+        "group_idx",
+    ]
+    assert [f.name for f in fields(BlockRemoved)] == ["block_hashes", "medium", "group_idx"]
+    assert fields(AllBlocksCleared) == ()
+
+
+def test_stored_without_steps_counts_as_written_at_once() -> None:
+    cache = manager()
+    started(cache, range(10))
+    assert cache.take_events() == [BlockStored(keys_of(range(8)), None, tuple(range(8)), 4)]
+    assert cache.take_events() == []
+
+
+
+
+def test_what_was_hit_is_not_stored_again() -> None:
+    cache = manager()
+    started(cache, range(8))
+    cache.take_events()
+    started(cache, range(17))
+    keys = keys_of(range(16))
+    assert cache.take_events() == [BlockStored(keys[2:], keys[1], tuple(range(8, 16)), 4)]
+
+
+def test_salt_is_published_untagged_with_the_first_block() -> None:
+    cache = manager()
+    request = started(cache, range(9), salt="tenant-a")
+    (event,) = cache.take_events()
+    assert isinstance(event, BlockStored)
+    assert event.extra_keys == (("tenant-a",), None)
+    assert event.block_hashes == tuple(request.hashes)
+    request.append(9)
+    cache.allocate_slots(request, 1)
+    assert cache.take_events() == []
+
+
+def test_extra_keys_lose_their_tags() -> None:
+    assert untagged(None) is None
+    extra = (("lora", "sql", "/adapters/sql"), ("mm", "image", 3), ("cache_salt", "s"), ("encoder", b"d"))
+    assert untagged(extra) == ("sql", ("image", 3), "s", b"d")
+
+
+def test_spans_match_hashes_in_every_group() -> None:
+    cache = manager(32, (4, 8, 12))
+    request = started(cache, range(30))
+    events = cache.take_events()
+    assert [event.group_idx for event in events if isinstance(event, BlockStored)] == [0, 1, 2]
+    for event in events:
+        assert isinstance(event, BlockStored)
+        assert len(event.token_ids) == len(event.block_hashes) * event.block_size
+        assert event.block_hashes == tuple(cache.groups[event.group_idx].keys(request))
+
+
+def test_removed_and_cleared() -> None:
+    cache = manager(num_blocks=5)
+    first = started(cache, range(9))
+    cache.free(first)
+    cache.take_events()
+    second = started(cache, range(50, 60))
+    keys = keys_of(range(8))
+    removed = [event for event in cache.take_events() if isinstance(event, BlockRemoved)]
+    assert removed == [BlockRemoved((keys[1],))]
+    cache.free(second)
+    assert cache.reset_prefix_cache()
+    assert cache.take_events() == [AllBlocksCleared()]
+
+
+def test_published_then_written() -> None:
+    cache = manager(num_blocks=16)
+    log = cache.publisher.log
+    log.begin(0)
+    started(cache, range(9))
+    log.end()
+    assert cache.take_events() == []
+    assert cache.statistics().unwritten_blocks == 2
+    cache.check()
+    log.begin(1)
+    started(cache, range(50, 55))
+    log.end()
+    assert log.in_flight == (0, 1)
+    log.settle(0)
+    assert cache.take_events() == [BlockStored(keys_of(range(8)), None, tuple(range(8)), 4)]
+    assert cache.statistics().unwritten_blocks == 1
+    log.revoke(1)
+    assert cache.take_events() == []
+    assert cache.get_computed_blocks(Request("again", range(50, 55), hasher=cache.hasher))[1] == 0
+    cache.check()
+
+
+def test_a_block_that_was_evicted_before_it_was_written_has_no_events() -> None:
+    cache = manager(num_blocks=4)
+    log = cache.publisher.log
+    log.begin(0)
+    first = started(cache, range(9))
+    log.end()
+    cache.free(first)
+    log.begin(1)
+    started(cache, range(50, 60))
+    log.end()
+    cache.check()
+    log.settle(0)
+    assert cache.take_events() == []  # both blocks belong to step 1 now
+    log.settle(1)
+    assert cache.take_events() == [BlockStored(keys_of(range(50, 58)), None, tuple(range(50, 58)), 4)]
+
+
+def test_a_stretch_whose_middle_was_evicted_is_told_in_two_events() -> None:
+    cache = manager()
+    log = cache.publisher.log
+    log.begin(0)
+    started(cache, range(13))
+    log.end()
+    cache.block_pool.evict_blocks(np.array([2], np.int32))
+    log.settle(0)
+    keys = keys_of(range(12))
+    assert cache.take_events() == [
+        BlockStored(keys[:1], None, (0, 1, 2, 3), 4),
+        BlockStored(keys[2:], keys[1], (8, 9, 10, 11), 4),
+    ]
+
+
+def test_steps_are_opened_one_at_a_time() -> None:
+    log = manager().publisher.log
+    log.begin(0)
+    with pytest.raises(CacheError, match="step 1 begins while step 0 is open"):
+        log.begin(1)
+    log.end()
+    log.settle(0)
+    with pytest.raises(CacheError, match="step 0 is not in flight"):
+        log.settle(0)
+
+
+def test_off_by_default() -> None:
+    cache = manager(events=False)
+    started(cache, range(9))
+    assert cache.take_events() == []

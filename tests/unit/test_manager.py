@@ -1,0 +1,527 @@
+"""KVCacheManager driven without a scheduler: the full-attention lines of contracts.md sections 4, 5 and 9."""
+
+from itertools import count
+
+import numpy as np
+import pytest
+
+from hybridkv.cache import (
+    Admission,
+    BlockHasher,
+    BlockPool,
+    KVCacheBlocks,
+    KVCacheManager,
+    PrefixCacheStats,
+    Reason,
+    Refusal,
+    SlotPlan,
+)
+from hybridkv.errors import CacheError, ConfigError, StalePlanError, UnsupportedModelError
+from hybridkv.plan import KVCacheConfig, KVCacheGroupSpec
+from hybridkv.request import Request
+from hybridkv.specs import AttentionSpec, RequestLimits
+from hybridkv.testing import attention_config
+
+_numbers = count()
+
+
+def manager(num_blocks: int = 32, block_sizes: tuple[int, ...] = (4,), **options: bool) -> KVCacheManager:
+    return KVCacheManager(attention_config(num_blocks, block_sizes), max_model_len=1000, **options)
+
+
+def request(cache: KVCacheManager, prompt: range | list[int], **options: str) -> Request:
+    name = options.pop("request_id", f"request {next(_numbers)}")
+    return Request(name, prompt, hasher=cache.hasher, **options)  # type: ignore[arg-type]  # the salt
+
+
+def run(cache: KVCacheManager, one: Request) -> int:
+    """Look up, allocate and compute all of its tokens; tokens hit."""
+    blocks, hit = cache.get_computed_blocks(one)
+    new = cache.allocate_slots(one, one.num_tokens - hit, hit, blocks)
+    assert new is not None
+    one.num_computed_tokens = one.num_tokens
+    cache.check()
+    return hit
+
+
+# -- hits
+
+
+def test_a_prompt_of_14_tokens_hits_12() -> None:
+    cache = manager()
+    assert run(cache, request(cache, range(14))) == 0
+    again = request(cache, range(14))
+    blocks, hit = cache.get_computed_blocks(again)
+    assert (blocks.blocks, hit) == (([1, 2, 3],), 12)
+
+
+@pytest.mark.parametrize(("length", "hit"), [(1, 0), (4, 0), (5, 4), (12, 8), (13, 12), (14, 12), (30, 12)])
+def test_a_hit_never_covers_the_last_token(length: int, hit: int) -> None:
+    cache = manager()
+    run(cache, request(cache, range(14)))
+    assert cache.get_computed_blocks(request(cache, range(length)))[1] == hit
+
+
+def test_a_hit_ends_at_the_first_miss() -> None:
+    cache = manager()
+    run(cache, request(cache, range(20)))
+    other = [*range(9), 99, *range(10, 20)]
+    assert cache.get_computed_blocks(request(cache, other))[1] == 8
+    cache.block_pool.evict_blocks(np.array([2], np.int32))
+    assert cache.get_computed_blocks(request(cache, range(20)))[1] == 4
+
+
+def test_a_hit_outlives_its_request_until_its_blocks_are_taken() -> None:
+    cache = manager(num_blocks=8)
+    first = request(cache, range(14))
+    run(cache, first)
+    cache.free(first)
+    assert cache.block_pool.free_order() == [4, 5, 6, 7, 3, 2, 1]
+    assert cache.usage == 0.0
+    run(cache, request(cache, range(100, 118)))  # takes 4, 5, 6, 7, 3
+    assert cache.get_computed_blocks(request(cache, range(14)))[1] == 8
+
+
+def test_requests_with_other_salts_share_nothing() -> None:
+    cache = manager()
+    run(cache, request(cache, range(14), cache_salt="a"))
+    hits = [run(cache, request(cache, range(14), cache_salt=salt)) for salt in ("a", "b")]
+    assert [*hits, run(cache, request(cache, range(14)))] == [12, 0, 0]
+
+
+def test_no_hits_without_caching() -> None:
+    cache = manager(enable_caching=False)
+    assert cache.hasher is None
+    first, second = request(cache, range(14)), request(cache, range(14))
+    assert [run(cache, first), run(cache, second)] == [0, 0]
+    with pytest.raises(ConfigError, match="caching is off"):
+        cache.allocate_slots(request(cache, range(14)), 2, 12, KVCacheBlocks((np.array([1, 2, 3], np.int32),)))
+
+
+def test_a_hit_of_several_groups_is_what_all_of_them_have() -> None:
+    cache = manager(64, (4, 8, 12))
+    run(cache, request(cache, range(50)))
+    blocks, hit = cache.get_computed_blocks(request(cache, range(50)))
+    assert hit == 48
+    assert [len(ids) for ids in blocks.blocks] == [12, 6, 4]
+    cache.block_pool.evict_blocks(np.array([blocks.blocks[2][3]], np.int32))
+    found, hit = cache.get_computed_blocks(request(cache, range(50)))
+    assert hit == 24  # 36 tokens in group 2, but hits end where all blocks end
+    assert found.blocks == (blocks.blocks[0][:6], blocks.blocks[1][:3], blocks.blocks[2][:2])
+    cache.block_pool.evict_blocks(np.array([blocks.blocks[1][2]], np.int32))
+    assert cache.get_computed_blocks(request(cache, range(50)))[0].blocks == ([], [], [])
+    assert cache.get_block_ids("nobody") == ([], [], [])
+
+
+def test_a_request_hashed_by_another_hasher_is_refused() -> None:
+    cache = manager()
+    stranger = Request("r", range(14), hasher=BlockHasher(4))
+    for one in (stranger, Request("s", range(14))):
+        with pytest.raises(ConfigError, match="hasher=cache.hasher"):
+            cache.get_computed_blocks(one)
+        with pytest.raises(ConfigError, match="hasher=cache.hasher"):
+            cache.allocate_slots(one, 14)
+    cache.check()
+    assert cache.block_pool.get_num_free_blocks() == 31
+
+
+def test_the_hash_block_divides_every_block() -> None:
+    with pytest.raises(ConfigError, match="group 1 has blocks of 6 tokens, no multiple of the hash block 4"):
+        manager(8, (4, 6))
+    cache = KVCacheManager(attention_config(40, (4, 6)), 100, hasher=BlockHasher(2))
+    run(cache, request(cache, range(30)))
+    assert run(cache, request(cache, range(30))) == 24
+
+
+# -- slots
+
+
+def test_blocks_are_taken_as_tokens_need_them() -> None:
+    cache = manager()
+    one = request(cache, range(14))
+    taken = []
+    for tokens in (3, 1, 1, 8, 1):
+        new = cache.allocate_slots(one, tokens)
+        assert new is not None
+        taken.append(new.blocks)
+        one.num_computed_tokens += tokens
+    assert taken == [([1],), ([],), ([2],), ([3, 4],), ([],)]
+    assert cache.get_block_ids(one.request_id) == ([1, 2, 3, 4],)
+    assert cache.get_blocks(one.request_id).blocks == ([1, 2, 3, 4],)
+
+
+def test_groups_take_in_their_order() -> None:
+    cache = manager(64, (4, 8))
+    one = request(cache, range(20))
+    new = cache.allocate_slots(one, 20)
+    assert new is not None
+    assert new.blocks == ([1, 2, 3, 4, 5], [6, 7, 8])
+
+
+def test_a_hit_is_touched_and_the_rest_taken() -> None:
+    cache = manager()
+    first = request(cache, range(14))
+    run(cache, first)
+    second = request(cache, range(14))
+    blocks, hit = cache.get_computed_blocks(second)
+    new = cache.allocate_slots(second, 2, hit, blocks)
+    assert new is not None
+    assert new.blocks == ([5],)
+    assert cache.get_block_ids(second.request_id) == ([1, 2, 3, 5],)
+    assert [view.ref_cnt for view in blocks.views(cache.block_pool)[0]] == [2, 2, 2]
+    cache.free(first)
+    assert cache.block_pool.free_order()[0] == 4
+    cache.check()
+
+
+def test_nothing_to_allocate_is_an_error() -> None:
+    cache = manager()
+    one = request(cache, range(14))
+    for tokens in (0, -1):
+        with pytest.raises(ConfigError, match=f"nothing to allocate .* num_new_tokens is {tokens}"):
+            cache.allocate_slots(one, tokens)
+    assert cache.block_pool.get_num_free_blocks() == 31
+
+
+def test_a_hit_comes_with_all_of_its_blocks() -> None:
+    cache = manager()
+    first = request(cache, range(14))
+    run(cache, first)
+    second = request(cache, range(14))
+    blocks, _ = cache.get_computed_blocks(second)
+    with pytest.raises(ConfigError, match="12 hit tokens without their blocks"):
+        cache.allocate_slots(second, 2, 12)
+    with pytest.raises(ConfigError, match="a hit of 8 tokens needs 2 blocks in group 0, got 3"):
+        cache.allocate_slots(second, 2, 8, blocks)
+    with pytest.raises(ConfigError, match="holds blocks already"):
+        cache.allocate_slots(first, 2, 12, blocks)
+    with pytest.raises(ConfigError, match="num_encoder_tokens needs a group of cross-attention"):
+        cache.allocate_slots(second, 2, 12, blocks, num_encoder_tokens=3)
+    assert cache.allocate_slots(second, 2, 0, cache.create_empty_block_list()) is not None
+
+
+def test_none_when_full_and_nothing_changed() -> None:
+    cache = manager(num_blocks=6)
+    first = request(cache, range(9))
+    run(cache, first)
+    cache.free(first)
+    assert cache.block_pool.free_order() == [3, 4, 5, 2, 1]
+    second = request(cache, range(21))
+    blocks, hit = cache.get_computed_blocks(second)
+    assert hit == 8
+    assert cache.allocate_slots(second, 13, hit, blocks) is None
+    assert cache.block_pool.free_order() == [3, 4, 5, 2, 1]
+    assert cache.get_computed_blocks(second)[1] == 8
+    assert second.row == -1
+    cache.check()
+    assert cache.allocate_slots(second, 12, hit, blocks) is not None
+    second.num_computed_tokens = 20
+    assert cache.allocate_slots(second, 1) is None
+    cache.check()
+
+
+def test_refusals_say_why() -> None:
+    cache = manager(num_blocks=6)
+    one = request(cache, range(30))
+    assert cache.plan_slots(one, 21) == Refusal(Reason.NO_SPACE, 0, 6, 5)
+    plan = cache.plan_slots(one, 4, admission=Admission(full_tokens=21))
+    assert plan == Refusal(Reason.ADMISSION_LIMIT, 0, 6, 5)
+    assert cache.plan_slots(one, 4, admission=Admission(20, reserve_blocks=1)) == Refusal(
+        Reason.ADMISSION_LIMIT, 0, 6, 5
+    )
+    assert isinstance(cache.plan_slots(one, 4, admission=Admission(20)), SlotPlan)
+    assert [str(reason) for reason in Reason] == ["no_space", "admission_limit"]
+
+
+def test_hits_that_nobody_holds_count_as_needed() -> None:
+    cache = manager(num_blocks=6)
+    first = request(cache, range(9))
+    run(cache, first)
+    cache.free(first)
+    second, third = request(cache, range(9)), request(cache, range(9))
+    blocks, hit = cache.get_computed_blocks(second)
+    plan = cache.plan_slots(second, 1, hit, blocks, admission=Admission(9, reserve_blocks=3))
+    assert plan == Refusal(Reason.ADMISSION_LIMIT, 0, 6, 5)
+    run(cache, second)
+    plan = cache.plan_slots(third, 1, hit, blocks, admission=Admission(9, reserve_blocks=1))
+    assert isinstance(plan, SlotPlan)
+
+
+def test_the_largest_group_is_named_in_a_refusal() -> None:
+    cache = manager(num_blocks=6, block_sizes=(8, 4))
+    assert cache.plan_slots(request(cache, range(20)), 20) == Refusal(Reason.NO_SPACE, 1, 8, 5)
+
+
+def test_a_plan_changes_nothing_until_it_is_committed() -> None:
+    cache = manager()
+    one = request(cache, range(14))
+    plan = cache.plan_slots(one, 14)
+    assert isinstance(plan, SlotPlan)
+    assert cache.block_pool.get_num_free_blocks() == 31
+    assert one.row == -1
+    assert cache.commit(plan).blocks == ([1, 2, 3, 4],)
+    with pytest.raises(StalePlanError, match="plan again"):
+        cache.commit(plan)
+    cache.check()
+
+
+@pytest.mark.parametrize("what", ["allocate", "free", "publish", "reset"])
+def test_a_stale_plan_raises(what: str) -> None:
+    cache = manager()
+    held, other = request(cache, range(9)), request(cache, range(50, 60))
+    cache.allocate_slots(held, 9, delay_cache_blocks=True)
+    if what == "reset":
+        cache.free(held)
+    plan = cache.plan_slots(other, 10)
+    assert isinstance(plan, SlotPlan)
+    if what == "allocate":
+        cache.allocate_slots(held, 20)
+    elif what == "free":
+        cache.free(held)
+    elif what == "publish":
+        cache.cache_blocks(held, 9)
+    else:
+        cache.reset_prefix_cache()
+    with pytest.raises(StalePlanError, match="planned: plan again"):
+        cache.commit(plan)
+    cache.check()
+    assert cache.allocate_slots(other, 10) is not None
+
+
+def test_lookahead_takes_room_but_publishes_nothing() -> None:
+    cache = manager()
+    one = request(cache, range(7))
+    new = cache.allocate_slots(one, 7, num_lookahead_tokens=6)
+    assert new is not None
+    assert new.blocks == ([1, 2, 3, 4],)
+    assert [cache.block_pool.key_of(block) is not None for block in (1, 2, 3, 4)] == [True, False, False, False]
+
+
+def test_draft_tokens_are_never_published() -> None:
+    cache = manager()
+    one = request(cache, range(7))
+    cache.allocate_slots(one, 9)  # 7 known tokens, 2 drafts behind them
+    assert cache.block_pool.key_of(1) is not None
+    assert cache.block_pool.key_of(2) is None
+    one.num_computed_tokens = 7
+    one.append(7)
+    cache.allocate_slots(one, 1)
+    assert cache.block_pool.key_of(2) is not None
+    cache.check()
+
+
+def test_no_room_is_taken_beyond_the_longest_request() -> None:
+    cache = KVCacheManager(attention_config(32, (4,)), max_model_len=10)
+    one = request(cache, range(9))
+    new = cache.allocate_slots(one, 9, num_lookahead_tokens=50)
+    assert new is not None
+    assert new.blocks == ([1, 2, 3],)
+    beyond = request(cache, range(30))
+    new = cache.allocate_slots(beyond, 30)
+    assert new is not None
+    assert new.blocks == ([4, 5, 6],)
+    cache.check()
+
+
+def test_delayed_blocks_are_published_when_asked_for() -> None:
+    cache = manager()
+    one = request(cache, range(14))
+    cache.allocate_slots(one, 14, delay_cache_blocks=True)
+    one.num_computed_tokens = 14
+    assert cache.get_computed_blocks(request(cache, range(14)))[1] == 0
+    cache.check()
+    cache.cache_blocks(one, 9)
+    assert cache.get_computed_blocks(request(cache, range(14)))[1] == 8
+    cache.cache_blocks(one, 100)
+    assert cache.get_computed_blocks(request(cache, range(14)))[1] == 12
+    cache.check()
+
+
+def test_only_held_blocks_are_published() -> None:
+    cache = manager()
+    one = request(cache, range(14))
+    with pytest.raises(CacheError, match="holds no blocks here"):
+        cache.cache_blocks(one, 4)
+    cache.allocate_slots(one, 5, delay_cache_blocks=True)
+    with pytest.raises(CacheError, match="12 tokens"):
+        cache.cache_blocks(one, 12)
+    cache.check()
+    cache.cache_blocks(one, 5)
+    assert cache.block_pool.key_of(1) is not None
+
+
+# -- free and reset
+
+
+def test_chains_are_freed_tail_first() -> None:
+    cache = manager(num_blocks=10)
+    one = request(cache, range(14))
+    cache.allocate_slots(one, 14, num_lookahead_tokens=8)
+    cache.free(one.request_id)
+    assert cache.block_pool.free_order() == [6, 5, 4, 7, 8, 9, 3, 2, 1]
+    cache.check()
+
+
+def test_freeing_the_unknown_is_a_no_op() -> None:
+    cache = manager()
+    one = request(cache, range(14))
+    cache.free(one)
+    cache.free("nobody")
+    run(cache, one)
+    cache.free(one)
+    cache.free(one)
+    cache.check()
+    assert cache.block_pool.get_num_free_blocks() == 31
+
+
+def test_several_are_freed_in_order() -> None:
+    cache = manager(num_blocks=8, enable_caching=False)
+    first, second = request(cache, range(5)), request(cache, range(5))
+    run(cache, first)
+    run(cache, second)
+    cache.free_many([first, second])
+    assert cache.block_pool.free_order() == [4, 3, 2, 1, 5, 6, 7]
+
+
+def test_reset_only_when_nothing_is_in_use() -> None:
+    cache = manager(log_stats=True)
+    one = request(cache, range(14))
+    run(cache, one)
+    assert not cache.reset_prefix_cache()
+    cache.free(one)
+    assert cache.reset_prefix_cache()
+    assert cache.get_computed_blocks(request(cache, range(14)))[1] == 0
+    stats = cache.make_prefix_cache_stats()
+    assert stats is not None
+    assert stats.reset
+    cache.check()
+
+
+def test_two_requests_of_one_name() -> None:
+    cache = manager()
+    run(cache, request(cache, range(5), request_id="same"))
+    with pytest.raises(CacheError, match="request ids must be unique"):
+        cache.allocate_slots(request(cache, range(5), request_id="same"), 5)
+    cache.check()
+
+
+def test_a_request_of_another_manager_is_refused() -> None:
+    here, there = manager(), manager()
+    one = Request("r", range(9), hasher=here.hasher)
+    here.allocate_slots(one, 9)
+    there.hasher = here.hasher
+    for tokens in (1, 40):
+        with pytest.raises(CacheError, match="holds blocks of another manager"):
+            there.allocate_slots(one, tokens)
+    there.check()
+
+
+# -- answers
+
+
+def test_common_prefix_blocks() -> None:
+    cache = manager(64, (4, 8))
+    first, second = request(cache, range(20)), request(cache, [*range(16), 99, 98, 97])
+    run(cache, first)
+    assert cache.get_num_common_prefix_blocks(first, 1) == [5, 3]
+    assert cache.get_num_common_prefix_blocks(first.request_id, 2) == [0, 0]
+    run(cache, second)
+    assert cache.get_num_common_prefix_blocks(first, 2) == [4, 2]
+    assert cache.get_num_common_prefix_blocks(second, 2) == [4, 2]
+    cache.free(second)
+    with pytest.raises(CacheError, match="ask for a running one"):
+        cache.get_num_common_prefix_blocks(second, 1)
+
+
+def test_statistics_are_read_once() -> None:
+    assert manager().make_prefix_cache_stats() is None
+    cache = manager(log_stats=True)
+    assert cache.make_prefix_cache_stats() == PrefixCacheStats()
+    run(cache, request(cache, range(14)))
+    run(cache, request(cache, range(14)))
+    assert cache.make_prefix_cache_stats() == PrefixCacheStats(reset=False, requests=2, queries=28, hits=12)
+    assert cache.make_prefix_cache_stats() == PrefixCacheStats()
+
+
+def test_statistics_of_the_cache() -> None:
+    cache = manager(num_blocks=10)
+    first = request(cache, range(14))
+    run(cache, first)
+    second = request(cache, range(14))
+    run(cache, second)
+    cache.free(first)
+    now = cache.statistics()
+    assert (now.num_blocks, now.free_blocks, now.cached_blocks, now.unwritten_blocks) == (9, 5, 3, 0)
+    assert (now.resident_requests, now.evictions) == (1, 0)
+    assert cache.resident_requests() == (second,)
+    assert cache.usage == pytest.approx(4 / 9)
+
+
+def test_a_remembered_hit_is_looked_up_anew_only_when_it_may_have_changed() -> None:
+    cache = manager(num_blocks=10)
+    first = request(cache, range(9))
+    run(cache, first)
+    longer = request(cache, range(20))
+    blocks, hit = cache.get_computed_blocks(longer)
+    seen = cache.block_pool.evictions
+    assert hit == 8
+    assert cache.is_longest_hit(longer, blocks, seen)
+    assert not cache.is_longest_hit(longer, blocks, seen - 1)
+    run(cache, request(cache, range(13)))
+    assert not cache.is_longest_hit(longer, blocks, seen)
+
+
+def test_blocks_of_a_request() -> None:
+    blocks = KVCacheBlocks((np.array([1, 2], np.int32), np.array([3], np.int32)))
+    more = KVCacheBlocks((np.array([4], np.int32), np.array([], np.int32)))
+    assert (blocks + more).blocks == ([1, 2, 4], [3])
+    assert blocks.blocks[0][1] == 2
+    assert blocks.get_block_ids() == ([1, 2], [3])
+    empty = blocks.new_empty()
+    assert empty.blocks == ([], [])
+    assert empty.get_block_ids() == ([], [])
+    assert empty.get_block_ids(allow_none=True) is None
+    assert blocks.get_block_ids(allow_none=True) == ([1, 2], [3])
+    assert blocks == blocks + empty
+    assert blocks != more
+    assert blocks != ([1, 2], [3])
+    with pytest.raises(ConfigError, match="2 and of 1 groups"):
+        blocks + KVCacheBlocks((np.array([], np.int32),))
+
+
+def test_blocks_without_key() -> None:
+    pool = BlockPool(8)
+    pool.get_new_blocks(3)
+    pool.publish(0, [1], [b"k" * 32])
+    blocks = KVCacheBlocks((np.array([0, 1, 2, 3], np.int32),))
+    assert blocks.get_unhashed_block_ids(pool) == [2, 3]
+    assert [view.is_null for view in blocks.views(pool)[0]] == [True, False, False, False]
+    assert [view.block_hash for view in blocks.views(pool)[0]] == [None, b"k" * 32, None, None]
+    assert [view.block_id for view in blocks.views(pool)[0]] == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="exactly one group, these blocks have 2"):
+        KVCacheBlocks(blocks.ids * 2).get_unhashed_block_ids(pool)
+
+
+# -- construction
+
+
+def test_limits_that_cannot_work() -> None:
+    with pytest.raises(ConfigError, match="max_model_len must be at least 1, got 0"):
+        KVCacheManager(attention_config(8), 0)
+
+
+def test_a_layer_type_without_policy() -> None:
+    class OtherSpec(AttentionSpec):
+        def max_memory_usage_bytes(self, limits: RequestLimits) -> int:
+            return limits.max_model_len
+
+    spec = OtherSpec(block_size=4, num_kv_heads=1, head_size=1, dtype="float16")
+    with pytest.raises(UnsupportedModelError, match="OtherSpec has no cache policy"):
+        KVCacheManager(KVCacheConfig(8, (), (KVCacheGroupSpec(("layer",), spec),)), 100)
+
+
+def test_the_null_block_alone_refuses_everything() -> None:
+    cache = manager(num_blocks=1)
+    assert cache.usage == 0.0
+    assert cache.allocate_slots(request(cache, range(3)), 1) is None
+    cache.check()

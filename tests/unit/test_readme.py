@@ -1,0 +1,40 @@
+"""The README's Python runs, and its commands exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[2] / "README.md"
+TEXT = README.read_text("utf-8")
+SNIPPETS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+COMMANDS = sorted(set(re.findall(r"`hybridkv (\w+)", TEXT)))
+
+
+def test_there_is_something_to_test() -> None:
+    assert SNIPPETS
+    assert {"plan", "replay", "generate", "models"} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_snippet_runs(snippet: str) -> None:
+    names: dict[str, object] = {}
+    exec(compile(snippet, str(README), "exec"), names)  # noqa: S102 - our own README
+    assert len(names["step"].rows) == 1  # type: ignore[attr-defined]  # a Step, made by the snippet
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_exists(command: str) -> None:
+    done = subprocess.run(  # noqa: S603 - our own command line
+        [sys.executable, "-m", "hybridkv", command, "--help"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\((?!http)([^)#]+)", TEXT))
+def test_link_leads_somewhere(link: str) -> None:
+    assert (README.parent / link).exists()
