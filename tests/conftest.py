@@ -1,7 +1,10 @@
 """Hypothesis profiles: HYPOTHESIS_PROFILE=thorough for a long run by hand."""
 
+import logging
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
@@ -10,3 +13,13 @@ SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=100, suppress_health_check=SLOW)
 settings.register_profile("thorough", deadline=None, max_examples=3000, suppress_health_check=SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(scope="module")
+def quiet() -> Iterator[None]:
+    """For tests that fail steps on purpose, thousands of times: their warnings would fill the report."""
+    logger = logging.getLogger("hybridkv")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(before)

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridkv.cache import BatchSlots, BlockHasher, KVCacheManager
@@ -55,7 +55,7 @@ class Twin:
 
     def one_by_one(self, names: list[str], counts: list[int]) -> tuple[int, list[list[int]]]:
         """How many were served, and (owner, group, column, block) of what is new."""
-        cells = []
+        cells: list[list[int]] = []
         for owner, (name, count) in enumerate(zip(names, counts, strict=True)):
             request = self.requests[name]
             held = [len(ids) for ids in self.cache.get_block_ids(name)]
@@ -97,6 +97,7 @@ def twins(draw: st.DrawFn) -> tuple[Twin, Twin]:
     return Twin(num_blocks, sizes, caching), Twin(num_blocks, sizes, caching)
 
 
+@settings(max_examples=2 * settings().max_examples)
 @given(twins(), st.data())
 def check_batches(both: tuple[Twin, Twin], data: st.DataObject) -> None:
     batched, single = both
@@ -120,7 +121,9 @@ def check_batches(both: tuple[Twin, Twin], data: st.DataObject) -> None:
             single.requests[name].num_computed_tokens += count
         assert batched.seen() == single.seen()
         assert ordered(batched) == ordered(single)
-        for name in data.draw(st.lists(st.sampled_from(sorted(batched.requests)), unique=True) if names else st.just([])):
+        for name in data.draw(
+            st.lists(st.sampled_from(sorted(batched.requests)), unique=True) if names else st.just([])
+        ):
             batched.forget(name)
             single.forget(name)
         batched.cache.check()
@@ -131,8 +134,8 @@ def test_a_batch_is_its_rows_one_by_one() -> None:
     MET.clear()
     check_batches()
     assert MET["not due"] > 200, MET
-    assert MET["due"] > 200, MET
-    assert MET["refused"] > 20, MET
+    assert MET["due"] > 400, MET
+    assert MET["refused"] > 100, MET
 
 
 def test_nothing_for_nobody() -> None:

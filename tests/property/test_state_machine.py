@@ -3,12 +3,15 @@
 from collections import Counter
 from random import Random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from hybridkv.testing import Rig, RigOptions, random_options, random_run
 from hybridkv.testing.strategies import SALTS, prompts, rig_options, stop_token_ids
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -81,7 +84,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=6 * settings.default.max_examples, stateful_step_count=50)
+TestCacheMachine.settings = settings(max_examples=6 * settings().max_examples, stateful_step_count=50)
 
 
 def test_random_runs_meet_what_is_rare() -> None:

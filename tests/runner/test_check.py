@@ -62,6 +62,17 @@ def test_a_difference_within_the_measured_one_is_a_near_tie(make_engine: EngineF
     assert not Difference("0", 1, 2, 3, margin=0.4, measured=0.1).near_tie
 
 
+def test_generate_decides_not_the_forward(make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    done, recorder = run("llama", make_engine)
+    said = list(done[0].token_ids)
+    said[4] = (said[4] + 1) % 256
+    monkeypatch.setattr("hybridkv.runner.check.generate_greedy", lambda _model, _prompt, count, *_: said[:count])
+    found = check_completions(loaded_model("llama"), done[:1], PARAMS[:1], recorder).differences
+    assert [(one.at, one.token, one.expected, one.near_tie) for one in found] == [
+        (4, done[0].token_ids[4], said[4], False)
+    ]
+
+
 def test_wrong_ends_are_found(make_engine: EngineFactory) -> None:
     done, recorder = run("llama", make_engine)
     done[0] = replace(done[0], finish_reason=FinishReason.STOP)

@@ -137,6 +137,12 @@ def test_abort_and_salt(make_engine: EngineFactory) -> None:
     assert done[doomed].finish_reason is FinishReason.ABORT
     assert 0 < len(done[doomed].token_ids) < 20
     assert engine.abort("nobody") is False
+    early = engine.add(prompt, greedy(20))
+    assert engine.abort(early)
+    (ended,) = engine.step()
+    assert (ended.request_id, ended.finish_reason, ended.token_ids) == (early, FinishReason.ABORT, ())
+    assert engine.idle
+    assert engine.step() == []
 
 
 def test_the_model_gets_its_own_attention_back(make_engine: EngineFactory) -> None:

@@ -75,7 +75,8 @@ def test_rows_are_added(capacity: int) -> None:
 
 @given(st.data())
 def test_is_a_list_of_lists(data: st.DataObject) -> None:
-    table, naive = BlockRows(4), [[] for _ in range(4)]  # type: list[list[int]]
+    table = BlockRows(4)
+    naive: list[list[int]] = [[] for _ in range(4)]
     fresh = 1
     for _ in range(data.draw(st.integers(1, 25))):
         action = data.draw(st.sampled_from(["one", "many", "clear"]))

@@ -51,8 +51,6 @@ def test_stored_without_steps_counts_as_written_at_once() -> None:
     assert cache.take_events() == []
 
 
-
-
 def test_what_was_hit_is_not_stored_again() -> None:
     cache = manager()
     started(cache, range(8))

@@ -26,7 +26,8 @@ _numbers = count()
 
 
 def manager(num_blocks: int = 32, block_sizes: tuple[int, ...] = (4,), **options: bool) -> KVCacheManager:
-    return KVCacheManager(attention_config(num_blocks, block_sizes), max_model_len=1000, **options)
+    config = attention_config(num_blocks, block_sizes)
+    return KVCacheManager(config, 1000, options.pop("enable_caching", True), **options)  # type: ignore[arg-type]  # booleans
 
 
 def request(cache: KVCacheManager, prompt: range | list[int], **options: str) -> Request:
@@ -117,9 +118,9 @@ def test_a_request_hashed_by_another_hasher_is_refused() -> None:
     cache = manager()
     stranger = Request("r", range(14), hasher=BlockHasher(4))
     for one in (stranger, Request("s", range(14))):
-        with pytest.raises(ConfigError, match="hasher=cache.hasher"):
+        with pytest.raises(ConfigError, match=r"hasher=cache\.hasher"):
             cache.get_computed_blocks(one)
-        with pytest.raises(ConfigError, match="hasher=cache.hasher"):
+        with pytest.raises(ConfigError, match=r"hasher=cache\.hasher"):
             cache.allocate_slots(one, 14)
     cache.check()
     assert cache.block_pool.get_num_free_blocks() == 31

@@ -79,7 +79,13 @@ def test_a_step_clears_finished_rows_begins_new_ones_then_writes_in_order() -> N
     # row 0 ends and begins in one Step; a cell written twice keeps the later id
     t.apply(step(1, cells((0, 0, 0, 21), (0, 0, 0, 22)), new=(0,), finished=(0, 1)))
     assert (blocks(t, 0, 0), blocks(t, 1, 0), blocks(t, 0, 1)) == ([22], [], [])
-    assert t.last_step_id == 1
+    # it may also begin without having been finished
+    t.apply(step(2, cells((0, 0, 0, 31)), new=(0,)))
+    t.apply(step(3, cells((0, 0, 1, 32)), new=(0,)))
+    assert t[0].num_blocks_per_row.tolist() == [2, 0, 0, 0]
+    t.apply(step(4, cells((0, 0, 0, 33)), new=(0,)))
+    assert blocks(t, 0, 0) == [33]
+    assert t.last_step_id == 4
 
 
 def test_a_missed_or_repeated_step_is_refused() -> None:

@@ -59,9 +59,12 @@ class BlockRows:
         small = np.flatnonzero(after > self.room[rows])
         for i in small.tolist():
             self._ensure(int(rows[i]), int(after[i]))
-        owner = np.repeat(np.arange(len(rows)), counts)
-        within = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
-        column = held[owner] + within
+        if counts.max(initial=0) <= 1:  # decoding rows
+            owner = np.flatnonzero(counts)
+            column = held[owner]
+        else:
+            owner = np.repeat(np.arange(len(rows)), counts)
+            column = held[owner] + np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
         self.cells[self.start[rows[owner]] + column] = ids
         self.count[rows] = after
         return owner, column

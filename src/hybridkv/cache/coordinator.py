@@ -21,7 +21,10 @@ def longest_common_hit(groups: Sequence[CacheGroup], request: Request, limit_tok
     Each group may lower the candidate; asked in turn until all agree (a fixed point: the candidate only
     falls). O(blocks of the longest hit) for full attention, which is asked anew only to trim.
     """
-    alignment = groups[0].policy.block_size if len(groups) == 1 else common_alignment(groups)
+    if len(groups) == 1:
+        (group,) = groups
+        return (group.policy.longest_hit(group.index, group.keys(request), limit_tokens),)
+    alignment = common_alignment(groups)
     candidate = limit_tokens // alignment * alignment
     hits: list[Hit | None] = [None] * len(groups)
     agreed = False

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from hybridkv.errors import CacheError
 
+_NONE = np.empty(0, np.int32)
 _FIRST_CHUNK = 32
 _LARGEST_CHUNK = 512  # a hit costs at most so many look-ups in vain
 
@@ -76,7 +77,7 @@ class PrefixIndex:
         get = self._first.get
         left = len(keys) if stop is None else min(stop, len(keys))
         if left <= 0 or get(keys[0]) is None:
-            return np.empty(0, np.int32)
+            return _NONE
         coming, chunk = iter(keys), _FIRST_CHUNK
         parts: list[NDArray[np.int32]] = []
         while left:

@@ -43,8 +43,11 @@ class Publisher:
         self, group: CacheGroup, requests: RequestRows, rows: Int64, first: Int64, counts: Int64
     ) -> None:
         starts = np.cumsum(counts) - counts
-        column = np.arange(int(counts.sum())) + np.repeat(first - starts, counts)
-        ids = group.rows.at(np.repeat(rows, counts), column)
+        if counts.max() == 1:  # decoding rows
+            ids = group.rows.at(rows, first)
+        else:
+            column = np.arange(int(counts.sum())) + np.repeat(first - starts, counts)
+            ids = group.rows.at(np.repeat(rows, counts), column)
         group.published[rows] = first + counts
         spans = list(zip(requests.owners(rows), first.tolist(), (first + counts).tolist(), strict=True))
         keys = [key for request, start, stop in spans for key in group.key_run(request, start, stop)]

@@ -147,8 +147,8 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Nothing waits, runs or is in flight."""
-        return not self._in_flight and self.scheduler.drained
+        """Nothing is in flight and every request has been handed out."""
+        return not self._in_flight and not self._live
 
     def statistics(self) -> SchedulerStatistics:
         """The scheduler's counts so far."""
@@ -174,7 +174,10 @@ class Engine:
         return self._take_in(step, self.scheduler.update(result))
 
     def _schedule_ahead(self) -> None:
-        while len(self._in_flight) < self.options.in_flight and not self.scheduler.drained:
+        while len(self._in_flight) < self.options.in_flight:
+            # drained with requests not handed out: aborted ones, which the update of an empty Step brings
+            if self.scheduler.drained and (self._in_flight or not self._live):
+                return
             step = self.scheduler.schedule()
             self._in_flight.append(step)
             if not len(step):

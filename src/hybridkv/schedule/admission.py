@@ -22,6 +22,8 @@ def refuse_impossible(cache: KVCacheManager, request: Request) -> None:
     """ConfigError or CapacityError for a request that could not run even alone."""
     if request.hasher is not cache.hasher:
         raise ConfigError(f"request {request.request_id!r}: construct it with hasher=cache.hasher")
+    if request.row >= 0 or request.num_computed_tokens:
+        raise ConfigError(f"request {request.request_id!r} runs or has run before: make a new Request of its tokens")
     if request.num_tokens >= cache.max_model_len:
         raise ConfigError(
             f"request {request.request_id!r} has {request.num_tokens} tokens, max_model_len is "

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from typing import NamedTuple
 
 from hybridkv.errors import ConfigError, OwnershipError
 from hybridkv.request import Request
+
+
+class Arrival(NamedTuple):
+    """A request that arrived, or the abort of one: of that very one, since its id may be used again by then."""
+
+    request: Request
+    abort: bool
 
 
 class Inbox:
@@ -17,7 +25,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._items: deque[Request | str] = deque()
+        self._items: deque[Arrival] = deque()
         self._known: dict[str, Request] = {}
         self._ended: set[str] = set()
         self._owner: int | None = None
@@ -47,18 +55,19 @@ class Inbox:
             if request.request_id in self._known or request.request_id in self._ended:
                 raise ConfigError(f"a request {request.request_id!r} is already here: request ids must be unique")
             self._known[request.request_id] = request
-            self._items.append(request)
+            self._items.append(Arrival(request, abort=False))
 
     def abort(self, request_id: str) -> bool:
         """An abort arrives. False, and nothing done, for an unknown id."""
         with self._lock:
-            if request_id not in self._known:
+            request = self._known.get(request_id)
+            if request is None:
                 return False
-            self._items.append(request_id)
+            self._items.append(Arrival(request, abort=True))
             return True
 
-    def take(self) -> Request | str | None:
-        """The oldest item: a request that arrived, or the id of one to abort."""
+    def take(self) -> Arrival | None:
+        """The oldest item."""
         with self._lock:
             return self._items.popleft() if self._items else None
 
@@ -83,7 +92,7 @@ class Inbox:
     def arriving(self) -> tuple[Request, ...]:
         """Requests that arrived and were not taken yet."""
         with self._lock:
-            return tuple(item for item in self._items if isinstance(item, Request))
+            return tuple(item.request for item in self._items if not item.abort)
 
     def known_ids(self) -> set[str]:
         """Ids of all requests known."""

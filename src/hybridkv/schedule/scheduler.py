@@ -420,7 +420,8 @@ class Scheduler:
     def _empty_inbox(self) -> None:
         """Requests that arrived wait from now on; those to abort end."""
         while (item := self._inbox.take()) is not None:
-            if isinstance(item, Request):
-                self._waiting.append(item)
-            elif (request := self._inbox.find(item)) is not None:
+            request = item.request
+            if not item.abort:
+                self._waiting.append(request)
+            elif self._inbox.find(request.request_id) is request:
                 self._end([(request, FinishReason.ABORT)])

@@ -18,9 +18,7 @@ def attention_config(
 
     Layer j of every group shares tensor j, whose stride is the largest page of any group plus ``gap_bytes``.
     """
-    specs = [
-        FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype="float32") for size in block_sizes
-    ]
+    specs = [FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype="float32") for size in block_sizes]
     names = [tuple(f"group{g}.layer{j}" for j in range(layers_per_group)) for g in range(len(specs))]
     stride = max(spec.page_size_bytes for spec in specs) + gap_bytes
     tensors = tuple(

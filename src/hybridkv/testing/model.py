@@ -41,7 +41,7 @@ class DigestModel:
         return int.from_bytes(_digest(b"".join(digests))) % self.vocabulary
 
     def digests(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
-        """KV of the last of ``tokens``, one a layer, computed without any cache. O(tokens), amortised O(1) a new token."""
+        """KV of the last of ``tokens``, one a layer, computed without any cache. O(tokens)."""
         prefix = tuple(tokens)
         start = len(prefix)
         while prefix[:start] not in self._known:

@@ -57,5 +57,5 @@ def stop_token_ids(vocabulary: int = 4) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 def _base(number: int, vocabulary: int) -> list[int]:
-    random = Random(number)
+    random = Random(number)  # noqa: S311 - any tokens will do, but always the same
     return [random.randrange(vocabulary) for _ in range(_LONGEST_BASE)]

@@ -1,0 +1,233 @@
+"""Every token that a step reads is the row's own: plans as the planner makes them, Steps alone, one bytearray."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridkv.errors import ConfigError
+from hybridkv.models import read_model
+from hybridkv.plan import KVCacheConfig, plan
+from hybridkv.schedule import SchedulerLimits
+from hybridkv.testing import (
+    ContentError,
+    DigestModel,
+    FakeWorker,
+    OracleError,
+    Rig,
+    RigOptions,
+    attention_config,
+    random_options,
+    random_run,
+)
+from hybridkv.testing.strategies import limits, prompts
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+LLAMA: dict[str, object] = {
+    "model_type": "llama",
+    "hidden_size": 4,
+    "intermediate_size": 8,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": 4,
+    "dtype": "float32",
+}
+DEEPSEEK: dict[str, object] = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "moe_intermediate_size": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "kv_lora_rank": 4,
+    "qk_rope_head_dim": 2,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 4,
+    "q_lora_rank": 4,
+    "max_position_embeddings": 64,
+    "vocab_size": 4,
+    "dtype": "bfloat16",
+}
+
+
+def planned(facts: dict[str, object], block_size: int, num_blocks: int) -> KVCacheConfig:
+    """What the planner makes of a model for ``num_blocks`` blocks."""
+    model = read_model(facts, block_size=block_size)
+    block_bytes = sum(layer.spec.page_size_bytes for layer in model.layers)
+    return plan(model, num_blocks * block_bytes, max_model_len=24)
+
+
+def rig_of(config: KVCacheConfig, bounds: SchedulerLimits, worker: FakeWorker | None = None) -> Rig:
+    sizes = tuple(group.spec.block_size for group in config.groups)
+    return Rig(RigOptions(config.num_blocks, sizes, 24, bounds), config=config, worker=worker)
+
+
+@settings(max_examples=2 * settings().max_examples)
+@given(
+    st.sampled_from((LLAMA, DEEPSEEK)),
+    st.sampled_from((4, 8)),
+    st.integers(7, 20),
+    limits(),
+    st.lists(st.tuples(prompts(longest=20), st.integers(1, 12), st.integers(0, 5)), min_size=1, max_size=12),
+)
+def test_planned_models_read_what_they_wrote(
+    facts: dict[str, object],
+    block_size: int,
+    num_blocks: int,
+    bounds: SchedulerLimits,
+    arrivals: list[tuple[list[int], int, int]],
+) -> None:
+    rig = rig_of(planned(facts, block_size, num_blocks), bounds)
+    for prompt, max_tokens, steps in arrivals:
+        rig.add(prompt, max_tokens)
+        for _ in range(steps):
+            if rig.num_in_flight == bounds.max_in_flight:
+                rig.update()
+            rig.schedule()
+    rig.drain()
+    assert rig.worker.tokens_checked > 0
+
+
+# -- controls: the oracle must see what is wrong
+
+EXAMPLES = 25
+
+
+def caught(make: Callable[[Random], Rig]) -> int:
+    """The number of random runs until one raises ContentError."""
+    for seed in range(EXAMPLES):
+        random = Random(seed)
+        try:
+            random_run(make(random), random)
+        except ContentError:
+            return seed + 1
+        except OracleError:  # another token was sampled before a wrong one was read
+            continue
+    pytest.fail(f"{EXAMPLES} runs saw nothing")
+
+
+def worker_of(options: RigOptions, kind: type[FakeWorker], config: KVCacheConfig | None = None) -> FakeWorker:
+    layers = [name for group in options.config.groups for name in group.layer_names]
+    return kind(config or options.config, DigestModel(layers, options.vocabulary))
+
+
+def test_the_controls_without_their_fault_see_nothing() -> None:
+    for seed in range(EXAMPLES):
+        random = Random(seed)
+        options = random_options(random)
+        random_run(Rig(options, worker=worker_of(options, FakeWorker)), random)
+
+
+def test_a_wrong_stride_is_caught() -> None:
+    def make(random: Random) -> Rig:
+        options = random_options(random)
+        config = options.config
+        tensors = tuple(replace(tensor, block_stride_bytes=tensor.block_stride_bytes - 16) for tensor in config.tensors)
+        wrong = replace(config, tensors=tensors)
+        return Rig(options, worker=worker_of(options, FakeWorker, wrong))
+
+    assert caught(make) <= EXAMPLES
+
+
+def test_tensors_that_overlap_are_caught() -> None:
+    def make(random: Random) -> Rig:
+        options = replace(random_options(random), layers_per_group=2)
+        first, second = options.config.tensors
+        shifted = replace(second, offset_bytes=first.offset_bytes + first.block_stride_bytes)
+        return Rig(options, worker=worker_of(options, FakeWorker, replace(options.config, tensors=(first, shifted))))
+
+    assert caught(make) <= EXAMPLES
+
+
+class SkipsCells(FakeWorker):
+    """Loses every 20th cell."""
+
+    cells = 0
+
+    def _set_cell(self, group: int, row: int, column: int, block: int) -> None:
+        self.cells += 1
+        if self.cells % 20:
+            super()._set_cell(group, row, column, block)
+
+
+class KeepsOldCells(FakeWorker):
+    """A row that begins finds the cells of the one before it, which are not overwritten."""
+
+    old: dict[tuple[int, int, int], int]
+
+    def _set_cell(self, group: int, row: int, column: int, block: int) -> None:
+        self.old = getattr(self, "old", {})
+        super()._set_cell(group, row, column, self.old.setdefault((group, row, column), block))
+
+
+class AliasesBlocks(FakeWorker):
+    """Takes block 2 for block 1."""
+
+    def _set_cell(self, group: int, row: int, column: int, block: int) -> None:
+        super()._set_cell(group, row, column, 1 if block == 2 else block)
+
+
+class SwapsLayers(FakeWorker):
+    """Reads a layer where another lies: their digests differ."""
+
+    def __init__(self, config: KVCacheConfig, model: DigestModel) -> None:
+        super().__init__(config, model)
+        self.flips = 0
+
+    def _read(self, step: object, i: int) -> list[int]:
+        self.flips += 1
+        if self.flips == 20:
+            first, *rest = self._layers
+            self._layers = (replace(first, name=rest[0].name), *rest)
+        return super()._read(step, i)  # type: ignore[arg-type]  # as it came
+
+
+@pytest.mark.parametrize("kind", [SkipsCells, KeepsOldCells, AliasesBlocks, SwapsLayers])
+def test_a_faulty_worker_is_caught(kind: type[FakeWorker]) -> None:
+    def make(random: Random) -> Rig:
+        options = replace(random_options(random), layers_per_group=2)
+        return Rig(options, worker=worker_of(options, kind))
+
+    assert caught(make) <= EXAMPLES
+
+
+def test_a_block_that_two_rows_hold_is_caught() -> None:
+    """The manager's own fault: its pool hands a block out a second time."""
+
+    def make(random: Random) -> Rig:
+        rig = Rig(replace(random_options(random), num_blocks=20, caching=False))
+        pool = rig.cache.block_pool
+        take, last = pool.get_new_blocks, [1]
+
+        def twice(n: int) -> object:
+            ids = take(n)
+            if n and pool.ref_count(last[0]) and random.random() < 0.2:
+                ids[0] = last[0]
+            last[0] = int(ids[-1]) if n else last[0]
+            return ids
+
+        pool.get_new_blocks = twice  # type: ignore[method-assign,assignment]  # broken on purpose
+        rig.check = lambda: None  # type: ignore[method-assign]  # only the content is asked
+        rig._compare_step = lambda *_: None  # type: ignore[method-assign]  # same
+        return rig
+
+    assert caught(make) <= EXAMPLES
+
+
+def test_pages_must_hold_a_digest() -> None:
+    config = attention_config(4, (4,))
+    group = config.groups[0]
+    small = replace(config, groups=(replace(group, spec=replace(group.spec, dtype="float16")),))  # type: ignore[call-arg]  # it has a dtype
+    with pytest.raises(ConfigError, match="4 bytes a token hold no digest"):
+        FakeWorker(small, DigestModel(group.layer_names))
