@@ -9,7 +9,7 @@ import typer
 
 COMMANDS: Final = (
     ("plan", "llama-3-8b", "--memory", "40GiB"),
-    ("replay", "workload:chat", "--hours", "0.25", "--model", "llama-3-8b", "--memory", "40GiB"),
+    ("replay", "workload:chat", "--hours", "0.1", "--model", "llama-3-8b", "--memory", "40GiB"),
     ("generate", "--model", "tiny:llama", "--repeat", "2", "--check"),
 )
 
