@@ -1,5 +1,7 @@
 """The ring of ids with lazy removal is a doubly-ended list."""
 
+from random import Random
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -88,3 +90,21 @@ def test_survives_many_rounds_in_a_small_ring() -> None:
             order.prepend(ids(block))
             naive.insert(0, block)
         assert order.order().tolist() == naive
+
+
+def test_positions_start_anew_before_they_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions are 32 bits wide: with a small bound the ring is written anew often, and nothing is lost."""
+    monkeypatch.setattr("hybridkv.cache.free_order._FARTHEST", 30)
+    random, order, naive = Random(0), FreeOrder(12), list(range(1, 12))
+    for _ in range(2000):
+        gone = random.sample(naive, random.randint(0, len(naive)))
+        order.remove(ids(*gone))
+        naive = [block for block in naive if block not in gone]
+        if random.random() < 0.5:
+            order.append(ids(*gone))
+            naive = naive + gone
+        else:
+            order.prepend(ids(*gone))
+            naive = gone + naive
+        assert order.order().tolist() == naive
+        assert np.abs(order._place[naive]).max() <= 30

@@ -78,3 +78,27 @@ def test_clear() -> None:
     assert list(index.entries()) == []
     index.add([A], [3])
     assert list(index.entries()) == [(A, 3)]
+
+
+def test_many_are_removed_at_once() -> None:
+    index = PrefixIndex()
+    index.add([A, B, C], [1, 2, 3])
+    index.remove_many([A, C], [1, 3])
+    assert list(index.entries()) == [(B, 2)]
+    index.add([A, A, B], [4, 5, 6])
+    index.remove_many([A, B], [4, 6])
+    assert list(index.entries()) == [(B, 2), (A, 5)]
+    with pytest.raises(CacheError, match="block 9 is not indexed"):
+        index.remove_many([A], [9])
+
+
+def test_leading_run_stops_where_it_is_told() -> None:
+    index = PrefixIndex()
+    index.add([A, B, C], [5, 6, 7])
+    assert [index.leading_run([A, B, C], stop).tolist() for stop in (0, 1, 2, 3, 4)] == [
+        [],
+        [5],
+        [5, 6],
+        [5, 6, 7],
+        [5, 6, 7],
+    ]

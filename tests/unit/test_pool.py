@@ -4,6 +4,8 @@ import logging
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hybridkv.cache import AllBlocksCleared, BlockPool, BlockRemoved
 from hybridkv.errors import BlockError, ConfigError
@@ -234,3 +236,55 @@ def test_every_change_moves_the_epoch() -> None:
     pool.reset_prefix_cache()
     seen.append(pool.epoch)
     assert seen == sorted(set(seen))
+
+
+@given(st.data())
+def test_freeing_many_is_freeing_one_after_the_other(data: st.DataObject) -> None:
+    pools = BlockPool(16), BlockPool(16)
+    blocks = list(range(1, 1 + data.draw(st.integers(1, 15))))
+    published = data.draw(st.lists(st.sampled_from(blocks), unique=True))
+    shared = data.draw(st.lists(st.sampled_from(blocks), unique=True))
+    parts: list[list[int]] = [[] for _ in range(4)]
+    for block in data.draw(st.permutations(blocks)):
+        parts[data.draw(st.integers(0, 2))].append(block)
+    parts[3] = shared
+    for pool in pools:
+        pool.get_new_blocks(len(blocks))
+        hashed(pool, *published)
+        if shared:
+            pool.touch(ids(*shared))
+    for part in parts:
+        pools[0].free_blocks(ids(*part))
+    pools[1].free_many([ids(*part) for part in parts])
+    assert pools[0].free_order() == pools[1].free_order()
+    assert pools[1].get_num_free_blocks() == 15
+
+
+@pytest.mark.parametrize("bad", [0, 4, 3])
+def test_freeing_many_refuses_what_freeing_one_refuses(bad: int) -> None:
+    pool = BlockPool(4)
+    pool.get_new_blocks(2)
+    with pytest.raises(BlockError, match=f"block {bad}"):
+        pool.free_many([ids(1), ids(2, bad)])
+    assert pool.ref_counts(ids(1, 2)).tolist() == [1, 1]
+    pool.free_many([])
+    pool.free_many([ids()])
+    assert pool.free_order() == [3]
+
+
+def test_whether_keys_were_kept() -> None:
+    pool = BlockPool(6)
+    pool.get_new_blocks(4)
+    hashed(pool, 1, 2, 3, 4)
+    before = pool.evictions
+    assert pool.kept_keys_since(ids(1, 2, 3, 4), before)
+    pool.evict_blocks(ids(2))
+    assert pool.kept_keys_since(ids(1, 3), before)
+    assert not pool.kept_keys_since(ids(1, 2), before)
+    hashed(pool, 2)
+    assert not pool.kept_keys_since(ids(2), before)  # it may be another key
+    assert pool.kept_keys_since(ids(2), pool.evictions)
+    pool.free_blocks(ids(1, 2, 3, 4))
+    after = pool.evictions
+    pool.reset_prefix_cache()
+    assert not pool.kept_keys_since(ids(1), after)
