@@ -1,4 +1,4 @@
-"""allocate_batch is allocate_slots, one call after the other."""
+"""allocate_batch is allocate_slots, and free_many is free, one call after the other."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -45,9 +45,6 @@ class Twin:
         request.num_computed_tokens = hit + count
         self.requests[name] = request
         return True
-
-    def forget(self, name: str) -> None:
-        self.cache.free(self.requests.pop(name))
 
     def batch(self, names: list[str], counts: list[int]) -> BatchSlots:
         rows = self.cache.rows.rows_of([self.requests[name] for name in names])
@@ -121,11 +118,10 @@ def check_batches(both: tuple[Twin, Twin], data: st.DataObject) -> None:
             single.requests[name].num_computed_tokens += count
         assert batched.seen() == single.seen()
         assert ordered(batched) == ordered(single)
-        for name in data.draw(
-            st.lists(st.sampled_from(sorted(batched.requests)), unique=True) if names else st.just([])
-        ):
-            batched.forget(name)
-            single.forget(name)
+        ended = data.draw(st.lists(st.sampled_from(names), unique=True) if names else st.just([]))
+        batched.cache.free_many([batched.requests.pop(name) for name in ended])
+        for name in ended:
+            single.cache.free(single.requests.pop(name))
         batched.cache.check()
         single.cache.check()
 

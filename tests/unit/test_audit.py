@@ -199,31 +199,31 @@ def too_few_blocks(cache: KVCacheManager) -> None:
     group.rows.count[row] -= 1
     group.published[row] = min(group.published[row], group.rows.count[row])
     pool.free_blocks(last)
-    cache._refresh_event(row)
+    cache._residents.refresh(row)
 
 
 def published_too_high(cache: KVCacheManager) -> None:
     group, row = cache.groups[0], rows(cache)[0]
     group.published[row] = group.rows.count[row] + 1
-    cache._refresh_event(row)
+    cache._residents.refresh(row)
 
 
 def published_too_low(cache: KVCacheManager) -> None:
     group, row = cache.groups[0], rows(cache)[0]
     group.published[row] -= 1
-    cache._refresh_event(row)
+    cache._residents.refresh(row)
 
 
 def next_event(cache: KVCacheManager) -> None:
-    cache._next_event[rows(cache)[0]] += 1
+    cache._residents._next_event[rows(cache)[0]] += 1
 
 
 def a_resident_too_many(cache: KVCacheManager) -> None:
-    cache._resident["ghost"] = Request("ghost", [1], hasher=cache.hasher)
+    cache._residents._by_id["ghost"] = Request("ghost", [1], hasher=cache.hasher)
 
 
 def a_resident_too_few(cache: KVCacheManager) -> None:
-    cache._resident.popitem()
+    cache._residents._by_id.popitem()
 
 
 def a_row_mixed_up(cache: KVCacheManager) -> None:

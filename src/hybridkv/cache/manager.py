@@ -19,6 +19,7 @@ from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.policies import Hit, policy_of
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.publisher import Publisher
+from hybridkv.cache.residents import Residents
 from hybridkv.cache.slots import (
     Admission,
     Reason,
@@ -31,7 +32,7 @@ from hybridkv.cache.slots import (
 from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats
 from hybridkv.errors import CacheError, ConfigError, StalePlanError
 from hybridkv.plan.config import KVCacheConfig
-from hybridkv.request import Request, RequestRows
+from hybridkv.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,6 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 _NONE = np.empty(0, np.int32)
-_NEVER = np.iinfo(np.int64).max
 
 
 class KVCacheManager:
@@ -76,10 +76,9 @@ class KVCacheManager:
             CacheGroup(number, policy, index, hash_block_size)
             for number, (policy, index) in enumerate(zip(policies, self.block_pool.indexes, strict=True))
         )
-        self.rows = RequestRows(hash_block_size)
+        self._residents = Residents(self.groups, hash_block_size, publishes=enable_caching)
+        self.rows = self._residents.columns
         self.publisher = Publisher(self.block_pool)
-        self._next_event = np.zeros(0, np.int64)
-        self._resident: dict[str, Request] = {}
         self._commits = 0
         self._empty = KVCacheBlocks((_NONE,) * len(self.groups))
         self._stats = PrefixCacheStats() if log_stats else None
@@ -140,7 +139,7 @@ class KVCacheManager:
         mine = request._rows is self.rows
         if mine and new_computed_blocks is None and not num_new_computed_tokens and num_new_tokens > 0:
             total = self.rows.num_computed.item(request.row) + num_new_tokens + num_lookahead_tokens
-            if total < self._next_event.item(request.row):
+            if total < self._residents.next_event(request.row):
                 return self._empty
         plan = self.plan_slots(
             request,
@@ -230,7 +229,7 @@ class KVCacheManager:
                 f"the pool changed since slots for {plan.request.request_id!r} were planned: plan again"
             )
         request = plan.request
-        row = request.row if request.row >= 0 else self._bind(request)
+        row = request.row if request.row >= 0 else self._residents.bind(request)
         for group, part in zip(self.groups, plan.groups, strict=True):
             if part.reuse.size:
                 self.block_pool.touch(part.reuse)
@@ -241,7 +240,7 @@ class KVCacheManager:
             if part.publish_last > part.publish_first:
                 self.publisher.publish_row(group, request, part.publish_first, part.publish_last)
         self._commits += 1
-        self._refresh_event(row)
+        self._residents.refresh(row)
         return KVCacheBlocks(new)
 
     def _take(self, group: CacheGroup, row: int, n: int) -> Int32:
@@ -262,7 +261,7 @@ class KVCacheManager:
         """
         computed = self.rows.num_computed[rows] + num_new_tokens
         total = np.minimum(computed, self.max_model_len)
-        due = np.flatnonzero(total >= self._next_event[rows])
+        due = self._residents.due(rows, total)
         if not due.size:
             return batch.nothing_new(len(rows))
         accepted, busy = len(rows), rows[due]
@@ -278,7 +277,7 @@ class KVCacheManager:
                 self.groups, self.rows, busy, np.minimum(total[due], self.rows.num_tokens[busy])
             )
         self._commits += 1
-        self._refresh_events(busy)
+        self._residents.refresh_many(busy)
         return slots._replace(accepted=accepted)
 
     # -- publishing and freeing
@@ -288,7 +287,7 @@ class KVCacheManager:
 
         CacheError, and nothing published, for a request that holds no blocks for them.
         """
-        row = self._row_of(request)
+        row = self._residents.row_of(request)
         known = min(num_computed_tokens, request.num_tokens)
         if not self.enable_caching:
             return
@@ -299,7 +298,7 @@ class KVCacheManager:
             if last > first:
                 self.publisher.publish_row(group, request, first, last)
         self._commits += 1
-        self._refresh_event(row)
+        self._residents.refresh(row)
 
     def free(self, request: Request | str) -> None:
         """Give back what a request holds, last block first; what is published stays findable.
@@ -307,31 +306,22 @@ class KVCacheManager:
         A request that holds nothing, or an unknown id, is a no-op.
         """
         request_id = request if isinstance(request, str) else request.request_id
-        resident = self._resident.pop(request_id, None)
+        resident = self._residents.get(request_id)
         if resident is None:
             return
-        row = resident.row
         for group in self.groups:
-            self.block_pool.free_blocks(group.rows.ids(row)[::-1])
-        self._clear_row(resident)
-
-    def _clear_row(self, resident: Request) -> None:
-        """The row of a request whose blocks were freed is nobody's."""
-        row = resident.row
-        for group in self.groups:
-            group.clear(row)
-        self._next_event[row] = 0
-        self.rows.release(resident)
+            self.block_pool.free_blocks(group.rows.ids(resident.row)[::-1])
+        self._residents.release(resident)
 
     def free_many(self, requests: Sequence[Request]) -> None:
         """Free each of ``requests``, in this order, in one go where they share no block."""
-        found = [self._resident.pop(request.request_id, None) for request in requests]
+        found = dict.fromkeys(self._residents.get(request.request_id) for request in requests)
         residents = [resident for resident in found if resident is not None]
         self.block_pool.free_many(
             [group.rows.ids(resident.row)[::-1] for resident in residents for group in self.groups]
         )
         for resident in residents:
-            self._clear_row(resident)
+            self._residents.release(resident)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all keys, if no block is in use. Returns whether it was done."""
@@ -344,7 +334,7 @@ class KVCacheManager:
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """The blocks that a request holds; none for an unknown id."""
-        request = self._resident.get(request_id)
+        request = self._residents.get(request_id)
         if request is None:
             return self._empty
         return KVCacheBlocks(tuple(group.rows.ids(request.row) for group in self.groups))
@@ -363,7 +353,7 @@ class KVCacheManager:
         CacheError for a request that holds no blocks.
         """
         request_id = request if isinstance(request, str) else request.request_id
-        if request_id not in self._resident:
+        if self._residents.get(request_id) is None:
             raise CacheError(f"request {request_id!r} holds no blocks: ask for a running one")
         common = []
         for ids in self.get_blocks(request_id).ids:
@@ -384,11 +374,15 @@ class KVCacheManager:
 
     def statistics(self) -> CacheStatistics:
         """What the cache holds now. O(num_blocks)."""
-        return self.block_pool.statistics(len(self._resident))
+        return self.block_pool.statistics(len(self._residents))
 
     def resident_requests(self) -> tuple[Request, ...]:
         """Requests that hold blocks."""
-        return tuple(self._resident.values())
+        return tuple(self._residents)
+
+    def next_event(self, row: int) -> int:
+        """Tokens that ``row`` may hold before anything must be done for it."""
+        return self._residents.next_event(row)
 
     def check(self) -> None:
         """Rebuild ownership, counts, free order and keys from rows and index alone; CacheError if they differ.
@@ -412,42 +406,3 @@ class KVCacheManager:
             )
         if request.row >= 0 and request._rows is not self.rows:
             raise CacheError(f"request {request.request_id!r} holds blocks of another manager: free it there first")
-
-    def _row_of(self, request: Request) -> int:
-        if self._resident.get(request.request_id) is not request:
-            raise CacheError(f"request {request.request_id!r} holds no blocks here: allocate slots first")
-        return request.row
-
-    def _bind(self, request: Request) -> int:
-        if request.request_id in self._resident:
-            raise CacheError(f"another request {request.request_id!r} holds blocks: request ids must be unique")
-        row = self.rows.bind(request)
-        self._resident[request.request_id] = request
-        missing = self.rows.capacity - len(self._next_event)
-        if missing > 0:
-            self._next_event = np.concatenate((self._next_event, np.zeros(missing, np.int64)))
-            for group in self.groups:
-                group.ensure_rows(self.rows.capacity)
-        return row
-
-    def next_event(self, row: int) -> int:
-        """Tokens that ``row`` may hold before anything must be done for it."""
-        return self._next_event.item(row)
-
-    def _refresh_event(self, row: int) -> None:
-        """_refresh_events of one row, without arrays of one element."""
-        soonest = _NEVER
-        for group in self.groups:
-            needs, publishes = group.policy.events(group.rows.count.item(row), group.published.item(row))
-            soonest = min(soonest, needs, publishes) if self.enable_caching else min(soonest, needs)
-        self._next_event[row] = soonest
-
-    def _refresh_events(self, rows: Int64) -> None:
-        """A row's next event is the earliest of: some group needs a block, some group can publish one."""
-        soonest = np.full(len(rows), _NEVER)
-        for group in self.groups:
-            needs, publishes = group.policy.events(group.rows.count[rows], group.published[rows])
-            np.minimum(soonest, needs, out=soonest)
-            if self.enable_caching:
-                np.minimum(soonest, publishes, out=soonest)
-        self._next_event[rows] = soonest

@@ -1,0 +1,96 @@
+"""Requests that hold blocks: their rows, and the token count at which each next needs attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache.group import CacheGroup
+from hybridkv.errors import CacheError
+from hybridkv.request import Request, RequestRows
+
+Int64 = NDArray[np.int64]
+
+_NEVER: Final = np.iinfo(np.int64).max
+
+
+class Residents:
+    """Who holds which row. columns: counts and tail tokens of all rows.
+
+    A row's next event is the least of: the tokens at which some group needs a block, and those at which
+    some group can publish one (when ``publishes``). Below it there is nothing to do for the row.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup], tail_tokens: int, *, publishes: bool) -> None:
+        self.columns = RequestRows(tail_tokens)
+        self._groups = groups
+        self._publishes = publishes
+        self._by_id: dict[str, Request] = {}
+        self._next_event = np.zeros(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(tuple(self._by_id.values()))
+
+    def get(self, request_id: str) -> Request | None:
+        """The resident of that id."""
+        return self._by_id.get(request_id)
+
+    def row_of(self, request: Request) -> int:
+        """The row of ``request``. CacheError when it holds none here."""
+        if self._by_id.get(request.request_id) is not request:
+            raise CacheError(f"request {request.request_id!r} holds no blocks here: allocate slots first")
+        return request.row
+
+    def bind(self, request: Request) -> int:
+        """Give ``request`` a row in every group. CacheError when its id is taken."""
+        if request.request_id in self._by_id:
+            raise CacheError(f"another request {request.request_id!r} holds blocks: request ids must be unique")
+        row = self.columns.bind(request)
+        self._by_id[request.request_id] = request
+        missing = self.columns.capacity - len(self._next_event)
+        if missing > 0:
+            self._next_event = np.concatenate((self._next_event, np.zeros(missing, np.int64)))
+            for group in self._groups:
+                group.ensure_rows(self.columns.capacity)
+        return row
+
+    def release(self, request: Request) -> None:
+        """``request``, whose blocks were given back, holds no row any longer."""
+        row = self.row_of(request)
+        del self._by_id[request.request_id]
+        for group in self._groups:
+            group.clear(row)
+        self._next_event[row] = 0
+        self.columns.release(request)
+
+    def next_event(self, row: int) -> int:
+        """Tokens that ``row`` may hold before anything must be done for it."""
+        return self._next_event.item(row)
+
+    def due(self, rows: Int64, total_tokens: Int64) -> Int64:
+        """Indices of the ``rows`` for which something must be done at ``total_tokens``."""
+        return np.flatnonzero(total_tokens >= self._next_event[rows])
+
+    def refresh(self, row: int) -> None:
+        """Find the next event of one row, without arrays of one element."""
+        soonest = _NEVER
+        for group in self._groups:
+            needs, publishes = group.policy.events(group.rows.count.item(row), group.published.item(row))
+            soonest = min(soonest, needs, publishes) if self._publishes else min(soonest, needs)
+        self._next_event[row] = soonest
+
+    def refresh_many(self, rows: Int64) -> None:
+        """Find the next events of ``rows``, all at once."""
+        soonest = np.full(len(rows), _NEVER)
+        for group in self._groups:
+            needs, publishes = group.policy.events(group.rows.count[rows], group.published[rows])
+            np.minimum(soonest, needs, out=soonest)
+            if self._publishes:
+                np.minimum(soonest, publishes, out=soonest)
+        self._next_event[rows] = soonest
