@@ -188,6 +188,12 @@ class Request:
         else:
             self._rows.num_computed[self.row] = tokens
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end the output: those asked for, and the model's own unless they are ignored."""
+        asked = self.sampling.stop_token_ids
+        return asked if self.sampling.ignore_eos else (*self.eos_token_ids, *asked)
+
     # -- tokens
 
     def token_ids(self, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.request import Request
+from hybridkv.schedule.in_flight import InFlight
 
 Int64 = NDArray[np.int64]
 
@@ -46,12 +47,11 @@ class RunningRows:
 
     def admit(self, request: Request, limit_tokens: int) -> None:
         """``request``, which has a row, runs from now on, last in order."""
-        row, sampling = request.row, request.sampling
+        row, stops = request.row, request.stop_ids
         self.order = np.append(self.order, row)
         self.requests = (*self.requests, request)
         self.pending[row] = self.steps[row] = 0
         self.limit[row] = limit_tokens
-        stops = sampling.stop_token_ids if sampling.ignore_eos else (*request.eos_token_ids, *sampling.stop_token_ids)
         width = self._stop_ids.shape[1]
         if len(stops) > width:
             more = np.full((len(self._stop_ids), len(stops) - width), _NO_STOP, np.int32)
@@ -64,6 +64,13 @@ class RunningRows:
         keep = ~np.isin(self.order, rows)
         self.requests = tuple(request for request, kept in zip(self.requests, keep.tolist(), strict=True) if kept)
         self.order = self.order[keep]
+
+    def settle(self, flight: InFlight) -> NDArray[np.bool_]:
+        """Rows of ``flight`` wait for it no longer; which of them still belong to the request it ran, bool[R]."""
+        attached = flight.attached()
+        self.steps[flight.rows[attached]] -= 1
+        self.pending[flight.rows[attached & flight.step.samples]] -= 1
+        return attached
 
     def bury(self, row: int) -> None:
         """A row that was removed still has steps in flight."""

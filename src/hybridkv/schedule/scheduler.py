@@ -259,13 +259,9 @@ class Scheduler:
     def _append(self, flight: InFlight, sampled: Csr) -> Csr:
         """Append the sampled tokens and end who is done; what was really appended, CSR."""
         running, rows, samples = self._running, flight.rows, flight.step.samples
-        if flight.detached or running.num_dead:
-            attached = flight.attached()
-            alive = attached & ~running.dead[rows]
-        else:
-            attached = alive = np.ones(len(rows), np.bool_)
-        running.steps[rows[attached]] -= 1
-        running.pending[rows[samples & attached]] -= 1
+        alive = running.settle(flight)
+        if running.num_dead:
+            alive &= ~running.dead[rows]
         taking = samples & alive
         tokens = sampled.values if taking.sum() == len(sampled.values) else sampled.values[taking[samples]]
         owners = np.flatnonzero(taking)
@@ -295,21 +291,13 @@ class Scheduler:
 
     def _append_waiting(self, request: Request, sampled: list[int]) -> bool:
         """A result for a request that was preempted after its step was scheduled; whether a token was appended."""
-        entry = self._waiting.find(request)
-        if entry is None:
-            return False  # it was aborted since
-        entry.unsettled -= 1
-        if not sampled:
-            return False
+        if not self._waiting.settle(request) or not sampled:
+            return False  # it was aborted since, or is not done with its prompt
         token = sampled[0]
         request.append(token)
-        entry.hit = None
-        stops = request.sampling.stop_token_ids
-        if not request.sampling.ignore_eos:
-            stops = (*stops, *request.eos_token_ids)
-        if token in stops or request.num_tokens >= limit_tokens(self.cache, request):
-            reason = FinishReason.STOP if token in stops else FinishReason.LENGTH
-            self._end([(request, reason)])
+        stopped = token in request.stop_ids
+        if stopped or request.num_tokens >= limit_tokens(self.cache, request):
+            self._end([(request, FinishReason.STOP if stopped else FinishReason.LENGTH)])
         return True
 
     def finish(self, request_id: str, reason: FinishReason = FinishReason.STOP) -> bool:
@@ -377,20 +365,13 @@ class Scheduler:
             self._in_flight.pop()
         self.cache.publisher.log.revoke(step_id)
         self._after = failed[0].step.after
-        touched: dict[int, None] = {}
+        touched: set[int] = set()
         for flight in failed:
             self._ended_rows += flight.step.finished_rows.tolist()
-            attached = flight.attached()
-            rows = flight.rows[attached]
-            self._running.steps[rows] -= 1
-            self._running.pending[flight.rows[attached & flight.step.samples]] -= 1
-            touched.update(dict.fromkeys(rows.tolist()))
+            touched.update(flight.rows[self._running.settle(flight)].tolist())
             for request in flight.detached.values():
-                entry = self._waiting.find(request)
-                if entry is not None:
-                    entry.unsettled -= 1
-        alive = [request for request in self._running.requests if request.row in touched]
-        self._send_back(alive)
+                self._waiting.settle(request)
+        self._send_back([request for request in self._running.requests if request.row in touched])
         self._bury_failed(failed)
         self._empty_inbox()
 

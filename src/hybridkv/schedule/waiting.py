@@ -54,6 +54,18 @@ class WaitingQueue:
         """The entry of ``request``, None when it does not wait."""
         return next((entry for entry in self._entries if entry.request is request), None)
 
+    def settle(self, request: Request) -> bool:
+        """A step in flight has nothing more to say about ``request``; whether it waits.
+
+        Its look-up is forgotten, since a token may have come.
+        """
+        entry = self.find(request)
+        if entry is None:
+            return False
+        entry.unsettled -= 1
+        entry.hit = None
+        return True
+
     def remove(self, request: Request) -> None:
         """Take ``request`` out, if it waits."""
         entry = self.find(request)
