@@ -1,13 +1,13 @@
 """`hybridkv generate` as a user runs it: as a process where that matters, else through the same entry."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cli_support import run
 
 from hybridkv.cli import main
 from hybridkv.plan import plan_to_json
@@ -16,18 +16,6 @@ from hybridkv.runner.check import CheckReport, Difference
 
 Capture = pytest.CaptureFixture[str]
 Call = Callable[..., tuple[int, str, str]]
-
-
-def run(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(  # noqa: S603  # our own command with arguments of this file
-        [sys.executable, "-m", "hybridkv", "generate", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == code, done.stderr
-    return done
 
 
 @pytest.fixture
@@ -51,7 +39,7 @@ def prompts(tmp_path: Path, *lines: str) -> Path:
 
 
 def test_a_first_try_with_a_check() -> None:
-    done = run("--model", "tiny:llama", "--max-new-tokens", "12", "--check")
+    done = run("generate", "--model", "tiny:llama", "--max-new-tokens", "12", "--check")
     for said in ("tiny:llama: llama, blocks of 16 tokens", "320 of 654 prompt tokens", "48 tokens equal to plain"):
         assert said in done.stdout
     # the bar and nothing else: neither transformers nor Python has anything to say
@@ -78,7 +66,7 @@ def test_one_document_on_standard_output(tmp_path: Path) -> None:
         "--json",
         "--check",
     )
-    done = run(*arguments)
+    done = run("generate", *arguments)
     found = json.loads(done.stdout)
     assert (found["schema"], found["version"], found["model"]) == ("hybridkv.generate", 1, "tiny:qwen2")
     assert [len(one["token_ids"]) for one in found["requests"]] == [20, 20, 5]
@@ -87,11 +75,11 @@ def test_one_document_on_standard_output(tmp_path: Path) -> None:
     assert found["check"] == {
         "ok": True, "requests": 3, "tokens": 45, "near_ties": 0, "differences": [], "wrong_ends": [],
     }  # fmt: skip
-    again = run(*arguments, "--in-flight", "2", "--token-budget", "8")
+    again = run("generate", *arguments, "--in-flight", "2", "--token-budget", "8")
     assert [one["token_ids"] for one in json.loads(again.stdout)["requests"]] == [
         one["token_ids"] for one in found["requests"]
     ]
-    assert run(*arguments).stdout == done.stdout
+    assert run("generate", *arguments).stdout == done.stdout
 
 
 def test_a_folder_and_a_plan(tmp_path: Path, here: Call) -> None:

@@ -8,30 +8,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from cli_support import error, run
 
 from hybridkv.models import read_model
 from hybridkv.plan import make_plan, plan_from_json
-
-
-def run(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(  # noqa: S603  # our own command with arguments of this file
-        [sys.executable, "-m", "hybridkv", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == code, done.stderr
-    return done
-
-
-def error(*arguments: str | Path) -> str:
-    """The one line of an error."""
-    done = run(*arguments, code=2)
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ")
-    return line
 
 
 def test_a_plan_for_people() -> None:

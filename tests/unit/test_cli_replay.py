@@ -8,32 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli_support import error, run
 
 from hybridkv.replay import UniformWorkload
 
 BASE = ("--model", "llama-3-8b", "--memory", "4GiB")
 CHAT = ("replay", "workload:chat", "--hours", "0.01", *BASE)
-
-
-def run(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(  # noqa: S603  # our own command with arguments of this file
-        [sys.executable, "-m", "hybridkv", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == code, done.stderr
-    return done
-
-
-def error(*arguments: str | Path) -> str:
-    """The one line of an error."""
-    done = run(*arguments, code=2)
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ")
-    return line
 
 
 def document(*arguments: str | Path) -> dict[str, object]:
