@@ -93,6 +93,16 @@ def test_running_requests_come_before_waiting_ones() -> None:
     assert turn(sched) == {"a": 1, "b": 1, "c": 1}
 
 
+def test_the_budget_is_shared_in_order_of_admission() -> None:
+    sched = scheduler(budget=8)
+    add(sched, "a", range(3))
+    add(sched, "b", range(50, 65))
+    add(sched, "c", range(80, 83))
+    assert turn(sched) == {"a": 3, "b": 5}
+    assert turn(sched) == {"a": 1, "b": 7}
+    assert turn(sched) == {"a": 1, "b": 3, "c": 3}
+
+
 def test_who_gets_no_budget_waits_its_turn() -> None:
     sched = scheduler(budget=2)
     for name in "abc":
@@ -199,12 +209,10 @@ def test_an_empty_step() -> None:
 
 
 def test_admission_asks_for_all_known_tokens() -> None:
-    sched = scheduler(num_blocks=8, budget=4)
+    sched = scheduler(num_blocks=8, budget=16)
     add(sched, "a", range(12))
-    add(sched, "b", range(50, 70))  # 5 blocks; its first chunk needs one
-    assert turn(sched) == {"a": 4}
-    assert turn(sched) == {"a": 4}
-    assert turn(sched) == {"a": 4}
+    add(sched, "b", range(50, 70))  # 5 blocks; its first chunk would need one, and 4 are free
+    assert turn(sched) == {"a": 12}
     assert sched.num_waiting == 1
 
 
@@ -246,6 +254,21 @@ def test_the_last_admitted_is_preempted_and_waits_at_the_front() -> None:
     update(sched, step)
     assert sched.statistics().preemptions == 1
     assert second.first_hit_tokens == 0
+
+
+def test_a_step_that_preempted_admits_nobody() -> None:
+    sched = scheduler(num_blocks=8)
+    for name in "ab":  # the same tokens, and b cannot hit what it needs to sample: it has copies of its own
+        add(sched, name, range(4), max_tokens=20)
+    for _ in range(9):
+        assert len(turn(sched)) == 2
+    step = sched.schedule()  # both need a block, one is free
+    assert sched.statistics().preemptions == 1
+    assert (len(step), step.new_rows) == (1, ())  # although b would fit now: three of its blocks are a's
+    update(sched, step)
+    step = sched.schedule()
+    assert step.num_computed.tolist() == [13, 12]
+    update(sched, step)
 
 
 def test_a_request_may_have_to_preempt_itself() -> None:
@@ -327,7 +350,7 @@ def test_stop_tokens(sampling: dict[str, object], eos: tuple[int, ...], reason: 
 
 def test_stop_tokens_of_a_row_are_not_those_of_the_request_before() -> None:
     sched = scheduler(max_running=1)
-    add(sched, "a", range(3), stop_token_ids=(TOKEN, 8, 9))
+    add(sched, "a", range(3), stop_token_ids=(8, 9, TOKEN))
     add(sched, "b", range(3), stop_token_ids=(5,))
     assert ended(update(sched, sched.schedule())) == [("a", "stop")]
     assert ended(update(sched, sched.schedule())) == []
@@ -522,6 +545,7 @@ def test_results_that_do_not_fit_change_nothing() -> None:
         (StepResult(0, Csr.empty(2)), "step 0 has 1 rows, its result 2"),
         (StepResult(0, Csr.empty(1)), "one token for each row that samples"),
         (StepResult(0, Csr.from_lists([[1, 2]])), "one token for each row that samples"),
+        (StepResult(0, Csr.from_lists([[-1]])), "token -1"),
         (replace(good, schema_version=99), "schema 99, newer than 1"),
     ):
         with pytest.raises(WorkerError, match=message):

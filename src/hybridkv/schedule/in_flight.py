@@ -40,7 +40,7 @@ class InFlight:
 
 
 def check_result(step: Step, result: StepResult) -> None:
-    """WorkerError unless ``result`` has one token for each row that samples, none for the others."""
+    """WorkerError unless ``result`` has one token, 0 or more, for each row that samples, none for the others."""
     if result.schema_version > step.schema_version:
         raise WorkerError(
             f"the result of step {result.id} has schema {result.schema_version}, newer than {step.schema_version}: "
@@ -52,3 +52,5 @@ def check_result(step: Step, result: StepResult) -> None:
         raise WorkerError(f"step {step.id} has {len(step.rows)} rows, its result {len(result.sampled)}")
     if not np.array_equal(np.diff(result.sampled.indptr), step.samples):
         raise WorkerError(f"step {step.id}: the result must hold one token for each row that samples, none else")
+    if result.sampled.values.size and result.sampled.values.min() < 0:
+        raise WorkerError(f"step {step.id}: token {result.sampled.values.min()} was sampled: ids are 0 or more")
