@@ -169,7 +169,7 @@ def test_a_hit_is_touched_and_the_rest_taken() -> None:
     assert new is not None
     assert new.blocks == ([5],)
     assert cache.get_block_ids(second.request_id) == ([1, 2, 3, 5],)
-    assert [view.ref_cnt for view in blocks.views(cache.block_pool)[0]] == [2, 2, 2]
+    assert [view.ref_cnt for view in blocks.views()[0]] == [2, 2, 2]
     cache.free(first)
     assert cache.block_pool.free_order()[0] == 4
     cache.check()
@@ -494,13 +494,13 @@ def test_blocks_without_key() -> None:
     pool = BlockPool(8)
     pool.get_new_blocks(3)
     pool.publish(0, [1], [b"k" * 32])
-    blocks = KVCacheBlocks((np.array([0, 1, 2, 3], np.int32),))
-    assert blocks.get_unhashed_block_ids(pool) == [2, 3]
-    assert [view.is_null for view in blocks.views(pool)[0]] == [True, False, False, False]
-    assert [view.block_hash for view in blocks.views(pool)[0]] == [None, b"k" * 32, None, None]
-    assert [view.block_id for view in blocks.views(pool)[0]] == [0, 1, 2, 3]
+    blocks = KVCacheBlocks((np.array([0, 1, 2, 3], np.int32),), pool)
+    assert blocks.get_unhashed_block_ids() == [2, 3]
+    assert [view.is_null for view in blocks.views()[0]] == [True, False, False, False]
+    assert [view.block_hash for view in blocks.views()[0]] == [None, b"k" * 32, None, None]
+    assert [view.block_id for view in blocks.views()[0]] == [0, 1, 2, 3]
     with pytest.raises(ConfigError, match="exactly one group, these blocks have 2"):
-        KVCacheBlocks(blocks.ids * 2).get_unhashed_block_ids(pool)
+        KVCacheBlocks(blocks.ids * 2).get_unhashed_block_ids()
 
 
 # -- construction
@@ -526,3 +526,21 @@ def test_the_null_block_alone_refuses_everything() -> None:
     assert cache.usage == 0.0
     assert cache.allocate_slots(request(cache, range(3)), 1) is None
     cache.check()
+
+
+def test_blocks_put_together_by_hand_name_no_pool() -> None:
+    blocks = KVCacheBlocks((np.array([1], np.int32),))
+    for ask in (blocks.views, blocks.get_unhashed_block_ids):
+        with pytest.raises(ConfigError, match="name no pool"):
+            ask()
+
+
+def test_a_full_hit_of_an_aligned_prompt_is_remembered() -> None:
+    cache = manager()
+    run(cache, request(cache, range(16)))
+    again = request(cache, range(16))
+    blocks, tokens = cache.get_computed_blocks(again)
+    assert tokens == 12  # the block of the last token is known, but never part of a hit
+    assert cache.is_longest_hit(again, blocks, cache.block_pool.evictions)
+    longer = request(cache, range(17))
+    assert not cache.is_longest_hit(longer, blocks, cache.block_pool.evictions)

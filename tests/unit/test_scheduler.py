@@ -886,3 +886,13 @@ def test_without_caching() -> None:
     assert turn(sched) == {"a": 1, "b": 1}
     assert sched.statistics().hit_tokens == 0
     assert sched.cache.statistics().cached_blocks == 0
+
+
+def test_an_abort_behind_the_last_update_is_told_when_asked() -> None:
+    sched = scheduler()
+    add(sched, "a", range(3))
+    update(sched, sched.schedule())
+    assert sched.abort("a")
+    assert sched.drained
+    assert [(one.request.request_id, str(one.reason)) for one in sched.take_finished()] == [("a", "abort")]
+    assert sched.take_finished() == ()

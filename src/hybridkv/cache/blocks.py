@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +18,13 @@ _NONE = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVCacheBlocks:
-    """Block ids of one request, per group. ids: one int32 array a group."""
+    """Block ids of one request, per group.
+
+    ids: one int32 array a group. pool: where the blocks are, None for ids that were put together by hand.
+    """
 
     ids: tuple[Int32, ...]
+    pool: BlockPool | None = field(default=None, repr=False)
 
     @property
     def blocks(self) -> tuple[list[int], ...]:
@@ -31,7 +35,7 @@ class KVCacheBlocks:
         """Group by group. ConfigError when the numbers of groups differ."""
         if len(self.ids) != len(other.ids):
             raise ConfigError(f"blocks of {len(self.ids)} and of {len(other.ids)} groups cannot be joined")
-        return KVCacheBlocks(tuple(np.concatenate(pair) for pair in zip(self.ids, other.ids, strict=True)))
+        return KVCacheBlocks(tuple(np.concatenate(pair) for pair in zip(self.ids, other.ids, strict=True)), self.pool)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, KVCacheBlocks) and self.blocks == other.blocks
@@ -44,19 +48,26 @@ class KVCacheBlocks:
             return None
         return self.blocks
 
-    def get_unhashed_block_ids(self, pool: BlockPool) -> list[int]:
-        """Ids without key, null blocks left out, in ``pool``. ConfigError with more than one group."""
+    def get_unhashed_block_ids(self) -> list[int]:
+        """Ids without key, null blocks left out. ConfigError with more than one group, or without a pool."""
         if len(self.ids) != 1:
             raise ConfigError(f"get_unhashed_block_ids needs exactly one group, these blocks have {len(self.ids)}")
+        pool = self._known_pool()
         return [block for block in self.blocks[0] if block != NULL_BLOCK and pool.key_of(block) is None]
 
     def new_empty(self) -> KVCacheBlocks:
         """No block, in as many groups."""
-        return KVCacheBlocks((_NONE,) * len(self.ids))
+        return KVCacheBlocks((_NONE,) * len(self.ids), self.pool)
 
-    def views(self, pool: BlockPool) -> tuple[Sequence[BlockView], ...]:
-        """The same blocks as views that answer for their state in ``pool``."""
+    def views(self) -> tuple[Sequence[BlockView], ...]:
+        """The same blocks as views that answer for their state. ConfigError without a pool."""
+        pool = self._known_pool()
         return tuple([BlockView(block, pool) for block in group] for group in self.blocks)
+
+    def _known_pool(self) -> BlockPool:
+        if self.pool is None:
+            raise ConfigError("these blocks name no pool: use those that a manager handed out, or give pool=")
+        return self.pool
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,12 @@ class CacheGroup:
         stride = self.key_stride
         return request.hashes[(first + 1) * stride - 1 : last * stride : stride]
 
+    def knows(self, request: Request, column: int) -> bool:
+        """Whether a hit of ``request`` may go on with ``column``: not its last token's, and its key is indexed."""
+        if (column + 1) * self.policy.block_size >= request.num_tokens:
+            return False
+        return any(self.index.get(key) is not None for key in self.key_run(request, column, column + 1))
+
     def ensure_rows(self, capacity: int) -> None:
         """Rows 0 .. capacity - 1 exist."""
         self.rows.ensure_rows(capacity)

@@ -80,7 +80,7 @@ class KVCacheManager:
         self.rows = self._residents.columns
         self.publisher = Publisher(self.block_pool)
         self._commits = 0
-        self._empty = KVCacheBlocks((_NONE,) * len(self.groups))
+        self._empty = KVCacheBlocks((_NONE,) * len(self.groups), self.block_pool)
         self._stats = PrefixCacheStats() if log_stats else None
 
     # -- look-up
@@ -102,7 +102,7 @@ class KVCacheManager:
             self._stats.requests += 1
             self._stats.queries += request.num_tokens
             self._stats.hits += hits[0].tokens
-        return KVCacheBlocks(tuple(hit.blocks for hit in hits)), hits[0].tokens
+        return KVCacheBlocks(tuple(hit.blocks for hit in hits), self.block_pool), hits[0].tokens
 
     def find_hit(self, request: Request) -> tuple[Hit, ...]:
         """get_computed_blocks without statistics, one Hit a group."""
@@ -112,16 +112,12 @@ class KVCacheManager:
     def is_longest_hit(self, request: Request, blocks: KVCacheBlocks, evictions: int) -> bool:
         """Whether a hit found when ``block_pool.evictions`` was ``evictions`` is still the longest.
 
-        True only if none of its blocks was evicted since and no group knows the key behind it. O(groups)
-        look-ups, and one array comparison over the blocks.
+        It is while none of its blocks was evicted and some group cannot go on behind it: that block would
+        hold the last token, or its key is unknown. O(groups) look-ups, and one array comparison over the blocks.
         """
-        for group, ids in zip(self.groups, blocks.ids, strict=True):
-            if not self.block_pool.kept_keys_since(ids, evictions):
-                return False
-            following = group.key_run(request, len(ids), len(ids) + 1)
-            if following and group.index.get(following[0]) is not None:
-                return False
-        return True
+        if not all(self.block_pool.kept_keys_since(ids, evictions) for ids in blocks.ids):
+            return False
+        return not all(group.knows(request, len(ids)) for group, ids in zip(self.groups, blocks.ids, strict=True))
 
     # -- slots, one request
 
@@ -241,7 +237,7 @@ class KVCacheManager:
                 self.publisher.publish_row(group, request, part.publish_first, part.publish_last)
         self._commits += 1
         self._residents.refresh(row)
-        return KVCacheBlocks(new)
+        return KVCacheBlocks(new, self.block_pool)
 
     def _take(self, group: CacheGroup, row: int, n: int) -> Int32:
         if not n:
@@ -337,7 +333,7 @@ class KVCacheManager:
         request = self._residents.get(request_id)
         if request is None:
             return self._empty
-        return KVCacheBlocks(tuple(group.rows.ids(request.row) for group in self.groups))
+        return KVCacheBlocks(tuple(group.rows.ids(request.row) for group in self.groups), self.block_pool)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """get_blocks as lists of ids."""

@@ -117,7 +117,10 @@ class Scheduler:
 
     @property
     def drained(self) -> bool:
-        """Nothing waits, runs or holds blocks; steps still in flight then hold nobody's rows and need no update."""
+        """Nothing waits, runs or holds blocks.
+
+        Steps still in flight then hold nobody's rows; hand their results in before more is scheduled.
+        """
         return not (self._inbox or self._waiting or self._running.seats_taken)
 
     # -- schedule
@@ -253,8 +256,12 @@ class Scheduler:
         appended = self._append(flight, result.sampled)
         self._settle_dead(flight)
         self._empty_inbox()
+        return Outcome(flight.step.id, flight.requests, appended, self.take_finished())
+
+    def take_finished(self) -> tuple[Finished, ...]:
+        """Who ended since the last update or call: aborts, and whom the caller finished, in between."""
         finished, self._finished = tuple(self._finished), []
-        return Outcome(flight.step.id, flight.requests, appended, finished)
+        return finished
 
     def _append(self, flight: InFlight, sampled: Csr) -> Csr:
         """Append the sampled tokens and end who is done; what was really appended, CSR."""

@@ -55,15 +55,11 @@ class WaitingQueue:
         return next((entry for entry in self._entries if entry.request is request), None)
 
     def settle(self, request: Request) -> bool:
-        """A step in flight has nothing more to say about ``request``; whether it waits.
-
-        Its look-up is forgotten, since a token may have come.
-        """
+        """A step in flight has nothing more to say about ``request``; whether it waits."""
         entry = self.find(request)
         if entry is None:
             return False
         entry.unsettled -= 1
-        entry.hit = None
         return True
 
     def remove(self, request: Request) -> None:
