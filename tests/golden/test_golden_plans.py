@@ -48,3 +48,9 @@ def test_golden_plans_hold_what_arithmetic_says(
     assert holds.concurrency == (num_blocks - 1) / (longest // 16)
     assert sum(tensor.size for tensor in golden.config.tensors) == golden.config.arena_bytes <= 40 * GiB
     assert len(golden.config.groups) == 1
+
+
+def test_a_plan_of_the_first_release_is_read() -> None:
+    # written before pages could be padded and before there were encoder and speculative tokens
+    old = read_plan(HERE / "first-version.plan.json")
+    assert old == read_plan(HERE / "qwen2.5-7b.plan.json")

@@ -223,8 +223,10 @@ def test_a_uniform_type_takes_the_most_pages_of_any_layer_in_all_of_them() -> No
     assert made.max_memory_usage_bytes(RequestLimits(17)) == 5 * page
     assert made.max_row_blocks(RequestLimits(17)) == 5
     assert hash(made) == hash(replace(made))
-    doubled = made.with_block_size(8)
-    assert (doubled.block_size, doubled.page_size_bytes) == (8, 2 * page)
+    assert made.layer_spec("c") == MLA
+    with pytest.raises(ConfigError, match="'d' is not one of a, b, c"):
+        made.layer_spec("d")
+    assert FULL.layer_spec("d") is FULL
     assert UniformTypeKVCacheSpecs.merge([made, made]) == made
 
 

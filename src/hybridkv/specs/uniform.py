@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 from hybridkv.errors import ConfigError
@@ -60,10 +60,12 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         """The widest row of any layer."""
         return max(spec.max_row_blocks(limits) for _, spec in self.layers)
 
-    def with_block_size(self, block_size: int) -> Self:
-        """The same layers with blocks of ``block_size`` tokens."""
-        layers = tuple((name, replace(spec, block_size=block_size)) for name, spec in self.layers)
-        return replace(self, block_size=block_size, layers=layers)
+    def layer_spec(self, name: str) -> KVCacheSpec:
+        """The layer's own spec. Raises ConfigError for a name that is not here. O(layers)."""
+        for one, spec in self.layers:
+            if one == name:
+                return spec
+        raise ConfigError(f"layer {name!r} is not one of {', '.join(one for one, _ in self.layers)}")
 
     @classmethod
     def is_uniform_type(cls, kv_cache_specs: Mapping[str, KVCacheSpec]) -> bool:
