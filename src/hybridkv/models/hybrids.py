@@ -102,15 +102,17 @@ def nemotron_h(fields: Fields, options: ReadOptions) -> FamilyFacts:
         conv_bias=fields.flag("mamba_conv_bias", default=fields.flag("use_conv_bias", default=True)),
         bias=fields.flag("use_bias"),
     )
-    heads = read_heads(fields, kv_heads=8, head_dim=128)
+    heads = read_heads(fields, kv_heads=8, head_dim=fields.integer("attention_head_dim", 128))
     specs: dict[str, KVCacheSpec] = {FULL: heads.full(fields, options), LINEAR: mixer.spec(fields, options)}
     layers = tuple(Layer(f"model.layers.{i}.mixer", specs[kind], i) for i, kind in enumerate(types) if kind in specs)
     weights = Weights.dense(
         types.count(FULL) * heads.weights(hidden, bias=fields.flag("attention_bias"))
         + types.count(LINEAR) * mixer.weights
-        + types.count("mlp") * _up_down(hidden, fields.integer("intermediate_size"), bias=fields.flag("mlp_bias"))
         + len(types) * hidden
     )
+    if "mlp" in types:
+        mlp = _up_down(hidden, fields.integer("intermediate_size"), bias=fields.flag("mlp_bias"))
+        weights += Weights.dense(types.count("mlp") * mlp)
     if "moe" in types:
         weights += _nemotron_mixture(fields) * types.count("moe")
     return _facts(fields, layers, weights)
