@@ -1,8 +1,11 @@
 """Plans of public models, kept as files. To write them anew after a change on purpose:
 
-for m in llama-3-8b llama-3-70b qwen2.5-7b deepseek-v3; do
+for m in $(hybridkv models --json | jq -r '.models[].name'); do
   hybridkv plan $m --memory 40GiB --json > tests/golden/$m.plan.json
 done
+hybridkv plan llama-4-scout --memory 40GiB --max-model-len 131072 --json > tests/golden/llama-4-scout.plan.json
+hybridkv plan nemotron-3-super-120b-a12b --memory 40GiB --kv-dtype fp8 --json \\
+  > tests/golden/nemotron-3-super-120b-a12b.fp8.plan.json
 """
 
 from pathlib import Path
@@ -14,14 +17,62 @@ from hybridkv.plan import make_plan, plan_to_json, read_plan
 from hybridkv.units import GiB
 
 HERE = Path(__file__).parent
+SHORTER = {"llama-4-scout": 131_072}
+"""Of ten million tokens that the config allows, 40 GiB hold less than one."""
 
 
 @pytest.mark.parametrize("name", [known.name for known in known_models()])
 def test_the_plan_is_the_golden_one(name: str) -> None:
     path = HERE / f"{name}.plan.json"
-    made = make_plan(read_model(name), 40 * GiB)
+    made = make_plan(read_model(name), 40 * GiB, max_model_len=SHORTER.get(name))
     assert plan_to_json(made) == path.read_text("utf-8")
     assert read_plan(path) == made
+
+
+def test_the_plan_with_a_narrow_cache_is_the_golden_one() -> None:
+    path = HERE / "nemotron-3-super-120b-a12b.fp8.plan.json"
+    made = make_plan(read_model("nemotron-3-super-120b-a12b", dtype="fp8"), 40 * GiB)
+    assert plan_to_json(made) == path.read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "block_size", "groups", "tensors"),
+    [
+        # contracts.md, section 1, and issue 3: the attention block covers the state
+        ("qwen3-next-80b-a3b", 544, 4, 12),
+        ("qwen3.5-35b-a3b", 1056, 4, 10),
+        ("nemotron-h-8b", 528, 7, 4),
+        ("nemotron-3-nano-30b-a3b", 2096, 5, 6),
+        ("nemotron-3-super-120b-a12b", 4160, 6, 8),
+        ("nemotron-3-super-120b-a12b.fp8", 8320, 6, 8),
+        ("bamba-9b", 528, 11, 3),
+        ("jamba-1.5-mini", 80, 8, 4),
+        ("falcon-h1-7b", 1568, 2, 44),
+        # a window or a chunk needs no larger block
+        ("gemma-3-27b", 16, 7, 10),
+        ("gpt-oss-120b", 16, 2, 18),
+        ("llama-4-scout", 16, 4, 12),
+        ("whisper-large-v3", 16, 2, 32),
+        # 2 columns of 2048 channels: less than a page of 16 tokens
+        ("lfm2-1.2b", 16, 3, 6),
+    ],
+)
+def test_reference_blocks_of_golden_plans(name: str, block_size: int, groups: int, tensors: int) -> None:
+    golden = read_plan(HERE / f"{name}.plan.json")
+    assert {group.spec.block_size for group in golden.config.groups} == {block_size}
+    assert (len(golden.config.groups), len(golden.config.tensors)) == (groups, tensors)
+    pages = {group.spec.page_size_bytes for group in golden.config.groups}
+    assert len(pages) == 1
+    holds = golden.capacity
+    assert holds.block_bytes == tensors * pages.pop()
+    assert holds.num_blocks == 40 * GiB // holds.block_bytes
+    assert 0 <= holds.unused_bytes < holds.block_bytes
+
+
+def test_gemma_pads_8_of_its_70_layer_slots() -> None:
+    config = read_plan(HERE / "gemma-3-27b.plan.json").config
+    slots = len(config.groups) * len(config.tensors)
+    assert (slots, slots - sum(len(group.layer_names) for group in config.groups)) == (70, 8)
 
 
 @pytest.mark.parametrize(
@@ -48,3 +99,9 @@ def test_golden_plans_hold_what_arithmetic_says(
     assert holds.concurrency == (num_blocks - 1) / (longest // 16)
     assert sum(tensor.size for tensor in golden.config.tensors) == golden.config.arena_bytes <= 40 * GiB
     assert len(golden.config.groups) == 1
+
+
+def test_a_plan_of_the_first_release_is_read() -> None:
+    # written before pages could be padded and before there were encoder and speculative tokens
+    old = read_plan(HERE / "first-version.plan.json")
+    assert old == read_plan(HERE / "qwen2.5-7b.plan.json")

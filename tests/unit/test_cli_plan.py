@@ -49,6 +49,27 @@ def test_a_plan_for_programs(tmp_path: Path) -> None:
     assert "float32 cache, tp 8" in shown
 
 
+def test_a_hybrid_plan_for_people() -> None:
+    text = run("plan", "qwen3.5-35b-a3b", "--memory", "40GiB").stdout
+    # 2,146,304 bytes of state in a page of 1056 tokens of 2048 bytes, in each of 10 layers
+    assert re.search(r"0 +10 x MambaSpec +1,056 +2,162,688 +21,463,040 +163,840", text)
+    assert re.search(r"3 +10 x FullAttentionSpec +1,056 +2,162,688 +21,626,880 +0", text)
+    assert "bytes per token   20,480 B, 64,389,120 B of states" in text
+    options = ("--layout", "reference", "--placement", "none", "--kv-dtype", "fp8", "--json")
+    found = plan_from_json(run("plan", "qwen3.5-35b-a3b", "--memory", "40GiB", *options).stdout)
+    assert found == make_plan(read_model("qwen3.5-35b-a3b", dtype="fp8"), "40GiB", placement="none")
+    # blocks of 2096 + 16 tokens: a token takes half the bytes
+    assert [group.blocks_per_request for group in found.capacity.groups] == [1, 1, 1, 125]
+
+
+def test_windows_managed_as_full_attention() -> None:
+    text = run("plan", "gpt-oss-120b", "--memory", "40GiB", "--windows-as-full").stdout
+    assert re.search(r"0 +36 x FullAttentionSpec +16 +32,768", text)
+    assert "36,864 B, 36,864 B in windows" in text
+    text = run("plan", "whisper-large-v3", "--memory", "4GiB").stdout
+    assert "163,840 B, 163,840 B an encoder token" in text
+
+
 def test_a_folder_is_planned(tmp_path: Path) -> None:
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 2}
     config |= {"num_attention_heads": 4, "vocab_size": 9, "max_position_embeddings": 64, "torch_dtype": "float32"}
@@ -67,7 +88,13 @@ def test_a_folder_is_planned(tmp_path: Path) -> None:
         (("plan", "llama-3-8b", "--memory", "4GiB", "--tp", "3"), "use one of 1, 2, 4, 8, 16, 32"),
         (("plan", "llama-3-8b", "--memory", "4GiB", "--block-size", "-16"), "at least 1 token, got -16"),
         (("plan", "llama-3-8b", "--memory", "4GiB", "--max-model-len", "9000"), "use at most 8192"),
-        (("plan", "llama-3-8b", "--memory", "4GiB", "--dtype", "fp8"), "'auto', 'bf16', 'fp16', 'fp32'"),
+        (("plan", "llama-3-8b", "--memory", "4GiB", "--dtype", "int4"), "'auto', 'bf16', 'fp16', 'fp32', 'fp8'"),
+        (("plan", "llama-3-8b", "--memory", "4GiB", "--layout", "natural"), "'reference'"),
+        (("plan", "llama-3-8b", "--memory", "4GiB", "--placement", "all"), "'align', 'none'"),
+        (
+            ("plan", "--plan", "p.json", "--placement", "none", "--windows-as-full"),
+            "drop --placement, --windows-as-full,",
+        ),
         (("plan", "llama-3-8b"), "--memory is missing"),
         (("plan",), "CONFIG is missing"),
         (("plan", "llama-3-8b", "--plan", "p.json", "--tp", "1"), "drop CONFIG, --tp, or drop --plan"),
@@ -80,11 +107,10 @@ def test_a_mistake_is_one_line_that_says_what_to_change(arguments: tuple[str, ..
     assert said in error(*arguments)
 
 
-def test_an_unsupported_model_names_its_layers(tmp_path: Path) -> None:
+def test_an_unsupported_model_says_what_its_layers_keep(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    config = {"model_type": "mistral", "num_hidden_layers": 32, "sliding_window": 4096}
-    path.write_text(json.dumps(config), "utf-8")
-    assert "layers 0-31 (sliding_attention)" in error("plan", path, "--memory", "40GiB")
+    path.write_text(json.dumps({"model_type": "minimax", "num_hidden_layers": 32}), "utf-8")
+    assert "its layers keep lightning attention states" in error("plan", path, "--memory", "40GiB")
 
 
 def test_a_newer_plan_is_refused_by_name(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
-from hybridkv.models import Model, known_models, read_model
-from hybridkv.specs import FullAttentionSpec, MLAAttentionSpec
+from hybridkv.models import Model, known_model, known_models, read_model
+from hybridkv.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 LLAMA: dict[str, object] = {
     "model_type": "llama",
@@ -52,6 +52,20 @@ def kv_heads(model: Model) -> int:
         ("llama-3-70b", 80, 327_680, 8192, 70_553_706_496),
         ("qwen2.5-7b", 28, 2 * 4 * 128 * 2 * 28, 131_072, 7_615_616_512),
         ("deepseek-v3", 61, 70_272, 163_840, 671_026_404_352),
+        # published: 79.7e9, 8,100,852,736, 31.6e9, 120.7e9, 9.78e9, 51.6e9, 116.8e9, 1.17e9, 7.59e9, 1.54e9
+        ("qwen3-next-80b-a3b", 48, 24_576, 262_144, 79_674_391_296),
+        ("qwen3.5-35b-a3b", 40, 20_480, 262_144, 34_660_610_688),
+        ("nemotron-h-8b", 28, 16_384, 8192, 8_100_852_736),
+        ("nemotron-3-nano-30b-a3b", 29, 6144, 262_144, 31_577_937_344),
+        ("nemotron-3-super-120b-a12b", 48, 8192, 262_144, 120_668_687_360),
+        ("bamba-9b", 32, 12_288, 262_144, 9_780_235_392),
+        ("jamba-1.5-mini", 32, 16_384, 262_144, 51_570_323_328),
+        ("gemma-3-27b", 62, 81_920, 131_072, 27_009_346_304),
+        ("gpt-oss-120b", 36, 36_864, 131_072, 116_829_156_672),
+        ("llama-4-scout", 48, 49_152, 10_485_760, 107_769_861_120),
+        ("lfm2-1.2b", 16, 12_288, 128_000, 1_170_340_608),
+        ("falcon-h1-7b", 88, 45_056, 262_144, 7_585_519_712),
+        ("whisper-large-v3", 64, 163_840, 448, 1_543_490_560),
     ],
 )
 def test_known_models(name: str, layers: int, kv_bytes_per_token: int, max_model_len: int, parameters: int) -> None:
@@ -61,16 +75,80 @@ def test_known_models(name: str, layers: int, kv_bytes_per_token: int, max_model
     assert model.kv_bytes_per_token == kv_bytes_per_token
     assert model.max_model_len == max_model_len
     assert model.parameters == parameters
-    assert model.dtype == "bfloat16"
+    assert model.dtype == ("float16" if name == "whisper-large-v3" else "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "state_mib", "ssm_dtype"),
+    [
+        # goals.md, section 2: conv states of K - 1 columns, the config's SSM dtype
+        ("qwen3-next-80b-a3b", 37.7, "bfloat16"),
+        ("qwen3.5-35b-a3b", 61.4, "float32"),
+        ("nemotron-h-8b", 49.4, "bfloat16"),
+        ("nemotron-3-nano-30b-a3b", 46.8, "float32"),
+        ("nemotron-3-super-120b-a12b", 162.3, "float32"),
+        ("bamba-9b", 59.4, "bfloat16"),
+        ("jamba-1.5-mini", 8.3, "bfloat16"),
+    ],
+)
+def test_states_of_known_models(name: str, state_mib: float, ssm_dtype: str) -> None:
+    model = read_model(name)
+    assert round(model.state_bytes / 2**20, 1) == state_mib
+    specs = [layer.spec for layer in model.layers if isinstance(layer.spec, MambaSpec)]
+    assert {spec.dtypes for spec in specs} == {("bfloat16", ssm_dtype)}
+    # keys and values may be narrower, states are not
+    assert read_model(name, dtype="fp8").state_bytes == model.state_bytes
+    assert read_model(name, dtype="fp8").kv_bytes_per_token * 2 == model.kv_bytes_per_token
+    wide = read_model(name, backend="transformers")
+    assert {spec.dtypes for spec in (x.spec for x in wide.layers) if isinstance(spec, MambaSpec)} == {
+        ("bfloat16", "float32")
+    }
+    assert wide.state_bytes > model.state_bytes
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "nemotron-3-nano-30b-a3b", "jamba-1.5-mini", "lfm2-1.2b"])
+def test_drafts_widen_the_convolution_and_need_blocks(name: str) -> None:
+    plain = [x.spec for x in read_model(name).layers if isinstance(x.spec, MambaSpec)]
+    drafting = [x.spec for x in read_model(name, num_speculative_tokens=2).layers if isinstance(x.spec, MambaSpec)]
+    for one, two in zip(plain, drafting, strict=True):
+        assert (two.shapes[0][0], two.shapes[0][1]) == (one.shapes[0][0] + 2, one.shapes[0][1])
+        assert two.shapes[1:] == one.shapes[1:]
+        assert two.num_speculative_blocks == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "shapes"),
+    [
+        # heads, groups and channels are split
+        ("nemotron-h-8b", 8, ((3, (128 * 64 + 2 * 8 * 128) // 8), (16, 64, 128))),
+        ("qwen3.5-35b-a3b", 4, ((3, 8192 // 4), (8, 128, 128))),
+        ("jamba-1.5-mini", 2, ((3, 4096), (4096, 16))),
+        # a group that cannot be split is repeated: one on every rank
+        ("bamba-9b", 4, ((3, 128 * 64 // 4 + 2 * 128), (32, 64, 128))),
+    ],
+)
+def test_states_of_a_rank(name: str, tp: int, shapes: tuple[tuple[int, ...], ...]) -> None:
+    specs = {x.spec for x in read_model(name, tp=tp).layers if isinstance(x.spec, MambaSpec)}
+    assert [spec.shapes for spec in specs] == [shapes]
+
+
+def test_a_tp_that_does_not_split_the_state() -> None:
+    with pytest.raises(ConfigError, match=r"tp=3 does not divide the 16 attention heads"):
+        read_model("qwen3-next-80b-a3b", tp=3)
+    mixed = {**known_model("qwen3-next-80b-a3b").config, "num_attention_heads": 32}
+    with pytest.raises(
+        ConfigError, match=r"tp=32 does not divide the 16 linear attention key heads .*: use one of 1, 2"
+    ):
+        read_model(mixed, tp=32)
 
 
 def test_known_models_name_their_source() -> None:
-    assert [known.name for known in known_models()] == ["deepseek-v3", "llama-3-70b", "llama-3-8b", "qwen2.5-7b"]
-    for known in known_models():
-        assert known.source.startswith("https://huggingface.co/")
-        assert known.source.endswith("config.json")
-        assert known.verified
-        assert "read" in known.verification
+    assert {"deepseek-v3", "gpt-oss-120b", "whisper-large-v3"} <= {one.name for one in known_models()}
+    for one in known_models():
+        assert one.source.startswith("https://huggingface.co/")
+        assert one.source.endswith("config.json")
+        assert "read" in one.verification
+        assert one.verified == ("NOT verified" not in one.verification)
 
 
 def test_active_parameters_leave_out_the_look_up_and_idle_experts() -> None:
@@ -185,24 +263,42 @@ SLIDING = "sliding_attention"
 
 
 @pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        ({**MISTRAL, "sliding_window": 4096}, [4096] * 4),
+        # the config class's own default is a window of 4096
+        ({k: v for k, v in MISTRAL.items() if k != "sliding_window"}, [4096] * 4),
+        ({**QWEN, "use_sliding_window": True, "max_window_layers": 2}, [None, None, 4096, 4096]),
+        ({**QWEN, "layer_types": ["full_attention", SLIDING] * 2, "sliding_window": 8}, [None, 8, None, 8]),
+        ({**LLAMA, "sliding_window": 128}, [128] * 4),
+        ({**MISTRAL, "sliding_window": 8, "layer_types": ["full_attention"] * 4}, [8] * 4),
+    ],
+)
+def test_windows(config: dict[str, object], windows: list[int | None]) -> None:
+    layers = read_model(config).layers
+    assert [
+        layer.spec.sliding_window if isinstance(layer.spec, SlidingWindowSpec) else None for layer in layers
+    ] == windows
+
+
+def test_chunks() -> None:
+    model = read_model({**LLAMA, "attention_chunk_size": 8})
+    assert {layer.spec for layer in model.layers} == {
+        ChunkedLocalAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="float16", attention_chunk_size=8)
+    }
+
+
+@pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({**MISTRAL, "sliding_window": 4096}, r"layers 0-3 \(sliding_attention\)"),
-        # the config class's own default is a window of 4096
-        ({k: v for k, v in MISTRAL.items() if k != "sliding_window"}, r"layers 0-3 \(sliding_attention\)"),
-        ({**QWEN, "use_sliding_window": True, "max_window_layers": 2}, r"layers 2-3 \(sliding_attention\)"),
-        ({**QWEN, "layer_types": ["full_attention", SLIDING, "full_attention", SLIDING]}, r"layers 1, 3 \(sliding"),
-        ({**LLAMA, "sliding_window": 128}, r"layers 0-3 \(sliding_attention\)"),
-        ({**MISTRAL, "sliding_window": 8, "layer_types": ["full_attention"] * 4}, r"layers 0-3 \(sliding_attention\)"),
-        ({**LLAMA, "attention_chunk_size": 8}, r"layers 0-3 \(chunked_attention\)"),
         (
             {**LLAMA, "layer_types": ["linear_attention", "conv", "conv", "mamba"]},
             r"0 \(linear_.*1-2 \(conv\); 3 \(mamba\)",
         ),
         ({**LLAMA, "is_encoder_decoder": True}, r"layers 0-3 \(cross_attention\)"),
         ({**DEEPSEEK, "layer_types": ["full_attention"] * 3 + [SLIDING]}, r"layers 3 \(sliding_attention\)"),
-        ({"model_type": "mamba2"}, r"'mamba2'.*Mamba-2 states; known model types: deepseek_v2, deepseek_v3, llama"),
-        ({"model_type": "gemma3_text", "layer_types": [SLIDING] * 5 + ["full_attention"]}, r"sliding_attention \(5\)"),
+        ({"model_type": "gemma4"}, r"'gemma4'.*share keys and values; known model types: bamba, deepseek_v2"),
+        ({"model_type": "minimax", "layer_types": [SLIDING] * 5 + ["full_attention"]}, r"sliding_attention \(5\)"),
         ({"model_type": "brand_new"}, "'brand_new'.*known model types: .*qwen3"),
         ({}, "model_type is missing"),
     ],
@@ -241,7 +337,7 @@ def test_a_malformed_config_names_the_field(given: dict[str, object], said: str)
         ("llama-3-80b", "did you mean llama-3-8b or llama-3-70b"),
         ("meta-llama/llama-3-8b-hf", "did you mean llama-3-8b"),
         ("deepseek", "did you mean deepseek-v3"),
-        ("zzz", "known names: deepseek-v3, llama-3-70b, llama-3-8b, qwen2.5-7b"),
+        ("zzz", "known names: bamba-9b, deepseek-v3, falcon-h1-7b, .*whisper-large-v3"),
         ("nowhere/config.json", "neither a file, a folder nor a known model"),
     ],
 )

@@ -5,11 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.errors import CapacityError, ConfigError
-from hybridkv.models import Model, read_model
+from hybridkv.models import Layer, Model, read_model
 from hybridkv.plan import capacity_of, make_plan, plan
 from hybridkv.plan.grouping import group_layers
 from hybridkv.plan.layout import reference_layout
-from hybridkv.specs import FullAttentionSpec, RequestLimits
+from hybridkv.specs import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    RequestLimits,
+    SlidingWindowSpec,
+)
 from hybridkv.units import GiB
 
 TINY: dict[str, object] = {
@@ -57,7 +65,9 @@ def test_the_layout_of_one_group() -> None:
 
 def test_padding_of_a_group_smaller_than_the_others() -> None:
     full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="float16")
-    other = replace(full, head_size=4, num_kv_heads=4)
+    other = ChunkedLocalAttentionSpec(
+        block_size=16, num_kv_heads=4, head_size=4, dtype="float16", attention_chunk_size=4096
+    )
     grouping = group_layers([("a", full), ("b", full), ("c", other), ("d", other), ("e", other)])
     assert [group.layer_names for group in grouping.groups] == [("a", "b"), ("c", "e"), ("d",)]
     config = reference_layout(grouping, 13)
@@ -100,6 +110,7 @@ def test_what_is_promised_fits_and_one_block_more_does_not(memory: int, max_mode
     per_token = int(model.kv_bytes_per_token)
     assert config.arena_bytes <= memory < config.arena_bytes + block_size * per_token
     assert holds.unused_bytes == memory - config.arena_bytes
+    assert holds.tokens_that_fit is not None
     # the blocks promised hold that many tokens, and not one more
     assert -(-holds.tokens_that_fit // block_size) == config.num_blocks - 1
     assert -(-(holds.tokens_that_fit + 1) // block_size) == config.num_blocks
@@ -134,10 +145,110 @@ def test_more_tokens_than_the_model_allows() -> None:
 @pytest.mark.parametrize("wrong", [{"max_model_len": 0}, {"max_model_len": -1}, {"max_in_flight_tokens": -1}])
 def test_limits_that_cannot_work(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        plan(tiny(), "1MiB", **wrong)
+        plan(tiny(), "1MiB", **wrong)  # type: ignore[arg-type]  # numbers only
 
 
 @pytest.mark.parametrize("memory", [0, -1, "0GiB", "much"])
 def test_memory_that_cannot_be(memory: int | str) -> None:
     with pytest.raises(ConfigError, match="size"):
         plan(tiny(), memory)
+
+
+FULL = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4, dtype="float16")
+WINDOW = SlidingWindowSpec(block_size=4, num_kv_heads=1, head_size=4, dtype="float16", sliding_window=8)
+CHUNKED = ChunkedLocalAttentionSpec(block_size=4, num_kv_heads=1, head_size=4, dtype="float16", attention_chunk_size=8)
+CROSS = CrossAttentionSpec(block_size=4, num_kv_heads=1, head_size=4, dtype="float16")
+STATE = MambaSpec(block_size=4, shapes=((37,),), dtypes=("float32",))
+LENGTH = 100
+
+
+def model_of(specs: list[KVCacheSpec], max_encoder_tokens: int = 0) -> Model:
+    layers = tuple(Layer(f"l{i}", spec, i) for i, spec in enumerate(specs))
+    return replace(tiny(), layers=layers, max_encoder_tokens=max_encoder_tokens)
+
+
+def test_without_a_layer_that_keeps_every_token_any_length_fits() -> None:
+    choices: list[list[KVCacheSpec]] = [[WINDOW, WINDOW], [STATE], [STATE, WINDOW], [CHUNKED, STATE]]
+    for specs in choices:
+        holds = make_plan(model_of(specs), "1MiB").capacity
+        assert holds.tokens_that_fit is None
+        assert holds.longest_context == 100
+    assert make_plan(model_of([STATE, FULL]), "1MiB").capacity.tokens_that_fit is not None
+
+
+def test_a_hybrid_by_hand() -> None:
+    # a token takes 16 bytes, a state 148: blocks of 16 tokens, 256 bytes, of which a state leaves 108 unused
+    holds = make_plan(model_of([FULL, STATE, STATE, STATE]), 256 * 30).capacity
+    assert [group.kind for group in holds.groups] == ["FullAttentionSpec"] + ["MambaSpec"] * 3
+    assert [group.padding_bytes for group in holds.groups] == [0, 108, 108, 108]
+    assert [group.blocks_per_request for group in holds.groups] == [7, 2, 2, 2]
+    assert holds.padding_bytes == 3 * 2 * 108
+    assert (holds.num_blocks, holds.tokens_that_fit, holds.concurrency) == (30, (29 - 6) * 16, 29 / 13)
+    none = make_plan(model_of([FULL, STATE, STATE, STATE]), 256 * 30, placement="none").capacity
+    assert [group.blocks_per_request for group in none.groups] == [7, 1, 1, 1]
+
+
+def test_drafts_need_states() -> None:
+    model = replace(model_of([FULL, replace(STATE, num_speculative_blocks=2)]), num_speculative_tokens=2)
+    assert [group.blocks_per_request for group in make_plan(model, "1MiB").capacity.groups] == [7, 4]
+    with pytest.raises(ConfigError, match="3 speculative tokens"):
+        make_plan(replace(model, num_speculative_tokens=3), "1MiB")
+
+
+def test_cross_attention_holds_the_encoder_input() -> None:
+    model = model_of([FULL, CROSS], max_encoder_tokens=50)
+    assert [group.blocks_per_request for group in make_plan(model, "1MiB").capacity.groups] == [25, 13]
+    shorter = make_plan(model, "1MiB", max_encoder_tokens=4)
+    assert [group.blocks_per_request for group in shorter.capacity.groups] == [25, 1]
+    with pytest.raises(ConfigError, match=r"51 exceeds the 50"):
+        make_plan(model, "1MiB", max_encoder_tokens=51)
+    with pytest.raises(ConfigError, match="must not be negative"):
+        make_plan(model, "1MiB", max_encoder_tokens=-1)
+
+
+def test_a_rank_of_a_context_parallel_group_holds_its_share() -> None:
+    model = model_of([FULL, WINDOW, STATE])
+    blocks = [group.blocks_per_request for group in make_plan(model, "1MiB", dcp=2, pcp=2).capacity.groups]
+    # blocks of 16 tokens cover 64: 100 tokens; the window of 8 and a block for where it starts; states are whole
+    assert blocks == [2, 2, 2]
+
+
+def test_windows_managed_as_full_attention_keep_every_token() -> None:
+    model = model_of([FULL, WINDOW])
+    assert [g.blocks_per_request for g in make_plan(model, "1MiB").capacity.groups] == [25, 3]
+    (group,) = make_plan(model, "1MiB", windows_as_full=True).capacity.groups
+    assert (group.layers, group.blocks_per_request) == (2, 25)
+
+
+@given(
+    specs=st.lists(
+        st.sampled_from([FULL, WINDOW, CHUNKED, CROSS, STATE, replace(FULL, num_kv_heads=3)]), min_size=1, max_size=8
+    ),
+    memory=st.integers(100, 10**6),
+    in_flight=st.integers(0, 64),
+    placement=st.sampled_from(["align", "none"]),
+)
+def test_capacity_is_exact_for_every_kind(
+    specs: list[KVCacheSpec], memory: int, in_flight: int, placement: str
+) -> None:
+    model = model_of(specs, max_encoder_tokens=10)
+    try:
+        made = make_plan(model, memory, placement=placement, max_in_flight_tokens=in_flight)
+    except CapacityError as error:
+        needed = int(str(error).partition("bytes: ")[0].rpartition("(")[2])
+        assert memory < needed
+        made = make_plan(model, needed, placement=placement, max_in_flight_tokens=in_flight)
+        assert made.config.num_blocks == 1 + sum(g.blocks_per_request for g in made.capacity.groups)
+        return
+    holds, config = made.capacity, made.config
+    assert (
+        config.arena_bytes == config.num_blocks * holds.block_bytes <= memory < config.arena_bytes + holds.block_bytes
+    )
+    limits = made.limits
+
+    def blocks(tokens: int) -> int:
+        return sum(group.spec.max_request_blocks(replace(limits, max_model_len=tokens)) for group in config.groups)
+
+    assert blocks(holds.longest_context) * int(holds.concurrency) <= config.num_blocks - 1
+    if holds.tokens_that_fit is not None:
+        assert blocks(holds.tokens_that_fit) <= config.num_blocks - 1 < blocks(holds.tokens_that_fit + 1)

@@ -9,8 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.errors import ConfigError, SchemaError
-from hybridkv.models import known_models, read_model
+from hybridkv.models import Layer, known_models, read_model
 from hybridkv.plan import make_plan, plan_from_json, plan_to_json, read_plan
+from hybridkv.specs import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
 
 Document = dict[str, Any]
 
@@ -22,11 +34,53 @@ def document() -> Document:
 
 @pytest.mark.parametrize("name", [known.name for known in known_models()])
 def test_a_plan_comes_back_equal(name: str) -> None:
-    made = make_plan(read_model(name, tp=2), "40GiB", max_model_len=1000, max_in_flight_tokens=8192)
+    made = make_plan(read_model(name, tp=2), "40GiB", max_model_len=400, max_in_flight_tokens=8192)
     text = plan_to_json(made)
     again = plan_from_json(text)
     assert again == made
     assert plan_to_json(again) == text
+
+
+SPECS: list[KVCacheSpec] = [
+    FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4, dtype="float16", sliding_window=3),
+    FullAttentionSpec(block_size=4, num_kv_heads=3, head_size=4, dtype="fp8", head_size_v=2),
+    MLAAttentionSpec(block_size=4, head_size=12, dtype="float16"),
+    SinkFullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4, dtype="float16", sink_len=4),
+    SlidingWindowSpec(block_size=4, num_kv_heads=1, head_size=4, dtype="float16", sliding_window=8),
+    SlidingWindowMLASpec(block_size=4, head_size=9, dtype="float16", sliding_window=8),
+    ChunkedLocalAttentionSpec(block_size=4, num_kv_heads=1, head_size=4, dtype="float16", attention_chunk_size=8),
+    CrossAttentionSpec(block_size=4, num_kv_heads=1, head_size=4, dtype="float16"),
+    EncoderOnlyAttentionSpec(block_size=4, num_kv_heads=1, head_size=4, dtype="float16"),
+    MambaSpec(block_size=4, shapes=((3, 7), (2, 2, 2)), dtypes=("float16", "float32"), num_speculative_blocks=2),
+    MambaSpec(block_size=4, shapes=((5,),), dtypes=("float32",), mamba_type="short_conv"),
+]
+
+
+@given(specs=st.lists(st.sampled_from(SPECS), min_size=1, max_size=9), placement=st.sampled_from(["align", "none"]))
+def test_plans_of_every_kind_come_back_equal(specs: list[KVCacheSpec], placement: str) -> None:
+    layers = tuple(Layer(f"l{i}", spec, i) for i, spec in enumerate(specs))
+    model = replace(read_model("llama-3-8b"), layers=layers, max_encoder_tokens=9)
+    made = make_plan(model, "1MiB", max_model_len=100, placement=placement, dcp=2)
+    text = plan_to_json(made)
+    assert plan_from_json(text) == made
+    assert plan_to_json(plan_from_json(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"shapes": [[3, "7"]]}, "must be a list of lists of integers"),
+        ({"shapes": [3]}, "must be a list of lists of integers"),
+        ({"dtypes": "float32"}, "dtypes must be a list of strings"),
+        ({"cache_mode": "everywhere"}, "unknown cache_mode"),
+        ({"page_size_padded": 1}, "page_size_padded 1 is smaller"),
+    ],
+)
+def test_a_malformed_state_says_where(spec: dict[str, object], said: str) -> None:
+    found = json.loads(plan_to_json(make_plan(read_model("jamba-1.5-mini"), "40GiB")))
+    found["model"]["specs"][0].update(spec)
+    with pytest.raises(SchemaError, match=said):
+        plan_from_json(json.dumps(found))
 
 
 @given(
@@ -73,7 +127,9 @@ def changed(change: Callable[[Document], object]) -> str:
         (lambda d: d["model"].update(max_model_len="long"), "plan.model.max_model_len must be an integer"),
         (lambda d: d["model"]["layers"][3].pop("spec"), r"plan.model.layers\[3\].spec is missing"),
         (lambda d: d["model"]["layers"][3].update(spec=1), r"plan.model.layers\[3\].spec is 1, but there are 1 specs"),
-        (lambda d: d["model"]["specs"][0].update(kind="MambaSpec"), "kind 'MambaSpec' is not known here"),
+        (lambda d: d["model"]["specs"][0].update(kind="XSpec"), "kind 'XSpec' is not known here: known are Full"),
+        (lambda d: d["model"]["specs"][0].update(kind="MambaSpec"), r"specs\[0\].shapes is missing"),
+        (lambda d: d["model"]["specs"][0].update(page_size_padded=7), "page_size_padded 7 is smaller"),
         (lambda d: d["model"]["specs"][0].update(dtype="int3"), "values that cannot be: unknown cache dtype"),
         (lambda d: d["model"]["specs"][0].update(block_size=0), "block_size must be at least 1"),
         (lambda d: d["limits"].pop("dcp"), "plan.limits.dcp is missing"),

@@ -1,30 +1,39 @@
-"""Measured lines of contracts.md section 1 on grouping, with full attention and a windowed spec of the test's own."""
+"""Measured lines of contracts.md section 1 on grouping, and the sizes that pages and blocks take for it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.errors import ConfigError, UnsupportedModelError
-from hybridkv.plan.grouping import NamedSpec, group_layers, group_size
-from hybridkv.plan.layout import block_bytes, reference_layout
-from hybridkv.specs import AttentionSpec, FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, RequestLimits
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WindowSpec(AttentionSpec):
-    sliding_window: int
-
-    def max_memory_usage_bytes(self, limits: RequestLimits) -> int:
-        tokens = min(self.sliding_window - 1 + limits.max_in_flight_tokens, limits.max_model_len)
-        return (-(-tokens // self.block_size) + 1) * self.page_size_bytes
-
+from hybridkv.errors import ConfigError
+from hybridkv.plan.config import NamedSpec
+from hybridkv.plan.grouping import group_layers, group_size, layer_types
+from hybridkv.plan.layout import reference_layout
+from hybridkv.plan.pages import unify_pages, windows_as_full, with_placement
+from hybridkv.specs import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype="bfloat16")
-WINDOW = WindowSpec(block_size=16, num_kv_heads=2, head_size=64, dtype="bfloat16", sliding_window=128)
-OTHER = WindowSpec(block_size=16, num_kv_heads=2, head_size=64, dtype="bfloat16", sliding_window=64)
+WINDOW = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=64, dtype="bfloat16", sliding_window=128)
+OTHER = replace(WINDOW, sliding_window=64)
+CHUNKED = ChunkedLocalAttentionSpec(
+    block_size=16, num_kv_heads=2, head_size=64, dtype="bfloat16", attention_chunk_size=64
+)
+CROSS = CrossAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype="bfloat16")
+STATE = MambaSpec(block_size=16, shapes=((100, 64),), dtypes=("float32",))
+TOKEN_BYTES = 2 * 2 * 64 * 2
 
 
 def named(letter: str, spec: KVCacheSpec, count: int) -> list[NamedSpec]:
@@ -72,16 +81,131 @@ def test_layers_that_merge_share_a_group_and_keep_the_window() -> None:
     assert group.spec == remembered
 
 
-def test_full_attention_and_mla_of_equal_pages_are_two_types() -> None:
-    latent = MLAAttentionSpec(block_size=16, head_size=256, dtype="bfloat16")
-    assert latent.page_size_bytes == FULL.page_size_bytes
-    assert names([("a", FULL), ("b", latent), ("c", FULL), ("d", latent)]) == ["a c", "b d"]
+def test_two_remembered_windows_are_one_uniform_type() -> None:
+    # D7: the reference crashes
+    one, two = replace(FULL, sliding_window=128), replace(FULL, sliding_window=64)
+    (group,) = group_layers([("a", one), ("b", two), ("c", FULL)]).groups
+    assert isinstance(group.spec, UniformTypeKVCacheSpecs)
+    assert group.layer_specs == (one, two, FULL)
+    # beside another kind they are types of their own
+    layers = [("a", one), ("b", two), ("c", FULL), ("d", WINDOW), ("e", replace(FULL, attention_chunk_size=32))]
+    assert names(layers) == ["a", "c", "b", "d", "e"]
+    types = [[name for name, _ in members] for members in layer_types(layers)]
+    assert types == [["a", "c"], ["b"], ["d"], ["e"]]
 
 
-def test_pages_that_differ_are_refused() -> None:
-    half = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype="bfloat16")
-    with pytest.raises(UnsupportedModelError, match="4096, 8192 bytes"):
-        group_layers([("a", FULL), ("b", half)])
+def test_two_sliding_windows_are_two_types() -> None:
+    assert names(named("s", WINDOW, 2) + named("t", OTHER, 2)) == ["s0 s1", "t0 t1"]
+
+
+def test_layers_of_one_kind_with_different_pages_are_one_group_with_a_tensor_each() -> None:
+    wide = replace(FULL, num_kv_heads=6)
+    latent = MLAAttentionSpec(block_size=16, head_size=24, dtype="bfloat16")
+    sink = SinkFullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype="bfloat16", sink_len=16)
+    layers = [("a", FULL), ("b", wide), ("c", latent), ("d", sink), ("e", FULL)]
+    grouping = group_layers(layers)
+    assert names(layers) == ["a b c d e"]
+    pages = [spec.page_size_bytes for _, spec in layers]
+    assert list(grouping.page_bytes) == pages
+    config = reference_layout(grouping, 7)
+    assert [(t.shared_by, t.size, t.block_stride_bytes) for t in config.tensors] == [
+        ((name,), 7 * page, page) for (name, _), page in zip(layers, pages, strict=True)
+    ]
+    assert [t.offset_bytes for t in config.tensors] == [7 * sum(pages[:j]) for j in range(5)]
+    assert config.arena_bytes == 7 * grouping.block_bytes == 7 * sum(pages)
+
+
+def test_one_page_size_is_reached_by_larger_blocks() -> None:
+    # measured: full + sliding with half the page: the sliding block doubles
+    half = replace(WINDOW, num_kv_heads=1)
+    groups = group_layers([("f", FULL), ("s", half)]).groups
+    assert [group.spec for group in groups] == [FULL, replace(half, block_size=32)]
+    assert {group.spec.page_size_bytes for group in groups} == {FULL.page_size_bytes}
+    third = replace(FULL, num_kv_heads=6)
+    assert [group.spec.block_size for group in group_layers([("f", third), ("s", WINDOW)]).groups] == [16, 48]
+
+
+def test_a_page_that_does_not_divide_the_largest_is_padded() -> None:
+    odd = replace(WINDOW, num_kv_heads=3)
+    groups = group_layers([("s", odd), ("f", FULL)]).groups
+    assert [group.spec for group in groups] == [odd, replace(FULL, page_size_padded=odd.page_size_bytes)]
+    padded = groups[1]
+    assert padded.content_bytes == FULL.page_size_bytes
+    again = unify_pages([("f", padded.spec), ("s", replace(WINDOW, num_kv_heads=6))])
+    assert {spec.page_size_bytes for _, spec in again} == {2 * odd.page_size_bytes}
+    assert [spec.block_size for _, spec in again] == [32, 16]
+
+
+@pytest.mark.parametrize(
+    ("state_bytes", "block_size"),
+    [
+        # the page of a block of 16 tokens already covers it
+        (16 * TOKEN_BYTES - 4, 16),
+        (16 * TOKEN_BYTES, 16),
+        (16 * TOKEN_BYTES + 4, 32),
+        (50 * TOKEN_BYTES, 64),
+        (1000 * TOKEN_BYTES, 1008),
+    ],
+)
+def test_the_attention_block_grows_until_its_page_covers_the_state(state_bytes: int, block_size: int) -> None:
+    state = replace(STATE, shapes=((state_bytes // 4,),))
+    full, mamba = group_layers([("f", FULL), ("m", state)]).groups
+    assert full.spec == replace(FULL, block_size=block_size)
+    page = block_size * TOKEN_BYTES
+    assert mamba.spec.page_size_bytes == page == full.spec.page_size_bytes
+    assert (mamba.spec.block_size, mamba.content_bytes) == (block_size, state_bytes)
+
+
+def test_larger_blocks_than_16_grow_by_their_own_size() -> None:
+    state = replace(STATE, shapes=((25 * TOKEN_BYTES,),))
+    sizes = {
+        given: group_layers([("f", replace(FULL, block_size=given)), ("m", state)]).groups[0].spec.block_size
+        for given in (8, 16, 24, 32, 256)
+    }
+    assert sizes == {8: 112, 16: 112, 24: 120, 32: 128, 256: 256}
+
+
+def test_the_largest_state_counts_and_every_attention_layer_grows() -> None:
+    small, half = replace(STATE, shapes=((7,),)), replace(WINDOW, num_kv_heads=1)
+    layers = [("f", FULL), ("m", STATE), ("s", half), ("n", small)]
+    specs = dict(unify_pages(layers))
+    block = 64  # 25,600 bytes of state, 512 a token: 50 tokens
+    assert specs["f"] == replace(FULL, block_size=block)
+    assert specs["s"] == replace(half, block_size=2 * block)
+    for name in ("m", "n"):
+        assert (specs[name].block_size, specs[name].page_size_bytes) == (block, block * TOKEN_BYTES)
+    # two kinds of state are two types
+    assert names(layers) == ["f", "m", "s", "n"]
+
+
+def test_states_alone_keep_their_block_and_page() -> None:
+    (group,) = group_layers(named("m", STATE, 3)).groups
+    assert group.spec == STATE
+    (mixed,) = group_layers([("m", STATE), ("n", replace(STATE, shapes=((7,),)))]).groups
+    assert isinstance(mixed.spec, UniformTypeKVCacheSpecs)
+
+
+def test_where_states_are_kept() -> None:
+    layers = with_placement([("f", FULL), ("m", STATE)], "align")
+    assert [spec for _, spec in layers] == [FULL, replace(STATE, cache_mode="align")]
+    assert with_placement(layers, "none") == [("f", FULL), ("m", STATE)]
+    with pytest.raises(ConfigError, match="unknown cache_mode 'everywhere': use one of none, align"):
+        with_placement(layers, "everywhere")
+
+
+def test_windows_managed_as_full_attention() -> None:
+    latent = SlidingWindowMLASpec(block_size=16, head_size=24, dtype="fp8", sliding_window=8)
+    layers = windows_as_full([("f", FULL), ("s", WINDOW), ("c", CHUNKED), ("l", latent), ("m", STATE), ("x", CROSS)])
+    assert dict(layers) == {
+        "f": FULL,
+        "s": replace(FULL, sliding_window=128),
+        "c": replace(FULL, attention_chunk_size=64),
+        "l": MLAAttentionSpec(block_size=16, head_size=24, dtype="fp8", sliding_window=8),
+        "m": STATE,
+        "x": CROSS,
+    }
+    (group,) = group_layers(windows_as_full([("s", WINDOW), ("f", FULL), ("t", WINDOW)])).groups
+    assert (group.layer_names, group.spec) == (("s", "f", "t"), replace(FULL, sliding_window=128))
 
 
 def test_no_layers_are_refused() -> None:
@@ -89,7 +213,7 @@ def test_no_layers_are_refused() -> None:
         group_layers([])
 
 
-KINDS = st.sampled_from([FULL, WINDOW, OTHER])
+KINDS = st.sampled_from([FULL, WINDOW, OTHER, CHUNKED, CROSS, replace(WINDOW, num_kv_heads=1), STATE])
 
 
 @given(st.lists(KINDS, min_size=1, max_size=60), st.integers(1, 50))
@@ -98,11 +222,19 @@ def test_every_layer_has_one_place(specs: list[KVCacheSpec], num_blocks: int) ->
     grouping = group_layers(layers)
     config = reference_layout(grouping, num_blocks)
     assert sorted(n for group in config.groups for n in group.layer_names) == sorted(name for name, _ in layers)
-    assert all(dict(layers)[name] == group.spec for group in config.groups for name in group.layer_names)
     assert max(len(group.layer_names) for group in config.groups) == grouping.group_size == len(config.tensors)
-    # layer j of every group shares tensor j
-    for j, tensor in enumerate(config.tensors):
-        assert tensor.shared_by == tuple(g.layer_names[j] for g in config.groups if j < len(g.layer_names))
-        assert (tensor.offset_bytes, tensor.block_stride_bytes) == (j * tensor.size, FULL.page_size_bytes)
-        assert tensor.size == num_blocks * FULL.page_size_bytes
-    assert config.arena_bytes == num_blocks * block_bytes(grouping)
+    for group in config.groups:
+        for j, (name, spec) in enumerate(zip(group.layer_names, group.layer_specs, strict=True)):
+            given = dict(layers)[name]
+            assert type(spec) is type(given)
+            # a block holds as many tokens or more, and never less than the layer keeps of them
+            assert spec.content_bytes * given.block_size >= given.content_bytes * given.block_size
+            assert spec.block_size % given.block_size == 0
+            # layer j of every group lies in tensor j, whose pages are those of the layer
+            assert config.tensors[j].shared_by.count(name) == 1
+            assert spec.page_size_bytes == config.tensors[j].block_stride_bytes
+    end = 0
+    for tensor in config.tensors:
+        assert (tensor.offset_bytes, tensor.size) == (end, num_blocks * tensor.block_stride_bytes)
+        end += tensor.size
+    assert config.arena_bytes == end == num_blocks * grouping.block_bytes

@@ -9,7 +9,7 @@ import typer
 
 from hybridkv.cli.output import console, table
 from hybridkv.models import KnownModel, Model, known_models, read_model
-from hybridkv.units import format_count
+from hybridkv.units import MiB, format_count
 
 
 def register(app: typer.Typer) -> None:
@@ -27,13 +27,15 @@ def models_command(
         print(json.dumps(document, indent=2))
         return
     out = console()
-    listing = table("name", "dtype", "layers", "KV B/token", "context", "parameters", "active", numbers_from=2)
+    columns = ("name", "dtype", "layers", "KV B/token", "state MiB", "context", "parameters", "active")
+    listing = table(*columns, numbers_from=2)
     for known, model in read:
         listing.add_row(
             known.name,
             model.dtype,
             str(len(model.layers)),
             format_count(int(model.kv_bytes_per_token)),
+            f"{model.state_bytes / MiB:.1f}" if model.state_bytes else "",
             format_count(model.max_model_len or 0),
             f"{model.parameters / 1e9:.2f}e9",
             f"{model.active_parameters / 1e9:.2f}e9",
@@ -55,6 +57,9 @@ def _facts(known: KnownModel, model: Model) -> dict[str, object]:
         "model_type": model.model_type,
         "layers": len(model.layers),
         "kv_bytes_per_token": int(model.kv_bytes_per_token),
+        "window_bytes_per_token": int(model.window_bytes_per_token),
+        "encoder_bytes_per_token": int(model.encoder_bytes_per_token),
+        "state_bytes": model.state_bytes,
         "dtype": model.dtype,
         "max_model_len": model.max_model_len,
         "vocab_size": model.vocab_size,

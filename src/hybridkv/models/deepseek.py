@@ -5,10 +5,12 @@ Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1, and DeepSeek-V3 (arXiv 2412
 
 from __future__ import annotations
 
-from hybridkv.models.families import FamilyFacts, ReadOptions, layer_name, refuse_layer_types
+from hybridkv.models.attention import refuse_layer_types
+from hybridkv.models.families import FamilyFacts, ReadOptions, layer_name
 from hybridkv.models.fields import Fields
 from hybridkv.models.model import Layer
 from hybridkv.models.parallel import kv_heads_per_rank
+from hybridkv.models.weights import Weights, language_model
 from hybridkv.specs import MLAAttentionSpec
 
 
@@ -17,23 +19,24 @@ def deepseek(fields: Fields, options: ReadOptions) -> FamilyFacts:
     count, heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
     # the latent is not split, but the heads that read it are
     kv_heads_per_rank(heads, heads, options.tp, fields.name)
-    refuse_layer_types(fields.names("layer_types") or (), fields.name)
-    spec = MLAAttentionSpec(
-        block_size=options.block_size,
-        head_size=fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim"),
-        dtype=options.dtype,
-    )
+    refuse_layer_types(fields.names("layer_types") or (), fields.name, ("full_attention",))
+    spec = mla_spec(fields, options)
     layers = tuple(Layer(layer_name(i), spec, i) for i in range(count))
     hidden = fields.integer("hidden_size")
     embedding = fields.integer("vocab_size") * hidden
     dense, every, active = _mlp_parameters(fields)
     sparse_layers = _sparse_layers(fields, count)
-    shared = count * (_attention_parameters(fields, heads) + 2 * hidden) + hidden + (count - sparse_layers) * dense
-    head = 0 if fields.flag("tie_word_embeddings") else embedding
-    return FamilyFacts(
-        layers,
-        parameters=shared + sparse_layers * every + embedding + head,
-        active_parameters=shared + sparse_layers * active + embedding,
+    shared = count * (mla_parameters(fields, heads) + 2 * hidden) + hidden + (count - sparse_layers) * dense
+    weights = Weights(shared + sparse_layers * every, shared + sparse_layers * active)
+    return FamilyFacts(layers, language_model(weights, embedding=embedding, tied=fields.flag("tie_word_embeddings")))
+
+
+def mla_spec(fields: Fields, options: ReadOptions) -> MLAAttentionSpec:
+    """The latent and its rotary part, whole on every rank."""
+    return MLAAttentionSpec(
+        block_size=options.block_size,
+        head_size=fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim"),
+        dtype=options.dtype,
     )
 
 
@@ -45,7 +48,7 @@ def _sparse_layers(fields: Fields, count: int) -> int:
     return sum(i % fields.integer("moe_layer_freq", 1) == 0 for i in range(first, count))
 
 
-def _attention_parameters(fields: Fields, heads: int) -> int:
+def mla_parameters(fields: Fields, heads: int) -> int:
     """Weights of one MLA: queries, the latent's two projections with their norm, the output."""
     hidden, latent, rope = (fields.integer(key) for key in ("hidden_size", "kv_lora_rank", "qk_rope_head_dim"))
     nope, value = fields.integer("qk_nope_head_dim"), fields.integer("v_head_dim")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -10,58 +9,50 @@ from typing import Final, Protocol
 from hybridkv.errors import UnsupportedModelError
 from hybridkv.models.fields import Fields
 from hybridkv.models.model import Layer
+from hybridkv.models.weights import Weights
 
-SUPPORTED_LAYERS: Final = ("full_attention",)
+SUPPORTED_LAYERS: Final = ("full_attention", "sliding_attention", "chunked_attention")
+"""Attention layers of a decoder."""
 
 NOT_YET: Final = {
-    "bamba": "Mamba-2 states beside attention",
     "deepseek_v32": "sparse attention with an indexer cache",
-    "falcon_h1": "attention and Mamba-2 states under one layer",
-    "falcon_mamba": "Mamba states",
-    "gemma2": "sliding-window attention",
-    "gemma3": "sliding-window attention",
-    "gemma3_text": "sliding-window attention",
-    "gpt_oss": "sliding-window attention and attention sinks",
-    "granitemoehybrid": "Mamba-2 states beside attention",
-    "jamba": "Mamba states beside attention",
-    "kimi_linear": "linear attention states",
-    "lfm2": "short convolution states",
-    "llama4": "chunked local attention",
-    "llama4_text": "chunked local attention",
-    "mamba": "Mamba states",
-    "mamba2": "Mamba-2 states",
-    "nemotron_h": "Mamba-2 states beside attention",
-    "olmo_hybrid": "linear attention states",
-    "qwen3_5": "linear attention states",
-    "qwen3_5_moe": "linear attention states",
-    "qwen3_5_moe_text": "linear attention states",
-    "qwen3_5_text": "linear attention states",
-    "qwen3_next": "linear attention states",
-    "t5": "cross attention",
-    "whisper": "cross attention",
-    "zamba": "Mamba states beside attention",
-    "zamba2": "Mamba-2 states beside attention",
+    "gemma3n": "layers that share keys and values",
+    "gemma4": "layers that share keys and values",
+    "minimax": "lightning attention states",
+    "recurrent_gemma": "recurrent states inside its modules",
+    "rwkv": "RWKV states",
 }
 """Model types whose layers keep something that cannot be planned yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How layers are sized. block_size: tokens. dtype: canonical name. backend: whose state layout."""
+    """How layers are sized. block_size: tokens. dtype: of keys and values, canonical name.
+
+    backend: whose state layout. state_dtype: of recurrent states, where a config names no other.
+    num_speculative_tokens: drafts a step that states have room for.
+    """
 
     block_size: int
     tp: int
     dtype: str
     backend: str
+    state_dtype: str
+    num_speculative_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyFacts:
-    """What a family makes of a config; the words are those of Model."""
+    """What a family makes of a config.
+
+    weights: of the whole model. max_encoder_tokens: as in Model. rope_scales: whether a rotary scaling of the
+    config makes its positions more than ``max_position_embeddings``.
+    """
 
     layers: tuple[Layer, ...]
-    parameters: int
-    active_parameters: int
+    weights: Weights
+    max_encoder_tokens: int = 0
+    rope_scales: bool = True
 
 
 class Family(Protocol):
@@ -74,20 +65,6 @@ class Family(Protocol):
 def layer_name(index: int) -> str:
     """The attention module of decoder layer ``index``, as a causal language model calls it."""
     return f"model.layers.{index}.self_attn"
-
-
-def refuse_layer_types(types: Sequence[str], name: str) -> None:
-    """Raise UnsupportedModelError naming every layer whose type cannot be planned yet."""
-    wrong: dict[str, list[int]] = defaultdict(list)
-    for index, kind in enumerate(types):
-        if kind not in SUPPORTED_LAYERS:
-            wrong[kind].append(index)
-    if wrong:
-        named = "; ".join(f"{_ranges(indices)} ({kind})" for kind, indices in wrong.items())
-        raise UnsupportedModelError(
-            f"{name} has layers of types that are not supported yet: layers {named}; "
-            f"supported: {', '.join(SUPPORTED_LAYERS)}, MLA"
-        )
 
 
 def refuse_model_type(fields: Fields, model_type: str | None, known: Sequence[str]) -> UnsupportedModelError:
@@ -105,7 +82,7 @@ def refuse_model_type(fields: Fields, model_type: str | None, known: Sequence[st
     )
 
 
-def _ranges(indices: Sequence[int]) -> str:
+def ranges(indices: Sequence[int]) -> str:
     """0, 1, 2, 5 -> "0-2, 5"."""
     runs: list[list[int]] = []
     for index in indices:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from hybridkv.errors import ConfigError
 from hybridkv.units import dtype_name
 
-DTYPE_NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""Short names of the cache dtypes that every backend holds."""
+DTYPE_NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "fp8"}
+"""Short names of cache dtypes; fp8 is for keys and values, a backend has to know how."""
+
+LEGACY_LAYER_TYPES: Final = {"attention": "full_attention", "mamba": "linear_attention"}
+"""What older config files call layer types, and transformers 5 now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,24 @@ class Fields:
             raise self.fail(f"{key} must be an object, got {value!r}")
         return value
 
+    def integers(self, key: str) -> tuple[int, ...] | None:
+        """A list of integers of at least 0; None where missing."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or not all(type(one) is int and one >= 0 for one in value):
+            raise self.fail(f"{key} must be a list of integers")
+        return tuple(value)
+
+    def layer_types(self, key: str, count: int, default: Sequence[str]) -> tuple[str, ...]:
+        """A list of strings, one for each of ``count`` layers; ``default`` where missing."""
+        found = self.names(key)
+        if found is None:
+            return tuple(default)
+        if len(found) != count:
+            raise self.fail(f"{key} has {len(found)} entries for {count} layers: correct one of them")
+        return tuple(LEGACY_LAYER_TYPES.get(one, one) for one in found)
+
     def names(self, key: str) -> tuple[str, ...] | None:
         """A list of strings; None where missing."""
         value = self.values.get(key)
@@ -93,18 +114,22 @@ def config_dtype(fields: Fields) -> str | None:
     return None
 
 
-def max_model_len(fields: Fields) -> int | None:
-    """Most tokens the positions allow: ``max_position_embeddings``, longer where a rotary scaling says so.
+def max_model_len(fields: Fields, *, rope_scales: bool = True) -> int | None:
+    """Most tokens the positions allow, None where the config sets no limit.
 
-    yarn reaches ``original_max_position_embeddings * factor``, linear and dynamic scaling
-    ``max_position_embeddings * factor``; others (llama3, longrope) have it in the field already.
+    ``max_position_embeddings``, else Whisper's ``max_target_positions`` or Kimi's ``model_max_length``. It is longer
+    where a rotary scaling says so, unless ``rope_scales`` is off: yarn reaches ``original_max_position_embeddings *
+    factor``, linear and dynamic scaling ``max_position_embeddings * factor``; others (llama3, longrope) have it in
+    the field already.
     """
-    if fields.values.get("max_position_embeddings") is None:
+    known = ("max_position_embeddings", "max_target_positions", "model_max_length")
+    key = next((one for one in known if fields.values.get(one) is not None), None)
+    if key is None:
         return None
-    positions = fields.integer("max_position_embeddings")
+    positions = fields.integer(key)
     scaling = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
     kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
-    if isinstance(factor, bool) or not isinstance(factor, int | float):
+    if not rope_scales or isinstance(factor, bool) or not isinstance(factor, int | float):
         return positions
     original = scaling.get("original_max_position_embeddings")
     if kind == "yarn" and isinstance(original, int):

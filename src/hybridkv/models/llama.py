@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2, Qwen3: dense decoders with grouped-query attention in every layer.
+"""Llama, Mistral, Qwen2, Qwen3: dense decoders with grouped-query attention, windowed where the config says so.
 
 Defaults of missing fields are those of transformers' config classes (5.19).
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from hybridkv.models.families import FamilyFacts, ReadOptions, layer_name, refuse_layer_types
+from hybridkv.models.attention import Heads, read_heads, refuse_layer_types
+from hybridkv.models.families import FamilyFacts, ReadOptions, layer_name
 from hybridkv.models.fields import Fields
 from hybridkv.models.model import Layer
-from hybridkv.models.parallel import kv_heads_per_rank
-from hybridkv.specs import FullAttentionSpec
+from hybridkv.models.weights import Weights, gated_mlp, language_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,34 +33,21 @@ class LlamaFamily:
     qk_norm: bool = False
 
     def __call__(self, fields: Fields, options: ReadOptions) -> FamilyFacts:
-        """Every layer as full attention. Raises ConfigError; UnsupportedModelError for a windowed layer."""
+        """Every layer by its type. Raises ConfigError; UnsupportedModelError for a type that is not attention."""
         count = fields.integer("num_hidden_layers")
-        refuse_layer_types(self._layer_types(fields, count), fields.name)
-        heads, kv_heads, head_dim = self._heads(fields)
-        spec = FullAttentionSpec(
-            block_size=options.block_size,
-            num_kv_heads=kv_heads_per_rank(heads, kv_heads, options.tp, fields.name),
-            head_size=head_dim,
-            dtype=options.dtype,
+        types = self._layer_types(fields, count)
+        refuse_layer_types(types, fields.name)
+        heads = read_heads(fields, kv_heads=self.kv_heads, head_dim=self.head_dim)
+        window = fields.optional("sliding_window", self.sliding_window)
+        layers = tuple(
+            Layer(layer_name(i), heads.of_type(kind, fields, options, window=window), i) for i, kind in enumerate(types)
         )
-        layers = tuple(Layer(layer_name(i), spec, i) for i in range(count))
-        per_layer = self._layer_parameters(fields, heads, kv_heads, head_dim)
-        embedding = fields.integer("vocab_size") * fields.integer("hidden_size")
-        active = count * per_layer + fields.integer("hidden_size") + embedding
-        tied = fields.flag("tie_word_embeddings")
-        return FamilyFacts(layers, active if tied else active + embedding, active)
-
-    def _heads(self, fields: Fields) -> tuple[int, int, int]:
-        """Attention heads, KV heads, width of a head."""
-        heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
-        head_dim = fields.optional("head_dim", self.head_dim)
-        if head_dim is None:
-            if hidden % heads:
-                raise fields.fail(
-                    f"{heads} attention heads do not divide hidden_size {hidden}: add head_dim or correct one of them"
-                )
-            head_dim = hidden // heads
-        return heads, fields.optional("num_key_value_heads", self.kv_heads) or heads, head_dim
+        hidden = fields.integer("hidden_size")
+        weights = Weights.dense(count * self._layer_parameters(fields, heads) + hidden)
+        embedding = fields.integer("vocab_size") * hidden
+        return FamilyFacts(
+            layers, language_model(weights, embedding=embedding, tied=fields.flag("tie_word_embeddings"))
+        )
 
     def _layer_types(self, fields: Fields, count: int) -> tuple[str, ...]:
         """The type of every layer; one sign of a window or chunk is enough to call a layer by it."""
@@ -80,18 +67,14 @@ class LlamaFamily:
             "sliding_attention" if window is not None and i >= first else "full_attention" for i in range(count)
         )
 
-    def _layer_parameters(self, fields: Fields, heads: int, kv_heads: int, head_dim: int) -> int:
+    def _layer_parameters(self, fields: Fields, heads: Heads) -> int:
         """Weights of one decoder layer: projections, gated MLP, norms and biases."""
         hidden, inner = fields.integer("hidden_size"), fields.integer("intermediate_size")
-        q, kv = heads * head_dim, kv_heads * head_dim
-        weights = 2 * hidden * (q + kv) + 3 * hidden * inner + 2 * hidden
+        bias = self.bias == "config" and fields.flag("attention_bias")
+        weights = heads.weights(hidden, bias=bias, qk_norm=self.qk_norm)
         if self.bias == "qkv":
-            weights += q + 2 * kv
-        elif self.bias == "config" and fields.flag("attention_bias"):
-            weights += q + 2 * kv + hidden
-        if fields.flag("mlp_bias"):
-            weights += 2 * inner + hidden
-        return weights + (2 * head_dim if self.qk_norm else 0)
+            weights += (heads.heads + 2 * heads.kv_heads) * heads.head_dim
+        return weights + gated_mlp(hidden, inner, bias=fields.flag("mlp_bias")) + 2 * hidden
 
 
 LLAMA: Final = LlamaFamily()

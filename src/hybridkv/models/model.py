@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from hybridkv.errors import ConfigError
-from hybridkv.specs import KVCacheSpec
+from hybridkv.specs import Keeps, KVCacheSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class Model:
     name: a known name, or what the config calls itself. model_type: the text config's.
     max_model_len: most tokens that the config allows, None where it sets no limit.
     dtype: what the cache holds. block_size: tokens. tp: tensor parallel ranks.
+    max_encoder_tokens: most tokens that the encoder of an encoder-decoder model hands over, 0 without one.
+    num_speculative_tokens: drafts a step that the recurrent layers have room for.
     parameters: weights of the whole model, multi-token prediction modules left out.
     active_parameters: the weights that one token is multiplied with: all but the input embedding (a
     look-up) and the routed experts it does not choose. A forward of one token costs about
@@ -44,6 +46,8 @@ class Model:
     active_parameters: int
     block_size: int
     tp: int = 1
+    max_encoder_tokens: int = 0
+    num_speculative_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -53,5 +57,24 @@ class Model:
 
     @property
     def kv_bytes_per_token(self) -> Fraction:
-        """Bytes that one token takes in all layers of one rank; an integer for attention."""
-        return sum((Fraction(one.spec.page_size_bytes, one.spec.block_size) for one in self.layers), Fraction())
+        """Bytes that one token takes on one rank as long as its request lives: full attention, MLA and sinks."""
+        return self._token_bytes(Keeps.TOKENS)
+
+    @property
+    def window_bytes_per_token(self) -> Fraction:
+        """Bytes that one token takes besides while it is in the window or chunk of the layers that have one."""
+        return self._token_bytes(Keeps.WINDOW)
+
+    @property
+    def encoder_bytes_per_token(self) -> Fraction:
+        """Bytes that one token of the encoder's input takes in cross attention."""
+        return self._token_bytes(Keeps.ENCODER)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states after one token, of all layers of one rank."""
+        return sum(one.spec.content_bytes for one in self.layers if one.spec.keeps is Keeps.STATE)
+
+    def _token_bytes(self, keeps: Keeps) -> Fraction:
+        specs = [one.spec for one in self.layers if one.spec.keeps is keeps]
+        return sum((Fraction(spec.content_bytes, spec.block_size) for spec in specs), Fraction())

@@ -9,13 +9,20 @@ from pathlib import Path
 from typing import Final
 
 from hybridkv.errors import ConfigError
+from hybridkv.models.attention import refuse_layer_types
 from hybridkv.models.catalog import known_model
 from hybridkv.models.deepseek import deepseek
-from hybridkv.models.families import Family, ReadOptions, refuse_layer_types, refuse_model_type
+from hybridkv.models.delta import kimi_linear, lfm2, olmo_hybrid, qwen3_next, qwen35, qwen35_moe
+from hybridkv.models.encoder_decoder import t5, whisper
+from hybridkv.models.families import Family, ReadOptions, refuse_model_type
 from hybridkv.models.fields import DTYPE_NAMES, Fields, config_dtype, max_model_len
+from hybridkv.models.hybrids import bamba, falcon_h1, granite_hybrid, jamba, nemotron_h
 from hybridkv.models.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from hybridkv.models.mamba import mamba, mamba2
 from hybridkv.models.model import Model
-from hybridkv.units import dtype_name
+from hybridkv.models.windowed import gemma2, gemma3, gpt_oss, llama4
+from hybridkv.models.zamba import zamba, zamba2
+from hybridkv.units import dtype_bytes, dtype_name
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +30,43 @@ ASSUMED_DTYPE: Final = "bfloat16"
 BACKENDS: Final = ("vllm", "transformers")
 
 FAMILIES: Final[Mapping[str, Family]] = {
+    "bamba": bamba,
     "deepseek_v2": deepseek,
     "deepseek_v3": deepseek,
+    "falcon_h1": falcon_h1,
+    "falcon_mamba": mamba,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3,
+    "gpt_oss": gpt_oss,
+    "granitemoehybrid": granite_hybrid,
+    "jamba": jamba,
+    "kimi_linear": kimi_linear,
+    "lfm2": lfm2,
     "llama": LLAMA,
+    "llama4_text": llama4,
+    "mamba": mamba,
+    "mamba2": mamba2,
     "mistral": MISTRAL,
+    "nemotron_h": nemotron_h,
+    "olmo_hybrid": olmo_hybrid,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "qwen3_5_moe_text": qwen35_moe,
+    "qwen3_5_text": qwen35,
+    "qwen3_next": qwen3_next,
+    "t5": t5,
+    "whisper": whisper,
+    "zamba": zamba,
+    "zamba2": zamba2,
 }
+TEXT_PARTS: Final = {
+    "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+"""What the language model is called in configs that leave the name of their text part out, or give the whole's."""
+ENCODER_DECODERS: Final = (whisper, t5)
 
 
 def read_model(
@@ -39,13 +76,15 @@ def read_model(
     tp: int = 1,
     dtype: str | None = None,
     backend: str = "vllm",
+    num_speculative_tokens: int = 0,
 ) -> Model:
     """Layers and specs of one of ``tp`` ranks, from a Hugging Face config.
 
     source: the config as a dict, a path to config.json, a folder with one, or a known model's name.
-    block_size: tokens. dtype: of the cache, None for that of the config (bfloat16 and a warning in the log
-    where it names none); bf16, fp16 and fp32 are understood.
+    block_size: tokens. dtype: of keys and values, None for that of the config (bfloat16 and a warning in the log
+    where it names none); bf16, fp16, fp32 and fp8 are understood. States keep the config's dtype.
     backend: whose layout recurrent states have, ``vllm`` or ``transformers``; attention is the same in both.
+    num_speculative_tokens: drafts a step for which states have room.
     Raises ConfigError for a source or a size that cannot work, UnsupportedModelError for a model with
     layers that cannot be planned yet, naming them.
     """
@@ -58,27 +97,34 @@ def read_model(
     name, config = _load(source)
     fields = text_fields(config, name)
     model_type = fields.text("model_type")
+    model_type = TEXT_PARTS.get(model_type, model_type) if model_type is not None else None
     family = FAMILIES.get(model_type) if model_type is not None else None
     if model_type is None or family is None:
         raise refuse_model_type(fields, model_type, sorted(FAMILIES))
-    if fields.flag("is_encoder_decoder") or fields.flag("add_cross_attention"):
+    if num_speculative_tokens < 0:
+        raise ConfigError(f"num_speculative_tokens must not be negative, got {num_speculative_tokens}")
+    crossed = fields.flag("is_encoder_decoder") or fields.flag("add_cross_attention")
+    if crossed and family not in ENCODER_DECODERS:
         refuse_layer_types(["cross_attention"] * fields.integer("num_hidden_layers"), name)
     asked = config_dtype(fields) if dtype is None else dtype_name(DTYPE_NAMES.get(dtype, dtype))
     cache_dtype = asked or ASSUMED_DTYPE
-    facts = family(fields, ReadOptions(block_size, tp, cache_dtype, backend))
+    state_dtype = config_dtype(fields) or (cache_dtype if dtype_bytes(cache_dtype) > 1 else ASSUMED_DTYPE)
+    facts = family(fields, ReadOptions(block_size, tp, cache_dtype, backend, state_dtype, num_speculative_tokens))
     if asked is None:
         logger.warning("the config of %s names no dtype: %s is assumed, else say dtype= (--dtype)", name, ASSUMED_DTYPE)
     return Model(
         name=name,
         model_type=model_type,
         layers=facts.layers,
-        max_model_len=max_model_len(fields),
+        max_model_len=max_model_len(fields, rope_scales=facts.rope_scales),
         vocab_size=fields.integer("vocab_size"),
         dtype=cache_dtype,
-        parameters=facts.parameters,
-        active_parameters=facts.active_parameters,
+        parameters=facts.weights.every,
+        active_parameters=facts.weights.active,
         block_size=block_size,
         tp=tp,
+        max_encoder_tokens=facts.max_encoder_tokens,
+        num_speculative_tokens=num_speculative_tokens,
     )
 
 
@@ -92,7 +138,10 @@ def text_fields(config: Mapping[str, object], name: str) -> Fields:
         return Fields(config, name)
     outer_dtype = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
     own_dtype = any(inner.get(key) is not None for key in ("dtype", "torch_dtype"))
-    return Fields(inner if own_dtype else {**inner, **outer_dtype}, name)
+    merged = dict(inner) if own_dtype else {**inner, **outer_dtype}
+    if merged.get("model_type") is None and config.get("model_type") is not None:
+        merged["model_type"] = config["model_type"]
+    return Fields(merged, name)
 
 
 def _load(source: str | Path | Mapping[str, object]) -> tuple[str, Mapping[str, object]]:

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from hybridkv.errors import ConfigError
 from hybridkv.specs import KVCacheSpec
 
+NamedSpec = tuple[str, KVCacheSpec]
+"""A layer's name and what it keeps."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheTensor:
@@ -36,6 +39,16 @@ class KVCacheGroupSpec:
 
     layer_names: tuple[str, ...]
     spec: KVCacheSpec
+
+    @property
+    def layer_specs(self) -> tuple[KVCacheSpec, ...]:
+        """The spec of every layer, in the order of ``layer_names``."""
+        return tuple(self.spec.layer_spec(name) for name in self.layer_names)
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes that one block holds in all layers, padding left out."""
+        return sum(spec.content_bytes for spec in self.layer_specs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """A plan as a JSON document: what `hybridkv plan --json` writes and every command reads back.
 
-Schema ``hybridkv.plan``, version 1. ``capacity`` is derived, for other programs to read; when a document is read,
-layers, groups, tensors and these numbers must agree.
+Schema ``hybridkv.plan``, version 1; fields that came later have defaults, so older documents are read.
+``capacity`` is derived, for other programs to read; when a document is read, layers, groups, tensors and these
+numbers must agree.
 """
 
 from __future__ import annotations
@@ -16,14 +17,11 @@ from hybridkv.models import Layer, Model
 from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from hybridkv.plan.node import Node
 from hybridkv.plan.planner import REFERENCE, Plan
-from hybridkv.specs import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, RequestLimits
+from hybridkv.plan.spec_document import spec_from_json, spec_to_json
+from hybridkv.specs import RequestLimits
 
 SCHEMA: Final = "hybridkv.plan"
 VERSION: Final = 1
-
-SPEC_KINDS: Final[dict[str, type[KVCacheSpec]]] = {
-    kind.__name__: kind for kind in (FullAttentionSpec, MLAAttentionSpec)
-}
 
 
 def plan_to_json(plan: Plan) -> str:
@@ -37,12 +35,12 @@ def plan_to_json(plan: Plan) -> str:
         "layout": plan.layout,
         "memory_bytes": plan.memory_bytes,
         "limits": asdict(plan.limits),
-        "model": {**facts, "specs": [_spec_to_json(spec) for spec in specs], "layers": layers},
+        "model": {**facts, "specs": [spec_to_json(spec) for spec in specs], "layers": layers},
         "config": {
             "num_blocks": plan.config.num_blocks,
             "tensors": [asdict(tensor) for tensor in plan.config.tensors],
             "groups": [
-                {"layer_names": group.layer_names, "spec": _spec_to_json(group.spec)} for group in plan.config.groups
+                {"layer_names": group.layer_names, "spec": spec_to_json(group.spec)} for group in plan.config.groups
             ],
         },
         "capacity": asdict(plan.capacity),
@@ -100,27 +98,8 @@ def _check_schema(root: Node) -> None:
         raise SchemaError(f"layout {root.text('layout')!r} is not known here: this hybridkv reads {REFERENCE!r}")
 
 
-def _spec_to_json(spec: KVCacheSpec) -> dict[str, object]:
-    return {"kind": type(spec).__name__, **asdict(spec)}
-
-
-def _spec(node: Node) -> KVCacheSpec:
-    kind = node.text("kind")
-    if kind not in SPEC_KINDS:
-        raise SchemaError(f"{node.where}.kind {kind!r} is not known here: known are {', '.join(SPEC_KINDS)}")
-    values: dict[str, object] = {}
-    for one in fields(SPEC_KINDS[kind]):
-        if one.name == "dtype":
-            values[one.name] = node.text(one.name)
-        elif one.default is None:
-            values[one.name] = node.optional(one.name)
-        else:
-            values[one.name] = node.integer(one.name)
-    return SPEC_KINDS[kind](**values)  # type: ignore[arg-type]  # fields of a class chosen at run time
-
-
 def _model(node: Node) -> Model:
-    specs = [_spec(one) for one in node.children("specs")]
+    specs = [spec_from_json(one) for one in node.children("specs")]
     layers = []
     for one in node.children("layers"):
         at = one.integer("spec")
@@ -138,11 +117,16 @@ def _model(node: Node) -> Model:
         active_parameters=node.integer("active_parameters"),
         block_size=node.integer("block_size"),
         tp=node.integer("tp", minimum=1),
+        max_encoder_tokens=node.integer("max_encoder_tokens", default=0),
+        num_speculative_tokens=node.integer("num_speculative_tokens", default=0),
     )
 
 
 def _limits(node: Node) -> RequestLimits:
-    return RequestLimits(**{one.name: node.integer(one.name) for one in fields(RequestLimits)})
+    later = ("max_encoder_tokens", "num_speculative_tokens")
+    return RequestLimits(
+        **{one.name: node.integer(one.name, default=0 if one.name in later else None) for one in fields(RequestLimits)}
+    )
 
 
 def _config(node: Node) -> KVCacheConfig:
@@ -156,7 +140,7 @@ def _config(node: Node) -> KVCacheConfig:
         for one in node.children("tensors")
     )
     groups = tuple(
-        KVCacheGroupSpec(one.texts("layer_names"), _spec(one.child("spec"))) for one in node.children("groups")
+        KVCacheGroupSpec(one.texts("layer_names"), spec_from_json(one.child("spec"))) for one in node.children("groups")
     )
     return KVCacheConfig(node.integer("num_blocks"), tensors, groups)
 
@@ -168,7 +152,11 @@ def _check_consistent(plan: Plan, root: Node) -> None:
     placed = sorted(name for tensor in plan.config.tensors for name in tensor.shared_by)
     if not layers == grouped == placed:
         raise SchemaError("the plan contradicts itself: its model, groups and tensors do not have the same layers")
-    pages = {name: group.spec.page_size_bytes for group in plan.config.groups for name in group.layer_names}
+    pages = {
+        name: spec.page_size_bytes
+        for group in plan.config.groups
+        for name, spec in zip(group.layer_names, group.layer_specs, strict=True)
+    }
     end = 0
     for at, tensor in enumerate(plan.config.tensors):
         page = max((pages[name] for name in tensor.shared_by), default=0)

@@ -1,5 +1,7 @@
 """Which layers share a block table, by the reference's rule.
 
+all layers merge, or are of one uniform type        one group
+otherwise, with pages made equal (pages.py):
 layers   f0 f1 s0 s1 s2     f: full, s: sliding
 types    (f0 f1) (s0 s1 s2)             a type is a set of layers whose specs merge
 m = 2    the fewest layers of any type, or the most when that is < 1.5 x the fewest
@@ -11,25 +13,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybridkv.errors import ConfigError, UnsupportedModelError
-from hybridkv.plan.config import KVCacheGroupSpec
-from hybridkv.specs import KVCacheSpec
+from hybridkv.errors import ConfigError
+from hybridkv.plan.config import KVCacheGroupSpec, NamedSpec
+from hybridkv.plan.pages import unify_pages
+from hybridkv.specs import KVCacheSpec, UniformTypeKVCacheSpecs
 from hybridkv.units import ceil_div
-
-NamedSpec = tuple[str, KVCacheSpec]
 
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Groups in order, and how many tensors they share: the group size m."""
+    """Groups in order, and the page bytes of every tensor that they share.
+
+    Tensor j belongs to layer j of every group; there are as many as the largest group has layers (m).
+    """
 
     groups: tuple[KVCacheGroupSpec, ...]
-    group_size: int
+    page_bytes: tuple[int, ...]
 
     @property
-    def page_size_bytes(self) -> int:
-        """The one page size of all groups."""
-        return self.groups[0].spec.page_size_bytes
+    def group_size(self) -> int:
+        """The m of the module's picture."""
+        return len(self.page_bytes)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that one more block takes: a page in every tensor."""
+        return sum(self.page_bytes)
 
 
 def layer_types(layers: Sequence[NamedSpec]) -> list[list[NamedSpec]]:
@@ -57,22 +66,22 @@ def group_size(counts: Sequence[int]) -> int:
 
 
 def group_layers(layers: Sequence[NamedSpec]) -> Grouping:
-    """Groups of equal page size.
+    """Groups by the rule of the module's picture.
 
-    Raises ConfigError for no layers, UnsupportedModelError for types whose pages differ: making pages
-    equal is not supported yet.
+    Raises ConfigError for no layers and for a kind of spec that nobody described.
     """
     if not layers:
         raise ConfigError("a plan needs at least one layer that keeps something in the cache")
+    if len(layer_types(layers)) > 1:
+        uniform = UniformTypeKVCacheSpecs.from_specs(dict(layers))
+        if uniform is not None:
+            group = KVCacheGroupSpec(tuple(name for name, _ in layers), uniform)
+            return Grouping((group,), tuple(spec.page_size_bytes for _, spec in layers))
+        layers = unify_pages(layers)
     types = layer_types(layers)
-    pages = sorted({spec.page_size_bytes for members in types for _, spec in members})
-    if len(pages) > 1:
-        raise UnsupportedModelError(
-            f"layers with pages of {', '.join(str(one) for one in pages)} bytes in one model are not supported yet: "
-            "every layer needs the same page"
-        )
     size = group_size([len(members) for members in types])
-    return Grouping(tuple(group for members in types for group in _deal(members, size)), size)
+    groups = tuple(group for members in types for group in _deal(members, size))
+    return Grouping(groups, (groups[0].spec.page_size_bytes,) * size)
 
 
 def _deal(members: Sequence[NamedSpec], size: int) -> list[KVCacheGroupSpec]:

@@ -36,8 +36,14 @@ class Node:
             raise SchemaError(f"{self.where}.{key} must be a list")
         return [Node(one, f"{self.where}.{key}[{i}]") for i, one in enumerate(found)]
 
-    def integer(self, key: str, *, minimum: int = 0) -> int:
-        """An integer of at least ``minimum``."""
+    def has(self, key: str) -> bool:
+        """Whether there is a member ``key``."""
+        return isinstance(self.value, dict) and key in self.value
+
+    def integer(self, key: str, *, minimum: int = 0, default: int | None = None) -> int:
+        """An integer of at least ``minimum``; ``default``, where there is one, for a member that is missing."""
+        if default is not None and not self.has(key):
+            return default
         found = self.get(key)
         if isinstance(found, bool) or not isinstance(found, int) or found < minimum:
             raise SchemaError(f"{self.where}.{key} must be an integer of at least {minimum}, got {found!r}")
@@ -60,3 +66,12 @@ class Node:
         if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
             raise SchemaError(f"{self.where}.{key} must be a list of strings")
         return tuple(found)
+
+    def shapes(self, key: str) -> tuple[tuple[int, ...], ...]:
+        """A list of lists of integers."""
+        found = self.get(key)
+        if not isinstance(found, list) or not all(isinstance(shape, list) for shape in found):
+            raise SchemaError(f"{self.where}.{key} must be a list of lists of integers")
+        if not all(isinstance(size, int) and not isinstance(size, bool) for shape in found for size in shape):
+            raise SchemaError(f"{self.where}.{key} must be a list of lists of integers")
+        return tuple(tuple(shape) for shape in found)

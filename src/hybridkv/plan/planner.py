@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import Model
 from hybridkv.plan.capacity import Capacity, blocks_needed, capacity_of, tokens_that_fit
 from hybridkv.plan.config import KVCacheConfig
 from hybridkv.plan.grouping import Grouping, group_layers
-from hybridkv.plan.layout import block_bytes, reference_layout
+from hybridkv.plan.layout import reference_layout
+from hybridkv.plan.pages import windows_as_full as as_full
+from hybridkv.plan.pages import with_placement
 from hybridkv.specs import RequestLimits
 from hybridkv.units import format_bytes, format_count, parse_bytes
 
-REFERENCE = "reference"
+REFERENCE: Final = "reference"
+ALIGN: Final = "align"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,31 +42,82 @@ class Plan:
 
 
 def plan(
-    model: Model, memory: int | str, *, max_model_len: int | None = None, max_in_flight_tokens: int = 0
+    model: Model,
+    memory: int | str,
+    *,
+    max_model_len: int | None = None,
+    max_in_flight_tokens: int = 0,
+    placement: str = ALIGN,
+    windows_as_full: bool = False,
+    max_encoder_tokens: int | None = None,
+    dcp: int = 1,
+    pcp: int = 1,
 ) -> KVCacheConfig:
     """The KVCacheConfig of ``make_plan``."""
-    return make_plan(model, memory, max_model_len=max_model_len, max_in_flight_tokens=max_in_flight_tokens).config
+    return make_plan(
+        model,
+        memory,
+        max_model_len=max_model_len,
+        max_in_flight_tokens=max_in_flight_tokens,
+        placement=placement,
+        windows_as_full=windows_as_full,
+        max_encoder_tokens=max_encoder_tokens,
+        dcp=dcp,
+        pcp=pcp,
+    ).config
 
 
 def make_plan(
-    model: Model, memory: int | str, *, max_model_len: int | None = None, max_in_flight_tokens: int = 0
+    model: Model,
+    memory: int | str,
+    *,
+    max_model_len: int | None = None,
+    max_in_flight_tokens: int = 0,
+    placement: str = ALIGN,
+    windows_as_full: bool = False,
+    max_encoder_tokens: int | None = None,
+    dcp: int = 1,
+    pcp: int = 1,
 ) -> Plan:
     """Groups, tensors and as many blocks as ``memory`` holds, in the reference layout.
 
     memory: bytes, or a size such as ``"40GiB"``, for the cache of one rank. max_model_len: tokens; None for
     the model's own limit. max_in_flight_tokens: tokens scheduled and not yet settled.
-    Raises ConfigError for a limit that cannot work (a model whose max_model_len is None takes any),
-    CapacityError when one request of max_model_len does not fit, UnsupportedModelError for layers that
-    cannot be laid out.
+    placement: where recurrent states are kept, ``align`` (where chunks end) or ``none``.
+    windows_as_full: manage windowed and chunked layers as full attention.
+    max_encoder_tokens: that a request's cross attention reads; None for the model's own limit.
+    dcp, pcp: decode and prefill context parallel ranks; the plan is that of one of them.
+    Raises ConfigError for a limit or placement that cannot work (a model whose max_model_len is None takes any),
+    CapacityError when one request of max_model_len does not fit.
     """
     memory_bytes = parse_bytes(memory)
-    limits = RequestLimits(_longest(model, max_model_len), max_in_flight_tokens)
-    grouping = group_layers([(layer.name, layer.spec) for layer in model.layers])
-    num_blocks = memory_bytes // block_bytes(grouping)
+    limits = RequestLimits(
+        _longest(model, max_model_len),
+        max_in_flight_tokens,
+        dcp=dcp,
+        pcp=pcp,
+        max_encoder_tokens=_longest_input(model, max_encoder_tokens),
+        num_speculative_tokens=model.num_speculative_tokens,
+    )
+    layers = with_placement([(layer.name, layer.spec) for layer in model.layers], placement)
+    grouping = group_layers(as_full(layers) if windows_as_full else layers)
+    num_blocks = memory_bytes // grouping.block_bytes
     needed_blocks = sum(blocks_needed(grouping.groups, limits)) + 1
     if num_blocks < needed_blocks:
         raise _too_small(model, grouping, memory_bytes, needed_blocks, limits)
     return Plan(model, reference_layout(grouping, num_blocks), memory_bytes, limits)
+
+
+def _longest_input(model: Model, asked: int | None) -> int:
+    """The max_encoder_tokens to plan for."""
+    if asked is None:
+        return model.max_encoder_tokens
+    if asked > model.max_encoder_tokens:
+        raise ConfigError(
+            f"max_encoder_tokens {asked} exceeds the {model.max_encoder_tokens} that the encoder of {model.name} "
+            "takes: lower it"
+        )
+    return asked
 
 
 def _longest(model: Model, asked: int | None) -> int:
@@ -84,14 +139,14 @@ def _longest(model: Model, asked: int | None) -> int:
 def _too_small(
     model: Model, grouping: Grouping, memory_bytes: int, needed_blocks: int, limits: RequestLimits
 ) -> CapacityError:
-    """How much one request needs, and the longest that would fit."""
-    needed_bytes = needed_blocks * block_bytes(grouping)
-    usable_blocks = max(0, memory_bytes // block_bytes(grouping) - 1)
+    """How much one request needs, and the longest that would fit where a shorter one would."""
+    needed_bytes = needed_blocks * grouping.block_bytes
+    usable_blocks = max(0, memory_bytes // grouping.block_bytes - 1)
     fit = tokens_that_fit(grouping.groups, usable_blocks, limits)
     shorter = f", or lower max_model_len (--max-model-len) to {fit}" if fit else ""
     return CapacityError(
         f"{format_bytes(memory_bytes)} ({memory_bytes} bytes) of memory is too small: one request of "
         f"{format_count(limits.max_model_len)} tokens of {model.name} needs {format_bytes(needed_bytes)} "
-        f"({needed_bytes} bytes: {needed_blocks} blocks of {format_bytes(block_bytes(grouping))}, the null block "
+        f"({needed_bytes} bytes: {needed_blocks} blocks of {format_bytes(grouping.block_bytes)}, the null block "
         f"included): raise memory (--memory) to that{shorter}"
     )

@@ -68,7 +68,7 @@ def plan_with_length(summary: TraceSummary, plan: Plan, max_model_len: int | Non
         limits=replace(plan.limits, max_model_len=longest),
     )
     fit = changed.capacity.tokens_that_fit
-    if fit < longest:
+    if fit is not None and fit < longest:
         raise CapacityError(
             f"the plan's {format_count(plan.config.num_blocks)} blocks ({format_bytes(plan.memory_bytes)}) hold one "
             f"request of {format_count(fit)} tokens, but the maximum length is {format_count(longest)} "

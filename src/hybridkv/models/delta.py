@@ -1,0 +1,188 @@
+"""Qwen3-Next, Qwen3.5, OlmoHybrid, Kimi-Linear: linear attention by the delta rule; LFM2: short convolutions.
+
+Every fourth layer or so is full attention. Layer types and defaults of missing fields are those of transformers'
+config classes (5.19).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridkv.models.attention import Heads, read_heads, refuse_layer_types
+from hybridkv.models.deepseek import mla_parameters, mla_spec
+from hybridkv.models.families import FamilyFacts, ReadOptions
+from hybridkv.models.fields import Fields
+from hybridkv.models.hybrids import FULL, HYBRID_TYPES, LINEAR
+from hybridkv.models.model import Layer
+from hybridkv.models.states import DeltaNet, ShortConv, per_rank
+from hybridkv.models.weights import Weights, experts, gated_mlp, language_model
+from hybridkv.specs import KVCacheSpec
+
+
+def qwen3_next(fields: Fields, options: ReadOptions) -> FamilyFacts:
+    """Qwen3-Next: a mixture of experts in every ``decoder_sparse_step``-th layer but those of ``mlp_only_layers``."""
+    count = fields.integer("num_hidden_layers")
+    step, dense_layers = fields.integer("decoder_sparse_step", 1), set(fields.integers("mlp_only_layers") or ())
+    sparse = sum((i + 1) % step == 0 and i not in dense_layers for i in range(count)) if _experts(fields) else 0
+    hidden = fields.integer("hidden_size")
+    rest = _mixture(fields) * sparse if sparse else Weights()
+    if sparse < count:
+        rest += Weights.dense((count - sparse) * gated_mlp(hidden, fields.integer("intermediate_size", 5632)))
+    return _qwen(fields, options, rest)
+
+
+def qwen35(fields: Fields, options: ReadOptions) -> FamilyFacts:
+    """Qwen3.5, dense."""
+    count = fields.integer("num_hidden_layers")
+    mlp = gated_mlp(fields.integer("hidden_size"), fields.integer("intermediate_size", 12288))
+    return _qwen(fields, options, Weights.dense(count * mlp))
+
+
+def qwen35_moe(fields: Fields, options: ReadOptions) -> FamilyFacts:
+    """Qwen3.5 with a mixture of experts in every layer."""
+    return _qwen(fields, options, _mixture(fields) * fields.integer("num_hidden_layers"))
+
+
+def olmo_hybrid(fields: Fields, options: ReadOptions) -> FamilyFacts:
+    """OlmoHybrid: values twice as wide as keys, norms over all heads of Q and K."""
+    count, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    default = [FULL if i % 4 == 3 else LINEAR for i in range(count)]
+    if FULL not in default:
+        default[-1] = FULL
+    types = fields.layer_types("layer_types", count, default)
+    heads = read_heads(fields)
+    key_heads = fields.integer("linear_num_key_heads", heads.heads)
+    key_dim = fields.integer("linear_key_head_dim", int(0.75 * hidden / key_heads))
+    mixer = DeltaNet(
+        hidden=hidden,
+        key_heads=key_heads,
+        value_heads=fields.integer("linear_num_value_heads", heads.heads),
+        key_dim=key_dim,
+        value_dim=fields.integer("linear_value_head_dim", 2 * key_dim),
+        kernel=fields.integer("linear_conv_kernel_dim", 4),
+    )
+    attention = heads.weights(hidden, bias=fields.flag("attention_bias"))
+    attention += (heads.heads + heads.kv_heads) * heads.head_dim
+    rest = count * (gated_mlp(hidden, fields.integer("intermediate_size")) + 2 * hidden)
+    specs = {FULL: heads.full(fields, options), LINEAR: mixer.spec(fields, options)}
+    return _facts(fields, types, specs, {FULL: attention, LINEAR: mixer.weights}, rest=Weights.dense(rest))
+
+
+def kimi_linear(fields: Fields, options: ReadOptions) -> FamilyFacts:
+    """Kimi-Linear: delta attention with a decay for every channel, and MLA."""
+    count, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    nested = Fields(fields.mapping("linear_attn_config"), fields.name)
+    types = fields.layer_types("layer_types", count, _kimi_types(nested, count))
+    heads = nested.integer("num_heads", fields.integer("linear_num_heads", 32))
+    width = nested.integer("head_dim", fields.integer("linear_head_dim", 128))
+    kernel = nested.integer("short_conv_kernel_size", fields.integer("linear_conv_kernel_dim", 4))
+    mixer = DeltaNet(hidden, heads, heads, width, width, kernel, mamba_type="kda_attention")
+    attention_heads = fields.integer("num_attention_heads")
+    per_rank(attention_heads, options.tp, "attention heads", fields.name)
+    specs: dict[str, KVCacheSpec] = {FULL: mla_spec(fields, options), LINEAR: mixer.spec(fields, options)}
+    weights = {FULL: mla_parameters(fields, attention_heads), LINEAR: mixer.kda_weights}
+    rest = Weights.dense(count * 2 * hidden) + _kimi_mlps(fields, count)
+    return _facts(fields, types, specs, weights, rest=rest, linear_module="self_attn")
+
+
+def lfm2(fields: Fields, options: ReadOptions) -> FamilyFacts:
+    """LFM2: attention in the layers of ``full_attn_idxs``, gated short convolutions in the others."""
+    count, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    attention = fields.integers("full_attn_idxs")
+    default = [FULL if attention is None or i in attention else "conv" for i in range(count)]
+    types = fields.layer_types("layer_types", count, default)
+    heads = read_heads(fields, kv_heads=8)
+    mixer = ShortConv(hidden, fields.integer("conv_L_cache", 3), bias=fields.flag("conv_bias"))
+    inner = fields.integer("block_ff_dim", fields.optional("intermediate_size", 12288))
+    if fields.flag("block_auto_adjust_ff_dim", default=True):
+        scale, multiple = fields.values.get("block_ffn_dim_multiplier", 1.0), fields.integer("block_multiple_of", 256)
+        inner = int(2 * inner / 3)
+        if isinstance(scale, int | float):
+            inner = int(scale * inner)
+        inner = multiple * -(-inner // multiple)
+    refuse_layer_types(types, fields.name, (FULL, "conv"))
+    specs: dict[str, KVCacheSpec] = {FULL: heads.full(fields, options), "conv": mixer.spec(fields, options)}
+    modules = {FULL: "self_attn", "conv": "conv"}
+    layers = tuple(Layer(f"model.layers.{i}.{modules[kind]}", specs[kind], i) for i, kind in enumerate(types))
+    own = types.count(FULL) * heads.weights(hidden, qk_norm=True) + types.count("conv") * mixer.weights
+    weights = Weights.dense(own + count * (gated_mlp(hidden, inner) + 2 * hidden) + hidden)
+    embedding = fields.integer("vocab_size") * hidden
+    tied = fields.flag("tie_embedding", default=fields.flag("tie_word_embeddings", default=True))
+    return FamilyFacts(layers, language_model(weights, embedding=embedding, tied=tied))
+
+
+def _qwen(fields: Fields, options: ReadOptions, rest: Weights) -> FamilyFacts:
+    """Layers of Qwen3-Next and Qwen3.5; rest: the weights of all MLPs."""
+    count, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    interval = fields.integer("full_attention_interval", 4)
+    default = [LINEAR if (i + 1) % interval else FULL for i in range(count)]
+    types = fields.layer_types("layer_types", count, default)
+    heads: Heads = read_heads(fields, kv_heads=2, head_dim=256)
+    mixer = DeltaNet(
+        hidden=hidden,
+        key_heads=fields.integer("linear_num_key_heads", 16),
+        value_heads=fields.integer("linear_num_value_heads", 32),
+        key_dim=fields.integer("linear_key_head_dim", 128),
+        value_dim=fields.integer("linear_value_head_dim", 128),
+        kernel=fields.integer("linear_conv_kernel_dim", 4),
+    )
+    attention = heads.weights(hidden, bias=fields.flag("attention_bias"), qk_norm=True, gate=True)
+    specs = {FULL: heads.full(fields, options), LINEAR: mixer.spec(fields, options)}
+    weights = {FULL: attention, LINEAR: mixer.weights}
+    return _facts(fields, types, specs, weights, rest=rest + Weights.dense(count * 2 * hidden))
+
+
+def _experts(fields: Fields) -> int:
+    return fields.integer("num_experts", 512, minimum=0)
+
+
+def _mixture(fields: Fields) -> Weights:
+    """A router, experts, and a shared expert behind a gate."""
+    hidden, total = fields.integer("hidden_size"), fields.integer("num_experts")
+    shared = gated_mlp(hidden, fields.integer("shared_expert_intermediate_size", 512)) + hidden
+    expert = gated_mlp(hidden, fields.integer("moe_intermediate_size", 512))
+    return Weights.dense(hidden * total + shared) + experts(expert, total, fields.integer("num_experts_per_tok"))
+
+
+def _kimi_types(nested: Fields, count: int) -> Sequence[str]:
+    """The checkpoint counts layers from 1."""
+    full, linear = nested.integers("full_attn_layers"), nested.integers("kda_layers")
+    if full is None or linear is None:
+        return [FULL if i and i % 4 == 0 else LINEAR for i in range(count)]
+    if sorted((*full, *linear)) != list(range(1, count + 1)):
+        raise nested.fail(f"full_attn_layers and kda_layers must name each of the layers 1 to {count} once")
+    return [FULL if i + 1 in full else LINEAR for i in range(count)]
+
+
+def _kimi_mlps(fields: Fields, count: int) -> Weights:
+    hidden = fields.integer("hidden_size")
+    first = fields.integer("first_k_dense_replace", 1, minimum=0)
+    default = ["dense" if i < first else "sparse" for i in range(count)]
+    kinds = fields.layer_types("mlp_layer_types", count, default)
+    total = fields.integer("num_experts", fields.integer("num_local_experts", 256))
+    chosen = fields.integer("num_experts_per_token", fields.integer("num_experts_per_tok", 8))
+    shared = fields.integer("num_shared_experts", fields.integer("n_shared_experts", 1))
+    expert = gated_mlp(hidden, fields.integer("moe_intermediate_size", 1024))
+    mixture = Weights.dense(hidden * total + shared * expert) + experts(expert, total, chosen)
+    dense = gated_mlp(hidden, fields.integer("intermediate_size"))
+    return mixture * kinds.count("sparse") + Weights.dense(kinds.count("dense") * dense)
+
+
+def _facts(
+    fields: Fields,
+    types: Sequence[str],
+    specs: dict[str, KVCacheSpec],
+    mixers: dict[str, int],
+    *,
+    rest: Weights,
+    linear_module: str = "linear_attn",
+) -> FamilyFacts:
+    """Layers of full and linear attention with the weights of each; rest: of everything else in all layers."""
+    refuse_layer_types(types, fields.name, HYBRID_TYPES)
+    modules = {FULL: "self_attn", LINEAR: linear_module}
+    layers = tuple(Layer(f"model.layers.{i}.{modules[kind]}", specs[kind], i) for i, kind in enumerate(types))
+    hidden = fields.integer("hidden_size")
+    weights = rest + Weights.dense(sum(mixers[kind] for kind in types) + hidden)
+    embedding = fields.integer("vocab_size") * hidden
+    tied = fields.flag("tie_word_embeddings")
+    return FamilyFacts(layers, language_model(weights, embedding=embedding, tied=tied))

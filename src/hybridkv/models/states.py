@@ -1,0 +1,201 @@
+"""Recurrent mixers: the state tensors that one rank keeps, as vLLM or transformers lays them out, and their weights.
+
+             conv state                                       recurrent state
+vllm         [K - 1 + drafts, channels], the model's dtype     the config's SSM dtype, else the model's
+transformers [channels, K], the model's dtype                  float32
+
+K: width of the causal convolution. Sources: Mamba (arXiv 2312.00752), Mamba-2 (arXiv 2405.21060), gated delta
+networks (arXiv 2412.06464), Kimi Linear (arXiv 2510.26692).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridkv.errors import ConfigError
+from hybridkv.models.families import ReadOptions
+from hybridkv.models.fields import Fields
+from hybridkv.models.weights import linear
+from hybridkv.specs import MambaSpec
+from hybridkv.units import dtype_name
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba1:
+    """Selective state space of ``inner`` channels with ``state`` values each.
+
+    dt_rank: width of the step size's bottleneck. heads: of Zamba, whose projections are split; the state has its shape.
+    norms: on step size, B and C (Jamba).
+    """
+
+    hidden: int
+    inner: int
+    state: int
+    kernel: int
+    dt_rank: int
+    conv_bias: bool = True
+    bias: bool = False
+    heads: int | None = None
+    norms: bool = False
+
+    def spec(self, fields: Fields, options: ReadOptions) -> MambaSpec:
+        """The state on one rank: channels are split. ConfigError where they do not divide."""
+        inner = per_rank(self.inner, options.tp, "Mamba channels", fields.name)
+        shape: tuple[int, ...] = (inner, self.state)
+        if self.heads is not None and options.backend == "transformers":
+            shape = (self.heads, inner // self.heads, self.state)
+        return _spec(fields, options, "mamba1", (inner, self.kernel), shape)
+
+    @property
+    def weights(self) -> int:
+        """Of one mixer."""
+        inner, low = self.inner, self.dt_rank + 2 * self.state
+        conv = inner * self.kernel + (inner if self.conv_bias else 0)
+        scan = inner * (low // (self.heads or 1)) * (self.heads or 1) + self.dt_rank * inner + inner
+        projections = linear(self.hidden, 2 * inner, bias=self.bias) + linear(inner, self.hidden, bias=self.bias)
+        return projections + conv + scan + inner * self.state + inner + (low if self.norms else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2:
+    """State space duality: ``heads`` of ``head_dim`` channels, B and C shared within ``groups``.
+
+    norm: a gated norm before the output projection. out_bias: None for that of ``bias``.
+    """
+
+    hidden: int
+    heads: int
+    head_dim: int
+    state: int
+    kernel: int
+    groups: int
+    conv_bias: bool = True
+    bias: bool = False
+    out_bias: bool | None = None
+    norm: bool = True
+
+    def spec(self, fields: Fields, options: ReadOptions) -> MambaSpec:
+        """The state on one rank: heads and groups are split; groups that do not divide are repeated, one a rank."""
+        heads = per_rank(self.heads, options.tp, "Mamba heads", fields.name)
+        groups = self.groups // options.tp if self.groups % options.tp == 0 else 1
+        channels = heads * self.head_dim + 2 * groups * self.state
+        return _spec(fields, options, "mamba2", (channels, self.kernel), (heads, self.head_dim, self.state))
+
+    @property
+    def weights(self) -> int:
+        """Of one mixer."""
+        inner = self.heads * self.head_dim
+        channels = inner + 2 * self.groups * self.state
+        conv = channels * self.kernel + (channels if self.conv_bias else 0)
+        out_bias = self.bias if self.out_bias is None else self.out_bias
+        projections = linear(self.hidden, inner + channels + self.heads, bias=self.bias)
+        projections += linear(inner, self.hidden, bias=out_bias)
+        return projections + conv + 3 * self.heads + (inner if self.norm else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Gated delta rule, or Kimi's delta attention: a matrix of ``key_dim`` x ``value_dim`` for every value head."""
+
+    hidden: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    mamba_type: str = "gdn_attention"
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def spec(self, fields: Fields, options: ReadOptions) -> MambaSpec:
+        """The state on one rank: heads are split. ConfigError where they do not divide."""
+        per_rank(self.key_heads, options.tp, "linear attention key heads", fields.name)
+        heads = per_rank(self.value_heads, options.tp, "linear attention value heads", fields.name)
+        channels = per_rank(self.channels, options.tp, "linear attention channels", fields.name)
+        matrix = (self.value_dim, self.key_dim) if options.backend == "vllm" else (self.key_dim, self.value_dim)
+        # Kimi's recurrence is kept in float32 whatever the config says of its model
+        fallback = "float32" if self.mamba_type == "kda_attention" else None
+        return _spec(
+            fields, options, self.mamba_type, (channels, self.kernel), (heads, *matrix), recurrent_dtype=fallback
+        )
+
+    @property
+    def weights(self) -> int:
+        """Of one gated delta rule mixer: QKV, gate, two numbers a head, convolution, norm, output."""
+        value = self.value_heads * self.value_dim
+        inputs = self.hidden * (self.channels + value + 2 * self.value_heads)
+        return inputs + self.channels * self.kernel + 2 * self.value_heads + self.value_dim + value * self.hidden
+
+    @property
+    def kda_weights(self) -> int:
+        """Of one Kimi delta attention: QKV, low-rank forget and output gates, convolution, norm, output."""
+        width = self.value_heads * self.value_dim
+        gates = 2 * (self.hidden * self.value_dim + self.value_dim * width) + self.hidden * self.value_heads
+        decay = width + self.value_heads
+        return (
+            self.hidden * self.channels
+            + self.channels * self.kernel
+            + gates
+            + decay
+            + self.value_dim
+            + width * self.hidden
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConv:
+    """A gated convolution of ``hidden`` channels; its last inputs are all the state there is."""
+
+    hidden: int
+    kernel: int
+    bias: bool = False
+
+    def spec(self, fields: Fields, options: ReadOptions) -> MambaSpec:
+        """The state on one rank: channels are split. ConfigError where they do not divide."""
+        channels = per_rank(self.hidden, options.tp, "convolution channels", fields.name)
+        return _spec(fields, options, "short_conv", (channels, self.kernel), None)
+
+    @property
+    def weights(self) -> int:
+        """Of one mixer."""
+        hidden = self.hidden
+        conv = hidden * self.kernel + (hidden if self.bias else 0)
+        return linear(hidden, 3 * hidden, bias=self.bias) + conv + linear(hidden, hidden, bias=self.bias)
+
+
+def per_rank(count: int, tp: int, what: str, name: str) -> int:
+    """``count / tp``. ConfigError naming the sizes that work where it is no integer. O(count)."""
+    if count % tp:
+        valid = ", ".join(str(one) for one in range(1, min(count, 1024) + 1) if count % one == 0)
+        raise ConfigError(f"tp={tp} does not divide the {count} {what} of {name}: use one of {valid}")
+    return count // tp
+
+
+def _spec(
+    fields: Fields,
+    options: ReadOptions,
+    mamba_type: str,
+    conv: tuple[int, int],
+    recurrent: tuple[int, ...] | None,
+    *,
+    recurrent_dtype: str | None = None,
+) -> MambaSpec:
+    """conv: channels and kernel. recurrent_dtype: where the config names none; None for the model's."""
+    channels, kernel = conv
+    if options.backend == "transformers":
+        conv_shape, ssm_dtype = (channels, kernel), "float32"
+    else:
+        conv_shape = (kernel - 1 + options.num_speculative_tokens, channels)
+        named = fields.text("mamba_ssm_cache_dtype") or fields.text("mamba_ssm_dtype")
+        ssm_dtype = dtype_name(named or recurrent_dtype or options.state_dtype)
+    states = (conv_shape,) if recurrent is None else (conv_shape, recurrent)
+    return MambaSpec(
+        block_size=options.block_size,
+        shapes=states,
+        dtypes=(options.state_dtype, ssm_dtype)[: len(states)],
+        mamba_type=mamba_type,
+        num_speculative_blocks=options.num_speculative_tokens,
+    )

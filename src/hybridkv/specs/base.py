@@ -1,0 +1,95 @@
+"""What every spec answers: the bytes of a page, the most that one request needs, and who may share a block table."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import ClassVar, Self
+
+from hybridkv.errors import ConfigError
+from hybridkv.specs.limits import RequestLimits
+
+
+class Keeps(StrEnum):
+    """What the bytes of a layer grow with.
+
+    tokens: every token of a request. window: its last tokens. encoder: the encoder's input.
+    state: nothing, a state has one size. nothing: no bytes are kept between steps.
+    """
+
+    TOKENS = "tokens"
+    WINDOW = "window"
+    ENCODER = "encoder"
+    STATE = "state"
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheSpec(ABC):
+    """What every layer has: a block size in tokens, and a page that may be padded.
+
+    page_size_padded: bytes of the page where a layout wants more than the content takes; not less.
+    """
+
+    keeps: ClassVar[Keeps]
+
+    block_size: int
+    page_size_padded: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ConfigError(f"block_size must be at least 1 token, got {self.block_size}")
+
+    @property
+    @abstractmethod
+    def content_bytes(self) -> int:
+        """Bytes that one block holds in this layer."""
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one block in this layer, padding included."""
+        return self.content_bytes if self.page_size_padded is None else self.page_size_padded
+
+    @abstractmethod
+    def max_request_blocks(self, limits: RequestLimits) -> int:
+        """Most blocks that one request holds at a time."""
+
+    def max_memory_usage_bytes(self, limits: RequestLimits) -> int:
+        """Most bytes that one request needs in this layer."""
+        return self.max_request_blocks(limits) * self.page_size_bytes
+
+    def max_row_blocks(self, limits: RequestLimits) -> int:
+        """Columns of a request's row in the block table: null columns count, they keep their place."""
+        return max(-(-limits.max_model_len // (self.block_size * limits.cp)), 1 + limits.num_speculative_tokens)
+
+    def layer_spec(self, name: str) -> KVCacheSpec:  # noqa: ARG002 - specs that hold several layers tell them apart
+        """What layer ``name`` keeps, where this is the spec of its group."""
+        return self
+
+    @property
+    def uniform_key(self) -> Hashable | None:
+        """Equal for layers that always hold the same token slots; None for a kind that nobody described."""
+        return None
+
+    @classmethod
+    def merge(cls, specs: Sequence[Self]) -> Self:
+        """One spec for layers that share a block table; equal specs merge into a copy.
+
+        Raises ConfigError when the specs differ in anything that matters.
+        """
+        if not specs:
+            raise ConfigError("merge needs at least one spec")
+        first = specs[0]
+        if any(spec != first for spec in specs[1:]):
+            raise ConfigError(f"layers of {type(first).__name__} differ and cannot share a block table")
+        return replace(first)
+
+    def _check_padding(self) -> None:
+        """Raise ConfigError for a padded page smaller than what it holds; called once all fields are checked."""
+        if self.page_size_padded is not None and self.page_size_padded < self.content_bytes:
+            raise ConfigError(
+                f"page_size_padded {self.page_size_padded} is smaller than the {self.content_bytes} bytes "
+                f"of a page of {type(self).__name__}: raise it"
+            )
