@@ -58,8 +58,8 @@ def test_a_hybrid_plan_for_people() -> None:
     options = ("--layout", "reference", "--placement", "none", "--kv-dtype", "fp8", "--json")
     found = plan_from_json(run("plan", "qwen3.5-35b-a3b", "--memory", "40GiB", *options).stdout)
     assert found == make_plan(read_model("qwen3.5-35b-a3b", dtype="fp8"), "40GiB", placement="none")
-    # blocks of 2096 + 16 tokens: a token takes half the bytes
-    assert [group.blocks_per_request for group in found.capacity.groups] == [1, 1, 1, 125]
+    # 2096 tokens of half as many bytes are just the state
+    assert [group.blocks_per_request for group in found.capacity.groups] == [1, 1, 1, 126]
 
 
 def test_windows_managed_as_full_attention() -> None:

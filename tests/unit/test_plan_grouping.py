@@ -94,6 +94,14 @@ def test_two_remembered_windows_are_one_uniform_type() -> None:
     assert types == [["a", "c"], ["b"], ["d"], ["e"]]
 
 
+def test_equal_specs_stay_together_in_a_type() -> None:
+    remembered = replace(FULL, sliding_window=128)
+    layers = [("a", FULL), ("b", remembered), ("c", FULL), ("d", WINDOW), ("e", remembered), ("f", WINDOW)]
+    assert [[name for name, _ in members] for members in layer_types(layers)] == [["a", "c", "b", "e"], ["d", "f"]]
+    # dealt over two groups; measured on the reference's own function
+    assert names(layers) == ["a b", "c e", "d f"]
+
+
 def test_two_sliding_windows_are_two_types() -> None:
     assert names(named("s", WINDOW, 2) + named("t", OTHER, 2)) == ["s0 s1", "t0 t1"]
 

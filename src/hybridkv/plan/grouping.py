@@ -42,20 +42,23 @@ class Grouping:
 
 
 def layer_types(layers: Sequence[NamedSpec]) -> list[list[NamedSpec]]:
-    """Layers by type, types in the order of their first layer. O(layers * types) merges at most.
+    """Layers by type, types in the order of their first layer. O(layers + distinct specs * types).
 
-    A layer joins the first type of its own class that it merges with.
+    Equal specs stay together, then distinct ones join the first type of their own class that they merge with:
+    within a type, layers are in the order of the first layer that has their spec, as in the reference.
     """
-    types: list[tuple[KVCacheSpec, list[NamedSpec]]] = []
+    equal: dict[KVCacheSpec, list[NamedSpec]] = {}
     for name, spec in layers:
-        for at, (merged, members) in enumerate(types):
+        equal.setdefault(spec, []).append((name, spec))
+    types: list[tuple[KVCacheSpec, list[NamedSpec]]] = []
+    for spec, members in equal.items():
+        for at, (merged, held) in enumerate(types):
             joined = _joined(merged, spec)
             if joined is not None:
-                members.append((name, spec))
-                types[at] = (joined, members)
+                types[at] = (joined, [*held, *members])
                 break
         else:
-            types.append((spec, [(name, spec)]))
+            types.append((spec, members))
     return [members for _, members in types]
 
 
@@ -72,13 +75,15 @@ def group_layers(layers: Sequence[NamedSpec]) -> Grouping:
     """
     if not layers:
         raise ConfigError("a plan needs at least one layer that keeps something in the cache")
-    if len(layer_types(layers)) > 1:
+    types = layer_types(layers)
+    if len(types) == 1:
+        types = [list(layers)]
+    else:
         uniform = UniformTypeKVCacheSpecs.from_specs(dict(layers))
         if uniform is not None:
             group = KVCacheGroupSpec(tuple(name for name, _ in layers), uniform)
             return Grouping((group,), tuple(spec.page_size_bytes for _, spec in layers))
-        layers = unify_pages(layers)
-    types = layer_types(layers)
+        types = layer_types(unify_pages(layers))
     size = group_size([len(members) for members in types])
     groups = tuple(group for members in types for group in _deal(members, size))
     return Grouping(groups, (groups[0].spec.page_size_bytes,) * size)
@@ -93,8 +98,6 @@ def _deal(members: Sequence[NamedSpec], size: int) -> list[KVCacheGroupSpec]:
 
 def _joined(merged: KVCacheSpec, spec: KVCacheSpec) -> KVCacheSpec | None:
     """The two as one spec, None when they are of different types."""
-    if merged == spec:
-        return merged
     if type(merged) is not type(spec):
         return None
     try:
