@@ -513,7 +513,7 @@ def test_limits_that_cannot_work() -> None:
 
 def test_a_layer_type_without_policy() -> None:
     class OtherSpec(AttentionSpec):
-        def max_memory_usage_bytes(self, limits: RequestLimits) -> int:
+        def max_request_blocks(self, limits: RequestLimits) -> int:
             return limits.max_model_len
 
     spec = OtherSpec(block_size=4, num_kv_heads=1, head_size=1, dtype="float16")

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import read_model
+from hybridkv.runner.probe import require_runnable
 from hybridkv.runner.tiny import byte_tokenizer, tiny_model
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def load(source: str, *, seed: int = 0, device: torch.device | str = "cpu") -> L
         raise ConfigError(f"--model {source!r} is neither a folder nor tiny:NAME: give a folder with config.json")
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{source} has no config.json: give the folder of a Hugging Face model")
-    read_model(folder, backend="transformers")
+    require_runnable(read_model(folder, backend="transformers"))
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"{source} has no *.safetensors: save the model with save_pretrained there")
     model = _model_in(folder)

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import Model, read_model
+from hybridkv.specs import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
 from hybridkv.worker import PagePart
 
 PROBE_TOKENS: Final = 3
@@ -87,12 +88,38 @@ def probe(model: PreTrainedModel) -> dict[int, tuple[PagePart, ...]]:
 
 
 def planner_model(model: PreTrainedModel, *, block_size: int, name: str | None = None) -> Model:
-    """The planner's view of ``model``: from its config, with the dtype of its weights."""
+    """The planner's view of ``model``: from its config, with the dtype of its weights.
+
+    Raises UnsupportedModelError as require_runnable does.
+    """
     source = dict(model.config.to_dict())
     if name is not None:
         source["_name_or_path"] = name
     dtype = str(model.dtype).removeprefix("torch.")
-    return read_model(source, block_size=block_size, dtype=dtype, backend="transformers")
+    planned = read_model(source, block_size=block_size, dtype=dtype, backend="transformers")
+    require_runnable(planned)
+    return planned
+
+
+def require_runnable(planned: Model) -> None:
+    """Raise UnsupportedModelError, naming them, for layers that the gather backend would run wrongly.
+
+    It runs plain full attention and MLA: it knows no window, no chunk and no state.
+    """
+    wrong = [f"{layer.name} ({type(layer.spec).__name__})" for layer in planned.layers if not _is_runnable(layer.spec)]
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise UnsupportedModelError(
+            f"{planned.name} can be planned, but not run yet: {wrong[0]}{more} of {len(planned.layers)} layers; "
+            "full attention and MLA without window or chunk can be run"
+        )
+
+
+def _is_runnable(spec: KVCacheSpec) -> bool:
+    """Whether ``spec`` is full attention or MLA itself, none of their relatives, and nothing is masked."""
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec) or not isinstance(spec, FullAttentionSpec):
+        return False
+    return spec.sliding_window is None and spec.attention_chunk_size is None
 
 
 def page_layout(planned: Model, probed: dict[int, tuple[PagePart, ...]]) -> dict[str, tuple[PagePart, ...]]:

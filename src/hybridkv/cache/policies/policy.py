@@ -56,5 +56,6 @@ def policy_of(spec: KVCacheSpec) -> Policy:
             return FullAttentionPolicy(spec.block_size)
         case _:
             raise UnsupportedModelError(
-                f"{type(spec).__name__} has no cache policy: hybridkv manages FullAttentionSpec and MLAAttentionSpec"
+                f"{type(spec).__name__} has no cache policy: such layers can be planned, not run or replayed yet; "
+                "FullAttentionSpec and MLAAttentionSpec can be"
             )
