@@ -124,6 +124,7 @@ def test_drafts_widen_the_convolution_and_need_blocks(name: str) -> None:
         ("qwen3.5-35b-a3b", 4, ((3, 8192 // 4), (8, 128, 128))),
         ("jamba-1.5-mini", 2, ((3, 4096), (4096, 16))),
         # a group that cannot be split is repeated: one on every rank
+        ("nemotron-h-8b", 16, ((3, 8 * 64 + 2 * 128), (8, 64, 128))),
         ("bamba-9b", 4, ((3, 128 * 64 // 4 + 2 * 128), (32, 64, 128))),
     ],
 )
