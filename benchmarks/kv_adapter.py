@@ -31,7 +31,7 @@ from hybridkv.cache import (
 from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.request import Request, SamplingParams, append_tokens
 from hybridkv.schedule import Scheduler, SchedulerLimits
-from hybridkv.specs import FullAttentionSpec
+from hybridkv.specs import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from hybridkv.step import Csr, Step, StepResult
 
 if TYPE_CHECKING:
@@ -59,6 +59,11 @@ class GroupLike(Protocol):
         """Tokens of a block."""
         ...
 
+    @property
+    def window(self) -> int:
+        """Tokens of a sliding window."""
+        ...
+
 
 class HybridKVAdapter:
     """hybridkv as the benchmark sees it. Timed and untimed: see the benchmark's own class."""
@@ -66,6 +71,8 @@ class HybridKVAdapter:
     name = "hybridkv"
 
     def __init__(self) -> None:
+        self._groups = 1
+        self._columns: dict[int, list[int]] = {}
         self.version: str | None = version("hybridkv")
         self._hasher: BlockHasher | None = None
 
@@ -111,6 +118,7 @@ class HybridKVAdapter:
         self, groups: Sequence[GroupLike], num_blocks: int, max_model_len: int, observe: bool = False
     ) -> KVCacheManager:
         """A manager whose requests are hashed by the hasher made last."""
+        self._groups = len(groups)
         return KVCacheManager(
             _config(groups, num_blocks),
             max_model_len,
@@ -144,14 +152,13 @@ class HybridKVAdapter:
         return slots
 
     def batch_result(self, out: BatchSlots, n: int) -> list[list[list[int]] | bool | None]:
-        """Per request the new ids (one group), None when there are none, False when it was refused."""
+        """Per request the new ids of each group, None when there are none, False when it was refused."""
         got: list[list[list[int]] | bool | None] = [None if i < out.accepted else False for i in range(n)]
-        for owner, block in zip(out.owner.tolist(), out.block.tolist(), strict=True):
+        for owner, group, block in zip(out.owner.tolist(), out.group.tolist(), out.block.tolist(), strict=True):
             ids = got[owner]
-            if isinstance(ids, list):
-                ids[0].append(block)
-            else:
-                got[owner] = [[block]]
+            if not isinstance(ids, list):
+                got[owner] = ids = [[] for _ in range(self._groups)]
+            ids[group].append(block)
         return got
 
     def free(self, mgr: KVCacheManager, req: Request) -> None:
@@ -264,12 +271,20 @@ class HybridKVAdapter:
         return step, [request.request_id for request in s.cache.rows.owners(step.rows)]
 
     def sched_view(self, s: Scheduler, step: Step) -> list[tuple[str, int, tuple[list[int], ...] | None]]:
-        """Request id, scheduled tokens and new block ids, in the order of the step."""
+        """Request id, scheduled tokens and new block ids, in the order of the step; null columns are 0."""
         groups = len(s.cache.config.groups)
+        for begun in step.new_rows:
+            self._columns[begun.row] = [0] * groups
         cells = step.cells
         new: dict[int, tuple[list[int], ...]] = {}
-        for group, row, block in zip(cells.group.tolist(), cells.row.tolist(), cells.block.tolist(), strict=True):
-            new.setdefault(row, tuple([] for _ in range(groups)))[group].append(block)
+        for cell in zip(
+            cells.group.tolist(), cells.row.tolist(), cells.column.tolist(), cells.block.tolist(), strict=True
+        ):
+            group, row, column, block = cell
+            ids, known = new.setdefault(row, tuple([] for _ in range(groups)))[group], self._columns[row]
+            ids += [0] * (column - known[group])
+            ids.append(block)
+            known[group] = column + 1
         owners = s.cache.rows.owners(step.rows)
         return [
             (request.request_id, count, new.get(row))
@@ -287,20 +302,24 @@ class HybridKVAdapter:
 
 def _config(groups: Sequence[GroupLike], num_blocks: int) -> KVCacheConfig:
     """One layer a group, with the smallest page: sizes in bytes play no part here."""
-    for group in groups:
-        if group.kind != "full":
-            raise NotImplementedError(f"groups of kind {group.kind}")
-    return KVCacheConfig(
-        num_blocks,
-        (),
-        tuple(
-            KVCacheGroupSpec(
-                (f"layer.{i}",),
-                FullAttentionSpec(block_size=group.block_size, num_kv_heads=1, head_size=1, dtype="float32"),
+    specs = [KVCacheGroupSpec((f"layer.{i}",), _spec(group)) for i, group in enumerate(groups)]
+    return KVCacheConfig(num_blocks, (), tuple(specs))
+
+
+def _spec(group: GroupLike) -> KVCacheSpec:
+    size = group.block_size
+    match group.kind:
+        case "full":
+            return FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype="float32")
+        case "swa":
+            window = group.window
+            return SlidingWindowSpec(
+                block_size=size, num_kv_heads=1, head_size=1, dtype="float32", sliding_window=window
             )
-            for i, group in enumerate(groups)
-        ),
-    )
+        case "mamba_align":
+            return MambaSpec(block_size=size, shapes=((1, 1),), dtypes=("float32",), cache_mode="align")
+        case kind:
+            raise NotImplementedError(f"groups of kind {kind}")
 
 
 def _low64(key: bytes) -> int:

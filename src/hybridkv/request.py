@@ -114,6 +114,7 @@ class Request:
     cache_salt: only requests with an equal salt share blocks.
     arrival_time: seconds on the caller's clock. eos_token_ids: the model's end tokens.
     first_hit_tokens: what its first admission found in the cache; None before.
+    branch_tokens: where requests before it went on with the same tokens and no state is kept; 0: nowhere.
     """
 
     __slots__ = (
@@ -121,6 +122,7 @@ class Request:
         "_rows",
         "_tokens",
         "arrival_time",
+        "branch_tokens",
         "cache_salt",
         "eos_token_ids",
         "first_hit_tokens",
@@ -128,9 +130,12 @@ class Request:
         "hashes",
         "num_preemptions",
         "num_prompt_tokens",
+        "priority",
         "request_id",
         "row",
         "sampling",
+        "skip_reading_prefix_cache",
+        "skip_writing_prefix_cache",
     )
 
     def __init__(
@@ -143,6 +148,9 @@ class Request:
         cache_salt: str | None = None,
         arrival_time: float = 0.0,
         eos_token_ids: tuple[int, ...] = (),
+        priority: int = 0,
+        skip_reading_prefix_cache: bool = False,
+        skip_writing_prefix_cache: bool = False,
     ) -> None:
         self._tokens = _token_array(prompt)
         if not self._tokens:
@@ -156,11 +164,30 @@ class Request:
         self.num_prompt_tokens = len(self._tokens)
         self.num_preemptions = 0
         self.first_hit_tokens: int | None = None
+        self.branch_tokens = 0
+        self.priority = priority
+        self.skip_reading_prefix_cache = skip_reading_prefix_cache
+        self.skip_writing_prefix_cache = skip_writing_prefix_cache
         self._computed = 0
         self._rows: RequestRows | None = None
         self.row = -1
         self.hashes: list[bytes] = []
         self._hash_new_blocks()
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether its prefix is looked up."""
+        return not self.skip_reading_prefix_cache
+
+    @property
+    def writes_prefix_cache(self) -> bool:
+        """Whether its blocks are published."""
+        return not self.skip_writing_prefix_cache
+
+    @property
+    def num_encoder_tokens(self) -> int:
+        """Tokens of the encoder's input, 0 without."""
+        return 0
 
     # -- counts
 
@@ -269,7 +296,8 @@ def append_tokens(requests: Sequence[Request], tokens: Sequence[int] | NDArray[n
 class RequestRows:
     """Columns of the resident requests: what a step reads and writes of all rows at once.
 
-    num_tokens, num_computed: int64[capacity]. tail: int32[capacity, tail_tokens], the tokens behind a
+    num_tokens, num_computed: int64[capacity]. in_flight: int64[capacity], how many of those computed are of
+    steps not yet settled. tail: int32[capacity, tail_tokens], the tokens behind a
     row's last whole hash block (kept until overwritten). requests: who has the row, None when free.
     Rows are handed out lowest first; the columns grow by doubling, so never keep a reference to them.
     """
@@ -278,6 +306,7 @@ class RequestRows:
         self.tail_tokens = tail_tokens
         self.num_tokens = np.zeros(capacity, np.int64)
         self.num_computed = np.zeros(capacity, np.int64)
+        self.in_flight = np.zeros(capacity, np.int64)
         self.tail = np.zeros((capacity, tail_tokens), np.int32)
         self.requests: list[Request | None] = [None] * capacity
         self._free = list(range(capacity))
@@ -317,7 +346,7 @@ class RequestRows:
         request._computed = self.num_computed.item(row)
         request._rows, request.row = None, -1
         self.requests[row] = None
-        self.num_tokens[row] = self.num_computed[row] = 0
+        self.num_tokens[row] = self.num_computed[row] = self.in_flight[row] = 0
         heapq.heappush(self._free, row)
 
     def append_one(self, row: int, token: int) -> None:
@@ -360,8 +389,22 @@ class RequestRows:
         return last
 
     def advance(self, rows: NDArray[np.int64], tokens: NDArray[np.int64] | int) -> None:
-        """``tokens`` more are computed, or scheduled to be, in each of ``rows``."""
+        """``tokens`` more are computed in each of ``rows``."""
         self.num_computed[rows] += tokens
+
+    def schedule(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        """``tokens`` more count as computed in each of ``rows``; the step that computes them is in flight."""
+        self.num_computed[rows] += tokens
+        self.in_flight[rows] += tokens
+
+    def settle(self, rows: NDArray[np.int64], tokens: NDArray[np.integer]) -> None:
+        """A step that computed ``tokens`` in each of ``rows`` has run."""
+        self.in_flight[rows] -= tokens
+
+    def retract(self, rows: NDArray[np.int64], tokens: NDArray[np.integer]) -> None:
+        """A step that should have computed ``tokens`` in each of ``rows`` failed."""
+        self.num_computed[rows] -= tokens
+        self.in_flight[rows] -= tokens
 
     def _flush(self, rows: NDArray[np.int64]) -> None:
         """Move full tails to their requests and hash them, all in one call."""
@@ -388,7 +431,7 @@ class RequestRows:
 
     def _grow(self) -> None:
         old = self.capacity
-        for name in ("num_tokens", "num_computed", "tail"):
+        for name in ("num_tokens", "num_computed", "in_flight", "tail"):
             column = getattr(self, name)
             setattr(self, name, np.concatenate((column, np.zeros_like(column))))
         self.requests += [None] * old

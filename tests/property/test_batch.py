@@ -4,15 +4,56 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridkv.cache import BatchSlots, BlockHasher, KVCacheManager
+from hybridkv.cache import BatchSlots, KVCacheManager
+from hybridkv.cache.batch import Batch, Needs
+from hybridkv.cache.batch_allocator import AllocateOne, BatchAllocator
+from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.request import Request
-from hybridkv.testing import attention_config
+from hybridkv.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from hybridkv.testing.strategies import prompts
 
-SIZES = ((4,), (3,), (1,), (2, 4), (4, 4), (2, 4, 8), (3, 6, 3))
+
+def full(size: int) -> KVCacheSpec:
+    return FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype="float32")
+
+
+def window(size: int, tokens: int) -> KVCacheSpec:
+    return SlidingWindowSpec(block_size=size, num_kv_heads=1, head_size=1, dtype="float32", sliding_window=tokens)
+
+
+def chunked(size: int, tokens: int) -> KVCacheSpec:
+    return ChunkedLocalAttentionSpec(
+        block_size=size, num_kv_heads=1, head_size=1, dtype="float32", attention_chunk_size=tokens
+    )
+
+
+def state(size: int, mode: str = "align", drafts: int = 0) -> KVCacheSpec:
+    return MambaSpec(
+        block_size=size, shapes=((2,),), dtypes=("float32",), cache_mode=mode, num_speculative_blocks=drafts
+    )
+
+
+MODELS: tuple[tuple[KVCacheSpec, ...], ...] = (
+    *((full(size),) for size in (4, 3, 1)),
+    (full(2), full(4)),
+    (full(4), full(4)),
+    (full(2), full(4), full(8)),
+    (full(3), full(6), full(3)),
+    (window(4, 8),),
+    (window(2, 5), full(4)),
+    (full(4), window(2, 3), window(4, 9)),
+    (chunked(2, 4), full(2)),
+    (state(4),),
+    (full(4), state(4)),
+    (full(2), state(4), state(4), window(4, 6)),
+    (full(4), state(8, drafts=2)),
+    (full(4), state(64, "none")),
+    (full(4), window(4, 8), state(4)),
+)
 MAX_MODEL_LEN = 40
 MET: Counter[str] = Counter()
 
@@ -22,18 +63,14 @@ class Twin:
     """One of two managers to which the same things are done."""
 
     num_blocks: int
-    block_sizes: tuple[int, ...]
+    specs: tuple[KVCacheSpec, ...]
     caching: bool
     requests: dict[str, Request] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.cache = KVCacheManager(
-            attention_config(self.num_blocks, self.block_sizes),
-            MAX_MODEL_LEN,
-            self.caching,
-            enable_kv_cache_events=True,
-            hasher=BlockHasher(min(self.block_sizes)) if self.caching else None,
-        )
+        groups = tuple(KVCacheGroupSpec((f"layer{i}",), spec) for i, spec in enumerate(self.specs))
+        config = KVCacheConfig(self.num_blocks, (), groups)
+        self.cache = KVCacheManager(config, MAX_MODEL_LEN, self.caching, enable_kv_cache_events=True)
 
     def admit(self, name: str, prompt: list[int], tokens: int) -> bool:
         """A request computes the first ``tokens`` tokens behind its hit, all of them if there are fewer."""
@@ -64,7 +101,7 @@ class Twin:
             total = min(request.num_computed_tokens + count, MAX_MODEL_LEN)
             MET["due" if total >= event else "not due"] += 1
             for group, ids in enumerate(new.blocks):
-                cells += [[owner, group, held[group] + i, block] for i, block in enumerate(ids)]
+                cells += [[owner, group, held[group] + i, block] for i, block in enumerate(ids) if block]
         return len(names), cells
 
     def seen(self) -> dict[str, object]:
@@ -77,6 +114,8 @@ class Twin:
             "keys": [sorted(index.entries()) for index in cache.block_pool.indexes],
             "first": [{key: index.get(key) for key, _ in index.entries()} for index in cache.block_pool.indexes],
             "published": [group.published[rows].tolist() for group in cache.groups],
+            "labels": [group.label[rows].tolist() for group in cache.groups],
+            "dropped": [group.rows.dropped[rows].tolist() for group in cache.groups],
             "next": [cache.next_event(row) for row in rows],
             "evictions": cache.block_pool.evictions,
         }
@@ -89,12 +128,12 @@ def ordered(twin: Twin) -> list[str]:
 
 @st.composite
 def twins(draw: st.DrawFn) -> tuple[Twin, Twin]:
-    sizes = draw(st.sampled_from(SIZES))
-    num_blocks, caching = draw(st.integers(4, 30 * len(sizes))), draw(st.sampled_from((True, True, False)))
-    return Twin(num_blocks, sizes, caching), Twin(num_blocks, sizes, caching)
+    specs = draw(st.sampled_from(MODELS))
+    num_blocks, caching = draw(st.integers(4, 30 * len(specs))), draw(st.sampled_from((True, True, False)))
+    return Twin(num_blocks, specs, caching), Twin(num_blocks, specs, caching)
 
 
-@settings(max_examples=2 * settings().max_examples)
+@settings(max_examples=4 * settings().max_examples)
 @given(twins(), st.data())
 def check_batches(both: tuple[Twin, Twin], data: st.DataObject) -> None:
     batched, single = both
@@ -126,22 +165,44 @@ def check_batches(both: tuple[Twin, Twin], data: st.DataObject) -> None:
         single.cache.check()
 
 
-def test_a_batch_is_its_rows_one_by_one() -> None:
+def test_a_batch_is_its_rows_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways are met: rows served together, rows that drop among them, and rows served one by one."""
     MET.clear()
+    serve, each = BatchAllocator._serve, BatchAllocator._each
+
+    def count_served(self: BatchAllocator, rows: Batch, needs: Needs) -> BatchSlots | None:
+        before = np.stack([group.rows.dropped[rows.rows] for group in self._groups], axis=1)
+        dropped = int((needs.drop > before).any(axis=1).sum())
+        slots = serve(self, rows, needs)
+        if slots is not None:
+            MET["together"] += len(rows.rows)
+            MET["dropped together"] += dropped
+        return slots
+
+    def count_each(self: BatchAllocator, rows: Batch, one: AllocateOne) -> tuple[int | None, BatchSlots]:
+        MET["alone"] += len(rows.rows)
+        return each(self, rows, one)
+
+    monkeypatch.setattr(BatchAllocator, "_serve", count_served)
+    monkeypatch.setattr(BatchAllocator, "_each", count_each)
     check_batches()
+    assert MET["together"] > 700, MET
+    assert MET["dropped together"] > 140, MET
+    assert MET["alone"] > 900, MET
+
     assert MET["not due"] > 200, MET
     assert MET["due"] > 400, MET
     assert MET["refused"] > 100, MET
 
 
 def test_nothing_for_nobody() -> None:
-    twin = Twin(8, (4,), caching=True)
+    twin = Twin(8, (full(4),), caching=True)
     slots = twin.batch([], [])
     assert (slots.accepted, slots.block.tolist()) == (0, [])
 
 
 def test_one_count_for_all() -> None:
-    twin = Twin(12, (4,), caching=True)
+    twin = Twin(12, (full(4),), caching=True)
     for name in "abc":
         assert twin.admit(name, [*range(4)] if name == "b" else [*range(3)], 4)
     rows = twin.cache.rows.rows_of([twin.requests[name] for name in "abc"])

@@ -18,10 +18,10 @@ def rows64(*rows: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 def test_a_row_grows_and_moves() -> None:
     table = BlockRows()
-    table.extend(3, np.arange(16, dtype=np.int32))
+    table.extend(3, np.arange(1, 17, dtype=np.int32))
     before = table.start.item(3)
-    table.extend(3, ids(16))
-    assert table.ids(3).tolist() == list(range(17))
+    table.extend(3, ids(17))
+    assert table.ids(3).tolist() == list(range(1, 18))
     assert table.room.item(3) == 32
     assert table.start.item(3) != before
     table.extend(0, ids(7))

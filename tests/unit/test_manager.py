@@ -19,7 +19,7 @@ from hybridkv.cache import (
 from hybridkv.errors import CacheError, ConfigError, StalePlanError, UnsupportedModelError
 from hybridkv.plan import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.request import Request
-from hybridkv.specs import AttentionSpec, RequestLimits
+from hybridkv.specs import AttentionSpec, Keeps, RequestLimits
 from hybridkv.testing import attention_config
 
 _numbers = count()
@@ -128,8 +128,10 @@ def test_a_request_hashed_by_another_hasher_is_refused() -> None:
 
 def test_the_hash_block_divides_every_block() -> None:
     with pytest.raises(ConfigError, match="group 1 has blocks of 6 tokens, no multiple of the hash block 4"):
-        manager(8, (4, 6))
-    cache = KVCacheManager(attention_config(40, (4, 6)), 100, hasher=BlockHasher(2))
+        KVCacheManager(attention_config(40, (4, 6)), 100, hasher=BlockHasher(4))
+    cache = manager(40, (4, 6))
+    assert cache.hasher is not None
+    assert cache.hasher.block_size == 2
     run(cache, request(cache, range(30)))
     assert run(cache, request(cache, range(30))) == 24
 
@@ -225,13 +227,13 @@ def test_refusals_say_why() -> None:
     cache = manager(num_blocks=6)
     one = request(cache, range(30))
     assert cache.plan_slots(one, 21) == Refusal(Reason.NO_SPACE, 0, 6, 5)
-    plan = cache.plan_slots(one, 4, admission=Admission(full_tokens=21))
+    plan = cache.plan_slots(one, 4, admission=Admission(RequestLimits(21)))
     assert plan == Refusal(Reason.ADMISSION_LIMIT, 0, 6, 5)
-    assert cache.plan_slots(one, 4, admission=Admission(20, reserve_blocks=1)) == Refusal(
+    assert cache.plan_slots(one, 4, admission=Admission(RequestLimits(20), reserve_blocks=1)) == Refusal(
         Reason.ADMISSION_LIMIT, 0, 6, 5
     )
-    assert isinstance(cache.plan_slots(one, 4, admission=Admission(20)), SlotPlan)
-    assert [str(reason) for reason in Reason] == ["no_space", "admission_limit"]
+    assert isinstance(cache.plan_slots(one, 4, admission=Admission(RequestLimits(20))), SlotPlan)
+    assert [str(reason) for reason in Reason] == ["no_space", "admission_limit", "state_not_readable"]
 
 
 def test_hits_that_nobody_holds_count_as_needed() -> None:
@@ -241,10 +243,10 @@ def test_hits_that_nobody_holds_count_as_needed() -> None:
     cache.free(first)
     second, third = request(cache, range(9)), request(cache, range(9))
     blocks, hit = cache.get_computed_blocks(second)
-    plan = cache.plan_slots(second, 1, hit, blocks, admission=Admission(9, reserve_blocks=3))
+    plan = cache.plan_slots(second, 1, hit, blocks, admission=Admission(RequestLimits(9), reserve_blocks=3))
     assert plan == Refusal(Reason.ADMISSION_LIMIT, 0, 6, 5)
     run(cache, second)
-    plan = cache.plan_slots(third, 1, hit, blocks, admission=Admission(9, reserve_blocks=1))
+    plan = cache.plan_slots(third, 1, hit, blocks, admission=Admission(RequestLimits(9), reserve_blocks=1))
     assert isinstance(plan, SlotPlan)
 
 
@@ -463,13 +465,13 @@ def test_a_remembered_hit_is_looked_up_anew_only_when_it_may_have_changed() -> N
     first = request(cache, range(9))
     run(cache, first)
     longer = request(cache, range(20))
-    blocks, hit = cache.get_computed_blocks(longer)
+    hit = cache.find_hit(longer)
     seen = cache.block_pool.evictions
-    assert hit == 8
-    assert cache.is_longest_hit(longer, blocks, seen)
-    assert not cache.is_longest_hit(longer, blocks, seen - 1)
+    assert hit.tokens == 8
+    assert cache.is_longest_hit(longer, hit, seen)
+    assert not cache.is_longest_hit(longer, hit, seen - 1)
     run(cache, request(cache, range(13)))
-    assert not cache.is_longest_hit(longer, blocks, seen)
+    assert not cache.is_longest_hit(longer, hit, seen)
 
 
 def test_blocks_of_a_request() -> None:
@@ -513,6 +515,8 @@ def test_limits_that_cannot_work() -> None:
 
 def test_a_layer_type_without_policy() -> None:
     class OtherSpec(AttentionSpec):
+        keeps = Keeps.TOKENS
+
         def max_request_blocks(self, limits: RequestLimits) -> int:
             return limits.max_model_len
 
@@ -539,8 +543,7 @@ def test_a_full_hit_of_an_aligned_prompt_is_remembered() -> None:
     cache = manager()
     run(cache, request(cache, range(16)))
     again = request(cache, range(16))
-    blocks, tokens = cache.get_computed_blocks(again)
-    assert tokens == 12  # the block of the last token is known, but never part of a hit
-    assert cache.is_longest_hit(again, blocks, cache.block_pool.evictions)
-    longer = request(cache, range(17))
-    assert not cache.is_longest_hit(longer, blocks, cache.block_pool.evictions)
+    hit = cache.find_hit(again)
+    assert hit.tokens == 12  # the block of the last token is known, but never part of a hit
+    assert cache.is_longest_hit(again, hit, cache.block_pool.evictions)
+    assert cache.find_hit(request(cache, range(17))).tokens == 16

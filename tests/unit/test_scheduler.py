@@ -29,11 +29,12 @@ def scheduler(
     watermark: float = 0.0,
     caching: bool = True,
     events: bool = False,
+    overtaken: int = 64,
 ) -> Scheduler:
     cache = KVCacheManager(
         attention_config(num_blocks, (block_size,)), max_model_len, caching, enable_kv_cache_events=events
     )
-    return Scheduler(cache, SchedulerLimits(max_running, budget, in_flight, watermark))
+    return Scheduler(cache, SchedulerLimits(max_running, budget, in_flight, watermark, max_overtaken=overtaken))
 
 
 def add(
@@ -128,7 +129,7 @@ def test_rows_are_bounded() -> None:
 
 
 def test_first_come_first_served() -> None:
-    sched = scheduler(num_blocks=8)
+    sched = scheduler(num_blocks=8, overtaken=0)
     add(sched, "a", range(16))
     add(sched, "large", range(50, 66))
     add(sched, "small", [99])
@@ -228,7 +229,7 @@ def test_the_watermark_is_kept_free_by_admissions_alone() -> None:
 
 
 def test_the_last_admitted_is_preempted_and_waits_at_the_front() -> None:
-    sched = scheduler(num_blocks=8)  # 7 blocks
+    sched = scheduler(num_blocks=8, overtaken=0)  # 7 blocks
     first = add(sched, "a", range(11))
     second = add(sched, "b", range(50, 62))
     assert turn(sched) == {"a": 11, "b": 12}  # 3 + 3
@@ -291,7 +292,7 @@ def test_a_request_may_have_to_preempt_itself() -> None:
 
 
 def test_preempted_requests_keep_their_order() -> None:
-    sched = scheduler(num_blocks=8)
+    sched = scheduler(num_blocks=8, overtaken=0)
     for name, first in (("a", 0), ("b", 30), ("c", 60)):
         add(sched, name, range(first, first + 8), max_tokens=14)
     assert turn(sched) == {"a": 8, "b": 8, "c": 8}

@@ -2,12 +2,15 @@
 
 from hybridkv.cache.batch import BatchSlots
 from hybridkv.cache.blocks import BlockView, KVCacheBlocks
+from hybridkv.cache.coordinator import CommonHit
 from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.manager import KVCacheManager
+from hybridkv.cache.pins import Pin
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.slots import Admission, Reason, Refusal, SlotPlan
-from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats
+from hybridkv.cache.statistics import CacheStatistics, GroupStatistics, PrefixCacheStats
 
 __all__ = [
     "Admission",
@@ -18,10 +21,14 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "BlockView",
+    "CacheGroup",
     "CacheStatistics",
+    "CommonHit",
+    "GroupStatistics",
     "KVCacheBlocks",
     "KVCacheEvent",
     "KVCacheManager",
+    "Pin",
     "PrefixCacheStats",
     "Reason",
     "Refusal",

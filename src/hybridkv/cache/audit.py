@@ -63,15 +63,18 @@ def _columns(group: CacheGroup, bound: dict[int, Request]) -> Iterator[str]:
     for row, request in bound.items():
         held, computed = group.rows.count.item(row), request.num_computed_tokens
         if held < group.policy.columns(computed):
-            yield f"row {row} has {computed} computed tokens in {held} blocks of group {group.number}"
+            yield f"row {row} has {computed} computed tokens in {held} columns of group {group.number}"
+        dropped = group.rows.dropped.item(row)
+        if not group.rows.base.item(row) <= dropped <= held or group.rows.ids(row)[:dropped].any():
+            yield f"row {row} of group {group.number} holds a block in a column it has dropped"
+        if not group.policy.keeps_state and dropped > group.policy.droppable(computed):
+            yield f"row {row} of group {group.number} dropped {dropped} columns, some of which are still read"
+        if group.policy.keeps_state and computed and not group.rows.ids(row)[group.policy.state_column(computed)]:
+            yield f"row {row} of group {group.number} has no state after {computed} tokens"
 
 
 def _next_event(cache: KVCacheManager, row: int) -> int:
-    events = []
-    for group in cache.groups:
-        needs, publishes = group.policy.events(group.rows.count.item(row), group.published.item(row))
-        events += [needs, publishes] if cache.enable_caching else [needs]
-    return min(events)
+    return min(group.next_event(row, publishes=cache.enable_caching) for group in cache.groups)
 
 
 def _ownership(cache: KVCacheManager) -> Iterator[str]:
@@ -82,13 +85,18 @@ def _ownership(cache: KVCacheManager) -> Iterator[str]:
     for group in cache.groups:
         counted = np.zeros(pool.num_blocks, np.int64)
         for row in np.flatnonzero(group.rows.count).tolist():
-            ids = group.rows.ids(row)
+            ids = group.rows.held(row)
+            if not ids.size:
+                continue
             if len(np.unique(ids)) != len(ids):
                 yield f"row {row} of group {group.number} holds a block twice"
             if ids.min() < 0 or ids.max() >= pool.num_blocks:
                 yield f"row {row} of group {group.number} holds an id outside the pool"
                 continue
             np.add.at(counted, ids, 1)
+        counted[cache.sink_blocks[group.number]] += 1
+        for pin in cache.pins:
+            counted[pin.blocks[group.number]] += 1
         total += counted
         owners += counted > 0
     if total[NULL_BLOCK]:
@@ -157,7 +165,7 @@ def _extents(group: CacheGroup) -> Iterator[str]:
         end = start + room
     if end > len(group.rows.cells):
         yield f"a row of group {group.number} ends at {end}, outside its {len(group.rows.cells)} cells"
-    if (group.rows.count > group.rows.room).any():
+    if (group.rows.count - group.rows.base > group.rows.room).any():
         yield f"a row of group {group.number} holds more than it has room for"
 
 
@@ -165,13 +173,17 @@ def _row_keys(cache: KVCacheManager, group: CacheGroup) -> Iterator[str]:
     """Published columns carry the request's own keys, the others none."""
     for request in cache.resident_requests():
         row, pool = request.row, cache.block_pool
+        if not group.policy.publishes:
+            if any(pool.key_of(block) is not None for block in group.rows.held(row).tolist()):
+                yield f"row {row} of group {group.number}, which publishes nothing, holds a block with a key"
+            continue
         keys, published = group.keys(request), group.published.item(row)
-        if published > min(len(keys), group.rows.count.item(row)):
-            yield f"row {row} of group {group.number} has {published} published blocks, more than full ones"
+        if request.writes_prefix_cache and published > min(len(keys), group.rows.count.item(row)):
+            yield f"row {row} of group {group.number} has {published} published columns, more than full ones"
             continue
         for column, block in enumerate(group.rows.ids(row).tolist()):
-            if not 0 <= block < pool.num_blocks:
-                continue  # told by _ownership
+            if not 0 < block < pool.num_blocks:
+                continue  # null, or told by _ownership
             key = pool.key_of(block)
             if key is not None and (column >= published or key != keys[column]):
                 yield f"block {block}, column {column} of {request.request_id!r}, carries another key than its tokens"

@@ -3,9 +3,14 @@
     cells   [ row 5: 8 9 . . | row 2: 3 4 6 7 | (free) . . | row 0: ... ]
                      ^ start[5], count[5] = 2, room[5] = 4
 
+    row     [ 0 0 0 0 | 0 0 7 0 9 ]      columns; 0 is null
+                      ^ base            in its extent are columns base .. count-1
+                          ^ dropped     all columns before are null
+
 A row's extent is a power of two of cells; one that grows too small moves to one of twice the size, and
 what it leaves waits in a free list of its size. So a request of 1k tokens takes room for 1k tokens even
-where another holds 1M, and a step still writes all rows with one array operation.
+where another holds 1M, a window takes room for the window, and a step still writes all rows with one
+array operation.
 """
 
 from __future__ import annotations
@@ -22,41 +27,69 @@ _SMALLEST = 16
 
 
 class BlockRows:
-    """Rows of block ids. start, room, count: int64[capacity]; count is what a row holds."""
+    """Rows of block ids. start, room, base, dropped, count: int64[capacity]; count is the columns of a row."""
 
     def __init__(self, capacity: int = 64) -> None:
         self.cells = np.zeros(capacity * _SMALLEST, np.int32)
         self.start = np.zeros(capacity, np.int64)
         self.room = np.zeros(capacity, np.int64)
+        self.base = np.zeros(capacity, np.int64)
+        self.dropped = np.zeros(capacity, np.int64)
         self.count = np.zeros(capacity, np.int64)
         self._used = 0
         self._spare: dict[int, list[int]] = {}
 
     def ids(self, row: int) -> Int32:
-        """What ``row`` holds, a new int32 array."""
+        """What the columns of ``row`` hold, null ones too; a new int32 array."""
+        base = self.base.item(row)
+        if not base:
+            return self.stored(row).copy()
+        return np.concatenate((np.zeros(base, np.int32), self.stored(row)))
+
+    def stored(self, row: int) -> Int32:
+        """Columns base .. count-1 of ``row``, a view."""
         start = self.start.item(row)
-        return self.cells[start : start + self.count.item(row)].copy()
+        view: Int32 = self.cells[start : start + self.count.item(row) - self.base.item(row)]
+        return view
+
+    def held(self, row: int) -> Int32:
+        """The blocks of ``row`` in column order, null columns left out; a new int32 array."""
+        stored = self.stored(row)
+        blocks: Int32 = stored[stored != 0]
+        return blocks
+
+    def span(self, row: int, first: int, last: int) -> Int32:
+        """Columns first .. last-1 of ``row``, a copy; all of them at or behind its base."""
+        start = self.start.item(row) - self.base.item(row)
+        copy: Int32 = self.cells[start + first : start + last].copy()
+        return copy
 
     def at(self, rows: Int64, columns: Int64) -> Int32:
-        """The ids in ``columns`` of ``rows``, element by element."""
-        found: Int32 = self.cells[self.start[rows] + columns]
-        return found
+        """The ids in ``columns`` of ``rows``, element by element; 0 before a row's base."""
+        within = columns - self.base[rows]
+        found: Int32 = self.cells[self.start[rows] + np.maximum(within, 0)]
+        return found if (within >= 0).all() else np.where(within >= 0, found, np.int32(0))
 
     def extend(self, row: int, ids: Int32) -> None:
-        """``ids`` behind what ``row`` holds."""
-        self._ensure(row, self.count.item(row) + len(ids))
-        end = self.start.item(row) + self.count.item(row)
+        """``ids`` behind what ``row`` has. Null columns at the beginning of a row take no room."""
+        count = self.count.item(row)
+        if not count and len(ids) and not ids[0]:
+            nulls = int((ids != 0).argmax()) if ids.any() else len(ids)
+            self.base[row] = self.dropped[row] = self.count[row] = count = nulls
+            ids = ids[nulls:]
+        self._ensure(row, count + len(ids))
+        end = self.start.item(row) + count - self.base.item(row)
         self.cells[end : end + len(ids)] = ids
-        self.count[row] += len(ids)
+        self.count[row] = count + len(ids)
 
     def extend_many(self, rows: Int64, counts: Int64, ids: Int32) -> tuple[Int64, Int64]:
-        """``counts[i]`` of ``ids``, in order, behind what ``rows[i]`` holds; rows distinct.
+        """``counts[i]`` of ``ids``, in order, behind what ``rows[i]`` has; rows distinct.
 
         Returns for every id the index into ``rows`` and the column, int64[len(ids)] each.
         """
         held = self.count[rows]
         after = held + counts
-        small = np.flatnonzero(after > self.room[rows])
+        small = np.flatnonzero(after - self.base[rows] > self.room[rows])
         for i in small.tolist():
             self._ensure(int(rows[i]), int(after[i]))
         if counts.max(initial=0) <= 1:  # decoding rows
@@ -65,9 +98,49 @@ class BlockRows:
         else:
             owner = np.repeat(np.arange(len(rows)), counts)
             column = held[owner] + np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
-        self.cells[self.start[rows[owner]] + column] = ids
+        of = rows[owner]
+        self.cells[self.start[of] - self.base[of] + column] = ids
         self.count[rows] = after
         return owner, column
+
+    def drop(self, row: int, columns: int) -> Int32:
+        """Columns before ``columns`` are null from now on; the blocks they held, highest column first."""
+        first = max(self.dropped.item(row), self.base.item(row))
+        start = self.start.item(row) - self.base.item(row)
+        gone = self.cells[start + first : start + columns]
+        ids: Int32 = gone[gone != 0][::-1].copy()
+        gone[:] = 0
+        self.dropped[row] = columns
+        return ids
+
+    def columns_before(self, rows: Int64, columns: Int64) -> tuple[Int64, Int32]:
+        """Columns dropped .. columns[i]-1 of ``rows[i]``, row after row, each highest column first.
+
+        Returns for each the index into ``rows``, int64, and its block, int32, 0 for a null column.
+        """
+        where, owner = self._before(rows, columns)
+        ids: Int32 = self.cells[where]
+        return owner, ids
+
+    def drop_rows(self, rows: Int64, columns: Int64) -> None:
+        """Columns before ``columns[i]`` of ``rows[i]`` are null from now on; rows distinct."""
+        where, _ = self._before(rows, columns)
+        self.cells[where] = 0
+        self.dropped[rows] = columns
+
+    def _before(self, rows: Int64, columns: Int64) -> tuple[Int64, Int64]:
+        counts = columns - np.maximum(self.dropped[rows], self.base[rows])
+        owner = np.repeat(np.arange(len(rows)), counts)
+        behind = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        of = rows[owner]
+        return self.start[of] - self.base[of] + columns[owner] - 1 - behind, owner
+
+    def vacate(self, row: int, columns: tuple[int, ...]) -> Int32:
+        """The blocks of ``columns``, which are null from now on, in this order."""
+        where = np.array(columns, np.int64) + (self.start.item(row) - self.base.item(row))
+        ids: Int32 = self.cells[where]
+        self.cells[where] = 0
+        return ids
 
     def clear(self, row: int) -> None:
         """``row`` holds nothing and gives its extent back."""
@@ -76,34 +149,39 @@ class BlockRows:
         room = self.room.item(row)
         if room:
             self._spare.setdefault(room, []).append(self.start.item(row))
-        self.start[row] = self.room[row] = self.count[row] = 0
+        self.start[row] = self.room[row] = self.base[row] = self.dropped[row] = self.count[row] = 0
 
     def ensure_rows(self, capacity: int) -> None:
         """Rows 0 .. capacity - 1 exist."""
         missing = capacity - len(self.start)
         if missing > 0:
             none = np.zeros(missing, np.int64)
-            self.start = np.concatenate((self.start, none))
-            self.room = np.concatenate((self.room, none))
-            self.count = np.concatenate((self.count, none))
+            for name in ("start", "room", "base", "dropped", "count"):
+                setattr(self, name, np.concatenate((getattr(self, name), none)))
 
     def extents(self) -> list[tuple[int, int]]:
         """(start, room) of every extent, given to a row or spare; for checks."""
         given = [(s, r) for s, r in zip(self.start.tolist(), self.room.tolist(), strict=True) if r]
         return given + [(start, room) for room, starts in self._spare.items() for start in starts]
 
-    def _ensure(self, row: int, length: int) -> None:
-        old_start, old_room, count = self.start.item(row), self.room.item(row), self.count.item(row)
-        if length <= old_room:
+    def _ensure(self, row: int, count: int) -> None:
+        """Room for ``count`` columns. What was dropped makes room first, where half of the extent becomes free."""
+        old_start, old_room = self.start.item(row), self.room.item(row)
+        base, held = self.base.item(row), self.count.item(row)
+        if count - base <= old_room:
             return
-        if length < count:
-            raise CacheError(f"row {row} cannot shrink from {count} to {length} blocks")
-        room = max(_SMALLEST, 1 << (length - 1).bit_length())
-        start = self._extent(room)
-        self.cells[start : start + count] = self.cells[old_start : old_start + count]
-        if old_room:
-            self._spare.setdefault(old_room, []).append(old_start)
-        self.start[row], self.room[row] = start, room
+        if count < held:
+            raise CacheError(f"row {row} cannot shrink from {held} to {count} columns")
+        first = max(self.dropped.item(row), base)
+        kept = self.cells[old_start + first - base : old_start + held - base].copy()
+        start, room = old_start, old_room
+        if 2 * (count - first) > old_room:
+            room = max(_SMALLEST, 1 << (count - first - 1).bit_length())
+            start = self._extent(room)
+            if old_room:
+                self._spare.setdefault(old_room, []).append(old_start)
+        self.cells[start : start + len(kept)] = kept
+        self.start[row], self.room[row], self.base[row] = start, room, first
 
     def _extent(self, room: int) -> int:
         spare = self._spare.get(room)

@@ -5,62 +5,112 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybridkv.cache.block_rows import BlockRows
 from hybridkv.cache.index import PrefixIndex
-from hybridkv.cache.policies import Policy
-from hybridkv.errors import ConfigError
+from hybridkv.cache.policies import GroupKind, Policy, RowFacts
 from hybridkv.request import Request
+from hybridkv.specs import RequestLimits
+
+Int64 = NDArray[np.int64]
 
 
 class CacheGroup:
     """What the manager keeps of one group.
 
-    number: position in the config. rows: block tables of the resident requests. published: int64[rows],
-    how many leading columns of a row are published (or were hits). key_stride: hash blocks of a block.
+    number: position in the config. kind: its spec and flags. rows: block tables of the resident requests.
+    published: int64[rows], how many leading columns of a row are published or passed over. label:
+    int64[rows], token count of the state that a row's last step leaves. pending: row -> token counts of its
+    states that could not be published yet. key_stride: hash blocks of a block.
     """
 
-    def __init__(self, number: int, policy: Policy, index: PrefixIndex, hash_block_size: int) -> None:
-        if policy.block_size % hash_block_size:
-            raise ConfigError(
-                f"group {number} has blocks of {policy.block_size} tokens, no multiple of the hash block "
-                f"{hash_block_size}: choose a hash block that divides every block size"
-            )
+    def __init__(self, number: int, kind: GroupKind, policy: Policy, index: PrefixIndex, hash_block_size: int) -> None:
         self.number = number
+        self.kind = kind
         self.policy = policy
         self.index = index
         self.rows = BlockRows()
         self.published = np.zeros(len(self.rows.start), np.int64)
+        self.label = np.zeros(len(self.rows.start), np.int64)
+        self.pending: dict[int, tuple[int, ...]] = {}
         self.key_stride = policy.block_size // hash_block_size
+
+    # -- keys
 
     def keys(self, request: Request) -> Sequence[bytes]:
         """One key per full block of ``request`` in this group."""
         stride = self.key_stride
-        return request.hashes if stride == 1 else request.hashes[stride - 1 :: stride]
+        if stride == 1:
+            return request.hashes
+        return request.hashes[stride - 1 :: stride] if self.policy.publishes else ()
 
     def key_run(self, request: Request, first: int, last: int) -> list[bytes]:
         """Keys of columns first .. last-1."""
         stride = self.key_stride
         return request.hashes[(first + 1) * stride - 1 : last * stride : stride]
 
-    def knows(self, request: Request, column: int) -> bool:
-        """Whether a hit of ``request`` may go on with ``column``: not its last token's, and its key is indexed."""
-        if (column + 1) * self.policy.block_size >= request.num_tokens:
-            return False
-        return any(self.index.get(key) is not None for key in self.key_run(request, column, column + 1))
+    def keys_at(self, request: Request, columns: Int64) -> list[bytes]:
+        """Keys of ``columns``, ascending."""
+        first, last = columns.item(0), columns.item(-1) + 1
+        if last - first == len(columns):
+            return self.key_run(request, first, last)
+        stride, hashes = self.key_stride, request.hashes
+        return [hashes[(column + 1) * stride - 1] for column in columns.tolist()]
+
+    def knows_any(self, request: Request, columns: Sequence[int]) -> bool:
+        """Whether one of the keys of ``columns`` is indexed. O(columns) look-ups."""
+        stride, hashes, get = self.key_stride, request.hashes, self.index.get
+        return any(get(hashes[(column + 1) * stride - 1]) is not None for column in columns)
+
+    # -- rows
+
+    def facts(self, row: int) -> RowFacts:
+        """What ``row`` holds; nothing for -1."""
+        if row < 0:
+            return RowFacts()
+        rows = self.rows
+        held, dropped = rows.count.item(row), rows.dropped.item(row)
+        return RowFacts(held, dropped, self.published.item(row), self.label.item(row), self.pending.get(row, ()))
 
     def ensure_rows(self, capacity: int) -> None:
         """Rows 0 .. capacity - 1 exist."""
         self.rows.ensure_rows(capacity)
         missing = capacity - len(self.published)
         if missing > 0:
-            self.published = np.concatenate((self.published, np.zeros(missing, np.int64)))
+            none = np.zeros(missing, np.int64)
+            self.published = np.concatenate((self.published, none))
+            self.label = np.concatenate((self.label, none))
 
     def clear(self, row: int) -> None:
         """``row`` holds nothing."""
         self.rows.clear(row)
-        self.published[row] = 0
+        self.pending.pop(row, None)
+        self.published[row] = self.label[row] = 0
 
-    def next_event(self, row: int) -> int:
-        """The token count at which ``row`` needs or can publish a block."""
-        return min(self.policy.events(self.rows.count.item(row), self.published.item(row)))
+    def next_event(self, row: int, *, publishes: bool) -> int:
+        """The token count at which ``row`` needs, drops or can publish a block."""
+        soonest = self.policy.next_need(self.rows.count.item(row), self.rows.dropped.item(row))
+        if publishes:
+            soonest = min(soonest, self.policy.next_publish(self.published.item(row)))
+        return soonest
+
+    def next_events(self, rows: Int64, *, publishes: bool) -> Int64:
+        """next_event of many rows, int64[len(rows)]."""
+        soonest = self.policy.next_need(self.rows.count[rows], self.rows.dropped[rows])
+        if publishes:
+            soonest = np.minimum(soonest, self.policy.next_publish(self.published[rows]))
+        return soonest
+
+    def held_blocks(self) -> int:
+        """Distinct blocks in its rows. O(rows and their columns)."""
+        held = [self.rows.held(row) for row in np.flatnonzero(self.rows.count).tolist()]
+        return len(np.unique(np.concatenate(held))) if held else 0
+
+    # -- needs
+
+    def peak_blocks(self, limits: RequestLimits, steps: int = 1) -> int:
+        """Most blocks that a request of ``limits.max_model_len`` tokens holds at once, ``steps`` in flight."""
+        most = self.policy.most_columns(limits.max_model_len, limits.max_encoder_tokens)
+        bound = self.kind.spec.max_request_blocks(limits) + (steps - 1 if self.policy.keeps_state else 0)
+        return min(most, bound)

@@ -4,35 +4,34 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache import batch
 from hybridkv.cache.audit import check_cache
-from hybridkv.cache.batch import BatchSlots
+from hybridkv.cache.batch import Batch, BatchSlots
+from hybridkv.cache.batch_allocator import BatchAllocator
 from hybridkv.cache.blocks import KVCacheBlocks
-from hybridkv.cache.coordinator import longest_common_hit
+from hybridkv.cache.build import build_groups, can_resume, hash_block_size, kinds_of
+from hybridkv.cache.committer import Committer
+from hybridkv.cache.coordinator import CommonHit, Coordinator
 from hybridkv.cache.events import KVCacheEvent
 from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.hashing import BlockHasher
-from hybridkv.cache.policies import Hit, policy_of
+from hybridkv.cache.pins import Pin, Pins
+from hybridkv.cache.planner import SlotPlanner
+from hybridkv.cache.policies import NEVER, alignment_of
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.publisher import Publisher
 from hybridkv.cache.residents import Residents
-from hybridkv.cache.slots import (
-    Admission,
-    Reason,
-    Refusal,
-    SlotPlan,
-    admission_shortfall,
-    largest_group,
-    needed_blocks,
-)
-from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats
+from hybridkv.cache.slots import Admission, Ask, Refusal, SlotPlan
+from hybridkv.cache.statistics import CacheStatistics, GroupStatistics, PrefixCacheStats
 from hybridkv.errors import CacheError, ConfigError, StalePlanError
 from hybridkv.plan.config import KVCacheConfig
 from hybridkv.request import Request
+from hybridkv.specs import RequestLimits
 
 logger = logging.getLogger(__name__)
 
@@ -46,39 +45,64 @@ class KVCacheManager:
     """Blocks for requests, prefix caching included. Not thread safe; Scheduler adds the guard.
 
     kv_cache_config: groups and number of blocks. max_model_len: most tokens of a request.
-    enable_caching: look up and publish prefixes. hasher: what hashes requests, by default SHA-256 over
-    canonical CBOR with the smallest block of the groups. log_stats: keep PrefixCacheStats.
-    enable_kv_cache_events: collect events for take_events.
+    enable_caching: look up and publish prefixes; off where some layer cannot be resumed (a state that is
+    not kept, cross attention). use_eagle: every attention group whose config flags none drops the last
+    block of a hit. log_stats: keep PrefixCacheStats. enable_kv_cache_events: collect events for take_events.
+    dcp_world_size, pcp_world_size: context parallel ranks, over which attention is spread.
+    hasher: what hashes requests, by default SHA-256 over canonical CBOR with the greatest block that divides
+    those of all groups. retention: which windows and states are kept for reuse: None all, n those before
+    every n-th token, 0 only those where each request itself is likely to be resumed.
+    max_pinned_blocks: what ``pin`` may hold, and requests are not promised.
     Raises ConfigError for limits that cannot work, UnsupportedModelError for a group without policy.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - the signature that users of vLLM know
         self,
         kv_cache_config: KVCacheConfig,
         max_model_len: int,
         enable_caching: bool = True,
+        use_eagle: bool = False,
         log_stats: bool = False,
         enable_kv_cache_events: bool = False,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
         *,
         hasher: BlockHasher | None = None,
+        retention: int | None = None,
+        max_pinned_blocks: int = 0,
     ) -> None:
-        if max_model_len < 1:
-            raise ConfigError(f"max_model_len must be at least 1, got {max_model_len}")
-        policies = [policy_of(group.spec) for group in kv_cache_config.groups]
-        smallest = min(policy.block_size for policy in policies)
+        if max_pinned_blocks < 0:
+            raise ConfigError(f"max_pinned_blocks must not be negative, got {max_pinned_blocks}")
+        ranks = RequestLimits(max_model_len, dcp=dcp_world_size, pcp=pcp_world_size).cp
+        kinds = kinds_of(kv_cache_config, ranks, use_eagle=use_eagle)
         self.config = kv_cache_config
         self.max_model_len = max_model_len
-        self.enable_caching = enable_caching
-        self.hasher = (hasher or BlockHasher(smallest)) if enable_caching else None
-        hash_block_size = self.hasher.block_size if self.hasher else smallest
-        self.block_pool = BlockPool(kv_cache_config.num_blocks, len(policies), enable_events=enable_kv_cache_events)
-        self.groups = tuple(
-            CacheGroup(number, policy, index, hash_block_size)
-            for number, (policy, index) in enumerate(zip(policies, self.block_pool.indexes, strict=True))
-        )
-        self._residents = Residents(self.groups, hash_block_size, publishes=enable_caching)
+        self.dcp_world_size, self.pcp_world_size = dcp_world_size, pcp_world_size
+        self.enable_caching = enable_caching and can_resume(kinds)
+        self.hasher = (hasher or BlockHasher(hash_block_size(kinds))) if self.enable_caching else None
+        hash_block = self.hasher.block_size if self.hasher else hash_block_size(kinds)
+        self.block_pool = BlockPool(kv_cache_config.num_blocks, len(kinds), enable_events=enable_kv_cache_events)
+        self.groups = build_groups(kinds, self.block_pool.indexes, hash_block, retention)
+        self.sink_blocks = tuple(self.block_pool.reserve(kind.sink_blocks) for kind in kinds)
+        self.pins = Pins(self.block_pool, max_pinned_blocks)
+        self._coordinator = Coordinator(self.groups, alignment_of(kinds))
+        self._residents = Residents(self.groups, hash_block, publishes=self.enable_caching)
         self.rows = self._residents.columns
         self.publisher = Publisher(self.block_pool)
+        self._planner = SlotPlanner(
+            self.groups,
+            self.block_pool,
+            log=self.publisher.log,
+            rows=self.rows,
+            coordinator=self._coordinator,
+            max_model_len=max_model_len,
+            caching=self.enable_caching,
+            retention=retention,
+        )
+        self._committer = Committer(self.groups, self.block_pool, self.publisher, self.rows)
+        self._batches = BatchAllocator(
+            self.groups, self.block_pool, self.publisher, self._residents, publishes=self.enable_caching
+        )
         self._commits = 0
         self._empty = KVCacheBlocks((_NONE,) * len(self.groups), self.block_pool)
         self._stats = PrefixCacheStats() if log_stats else None
@@ -95,29 +119,39 @@ class KVCacheManager:
 
         Nothing is adopted: hand the blocks to allocate_slots. O(blocks of the hit).
         """
-        if not self.enable_caching:
-            return self._empty, 0
-        hits = self.find_hit(request)
-        if self._stats is not None:
+        hit = self.look_up(request)
+        return self.blocks_of(hit), hit.tokens
+
+    def look_up(self, request: Request) -> CommonHit:
+        """find_hit, counted in the statistics."""
+        hit = self.find_hit(request)
+        if self._stats is not None and self.enable_caching and request.reads_prefix_cache:
             self._stats.requests += 1
             self._stats.queries += request.num_tokens
-            self._stats.hits += hits[0].tokens
-        return KVCacheBlocks(tuple(hit.blocks for hit in hits), self.block_pool), hits[0].tokens
+            self._stats.hits += hit.tokens
+        return hit
 
-    def find_hit(self, request: Request) -> tuple[Hit, ...]:
-        """get_computed_blocks without statistics, one Hit a group."""
+    def find_hit(self, request: Request) -> CommonHit:
+        """get_computed_blocks without statistics, and why the hit is not longer."""
         self._refuse_stranger(request)
-        return longest_common_hit(self.groups, request, request.num_tokens - 1)
+        limit = request.num_tokens - 1 if self.enable_caching and request.reads_prefix_cache else 0
+        return self._coordinator.longest_common_hit(request, limit)
 
-    def is_longest_hit(self, request: Request, blocks: KVCacheBlocks, evictions: int) -> bool:
+    def blocks_of(self, hit: CommonHit) -> KVCacheBlocks:
+        """The blocks of a hit, 0 for null columns."""
+        return (
+            KVCacheBlocks(tuple(group.blocks for group in hit.groups), self.block_pool) if hit.tokens else self._empty
+        )
+
+    def is_longest_hit(self, request: Request, hit: CommonHit, evictions: int) -> bool:
         """Whether a hit found when ``block_pool.evictions`` was ``evictions`` is still the longest.
 
-        It is while none of its blocks was evicted and some group cannot go on behind it: that block would
-        hold the last token, or its key is unknown. O(groups) look-ups, and one array comparison over the blocks.
+        It is while none of the blocks it rests on lost its key and none of the keys that bounded it is known.
+        O(those keys) look-ups, one a group for full attention, and one array comparison over the blocks.
         """
-        if not all(self.block_pool.kept_keys_since(ids, evictions) for ids in blocks.ids):
+        if any(group.knows_any(request, columns) for group, columns in zip(self.groups, hit.missing, strict=True)):
             return False
-        return not all(group.knows(request, len(ids)) for group, ids in zip(self.groups, blocks.ids, strict=True))
+        return all(self.block_pool.kept_keys_since(ids, evictions) for ids in hit.seen)
 
     # -- slots, one request
 
@@ -130,12 +164,18 @@ class KVCacheManager:
         num_lookahead_tokens: int = 0,
         delay_cache_blocks: bool = False,
         num_encoder_tokens: int = 0,
+        *,
+        num_external_computed_tokens: int = 0,
     ) -> KVCacheBlocks | None:
-        """plan_slots and commit: the new blocks (those of the hit not among them), None when they do not fit."""
+        """plan_slots and commit: the new columns (those of the hit not among them), None when they do not fit.
+
+        When they do not, columns that are read no longer are given back all the same.
+        """
         mine = request._rows is self.rows
         if mine and new_computed_blocks is None and not num_new_computed_tokens and num_new_tokens > 0:
             total = self.rows.num_computed.item(request.row) + num_new_tokens + num_lookahead_tokens
             if total < self._residents.next_event(request.row):
+                self._committer.label(request.row, total - num_lookahead_tokens)
                 return self._empty
         plan = self.plan_slots(
             request,
@@ -145,8 +185,12 @@ class KVCacheManager:
             num_lookahead_tokens,
             delay_cache_blocks,
             num_encoder_tokens,
+            num_external_computed_tokens=num_external_computed_tokens,
         )
-        return self.commit(plan) if isinstance(plan, SlotPlan) else None
+        if isinstance(plan, SlotPlan):
+            return self.commit(plan)
+        self.drop_skipped(request)
+        return None
 
     def plan_slots(  # noqa: PLR0917 - as allocate_slots
         self,
@@ -158,123 +202,81 @@ class KVCacheManager:
         delay_cache_blocks: bool = False,
         num_encoder_tokens: int = 0,
         *,
+        num_external_computed_tokens: int = 0,
         admission: Admission | None = None,
     ) -> SlotPlan | Refusal:
         """What ``request`` needs to compute ``num_new_tokens`` behind its computed tokens. Changes nothing.
 
         num_new_computed_tokens, new_computed_blocks: a hit to adopt, for a request that holds no blocks.
+        num_external_computed_tokens: tokens behind the hit whose KV and state are loaded from elsewhere.
         num_lookahead_tokens: room for draft tokens, never published. delay_cache_blocks: publish nothing.
+        num_encoder_tokens: of the encoder's input, for cross attention.
         Raises ConfigError when there is nothing to allocate or the hit cannot be adopted, and for a request
         of another hasher; CacheError for one that holds blocks of another manager.
         """
         self._refuse_stranger(request)
-        hit = self._checked_hit(request, num_new_tokens, num_new_computed_tokens, new_computed_blocks)
-        if num_encoder_tokens:
-            raise ConfigError("num_encoder_tokens needs a group of cross-attention layers; this model has none")
-        computed = request.num_computed_tokens + num_new_computed_tokens
-        total = min(computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
-        known = 0
-        if self.enable_caching and not delay_cache_blocks:
-            known = min(computed + num_new_tokens, request.num_tokens, self.max_model_len)
-        row = request.row
-        plans = tuple(
-            group.policy.plan(
-                group.rows.count.item(row) if row >= 0 else 0,
-                hit.ids[group.number],
-                total,
-                group.published.item(row) if row >= 0 else 0,
-                known,
-            )
-            for group in self.groups
+        ask = Ask(
+            num_new_tokens,
+            new_computed_blocks or self._empty,
+            num_new_computed_tokens,
+            num_external_computed_tokens,
+            num_lookahead_tokens,
+            delay_cache_blocks,
+            num_encoder_tokens,
         )
-        free = self.block_pool.get_num_free_blocks()
-        needed = needed_blocks(plans, self.block_pool)
-        if needed > free:
-            return Refusal(Reason.NO_SPACE, largest_group(plans), needed, free)
-        if admission is not None:
-            short = admission_shortfall(self.groups, plans, admission, needed, free)
-            if short is not None:
-                return short
-        return SlotPlan(self._epoch, request, total, plans)
-
-    def _checked_hit(
-        self, request: Request, num_new_tokens: int, num_hit_tokens: int, blocks: KVCacheBlocks | None
-    ) -> KVCacheBlocks:
-        if num_new_tokens <= 0:
-            raise ConfigError(f"nothing to allocate for {request.request_id!r}: num_new_tokens is {num_new_tokens}")
-        if blocks is None or not any(len(ids) for ids in blocks.ids):
-            if num_hit_tokens:
-                raise ConfigError(f"{num_hit_tokens} hit tokens without their blocks: hand over new_computed_blocks")
-            return self._empty
-        if not self.enable_caching:
-            raise ConfigError("hits handed over while caching is off: construct the manager with enable_caching=True")
-        if request.row >= 0:
-            raise ConfigError(f"{request.request_id!r} holds blocks already: a hit is adopted by a new row only")
-        for group, ids in zip(self.groups, blocks.ids, strict=True):
-            if len(ids) * group.policy.block_size != num_hit_tokens:
-                raise ConfigError(
-                    f"a hit of {num_hit_tokens} tokens needs {num_hit_tokens / group.policy.block_size:g} blocks in "
-                    f"group {group.number}, got {len(ids)}: hand over what get_computed_blocks returned"
-                )
-        return blocks
+        return self._planner.plan(request, ask, admission, self._epoch)
 
     def commit(self, plan: SlotPlan) -> KVCacheBlocks:
-        """Do what ``plan`` says and return the new blocks. StalePlanError if anything changed since it was made."""
+        """Do what ``plan`` says and return the new columns. StalePlanError if anything changed since it was made."""
         if plan.epoch != self._epoch:
             raise StalePlanError(
                 f"the pool changed since slots for {plan.request.request_id!r} were planned: plan again"
             )
         request = plan.request
         row = request.row if request.row >= 0 else self._residents.bind(request)
-        for group, part in zip(self.groups, plan.groups, strict=True):
-            if part.reuse.size:
-                self.block_pool.touch(part.reuse)
-                group.rows.extend(row, part.reuse)
-                group.published[row] = len(part.reuse)
-        new = tuple(self._take(group, row, part.take) for group, part in zip(self.groups, plan.groups, strict=True))
-        for group, part in zip(self.groups, plan.groups, strict=True):
-            if part.publish_last > part.publish_first:
-                self.publisher.publish_row(group, request, part.publish_first, part.publish_last)
+        new = self._committer.commit(plan, row)
         self._commits += 1
         self._residents.refresh(row)
         return KVCacheBlocks(new, self.block_pool)
 
-    def _take(self, group: CacheGroup, row: int, n: int) -> Int32:
-        if not n:
-            return _NONE
-        ids = self.block_pool.get_new_blocks(n)
-        group.rows.extend(row, ids)
-        return ids
+    def drop_skipped(self, request: Request) -> None:
+        """Give back what ``request`` reads no longer: windows and states before its processed tokens."""
+        if request.row >= 0:
+            row = self._residents.row_of(request)
+            self._committer.drop_skipped(row)
+            self._residents.refresh(row)
 
     # -- slots, all rows of a step
 
-    def allocate_batch(self, rows: Int64, num_new_tokens: Int64 | int) -> BatchSlots:
+    def allocate_batch(self, rows: Int64, num_new_tokens: Int64 | int, num_lookahead_tokens: int = 0) -> BatchSlots:
         """allocate_slots for resident requests by their rows, in this order. int64[R], distinct.
 
         num_new_tokens: at least 1, for all rows or one by one. From the first row that does not fit on, all
         are refused. Computed tokens are not advanced: that is the caller's fact. O(R) in array operations,
         O(1) Python operations a new or published block.
         """
-        computed = self.rows.num_computed[rows] + num_new_tokens
-        total = np.minimum(computed, self.max_model_len)
+        end = np.minimum(self.rows.num_computed[rows] + num_new_tokens, self.max_model_len)
+        total = np.minimum(end + num_lookahead_tokens, self.max_model_len)
         due = self._residents.due(rows, total)
-        if not due.size:
-            return batch.nothing_new(len(rows))
-        accepted, busy = len(rows), rows[due]
-        missing = batch.missing_columns(self.groups, busy, total[due])
-        free = self.block_pool.get_num_free_blocks()
-        if int(missing.sum()) > free:
-            fit = batch.rows_that_fit(missing, free)
-            accepted = int(due[fit])
-            due, busy, missing = due[:fit], busy[:fit], missing[:fit]
-        slots = batch.take(self.groups, self.block_pool, busy, missing, due)
-        if self.enable_caching:
-            self.publisher.publish_rows(
-                self.groups, self.rows, busy, np.minimum(total[due], self.rows.num_tokens[busy])
+        slots = batch.nothing_new(len(rows))
+        if due.size:
+            some = rows[due]
+            processed = self.rows.num_computed[some] - self.rows.in_flight[some]
+            known = np.minimum(end[due], self.rows.num_tokens[some])
+            asked = Batch(due, some, processed, end[due], total[due], known)
+            slots = self._batches.allocate(
+                asked, len(rows), partial(self._allocate_row, lookahead=num_lookahead_tokens)
             )
-        self._commits += 1
-        self._residents.refresh_many(busy)
-        return slots._replace(accepted=accepted)
+            self._commits += 1
+        self._committer.label_rows(rows[: slots.accepted], end[: slots.accepted])
+        return slots
+
+    def _allocate_row(self, row: int, end_tokens: int, *, lookahead: int) -> tuple[Int32, ...] | None:
+        """allocate_slots for the request in ``row``."""
+        (request,) = self.rows.owners(np.array([row]))
+        new = end_tokens - self.rows.num_computed.item(row)
+        blocks = self.allocate_slots(request, new, num_lookahead_tokens=lookahead)
+        return None if blocks is None else blocks.ids
 
     # -- publishing and freeing
 
@@ -287,14 +289,20 @@ class KVCacheManager:
         known = min(num_computed_tokens, request.num_tokens)
         if not self.enable_caching:
             return
-        if any(known // group.policy.block_size > group.rows.count.item(row) for group in self.groups):
+        if any(known > self._held_tokens(group, row) for group in self.groups):
             raise CacheError(f"{request.request_id!r} holds no blocks for {known} tokens: allocate slots first")
+        edges = self._planner.edges(request)
+        if edges is None:
+            return
         for group in self.groups:
-            first, last = group.published.item(row), known // group.policy.block_size
-            if last > first:
-                self.publisher.publish_row(group, request, first, last)
+            columns, settled = group.policy.stored_columns(group.facts(row), known, edges)
+            self.publisher.publish_row(group, request, columns, settled)
         self._commits += 1
         self._residents.refresh(row)
+
+    def _held_tokens(self, group: CacheGroup, row: int) -> int:
+        """Tokens for which ``row`` has columns, where columns grow with tokens."""
+        return group.rows.count.item(row) * group.policy.block_size if group.policy.publishes else NEVER
 
     def free(self, request: Request | str) -> None:
         """Give back what a request holds, last block first; what is published stays findable.
@@ -306,7 +314,7 @@ class KVCacheManager:
         if resident is None:
             return
         for group in self.groups:
-            self.block_pool.free_blocks(group.rows.ids(resident.row)[::-1])
+            self.block_pool.free_blocks(group.rows.held(resident.row)[::-1])
         self._residents.release(resident)
 
     def free_many(self, requests: Sequence[Request]) -> None:
@@ -314,7 +322,7 @@ class KVCacheManager:
         found = dict.fromkeys(self._residents.get(request.request_id) for request in requests)
         residents = [resident for resident in found if resident is not None]
         self.block_pool.free_many(
-            [group.rows.ids(resident.row)[::-1] for resident in residents for group in self.groups]
+            [group.rows.held(resident.row)[::-1] for resident in residents for group in self.groups]
         )
         for resident in residents:
             self._residents.release(resident)
@@ -325,6 +333,25 @@ class KVCacheManager:
         if done and self._stats is not None:
             self._stats.reset = True
         return done
+
+    # -- pins
+
+    def pin(self, tokens: Sequence[int], salt: str | None = None) -> Pin:
+        """Keep what is cached of ``tokens`` from eviction until ``unpin``; the Pin says how many tokens that is.
+
+        Its blocks count in ``usage``. CapacityError beyond ``max_pinned_blocks``. O(blocks of the prefix).
+        """
+        request = Request("pin", tokens, hasher=self.hasher, cache_salt=salt)
+        return self.pins.add(self._coordinator.longest_common_hit(request, len(tokens) if self.enable_caching else 0))
+
+    def unpin(self, pin: Pin) -> None:
+        """``pin`` may be evicted again. CacheError for a pin that is not held."""
+        self.pins.release(pin)
+
+    @property
+    def promised_blocks(self) -> int:
+        """Blocks that requests can count on: all but the null block, sinks and what may be pinned."""
+        return self.block_pool.num_usable - self.pins.max_blocks
 
     # -- answers
 
@@ -353,7 +380,7 @@ class KVCacheManager:
             raise CacheError(f"request {request_id!r} holds no blocks: ask for a running one")
         common = []
         for ids in self.get_blocks(request_id).ids:
-            shared = self.block_pool.ref_counts(ids) == num_running_requests
+            shared = (self.block_pool.ref_counts(ids) == num_running_requests) & (ids != 0)
             common.append(len(ids) if shared.all() else int(shared.argmin()))
         return common
 
@@ -370,7 +397,21 @@ class KVCacheManager:
 
     def statistics(self) -> CacheStatistics:
         """What the cache holds now. O(num_blocks)."""
-        return self.block_pool.statistics(len(self._residents))
+        pool = self.block_pool
+        cached = pool.cached_blocks()
+        return CacheStatistics(
+            num_blocks=pool.num_usable,
+            free_blocks=pool.get_num_free_blocks(),
+            cached_blocks=sum(cached),
+            unwritten_blocks=pool.unwritten_blocks(),
+            resident_requests=len(self._residents),
+            pinned_blocks=self.pins.num_blocks,
+            evictions=pool.evictions,
+            groups=tuple(
+                GroupStatistics(group.held_blocks(), count, given, lost)
+                for group, count, given, lost in zip(self.groups, cached, pool.keys_given, pool.keys_lost, strict=True)
+            ),
+        )
 
     def resident_requests(self) -> tuple[Request, ...]:
         """Requests that hold blocks."""

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, KVCacheEvent
 from hybridkv.cache.free_order import FreeOrder
 from hybridkv.cache.index import PrefixIndex
-from hybridkv.cache.statistics import CacheStatistics
 from hybridkv.errors import BlockError, CacheError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -38,14 +37,16 @@ class BlockPool:
     """``num_blocks`` blocks, ids 0 .. num_blocks - 1; id 0 is the null block, never handed out.
 
     num_groups: how many prefix indexes there are. enable_events: collect what take_events returns.
-    Attributes for reading: indexes, evictions (keys lost so far), epoch (changes with every take, touch
-    and free, so that a plan can tell whether it is stale).
+    Attributes for reading: indexes, num_reserved (blocks taken for good), evictions (keys lost so far, grows
+    with a reset too), keys_given and keys_lost (so far, per group), epoch (changes with every take, touch and
+    free, so that a plan can tell whether it is stale).
     """
 
     def __init__(self, num_blocks: int, num_groups: int = 1, *, enable_events: bool = False) -> None:
         if num_blocks < 1:
             raise ConfigError(f"a pool needs at least 1 block (the null block), got {num_blocks}")
         self.num_blocks = num_blocks
+        self.num_reserved = 0
         self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
         self.epoch = 0
         self.evictions = 0
@@ -54,6 +55,8 @@ class BlockPool:
         self._group = np.full(num_blocks, -1, np.int8)  # of a block's key; -1: no key
         self._keys = np.full(num_blocks, None, np.object_)  # bytes, or None for a block without key
         self._step = np.full(num_blocks, WRITTEN, np.int32)  # the step that will write a published block
+        self.keys_given = [0] * num_groups
+        self.keys_lost = [0] * num_groups
         self._lost = np.zeros(num_blocks, np.int32)  # evictions when it last lost its key, modulo 2**32
         self._events: list[KVCacheEvent] | None = [] if enable_events else None
 
@@ -65,8 +68,12 @@ class BlockPool:
 
     def get_usage(self) -> float:
         """Referenced blocks / all blocks but the null block; 0 for a pool of the null block alone."""
-        usable = self.num_blocks - 1
-        return 1.0 - len(self._free) / usable if usable else 0.0
+        return 1.0 - len(self._free) / self.num_usable if self.num_usable else 0.0
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that requests can hold: all but the null block and those reserved."""
+        return self.num_blocks - 1 - self.num_reserved
 
     def ref_count(self, block: int) -> int:
         """How many rows hold ``block``."""
@@ -99,18 +106,22 @@ class BlockPool:
         ids: list[int] = self._free.order().tolist()
         return ids
 
-    def statistics(self, resident_requests: int) -> CacheStatistics:
-        """Counts of now. O(num_blocks)."""
-        return CacheStatistics(
-            num_blocks=self.num_blocks - 1,
-            free_blocks=len(self._free),
-            cached_blocks=int(np.count_nonzero(self._group >= 0)),
-            unwritten_blocks=int(np.count_nonzero(self._step != WRITTEN)),
-            resident_requests=resident_requests,
-            evictions=self.evictions,
-        )
+    def cached_blocks(self) -> list[int]:
+        """Blocks with a key, per group. O(num_blocks)."""
+        counts: list[int] = np.bincount(self._group[self._group >= 0], minlength=len(self.indexes)).tolist()
+        return counts
+
+    def unwritten_blocks(self) -> int:
+        """Published blocks whose step is in flight. O(num_blocks)."""
+        return int(np.count_nonzero(self._step != WRITTEN))
 
     # -- take, touch, free
+
+    def reserve(self, n: int) -> Int32:
+        """Take ``n`` blocks for good, int32[n]: neither usable nor used. BlockError if n are not free."""
+        ids = self.get_new_blocks(n) if n else np.empty(0, np.int32)
+        self.num_reserved += n
+        return ids
 
     def get_new_blocks(self, n: int) -> Int32:
         """Take ``n`` blocks from the front, int32[n]; each loses its key. BlockError if n are not free."""
@@ -159,6 +170,12 @@ class BlockPool:
             self._free.append(ids[cached])
         self.epoch += 1
 
+    def frees_to_back(self, ids: Int32) -> bool:
+        """Whether freeing ``ids`` puts each at the back of the free order: cached, distinct, held once."""
+        where = ids.astype(np.int64)
+        held_once = (self._ref[where] == 1).all() and (self._group[where] >= 0).all()
+        return bool(held_once) and len(np.unique(where)) == len(where)
+
     def free_many(self, parts: Sequence[Int32]) -> None:
         """free_blocks of each of ``parts``, in this order; at once when no block has two holders.
 
@@ -205,6 +222,7 @@ class BlockPool:
         if len(ids) == 1:
             self._publish_one(group, int(ids[0]), keys[0], step)
             return
+        self.keys_given[group] += len(ids)
         where = np.asarray(ids, np.int64)
         self._keys[where] = np.fromiter(keys, np.object_, len(keys))
         self._group[where] = group
@@ -214,6 +232,7 @@ class BlockPool:
 
     def _publish_one(self, group: int, block: int, key: bytes, step: int) -> None:
         """Publish without arrays of one element."""
+        self.keys_given[group] += 1
         self._keys[block] = key
         self._group[block] = group
         if step != WRITTEN:
@@ -251,9 +270,11 @@ class BlockPool:
             raise CacheError(f"block {block} belongs to the index of group {self.group_of(block)} but has no key")
         if len(self.indexes) == 1:
             self.indexes[0].remove_many(keys, blocks)
+            self.keys_lost[0] += len(blocks)
         else:
             for block, key, group in zip(blocks, keys, groups, strict=True):
                 self.indexes[group].remove(key, block)
+                self.keys_lost[group] += 1
         if self._events is not None:
             written = (self._step[where] == WRITTEN).tolist()
             self._events += [
@@ -297,12 +318,13 @@ class BlockPool:
 
     def reset_prefix_cache(self) -> bool:
         """Drop all keys, if no block is in use; the free order stays. Returns whether it was done. O(num_blocks)."""
-        in_use = self.num_blocks - 1 - len(self._free)
+        in_use = self.num_usable - len(self._free)
         if in_use:
             logger.warning("prefix cache not reset: %d blocks are in use", in_use)
             return False
-        for index in self.indexes:
-            index.clear()
+        for group, count in enumerate(self.cached_blocks()):
+            self.keys_lost[group] += count
+            self.indexes[group].clear()
         self._keys.fill(None)
         self._group.fill(-1)
         self._step.fill(WRITTEN)

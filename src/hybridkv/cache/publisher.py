@@ -23,13 +23,23 @@ class Publisher:
         self._pool = pool
         self.log = WriteLog(pool)
 
-    def publish_row(self, group: CacheGroup, request: Request, first: int, last: int) -> None:
-        """Columns first .. last-1 of ``request`` can be hit from now on."""
-        start = group.rows.start.item(request.row)
-        ids = group.rows.cells[start + first : start + last].copy()
-        self._pool.publish(group.number, ids, group.key_run(request, first, last), self.log.open_step)
-        group.published[request.row] = last
-        self.log.record(ids, [Run(group, request, first, ids)] if self.log.wants_runs else [])
+    def publish_row(self, group: CacheGroup, request: Request, columns: Int64, settled: int) -> None:
+        """The blocks in ``columns`` of ``request`` can be hit from now on; ``settled`` columns are dealt with.
+
+        Columns ascend; null ones are passed over.
+        """
+        row = request.row
+        group.published[row] = settled
+        if not columns.size:
+            return
+        ids = group.rows.at(np.full(len(columns), row), columns)
+        held = ids != 0
+        if not held.all():
+            ids, columns = ids[held], columns[held]
+            if not ids.size:
+                return
+        self._pool.publish(group.number, ids, group.keys_at(request, columns), self.log.open_step)
+        self.log.record(ids, _runs(group, request, columns, ids) if self.log.wants_runs else [])
 
     def publish_rows(self, groups: Sequence[CacheGroup], requests: RequestRows, rows: Int64, known: Int64) -> None:
         """What each row can publish at ``known`` tokens, in (request, group) order within a group."""
@@ -42,20 +52,35 @@ class Publisher:
     def _publish_ready(
         self, group: CacheGroup, requests: RequestRows, rows: Int64, first: Int64, counts: Int64
     ) -> None:
-        starts = np.cumsum(counts) - counts
-        if counts.max() == 1:  # decoding rows
-            ids = group.rows.at(rows, first)
-        else:
-            column = np.arange(int(counts.sum())) + np.repeat(first - starts, counts)
-            ids = group.rows.at(np.repeat(rows, counts), column)
         group.published[rows] = first + counts
-        spans = list(zip(requests.owners(rows), first.tolist(), (first + counts).tolist(), strict=True))
-        keys = [key for request, start, stop in spans for key in group.key_run(request, start, stop)]
+        if counts.max() == 1:  # decoding rows
+            columns, of = first, rows
+        else:
+            of = np.repeat(rows, counts)
+            columns = np.arange(len(of)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+        ids = group.rows.at(of, columns)
+        if not ids.all():
+            held = ids != 0
+            of, columns, ids = of[held], columns[held], ids[held]
+        if not ids.size:
+            return
+        owners, stride = requests.owners(of), group.key_stride
+        places = ((columns + 1) * stride - 1).tolist()
+        keys = [request.hashes[place] for request, place in zip(owners, places, strict=True)]
         self._pool.publish(group.number, ids, keys, self.log.open_step)
-        runs = []
-        if self.log.wants_runs:
-            runs = [
-                Run(group, request, start, ids[at : at + stop - start])
-                for at, (request, start, stop) in zip(starts.tolist(), spans, strict=True)
-            ]
-        self.log.record(ids, runs)
+        self.log.record(ids, _rows_runs(group, owners, columns, ids) if self.log.wants_runs else [])
+
+
+def _rows_runs(group: CacheGroup, owners: Sequence[Request], columns: Int64, ids: NDArray[np.int32]) -> list[Run]:
+    """Stretches of neighbouring columns of one request."""
+    rows = np.array([request.row for request in owners])
+    cuts = (np.flatnonzero((np.diff(columns) != 1) | (np.diff(rows) != 0)) + 1).tolist()
+    starts, stops = [0, *cuts], [*cuts, len(columns)]
+    return [Run(group, owners[a], int(columns[a]), ids[a:b]) for a, b in zip(starts, stops, strict=True)]
+
+
+def _runs(group: CacheGroup, request: Request, columns: Int64, ids: NDArray[np.int32]) -> list[Run]:
+    """Stretches of neighbouring columns."""
+    cuts = (np.flatnonzero(np.diff(columns) != 1) + 1).tolist()
+    starts, stops = [0, *cuts], [*cuts, len(columns)]
+    return [Run(group, request, int(columns[a]), ids[a:b]) for a, b in zip(starts, stops, strict=True)]

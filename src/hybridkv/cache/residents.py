@@ -79,18 +79,11 @@ class Residents:
 
     def refresh(self, row: int) -> None:
         """Find the next event of one row, without arrays of one element."""
-        soonest = _NEVER
-        for group in self._groups:
-            needs, publishes = group.policy.events(group.rows.count.item(row), group.published.item(row))
-            soonest = min(soonest, needs, publishes) if self._publishes else min(soonest, needs)
-        self._next_event[row] = soonest
+        self._next_event[row] = min(group.next_event(row, publishes=self._publishes) for group in self._groups)
 
     def refresh_many(self, rows: Int64) -> None:
         """Find the next events of ``rows``, all at once."""
         soonest = np.full(len(rows), _NEVER)
         for group in self._groups:
-            needs, publishes = group.policy.events(group.rows.count[rows], group.published[rows])
-            np.minimum(soonest, needs, out=soonest)
-            if self._publishes:
-                np.minimum(soonest, publishes, out=soonest)
+            np.minimum(soonest, group.next_events(rows, publishes=self._publishes), out=soonest)
         self._next_event[rows] = soonest

@@ -19,12 +19,25 @@ class PrefixCacheStats:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupStatistics:
+    """One group. held_blocks: distinct blocks in rows of requests, now. cached_blocks: with a key, now.
+
+    published, evictions: keys given and lost so far.
+    """
+
+    held_blocks: int
+    cached_blocks: int
+    published: int
+    evictions: int
+
+
+@dataclass(frozen=True, slots=True)
 class CacheStatistics:
     """What the cache holds now.
 
-    num_blocks: all but the null block. free_blocks: those nobody holds, cached ones among them.
+    num_blocks: all but the null block and sinks. free_blocks: those nobody holds, cached ones among them.
     cached_blocks: with a key. unwritten_blocks: published, their step still in flight.
-    evictions: keys lost so far.
+    pinned_blocks: held by pins, counted for each. evictions: keys lost so far. groups: the same per group.
     """
 
     num_blocks: int
@@ -32,4 +45,6 @@ class CacheStatistics:
     cached_blocks: int
     unwritten_blocks: int
     resident_requests: int
+    pinned_blocks: int
     evictions: int
+    groups: tuple[GroupStatistics, ...]

@@ -35,10 +35,14 @@ class KVCacheTensor:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroupSpec:
-    """Layers that share a block table, and the spec they were merged into."""
+    """Layers that share a block table, and the spec they were merged into.
+
+    is_eagle_group: a draft head reads these layers, so the last block of a hit is computed anew.
+    """
 
     layer_names: tuple[str, ...]
     spec: KVCacheSpec
+    is_eagle_group: bool = False
 
     @property
     def layer_specs(self) -> tuple[KVCacheSpec, ...]:

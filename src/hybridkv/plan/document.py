@@ -39,13 +39,16 @@ def plan_to_json(plan: Plan) -> str:
         "config": {
             "num_blocks": plan.config.num_blocks,
             "tensors": [asdict(tensor) for tensor in plan.config.tensors],
-            "groups": [
-                {"layer_names": group.layer_names, "spec": spec_to_json(group.spec)} for group in plan.config.groups
-            ],
+            "groups": [_group_to_json(group) for group in plan.config.groups],
         },
         "capacity": asdict(plan.capacity),
     }
     return json.dumps(document, indent=2) + "\n"
+
+
+def _group_to_json(group: KVCacheGroupSpec) -> dict[str, object]:
+    eagle = {"is_eagle_group": True} if group.is_eagle_group else {}
+    return {"layer_names": group.layer_names, "spec": spec_to_json(group.spec), **eagle}
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -140,7 +143,8 @@ def _config(node: Node) -> KVCacheConfig:
         for one in node.children("tensors")
     )
     groups = tuple(
-        KVCacheGroupSpec(one.texts("layer_names"), spec_from_json(one.child("spec"))) for one in node.children("groups")
+        KVCacheGroupSpec(one.texts("layer_names"), spec_from_json(one.child("spec")), one.has("is_eagle_group"))
+        for one in node.children("groups")
     )
     return KVCacheConfig(node.integer("num_blocks"), tensors, groups)
 

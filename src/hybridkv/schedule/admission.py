@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 
 from hybridkv.cache import Admission, KVCacheManager, Refusal, SlotPlan
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.request import Request
+from hybridkv.schedule.limits import SchedulerLimits
+from hybridkv.schedule.split import AlignSplit
 from hybridkv.schedule.waiting import Waiting
+from hybridkv.specs import RequestLimits
 from hybridkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -18,7 +22,18 @@ def limit_tokens(cache: KVCacheManager, request: Request) -> int:
     return min(request.num_prompt_tokens + request.sampling.max_tokens, cache.max_model_len)
 
 
-def refuse_impossible(cache: KVCacheManager, request: Request) -> None:
+def most_of(cache: KVCacheManager, limits: SchedulerLimits, request: Request, tokens: int) -> RequestLimits:
+    """What bounds the blocks of ``request`` while it computes ``tokens`` tokens, room for drafts included."""
+    return RequestLimits(
+        max_model_len=max(min(tokens + limits.num_lookahead_tokens, cache.max_model_len), 1),
+        max_in_flight_tokens=(limits.max_batched_tokens + limits.num_lookahead_tokens) * limits.max_in_flight,
+        dcp=cache.dcp_world_size,
+        pcp=cache.pcp_world_size,
+        max_encoder_tokens=request.num_encoder_tokens,
+    )
+
+
+def refuse_impossible(cache: KVCacheManager, limits: SchedulerLimits, request: Request) -> None:
     """ConfigError or CapacityError for a request that could not run even alone."""
     if request.hasher is not cache.hasher:
         raise ConfigError(f"request {request.request_id!r}: construct it with hasher=cache.hasher")
@@ -30,8 +45,9 @@ def refuse_impossible(cache: KVCacheManager, request: Request) -> None:
             f"{cache.max_model_len}: shorten the prompt or raise max_model_len"
         )
     tokens = limit_tokens(cache, request) - 1  # the last token of all is never computed
-    needed = sum(group.policy.columns(tokens) for group in cache.groups)
-    usable = cache.block_pool.num_blocks - 1
+    most = most_of(cache, limits, request, tokens)
+    needed = sum(group.peak_blocks(most, limits.max_in_flight) for group in cache.groups)
+    usable = cache.promised_blocks
     if needed <= usable:
         return
     block_bytes = cache.config.arena_bytes // cache.config.num_blocks
@@ -43,21 +59,48 @@ def refuse_impossible(cache: KVCacheManager, request: Request) -> None:
 
 
 def plan_admission(
-    cache: KVCacheManager, entry: Waiting, budget_tokens: int, reserve_blocks: int
+    cache: KVCacheManager,
+    limits: SchedulerLimits,
+    split: AlignSplit | None,
+    entry: Waiting,
+    budget_tokens: int,
+    *,
+    alone: bool,
 ) -> tuple[SlotPlan, int] | None:
     """Slots for the first chunk of a waiting request, and its tokens; None while it does not fit.
 
-    All its known tokens must fit, and ``reserve_blocks`` besides, so that it is not preempted at once.
-    The look-up is remembered in ``entry`` and made anew only when it may have changed.
+    All its known tokens must fit, and the watermark besides unless it is ``alone``, so that it is not
+    preempted at once. The look-up is remembered in ``entry`` and made anew only when it may have changed.
     """
     request, evictions = entry.request, cache.block_pool.evictions
     if entry.hit is None or not cache.is_longest_hit(request, entry.hit, entry.evictions):
-        entry.hit, entry.hit_tokens = cache.get_computed_blocks(request)
-        entry.evictions = evictions
-    count = min(request.num_tokens - entry.hit_tokens, budget_tokens)
-    admission = Admission(request.num_tokens, reserve_blocks)
-    plan = cache.plan_slots(request, count, entry.hit_tokens, entry.hit, admission=admission)
+        entry.hit, entry.evictions = cache.look_up(request), evictions
+        request.branch_tokens = entry.hit.branch_tokens
+    hit = entry.hit
+    count = min(request.num_tokens - hit.tokens, budget_tokens)
+    if split is not None:
+        count = split.share(request, hit.tokens, count)
+    if not count:
+        return None
+    reserve = 0 if alone else int(limits.watermark * cache.block_pool.num_usable)
+    plan = cache.plan_slots(
+        request,
+        count,
+        hit.tokens,
+        cache.blocks_of(hit),
+        num_lookahead_tokens=limits.num_lookahead_tokens,
+        num_encoder_tokens=request.num_encoder_tokens,
+        admission=Admission(most_of(cache, limits, request, request.num_tokens), limits.max_in_flight, reserve),
+    )
     if isinstance(plan, Refusal):
         logger.debug("request %s is not admitted: %s", request.request_id, plan)
         return None
     return plan, count
+
+
+def align_split(cache: KVCacheManager, limits: SchedulerLimits) -> AlignSplit | None:
+    """How chunks are cut for states that are kept at multiples of their block; None without such states."""
+    sizes = [group.policy.block_size for group in cache.groups if group.policy.keeps_state and group.policy.publishes]
+    if not sizes:
+        return None
+    return AlignSplit(math.lcm(*sizes), limits.max_batched_tokens, any(group.kind.drops for group in cache.groups))

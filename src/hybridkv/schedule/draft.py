@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache import BatchSlots, KVCacheBlocks
+from hybridkv.cache import BatchSlots, CacheGroup, KVCacheBlocks
 from hybridkv.request import Request, RequestRows
+from hybridkv.schedule.states import state_moves
 from hybridkv.schedule.tokens import cells_of, cells_of_row, gather_tokens, join_cells
 from hybridkv.step import Cells, Csr, NewRow, Step
 
@@ -44,10 +47,20 @@ class Draft:
         """int64[R], in the order of the batch."""
         return _joined(self._rows)
 
-    def freeze(self, step_id: int, after: int, columns: RequestRows, pending: Int64, ended_rows: list[int]) -> Step:
+    def freeze(
+        self,
+        step_id: int,
+        after: int,
+        *,
+        columns: RequestRows,
+        pending: Int64,
+        ended_rows: list[int],
+        groups: Sequence[CacheGroup],
+    ) -> Step:
         """The Step. pending: per row, tokens that steps in flight sample."""
         rows, counts = self.rows, _joined(self._counts)
         computed = columns.num_computed[rows]
+        moves = state_moves(groups, rows, computed, counts)
         return Step(
             id=step_id,
             after=after,
@@ -60,6 +73,10 @@ class Draft:
             cells=join_cells(self._cells),
             finished_rows=np.array(ended_rows, np.int32),
             new_rows=tuple(_new_row(request) for request in self._admitted),
+            zero=moves.zero,
+            copies=moves.copies,
+            state_read=moves.state_read,
+            state_writes=moves.state_writes,
         )
 
 

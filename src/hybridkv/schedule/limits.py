@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
@@ -16,17 +17,28 @@ class SchedulerLimits:
 
     max_running: rows of the worker. max_batched_tokens: budget of a step. max_in_flight: steps that may be
     scheduled ahead of their results. watermark: share of the pool that an admission must leave free.
+    policy: who goes first, see WaitingQueue. max_overtaken, max_overtaken_seconds: how often, and how long, a
+    request that does not fit lets others pass. num_lookahead_tokens: room behind each row's tokens, for drafts.
     """
 
     max_running: int = 256
     max_batched_tokens: int = 8192
     max_in_flight: int = 1
     watermark: float = 0.0
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    max_overtaken: int = 64
+    max_overtaken_seconds: float = 1.0
+    num_lookahead_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_batched_tokens", "max_in_flight"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_overtaken", "max_overtaken_seconds", "num_lookahead_tokens"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.policy not in {"fcfs", "priority"}:
+            raise ConfigError(f"policy must be fcfs or priority, got {self.policy!r}")
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark is a share of the pool, 0 or more and below 1, got {self.watermark}")
 

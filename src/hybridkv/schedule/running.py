@@ -7,11 +7,14 @@ A dead row keeps its blocks until the last step that reads or writes them is set
 
 from __future__ import annotations
 
+from bisect import bisect
+
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.request import Request
 from hybridkv.schedule.in_flight import InFlight
+from hybridkv.schedule.waiting import Turn
 
 Int64 = NDArray[np.int64]
 
@@ -29,6 +32,7 @@ class RunningRows:
     def __init__(self, max_running: int) -> None:
         self.order = np.empty(0, np.int64)
         self.requests: tuple[Request, ...] = ()
+        self._turns: list[Turn] = []
         self.pending = np.zeros(max_running, np.int64)
         self.steps = np.zeros(max_running, np.int64)
         self.limit = np.zeros(max_running, np.int64)
@@ -45,11 +49,13 @@ class RunningRows:
         """Rows that hold blocks."""
         return len(self.requests) + self.num_dead
 
-    def admit(self, request: Request, limit_tokens: int) -> None:
-        """``request``, which has a row, runs from now on, last in order."""
+    def admit(self, request: Request, limit_tokens: int, turn: Turn, *, last: bool = True) -> None:
+        """``request``, which has a row, runs from now on: ``last`` in order, or at its ``turn``."""
         row, stops = request.row, request.stop_ids
-        self.order = np.append(self.order, row)
-        self.requests = (*self.requests, request)
+        place = len(self._turns) if last else bisect(self._turns, turn)
+        self._turns.insert(place, turn)
+        self.order = np.insert(self.order, place, row)
+        self.requests = (*self.requests[:place], request, *self.requests[place:])
         self.pending[row] = self.steps[row] = 0
         self.limit[row] = limit_tokens
         width = self._stop_ids.shape[1]
@@ -62,8 +68,14 @@ class RunningRows:
     def remove(self, rows: list[int]) -> None:
         """``rows`` run no longer."""
         keep = ~np.isin(self.order, rows)
-        self.requests = tuple(request for request, kept in zip(self.requests, keep.tolist(), strict=True) if kept)
+        kept = np.flatnonzero(keep).tolist()
+        self.requests = tuple(self.requests[place] for place in kept)
+        self._turns = [self._turns[place] for place in kept]
         self.order = self.order[keep]
+
+    def turn_of(self, request: Request) -> Turn:
+        """The turn with which ``request`` was admitted."""
+        return self._turns[self.requests.index(request)]
 
     def settle(self, flight: InFlight) -> NDArray[np.bool_]:
         """Rows of ``flight`` wait for it no longer; which of them still belong to the request it ran, bool[R]."""

@@ -4,16 +4,18 @@
               ^                      |
               +---- preempted <------+          a failed step sends its requests back to waiting, too
 
-A step's budget goes to running requests first, in order of admission, then to waiting ones. When blocks
-run out, the request admitted last gives all of its back and waits at the front; a step that preempted
-admits nobody.
+A step's budget goes to running requests first, in order of admission (or of priority), then to waiting
+ones. When blocks run out, the last in that order gives all of its back and waits at the front (or at its
+place); a step that preempted admits nobody. One that does not fit lets others pass for a while.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +24,7 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
 from hybridkv.schedule import audit
-from hybridkv.schedule.admission import limit_tokens, plan_admission, refuse_impossible
+from hybridkv.schedule.admission import align_split, limit_tokens, plan_admission, refuse_impossible
 from hybridkv.schedule.draft import Draft
 from hybridkv.schedule.in_flight import InFlight, check_result
 from hybridkv.schedule.inbox import Inbox
@@ -36,19 +38,29 @@ logger = logging.getLogger(__name__)
 
 Int64 = NDArray[np.int64]
 
+_MOST_PASSED: Final = 16  # refused requests that a step looks at: each costs a look-up
+
 
 class Scheduler:
     """Decides over one KVCacheManager, which it alone may drive.
 
     One thread owns it: the first that schedules. ``add``, ``abort`` and ``statistics`` may come from any
     thread; what they ask for takes effect at the owner's next call. Another thread that schedules gets
-    OwnershipError.
+    OwnershipError. clock: seconds, for how long a request may be overtaken.
     """
 
-    def __init__(self, cache: KVCacheManager, limits: SchedulerLimits | None = None) -> None:
+    def __init__(
+        self,
+        cache: KVCacheManager,
+        limits: SchedulerLimits | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.cache = cache
         self.limits = limits if limits is not None else SchedulerLimits()
-        self._waiting = WaitingQueue()
+        self._clock = clock
+        self._split = align_split(cache, self.limits)
+        self._waiting = WaitingQueue(self.limits.policy)
         self._running = RunningRows(self.limits.max_running)
         self._in_flight: deque[InFlight] = deque()
         self._next_id = 0
@@ -67,7 +79,7 @@ class Scheduler:
         ConfigError if it can never run: hashed by another hasher, an id in use, a prompt as long as
         max_model_len; CapacityError if the pool is too small for it alone.
         """
-        refuse_impossible(self.cache, request)
+        refuse_impossible(self.cache, self.limits, request)
         self._inbox.add(request)
 
     def abort(self, request_id: str) -> bool:
@@ -154,13 +166,13 @@ class Scheduler:
             rows = running.order[start:]
             known = columns.num_tokens[rows] + running.pending[rows]
             wanted = np.minimum(known, running.limit[rows] - 1) - columns.num_computed[rows]
-            shares = share_budget(wanted, draft.budget)
+            shares = self._shares(rows, wanted, draft.budget)
             if not shares.all():
                 some = np.flatnonzero(shares)
                 places, rows, shares = some + start, rows[some], shares[some]
             else:
                 places = None
-            slots = self.cache.allocate_batch(rows, shares)
+            slots = self.cache.allocate_batch(rows, shares, self.limits.num_lookahead_tokens)
             done = slots.accepted
             if done:
                 draft.add_running(rows[:done], shares[:done], slots)
@@ -170,8 +182,21 @@ class Scheduler:
             self._preempt_last()
             preempted = True
 
+    def _shares(self, rows: Int64, wanted: Int64, budget: int) -> Int64:
+        """Tokens of each row, first come first served; prefill chunks end where states can be kept."""
+        split, columns = self._split, self.cache.rows
+        if split is None or (wanted <= 1).all():
+            return share_budget(wanted, budget)
+        shares = np.zeros_like(wanted)
+        for place, request in enumerate(columns.owners(rows)):
+            asked = min(wanted.item(place), budget)
+            if asked:
+                shares[place] = split.share(request, request.num_computed_tokens, asked)
+                budget -= shares.item(place)
+        return shares
+
     def _preempt_last(self) -> None:
-        """The request admitted last gives its blocks back and waits at the front."""
+        """The last in order gives its blocks back and waits."""
         request = self._running.requests[-1]
         logger.debug("request %s is preempted", request.request_id)
         self._counts["preempted"] += 1
@@ -186,35 +211,49 @@ class Scheduler:
             unsettled = sum(flight.detach(request, row) for flight in self._in_flight)
             self.cache.free(request)
             request.num_computed_tokens = 0
-            entries.append(Waiting(request, unsettled))
+            entries.append(Waiting(request, self._running.turn_of(request), unsettled))
         self._running.remove(rows)
         self._ended_rows += rows
         self._waiting.return_to_front(entries)
 
     def _admit(self, draft: Draft) -> None:
-        """Admit from the head of the queue while budget, rows and blocks last."""
+        """Admit in order while budget, rows and blocks last; who does not fit is passed, within bounds."""
+        refused: list[Waiting] = []
+        now = self._clock()
         while draft.budget and self._running.seats_taken < self.limits.max_running:
-            entry = self._waiting.head()
-            if entry is None or entry.unsettled or not self._admit_one(entry, draft):
+            if len(refused) == len(self._waiting):
                 return
-            self._waiting.pop()
+            entry = self._waiting[len(refused)]
+            if not entry.unsettled and self._admit_one(entry, draft):
+                self._waiting.pop(len(refused))
+                for passed in refused:
+                    passed.overtaken += 1
+                continue
+            refused.append(entry)
+            if len(refused) == _MOST_PASSED or not self._may_be_overtaken(entry, now):
+                return
+
+    def _may_be_overtaken(self, entry: Waiting, now: float) -> bool:
+        """Whether those behind a refused request may be tried."""
+        if entry.refused_at is None:
+            entry.refused_at = now
+        waited = now - entry.refused_at
+        return entry.overtaken < self.limits.max_overtaken and waited < self.limits.max_overtaken_seconds
 
     def _admit_one(self, entry: Waiting, draft: Draft) -> bool:
         """Admit one request: its chunk now, room for the rest of its known tokens."""
-        request, cache = entry.request, self.cache
-        usable = cache.block_pool.num_blocks - 1
-        reserve = int(self.limits.watermark * usable) if self._running.seats_taken else 0
-        planned = plan_admission(cache, entry, draft.budget, reserve)
-        if planned is None:
+        request, cache, running = entry.request, self.cache, self._running
+        planned = plan_admission(cache, self.limits, self._split, entry, draft.budget, alone=not running.seats_taken)
+        if planned is None or entry.hit is None:
             return False
         plan, count = planned
         cache.commit(plan)
-        request.num_computed_tokens = entry.hit_tokens
+        request.num_computed_tokens = entry.hit.tokens
         if request.first_hit_tokens is None:
-            request.first_hit_tokens = entry.hit_tokens
+            request.first_hit_tokens = entry.hit.tokens
             self._counts["prompt"] += request.num_prompt_tokens
-            self._counts["hit"] += entry.hit_tokens
-        self._running.admit(request, limit_tokens(cache, request))
+            self._counts["hit"] += entry.hit.tokens
+        running.admit(request, limit_tokens(cache, request), entry.turn, last=self.limits.policy == "fcfs")
         draft.add_admitted(request, count, cache.get_blocks(request.request_id))
         return True
 
@@ -222,8 +261,15 @@ class Scheduler:
         """Freeze the draft: the Step, and the record of it in flight."""
         running, columns = self._running, self.cache.rows
         rows = draft.rows
-        step = draft.freeze(self._next_id, self._after, columns, running.pending, self._ended_rows)
-        columns.advance(rows, step.num_scheduled.astype(np.int64))
+        step = draft.freeze(
+            self._next_id,
+            self._after,
+            columns=columns,
+            pending=running.pending,
+            ended_rows=self._ended_rows,
+            groups=self.cache.groups,
+        )
+        columns.schedule(rows, step.num_scheduled.astype(np.int64))
         running.pending[rows] += step.samples
         running.steps[rows] += 1
         self._in_flight.append(InFlight(step, rows, self._requests_of(rows)))
@@ -266,7 +312,9 @@ class Scheduler:
     def _append(self, flight: InFlight, sampled: Csr) -> Csr:
         """Append the sampled tokens and end who is done; what was really appended, CSR."""
         running, rows, samples = self._running, flight.rows, flight.step.samples
+        step_counts = flight.step.num_scheduled
         alive = running.settle(flight)
+        self.cache.rows.settle(rows[alive], step_counts[alive])
         if running.num_dead:
             alive &= ~running.dead[rows]
         taking = samples & alive
@@ -375,7 +423,9 @@ class Scheduler:
         touched: set[int] = set()
         for flight in failed:
             self._ended_rows += flight.step.finished_rows.tolist()
-            touched.update(flight.rows[self._running.settle(flight)].tolist())
+            attached = self._running.settle(flight)
+            self.cache.rows.retract(flight.rows[attached], flight.step.num_scheduled[attached])
+            touched.update(flight.rows[attached].tolist())
             for request in flight.detached.values():
                 self._waiting.settle(request)
         self._send_back([request for request in self._running.requests if request.row in touched])

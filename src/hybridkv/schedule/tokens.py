@@ -59,16 +59,13 @@ def cells_of(rows: Int64, slots: BatchSlots) -> Cells:
 
 
 def cells_of_row(row: int, ids: tuple[Int32, ...]) -> list[Cells]:
-    """The cells of a new row: all its blocks, group by group."""
-    return [
-        Cells(
-            np.full(len(blocks), group, np.int32),
-            np.full(len(blocks), row, np.int32),
-            np.arange(len(blocks), dtype=np.int32),
-            blocks,
-        )
-        for group, blocks in enumerate(ids)
-    ]
+    """The cells of a new row: all its blocks, group by group, null columns left out."""
+    parts = []
+    for group, blocks in enumerate(ids):
+        columns = np.flatnonzero(blocks).astype(np.int32)
+        same = np.full((2, len(columns)), [[group], [row]], np.int32)
+        parts.append(Cells(same[0], same[1], columns, blocks[columns]))
+    return parts
 
 
 def join_cells(parts: list[Cells]) -> Cells:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import ClassVar, Self
 
 from hybridkv.errors import ConfigError
@@ -195,9 +196,14 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
         return "chunked", self.attention_chunk_size
 
     def max_request_blocks(self, limits: RequestLimits) -> int:
-        """Blocks of ``min(attention_chunk_size + in flight, max_model_len)`` tokens."""
-        tokens = min(self.attention_chunk_size + limits.max_in_flight_tokens, limits.max_model_len)
-        return ceil_div(tokens, self.block_size * limits.cp)
+        """Blocks of ``min(attention_chunk_size + in flight, max_model_len)`` tokens.
+
+        Where chunks begin inside blocks, of the tokens before them in that block too.
+        """
+        size = self.block_size * limits.cp
+        before = size - gcd(self.attention_chunk_size, size)
+        tokens = before + self.attention_chunk_size + limits.max_in_flight_tokens
+        return min(ceil_div(tokens, size), ceil_div(limits.max_model_len, size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,35 @@ A policy is frozen and pure. It sees the hashes of a request and the index of it
 pool, the other groups or the coordinator.
 """
 
-from hybridkv.cache.policies.full import FullAttentionPolicy
-from hybridkv.cache.policies.policy import Policy, policy_of
-from hybridkv.cache.policies.values import GroupPlan, Hit, Index
+from hybridkv.cache.policies.attention import AttentionPolicy
+from hybridkv.cache.policies.encoder import EncoderPolicy
+from hybridkv.cache.policies.policy import GroupKind, Policy, alignment_of, check_retention, policy_of
+from hybridkv.cache.policies.reach import Reach
+from hybridkv.cache.policies.spans import ChunkSpan, FullSpan, WindowSpan
+from hybridkv.cache.policies.state import AlignedStatePolicy, RunningStatePolicy
+from hybridkv.cache.policies.values import NEVER, NEW, UNPUBLISHED, Demand, GroupPlan, Hit, Index, RowFacts, Search
 
-__all__ = ["FullAttentionPolicy", "GroupPlan", "Hit", "Index", "Policy", "policy_of"]
+__all__ = [
+    "NEVER",
+    "NEW",
+    "UNPUBLISHED",
+    "AlignedStatePolicy",
+    "AttentionPolicy",
+    "ChunkSpan",
+    "Demand",
+    "EncoderPolicy",
+    "FullSpan",
+    "GroupKind",
+    "GroupPlan",
+    "Hit",
+    "Index",
+    "Policy",
+    "Reach",
+    "RowFacts",
+    "RunningStatePolicy",
+    "Search",
+    "WindowSpan",
+    "alignment_of",
+    "check_retention",
+    "policy_of",
+]

@@ -2,60 +2,182 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from hybridkv.cache.policies.full import FullAttentionPolicy, T
-from hybridkv.cache.policies.values import GroupPlan, Hit, Index
-from hybridkv.errors import UnsupportedModelError
-from hybridkv.specs import FullAttentionSpec, KVCacheSpec
+from hybridkv.cache.policies.attention import AttentionPolicy
+from hybridkv.cache.policies.encoder import EncoderPolicy
+from hybridkv.cache.policies.reach import Reach
+from hybridkv.cache.policies.spans import ChunkSpan, FullSpan, WindowSpan
+from hybridkv.cache.policies.state import AlignedStatePolicy, RunningStatePolicy
+from hybridkv.cache.policies.values import Bool, Demand, GroupPlan, Hit, Index, Int32, Int64, RowFacts, Search, T
+from hybridkv.errors import ConfigError, UnsupportedModelError
+from hybridkv.specs import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    Keeps,
+    KVCacheSpec,
+    MambaSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 
 class Policy(Protocol):
-    """See hybridkv.cache.policies.full for the meaning of each answer."""
+    """See hybridkv.cache.policies.attention and .state for the meaning of each answer."""
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Tokens of a column, over all context parallel ranks."""
         ...
 
-    def first_live_token(self, num_computed_tokens: int) -> int:
-        """The first token that later tokens still read."""
+    @property
+    def publishes(self) -> bool:
+        """Whether columns ever get keys; a group that never publishes has no say in the common alignment."""
+        ...
+
+    @property
+    def downward_closed(self) -> bool:
+        """Whether a prefix of a hit is a hit."""
+        ...
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether blocks are states, overwritten in place, instead of tokens."""
+        ...
+
+    @property
+    def append_only(self) -> bool:
+        """Whether a row only ever grows, by new blocks, and every full column is published."""
         ...
 
     def columns(self, num_tokens: T) -> T:
-        """Columns that a row of ``num_tokens`` tokens needs."""
+        """Columns that a row of ``num_tokens`` tokens has. A number or an int64 array."""
         ...
 
-    def longest_hit(self, index: Index, keys: Sequence[bytes], limit_tokens: int) -> Hit:
-        """The longest cached prefix of at most ``limit_tokens`` tokens."""
+    def hit_columns(self, num_tokens: int) -> int:
+        """Columns of a hit of ``num_tokens`` tokens."""
+        ...
+
+    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:
+        """The longest cached prefix; keys: one a full column."""
         ...
 
     def trim(self, hit: Hit, tokens: int) -> Hit:
-        """What is left of ``hit`` at ``tokens`` tokens."""
+        """The first ``tokens`` of a hit, where a prefix of it is one."""
         ...
 
-    def events(self, held: T, published: T) -> tuple[T, T]:
-        """The token counts at which a row needs a block, and can publish one."""
+    def next_need(self, held: T, dropped: T) -> T:
+        """The token count at which a row needs another block, or may drop one."""
         ...
 
-    def plan(
-        self, held: int, hit: NDArray[np.int32] | None, total_tokens: int, published: int, known: int
-    ) -> GroupPlan:
-        """What is missing for ``total_tokens`` tokens."""
+    def next_publish(self, settled: T) -> T:
+        """The token count at which more than ``settled`` leading columns can be published or passed over."""
+        ...
+
+    def settled_rows(self, known_tokens: Int64) -> Int64:
+        """Leading columns that many rows of ``known_tokens`` tokens can publish or pass over."""
+        ...
+
+    def state_column(self, num_tokens: T) -> T:
+        """The column that holds the state after ``num_tokens`` tokens, for groups that keep one."""
+        ...
+
+    def droppable(self, processed_tokens: T) -> T:
+        """Leading columns that are read no longer. A number or an int64 array."""
+        ...
+
+    def is_plain(self, columns: Int64, published: Int64, known: Int64, end: Int64) -> Bool:
+        """Whether rows need no more than ``columns`` new blocks at their end and a key for every settled column."""
+        ...
+
+    def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:
+        """What is missing for ``demand``. hit: blocks to adopt, for a row that holds nothing."""
+        ...
+
+    def stored_columns(self, row: RowFacts, computed_tokens: int, edges: tuple[int, ...]) -> tuple[Int64, int]:
+        """Columns to publish when ``computed_tokens`` are there at last, and how many are settled then."""
+        ...
+
+    def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:
+        """Blocks that ``num_tokens`` tokens hold at most."""
         ...
 
 
-def policy_of(spec: KVCacheSpec) -> Policy:
-    """The policy of ``spec``. UnsupportedModelError for a kind that has none."""
+@dataclass(frozen=True, slots=True)
+class GroupKind:
+    """What a group is, apart from the others: its spec, whether it drops for EAGLE, its context parallel ranks."""
+
+    spec: KVCacheSpec
+    drops: bool = False
+    ranks: int = 1
+
+    @property
+    def inner(self) -> KVCacheSpec:
+        """The spec of the layers, also where their pages differ (one type: all keep the same tokens)."""
+        return self.spec.layers[0][1] if isinstance(self.spec, UniformTypeKVCacheSpecs) else self.spec
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a column: attention is spread over the ranks, states and encoder outputs are whole on each."""
+        return self.spec.block_size * (self.ranks if self.spec.keeps in {Keeps.TOKENS, Keeps.WINDOW} else 1)
+
+    @property
+    def sink_blocks(self) -> int:
+        """Blocks of learned keys and values that belong to the layers, not to a request."""
+        return -(-self.inner.sink_len // self.block_size) if isinstance(self.inner, SinkFullAttentionSpec) else 0
+
+    @property
+    def publishes(self) -> bool:
+        """Whether anything of it can be hit."""
+        if isinstance(self.inner, MambaSpec):
+            return self.inner.cache_mode == "align"
+        return self.spec.keeps in {Keeps.TOKENS, Keeps.WINDOW}
+
+
+def alignment_of(kinds: Sequence[GroupKind]) -> int:
+    """Tokens of which every hit is a multiple: the least common multiple of the blocks that can be hit."""
+    return math.lcm(*(kind.block_size for kind in kinds if kind.publishes))
+
+
+def policy_of(kind: GroupKind, alignment: int, retention: int | None = None) -> Policy:
+    """The policy of one group. UnsupportedModelError for a kind of layer that has none.
+
+    alignment: of all groups. retention: tokens between the windows and states kept, 0 for those of each
+    request's own edges alone, None for all.
+    """
+    spec, size = kind.inner, kind.block_size
     match spec:
         case FullAttentionSpec():
-            return FullAttentionPolicy(spec.block_size)
+            return AttentionPolicy(size, FullSpan(), Reach(size, alignment, past=int(kind.drops)))
+        case SlidingWindowSpec():
+            window, past = WindowSpan(spec.sliding_window), int(kind.drops)
+            reach = Reach(size, alignment, window.columns_read(size) + past, past, retention)
+            return AttentionPolicy(size, window, reach)
+        case ChunkedLocalAttentionSpec():
+            chunk = ChunkSpan(spec.attention_chunk_size)
+            return AttentionPolicy(size, chunk, Reach(size, alignment, past=int(kind.drops)))
+        case MambaSpec(cache_mode="align"):
+            need = None if retention is None else 1
+            return AlignedStatePolicy(size, spec.num_speculative_blocks, Reach(size, alignment, need, 0, retention))
+        case MambaSpec():
+            return RunningStatePolicy(size, 1 + spec.num_speculative_blocks)
+        case CrossAttentionSpec() | EncoderOnlyAttentionSpec():
+            return EncoderPolicy(size, keeps=isinstance(spec, CrossAttentionSpec))
         case _:
             raise UnsupportedModelError(
-                f"{type(spec).__name__} has no cache policy: such layers can be planned, not run or replayed yet; "
-                "FullAttentionSpec and MLAAttentionSpec can be"
+                f"{type(spec).__name__} has no cache policy: see hybridkv.specs for those that do"
             )
+
+
+def check_retention(retention: int | None, alignment: int) -> None:
+    """ConfigError for an interval that is no multiple of the common alignment."""
+    if retention is not None and (retention < 0 or retention % alignment):
+        raise ConfigError(
+            f"retention must be None, 0 or a multiple of the common alignment of {alignment} tokens, got {retention}"
+        )

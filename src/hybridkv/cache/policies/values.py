@@ -1,12 +1,29 @@
-"""Values that policies answer with."""
+"""Values that policies are asked with and answer with."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Bool = NDArray[np.bool_]
+T = TypeVar("T", int, Int64)
+"""A number, or one for each of many rows."""
+
+NEW: Final = -1
+"""In GroupPlan.append: a block yet to be taken."""
+
+NEVER: Final = 1 << 60
+"""A token count or column that no request reaches."""
+
+UNPUBLISHED: Final = 1 << 40
+"""Columns passed over in a row that publishes nothing: more than any row has."""
+
+NONE: Final = np.empty(0, np.int32)
 
 
 class Index(Protocol):
@@ -16,27 +33,99 @@ class Index(Protocol):
         """The block behind ``key``."""
         ...
 
-    def leading_run(self, keys: Sequence[bytes], stop: int | None = None) -> NDArray[np.int32]:
+    def leading_run(self, keys: Sequence[bytes], stop: int | None = None) -> Int32:
         """Blocks of the leading keys that are all known, at most ``stop``."""
         ...
 
 
+class Search(NamedTuple):
+    """What a group is asked for: a hit of at most ``end_tokens`` tokens.
+
+    tokens  [ hit, at most end | past: looked at, then dropped | ... ]
+            0                  ^ end_tokens                    ^ limit_tokens: nothing behind is looked at
+
+    alignment: tokens of which the hit must be a multiple. past: columns behind the hit that must be cached
+    as well (EAGLE: 1). proven_tokens: another group has shown that so many tokens were seen before.
+    """
+
+    end_tokens: int
+    limit_tokens: int
+    alignment: int
+    past: int = 0
+    proven_tokens: int = 0
+
+
 class Hit(NamedTuple):
-    """A cached prefix in one group: how many tokens, and the block of each column, int32[columns]."""
+    """A cached prefix in one group.
+
+    blocks: int32[columns], the block of each column, 0 where later tokens need none.
+    missing: columns whose keys are unknown and bounded the hit. seen: int32, all blocks on which the answer
+    rests, looked at and not adopted ones too. While the missing stay unknown and the seen keep their keys,
+    the same search has the same answer.
+    """
 
     tokens: int
-    blocks: NDArray[np.int32]
+    blocks: Int32
+    missing: tuple[int, ...] = ()
+    seen: Int32 = np.empty(0, np.int32)
+
+
+class RowFacts(NamedTuple):
+    """What a row holds in one group: ``held`` columns, the first ``dropped`` of them null.
+
+    published: leading columns that were published or passed over. For groups that keep a state, label: the
+    token count of the state that the last step leaves; pending: token counts, multiples of the block, of
+    states in earlier columns that could not be published yet.
+    """
+
+    held: int = 0
+    dropped: int = 0
+    published: int = 0
+    label: int = 0
+    pending: tuple[int, ...] = ()
+
+
+class Demand(NamedTuple):
+    """What a request asks for, in tokens.
+
+    [ processed | in flight | hit | external | new | lookahead ]
+                ^ processed       ^          ^ computed
+                                                   ^ end       ^ total
+
+    hit and external are 0 for a row that runs already. known: tokens whose keys may be published
+    (0: none). certain: ``end`` without drafts. encoder: tokens of the encoder's input.
+    edges: token counts at which this very request is likely to be resumed; for retention.
+    """
+
+    processed: int
+    hit: int
+    computed: int
+    end: int
+    total: int
+    known: int
+    certain: int
+    encoder: int = 0
+    edges: tuple[int, ...] = ()
 
 
 class GroupPlan(NamedTuple):
-    """What a request needs in one group to hold some number of tokens.
+    """What a request needs in one group, and the columns of its row after the commit.
 
-    columns of the row after the commit:
-    [ held already | reuse: hit blocks, touched | take: new blocks ]
-             [ publish: columns first .. last-1 become hits ]
+    [ null: dropped | held, vacated ones null | reuse: hits, touched | append ]
+    0               ^ drop                    ^ held                 ^
+
+    drop: leading columns that are null from now on. vacate: columns whose blocks move into ``append``.
+    append: int32, block ids that move here, 0 for null columns, NEW for each block to take; None stands
+    for ``take`` times NEW. take: blocks to take.
+    publish: columns to publish, null ones left out. settled: leading columns that are not asked for again.
+    pending: as in RowFacts, from then on.
     """
 
-    reuse: NDArray[np.int32]
+    drop: int
+    reuse: Int32
     take: int
-    publish_first: int
-    publish_last: int
+    append: Int32 | None
+    vacate: tuple[int, ...]
+    publish: Int64
+    settled: int
+    pending: tuple[int, ...] = ()

@@ -1,0 +1,93 @@
+"""Plans carried out: columns dropped, hits touched, blocks taken and moved, full ones published."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache.group import CacheGroup
+from hybridkv.cache.policies import NEW, UNPUBLISHED, GroupPlan
+from hybridkv.cache.pool import BlockPool
+from hybridkv.cache.publisher import Publisher
+from hybridkv.cache.slots import SlotPlan
+from hybridkv.request import RequestRows
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+_NONE = np.empty(0, np.int32)
+
+
+class Committer:
+    """The one that changes rows and holds of running requests."""
+
+    def __init__(
+        self, groups: Sequence[CacheGroup], pool: BlockPool, publisher: Publisher, requests: RequestRows
+    ) -> None:
+        self._groups = tuple(groups)
+        self._states = tuple(group for group in groups if group.policy.keeps_state)
+        self._pool = pool
+        self._publisher = publisher
+        self._requests = requests
+
+    def commit(self, plan: SlotPlan, row: int) -> tuple[Int32, ...]:
+        """Carry out ``plan`` for ``row``; the new columns of each group, null and moved ones included.
+
+        All groups drop before any touches, and touch before any takes: what one frees the others may take,
+        and what one hits nobody evicts.
+        """
+        work = tuple(zip(self._groups, plan.groups, strict=True))
+        for group, part in work:
+            self._drop(group, row, part.drop)
+        for group, part in work:
+            if part.reuse.size:
+                self._pool.touch(part.reuse[part.reuse != 0])
+                group.rows.extend(row, part.reuse)
+        new = tuple(self._append(group, row, part) for group, part in work)
+        for group, part in work:
+            self._publisher.publish_row(group, plan.request, part.publish, part.settled)
+            if part.pending:
+                group.pending[row] = part.pending
+            else:
+                group.pending.pop(row, None)
+            if not plan.request.writes_prefix_cache:
+                group.published[row] = UNPUBLISHED
+        self.label(row, plan.certain_tokens)
+        return new
+
+    def _append(self, group: CacheGroup, row: int, part: GroupPlan) -> Int32:
+        """New columns of ``row``: taken, moved from other columns, or null."""
+        if part.append is None and not part.take:
+            return _NONE
+        ids = self._pool.get_new_blocks(part.take) if part.take else _NONE
+        if part.append is not None:
+            if part.vacate:
+                ids = np.concatenate((group.rows.vacate(row, part.vacate), ids))
+            columns = part.append.copy()
+            columns[columns == NEW] = ids
+            ids = columns
+        group.rows.extend(row, ids)
+        return ids
+
+    def _drop(self, group: CacheGroup, row: int, columns: int) -> None:
+        """Columns before ``columns`` are given back, the last one first."""
+        if columns > group.rows.dropped.item(row):
+            self._pool.free_blocks(group.rows.drop(row, columns))
+
+    def drop_skipped(self, row: int) -> None:
+        """Give back what ``row`` reads no longer: windows and states before its processed tokens."""
+        processed = self._requests.num_computed.item(row) - self._requests.in_flight.item(row)
+        for group in self._groups:
+            self._drop(group, row, min(group.policy.droppable(processed), group.rows.count.item(row)))
+
+    def label(self, row: int, end_tokens: int) -> None:
+        """The states of ``row`` are those after ``end_tokens`` tokens, drafts left out, once its step has run."""
+        for group in self._states:
+            group.label[row] = min(end_tokens, self._requests.num_tokens.item(row))
+
+    def label_rows(self, rows: Int64, end_tokens: Int64) -> None:
+        """label() of many rows."""
+        for group in self._states:
+            group.label[rows] = np.minimum(end_tokens, self._requests.num_tokens[rows])

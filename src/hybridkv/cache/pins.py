@@ -1,0 +1,69 @@
+"""Cached prefixes that are kept whoever needs room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache.coordinator import CommonHit
+from hybridkv.cache.pool import BlockPool
+from hybridkv.errors import CacheError, CapacityError
+
+Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pin:
+    """A prefix that stays. tokens: how many of those asked for are cached. blocks: int32 ids, per group."""
+
+    number: int
+    tokens: int
+    blocks: tuple[Int32, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all groups."""
+        return sum(len(ids) for ids in self.blocks)
+
+
+class Pins:
+    """Pins that are held; together at most ``max_blocks`` blocks, those in several pins counted for each."""
+
+    def __init__(self, pool: BlockPool, max_blocks: int) -> None:
+        self.max_blocks = max_blocks
+        self._pool = pool
+        self._held: dict[int, Pin] = {}
+        self._next = 0
+
+    def __iter__(self) -> Iterator[Pin]:
+        return iter(tuple(self._held.values()))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all pins."""
+        return sum(pin.num_blocks for pin in self._held.values())
+
+    def add(self, hit: CommonHit) -> Pin:
+        """Hold the blocks of ``hit``. CapacityError, and nothing held, beyond the limit."""
+        pin = Pin(self._next, hit.tokens, tuple(part.blocks[part.blocks != 0] for part in hit.groups))
+        if self.num_blocks + pin.num_blocks > self.max_blocks:
+            raise CapacityError(
+                f"a pin of {pin.tokens} tokens needs {pin.num_blocks} blocks, {self.num_blocks} of "
+                f"{self.max_blocks} are pinned: release a pin or raise max_pinned_blocks"
+            )
+        for ids in pin.blocks:
+            self._pool.touch(ids)
+        self._held[pin.number] = pin
+        self._next += 1
+        return pin
+
+    def release(self, pin: Pin) -> None:
+        """Its blocks can be evicted again, the last one first. CacheError for a pin that is not held."""
+        if self._held.get(pin.number) is not pin:
+            raise CacheError(f"pin {pin.number} is not held here: release a pin once, where it was made")
+        del self._held[pin.number]
+        for ids in pin.blocks:
+            self._pool.free_blocks(ids[::-1])

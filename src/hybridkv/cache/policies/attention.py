@@ -1,0 +1,130 @@
+"""Attention layers: a column holds the keys and values of its tokens, written once and shared freely."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridkv.cache.policies.reach import Reach
+from hybridkv.cache.policies.spans import Span
+from hybridkv.cache.policies.values import (
+    NEW,
+    NONE,
+    Bool,
+    Demand,
+    GroupPlan,
+    Hit,
+    Index,
+    Int32,
+    Int64,
+    RowFacts,
+    Search,
+    T,
+)
+
+_NO_COLUMNS: Int64 = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPolicy:
+    """Column i holds tokens i * block_size .. (i + 1) * block_size - 1; columns before the span are null.
+
+    span: what is read. reach: what is published.
+    """
+
+    block_size: int
+    span: Span
+    reach: Reach
+    publishes: bool = True
+    keeps_state: bool = False
+
+    @property
+    def downward_closed(self) -> bool:
+        """Whether a prefix of a hit is a hit."""
+        return self.span.downward_closed
+
+    @property
+    def append_only(self) -> bool:
+        """Whether a row only ever grows, by new blocks, and every full column is published."""
+        return self.span.downward_closed and self.reach.keeps_all
+
+    def columns(self, num_tokens: T) -> T:
+        """Columns that a row of ``num_tokens`` tokens has, null ones included. A number or an int64 array."""
+        return -(-num_tokens // self.block_size)
+
+    def hit_columns(self, num_tokens: int) -> int:
+        """Columns of a hit of ``num_tokens`` tokens, null ones included."""
+        return num_tokens // self.block_size
+
+    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:
+        """The longest cached prefix; keys: one a full column."""
+        return self.span.longest_hit(index, keys, search, self.block_size)
+
+    def trim(self, hit: Hit, tokens: int) -> Hit:
+        """The first ``tokens`` of a hit, where that is a hit too (downward closed)."""
+        return hit._replace(tokens=tokens, blocks=hit.blocks[: tokens // self.block_size])
+
+    def next_need(self, held: T, dropped: T) -> T:
+        """The token count at which a row needs another block, or may drop one. Numbers or int64 arrays."""
+        need, drop = held * self.block_size + 1, self.span.drop_tokens(dropped + 1, self.block_size) + 1
+        return need + (drop - need) * (drop < need)
+
+    def next_publish(self, settled: T) -> T:
+        """The token count at which more than ``settled`` leading columns can be published or passed over."""
+        return self.reach.next_tokens(settled)
+
+    def settled_rows(self, known_tokens: Int64) -> Int64:
+        """Leading columns that many rows of ``known_tokens`` tokens can publish or pass over."""
+        return self.reach.settled_rows(known_tokens)
+
+    def state_column(self, num_tokens: T) -> T:
+        """There is no state; the column of the last token stands for it."""
+        return self.columns(num_tokens) - 1
+
+    def droppable(self, processed_tokens: T) -> T:
+        """Leading columns that are read no longer. A number or an int64 array."""
+        return self.span.first_live_token(processed_tokens) // self.block_size
+
+    def is_plain(self, columns: Int64, published: Int64, known: Int64, end: Int64) -> Bool:  # noqa: ARG002 - same
+        """Whether rows need no more than ``columns`` new blocks at their end and a key for every settled column."""
+        if self.reach.keeps_all:
+            return np.ones(len(published), np.bool_)
+        return self.reach.settled_rows(known) <= published
+
+    def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:
+        """What is missing for ``demand``; see GroupPlan."""
+        columns = self.columns(demand.total)
+        if row.held:
+            drop = min(max(row.dropped, self.droppable(demand.processed)), row.held)
+            reuse, append, take = NONE, None, max(columns - row.held, 0)
+        else:
+            drop = 0
+            reuse, append, take = self._begin(NONE if hit is None else hit, columns, demand)
+        first = max(row.published, len(reuse))
+        settled = max(first, self.reach.settled(demand.known))
+        publish = self.reach.columns(first, settled, demand.edges) if settled > first else _NO_COLUMNS
+        return GroupPlan(drop, reuse, take, append, (), publish, settled)
+
+    def _begin(self, hit: Int32, columns: int, demand: Demand) -> tuple[Int32, Int32 | None, int]:
+        """Columns of a new row: hits, null ones that nobody reads (of an external load), new ones."""
+        live, take = self.droppable(demand.computed), max(columns - len(hit), 0)
+        if live and hit[:live].any():
+            hit = hit.copy()
+            hit[:live] = 0
+        skip = min(live - len(hit), take)
+        if skip <= 0:
+            return hit, None, take
+        append = np.full(take, NEW, np.int32)
+        append[:skip] = 0
+        return hit, append, take - skip
+
+    def stored_columns(self, row: RowFacts, computed_tokens: int, edges: tuple[int, ...]) -> tuple[Int64, int]:
+        """Columns to publish when ``computed_tokens`` are there at last, and how many are settled then."""
+        settled = max(row.published, self.reach.settled(computed_tokens))
+        return self.reach.columns(row.published, settled, edges), settled
+
+    def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:  # noqa: ARG002 - the answer of a policy
+        """Blocks that ``num_tokens`` tokens hold at most, all in one step."""
+        return self.columns(num_tokens)

@@ -1,0 +1,128 @@
+"""What an attention layer reads of the tokens before it, and so what a hit must hold: all, a window, or a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridkv.cache.policies.values import NEVER, NONE, Hit, Index, Search, T
+
+
+@dataclass(frozen=True, slots=True)
+class FullSpan:
+    """Every earlier token."""
+
+    downward_closed: bool = True
+
+    def first_live_token(self, processed_tokens: T) -> T:
+        """The first token that the next one reads: always 0. A number or an int64 array."""
+        return processed_tokens * 0
+
+    def drop_tokens(self, columns: T, block_size: int) -> T:  # noqa: ARG002 - the answer of a span
+        """Processed tokens at which the first ``columns`` columns are read no longer. A number or an int64 array."""
+        return columns * 0 + NEVER
+
+    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search, block_size: int) -> Hit:
+        """Left to right until the first miss. O(columns of the hit)."""
+        stop = min(search.end_tokens // block_size + search.past, search.limit_tokens // block_size, len(keys))
+        blocks = index.leading_run(keys, stop)
+        missing = (len(blocks),) if len(blocks) < stop else ()
+        tokens = min(max(len(blocks) - search.past, 0) * block_size, search.end_tokens)
+        tokens = tokens // search.alignment * search.alignment
+        return Hit(tokens, blocks[: tokens // block_size], missing, blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSpan:
+    """The ``window - 1`` tokens before it."""
+
+    window: int
+    downward_closed: bool = False
+
+    def first_live_token(self, processed_tokens: T) -> T:
+        """The first token that the next one reads: ``max(0, n - W + 1)``. A number or an int64 array."""
+        live = processed_tokens - self.window + 1
+        return live * (live > 0)
+
+    def drop_tokens(self, columns: T, block_size: int) -> T:
+        """Processed tokens at which the first ``columns`` columns are read no longer. A number or an int64 array."""
+        return columns * block_size + self.window - 1
+
+    def columns_read(self, block_size: int) -> int:
+        """Columns before a block edge that hold what the next token reads: ``ceil((W - 1) / block_size)``.
+
+        At least 1: a window of 1 reads nothing before it, but one column must prove that the prefix was seen.
+        """
+        return max(-(-(self.window - 1) // block_size), 1)
+
+    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search, block_size: int) -> Hit:
+        """The last aligned edge whose window is cached, or the leading columns where they are fewer.
+
+        A miss rules out every edge that would read it, so a prompt never seen costs one look-up a window,
+        and no column is looked up more than twice.
+        """
+        need, past, step = self.columns_read(block_size), search.past, search.alignment // block_size
+        last = min(search.limit_tokens // block_size, len(keys)) - past
+        edge = min(search.end_tokens // block_size, last) // step * step
+        missing: list[int] = []
+        while edge > 0:
+            first = max(edge - need, 0)
+            run = index.leading_run(keys[first : edge + past])
+            if len(run) == edge + past - first:
+                blocks = np.concatenate((np.zeros(first, np.int32), run[: edge - first]))
+                return Hit(edge * block_size, blocks, tuple(missing), run)
+            missing.append(first + len(run))
+            edge = (missing[-1] - past) // step * step
+        return Hit(0, NONE, tuple(missing))
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpan:
+    """The tokens of its own chunk of ``chunk`` tokens, up to itself."""
+
+    chunk: int
+    downward_closed: bool = False
+
+    def first_live_token(self, processed_tokens: T) -> T:
+        """The first token of the chunk that the next one belongs to: ``floor(n / C) * C``. A number or an array."""
+        return processed_tokens // self.chunk * self.chunk
+
+    def drop_tokens(self, columns: T, block_size: int) -> T:
+        """Processed tokens at which the first ``columns`` columns are read no longer. A number or an int64 array."""
+        return -(-columns * block_size // self.chunk) * self.chunk
+
+    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search, block_size: int) -> Hit:
+        """Inside the last chunk from left to right; else at its start; else in the chunk before, and so on.
+
+        At a chunk's start nothing is read, so it counts only if the prefix is proved to have been seen: by
+        another group, or by the column before it. O(columns) at worst.
+        """
+        last = min(search.limit_tokens // block_size, len(keys))
+        end, missing = search.end_tokens, list[int]()
+        while end > 0:
+            start = end // self.chunk * self.chunk
+            first, stop = start // block_size, min(end // block_size + search.past, last)
+            run = index.leading_run(keys[first:stop]) if stop > first else NONE
+            if len(run) < stop - first:
+                missing.append(first + len(run))
+            tokens = max(first + len(run) - search.past, 0) * block_size // search.alignment * search.alignment
+            if tokens > start or (tokens == start and _proved(index, keys, start, search, block_size)):
+                blocks = np.concatenate((np.zeros(first, np.int32), run[: tokens // block_size - first]))
+                return Hit(tokens, blocks, tuple(missing), run)
+            if start and start % block_size == 0:
+                missing.append(start // block_size - 1)
+            end = start - 1
+        return Hit(0, NONE, tuple(missing))
+
+
+def _proved(index: Index, keys: Sequence[bytes], start: int, search: Search, block_size: int) -> bool:
+    """Whether a prompt was seen up to ``start``, where a chunk begins."""
+    if not start or start <= search.proven_tokens:
+        return start > 0
+    column = start // block_size - 1
+    return start % block_size == 0 and column < len(keys) and index.get(keys[column]) is not None
+
+
+Span = FullSpan | WindowSpan | ChunkSpan

@@ -1,0 +1,235 @@
+"""Recurrent layers: one state, overwritten in place; so sharing one is copying it.
+
+align    columns as in attention, of ``block_size`` tokens; all null but those that hold a state:
+
+         [ . . . S | . D ]       S: read by the next step      D: where that step leaves its state
+         [ . . . . . D x x ]     x: one block for each drafted token
+
+none     one block (and one for each drafted token), rewritten for ever; nothing is published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridkv.cache.policies.reach import Reach
+from hybridkv.cache.policies.values import (
+    NEVER,
+    NEW,
+    NONE,
+    Bool,
+    Demand,
+    GroupPlan,
+    Hit,
+    Index,
+    Int32,
+    Int64,
+    RowFacts,
+    Search,
+    T,
+)
+
+_NO_COLUMNS: Int64 = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedStatePolicy:
+    """States are kept where chunks end, and can be hit where that is a multiple of ``block_size``.
+
+    drafts: blocks for drafted tokens. reach: which boundaries are published.
+    """
+
+    block_size: int
+    drafts: int
+    reach: Reach
+    publishes: bool = True
+    downward_closed: bool = False
+    keeps_state: bool = True
+    append_only: bool = False
+
+    def columns(self, num_tokens: T) -> T:
+        """Columns that a row of ``num_tokens`` tokens has, null ones and drafts' included."""
+        return -(-num_tokens // self.block_size) + self.drafts
+
+    def hit_columns(self, num_tokens: int) -> int:
+        """Columns of a hit: all null but the last."""
+        return num_tokens // self.block_size
+
+    def state_column(self, num_tokens: T) -> T:
+        """The column that holds the state after ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size) - 1
+
+    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:
+        """The right-most state at or before the end. O(boundaries behind it)."""
+        size, step = self.block_size, search.alignment // self.block_size
+        edge = min(search.end_tokens // size, len(keys)) // step * step
+        missing: list[int] = []
+        while edge > 0:
+            block = index.get(keys[edge - 1])
+            if block is not None:
+                blocks = np.zeros(edge, np.int32)
+                blocks[-1] = block
+                return Hit(edge * size, blocks, tuple(missing), blocks[-1:])
+            missing.append(edge - 1)
+            edge -= step
+        return Hit(0, NONE, tuple(missing))
+
+    def trim(self, hit: Hit, tokens: int) -> Hit:  # noqa: ARG002 - the answer of a policy
+        """A state serves its own token count only: the search must be made anew."""
+        return hit
+
+    def next_need(self, held: T, dropped: T) -> T:
+        """The token count at which a row needs another block, or may drop one."""
+        need, drop = (held - self.drafts) * self.block_size + 1, (dropped + 1) * self.block_size + 2
+        return need + (drop - need) * (drop < need)
+
+    def next_publish(self, settled: T) -> T:
+        """The token count at which more than ``settled`` leading columns can be published or passed over."""
+        return self.reach.next_tokens(settled)
+
+    def settled_rows(self, known_tokens: Int64) -> Int64:
+        """Leading columns that many rows of ``known_tokens`` tokens can publish or pass over."""
+        return self.reach.settled_rows(known_tokens)
+
+    def droppable(self, processed_tokens: T) -> T:
+        """Leading columns that are read no longer: those before the state of ``processed_tokens``."""
+        return (processed_tokens - 1) * (processed_tokens > 0) // self.block_size
+
+    def is_plain(self, columns: Int64, published: Int64, known: Int64, end: Int64) -> Bool:
+        """Whether rows need at most one block, and a key for no column but the one that ``known`` ends."""
+        settled = self.reach.settled_rows(known)
+        ends_here = (settled == published + 1) & (known % self.block_size == 0) & (end - known < self.block_size)
+        plain: Bool = (columns <= 1) & ((settled <= published) | ends_here)
+        return plain if not self.drafts and self.reach.keeps_every_edge else np.zeros(len(plain), np.bool_)
+
+    def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:
+        """What is missing for ``demand.end`` tokens; look-ahead is ignored, the drafts' blocks are there."""
+        if row.held:
+            drop = min(max(row.dropped, self.droppable(demand.processed)), row.held)
+            reuse, held = NONE, row.held
+            behind = range(held - self.drafts, held)  # the columns of the drafts so far
+        else:
+            drop, reuse = 0, NONE if hit is None else hit
+            held, behind = len(reuse), range(0)
+        state = self.state_column(demand.end)
+        vacate = tuple(column for column in behind if column < state) if state + self.drafts >= held else ()
+        append = self._append(held, state, demand if not row.held else None)
+        take = 0 if append is None else int(np.count_nonzero(append == NEW)) - len(vacate)
+        stored = self._stored(row, demand)
+        first = max(row.published, len(reuse))
+        settled = max(first, self.reach.settled(demand.known))
+        publish = self._columns(stored, first, settled, demand.edges)
+        pending = tuple(tokens for tokens in stored if tokens > settled * self.block_size)
+        return GroupPlan(drop, reuse, take, append, vacate, publish, settled, pending)
+
+    def _append(self, held: int, state: int, begin: Demand | None) -> Int32 | None:
+        """Columns held .. state + drafts: null but for the states, the drafts' and that of an external load."""
+        count = state + self.drafts + 1 - held
+        if count <= 0:
+            return None
+        append = np.full(count, NEW, np.int32)
+        append[: max(state - held, 0)] = 0
+        if begin is not None and begin.computed > begin.hit:
+            append[self.state_column(begin.computed) - held] = NEW
+        return append
+
+    def _stored(self, row: RowFacts, demand: Demand) -> list[int]:
+        """Multiples of the block whose states are or will be stored in their own columns, ascending.
+
+        The label decides, never the position: where a chunk ended, what accepted drafts crossed, what an
+        external load brought. A boundary inside a chunk is none of them.
+        """
+        tokens = {*row.pending, *self._crossed(row, demand.computed)}
+        if not row.held and demand.computed > demand.hit:
+            tokens.add(demand.computed)
+        if demand.end - demand.certain < self.block_size:
+            tokens.add(demand.certain)
+        return sorted(one for one in tokens if one and one % self.block_size == 0)
+
+    def _crossed(self, row: RowFacts, computed_tokens: int) -> tuple[int, ...]:
+        """The boundary where the last chunk ended, or that its accepted drafts crossed (contracts, 8: after)."""
+        boundary = computed_tokens // self.block_size * self.block_size
+        return (boundary,) if row.held and boundary >= row.label else ()
+
+    def _columns(self, tokens: Sequence[int], first: int, settled: int, edges: tuple[int, ...]) -> Int64:
+        """Columns first .. settled-1 that end at one of ``tokens``, as far as retention keeps them."""
+        ends = [one // self.block_size for one in tokens]
+        columns = np.array([end - 1 for end in ends if first < end <= settled], np.int64)
+        return columns[self.reach.mask(columns, edges)] if len(columns) else _NO_COLUMNS
+
+    def stored_columns(self, row: RowFacts, computed_tokens: int, edges: tuple[int, ...]) -> tuple[Int64, int]:
+        """Columns to publish when ``computed_tokens`` are there at last, and how many are settled then."""
+        settled = max(row.published, self.reach.settled(computed_tokens))
+        stored = sorted({*row.pending, *self._crossed(row, computed_tokens)})
+        return self._columns(stored, row.published, settled, edges), settled
+
+    def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:  # noqa: ARG002 - the answer of a policy
+        """Blocks that ``num_tokens`` tokens hold at most."""
+        return self.columns(num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStatePolicy:
+    """One state a request, never shared. blocks: the state's and one for each drafted token."""
+
+    block_size: int
+    blocks: int
+    publishes: bool = False
+    downward_closed: bool = False
+    keeps_state: bool = True
+    append_only: bool = False
+
+    def columns(self, num_tokens: T) -> T:
+        """Always ``blocks``."""
+        return num_tokens * 0 + self.blocks
+
+    def hit_columns(self, num_tokens: int) -> int:  # noqa: ARG002 - the answer of a policy
+        """None: no hit."""
+        return 0
+
+    def state_column(self, num_tokens: T) -> T:
+        """The first one."""
+        return num_tokens * 0
+
+    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:  # noqa: ARG002 - as above
+        """None: the state is not kept."""
+        return Hit(0, NONE)
+
+    def trim(self, hit: Hit, tokens: int) -> Hit:  # noqa: ARG002 - as above
+        """Nothing to trim."""
+        return hit
+
+    def next_need(self, held: T, dropped: T) -> T:  # noqa: ARG002 - as above
+        """Never, once the row has its blocks."""
+        return (held > 0) * NEVER
+
+    def next_publish(self, settled: T) -> T:
+        """Never."""
+        return settled * 0 + NEVER
+
+    def settled_rows(self, known_tokens: Int64) -> Int64:
+        """None."""
+        return known_tokens * 0
+
+    def droppable(self, processed_tokens: T) -> T:
+        """Nothing."""
+        return processed_tokens * 0
+
+    def is_plain(self, columns: Int64, published: Int64, known: Int64, end: Int64) -> Bool:  # noqa: ARG002 - as above
+        """Always, once the row runs."""
+        return np.ones(len(published), np.bool_)
+
+    def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:  # noqa: ARG002 - as above
+        """All blocks at once."""
+        return GroupPlan(0, NONE, 0 if row.held else self.blocks, None, (), _NO_COLUMNS, row.published)
+
+    def stored_columns(self, row: RowFacts, computed_tokens: int, edges: tuple[int, ...]) -> tuple[Int64, int]:  # noqa: ARG002 - as above
+        """Nothing."""
+        return _NO_COLUMNS, row.published
+
+    def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:  # noqa: ARG002 - as above
+        """Always ``blocks``."""
+        return self.blocks

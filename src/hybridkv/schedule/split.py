@@ -1,0 +1,39 @@
+"""Where prefill chunks must end, so that recurrent states are kept at multiples of their block (contracts, 6).
+
+tokens  [ ... | block B | ... | block B | rest ]          a state is kept where a chunk ends at a multiple of B;
+                                        ^ last boundary   the last one before the prompt's last token is never jumped
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridkv.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class AlignSplit:
+    """Chunk ends. block_size: of the states, tokens. largest_chunk: the budget of a step. drops: EAGLE does."""
+
+    block_size: int
+    largest_chunk: int
+    drops: bool = False
+
+    def share(self, request: Request, computed: int, asked: int) -> int:
+        """How many of ``asked`` tokens behind ``computed`` ones run now; 0: wait for a larger budget."""
+        size, total = self.block_size, request.num_tokens
+        prefill_end = max(request.num_prompt_tokens, total - 1)
+        if computed >= prefill_end:
+            return asked
+        end = computed + asked
+        if end < prefill_end:
+            floor = end // size * size
+            if floor > computed:
+                end = floor
+            elif size <= self.largest_chunk:
+                return 0
+        last = max(0, total // size * size - size) if self.drops else (total - 1) // size * size
+        stops = [last, request.branch_tokens // size * size]
+        if computed % size:
+            stops.append(computed // size * size + size)
+        return min([end, *(stop for stop in stops if computed < stop < end)]) - computed

@@ -1,0 +1,113 @@
+"""Calls made on both sides. A run is a list of them: any sublist can be run as well."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Start:
+    """A request arrives, or a preempted one comes back: look-up, and slots for its first chunk behind the hit.
+
+    tokens: the prompt of a new request, empty for one that comes back. sampled: known when the chunk ends with
+    the last known token. step: a step begins before.
+    """
+
+    name: str
+    tokens: tuple[int, ...]
+    chunk: int
+    lookahead: int = 0
+    delay: bool = False
+    sampled: tuple[int, ...] = ()
+    step: bool = True
+
+
+@dataclass(frozen=True)
+class Grow:
+    """Slots for ``chunk`` more tokens, of which the last ``rejected`` are taken back; then ``sampled`` are known.
+
+    processed: at most so many of the computed tokens are settled before, the others are in flight; None for all.
+    """
+
+    name: str
+    chunk: int
+    lookahead: int = 0
+    delay: bool = False
+    rejected: int = 0
+    sampled: tuple[int, ...] = ()
+    step: bool = True
+    processed: int | None = None
+
+
+@dataclass(frozen=True)
+class Publish:
+    """A delayed transfer is done: what is computed can be hit."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Preempt:
+    """Everything is freed, the request starts over later."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Free:
+    """The request is done."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A look-up alone."""
+
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reset:
+    """The prefix cache is emptied if nothing is in use. empty: every request is freed first."""
+
+    empty: bool = False
+
+
+Call = Start | Grow | Publish | Preempt | Free | Probe | Reset
+
+
+@dataclass
+class Known:
+    """What a run knows of a request without asking either side.
+
+    processed: computed tokens that are settled. delayed: of a transfer, nothing is published yet.
+    stored: token counts after which a recurrent state was really written. sure: tokens known when the last
+    chunk was given its slots, drafts left out.
+    """
+
+    prompt: int
+    tokens: int
+    computed: int = 0
+    processed: int = 0
+    resident: bool = False
+    delayed: bool = False
+    sure: int = 0
+    stored: frozenset[int] = frozenset()
+
+    def ran(self, computed: int, chunk: int, state_blocks: tuple[int, ...]) -> None:
+        """``chunk`` tokens behind ``computed`` were given slots; drafts accepted before may have crossed a block."""
+        crossed = {computed // size * size for size in state_blocks}
+        stored = self.stored | {edge for edge in crossed if edge >= self.sure}
+        self.sure = min(computed + chunk, self.tokens)
+        self.stored = stored | {self.sure}
+        self.computed = computed + chunk
+        self.resident = True
+
+    def adopted(self, tokens: int) -> None:
+        """A hit of ``tokens`` tokens: its state is there."""
+        self.computed = self.processed = self.sure = tokens
+        self.stored = frozenset({tokens})
+
+    def restart(self) -> None:
+        self.computed = self.processed = self.sure = 0
+        self.resident = self.delayed = False
+        self.stored = frozenset()

@@ -1,0 +1,138 @@
+"""hybridkv's KVCacheManager as a side, through its public calls."""
+
+from typing import Any
+
+from cases import Case, Group, Kind
+from sides import Found, Ids, Keys
+
+from hybridkv.cache import KVCacheBlocks, KVCacheManager
+from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec
+from hybridkv.request import Request
+from hybridkv.specs import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+ENCODER_TOKENS = 10
+
+
+def _spec(group: Group) -> KVCacheSpec:
+    size = group.block_size
+    match group.kind:
+        case Kind.FULL:
+            return FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype="float32")
+        case Kind.MLA:
+            return MLAAttentionSpec(block_size=size, head_size=1, dtype="float32")
+        case Kind.SLIDING:
+            return SlidingWindowSpec(
+                block_size=size, num_kv_heads=1, head_size=1, dtype="float32", sliding_window=group.span
+            )
+        case Kind.CHUNKED:
+            return ChunkedLocalAttentionSpec(
+                block_size=size, num_kv_heads=1, head_size=1, dtype="float32", attention_chunk_size=group.span
+            )
+        case Kind.CROSS:
+            return CrossAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype="float32")
+        case _:
+            return MambaSpec(
+                block_size=size,
+                shapes=((1, 1),),
+                dtypes=("float32",),
+                cache_mode="align" if group.kind is Kind.ALIGN else "none",
+                num_speculative_blocks=group.drafts,
+            )
+
+
+class OurSide:
+    def __init__(self, case: Case) -> None:
+        groups = tuple(KVCacheGroupSpec((f"layer{i}",), _spec(group)) for i, group in enumerate(case.groups))
+        self._manager = KVCacheManager(
+            KVCacheConfig(case.num_blocks, (), groups),
+            case.max_model_len,
+            enable_caching=case.caching,
+            use_eagle=case.use_eagle,
+            dcp_world_size=case.ranks,
+            retention=case.retention,
+        )
+        self._encoder_tokens = ENCODER_TOKENS if any(group.kind is Kind.CROSS for group in case.groups) else 0
+        self._requests: dict[str, Request] = {}
+        self._hits: dict[str, KVCacheBlocks] = {}
+
+    def begin_step(self) -> None:
+        """Nothing: a manager without Steps counts published as written."""
+
+    def add(self, name: str, tokens: tuple[int, ...]) -> None:
+        self._requests[name] = Request(name, tokens, hasher=self._manager.hasher)
+
+    def append(self, name: str, tokens: tuple[int, ...]) -> None:
+        for token in tokens:
+            self._requests[name].append(token)
+
+    def advance(self, name: str, tokens: int) -> None:
+        self._requests[name].num_computed_tokens += tokens
+
+    def fly(self, name: str, tokens: int) -> None:
+        self._manager.rows.in_flight[self._requests[name].row] = tokens
+
+    def look_up(self, name: str) -> Found:
+        blocks, tokens = self._manager.get_computed_blocks(self._requests[name])
+        self._hits[name] = blocks
+        return Found(tokens, self._ids(blocks))
+
+    def allocate(self, name: str, chunk: int, lookahead: int, delay: bool, found: Found | None) -> Ids | None:
+        hit: dict[str, Any] = {}
+        if found is not None and found.tokens:
+            hit = {"num_new_computed_tokens": found.tokens, "new_computed_blocks": self._hits[name]}
+        blocks = self._manager.allocate_slots(
+            self._requests[name],
+            chunk,
+            num_lookahead_tokens=lookahead,
+            delay_cache_blocks=delay,
+            num_encoder_tokens=self._encoder_tokens,
+            **hit,
+        )
+        return None if blocks is None else self._ids(blocks)
+
+    def publish(self, name: str, tokens: int) -> None:
+        self._manager.cache_blocks(self._requests[name], tokens)
+
+    def free(self, name: str) -> None:
+        self._manager.free(name)
+        self._requests[name].num_computed_tokens = 0
+
+    def forget(self, name: str) -> None:
+        del self._requests[name]
+
+    def reset(self) -> bool:
+        return self._manager.reset_prefix_cache()
+
+    def table(self, name: str) -> Ids:
+        if self._requests[name].row < 0:
+            return ((),) * len(self._manager.groups)
+        return self._ids(self._manager.get_blocks(name))
+
+    def keys(self, ids: Ids) -> Keys:
+        pool = self._manager.block_pool
+        return tuple(tuple(pool.key_of(block) for block in group) for group in ids)
+
+    def num_free(self) -> int:
+        return self._manager.block_pool.get_num_free_blocks()
+
+    def free_order(self) -> tuple[int, ...]:
+        return tuple(self._manager.block_pool.free_order())
+
+    def usage(self) -> float:
+        return self._manager.usage
+
+    def check(self) -> None:
+        """Raise CacheError unless every invariant of the cache holds."""
+        self._manager.check()
+
+    @staticmethod
+    def _ids(blocks: KVCacheBlocks) -> Ids:
+        return tuple(tuple(ids.tolist()) for ids in blocks.ids)

@@ -1,0 +1,56 @@
+"""What is asked of each side, in plain ints and bytes."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+Ids = tuple[tuple[int, ...], ...]
+"""Block ids, one tuple a group; 0 is the null block."""
+
+Keys = tuple[tuple[bytes | None, ...], ...]
+"""The key under which a block can be hit, for every id."""
+
+
+@dataclass(frozen=True)
+class Found:
+    tokens: int
+    ids: Ids
+
+
+class Side(Protocol):
+    """A cache manager. Requests go by name; computed tokens are advanced by ``advance`` alone."""
+
+    def begin_step(self) -> None: ...
+
+    def add(self, name: str, tokens: tuple[int, ...]) -> None: ...
+
+    def append(self, name: str, tokens: tuple[int, ...]) -> None: ...
+
+    def advance(self, name: str, tokens: int) -> None: ...
+
+    def fly(self, name: str, tokens: int) -> None:
+        """So many of the computed tokens are of steps not yet settled."""
+        ...
+
+    def look_up(self, name: str) -> Found: ...
+
+    def allocate(self, name: str, chunk: int, lookahead: int, delay: bool, found: Found | None) -> Ids | None:
+        """found: what look_up answered last, to be adopted."""
+        ...
+
+    def publish(self, name: str, tokens: int) -> None: ...
+
+    def free(self, name: str) -> None: ...
+
+    def forget(self, name: str) -> None: ...
+
+    def reset(self) -> bool: ...
+
+    def table(self, name: str) -> Ids: ...
+
+    def keys(self, ids: Ids) -> Keys: ...
+
+    def num_free(self) -> int: ...
+
+    def free_order(self) -> tuple[int, ...]: ...
+
+    def usage(self) -> float: ...
