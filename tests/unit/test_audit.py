@@ -271,7 +271,7 @@ CORRUPTIONS: tuple[tuple[Callable[[KVCacheManager], None], str], ...] = (
     (another_requests_block, "carries another key than its tokens"),
     (another_groups_block, "is held in 2 groups"),
     (blocks_in_the_wrong_order, "carries another key than its tokens"),
-    (null_in_a_row, "a row holds the null block"),
+    (null_in_a_row, "has a null column that it has not dropped"),
     (foreign_id_in_a_row, "holds an id outside the pool"),
     (the_same_block_twice_in_a_row, "holds a block twice"),
     (extents_that_overlap, "two rows of group 0 overlap"),
@@ -279,7 +279,7 @@ CORRUPTIONS: tuple[tuple[Callable[[KVCacheManager], None], str], ...] = (
     (more_than_there_is_room_for, "holds more than it has room for"),
     (blocks_of_nobody, "holds blocks but belongs to nobody"),
     (too_few_blocks, "computed tokens in"),
-    (published_too_high, "published blocks, more than full ones"),
+    (published_too_high, "published columns, more than full ones"),
     (published_too_low, "carries another key than its tokens"),
     (next_event, "expects its next event at"),
     (a_resident_too_many, "the rows and the list of resident requests differ"),
@@ -332,7 +332,7 @@ def samples_miscounted(sched: Scheduler) -> None:
 
 
 def a_known_request_lost(sched: Scheduler) -> None:
-    sched._waiting.pop()
+    sched._waiting.pop(0)
 
 
 def waits_with_a_row(sched: Scheduler) -> None:

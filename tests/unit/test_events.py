@@ -86,7 +86,8 @@ def test_spans_match_hashes_in_every_group() -> None:
     for event in events:
         assert isinstance(event, BlockStored)
         assert len(event.token_ids) == len(event.block_hashes) * event.block_size
-        assert event.block_hashes == tuple(cache.groups[event.group_idx].keys(request))
+        reached = 24 // event.block_size  # the last multiple of 24 tokens, where hits of all groups can end
+        assert event.block_hashes == tuple(cache.groups[event.group_idx].keys(request)[:reached])
 
 
 def test_removed_and_cleared() -> None:

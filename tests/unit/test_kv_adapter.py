@@ -144,13 +144,25 @@ def test_batches_do_what_single_calls_do(bench: ModuleType, num_blocks: int) -> 
     assert any(False in step for step in batched[:40] if isinstance(step, list)) == (num_blocks == 25)
 
 
-def test_other_groups_are_not_offered(bench: ModuleType) -> None:
+def test_windows_and_states(bench: ModuleType) -> None:
     adapter = bench.HybridKVAdapter()
-    for kind in ("swa", "mamba_align"):
-        with pytest.raises(NotImplementedError, match=kind):
-            adapter.manager([FULL, Group(kind)], 16, 1024)
-        with pytest.raises(NotImplementedError, match=kind):
-            adapter.scheduler([FULL, Group(kind)], 4, 64, 64)
+    groups = [Group("full", 4), Group("swa", 4, 6), Group("mamba_align", 8)]
+    request = adapter.request("a", list(range(20)), adapter.hasher("sha256_cbor", 4))
+    cache = adapter.manager(groups, 64, 1024)
+    assert [ids.tolist() for ids in adapter.allocate(cache, request, 16)] == [[1, 2, 3, 4], [5, 6, 7, 8], [0, 9]]
+    assert [ids.tolist() for ids in adapter.allocate(cache, request, 4)] == [[10], [11], [12]]
+    assert adapter.batch_result(adapter.decode_many(cache, [request]), 1) == [[[13], [14], []]]
+    with pytest.raises(NotImplementedError, match="cross"):
+        adapter.manager([Group("cross")], 16, 1024)
+
+
+def test_a_scheduler_of_several_kinds_shows_null_columns(bench: ModuleType) -> None:
+    adapter = bench.HybridKVAdapter()
+    sched = adapter.scheduler([Group("full", 4), Group("mamba_align", 8)], 4, 64, 8192)
+    adapter.sched_add(sched, "a", list(range(20)), sched.cache.hasher)
+    step, ids = adapter.sched_schedule(sched)
+    assert ids == ["a"]
+    assert adapter.sched_view(sched, step) == [("a", 16, ([1, 2, 3, 4], [0, 5]))]
 
 
 def test_a_table_holds_what_was_written(bench: ModuleType) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hybridkv.cache.pool import NULL_BLOCK
 from hybridkv.errors import CacheError
 
 if TYPE_CHECKING:
@@ -67,6 +66,8 @@ def _columns(group: CacheGroup, bound: dict[int, Request]) -> Iterator[str]:
         dropped = group.rows.dropped.item(row)
         if not group.rows.base.item(row) <= dropped <= held or group.rows.ids(row)[:dropped].any():
             yield f"row {row} of group {group.number} holds a block in a column it has dropped"
+        if not group.policy.keeps_state and not group.rows.ids(row)[dropped:].all():
+            yield f"row {row} of group {group.number} has a null column that it has not dropped"
         if not group.policy.keeps_state and dropped > group.policy.droppable(computed):
             yield f"row {row} of group {group.number} dropped {dropped} columns, some of which are still read"
         if group.policy.keeps_state and computed and not group.rows.ids(row)[group.policy.state_column(computed)]:
@@ -99,8 +100,6 @@ def _ownership(cache: KVCacheManager) -> Iterator[str]:
             counted[pin.blocks[group.number]] += 1
         total += counted
         owners += counted > 0
-    if total[NULL_BLOCK]:
-        yield "a row holds the null block"
     for block in np.flatnonzero(total != pool.ref_counts(np.arange(pool.num_blocks, dtype=np.int32))).tolist():
         yield f"block {block} has ref count {pool.ref_count(block)}, {total[block]} rows hold it"
     for block in np.flatnonzero(owners > 1).tolist():

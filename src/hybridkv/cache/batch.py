@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache.group import CacheGroup
+from hybridkv.cache.policies import RowTokens
 from hybridkv.cache.pool import BlockPool
 
 Int32 = NDArray[np.int32]
@@ -95,12 +96,13 @@ def concat(accepted: int, parts: Sequence[BatchSlots]) -> BatchSlots:
 class Batch(NamedTuple):
     """Rows that something is due for, and what they ask for. All int64[rows].
 
-    place: their places in the batch. processed, end, total, known: tokens, as in policies.values.Demand.
+    place: their places in the batch. The others: tokens, as in policies.values.Demand.
     """
 
     place: Int64
     rows: Int64
     processed: Int64
+    computed: Int64
     end: Int64
     total: Int64
     known: Int64
@@ -137,7 +139,8 @@ def needs_of(groups: Sequence[CacheGroup], batch: Batch) -> Needs:
         missing[:, g] = np.maximum(policy.columns(asked) - held, 0)
         drop[:, g] = np.minimum(np.maximum(policy.droppable(batch.processed), dropped), held)
         if policy.publishes:
-            plain &= policy.is_plain(missing[:, g], group.published[batch.rows], batch.known, batch.end)
+            tokens = RowTokens(batch.computed, batch.end, batch.known)
+            plain &= policy.is_plain(missing[:, g], group.published[batch.rows], tokens)
             if group.pending:
                 plain &= ~np.isin(batch.rows, list(group.pending))
         else:

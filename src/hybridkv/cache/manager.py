@@ -27,7 +27,7 @@ from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.publisher import Publisher
 from hybridkv.cache.residents import Residents
 from hybridkv.cache.slots import Admission, Ask, Refusal, SlotPlan
-from hybridkv.cache.statistics import CacheStatistics, GroupStatistics, PrefixCacheStats
+from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats, cache_statistics
 from hybridkv.errors import CacheError, ConfigError, StalePlanError
 from hybridkv.plan.config import KVCacheConfig
 from hybridkv.request import Request
@@ -261,9 +261,10 @@ class KVCacheManager:
         slots = batch.nothing_new(len(rows))
         if due.size:
             some = rows[due]
-            processed = self.rows.num_computed[some] - self.rows.in_flight[some]
+            computed = self.rows.num_computed[some]
+            processed = computed - self.rows.in_flight[some]
             known = np.minimum(end[due], self.rows.num_tokens[some])
-            asked = Batch(due, some, processed, end[due], total[due], known)
+            asked = Batch(due, some, processed, computed, end[due], total[due], known)
             slots = self._batches.allocate(
                 asked, len(rows), partial(self._allocate_row, lookahead=num_lookahead_tokens)
             )
@@ -397,21 +398,7 @@ class KVCacheManager:
 
     def statistics(self) -> CacheStatistics:
         """What the cache holds now. O(num_blocks)."""
-        pool = self.block_pool
-        cached = pool.cached_blocks()
-        return CacheStatistics(
-            num_blocks=pool.num_usable,
-            free_blocks=pool.get_num_free_blocks(),
-            cached_blocks=sum(cached),
-            unwritten_blocks=pool.unwritten_blocks(),
-            resident_requests=len(self._residents),
-            pinned_blocks=self.pins.num_blocks,
-            evictions=pool.evictions,
-            groups=tuple(
-                GroupStatistics(group.held_blocks(), count, given, lost)
-                for group, count, given, lost in zip(self.groups, cached, pool.keys_given, pool.keys_lost, strict=True)
-            ),
-        )
+        return cache_statistics(self.block_pool, self.groups, len(self._residents), self.pins.num_blocks)
 
     def resident_requests(self) -> tuple[Request, ...]:
         """Requests that hold blocks."""

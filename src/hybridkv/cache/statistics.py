@@ -1,8 +1,12 @@
-"""Statistics of prefix look-ups."""
+"""Statistics of prefix look-ups and of what the cache holds."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from hybridkv.cache.group import CacheGroup
+from hybridkv.cache.pool import BlockPool
 
 
 @dataclass(slots=True)
@@ -48,3 +52,23 @@ class CacheStatistics:
     pinned_blocks: int
     evictions: int
     groups: tuple[GroupStatistics, ...]
+
+
+def cache_statistics(
+    pool: BlockPool, groups: Sequence[CacheGroup], resident_requests: int, pinned_blocks: int
+) -> CacheStatistics:
+    """Counts of now. O(num_blocks)."""
+    cached = pool.cached_blocks()
+    return CacheStatistics(
+        num_blocks=pool.num_usable,
+        free_blocks=pool.get_num_free_blocks(),
+        cached_blocks=sum(cached),
+        unwritten_blocks=pool.unwritten_blocks(),
+        resident_requests=resident_requests,
+        pinned_blocks=pinned_blocks,
+        evictions=pool.evictions,
+        groups=tuple(
+            GroupStatistics(group.held_blocks(), count, given, lost)
+            for group, count, given, lost in zip(groups, cached, pool.keys_given, pool.keys_lost, strict=True)
+        ),
+    )

@@ -8,6 +8,7 @@ import math
 from hybridkv.cache import Admission, KVCacheManager, Refusal, SlotPlan
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.request import Request
+from hybridkv.schedule.chunks import Chunks
 from hybridkv.schedule.limits import SchedulerLimits
 from hybridkv.schedule.split import AlignSplit
 from hybridkv.schedule.waiting import Waiting
@@ -61,13 +62,13 @@ def refuse_impossible(cache: KVCacheManager, limits: SchedulerLimits, request: R
 def plan_admission(
     cache: KVCacheManager,
     limits: SchedulerLimits,
-    split: AlignSplit | None,
+    chunks: Chunks,
     entry: Waiting,
     budget_tokens: int,
     *,
     alone: bool,
-) -> tuple[SlotPlan, int] | None:
-    """Slots for the first chunk of a waiting request, and its tokens; None while it does not fit.
+) -> tuple[SlotPlan, int, int] | None:
+    """Slots for the first chunk of a waiting request, its hit and its new tokens; None while it does not fit.
 
     All its known tokens must fit, and the watermark besides unless it is ``alone``, so that it is not
     preempted at once. The look-up is remembered in ``entry`` and made anew only when it may have changed.
@@ -77,9 +78,7 @@ def plan_admission(
         entry.hit, entry.evictions = cache.look_up(request), evictions
         request.branch_tokens = entry.hit.branch_tokens
     hit = entry.hit
-    count = min(request.num_tokens - hit.tokens, budget_tokens)
-    if split is not None:
-        count = split.share(request, hit.tokens, count)
+    count = chunks.first(request, hit.tokens, budget_tokens)
     if not count:
         return None
     reserve = 0 if alone else int(limits.watermark * cache.block_pool.num_usable)
@@ -95,7 +94,7 @@ def plan_admission(
     if isinstance(plan, Refusal):
         logger.debug("request %s is not admitted: %s", request.request_id, plan)
         return None
-    return plan, count
+    return plan, hit.tokens, count
 
 
 def align_split(cache: KVCacheManager, limits: SchedulerLimits) -> AlignSplit | None:

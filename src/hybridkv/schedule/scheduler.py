@@ -15,7 +15,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,21 +23,20 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
 from hybridkv.schedule import audit
-from hybridkv.schedule.admission import align_split, limit_tokens, plan_admission, refuse_impossible
+from hybridkv.schedule.admission import align_split, limit_tokens, refuse_impossible
+from hybridkv.schedule.admitter import Admitter
+from hybridkv.schedule.chunks import Chunks
 from hybridkv.schedule.draft import Draft
 from hybridkv.schedule.in_flight import InFlight, check_result
 from hybridkv.schedule.inbox import Inbox
 from hybridkv.schedule.limits import Finished, FinishReason, Outcome, SchedulerLimits, SchedulerStatistics
 from hybridkv.schedule.running import RunningRows
-from hybridkv.schedule.tokens import share_budget
 from hybridkv.schedule.waiting import Waiting, WaitingQueue
 from hybridkv.step import Csr, Step, StepResult
 
 logger = logging.getLogger(__name__)
 
 Int64 = NDArray[np.int64]
-
-_MOST_PASSED: Final = 16  # refused requests that a step looks at: each costs a look-up
 
 
 class Scheduler:
@@ -59,9 +57,10 @@ class Scheduler:
         self.cache = cache
         self.limits = limits if limits is not None else SchedulerLimits()
         self._clock = clock
-        self._split = align_split(cache, self.limits)
+        self._chunks = Chunks(align_split(cache, self.limits))
         self._waiting = WaitingQueue(self.limits.policy)
         self._running = RunningRows(self.limits.max_running)
+        self._admitter = Admitter(cache, self.limits, self._chunks, self._waiting, self._running)
         self._in_flight: deque[InFlight] = deque()
         self._next_id = 0
         self._after = -1
@@ -166,7 +165,7 @@ class Scheduler:
             rows = running.order[start:]
             known = columns.num_tokens[rows] + running.pending[rows]
             wanted = np.minimum(known, running.limit[rows] - 1) - columns.num_computed[rows]
-            shares = self._shares(rows, wanted, draft.budget)
+            shares = self._chunks.shares(columns, rows, wanted, draft.budget)
             if not shares.all():
                 some = np.flatnonzero(shares)
                 places, rows, shares = some + start, rows[some], shares[some]
@@ -181,19 +180,6 @@ class Scheduler:
             start = start + done if places is None else int(places[done])
             self._preempt_last()
             preempted = True
-
-    def _shares(self, rows: Int64, wanted: Int64, budget: int) -> Int64:
-        """Tokens of each row, first come first served; prefill chunks end where states can be kept."""
-        split, columns = self._split, self.cache.rows
-        if split is None or (wanted <= 1).all():
-            return share_budget(wanted, budget)
-        shares = np.zeros_like(wanted)
-        for place, request in enumerate(columns.owners(rows)):
-            asked = min(wanted.item(place), budget)
-            if asked:
-                shares[place] = split.share(request, request.num_computed_tokens, asked)
-                budget -= shares.item(place)
-        return shares
 
     def _preempt_last(self) -> None:
         """The last in order gives its blocks back and waits."""
@@ -217,45 +203,12 @@ class Scheduler:
         self._waiting.return_to_front(entries)
 
     def _admit(self, draft: Draft) -> None:
-        """Admit in order while budget, rows and blocks last; who does not fit is passed, within bounds."""
-        refused: list[Waiting] = []
-        now = self._clock()
-        while draft.budget and self._running.seats_taken < self.limits.max_running:
-            if len(refused) == len(self._waiting):
-                return
-            entry = self._waiting[len(refused)]
-            if not entry.unsettled and self._admit_one(entry, draft):
-                self._waiting.pop(len(refused))
-                for passed in refused:
-                    passed.overtaken += 1
-                continue
-            refused.append(entry)
-            if len(refused) == _MOST_PASSED or not self._may_be_overtaken(entry, now):
-                return
-
-    def _may_be_overtaken(self, entry: Waiting, now: float) -> bool:
-        """Whether those behind a refused request may be tried."""
-        if entry.refused_at is None:
-            entry.refused_at = now
-        waited = now - entry.refused_at
-        return entry.overtaken < self.limits.max_overtaken and waited < self.limits.max_overtaken_seconds
-
-    def _admit_one(self, entry: Waiting, draft: Draft) -> bool:
-        """Admit one request: its chunk now, room for the rest of its known tokens."""
-        request, cache, running = entry.request, self.cache, self._running
-        planned = plan_admission(cache, self.limits, self._split, entry, draft.budget, alone=not running.seats_taken)
-        if planned is None or entry.hit is None:
-            return False
-        plan, count = planned
-        cache.commit(plan)
-        request.num_computed_tokens = entry.hit.tokens
-        if request.first_hit_tokens is None:
-            request.first_hit_tokens = entry.hit.tokens
-            self._counts["prompt"] += request.num_prompt_tokens
-            self._counts["hit"] += entry.hit.tokens
-        running.admit(request, limit_tokens(cache, request), entry.turn, last=self.limits.policy == "fcfs")
-        draft.add_admitted(request, count, cache.get_blocks(request.request_id))
-        return True
+        """Admit whoever fits, and count what first admissions found in the cache."""
+        for request, hit_tokens in self._admitter.admit(draft, self._clock()):
+            if request.first_hit_tokens is None:
+                request.first_hit_tokens = hit_tokens
+                self._counts["prompt"] += request.num_prompt_tokens
+                self._counts["hit"] += hit_tokens
 
     def _issue(self, draft: Draft) -> Step:
         """Freeze the draft: the Step, and the record of it in flight."""

@@ -10,7 +10,18 @@ from hybridkv.cache.policies.policy import GroupKind, Policy, alignment_of, chec
 from hybridkv.cache.policies.reach import Reach
 from hybridkv.cache.policies.spans import ChunkSpan, FullSpan, WindowSpan
 from hybridkv.cache.policies.state import AlignedStatePolicy, RunningStatePolicy
-from hybridkv.cache.policies.values import NEVER, NEW, UNPUBLISHED, Demand, GroupPlan, Hit, Index, RowFacts, Search
+from hybridkv.cache.policies.values import (
+    NEVER,
+    NEW,
+    UNPUBLISHED,
+    Demand,
+    GroupPlan,
+    Hit,
+    Index,
+    RowFacts,
+    RowTokens,
+    Search,
+)
 
 __all__ = [
     "NEVER",
@@ -29,6 +40,7 @@ __all__ = [
     "Policy",
     "Reach",
     "RowFacts",
+    "RowTokens",
     "RunningStatePolicy",
     "Search",
     "WindowSpan",

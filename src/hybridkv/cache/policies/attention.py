@@ -20,6 +20,7 @@ from hybridkv.cache.policies.values import (
     Int32,
     Int64,
     RowFacts,
+    RowTokens,
     Search,
     T,
 )
@@ -87,11 +88,11 @@ class AttentionPolicy:
         """Leading columns that are read no longer. A number or an int64 array."""
         return self.span.first_live_token(processed_tokens) // self.block_size
 
-    def is_plain(self, columns: Int64, published: Int64, known: Int64, end: Int64) -> Bool:  # noqa: ARG002 - same
+    def is_plain(self, columns: Int64, published: Int64, tokens: RowTokens) -> Bool:  # noqa: ARG002 - same
         """Whether rows need no more than ``columns`` new blocks at their end and a key for every settled column."""
         if self.reach.keeps_all:
             return np.ones(len(published), np.bool_)
-        return self.reach.settled_rows(known) <= published
+        return self.reach.settled_rows(tokens.known) <= published
 
     def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:
         """What is missing for ``demand``; see GroupPlan."""
@@ -104,7 +105,7 @@ class AttentionPolicy:
             reuse, append, take = self._begin(NONE if hit is None else hit, columns, demand)
         first = max(row.published, len(reuse))
         settled = max(first, self.reach.settled(demand.known))
-        publish = self.reach.columns(first, settled, demand.edges) if settled > first else _NO_COLUMNS
+        publish = self.reach.columns(max(first, drop), settled, demand.edges) if settled > first else _NO_COLUMNS
         return GroupPlan(drop, reuse, take, append, (), publish, settled)
 
     def _begin(self, hit: Int32, columns: int, demand: Demand) -> tuple[Int32, Int32 | None, int]:

@@ -18,6 +18,7 @@ from hybridkv.cache.policies.values import (
     Int32,
     Int64,
     RowFacts,
+    RowTokens,
     Search,
     T,
 )
@@ -76,7 +77,7 @@ class EncoderPolicy:
         """Nothing."""
         return processed_tokens * 0
 
-    def is_plain(self, columns: Int64, published: Int64, known: Int64, end: Int64) -> Bool:  # noqa: ARG002 - as above
+    def is_plain(self, columns: Int64, published: Int64, tokens: RowTokens) -> Bool:  # noqa: ARG002 - as above
         """Always, once the row runs."""
         return np.ones(len(published), np.bool_)
 

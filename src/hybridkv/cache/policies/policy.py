@@ -12,7 +12,19 @@ from hybridkv.cache.policies.encoder import EncoderPolicy
 from hybridkv.cache.policies.reach import Reach
 from hybridkv.cache.policies.spans import ChunkSpan, FullSpan, WindowSpan
 from hybridkv.cache.policies.state import AlignedStatePolicy, RunningStatePolicy
-from hybridkv.cache.policies.values import Bool, Demand, GroupPlan, Hit, Index, Int32, Int64, RowFacts, Search, T
+from hybridkv.cache.policies.values import (
+    Bool,
+    Demand,
+    GroupPlan,
+    Hit,
+    Index,
+    Int32,
+    Int64,
+    RowFacts,
+    RowTokens,
+    Search,
+    T,
+)
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
@@ -92,7 +104,7 @@ class Policy(Protocol):
         """Leading columns that are read no longer. A number or an int64 array."""
         ...
 
-    def is_plain(self, columns: Int64, published: Int64, known: Int64, end: Int64) -> Bool:
+    def is_plain(self, columns: Int64, published: Int64, tokens: RowTokens) -> Bool:
         """Whether rows need no more than ``columns`` new blocks at their end and a key for every settled column."""
         ...
 

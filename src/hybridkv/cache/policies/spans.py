@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridkv.cache.policies.values import NEVER, NONE, Hit, Index, Search, T
+from hybridkv.cache.policies.values import NEVER, NONE, Hit, Index, Int32, Search, T
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,21 +108,26 @@ class ChunkSpan:
             if len(run) < stop - first:
                 missing.append(first + len(run))
             tokens = max(first + len(run) - search.past, 0) * block_size // search.alignment * search.alignment
-            if tokens > start or (tokens == start and _proved(index, keys, start, search, block_size)):
+            proof = run if len(run) else _proof(index, keys, start, search, block_size)
+            if tokens >= start and proof is not None:
                 blocks = np.concatenate((np.zeros(first, np.int32), run[: tokens // block_size - first]))
-                return Hit(tokens, blocks, tuple(missing), run)
+                return Hit(tokens, blocks, tuple(missing), np.concatenate((proof, run)))
             if start and start % block_size == 0:
                 missing.append(start // block_size - 1)
             end = start - 1
         return Hit(0, NONE, tuple(missing))
 
 
-def _proved(index: Index, keys: Sequence[bytes], start: int, search: Search, block_size: int) -> bool:
-    """Whether a prompt was seen up to ``start``, where a chunk begins."""
-    if not start or start <= search.proven_tokens:
-        return start > 0
+def _proof(index: Index, keys: Sequence[bytes], start: int, search: Search, block_size: int) -> Int32 | None:
+    """The block that proves that a prompt was seen up to ``start``, where a chunk begins, int32[1].
+
+    int32[0] where another group has proved it, None where nobody has.
+    """
+    if start and start <= search.proven_tokens:
+        return NONE
     column = start // block_size - 1
-    return start % block_size == 0 and column < len(keys) and index.get(keys[column]) is not None
+    block = index.get(keys[column]) if start % block_size == 0 and 0 <= column < len(keys) else None
+    return None if block is None else np.array([block], np.int32)
 
 
 Span = FullSpan | WindowSpan | ChunkSpan

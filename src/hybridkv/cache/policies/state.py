@@ -28,6 +28,7 @@ from hybridkv.cache.policies.values import (
     Int32,
     Int64,
     RowFacts,
+    RowTokens,
     Search,
     T,
 )
@@ -98,11 +99,13 @@ class AlignedStatePolicy:
         """Leading columns that are read no longer: those before the state of ``processed_tokens``."""
         return (processed_tokens - 1) * (processed_tokens > 0) // self.block_size
 
-    def is_plain(self, columns: Int64, published: Int64, known: Int64, end: Int64) -> Bool:
+    def is_plain(self, columns: Int64, published: Int64, tokens: RowTokens) -> Bool:
         """Whether rows need at most one block, and a key for no column but the one that ``known`` ends."""
-        settled = self.reach.settled_rows(known)
-        ends_here = (settled == published + 1) & (known % self.block_size == 0) & (end - known < self.block_size)
-        plain: Bool = (columns <= 1) & ((settled <= published) | ends_here)
+        computed, end, known = tokens
+        settled, size = self.reach.settled_rows(known), self.block_size
+        ends_here = (settled == published + 1) & (known % size == 0) & (end - known < size)
+        pends = (computed % size == 0) & (computed > known)  # a state of tokens that are not known yet
+        plain: Bool = (columns <= 1) & ((settled <= published) | ends_here) & ~pends
         return plain if not self.drafts and self.reach.keeps_every_edge else np.zeros(len(plain), np.bool_)
 
     def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:
@@ -121,7 +124,7 @@ class AlignedStatePolicy:
         stored = self._stored(row, demand)
         first = max(row.published, len(reuse))
         settled = max(first, self.reach.settled(demand.known))
-        publish = self._columns(stored, first, settled, demand.edges)
+        publish = self._columns(stored, max(first, drop), settled, demand.edges)
         pending = tuple(tokens for tokens in stored if tokens > settled * self.block_size)
         return GroupPlan(drop, reuse, take, append, vacate, publish, settled, pending)
 
@@ -218,7 +221,7 @@ class RunningStatePolicy:
         """Nothing."""
         return processed_tokens * 0
 
-    def is_plain(self, columns: Int64, published: Int64, known: Int64, end: Int64) -> Bool:  # noqa: ARG002 - as above
+    def is_plain(self, columns: Int64, published: Int64, tokens: RowTokens) -> Bool:  # noqa: ARG002 - as above
         """Always, once the row runs."""
         return np.ones(len(published), np.bool_)
 

@@ -1,0 +1,36 @@
+"""How a step's budget is shared, and where prefill chunks end."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.request import Request, RequestRows
+from hybridkv.schedule.split import AlignSplit
+from hybridkv.schedule.tokens import share_budget
+
+Int64 = NDArray[np.int64]
+
+
+class Chunks:
+    """split: where chunks must end for states to be kept, None where they may end anywhere."""
+
+    def __init__(self, split: AlignSplit | None) -> None:
+        self._split = split
+
+    def first(self, request: Request, computed: int, budget: int) -> int:
+        """Tokens of the first chunk of ``request`` behind ``computed`` ones; 0: wait for a larger budget."""
+        asked = min(request.num_tokens - computed, budget)
+        return asked if self._split is None else self._split.share(request, computed, asked)
+
+    def shares(self, columns: RequestRows, rows: Int64, wanted: Int64, budget: int) -> Int64:
+        """Tokens of each of ``rows``, first come first served, int64[rows]. A Python call a row while one prefills."""
+        if self._split is None or (wanted <= 1).all():
+            return share_budget(wanted, budget)
+        shares = np.zeros_like(wanted)
+        for place, request in enumerate(columns.owners(rows)):
+            asked = min(wanted.item(place), budget)
+            if asked:
+                shares[place] = self._split.share(request, request.num_computed_tokens, asked)
+                budget -= shares.item(place)
+        return shares
