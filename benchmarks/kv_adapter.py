@@ -29,7 +29,8 @@ from hybridkv.cache import (
     PrefixCacheStats,
 )
 from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec
-from hybridkv.request import Request, SamplingParams, append_tokens
+from hybridkv.request import Request, SamplingParams
+from hybridkv.request_rows import append_tokens
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from hybridkv.step import Csr, Step, StepResult

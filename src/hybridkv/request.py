@@ -13,7 +13,6 @@ waits keeps them itself. Either way the Request answers for both.
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,10 +21,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.errors import CacheError, ConfigError
-
-Extra = tuple[tuple[object, ...], ...]
-"""Extra keys of one block: ``(("cache_salt", "tenant-a"),)``."""
+from hybridkv.errors import ConfigError
+from hybridkv.extra_keys import EncoderInput, Extra, ExtraKeys, LoraAdapter, MultimodalItem
 
 _MAX_TOKEN_ID = (1 << 31) - 1
 
@@ -40,6 +37,8 @@ class SamplingParams:
     max_tokens: most output tokens. stop_token_ids: each ends the output and is part of it.
     stop: strings that end the output; found by whoever turns tokens into text.
     ignore_eos: go on behind the model's end token.
+    logprobs, prompt_logprobs: how many log probabilities are wanted with each output token, and with each
+    token of the prompt (which must then be computed); None is none.
     """
 
     temperature: float = 0.0
@@ -52,6 +51,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         checks = (
@@ -60,11 +61,32 @@ class SamplingParams:
             (0 < self.top_p <= 1, "top_p must be above 0 and at most 1 (off)", self.top_p),
             (0 <= self.min_p <= 1, "min_p must be between 0 (off) and 1", self.min_p),
             (self.repetition_penalty > 0, "repetition_penalty must be above 0 (1 is off)", self.repetition_penalty),
+            (min(self.logprobs or 0, self.prompt_logprobs or 0) >= 0, "logprobs must not be negative", self.logprobs),
             (self.max_tokens >= 1, "max_tokens must be at least 1", self.max_tokens),
         )
         for good, message, value in checks:
             if not good:
                 raise ConfigError(f"{message}, got {value}")
+
+
+class Columns(Protocol):
+    """Where a resident request lives; see hybridkv.request_rows.RequestRows."""
+
+    num_tokens: NDArray[np.int64]
+    num_computed: NDArray[np.int64]
+    tail: NDArray[np.int32]
+
+    def append_one(self, row: int, token: int) -> None:
+        """One token behind the known ones of ``row``."""
+        ...
+
+    def append(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
+        """One token behind the known ones of each of ``rows``."""
+        ...
+
+    def truncate(self, row: int, num_tokens: int, last: Sequence[int]) -> None:
+        """``row`` has ``num_tokens`` tokens from now on, which end in ``last``: at least one, and the whole tail."""
+        ...
 
 
 class Hasher(Protocol):
@@ -111,23 +133,30 @@ class Request:
     """One request. Not shared between managers; see the module's text for where its tokens live.
 
     prompt: token ids, at least one. hasher: what hashes its blocks; None without prefix caching.
-    cache_salt: only requests with an equal salt share blocks.
+    cache_salt: only requests with an equal salt share blocks. lora, multimodal, prompt_embeds, encoder: what
+    else tells its blocks from those of equal tokens; see ExtraKeys.
+    continues: an earlier request; hashes of the blocks that both begin with are taken from it.
     arrival_time: seconds on the caller's clock. eos_token_ids: the model's end tokens.
+    priority: the least goes first, where the scheduler minds. skip_reading_prefix_cache,
+    skip_writing_prefix_cache: its prefix is not looked up; its blocks are not published.
     first_hit_tokens: what its first admission found in the cache; None before.
     branch_tokens: where requests before it went on with the same tokens and no state is kept; 0: nowhere.
     """
 
     __slots__ = (
         "_computed",
+        "_extras",
         "_rows",
         "_tokens",
         "arrival_time",
         "branch_tokens",
         "cache_salt",
+        "encoder",
         "eos_token_ids",
         "first_hit_tokens",
         "hasher",
         "hashes",
+        "lora",
         "num_preemptions",
         "num_prompt_tokens",
         "priority",
@@ -148,6 +177,11 @@ class Request:
         cache_salt: str | None = None,
         arrival_time: float = 0.0,
         eos_token_ids: tuple[int, ...] = (),
+        lora: LoraAdapter | None = None,
+        multimodal: Sequence[MultimodalItem] = (),
+        prompt_embeds: NDArray[np.generic] | None = None,
+        encoder: EncoderInput | None = None,
+        continues: Request | None = None,
         priority: int = 0,
         skip_reading_prefix_cache: bool = False,
         skip_writing_prefix_cache: bool = False,
@@ -159,6 +193,16 @@ class Request:
         self.sampling = sampling if sampling is not None else SamplingParams()
         self.hasher = hasher
         self.cache_salt = cache_salt
+        self.lora = lora
+        self.encoder = encoder
+        self._extras = ExtraKeys(
+            len(self._tokens),
+            lora=lora,
+            multimodal=multimodal,
+            cache_salt=cache_salt,
+            prompt_embeds=prompt_embeds,
+            encoder=encoder,
+        )
         self.arrival_time = arrival_time
         self.eos_token_ids = eos_token_ids
         self.num_prompt_tokens = len(self._tokens)
@@ -169,15 +213,15 @@ class Request:
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         self.skip_writing_prefix_cache = skip_writing_prefix_cache
         self._computed = 0
-        self._rows: RequestRows | None = None
+        self._rows: Columns | None = None
         self.row = -1
-        self.hashes: list[bytes] = []
+        self.hashes: list[bytes] = [] if continues is None else self._common_hashes(continues)
         self._hash_new_blocks()
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether its prefix is looked up."""
-        return not self.skip_reading_prefix_cache
+        """Whether its prefix is looked up: not when asked so, nor when log probabilities of the prompt are wanted."""
+        return not self.skip_reading_prefix_cache and self.sampling.prompt_logprobs is None
 
     @property
     def writes_prefix_cache(self) -> bool:
@@ -187,7 +231,7 @@ class Request:
     @property
     def num_encoder_tokens(self) -> int:
         """Tokens of the encoder's input, 0 without."""
-        return 0
+        return 0 if self.encoder is None else self.encoder.num_tokens
 
     # -- counts
 
@@ -250,13 +294,51 @@ class Request:
     # -- hashes
 
     def extra_keys(self, first_block: int, count: int) -> list[Extra | None] | None:
-        """Extra keys of blocks first_block .. first_block + count - 1; None when all are empty.
-
-        The salt stands in the block at token 0 only: later blocks inherit it through their parent.
-        """
-        if self.cache_salt is None or first_block > 0 or count == 0:
+        """Extra keys of hash blocks first_block .. first_block + count - 1; None when all are empty."""
+        if self.hasher is None or not self._extras:
             return None
-        return [(("cache_salt", self.cache_salt),), *[None] * (count - 1)]
+        return self._extras.of_blocks(first_block, count, self.hasher.block_size)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forget the tokens behind the first ``num_tokens``, and the hashes of blocks that they filled.
+
+        ConfigError for fewer than the prompt or the computed tokens, or more than there are.
+        """
+        least = max(self.num_prompt_tokens, self.num_computed_tokens)
+        if not least <= num_tokens <= self.num_tokens:
+            raise ConfigError(
+                f"request {self.request_id!r} has {self.num_tokens} tokens, {least} of them prompt or computed: "
+                f"it cannot be cut to {num_tokens}"
+            )
+        kept = self.token_ids(0, num_tokens)
+        if self._rows is None:
+            self._tokens = array("i", kept.tobytes())
+        else:
+            size = self._rows.tail.shape[1]
+            whole = num_tokens // size * size
+            self._tokens = array("i", kept[:whole].tobytes())
+            self._rows.truncate(self.row, num_tokens, kept[min(whole, num_tokens - 1) :].tolist())
+        if self.hasher is not None:
+            del self.hashes[num_tokens // self.hasher.block_size :]
+
+    def _common_hashes(self, earlier: Request) -> list[bytes]:
+        """Hashes of the full blocks that this request and ``earlier`` begin with, extra keys included."""
+        if earlier.hasher is not self.hasher:
+            raise ConfigError(
+                f"request {self.request_id!r} continues {earlier.request_id!r}, which was hashed by another hasher: "
+                "construct both with hasher=cache.hasher"
+            )
+        if self.hasher is None:
+            return []
+        size = self.hasher.block_size
+        blocks = min(self.num_tokens // size, len(earlier.hashes))
+        mine, theirs = self.token_ids(0, blocks * size), earlier.token_ids(0, blocks * size)
+        differ = np.flatnonzero(mine != theirs)
+        if differ.size:
+            blocks = int(differ[0]) // size
+        extras = (self.extra_keys(0, blocks) or [None] * blocks, earlier.extra_keys(0, blocks) or [None] * blocks)
+        alike = next((i for i, (a, b) in enumerate(zip(*extras, strict=True)) if a != b), blocks)
+        return earlier.hashes[:alike]
 
     def _hash_new_blocks(self) -> None:
         """Hash the full blocks of ``_tokens`` that have no hash yet."""
@@ -275,164 +357,3 @@ class Request:
             f"Request({self.request_id!r}, prompt={self.num_prompt_tokens}, "
             f"tokens={self.num_tokens}, computed={self.num_computed_tokens})"
         )
-
-
-def append_tokens(requests: Sequence[Request], tokens: Sequence[int] | NDArray[np.integer]) -> None:
-    """``tokens[i]`` behind the known ones of ``requests[i]``; requests distinct.
-
-    One batch when all of them hold blocks of one manager, else one by one. ConfigError when the numbers differ.
-    """
-    if len(requests) != len(tokens):
-        raise ConfigError(f"{len(requests)} requests but {len(tokens)} tokens: give one token to each request")
-    home = requests[0]._rows if requests else None
-    rows = [] if home is None else [request.row for request in requests if request._rows is home]
-    if home is not None and len(rows) == len(requests):
-        home.append(np.fromiter(rows, np.int64, len(rows)), np.fromiter(tokens, np.int32, len(rows)))
-        return
-    for request, token in zip(requests, tokens, strict=True):
-        request.append(int(token))
-
-
-class RequestRows:
-    """Columns of the resident requests: what a step reads and writes of all rows at once.
-
-    num_tokens, num_computed: int64[capacity]. in_flight: int64[capacity], how many of those computed are of
-    steps not yet settled. tail: int32[capacity, tail_tokens], the tokens behind a
-    row's last whole hash block (kept until overwritten). requests: who has the row, None when free.
-    Rows are handed out lowest first; the columns grow by doubling, so never keep a reference to them.
-    """
-
-    def __init__(self, tail_tokens: int, capacity: int = 64) -> None:
-        self.tail_tokens = tail_tokens
-        self.num_tokens = np.zeros(capacity, np.int64)
-        self.num_computed = np.zeros(capacity, np.int64)
-        self.in_flight = np.zeros(capacity, np.int64)
-        self.tail = np.zeros((capacity, tail_tokens), np.int32)
-        self.requests: list[Request | None] = [None] * capacity
-        self._free = list(range(capacity))
-
-    @property
-    def capacity(self) -> int:
-        """Rows that exist."""
-        return len(self.requests)
-
-    def bind(self, request: Request) -> int:
-        """Give ``request`` a row and move its counts and its tail there. O(tail_tokens)."""
-        if request._rows is not None:
-            raise CacheError(f"request {request.request_id!r} already holds row {request.row}")
-        if not self._free:
-            self._grow()
-        row = heapq.heappop(self._free)
-        tokens = request._tokens
-        whole = len(tokens) // self.tail_tokens * self.tail_tokens
-        rest = tokens[whole:]
-        self.tail[row, : len(rest)] = rest
-        self.num_tokens[row] = len(tokens)
-        self.num_computed[row] = request._computed
-        del tokens[whole:]
-        self.requests[row] = request
-        request._rows, request.row = self, row
-        if not rest:  # the last token must be readable in the tail: a decode step sends it
-            self.tail[row, -1] = tokens[-1]
-        return row
-
-    def release(self, request: Request) -> None:
-        """Take the row back; counts and tail return to the request."""
-        row = request.row
-        if request._rows is not self or self.requests[row] is not request:
-            raise CacheError(f"request {request.request_id!r} holds no row here")
-        rest = self.num_tokens.item(row) - len(request._tokens)
-        request._tokens.extend(self.tail[row, :rest].tolist())
-        request._computed = self.num_computed.item(row)
-        request._rows, request.row = None, -1
-        self.requests[row] = None
-        self.num_tokens[row] = self.num_computed[row] = self.in_flight[row] = 0
-        heapq.heappush(self._free, row)
-
-    def append_one(self, row: int, token: int) -> None:
-        """One token behind the known ones of ``row``."""
-        n = self.num_tokens.item(row)
-        self.tail[row, n % self.tail_tokens] = token
-        self.num_tokens[row] = n + 1
-        if (n + 1) % self.tail_tokens == 0:
-            self._flush(np.array([row]))
-
-    def append(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
-        """``tokens[i]`` behind the known ones of ``rows[i]``; rows distinct. Rows that complete a block are hashed."""
-        n = self.num_tokens[rows]
-        self.tail[rows, n % self.tail_tokens] = tokens
-        n += 1
-        self.num_tokens[rows] = n
-        whole = rows[n % self.tail_tokens == 0]
-        if whole.size:
-            self._flush(whole)
-
-    def rows_of(self, requests: Sequence[Request]) -> NDArray[np.int64]:
-        """The rows of ``requests``, int64[len(requests)]. CacheError if one of them holds none here. O(requests)."""
-        rows = [request.row for request in requests if request._rows is self]
-        if len(rows) < len(requests):
-            stray = next(request for request in requests if request._rows is not self)
-            raise CacheError(f"request {stray.request_id!r} holds no row here: allocate slots for it first")
-        return np.fromiter(rows, np.int64, len(rows))
-
-    def owners(self, rows: NDArray[np.integer]) -> list[Request]:
-        """Who holds each of ``rows``. CacheError if nobody does. O(rows)."""
-        holders = [self.requests[row] for row in rows.tolist()]
-        owners = [request for request in holders if request is not None]
-        if len(owners) < len(holders):
-            raise CacheError(f"row {int(rows[holders.index(None)])} is held by nobody")
-        return owners
-
-    def last_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The last known token of each row, int32[len(rows)]."""
-        last: NDArray[np.int32] = self.tail[rows, (self.num_tokens[rows] - 1) % self.tail_tokens]
-        return last
-
-    def advance(self, rows: NDArray[np.int64], tokens: NDArray[np.int64] | int) -> None:
-        """``tokens`` more are computed in each of ``rows``."""
-        self.num_computed[rows] += tokens
-
-    def schedule(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
-        """``tokens`` more count as computed in each of ``rows``; the step that computes them is in flight."""
-        self.num_computed[rows] += tokens
-        self.in_flight[rows] += tokens
-
-    def settle(self, rows: NDArray[np.int64], tokens: NDArray[np.integer]) -> None:
-        """A step that computed ``tokens`` in each of ``rows`` has run."""
-        self.in_flight[rows] -= tokens
-
-    def retract(self, rows: NDArray[np.int64], tokens: NDArray[np.integer]) -> None:
-        """A step that should have computed ``tokens`` in each of ``rows`` failed."""
-        self.num_computed[rows] -= tokens
-        self.in_flight[rows] -= tokens
-
-    def _flush(self, rows: NDArray[np.int64]) -> None:
-        """Move full tails to their requests and hash them, all in one call."""
-        blocks = self.tail[rows]
-        octets, size = blocks.tobytes(), blocks.itemsize * self.tail_tokens
-        owners = self.owners(rows)
-        for i, request in enumerate(owners):
-            request._tokens.frombytes(octets[i * size : (i + 1) * size])
-        hashed = [request for request in owners if request.hasher is not None]
-        hasher = hashed[0].hasher if hashed else None  # one for all requests of a manager
-        if hasher is None:
-            return
-        parents = [request.hashes[-1] if request.hashes else None for request in hashed]
-        extras = [self._extra(request) for request in hashed]
-        if len(hashed) < len(owners):
-            blocks = blocks[[request.hasher is not None for request in owners]]
-        for request, key in zip(hashed, hasher.hash_rows(parents, blocks, extras), strict=True):
-            request.hashes.append(key)
-
-    @staticmethod
-    def _extra(request: Request) -> Extra | None:
-        extras = request.extra_keys(len(request.hashes), 1)
-        return None if extras is None else extras[0]
-
-    def _grow(self) -> None:
-        old = self.capacity
-        for name in ("num_tokens", "num_computed", "in_flight", "tail"):
-            column = getattr(self, name)
-            setattr(self, name, np.concatenate((column, np.zeros_like(column))))
-        self.requests += [None] * old
-        self._free = list(range(old, 2 * old))

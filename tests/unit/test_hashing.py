@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hybridkv.cache import BlockHasher
 from hybridkv.errors import ConfigError
-from hybridkv.request import Extra
+from hybridkv.extra_keys import Extra
 
 ONE_TO_16 = np.arange(1, 17)
 FIRST = "cd7c51bc5a8fc8643f383a2b9e01522fba7473c669e9270c7b0bf7bf7fd01682"

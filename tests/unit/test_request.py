@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from hybridkv.cache import BlockHasher
 from hybridkv.errors import CacheError, ConfigError
-from hybridkv.request import Request, RequestRows, SamplingParams, append_tokens
+from hybridkv.request import Request, SamplingParams
+from hybridkv.request_rows import RequestRows, append_tokens
 
 
 class CountingHasher(BlockHasher):

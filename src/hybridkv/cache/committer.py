@@ -12,7 +12,7 @@ from hybridkv.cache.policies import NEW, UNPUBLISHED, GroupPlan
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.publisher import Publisher
 from hybridkv.cache.slots import SlotPlan
-from hybridkv.request import RequestRows
+from hybridkv.request_rows import RequestRows
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]

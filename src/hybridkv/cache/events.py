@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridkv.request import Extra
+from hybridkv.extra_keys import Extra
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
     """Blocks that were written and can be hit. parent_block_hash: None when they begin the prompt.
 
-    extra_keys: per block the untagged extra keys, None where there are none.
+    extra_keys: per block the untagged extra keys, None where there are none; of a block of several hash
+    blocks those of all of them, in order, each once. lora_id, lora_name: of the request's adapter.
     """
 
     block_hashes: tuple[bytes, ...]

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError
-from hybridkv.request import Extra
+from hybridkv.extra_keys import Extra
 
 ROOT_SEED: Final = "vllm-none-hash"
 ALGORITHMS: Final = ("sha256_cbor", "xxhash_cbor")

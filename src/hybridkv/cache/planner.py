@@ -22,7 +22,8 @@ from hybridkv.cache.slots import (
     unreadable_state,
 )
 from hybridkv.cache.write_log import WriteLog
-from hybridkv.request import Request, RequestRows
+from hybridkv.request import Request
+from hybridkv.request_rows import RequestRows
 
 
 class SlotPlanner:

@@ -11,7 +11,8 @@ from hybridkv.cache import batch
 from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.write_log import Run, WriteLog
-from hybridkv.request import Request, RequestRows
+from hybridkv.request import Request
+from hybridkv.request_rows import RequestRows
 
 Int64 = NDArray[np.int64]
 

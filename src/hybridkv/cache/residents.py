@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from hybridkv.cache.group import CacheGroup
 from hybridkv.errors import CacheError
-from hybridkv.request import Request, RequestRows
+from hybridkv.request import Request
+from hybridkv.request_rows import RequestRows
 
 Int64 = NDArray[np.int64]
 

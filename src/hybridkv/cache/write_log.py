@@ -17,6 +17,7 @@ from hybridkv.cache.events import BlockStored, untagged
 from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.pool import WRITTEN, BlockPool
 from hybridkv.errors import CacheError
+from hybridkv.extra_keys import Extra
 from hybridkv.request import Request
 
 
@@ -119,5 +120,15 @@ def _stored(run: Run, first: int, last: int) -> BlockStored:
         token_ids=tuple(request.token_ids(first * size, last * size).tolist()),
         block_size=size,
         group_idx=group.number,
-        extra_keys=None if extras is None else tuple(untagged(extra) for extra in extras[::stride]),
+        lora_id=None if request.lora is None else request.lora.id,
+        lora_name=None if request.lora is None else request.lora.name,
+        extra_keys=None if extras is None else tuple(untagged(part) for part in _joined(extras, stride)),
     )
+
+
+def _joined(extras: list[Extra | None], stride: int) -> list[Extra | None]:
+    """Extra keys of blocks of ``stride`` hash blocks: those of all its hash blocks in order, repeats left out."""
+    if stride == 1:
+        return extras
+    parts = (extras[start : start + stride] for start in range(0, len(extras), stride))
+    return [tuple(dict.fromkeys(key for extra in part if extra for key in extra)) or None for part in parts]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.request import Request, RequestRows
+from hybridkv.request import Request
+from hybridkv.request_rows import RequestRows
 from hybridkv.schedule.split import AlignSplit
 from hybridkv.schedule.tokens import share_budget
 

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache import BatchSlots, CacheGroup, KVCacheBlocks
-from hybridkv.request import Request, RequestRows
+from hybridkv.request import Request
+from hybridkv.request_rows import RequestRows
 from hybridkv.schedule.states import state_moves
 from hybridkv.schedule.tokens import cells_of, cells_of_row, gather_tokens, join_cells
 from hybridkv.step import Cells, Csr, NewRow, Step

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache import BatchSlots
-from hybridkv.request import RequestRows
+from hybridkv.request_rows import RequestRows
 from hybridkv.step import Cells, Csr
 
 Int32 = NDArray[np.int32]

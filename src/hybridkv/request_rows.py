@@ -1,0 +1,183 @@
+"""The resident requests as columns: what a step reads and writes of all rows at once."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.errors import CacheError, ConfigError
+from hybridkv.extra_keys import Extra
+from hybridkv.request import Request
+
+
+def append_tokens(requests: Sequence[Request], tokens: Sequence[int] | NDArray[np.integer]) -> None:
+    """``tokens[i]`` behind the known ones of ``requests[i]``; requests distinct.
+
+    One batch when all of them hold blocks of one manager, else one by one. ConfigError when the numbers differ.
+    """
+    if len(requests) != len(tokens):
+        raise ConfigError(f"{len(requests)} requests but {len(tokens)} tokens: give one token to each request")
+    home = requests[0]._rows if requests else None
+    rows = [] if home is None else [request.row for request in requests if request._rows is home]
+    if home is not None and len(rows) == len(requests):
+        home.append(np.fromiter(rows, np.int64, len(rows)), np.fromiter(tokens, np.int32, len(rows)))
+        return
+    for request, token in zip(requests, tokens, strict=True):
+        request.append(int(token))
+
+
+class RequestRows:
+    """Columns of the resident requests: what a step reads and writes of all rows at once.
+
+    num_tokens, num_computed: int64[capacity]. in_flight: int64[capacity], how many of those computed are of
+    steps not yet settled. tail: int32[capacity, tail_tokens], the tokens behind a
+    row's last whole hash block (kept until overwritten). requests: who has the row, None when free.
+    Rows are handed out lowest first; the columns grow by doubling, so never keep a reference to them.
+    """
+
+    def __init__(self, tail_tokens: int, capacity: int = 64) -> None:
+        self.tail_tokens = tail_tokens
+        self.num_tokens = np.zeros(capacity, np.int64)
+        self.num_computed = np.zeros(capacity, np.int64)
+        self.in_flight = np.zeros(capacity, np.int64)
+        self.tail = np.zeros((capacity, tail_tokens), np.int32)
+        self.requests: list[Request | None] = [None] * capacity
+        self._free = list(range(capacity))
+
+    @property
+    def capacity(self) -> int:
+        """Rows that exist."""
+        return len(self.requests)
+
+    def bind(self, request: Request) -> int:
+        """Give ``request`` a row and move its counts and its tail there. O(tail_tokens)."""
+        if request._rows is not None:
+            raise CacheError(f"request {request.request_id!r} already holds row {request.row}")
+        if not self._free:
+            self._grow()
+        row = heapq.heappop(self._free)
+        tokens = request._tokens
+        whole = len(tokens) // self.tail_tokens * self.tail_tokens
+        rest = tokens[whole:]
+        self.tail[row, : len(rest)] = rest
+        self.num_tokens[row] = len(tokens)
+        self.num_computed[row] = request._computed
+        del tokens[whole:]
+        self.requests[row] = request
+        request._rows, request.row = self, row
+        if not rest:  # the last token must be readable in the tail: a decode step sends it
+            self.tail[row, -1] = tokens[-1]
+        return row
+
+    def release(self, request: Request) -> None:
+        """Take the row back; counts and tail return to the request."""
+        row = request.row
+        if request._rows is not self or self.requests[row] is not request:
+            raise CacheError(f"request {request.request_id!r} holds no row here")
+        rest = self.num_tokens.item(row) - len(request._tokens)
+        request._tokens.extend(self.tail[row, :rest].tolist())
+        request._computed = self.num_computed.item(row)
+        request._rows, request.row = None, -1
+        self.requests[row] = None
+        self.num_tokens[row] = self.num_computed[row] = self.in_flight[row] = 0
+        heapq.heappush(self._free, row)
+
+    def append_one(self, row: int, token: int) -> None:
+        """One token behind the known ones of ``row``."""
+        n = self.num_tokens.item(row)
+        self.tail[row, n % self.tail_tokens] = token
+        self.num_tokens[row] = n + 1
+        if (n + 1) % self.tail_tokens == 0:
+            self._flush(np.array([row]))
+
+    def append(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
+        """``tokens[i]`` behind the known ones of ``rows[i]``; rows distinct. Rows that complete a block are hashed."""
+        n = self.num_tokens[rows]
+        self.tail[rows, n % self.tail_tokens] = tokens
+        n += 1
+        self.num_tokens[rows] = n
+        whole = rows[n % self.tail_tokens == 0]
+        if whole.size:
+            self._flush(whole)
+
+    def truncate(self, row: int, num_tokens: int, last: Sequence[int]) -> None:
+        """``row`` has ``num_tokens`` tokens from now on, which end in ``last``: at least one, and the whole tail."""
+        self.num_tokens[row] = num_tokens
+        rest = num_tokens % self.tail_tokens
+        if rest:
+            self.tail[row, :rest] = last
+        else:
+            self.tail[row, -1] = last[-1]
+
+    def rows_of(self, requests: Sequence[Request]) -> NDArray[np.int64]:
+        """The rows of ``requests``, int64[len(requests)]. CacheError if one of them holds none here. O(requests)."""
+        rows = [request.row for request in requests if request._rows is self]
+        if len(rows) < len(requests):
+            stray = next(request for request in requests if request._rows is not self)
+            raise CacheError(f"request {stray.request_id!r} holds no row here: allocate slots for it first")
+        return np.fromiter(rows, np.int64, len(rows))
+
+    def owners(self, rows: NDArray[np.integer]) -> list[Request]:
+        """Who holds each of ``rows``. CacheError if nobody does. O(rows)."""
+        holders = [self.requests[row] for row in rows.tolist()]
+        owners = [request for request in holders if request is not None]
+        if len(owners) < len(holders):
+            raise CacheError(f"row {int(rows[holders.index(None)])} is held by nobody")
+        return owners
+
+    def last_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The last known token of each row, int32[len(rows)]."""
+        last: NDArray[np.int32] = self.tail[rows, (self.num_tokens[rows] - 1) % self.tail_tokens]
+        return last
+
+    def advance(self, rows: NDArray[np.int64], tokens: NDArray[np.int64] | int) -> None:
+        """``tokens`` more are computed in each of ``rows``."""
+        self.num_computed[rows] += tokens
+
+    def schedule(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        """``tokens`` more count as computed in each of ``rows``; the step that computes them is in flight."""
+        self.num_computed[rows] += tokens
+        self.in_flight[rows] += tokens
+
+    def settle(self, rows: NDArray[np.int64], tokens: NDArray[np.integer]) -> None:
+        """A step that computed ``tokens`` in each of ``rows`` has run."""
+        self.in_flight[rows] -= tokens
+
+    def retract(self, rows: NDArray[np.int64], tokens: NDArray[np.integer]) -> None:
+        """A step that should have computed ``tokens`` in each of ``rows`` failed."""
+        self.num_computed[rows] -= tokens
+        self.in_flight[rows] -= tokens
+
+    def _flush(self, rows: NDArray[np.int64]) -> None:
+        """Move full tails to their requests and hash them, all in one call."""
+        blocks = self.tail[rows]
+        octets, size = blocks.tobytes(), blocks.itemsize * self.tail_tokens
+        owners = self.owners(rows)
+        for i, request in enumerate(owners):
+            request._tokens.frombytes(octets[i * size : (i + 1) * size])
+        hashed = [request for request in owners if request.hasher is not None]
+        hasher = hashed[0].hasher if hashed else None  # one for all requests of a manager
+        if hasher is None:
+            return
+        parents = [request.hashes[-1] if request.hashes else None for request in hashed]
+        extras = [self._extra(request) for request in hashed]
+        if len(hashed) < len(owners):
+            blocks = blocks[[request.hasher is not None for request in owners]]
+        for request, key in zip(hashed, hasher.hash_rows(parents, blocks, extras), strict=True):
+            request.hashes.append(key)
+
+    @staticmethod
+    def _extra(request: Request) -> Extra | None:
+        extras = request.extra_keys(len(request.hashes), 1)
+        return None if extras is None else extras[0]
+
+    def _grow(self) -> None:
+        old = self.capacity
+        for name in ("num_tokens", "num_computed", "in_flight", "tail"):
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate((column, np.zeros_like(column))))
+        self.requests += [None] * old
+        self._free = list(range(old, 2 * old))
