@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_support import error, run
@@ -16,7 +17,7 @@ BASE = ("--model", "llama-3-8b", "--memory", "4GiB")
 CHAT = ("replay", "workload:chat", "--hours", "0.01", *BASE)
 
 
-def document(*arguments: str | Path) -> dict[str, object]:
+def document(*arguments: str | Path) -> dict[str, Any]:
     done = run(*arguments, "--json")
     assert done.stderr == ""
     made = json.loads(done.stdout)
@@ -51,6 +52,9 @@ def test_a_report_for_people() -> None:
     hits = UniformWorkload().hit_tokens(16)
     for pattern in (
         r"llama-3-8b, tp 1, 4 GiB: 2,048 blocks of 16 tokens; up to 256 requests and 8,192 tokens a step",
+        r"layout reference, no recurrent states, bfloat16 cache\n",
+        r"group +layers +tokens +published +evicted +cached +copied ",
+        r"0 +32 x FullAttentionSpec +16 +[\d,]+ +0 +[\d,]+ +0 ",
         r"requests +40 ",
         r"prompt tokens +10,960 ",
         rf"hit tokens +{hits:,} ",
@@ -66,6 +70,8 @@ def test_a_report_for_people() -> None:
         assert re.search(pattern, text), pattern
     assert "\x1b" not in text
     assert "bad lines" not in text
+    assert "caching is off" not in text
+    assert max(map(len, text.splitlines()[2:])) <= 80
 
 
 def test_a_report_for_programs(trace: Path) -> None:
@@ -77,6 +83,11 @@ def test_a_report_for_programs(trace: Path) -> None:
         "dtype": "bfloat16",
         "tp": 2,
         "block_size": 16,
+        "layout": "reference",
+        "placement": None,
+        "dcp": 1,
+        "pcp": 1,
+        "encoder_tokens": 0,
         "memory_bytes": 4 << 30,
         "num_blocks": 4096,
         "max_model_len": 382,
@@ -98,6 +109,10 @@ def test_a_report_for_programs(trace: Path) -> None:
     assert made["hit_rate"] == hits / 10_960
     assert (made["requests"], made["bad_lines"], made["preemptions"]) == (40, 0, 0)
     assert made["computed_tokens"] == 10_960 - hits + 40 * 20
+    assert made["caching_off"] is None
+    (group,) = made["groups"]
+    assert (group["kind"], group["layers"], group["block_size"], group["copies"]) == ("FullAttentionSpec", 32, 16, 0)
+    assert group["published"] == group["cached_blocks"] + group["evictions"] > 0
 
 
 def test_reports_are_byte_equal_and_gzip_changes_nothing(trace: Path, tmp_path: Path) -> None:
@@ -151,11 +166,9 @@ def test_memory_that_is_short_preempts(tmp_path: Path) -> None:
     short, ample = (document("replay", path, "--model", "llama-3-8b", "--memory", size) for size in ("64MiB", "1GiB"))
     assert (short["requests"], short["output_tokens"]) == (20, 1200)
     assert ample["preemptions"] == 0
-    assert isinstance(short["preemptions"], int)
     assert short["preemptions"] > 0
     # what was given up ran again
     assert ample["computed_tokens"] == 20 * (40 + 59)
-    assert isinstance(short["computed_tokens"], int)
     assert short["computed_tokens"] > 20 * (40 + 59)
 
 
@@ -169,6 +182,57 @@ def test_a_plan_file_is_used(trace: Path, tmp_path: Path) -> None:
     newer = tmp_path / "newer.json"
     newer.write_text(path.read_text("utf-8").replace('"version": 1', '"version": 2'), "utf-8")
     assert "hybridkv.plan version 2 is newer" in error("replay", trace, "--plan", newer)
+
+
+HYBRID = ("workload:uniform", "--model", "qwen3.5-35b-a3b", "--memory", "4GiB")
+
+
+def test_options_of_a_plan_are_those_of_plan() -> None:
+    made = document("replay", *HYBRID, "--layout", "reference", "--placement", "align", "--kv-dtype", "fp8")
+    assert {name: made["settings"][name] for name in ("dtype", "layout", "placement", "prefix_caching")} == {
+        "dtype": "fp8",
+        "layout": "reference",
+        "placement": "align",
+        "prefix_caching": True,
+    }
+    # half the bytes of a token: 2,096 of them cover a state
+    assert [group["block_size"] for group in made["groups"]] == [2096] * 4
+    assert made["hit_tokens"] == 0
+    text = run("replay", "workload:uniform", "--model", "gemma-3-27b", "--memory", "8GiB", "--windows-as-full").stdout
+    assert re.search(r"0 +62 x FullAttentionSpec +16 ", text)
+
+
+def test_states_that_are_not_kept_are_said_to_be() -> None:
+    text = run("replay", *HYBRID, "--placement", "none").stdout
+    assert "layout reference, placement none, bfloat16 cache\n" in text
+    assert "prefix caching is off: placement none keeps no state to resume from\n" in text
+    assert re.search(r"hit tokens +0 ", text)
+    assert run("replay", "workload:uniform", *BASE, "--no-prefix-caching").stdout.count("off: as asked for\n") == 1
+
+
+@pytest.mark.parametrize("model", ["qwen3.5-35b-a3b", "gpt-oss-120b", "llama-4-scout", "whisper-large-v3"])
+def test_a_plan_in_a_pipe(model: str) -> None:
+    options = ("--memory", "8GiB", "--max-model-len", "400")
+    plan = run("plan", model, *options, "--json").stdout
+    piped = subprocess.run(
+        [sys.executable, "-m", "hybridkv", "replay", "workload:uniform", "--plan", "-", "--json"],
+        input=plan,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert piped.stdout == run("replay", "workload:uniform", "--model", model, *options[:2], "--json").stdout
+    broken = subprocess.run(
+        [sys.executable, "-m", "hybridkv", "replay", "workload:uniform", "--plan", "-"],
+        input=plan[:-9],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (broken.returncode, broken.stdout) == (2, "")
+    assert broken.stderr.startswith("error: standard input: not a JSON document")
 
 
 def test_the_maximum_length(trace: Path, tmp_path: Path) -> None:
@@ -213,6 +277,13 @@ def test_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Path) -> None:
         (("workload:chat", *BASE, "--time-scale", "-1"), "time_scale (--time-scale) must be 0 or more"),
         (("workload:chat", *BASE, "--block-size", "0"), "block_size must be at least 1 token, got 0"),
         (("workload:chat", *BASE, "--tp", "3"), "tp"),
+        (("workload:chat", *BASE, "--kv-dtype", "int4"), "'auto', 'bf16', 'fp16', 'fp32', 'fp8'"),
+        (("workload:chat", *BASE, "--layout", "natural"), "'reference'"),
+        (("workload:chat", *BASE, "--placement", "all"), "'align', 'none'"),
+        (
+            ("workload:chat", *BASE, "--plan", "p.json", "--placement", "none", "--windows-as-full"),
+            "drop --model, --memory, --placement, --windows-as-full, or drop --plan",
+        ),
         (("workload:chat", *BASE, "--seed", "-1"), "seed must be 0 or more"),
         (("workload:chat", *BASE, "--hours", "0"), "hours must be above 0"),
         (("workload:chat", *BASE, "--limit", "0"), "limit must be at least 1 request"),

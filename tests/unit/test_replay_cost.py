@@ -7,7 +7,8 @@ import pytest
 
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
-from hybridkv.replay import H100, Hardware, ReplayReport, StepCost
+from hybridkv.plan import make_plan
+from hybridkv.replay import H100, CacheTraffic, Hardware, ReplayReport, StepCost
 from hybridkv.replay.report import Distribution
 from hybridkv.step import Cells, Csr, Step
 
@@ -34,40 +35,40 @@ def step(*rows: tuple[int, int]) -> Step:
 
 
 def test_compute_bound() -> None:
-    cost = StepCost(parameters=10, active_parameters=10, kv_bytes_per_token=0, hardware=SLOW)
+    cost = StepCost(parameters=10, active_parameters=10, traffic=CacheTraffic(), hardware=SLOW)
     # 2 * 10 * 100 operations at 500 a second; 20 bytes of weights at 25 a second
     assert cost.seconds(step((0, 60), (7, 40))) == 4 + 0.125
 
 
 def test_memory_bound() -> None:
-    cost = StepCost(parameters=10, active_parameters=10, kv_bytes_per_token=3, hardware=SLOW)
+    cost = StepCost(parameters=10, active_parameters=10, traffic=CacheTraffic(3), hardware=SLOW)
     # 20 bytes of weights, 3 for each of 30 + 1 and 44 + 1 tokens, at 25 a second; 40 operations at 500
     assert cost.seconds(step((30, 1), (44, 1))) == (20 + 3 * 76) / 25 + 0.125
 
 
 def test_experts_that_no_token_chooses_are_not_read() -> None:
-    cost = StepCost(parameters=100, active_parameters=10, kv_bytes_per_token=0, hardware=SLOW)
+    cost = StepCost(parameters=100, active_parameters=10, traffic=CacheTraffic(), hardware=SLOW)
     assert cost.seconds(step((0, 1))) == 2 * 10 / 25 + 0.125
     assert cost.seconds(step((0, 4))) == 2 * 40 / 25 + 0.125
     assert cost.seconds(step((0, 50))) == 2 * 100 / 25 + 0.125
 
 
 def test_an_empty_step_costs_its_overhead() -> None:
-    assert StepCost(10, 10, 1, SLOW).seconds(step()) == 0.125
+    assert StepCost(10, 10, CacheTraffic(1), SLOW).seconds(step()) == 0.125
 
 
 def test_the_time_scale_multiplies() -> None:
-    one, half, none = (StepCost(10, 10, 1, SLOW, time_scale=scale) for scale in (1.0, 0.5, 0.0))
+    one, half, none = (StepCost(10, 10, CacheTraffic(1), SLOW, time_scale=scale) for scale in (1.0, 0.5, 0.0))
     busy = step((5, 3))
     assert half.seconds(busy) == one.seconds(busy) / 2
     assert none.seconds(busy) == 0
 
 
 def test_ranks_share_the_work() -> None:
-    alone, four = (StepCost.of(read_model("llama-3-70b", tp=tp)) for tp in (1, 4))
+    alone, four = (StepCost.of(make_plan(read_model("llama-3-70b", tp=tp), "40GiB")) for tp in (1, 4))
     assert four.parameters == alone.parameters / 4
     assert four.active_parameters == alone.active_parameters / 4
-    assert (alone.kv_bytes_per_token, four.kv_bytes_per_token) == (327_680, 81_920)
+    assert (alone.traffic.token_bytes, four.traffic.token_bytes) == (327_680, 81_920)
     # one token: about 141 GB of weights at 2.68 TB/s; 8,192 tokens: their operations at 495 TFLOP/s
     assert alone.seconds(step((0, 1))) == pytest.approx(0.0526 + H100.overhead_s, rel=0.02)
     assert alone.seconds(step((0, 8192))) == pytest.approx(2.3, rel=0.03)
@@ -76,7 +77,7 @@ def test_ranks_share_the_work() -> None:
 @pytest.mark.parametrize("scale", [-0.1, float("inf"), float("nan")])
 def test_time_scales_that_cannot_be(scale: float) -> None:
     with pytest.raises(ConfigError, match="time scale must be 0 or more and finite"):
-        StepCost.of(read_model("llama-3-8b"), time_scale=scale)
+        StepCost.of(make_plan(read_model("llama-3-8b"), "4GiB"), time_scale=scale)
 
 
 def test_percentiles_are_those_of_nearest_rank() -> None:

@@ -11,6 +11,7 @@ from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import Model, read_model
 from hybridkv.plan import Plan
 from hybridkv.replay import (
+    CacheTraffic,
     Hardware,
     Pieces,
     Progress,
@@ -32,7 +33,7 @@ from hybridkv.step import Step, StepResult
 from hybridkv.units import GiB, MiB
 
 # every step takes exactly a second
-SECOND = StepCost(0, 0, 0, Hardware("second", 1, 1, 1, 1, 1.0))
+SECOND = StepCost(0, 0, CacheTraffic(), Hardware("second", 1, 1, 1, 1, 1.0))
 MODEL = read_model("llama-3-8b")
 BLOCK_BYTES = int(MODEL.kv_bytes_per_token) * 16
 
@@ -86,7 +87,7 @@ def watched(
     plan = plan_for(source.summary(), MODEL, (blocks + 1) * BLOCK_BYTES)
     cache = KVCacheManager(plan.config, plan.max_model_len)
     scheduler = Watched(cache, SchedulerLimits(max_running=max_running, max_batched_tokens=budget))
-    return replay(source, scheduler, SECOND, hasher=cache.hasher), scheduler
+    return replay(source, scheduler, SECOND), scheduler
 
 
 def endless(source: UniformWorkload | Workload, model: Model = MODEL, **settings: object) -> ReplayReport:

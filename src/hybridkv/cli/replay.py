@@ -16,9 +16,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from hybridkv.cli.output import console, table
+from hybridkv.cli.planning import (
+    BlockSize,
+    DtypeOption,
+    LayoutOption,
+    Memory,
+    PlacementOption,
+    PlanFile,
+    PlanOptions,
+    TensorParallel,
+    WindowsAsFull,
+    load_plan,
+)
 from hybridkv.errors import ConfigError
-from hybridkv.models import read_model
-from hybridkv.plan import Plan, read_plan
+from hybridkv.plan import Plan
 from hybridkv.replay import (
     WORKLOADS,
     Progress,
@@ -52,7 +63,7 @@ class _Asked:
 
     workload: Mapping[str, float | None]
     trace: Mapping[str, int | bool | None]
-    planning: Mapping[str, str | int | None]
+    planning: PlanOptions
     plan_file: Path | None
     max_model_len: int | None
     limit: int | None
@@ -68,17 +79,21 @@ def replay_command(
         ),
     ],
     model: Annotated[str | None, typer.Option(help="A config.json, a folder with one, or a known name.")] = None,
-    memory: Annotated[str | None, typer.Option(help="For the cache of one rank: 40GiB, 512MiB, or bytes.")] = None,
-    plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan of `hybridkv plan --json`.")] = None,
+    memory: Memory = None,
+    plan_file: PlanFile = None,
     max_model_len: Annotated[int | None, typer.Option(help="Tokens; that of the longest request.")] = None,
     max_running: Annotated[int, typer.Option(help="Requests at once.")] = _DEFAULT.max_running,
     token_budget: Annotated[int, typer.Option(help="Tokens of a step.")] = _DEFAULT.token_budget,
     time_scale: Annotated[
         float, typer.Option(help="Multiplies the modelled durations; 0: steps take no time.")
     ] = _DEFAULT.time_scale,
-    block_size: Annotated[int | None, typer.Option(help="Tokens of a block; 16.")] = None,
+    block_size: BlockSize = None,
+    dtype: DtypeOption = None,
+    layout: LayoutOption = None,
+    placement: PlacementOption = None,
+    windows_as_full: WindowsAsFull = None,
     trace_block_size: Annotated[int | None, typer.Option(help="Tokens of a Mooncake hash id; 512.")] = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor parallel ranks; 1. Memory is that of one.")] = None,
+    tp: TensorParallel = None,
     seed: Annotated[int | None, typer.Option(help="Of a workload; 0.")] = None,
     hours: Annotated[float | None, typer.Option(help="Of arrivals of a workload; 1.")] = None,
     rate: Annotated[float | None, typer.Option(help="Multiplies the arrivals of a workload; 1.")] = None,
@@ -91,7 +106,7 @@ def replay_command(
     asked = _Asked(
         workload={"--seed": seed, "--hours": hours, "--rate": rate},
         trace={"--trace-block-size": trace_block_size, "--skip-bad-lines": skip_bad_lines or None},
-        planning={"--model": model, "--memory": memory, "--tp": tp, "--block-size": block_size},
+        planning=PlanOptions(model, memory, tp, block_size, dtype, layout, placement, windows_as_full),
         plan_file=plan_file,
         max_model_len=max_model_len,
         limit=limit,
@@ -99,7 +114,7 @@ def replay_command(
     settings = ReplaySettings(max_running, token_budget, time_scale, prefix_caching=not no_prefix_caching)
     source = _source(trace, asked)
     summary = source.summary()
-    plan, own_length = _plan(summary, asked)
+    plan, own_length = _plan(summary, asked, token_budget)
     begun = time.perf_counter()
     with _progress(summary.requests, begun) as on_progress:
         report = run_replay(source, plan, settings, summary=summary, on_progress=on_progress)
@@ -141,27 +156,22 @@ def _source(trace: str, asked: _Asked) -> RequestSource:
     return Workload(kind, limit=asked.limit, **chosen)  # type: ignore[arg-type]  # --seed is an int, the others floats
 
 
-def _plan(summary: TraceSummary, asked: _Asked) -> tuple[Plan, int | None]:
+def _plan(summary: TraceSummary, asked: _Asked, token_budget: int) -> tuple[Plan, int | None]:
     """The plan, and the model's own limit where the plan's maximum length is above it."""
+    options, length = asked.planning, asked.max_model_len
     if asked.plan_file is not None:
-        given = [name for name, value in asked.planning.items() if value is not None]
-        if given:
-            raise ConfigError(f"--plan holds everything already: drop {', '.join(given)}, or drop --plan")
-        read = read_plan(asked.plan_file)
-        model, plan = read.model, plan_with_length(summary, read, asked.max_model_len)
+        options.refuse_beside_plan({"--model": options.config})
+        read = load_plan(asked.plan_file)
+        model, plan = read.model, plan_with_length(summary, read, length, token_budget=token_budget)
     else:
-        missing = [name for name in ("--model", "--memory") if asked.planning[name] is None]
+        needed = {"--model": options.config, "--memory": options.memory}
+        missing = [name for name, value in needed.items() if value is None]
         if missing:
             raise ConfigError(
                 f"{' and '.join(missing)} missing: for example --model llama-3-8b --memory 40GiB, or --plan FILE"
             )
-        block_size, tp = asked.planning["--block-size"], asked.planning["--tp"]
-        model = read_model(
-            str(asked.planning["--model"]),
-            block_size=16 if block_size is None else int(block_size),
-            tp=1 if tp is None else int(tp),
-        )
-        plan = plan_for(summary, model, str(asked.planning["--memory"]), asked.max_model_len)
+        model = options.model()
+        plan = plan_for(summary, model, str(options.memory), length, token_budget=token_budget, **options.rules)
     own = model.max_model_len
     return plan, own if own is not None and own < plan.max_model_len else None
 
@@ -174,6 +184,11 @@ def _settings(plan: Plan, settings: ReplaySettings, length_from: str, source: Re
         "dtype": plan.model.dtype,
         "tp": plan.model.tp,
         "block_size": plan.model.block_size,
+        "layout": plan.layout,
+        "placement": plan.placement,
+        "dcp": plan.limits.dcp,
+        "pcp": plan.limits.pcp,
+        "encoder_tokens": plan.limits.max_encoder_tokens,
         "memory_bytes": plan.memory_bytes,
         "num_blocks": plan.config.num_blocks,
         "max_model_len": plan.max_model_len,
@@ -186,11 +201,16 @@ def _settings(plan: Plan, settings: ReplaySettings, length_from: str, source: Re
 def _show(report: ReplayReport, plan: Plan, settings: ReplaySettings, summary: TraceSummary) -> None:
     """The report for people."""
     model, blocks = plan.model, format_count(plan.config.num_blocks)
+    sizes = sorted({group.block_size for group in report.groups})
     _print(
         f"{model.name}, tp {model.tp}, {format_bytes(plan.memory_bytes)}: {blocks} blocks of "
-        f"{model.block_size} tokens; up to {settings.max_running} requests and "
+        f"{' or '.join(map(format_count, sizes))} tokens; up to {settings.max_running} requests and "
         f"{format_count(settings.token_budget)} tokens a step"
     )
+    states = "no recurrent states" if plan.placement is None else f"placement {plan.placement}"
+    _print(f"layout {plan.layout}, {states}, {model.dtype} cache")
+    if report.caching_off is not None:
+        _print(f"prefix caching is off: {report.caching_off}")
     counts = table("", report.source)
     first, later = report.time_to_first_token_s, report.time_per_output_token_s
     rows = {
@@ -214,8 +234,18 @@ def _show(report: ReplayReport, plan: Plan, settings: ReplaySettings, summary: T
     for name, value in rows.items():
         counts.add_row(name, value)
     console().print(counts)
+    _show_groups(report)
     if summary.first_bad is not None:
         _line("first bad line", summary.first_bad)
+
+
+def _show_groups(report: ReplayReport) -> None:
+    """What became of each group's blocks."""
+    groups = table("group", "layers", "tokens", "published", "evicted", "cached", "copied", numbers_from=2)
+    for at, group in enumerate(report.groups):
+        counts = (group.block_size, group.published, group.evictions, group.cached_blocks, group.copies)
+        groups.add_row(str(at), f"{group.layers} x {group.kind}", *map(format_count, counts))
+    console().print(groups)
 
 
 def _line(name: str, value: str) -> None:

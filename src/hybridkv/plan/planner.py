@@ -13,11 +13,12 @@ from hybridkv.plan.grouping import Grouping, group_layers
 from hybridkv.plan.layout import reference_layout
 from hybridkv.plan.pages import windows_as_full as as_full
 from hybridkv.plan.pages import with_placement
-from hybridkv.specs import RequestLimits
+from hybridkv.specs import KVCacheSpec, MambaSpec, RequestLimits
 from hybridkv.units import format_bytes, format_count, parse_bytes
 
 REFERENCE: Final = "reference"
 ALIGN: Final = "align"
+NO_STATES: Final = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,19 @@ class Plan:
         return self.limits.max_model_len
 
     @property
+    def placement(self) -> str | None:
+        """Where recurrent states are kept; None without such layers."""
+        modes = (_cache_mode(group.spec.layer_spec(group.layer_names[0])) for group in self.config.groups)
+        return next((mode for mode in modes if mode is not None), None)
+
+    @property
     def capacity(self) -> Capacity:
         """What the config holds."""
         return capacity_of(self.config, self.memory_bytes, self.limits)
+
+
+def _cache_mode(spec: KVCacheSpec) -> str | None:
+    return spec.cache_mode if isinstance(spec, MambaSpec) else None
 
 
 def plan(

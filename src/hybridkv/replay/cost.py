@@ -2,16 +2,17 @@
 
     seconds = time_scale * (max(compute, memory) + overhead)
     compute = 2 * active parameters / tp * tokens / (FLOP/s * efficiency)
-    memory  = (weights read / tp * 2 bytes + context tokens * KV bytes per token) / (bytes/s * efficiency)
+    memory  = (weights read / tp * 2 bytes + cache bytes moved) / (bytes/s * efficiency)
 
-tokens: those the step runs. context tokens: cached and new ones of every row, each read once a step.
-Weights read: all, once a step; of a mixture of experts no more than its tokens can choose,
-``min(parameters, active parameters * tokens)``. KV bytes per token are those of one rank.
+tokens: those the step runs. Weights read: all, once a step; of a mixture of experts no more than its tokens can
+choose, ``min(parameters, active parameters * tokens)``. Cache bytes moved are those of one rank, by layer kind:
+hybridkv.replay.traffic.
 
 Two operations per weight and token is the usual count of a forward (Kaplan et al., arXiv 2001.08361, section
-2.1); the roofline is Williams, Waterman, Patterson, CACM 52(4), 2009. Left out: the attention's own
-operations (a tenth of the rest for a 70B model at 12k tokens), traffic between ranks, sampling. Durations
-decide only who runs beside whom: hits, blocks and preemptions come from the real scheduler and manager.
+2.1); the roofline is Williams, Waterman, Patterson, CACM 52(4), 2009. Left out: the operations of attention
+(a tenth of the rest for a 70B model at 12k tokens) and of recurrent scans, an encoder's run, traffic between
+ranks, sampling; context parallel ranks share the cache, not the operations. Durations decide only who runs
+beside whom: hits, blocks and preemptions come from the real scheduler and manager.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Self
 
-import numpy as np
-
 from hybridkv.errors import ConfigError
-from hybridkv.models import Model
+from hybridkv.plan import Plan
+from hybridkv.replay.traffic import CacheTraffic
 from hybridkv.step import Step
 
 
@@ -49,37 +49,32 @@ _WEIGHT_BYTES: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of a Step for one model on one kind of hardware; build it with ``of``."""
+    """Seconds of a Step for one model on one kind of hardware; build it with ``of``. Parameters are one rank's."""
 
     parameters: float
     active_parameters: float
-    kv_bytes_per_token: float
+    traffic: CacheTraffic
     hardware: Hardware = H100
     time_scale: float = 1.0
 
     @classmethod
-    def of(cls, model: Model, *, hardware: Hardware = H100, time_scale: float = 1.0) -> Self:
-        """Cost of ``model``, its tensor parallel ranks at work side by side.
+    def of(cls, plan: Plan, *, hardware: Hardware = H100, time_scale: float = 1.0) -> Self:
+        """Cost of the plan's model, its tensor parallel ranks at work side by side.
 
         time_scale: multiplies durations; 0 is a machine that takes no time. ConfigError for a negative one.
         """
         if not 0 <= time_scale < float("inf"):
             raise ConfigError(f"the time scale must be 0 or more and finite, got {time_scale}")
-        return cls(
-            model.parameters / model.tp,
-            model.active_parameters / model.tp,
-            float(model.kv_bytes_per_token),
-            hardware,
-            time_scale,
-        )
+        model = plan.model
+        parameters, active = model.parameters / model.tp, model.active_parameters / model.tp
+        return cls(parameters, active, CacheTraffic.of(plan), hardware, time_scale)
 
     def seconds(self, step: Step) -> float:
-        """Seconds of ``step``. O(rows)."""
+        """Seconds of ``step``. O(rows + copies)."""
         tokens = step.num_tokens
-        context_tokens = int(step.num_computed.sum(dtype=np.int64)) + tokens
         machine = self.hardware
         compute_s = 2 * self.active_parameters * tokens / (machine.flops_per_s * machine.compute_efficiency)
         weights = min(self.parameters, self.active_parameters * tokens)
-        read_bytes = weights * _WEIGHT_BYTES + context_tokens * self.kv_bytes_per_token
-        memory_s = read_bytes / (machine.bytes_per_s * machine.memory_efficiency)
+        moved_bytes = weights * _WEIGHT_BYTES + self.traffic.bytes_of(step)
+        memory_s = moved_bytes / (machine.bytes_per_s * machine.memory_efficiency)
         return self.time_scale * (max(compute_s, memory_s) + machine.overhead_s)

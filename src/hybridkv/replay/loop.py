@@ -2,8 +2,9 @@
 
     arrivals up to now -> add;  schedule() -> Step;  now += cost;  update(the trace's next output tokens)
 
-Simulated time stands still but for steps, and jumps to the next arrival when nothing is left to do. A
-request is built, and hashed, when it arrives and dropped when it finishes.
+Simulated time stands still but for steps, and jumps to the next arrival when nothing is left to do; the
+scheduler, too, must know no other (``clock``). A request is built, and hashed, when it arrives and dropped
+when it finishes.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.errors import CacheError, ConfigError
+from hybridkv.extra_keys import EncoderInput
 from hybridkv.replay.cost import StepCost
 from hybridkv.replay.formats import TraceRequest
-from hybridkv.replay.report import Distribution, ReplayReport
+from hybridkv.replay.report import Distribution, GroupReport, ReplayReport
 from hybridkv.replay.tokens import token_ids_at
 from hybridkv.replay.trace import RequestSource, TraceSummary
-from hybridkv.request import Hasher, Request, SamplingParams
+from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler
 from hybridkv.step import Csr, NewRow, Step, StepResult
 
@@ -39,6 +41,17 @@ class Progress:
     running: int
     waiting: int
     time_s: float
+
+
+class SimulatedClock:
+    """Seconds since the trace began; calling it reads it, as Scheduler(clock=) wants."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        """The time."""
+        return self.now_s
 
 
 class _Live:
@@ -145,15 +158,23 @@ class _Arrivals:
 class _Replay:
     """One replay: simulated time, the requests alive, what was measured."""
 
-    def __init__(self, source: RequestSource, scheduler: Scheduler, cost: StepCost, hasher: Hasher | None) -> None:
+    def __init__(
+        self,
+        source: RequestSource,
+        scheduler: Scheduler,
+        cost: StepCost,
+        clock: SimulatedClock,
+        encoder_tokens: int,
+    ) -> None:
         self.source = source
         self.scheduler = scheduler
         self.cost = cost
-        self.hasher = hasher
-        self.now_s = 0.0
+        self.clock = clock
+        self.encoder_tokens = encoder_tokens
         self.steps = self.empty_steps = self.row_steps = self.finished = 0
         self.live: dict[str, _Live] = {}
         self.rows = _Rows()
+        self.copies = [0] * len(scheduler.cache.groups)
         self.first_token_s = array("d")
         self.per_token_s = array("d")
 
@@ -161,12 +182,12 @@ class _Replay:
         """Until the source is at its end and every request has finished."""
         arrivals = _Arrivals(iter(self.source))
         while True:
-            for request_id, trace in arrivals.up_to(self.now_s):
+            for request_id, trace in arrivals.up_to(self.clock.now_s):
                 self._add(request_id, trace)
             if self.scheduler.drained:
                 if arrivals.next is None:
                     break
-                self.now_s = arrivals.next.timestamp_s
+                self.clock.now_s = arrivals.next.timestamp_s
                 continue
             self._step()
             if on_progress is not None and self.steps % _STEPS_PER_PROGRESS == 0:
@@ -177,17 +198,20 @@ class _Replay:
     def progress(self) -> Progress:
         """Where the replay stands."""
         scheduler = self.scheduler
-        return Progress(self.finished, self.steps, scheduler.num_running, scheduler.num_waiting, self.now_s)
+        return Progress(self.finished, self.steps, scheduler.num_running, scheduler.num_waiting, self.clock.now_s)
 
     def _add(self, request_id: str, trace: TraceRequest) -> None:
         sampling = SamplingParams(max_tokens=trace.num_output_tokens, ignore_eos=True)
+        # a trace does not say what encoders read: everybody something else
+        encoder = EncoderInput(f"request {request_id}", self.encoder_tokens) if self.encoder_tokens else None
         try:
             request = Request(
                 request_id,
                 trace.prompt.token_ids(),
                 sampling,
-                hasher=self.hasher,
+                hasher=self.scheduler.cache.hasher,
                 arrival_time=trace.timestamp_s,
+                encoder=encoder,
             )
             self.scheduler.add(request)
         except ConfigError as error:
@@ -199,11 +223,13 @@ class _Replay:
         for new in step.new_rows:
             self.rows.begin(new, self.live[new.request_id])
         sampled, first = self.rows.sample(step)
-        self.now_s += self.cost.seconds(step)
+        self.clock.now_s += self.cost.seconds(step)
         if first.size:
-            self.rows.note_first(first, self.now_s)
+            self.rows.note_first(first, self.clock.now_s)
         self.steps += 1
         self.row_steps += len(step)
+        for copy in step.copies:
+            self.copies[copy.group] += 1
         self._check_progress(step)
         for done in self.scheduler.update(StepResult(step.id, sampled)).finished:
             self._finish(done.request)
@@ -223,7 +249,7 @@ class _Replay:
         self.first_token_s.append(live.first_token_s - live.trace.timestamp_s)
         later_tokens = live.trace.num_output_tokens - 1
         if later_tokens:
-            self.per_token_s.append((self.now_s - live.first_token_s) / later_tokens)
+            self.per_token_s.append((self.clock.now_s - live.first_token_s) / later_tokens)
 
     def report(self, summary: TraceSummary) -> ReplayReport:
         """What came of it."""
@@ -241,10 +267,25 @@ class _Replay:
             peak_usage=counts.peak_usage,
             steps=self.steps,
             mean_running=round(self.row_steps / self.steps, 6) if self.steps else 0.0,
-            simulated_s=round(self.now_s, 6),
+            simulated_s=round(self.clock.now_s, 6),
             time_to_first_token_s=Distribution.of(self.first_token_s),
             time_per_output_token_s=Distribution.of(self.per_token_s),
+            groups=tuple(self._groups()),
         )
+
+    def _groups(self) -> Iterator[GroupReport]:
+        cache = self.scheduler.cache
+        parts = zip(cache.config.groups, cache.groups, cache.statistics().groups, self.copies, strict=True)
+        for planned, group, counts, copies in parts:
+            yield GroupReport(
+                kind=type(planned.spec).__name__,
+                layers=len(planned.layer_names),
+                block_size=group.policy.block_size,
+                published=counts.published,
+                evictions=counts.evictions,
+                cached_blocks=counts.cached_blocks,
+                copies=copies,
+            )
 
 
 def replay(
@@ -252,17 +293,19 @@ def replay(
     scheduler: Scheduler,
     cost: StepCost,
     *,
-    hasher: Hasher | None,
+    clock: SimulatedClock | None = None,
+    encoder_tokens: int = 0,
     summary: TraceSummary | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> ReplayReport:
     """Run all requests of ``source`` through ``scheduler``, which must be fresh, and report.
 
-    hasher: that of the scheduler's manager; None without prefix caching. summary: of the source, when it is at
-    hand already. on_progress: called every 64 steps and at the end.
+    clock: that of the scheduler; without it the scheduler's patience with requests that do not fit is one of
+    wall time. encoder_tokens: of every request's encoder input, 0 for none. summary: of the source, when it is
+    at hand already. on_progress: called every 64 steps and at the end.
     Raises TraceError for a malformed line, ConfigError naming a request that can never fit.
     """
     counted = source.summary() if summary is None else summary
-    run = _Replay(source, scheduler, cost, hasher)
+    run = _Replay(source, scheduler, cost, SimulatedClock() if clock is None else clock, encoder_tokens)
     run.run(on_progress)
     return run.report(counted)

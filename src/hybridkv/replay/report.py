@@ -38,6 +38,23 @@ class Distribution:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupReport:
+    """What became of one group's blocks. kind: class of its spec. block_size: tokens.
+
+    published: blocks that got a key. evictions: keys lost again. cached_blocks: with a key at the end.
+    copies: blocks copied before a forward, so that a state that can be hit is not written to.
+    """
+
+    kind: str
+    layers: int
+    block_size: int
+    published: int
+    evictions: int
+    cached_blocks: int
+    copies: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReplayReport:
     """The result of a replay.
 
@@ -48,6 +65,7 @@ class ReplayReport:
     longest_tokens: prompt and output of the longest request. simulated_s: end of the last step, in trace time.
     time_to_first_token_s: from arrival to the end of the step that gave the first token.
     time_per_output_token_s: of each request with two or more, the mean over those after the first.
+    caching_off: why no request could hit anything, None when they could. groups: in the order of the plan.
     """
 
     source: str
@@ -65,6 +83,8 @@ class ReplayReport:
     simulated_s: float
     time_to_first_token_s: Distribution
     time_per_output_token_s: Distribution
+    caching_off: str | None = None
+    groups: tuple[GroupReport, ...] = ()
 
     @property
     def hit_rate(self) -> float:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Final
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import Model
 from hybridkv.plan import Plan, make_plan
+from hybridkv.plan.planner import ALIGN, NO_STATES
 from hybridkv.replay.cost import H100, Hardware, StepCost
-from hybridkv.replay.loop import Progress, replay
+from hybridkv.replay.loop import Progress, SimulatedClock, replay
 from hybridkv.replay.report import ReplayReport
 from hybridkv.replay.trace import RequestSource, TraceSummary
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.units import format_bytes, format_count
+
+TOKEN_BUDGET: Final = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,7 @@ class ReplaySettings:
     """
 
     max_running: int = 256
-    token_budget: int = 8192
+    token_budget: int = TOKEN_BUDGET
     time_scale: float = 1.0
     prefix_caching: bool = True
     hardware: Hardware = H100
@@ -40,15 +44,32 @@ class ReplaySettings:
             raise ConfigError(f"time_scale (--time-scale) must be 0 or more and finite, got {self.time_scale}")
 
 
-def plan_for(summary: TraceSummary, model: Model, memory: int | str, max_model_len: int | None = None) -> Plan:
+def plan_for(
+    summary: TraceSummary,
+    model: Model,
+    memory: int | str,
+    max_model_len: int | None = None,
+    *,
+    placement: str = ALIGN,
+    windows_as_full: bool = False,
+    token_budget: int = TOKEN_BUDGET,
+) -> Plan:
     """A plan whose maximum length is ``max_model_len`` or, for None, that of the longest request.
 
-    The model's own limit does not count here: a replay runs no model.
+    The model's own limit does not count here: a replay runs no model. placement, windows_as_full: see make_plan.
+    token_budget: tokens of a step, which windows and chunks must have room for.
     Raises ConfigError for a maximum below the longest request, CapacityError when memory is too small for one.
     """
     longest = _maximum(summary, max_model_len)
     try:
-        return make_plan(replace(model, max_model_len=longest), memory, max_model_len=longest)
+        return make_plan(
+            replace(model, max_model_len=longest),
+            memory,
+            max_model_len=longest,
+            max_in_flight_tokens=token_budget,
+            placement=placement,
+            windows_as_full=windows_as_full,
+        )
     except CapacityError as error:
         if max_model_len is not None:
             raise
@@ -56,7 +77,13 @@ def plan_for(summary: TraceSummary, model: Model, memory: int | str, max_model_l
         raise CapacityError(f"{needed} (the longest request, {summary.longest_at}, sets the maximum length)") from None
 
 
-def plan_with_length(summary: TraceSummary, plan: Plan, max_model_len: int | None = None) -> Plan:
+def plan_with_length(
+    summary: TraceSummary,
+    plan: Plan,
+    max_model_len: int | None = None,
+    *,
+    token_budget: int = TOKEN_BUDGET,
+) -> Plan:
     """``plan`` with its maximum length replaced, by the same rule; its blocks stay as they are.
 
     Raises ConfigError as plan_for, CapacityError when the plan's blocks do not hold one such request.
@@ -65,7 +92,7 @@ def plan_with_length(summary: TraceSummary, plan: Plan, max_model_len: int | Non
     changed = replace(
         plan,
         model=replace(plan.model, max_model_len=longest),
-        limits=replace(plan.limits, max_model_len=longest),
+        limits=replace(plan.limits, max_model_len=longest, max_in_flight_tokens=token_budget),
     )
     fit = changed.capacity.tokens_that_fit
     if fit is not None and fit < longest:
@@ -89,6 +116,63 @@ def _maximum(summary: TraceSummary, max_model_len: int | None) -> int:
     return max_model_len
 
 
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """All that a replay drives, fresh.
+
+    encoder_tokens: of every request. caching_off: why nothing can be hit, None where something can.
+    """
+
+    scheduler: Scheduler
+    cost: StepCost
+    clock: SimulatedClock
+    encoder_tokens: int
+    caching_off: str | None
+
+    def run(
+        self,
+        source: RequestSource,
+        *,
+        summary: TraceSummary | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> ReplayReport:
+        """Replay ``source``, once."""
+        report = replay(
+            source,
+            self.scheduler,
+            self.cost,
+            clock=self.clock,
+            encoder_tokens=self.encoder_tokens,
+            summary=summary,
+            on_progress=on_progress,
+        )
+        return replace(report, caching_off=self.caching_off)
+
+
+def simulation_of(plan: Plan, settings: ReplaySettings) -> Simulation:
+    """A manager and a scheduler for ``plan``. Raises ConfigError for settings that cannot work."""
+    cost = StepCost.of(plan, hardware=settings.hardware, time_scale=settings.time_scale)
+    limits = SchedulerLimits(max_running=settings.max_running, max_batched_tokens=settings.token_budget)
+    cache = KVCacheManager(
+        plan.config,
+        plan.max_model_len,
+        enable_caching=settings.prefix_caching,
+        dcp_world_size=plan.limits.dcp,
+        pcp_world_size=plan.limits.pcp,
+    )
+    clock = SimulatedClock()
+    off = None if cache.enable_caching else _why_off(plan, settings)
+    return Simulation(Scheduler(cache, limits, clock=clock), cost, clock, plan.limits.max_encoder_tokens, off)
+
+
+def _why_off(plan: Plan, settings: ReplaySettings) -> str:
+    if not settings.prefix_caching:
+        return "as asked for"
+    if plan.placement == NO_STATES:
+        return f"placement {NO_STATES} keeps no state to resume from"
+    return "the layers of this model cannot be resumed in this layout"
+
+
 def run_replay(
     source: RequestSource,
     plan: Plan,
@@ -98,14 +182,4 @@ def run_replay(
     on_progress: Callable[[Progress], None] | None = None,
 ) -> ReplayReport:
     """Replay ``source`` in a fresh manager of ``plan``. Raises ConfigError for settings that cannot work."""
-    cost = StepCost.of(plan.model, hardware=settings.hardware, time_scale=settings.time_scale)
-    limits = SchedulerLimits(max_running=settings.max_running, max_batched_tokens=settings.token_budget)
-    cache = KVCacheManager(plan.config, plan.max_model_len, enable_caching=settings.prefix_caching)
-    return replay(
-        source,
-        Scheduler(cache, limits),
-        cost,
-        hasher=cache.hasher,
-        summary=summary,
-        on_progress=on_progress,
-    )
+    return simulation_of(plan, settings).run(source, summary=summary, on_progress=on_progress)

@@ -1,0 +1,113 @@
+"""What `plan` and `replay` both ask for to plan a cache: the options, and what is made of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Final, TypedDict
+
+import typer
+
+from hybridkv.errors import ConfigError, SchemaError
+from hybridkv.models import DTYPE_NAMES, Model, read_model
+from hybridkv.plan import Plan, plan_from_json, read_plan
+
+_STANDARD_INPUT: Final = Path("-")
+
+
+class CacheDtype(StrEnum):
+    """What the cache holds; auto: what the config says."""
+
+    AUTO = "auto"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+    FP8 = "fp8"
+
+
+class Layout(StrEnum):
+    """How pages are sized and placed; reference: one page size."""
+
+    REFERENCE = "reference"
+
+
+class Placement(StrEnum):
+    """Where recurrent states are kept; align: where chunks end on a block edge."""
+
+    ALIGN = "align"
+    NONE = "none"
+
+
+Memory = Annotated[str | None, typer.Option(help="For the cache of one rank: 40GiB, 512MiB, or bytes.")]
+TensorParallel = Annotated[int | None, typer.Option(help="Tensor parallel ranks; 1.")]
+BlockSize = Annotated[int | None, typer.Option(help="Tokens of a block; 16.")]
+DtypeOption = Annotated[
+    CacheDtype | None, typer.Option("--dtype", "--kv-dtype", help="Of keys and values; auto: the config's.")
+]
+LayoutOption = Annotated[Layout | None, typer.Option(help="How pages are sized and placed; reference.")]
+PlacementOption = Annotated[Placement | None, typer.Option(help="Where recurrent states are kept; align.")]
+WindowsAsFull = Annotated[
+    bool | None, typer.Option("--windows-as-full", help="Manage windowed layers as full attention.")
+]
+PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan written by `hybridkv plan --json`; - is stdin.")]
+
+
+class PlanRules(TypedDict):
+    """Arguments of make_plan and plan_for besides model, memory and limits."""
+
+    placement: str
+    windows_as_full: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What was given; None for what was not. config: where the model is described."""
+
+    config: str | None = None
+    memory: str | None = None
+    tp: int | None = None
+    block_size: int | None = None
+    dtype: CacheDtype | None = None
+    layout: Layout | None = None
+    placement: Placement | None = None
+    windows_as_full: bool | None = None
+
+    def refuse_beside_plan(self, own: Mapping[str, object]) -> None:
+        """ConfigError when anything was given that a plan file holds. own: the command's names of such options."""
+        shared = ("memory", "tp", "block_size", "dtype", "layout", "placement", "windows_as_full")
+        values = {**own, **{"--" + name.replace("_", "-"): getattr(self, name) for name in shared}}
+        given = [name for name, value in values.items() if value is not None]
+        if given:
+            raise ConfigError(f"--plan holds everything already: drop {', '.join(given)}, or drop --plan")
+
+    def model(self) -> Model:
+        """The model of ``config``, which was given."""
+        return read_model(
+            str(self.config),
+            block_size=16 if self.block_size is None else self.block_size,
+            tp=1 if self.tp is None else self.tp,
+            dtype=DTYPE_NAMES.get(self.dtype or "auto"),
+        )
+
+    @property
+    def rules(self) -> PlanRules:
+        """How layers are managed."""
+        return PlanRules(
+            placement=self.placement or Placement.ALIGN,
+            windows_as_full=bool(self.windows_as_full),
+        )
+
+
+def load_plan(path: Path) -> Plan:
+    """The plan in a file, or on standard input for ``-``. Raises ConfigError and SchemaError as read_plan."""
+    if path != _STANDARD_INPUT:
+        return read_plan(path)
+    try:
+        return plan_from_json(sys.stdin.read())
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read the plan on standard input: {error}") from error
+    except SchemaError as error:
+        raise SchemaError(f"standard input: {error}") from error

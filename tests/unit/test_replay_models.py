@@ -1,0 +1,245 @@
+"""Every known model replayed through the real scheduler and manager: exact hits, nothing lost, nothing left."""
+
+from dataclasses import replace
+
+import pytest
+
+from hybridkv.errors import CapacityError
+from hybridkv.models import known_models, read_model
+from hybridkv.plan import Plan, make_plan, plan_from_json, plan_to_json
+from hybridkv.replay import (
+    ReplayReport,
+    ReplaySettings,
+    Simulation,
+    UniformWorkload,
+    Workload,
+    plan_for,
+    plan_with_length,
+    run_replay,
+    simulation_of,
+)
+from hybridkv.units import GiB
+
+MODELS = [known.name for known in known_models()]
+STATES_KEPT = 8192  # tokens of the first chunk of a prompt: the default budget of a step
+LONG = UniformWorkload(templates=2, conversations=5, turns=2, system_tokens=9000, user_tokens=60, answer_tokens=20)
+SHORT = UniformWorkload(templates=1, conversations=6, turns=1, system_tokens=240, user_tokens=30, answer_tokens=4)
+
+# tokens of a state's block in the reference layout, and the hit tokens of LONG, at 40 GiB
+GOLDEN = {
+    "bamba-9b": (528, 71_808),
+    "deepseek-v3": (None, 72_336),
+    "falcon-h1-7b": (1568, 62_720),
+    "gemma-3-27b": (None, 72_336),
+    "gpt-oss-120b": (None, 72_336),
+    "jamba-1.5-mini": (80, 70_480),
+    "lfm2-1.2b": (16, 70_736),
+    "llama-3-70b": (None, 72_336),
+    "llama-3-8b": (None, 72_336),
+    "llama-4-scout": (None, 72_336),
+    "nemotron-3-nano-30b-a3b": (2096, 67_072),
+    "nemotron-3-super-120b-a12b": (8320, 66_560),
+    "nemotron-h-8b": (528, 71_808),
+    "qwen2.5-7b": (None, 72_336),
+    "qwen3-next-80b-a3b": (544, 69_632),
+    "qwen3.5-35b-a3b": (1056, 67_584),
+    "whisper-large-v3": (None, 0),
+}
+
+
+def planned(name: str, workload: UniformWorkload | Workload, memory: int | str = "40GiB", **rules: object) -> Plan:
+    """The plan of a known model; of the largest state with an fp8 cache, as it is served."""
+    model = read_model(name, dtype="fp8" if name.startswith("nemotron-3-super") else None)
+    return plan_for(workload.summary(), model, memory, **rules)  # type: ignore[arg-type]  # of this file
+
+
+def tight(name: str, workload: UniformWorkload | Workload) -> Plan:
+    """A plan with room for two of the longest requests and a half."""
+    holds = planned(name, workload, "200GiB").capacity
+    blocks = sum(group.blocks_per_request for group in holds.groups)
+    return planned(name, workload, (blocks * 5 // 2 + 2) * holds.block_bytes)
+
+
+def finished(workload: UniformWorkload | Workload, made: Simulation) -> ReplayReport:
+    """Replay to the end; nothing is lost and nothing left."""
+    summary = workload.summary()
+    report = made.run(workload, summary=summary)
+    counts = made.scheduler.statistics()
+    assert (report.requests, counts.requests_finished, counts.failed_steps) == (summary.requests, summary.requests, 0)
+    assert (counts.prompt_tokens, report.prompt_tokens) == (summary.prompt_tokens, summary.prompt_tokens)
+    # the last token of an answer is never run; a preemption makes tokens run again
+    once = report.prompt_tokens - report.hit_tokens + report.output_tokens - report.requests
+    assert report.computed_tokens == once or (report.preemptions and report.computed_tokens > 0)
+    made.scheduler.check()
+    assert made.scheduler.drained
+    assert made.scheduler.cache.usage == 0
+    assert all(group.published == group.evictions + group.cached_blocks for group in report.groups)
+    return report
+
+
+def kept_at_chunk_ends(workload: UniformWorkload, size: int) -> int:
+    """Hit tokens of ``workload`` where states are kept at multiples of ``size`` where chunks end.
+
+    A first prompt of a template leaves states where its first chunk and its last whole block end. A second one
+    finds the last of them within the shared system prompt, and leaves one where the tokens parted, which all
+    after it find. The second turn goes on from its own first one.
+    """
+
+    def edge(tokens: int) -> int:
+        return tokens // size * size
+
+    first = workload.prompt_tokens(0)
+    system = edge(workload.system_tokens)
+    left = [at for at in (edge(STATES_KEPT), edge(first - 1)) if at <= system]
+    seconds = workload.templates
+    thirds = workload.conversations - 2 * workload.templates
+    return seconds * max(left) + thirds * system + workload.conversations * edge(first + workload.answer_tokens - 1)
+
+
+def test_the_list_is_whole() -> None:
+    assert list(GOLDEN) == MODELS
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_known_model_hits_what_can_be_hit(name: str) -> None:
+    size, hit_tokens = GOLDEN[name]
+    report = finished(LONG, simulation_of(planned(name, LONG), ReplaySettings()))
+    assert report.hit_tokens == hit_tokens
+    if size is not None:
+        assert {group.block_size for group in report.groups} == {size}
+        assert hit_tokens == kept_at_chunk_ends(LONG, size)
+    elif hit_tokens:
+        assert hit_tokens == LONG.hit_tokens(16)
+    assert (report.preemptions, report.caching_off is None) == (0, bool(hit_tokens))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_known_model_runs_in_a_small_pool(name: str) -> None:
+    crowd = replace(LONG, gap_s=0.05)
+    plan = tight(name, crowd)
+    first, again = (finished(crowd, simulation_of(plan, ReplaySettings())) for _ in range(2))
+    assert first.to_json({}) == again.to_json({})
+    if name != "whisper-large-v3":
+        assert 0 < first.hit_tokens <= GOLDEN[name][1]
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "gemma-3-27b", "llama-4-scout", "jamba-1.5-mini"])
+def test_a_generated_workload_in_a_pool_that_evicts(name: str) -> None:
+    workload = Workload("api", seed=5, limit=120, rate=20)
+    report = finished(workload, simulation_of(tight(name, workload), ReplaySettings(max_running=24, token_budget=2048)))
+    assert report.peak_usage > 0.5
+    assert any(group.evictions for group in report.groups)
+
+
+def test_a_short_prompt_never_hits_in_blocks_that_cover_a_state() -> None:
+    hits = {name: run_replay(SHORT, planned(name, SHORT), ReplaySettings()).hit_tokens for name in MODELS}
+    assert hits["qwen3.5-35b-a3b"] == 0
+    assert hits["llama-3-8b"] == 5 * 240
+    # the first prompt leaves its state at 240, three blocks of 80
+    assert hits["jamba-1.5-mini"] == 5 * 240
+    assert {name for name in MODELS if not hits[name]} == {
+        "bamba-9b",
+        "falcon-h1-7b",
+        "nemotron-3-nano-30b-a3b",
+        "nemotron-3-super-120b-a12b",
+        "nemotron-h-8b",
+        "qwen3-next-80b-a3b",
+        "qwen3.5-35b-a3b",
+        "whisper-large-v3",
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_without_placement_no_state_is_hit(name: str) -> None:
+    aligned = planned(name, LONG)
+    plan = planned(name, LONG, placement="none")
+    report = finished(LONG, simulation_of(plan, ReplaySettings()))
+    if aligned.placement is None:
+        assert (plan.placement, plan.config) == (None, aligned.config)
+        assert report.hit_tokens == GOLDEN[name][1]
+        return
+    assert (aligned.placement, plan.placement) == ("align", "none")
+    assert (report.hit_tokens, report.caching_off) == (0, "placement none keeps no state to resume from")
+    assert not any(group.cached_blocks or group.copies for group in report.groups)
+
+
+def test_why_nothing_is_shared() -> None:
+    def why(name: str, **settings: bool) -> str | None:
+        return simulation_of(planned(name, LONG), ReplaySettings(**settings)).caching_off  # type: ignore[arg-type]
+
+    assert why("qwen3.5-35b-a3b") is None
+    assert why("qwen3.5-35b-a3b", prefix_caching=False) == "as asked for"
+    assert why("whisper-large-v3") == "the layers of this model cannot be resumed in this layout"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_that_was_written_and_read_gives_the_same_report(name: str) -> None:
+    plan = make_plan(read_model(name), "200GiB", max_model_len=None if name == "llama-3-8b" else 400)
+    written = plan_with_length(SHORT.summary(), plan_from_json(plan_to_json(plan)))
+    direct = plan_with_length(SHORT.summary(), plan)
+    assert written == direct
+    first, other = (run_replay(SHORT, one, ReplaySettings()).to_json({}) for one in (written, direct))
+    assert first == other
+
+
+def test_context_parallel_ranks_of_the_plan_are_the_managers() -> None:
+    model = read_model("llama-3-8b")
+    for dcp, pcp in ((2, 1), (1, 2), (2, 2)):
+        plan = plan_with_length(SHORT.summary(), make_plan(model, "1GiB", max_model_len=400, dcp=dcp, pcp=pcp))
+        made = simulation_of(plan, ReplaySettings())
+        assert (made.scheduler.cache.dcp_world_size, made.scheduler.cache.pcp_world_size) == (dcp, pcp)
+        report = finished(SHORT, made)
+        assert report.groups[0].block_size == 16 * dcp * pcp
+        assert report.hit_tokens == SHORT.hit_tokens(16 * dcp * pcp)
+
+
+def test_windows_managed_as_full_attention() -> None:
+    plan = planned("gemma-3-27b", LONG, windows_as_full=True)
+    assert len(plan.config.groups) == 1
+    report = finished(LONG, simulation_of(plan, ReplaySettings()))
+    assert report.hit_tokens == LONG.hit_tokens(16)
+
+
+def test_states_are_copied_and_counted() -> None:
+    report = finished(LONG, simulation_of(planned("qwen3.5-35b-a3b", LONG), ReplaySettings()))
+    kinds = [group.kind for group in report.groups]
+    assert kinds == ["MambaSpec"] * 3 + ["FullAttentionSpec"]
+    *states, attention = report.groups
+    assert attention.copies == 0
+    # 2 cold prompts of 3 chunks, 3 + 5 hits: a state leaves its block in front of each chunk but the first
+    assert {state.copies for state in states} == {2 * 2 + 8}
+    assert sum(group.layers for group in report.groups) == 40
+
+
+def test_every_request_of_an_encoder_decoder_holds_its_encoder_tokens() -> None:
+    def peak(workload: UniformWorkload) -> int:
+        """Most blocks in use."""
+        plan = planned("whisper-large-v3", workload)
+        made = simulation_of(plan, ReplaySettings())
+        assert (made.encoder_tokens, plan.limits.max_encoder_tokens) == (1500, 1500)
+        return round(finished(workload, made).peak_usage * (plan.config.num_blocks - 1))
+
+    # 274 tokens and 1,500 of the encoder, the last token never runs: 18 and 94 blocks
+    assert peak(SHORT) == 18 + 94
+    # nobody shares an encoder's tokens: all run at once
+    assert peak(replace(SHORT, gap_s=0.0)) == 6 * (18 + 94)
+
+
+def test_a_window_has_room_for_a_step() -> None:
+    summary = LONG.summary()
+    model = read_model("gemma-3-27b")
+    most = plan_for(summary, model, 40 * GiB).limits
+    assert (most.max_in_flight_tokens, most.max_model_len) == (8192, summary.longest_tokens)
+    little = plan_for(summary, model, 40 * GiB, token_budget=256)
+    need = sum(group.blocks_per_request for group in little.capacity.groups) + 1
+    memory = need * little.capacity.block_bytes
+    with pytest.raises(CapacityError, match="too small"):
+        plan_for(summary, model, memory)
+    finished(LONG, simulation_of(plan_for(summary, model, memory, token_budget=256), ReplaySettings(token_budget=256)))
+
+
+def test_the_schedulers_patience_is_simulated_time() -> None:
+    made = simulation_of(planned("llama-3-8b", SHORT), ReplaySettings())
+    assert made.scheduler._clock is made.clock
+    finished(SHORT, made)
+    assert made.clock() == made.clock.now_s > 50
