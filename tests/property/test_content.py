@@ -12,6 +12,8 @@ from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
 from hybridkv.plan import KVCacheConfig, plan
 from hybridkv.schedule import SchedulerLimits
+from hybridkv.specs import KVCacheSpec
+from hybridkv.step import Step
 from hybridkv.testing import (
     ContentError,
     DigestModel,
@@ -20,9 +22,12 @@ from hybridkv.testing import (
     Rig,
     RigOptions,
     attention_config,
+    digest_model,
     random_options,
     random_run,
 )
+from hybridkv.testing.configs import chunk_spec, full_spec, state_spec, window_spec
+from hybridkv.testing.fake_worker import WorkerRow
 from hybridkv.testing.strategies import limits, prompts
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -61,25 +66,42 @@ DEEPSEEK: dict[str, object] = {
 }
 
 
+GEMMA: dict[str, object] = {
+    **LLAMA,
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 9,
+}
+LFM: dict[str, object] = {
+    **LLAMA,
+    "model_type": "lfm2",
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "conv_L_cache": 3,
+}
+MAX_MODEL_LEN = 40
+
+
 def planned(facts: dict[str, object], block_size: int, num_blocks: int) -> KVCacheConfig:
     """What the planner makes of a model for ``num_blocks`` blocks."""
     model = read_model(facts, block_size=block_size)
-    block_bytes = sum(layer.spec.page_size_bytes for layer in model.layers)
-    return plan(model, num_blocks * block_bytes, max_model_len=24)
+    large = plan(model, 2**20, max_model_len=MAX_MODEL_LEN)
+    return plan(model, num_blocks * (large.arena_bytes // large.num_blocks), max_model_len=MAX_MODEL_LEN)
 
 
 def rig_of(config: KVCacheConfig, bounds: SchedulerLimits, worker: FakeWorker | None = None) -> Rig:
-    sizes = tuple(group.spec.block_size for group in config.groups)
-    return Rig(RigOptions(config.num_blocks, sizes, 24, bounds), config=config, worker=worker)
+    options = RigOptions(config.num_blocks, max_model_len=MAX_MODEL_LEN, limits=bounds)
+    return Rig(options, config=config, worker=worker)
 
 
 @settings(max_examples=2 * settings().max_examples)
 @given(
-    st.sampled_from((LLAMA, DEEPSEEK)),
+    st.sampled_from((LLAMA, DEEPSEEK, GEMMA, LFM)),
     st.sampled_from((4, 8)),
-    st.integers(7, 20),
+    st.integers(40, 60),
     limits(),
-    st.lists(st.tuples(prompts(longest=20), st.integers(1, 12), st.integers(0, 5)), min_size=1, max_size=12),
+    st.lists(st.tuples(prompts(longest=33), st.integers(1, 12), st.integers(0, 5)), min_size=1, max_size=12),
 )
 def test_planned_models_read_what_they_wrote(
     facts: dict[str, object],
@@ -102,11 +124,19 @@ def test_planned_models_read_what_they_wrote(
 # -- controls: the oracle must see what is wrong
 
 EXAMPLES = 25
+HYBRIDS = 200
+"""Runs of models with windows and states, of which one at least must see a fault of theirs."""
+HYBRID: tuple[KVCacheSpec, ...] = (full_spec(4), state_spec(4), window_spec(2, 5), chunk_spec(4, 8))
 
 
-def caught(make: Callable[[Random], Rig]) -> int:
+def some_options(random: Random, specs: tuple[KVCacheSpec, ...] | None = None) -> RigOptions:
+    """Of a single rank, which reads everything."""
+    return replace(random_options(random, specs), dcp=1, pcp=1)
+
+
+def caught(make: Callable[[Random], Rig], examples: int = EXAMPLES) -> int:
     """The number of random runs until one raises ContentError."""
-    for seed in range(EXAMPLES):
+    for seed in range(examples):
         random = Random(seed)
         try:
             random_run(make(random), random)
@@ -114,24 +144,24 @@ def caught(make: Callable[[Random], Rig]) -> int:
             return seed + 1
         except OracleError:  # another token was sampled before a wrong one was read
             continue
-    pytest.fail(f"{EXAMPLES} runs saw nothing")
+    pytest.fail(f"{examples} runs saw nothing")
 
 
 def worker_of(options: RigOptions, kind: type[FakeWorker], config: KVCacheConfig | None = None) -> FakeWorker:
-    layers = [name for group in options.config.groups for name in group.layer_names]
-    return kind(config or options.config, DigestModel(layers, options.vocabulary))
+    return kind(config or options.config, digest_model(options.config, options.vocabulary))
 
 
-def test_the_controls_without_their_fault_see_nothing() -> None:
+@pytest.mark.parametrize("specs", [None, HYBRID])
+def test_the_controls_without_their_fault_see_nothing(specs: tuple[KVCacheSpec, ...] | None) -> None:
     for seed in range(EXAMPLES):
         random = Random(seed)
-        options = random_options(random)
+        options = some_options(random, specs)
         random_run(Rig(options, worker=worker_of(options, FakeWorker)), random)
 
 
 def test_a_wrong_stride_is_caught() -> None:
     def make(random: Random) -> Rig:
-        options = random_options(random)
+        options = some_options(random)
         config = options.config
         tensors = tuple(replace(tensor, block_stride_bytes=tensor.block_stride_bytes - 16) for tensor in config.tensors)
         wrong = replace(config, tensors=tensors)
@@ -142,7 +172,7 @@ def test_a_wrong_stride_is_caught() -> None:
 
 def test_tensors_that_overlap_are_caught() -> None:
     def make(random: Random) -> Rig:
-        options = replace(random_options(random), layers_per_group=2)
+        options = replace(some_options(random), layers_per_group=2)
         first, second = options.config.tensors
         shifted = replace(second, offset_bytes=first.offset_bytes + first.block_stride_bytes)
         return Rig(options, worker=worker_of(options, FakeWorker, replace(options.config, tensors=(first, shifted))))
@@ -185,28 +215,109 @@ class SwapsLayers(FakeWorker):
         super().__init__(config, model)
         self.flips = 0
 
-    def _read(self, step: object, i: int) -> list[int]:
+    def _read(self, step: Step, i: int) -> list[int]:
         self.flips += 1
         if self.flips == 20:
             first, *rest = self._layers
             self._layers = (replace(first, name=rest[0].name), *rest)
-        return super()._read(step, i)  # type: ignore[arg-type]  # as it came
+        return super()._read(step, i)
 
 
 @pytest.mark.parametrize("kind", [SkipsCells, KeepsOldCells, AliasesBlocks, SwapsLayers])
 def test_a_faulty_worker_is_caught(kind: type[FakeWorker]) -> None:
     def make(random: Random) -> Rig:
-        options = replace(random_options(random), layers_per_group=2)
+        options = replace(some_options(random), layers_per_group=2)
         return Rig(options, worker=worker_of(options, kind))
 
     assert caught(make) <= EXAMPLES
+
+
+class LabelsOneMore(FakeWorker):
+    """Writes the state of one token more than was run."""
+
+    def _write_state(self, row: WorkerRow, group: int, label: int, block: int) -> None:
+        super()._write_state(row, group, label + 1, block)
+
+
+class SkipsCopies(FakeWorker):
+    """Copies no state."""
+
+    def _copy_block(self, group: int, source: int, destination: int) -> None:
+        pass
+
+
+class CopiesAfterwards(FakeWorker):
+    """Copies states where they are left, not where they are read from."""
+
+    def _copy_block(self, group: int, source: int, destination: int) -> None:
+        super()._copy_block(group, destination, source)
+
+
+class SkipsZeroing(FakeWorker):
+    """Begins with the state that its block's former owner left."""
+
+    def _clear(self, group: int, block: int) -> None:
+        pass
+
+
+class WritesWhereItReads(FakeWorker):
+    """Overwrites the state that was copied, shared or not."""
+
+    sources: dict[tuple[int, int], int]
+
+    def _copy_block(self, group: int, source: int, destination: int) -> None:
+        self.sources = getattr(self, "sources", {})
+        self.sources[group, destination] = source
+        super()._copy_block(group, source, destination)
+
+    def _write_state(self, row: WorkerRow, group: int, label: int, block: int) -> None:
+        super()._write_state(row, group, label, block)
+        source = getattr(self, "sources", {}).pop((group, block), None)
+        if source is not None:
+            super()._write_state(row, group, label, source)
+
+
+class ReadsOneTokenMore(FakeWorker):
+    """Reads one token before each window: blocks are dropped as soon as nobody reads them."""
+
+    def __init__(self, config: KVCacheConfig, model: DigestModel) -> None:
+        super().__init__(config, model)
+        self._layers = tuple(replace(one, window=one.window + 1) if one.window else one for one in self._layers)
+
+
+class ReadsTheChunkBefore(FakeWorker):
+    """Takes two chunks for one."""
+
+    def __init__(self, config: KVCacheConfig, model: DigestModel) -> None:
+        super().__init__(config, model)
+        self._layers = tuple(replace(one, chunk=one.chunk * 2) if one.chunk else one for one in self._layers)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        LabelsOneMore,
+        SkipsCopies,
+        CopiesAfterwards,
+        SkipsZeroing,
+        WritesWhereItReads,
+        ReadsOneTokenMore,
+        ReadsTheChunkBefore,
+    ],
+)
+def test_a_worker_that_mistakes_states_or_windows_is_caught(kind: type[FakeWorker]) -> None:
+    def make(random: Random) -> Rig:
+        options = some_options(random, HYBRID)
+        return Rig(options, worker=worker_of(options, kind))
+
+    assert caught(make, HYBRIDS) <= HYBRIDS
 
 
 def test_a_block_that_two_rows_hold_is_caught() -> None:
     """The manager's own fault: its pool hands a block out a second time."""
 
     def make(random: Random) -> Rig:
-        rig = Rig(replace(random_options(random), num_blocks=20, caching=False))
+        rig = Rig(replace(some_options(random, (full_spec(4),)), num_blocks=20, caching=False))
         pool = rig.cache.block_pool
         take, last = pool.get_new_blocks, [1]
 
@@ -220,6 +331,7 @@ def test_a_block_that_two_rows_hold_is_caught() -> None:
         pool.get_new_blocks = twice  # type: ignore[method-assign,assignment]  # broken on purpose
         rig.check = lambda: None  # type: ignore[method-assign]  # only the content is asked
         rig._compare_step = lambda *_: None  # type: ignore[method-assign]  # same
+        rig._check_content = lambda: None  # type: ignore[method-assign]  # same
         return rig
 
     assert caught(make) <= EXAMPLES

@@ -1,6 +1,7 @@
 """Calls made on both sides. A run is a list of them: any sublist can be run as well."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -8,7 +9,8 @@ class Start:
     """A request arrives, or a preempted one comes back: look-up, and slots for its first chunk behind the hit.
 
     tokens: the prompt of a new request, empty for one that comes back. sampled: known when the chunk ends with
-    the last known token. step: a step begins before.
+    the last known token. step: a step begins before. external: tokens behind the hit that are loaded from
+    elsewhere, as far as one is left to compute.
     """
 
     name: str
@@ -18,6 +20,7 @@ class Start:
     delay: bool = False
     sampled: tuple[int, ...] = ()
     step: bool = True
+    external: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,23 @@ class Grow:
     sampled: tuple[int, ...] = ()
     step: bool = True
     processed: int | None = None
+
+
+class DecodeRow(NamedTuple):
+    """One request of a Decode. sampled: known next, where no known token is left. processed: as in Grow."""
+
+    name: str
+    sampled: int
+    processed: int | None = None
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Slots for one more token of each of ``rows``, in this order: one call of ours, one a row of theirs."""
+
+    rows: tuple[DecodeRow, ...]
+    lookahead: int = 0
+    step: bool = True
 
 
 @dataclass(frozen=True)
@@ -72,7 +92,7 @@ class Reset:
     empty: bool = False
 
 
-Call = Start | Grow | Publish | Preempt | Free | Probe | Reset
+Call = Start | Grow | Decode | Publish | Preempt | Free | Probe | Reset
 
 
 @dataclass
@@ -102,10 +122,10 @@ class Known:
         self.computed = computed + chunk
         self.resident = True
 
-    def adopted(self, tokens: int) -> None:
-        """A hit of ``tokens`` tokens: its state is there."""
-        self.computed = self.processed = self.sure = tokens
-        self.stored = frozenset({tokens})
+    def adopted(self, hit: int, external: int) -> None:
+        """A hit of ``hit`` tokens and ``external`` behind it that are loaded: the states at both are there."""
+        self.computed = self.processed = self.sure = hit + external
+        self.stored = frozenset({hit, hit + external})
 
     def restart(self) -> None:
         self.computed = self.processed = self.sure = 0

@@ -19,12 +19,13 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Group:
-    """span: the window or the chunk in tokens. drafts: speculative state blocks."""
+    """span: the window or the chunk in tokens. drafts: speculative state blocks. eagle: flagged by itself."""
 
     kind: Kind
     block_size: int
     span: int = 0
     drafts: int = 0
+    eagle: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,16 @@ class Case:
         return any(group.kind is Kind.ALIGN for group in self.groups)
 
     @property
+    def dropping(self) -> tuple[int, ...]:
+        """Numbers of the groups that drop a block of a hit for EAGLE."""
+        flagged = any(group.eagle for group in self.groups)
+        return tuple(
+            i
+            for i, group in enumerate(self.groups)
+            if group.kind in ATTENTION and (group.eagle or (self.use_eagle and not flagged))
+        )
+
+    @property
     def drafts(self) -> int:
         return min((g.drafts for g in self.groups if g.kind in {Kind.ALIGN, Kind.NONE}), default=3)
 
@@ -68,7 +79,8 @@ class Case:
         return group.block_size * (self.ranks if group.kind in {Kind.FULL, Kind.MLA} else 1)
 
 
-PUBLISHED = frozenset({Kind.FULL, Kind.MLA, Kind.SLIDING, Kind.CHUNKED, Kind.ALIGN})
+ATTENTION = frozenset({Kind.FULL, Kind.MLA, Kind.SLIDING})  # what EAGLE may drop; vLLM asserts that chunks do not
+PUBLISHED = ATTENTION | {Kind.CHUNKED, Kind.ALIGN}
 WHOLE_MODEL = 512  # tokens of the longest request; a block of a state that is kept nowhere else
 
 
@@ -135,14 +147,13 @@ def random_case(random: Random, kinds: Sequence[Kind] = tuple(Kind), *, plain: b
     """A case whose groups are all of ``kinds``. plain: one rank, no EAGLE, dense publishing."""
     while True:
         case = _any_case(random)
-        if all(group.kind in kinds for group in case.groups) and _is_real(case):
-            return replace(case, use_eagle=False, retention=None, ranks=1) if plain else case
+        if all(group.kind in kinds for group in case.groups):
+            return _plain(case) if plain else case
 
 
-def _is_real(case: Case) -> bool:
-    """Every real layout gives the states the block of the common alignment: no hit could end elsewhere."""
-    states = {group.block_size for group in case.groups if group.kind is Kind.ALIGN}
-    return states <= {case.alignment}
+def _plain(case: Case) -> Case:
+    groups = tuple(replace(group, eagle=False) for group in case.groups)
+    return replace(case, groups=groups, use_eagle=False, retention=None, ranks=1)
 
 
 def _any_case(random: Random) -> Case:
@@ -151,19 +162,36 @@ def _any_case(random: Random) -> Case:
         groups, caching = _uncached(random), False
     else:
         groups, caching = (_single if draw < 0.45 else _several)(random), random.random() < 0.92
-    chunked = any(group.kind is Kind.CHUNKED for group in groups)
     tokens = all(group.kind in {Kind.FULL, Kind.MLA} for group in groups)
     case = Case(
         groups,
         num_blocks=random.choice((12, 24, 24, 40, 60, 120)) * len(groups),
         max_model_len=WHOLE_MODEL,
         caching=caching,
-        use_eagle=not chunked and random.random() < 0.35,
         ranks=random.choice((1, 1, 1, 1, 2)) if tokens else 1,
         stepless=random.choice((0.0,) * 9 + (0.3,)),
         overlapped=random.random() < 0.3,
     )
-    return _with_retention(random, case)
+    return _with_retention(random, _with_eagle(random, case))
+
+
+def _with_eagle(random: Random, case: Case) -> Case:
+    """Drafts from EAGLE: all groups, or those flagged.
+
+    Not where no group could drop (states alone): nothing of a hit is dropped there, but vLLM still publishes
+    under retention as if it were, and so keeps other boundaries than those where a request is resumed.
+    Not all groups where one is chunked: vLLM's look-up asserts that chunks never drop. Groups of equal specs are
+    looked up together there and share the flag.
+    """
+    able = list(dict.fromkeys(group for group in case.groups if group.kind in ATTENTION))
+    if not able or random.random() >= 0.35:
+        return case
+    chunked = any(group.kind is Kind.CHUNKED for group in case.groups)
+    if not chunked and random.random() < 0.5:
+        return replace(case, use_eagle=True)
+    flagged = random.sample(able, random.randint(1, len(able)))
+    groups = tuple(replace(group, eagle=group in flagged) for group in case.groups)
+    return replace(case, groups=groups, use_eagle=random.random() < 0.5)
 
 
 def _with_retention(random: Random, case: Case) -> Case:

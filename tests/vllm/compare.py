@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from random import Random
 
-from calls import Call, Free, Grow, Preempt, Probe, Publish, Start
+from calls import Call, Decode, Free, Grow, Preempt, Probe, Publish, Start
 from cases import Case, Kind, random_case
-from defects import defect_of
+from defects import ENDS, LOOK_UP, defect_of
 from difference import Difference
 from duel import Duel
 from random_calls import Caller
@@ -33,28 +33,37 @@ def say(line: str) -> None:
 
 
 class Totals:
-    """What was done: operations, runs, differences by defect, runs by kinds of groups."""
+    """What was done: operations by kind, runs by kinds of groups, differences by defect."""
 
     def __init__(self) -> None:
-        self.operations = 0
         self.runs = 0
-        self.defects: Counter[str] = Counter()
-        self.shapes: Counter[str] = Counter()
+        self.operations: Counter[str] = Counter()
         self.seen: Counter[str] = Counter()
+        self.excused: Counter[str] = Counter()
+        self.ended: Counter[str] = Counter()
+        self.shapes: Counter[str] = Counter()
 
     def add(self, duel: Duel) -> None:
         self.runs += 1
         self.operations += duel.operations
         self.seen += duel.seen
+        self.excused += duel.excused
         self.shapes[" + ".join(group.kind for group in duel.case.groups)] += 1
 
     def tell(self, seconds: float) -> None:
-        say(f"{self.operations} operations in {self.runs} runs, {seconds:.0f} s, no unexplained difference")
-        say("  " + ", ".join(f"{count} {name}" for name, count in sorted(self.seen.items())))
-        for name, count in sorted(self.defects.items()):
-            say(f"  ended by a known defect of vLLM, {name}: {count}")
         for shape, count in sorted(self.shapes.items()):
             say(f"  {count:6} runs of {shape}")
+        say(f"{self.operations.total()} operations in {self.runs} runs, {seconds:.0f} s, no unexplained difference")
+        say("  " + _counts(self.operations))
+        say("  " + _counts(self.seen))
+        for name, what in LOOK_UP.items():
+            say(f"  {self.excused[name]:6} look-ups excused, {name}: {what}")
+        for name, what in ENDS.items():
+            say(f"  {self.ended[name]:6} runs ended, {name}: {what}")
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counter.items()))
 
 
 def replay(case: Case, calls: Sequence[Call]) -> tuple[Difference | None, Duel]:
@@ -117,7 +126,7 @@ def run(number: int, seed: int, kinds: Sequence[Kind], totals: Totals, *, plain:
     if name is None:
         report(number, seed, case, shrink(case, calls, difference.what))
         return False
-    totals.defects[name] += 1
+    totals.ended[name] += 1
     return True
 
 
@@ -139,7 +148,7 @@ def short(value: object) -> str:
             return value.hex()[:4]
         case tuple() | list():
             return "(" + " ".join(_runs(list(value))) + ")"
-        case Start() | Grow() | Probe() | Publish() | Preempt() | Free() | Found():
+        case Start() | Grow() | Decode() | Probe() | Publish() | Preempt() | Free() | Found():
             parts = (f"{field.name}={short(getattr(value, field.name))}" for field in fields(value))
             return f"{type(value).__name__}({', '.join(parts)})"
         case _:
@@ -170,13 +179,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare()
     logging.disable()
     totals, failed, number, start = Totals(), 0, options.first, time.monotonic()
-    while totals.operations < options.operations and failed < options.failures:
+    while totals.operations.total() < options.operations and failed < options.failures:
         if options.runs is not None and totals.runs >= options.runs:
             break
         failed += not run(number, options.seed, kinds, totals, plain=options.plain)
         number += 1
     if failed:
-        say(f"{failed} unexplained differences in {totals.operations} operations, {totals.runs} runs")
+        say(f"{failed} unexplained differences in {totals.operations.total()} operations, {totals.runs} runs")
         return 1
     totals.tell(time.monotonic() - start)
     return 0

@@ -1,23 +1,105 @@
-"""Differences that are defects of vLLM, each with a narrow predicate; the names are those of the project's list.
+"""Differences that are defects of vLLM, each with a narrow predicate; docs/differential.md lists them.
 
-D1  a state published under a token count that it does not have: the chunk went past the block's end.
-D4  a hit on a state published in the same step is refused although nothing is wrong with it.
-D5  chunked local attention alone: a hit that ends where the chunk begins proves nothing about the prefix.
-D5b chunks that are no multiple of the block: a hit with a hole, a null block that the next token reads.
+A look-up that one of LOOK_UP explains is counted, and the run goes on without that hit: nothing has been changed
+by a look-up. Any other defect ends its run, because from there on the two caches hold different things.
 """
 
 from calls import Start
-from cases import Kind
+from cases import ATTENTION, Group, Kind
 from difference import Difference
 from duel import Duel
+
+LOOK_UP = {
+    "D5": "chunked attention alone: a hit that ends where a chunk begins, for a prefix that was never seen",
+    "D5b": "chunks that are no multiple of the block: a hit with a null block that the next token reads",
+    "E1": "EAGLE, blocks of a window smaller than the alignment: its leading run is cut to the alignment twice",
+    "E2": "EAGLE beside states without full attention: the block behind the hit is not proved for a window",
+}
+ENDS = {
+    "D1": "a state published under a token count that it does not have",
+    "D2": "states behind an external prefix take a block more than was predicted",
+    "D4": "a hit on a state that was published in the same step is refused",
+}
 
 
 def defect_of(difference: Difference, duel: Duel) -> str | None:
     """The defect that explains ``difference``; None when ours is to be explained."""
-    for name, explains in (("D1", _wrong_state), ("D4", _same_step), ("D5", _unproved_chunk), ("D5b", _hole)):
-        if explains(difference, duel):
-            return name
-    return None
+    if difference.what == "hit":
+        known = {"D5": _unproved_chunk, "D5b": _hole, "E1": _cut_twice, "E2": _unproved_window}
+    else:
+        known = {"D1": _wrong_state, "D2": _one_short, "D4": _same_step}
+    return next((name for name, explains in known.items() if explains(difference, duel)), None)
+
+
+# -- look-ups
+
+
+def _unproved_chunk(difference: Difference, duel: Duel) -> bool:
+    kinds = [group.kind for group in duel.case.groups]
+    theirs, ours = difference.theirs, difference.ours
+    return bool(kinds == [Kind.CHUNKED] and theirs.tokens > ours.tokens and theirs.ids[0][-1] == 0)
+
+
+def _hole(difference: Difference, duel: Duel) -> bool:
+    for group, ids in zip(duel.case.groups, difference.theirs.ids, strict=True):
+        if group.kind is Kind.CHUNKED and group.span % group.block_size:
+            first = difference.theirs.tokens // group.span * group.span // group.block_size
+            if 0 in ids[first:]:
+                return True
+    return False
+
+
+def _cut_twice(difference: Difference, duel: Duel) -> bool:
+    """Ours ends on an aligned edge with all that it needs cached, also by their own index; theirs is shorter.
+
+    A window that drops holds all columns before that edge and the one behind it, fewer than it asks for: a
+    leading run. Cut to the alignment, one block dropped, cut again: that loses a whole alignment for a block.
+    """
+    case, edge = duel.case, difference.ours.tokens
+    if len(case.groups) == 1 or difference.theirs.tokens >= edge or edge % case.alignment:
+        return False
+    cached = duel.theirs.cached(difference.name)
+    if not all(_holds(group, columns, edge) for group, columns in zip(case.groups, cached, strict=True)):
+        return False
+    return any(_leads(case.groups[i], cached[i], edge, case.alignment) for i in case.dropping)
+
+
+def _leads(group: Group, cached: tuple[bool, ...], edge: int, alignment: int) -> bool:
+    """Whether a window's columns up to one behind ``edge`` are cached and fewer than EAGLE asks for."""
+    if group.kind is not Kind.SLIDING or group.block_size >= alignment:
+        return False
+    run = edge // group.block_size + 1
+    return run < _read(group) + 1 and len(cached) >= run and all(cached[:run])
+
+
+def _holds(group: Group, cached: tuple[bool, ...], edge: int) -> bool:
+    """Whether all columns that the token behind ``edge`` reads are cached."""
+    if group.kind not in ATTENTION and group.kind is not Kind.ALIGN:
+        return False
+    last = edge // group.block_size
+    first = {Kind.SLIDING: max(last - _read(group), 0), Kind.ALIGN: last - 1}.get(group.kind, 0)
+    return len(cached) >= last and all(cached[first:last])
+
+
+def _read(group: Group) -> int:
+    """Columns that the token behind a block's edge reads in a window."""
+    return -(-(group.span - 1) // group.block_size)
+
+
+def _unproved_window(difference: Difference, duel: Duel) -> bool:
+    """Theirs is longer, and a window that drops lacks the column behind it: EAGLE's reason to drop."""
+    case, edge = duel.case, difference.theirs.tokens
+    kinds = {group.kind for group in case.groups}
+    if edge <= difference.ours.tokens or Kind.ALIGN not in kinds or kinds & {Kind.FULL, Kind.MLA}:
+        return False
+    if any(group.eagle for group in case.groups):
+        return False  # where groups are flagged one by one, states are not
+    cached = duel.theirs.cached(difference.name)
+    behind = {i: edge // case.groups[i].block_size for i in case.dropping}
+    return any(column >= len(cached[i]) or not cached[i][column] for i, column in behind.items())
+
+
+# -- everything else
 
 
 def _wrong_state(difference: Difference, duel: Duel) -> bool:
@@ -35,6 +117,13 @@ def _wrong_state(difference: Difference, duel: Duel) -> bool:
     return True
 
 
+def _one_short(difference: Difference, duel: Duel) -> bool:
+    """A first chunk behind an external prefix, beside states: they take what they did not count, or raise."""
+    call = difference.call
+    external = isinstance(call, Start) and call.external > 0
+    return external and bool(duel.state_groups) and difference.what in {"error", "refusal"}
+
+
 def _same_step(difference: Difference, duel: Duel) -> bool:
     if difference.what != "refusal" or difference.theirs is not None:
         return False
@@ -43,22 +132,3 @@ def _same_step(difference: Difference, duel: Duel) -> bool:
     hit = duel.theirs.look_up(difference.name).ids
     last = [duel.theirs.keys(((hit[i][-1],),))[0][0] for i in duel.state_groups if hit[i]]
     return any(key in duel.fresh for key in last)
-
-
-def _unproved_chunk(difference: Difference, duel: Duel) -> bool:
-    kinds = [group.kind for group in duel.case.groups]
-    if difference.what != "hit" or kinds != [Kind.CHUNKED]:
-        return False
-    theirs, ours = difference.theirs, difference.ours
-    return bool(theirs.tokens > ours.tokens and theirs.ids[0][-1] == 0)
-
-
-def _hole(difference: Difference, duel: Duel) -> bool:
-    if difference.what != "hit":
-        return False
-    for group, ids in zip(duel.case.groups, difference.theirs.ids, strict=True):
-        if group.kind is Kind.CHUNKED and group.span % group.block_size:
-            first = difference.theirs.tokens // group.span * group.span // group.block_size
-            if 0 in ids[first:]:
-                return True
-    return False

@@ -1,24 +1,25 @@
 """The same calls on both sides, compared after each."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from calls import Call, Free, Grow, Known, Preempt, Probe, Publish, Reset, Start
+from calls import Call, Decode, DecodeRow, Free, Grow, Known, Preempt, Probe, Publish, Reset, Start
 from cases import Case, Kind
 from difference import Difference
 from our_side import OurSide
-from sides import Found, Side
+from sides import Ask, Found, Side, Slots
 from vllm_side import VllmSide
 
 PROBE = "probe"
 EVERY = 8  # calls between two comparisons of everything
+ON_RESIDENT = {Publish: "transfers done", Preempt: "preemptions", Free: "frees"}
 
 
 class Duel:
     """A case being played. requests: those known, by name. fresh: keys of states published in this step.
 
-    operations: calls compared. seen: what came of them. excuse: names the defect that explains a difference;
-    a look-up that it explains is counted, and the run goes on without that hit.
+    operations: calls compared, by kind. seen: what came of them. excused: look-ups that differ by a defect, which
+    ``excuse`` names: the run goes on without that hit.
     """
 
     def __init__(self, case: Case, excuse: "Callable[[Difference, Duel], str | None]") -> None:
@@ -28,8 +29,9 @@ class Duel:
         self.ours = OurSide(case)
         self.requests: dict[str, Known] = {}
         self.fresh: set[bytes] = set()
-        self.operations = 0
+        self.operations: Counter[str] = Counter()
         self.seen: Counter[str] = Counter()
+        self.excused: Counter[str] = Counter()
         self._calls = 0
         self._states = tuple({group.block_size for group in case.groups if group.kind is Kind.ALIGN})
 
@@ -59,6 +61,8 @@ class Duel:
                 return self._start(call)
             case Grow():
                 return self._grow(call)
+            case Decode():
+                return self._decode(call)
             case Probe():
                 return self._probe(call)
             case Publish() | Preempt() | Free():
@@ -78,8 +82,10 @@ class Duel:
         if isinstance(found, Difference):
             return found
         hit = found[0].tokens if found is not None else 0
-        request.adopted(hit)
-        difference = self._allocate(call, min(call.chunk, request.tokens - hit), found)
+        external = min(call.external, request.tokens - hit - 1)
+        request.adopted(hit, external)
+        chunk = min(call.chunk, request.tokens - request.computed)
+        difference = self._allocate(call, chunk, found, external)
         if difference is None and not request.resident:
             request.restart()
         elif difference is None and request.computed == request.tokens:
@@ -112,11 +118,55 @@ class Duel:
             return None
         if call.step:
             self._begin_step()
-        self._fly(call, request)
-        difference = self._allocate(call, call.chunk, None)
+        self._fly(call.name, request, call.processed)
+        difference = self._allocate(call, call.chunk)
         if difference is not None or request.computed == computed:
             return difference
         self._settle(call.name, request, call.sampled, call.rejected)
+        return None
+
+    def _decode(self, call: Decode) -> Difference | None:
+        """Those of the rows that are resident: all with the same look-ahead, in one batch of ours."""
+        rows = [row for row in call.rows if self._has_room(row.name)]
+        if not rows:
+            return None
+        if call.step:
+            self._begin_step()
+        for row in rows:
+            self._fly(row.name, self.requests[row.name], row.processed)
+        names = [row.name for row in rows]
+        before = [self._state_keys(name) for name in names]
+        self.operations["decode steps"] += 1
+        theirs, ours = (side.decode(names, call.lookahead) for side in self.sides)
+        if theirs != ours:
+            return Difference("slots", call, theirs, ours)
+        self.seen["rows of decode steps"] += len(rows)
+        self.seen["decode steps cut short"] += theirs.accepted < len(rows)
+        for row in rows[: theirs.accepted]:
+            self._decoded(row)
+        for name, old in zip(names, before, strict=True):
+            self.fresh |= self._state_keys(name) - old
+        return self._compare_rows(call, rows, theirs)
+
+    def _has_room(self, name: str) -> bool:
+        request = self.requests.get(name)
+        return request is not None and request.resident and request.computed < self.case.max_model_len - 1
+
+    def _decoded(self, row: DecodeRow) -> None:
+        request = self.requests[row.name]
+        for side in self.sides:
+            side.advance(row.name, 1)
+        request.ran(request.computed, 1, self._states)
+        request.delayed = False
+
+    def _compare_rows(self, call: Decode, rows: Sequence[DecodeRow], slots: Slots) -> Difference | None:
+        for at, row in enumerate(rows):
+            request = self.requests[row.name]
+            difference = self._compare(call, row.name, request)
+            if difference is not None:
+                return difference
+            if at < slots.accepted and request.computed == request.tokens:
+                self._settle(row.name, request, (row.sampled,), 0)
         return None
 
     def _probe(self, call: Probe) -> Difference | None:
@@ -132,8 +182,7 @@ class Duel:
         request = self.requests.get(call.name)
         if request is None or not request.resident:
             return None
-        self.operations += 1
-        self.seen[type(call).__name__] += 1
+        self.operations[ON_RESIDENT[type(call)]] += 1
         if isinstance(call, Publish):
             return self._publish(call, request)
         for side in self.sides:
@@ -155,20 +204,22 @@ class Duel:
         return self._compare(call, call.name, request)
 
     def _reset(self, call: Reset) -> Difference | None:
-        self.operations += 1
+        self.operations["resets"] += 1
         for name in list(self.requests) if call.empty else ():
-            self._on_resident(Free(name))
+            difference = self._on_resident(Free(name))
+            if difference is not None:
+                return difference
         theirs, ours = (side.reset() for side in self.sides)
-        self.seen["resets"] += theirs
+        self.seen["resets done"] += theirs
         return None if theirs == ours else Difference("reset", call, theirs, ours)
 
     # -- parts of a call
 
-    def _fly(self, call: Grow, request: Known) -> None:
-        settled = request.computed if call.processed is None else call.processed
+    def _fly(self, name: str, request: Known, processed: int | None) -> None:
+        settled = request.computed if processed is None else processed
         request.processed = min(max(settled, request.processed), request.computed)
         for side in self.sides:
-            side.fly(call.name, request.computed - request.processed)
+            side.fly(name, request.computed - request.processed)
 
     def _settle(self, name: str, request: Known, sampled: tuple[int, ...], rejected: int) -> None:
         self.seen["rejections"] += rejected > 0
@@ -185,31 +236,35 @@ class Duel:
 
     def _look_up(self, call: Call, name: str, request: Known) -> tuple[Found, Found] | Difference | None:
         """What both sides found; None for a difference that is excused."""
-        self.operations += 1
+        self.operations["look-ups"] += 1
         theirs, ours = (side.look_up(name) for side in self.sides)
         if theirs != ours:
             difference = Difference("hit", call, theirs, ours, request, name)
             excuse = self.excuse(difference, self)
-            self.seen[f"look-ups excused as {excuse}"] += excuse is not None
-            return None if excuse else difference
-        self.seen["look-ups"] += 1
+            if excuse is None:
+                return difference
+            self.excused[excuse] += 1
+            return None
         self.seen["hits"] += theirs.tokens > 0
         return theirs, ours
 
-    def _allocate(self, call: Start | Grow, chunk: int, found: tuple[Found, Found] | None) -> Difference | None:
-        self.operations += 1
+    def _allocate(
+        self, call: Start | Grow, chunk: int, found: tuple[Found, Found] | None = None, external: int = 0
+    ) -> Difference | None:
+        self.operations["first chunks" if isinstance(call, Start) else "chunks"] += 1
         name, request = call.name, self.requests[call.name]
         before = self._state_keys(name)
         hits = found if found is not None else (None, None)
         theirs, ours = (
-            side.allocate(name, chunk, call.lookahead, call.delay, hit)
+            side.allocate(name, Ask(chunk, call.lookahead, call.delay, hit, external))
             for side, hit in zip(self.sides, hits, strict=True)
         )
         if (theirs is None) != (ours is None):
             return Difference("refusal", call, theirs, ours, request, name)
         if theirs != ours:
             return Difference("new", call, theirs, ours, request, name)
-        self.seen["allocations" if theirs is not None else "refusals"] += 1
+        self.seen["refusals"] += theirs is None
+        self.seen["external prefixes"] += external > 0 and theirs is not None
         if theirs is not None:
             for side in self.sides:
                 side.advance(name, chunk + (0 if request.resident else request.computed))

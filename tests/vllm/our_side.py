@@ -1,9 +1,11 @@
 """hybridkv's KVCacheManager as a side, through its public calls."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from cases import Case, Group, Kind
-from sides import Found, Ids, Keys
+from sides import Ask, Found, Ids, Keys, Slots
 
 from hybridkv.cache import KVCacheBlocks, KVCacheManager
 from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec
@@ -50,7 +52,10 @@ def _spec(group: Group) -> KVCacheSpec:
 
 class OurSide:
     def __init__(self, case: Case) -> None:
-        groups = tuple(KVCacheGroupSpec((f"layer{i}",), _spec(group)) for i, group in enumerate(case.groups))
+        groups = tuple(
+            KVCacheGroupSpec((f"layer{i}",), _spec(group), is_eagle_group=group.eagle)
+            for i, group in enumerate(case.groups)
+        )
         self._manager = KVCacheManager(
             KVCacheConfig(case.num_blocks, (), groups),
             case.max_model_len,
@@ -84,19 +89,38 @@ class OurSide:
         self._hits[name] = blocks
         return Found(tokens, self._ids(blocks))
 
-    def allocate(self, name: str, chunk: int, lookahead: int, delay: bool, found: Found | None) -> Ids | None:
+    def allocate(self, name: str, ask: Ask) -> Ids | None:
         hit: dict[str, Any] = {}
-        if found is not None and found.tokens:
-            hit = {"num_new_computed_tokens": found.tokens, "new_computed_blocks": self._hits[name]}
+        if ask.found is not None and ask.found.tokens:
+            hit = {"num_new_computed_tokens": ask.found.tokens, "new_computed_blocks": self._hits[name]}
         blocks = self._manager.allocate_slots(
             self._requests[name],
-            chunk,
-            num_lookahead_tokens=lookahead,
-            delay_cache_blocks=delay,
+            ask.chunk,
+            num_lookahead_tokens=ask.lookahead,
+            delay_cache_blocks=ask.delay,
             num_encoder_tokens=self._encoder_tokens,
+            num_external_computed_tokens=ask.external,
             **hit,
         )
-        return None if blocks is None else self._ids(blocks)
+        return None if blocks is None else self._behind_external(self._ids(blocks), ask)
+
+    def _behind_external(self, new: Ids, ask: Ask) -> Ids:
+        """Without the columns of the external prefix, which vLLM leaves out of its answer."""
+        hit = ask.found.tokens if ask.found is not None else 0
+        sizes = [group.policy.block_size for group in self._manager.groups]
+        held = [-(-(hit + ask.external) // size) - hit // size if ask.external else 0 for size in sizes]
+        return tuple(ids[count:] for ids, count in zip(new, held, strict=True))
+
+    def decode(self, names: Sequence[str], lookahead: int) -> Slots:
+        rows = np.array([self._requests[name].row for name in names], np.int64)
+        slots = self._manager.allocate_batch(rows, 1, lookahead)
+        cells = zip(*(part.tolist() for part in slots[1:]), strict=True)
+        return Slots(slots.accepted, tuple(cells))
+
+    def cached(self, name: str) -> tuple[tuple[bool, ...], ...]:
+        request = self._requests[name]
+        groups = self._manager.groups
+        return tuple(tuple(group.index.get(key) is not None for key in group.keys(request)) for group in groups)
 
     def publish(self, name: str, tokens: int) -> None:
         self._manager.cache_blocks(self._requests[name], tokens)

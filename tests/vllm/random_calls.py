@@ -2,7 +2,7 @@
 
 from random import Random
 
-from calls import Call, Free, Grow, Known, Preempt, Probe, Publish, Reset, Start
+from calls import Call, Decode, DecodeRow, Free, Grow, Known, Preempt, Probe, Publish, Reset, Start
 from cases import Case
 from duel import Duel
 
@@ -22,15 +22,30 @@ class Caller:
         self._aligned = random.choice((1.0, 1.0, 1.0, 0.97, 0.5) if case.has_states else (1.0, random.random()))
         self._delays = random.choice((0.0, 0.0, 0.2))
         self._lookahead = random.choice((0, 0, 1, 3, 7))
+        self._decodes = random.choice((0.05, 0.2, 0.5))
+        self._externals = random.choice((0.0, 0.0, 0.4)) if len(case.groups) == 1 and case.caching else 0.0
 
     def next(self, duel: Duel) -> Call:
-        """One in a hundred empties the cache, seven probe it; the others are about a request."""
+        """One in a hundred empties the cache, seven probe it; the others are about requests."""
         draw = self._random.random()
         if draw < 0.01:
             return Reset(empty=self._random.random() < 0.5)
         if draw < 0.08:
             return Probe(self._prompt())
+        if self._random.random() < self._decodes and (rows := self._decoding(duel)):
+            return Decode(rows, self._ahead(), self._step())
         return self._about_a_request(duel)
+
+    def _decoding(self, duel: Duel) -> tuple[DecodeRow, ...]:
+        """Most resident requests in any order; those that still have a prompt to run where chunks may end anywhere."""
+        rows = [
+            DecodeRow(name, self._fresh_tokens(1)[0], self._processed(request))
+            for name, request in duel.requests.items()
+            if request.resident and self._random.random() < 0.9
+            if request.tokens == request.computed + 1 or self._random.random() >= self._aligned
+        ]
+        self._random.shuffle(rows)
+        return tuple(rows)
 
     def _about_a_request(self, duel: Duel) -> Call:
         resident = [name for name, request in duel.requests.items() if request.resident]
@@ -41,8 +56,6 @@ class Caller:
             self._number += 1
             return self._start(f"r{self._number}", self._prompt())
         name = self._random.choice(resident)
-        if self._case.has_states and duel.requests[name].delayed:
-            return self._random.choice((Publish(name), Publish(name), Free(name)))
         if self._random.random() < 0.03 * len(resident):
             return self._end(name)
         return self._grow(name, duel.requests[name])
@@ -61,7 +74,9 @@ class Caller:
         return (stream[:cut] + self._fresh_tokens(tail)) or self._fresh_tokens(1)
 
     def _start(self, name: str, tokens: tuple[int, ...]) -> Start:
-        return Start(name, tokens, self._chunk(), self._ahead(), self._delay(), self._fresh_tokens(1), self._step())
+        external = self._random.randint(1, 40) if self._random.random() < self._externals else 0
+        sampled = self._fresh_tokens(1)
+        return Start(name, tokens, self._chunk(), self._ahead(), self._delay(), sampled, self._step(), external)
 
     def _end(self, name: str) -> Call:
         return self._random.choice((Free(name), Free(name), Preempt(name), Publish(name)))

@@ -1,7 +1,8 @@
 """What is asked of each side, in plain ints and bytes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 Ids = tuple[tuple[int, ...], ...]
 """Block ids, one tuple a group; 0 is the null block."""
@@ -14,6 +15,23 @@ Keys = tuple[tuple[bytes | None, ...], ...]
 class Found:
     tokens: int
     ids: Ids
+
+
+class Ask(NamedTuple):
+    """Slots for ``chunk`` tokens. found: what look_up answered last, to be adopted; external: tokens behind it."""
+
+    chunk: int
+    lookahead: int
+    delay: bool
+    found: Found | None = None
+    external: int = 0
+
+
+class Slots(NamedTuple):
+    """What a decode step got. accepted: leading rows; the others are refused. cells: (row, group, column, block)."""
+
+    accepted: int
+    cells: tuple[tuple[int, ...], ...]
 
 
 class Side(Protocol):
@@ -33,8 +51,14 @@ class Side(Protocol):
 
     def look_up(self, name: str) -> Found: ...
 
-    def allocate(self, name: str, chunk: int, lookahead: int, delay: bool, found: Found | None) -> Ids | None:
-        """found: what look_up answered last, to be adopted."""
+    def allocate(self, name: str, ask: Ask) -> Ids | None: ...
+
+    def decode(self, names: Sequence[str], lookahead: int) -> Slots:
+        """One more token for each."""
+        ...
+
+    def cached(self, name: str) -> tuple[tuple[bool, ...], ...]:
+        """Per group and full column of a request's tokens, whether its key can be found."""
         ...
 
     def publish(self, name: str, tokens: int) -> None: ...

@@ -6,12 +6,13 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.pop("PYTHONHASHSEED", None)  # vLLM would derive the root of its hashes from it
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from cases import Case, Group, Kind
-from sides import Found, Ids, Keys
+from sides import Ask, Found, Ids, Keys, Slots
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface as interface
@@ -56,7 +57,10 @@ def prepare() -> None:
 
 class VllmSide:
     def __init__(self, case: Case) -> None:
-        groups = [interface.KVCacheGroupSpec([f"layer{i}"], _spec(group)) for i, group in enumerate(case.groups)]
+        groups = [
+            interface.KVCacheGroupSpec([f"layer{i}"], _spec(group), is_eagle_group=group.eagle)
+            for i, group in enumerate(case.groups)
+        ]
         config = interface.KVCacheConfig(
             num_blocks=case.num_blocks,
             kv_cache_tensors=[],
@@ -74,6 +78,7 @@ class VllmSide:
         )
         for group in self._manager.coordinator.single_type_managers:
             group._cache_partial_tail_block = lambda *_, **__: None
+        self._hash_block = case.hash_block
         self._hasher = kv_cache_utils.get_request_block_hasher(case.hash_block, HASH)
         self._encoder_tokens = ENCODER_TOKENS if any(group.kind is Kind.CROSS for group in case.groups) else 0
         self._sampling = SamplingParams(max_tokens=1 << 20, ignore_eos=True)
@@ -108,19 +113,40 @@ class VllmSide:
         self._hits[name] = blocks
         return Found(tokens, self._ids(blocks))
 
-    def allocate(self, name: str, chunk: int, lookahead: int, delay: bool, found: Found | None) -> Ids | None:
-        hit = (
-            {} if found is None else {"num_new_computed_tokens": found.tokens, "new_computed_blocks": self._hits[name]}
-        )
+    def allocate(self, name: str, ask: Ask) -> Ids | None:
+        hit: dict[str, Any] = {}
+        if ask.found is not None:
+            hit = {"num_new_computed_tokens": ask.found.tokens, "new_computed_blocks": self._hits[name]}
         blocks = self._manager.allocate_slots(
             self._requests[name],
-            chunk,
-            num_lookahead_tokens=lookahead,
-            delay_cache_blocks=delay,
+            ask.chunk,
+            num_lookahead_tokens=ask.lookahead,
+            num_external_computed_tokens=ask.external,
+            delay_cache_blocks=ask.delay,
             num_encoder_tokens=self._encoder_tokens,
             **hit,
         )
         return None if blocks is None else self._ids(blocks)
+
+    def decode(self, names: Sequence[str], lookahead: int) -> Slots:
+        cells: list[tuple[int, ...]] = []
+        for row, name in enumerate(names):
+            new = self.allocate(name, Ask(1, lookahead, delay=False))
+            if new is None:
+                return Slots(row, tuple(cells))
+            for group, (table, ids) in enumerate(zip(self.table(name), new, strict=True)):
+                first = len(table) - len(ids)
+                cells += [(row, group, first + i, block) for i, block in enumerate(ids) if block]
+        return Slots(len(names), tuple(cells))
+
+    def cached(self, name: str) -> tuple[tuple[bool, ...], ...]:
+        hashes, pool = self._requests[name].block_hashes, self._manager.block_pool
+        found = []
+        for number, group in enumerate(self._manager.coordinator.single_type_managers):
+            stride = group.block_size // self._hash_block
+            keys = hashes[stride - 1 :: stride]
+            found.append(tuple(pool.get_cached_block(key, [number]) is not None for key in keys))
+        return tuple(found)
 
     def publish(self, name: str, tokens: int) -> None:
         request = self._requests[name]

@@ -1,8 +1,10 @@
 """A worker in plain Python whose storage is one bytearray, addressed by the plan's offsets and strides.
 
 It is fed by Steps alone: its tables come from finished_rows, new_rows and cells, its token histories from new_rows
-and its own samples. After the writes of a step every token that a row reads is compared with the digest of that
-row's history, in every layer; the sampled token is a function of what was read.
+and its own samples. Attention: after the writes of a step every token that a scheduled one reads is compared with the
+digest of that row's history, in every layer. Recurrent layers: the state that a row reads is compared with that of
+its history; what is written is the state after as many tokens as its label says. The sampled token is a function of
+what was read. Cross attention is not modelled: a Step says nothing of the encoder.
 """
 
 from __future__ import annotations
@@ -10,30 +12,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from hybridkv.errors import ConfigError
 from hybridkv.plan.config import KVCacheConfig
 from hybridkv.step import Csr, NewRow, Step, StepResult
-from hybridkv.testing.model import DIGEST_BYTES, DigestModel
+from hybridkv.testing.model import DIGEST_BYTES, ZERO_STATE, DigestModel
+from hybridkv.testing.worker_layers import Layer, layers_of
 
 
 class ContentError(Exception):
     """A step read something else than the row's tokens, or does not fit the worker's state."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """Where a layer's tokens lie: bytes at offset + block * stride + (token % block_size) * token_bytes."""
-
-    name: str
-    group: int
-    block_size: int
-    offset: int
-    stride: int
-    token_bytes: int
-
-
 @dataclass(slots=True)
-class _Row:
+class WorkerRow:
     """What a row is: its request's tokens and, per group, column -> block."""
 
     request_id: str
@@ -44,17 +34,23 @@ class _Row:
 
 
 class FakeWorker:
-    """Executes Steps with a DigestModel. ConfigError for a page too small for one digest a token."""
+    """Executes Steps with a DigestModel. ConfigError for a page too small for one digest a token.
 
-    def __init__(self, config: KVCacheConfig, model: DigestModel) -> None:
+    sharded: this is one of several context parallel ranks, which cannot see all tokens: only the rows, the tokens
+    and the order of steps are checked, no content.
+    """
+
+    def __init__(self, config: KVCacheConfig, model: DigestModel, *, sharded: bool = False) -> None:
         self.model = model
-        self.storage = bytearray(config.arena_bytes)
+        self.storage = bytearray(Random(1).randbytes(config.arena_bytes))  # noqa: S311 - anything but zeros
         self.last_applied = -1
         self.tokens_checked = 0
+        self.states_checked = 0
         self._num_blocks = config.num_blocks
         self._num_groups = len(config.groups)
-        self._layers = _layers(config)
-        self._rows: dict[int, _Row] = {}
+        self._layers = layers_of(config)
+        self._sharded = sharded
+        self._rows: dict[int, WorkerRow] = {}
 
     def request_of(self, row: int) -> str:
         """The id of the request that has ``row``."""
@@ -64,21 +60,48 @@ class FakeWorker:
         """One forward. ContentError if a row reads what its history does not say."""
         self._apply(step)
         self.last_applied = step.id
-        for i, row in enumerate(step.rows.tolist()):
-            self._write(self._live(row), *self._span(step, i))
-        return StepResult(step.id, Csr.from_lists([self._read(step, i) for i in range(len(step))]))
+        spans = [self._span(step, i) for i in range(len(step))]
+        if not self._sharded:
+            self._zero(step)
+            self._copy(step, "before")
+            self._check_states(step)
+            self._write_states(step)
+            for row, span in zip(step.rows.tolist(), spans, strict=True):
+                self._write(self._live(row), *span)
+        result = StepResult(step.id, Csr.from_lists([self._read(step, i) for i in range(len(step))]))
+        if not self._sharded:
+            self._copy(step, "after")
+        return result
 
     def break_down(self, step: Step, random: Random) -> None:
         """``step`` fails on the way: its tables may be written, and anything may stand where it writes."""
         if random.random() < 0.5:
             return
         self._apply(step)
-        for i, row in enumerate(step.rows.tolist()):
-            computed, end = self._span(step, i)
-            for layer in self._layers:
-                for position in range(computed, end):
-                    at = self._slot(layer, self._live(row), position)
-                    self.storage[at : at + DIGEST_BYTES] = random.randbytes(DIGEST_BYTES)
+        if self._sharded:
+            return
+        for layer in self._layers:
+            if layer.recurrent:
+                for _, group, _, block in step.state_writes.tolist():
+                    if group == layer.group:
+                        self._put(self._at(layer, block), random.randbytes(DIGEST_BYTES))
+                continue
+            for i, row in enumerate(step.rows.tolist()):
+                for position in range(*self._span(step, i)):
+                    self._put(self._slot(layer, self._live(row), position), random.randbytes(DIGEST_BYTES))
+
+    def holds(self, group: int, block: int, tokens: tuple[int, ...]) -> bool:
+        """Whether ``block`` has what its last token being the last of ``tokens`` means, in every layer of ``group``."""
+        places = {name: i for i, name in enumerate(self.model.layers)}
+        for layer in self._layers:
+            if layer.group != group:
+                continue
+            first = len(tokens) if layer.recurrent else len(tokens) - layer.block_size + 1
+            for end in range(first, len(tokens) + 1):
+                at = self._at(layer, block) + (0 if layer.recurrent else (end - first) * layer.token_bytes)
+                if self._get(at) != self.model.digests(tokens[:end])[places[layer.name]]:
+                    return False
+        return True
 
     # -- tables
 
@@ -100,15 +123,66 @@ class FakeWorker:
         if new.row in self._rows:
             raise ContentError(f"row {new.row} begins for {new.request_id!r} and never ended")
         tables: tuple[dict[int, int], ...] = tuple({} for _ in range(self._num_groups))
-        self._rows[new.row] = _Row(new.request_id, new.token_ids.tolist(), tables)
+        self._rows[new.row] = WorkerRow(new.request_id, new.token_ids.tolist(), tables)
 
     def _set_cell(self, group: int, row: int, column: int, block: int) -> None:
         self._live(row).tables[group][column] = block
 
-    def _live(self, row: int) -> _Row:
+    def _live(self, row: int) -> WorkerRow:
         if row not in self._rows:
             raise ContentError(f"row {row} belongs to nobody")
         return self._rows[row]
+
+    # -- states
+
+    def _zero(self, step: Step) -> None:
+        for group, block in step.zero.tolist():
+            self._clear(group, block)
+
+    def _clear(self, group: int, block: int) -> None:
+        for layer in self._layers:
+            if layer.group == group:
+                at = self._at(layer, block)
+                self.storage[at : at + layer.token_bytes] = bytes(layer.token_bytes)
+
+    def _copy(self, step: Step, stage: str) -> None:
+        for copy in step.copies:
+            if copy.stage == stage:
+                self._copy_block(copy.group, copy.source, copy.destination)
+
+    def _copy_block(self, group: int, source: int, destination: int) -> None:
+        for layer in self._layers:
+            if layer.group == group:
+                self._put(self._at(layer, destination), self._get(self._at(layer, source)))
+
+    def _check_states(self, step: Step) -> None:
+        """What every row reads is the state after its computed tokens."""
+        for i, row in enumerate(step.rows.tolist()):
+            computed = int(step.num_computed[i])
+            for layer in self._layers:
+                if not layer.recurrent:
+                    continue
+                block = int(step.state_read[i, layer.group])
+                known = self._expected(layer, self._live(row), computed)
+                if self._get(self._at(layer, block)) != (known[computed - 1] if computed else ZERO_STATE):
+                    who = self._live(row).request_id
+                    raise ContentError(f"step {step.id}: {who!r} reads a wrong state at {computed}, {layer}")
+                self.states_checked += 1
+
+    def _write_states(self, step: Step) -> None:
+        """The state of as many tokens as its label says, every block by one row only."""
+        written = set()
+        for i, group, label, block in step.state_writes.tolist():
+            if (group, block) in written:
+                raise ContentError(f"step {step.id} writes the state in block {block} of group {group} twice")
+            written.add((group, block))
+            self._write_state(self._live(int(step.rows[i])), group, label, block)
+
+    def _write_state(self, row: WorkerRow, group: int, label: int, block: int) -> None:
+        for layer in self._layers:
+            if layer.group == group and layer.recurrent:
+                known = self._expected(layer, row, min(label, len(row.tokens)))
+                self._put(self._at(layer, block), known[label - 1] if label <= len(row.tokens) else b"\xff" * 8)
 
     # -- one row
 
@@ -123,72 +197,75 @@ class FakeWorker:
             raise ContentError(f"step {step.id} samples for {row.request_id!r} at the wrong token")
         return computed, computed + count
 
-    def _write(self, row: _Row, computed: int, end: int) -> None:
-        """The digests of tokens computed .. end - 1, each built on what storage holds before it."""
+    def _write(self, row: WorkerRow, computed: int, end: int) -> None:
+        """The digests of tokens computed .. end - 1, each built on what the layer reads before it."""
         for layer in self._layers:
+            if layer.recurrent:
+                continue
             for position in range(computed, end):
-                before = self._stored(layer, row, position - 1) if position else self.model.root(layer.name)
-                at = self._slot(layer, row, position)
-                self.storage[at : at + DIGEST_BYTES] = self.model.extend(before, row.tokens[position])
+                if layer.first_read(position) < position:
+                    before = self._stored(layer, row, position - 1)
+                elif position:  # a chunk begins: what came before is known from other layers
+                    before = self._expected(layer, row, position)[position - 1]
+                else:
+                    before = self.model.root(layer.name)
+                self._put(self._slot(layer, row, position), self.model.extend(layer.name, before, row.tokens[position]))
 
     def _read(self, step: Step, i: int) -> list[int]:
         """Check all tokens that the i-th row reads; the token sampled behind them, if one is."""
         row = self._live(int(step.rows[i]))
         end = int(step.num_computed[i] + step.num_scheduled[i])
-        for layer in self._layers:
-            expected = self._expected(layer, row, end)
-            for position in range(end):
-                if self._stored(layer, row, position) != expected[position]:
-                    raise ContentError(f"step {step.id}: {row.request_id!r} reads a wrong token {position}, {layer}")
-        self.tokens_checked += end
+        if self._sharded:
+            digests = list(self.model.digests(row.tokens[:end]))
+        else:
+            digests = [self._read_layer(step, i, layer, row) for layer in self._layers]
         if not step.samples[i]:
             return []
-        row.sampled = self.model.sample([self._stored(layer, row, end - 1) for layer in self._layers])
+        row.sampled = self.model.sample(digests)
         row.tokens.append(row.sampled)
         return [row.sampled]
 
-    def _expected(self, layer: _Layer, row: _Row, end: int) -> list[bytes]:
+    def _read_layer(self, step: Step, i: int, layer: Layer, row: WorkerRow) -> bytes:
+        """What the layer has of the last token, once all that it reads is checked."""
+        if layer.recurrent:
+            return self._get(self._at(layer, int(step.state_read[i, layer.group])))
+        computed = int(step.num_computed[i])
+        end = computed + int(step.num_scheduled[i])
+        expected = self._expected(layer, row, end)
+        for position in range(layer.first_read(computed), end):
+            if self._stored(layer, row, position) != expected[position]:
+                raise ContentError(f"step {step.id}: {row.request_id!r} reads a wrong token {position}, {layer}")
+            self.tokens_checked += 1
+        return expected[end - 1]
+
+    def _expected(self, layer: Layer, row: WorkerRow, end: int) -> list[bytes]:
         """Digests of the row's history, computed without storage."""
         digests = row.expected.setdefault(layer.name, [])
         while len(digests) < end:
             before = digests[-1] if digests else self.model.root(layer.name)
-            digests.append(self.model.extend(before, row.tokens[len(digests)]))
+            digests.append(self.model.extend(layer.name, before, row.tokens[len(digests)]))
         return digests
 
     # -- storage
 
-    def _stored(self, layer: _Layer, row: _Row, position: int) -> bytes:
-        at = self._slot(layer, row, position)
+    def _stored(self, layer: Layer, row: WorkerRow, position: int) -> bytes:
+        return self._get(self._slot(layer, row, position))
+
+    def _get(self, at: int) -> bytes:
         return bytes(self.storage[at : at + DIGEST_BYTES])
 
-    def _slot(self, layer: _Layer, row: _Row, position: int) -> int:
+    def _put(self, at: int, digest: bytes) -> None:
+        self.storage[at : at + DIGEST_BYTES] = digest
+
+    def _slot(self, layer: Layer, row: WorkerRow, position: int) -> int:
         column, within = divmod(position, layer.block_size)
-        block = row.tables[layer.group].get(column)
-        if block is None or not 0 < block < self._num_blocks:
-            raise ContentError(f"{row.request_id!r} has block {block} in column {column} of group {layer.group}")
-        at = layer.offset + block * layer.stride + within * layer.token_bytes
-        if at + DIGEST_BYTES > len(self.storage):
+        block = row.tables[layer.group].get(column, 0)
+        return self._at(layer, block) + within * layer.token_bytes
+
+    def _at(self, layer: Layer, block: int) -> int:
+        if not 0 < block < self._num_blocks:
+            raise ContentError(f"block {block} of group {layer.group} is none of this cache's")
+        at = layer.offset + block * layer.stride
+        if at + layer.token_bytes > len(self.storage):
             raise ContentError(f"block {block} of {layer} lies outside the arena of {len(self.storage)} bytes")
         return at
-
-
-def _layers(config: KVCacheConfig) -> tuple[_Layer, ...]:
-    tensors = {name: tensor for tensor in config.tensors for name in tensor.shared_by}
-    layers = []
-    for number, group in enumerate(config.groups):
-        token_bytes = group.spec.page_size_bytes // group.spec.block_size
-        if token_bytes < DIGEST_BYTES:
-            raise ConfigError(f"{token_bytes} bytes a token hold no digest: use pages of {DIGEST_BYTES} or more")
-        for name in group.layer_names:
-            tensor = tensors[name]
-            layers.append(
-                _Layer(
-                    name,
-                    number,
-                    group.spec.block_size,
-                    tensor.offset_bytes,
-                    tensor.block_stride_bytes,
-                    token_bytes,
-                )
-            )
-    return tuple(layers)

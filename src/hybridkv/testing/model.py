@@ -1,12 +1,12 @@
-"""A model whose KV of a token says everything about the tokens before it."""
+"""A model whose KV of a token, and whose state, say everything about the tokens before."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from hashlib import blake2b
-from itertools import starmap
 
 DIGEST_BYTES = 8
+ZERO_STATE = bytes(DIGEST_BYTES)
 
 
 def _digest(data: bytes) -> bytes:
@@ -16,39 +16,40 @@ def _digest(data: bytes) -> bytes:
 class DigestModel:
     """KV of token p in a layer: the digest of (KV of token p - 1 in that layer, token p).
 
-    layers: names, each of which begins its chain with the digest of its own name, so that layers cannot be
-    confused. vocabulary: number of token ids; a small one makes prefixes repeat.
+    A recurrent layer's state after n tokens is the digest of (its state after n - 1, token n - 1), the first one
+    being zero bytes. layers: names, which enter all digests, so that layers cannot be confused. states: those of
+    them that are recurrent. vocabulary: number of token ids; a small one makes prefixes repeat.
     The sampled token is a function of the digests of all layers, so wrong content leads to other tokens.
     """
 
-    def __init__(self, layers: Sequence[str], vocabulary: int = 4) -> None:
+    def __init__(self, layers: Sequence[str], vocabulary: int = 4, states: Collection[str] = ()) -> None:
         self.layers = tuple(layers)
         self.vocabulary = vocabulary
-        self._root = {layer: _digest(layer.encode()) for layer in self.layers}
+        self._name = {layer: _digest(layer.encode()) for layer in self.layers}
+        self._root = {layer: ZERO_STATE if layer in states else self._name[layer] for layer in self.layers}
         self._known: dict[tuple[int, ...], tuple[bytes, ...]] = {(): tuple(self._root.values())}
 
     def root(self, layer: str) -> bytes:
         """What stands before token 0 of ``layer``."""
         return self._root[layer]
 
-    @staticmethod
-    def extend(previous: bytes, token: int) -> bytes:
-        """The KV of ``token`` behind ``previous``."""
-        return _digest(previous + token.to_bytes(4, "big"))
+    def extend(self, layer: str, previous: bytes, token: int) -> bytes:
+        """The KV of ``token`` in ``layer`` behind ``previous``, or the state behind it."""
+        return _digest(self._name[layer] + previous + token.to_bytes(4, "big"))
 
     def sample(self, digests: Sequence[bytes]) -> int:
         """The token behind the one whose KV is ``digests``, one a layer."""
         return int.from_bytes(_digest(b"".join(digests))) % self.vocabulary
 
     def digests(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
-        """KV of the last of ``tokens``, one a layer, computed without any cache. O(tokens)."""
+        """KV of the last of ``tokens``, or the state behind it, one a layer, without any cache. O(tokens)."""
         prefix = tuple(tokens)
         start = len(prefix)
         while prefix[:start] not in self._known:
             start -= 1
         found = self._known[prefix[:start]]
         for end in range(start, len(prefix)):
-            found = tuple(starmap(self.extend, ((one, prefix[end]) for one in found)))
+            found = tuple(self.extend(layer, one, prefix[end]) for layer, one in zip(self.layers, found, strict=True))
             self._known[prefix[: end + 1]] = found
         return found
 

@@ -1,109 +1,77 @@
-"""Manager and scheduler in plain Python, one request and one block at a time.
+"""The scheduler in plain Python, over a cache in plain Python (oracle_cache).
 
 ``counts`` has the statistics of the scheduler, and how often something rare happened: requests that ended with steps
-in flight ("dead"), tokens for requests that had been preempted meanwhile ("late").
+in flight ("dead"), tokens for requests that had been preempted meanwhile ("late"), requests that were overtaken
+("overtaken"), admissions that stopped behind one ("bound"), chunks that were cut for a state ("split"), hits on a
+state that is only being written ("unreadable").
 
-No hashes (a key is the salt and all tokens up to the block's end), no arrays, no batches. It foretells every Step,
-every block id, every hit, victim, admission, sampled token and reason to finish.
+It foretells every Step, every block id, every hit, victim, admission, sampled token and reason to finish.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.testing.model import DigestModel
-from hybridkv.testing.oracle_pool import OraclePool, Prefix
+from hybridkv.testing.oracle_cache import Cell, OracleCache, OracleHit, OracleRequest
+from hybridkv.testing.oracle_step import Entry, OracleStep, split_chunk
 
-
-@dataclass(eq=False, slots=True)
-class OracleRequest:
-    """A request and what is known of it. tables: per group its blocks. published: per group, columns that were."""
-
-    request_id: str
-    tokens: list[int]
-    num_prompt_tokens: int
-    limit: int
-    stops: frozenset[int]
-    salt: str | None
-    tables: list[list[int]] = field(default_factory=list)
-    published: list[int] = field(default_factory=list)
-    computed: int = 0
-    preemptions: int = 0
-    first_hit: int | None = None
-
-
-@dataclass(eq=False, slots=True)
-class Entry:
-    """A row of a step. tokens: -1 where the token is not known yet. cells: (group, column, block) that are new."""
-
-    request: OracleRequest
-    computed: int
-    count: int
-    samples: bool
-    tokens: list[int]
-    cells: list[tuple[int, int, int]]
-    admitted: bool
-    attached: bool = True
-
-
-@dataclass(eq=False, slots=True)
-class OracleStep:
-    """A step in flight."""
-
-    step_id: int
-    entries: list[Entry] = field(default_factory=list)
-
-    def holds(self, request: OracleRequest) -> bool:
-        """Whether ``request`` runs in it and was not preempted since."""
-        return any(entry.request is request and entry.attached for entry in self.entries)
+MOST_REFUSALS = 16
+"""Of one step; then admission ends."""
 
 
 class Oracle:
-    """block_sizes: one a group. model: what samples."""
+    """cache: manager. model: what samples. clock: seconds."""
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_sizes: tuple[int, ...],
-        max_model_len: int,
-        limits: SchedulerLimits,
-        model: DigestModel,
-        *,
-        caching: bool = True,
+        self, cache: OracleCache, limits: SchedulerLimits, model: DigestModel, clock: Callable[[], float] = lambda: 0.0
     ) -> None:
-        self.pool = OraclePool(num_blocks)
-        self.sizes = block_sizes
-        self.max_model_len = max_model_len
+        self.cache = cache
+        self.pool = cache.pool
         self.limits = limits
         self.model = model
-        self.caching = caching
+        self.clock = clock
         self.waiting: list[OracleRequest] = []
         self.running: list[OracleRequest] = []
         self.dead: list[OracleRequest] = []
         self.in_flight: list[OracleStep] = []
         self.finished: list[tuple[str, str]] = []
-        self.counts: Counter[str] = Counter()
+        self.counts = cache.counts
         self.peak_usage = 0.0
+        self._arrivals = 0
+        states = [group.size for group in cache.groups if group.kind == "state"]
+        self._state_block = math.lcm(*states) if states else 0
 
     # -- requests come and go
 
-    def fits_alone(self, prompt: int, max_tokens: int) -> bool:
-        """Whether such a request could ever run."""
-        if prompt >= self.max_model_len:
-            return False
-        most = min(prompt + max_tokens, self.max_model_len) - 1
-        return sum(math.ceil(most / size) for size in self.sizes) <= self.pool.num_blocks - 1
+    def fits_alone(self, request: OracleRequest) -> bool:
+        """Whether ``request`` could ever run."""
+        return (
+            len(request.tokens) < self.cache.max_model_len
+            and self._peak(request, request.limit - 1) <= self.pool.usable
+        )
 
-    def add(
-        self, request_id: str, prompt: list[int], max_tokens: int, stops: frozenset[int], salt: str | None
-    ) -> OracleRequest:
+    def _peak(self, request: OracleRequest, tokens: int) -> int:
+        return sum(self._peaks(request, tokens))
+
+    def _peaks(self, request: OracleRequest, tokens: int) -> list[int]:
+        """Most blocks that ``request`` holds in each group on its way to ``tokens`` tokens."""
+        lookahead, steps = self.limits.num_lookahead_tokens, self.limits.max_in_flight
+        total = min(tokens + lookahead, self.cache.max_model_len)
+        in_flight = (self.limits.max_batched_tokens + lookahead) * steps
+        return [
+            math.ceil(request.encoder / group.size) if group.kind == "cross" else group.peak(total, in_flight, steps)
+            for group in self.cache.groups
+        ]
+
+    def add(self, request: OracleRequest, arrival_time: float = 0.0) -> OracleRequest:
         """A request joins the queue."""
-        limit = min(len(prompt) + max_tokens, self.max_model_len)
-        request = OracleRequest(request_id, list(prompt), len(prompt), limit, stops, salt)
+        request.arrival = (arrival_time, self._arrivals)
+        self._arrivals += 1
         self.waiting.append(request)
+        self._sort()
         return request
 
     def known(self, request_id: str) -> OracleRequest | None:
@@ -118,63 +86,24 @@ class Oracle:
             self.waiting.remove(request)
             return
         self.running.remove(request)
-        if any(step.holds(request) for step in self.in_flight):
+        if self._held(request):
             self.dead.append(request)
             self.counts["dead"] += 1
         else:
-            self._publish(request, request.computed, None)
-            self._free(request)
+            self._release(request)
 
-    # -- blocks
+    def _release(self, request: OracleRequest) -> None:
+        self.cache.settle(request)
+        self.cache.free(request)
 
-    def columns(self, tokens: int) -> list[int]:
-        """Blocks that ``tokens`` tokens fill, per group."""
-        return [math.ceil(tokens / size) for size in self.sizes]
+    def _held(self, request: OracleRequest) -> bool:
+        return any(step.holds(request) for step in self.in_flight)
 
-    def hit(self, tokens: list[int], salt: str | None) -> tuple[int, list[list[int]]]:
-        """The longest cached prefix, never all tokens, and its blocks."""
-        if not self.caching:
-            return 0, [[] for _ in self.sizes]
-        runs = []
-        for group, size in enumerate(self.sizes):
-            run: list[int] = []
-            while (len(run) + 1) * size < len(tokens):
-                block = self.pool.find(group, _prefix(tokens, salt, (len(run) + 1) * size))
-                if block is None:
-                    break
-                run.append(block)
-            runs.append(run)
-        shortest = min(len(run) * size for run, size in zip(runs, self.sizes, strict=True))
-        agreed = shortest // math.lcm(*self.sizes) * math.lcm(*self.sizes)
-        return agreed, [run[: agreed // size] for run, size in zip(runs, self.sizes, strict=True)]
-
-    def _take(self, request: OracleRequest, tokens: int) -> list[tuple[int, int, int]] | None:
-        """Blocks for the first ``tokens`` tokens; the new cells, None when they do not fit."""
-        missing = [max(n - len(table), 0) for n, table in zip(self.columns(tokens), request.tables, strict=True)]
-        if sum(missing) > len(self.pool.free):
-            return None
-        cells = []
-        for group, (n, table) in enumerate(zip(missing, request.tables, strict=True)):
-            for block in self.pool.take(n):
-                cells.append((group, len(table), block))
-                table.append(block)
-        return cells
-
-    def _publish(self, request: OracleRequest, computed: int, step: int | None) -> None:
-        """Full blocks of known, computed tokens can be hit."""
-        if not self.caching:
-            return
-        for group, size in enumerate(self.sizes):
-            for column in range(request.published[group], min(computed, len(request.tokens)) // size):
-                prefix = _prefix(request.tokens, request.salt, (column + 1) * size)
-                self.pool.publish(group, request.tables[group][column], prefix, step)
-                request.published[group] = column + 1
-
-    def _free(self, request: OracleRequest) -> None:
-        """All of its blocks, last first."""
-        for table in request.tables:
-            self.pool.release(table[::-1])
-        request.tables = []
+    def _sort(self) -> None:
+        """Under priorities both queues are in order of urgency, then of arrival."""
+        if self.limits.policy == "priority":
+            for queue in (self.waiting, self.running):
+                queue.sort(key=lambda request: (request.priority, *request.arrival))
 
     # -- schedule
 
@@ -184,41 +113,39 @@ class Oracle:
         for request in list(self.running):
             if request not in self.running:
                 break  # preempted, and with it all behind it
-            pending = self._pending(request)
-            count = min(len(request.tokens) + pending, request.limit - 1) - request.computed
-            count = min(count, budget)
-            if count == 0:
-                continue
-            while request in self.running:
-                cells = self._take(request, request.computed + count)
+            count = self._share(request, budget)
+            while count and request in self.running:
+                cells = self._allocate(request, count)
                 if cells is not None:
-                    step.entries.append(self._entry(request, count, pending, cells, admitted=False))
+                    step.entries.append(self._entry(request, count, cells, admitted=False))
                     budget -= count
                     break
                 self._preempt(self.running[-1])
                 preempted = True
-        while not preempted and budget and self._seat_free() and self.waiting:
-            entry = self._admit(self.waiting[0], budget)
-            if entry is None:
-                break
-            step.entries.append(entry)
-            budget -= entry.count
+        if not preempted:
+            self._admit(step, budget)
         for entry in step.entries:
             entry.request.computed += entry.count
+        self._sort()
         self.in_flight.append(step)
         self.counts["steps"] += 1
         self.peak_usage = max(self.peak_usage, self.pool.usage)
         return step
 
-    def _entry(
-        self, request: OracleRequest, count: int, pending: int, cells: list[tuple[int, int, int]], *, admitted: bool
-    ) -> Entry:
-        """A row of the step; what it fills can be hit from now on."""
-        computed = request.computed
-        known = request.tokens[computed : computed + count]
-        samples = computed + count == len(request.tokens) + pending
-        self._publish(request, computed + count, self.counts["steps"])
-        return Entry(request, computed, count, samples, known + [-1] * (count - len(known)), cells, admitted)
+    def _share(self, request: OracleRequest, budget: int) -> int:
+        """Tokens of a running request."""
+        known = len(request.tokens) + self._pending(request)
+        count = min(min(known, request.limit - 1) - request.computed, budget)
+        return self._split(request, request.computed, count)
+
+    def _split(self, request: OracleRequest, computed: int, count: int) -> int:
+        if not (self._state_block and count):
+            return count
+        largest = self.limits.max_batched_tokens
+        eagle = self.cache.eagle and any(group.peeks for group in self.cache.publishers)
+        shorter = split_chunk(request, computed, count, self._state_block, largest, eagle=eagle)
+        self.counts["split"] += shorter < count
+        return shorter
 
     def _pending(self, request: OracleRequest) -> int:
         """Tokens that steps in flight sample for it."""
@@ -228,35 +155,91 @@ class Oracle:
             for entry in step.entries
         )
 
-    def _seat_free(self) -> bool:
-        return len(self.running) + len(self.dead) < self.limits.max_running
+    def _allocate(self, request: OracleRequest, count: int, hit: OracleHit | None = None) -> list[Cell] | None:
+        return self.cache.allocate(
+            request,
+            count,
+            hit,
+            lookahead=self.limits.num_lookahead_tokens,
+            in_flight=sum(step.tokens_of(request) for step in self.in_flight),
+            step=self.counts["steps"],
+        )
 
-    def _admit(self, request: OracleRequest, budget: int) -> Entry | None:
+    def _entry(self, request: OracleRequest, count: int, cells: list[Cell], *, admitted: bool) -> Entry:
+        """A row of the step."""
+        computed = request.computed
+        known = request.tokens[computed : computed + count]
+        samples = computed + count == len(request.tokens) + self._pending(request)
+        entry = Entry(request, computed, count, samples, known + [-1] * (count - len(known)), cells, admitted)
+        entry.follow_states(self.cache.groups)
+        return entry
+
+    # -- admission
+
+    def _admit(self, step: OracleStep, budget: int) -> None:
+        """Waiting requests in order; one that is refused is overtaken, but not for ever."""
+        now = self.clock()
+        refused: list[OracleRequest] = []
+        for request in list(self.waiting):
+            if not budget or len(self.running) + len(self.dead) >= self.limits.max_running:
+                return
+            entry = self._admit_one(request, budget)
+            if entry is not None:
+                step.entries.append(entry)
+                budget -= entry.count
+                for other in refused:
+                    other.overtaken += 1
+                    self.counts["overtaken"] += 1
+                continue
+            refused.append(request)
+            request.refused_at = now if request.refused_at is None else request.refused_at
+            too_often = request.overtaken >= self.limits.max_overtaken
+            too_long = now - request.refused_at >= self.limits.max_overtaken_seconds
+            if too_often or too_long or len(refused) == MOST_REFUSALS:
+                self.counts["bound"] += 1
+                return
+
+    def _admit_one(self, request: OracleRequest, budget: int) -> Entry | None:
         """Its first chunk, if all of its tokens fit and the reserve is left; None otherwise."""
         if any(entry.request is request for step in self.in_flight for entry in step.entries):
             return None  # results of an earlier life are still to come
-        hit, blocks = self.hit(request.tokens, request.salt)
-        everything = sum(self.columns(len(request.tokens))) - sum(len(run) for run in blocks)
-        unheld = sum(self.pool.refs[block] == 0 for run in blocks for block in run)
-        someone = self.running or self.dead
-        reserve = int(self.limits.watermark * (self.pool.num_blocks - 1)) if someone else 0
-        if everything + unheld + reserve > len(self.pool.free):
+        hit = self.cache.hit(request.tokens, request.salt, reads=request.reads)
+        request.branch = hit.tokens + hit.uncached if hit.uncached else 0
+        count = min(len(request.tokens) - hit.tokens, budget)
+        count = self._split(request, hit.tokens, count)
+        if not count or self._being_written(hit) or not self._fits(request, count, hit):
+            return None
+        cells = self._allocate(request, count, hit)
+        if cells is None:
             return None
         self.waiting.remove(request)
         self.running.append(request)
-        for run in blocks:
-            self.pool.touch(run)
-        request.tables = [list(run) for run in blocks]
-        request.published = [len(run) for run in blocks]
-        request.computed = hit
+        request.computed = hit.tokens
+        request.overtaken, request.refused_at = 0, None
         if request.first_hit is None:
-            request.first_hit = hit
+            request.first_hit = hit.tokens
             self.counts["prompt"] += request.num_prompt_tokens
-            self.counts["hit"] += hit
-        count = min(len(request.tokens) - hit, budget)
-        self._take(request, hit + count)
-        cells = [(g, column, block) for g, table in enumerate(request.tables) for column, block in enumerate(table)]
-        return self._entry(request, count, 0, cells, admitted=True)
+            self.counts["hit"] += hit.tokens
+        return self._entry(request, count, cells, admitted=True)
+
+    def _being_written(self, hit: OracleHit) -> bool:
+        """Whether the hit ends in a state that the step being scheduled writes."""
+        for group, table in zip(self.cache.groups, hit.tables, strict=True):
+            if group.kind == "state" and table and self.pool.step.get(table[-1]) == self.counts["steps"]:
+                self.counts["unreadable"] += 1
+                return True
+        return False
+
+    def _fits(self, request: OracleRequest, count: int, hit: OracleHit) -> bool:
+        """Whether all known tokens fit, and the reserve besides."""
+        layout, needed = self.cache.lay_out(request, count, hit, self.limits.num_lookahead_tokens)
+        peaks = self._peaks(request, len(request.tokens))
+        later = sum(
+            max(peak - sum(block != 0 for block in table), 0) for peak, table in zip(peaks, layout, strict=True)
+        )
+        someone = self.running or self.dead
+        reserve = int(self.limits.watermark * self.pool.usable) if someone else 0
+        return needed + later + reserve <= len(self.pool.free)
 
     def _preempt(self, request: OracleRequest) -> None:
         self.counts["preempted"] += 1
@@ -264,15 +247,17 @@ class Oracle:
         self._send_back([request])
 
     def _send_back(self, requests: list[OracleRequest]) -> None:
-        """Running requests lose their blocks and wait at the front, in this order."""
+        """Running requests lose their blocks and wait at the front, in this order (or at their place by priority)."""
         for request in requests:
-            self._free(request)
-            request.computed = 0
+            self.cache.free(request)
+            request.computed = request.overtaken = 0
+            request.refused_at = None
             self.running.remove(request)
             for step in self.in_flight:
                 for entry in step.entries:
                     entry.attached &= entry.request is not request
         self.waiting = requests + self.waiting
+        self._sort()
 
     # -- results
 
@@ -291,13 +276,9 @@ class Oracle:
         for entry in step.entries:
             if entry.request in self.dead and entry.attached and not self._held(entry.request):
                 self.dead.remove(entry.request)
-                self._publish(entry.request, entry.request.computed, None)
-                self._free(entry.request)
+                self._release(entry.request)
         finished, self.finished = self.finished, []
         return [appended.get(i, []) for i in range(len(step.entries))], finished
-
-    def _held(self, request: OracleRequest) -> bool:
-        return any(step.holds(request) for step in self.in_flight)
 
     def _append(self, request: OracleRequest) -> int:
         token = self.model.next_token(request.tokens)
@@ -317,10 +298,9 @@ class Oracle:
         self._send_back([request for request in self.running if any(step.holds(request) for step in failed)])
         for step in failed:
             for entry in step.entries:
-                if entry.request in self.dead and entry.attached and not self._held(entry.request):
+                if entry.request not in self.dead or not entry.attached:
+                    continue
+                entry.request.computed -= entry.count
+                if not self._held(entry.request):
                     self.dead.remove(entry.request)
-                    self._free(entry.request)
-
-
-def _prefix(tokens: list[int], salt: str | None, end: int) -> Prefix:
-    return salt, tuple(tokens[:end])
+                    self.cache.free(entry.request)

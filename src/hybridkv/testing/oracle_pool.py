@@ -11,13 +11,15 @@ Prefix = tuple[str | None, tuple[int, ...]]
 class OraclePool:
     """Blocks 1 .. num_blocks - 1. free: in the order they would be taken. refs: holders of each block.
 
+    sink_blocks: taken at once and for ever, in no table and in no count. usable: the others.
     prefix: block -> (group, prefix) that it can be hit under. published: the other way round, oldest first.
     step: block -> the step that will write it.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, sink_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
-        self.free = list(range(1, num_blocks))
+        self.usable = num_blocks - 1 - sink_blocks
+        self.free = list(range(1 + sink_blocks, num_blocks))
         self.refs = dict.fromkeys(range(1, num_blocks), 0)
         self.prefix: dict[int, tuple[int, Prefix]] = {}
         self.step: dict[int, int] = {}
@@ -26,7 +28,7 @@ class OraclePool:
     @property
     def usage(self) -> float:
         """Held / usable blocks."""
-        return 1 - len(self.free) / (self.num_blocks - 1) if self.num_blocks > 1 else 0.0
+        return 1 - len(self.free) / self.usable if self.usable else 0.0
 
     def find(self, group: int, prefix: Prefix) -> int | None:
         """The block that was first published under ``prefix`` of those that still are."""
@@ -84,7 +86,7 @@ class OraclePool:
 
     def reset(self) -> bool:
         """Forget everything, if nothing is held."""
-        if len(self.free) < self.num_blocks - 1:
+        if len(self.free) < self.usable:
             return False
         for block in list(self.prefix):
             self.forget(block)

@@ -4,68 +4,78 @@ from __future__ import annotations
 
 from random import Random
 
-from hybridkv.schedule import SchedulerLimits
-from hybridkv.testing.rig import Rig, RigOptions
+from hybridkv.testing.rig import Rig
 
 _WEIGHTS = {
     "add": 5.0,
     "schedule": 9.0,
     "update": 8.0,
-    "abort": 0.7,
-    "fail": 0.7,
+    "abort": 0.6,
+    "fail": 0.6,
     "finish": 0.4,
-    "reset": 0.4,
-    "probe": 0.6,
+    "reset": 0.3,
+    "probe": 1.0,
+    "wait": 0.5,
 }
-BLOCK_SIZES = ((1,), (2,), (3,), (4,), (2, 4), (2, 6), (4, 4, 8), (1, 3))
-
-
-def random_options(random: Random) -> RigOptions:
-    """Small pools, so that preemption and eviction are frequent."""
-    sizes = random.choice(BLOCK_SIZES)
-    return RigOptions(
-        num_blocks=random.randint(3, 12 * len(sizes)),
-        block_sizes=sizes,
-        max_model_len=random.randint(5, 40),
-        limits=SchedulerLimits(
-            max_running=random.randint(1, 6),
-            max_batched_tokens=random.randint(1, 20),
-            max_in_flight=random.randint(1, 3),
-            watermark=random.choice((0.0, 0.0, 0.1, 0.3)),
-        ),
-        caching=random.random() < 0.85,
-        events=random.random() < 0.5,
-        layers_per_group=random.randint(1, 2),
-        vocabulary=random.choice((2, 3, 4)),
-    )
 
 
 def random_run(rig: Rig, random: Random, actions: int = 60) -> None:
     """``actions`` random actions, then everything is drained."""
-    vocabulary, limits = rig.options.vocabulary, rig.options.limits
-    shared = [[random.randrange(vocabulary) for _ in range(random.randint(1, 24))] for _ in range(2)]
+    vocabulary = rig.options.vocabulary
+    shared = [[random.randrange(vocabulary) for _ in range(random.randint(4, 36))] for _ in range(2)]
     for action in random.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=actions):
-        someone = random.choice(rig.live_ids or ["nobody"])
-        base = random.choice(shared)
-        tail = [random.randrange(vocabulary) for _ in range(random.randint(0, 3))]
-        prompt = base[: random.randint(1, len(base))] + tail
-        salt = random.choice((None, None, None, "tenant"))
-        stop_token_ids = (random.randrange(vocabulary),) if random.random() < 0.2 else ()
         match action:
             case "add":
-                rig.add(prompt, random.randint(1, 20), stop_token_ids=stop_token_ids, salt=salt)
+                random_add(rig, random, shared)
             case "probe":
-                rig.probe(prompt, salt)
-            case "schedule" if rig.num_in_flight < limits.max_in_flight:
-                rig.schedule()
-            case "update" if rig.num_in_flight:
-                rig.update()
-            case "fail" if rig.num_in_flight:
-                rig.fail(random.randrange(rig.num_in_flight), random)
-            case "abort":
-                rig.abort(someone)
-            case "finish":
-                rig.finish(someone)
+                rig.probe(random_prompt(rig, random, shared), random_salt(random), reads=random.random() < 0.95)
             case "reset":
                 rig.reset_prefix_cache()
+            case "wait":
+                rig.wait(random.choice((0.4, 0.7, 3.0)))
+            case "abort" | "finish":
+                getattr(rig, action)(random.choice(rig.live_ids or ["nobody"]))
+            case _:
+                random_step(rig, random, action)
     rig.drain()
+
+
+def random_step(rig: Rig, random: Random, action: str) -> None:
+    """A step is scheduled, brings its result or fails, where that is possible."""
+    if action == "schedule" and rig.num_in_flight < rig.options.limits.max_in_flight:
+        rig.schedule()
+    elif action == "update" and rig.num_in_flight:
+        rig.update()
+    elif action == "fail" and rig.num_in_flight:
+        rig.fail(random.randrange(rig.num_in_flight), random)
+
+
+def random_add(rig: Rig, random: Random, shared: list[list[int]]) -> None:
+    """A request that may begin like another one, and may keep out of the prefix cache."""
+    vocabulary = rig.options.vocabulary
+    rig.add(
+        random_prompt(rig, random, shared),
+        random.randint(1, 20),
+        stop_token_ids=(random.randrange(vocabulary),) if random.random() < 0.2 else (),
+        salt=random_salt(random),
+        priority=random.choice((0, 0, 1, 2)),
+        arrival_time=rig.now + random.choice((0.0, 0.0, 0.5)),
+        reads=random.random() < 0.95,
+        writes=random.random() < 0.95,
+    )
+
+
+def random_prompt(rig: Rig, random: Random, shared: list[list[int]]) -> list[int]:
+    """The beginning of one of ``shared`` or of another request, its output included; then tokens of its own."""
+    vocabulary = rig.options.vocabulary
+    base = random.choice(shared)
+    if rig.requests and random.random() < 0.3:
+        base = random.choice([expected.tokens for _, expected in rig.requests.values()])
+    length = len(base) if random.random() < 0.3 else random.randint(1, len(base))
+    tail = [random.randrange(vocabulary) for _ in range(random.randint(0, 3))]
+    return base[:length] + tail
+
+
+def random_salt(random: Random) -> str | None:
+    """Mostly none."""
+    return random.choice((None, None, None, None, "tenant"))

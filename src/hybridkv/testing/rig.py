@@ -2,48 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
-import numpy as np
-
-from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheManager
+from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.plan.config import KVCacheConfig
-from hybridkv.request import Extra, Request, SamplingParams
-from hybridkv.schedule import FinishReason, Scheduler, SchedulerLimits
+from hybridkv.request import Request, SamplingParams
+from hybridkv.schedule import FinishReason, Scheduler
 from hybridkv.step import Step, StepResult
-from hybridkv.testing.configs import attention_config
-from hybridkv.testing.fake_worker import FakeWorker
-from hybridkv.testing.model import DigestModel
-from hybridkv.testing.oracle import Oracle, OracleRequest, OracleStep
-from hybridkv.testing.oracle_pool import Prefix
-
-
-class OracleError(Exception):
-    """The library did something else than the oracle."""
-
-
-@dataclass(frozen=True, slots=True)
-class RigOptions:
-    """What a Rig is built of. num_blocks: the null block included. block_sizes: one a group."""
-
-    num_blocks: int = 16
-    block_sizes: tuple[int, ...] = (4,)
-    max_model_len: int = 40
-    limits: SchedulerLimits = field(default_factory=SchedulerLimits)
-    caching: bool = True
-    events: bool = False
-    layers_per_group: int = 1
-    vocabulary: int = 4
-
-    @property
-    def config(self) -> KVCacheConfig:
-        """A config with these sizes; strides are larger than pages."""
-        return attention_config(self.num_blocks, self.block_sizes, layers_per_group=self.layers_per_group, gap_bytes=8)
+from hybridkv.testing.comparison import Comparison, OracleError, same
+from hybridkv.testing.event_follower import EventFollower
+from hybridkv.testing.fake_worker import ContentError, FakeWorker
+from hybridkv.testing.oracle import Oracle
+from hybridkv.testing.oracle_cache import OracleCache, OracleRequest
+from hybridkv.testing.oracle_step import OracleStep
+from hybridkv.testing.rig_options import RigOptions
+from hybridkv.testing.worker_layers import digest_model
 
 
 class _Flight(NamedTuple):
@@ -56,7 +33,7 @@ class _Flight(NamedTuple):
 class Rig:
     """A scheduler over a manager, a FakeWorker and an Oracle.
 
-    config: instead of the one of ``options``, whose sizes it must have. worker: instead of a FakeWorker of its own.
+    config: instead of the one of ``options``. worker: instead of a FakeWorker of its own. now: the clock.
     Steps reach the worker when their result is asked for, as late as possible. Every method raises OracleError where
     the library differs from the oracle, ContentError where a step reads wrong content, CacheError where check() fails.
     """
@@ -66,27 +43,33 @@ class Rig:
     ) -> None:
         config = config or options.config
         self.options = options
-        layers = [name for group in config.groups for name in group.layer_names]
-        self.model = worker.model if worker else DigestModel(layers, options.vocabulary)
+        self.now = 0.0
+        self.model = worker.model if worker else digest_model(config, options.vocabulary)
         self.cache = KVCacheManager(
-            config, options.max_model_len, options.caching, enable_kv_cache_events=options.events
-        )
-        self.scheduler = Scheduler(self.cache, options.limits)
-        self.worker = worker or FakeWorker(config, self.model)
-        self.oracle = Oracle(
-            options.num_blocks,
-            options.block_sizes,
+            config,
             options.max_model_len,
-            options.limits,
-            self.model,
-            caching=options.caching,
+            options.caching,
+            use_eagle=options.eagle,
+            enable_kv_cache_events=options.events,
+            dcp_world_size=options.dcp,
+            pcp_world_size=options.pcp,
         )
+        self.scheduler = Scheduler(self.cache, options.limits, clock=lambda: self.now)
+        self.worker = worker or FakeWorker(config, self.model, sharded=options.ranks > 1)
+        cache = OracleCache(
+            [group.spec for group in config.groups],
+            config.num_blocks,
+            options.max_model_len,
+            caching=options.caching,
+            eagle=options.eagle,
+            ranks=options.ranks,
+        )
+        self.oracle = Oracle(cache, options.limits, self.model, lambda: self.now)
         self.requests: dict[str, tuple[Request, OracleRequest]] = {}
+        self.comparison = Comparison(self.scheduler, self.oracle, self.requests)
+        self._events = EventFollower(self.cache)
         self._flights: deque[_Flight] = deque()
-        self._owners: dict[int, str] = {}
         self._last_good = -1
-        self._told: Counter[tuple[int, bytes]] = Counter()
-        self._hashes: dict[Prefix, bytes] = {}
         self._early: dict[int, StepResult] = {}
         self.scheduler.finish("nobody")  # this thread owns it from now on
 
@@ -100,33 +83,61 @@ class Rig:
         stop_token_ids: tuple[int, ...] = (),
         eos_token_ids: tuple[int, ...] = (),
         salt: str | None = None,
+        priority: int = 0,
+        arrival_time: float = 0.0,
+        reads: bool = True,
+        writes: bool = True,
     ) -> str | None:
-        """A request arrives; its id, None if it can never run and was refused for it."""
+        """A request arrives; its id, None if it can never run and was refused for it.
+
+        reads, writes: whether it uses the prefix cache.
+        """
         name = f"r{len(self.requests)}"
-        sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
         request = Request(
-            name, prompt, sampling, hasher=self.cache.hasher, cache_salt=salt, eos_token_ids=eos_token_ids
+            name,
+            prompt,
+            SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids),
+            hasher=self.cache.hasher,
+            cache_salt=salt,
+            eos_token_ids=eos_token_ids,
+            arrival_time=arrival_time,
+            priority=priority,
+            skip_reading_prefix_cache=not reads,
+            skip_writing_prefix_cache=not writes,
+        )
+        expected = OracleRequest(
+            name,
+            list(prompt),
+            len(prompt),
+            limit=min(len(prompt) + max_tokens, self.options.max_model_len),
+            stops=frozenset(stop_token_ids + eos_token_ids),
+            salt=salt,
+            priority=priority,
+            reads=reads,
+            writes=writes,
         )
         refused = False
         try:
             self.scheduler.add(request)
         except ConfigError:
             refused = True
-        _same("refused", refused, not self.oracle.fits_alone(len(prompt), max_tokens))
+        same("refused", refused, not self.oracle.fits_alone(expected))
         if refused:
             return None
-        stops = frozenset(stop_token_ids + eos_token_ids)
-        self.requests[name] = request, self.oracle.add(name, list(prompt), max_tokens, stops, salt)
+        self.requests[name] = request, self.oracle.add(expected, arrival_time)
         return name
+
+    def wait(self, seconds: float) -> None:
+        """Time passes."""
+        self.now += seconds
 
     def schedule(self) -> Step:
         """The next step, as foretold."""
         step, foretold = self.scheduler.schedule(), self.oracle.schedule()
         self._flights.append(_Flight(step, foretold))
-        _same("id", step.id, foretold.step_id)
-        _same("after", step.after, self._last_good)
+        same("id", step.id, foretold.step_id)
+        same("after", step.after, self._last_good)
         self._last_good = step.id
-        self._follow_rows(step)
         self._compare_step(step, foretold)
         self.check()
         return step
@@ -137,10 +148,11 @@ class Rig:
         result = self._early.pop(step.id, None) or self.worker.execute(step)
         outcome = self.scheduler.update(result)
         appended, finished = self.oracle.update()
-        _same("requests", [r.request_id for r in outcome.requests], [e.request.request_id for e in foretold.entries])
-        _same("appended", [outcome.appended[i].tolist() for i in range(len(step))], appended)
-        _same("finished", sorted((f.request.request_id, f.reason.value) for f in outcome.finished), sorted(finished))
+        same("requests", [r.request_id for r in outcome.requests], [e.request.request_id for e in foretold.entries])
+        same("appended", [outcome.appended[i].tolist() for i in range(len(step))], appended)
+        same("finished", sorted((f.request.request_id, f.reason.value) for f in outcome.finished), sorted(finished))
         self.check()
+        self._check_content()
 
     def fail(self, place: int, random: Random) -> None:
         """The ``place``-th of the steps in flight fails in the worker, and with it those behind it.
@@ -161,11 +173,12 @@ class Rig:
         while len(self._flights) > place:
             self._flights.pop()
         self.check()
+        self._check_content()
 
     def abort(self, request_id: str) -> bool:
         """A request is aborted, known or not."""
         known = self.oracle.known(request_id)
-        _same("abort", self.scheduler.abort(request_id), known is not None)
+        same("abort", self.scheduler.abort(request_id), known is not None)
         if known is not None:
             self.oracle.end(known, "abort")
         self.check()
@@ -174,21 +187,24 @@ class Rig:
     def finish(self, request_id: str) -> None:
         """The caller saw a stop string."""
         known = self.oracle.known(request_id)
-        _same("finish", self.scheduler.finish(request_id, FinishReason.STOP), known is not None)
+        same("finish", self.scheduler.finish(request_id, FinishReason.STOP), known is not None)
         if known is not None:
             self.oracle.end(known, "stop")
         self.check()
 
     def reset_prefix_cache(self) -> None:
         """All keys are forgotten, if nothing is held."""
-        _same("reset", self.cache.reset_prefix_cache(), self.oracle.pool.reset())
+        same("reset", self.cache.reset_prefix_cache(), self.oracle.pool.reset())
         self.check()
 
-    def probe(self, prompt: Sequence[int], salt: str | None = None) -> int:
+    def probe(self, prompt: Sequence[int], salt: str | None = None, *, reads: bool = True) -> int:
         """A look-up that nothing follows; tokens hit."""
-        request = Request("probe", prompt, hasher=self.cache.hasher, cache_salt=salt)
+        request = Request(
+            "probe", prompt, hasher=self.cache.hasher, cache_salt=salt, skip_reading_prefix_cache=not reads
+        )
         blocks, tokens = self.cache.get_computed_blocks(request)
-        _same("hit", (tokens, list(blocks.blocks)), self.oracle.hit(list(prompt), salt))
+        expected = self.oracle.cache.hit(list(prompt), salt, reads=reads)
+        same("hit", (tokens, [list(ids) for ids in blocks.blocks]), (expected.tokens, expected.tables))
         return tokens
 
     def drain(self, most_steps: int = 10_000) -> None:
@@ -201,10 +217,10 @@ class Rig:
             self.update()
         while self._flights:  # they hold nobody's rows any more
             self.update()
-        _same("requests left", (self.oracle.waiting, self.oracle.running, self.oracle.dead), ([], [], []))
+        same("requests left", (self.oracle.waiting, self.oracle.running, self.oracle.dead), ([], [], []))
         if not self.scheduler.drained:
             raise OracleError("nothing is left, but the scheduler is not drained")
-        _same("usage", self.cache.usage, 0.0)
+        same("usage", self.cache.usage, 0.0)
 
     # -- answers
 
@@ -220,127 +236,23 @@ class Rig:
 
     # -- comparisons
 
-    def _follow_rows(self, step: Step) -> None:
-        """Who has which row, from the Step alone; exactly those that run or are dead have one."""
-        for row in step.finished_rows.tolist():
-            self._owners.pop(row, None)
-        for new in step.new_rows:
-            _same(f"owner of row {new.row}", self._owners.get(new.row), None)
-            self._owners[new.row] = new.request_id
-        holders = [request.request_id for request in self.oracle.running + self.oracle.dead]
-        _same("rows", sorted(self._owners.values()), sorted(holders))
-
-    def _compare_step(self, step: Step, foretold: OracleStep) -> None:
-        entries = foretold.entries
-        rows = step.rows.tolist()
-        _same("batch", [self._owners.get(row) for row in rows], [e.request.request_id for e in entries])
-        _same("rows above max_running", [row for row in rows if not 0 <= row < self.options.limits.max_running], [])
-        _same("num_computed", step.num_computed.tolist(), [e.computed for e in entries])
-        _same("num_scheduled", step.num_scheduled.tolist(), [e.count for e in entries])
-        _same("samples", step.samples.tolist(), [e.samples for e in entries])
-        _same("token_ids", [step.token_ids[i].tolist() for i in range(len(rows))], [e.tokens for e in entries])
-        cells = np.stack([step.cells.group, step.cells.row, step.cells.column, step.cells.block], axis=1).tolist()
-        expected = [[g, row, c, b] for row, e in zip(rows, entries, strict=True) for g, c, b in e.cells]
-        _same("cells", cells, expected)
-        new = [(n.request_id, n.token_ids.tolist(), n.num_prompt_tokens) for n in step.new_rows]
-        begun = [e.request for e in entries if e.admitted]
-        _same("new_rows", new, [(r.request_id, r.tokens, r.num_prompt_tokens) for r in begun])
-
     def check(self) -> None:
         """Compare everything that can be seen with the oracle, and let the scheduler check itself."""
         self.scheduler.check()
-        oracle, pool, scheduler = self.oracle, self.cache.block_pool, self.scheduler
-        _same("free order", pool.free_order(), oracle.pool.free)
-        _same("usage", round(self.cache.usage, 9), round(oracle.pool.usage, 9))
-        running = [request.request_id for request in scheduler._running.requests]
-        _same("running", running, [request.request_id for request in oracle.running])
-        waiting = [request.request_id for request in (*scheduler._waiting.requests(), *scheduler._inbox.arriving())]
-        _same("waiting", waiting, [request.request_id for request in oracle.waiting])
-        _same("number waiting", scheduler.num_waiting, len(oracle.waiting))
-        self._compare_requests()
-        self._compare_statistics()
-        for group, index in enumerate(pool.indexes):
-            real: dict[bytes, list[int]] = {}
-            for key, block in index.entries():
-                real.setdefault(key, []).append(block)
-            expected = {
-                self._hash(prefix): blocks
-                for (of_group, prefix), blocks in oracle.pool.published.items()
-                if of_group == group and blocks
-            }
-            _same(f"index of group {group}", real, expected)
-        unwritten = {b: pool.step_of(b) for b in range(pool.num_blocks) if not pool.is_written(b)}
-        _same("unwritten", unwritten, oracle.pool.step)
+        self.comparison.check()
         if self.options.events:
-            self._follow_events(self.cache.take_events())
+            self._events.follow()
 
-    def _compare_requests(self) -> None:
-        for name, (request, expected) in self.requests.items():
-            _same(f"tokens of {name}", request.token_ids().tolist(), expected.tokens)
-            _same(f"preemptions of {name}", request.num_preemptions, expected.preemptions)
-            _same(f"first hit of {name}", request.first_hit_tokens, expected.first_hit)
-            _same(
-                f"blocks of {name}", [b for b in self.cache.get_block_ids(name) if b], [t for t in expected.tables if t]
-            )
-            if expected in self.oracle.running:
-                _same(f"computed of {name}", request.num_computed_tokens, expected.computed)
+    def _compare_step(self, step: Step, foretold: OracleStep) -> None:
+        rows = step.rows.tolist()
+        same("rows above max_running", [row for row in rows if not 0 <= row < self.options.limits.max_running], [])
+        self.comparison.compare_step(step, foretold)
 
-    def _compare_statistics(self) -> None:
-        now, counts = self.scheduler.statistics(), self.oracle.counts
-        names = ("steps", "finished", "preempted", "failed", "prompt", "hit", "computed")
-        real = (
-            now.steps,
-            now.requests_finished,
-            now.preemptions,
-            now.failed_steps,
-            now.prompt_tokens,
-            now.hit_tokens,
-            now.computed_tokens,
-        )
-        _same("statistics", dict(zip(names, real, strict=True)), {name: counts[name] for name in names})
-        _same("peak usage", round(now.peak_usage, 9), round(self.oracle.peak_usage, 9))
-
-    def _follow_events(self, events: Sequence[KVCacheEvent]) -> None:
-        """Who follows the events knows which written blocks can be hit."""
-        for event in events:
-            match event:
-                case BlockStored():
-                    self._compare_stored(event)
-                    self._told.update((event.group_idx, key) for key in event.block_hashes)
-                case BlockRemoved():
-                    self._told.subtract((event.group_idx, key) for key in event.block_hashes)
-                case AllBlocksCleared():
-                    self._told.clear()
-        pool = self.cache.block_pool
-        written = Counter(
-            (group, key)
-            for group, index in enumerate(pool.indexes)
-            for key, block in index.entries()
-            if pool.is_written(block)
-        )
-        _same("events", {key: n for key, n in self._told.items() if n}, dict(written))
-
-    def _compare_stored(self, event: BlockStored) -> None:
-        """The hashes of an event follow from its parent, tokens and extra keys."""
-        hasher = self.cache.hasher
-        if hasher is None:
-            raise OracleError("a block was stored without caching")
-        stride = event.block_size // hasher.block_size
-        extras: list[Extra | None] = [None] * (len(event.token_ids) // hasher.block_size)
-        for i, extra in enumerate(event.extra_keys or ()):
-            extras[i * stride] = None if extra is None else (("cache_salt", extra[0]),)
-        keys = hasher.hash_chain(event.parent_block_hash, np.array(event.token_ids, np.int32), extras)
-        _same("hashes of an event", event.block_hashes, tuple(keys[stride - 1 :: stride]))
-        _same("tokens of an event", len(event.token_ids), len(event.block_hashes) * event.block_size)
-
-    def _hash(self, prefix: Prefix) -> bytes:
-        """The key of a block whose last token ends ``prefix``."""
-        if prefix not in self._hashes:
-            salt, tokens = prefix
-            self._hashes[prefix] = Request("key", tokens, hasher=self.cache.hasher, cache_salt=salt).hashes[-1]
-        return self._hashes[prefix]
-
-
-def _same(what: str, real: object, expected: object) -> None:
-    if real != expected:
-        raise OracleError(f"{what}: {real}, the oracle says {expected}")
+    def _check_content(self) -> None:
+        """Every block that can be hit, and whose step ran, has what its key says."""
+        if self.options.ranks > 1:
+            return
+        pool = self.oracle.pool
+        for block, (group, (_, tokens)) in pool.prefix.items():
+            if block not in pool.step and not self.worker.holds(group, block, tokens):
+                raise ContentError(f"block {block} of group {group} can be hit but does not hold the end of {tokens}")

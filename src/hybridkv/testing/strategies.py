@@ -1,4 +1,4 @@
-"""Hypothesis strategies: pools, limits, and prompts that share prefixes. Needs the package hypothesis."""
+"""Hypothesis strategies: models, pools, limits, and prompts that share prefixes. Needs the package hypothesis."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from random import Random
 from hypothesis import strategies as st
 
 from hybridkv.schedule import SchedulerLimits
-from hybridkv.testing.random_run import BLOCK_SIZES
-from hybridkv.testing.rig import RigOptions
+from hybridkv.specs import KVCacheSpec
+from hybridkv.testing.configs import small_numbers, small_spec
+from hybridkv.testing.rig_options import RigOptions
 
 SALTS = st.sampled_from((None, None, None, "tenant"))
-_LONGEST_BASE = 24
+SIZES = ((4,), (2,), (1,), (3,), (2, 4), (4, 8), (2, 6), (1, 3), (1, 2, 4))
+"""Block sizes that the groups of one model choose from."""
+KINDS = ("full", "state", "window", "chunk")
+"""Kinds that can be hit. Others come less often."""
+_LONGEST_BASE = 30
 
 
 def limits() -> st.SearchStrategy[SchedulerLimits]:
@@ -19,30 +24,54 @@ def limits() -> st.SearchStrategy[SchedulerLimits]:
     return st.builds(
         SchedulerLimits,
         max_running=st.integers(1, 6),
-        max_batched_tokens=st.integers(1, 20),
+        max_batched_tokens=st.integers(1, 24),
         max_in_flight=st.integers(1, 3),
         watermark=st.sampled_from((0.0, 0.0, 0.1, 0.3)),
+        policy=st.sampled_from(("fcfs", "priority")),
+        max_overtaken=st.sampled_from((64, 0, 1, 3)),
+        max_overtaken_seconds=st.sampled_from((1.0, 0.0, 5.0)),
+        num_lookahead_tokens=st.sampled_from((0, 0, 1, 2, 3)),
     )
 
 
 @st.composite
-def rig_options(draw: st.DrawFn, block_sizes: tuple[tuple[int, ...], ...] = BLOCK_SIZES) -> RigOptions:
+def layer_specs(draw: st.DrawFn, kind: str, block_size: int) -> KVCacheSpec:
+    """A group of ``kind``."""
+    return small_spec(kind, block_size, draw(st.sampled_from(small_numbers(kind, block_size))))
+
+
+@st.composite
+def model_specs(draw: st.DrawFn, kinds: tuple[str, ...] | None = None) -> tuple[KVCacheSpec, ...]:
+    """One to four groups. kinds: instead of any."""
+    sizes = draw(st.sampled_from(SIZES))
+    usual = st.sampled_from(kinds or KINDS)
+    rare = usual if kinds else st.sampled_from(("sink", "encoder_only", "scratch", "cross", *KINDS, *KINDS))
+    chosen = [draw(usual), *draw(st.lists(st.one_of(usual, usual, rare), max_size=3))]
+    return tuple(draw(layer_specs(kind, draw(st.sampled_from(sizes)))) for kind in chosen)
+
+
+@st.composite
+def rig_options(draw: st.DrawFn, kinds: tuple[str, ...] | None = None) -> RigOptions:
     """Small pools, so that preemption and eviction are frequent."""
-    sizes = draw(st.sampled_from(block_sizes))
+    specs = draw(model_specs(kinds))
+    dcp, pcp = draw(st.sampled_from(((1, 1),) * 7 + ((2, 1), (1, 2), (2, 2))))
     return RigOptions(
-        num_blocks=draw(st.integers(2, 12 * len(sizes))),
-        block_sizes=sizes,
-        max_model_len=draw(st.integers(2, 40)),
+        num_blocks=draw(st.integers(3, 6 + 12 * len(specs))),
+        specs=specs,
+        max_model_len=draw(st.integers(2, 44)),
         limits=draw(limits()),
-        caching=draw(st.sampled_from((True, True, True, False))),
+        caching=draw(st.sampled_from((True, True, True, True, False))),
         events=draw(st.booleans()),
         layers_per_group=draw(st.integers(1, 2)),
         vocabulary=draw(st.integers(2, 4)),
+        eagle=draw(st.sampled_from((False, False, False, True))),
+        dcp=dcp,
+        pcp=pcp,
     )
 
 
 @st.composite
-def prompts(draw: st.DrawFn, vocabulary: int = 4, longest: int = 28, bases: int = 2) -> list[int]:
+def prompts(draw: st.DrawFn, vocabulary: int = 4, longest: int = 34, bases: int = 2) -> list[int]:
     """A piece of one of ``bases`` fixed token sequences and a few tokens of its own: prefixes are shared often."""
     base = _base(draw(st.integers(0, bases - 1)), vocabulary)
     own = draw(st.lists(st.integers(0, vocabulary - 1), max_size=3))

@@ -1,0 +1,146 @@
+"""Everything that can be seen of a scheduler and its manager, compared with what the oracle says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from hybridkv.request import Request
+from hybridkv.schedule import Scheduler
+from hybridkv.step import Step
+from hybridkv.testing.oracle import Oracle
+from hybridkv.testing.oracle_cache import OracleRequest
+from hybridkv.testing.oracle_pool import Prefix
+from hybridkv.testing.oracle_step import Entry, OracleStep
+
+
+class OracleError(Exception):
+    """The library did something else than the oracle."""
+
+
+def same(what: str, real: object, expected: object) -> None:
+    """OracleError unless ``real`` is ``expected``."""
+    if real != expected:
+        raise OracleError(f"{what}: {real}, the oracle says {expected}")
+
+
+class Comparison:
+    """requests: all that were ever added, by id, as the library and as the oracle know them."""
+
+    def __init__(
+        self, scheduler: Scheduler, oracle: Oracle, requests: Mapping[str, tuple[Request, OracleRequest]]
+    ) -> None:
+        self._scheduler = scheduler
+        self._cache = scheduler.cache
+        self._oracle = oracle
+        self._requests = requests
+        self._owners: dict[int, str] = {}
+        self._hashes: dict[Prefix, bytes] = {}
+        self._has_states = any(group.recurrent for group in oracle.cache.groups)
+
+    # -- steps
+
+    def compare_step(self, step: Step, foretold: OracleStep) -> None:
+        """Rows, tokens, cells and states of a step, in order."""
+        self._follow_rows(step)
+        entries = foretold.entries
+        rows = step.rows.tolist()
+        same("batch", [self._owners.get(row) for row in rows], [e.request.request_id for e in entries])
+        same("num_computed", step.num_computed.tolist(), [e.computed for e in entries])
+        same("num_scheduled", step.num_scheduled.tolist(), [e.count for e in entries])
+        same("samples", step.samples.tolist(), [e.samples for e in entries])
+        same("token_ids", [step.token_ids[i].tolist() for i in range(len(rows))], [e.tokens for e in entries])
+        cells = np.stack([step.cells.group, step.cells.row, step.cells.column, step.cells.block], axis=1).tolist()
+        expected = [[g, row, c, b] for row, e in zip(rows, entries, strict=True) for g, c, b in e.cells]
+        same("cells", [cell for cell in cells if cell[3]], expected)
+        new = [(n.request_id, n.token_ids.tolist(), n.num_prompt_tokens) for n in step.new_rows]
+        begun = [e.request for e in entries if e.admitted]
+        same("new_rows", new, [(r.request_id, r.tokens, r.num_prompt_tokens) for r in begun])
+        self._compare_states(step, entries)
+
+    def _compare_states(self, step: Step, entries: list[Entry]) -> None:
+        same("zero", step.zero.tolist(), [list(zero) for e in entries for zero in e.zero])
+        copies = [(copy.stage, copy.group, copy.source, copy.destination, copy.kind) for copy in step.copies]
+        same("copies", copies, [("before", g, s, d, "state") for e in entries for g, s, d in e.copies])
+        same("state_read", step.state_read.tolist(), [e.reads for e in entries] if self._has_states else [])
+        writes = [[i, *write] for i, e in enumerate(entries) for write in e.writes]
+        same("state_writes", step.state_writes.tolist(), writes)
+
+    def _follow_rows(self, step: Step) -> None:
+        """Who has which row, from the Step alone; exactly those that run or are dead have one."""
+        for row in step.finished_rows.tolist():
+            self._owners.pop(row, None)
+        for new in step.new_rows:
+            same(f"owner of row {new.row}", self._owners.get(new.row), None)
+            self._owners[new.row] = new.request_id
+        holders = [request.request_id for request in self._oracle.running + self._oracle.dead]
+        same("rows", sorted(self._owners.values()), sorted(holders))
+
+    # -- state
+
+    def check(self) -> None:
+        """Pool, queues, requests, statistics and index."""
+        oracle, pool, scheduler = self._oracle, self._cache.block_pool, self._scheduler
+        same("free order", pool.free_order(), oracle.pool.free)
+        same("usage", round(self._cache.usage, 9), round(oracle.pool.usage, 9))
+        running = [request.request_id for request in scheduler._running.requests]
+        same("running", running, [request.request_id for request in oracle.running])
+        arriving = [request.request_id for request in scheduler._inbox.arriving()]
+        queued = [one.request_id for one in oracle.waiting if one.request_id not in arriving]
+        same("waiting", [request.request_id for request in scheduler._waiting.requests()], queued)
+        same("number waiting", scheduler.num_waiting, len(oracle.waiting))
+        self._compare_requests()
+        self._compare_statistics()
+        self._compare_index()
+        unwritten = {b: pool.step_of(b) for b in range(pool.num_blocks) if not pool.is_written(b)}
+        same("unwritten", unwritten, oracle.pool.step)
+
+    def _compare_requests(self) -> None:
+        for name, (request, expected) in self._requests.items():
+            same(f"tokens of {name}", request.token_ids().tolist(), expected.tokens)
+            same(f"preemptions of {name}", request.num_preemptions, expected.preemptions)
+            same(f"first hit of {name}", request.first_hit_tokens, expected.first_hit)
+            tables = expected.tables or [[] for _ in self._oracle.cache.groups]
+            same(f"blocks of {name}", [list(ids) for ids in self._cache.get_block_ids(name)], tables)
+            if expected in self._oracle.running:
+                same(f"computed of {name}", request.num_computed_tokens, expected.computed)
+
+    def _compare_statistics(self) -> None:
+        now, counts = self._scheduler.statistics(), self._oracle.counts
+        names = ("steps", "finished", "preempted", "failed", "prompt", "hit", "computed")
+        real = (
+            now.steps,
+            now.requests_finished,
+            now.preemptions,
+            now.failed_steps,
+            now.prompt_tokens,
+            now.hit_tokens,
+            now.computed_tokens,
+        )
+        same("statistics", dict(zip(names, real, strict=True)), {name: counts[name] for name in names})
+        same("peak usage", round(now.peak_usage, 9), round(self._oracle.peak_usage, 9))
+
+    def _compare_index(self) -> None:
+        """Which blocks of each group can be hit under which keys, in the order in which they are found."""
+        for group, index in enumerate(self._cache.block_pool.indexes):
+            real: dict[bytes, list[int]] = {}
+            for key, block in index.entries():
+                real.setdefault(key, []).append(block)
+            expected = {
+                self._hash(prefix): (prefix, blocks)
+                for (of_group, prefix), blocks in self._oracle.pool.published.items()
+                if of_group == group and blocks
+            }
+            names = {key: prefix for key, (prefix, _) in expected.items()}
+            foretold = dict(expected.values())
+            found = {names.get(key, (key.hex(), ())): blocks for key, blocks in real.items()}
+            extra = {key: blocks for key, blocks in found.items() if blocks != foretold.get(key)}
+            same(f"index of group {group}", extra, {k: v for k, v in foretold.items() if v != found.get(k)})
+
+    def _hash(self, prefix: Prefix) -> bytes:
+        """The key of a block whose last token ends ``prefix``."""
+        if prefix not in self._hashes:
+            salt, tokens = prefix
+            self._hashes[prefix] = Request("key", tokens, hasher=self._cache.hasher, cache_salt=salt).hashes[-1]
+        return self._hashes[prefix]

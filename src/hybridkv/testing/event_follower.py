@@ -1,0 +1,52 @@
+"""Who follows the events of a manager knows which written blocks can be hit."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheManager
+from hybridkv.extra_keys import Extra
+from hybridkv.testing.comparison import OracleError, same
+
+
+class EventFollower:
+    """Keeps what the events of ``cache`` tell."""
+
+    def __init__(self, cache: KVCacheManager) -> None:
+        self._cache = cache
+        self._told: Counter[tuple[int, bytes]] = Counter()
+
+    def follow(self) -> None:
+        """Take the events since the last call. OracleError unless they tell what the index and the writes say."""
+        for event in self._cache.take_events():
+            match event:
+                case BlockStored():
+                    self._compare_stored(event)
+                    self._told.update((event.group_idx, key) for key in event.block_hashes)
+                case BlockRemoved():
+                    self._told.subtract((event.group_idx, key) for key in event.block_hashes)
+                case AllBlocksCleared():
+                    self._told.clear()
+        pool = self._cache.block_pool
+        written = Counter(
+            (group, key)
+            for group, index in enumerate(pool.indexes)
+            for key, block in index.entries()
+            if pool.is_written(block)
+        )
+        same("events", {key: n for key, n in self._told.items() if n}, dict(written))
+
+    def _compare_stored(self, event: BlockStored) -> None:
+        """The hashes of an event follow from its parent, tokens and extra keys."""
+        hasher = self._cache.hasher
+        if hasher is None:
+            raise OracleError("a block was stored without caching")
+        stride = event.block_size // hasher.block_size
+        extras: list[Extra | None] = [None] * (len(event.token_ids) // hasher.block_size)
+        for i, extra in enumerate(event.extra_keys or ()):
+            extras[i * stride] = None if extra is None else (("cache_salt", extra[0]),)
+        keys = hasher.hash_chain(event.parent_block_hash, np.array(event.token_ids, np.int32), extras)
+        same("hashes of an event", event.block_hashes, tuple(keys[stride - 1 :: stride]))
+        same("tokens of an event", len(event.token_ids), len(event.block_hashes) * event.block_size)

@@ -1,0 +1,87 @@
+"""What the oracle says of a step: its rows, and what becomes of recurrent states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hybridkv.testing.oracle_cache import Cell, OracleRequest
+from hybridkv.testing.oracle_groups import OracleGroup, ScratchStateGroup, StateGroup
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """A row of a step. tokens: -1 where the token is not known yet. cells: those that are new.
+
+    zero: (group, block). copies: (group, source, destination). reads: a block a group, -1 where none keeps a state.
+    writes: (group, token count, block).
+    """
+
+    request: OracleRequest
+    computed: int
+    count: int
+    samples: bool
+    tokens: list[int]
+    cells: list[Cell]
+    admitted: bool
+    attached: bool = True
+    zero: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int, int]] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)
+    writes: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def follow_states(self, groups: Sequence[OracleGroup]) -> None:
+        """The state of every recurrent group: zeroed at the start, copied where its column changes, then written."""
+        end = self.computed + self.count
+        for group, table in zip(groups, self.request.tables, strict=True):
+            if not isinstance(group, StateGroup | ScratchStateGroup):
+                self.reads.append(-1)
+                continue
+            block = table[group.column(end)]
+            if not self.computed:
+                self.zero.append((group.number, block))
+            elif group.column(self.computed) != group.column(end):
+                self.copies.append((group.number, table[group.column(self.computed)], block))
+            self.reads.append(block)
+            self.writes.append((group.number, end, block))
+
+
+@dataclass(eq=False, slots=True)
+class OracleStep:
+    """A step in flight."""
+
+    step_id: int
+    entries: list[Entry] = field(default_factory=list)
+
+    def holds(self, request: OracleRequest) -> bool:
+        """Whether ``request`` runs in it and was not preempted since."""
+        return any(entry.request is request and entry.attached for entry in self.entries)
+
+    def tokens_of(self, request: OracleRequest) -> int:
+        """Tokens that it computes for ``request``, unless that was preempted since."""
+        return sum(entry.count for entry in self.entries if entry.request is request and entry.attached)
+
+
+def split_chunk(
+    request: OracleRequest, computed: int, count: int, block: int, largest: int, *, eagle: bool = False
+) -> int:
+    """How many of ``count`` tokens run now, so that chunks end where a state of ``block`` tokens can be kept.
+
+    largest: most tokens that a chunk may ever have.
+    """
+    known = len(request.tokens)
+    prefill_end = max(request.num_prompt_tokens, known - 1)
+    if computed >= prefill_end:
+        return count
+    end = computed + count
+    if end < prefill_end:
+        whole = end // block * block
+        if whole > computed:
+            end = whole
+        elif block <= largest:
+            return 0
+    last = max(0, known // block * block - block) if eagle else (known - 1) // block * block
+    stops = [last, request.branch // block * block]
+    if computed % block:
+        stops.append((computed // block + 1) * block)
+    return min([end, *(stop for stop in stops if computed < stop < end)]) - computed

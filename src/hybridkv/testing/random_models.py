@@ -1,0 +1,70 @@
+"""Random models: one to four groups of any kinds, small enough that everything rare happens soon."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hybridkv.schedule import SchedulerLimits
+from hybridkv.specs import KVCacheSpec
+from hybridkv.testing.configs import small_numbers, small_spec
+from hybridkv.testing.rig_options import RigOptions
+
+_KINDS = {
+    "full": 8,
+    "window": 6,
+    "chunk": 3,
+    "state": 7,
+    "sink": 1,
+    "scratch": 0.7,
+    "cross": 0.3,
+    "encoder_only": 0.7,
+}
+_SIZES = ((1,), (2,), (3,), (4,), (1, 2, 4), (2, 4), (2, 6), (3, 6), (4, 8), (1, 3), (4, 12))
+
+
+def random_specs(random: Random, most_groups: int = 4) -> tuple[KVCacheSpec, ...]:
+    """Groups of a model, at least one of which depends on the tokens of a request."""
+    sizes = random.choice(_SIZES)
+    count = random.choice([1, 1, 2, 2, 2, 3, 3, 4])
+    kinds = random.choices(list(_KINDS), list(_KINDS.values()), k=min(count, most_groups))
+    if set(kinds) <= {"cross", "encoder_only"}:
+        kinds[0] = "full"
+    return tuple(random_spec(random, kind, random.choice(sizes)) for kind in kinds)
+
+
+def random_spec(random: Random, kind: str, block_size: int) -> KVCacheSpec:
+    """A group of ``kind``."""
+    return small_spec(kind, block_size, random.choice(small_numbers(kind, block_size)))
+
+
+def random_limits(random: Random) -> SchedulerLimits:
+    """Few rows, small budgets, up to three steps in flight."""
+    return SchedulerLimits(
+        max_running=random.randint(1, 6),
+        max_batched_tokens=random.randint(1, 24),
+        max_in_flight=random.choice((1, 1, 2, 3)),
+        watermark=random.choice((0.0, 0.0, 0.1, 0.3)),
+        policy=random.choice(("fcfs", "fcfs", "priority")),
+        max_overtaken=random.choice((0, 1, 3, 64)),
+        max_overtaken_seconds=random.choice((0.0, 1.0, 1.0, 5.0)),
+        num_lookahead_tokens=random.choice((0, 0, 0, 1, 2, 3)),
+    )
+
+
+def random_options(random: Random, specs: tuple[KVCacheSpec, ...] | None = None) -> RigOptions:
+    """Small pools, so that preemption and eviction are frequent. specs: instead of random ones."""
+    specs = random_specs(random) if specs is None else specs
+    ranks = random.choice(((1, 1),) * 8 + ((2, 1), (1, 2), (2, 2)))
+    return RigOptions(
+        num_blocks=random.randint(4, 6 + 12 * len(specs)),
+        specs=specs,
+        max_model_len=random.randint(5, 44),
+        limits=random_limits(random),
+        caching=random.random() < 0.88,
+        events=random.random() < 0.4,
+        layers_per_group=random.choice((1, 1, 1, 2)),
+        vocabulary=random.choice((2, 2, 3, 4)),
+        eagle=random.random() < 0.2,
+        dcp=ranks[0],
+        pcp=ranks[1],
+    )

@@ -1,0 +1,43 @@
+"""What a Rig is built of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hybridkv.plan.config import KVCacheConfig
+from hybridkv.schedule import SchedulerLimits
+from hybridkv.specs import KVCacheSpec
+from hybridkv.testing.configs import full_spec, model_config
+
+
+@dataclass(frozen=True, slots=True)
+class RigOptions:
+    """What a Rig is built of. num_blocks: the null block included. specs: one a group.
+
+    block_sizes: of as many groups of full attention, where no specs are given. dcp, pcp: context parallel sizes; what
+    is read is checked on a single rank only.
+    """
+
+    num_blocks: int = 16
+    block_sizes: tuple[int, ...] = (4,)
+    max_model_len: int = 40
+    limits: SchedulerLimits = field(default_factory=SchedulerLimits)
+    caching: bool = True
+    events: bool = False
+    layers_per_group: int = 1
+    vocabulary: int = 4
+    specs: tuple[KVCacheSpec, ...] = ()
+    eagle: bool = False
+    dcp: int = 1
+    pcp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Context parallel ranks."""
+        return self.dcp * self.pcp
+
+    @property
+    def config(self) -> KVCacheConfig:
+        """A config with these groups; strides are larger than pages."""
+        specs = self.specs or tuple(full_spec(size) for size in self.block_sizes)
+        return model_config(self.num_blocks, specs, layers_per_group=self.layers_per_group, gap_bytes=8)

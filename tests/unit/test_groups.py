@@ -1,0 +1,231 @@
+"""All groups together: contracts.md section 5, and groups that publish nothing."""
+
+from random import Random
+
+import numpy as np
+import pytest
+from kinds_support import (
+    cache_of,
+    config,
+    cross,
+    encoder_only,
+    evict,
+    full,
+    grow,
+    hit,
+    hit_tokens,
+    mla,
+    published,
+    sink,
+    start,
+    state,
+    table,
+    window,
+)
+
+from hybridkv.cache import KVCacheManager, Reason, Refusal
+from hybridkv.errors import ConfigError
+from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec
+from hybridkv.request import Request
+from hybridkv.specs import FullAttentionSpec, UniformTypeKVCacheSpecs
+
+PROMPT = list(range(100))
+
+
+def test_each_group_lowers_the_candidate() -> None:
+    cache = cache_of(full(), window(8), window(16))
+    request = start(cache, PROMPT[:64], (64,))
+    probe = Request("probe", PROMPT[:65], hasher=cache.hasher)
+    found = []
+    for group, column in ((None, 0), (1, 14), (2, 11), (0, 9)):
+        if group is not None:
+            evict(cache, request, group, column)
+        one = cache.find_hit(probe)
+        found.append((one.tokens, one.branch_tokens))
+    assert found == [(64, 0), (56, 64), (44, 64), (36, 0)]
+
+
+def test_hits_end_on_the_common_alignment() -> None:
+    cache = cache_of(full(4), window(8, 8))
+    start(cache, PROMPT[:60], (60,))
+    assert [hit_tokens(cache, PROMPT[:n]) for n in (61, 57, 56)] == [56, 56, 48]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "hits"),
+    [
+        ((64, 16, 20), {100: 80, 81: 64, 82: 64}),
+        ((80, 20), {81: 0, 82: 0, 100: 80}),
+        ((96, 4), {100: 0}),
+    ],
+)
+def test_states_and_eagle(chunks: tuple[int, ...], hits: dict[int, int]) -> None:
+    cache = cache_of(full(16), state(), use_eagle=True)
+    start(cache, PROMPT, chunks)
+    assert {n: hit_tokens(cache, PROMPT[:n]) for n in hits} == hits
+
+
+def test_states_and_eagle_without_dense_publishing() -> None:
+    cache = cache_of(full(16), state(), use_eagle=True, retention=0)
+    start(cache, PROMPT, (64, 16, 20))
+    assert [hit_tokens(cache, PROMPT[:n]) for n in (100, 81, 82)] == [80, 0, 0]
+
+
+def test_eagle_in_several_groups_looks_past_the_candidate() -> None:
+    cache = cache_of(full(), window(), use_eagle=True)
+    start(cache, PROMPT[:24], (24,))
+    assert [hit_tokens(cache, PROMPT[:n]) for n in (25, 24, 20, 16)] == [20, 20, 16, 12]
+
+
+def test_a_flagged_group_drops_alone() -> None:
+    groups = (KVCacheGroupSpec(("a",), full()), KVCacheGroupSpec(("b",), window(), is_eagle_group=True))
+    cache = KVCacheManager(KVCacheConfig(100, (), groups), 100)
+    start(cache, PROMPT[:24], (24,))
+    assert hit(cache, PROMPT[:25]) == (20, ([1, 2, 3, 4, 5], [0, 0, 0, 10, 11]))
+
+
+def test_all_groups_touch_before_any_takes() -> None:
+    """The window's hit is free and first in line; full attention must not take it."""
+    cache = cache_of(full(), window(), num_blocks=14)
+    first = start(cache, PROMPT[:20], (20,))
+    cache.free(first)
+    again = Request("b", PROMPT[:40], hasher=cache.hasher)
+    blocks, tokens = cache.get_computed_blocks(again)
+    assert tokens == 20
+    held = {block for ids in blocks.blocks for block in ids if block}
+    new = cache.allocate_slots(again, 8, tokens, blocks)
+    assert new is not None
+    assert not held & {block for ids in new.blocks for block in ids}
+    again.num_computed_tokens = 28
+    cache.check()
+
+
+def test_a_refusal_changes_nothing_but_skipped_blocks() -> None:
+    cache = cache_of(full(), window(), num_blocks=20)
+    request = start(cache, PROMPT[:40], (32,))
+    free, tables = cache.block_pool.free_order(), cache.get_block_ids("a")
+    assert cache.plan_slots(request, 40) == Refusal(Reason.NO_SPACE, 0, 20, 3 + 6)
+    assert (cache.block_pool.free_order(), cache.get_block_ids("a")) == (free, tables)
+    assert cache.allocate_slots(request, 40) is None
+    assert cache.get_block_ids("a") == (tables[0], [0] * 6 + tables[1][6:])
+    assert published(cache, request, 1) == list(range(8))
+    cache.check()
+
+
+def test_common_prefix_blocks() -> None:
+    cache = cache_of(full(), window(), state(4))
+    start(cache, PROMPT[:24], (8, 16))
+    again = Request("b", PROMPT[:25], hasher=cache.hasher)
+    blocks, tokens = cache.get_computed_blocks(again)
+    cache.allocate_slots(again, 1, tokens, blocks)
+    assert cache.get_num_common_prefix_blocks("a", 2) == [6, 0, 0]
+
+
+# -- kinds that publish nothing
+
+
+def test_cross_attention_takes_its_blocks_once() -> None:
+    cache = cache_of(full(), cross())
+    assert not cache.enable_caching
+    request = Request("a", PROMPT, hasher=cache.hasher)
+    grow(cache, request, 8, num_encoder_tokens=10)
+    assert table(cache, 1) == [3, 4, 5]
+    grow(cache, request, 8)
+    grow(cache, request, 8, num_encoder_tokens=10)
+    assert table(cache, 1) == [3, 4, 5]
+    cache.free(request)
+    assert cache.usage == 0
+    assert hit_tokens(cache, PROMPT) == 0
+
+
+def test_encoder_tokens_need_cross_attention() -> None:
+    cache = cache_of(full())
+    with pytest.raises(ConfigError, match="needs a group of cross-attention"):
+        cache.allocate_slots(Request("a", PROMPT, hasher=cache.hasher), 4, num_encoder_tokens=3)
+
+
+def test_encoder_only_layers_hold_nothing_and_agree_to_every_hit() -> None:
+    cache = cache_of(encoder_only(3), full())
+    start(cache, PROMPT[:20], (20,))
+    assert cache.get_block_ids("a") == ([], [1, 2, 3, 4, 5])
+    assert hit(cache, PROMPT[:20]) == (16, ([], [1, 2, 3, 4]))
+    again = Request("b", PROMPT[:20], hasher=cache.hasher)
+    blocks, tokens = cache.get_computed_blocks(again)
+    assert cache.allocate_slots(again, 4, tokens, blocks) is not None
+    cache.check()
+
+
+# -- kinds that are full attention
+
+
+def test_d3_sinks() -> None:
+    """Their blocks belong to the layer: taken for good, in no row, neither used nor usable."""
+    cache = cache_of(sink(4, 6), full(), num_blocks=20)
+    assert [ids.tolist() for ids in cache.sink_blocks] == [[1, 2], []]
+    assert cache.usage == 0
+    assert cache.statistics().num_blocks == 17
+    request = start(cache, PROMPT[:20], (20,))
+    assert table(cache) == [3, 4, 5, 6, 7]
+    assert hit_tokens(cache, PROMPT[:20]) == 16
+    cache.free(request)
+    assert cache.reset_prefix_cache()
+    assert hit_tokens(cache, PROMPT[:20]) == 0
+    assert not {1, 2} & set(cache.block_pool.free_order())
+    cache.check()
+
+
+def test_latents_windows_managed_as_full_and_layers_of_one_type() -> None:
+    as_full = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=1, dtype="float32", sliding_window=8)
+    wide = FullAttentionSpec(block_size=4, num_kv_heads=3, head_size=2, dtype="float32")
+    uniform = UniformTypeKVCacheSpecs(block_size=4, layers=(("x", full()), ("y", wide)))
+    for spec in (mla(), as_full, uniform):
+        cache = KVCacheManager(config(40, spec), 100)
+        start(cache, PROMPT[:24], (8, 8, 8))
+        assert table(cache) == [1, 2, 3, 4, 5, 6]
+        assert hit(cache, PROMPT[:24]) == (20, ([1, 2, 3, 4, 5],))
+
+
+def test_uniform_windows_drop_like_one() -> None:
+    wide = window(8)
+    uniform = UniformTypeKVCacheSpecs(block_size=4, layers=(("x", window(8)), ("y", wide)))
+    cache = KVCacheManager(config(40, uniform), 100)
+    start(cache, PROMPT[:24], (8, 8, 8))
+    assert table(cache) == [0, 0, 3, 4, 5, 6]
+
+
+# -- what is remembered of a search
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_remembered_hit_is_what_a_fresh_look_up_finds(seed: int) -> None:
+    """Random publishing and eviction: while is_longest_hit says so, and O(groups) keys decide it, nothing changed."""
+    random = Random(seed)
+    kinds = [full(2), window(random.randint(2, 9), 2), state(4), full(4), window(6, 4)]
+    specs = random.sample(kinds, random.randint(1, 4))
+    cache = cache_of(*specs, num_blocks=400, use_eagle=random.random() < 0.3)
+    prompt = [random.randrange(2) for _ in range(48)]
+    probe = Request("probe", prompt, hasher=cache.hasher)
+    found, seen = cache.find_hit(probe), cache.block_pool.evictions
+    stayed = 0
+    for i in range(60):
+        if random.random() < 0.5:
+            cut = random.randint(1, 48)
+            one = Request(f"r{i}", prompt[:cut] + [random.randrange(2) for _ in range(4)], hasher=cache.hasher)
+            while one.num_computed_tokens < one.num_tokens:
+                chunk = min(4 - one.num_computed_tokens % 4, one.num_tokens - one.num_computed_tokens)
+                if grow(cache, one, chunk) is None:
+                    break
+            cache.free(one)
+        else:
+            group = random.choice(cache.groups)
+            blocks = [block for _, block in group.index.entries()]
+            if blocks:
+                cache.block_pool.evict_blocks(np.array([random.choice(blocks)], np.int32))
+        fresh = cache.find_hit(probe)
+        if cache.is_longest_hit(probe, found, seen):
+            stayed += 1
+            assert (found.tokens, found.branch_tokens) == (fresh.tokens, fresh.branch_tokens)
+            assert [part.blocks.tolist() for part in found.groups] == [part.blocks.tolist() for part in fresh.groups]
+        else:
+            found, seen = fresh, cache.block_pool.evictions
+    assert stayed > 3

@@ -1,0 +1,223 @@
+"""Recurrent states in the cache: contracts.md section 4, and labels (section 8, last lines)."""
+
+import pytest
+from kinds_support import cache_of, full, grow, hit_tokens, published, start, state, table
+
+from hybridkv.cache import SlotPlan
+from hybridkv.request import Request
+
+PROMPT = list(range(100))
+
+
+# -- tables
+
+
+def test_tables_of_a_prompt_in_chunks() -> None:
+    cache = cache_of(full(16), state())
+    request = Request("a", PROMPT, hasher=cache.hasher)
+    tables = []
+    for chunk in (64, 32, 4):
+        grow(cache, request, chunk)
+        tables.append(table(cache, 1))
+    assert tables == [[0, 0, 0, 5], [0, 0, 0, 5, 0, 8], [0, 0, 0, 0, 0, 8, 10]]
+    request.append(7)
+    grow(cache, request, 1)
+    assert table(cache, 1) == [0, 0, 0, 0, 0, 0, 10]
+
+
+def test_without_dense_publishing_the_dropped_state_is_taken_at_once() -> None:
+    cache = cache_of(full(16), state(), retention=0)
+    start(cache, PROMPT, (64, 32, 4))
+    assert table(cache, 1) == [0, 0, 0, 0, 0, 8, 9]
+
+
+def test_states_alone() -> None:
+    cache = cache_of(state())
+    start(cache, PROMPT, (64, 32))
+    assert table(cache) == [0, 0, 0, 1, 0, 2]
+    start(cache_of(state()), PROMPT, (64, 32, 4))
+    request = cache.resident_requests()[0]
+    grow(cache, request, 4)
+    assert table(cache) == [0, 0, 0, 0, 0, 2, 3]
+
+
+def test_a_chunk_appends_its_columns_all_null_but_the_last() -> None:
+    cache = cache_of(full(16), state())
+    request = Request("a", PROMPT, hasher=cache.hasher)
+    assert grow(cache, request, 64) == [[1, 2, 3, 4], [0, 0, 0, 5]]
+    assert grow(cache, request, 32) == [[6, 7], [0, 8]]
+
+
+def test_speculative_blocks_are_relocated() -> None:
+    cache = cache_of(full(16), state(drafts=2), use_eagle=True)
+    request = Request("a", PROMPT[:60], hasher=cache.hasher)
+    grow(cache, request, 32, num_lookahead_tokens=2)
+    assert table(cache, 1) == [0, 4, 5, 6]
+    new = grow(cache, request, 28, num_lookahead_tokens=2)
+    assert table(cache, 1) == [0, 4, 0, 6, 5, 8]
+    assert new is not None
+    assert new[1] == [5, 8]
+    tables = []
+    for computed in (60, 63, 66):
+        while request.num_tokens <= computed:
+            request.append(1)
+        request.num_computed_tokens = computed
+        cache.allocate_slots(request, 3)
+        tables.append(table(cache, 1))
+    assert tables == [[0, 0, 0, 6, 5, 8], [0, 0, 0, 6, 5, 8, 10], [0, 0, 0, 0, 5, 8, 10]]
+    cache.check()
+
+
+def test_unaligned_chunks_with_speculative_blocks() -> None:
+    cache = cache_of(state(drafts=2))
+    request = Request("a", PROMPT, hasher=cache.hasher)
+    tables = []
+    for chunk in (10, 30, 20, 40):
+        grow(cache, request, chunk)
+        tables.append(table(cache))
+    assert tables[:3] == [[1, 2, 3], [1, 0, 3, 2, 4], [0, 0, 3, 2, 4, 1]]
+    assert [block > 0 for block in tables[3]] == [False] * 3 + [True] + [False] * 2 + [True] * 3
+    assert published(cache, request) == []  # no chunk ended at a multiple of 16
+
+
+def test_none_has_its_blocks_once_and_no_hits() -> None:
+    cache = cache_of(full(16), state(64, 2, "none"))
+    assert not cache.enable_caching
+    request = Request("a", PROMPT, hasher=cache.hasher)
+    grow(cache, request, 64)
+    assert table(cache, 1) == [5, 6, 7]
+    for _ in range(36):
+        grow(cache, request, 1)
+    assert table(cache, 1) == [5, 6, 7]
+    assert hit_tokens(cache, PROMPT) == 0
+
+
+# -- labels: a state is published under its own token count only
+
+
+def test_d1_a_boundary_inside_a_chunk_is_not_published() -> None:
+    cache = cache_of(full(16), state(32))
+    request = start(cache, PROMPT, (48, 48))  # 32 and 64 lie inside the chunks
+    assert published(cache, request, 1) == [2]  # 96: the second ended there
+    assert hit_tokens(cache, PROMPT) == 96
+    evicted = start(cache_of(full(16), state(32)), PROMPT, (48, 16, 32), "b")
+    assert evicted.num_computed_tokens == 96
+
+
+def test_a_state_that_went_on_inside_its_block_is_published_where_it_ends() -> None:
+    cache = cache_of(state())
+    request = start(cache, PROMPT, (10, 6, 5, 20))
+    assert published(cache, request) == [0]
+    grow(cache, request, 7)
+    assert published(cache, request) == [0, 2]
+
+
+def decode(drafts: int, accepted: tuple[int, ...]) -> tuple[list[int], Request]:
+    """A request of 14 tokens that runs one token and ``drafts`` drafts a step; columns published in the end."""
+    cache = cache_of(state(drafts=drafts), full(16))
+    request = start(cache, PROMPT[:14], (14,))
+    for count in accepted:
+        request.append(1)
+        cache.allocate_slots(request, 1 + drafts)
+        cache.check()
+        request.num_computed_tokens += count
+        for _ in range(count - 1):
+            request.append(1)
+    return published(cache, request), request
+
+
+@pytest.mark.parametrize(
+    ("accepted", "columns"),
+    [
+        ((1, 1, 1), [0]),  # 15, 16: the state at 16 is that of a step's own token
+        ((2, 1), [0]),  # 16 reached by a draft that was accepted
+        ((3, 1), []),  # 17: the state at 16 was dropped with its column before anybody could name it
+        ((1, 3, 1), [0]),  # 15 -> 18: token 16 was known when the step began
+    ],
+)
+def test_drafts_across_a_boundary(accepted: tuple[int, ...], columns: list[int]) -> None:
+    assert decode(2, accepted)[0] == columns
+
+
+def test_draft_tokens_are_never_published() -> None:
+    cache = cache_of(full(4), state(16, 3))
+    request = start(cache, PROMPT[:12], (12,))
+    request.append(5)
+    cache.allocate_slots(request, 4)  # tokens 12 .. 15, of which 13 .. 15 are drafts
+    assert published(cache, request, 0) == []  # up to the common alignment of 16
+    assert published(cache, request, 1) == []
+
+
+def test_delayed_states_are_published_when_the_transfer_is_done() -> None:
+    cache = cache_of(full(8), state(8))
+    request = Request("a", PROMPT[:41], hasher=cache.hasher)
+    for chunk in (16, 8, 8):
+        cache.allocate_slots(request, chunk, delay_cache_blocks=True)
+        request.num_computed_tokens += chunk
+        # the states at 16 and 24 are read by the next step and then dropped
+    assert published(cache, request, 1) == []
+    cache.cache_blocks(request, 32)
+    assert published(cache, request, 0) == [0, 1, 2, 3]
+    assert published(cache, request, 1) == [2, 3]
+    cache.check()
+
+
+def test_d2_an_external_load_takes_exactly_what_was_planned() -> None:
+    """The state that is loaded and the one that the step leaves: two blocks."""
+    cache = cache_of(state(), full(16))
+    request = Request("a", PROMPT[:60], hasher=cache.hasher)
+    before = cache.block_pool.get_num_free_blocks()
+    plan = cache.plan_slots(request, 16, num_external_computed_tokens=32)
+    assert isinstance(plan, SlotPlan)
+    promised = sum(part.take for part in plan.groups)
+    cache.commit(plan)
+    assert before - cache.block_pool.get_num_free_blocks() == promised == 2 + 3
+    assert [block > 0 for block in table(cache)] == [False, True, True]
+    request.num_computed_tokens = 48
+    cache.check()
+    assert published(cache, request) == [1, 2]
+    assert hit_tokens(cache, PROMPT[:60]) == 48
+
+
+def test_d2_where_only_the_predicted_number_is_free() -> None:
+    cache = cache_of(state(), num_blocks=2)
+    request = Request("a", PROMPT[:60], hasher=cache.hasher)
+    refused = cache.plan_slots(request, 16, num_external_computed_tokens=32)
+    assert not isinstance(refused, SlotPlan)
+    assert (refused.needed_blocks, refused.free_blocks) == (2, 1)
+    assert cache.allocate_slots(request, 16, num_external_computed_tokens=32) is None
+
+
+# -- hits
+
+
+def test_the_right_most_state_is_hit() -> None:
+    cache = cache_of(full(16), state())
+    start(cache, PROMPT, (64, 32, 4))
+    assert [hit_tokens(cache, PROMPT[:n]) for n in (100, 97, 96, 65, 64)] == [96, 96, 64, 64, 0]
+
+
+def test_a_hit_row_holds_the_shared_state_until_it_has_its_own() -> None:
+    cache = cache_of(full(16), state())
+    start(cache, PROMPT, (64, 32, 4))
+    shared = table(cache, 1)[5]
+    again = Request("b", PROMPT, hasher=cache.hasher)
+    blocks, tokens = cache.get_computed_blocks(again)
+    new = cache.allocate_slots(again, 4, tokens, blocks)
+    assert new is not None
+    assert table(cache, 1, "b")[5] == shared
+    assert table(cache, 1, "b")[6] not in {shared, table(cache, 1)[6]}
+    again.num_computed_tokens = 100
+    again.append(3)
+    grow(cache, again, 1)
+    assert table(cache, 1, "b")[5] == 0
+
+
+def test_a_refused_request_gives_its_old_state_back() -> None:
+    cache = cache_of(state(), num_blocks=4)
+    request = start(cache, [*PROMPT, *PROMPT], (64, 32))
+    other = start(cache, PROMPT[:10], (10,), "b")
+    assert other.row >= 0
+    assert table(cache) == [0, 0, 0, 1, 0, 2]
+    cache.allocate_slots(request, 96)
+    assert table(cache)[:4] == [0, 0, 0, 0]
