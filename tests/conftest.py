@@ -1,4 +1,4 @@
-"""Hypothesis profiles: HYPOTHESIS_PROFILE=thorough for a long run by hand."""
+"""Hypothesis profiles: HYPOTHESIS_PROFILE=long (20,000 examples) or thorough for runs by hand."""
 
 import logging
 import os
@@ -11,6 +11,7 @@ SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too
 
 # the same examples in every run: CI fails for what changed, not by chance
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=100, suppress_health_check=SLOW)
+settings.register_profile("long", deadline=None, max_examples=600, suppress_health_check=SLOW)
 settings.register_profile("thorough", deadline=None, max_examples=3000, suppress_health_check=SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

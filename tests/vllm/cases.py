@@ -124,6 +124,7 @@ def _several(random: Random) -> tuple[Group, ...]:
         (full, full, _window(random, size)),
         (_window(random, size), _window(random, other)),
         (_window(random, size), _state(random, other)),
+        (_window(random, size), _state(random, other), _window(random, other)),
         (_state(random, size), full),
         (Group(Kind.FULL, size), _chunk(random, size)),
         (Group(Kind.FULL, size), _chunk(random, 2 * size)),

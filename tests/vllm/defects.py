@@ -19,7 +19,10 @@ ENDS = {
     "D1": "a state published under a token count that it does not have",
     "D2": "states behind an external prefix take a block more than was predicted",
     "D4": "a hit on a state that was published in the same step is refused",
+    "E3": "EAGLE for all groups: a state one block behind the alignment is published, where no hit can end",
 }
+
+TAKING = "BlockPool.get_new_blocks"
 
 
 def defect_of(difference: Difference, duel: Duel) -> str | None:
@@ -27,7 +30,7 @@ def defect_of(difference: Difference, duel: Duel) -> str | None:
     if difference.what == "hit":
         known = {"D5": _unproved_chunk, "D5b": _hole, "E1": _cut_twice, "E2": _unproved_window}
     else:
-        known = {"D1": _wrong_state, "D2": _one_short, "D4": _same_step}
+        known = {"D1": _wrong_state, "D2": _one_short, "D4": _same_step, "E3": _past_state}
     return next((name for name, explains in known.items() if explains(difference, duel)), None)
 
 
@@ -104,24 +107,37 @@ def _unproved_window(difference: Difference, duel: Duel) -> bool:
 
 def _wrong_state(difference: Difference, duel: Duel) -> bool:
     """All that differs: states of theirs published at token counts that the request was never stopped at."""
-    if difference.what != "keys" or difference.request is None:
+    edges = _more_states(difference, duel)
+    return bool(edges) and difference.request is not None and not edges & difference.request.stored
+
+
+def _past_state(difference: Difference, duel: Duel) -> bool:
+    """All that differs: states of theirs one of their blocks behind a multiple of the alignment, EAGLE for all."""
+    case, edges = duel.case, _more_states(difference, duel)
+    if not case.use_eagle or len(case.groups) == 1 or any(group.eagle for group in case.groups):
         return False
-    for number, (theirs, ours) in enumerate(zip(difference.theirs, difference.ours, strict=True)):
-        group = duel.case.groups[number]
-        for column, (their_key, our_key) in enumerate(zip(theirs, ours, strict=True)):
-            if their_key == our_key:
-                continue
-            edge = (column + 1) * group.block_size
-            if group.kind is not Kind.ALIGN or our_key is not None or edge in difference.request.stored:
-                return False
-    return True
+    sizes = {group.block_size for group in case.groups if group.kind is Kind.ALIGN}
+    return bool(edges) and all(edge % case.alignment in sizes for edge in edges)
+
+
+def _more_states(difference: Difference, duel: Duel) -> set[int]:
+    """Token counts under which theirs published states that ours did not; none where anything else differs."""
+    if difference.what != "keys" or difference.request is None:
+        return set()
+    edges = set()
+    for group, theirs, ours in zip(duel.case.groups, difference.theirs, difference.ours, strict=True):
+        for column, (their_key, our_key) in enumerate(zip(theirs, ours, strict=True), start=1):
+            if their_key != our_key and (group.kind is not Kind.ALIGN or our_key is not None):
+                return set()
+            edges |= {column * group.block_size} if their_key != our_key else set()
+    return edges
 
 
 def _one_short(difference: Difference, duel: Duel) -> bool:
-    """A first chunk behind an external prefix, beside states: they take what they did not count, or raise."""
+    """A first chunk behind an external prefix, beside states: the block not counted is not there, and theirs raises."""
     call = difference.call
     external = isinstance(call, Start) and call.external > 0
-    return external and bool(duel.state_groups) and difference.what in {"error", "refusal"}
+    return external and bool(duel.state_groups) and difference.what == "error" and TAKING in difference.theirs
 
 
 def _same_step(difference: Difference, duel: Duel) -> bool:

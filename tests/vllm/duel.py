@@ -7,7 +7,7 @@ from calls import Call, Decode, DecodeRow, Free, Grow, Known, Preempt, Probe, Pu
 from cases import Case, Kind
 from difference import Difference
 from our_side import OurSide
-from sides import Ask, Found, Side, Slots
+from sides import Ask, Found, Ids, Side, Slots
 from vllm_side import VllmSide
 
 PROBE = "probe"
@@ -261,7 +261,7 @@ class Duel:
         )
         if (theirs is None) != (ours is None):
             return Difference("refusal", call, theirs, ours, request, name)
-        if theirs != ours:
+        if theirs is not None and ours is not None and theirs != _last(ours, theirs, external):
             return Difference("new", call, theirs, ours, request, name)
         self.seen["refusals"] += theirs is None
         self.seen["external prefixes"] += external > 0 and theirs is not None
@@ -315,6 +315,11 @@ class Duel:
             return Difference("usage", call, *usage)
         self.ours.check()
         return None
+
+
+def _last(ours: Ids, theirs: Ids, external: int) -> Ids:
+    """Ours without the leading columns of an external prefix, which vLLM leaves out of what it returns."""
+    return tuple(mine[len(mine) - len(new) :] for mine, new in zip(ours, theirs, strict=True)) if external else ours
 
 
 def _origin(error: BaseException) -> str:

@@ -102,14 +102,7 @@ class OurSide:
             num_external_computed_tokens=ask.external,
             **hit,
         )
-        return None if blocks is None else self._behind_external(self._ids(blocks), ask)
-
-    def _behind_external(self, new: Ids, ask: Ask) -> Ids:
-        """Without the columns of the external prefix, which vLLM leaves out of its answer."""
-        hit = ask.found.tokens if ask.found is not None else 0
-        sizes = [group.policy.block_size for group in self._manager.groups]
-        held = [-(-(hit + ask.external) // size) - hit // size if ask.external else 0 for size in sizes]
-        return tuple(ids[count:] for ids, count in zip(new, held, strict=True))
+        return None if blocks is None else self._ids(blocks)
 
     def decode(self, names: Sequence[str], lookahead: int) -> Slots:
         rows = np.array([self._requests[name].row for name in names], np.int64)

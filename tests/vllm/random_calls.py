@@ -6,7 +6,7 @@ from calls import Call, Decode, DecodeRow, Free, Grow, Known, Preempt, Probe, Pu
 from cases import Case
 from duel import Duel
 
-MOST_RESIDENT = 6
+MOST_RESIDENT = (6, 6, 6, 16)
 LONGEST_PROMPT = 150
 
 
@@ -19,11 +19,12 @@ class Caller:
         self._last_token = 0
         self._streams = [self._fresh_tokens(LONGEST_PROMPT) for _ in range(random.randint(1, 3))]
         self._number = 0
+        self._most = random.choice(MOST_RESIDENT)
         self._aligned = random.choice((1.0, 1.0, 1.0, 0.97, 0.5) if case.has_states else (1.0, random.random()))
         self._delays = random.choice((0.0, 0.0, 0.2))
         self._lookahead = random.choice((0, 0, 1, 3, 7))
         self._decodes = random.choice((0.05, 0.2, 0.5))
-        self._externals = random.choice((0.0, 0.0, 0.4)) if len(case.groups) == 1 and case.caching else 0.0
+        self._externals = random.choice((0.0, 0.5)) if len(case.groups) == 1 and case.caching else 0.0
 
     def next(self, duel: Duel) -> Call:
         """One in a hundred empties the cache, seven probe it; the others are about requests."""
@@ -52,7 +53,7 @@ class Caller:
         waiting = [name for name in duel.requests if name not in resident]
         if waiting and (not resident or self._random.random() < 0.3):
             return self._start(self._random.choice(waiting), ())
-        if not resident or (len(duel.requests) < MOST_RESIDENT and self._random.random() < 0.25):
+        if not resident or (len(duel.requests) < self._most and self._random.random() < 0.25):
             self._number += 1
             return self._start(f"r{self._number}", self._prompt())
         name = self._random.choice(resident)

@@ -1,0 +1,122 @@
+"""Where prefill chunks end: contracts.md section 6."""
+
+import pytest
+from kinds_support import cache_of, full, published, state
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.request import Request, SamplingParams
+from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.schedule.split import AlignSplit
+from hybridkv.step import Csr, Step, StepResult
+
+
+def share(prompt: int, computed: int, asked: int, *, outputs: int = 0, branch: int = 0, drops: bool = False) -> int:
+    request = Request("a", range(prompt))
+    for token in range(outputs):
+        request.append(token)
+    request.branch_tokens = branch
+    return AlignSplit(16, 64, drops).share(request, computed, asked)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "computed", "asked", "given"),
+    [
+        (100, 0, 64, 64),
+        (100, 64, 36, 32),
+        (100, 96, 4, 4),
+        (100, 0, 100, 96),
+        (100, 0, 50, 48),
+        (100, 0, 10, 0),
+        (100, 10, 54, 6),
+        (96, 0, 96, 80),
+        (96, 80, 16, 16),
+        (97, 0, 97, 96),
+        (17, 0, 17, 16),
+        (16, 0, 16, 16),
+        (10, 0, 10, 10),
+    ],
+)
+def test_chunks(prompt: int, computed: int, asked: int, given: int) -> None:
+    assert share(prompt, computed, asked) == given
+
+
+def test_branch_points() -> None:
+    assert share(100, 0, 64, branch=40) == 32
+    assert share(100, 32, 64, branch=40) == 64
+    assert share(100, 0, 64, branch=64) == 64
+
+
+@pytest.mark.parametrize(
+    ("prompt", "computed", "asked", "given"),
+    [(100, 0, 100, 80), (100, 64, 36, 16), (97, 0, 97, 80), (33, 0, 33, 16), (17, 0, 17, 17)],
+)
+def test_chunks_with_eagle(prompt: int, computed: int, asked: int, given: int) -> None:
+    assert share(prompt, computed, asked, drops=True) == given
+
+
+def test_resumed_requests() -> None:
+    assert share(40, 0, 64, outputs=30) == 64
+    assert share(40, 64, 6, outputs=30) == 6
+    assert share(40, 69, 1, outputs=30) == 1
+
+
+def test_a_block_larger_than_every_chunk() -> None:
+    request = Request("a", range(100))
+    split = AlignSplit(80, 32)
+    assert split.share(request, 0, 32) == 32
+    assert split.share(request, 64, 32) == 16  # to the end of the block
+    assert AlignSplit(80, 80).share(request, 0, 32) == 0
+
+
+# -- a scheduler over states
+
+
+def drive(cache: KVCacheManager, prompts: list[list[int]], budget: int) -> list[list[tuple[str, int, int]]]:
+    """(request, computed, scheduled) of each step until all prompts are done."""
+    sched = Scheduler(cache, SchedulerLimits(8, budget))
+    steps = []
+    for i, prompt in enumerate(prompts):
+        sched.add(Request(f"r{i}", prompt, SamplingParams(max_tokens=2), hasher=cache.hasher))
+        done = False
+        while not done:
+            step = sched.schedule()
+            steps.append(rows(cache, step))
+            sched.update(
+                StepResult(step.id, Csr.from_lists([[7] if samples else [] for samples in step.samples.tolist()]))
+            )
+            sched.check()
+            done = sched.drained
+    return steps
+
+
+def rows(cache: KVCacheManager, step: Step) -> list[tuple[str, int, int]]:
+    owners = cache.rows.owners(step.rows)
+    scheduled = zip(owners, step.num_computed.tolist(), step.num_scheduled.tolist(), strict=True)
+    return [(request.request_id, computed, count) for request, computed, count in scheduled]
+
+
+def test_d1_chunks_end_at_the_states_block_not_at_the_smallest() -> None:
+    """Blocks of 16 and 32, budget 48: a chunk of 48 would leave the state at 48 under the name of 64."""
+    cache = cache_of(full(16), state(32))
+    steps = drive(cache, [list(range(100))], 48)
+    assert steps[:4] == [[("r0", 0, 32)], [("r0", 32, 32)], [("r0", 64, 32)], [("r0", 96, 4)]]
+    again = Request("again", range(100), hasher=cache.hasher)
+    assert cache.get_computed_blocks(again)[1] == 96
+    assert published(cache, again, 1) == [0, 1, 2]
+
+
+def test_a_branch_point_leaves_a_state_the_next_time_through() -> None:
+    cache = cache_of(full(16), state())
+    shared = list(range(40))
+    prompts = [shared + [base] * 60 for base in (50, 60, 70)]
+    steps = drive(cache, prompts, 64)
+    firsts = [[row for step in steps for row in step if row[0] == f"r{i}"][:2] for i in range(3)]
+    assert firsts[0] == [("r0", 0, 64), ("r0", 64, 32)]
+    assert firsts[1] == [("r1", 0, 32), ("r1", 32, 64)]  # 32 tokens are known to full attention: a state is left
+    assert firsts[2][0][1] == 32  # and hit
+
+
+def test_states_of_several_blocks_agree() -> None:
+    cache = cache_of(full(16), state(16), state(32))
+    steps = drive(cache, [list(range(100))], 80)
+    assert [step[0][2] for step in steps][:3] == [64, 32, 4]
