@@ -1,0 +1,307 @@
+"""Who is admitted: priorities, overtaking, states not yet readable, look-ahead; contracts.md sections 6, 9, 10."""
+
+from collections.abc import Sequence
+
+import pytest
+from kinds_support import cache_of, full, published, state, window
+
+from hybridkv.cache import CommonHit, KVCacheManager
+from hybridkv.errors import CapacityError, ConfigError
+from hybridkv.request import Request, SamplingParams
+from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.specs import KVCacheSpec
+from hybridkv.step import Csr, Step, StepResult
+
+
+class Clock:
+    """Seconds that the test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def scheduler(*specs: KVCacheSpec, num_blocks: int = 9, **limits: object) -> tuple[Scheduler, Clock]:
+    clock = Clock()
+    known = {"max_running": 8, "max_batched_tokens": 64, **limits}
+    cache = cache_of(*(specs or (full(),)), num_blocks=num_blocks)
+    return Scheduler(cache, SchedulerLimits(**known), clock=clock), clock  # type: ignore[arg-type]  # by name
+
+
+def add(sched: Scheduler, name: str, prompt: Sequence[int], max_tokens: int = 4, **known: object) -> Request:
+    request = Request(name, prompt, SamplingParams(max_tokens=max_tokens), hasher=sched.cache.hasher, **known)  # type: ignore[arg-type]  # by name
+    sched.add(request)
+    return request
+
+
+def update(sched: Scheduler, step: Step) -> None:
+    sched.update(StepResult(step.id, Csr.from_lists([[7] if samples else [] for samples in step.samples.tolist()])))
+    sched.check()
+
+
+def turn(sched: Scheduler) -> list[str]:
+    """A step and its update; who came in."""
+    step = sched.schedule()
+    update(sched, step)
+    return [new.request_id for new in step.new_rows]
+
+
+# -- overtaking
+
+
+def test_a_request_that_does_not_fit_lets_others_pass() -> None:
+    sched, _ = scheduler()
+    add(sched, "a", range(16))
+    add(sched, "large", range(50, 80), 1)
+    add(sched, "small", [99])
+    assert turn(sched) == ["a", "small"]
+    assert "large" in [name for _ in range(5) for name in turn(sched)]
+
+
+def test_at_most_so_many_pass() -> None:
+    sched, _ = scheduler(max_overtaken=3)
+    add(sched, "a", range(16), 12)
+    add(sched, "large", range(50, 80), 1)
+    admitted = turn(sched)
+    assert admitted == ["a"]
+    for i in range(5):
+        add(sched, f"small{i}", [90 + i], 1)
+    assert turn(sched) == ["small0", "small1", "small2"]
+    assert turn(sched) == []
+    assert sched.num_waiting == 3
+
+
+def test_the_bound_counts_again_once_admitted() -> None:
+    sched, _ = scheduler(max_overtaken=1)
+    add(sched, "a", range(16), 2)
+    add(sched, "large", range(50, 78), 2)
+    add(sched, "small", [1], 1)
+    assert turn(sched) == ["a", "small"]
+    assert turn(sched) == []
+    assert turn(sched) == ["large"]
+
+
+def test_at_most_for_so_long() -> None:
+    sched, clock = scheduler(max_overtaken_seconds=1.0)
+    clock.now = 50.0
+    add(sched, "a", range(16), 12)
+    add(sched, "large", range(50, 80), 1)
+    add(sched, "small", [1], 1)
+    assert turn(sched) == ["a", "small"]
+    add(sched, "second", [2], 1)
+    clock.now = 50.9
+    assert turn(sched) == ["second"]
+    add(sched, "third", [3], 1)
+    clock.now = 51.0
+    assert turn(sched) == []
+
+
+def test_a_step_looks_at_so_many_refused_requests_only() -> None:
+    sched, _ = scheduler(max_running=40)
+    add(sched, "a", range(16), 12)
+    assert turn(sched) == ["a"]
+    for i in range(16):
+        add(sched, f"large{i}", range(100 * i + 200, 100 * i + 230), 1)
+    add(sched, "small", [1], 1)
+    assert turn(sched) == []
+    assert sched.abort("large3")
+    assert turn(sched) == ["small"]
+
+
+def test_retrying_costs_no_look_up_while_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sched, _ = scheduler()
+    add(sched, "a", range(16), 8)
+    add(sched, "large", range(50, 80), 1)
+    assert turn(sched) == ["a"]
+    asked: list[str] = []
+    look_up = KVCacheManager.look_up
+
+    def counted(cache: KVCacheManager, request: Request) -> CommonHit:
+        asked.append(request.request_id)
+        return look_up(cache, request)
+
+    monkeypatch.setattr(KVCacheManager, "look_up", counted)
+    for _ in range(3):
+        assert turn(sched) == []
+    assert asked == []
+
+
+@pytest.mark.parametrize("field", ["max_overtaken", "max_overtaken_seconds", "num_lookahead_tokens"])
+def test_limits_are_not_negative(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field} must not be negative"):
+        SchedulerLimits(**{field: -1})  # type: ignore[arg-type]  # by name
+
+
+def test_an_unknown_policy() -> None:
+    with pytest.raises(ConfigError, match="policy must be fcfs or priority, got 'random'"):
+        SchedulerLimits(policy="random")  # type: ignore[arg-type]  # on purpose
+
+
+# -- priorities
+
+
+def test_the_least_number_goes_first_then_the_earliest() -> None:
+    sched, _ = scheduler(policy="priority", num_blocks=40, max_running=1)
+    for name, priority, arrival in (("c", 1, 3.0), ("b", 1, 2.0), ("a", 0, 9.0), ("d", 1, 3.0)):
+        add(sched, name, [1, 2], 1, priority=priority, arrival_time=arrival)
+    assert [turn(sched)[0] for _ in range(4)] == ["a", "b", "c", "d"]
+
+
+def test_fcfs_does_not_mind_priorities() -> None:
+    sched, _ = scheduler(num_blocks=40)
+    for name, priority in (("a", 5), ("b", 0)):
+        add(sched, name, [1, 2], 1, priority=priority)
+    assert turn(sched) == ["a", "b"]
+
+
+def test_the_victim_is_the_worst_priority_then_the_latest_and_returns_to_its_place() -> None:
+    """Four rows of 8 tokens fill 8 blocks; each needs a third at its ninth token."""
+    sched, _ = scheduler(policy="priority", max_overtaken=0)
+    for name, priority in (("worst", 2), ("a", 0), ("b", 1), ("late", 2)):
+        add(sched, name, [priority + 10 * len(name)] * 7, 12, priority=priority, arrival_time=float(len(name)))
+    assert turn(sched) == ["a", "b", "late", "worst"]
+    step = sched.schedule()  # each runs its eighth token
+    update(sched, step)
+    step = sched.schedule()
+    owners = [request.request_id for request in sched.cache.rows.owners(step.rows)]
+    assert owners == ["a", "b"]
+    assert [request.request_id for request in sched._waiting.requests()] == ["late", "worst"]
+    update(sched, step)
+
+
+# -- states that are not written yet
+
+
+def test_d4_who_waits_for_a_state_does_not_hold_up_the_others() -> None:
+    """The first request leaves the state at 16 in this very step: the second can read it in the next one."""
+    sched, _ = scheduler(full(16), state(), num_blocks=60)
+    shared = list(range(16))
+    add(sched, "first", [*shared, 1])
+    sched.add(Request("second", [*shared, 2], hasher=sched.cache.hasher))
+    add(sched, "third", [3] * 20)
+    step = sched.schedule()
+    assert [new.request_id for new in step.new_rows] == ["first", "third"]
+    update(sched, step)
+    step = sched.schedule()
+    assert [new.request_id for new in step.new_rows] == ["second"]
+    assert step.num_computed.tolist()[-1] == 16
+    update(sched, step)
+
+
+def test_attention_can_be_read_in_the_step_that_writes_it() -> None:
+    sched, _ = scheduler(full(4), window(8), num_blocks=60)
+    for name in "ab":
+        add(sched, name, range(16))
+    step = sched.schedule()
+    assert step.num_computed.tolist() == [0, 12]
+
+
+# -- thrashing
+
+
+def test_d9_nobody_returns_before_all_of_it_fits() -> None:
+    sched, _ = scheduler()
+    add(sched, "a", range(13), 12)
+    add(sched, "b", range(50, 63), 12)
+    assert turn(sched) == ["a", "b"]
+    admissions = 0
+    while not sched.drained:
+        step = sched.schedule()
+        for new in step.new_rows:
+            admissions += 1
+            assert step.finished_rows.size == 0 or sched.statistics().running > 1 or new.request_id == "b"
+        update(sched, step)
+    stats = sched.statistics()
+    assert stats.preemptions == 1
+    assert admissions == 1  # once, when "a" was gone
+
+
+# -- look-ahead
+
+
+def test_room_for_drafts_is_kept_behind_every_row() -> None:
+    plain, _ = scheduler(num_blocks=40)
+    ahead, _ = scheduler(num_blocks=40, num_lookahead_tokens=3)
+    for sched in (plain, ahead):
+        add(sched, "a", range(6), 8)
+        turn(sched)
+    assert (len(plain.cache.get_block_ids("a")[0]), len(ahead.cache.get_block_ids("a")[0])) == (2, 3)
+    assert published(ahead.cache, ahead._running.requests[0]) == [0]
+    while not ahead.drained:
+        turn(ahead)
+
+
+def test_drafts_count_when_a_request_is_refused() -> None:
+    sched, _ = scheduler(num_blocks=4, num_lookahead_tokens=3)
+    add(sched, "fits", range(6), 4)
+    with pytest.raises(CapacityError, match="the pool has 3"):
+        add(sched, "not", range(6), 5)
+
+
+# -- steps in flight
+
+
+def test_windows_and_states_stay_until_the_steps_that_read_them_are_settled() -> None:
+    sched, _ = scheduler(full(4), window(4), state(4), num_blocks=80, max_in_flight=3, max_batched_tokens=4)
+    request = add(sched, "a", range(20))
+    steps = [sched.schedule() for _ in range(3)]
+    tables = sched.cache.get_block_ids("a")
+    assert [sum(block > 0 for block in table) for table in tables] == [3, 3, 3]
+    assert request.num_computed_tokens == 12
+    for step in steps:
+        update(sched, step)
+    step = sched.schedule()
+    tables = sched.cache.get_block_ids("a")
+    assert [sum(block > 0 for block in table) for table in tables] == [4, 2, 2]
+    update(sched, step)
+
+
+def test_a_failed_step_takes_its_states_along() -> None:
+    sched, _ = scheduler(full(4), state(4), num_blocks=80, max_batched_tokens=8)
+    request = add(sched, "a", range(20))
+    update(sched, sched.schedule())
+    step = sched.schedule()
+    assert published(sched.cache, request, 1) == [1, 3]
+    sched.fail(step.id, "lost")
+    sched.check()
+    assert published(sched.cache, request, 1) == [1]
+    step = sched.schedule()
+    assert step.num_computed.tolist() == [8]  # resumed at the state that was written
+    assert [(copy.stage, copy.kind, copy.group) for copy in step.copies] == [("before", "state", 1)]
+    update(sched, step)
+
+
+# -- states in a Step
+
+
+def test_what_a_step_says_of_states() -> None:
+    sched, _ = scheduler(full(16), state(), state(64, 0, "none"), num_blocks=80, max_batched_tokens=32)
+    add(sched, "a", range(40))
+    step = sched.schedule()
+    first, running = sched.cache.get_block_ids("a")[1][1], sched.cache.get_block_ids("a")[2][0]
+    assert step.zero.tolist() == [[1, first], [2, running]]
+    assert step.copies == ()
+    assert step.state_read.tolist() == [[-1, first, running]]
+    assert step.state_writes.tolist() == [[0, 1, 32, first], [0, 2, 32, running]]
+    update(sched, step)
+    step = sched.schedule()
+    second = sched.cache.get_block_ids("a")[1][2]
+    assert step.zero.tolist() == []
+    assert [(c.stage, c.group, c.source, c.destination, c.kind) for c in step.copies] == [
+        ("before", 1, first, second, "state")
+    ]
+    assert step.state_read.tolist() == [[-1, second, running]]
+    assert step.state_writes.tolist() == [[0, 1, 40, second], [0, 2, 40, running]]
+
+
+def test_models_without_states_say_nothing_of_them() -> None:
+    sched, _ = scheduler(full(4), window(8), num_blocks=40)
+    add(sched, "a", range(10))
+    step = sched.schedule()
+    assert (step.zero.shape, step.copies, step.state_read.shape, step.state_writes.shape) == (
+        (0, 2),
+        (),
+        (0, 2),
+        (0, 4),
+    )

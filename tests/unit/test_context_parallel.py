@@ -1,0 +1,129 @@
+"""Decode and prefill context parallelism in the control plane: blocks of block_size * dcp * pcp tokens."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kinds_support import (
+    cache_of,
+    chunked,
+    config,
+    cross,
+    full,
+    grow,
+    hit,
+    hit_tokens,
+    mla,
+    sink,
+    start,
+    state,
+    table,
+    window,
+)
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.errors import ConfigError
+from hybridkv.request import Request, SamplingParams
+from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.specs import KVCacheSpec
+from hybridkv.step import Csr, Step, StepResult
+
+PROMPT = list(range(200))
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("spec", [full(4), mla(4)])
+def test_a_block_covers_the_tokens_of_all_ranks(ranks: tuple[int, int], spec: KVCacheSpec) -> None:
+    cache = cache_of(spec, dcp_world_size=ranks[0], pcp_world_size=ranks[1])
+    assert cache.hasher is not None
+    assert cache.hasher.block_size == 8
+    start(cache, PROMPT[:22], (22,))
+    assert table(cache) == [1, 2, 3]
+    assert cache.statistics().cached_blocks == 2
+    assert hit_tokens(cache, PROMPT[:23]) == 16
+
+
+def test_both_kinds_of_ranks_multiply() -> None:
+    cache = cache_of(full(4), dcp_world_size=2, pcp_world_size=3)
+    start(cache, PROMPT[:50], (50,))
+    assert len(table(cache)) == 3
+    assert hit_tokens(cache, PROMPT[:50]) == 48
+
+
+def test_a_window_of_several_ranks() -> None:
+    """W = 16 over 2 ranks is what W = 16 with blocks of 8 is on one."""
+    two, one = cache_of(window(16, 4), dcp_world_size=2), cache_of(window(16, 8))
+    for cache in (two, one):
+        start(cache, PROMPT[:48], (16, 16, 16))
+    assert table(two) == table(one) == [0, 0, 3, 4, 5, 6]
+    for n in (49, 48, 25, 9):
+        assert hit(two, PROMPT[:n]) == hit(one, PROMPT[:n])
+
+
+def test_states_are_whole_on_every_rank() -> None:
+    cache = cache_of(full(8), state(16), dcp_world_size=2)
+    request = Request("a", PROMPT[:100], hasher=cache.hasher)
+    tables = []
+    for chunk in (64, 32, 4):
+        grow(cache, request, chunk)
+        tables.append(table(cache, 1))
+    assert tables == [[0, 0, 0, 5], [0, 0, 0, 5, 0, 8], [0, 0, 0, 0, 0, 8, 10]]
+    assert hit_tokens(cache, PROMPT[:100]) == 96
+
+
+def test_several_groups_at_once() -> None:
+    cache = cache_of(full(4), full(8), window(24, 4), chunked(16, 4), state(16), dcp_world_size=2)
+    assert [group.policy.block_size for group in cache.groups] == [8, 16, 8, 8, 16]
+    start(cache, PROMPT[:70], (32, 32, 6))
+    assert [len(table(cache, g)) for g in range(5)] == [9, 5, 9, 9, 5]
+    assert hit_tokens(cache, PROMPT[:70]) == 64
+
+
+def test_encoder_outputs_and_sinks() -> None:
+    cache = cache_of(full(4), cross(4), dcp_world_size=2)
+    cache.allocate_slots(Request("a", PROMPT[:9], hasher=cache.hasher), 9, num_encoder_tokens=9)
+    assert [len(table(cache, g)) for g in (0, 1)] == [2, 3]
+    assert [len(ids) for ids in cache_of(sink(4, 9), dcp_world_size=2).sink_blocks] == [2]
+
+
+def test_sizes_below_one() -> None:
+    with pytest.raises(ConfigError, match="dcp must be at least 1"):
+        cache_of(full(4), dcp_world_size=0)
+
+
+SPECS = st.sampled_from((full(2), full(4), mla(4), window(5, 2), window(12, 4), chunked(8, 2), state(8), state(16)))
+
+
+@given(
+    st.lists(SPECS, min_size=1, max_size=4),
+    st.sampled_from(((1, 1), (2, 1), (1, 2), (2, 2))),
+    st.integers(1, 3),
+    st.integers(4, 40),
+    st.integers(1, 60),
+    st.integers(1, 20),
+)
+def test_what_was_promised_can_be_allocated(  # noqa: PLR0917 - one strategy each
+    specs: list[KVCacheSpec], ranks: tuple[int, int], in_flight: int, budget: int, prompt: int, outputs: int
+) -> None:
+    """The smallest pool that a scheduler takes a request into is large enough to finish it, alone."""
+    dcp, pcp = ranks
+    limits = SchedulerLimits(4, budget, in_flight)
+    for num_blocks in range(1, 400):
+        cache = KVCacheManager(config(num_blocks, *specs), 100, dcp_world_size=dcp, pcp_world_size=pcp)
+        sched = Scheduler(cache, limits)
+        try:
+            sched.add(Request("a", PROMPT[:prompt], SamplingParams(max_tokens=outputs), hasher=cache.hasher))
+        except ConfigError:
+            continue
+        break
+    flights: list[Step] = []
+    for _ in range(2000):
+        if sched.drained:
+            break
+        if len(flights) < in_flight:
+            flights.append(sched.schedule())
+            continue
+        step = flights.pop(0)
+        sched.update(StepResult(step.id, Csr.from_lists([[7] if one else [] for one in step.samples.tolist()])))
+        sched.check()
+    assert sched.drained
+    assert sched.statistics().preemptions == 0
