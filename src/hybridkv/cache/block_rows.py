@@ -27,13 +27,17 @@ _SMALLEST = 16
 
 
 class BlockRows:
-    """Rows of block ids. start, room, base, dropped, count: int64[capacity]; count is the columns of a row."""
+    """Rows of block ids. start, room, base, dropped, count: int64[capacity]; count is the columns of a row.
+
+    origin: start - base, so that column c of a row is cells[origin + c].
+    """
 
     def __init__(self, capacity: int = 64) -> None:
         self.cells = np.zeros(capacity * _SMALLEST, np.int32)
         self.start = np.zeros(capacity, np.int64)
         self.room = np.zeros(capacity, np.int64)
         self.base = np.zeros(capacity, np.int64)
+        self.origin = np.zeros(capacity, np.int64)
         self.dropped = np.zeros(capacity, np.int64)
         self.count = np.zeros(capacity, np.int64)
         self._used = 0
@@ -60,15 +64,18 @@ class BlockRows:
 
     def span(self, row: int, first: int, last: int) -> Int32:
         """Columns first .. last-1 of ``row``, a copy; all of them at or behind its base."""
-        start = self.start.item(row) - self.base.item(row)
-        copy: Int32 = self.cells[start + first : start + last].copy()
+        origin = self.origin.item(row)
+        copy: Int32 = self.cells[origin + first : origin + last].copy()
         return copy
 
     def at(self, rows: Int64, columns: Int64) -> Int32:
         """The ids in ``columns`` of ``rows``, element by element; 0 before a row's base."""
-        within = columns - self.base[rows]
-        found: Int32 = self.cells[self.start[rows] + np.maximum(within, 0)]
-        return found if (within >= 0).all() else np.where(within >= 0, found, np.int32(0))
+        before = columns < self.base[rows]
+        if before.any():
+            found = np.where(before, 0, self.cells[np.where(before, 0, self.origin[rows] + columns)])
+            return found.astype(np.int32)
+        ids: Int32 = self.cells[self.origin[rows] + columns]
+        return ids
 
     def extend(self, row: int, ids: Int32) -> None:
         """``ids`` behind what ``row`` has. Null columns at the beginning of a row take no room."""
@@ -76,9 +83,10 @@ class BlockRows:
         if not count and len(ids) and not ids[0]:
             nulls = int((ids != 0).argmax()) if ids.any() else len(ids)
             self.base[row] = self.dropped[row] = self.count[row] = count = nulls
+            self.origin[row] = self.start[row] - nulls
             ids = ids[nulls:]
         self._ensure(row, count + len(ids))
-        end = self.start.item(row) + count - self.base.item(row)
+        end = self.origin.item(row) + count
         self.cells[end : end + len(ids)] = ids
         self.count[row] = count + len(ids)
 
@@ -99,15 +107,15 @@ class BlockRows:
             owner = np.repeat(np.arange(len(rows)), counts)
             column = held[owner] + np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
         of = rows[owner]
-        self.cells[self.start[of] - self.base[of] + column] = ids
+        self.cells[self.origin[of] + column] = ids
         self.count[rows] = after
         return owner, column
 
     def drop(self, row: int, columns: int) -> Int32:
         """Columns before ``columns`` are null from now on; the blocks they held, highest column first."""
         first = max(self.dropped.item(row), self.base.item(row))
-        start = self.start.item(row) - self.base.item(row)
-        gone = self.cells[start + first : start + columns]
+        origin = self.origin.item(row)
+        gone = self.cells[origin + first : origin + columns]
         ids: Int32 = gone[gone != 0][::-1].copy()
         gone[:] = 0
         self.dropped[row] = columns
@@ -133,11 +141,11 @@ class BlockRows:
         owner = np.repeat(np.arange(len(rows)), counts)
         behind = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         of = rows[owner]
-        return self.start[of] - self.base[of] + columns[owner] - 1 - behind, owner
+        return self.origin[of] + columns[owner] - 1 - behind, owner
 
     def vacate(self, row: int, columns: tuple[int, ...]) -> Int32:
         """The blocks of ``columns``, which are null from now on, in this order."""
-        where = np.array(columns, np.int64) + (self.start.item(row) - self.base.item(row))
+        where = np.array(columns, np.int64) + self.origin.item(row)
         ids: Int32 = self.cells[where]
         self.cells[where] = 0
         return ids
@@ -149,14 +157,15 @@ class BlockRows:
         room = self.room.item(row)
         if room:
             self._spare.setdefault(room, []).append(self.start.item(row))
-        self.start[row] = self.room[row] = self.base[row] = self.dropped[row] = self.count[row] = 0
+        for column in (self.start, self.room, self.base, self.origin, self.dropped, self.count):
+            column[row] = 0
 
     def ensure_rows(self, capacity: int) -> None:
         """Rows 0 .. capacity - 1 exist."""
         missing = capacity - len(self.start)
         if missing > 0:
             none = np.zeros(missing, np.int64)
-            for name in ("start", "room", "base", "dropped", "count"):
+            for name in ("start", "room", "base", "origin", "dropped", "count"):
                 setattr(self, name, np.concatenate((getattr(self, name), none)))
 
     def extents(self) -> list[tuple[int, int]]:
@@ -181,7 +190,7 @@ class BlockRows:
             if old_room:
                 self._spare.setdefault(old_room, []).append(old_start)
         self.cells[start : start + len(kept)] = kept
-        self.start[row], self.room[row], self.base[row] = start, room, first
+        self.start[row], self.room[row], self.base[row], self.origin[row] = start, room, first, start - first
 
     def _extent(self, room: int) -> int:
         spare = self._spare.get(room)

@@ -31,34 +31,34 @@ def state_moves(groups: Sequence[CacheGroup], rows: Int64, computed: Int64, coun
     """
     keeping = [group for group in groups if group.policy.keeps_state]
     if not keeping or not len(rows):
-        return StateMoves(np.empty((0, 2), np.int32), (), np.empty((0, len(groups)), np.int32), _NO_WRITES)
-    read = np.full((len(rows), len(groups)), -1, np.int32)
-    before = np.full_like(read, -1)
-    end = computed + counts
-    for group in keeping:
-        policy, number = group.policy, group.number
-        column = policy.state_column(end)
-        read[:, number] = group.rows.at(rows, column)
-        left = np.flatnonzero((computed > 0) & (policy.state_column(computed) != column))
-        before[left, number] = group.rows.at(rows[left], policy.state_column(computed[left]))
-    where, group_of = np.nonzero(before >= 0)
-    copies = tuple(
-        Copy("before", g, int(before[i, g]), int(read[i, g]), "state")
-        for i, g in zip(where.tolist(), group_of.tolist(), strict=True)
-    )
+        return StateMoves(_NO_ZERO, (), np.empty((0, len(groups)), np.int32), _NO_WRITES)
     numbers = np.array([group.number for group in keeping])
-    new = np.flatnonzero(computed == 0)
-    zero = np.stack((np.tile(numbers, len(new)), read[np.ix_(new, numbers)].ravel()), axis=1)
-    writes = np.stack(
-        (
-            np.repeat(np.arange(len(rows)), len(numbers)),
-            np.tile(numbers, len(rows)),
-            np.repeat(end, len(numbers)),
-            read[:, numbers].ravel(),
-        ),
-        axis=1,
+    blocks, copies = np.empty((len(rows), len(keeping)), np.int32), list[tuple[int, int, int]]()
+    end, running = computed + counts, computed > 0
+    columns: dict[object, tuple[Int64, Int64]] = {}
+    for place, group in enumerate(keeping):
+        if group.policy not in columns:  # groups of one kind are alike
+            column = group.policy.state_column(end)
+            columns[group.policy] = column, np.flatnonzero(running & (group.policy.state_column(computed) != column))
+        column, left = columns[group.policy]
+        blocks[:, place] = group.rows.at(rows, column)
+        if left.size:
+            source = group.rows.at(rows[left], group.policy.state_column(computed[left]))
+            copies += zip(left.tolist(), [place] * len(left), source.tolist(), strict=True)
+    read = np.full((len(rows), len(groups)), -1, np.int32)
+    read[:, numbers] = blocks
+    new = np.flatnonzero(~running)
+    zero = np.empty((len(new), len(keeping), 2), np.int32)
+    zero[:, :, 0], zero[:, :, 1] = numbers, blocks[new]
+    writes = np.empty((len(rows), len(keeping), 4), np.int32)
+    writes[:, :, 0] = np.arange(len(rows))[:, None]
+    writes[:, :, 1], writes[:, :, 2], writes[:, :, 3] = numbers, end[:, None], blocks
+    moved = tuple(
+        Copy("before", keeping[place].number, source, int(blocks[i, place]), "state")
+        for i, place, source in sorted(copies)
     )
-    return StateMoves(zero.astype(np.int32), copies, read, writes.astype(np.int32))
+    return StateMoves(zero.reshape(-1, 2), moved, read, writes.reshape(-1, 4))
 
 
+_NO_ZERO = np.empty((0, 2), np.int32)
 _NO_WRITES = np.empty((0, 4), np.int32)
