@@ -242,18 +242,22 @@ def test_drafts_count_when_a_request_is_refused() -> None:
 # -- steps in flight
 
 
-def test_windows_and_states_stay_until_the_steps_that_read_them_are_settled() -> None:
-    sched, _ = scheduler(full(4), window(4), state(4), num_blocks=80, max_in_flight=3, max_batched_tokens=4)
-    request = add(sched, "a", range(20))
+@pytest.mark.parametrize(("budget", "in_flight", "settled"), [(4, [3, 3, 3], [4, 2, 2]), (8, [6, 6, 3], [8, 3, 2])])
+def test_windows_and_states_stay_until_the_steps_that_read_them_are_settled(
+    budget: int, in_flight: list[int], settled: list[int]
+) -> None:
+    """Chunks of one block, which are served together, and of two, one by one."""
+    sched, _ = scheduler(full(4), window(4), state(4), num_blocks=80, max_in_flight=3, max_batched_tokens=budget)
+    request = add(sched, "a", range(40))
     steps = [sched.schedule() for _ in range(3)]
     tables = sched.cache.get_block_ids("a")
-    assert [sum(block > 0 for block in table) for table in tables] == [3, 3, 3]
-    assert request.num_computed_tokens == 12
+    assert [sum(block > 0 for block in table) for table in tables] == in_flight
+    assert request.num_computed_tokens == 3 * budget
     for step in steps:
         update(sched, step)
     step = sched.schedule()
     tables = sched.cache.get_block_ids("a")
-    assert [sum(block > 0 for block in table) for table in tables] == [4, 2, 2]
+    assert [sum(block > 0 for block in table) for table in tables] == settled
     update(sched, step)
 
 

@@ -24,7 +24,7 @@ from kinds_support import (
 )
 
 from hybridkv.cache import KVCacheManager, Reason, Refusal
-from hybridkv.errors import ConfigError
+from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.request import Request
 from hybridkv.specs import FullAttentionSpec, UniformTypeKVCacheSpecs
@@ -82,6 +82,23 @@ def test_a_flagged_group_drops_alone() -> None:
     cache = KVCacheManager(KVCacheConfig(100, (), groups), 100)
     start(cache, PROMPT[:24], (24,))
     assert hit(cache, PROMPT[:25]) == (20, ([1, 2, 3, 4, 5], [0, 0, 0, 10, 11]))
+
+
+def test_a_group_drops_anew_when_another_lowered_the_candidate() -> None:
+    """The second window allows 36 at most; there the first one lacks the block past the edge, so 32 it is."""
+    groups = (
+        KVCacheGroupSpec(("a",), full()),
+        KVCacheGroupSpec(("b",), window(8), is_eagle_group=True),
+        KVCacheGroupSpec(("c",), window(16)),
+    )
+    cache = KVCacheManager(KVCacheConfig(100, (), groups), 100)
+    request = start(cache, PROMPT[:64], (64,))
+    assert hit_tokens(cache, PROMPT[:65]) == 60
+    for column in (9, 13):
+        evict(cache, request, 2, column)
+    assert hit_tokens(cache, PROMPT[:65]) == 36
+    evict(cache, request, 1, 9)
+    assert hit_tokens(cache, PROMPT[:65]) == 32
 
 
 def test_all_groups_touch_before_any_takes() -> None:
@@ -172,6 +189,11 @@ def test_d3_sinks() -> None:
     assert hit_tokens(cache, PROMPT[:20]) == 0
     assert not {1, 2} & set(cache.block_pool.free_order())
     cache.check()
+
+
+def test_a_pool_too_small_for_its_sinks() -> None:
+    with pytest.raises(CapacityError, match="3 blocks are needed for sinks, 2 of 3 are left"):
+        cache_of(sink(4, 9), num_blocks=3)
 
 
 def test_latents_windows_managed_as_full_and_layers_of_one_type() -> None:

@@ -104,6 +104,25 @@ def test_d1_a_boundary_inside_a_chunk_is_not_published() -> None:
     assert evicted.num_computed_tokens == 96
 
 
+def test_d1_a_state_from_inside_a_block_is_not_published_while_steps_are_in_flight() -> None:
+    """The column of tokens 0 .. 15 holds the state at 10; the next chunk jumps over 16 and keeps it to be read."""
+    cache = cache_of(state())
+    request = start(cache, PROMPT, (10, 10))
+    cache.rows.in_flight[request.row] = 10
+    cache.allocate_slots(request, 12)
+    assert table(cache)[0] != 0
+    assert published(cache, request) == [1]  # 32, where this chunk ends
+
+
+def test_drafts_over_several_blocks_publish_nothing_ahead() -> None:
+    """Drafts that reach over two boundaries: only one of the states will be stored, and nobody knows which."""
+    cache = cache_of(state(2, 3))
+    request = start(cache, PROMPT[:5], (4,))
+    request.append(1)
+    cache.allocate_slots(request, 5)  # tokens 4 and 5 are known, three are drafts
+    assert published(cache, request) == [1]
+
+
 def test_a_state_that_went_on_inside_its_block_is_published_where_it_ends() -> None:
     cache = cache_of(state())
     request = start(cache, PROMPT, (10, 6, 5, 20))

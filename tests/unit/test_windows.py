@@ -9,6 +9,7 @@ from kinds_support import cache_of, chunked, full, grow, hit, hit_tokens, start,
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.index import PrefixIndex
 from hybridkv.request import Request
+from hybridkv.specs import KVCacheSpec
 
 TOKENS = list(range(100, 200))
 
@@ -70,6 +71,17 @@ def test_dropped_blocks_make_room_for_the_same_call() -> None:
     assert table(cache) == [0, 0, 0, 0, 5, 6, 4, 3, 2, 1]
 
 
+@pytest.mark.parametrize("spec", [window(8), window(5), chunked(8), chunked(12)])
+def test_columns_are_dropped_by_the_first_call_that_may(spec: KVCacheSpec) -> None:
+    cache = cache_of(spec)
+    request = start(cache, TOKENS[:6], (6,))
+    for token in range(40):
+        request.append(token)
+        may = cache.groups[0].policy.droppable(request.num_computed_tokens)
+        grow(cache, request, 1)
+        assert [block > 0 for block in table(cache)].index(True) == may
+
+
 def test_unhashed_dropped_blocks_go_to_the_front() -> None:
     cache = cache_of(window(), num_blocks=20, enable_caching=False)
     request = start(cache, TOKENS[:40], (24,))
@@ -112,6 +124,17 @@ def test_an_external_prefix_takes_live_blocks_only() -> None:
     assert cache.allocate_slots(request, 2, num_external_computed_tokens=32) is not None
     assert [block > 0 for block in table(cache)] == [False] * 6 + [True] * 3
     assert all(table(cache, 1))
+
+
+def test_hits_that_an_external_load_makes_stale_are_not_adopted() -> None:
+    cache = cache_of(full(), window())
+    start(cache, TOKENS[:24], (24,))
+    request = Request("b", TOKENS[:50], hasher=cache.hasher)
+    blocks, tokens = cache.get_computed_blocks(request)
+    assert tokens == 24
+    cache.allocate_slots(request, 2, tokens, blocks, num_external_computed_tokens=16)
+    assert [block > 0 for block in table(cache, 1, "b")] == [False] * 8 + [True] * 3
+    assert all(table(cache, 0, "b"))
 
 
 # -- the search

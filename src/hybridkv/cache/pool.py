@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, KVCacheEvent
 from hybridkv.cache.free_order import FreeOrder
 from hybridkv.cache.index import PrefixIndex
-from hybridkv.errors import BlockError, CacheError, ConfigError
+from hybridkv.errors import BlockError, CacheError, CapacityError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,11 @@ class BlockPool:
     # -- take, touch, free
 
     def reserve(self, n: int) -> Int32:
-        """Take ``n`` blocks for good, int32[n]: neither usable nor used. BlockError if n are not free."""
+        """Take ``n`` blocks for good, int32[n]: neither usable nor used. CapacityError if n are not free."""
+        if n > len(self._free):
+            raise CapacityError(
+                f"{n} blocks are needed for sinks, {len(self._free)} of {self.num_blocks} are left: plan more blocks"
+            )
         ids = self.get_new_blocks(n) if n else np.empty(0, np.int32)
         self.num_reserved += n
         return ids

@@ -36,8 +36,8 @@ class Capacity:
 
     num_blocks: the null block included. block_bytes: what one block takes, padding included.
     unused_bytes: memory left over, less than one block. padding_bytes: lost to padding while one request
-    of the longest context runs. tokens_that_fit: the longest request that all blocks but the null block can hold;
-    None where a request of any length fits (no layer keeps every token).
+    of the longest context runs. tokens_that_fit: the longest request that all blocks but the null block and
+    sinks can hold; None where a request of any length fits (no layer keeps every token).
     longest_context: the same, no longer than max_model_len. concurrency: how many requests of the longest
     context fit, sharing nothing.
     """
@@ -83,7 +83,8 @@ def tokens_that_fit(groups: Sequence[KVCacheGroupSpec], usable_blocks: int, limi
 def capacity_of(config: KVCacheConfig, memory_bytes: int, limits: RequestLimits) -> Capacity:
     """The numbers of a config planned for ``memory_bytes`` and requests within ``limits``."""
     block_bytes = sum(tensor.block_stride_bytes for tensor in config.tensors)
-    fit = tokens_that_fit(config.groups, config.num_blocks - 1, limits)
+    usable = config.num_blocks - 1 - sum(group.spec.reserved_blocks(limits.cp) for group in config.groups)
+    fit = tokens_that_fit(config.groups, usable, limits)
     longest = limits.max_model_len if fit is None else min(limits.max_model_len, fit)
     # a pool without room for one token still has to be reported
     needed = blocks_needed(config.groups, replace(limits, max_model_len=max(1, longest)))
@@ -99,7 +100,7 @@ def capacity_of(config: KVCacheConfig, memory_bytes: int, limits: RequestLimits)
         padding_bytes=sum(group.padding_bytes * group.blocks_per_request for group in groups),
         tokens_that_fit=fit,
         longest_context=longest,
-        concurrency=(config.num_blocks - 1) / max(1, sum(needed)),
+        concurrency=max(usable, 0) / max(1, sum(needed)),
         groups=groups,
     )
 

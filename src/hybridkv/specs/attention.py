@@ -135,6 +135,10 @@ class SinkFullAttentionSpec(FullAttentionSpec):
                 f"sink_len must be at least 1 token, got {self.sink_len}: without a sink, use full attention"
             )
 
+    def reserved_blocks(self, ranks: int) -> int:
+        """``ceil(sink_len / (block_size * ranks))``: the sink's keys and values."""
+        return ceil_div(self.sink_len, self.block_size * ranks)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindowSpec(AttentionSpec):

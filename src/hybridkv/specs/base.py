@@ -64,6 +64,10 @@ class KVCacheSpec(ABC):
         """Columns of a request's row in the block table: null columns count, they keep their place."""
         return max(-(-limits.max_model_len // (self.block_size * limits.cp)), 1 + limits.num_speculative_tokens)
 
+    def reserved_blocks(self, ranks: int) -> int:  # noqa: ARG002 - the answer of every spec
+        """Blocks that belong to the layers, whoever runs, on ``ranks`` context parallel ranks."""
+        return 0
+
     def layer_spec(self, name: str) -> KVCacheSpec:  # noqa: ARG002 - specs that hold several layers tell them apart
         """What layer ``name`` keeps, where this is the spec of its group."""
         return self

@@ -56,6 +56,10 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         """The most that any layer needs."""
         return max(spec.max_request_blocks(limits) for _, spec in self.layers)
 
+    def reserved_blocks(self, ranks: int) -> int:
+        """The most that any layer reserves: they share a block table."""
+        return max(spec.reserved_blocks(ranks) for _, spec in self.layers)
+
     def max_row_blocks(self, limits: RequestLimits) -> int:
         """The widest row of any layer."""
         return max(spec.max_row_blocks(limits) for _, spec in self.layers)

@@ -56,7 +56,7 @@ def random_options(random: Random, specs: tuple[KVCacheSpec, ...] | None = None)
     specs = random_specs(random) if specs is None else specs
     ranks = random.choice(((1, 1),) * 8 + ((2, 1), (1, 2), (2, 2)))
     return RigOptions(
-        num_blocks=random.randint(4, 6 + 12 * len(specs)),
+        num_blocks=sum(spec.reserved_blocks(1) for spec in specs) + random.randint(4, 6 + 12 * len(specs)),
         specs=specs,
         max_model_len=random.randint(5, 44),
         limits=random_limits(random),

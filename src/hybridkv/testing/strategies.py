@@ -54,9 +54,10 @@ def model_specs(draw: st.DrawFn, kinds: tuple[str, ...] | None = None) -> tuple[
 def rig_options(draw: st.DrawFn, kinds: tuple[str, ...] | None = None) -> RigOptions:
     """Small pools, so that preemption and eviction are frequent."""
     specs = draw(model_specs(kinds))
+    sinks = sum(spec.reserved_blocks(1) for spec in specs)
     dcp, pcp = draw(st.sampled_from(((1, 1),) * 7 + ((2, 1), (1, 2), (2, 2))))
     return RigOptions(
-        num_blocks=draw(st.integers(3, 6 + 12 * len(specs))),
+        num_blocks=sinks + draw(st.integers(3, 6 + 12 * len(specs))),
         specs=specs,
         max_model_len=draw(st.integers(2, 44)),
         limits=draw(limits()),

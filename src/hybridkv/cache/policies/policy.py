@@ -34,7 +34,6 @@ from hybridkv.specs import (
     Keeps,
     KVCacheSpec,
     MambaSpec,
-    SinkFullAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -142,7 +141,7 @@ class GroupKind:
     @property
     def sink_blocks(self) -> int:
         """Blocks of learned keys and values that belong to the layers, not to a request."""
-        return -(-self.inner.sink_len // self.block_size) if isinstance(self.inner, SinkFullAttentionSpec) else 0
+        return self.spec.reserved_blocks(self.ranks)
 
     @property
     def publishes(self) -> bool:
