@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -63,8 +64,8 @@ def config(num_blocks: int, *specs: KVCacheSpec) -> KVCacheConfig:
     return KVCacheConfig(num_blocks, (), groups)
 
 
-def cache_of(*specs: KVCacheSpec, num_blocks: int = 200, **known: object) -> KVCacheManager:
-    return KVCacheManager(config(num_blocks, *specs), 1000, **known)  # type: ignore[arg-type]  # by name
+def cache_of(*specs: KVCacheSpec, num_blocks: int = 200, **known: Any) -> KVCacheManager:  # noqa: ANN401 - keyword arguments of the manager
+    return KVCacheManager(config(num_blocks, *specs), 1000, **known)
 
 
 def start(cache: KVCacheManager, tokens: Sequence[int], chunks: Sequence[int], name: str = "a") -> Request:

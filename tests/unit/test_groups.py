@@ -45,6 +45,18 @@ def test_each_group_lowers_the_candidate() -> None:
     assert found == [(64, 0), (56, 64), (44, 64), (36, 0)]
 
 
+def test_full_attention_is_asked_first_wherever_it_stands() -> None:
+    """How far it would go is where a window would have helped."""
+    cache = cache_of(window(8), full())
+    request = start(cache, PROMPT[:64], (64,))
+    evict(cache, request, 0, 14)
+    found = cache.find_hit(Request("probe", PROMPT[:65], hasher=cache.hasher))
+    assert (found.tokens, found.uncached_tokens, found.branch_tokens) == (56, 8, 64)
+    evict(cache, request, 1, 13)
+    found = cache.find_hit(Request("probe", PROMPT[:65], hasher=cache.hasher))
+    assert (found.tokens, found.branch_tokens) == (52, 0)
+
+
 def test_hits_end_on_the_common_alignment() -> None:
     cache = cache_of(full(4), window(8, 8))
     start(cache, PROMPT[:60], (60,))

@@ -1,5 +1,7 @@
 """What is published: contracts.md section 4, and what vLLM 0.32 was measured to publish with EAGLE and retention."""
 
+from typing import Any
+
 import pytest
 from kinds_support import cache_of, full, hit_tokens, published, start, state, window
 
@@ -10,7 +12,11 @@ PROMPT = list(range(200))
 
 
 def columns(
-    specs: tuple[KVCacheSpec, ...], chunks: tuple[int, ...], group: int, prompt: int | None = None, **known: object
+    specs: tuple[KVCacheSpec, ...],
+    chunks: tuple[int, ...],
+    group: int,
+    prompt: int | None = None,
+    **known: Any,  # noqa: ANN401 - as cache_of
 ) -> list[int]:
     cache = cache_of(*specs, **known)
     return published(cache, start(cache, PROMPT[: prompt or sum(chunks)], chunks), group)

@@ -435,7 +435,7 @@ def test_a_request_runs_once() -> None:
 @pytest.mark.parametrize("name", ["max_running", "max_batched_tokens", "max_in_flight"])
 def test_limits_that_cannot_work(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
-        replace(SchedulerLimits(), **{name: 0})
+        replace(SchedulerLimits(), **{name: 0})  # type: ignore[arg-type]  # by name
 
 
 @pytest.mark.parametrize("watermark", [-0.1, 1.0])

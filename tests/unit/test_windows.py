@@ -1,6 +1,7 @@
 """Sliding windows and local chunks: contracts.md section 4."""
 
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hybridkv.specs import KVCacheSpec
 TOKENS = list(range(100, 200))
 
 
-def cached(n: int = 24, chunks: tuple[int, ...] = (8, 8, 8), **known: object) -> KVCacheManager:
+def cached(n: int = 24, chunks: tuple[int, ...] = (8, 8, 8), **known: Any) -> KVCacheManager:  # noqa: ANN401 - as cache_of
     cache = cache_of(window(), **known)
     start(cache, TOKENS[:n], chunks)
     return cache
