@@ -63,6 +63,7 @@ def _columns(group: CacheGroup, bound: dict[int, Request]) -> Iterator[str]:
         held, computed = group.rows.count.item(row), request.num_computed_tokens
         if held < group.policy.columns(computed):
             yield f"row {row} has {computed} computed tokens in {held} columns of group {group.number}"
+            continue
         dropped = group.rows.dropped.item(row)
         if not group.rows.base.item(row) <= dropped <= held or group.rows.ids(row)[:dropped].any():
             yield f"row {row} of group {group.number} holds a block in a column it has dropped"

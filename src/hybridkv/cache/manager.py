@@ -276,7 +276,7 @@ class KVCacheManager:
         """allocate_slots for the request in ``row``."""
         (request,) = self.rows.owners(np.array([row]))
         new = end_tokens - self.rows.num_computed.item(row)
-        blocks = self.allocate_slots(request, new, num_lookahead_tokens=lookahead)
+        blocks = self.allocate_slots(request, max(new, 1), num_lookahead_tokens=lookahead)  # 0 at max_model_len
         return None if blocks is None else blocks.ids
 
     # -- publishing and freeing
