@@ -198,6 +198,18 @@ def test_d2_an_external_load_takes_exactly_what_was_planned() -> None:
     assert hit_tokens(cache, PROMPT[:60]) == 48
 
 
+def test_an_external_load_behind_a_hit_does_not_hold_the_state_of_the_hit() -> None:
+    cache = cache_of(state())
+    cache.free(start(cache, PROMPT[:40], (16, 16, 8)))
+    request = Request("b", PROMPT, hasher=cache.hasher)
+    blocks, tokens = cache.get_computed_blocks(request)
+    assert tokens == 32
+    cache.allocate_slots(request, 8, tokens, blocks, num_external_computed_tokens=17)
+    assert [block > 0 for block in table(cache, 0, "b")] == [False, False, False, True]
+    request.num_computed_tokens = 57
+    cache.check()
+
+
 def test_d2_where_only_the_predicted_number_is_free() -> None:
     cache = cache_of(state(), num_blocks=2)
     request = Request("a", PROMPT[:60], hasher=cache.hasher)

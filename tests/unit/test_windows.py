@@ -138,6 +138,18 @@ def test_hits_that_an_external_load_makes_stale_are_not_adopted() -> None:
     assert all(table(cache, 0, "b"))
 
 
+def test_an_external_load_far_behind_a_hit_leaves_null_columns() -> None:
+    cache = cache_of(window())
+    start(cache, TOKENS[:24], (24,))
+    request = Request("b", TOKENS[:60], hasher=cache.hasher)
+    blocks, tokens = cache.get_computed_blocks(request)
+    cache.allocate_slots(request, 2, tokens, blocks, num_external_computed_tokens=30)
+    assert [block > 0 for block in table(cache, 0, "b")] == [False] * 11 + [True] * 3
+    request.num_computed_tokens = 56
+    cache.check()
+    grow(cache, request, 4)
+
+
 # -- the search
 
 

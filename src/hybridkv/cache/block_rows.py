@@ -80,10 +80,11 @@ class BlockRows:
     def extend(self, row: int, ids: Int32) -> None:
         """``ids`` behind what ``row`` has. Null columns at the beginning of a row take no room."""
         count = self.count.item(row)
-        if not count and len(ids) and not ids[0]:
+        if count == self.base.item(row) and len(ids) and not ids[0]:
             nulls = int((ids != 0).argmax()) if ids.any() else len(ids)
-            self.base[row] = self.dropped[row] = self.count[row] = count = nulls
-            self.origin[row] = self.start[row] - nulls
+            count += nulls
+            self.base[row] = self.dropped[row] = self.count[row] = count
+            self.origin[row] = self.start[row] - count
             ids = ids[nulls:]
         self._ensure(row, count + len(ids))
         end = self.origin.item(row) + count

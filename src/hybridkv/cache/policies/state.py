@@ -116,6 +116,9 @@ class AlignedStatePolicy:
             behind = range(held - self.drafts, held)  # the columns of the drafts so far
         else:
             drop, reuse = 0, NONE if hit is None else hit
+            if demand.computed > demand.hit and len(reuse):
+                reuse = reuse.copy()
+                reuse[: self.droppable(demand.computed)] = 0
             held, behind = len(reuse), range(0)
         state = self.state_column(demand.end)
         vacate = tuple(column for column in behind if column < state) if state + self.drafts >= held else ()
