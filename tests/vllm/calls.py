@@ -41,16 +41,21 @@ class Grow:
 
 
 class DecodeRow(NamedTuple):
-    """One request of a Decode. sampled: known next, where no known token is left. processed: as in Grow."""
+    """One request of a Decode. drafts: behind its one token, the last ``rejected`` of which are taken back.
+
+    sampled: known then, where no known token is left. processed: as in Grow.
+    """
 
     name: str
-    sampled: int
+    sampled: tuple[int, ...]
+    drafts: int = 0
+    rejected: int = 0
     processed: int | None = None
 
 
 @dataclass(frozen=True)
 class Decode:
-    """Slots for one more token of each of ``rows``, in this order: one call of ours, one a row of theirs."""
+    """Slots for the next token of each of ``rows``, in this order: one call of ours, one a row of theirs."""
 
     rows: tuple[DecodeRow, ...]
     lookahead: int = 0

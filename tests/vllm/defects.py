@@ -4,7 +4,7 @@ A look-up that one of LOOK_UP explains is counted, and the run goes on without t
 by a look-up. Any other defect ends its run, because from there on the two caches hold different things.
 """
 
-from calls import Start
+from calls import Call, Decode, Grow, Start
 from cases import ATTENTION, Group, Kind
 from difference import Difference
 from duel import Duel
@@ -18,6 +18,7 @@ LOOK_UP = {
 ENDS = {
     "D1": "a state published under a token count that it does not have",
     "D2": "states behind an external prefix take a block more than was predicted",
+    "D2b": "columns of rejected drafts make the need of a state group negative, and what another needs is not there",
     "D4": "a hit on a state that was published in the same step is refused",
     "E3": "EAGLE for all groups: a state one block behind the alignment is published, where no hit can end",
 }
@@ -30,7 +31,7 @@ def defect_of(difference: Difference, duel: Duel) -> str | None:
     if difference.what == "hit":
         known = {"D5": _unproved_chunk, "D5b": _hole, "E1": _cut_twice, "E2": _unproved_window}
     else:
-        known = {"D1": _wrong_state, "D2": _one_short, "D4": _same_step, "E3": _past_state}
+        known = {"D1": _wrong_state, "D2": _one_short, "D2b": _negative_need, "D4": _same_step, "E3": _past_state}
     return next((name for name, explains in known.items() if explains(difference, duel)), None)
 
 
@@ -138,6 +139,32 @@ def _one_short(difference: Difference, duel: Duel) -> bool:
     call = difference.call
     external = isinstance(call, Start) and call.external > 0
     return external and bool(duel.state_groups) and difference.what == "error" and TAKING in difference.theirs
+
+
+def _negative_need(difference: Difference, duel: Duel) -> bool:
+    """A group beside states with drafts finds no block, and a row of the states is longer than this call needs."""
+    if difference.what != "error" or TAKING not in difference.theirs or len(duel.case.groups) == 1:
+        return False
+    groups = [(i, duel.case.groups[i]) for i in duel.state_groups]
+    for name, chunk in _asked(difference.call):
+        request = duel.requests.get(name)
+        if request is None or not request.resident:
+            continue
+        table, end = duel.theirs.table(name), request.computed + chunk
+        if any(len(table[i]) > -(-end // group.block_size) + group.drafts for i, group in groups):
+            return True
+    return False
+
+
+def _asked(call: Call) -> list[tuple[str, int]]:
+    """Resident requests that a call asks slots for, and for how many tokens."""
+    match call:
+        case Grow():
+            return [(call.name, call.chunk)]
+        case Decode():
+            return [(row.name, 1 + row.drafts) for row in call.rows]
+        case _:
+            return []
 
 
 def _same_step(difference: Difference, duel: Duel) -> bool:

@@ -126,37 +126,41 @@ class Duel:
         return None
 
     def _decode(self, call: Decode) -> Difference | None:
-        """Those of the rows that are resident: all with the same look-ahead, in one batch of ours."""
-        rows = [row for row in call.rows if self._has_room(row.name)]
+        """Those of the rows that can take part: all with the same look-ahead, in one batch of ours."""
+        rows = [row for row in call.rows if self._can_decode(row)]
         if not rows:
             return None
         if call.step:
             self._begin_step()
         for row in rows:
             self._fly(row.name, self.requests[row.name], row.processed)
-        names = [row.name for row in rows]
-        before = [self._state_keys(name) for name in names]
-        self.operations["decode steps"] += 1
-        theirs, ours = (side.decode(names, call.lookahead) for side in self.sides)
+        before = [self._state_keys(row.name) for row in rows]
+        drafts = any(row.drafts for row in rows)
+        self.operations["decode steps with drafts" if drafts else "decode steps"] += 1
+        theirs, ours = (side.decode(rows, call.lookahead) for side in self.sides)
         if theirs != ours:
             return Difference("slots", call, theirs, ours)
         self.seen["rows of decode steps"] += len(rows)
+        self.seen["blocks of decode steps"] += len(theirs.cells)
         self.seen["decode steps cut short"] += theirs.accepted < len(rows)
         for row in rows[: theirs.accepted]:
             self._decoded(row)
-        for name, old in zip(names, before, strict=True):
-            self.fresh |= self._state_keys(name) - old
+        for row, old in zip(rows, before, strict=True):
+            self.fresh |= self._state_keys(row.name) - old
         return self._compare_rows(call, rows, theirs)
 
-    def _has_room(self, name: str) -> bool:
-        request = self.requests.get(name)
-        return request is not None and request.resident and request.computed < self.case.max_model_len - 1
+    def _can_decode(self, row: DecodeRow) -> bool:
+        """Resident, with room, and drafts only behind the last known token."""
+        request = self.requests.get(row.name)
+        if request is None or not request.resident or request.computed + 1 + row.drafts >= self.case.max_model_len:
+            return False
+        return not row.drafts or request.tokens == request.computed + 1
 
     def _decoded(self, row: DecodeRow) -> None:
         request = self.requests[row.name]
         for side in self.sides:
-            side.advance(row.name, 1)
-        request.ran(request.computed, 1, self._states)
+            side.advance(row.name, 1 + row.drafts)
+        request.ran(request.computed, 1 + row.drafts, self._states)
         request.delayed = False
 
     def _compare_rows(self, call: Decode, rows: Sequence[DecodeRow], slots: Slots) -> Difference | None:
@@ -165,8 +169,8 @@ class Duel:
             difference = self._compare(call, row.name, request)
             if difference is not None:
                 return difference
-            if at < slots.accepted and request.computed == request.tokens:
-                self._settle(row.name, request, (row.sampled,), 0)
+            if at < slots.accepted and request.computed >= request.tokens:
+                self._settle(row.name, request, row.sampled, row.rejected)
         return None
 
     def _probe(self, call: Probe) -> Difference | None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from calls import DecodeRow
 from cases import Case, Group, Kind
 from sides import Ask, Found, Ids, Keys, Slots
 
@@ -104,9 +105,10 @@ class OurSide:
         )
         return None if blocks is None else self._ids(blocks)
 
-    def decode(self, names: Sequence[str], lookahead: int) -> Slots:
-        rows = np.array([self._requests[name].row for name in names], np.int64)
-        slots = self._manager.allocate_batch(rows, 1, lookahead)
+    def decode(self, rows: Sequence[DecodeRow], lookahead: int) -> Slots:
+        numbers = np.array([self._requests[row.name].row for row in rows], np.int64)
+        drafts = np.array([row.drafts for row in rows], np.int64)
+        slots = self._manager.allocate_batch(numbers, 1 + drafts if drafts.any() else 1, lookahead)
         cells = zip(*(part.tolist() for part in slots[1:]), strict=True)
         return Slots(slots.accepted, tuple(cells))
 

@@ -24,6 +24,7 @@ class Caller:
         self._delays = random.choice((0.0, 0.0, 0.2))
         self._lookahead = random.choice((0, 0, 1, 3, 7))
         self._decodes = random.choice((0.05, 0.2, 0.5))
+        self._drafted = random.choice((0.0, 0.0, 0.5))
         self._externals = random.choice((0.0, 0.5)) if len(case.groups) == 1 and case.caching else 0.0
 
     def next(self, duel: Duel) -> Call:
@@ -39,14 +40,20 @@ class Caller:
 
     def _decoding(self, duel: Duel) -> tuple[DecodeRow, ...]:
         """Most resident requests in any order; those that still have a prompt to run where chunks may end anywhere."""
+        drafts = self._case.drafts if self._random.random() < self._drafted else 0
         rows = [
-            DecodeRow(name, self._fresh_tokens(1)[0], self._processed(request))
+            self._decode_row(name, request, drafts)
             for name, request in duel.requests.items()
             if request.resident and self._random.random() < 0.9
             if request.tokens == request.computed + 1 or self._random.random() >= self._aligned
         ]
         self._random.shuffle(rows)
         return tuple(rows)
+
+    def _decode_row(self, name: str, request: Known, drafts: int) -> DecodeRow:
+        drafts = self._random.randint(0, drafts) if request.tokens == request.computed + 1 else 0
+        rejected = self._random.randint(0, drafts)
+        return DecodeRow(name, self._fresh_tokens(drafts - rejected + 1), drafts, rejected, self._processed(request))
 
     def _about_a_request(self, duel: Duel) -> Call:
         resident = [name for name, request in duel.requests.items() if request.resident]

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from calls import DecodeRow
+
 Ids = tuple[tuple[int, ...], ...]
 """Block ids, one tuple a group; 0 is the null block."""
 
@@ -53,8 +55,8 @@ class Side(Protocol):
 
     def allocate(self, name: str, ask: Ask) -> Ids | None: ...
 
-    def decode(self, names: Sequence[str], lookahead: int) -> Slots:
-        """One more token for each."""
+    def decode(self, rows: Sequence[DecodeRow], lookahead: int) -> Slots:
+        """The next token and the drafts behind it for each."""
         ...
 
     def cached(self, name: str) -> tuple[tuple[bool, ...], ...]:

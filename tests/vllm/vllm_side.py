@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from calls import DecodeRow
 from cases import Case, Group, Kind
 from sides import Ask, Found, Ids, Keys, Slots
 from vllm.sampling_params import SamplingParams
@@ -128,16 +129,16 @@ class VllmSide:
         )
         return None if blocks is None else self._ids(blocks)
 
-    def decode(self, names: Sequence[str], lookahead: int) -> Slots:
+    def decode(self, rows: Sequence[DecodeRow], lookahead: int) -> Slots:
         cells: list[tuple[int, ...]] = []
-        for row, name in enumerate(names):
-            new = self.allocate(name, Ask(1, lookahead, delay=False))
+        for number, row in enumerate(rows):
+            new = self.allocate(row.name, Ask(1 + row.drafts, lookahead, delay=False))
             if new is None:
-                return Slots(row, tuple(cells))
-            for group, (table, ids) in enumerate(zip(self.table(name), new, strict=True)):
+                return Slots(number, tuple(cells))
+            for group, (table, ids) in enumerate(zip(self.table(row.name), new, strict=True)):
                 first = len(table) - len(ids)
-                cells += [(row, group, first + i, block) for i, block in enumerate(ids) if block]
-        return Slots(len(names), tuple(cells))
+                cells += [(number, group, first + i, block) for i, block in enumerate(ids) if block]
+        return Slots(len(rows), tuple(cells))
 
     def cached(self, name: str) -> tuple[tuple[bool, ...], ...]:
         hashes, pool = self._requests[name].block_hashes, self._manager.block_pool
