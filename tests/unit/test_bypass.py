@@ -309,3 +309,30 @@ def test_models_without_states_say_nothing_of_them() -> None:
         (0, 2),
         (0, 4),
     )
+
+
+# -- who returns where
+
+
+def test_who_overtook_returns_before_whom_it_overtook() -> None:
+    sched, _ = scheduler(max_overtaken_seconds=0.5)
+    add(sched, "a", range(14), 16)
+    add(sched, "large", range(50, 78), 1)
+    add(sched, "small", [1, 2, 3], 20)
+    assert turn(sched) == ["a", "small"]
+    while sched.num_running == 2:
+        turn(sched)
+    assert sched.statistics().preemptions == 1
+    assert [request.request_id for request in sched._waiting.requests()] == ["small", "large"]
+
+
+def test_who_came_later_with_a_better_priority_is_not_the_victim() -> None:
+    sched, _ = scheduler(policy="priority")
+    add(sched, "low", range(14), 16, priority=5)
+    assert turn(sched) == ["low"]
+    add(sched, "high", range(50, 62), 16, priority=0)
+    assert turn(sched) == ["high"]
+    while sched.num_running == 2:
+        turn(sched)
+    assert [request.request_id for request in sched._waiting.requests()] == ["low"]
+    assert [request.request_id for request in sched._running.requests] == ["high"]
