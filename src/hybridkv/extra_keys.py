@@ -1,6 +1,6 @@
 """What tells equal tokens apart: adapters, images, embeddings, tenants, encoder inputs.
 
-The extra keys of a block enter its hash (contracts, 3), in this order, and a block without any has None:
+The extra keys of a block enter its hash, in this order; a block without any has None:
 
     ("lora", name, path)             every block
     ("mm", id, offset - start)       every block that the item overlaps; start: the block's first token
@@ -8,12 +8,14 @@ The extra keys of a block enter its hash (contracts, 3), in this order, and a bl
     ("prompt_embeds", digest)        every block that the embeddings overlap; digest of that slice
     ("encoder", digest)              the block at token 0
 
-Later blocks inherit what stands in the first one through their parent.
+Later blocks inherit what stands in the first one through their parent. All of it is content, never the
+identity of an object: equal content in other objects gives equal keys.
 """
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,8 +37,11 @@ class LoraAdapter:
     id: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ConfigError("a LoRA adapter needs a name: requests of different adapters must not share blocks")
+        if not (self.name and self.path):
+            raise ConfigError(
+                f"a LoRA adapter needs a name and a path, got {self.name!r} and {self.path!r}: "
+                "requests of different adapters must not share blocks"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class MultimodalItem:
 
     def __post_init__(self) -> None:
         if not self.id:
-            raise ConfigError("a multimodal item needs an id that names its content, such as a digest")
+            raise ConfigError("a multimodal item needs an id that names its content, such as a digest of it")
         if self.offset < 0 or self.length < 1:
             raise ConfigError(
                 f"multimodal item {self.id!r} covers {self.length} tokens from {self.offset}: "
@@ -68,22 +73,26 @@ class EncoderInput:
     num_tokens: int
 
     def __post_init__(self) -> None:
-        if not self.digest or self.num_tokens < 1:
-            raise ConfigError("an encoder input needs a digest of its content and at least 1 token")
+        if not self.digest:
+            raise ConfigError("an encoder input needs a digest of its content: equal content, equal digest")
+        if self.num_tokens < 1:
+            raise ConfigError(f"an encoder input needs at least 1 token, got {self.num_tokens}")
 
 
 class ExtraKeys:
-    """The extra keys of one request. num_prompt_tokens: items and embeddings lie inside the prompt.
+    """The extra keys of one request, in hash blocks of ``block_size`` tokens.
 
-    prompt_embeds: [tokens, hidden], in place of the first tokens of the prompt. Raises ConfigError for items
-    that overlap or stick out, and for embeddings of another shape.
+    prompt_embeds: [tokens, hidden], numbers, in place of the first tokens of the prompt; only digests of it
+    are kept. multimodal: items inside the prompt that do not overlap, in any order. Raises ConfigError for
+    other embeddings and items.
     """
 
-    __slots__ = ("_embeds", "_items", "_lora", "_start")
+    __slots__ = ("_block_size", "_digests", "_encoder", "_end", "_items", "_lora", "_salt", "_stops")
 
     def __init__(
         self,
         num_prompt_tokens: int,
+        block_size: int,
         *,
         lora: LoraAdapter | None = None,
         multimodal: Sequence[MultimodalItem] = (),
@@ -91,57 +100,80 @@ class ExtraKeys:
         prompt_embeds: NDArray[np.generic] | None = None,
         encoder: EncoderInput | None = None,
     ) -> None:
+        self._block_size = block_size
         self._lora: Extra = () if lora is None else (("lora", lora.name, lora.path),)
-        self._items = tuple(sorted(multimodal, key=lambda item: item.offset))
-        self._embeds = prompt_embeds
-        salt: Extra = () if cache_salt is None else (("cache_salt", cache_salt),)
-        self._start = salt, (() if encoder is None else (("encoder", encoder.digest),))
+        self._items = sorted((int(item.offset), int(item.offset + item.length), item.id) for item in multimodal)
+        self._stops = [stop for _, stop, _ in self._items]
         _check_items(self._items, num_prompt_tokens)
-        if prompt_embeds is not None and (prompt_embeds.ndim != 2 or not 0 < len(prompt_embeds) <= num_prompt_tokens):
-            raise ConfigError(
-                f"prompt_embeds must be [tokens, hidden] for at most {num_prompt_tokens} tokens of the prompt, "
-                f"got shape {prompt_embeds.shape}"
-            )
+        self._salt: Extra = () if cache_salt is None else (("cache_salt", cache_salt),)
+        self._digests = [] if prompt_embeds is None else _digests(prompt_embeds, num_prompt_tokens, block_size)
+        self._encoder: Extra = () if encoder is None else (("encoder", encoder.digest),)
+        at_start = block_size if self._salt or self._encoder else 0
+        self._end = max(at_start, len(self._digests) * block_size, *self._stops[-1:], 0)
 
-    def __bool__(self) -> bool:
-        """Whether any block has extra keys."""
-        return bool(self._lora or self._items or self._embeds is not None or any(self._start))
-
-    def of_block(self, start: int, size: int) -> Extra | None:
-        """Extra keys of tokens start .. start + size - 1; None without any. O(items)."""
-        end = start + size
-        salt, encoder = self._start if start == 0 else ((), ())
-        items = tuple(
-            ("mm", item.id, item.offset - start)
-            for item in self._items
-            if item.offset < end and start < item.offset + item.length
-        )
-        return (*self._lora, *items, *salt, *self._embeds_of(start, end), *encoder) or None
-
-    def of_blocks(self, first: int, count: int, size: int) -> list[Extra | None] | None:
-        """Extra keys of blocks first .. first + count - 1 of ``size`` tokens; None when all are empty."""
-        extras = [self.of_block(block * size, size) for block in range(first, first + count)]
+    def of_blocks(self, first: int, count: int) -> list[Extra | None] | None:
+        """Extra keys of blocks first .. first + count - 1; None when all are empty. O(count + items overlapping)."""
+        size = self._block_size
+        if first * size >= self._end and not self._lora:
+            return None
+        all_over = self._lora or None
+        extras: list[Extra | None] = []
+        place = bisect_right(self._stops, first * size)
+        for start in range(first * size, (first + count) * size, size):
+            if start >= self._end:
+                extras.append(all_over)
+                continue
+            keys = list(self._lora)
+            while place < len(self._items) and self._items[place][0] < start + size:
+                offset, stop, name = self._items[place]
+                keys.append(("mm", name, offset - start))
+                if stop > start + size:
+                    break  # the next block begins with it
+                place += 1
+            if start == 0:
+                keys += self._salt
+            if start // size < len(self._digests):
+                keys.append(("prompt_embeds", self._digests[start // size]))
+            if start == 0:
+                keys += self._encoder
+            extras.append(tuple(keys) or None)
         return extras if any(extras) else None
 
-    def _embeds_of(self, start: int, end: int) -> Extra:
-        if self._embeds is None or start >= len(self._embeds):
-            return ()
-        part = np.ascontiguousarray(self._embeds[start:end])
-        digest = hashlib.sha256(f"{part.dtype.str}{part.shape}".encode())
-        digest.update(part.tobytes())
-        return (("prompt_embeds", digest.digest()),)
 
-
-def _check_items(items: Sequence[MultimodalItem], num_prompt_tokens: int) -> None:
-    """ConfigError unless ``items``, sorted by offset, lie one behind the other inside the prompt."""
+def _check_items(items: Sequence[tuple[int, int, str]], num_prompt_tokens: int) -> None:
+    """ConfigError unless ``items``, (offset, stop, id) by offset, lie one behind the other inside the prompt."""
     end = 0
-    for item in items:
-        if item.offset < end:
+    for offset, stop, name in items:
+        if offset < end:
             raise ConfigError(
-                f"multimodal item {item.id!r} begins at {item.offset}, before the one before ends at {end}"
+                f"multimodal item {name!r} begins at token {offset}, but the one before it ends at {end}: "
+                "give every placeholder to one item"
             )
-        end = item.offset + item.length
+        end = stop
     if end > num_prompt_tokens:
         raise ConfigError(
-            f"multimodal item {items[-1].id!r} ends at {end}, behind the prompt's {num_prompt_tokens} tokens"
+            f"multimodal item {items[-1][2]!r} ends at token {end}, behind the prompt's {num_prompt_tokens}: "
+            "put all of its placeholders into the prompt"
         )
+
+
+def _digests(embeds: NDArray[np.generic], num_prompt_tokens: int, block_size: int) -> list[bytes]:
+    """SHA-256 of each block's slice of ``embeds``: its dtype, shape and bytes. ConfigError for what has no content."""
+    if not isinstance(embeds, np.ndarray):
+        raise ConfigError(f"prompt_embeds must be a numpy array, got {type(embeds).__name__}: convert it first")
+    if embeds.ndim != 2 or not 0 < len(embeds) <= num_prompt_tokens or not embeds.shape[1]:
+        raise ConfigError(
+            f"prompt_embeds must be [tokens, hidden] for 1 to {num_prompt_tokens} tokens, those of the prompt, "
+            f"got shape {embeds.shape}"
+        )
+    if embeds.dtype.hasobject or embeds.dtype.names is not None:
+        raise ConfigError(
+            f"prompt_embeds must hold numbers, got {embeds.dtype}: convert it, as with astype(np.float32)"
+        )
+    digests = []
+    for start in range(0, len(embeds), block_size):
+        part = np.ascontiguousarray(embeds[start : start + block_size])
+        digest = hashlib.sha256(f"{part.dtype.str} {part.dtype.name} {part.shape}".encode())
+        digest.update(part.view(np.uint8).data)
+        digests.append(digest.digest())
+    return digests

@@ -61,7 +61,12 @@ class SamplingParams:
             (0 < self.top_p <= 1, "top_p must be above 0 and at most 1 (off)", self.top_p),
             (0 <= self.min_p <= 1, "min_p must be between 0 (off) and 1", self.min_p),
             (self.repetition_penalty > 0, "repetition_penalty must be above 0 (1 is off)", self.repetition_penalty),
-            (min(self.logprobs or 0, self.prompt_logprobs or 0) >= 0, "logprobs must not be negative", self.logprobs),
+            ((self.logprobs or 0) >= 0, "logprobs must be 0 or more, or None (off)", self.logprobs),
+            (
+                (self.prompt_logprobs or 0) >= 0,
+                "prompt_logprobs must be 0 or more, or None (off)",
+                self.prompt_logprobs,
+            ),
             (self.max_tokens >= 1, "max_tokens must be at least 1", self.max_tokens),
         )
         for good, message, value in checks:
@@ -84,8 +89,8 @@ class Columns(Protocol):
         """One token behind the known ones of each of ``rows``."""
         ...
 
-    def truncate(self, row: int, num_tokens: int, last: Sequence[int]) -> None:
-        """``row`` has ``num_tokens`` tokens from now on, which end in ``last``: at least one, and the whole tail."""
+    def truncate(self, row: int, num_tokens: int) -> None:
+        """Only the first ``num_tokens`` tokens of ``row`` are left, at least one of them."""
         ...
 
 
@@ -134,8 +139,8 @@ class Request:
 
     prompt: token ids, at least one. hasher: what hashes its blocks; None without prefix caching.
     cache_salt: only requests with an equal salt share blocks. lora, multimodal, prompt_embeds, encoder: what
-    else tells its blocks from those of equal tokens; see ExtraKeys.
-    continues: an earlier request; hashes of the blocks that both begin with are taken from it.
+    else tells its blocks from those of equal tokens; see hybridkv.extra_keys. prompt_embeds is not kept.
+    continues: an earlier request of the same hasher; the hashes of the blocks that both begin with are its own.
     arrival_time: seconds on the caller's clock. eos_token_ids: the model's end tokens.
     priority: the least goes first, where the scheduler minds. skip_reading_prefix_cache,
     skip_writing_prefix_cache: its prefix is not looked up; its blocks are not published.
@@ -157,6 +162,7 @@ class Request:
         "hasher",
         "hashes",
         "lora",
+        "multimodal",
         "num_preemptions",
         "num_prompt_tokens",
         "priority",
@@ -194,15 +200,20 @@ class Request:
         self.hasher = hasher
         self.cache_salt = cache_salt
         self.lora = lora
+        self.multimodal = tuple(multimodal)
         self.encoder = encoder
-        self._extras = ExtraKeys(
-            len(self._tokens),
-            lora=lora,
-            multimodal=multimodal,
-            cache_salt=cache_salt,
-            prompt_embeds=prompt_embeds,
-            encoder=encoder,
-        )
+        self._extras: ExtraKeys | None = None
+        if lora or multimodal or cache_salt is not None or prompt_embeds is not None or encoder:
+            extras = ExtraKeys(
+                len(self._tokens),
+                1 if hasher is None else hasher.block_size,
+                lora=lora,
+                multimodal=multimodal,
+                cache_salt=cache_salt,
+                prompt_embeds=prompt_embeds,
+                encoder=encoder,
+            )
+            self._extras = None if hasher is None else extras
         self.arrival_time = arrival_time
         self.eos_token_ids = eos_token_ids
         self.num_prompt_tokens = len(self._tokens)
@@ -291,38 +302,35 @@ class Request:
         else:
             self._rows.append_one(self.row, token)
 
+    def truncate(self, num_tokens: int) -> None:
+        """Forget the tokens behind the first ``num_tokens``, and the hashes of the blocks that they filled.
+
+        ConfigError for fewer than the prompt's, more than are known, and, while the request holds blocks,
+        fewer than are computed: those may be shared already. O(tokens forgotten).
+        """
+        known, computed = self.num_tokens, self.num_computed_tokens
+        least = max(self.num_prompt_tokens, 0 if self._rows is None else min(computed, known))
+        if not least <= num_tokens <= known:
+            raise ConfigError(
+                f"request {self.request_id!r} cannot be cut to {num_tokens} tokens: keep its {least} of prompt and "
+                f"computed blocks, and no more than the {known} known"
+            )
+        if self._rows is None:
+            del self._tokens[num_tokens:]
+            self._computed = min(computed, num_tokens)
+        else:
+            self._rows.truncate(self.row, num_tokens)
+        if self.hasher is not None:
+            del self.hashes[num_tokens // self.hasher.block_size :]
+
     # -- hashes
 
     def extra_keys(self, first_block: int, count: int) -> list[Extra | None] | None:
         """Extra keys of hash blocks first_block .. first_block + count - 1; None when all are empty."""
-        if self.hasher is None or not self._extras:
-            return None
-        return self._extras.of_blocks(first_block, count, self.hasher.block_size)
-
-    def truncate(self, num_tokens: int) -> None:
-        """Forget the tokens behind the first ``num_tokens``, and the hashes of blocks that they filled.
-
-        ConfigError for fewer than the prompt or the computed tokens, or more than there are.
-        """
-        least = max(self.num_prompt_tokens, self.num_computed_tokens)
-        if not least <= num_tokens <= self.num_tokens:
-            raise ConfigError(
-                f"request {self.request_id!r} has {self.num_tokens} tokens, {least} of them prompt or computed: "
-                f"it cannot be cut to {num_tokens}"
-            )
-        kept = self.token_ids(0, num_tokens)
-        if self._rows is None:
-            self._tokens = array("i", kept.tobytes())
-        else:
-            size = self._rows.tail.shape[1]
-            whole = num_tokens // size * size
-            self._tokens = array("i", kept[:whole].tobytes())
-            self._rows.truncate(self.row, num_tokens, kept[min(whole, num_tokens - 1) :].tolist())
-        if self.hasher is not None:
-            del self.hashes[num_tokens // self.hasher.block_size :]
+        return None if self._extras is None else self._extras.of_blocks(first_block, count)
 
     def _common_hashes(self, earlier: Request) -> list[bytes]:
-        """Hashes of the full blocks that this request and ``earlier`` begin with, extra keys included."""
+        """Hashes of the full blocks that this request and ``earlier`` begin with: equal tokens and extra keys."""
         if earlier.hasher is not self.hasher:
             raise ConfigError(
                 f"request {self.request_id!r} continues {earlier.request_id!r}, which was hashed by another hasher: "
@@ -331,14 +339,17 @@ class Request:
         if self.hasher is None:
             return []
         size = self.hasher.block_size
-        blocks = min(self.num_tokens // size, len(earlier.hashes))
-        mine, theirs = self.token_ids(0, blocks * size), earlier.token_ids(0, blocks * size)
+        blocks = min(len(self._tokens) // size, len(earlier.hashes))
+        mine, theirs = (np.frombuffer(tokens, np.int32)[: blocks * size] for tokens in (self._tokens, earlier._tokens))
         differ = np.flatnonzero(mine != theirs)
         if differ.size:
-            blocks = int(differ[0]) // size
-        extras = (self.extra_keys(0, blocks) or [None] * blocks, earlier.extra_keys(0, blocks) or [None] * blocks)
-        alike = next((i for i, (a, b) in enumerate(zip(*extras, strict=True)) if a != b), blocks)
-        return earlier.hashes[:alike]
+            blocks = differ.item(0) // size
+        none: list[Extra | None] = [None] * blocks
+        extras, theirs_too = (request.extra_keys(0, blocks) for request in (self, earlier))
+        if extras != theirs_too:
+            pairs = enumerate(zip(extras or none, theirs_too or none, strict=True))
+            blocks = next(i for i, (key, other) in pairs if key != other)
+        return earlier.hashes[:blocks]
 
     def _hash_new_blocks(self) -> None:
         """Hash the full blocks of ``_tokens`` that have no hash yet."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.errors import CacheError, ConfigError
-from hybridkv.extra_keys import Extra
+from hybridkv.extra_keys import Extra, ExtraKeys
 from hybridkv.request import Request
 
 
@@ -33,8 +33,8 @@ class RequestRows:
     """Columns of the resident requests: what a step reads and writes of all rows at once.
 
     num_tokens, num_computed: int64[capacity]. in_flight: int64[capacity], how many of those computed are of
-    steps not yet settled. tail: int32[capacity, tail_tokens], the tokens behind a
-    row's last whole hash block (kept until overwritten). requests: who has the row, None when free.
+    steps not yet settled; 0 in a row that was just handed out. tail: int32[capacity, tail_tokens], the tokens
+    behind a row's last whole hash block (kept until overwritten). requests: who has the row, None when free.
     Rows are handed out lowest first; the columns grow by doubling, so never keep a reference to them.
     """
 
@@ -65,6 +65,7 @@ class RequestRows:
         self.tail[row, : len(rest)] = rest
         self.num_tokens[row] = len(tokens)
         self.num_computed[row] = request._computed
+        self.in_flight[row] = 0
         del tokens[whole:]
         self.requests[row] = request
         request._rows, request.row = self, row
@@ -103,14 +104,18 @@ class RequestRows:
         if whole.size:
             self._flush(whole)
 
-    def truncate(self, row: int, num_tokens: int, last: Sequence[int]) -> None:
-        """``row`` has ``num_tokens`` tokens from now on, which end in ``last``: at least one, and the whole tail."""
+    def truncate(self, row: int, num_tokens: int) -> None:
+        """Only the first ``num_tokens`` tokens of ``row`` are left, at least one of them. O(tokens forgotten)."""
+        (request,) = self.owners(np.array([row]))
+        whole = num_tokens - num_tokens % self.tail_tokens
+        tokens = request._tokens
+        if whole < len(tokens):
+            rest = tokens[whole:num_tokens]
+            self.tail[row, : len(rest)] = rest
+            del tokens[whole:]
+        if whole == num_tokens:  # the last token must be readable in the tail
+            self.tail[row, -1] = tokens[-1]
         self.num_tokens[row] = num_tokens
-        rest = num_tokens % self.tail_tokens
-        if rest:
-            self.tail[row, :rest] = last
-        else:
-            self.tail[row, -1] = last[-1]
 
     def rows_of(self, requests: Sequence[Request]) -> NDArray[np.int64]:
         """The rows of ``requests``, int64[len(requests)]. CacheError if one of them holds none here. O(requests)."""
@@ -163,16 +168,11 @@ class RequestRows:
         if hasher is None:
             return
         parents = [request.hashes[-1] if request.hashes else None for request in hashed]
-        extras = [self._extra(request) for request in hashed]
+        extras = [None if request._extras is None else _next_extra(request, request._extras) for request in hashed]
         if len(hashed) < len(owners):
             blocks = blocks[[request.hasher is not None for request in owners]]
         for request, key in zip(hashed, hasher.hash_rows(parents, blocks, extras), strict=True):
             request.hashes.append(key)
-
-    @staticmethod
-    def _extra(request: Request) -> Extra | None:
-        extras = request.extra_keys(len(request.hashes), 1)
-        return None if extras is None else extras[0]
 
     def _grow(self) -> None:
         old = self.capacity
@@ -181,3 +181,9 @@ class RequestRows:
             setattr(self, name, np.concatenate((column, np.zeros_like(column))))
         self.requests += [None] * old
         self._free = list(range(old, 2 * old))
+
+
+def _next_extra(request: Request, extras: ExtraKeys) -> Extra | None:
+    """Extra keys of the first block of ``request`` that has no hash yet."""
+    keys = extras.of_blocks(len(request.hashes), 1)
+    return None if keys is None else keys[0]

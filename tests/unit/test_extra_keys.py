@@ -1,123 +1,236 @@
-"""Extra keys of blocks: contracts.md section 3, and what a request does with them."""
+"""Extra keys of blocks, against a definition token by token; what they do to hashes, hits and events."""
 
+import hashlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from hybridkv.cache import BlockHasher, BlockStored, KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import EncoderInput, Extra, ExtraKeys, LoraAdapter, MultimodalItem
-from hybridkv.request import Request, SamplingParams
+from hybridkv.request import Request
 from hybridkv.testing import attention_config
 
 SIZE = 4
+PROMPT = 20
 LORA = LoraAdapter("sql", "/adapters/sql", 3)
+LORA_KEY = ("lora", "sql", "/adapters/sql")
 IMAGE = MultimodalItem("cat", 2, 5)
 ENCODER = EncoderInput(b"audio", 30)
+EMBEDS = np.arange(12, dtype=np.float32).reshape(6, 2)
 
 
 def extras(**known: object) -> ExtraKeys:
-    return ExtraKeys(20, **known)  # type: ignore[arg-type]  # by name
+    return ExtraKeys(PROMPT, SIZE, **known)  # type: ignore[arg-type]  # by name
+
+
+def request(hasher: BlockHasher | None, prompt: Sequence[int] = range(PROMPT), **known: object) -> Request:
+    return Request("r", prompt, hasher=hasher, **known)  # type: ignore[arg-type]  # by name
 
 
 # -- the keys of a block
 
 
 def test_nothing_is_none() -> None:
-    assert not extras()
-    assert extras().of_block(0, SIZE) is None
-    assert extras().of_blocks(0, 5, SIZE) is None
+    assert extras().of_blocks(0, 5) is None
+    assert extras().of_blocks(2, 0) is None
+    assert request(BlockHasher(SIZE)).extra_keys(0, 5) is None
+    assert request(None, cache_salt="s", lora=LORA).extra_keys(0, 5) is None  # not hashed at all
 
 
 def test_order() -> None:
-    embeds = np.ones((3, 2), np.float32)
-    everything = extras(lora=LORA, multimodal=[IMAGE], cache_salt="s", prompt_embeds=embeds, encoder=ENCODER)
-    first = everything.of_block(0, SIZE)
+    """An adapter, items, the salt, embeddings, the encoder's input."""
+    both = [MultimodalItem("dog", 0, 1), IMAGE]
+    everything = extras(lora=LORA, multimodal=both, cache_salt="s", prompt_embeds=EMBEDS, encoder=ENCODER)
+    keys = everything.of_blocks(0, 1)
+    assert keys is not None
+    (first,) = keys
     assert first is not None
-    assert [key[0] for key in first] == ["lora", "mm", "cache_salt", "prompt_embeds", "encoder"]
-    assert first[:3] == (("lora", "sql", "/adapters/sql"), ("mm", "cat", 2), ("cache_salt", "s"))
-    assert first[4] == ("encoder", b"audio")
+    assert first[:4] == (LORA_KEY, ("mm", "dog", 0), ("mm", "cat", 2), ("cache_salt", "s"))
+    assert [key[0] for key in first[4:]] == ["prompt_embeds", "encoder"]
+    assert first[5] == ("encoder", b"audio")
 
 
 def test_salt_and_encoder_stand_at_token_0_only() -> None:
     both = extras(cache_salt="s", encoder=ENCODER)
-    assert both.of_blocks(0, 3, SIZE) == [(("cache_salt", "s"), ("encoder", b"audio")), None, None]
-    assert both.of_blocks(1, 3, SIZE) is None
+    assert both.of_blocks(0, 3) == [(("cache_salt", "s"), ("encoder", b"audio")), None, None]
+    assert both.of_blocks(1, 3) is None
 
 
-def test_an_adapter_stands_in_every_block() -> None:
-    assert extras(lora=LORA).of_blocks(2, 2, SIZE) == [(("lora", "sql", "/adapters/sql"),)] * 2
+def test_an_adapter_stands_in_every_block_those_of_outputs_too() -> None:
+    assert extras(lora=LORA).of_blocks(2, 9) == [(LORA_KEY,)] * 9
+    assert extras(lora=LORA, cache_salt="s").of_blocks(0, 2) == [(LORA_KEY, ("cache_salt", "s")), (LORA_KEY,)]
 
 
-def test_items_stand_in_every_block_they_overlap() -> None:
-    """Tokens 2 .. 6 and 8 .. 11 of blocks 0-3, 4-7, 8-11, 12-15."""
-    both = extras(multimodal=[MultimodalItem("dog", 8, 4), IMAGE])
-    assert both.of_blocks(0, 4, SIZE) == [(("mm", "cat", 2),), (("mm", "cat", -2),), (("mm", "dog", 0),), None]
-
-
-def test_two_items_in_one_block() -> None:
-    both = extras(multimodal=[MultimodalItem("a", 4, 1), MultimodalItem("b", 7, 1)])
-    assert both.of_block(4, SIZE) == (("mm", "a", 0), ("mm", "b", 3))
-
-
-def test_embeddings_are_digested_by_slice() -> None:
-    embeds = np.arange(12, dtype=np.float32).reshape(6, 2)
-    keys = extras(prompt_embeds=embeds).of_blocks(0, 3, SIZE)
-    again = extras(prompt_embeds=np.concatenate((embeds, embeds))[:6].copy(order="F")).of_blocks(0, 3, SIZE)
-    assert keys is not None
-    assert keys == again  # content, not identity or layout
-    assert [key is None for key in keys] == [False, False, True]
-    other = embeds.copy()
-    other[5] += 1
-    changed = extras(prompt_embeds=other).of_blocks(0, 2, SIZE)
-    assert changed is not None
-    assert (changed[0] == keys[0], changed[1] == keys[1]) == (True, False)
-    assert extras(prompt_embeds=embeds.astype(np.float64)).of_blocks(0, 1, SIZE) != [keys[0]]
-    assert extras(prompt_embeds=embeds.reshape(3, 4)).of_block(0, SIZE) != extras(
-        prompt_embeds=embeds.reshape(3, 4).T.copy().reshape(3, 4)
-    ).of_block(0, SIZE)
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=4),
-    st.integers(0, 10),
-    st.integers(1, 7),
-    st.integers(0, 20),
+@pytest.mark.parametrize(
+    ("offset", "length", "blocks"),
+    [
+        (0, 4, [0, None, None, None]),  # exactly a block
+        (0, 5, [0, -4, None, None]),
+        (3, 1, [3, None, None, None]),
+        (3, 2, [3, -1, None, None]),  # across an edge
+        (4, 4, [None, 0, None, None]),
+        (4, 8, [None, 0, -4, None]),  # ends at an edge
+        (2, 12, [2, -2, -6, -10]),
+        (12, 8, [None, None, None, 0]),
+    ],
 )
-def test_blocks_say_what_their_tokens_say(gaps: list[tuple[int, int]], embedded: int, size: int, first: int) -> None:
-    """Against a definition token by token."""
+def test_an_item_stands_in_every_block_it_overlaps(offset: int, length: int, blocks: list[int | None]) -> None:
+    known = extras(multimodal=[MultimodalItem("cat", offset, length)])
+    expected = [None if distance is None else (("mm", "cat", distance),) for distance in blocks]
+    assert known.of_blocks(0, 4) == expected
+    for i in range(4):  # asked for one by one, as a growing request asks
+        one = known.of_blocks(i, 1)
+        assert (None if one is None else one[0]) == expected[i]
+
+
+def test_several_items_in_one_block_in_the_order_of_their_tokens() -> None:
+    items = [MultimodalItem("c", 7, 3), MultimodalItem("a", 1, 4), MultimodalItem("b", 5, 1)]
+    assert extras(multimodal=items).of_blocks(1, 2) == [
+        (("mm", "a", -3), ("mm", "b", 1), ("mm", "c", 3)),
+        (("mm", "c", -1),),
+    ]
+
+
+@st.composite
+def known_extras(draw: st.DrawFn) -> dict[str, Any]:
+    """Any extras of a prompt of PROMPT tokens."""
+    known: dict[str, Any] = {}
     items, end = [], 0
-    for i, (gap, length) in enumerate(gaps):
-        items.append(MultimodalItem(f"i{i}", end + gap, length))
-        end += gap + length
-    embeds = np.arange(2 * embedded).reshape(embedded, 2) if embedded else None
-    known = ExtraKeys(40, multimodal=items, prompt_embeds=embeds, cache_salt="s")
-    got = known.of_block(first * size, size) or ()
-    tokens = range(first * size, first * size + size)
-    over = [item for item in items if any(item.offset <= t < item.offset + item.length for t in tokens)]
-    assert [key for key in got if key[0] == "mm"] == [("mm", item.id, item.offset - first * size) for item in over]
-    assert any(key[0] == "prompt_embeds" for key in got) == any(t < embedded for t in tokens)
-    assert any(key[0] == "cache_salt" for key in got) == (0 in tokens)
+    for name in draw(st.lists(st.sampled_from("abc"), max_size=6)):
+        gap, length = draw(st.integers(0, 3)), draw(st.integers(1, 7))
+        if end + gap + length <= PROMPT:
+            items.append(MultimodalItem(name, end + gap, length))
+            end += gap + length
+    known["multimodal"] = draw(st.permutations(items))
+    if draw(st.booleans()):
+        known["lora"] = LORA
+    if draw(st.booleans()):
+        known["cache_salt"] = "s"
+    if draw(st.booleans()):
+        known["encoder"] = ENCODER
+    if embedded := draw(st.integers(0, PROMPT)):
+        known["prompt_embeds"] = np.arange(embedded * 2, dtype=np.float32).reshape(embedded, 2) % 8
+    return known
+
+
+def naive(known: dict[str, Any], start: int, size: int) -> Extra | None:
+    """What the tokens of a block say, one after the other."""
+    lora, salt, encoder, embeds = (known.get(key) for key in ("lora", "cache_salt", "encoder", "prompt_embeds"))
+    keys: list[tuple[object, ...]] = [LORA_KEY] if lora else []
+    rows = []
+    for token in range(start, start + size):
+        for item in known["multimodal"]:
+            if item.offset <= token < item.offset + item.length:
+                key = ("mm", item.id, item.offset - start)
+                if key not in keys:
+                    keys.append(key)
+        if isinstance(embeds, np.ndarray) and token < len(embeds):
+            rows.append(embeds[token])
+    if salt and start == 0:
+        keys.append(("cache_salt", salt))
+    if rows:
+        content = f"<f4 float32 ({len(rows)}, 2)".encode() + b"".join(row.tobytes() for row in rows)
+        keys.append(("prompt_embeds", hashlib.sha256(content).digest()))
+    if encoder and start == 0:
+        keys.append(("encoder", b"audio"))
+    return tuple(keys) or None
+
+
+@given(known_extras(), st.integers(1, 9), st.integers(0, 8), st.integers(0, 8))
+def test_blocks_say_what_their_tokens_say(known: dict[str, Any], size: int, first: int, count: int) -> None:
+    got = ExtraKeys(PROMPT, size, **known).of_blocks(first, count)
+    expected = [naive(known, block * size, size) for block in range(first, first + count)]
+    assert got == (expected if any(expected) else None)
+
+
+def test_asking_for_blocks_costs_no_look_at_the_other_items() -> None:
+    """Reads of the list of items, 10,000 of one token each: those of the blocks asked for, and no more."""
+
+    class Watched(list[tuple[int, int, str]]):
+        reads = 0
+
+        def __getitem__(self, place: Any) -> Any:  # noqa: ANN401 - as a list takes and gives
+            self.reads += 1
+            return super().__getitem__(place)
+
+    known = ExtraKeys(10_000, SIZE, multimodal=[MultimodalItem(str(i), i, 1) for i in range(10_000)])
+    watched = known._items = Watched(known._items)
+    assert known.of_blocks(1000, 2) is not None
+    assert 0 < watched.reads <= 2 * (2 * SIZE + 2)
+
+
+# -- embeddings: content, never identity (D6)
+
+
+def test_equal_embeddings_in_other_objects_have_equal_keys() -> None:
+    keys = extras(prompt_embeds=EMBEDS).of_blocks(0, 3)
+    assert keys is not None
+    assert [key is None for key in keys] == [False, False, True]
+    wide = np.zeros((12, 4), np.float32)
+    wide[::2, ::2] = EMBEDS
+    for equal in (EMBEDS.copy(), np.asfortranarray(EMBEDS), wide[::2, ::2]):
+        assert extras(prompt_embeds=equal).of_blocks(0, 3) == keys
+
+
+def test_other_embeddings_have_other_keys_in_their_own_blocks() -> None:
+    keys = extras(prompt_embeds=EMBEDS).of_blocks(0, 2)
+    assert keys is not None
+    changed = EMBEDS.copy()
+    changed[5, 1] += 1
+    other = extras(prompt_embeds=changed).of_blocks(0, 2)
+    assert other is not None
+    assert (other[0] == keys[0], other[1] == keys[1]) == (True, False)
+    longer = extras(prompt_embeds=np.concatenate((EMBEDS, EMBEDS[:1]))).of_blocks(0, 2)
+    assert longer is not None
+    assert (longer[0] == keys[0], longer[1] == keys[1]) == (True, False)
+
+
+def test_the_same_bytes_of_another_shape_or_type_are_other_content() -> None:
+    zeros = [np.zeros((4, 2), np.float32), np.zeros((4, 1), np.float64), np.zeros((4, 4), np.float16)]
+    zeros += [np.zeros((4, 2), np.int32), np.zeros((2, 4), np.float32), np.zeros((4, 2), ">f4")]
+    keys = [extras(prompt_embeds=embeds).of_blocks(0, 1) for embeds in zeros]
+    assert len({str(key) for key in keys}) == len(zeros)
+
+
+def test_embeddings_changed_afterwards_change_nothing() -> None:
+    """A decoder may reuse its buffer: what was hashed stays."""
+    buffer = EMBEDS.copy()
+    known = extras(prompt_embeds=buffer)
+    before = known.of_blocks(0, 2)
+    buffer += 1
+    assert known.of_blocks(0, 2) == before
+
+
+# -- what cannot be
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: LoraAdapter("", "p"), "needs a name"),
-        (lambda: MultimodalItem("", 0, 1), "needs an id"),
-        (lambda: MultimodalItem("a", -1, 1), "offset must be 0 or more"),
-        (lambda: MultimodalItem("a", 0, 0), "length at least 1"),
+        (lambda: LoraAdapter("", "p"), "needs a name and a path, got '' and 'p'"),
+        (lambda: LoraAdapter("n", ""), "needs a name and a path, got 'n' and ''"),
+        (lambda: MultimodalItem("", 0, 1), "needs an id that names its content"),
+        (lambda: MultimodalItem("a", -1, 1), "'a' covers 1 tokens from -1: offset must be 0 or more"),
+        (lambda: MultimodalItem("a", 0, 0), "'a' covers 0 tokens from 0: .* length at least 1"),
         (lambda: EncoderInput(b"", 3), "needs a digest"),
-        (lambda: EncoderInput(b"d", 0), "at least 1 token"),
-        (lambda: extras(multimodal=[IMAGE, MultimodalItem("b", 6, 2)]), "begins at 6, before the one before ends at 7"),
-        (lambda: extras(multimodal=[MultimodalItem("b", 18, 3)]), "ends at 21"),
-        (lambda: extras(prompt_embeds=np.zeros(3)), r"must be \[tokens, hidden\]"),
-        (lambda: extras(prompt_embeds=np.zeros((21, 2))), "at most 20 tokens"),
+        (lambda: EncoderInput("", 3), "needs a digest"),
+        (lambda: EncoderInput(b"d", 0), "at least 1 token, got 0"),
+        (lambda: extras(multimodal=[MultimodalItem("b", 6, 2), IMAGE]), "'b' begins at token 6, .* ends at 7"),
+        (lambda: extras(multimodal=[IMAGE, IMAGE]), "'cat' begins at token 2, .* ends at 7"),
+        (lambda: extras(multimodal=[MultimodalItem("b", 18, 3)]), "'b' ends at token 21, behind the prompt's 20"),
+        (lambda: extras(prompt_embeds=np.zeros(3)), r"must be \[tokens, hidden\] .* got shape \(3,\)"),
+        (lambda: extras(prompt_embeds=np.zeros((21, 2))), r"for 1 to 20 tokens, .* got shape \(21, 2\)"),
         (lambda: extras(prompt_embeds=np.zeros((0, 2))), r"got shape \(0, 2\)"),
+        (lambda: extras(prompt_embeds=np.zeros((2, 0))), r"got shape \(2, 0\)"),
+        (lambda: extras(prompt_embeds=np.full((2, 2), object())), "must hold numbers, got object"),
+        (lambda: extras(prompt_embeds=np.zeros((2, 2), "i4,f4")), "must hold numbers, got "),
+        (lambda: extras(prompt_embeds=[[1.0]]), "must be a numpy array, got list"),
+        (lambda: request(None, multimodal=[MultimodalItem("b", 18, 3)]), "'b' ends at token 21"),
     ],
 )
 def test_what_cannot_be(make: Callable[[], object], message: str) -> None:
@@ -125,42 +238,25 @@ def test_what_cannot_be(make: Callable[[], object], message: str) -> None:
         make()
 
 
-# -- requests
+# -- hashes of requests
 
 
-def request(hasher: BlockHasher, tokens: range | list[int] = range(18), **known: object) -> Request:
-    return Request("r", tokens, hasher=hasher, **known)  # type: ignore[arg-type]  # by name
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [
+        ({"cache_salt": "tenant-a"}, "d4fdd9f3dab139eafd01550f43781481256e9531b59b55ea4656df8f49124fcf"),
+        ({"lora": LORA}, "af683cf8d41bb9f34989f88b25014e81586ea970a60adbff123aeae94d14982c"),
+    ],
+)
+def test_measured_hashes_of_requests(known: dict[str, Any], expected: str) -> None:
+    assert request(BlockHasher(16), range(1, 17), **known).hashes[0].hex() == expected
 
 
-KINDS: list[dict[str, object]] = [
-    {},
-    {"lora": LORA},
-    {"lora": LoraAdapter("sql", "/elsewhere")},
-    {"lora": LoraAdapter("chat", "/adapters/sql")},
-    {"multimodal": [IMAGE]},
-    {"multimodal": [MultimodalItem("dog", 2, 5)]},
-    {"multimodal": [MultimodalItem("cat", 3, 5)]},
-    {"cache_salt": "s"},
-    {"cache_salt": "t"},
-    {"prompt_embeds": np.zeros((3, 2))},
-    {"prompt_embeds": np.ones((3, 2))},
-    {"encoder": ENCODER},
-    {"encoder": EncoderInput(b"other", 30)},
-    {"lora": LORA, "cache_salt": "s"},
-]
-
-
-def test_requests_that_differ_in_one_extra_share_nothing() -> None:
-    cache = KVCacheManager(attention_config(200, (SIZE,)), 100)
-    assert cache.hasher is not None
-    for i, known in enumerate(KINDS):
-        for j, other in enumerate(KINDS[:i]):
-            mine, theirs = request(cache.hasher, **known), request(cache.hasher, **other)  # type: ignore[arg-type]  # by name
-            assert not set(mine.hashes) & set(theirs.hashes), (i, j)
-        twin = Request(f"r{i}", range(18), hasher=cache.hasher, **known)  # type: ignore[arg-type]  # by name
-        assert cache.get_computed_blocks(twin)[1] == 0
-        cache.allocate_slots(twin, 18)
-        assert cache.get_computed_blocks(request(cache.hasher, **known))[1] == 16  # type: ignore[arg-type]  # by name
+def test_numbers_of_numpy_are_numbers() -> None:
+    """Offsets found with np.flatnonzero are hashed as plain integers."""
+    hasher = BlockHasher(SIZE)
+    item = MultimodalItem("cat", np.int64(2), np.int64(5))  # type: ignore[arg-type]  # what users hand in
+    assert request(hasher, multimodal=[item]).hashes == request(hasher, multimodal=[IMAGE]).hashes
 
 
 def test_the_id_of_an_adapter_is_no_key() -> None:
@@ -168,154 +264,55 @@ def test_the_id_of_an_adapter_is_no_key() -> None:
     assert request(hasher, lora=LORA).hashes == request(hasher, lora=LoraAdapter("sql", "/adapters/sql", 9)).hashes
 
 
-@given(
-    st.sampled_from(KINDS),
-    st.integers(1, 20),
-    st.integers(0, 12),
-    st.booleans(),
+@given(known_extras(), st.integers(1, 5))
+def test_keys_of_a_block_are_what_is_hashed(known: dict[str, Any], size: int) -> None:
+    hasher = BlockHasher(size)
+    keys = [naive(known, start, size) for start in range(0, PROMPT // size * size, size)]
+    assert request(hasher, **known).hashes == hasher.hash_chain(None, np.arange(PROMPT), keys)
+
+
+# -- hits
+
+
+def embeds(rows: int, changed: int | None = None) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    out = np.ones((rows, 3), np.float32)
+    if changed is not None:
+        out[changed] = 2
+    return out
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shared"),
+    [
+        ({}, {"lora": LORA}, 0),
+        ({"lora": LORA}, {"lora": LoraAdapter("chat", "/adapters/sql")}, 0),
+        ({"lora": LORA}, {"lora": LoraAdapter("sql", "/elsewhere")}, 0),
+        ({"lora": LORA}, {"lora": LoraAdapter("sql", "/adapters/sql", 9)}, 16),
+        ({}, {"cache_salt": "s"}, 0),
+        ({"cache_salt": "s"}, {"cache_salt": "t"}, 0),
+        ({"cache_salt": "s"}, {"cache_salt": "s"}, 16),
+        ({}, {"multimodal": [IMAGE]}, 0),
+        ({"multimodal": [IMAGE]}, {"multimodal": [MultimodalItem("dog", 2, 5)]}, 0),
+        ({"multimodal": [IMAGE]}, {"multimodal": [MultimodalItem("cat", 3, 5)]}, 0),
+        ({"multimodal": [IMAGE]}, {"multimodal": [MultimodalItem("cat", 2, 5)]}, 16),
+        ({"multimodal": [MultimodalItem("cat", 9, 2)]}, {"multimodal": [MultimodalItem("dog", 9, 2)]}, 8),
+        ({"multimodal": [MultimodalItem("cat", 7, 2)]}, {"multimodal": [MultimodalItem("cat", 7, 1)]}, 8),
+        ({}, {"prompt_embeds": embeds(10)}, 0),
+        ({"prompt_embeds": embeds(10)}, {"prompt_embeds": embeds(10)}, 16),
+        ({"prompt_embeds": embeds(10)}, {"prompt_embeds": embeds(10, changed=0)}, 0),
+        ({"prompt_embeds": embeds(10)}, {"prompt_embeds": embeds(10, changed=5)}, 4),
+        ({"prompt_embeds": embeds(10)}, {"prompt_embeds": embeds(9)}, 8),
+        ({}, {"encoder": ENCODER}, 0),
+        ({"encoder": ENCODER}, {"encoder": EncoderInput(b"other", 30)}, 0),
+        ({"encoder": ENCODER}, {"encoder": EncoderInput(b"audio", 30)}, 16),
+    ],
 )
-def test_growing_is_hashing_at_once(known: dict[str, object], prompt: int, more: int, resident: bool) -> None:
-    tokens = list(range(100, 100 + 7 + prompt + more))
-    cache = KVCacheManager(attention_config(50, (SIZE,)), 100)
-    whole = Request("whole", tokens, hasher=cache.hasher, **known)  # type: ignore[arg-type]  # by name
-    grown = Request("grown", tokens[: 7 + prompt], hasher=cache.hasher, **known)  # type: ignore[arg-type]  # by name
-    if resident:
-        cache.allocate_slots(grown, 1)
-    for token in tokens[7 + prompt :]:
-        grown.append(token)
-    assert grown.hashes == whole.hashes
-
-
-# -- requests that go on, and that are cut
-
-
-class Counting(BlockHasher):
-    """Counts the blocks that it hashes."""
-
-    blocks = 0
-
-    def hash_chain(
-        self, parent: bytes | None, tokens: NDArray[np.integer], extras: Sequence[Extra | None] | None = None
-    ) -> list[bytes]:
-        out = super().hash_chain(parent, tokens, extras)
-        self.blocks += len(out)
-        return out
-
-
-@pytest.mark.parametrize("known", KINDS[:1] + KINDS[4:5] + KINDS[7:8] + KINDS[-1:])
-@pytest.mark.parametrize("resident", [False, True])
-def test_what_was_hashed_is_not_hashed_again(known: dict[str, object], resident: bool) -> None:
-    hasher = Counting(SIZE)
-    cache = KVCacheManager(attention_config(50, (SIZE,)), 100, hasher=hasher)
-    first = Request("first", range(18), hasher=hasher, **known)  # type: ignore[arg-type]  # by name
-    if resident:
-        cache.allocate_slots(first, 18)
-    for token in range(18, 25):
-        first.append(token)
-    for tokens, alike in (([*range(25), 7, 7, 7], 6), ([*range(9), 99, *range(10, 30)], 2)):
-        expected = Request("alone", tokens, hasher=hasher, **known).hashes  # type: ignore[arg-type]  # by name
-        hasher.blocks = 0
-        again = Request("again", tokens, hasher=hasher, continues=first, **known)  # type: ignore[arg-type]  # by name
-        assert again.hashes == expected
-        assert hasher.blocks == len(expected) - alike
-
-
-def test_hashes_are_not_taken_from_a_request_with_other_extras() -> None:
-    hasher = Counting(SIZE)
-    first = request(hasher, multimodal=[MultimodalItem("cat", 9, 2)])
-    hasher.blocks = 0
-    second = request(hasher, multimodal=[MultimodalItem("dog", 9, 2)], continues=first)
-    assert hasher.blocks == 2  # blocks 0 and 1 are alike
-    assert second.hashes == request(hasher, multimodal=[MultimodalItem("dog", 9, 2)]).hashes
-    salted = request(hasher, cache_salt="s", continues=request(hasher))
-    assert salted.hashes == request(hasher, cache_salt="s").hashes
-
-
-def test_continuing_across_hashers() -> None:
-    with pytest.raises(ConfigError, match="hashed by another hasher"):
-        request(BlockHasher(SIZE), continues=request(BlockHasher(SIZE)))
-
-
-@pytest.mark.parametrize("resident", [False, True])
-@pytest.mark.parametrize("cut", [9, 10, 11, 12, 13, 16, 17])
-def test_truncated_hashes(resident: bool, cut: int) -> None:
-    cache = KVCacheManager(attention_config(50, (SIZE,)), 100)
-    one = Request("one", range(9), hasher=cache.hasher)
-    if resident:
-        cache.allocate_slots(one, 5)
-    for token in range(9, 17):
-        one.append(token)
-    one.truncate(cut)
-    assert one.token_ids().tolist() == list(range(cut))
-    assert len(one.hashes) == cut // SIZE
-    for token in range(50, 60):
-        one.append(token)
-    assert one.token_ids().tolist() == [*range(cut), *range(50, 60)]
-    assert one.hashes == Request("new", [*range(cut), *range(50, 60)], hasher=cache.hasher).hashes
-    cache.check()
-
-
-def test_a_resident_request_cut_at_a_block_knows_its_last_token() -> None:
-    cache = KVCacheManager(attention_config(50, (SIZE,)), 100)
-    one = Request("one", range(5), hasher=cache.hasher)
-    cache.allocate_slots(one, 5)
-    for token in range(5, 11):
-        one.append(token)
-    one.truncate(8)
-    assert cache.rows.last_tokens(np.array([one.row])).tolist() == [7]
-
-
-def test_what_cannot_be_cut() -> None:
-    cache = KVCacheManager(attention_config(50, (SIZE,)), 100)
-    one = Request("one", range(5), hasher=cache.hasher)
-    for wrong in (4, 6):
-        with pytest.raises(ConfigError, match="cannot be cut"):
-            one.truncate(wrong)
-    one.append(5)
-    one.num_computed_tokens = 6
-    with pytest.raises(ConfigError, match="6 of them prompt or computed"):
-        one.truncate(5)
-
-
-# -- reading and writing
-
-
-def test_requests_that_do_not_read_or_write() -> None:
-    cache = KVCacheManager(attention_config(50, (SIZE,)), 100, log_stats=True)
-    silent = Request("silent", range(18), hasher=cache.hasher, skip_writing_prefix_cache=True)
-    cache.allocate_slots(silent, 10)
-    silent.num_computed_tokens = 10
-    rows = cache.rows.rows_of([silent])
-    cache.allocate_batch(rows, 8)
-    silent.num_computed_tokens = 18
-    cache.cache_blocks(silent, 18)
-    cache.check()
-    assert cache.statistics().cached_blocks == 0
-    open_one = Request("open", range(18), hasher=cache.hasher)
-    cache.allocate_slots(open_one, 18)
-    assert cache.get_computed_blocks(Request("a", range(18), hasher=cache.hasher))[1] == 16
-    blind = Request("b", range(18), hasher=cache.hasher, skip_reading_prefix_cache=True)
-    assert cache.get_computed_blocks(blind)[1] == 0
-    logged = Request("c", range(18), SamplingParams(prompt_logprobs=1), hasher=cache.hasher)
-    assert cache.get_computed_blocks(logged)[1] == 0
-    stats = cache.make_prefix_cache_stats()
-    assert stats is not None
-    assert (stats.requests, stats.hits) == (1, 16)
-    cache.free(silent)
-    cache.check()
-
-
-def test_a_reader_that_does_not_write_adopts_hits() -> None:
-    cache = KVCacheManager(attention_config(50, (SIZE,)), 100)
-    cache.allocate_slots(Request("a", range(18), hasher=cache.hasher), 18)
-    reader = Request("b", [*range(12), *range(50, 60)], hasher=cache.hasher, skip_writing_prefix_cache=True)
-    blocks, tokens = cache.get_computed_blocks(reader)
-    assert tokens == 12
-    cache.allocate_slots(reader, 10, tokens, blocks)
-    cache.check()
-    assert cache.statistics().cached_blocks == 4
-    with pytest.raises(ConfigError, match="logprobs must not be negative"):
-        SamplingParams(prompt_logprobs=-1)
+def test_hits_of_requests_that_differ_in_one_extra(one: dict[str, Any], other: dict[str, Any], shared: int) -> None:
+    for first, second in ((one, other), (other, one)):
+        cache = KVCacheManager(attention_config(20, (SIZE,)), 100)
+        cache.allocate_slots(request(cache.hasher, **first), PROMPT)
+        assert cache.get_computed_blocks(request(cache.hasher, **second))[1] == shared
+        assert cache.get_computed_blocks(request(cache.hasher, **first))[1] == 16
 
 
 # -- events
@@ -325,33 +322,105 @@ def stored(cache: KVCacheManager) -> list[BlockStored]:
     return [event for event in cache.take_events() if isinstance(event, BlockStored)]
 
 
-def test_events_tell_adapters_and_items() -> None:
-    cache = KVCacheManager(attention_config(50, (SIZE,)), 100, enable_kv_cache_events=True)
-    one = Request("one", range(10), hasher=cache.hasher, lora=LORA, multimodal=[IMAGE], cache_salt="s")
-    cache.allocate_slots(one, 10)
-    (event,) = stored(cache)
+def events_of(
+    block_sizes: tuple[int, ...], prompt: int = PROMPT, *, chunk: int = 100, **known: object
+) -> tuple[list[BlockStored], Request]:
+    cache = KVCacheManager(attention_config(100, block_sizes), 100, enable_kv_cache_events=True)
+    one = request(cache.hasher, range(prompt), **known)
+    for start in range(0, prompt, chunk):
+        end = min(start + chunk, prompt)
+        cache.allocate_slots(one, end - start)
+        one.num_computed_tokens = end
+    return stored(cache), one
+
+
+def test_events_tell_adapters_items_salts_and_digests() -> None:
+    (event,), one = events_of((SIZE,), lora=LORA, multimodal=[IMAGE], cache_salt="s", encoder=ENCODER)
     assert (event.lora_id, event.lora_name) == (3, "sql")
-    assert event.extra_keys == (("sql", ("cat", 2), "s"), ("sql", ("cat", -2)))
+    assert event.extra_keys == (("sql", ("cat", 2), "s", b"audio"), ("sql", ("cat", -2)), *[("sql",)] * 3)
     assert event.block_hashes == tuple(one.hashes)
+    (event,), one = events_of((SIZE,), prompt_embeds=EMBEDS)
+    keys = one.extra_keys(0, 2)
+    assert keys is not None
+    assert event.extra_keys == (*[(key[0][1],) for key in keys if key], None, None, None)
 
 
-def test_a_block_of_several_hash_blocks_has_the_keys_of_all() -> None:
-    """D8: the token span and the hash list match, in every group."""
-    cache = KVCacheManager(attention_config(50, (4, 8)), 100, enable_kv_cache_events=True)
-    one = Request("one", range(17), hasher=cache.hasher, lora=LORA, multimodal=[MultimodalItem("cat", 5, 2)])
-    cache.allocate_slots(one, 17)
-    small, large = stored(cache)
-    assert small.extra_keys == (("sql",), ("sql", ("cat", 1)), ("sql",), ("sql",))
-    assert large.extra_keys == (("sql", ("cat", 1)), ("sql",))
-    for event in (small, large):
+def test_events_of_requests_without_extras_have_none() -> None:
+    (event,), _ = events_of((SIZE,))
+    assert (event.lora_id, event.lora_name, event.extra_keys) == (None, None, None)
+
+
+def test_an_adapter_without_a_number() -> None:
+    (event,), _ = events_of((SIZE,), lora=LoraAdapter("sql", "/adapters/sql"))
+    assert (event.lora_id, event.lora_name) == (None, "sql")
+
+
+def test_a_block_of_several_hash_blocks_has_the_keys_of_all_of_them() -> None:
+    items = [MultimodalItem("cat", 5, 2), MultimodalItem("dog", 7, 10)]
+    (small, large), _ = events_of((4, 8), 24, lora=LORA, multimodal=items, cache_salt="s")
+    assert small.extra_keys == (
+        ("sql", "s"),
+        ("sql", ("cat", 1), ("dog", 3)),
+        ("sql", ("dog", -1)),
+        ("sql", ("dog", -5)),
+        ("sql", ("dog", -9)),
+        ("sql",),
+    )
+    assert large.extra_keys == (
+        ("sql", "s", ("cat", 5), ("dog", 7)),
+        ("sql", ("dog", -1), ("dog", -1)),  # in both hash blocks
+        ("sql", ("dog", -9)),  # in the first of them only
+    )
+
+
+def test_equal_slices_of_embeddings_are_told_as_often_as_they_are_hashed() -> None:
+    (_, large), _ = events_of((4, 8), 16, prompt_embeds=np.zeros((12, 2), np.float32))
+    keys = large.extra_keys
+    assert keys is not None
+    assert [len(key or ()) for key in keys] == [2, 1]
+    assert len({digest for key in keys if key for digest in key}) == 1
+
+
+def hash_block_keys(published: tuple[object, ...] | None, stride: int, *, lora: bool) -> list[Extra | None]:
+    """What a router reads from a block's entry, by the text of published_extras alone. Salts are "s" here."""
+    items: list[list[tuple[object, ...]]] = [[] for _ in range(stride)]
+    salt, encoder, digests = [], [], []
+    told = list(published or ())
+    if lora:
+        assert told.pop(0) == "sql"
+    pairs = [key for key in told if isinstance(key, tuple)]
+    for name, offset in dict.fromkeys(pairs):
+        first = max(offset, 0) // SIZE
+        for j in range(first, first + pairs.count((name, offset))):
+            items[j].append(("mm", name, offset - j * SIZE))
+    for key in told:
+        if key == "s":
+            salt.append(("cache_salt", key))
+        elif key == b"audio":
+            encoder.append(("encoder", key))
+        elif isinstance(key, bytes):
+            digests.append(("prompt_embeds", key))
+    keys = []
+    for j in range(stride):
+        before, behind = (salt, encoder) if j == 0 else ([], [])
+        keys.append((*([LORA_KEY] if lora else []), *items[j], *before, *digests[j : j + 1], *behind) or None)
+    return keys
+
+
+@given(known_extras(), st.sampled_from([(4,), (4, 8), (4, 8, 12)]), st.integers(1, 25))
+def test_a_router_computes_the_hashes_from_the_events(
+    known: dict[str, Any], block_sizes: tuple[int, ...], chunk: int
+) -> None:
+    """D8 in every group: the token span matches the hash list, and with the extra keys gives it."""
+    events, one = events_of(block_sizes, 25, chunk=chunk, **known)
+    assert {event.group_idx for event in events} == set(range(len(block_sizes)))
+    hasher = one.hasher
+    assert hasher is not None
+    for event in events:
         assert len(event.token_ids) == len(event.block_hashes) * event.block_size
-
-
-def test_keys_of_a_block_are_what_is_hashed() -> None:
-    hasher = BlockHasher(SIZE)
-    one = request(hasher, lora=LORA, encoder=ENCODER)
-    expected: list[Extra | None] = [
-        (("lora", "sql", "/adapters/sql"), ("encoder", b"audio")),
-        *[(("lora", "sql", "/adapters/sql"),)] * 3,
-    ]
-    assert one.hashes == hasher.hash_chain(None, np.arange(18, dtype=np.int32), expected)
+        stride = event.block_size // SIZE
+        told = event.extra_keys or (None,) * len(event.block_hashes)
+        assert len(told) == len(event.block_hashes)
+        keys = [key for block in told for key in hash_block_keys(block, stride, lora="lora" in known)]
+        hashes = hasher.hash_chain(event.parent_block_hash, np.array(event.token_ids, np.int32), keys)
+        assert tuple(hashes[stride - 1 :: stride]) == event.block_hashes

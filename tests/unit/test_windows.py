@@ -178,6 +178,19 @@ def test_a_prompt_never_seen_costs_a_look_up_a_window() -> None:
     assert index.asked == before
 
 
+def test_a_request_that_was_cut_is_looked_up_anew() -> None:
+    cache = cache_of(full(), window())
+    start(cache, TOKENS[:20], (20,))
+    one = Request("one", TOKENS[:4], hasher=cache.hasher)
+    for token in [*TOKENS[4:20], *range(30)]:
+        one.append(token)
+    found = cache.find_hit(one)
+    assert found.tokens == 20
+    one.truncate(13)
+    assert not cache.is_longest_hit(one, found, cache.block_pool.evictions)
+    assert cache.find_hit(one).tokens == 12
+
+
 def test_no_column_is_looked_up_more_than_twice() -> None:
     cache = cache_of(window(80, 4), num_blocks=400)
     request = start(cache, list(range(600)), (600,))

@@ -5,6 +5,7 @@ A token span and its hash list always match: ``len(token_ids) == len(block_hashe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridkv.extra_keys import Extra
@@ -14,8 +15,8 @@ from hybridkv.extra_keys import Extra
 class BlockStored:
     """Blocks that were written and can be hit. parent_block_hash: None when they begin the prompt.
 
-    extra_keys: per block the untagged extra keys, None where there are none; of a block of several hash
-    blocks those of all of them, in order, each once. lora_id, lora_name: of the request's adapter.
+    lora_id, lora_name: of the request's adapter. extra_keys: one entry a block, None where there are none;
+    the whole is None when no block has any. See ``published_extras`` for blocks of several hash blocks.
     """
 
     block_hashes: tuple[bytes, ...]
@@ -54,3 +55,33 @@ def untagged(extra: Extra | None) -> tuple[object, ...] | None:
     for tag, *rest in extra:
         values.append(tuple(rest) if tag == "mm" else rest[0])
     return tuple(values)
+
+
+def published_extras(extras: Sequence[Extra | None], stride: int, hash_block_size: int) -> list[Extra | None]:
+    """Extra keys of blocks of ``stride`` hash blocks, from those of their hash blocks.
+
+    A block has the keys of all its hash blocks, in their order, so that its hash can be computed from them:
+
+        the adapter      once, in front: it is in every hash block
+        an item          once for each hash block that it overlaps, its offset counted from the block's start.
+                         n entries of offset o are hash blocks max(o, 0) // hash_block_size and the n - 1 behind
+                         it; in the j-th the offset that enters the hash is o - j * hash_block_size
+        salt, encoder    of the prompt's first hash block
+        embeddings       the i-th digest is that of the i-th hash block: they begin at the prompt's first token
+    """
+    if stride == 1:
+        return list(extras)
+    joined = []
+    for start in range(0, len(extras), stride):
+        keys: list[tuple[object, ...]] = []
+        for j, extra in enumerate(extras[start : start + stride]):
+            for key in extra or ():
+                match key:
+                    case ("mm", name, int(offset)):
+                        keys.append(("mm", name, offset + j * hash_block_size))
+                    case ("lora", *_) if j:
+                        pass
+                    case _:
+                        keys.append(key)
+        joined.append(tuple(keys) or None)
+    return joined

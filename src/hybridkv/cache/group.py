@@ -59,9 +59,13 @@ class CacheGroup:
         return [hashes[(column + 1) * stride - 1] for column in columns.tolist()]
 
     def knows_any(self, request: Request, columns: Sequence[int]) -> bool:
-        """Whether one of the keys of ``columns`` is indexed. O(columns) look-ups."""
+        """Whether one of the keys of ``columns`` is indexed; also when ``request`` was cut and has one no longer.
+
+        O(columns) look-ups.
+        """
         stride, hashes, get = self.key_stride, request.hashes, self.index.get
-        return any(get(hashes[(column + 1) * stride - 1]) is not None for column in columns)
+        places = [(column + 1) * stride - 1 for column in columns]
+        return any(place >= len(hashes) or get(hashes[place]) is not None for place in places)
 
     # -- rows
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.events import BlockStored, untagged
+from hybridkv.cache.events import BlockStored, published_extras, untagged
 from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.pool import WRITTEN, BlockPool
 from hybridkv.errors import CacheError
-from hybridkv.extra_keys import Extra
 from hybridkv.request import Request
 
 
@@ -109,26 +108,17 @@ class WriteLog:
 def _stored(run: Run, first: int, last: int) -> BlockStored:
     """The event of columns first .. last-1."""
     group, request = run.group, run.request
-    size = group.policy.block_size
+    size, stride = group.policy.block_size, group.key_stride
     keys = group.key_run(request, max(first - 1, 0), last)
     parent = keys.pop(0) if first else None
-    stride = group.key_stride
     extras = request.extra_keys(first * stride, (last - first) * stride)
     return BlockStored(
         block_hashes=tuple(keys),
         parent_block_hash=parent,
         token_ids=tuple(request.token_ids(first * size, last * size).tolist()),
         block_size=size,
-        group_idx=group.number,
         lora_id=None if request.lora is None else request.lora.id,
         lora_name=None if request.lora is None else request.lora.name,
-        extra_keys=None if extras is None else tuple(untagged(part) for part in _joined(extras, stride)),
+        extra_keys=None if extras is None else tuple(map(untagged, published_extras(extras, stride, size // stride))),
+        group_idx=group.number,
     )
-
-
-def _joined(extras: list[Extra | None], stride: int) -> list[Extra | None]:
-    """Extra keys of blocks of ``stride`` hash blocks: those of all its hash blocks in order, repeats left out."""
-    if stride == 1:
-        return extras
-    parts = (extras[start : start + stride] for start in range(0, len(extras), stride))
-    return [tuple(dict.fromkeys(key for extra in part if extra for key in extra)) or None for part in parts]
