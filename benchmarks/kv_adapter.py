@@ -100,10 +100,10 @@ class HybridKVAdapter:
         rid: str,
         tokens: list[int],
         hasher: BlockHasher,
-        continues: Request | None = None,  # noqa: ARG002 - hybridkv does not take over hashes yet
+        continues: Request | None = None,
     ) -> Request:
-        """A new request, its prompt hashed."""
-        return Request(rid, tokens, ENDLESS, hasher=hasher)
+        """A new request, its prompt hashed; what it shares with ``continues`` is not hashed anew."""
+        return Request(rid, tokens, ENDLESS, hasher=hasher, continues=continues)
 
     def append(self, req: Request, token: int) -> None:
         """One sampled token."""
