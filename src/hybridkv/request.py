@@ -89,6 +89,10 @@ class Columns(Protocol):
         """One token behind the known ones of each of ``rows``."""
         ...
 
+    def least_tokens(self, row: int) -> int:
+        """Tokens of ``row`` that cannot be forgotten: computed, or promised to others."""
+        ...
+
     def truncate(self, row: int, num_tokens: int) -> None:
         """Only the first ``num_tokens`` tokens of ``row`` are left, at least one of them."""
         ...
@@ -120,7 +124,11 @@ class Hasher(Protocol):
 
 def _token_array(tokens: Sequence[int] | NDArray[np.integer]) -> array[int]:
     """A copy of ``tokens`` as 32-bit integers; ConfigError for ids that do not fit."""
+    if isinstance(tokens, bytes | bytearray | str):
+        raise ConfigError(f"token ids must be a sequence of integers, got {type(tokens).__name__}: tokenize it first")
     if isinstance(tokens, np.ndarray):
+        if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
+            raise ConfigError(f"token ids must be a one-dimensional integer array, got {tokens.dtype}{tokens.shape}")
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) > _MAX_TOKEN_ID):
             raise ConfigError("token ids must lie in 0 .. 2**31 - 1")
         return array("i", tokens.astype(np.int32, copy=False).tobytes())
@@ -295,7 +303,9 @@ class Request:
         return tokens
 
     def append(self, token: int) -> None:
-        """One more token; hashes the block that it completes."""
+        """One more token; hashes the block that it completes. ConfigError for a negative one."""
+        if token < 0:
+            raise ConfigError(f"token {token} for {self.request_id!r}: ids are 0 or more")
         if self._rows is None:
             self._tokens.append(token)
             self._hash_new_blocks()
@@ -306,10 +316,11 @@ class Request:
         """Forget the tokens behind the first ``num_tokens``, and the hashes of the blocks that they filled.
 
         ConfigError for fewer than the prompt's, more than are known, and, while the request holds blocks,
-        fewer than are computed: those may be shared already. O(tokens forgotten).
+        fewer than are computed or published: those may be shared already. O(tokens forgotten).
         """
         known, computed = self.num_tokens, self.num_computed_tokens
-        least = max(self.num_prompt_tokens, 0 if self._rows is None else min(computed, known))
+        held = 0 if self._rows is None else self._rows.least_tokens(self.row)
+        least = max(self.num_prompt_tokens, min(held, known))
         if not least <= num_tokens <= known:
             raise ConfigError(
                 f"request {self.request_id!r} cannot be cut to {num_tokens} tokens: keep its {least} of prompt and "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,11 +35,15 @@ class RequestRows:
     num_tokens, num_computed: int64[capacity]. in_flight: int64[capacity], how many of those computed are of
     steps not yet settled; 0 in a row that was just handed out. tail: int32[capacity, tail_tokens], the tokens
     behind a row's last whole hash block (kept until overwritten). requests: who has the row, None when free.
-    Rows are handed out lowest first; the columns grow by doubling, so never keep a reference to them.
+    promised: of a row, the tokens that others may hit. Rows are handed out lowest first; the columns grow by
+    doubling, so never keep a reference to them.
     """
 
-    def __init__(self, tail_tokens: int, capacity: int = 64) -> None:
+    def __init__(
+        self, tail_tokens: int, capacity: int = 64, *, promised: Callable[[int], int] = lambda row: 0 * row
+    ) -> None:
         self.tail_tokens = tail_tokens
+        self._promised = promised
         self.num_tokens = np.zeros(capacity, np.int64)
         self.num_computed = np.zeros(capacity, np.int64)
         self.in_flight = np.zeros(capacity, np.int64)
@@ -103,6 +107,10 @@ class RequestRows:
         whole = rows[n % self.tail_tokens == 0]
         if whole.size:
             self._flush(whole)
+
+    def least_tokens(self, row: int) -> int:
+        """Tokens of ``row`` that cannot be forgotten: computed, or promised to others."""
+        return max(self.num_computed.item(row), self._promised(row))
 
     def truncate(self, row: int, num_tokens: int) -> None:
         """Only the first ``num_tokens`` tokens of ``row`` are left, at least one of them. O(tokens forgotten)."""

@@ -7,6 +7,7 @@ from kinds_support import cache_of, full, published, state, window
 
 from hybridkv.cache import CommonHit, KVCacheManager
 from hybridkv.errors import CapacityError, ConfigError
+from hybridkv.extra_keys import EncoderInput
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec
@@ -45,6 +46,15 @@ def turn(sched: Scheduler) -> list[str]:
     step = sched.schedule()
     update(sched, step)
     return [new.request_id for new in step.new_rows]
+
+
+def test_an_encoder_input_needs_cross_attention() -> None:
+    """Refused when it arrives: no step may break in the middle for it."""
+    sched, _ = scheduler(num_blocks=40)
+    with pytest.raises(ConfigError, match="the model has no cross attention"):
+        add(sched, "a", range(8), encoder=EncoderInput(b"audio", 4))
+    add(sched, "b", range(8), 1)
+    assert turn(sched) == ["b"]
 
 
 # -- overtaking

@@ -16,7 +16,7 @@ from hybridkv.cache import (
     Refusal,
     SlotPlan,
 )
-from hybridkv.errors import CacheError, ConfigError, StalePlanError, UnsupportedModelError
+from hybridkv.errors import BlockError, CacheError, ConfigError, StalePlanError, UnsupportedModelError
 from hybridkv.plan import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.request import Request
 from hybridkv.specs import AttentionSpec, Keeps, RequestLimits
@@ -547,3 +547,79 @@ def test_a_full_hit_of_an_aligned_prompt_is_remembered() -> None:
     assert hit.tokens == 12  # the block of the last token is known, but never part of a hit
     assert cache.is_longest_hit(again, hit, cache.block_pool.evictions)
     assert cache.find_hit(request(cache, range(17))).tokens == 16
+
+
+# -- what is handed over wrongly
+
+
+def test_a_hit_whose_blocks_were_evicted_is_not_adopted() -> None:
+    cache = manager(num_blocks=6)
+    cache.free(run_and_return(cache, range(9)))
+    late = request(cache, range(9))
+    blocks, tokens = cache.get_computed_blocks(late)
+    assert tokens == 8
+    cache.free(run_and_return(cache, range(50, 70)))
+    before = cache.block_pool.free_order()
+    with pytest.raises(StalePlanError, match="were evicted since: look up again"):
+        cache.allocate_slots(late, 1, tokens, blocks)
+    assert cache.block_pool.free_order() == before
+    assert late.row == -1
+    cache.check()
+
+
+def run_and_return(cache: KVCacheManager, tokens: range) -> Request:
+    one = request(cache, tokens)
+    cache.allocate_slots(one, len(tokens))
+    return one
+
+
+def test_blocks_of_nobody_are_not_adopted() -> None:
+    cache = manager(num_blocks=6)
+    one = request(cache, range(9))
+    for ids in ([1, 99], [-3, 1]):
+        with pytest.raises(BlockError, match="is none of this pool's"):
+            cache.allocate_slots(one, 1, 8, KVCacheBlocks((np.array(ids, np.int32),)))
+    with pytest.raises(ConfigError, match="a hit needs blocks of 1 groups, got 2"):
+        cache.allocate_slots(one, 1, 8, KVCacheBlocks((np.array([1, 2], np.int32),) * 2))
+    cache.check()
+
+
+@pytest.mark.parametrize(
+    "known", [{"num_encoder_tokens": 3}, {"num_lookahead_tokens": -9}, {"num_external_computed_tokens": 4}]
+)
+def test_nothing_is_overlooked_where_no_block_is_needed(known: dict[str, int]) -> None:
+    cache = manager()
+    one = request(cache, range(30))
+    cache.allocate_slots(one, 1)
+    one.num_computed_tokens = 1
+    with pytest.raises(ConfigError):
+        cache.allocate_slots(one, 1, **known)  # type: ignore[arg-type]  # by name
+
+
+def test_published_tokens_are_not_forgotten() -> None:
+    cache = manager()
+    one = request(cache, range(5))
+    for token in range(5, 13):
+        one.append(token)
+    cache.allocate_slots(one, 12)  # nothing counts as computed yet, but 12 tokens can be hit
+    with pytest.raises(ConfigError, match="cannot be cut to 9"):
+        one.truncate(9)
+    one.truncate(12)
+    cache.check()
+
+
+@pytest.mark.parametrize("prompt", [b"abc", "abc", np.array([1.5, 2.0]), np.array([[1, 2]])])
+def test_prompts_are_integers_in_a_row(prompt: object) -> None:
+    with pytest.raises(ConfigError, match="token ids must be"):
+        Request("a", prompt)  # type: ignore[arg-type]  # on purpose
+
+
+def test_a_negative_token_is_not_appended() -> None:
+    cache = manager()
+    one = request(cache, range(5))
+    with pytest.raises(ConfigError, match="ids are 0 or more"):
+        one.append(-1)
+    cache.allocate_slots(one, 5)
+    with pytest.raises(ConfigError, match="ids are 0 or more"):
+        one.append(-1)
+    assert one.num_tokens == 5

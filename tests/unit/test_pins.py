@@ -5,7 +5,8 @@ from kinds_support import cache_of, full, hit_tokens, start, state, window
 
 from hybridkv.errors import CacheError, CapacityError, ConfigError
 from hybridkv.request import Request
-from hybridkv.schedule import Scheduler
+from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.step import Csr, StepResult
 
 PROMPT = list(range(40))
 
@@ -54,6 +55,29 @@ def test_pins_of_windows_and_states_hold_what_a_hit_needs() -> None:
     assert cache.reset_prefix_cache()
 
 
+def test_pins_are_no_running_requests() -> None:
+    cache = cache_of(full(), max_pinned_blocks=9)
+    start(cache, PROMPT[:16], (16,))
+    cache.pin(PROMPT[:8])
+    assert cache.get_num_common_prefix_blocks("a", 1) == [4]
+
+
+def test_what_a_step_in_flight_writes_is_not_pinned() -> None:
+    cache = cache_of(full(), max_pinned_blocks=9)
+    sched = Scheduler(cache, SchedulerLimits(max_batched_tokens=8, max_in_flight=2))
+    sched.add(Request("a", PROMPT[:16], hasher=cache.hasher))
+    first = sched.schedule()
+    assert cache.pin(PROMPT[:16]).tokens == 0
+    sched.update(StepResult(first.id, Csr.empty(1)))
+    second = sched.schedule()
+    pin = cache.pin(PROMPT[:16])
+    assert pin.tokens == 8
+    sched.fail(second.id, "lost")
+    cache.check()
+    cache.unpin(pin)
+    cache.check()
+
+
 def test_the_limit() -> None:
     cache = cache_of(full(), max_pinned_blocks=5)
     start(cache, PROMPT, (40,))
@@ -69,6 +93,8 @@ def test_the_limit() -> None:
         without.pin(PROMPT)
     with pytest.raises(ConfigError, match="max_pinned_blocks must not be negative"):
         cache_of(full(), max_pinned_blocks=-1)
+    with pytest.raises(ConfigError, match="max_pinned_blocks is 10, the pool has 9 blocks"):
+        cache_of(full(), num_blocks=10, max_pinned_blocks=10)
 
 
 def test_a_pin_is_released_once() -> None:

@@ -21,10 +21,19 @@ class KVCacheBlocks:
     """Block ids of one request, per group.
 
     ids: one int32 array a group. pool: where the blocks are, None for ids that were put together by hand.
+    evictions: of the pool when these blocks were found in a look-up; None for others.
     """
 
     ids: tuple[Int32, ...]
     pool: BlockPool | None = field(default=None, repr=False)
+    evictions: int | None = field(default=None, repr=False)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a block lost its key since the look-up: it may hold other tokens by now."""
+        if self.evictions is None or self.pool is None:
+            return False
+        return not all(self.pool.kept_keys_since(ids[ids != 0], self.evictions) for ids in self.ids)
 
     @property
     def blocks(self) -> tuple[list[int], ...]:

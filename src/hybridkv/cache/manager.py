@@ -84,6 +84,10 @@ class KVCacheManager:
         self.block_pool = BlockPool(kv_cache_config.num_blocks, len(kinds), enable_events=enable_kv_cache_events)
         self.groups = build_groups(kinds, self.block_pool.indexes, hash_block, retention)
         self.sink_blocks = tuple(self.block_pool.reserve(kind.sink_blocks) for kind in kinds)
+        if max_pinned_blocks > self.block_pool.num_usable:
+            raise ConfigError(
+                f"max_pinned_blocks is {max_pinned_blocks}, the pool has {self.block_pool.num_usable} blocks: lower it"
+            )
         self.pins = Pins(self.block_pool, max_pinned_blocks)
         self._coordinator = Coordinator(self.groups, alignment_of(kinds))
         self._residents = Residents(self.groups, hash_block, publishes=self.enable_caching)
@@ -139,9 +143,10 @@ class KVCacheManager:
 
     def blocks_of(self, hit: CommonHit) -> KVCacheBlocks:
         """The blocks of a hit, 0 for null columns."""
-        return (
-            KVCacheBlocks(tuple(group.blocks for group in hit.groups), self.block_pool) if hit.tokens else self._empty
-        )
+        if not hit.tokens:
+            return self._empty
+        blocks = tuple(group.blocks for group in hit.groups)
+        return KVCacheBlocks(blocks, self.block_pool, self.block_pool.evictions)
 
     def is_longest_hit(self, request: Request, hit: CommonHit, evictions: int) -> bool:
         """Whether a hit found when ``block_pool.evictions`` was ``evictions`` is still the longest.
@@ -172,7 +177,8 @@ class KVCacheManager:
         When they do not, columns that are read no longer are given back all the same.
         """
         mine = request._rows is self.rows
-        if mine and new_computed_blocks is None and not num_new_computed_tokens and num_new_tokens > 0:
+        plain = not (num_new_computed_tokens or num_encoder_tokens or num_external_computed_tokens)
+        if mine and plain and new_computed_blocks is None and num_new_tokens > 0 and num_lookahead_tokens >= 0:
             total = self.rows.num_computed.item(request.row) + num_new_tokens + num_lookahead_tokens
             if total < self._residents.next_event(request.row):
                 self._committer.label(request.row, total - num_lookahead_tokens)
@@ -338,12 +344,15 @@ class KVCacheManager:
     # -- pins
 
     def pin(self, tokens: Sequence[int], salt: str | None = None) -> Pin:
-        """Keep what is cached of ``tokens`` from eviction until ``unpin``; the Pin says how many tokens that is.
+        """Keep what is cached of ``tokens``, and written, until ``unpin``; the Pin says how many tokens that is.
 
         Its blocks count in ``usage``. CapacityError beyond ``max_pinned_blocks``. O(blocks of the prefix).
         """
         request = Request("pin", tokens, hasher=self.hasher, cache_salt=salt)
-        return self.pins.add(self._coordinator.longest_common_hit(request, len(tokens) if self.enable_caching else 0))
+        hit = self._coordinator.longest_common_hit(request, len(tokens) if self.enable_caching else 0)
+        while not all(self.block_pool.all_written(part.blocks) for part in hit.groups):
+            hit = self._coordinator.longest_common_hit(request, hit.tokens - 1)
+        return self.pins.add(hit)
 
     def unpin(self, pin: Pin) -> None:
         """``pin`` may be evicted again. CacheError for a pin that is not held."""
@@ -380,8 +389,9 @@ class KVCacheManager:
         if self._residents.get(request_id) is None:
             raise CacheError(f"request {request_id!r} holds no blocks: ask for a running one")
         common = []
-        for ids in self.get_blocks(request_id).ids:
-            shared = (self.block_pool.ref_counts(ids) == num_running_requests) & (ids != 0)
+        for group, ids in enumerate(self.get_blocks(request_id).ids):
+            holders = self.block_pool.ref_counts(ids) - self.pins.holds(group, ids)
+            shared = (holders == num_running_requests) & (ids != 0)
             common.append(len(ids) if shared.all() else int(shared.argmin()))
         return common
 

@@ -46,6 +46,13 @@ class Pins:
         """Blocks of all pins."""
         return sum(pin.num_blocks for pin in self._held.values())
 
+    def holds(self, group: int, ids: Int32) -> Int32:
+        """How many pins hold each of ``ids``, int32[len(ids)]. O(pinned blocks)."""
+        counts = np.zeros(len(ids), np.int32)
+        for pin in self._held.values():
+            counts += np.isin(ids, pin.blocks[group])
+        return counts
+
     def add(self, hit: CommonHit) -> Pin:
         """Hold the blocks of ``hit``. CapacityError, and nothing held, beyond the limit."""
         pin = Pin(self._next, hit.tokens, tuple(part.blocks[part.blocks != 0] for part in hit.groups))

@@ -63,6 +63,8 @@ class SlotPlanner:
         """One GroupPlan a group, or why not. ConfigError for an ask that makes no sense."""
         groups, pool, row = self._groups, self._pool, request.row
         check_ask(request, ask, groups, caching=self._caching)
+        for ids in ask.hit.ids:
+            pool.refuse_foreign(ids[ids != 0])
         in_flight = self._rows.in_flight.item(row) if row >= 0 else 0
         demand = demand_of(request, ask, in_flight, self._max_model_len, self.edges(request))
         facts = [group.facts(row) for group in groups]

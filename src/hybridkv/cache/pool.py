@@ -209,6 +209,11 @@ class BlockPool:
             raise BlockError(f"double free of block {int(ids[held < 1][0])}: nobody holds it")
         return held
 
+    def refuse_foreign(self, ids: Int32) -> None:
+        """BlockError unless all of ``ids`` are blocks of this pool, the null block not among them."""
+        if ids.size:
+            self._refuse_foreign(ids)
+
     def _refuse_foreign(self, ids: Int32 | NDArray[np.int64]) -> None:
         if np.minimum.reduce(ids) <= NULL_BLOCK or np.maximum.reduce(ids) >= self.num_blocks:
             bad = ids[(ids <= NULL_BLOCK) | (ids >= self.num_blocks)]
@@ -313,6 +318,10 @@ class BlockPool:
         """Blocks that steps from ``first_step`` on should have written lose their keys."""
         ids = np.unique(ids)
         self.evict_blocks(ids[self._step[ids] >= first_step])
+
+    def all_written(self, ids: Int32) -> bool:
+        """Whether each of ``ids`` has been written; the null block is."""
+        return bool((self._step[ids] == WRITTEN).all())
 
     def is_written(self, block: int) -> bool:
         """Whether a published block has been written."""

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache.group import CacheGroup
+from hybridkv.cache.policies import UNPUBLISHED
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
 from hybridkv.request_rows import RequestRows
@@ -26,7 +27,7 @@ class Residents:
     """
 
     def __init__(self, groups: Sequence[CacheGroup], tail_tokens: int, *, publishes: bool) -> None:
-        self.columns = RequestRows(tail_tokens)
+        self.columns = RequestRows(tail_tokens, promised=self._promised)
         self._groups = groups
         self._publishes = publishes
         self._by_id: dict[str, Request] = {}
@@ -69,6 +70,11 @@ class Residents:
             group.clear(row)
         self._next_event[row] = 0
         self.columns.release(request)
+
+    def _promised(self, row: int) -> int:
+        """Tokens of ``row`` whose blocks may carry keys."""
+        settled = [(group.published.item(row), group.policy.block_size) for group in self._groups]
+        return max((columns * size for columns, size in settled if columns < UNPUBLISHED), default=0)
 
     def next_event(self, row: int) -> int:
         """Tokens that ``row`` may hold before anything must be done for it."""

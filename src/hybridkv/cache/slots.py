@@ -17,7 +17,7 @@ from hybridkv.cache.blocks import KVCacheBlocks
 from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.policies import Demand, GroupPlan, RowFacts
 from hybridkv.cache.pool import BlockPool
-from hybridkv.errors import ConfigError
+from hybridkv.errors import ConfigError, StalePlanError
 from hybridkv.request import Request
 from hybridkv.specs import Keeps, RequestLimits
 
@@ -77,7 +77,10 @@ class Ask(NamedTuple):
 
 
 def check_ask(request: Request, ask: Ask, groups: Sequence[CacheGroup], *, caching: bool) -> None:
-    """ConfigError when there is nothing to allocate, or what is handed over cannot be adopted."""
+    """ConfigError when there is nothing to allocate, or what is handed over cannot be adopted.
+
+    StalePlanError for a hit whose blocks were evicted since the look-up.
+    """
     name = request.request_id
     if ask.new_tokens <= 0:
         raise ConfigError(f"nothing to allocate for {name!r}: num_new_tokens is {ask.new_tokens}")
@@ -94,10 +97,14 @@ def check_ask(request: Request, ask: Ask, groups: Sequence[CacheGroup], *, cachi
         raise ConfigError(f"{ask.hit_tokens} hit tokens without their blocks: hand over new_computed_blocks")
     if hit:
         _check_hit(ask, groups)
+        if ask.hit.is_stale:
+            raise StalePlanError(f"blocks of the hit handed over for {name!r} were evicted since: look up again")
 
 
 def _check_hit(ask: Ask, groups: Sequence[CacheGroup]) -> None:
-    """ConfigError unless the blocks of a hit are as many as its tokens say."""
+    """ConfigError unless the blocks of a hit are as many as its tokens say, in as many groups."""
+    if len(ask.hit.ids) != len(groups):
+        raise ConfigError(f"a hit needs blocks of {len(groups)} groups, got {len(ask.hit.ids)}")
     for group, ids in zip(groups, ask.hit.ids, strict=True):
         policy = group.policy
         if len(ids) != policy.hit_columns(ask.hit_tokens) or (policy.publishes and ask.hit_tokens % policy.block_size):

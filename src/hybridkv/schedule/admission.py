@@ -12,7 +12,7 @@ from hybridkv.schedule.chunks import Chunks
 from hybridkv.schedule.limits import SchedulerLimits
 from hybridkv.schedule.split import AlignSplit
 from hybridkv.schedule.waiting import Waiting
-from hybridkv.specs import RequestLimits
+from hybridkv.specs import Keeps, RequestLimits
 from hybridkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,8 @@ def refuse_impossible(cache: KVCacheManager, limits: SchedulerLimits, request: R
     """ConfigError or CapacityError for a request that could not run even alone."""
     if request.hasher is not cache.hasher:
         raise ConfigError(f"request {request.request_id!r}: construct it with hasher=cache.hasher")
+    if request.num_encoder_tokens and not any(group.kind.spec.keeps == Keeps.ENCODER for group in cache.groups):
+        raise ConfigError(f"request {request.request_id!r} has an encoder input, but the model has no cross attention")
     if request.row >= 0 or request.num_computed_tokens:
         raise ConfigError(f"request {request.request_id!r} runs or has run before: make a new Request of its tokens")
     if request.num_tokens >= cache.max_model_len:
