@@ -69,6 +69,8 @@ class SamplingParams:
             ),
             (self.max_tokens >= 1, "max_tokens must be at least 1", self.max_tokens),
         )
+        if any(not 0 <= token <= _MAX_TOKEN_ID for token in self.stop_token_ids):
+            raise ConfigError(f"stop_token_ids must lie in 0 .. 2**31 - 1, got {self.stop_token_ids}")
         for good, message, value in checks:
             if not good:
                 raise ConfigError(f"{message}, got {value}")
@@ -203,6 +205,8 @@ class Request:
         self._tokens = _token_array(prompt)
         if not self._tokens:
             raise ConfigError(f"request {request_id!r} has an empty prompt: give it at least one token")
+        if any(not 0 <= token <= _MAX_TOKEN_ID for token in eos_token_ids):
+            raise ConfigError(f"eos_token_ids must lie in 0 .. 2**31 - 1, got {eos_token_ids}")
         self.request_id = request_id
         self.sampling = sampling if sampling is not None else SamplingParams()
         self.hasher = hasher

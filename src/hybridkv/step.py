@@ -115,8 +115,9 @@ class Step:
     token_ids: the tokens to run, CSR; -1 is the token that the worker itself sampled last for this row.
     drafts: speculated tokens, CSR, the tail of token_ids.
     cells: what changes in the block tables. zero: int32[Z, 2], (group, block id) to clear.
-    copies: in this order. state_read: int32[R], the block each row's recurrent state is read from (-1: none).
-    state_writes: int32[W, 3], (index into rows, token count, block id).
+    copies: in this order. state_read: int32[R, G], the block of each group that holds the row's recurrent state
+    once the copies before the forward are done (-1: the group keeps none); int32[0, G] where no group does.
+    state_writes: int32[W, 4], (index into rows, group, token count, block id).
     finished_rows: int32[F], rows that ended since the Step before.
     """
 
@@ -133,8 +134,8 @@ class Step:
     new_rows: tuple[NewRow, ...] = ()
     zero: Int32 = field(default_factory=lambda: np.empty((0, 2), np.int32))
     copies: tuple[Copy, ...] = ()
-    state_read: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
-    state_writes: Int32 = field(default_factory=lambda: np.empty((0, 3), np.int32))
+    state_read: Int32 = field(default_factory=lambda: np.empty((0, 0), np.int32))
+    state_writes: Int32 = field(default_factory=lambda: np.empty((0, 4), np.int32))
     schema_version: int = SCHEMA_VERSION
 
     @property

@@ -82,6 +82,38 @@ def test_at_most_so_many_pass() -> None:
     assert sched.num_waiting == 3
 
 
+def test_no_more_pass_in_one_step_either() -> None:
+    sched, _ = scheduler(num_blocks=21, max_overtaken=2)
+    add(sched, "a", range(16), 40)
+    assert turn(sched) == ["a"]
+    add(sched, "large", range(100, 178), 1)
+    for i in range(5):
+        add(sched, f"small{i}", [90 + i], 1)
+    assert turn(sched) == ["small0", "small1"]
+    assert turn(sched) == []
+
+
+def test_the_bound_is_64_or_a_second_unless_told() -> None:
+    sched, clock = scheduler()
+    add(sched, "a", range(16), 14)
+    add(sched, "large", range(50, 80), 1)
+    assert turn(sched) == ["a"]
+    passed = 0
+    for i in range(13):
+        for j in range(7):
+            add(sched, f"small{i}.{j}", [100 + i], 1)
+        passed += len(turn(sched))
+    assert passed == 64
+    other, clock = scheduler()
+    add(other, "a", range(16), 14)
+    add(other, "large", range(50, 80), 1)
+    for now, admitted in ((5.0, ["a"]), (5.999, ["b5.999"]), (6.0, [])):
+        clock.now = now
+        if now > 5:
+            add(other, f"b{now}", [1], 1)
+        assert turn(other) == admitted
+
+
 def test_the_bound_counts_again_once_admitted() -> None:
     sched, _ = scheduler(max_overtaken=1)
     add(sched, "a", range(16), 2)

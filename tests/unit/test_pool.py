@@ -288,3 +288,9 @@ def test_whether_keys_were_kept() -> None:
     after = pool.evictions
     pool.reset_prefix_cache()
     assert not pool.kept_keys_since(ids(1), after)
+
+
+def test_many_groups() -> None:
+    pool = BlockPool(4, 200)
+    pool.publish(199, pool.get_new_blocks(1), [b"k" * 32])
+    assert (pool.group_of(1), pool.get_cached_block(b"k" * 32, 199)) == (199, 1)

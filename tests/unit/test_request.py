@@ -29,6 +29,14 @@ class CountingHasher(BlockHasher):
         return keys
 
 
+@pytest.mark.parametrize("token", [-1, 1 << 31])
+def test_end_tokens_are_token_ids(token: int) -> None:
+    with pytest.raises(ConfigError, match="stop_token_ids must lie in"):
+        SamplingParams(stop_token_ids=(1, token))
+    with pytest.raises(ConfigError, match="eos_token_ids must lie in"):
+        Request("a", [1], eos_token_ids=(token,))
+
+
 def test_counts_of_a_waiting_request() -> None:
     request = Request("r", [1, 2, 3])
     request.append(4)

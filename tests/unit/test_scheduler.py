@@ -897,3 +897,14 @@ def test_an_abort_behind_the_last_update_is_told_when_asked() -> None:
     assert sched.drained
     assert [(one.request.request_id, str(one.reason)) for one in sched.take_finished()] == [("a", "abort")]
     assert sched.take_finished() == ()
+
+
+def test_a_result_whose_lists_do_not_add_up_changes_nothing() -> None:
+    sched = scheduler()
+    add(sched, "a", range(3))
+    step = sched.schedule()
+    wrong = StepResult(step.id, Csr(np.array([0, 1]), np.empty(0, np.int32)))
+    with pytest.raises(WorkerError, match="the result has 0 tokens, its indptr ends at 1"):
+        sched.update(wrong)
+    sched.check()
+    update(sched, step)

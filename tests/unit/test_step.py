@@ -23,4 +23,4 @@ def test_an_empty_step() -> None:
     step = Step(0, -1, none, none, none, np.empty(0, np.bool_), Csr.empty(0), Csr.empty(0), Cells.empty(), none)
     assert (len(step), step.num_tokens, len(step.cells)) == (0, 0, 0)
     assert (len(step.new_rows), len(step.copies)) == (0, 0)
-    assert (step.zero.shape, step.state_read.shape, step.state_writes.shape) == ((0, 2), (0,), (0, 3))
+    assert (step.zero.shape, step.state_read.shape, step.state_writes.shape) == ((0, 2), (0, 0), (0, 4))

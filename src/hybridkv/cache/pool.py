@@ -52,7 +52,7 @@ class BlockPool:
         self.evictions = 0
         self._free = FreeOrder(num_blocks)
         self._ref = np.zeros(num_blocks, np.int32)
-        self._group = np.full(num_blocks, -1, np.int8)  # of a block's key; -1: no key
+        self._group = np.full(num_blocks, -1, np.int16)  # of a block's key; -1: no key
         self._keys = np.full(num_blocks, None, np.object_)  # bytes, or None for a block without key
         self._step = np.full(num_blocks, WRITTEN, np.int32)  # the step that will write a published block
         self.keys_given = [0] * num_groups

@@ -51,6 +51,8 @@ class Admitter:
                 for passed in refused:
                     passed.overtaken += 1
                 yield entry.request, hit_tokens
+                if not all(self._may_be_overtaken(passed, now) for passed in refused):
+                    return
                 continue
             refused.append(entry)
             if len(refused) == _MOST_PASSED or not self._may_be_overtaken(entry, now):

@@ -50,7 +50,12 @@ def check_result(step: Step, result: StepResult) -> None:
         raise WorkerError(f"the result of step {result.id} came where step {step.id} is next: hand results in in order")
     if len(result.sampled) != len(step.rows):
         raise WorkerError(f"step {step.id} has {len(step.rows)} rows, its result {len(result.sampled)}")
-    if not np.array_equal(np.diff(result.sampled.indptr), step.samples):
+    indptr = result.sampled.indptr
+    if indptr[0] != 0 or indptr[-1] != len(result.sampled.values):
+        raise WorkerError(
+            f"step {step.id}: the result has {len(result.sampled.values)} tokens, its indptr ends at {indptr[-1]}"
+        )
+    if not np.array_equal(np.diff(indptr), step.samples):
         raise WorkerError(f"step {step.id}: the result must hold one token for each row that samples, none else")
     if result.sampled.values.size and result.sampled.values.min() < 0:
         raise WorkerError(f"step {step.id}: token {result.sampled.values.min()} was sampled: ids are 0 or more")

@@ -190,6 +190,9 @@ class Oracle:
                 for other in refused:
                     other.overtaken += 1
                     self.counts["overtaken"] += 1
+                if any(other.overtaken >= self.limits.max_overtaken for other in refused):
+                    self.counts["bound"] += 1
+                    return
                 continue
             refused.append(request)
             request.refused_at = now if request.refused_at is None else request.refused_at
