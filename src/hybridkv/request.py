@@ -13,6 +13,7 @@ waits keeps them itself. Either way the Request answers for both.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -205,6 +206,9 @@ class Request:
         self._tokens = _token_array(prompt)
         if not self._tokens:
             raise ConfigError(f"request {request_id!r} has an empty prompt: give it at least one token")
+        for name, value in (("priority", priority), ("arrival_time", arrival_time)):
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise ConfigError(f"{name} of {request_id!r} must be a finite number, got {value!r}")
         if any(not 0 <= token <= _MAX_TOKEN_ID for token in eos_token_ids):
             raise ConfigError(f"eos_token_ids must lie in 0 .. 2**31 - 1, got {eos_token_ids}")
         self.request_id = request_id

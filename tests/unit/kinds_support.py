@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,12 @@ def cache_of(*specs: KVCacheSpec, num_blocks: int = 200, **known: Any) -> KVCach
     return KVCacheManager(config(num_blocks, *specs), 1000, **known)
 
 
+def flagged(*groups: tuple[KVCacheSpec, bool], num_blocks: int = 200) -> KVCacheManager:
+    """A manager over (spec, whether it drops for EAGLE)."""
+    specs = tuple(KVCacheGroupSpec((f"layer{i}",), one, is_eagle_group=drops) for i, (one, drops) in enumerate(groups))
+    return KVCacheManager(KVCacheConfig(num_blocks, (), specs), 1000)
+
+
 def start(cache: KVCacheManager, tokens: Sequence[int], chunks: Sequence[int], name: str = "a") -> Request:
     """A request that computes its tokens in ``chunks``, without a look-up."""
     request = Request(name, tokens, hasher=cache.hasher)
@@ -105,6 +111,12 @@ def published(cache: KVCacheManager, request: Request, group: int = 0) -> list[i
     """Columns of ``request`` that can be hit, whatever row holds them."""
     found = cache.groups[group]
     return [column for column, key in enumerate(found.keys(request)) if found.index.get(key) is not None]
+
+
+def hits(cache: KVCacheManager, lengths: Iterable[int]) -> dict[int, tuple[int, int]]:
+    """Tokens hit by the first n of 0, 1, 2 ..., and where others branched off (0: nowhere), for each n."""
+    found = {n: cache.find_hit(Request("probe", range(n), hasher=cache.hasher)) for n in lengths}
+    return {n: (hit.tokens, hit.branch_tokens) for n, hit in found.items()}
 
 
 def evict(cache: KVCacheManager, request: Request, group: int, column: int) -> None:

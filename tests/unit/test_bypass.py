@@ -94,9 +94,9 @@ def test_no_more_pass_in_one_step_either() -> None:
 
 
 def test_the_bound_is_64_or_a_second_unless_told() -> None:
-    sched, clock = scheduler()
+    sched, clock = scheduler(num_blocks=40)
     add(sched, "a", range(16), 14)
-    add(sched, "large", range(50, 80), 1)
+    add(sched, "large", range(50, 194), 1)
     assert turn(sched) == ["a"]
     passed = 0
     for i in range(13):
@@ -341,6 +341,18 @@ def test_what_a_step_says_of_states() -> None:
     assert step.state_writes.tolist() == [[0, 1, 40, second], [0, 2, 40, running]]
 
 
+def test_copies_go_row_after_row_and_in_a_row_group_after_group() -> None:
+    sched, _ = scheduler(full(4), state(4), state(8), num_blocks=80)
+    for name in (1, 2):
+        add(sched, f"{name}", [name] * 9)
+    update(sched, sched.schedule())
+    sources = [(g, sched.cache.get_block_ids(name)[g][-1]) for name in "12" for g in (1, 2)]
+    step = sched.schedule()
+    assert step.num_computed.tolist() == [8, 8]
+    assert [(copy.group, copy.source) for copy in step.copies] == sources
+    update(sched, step)
+
+
 def test_models_without_states_say_nothing_of_them() -> None:
     sched, _ = scheduler(full(4), window(8), num_blocks=40)
     add(sched, "a", range(10))
@@ -372,9 +384,10 @@ def test_who_came_later_with_a_better_priority_is_not_the_victim() -> None:
     sched, _ = scheduler(policy="priority")
     add(sched, "low", range(14), 16, priority=5)
     assert turn(sched) == ["low"]
+    add(sched, "mid", range(100, 128), 1, priority=3)
     add(sched, "high", range(50, 62), 16, priority=0)
     assert turn(sched) == ["high"]
     while sched.num_running == 2:
         turn(sched)
-    assert [request.request_id for request in sched._waiting.requests()] == ["low"]
+    assert [request.request_id for request in sched._waiting.requests()] == ["mid", "low"]
     assert [request.request_id for request in sched._running.requests] == ["high"]

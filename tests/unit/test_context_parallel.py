@@ -22,9 +22,10 @@ from kinds_support import (
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
+from hybridkv.plan import capacity_of
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
-from hybridkv.specs import KVCacheSpec
+from hybridkv.specs import KVCacheSpec, RequestLimits
 from hybridkv.step import Csr, Step, StepResult
 
 PROMPT = list(range(200))
@@ -127,3 +128,32 @@ def test_what_was_promised_can_be_allocated(  # noqa: PLR0917 - one strategy eac
         sched.check()
     assert sched.drained
     assert sched.statistics().preemptions == 0
+
+
+@given(
+    specs=st.lists(st.one_of(SPECS, st.sampled_from((sink(4, 6), cross(4)))), min_size=1, max_size=4),
+    ranks=st.sampled_from(((1, 1), (2, 1), (1, 3))),
+    chunk=st.integers(1, 40),
+    num_blocks=st.integers(1, 150),
+    caching=st.booleans(),
+)
+def test_what_the_plan_reports_can_be_allocated(
+    specs: list[KVCacheSpec], ranks: tuple[int, int], chunk: int, num_blocks: int, *, caching: bool
+) -> None:
+    """So many requests of the longest context, side by side, in chunks of what may be in flight."""
+    dcp, pcp = ranks
+    made = config(num_blocks, *specs)
+    holds = capacity_of(made, 0, RequestLimits(100, chunk, dcp=dcp, pcp=pcp, max_encoder_tokens=9))
+    length, together = max(holds.longest_context, 0), int(holds.concurrency)
+    if not length or not together:
+        return
+    cache = KVCacheManager(made, 100, dcp_world_size=dcp, pcp_world_size=pcp, enable_caching=caching)
+    prompts = [[1000 * i + token for token in range(length)] for i in range(together)]
+    requests = [Request(f"r{i}", prompt, hasher=cache.hasher) for i, prompt in enumerate(prompts)]
+    encoder = 9 if cross(4) in specs else 0
+    for first in range(0, length, chunk):
+        for request in requests:
+            new = min(chunk, length - first)
+            assert cache.allocate_slots(request, new, num_encoder_tokens=encoder) is not None
+            request.num_computed_tokens += new
+    cache.check()

@@ -1,18 +1,21 @@
 """Defects of the reference that must not be here: goals.md section 3, one test each.
 
-D1 is in test_states.py and test_split.py, D2 in test_states.py, D4 and D9 in test_bypass.py, D6 and D8 in
-test_extra_keys.py (and test_hashing.py, test_events.py); here are those that have no better place, and
-each of the others once more, through the scheduler.
+D1 is also in test_states.py and test_split.py, D2 in test_states.py, D4 and D9 in test_bypass.py, D6 and D8 in
+test_extra_keys.py (and test_hashing.py, test_events.py), the cost of a failed look-up in test_windows.py.
 """
 
 import subprocess
 import sys
+from collections.abc import Sequence
+from random import Random
 
 import numpy as np
 import pytest
 from kinds_support import cache_of, chunked, full, hit, hit_tokens, published, sink, start, state, table, window
+from numpy.typing import NDArray
 
-from hybridkv.cache import BlockStored, KVCacheManager
+from hybridkv.cache import BlockStored, KVCacheBlocks, KVCacheManager, SlotPlan
+from hybridkv.cache.index import PrefixIndex
 from hybridkv.models import read_model
 from hybridkv.plan import plan
 from hybridkv.request import Request, SamplingParams
@@ -49,11 +52,54 @@ def test_d1_every_published_state_is_that_of_its_own_token_count() -> None:
     assert {labels[block]: block for block in found.values() if block is not None} == found
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_d2_what_is_planned_is_what_is_taken(seed: int) -> None:
+    """Hits, external loads, drafts and chunks at random: a commit uses up the blocks that its plan names, no more."""
+    random = Random(seed)
+    kinds = [full(4), full(8), window(9), window(16, 8), chunked(8), state(8), state(4, 2), state(16, 3)]
+    cache = cache_of(*random.sample(kinds, random.randint(1, 4)), num_blocks=120)
+    pool = cache.block_pool
+    for i in range(12):
+        request = Request(f"r{i}", [random.randrange(3) for _ in range(3)] * 20, hasher=cache.hasher)
+        blocks, tokens = cache.get_computed_blocks(request)
+        hit: KVCacheBlocks | None = blocks
+        external = random.choice((0, 0, random.randint(0, 59 - tokens)))
+        while request.num_computed_tokens < 60:
+            cache.drop_skipped(request)
+            free, ahead = pool.get_num_free_blocks(), random.choice((0, 3))
+            new = random.randint(1, 60 - request.num_computed_tokens - tokens - external)
+            plan = cache.plan_slots(request, new, tokens, hit, ahead, num_external_computed_tokens=external)
+            if not isinstance(plan, SlotPlan):
+                break
+            used = sum(part.take + pool.count_free(part.reuse[part.reuse != 0]) for part in plan.groups)
+            cache.commit(plan)
+            assert free - pool.get_num_free_blocks() == used
+            request.num_computed_tokens += tokens + external + new
+            tokens, hit, external = 0, None, 0
+            cache.check()
+        if random.random() < 0.7:
+            cache.free(request)
+
+
 def test_d3_sinks_are_planned_and_run() -> None:
     cache = cache_of(sink(4, 4), window(8))
     run(cache, [PROMPT[:30], PROMPT[:40]], 16)
     assert hit_tokens(cache, PROMPT[:41]) == 40
     cache.check()
+
+
+def test_d4_only_the_one_that_reads_the_state_waits_and_only_for_a_step() -> None:
+    cache = cache_of(full(4), state(4))
+    sched = Scheduler(cache, SchedulerLimits(8, 64))
+    for name, prompt in (("writer", [*range(8), 50]), ("reader", [*range(8), 60]), ("other", [70] * 6)):
+        sched.add(Request(name, prompt, SamplingParams(max_tokens=3), hasher=cache.hasher))
+    admitted = []
+    for i in range(2):
+        sched.add(Request(f"late{i}", [80 + i] * 3, SamplingParams(max_tokens=3), hasher=cache.hasher))
+        step = sched.schedule()
+        admitted.append([new.request_id for new in step.new_rows])
+        sched.update(StepResult(step.id, Csr.from_lists([[7] if one else [] for one in step.samples.tolist()])))
+    assert admitted == [["writer", "other", "late0"], ["reader", "late1"]]
 
 
 def test_d5_chunks_alone_prove_that_a_prompt_was_seen() -> None:
@@ -131,6 +177,36 @@ def test_d9_who_was_readmitted_is_not_preempted_again_at_once() -> None:
         sched.update(StepResult(step.id, Csr.from_lists([[7] if one else [] for one in step.samples.tolist()])))
     assert lives
     assert min(lives) > 1
+
+
+def test_a_failed_window_look_up_is_not_made_again_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that nobody has seen waits for room: from its second step on it costs a key or two a group."""
+    cache = KVCacheManager(cache_of(window(1024, 16), full(16), num_blocks=1400).config, 20_000)
+    sched = Scheduler(cache, SchedulerLimits(8, 8192))
+    sched.add(Request("running", [1] * 8000, SamplingParams(max_tokens=30), hasher=cache.hasher))
+    sched.add(Request("waiting", [2] * 9000, SamplingParams(max_tokens=1), hasher=cache.hasher))
+    asked: list[int] = []
+    get, run_of = PrefixIndex.get, PrefixIndex.leading_run
+
+    def counted_get(index: PrefixIndex, key: bytes) -> int | None:
+        asked.append(1)
+        return get(index, key)
+
+    def counted_run(index: PrefixIndex, keys: Sequence[bytes], stop: int | None = None) -> NDArray[np.int32]:
+        found = run_of(index, keys, stop)
+        asked.append(len(found) + 1)
+        return found
+
+    monkeypatch.setattr(PrefixIndex, "get", counted_get)
+    monkeypatch.setattr(PrefixIndex, "leading_run", counted_run)
+    costs = []
+    for _ in range(6):
+        asked.clear()
+        step = sched.schedule()
+        sched.update(StepResult(step.id, Csr.from_lists([[7] if one else [] for one in step.samples.tolist()])))
+        costs.append(sum(asked))
+    assert sched.num_waiting == 1
+    assert max(costs[1:]) <= 2 * len(cache.groups)
 
 
 def test_more_than_one_block_size() -> None:

@@ -623,3 +623,22 @@ def test_a_negative_token_is_not_appended() -> None:
     with pytest.raises(ConfigError, match="ids are 0 or more"):
         one.append(-1)
     assert one.num_tokens == 5
+
+
+def test_the_hit_of_another_prompt_is_not_adopted() -> None:
+    cache = manager()
+    run_and_return(cache, range(9))
+    blocks, tokens = cache.get_computed_blocks(request(cache, range(9)))
+    for prompt, message in ((range(100, 109), "holds other tokens"), (range(8), "leaves nothing to compute of 8")):
+        with pytest.raises(ConfigError, match=message):
+            cache.allocate_slots(request(cache, prompt), 1, tokens, blocks)
+    cache.check()
+
+
+def test_who_ended_and_still_holds_blocks_is_not_taken_for_a_running_request() -> None:
+    cache = manager()
+    for name, tokens in (("a", range(9)), ("b", range(9)), ("x", range(50, 59))):
+        one = Request(name, tokens, hasher=cache.hasher)
+        blocks, hit = cache.get_computed_blocks(one)
+        cache.allocate_slots(one, 9 - hit, hit, blocks)
+    assert cache.get_num_common_prefix_blocks("a", 2) == [0]  # "b" ended, "x" holds other blocks

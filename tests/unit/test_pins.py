@@ -137,3 +137,14 @@ def test_statistics_of_each_group() -> None:
     assert cache.reset_prefix_cache()
     groups = cache.statistics().groups
     assert [(g.held_blocks, g.cached_blocks, g.published - g.evictions) for g in groups] == [(0, 0, 0)] * 2
+
+
+def test_pins_with_eagle_hold_the_block_that_look_ups_see_past_the_hit() -> None:
+    for specs in ((full(),), (full(), window(8))):
+        cache = cache_of(*specs, num_blocks=20 * len(specs), max_pinned_blocks=12, use_eagle=True)
+        cache.free(start(cache, PROMPT[:24], (24,)))
+        pin = cache.pin(PROMPT[:16])
+        assert pin.tokens == 12
+        cache.free(start(cache, list(range(100, 156)), (56,), "b"))
+        cache.check()
+        assert hit_tokens(cache, PROMPT) >= 12

@@ -2,10 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
-from kinds_support import cache_of, full, hit_tokens, published, start, state, window
+from kinds_support import cache_of, full, grow, hit_tokens, published, start, state, window
 
+from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
+from hybridkv.request import Request
 from hybridkv.specs import KVCacheSpec
 
 PROMPT = list(range(200))
@@ -54,6 +57,28 @@ def test_alone_every_full_block() -> None:
 def test_nothing_below_the_first_edge() -> None:
     assert columns((full(16), window(8, 4)), (15,), 1) == []
     assert columns((full(16), window(8, 4)), (15,), 1, use_eagle=True) == []
+
+
+def test_full_attention_under_eagle_publishes_nothing_below_the_first_edge_either() -> None:
+    specs = (full(4), window(16, 16))
+    assert columns(specs, (15,), 0, use_eagle=True) == []
+    assert columns(specs, (16,), 0, use_eagle=True) == [0, 1, 2, 3]
+    assert columns(specs, (19,), 0, use_eagle=True) == [0, 1, 2, 3]
+    assert columns(specs, (24,), 0, use_eagle=True) == [0, 1, 2, 3, 4]  # one block past the edge, no more
+
+
+@pytest.mark.parametrize("specs", [(full(4),), (window(8),), (full(4), window(8)), (full(4), full(8), state(4))])
+@pytest.mark.parametrize("eagle", [False, True])
+def test_every_block_is_published_by_the_call_that_fills_it(specs: tuple[KVCacheSpec, ...], *, eagle: bool) -> None:
+    """Token by token: the fast path must not pass over what can be published; A is 4 or 8."""
+    cache = cache_of(*specs, use_eagle=eagle)
+    request = start(cache, PROMPT[:1], (1,))
+    align = 8 if len(specs) == 3 else 4
+    for n in range(2, 40):
+        request.append(n)
+        grow(cache, request, 1)
+        past = 4 if eagle and len(specs) == 3 and n >= align and n % align >= 4 else 0
+        assert published(cache, request) == list(range((n // align * align + past) // 4))
 
 
 # -- retention: the numbers of vLLM 0.32, driven on the same prompts
@@ -120,15 +145,53 @@ def test_states_kept(
     assert columns(specs, chunks, len(specs) - 1, retention=retention) == expected
 
 
-def test_states_kept_while_decoding() -> None:
-    for retention, expected in ((None, [1, 2, 3]), (0, []), (32, [1, 3])):
-        cache = cache_of(full(16), state(), retention=retention)
-        request = start(cache, PROMPT[:32], (32,))
-        for token in range(40):
-            request.append(token)
-            assert cache.allocate_slots(request, 1) is not None
-            request.num_computed_tokens += 1
-        assert published(cache, request, 1) == expected
+def allocate_one(cache: KVCacheManager, request: Request, *, batch: bool) -> None:
+    """Slots for a token, alone or as a row of a step."""
+    if batch:
+        assert cache.allocate_batch(np.array([request.row]), 1).accepted == 1
+    else:
+        assert cache.allocate_slots(request, 1) is not None
+    request.num_computed_tokens += 1
+
+
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize(
+    ("specs", "retention", "expected"),
+    [
+        ((full(16), state()), None, [1, 2, 3]),
+        ((full(16), state()), 0, []),
+        ((full(16), state()), 32, [1, 3]),
+        ((full(4), window(8)), None, list(range(18))),
+        ((full(4), window(8)), 0, [5, 6]),
+        ((full(4), window(8)), 32, [5, 6, 7, 14, 15]),
+    ],
+)
+def test_kept_while_decoding(
+    specs: tuple[KVCacheSpec, ...], retention: int | None, expected: list[int], *, batch: bool
+) -> None:
+    """A prompt of 32 tokens and 40 more."""
+    cache = cache_of(*specs, retention=retention)
+    request = start(cache, PROMPT[:32], (32,))
+    for token in range(40):
+        request.append(token)
+        allocate_one(cache, request, batch=batch)
+    assert published(cache, request, 1) == expected
+
+
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_states_of_tokens_that_are_known_later(drafts: int, *, batch: bool) -> None:
+    """Three steps in flight: where one ends at a boundary, its state is named when the tokens before it are known."""
+    cache = cache_of(full(4), state(4, drafts))
+    request = start(cache, PROMPT[:6], (6,))
+    named = []
+    for step in range(9):
+        if step > 2:
+            request.append(step)
+        cache.rows.in_flight[request.row] = min(step, 3)
+        allocate_one(cache, request, batch=batch)
+        named.append(published(cache, request, 1))
+    assert named == [[]] * 4 + [[1]] * 4 + [[1, 2]]
 
 
 def test_hits_follow_what_is_kept() -> None:

@@ -239,3 +239,10 @@ def test_tokens_in_flight() -> None:
     rows.in_flight[1] = 7  # whatever was left there
     assert rows.bind(requests[1]) == 1
     assert counts() == ([4, 5], [1, 0])
+
+
+@pytest.mark.parametrize("field", ["priority", "arrival_time"])
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+def test_what_requests_are_sorted_by_is_a_number(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{field} of 'a' must be a finite number"):
+        Request("a", [1], **{field: value})  # type: ignore[arg-type]  # on purpose

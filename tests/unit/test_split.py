@@ -58,6 +58,8 @@ def test_resumed_requests() -> None:
     assert share(40, 0, 64, outputs=30) == 64
     assert share(40, 64, 6, outputs=30) == 6
     assert share(40, 69, 1, outputs=30) == 1
+    assert share(40, 0, 50, outputs=30) == 48  # outputs are prefilled like the prompt
+    assert share(40, 48, 20, outputs=30) == 16
 
 
 def test_a_block_larger_than_every_chunk() -> None:
@@ -120,3 +122,9 @@ def test_states_of_several_blocks_agree() -> None:
     cache = cache_of(full(16), state(16), state(32))
     steps = drive(cache, [list(range(100))], 80)
     assert [step[0][2] for step in steps][:3] == [64, 32, 4]
+
+
+def test_a_prompt_leaves_its_state_where_eagle_resumes() -> None:
+    cache = cache_of(full(16), state(), use_eagle=True)
+    steps = drive(cache, [list(range(100)), list(range(100))], 100)
+    assert [step[0] for step in steps if step[0][2] > 1] == [("r0", 0, 80), ("r0", 80, 20), ("r1", 80, 20)]

@@ -1,9 +1,11 @@
 """Recurrent states in the cache: contracts.md section 4, and labels (section 8, last lines)."""
 
+import numpy as np
 import pytest
 from kinds_support import cache_of, full, grow, hit_tokens, published, start, state, table
 
 from hybridkv.cache import SlotPlan
+from hybridkv.errors import ConfigError
 from hybridkv.request import Request
 
 PROMPT = list(range(100))
@@ -68,6 +70,136 @@ def test_speculative_blocks_are_relocated() -> None:
     cache.check()
 
 
+@pytest.mark.parametrize(
+    ("drafts", "chunks", "expected"),
+    [
+        (
+            0,
+            (16, 16, 48, 16, 64),
+            [
+                ([1], [1]),
+                ([2], [1, 2]),
+                ([0, 0, 3], [0, 2, 0, 0, 3]),
+                ([4], [0, 0, 0, 0, 3, 4]),
+                ([0, 0, 0, 5], [0, 0, 0, 0, 0, 4, 0, 0, 0, 5]),
+            ],
+        ),
+        (
+            1,
+            (16, 16, 48, 16, 64, 40),
+            [
+                ([1, 2], [1, 2]),
+                ([3], [1, 2, 3]),
+                ([0, 3, 4], [0, 2, 0, 0, 3, 4]),
+                ([5], [0, 0, 0, 0, 3, 4, 5]),
+                ([0, 0, 5, 6], [0, 0, 0, 0, 0, 4, 0, 0, 0, 5, 6]),
+                ([0, 6, 7], [0, 0, 0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 6, 7]),
+            ],
+        ),
+        (
+            2,
+            (16, 32, 32, 32, 48, 40),
+            [
+                ([1, 2, 3], [1, 2, 3]),
+                ([2, 4], [1, 0, 3, 2, 4]),
+                ([2, 5], [0, 0, 3, 0, 4, 2, 5]),
+                ([2, 6], [0, 0, 0, 0, 4, 0, 5, 2, 6]),
+                ([2, 6, 7], [0, 0, 0, 0, 0, 0, 5, 0, 0, 2, 6, 7]),
+                ([6, 7, 8], [0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 6, 7, 8]),
+            ],
+        ),
+        (
+            3,
+            (16, 32, 48, 64, 16, 80, 44),
+            [
+                ([1, 2, 3, 4], [1, 2, 3, 4]),
+                ([2, 5], [1, 0, 3, 4, 2, 5]),
+                ([4, 2, 6], [0, 0, 3, 0, 0, 5, 4, 2, 6]),
+                ([4, 2, 6, 7], [0, 0, 0, 0, 0, 5, 0, 0, 0, 4, 2, 6, 7]),
+                ([8], [0, 0, 0, 0, 0, 0, 0, 0, 0, 4, 2, 6, 7, 8]),
+                ([0, 6, 7, 8, 9], [0] * 10 + [2, 0, 0, 0, 0, 6, 7, 8, 9]),
+                ([7, 8, 10], [0] * 15 + [6, 0, 0, 9, 7, 8, 10]),
+            ],
+        ),
+    ],
+)
+def test_rows_of_chunks(drafts: int, chunks: tuple[int, ...], expected: list[tuple[list[int], list[int]]]) -> None:
+    """New columns and the row after each chunk, as measured on vLLM 0.32 (P = 300, blocks of 16)."""
+    cache = cache_of(state(drafts=drafts))
+    request = Request("a", range(300), hasher=cache.hasher)
+    rows = []
+    for chunk in chunks:
+        (new,) = grow(cache, request, chunk) or ([],)
+        rows.append((new, table(cache)))
+    assert rows == expected
+
+
+@pytest.mark.parametrize(
+    ("drafts", "new", "expected"),
+    [
+        (0, 4, [False, True]),
+        (2, 4, [False, True, True, True]),
+        (2, 54, [False, False, False, False, True, True, True]),
+    ],
+)
+def test_rows_behind_a_hit(drafts: int, new: int, expected: list[bool]) -> None:
+    """The shared state in column 5, and behind it the row's own: the state's column moves, the drafts' come once."""
+    cache = cache_of(full(16), state(drafts=drafts))
+    cache.free(start(cache, range(200), (96, 4), "first"))
+    request = Request("a", range(200), hasher=cache.hasher)
+    blocks, tokens = cache.get_computed_blocks(request)
+    assert tokens == 96
+    cache.allocate_slots(request, new, tokens, blocks)
+    row = table(cache, 1)
+    assert row[:5] == [0] * 5
+    assert row[5] == blocks.blocks[1][5]
+    assert [block > 0 for block in row[6:]] == expected[1:]
+    assert row[5] not in row[6:]
+
+
+def drafted(accepted: int, steps: int) -> tuple[list[list[int]], Request, list[int]]:
+    """Rows of a request of 8 tokens that runs one token and two drafts a step; blocks of 4."""
+    cache = cache_of(state(4, 2))
+    request = start(cache, PROMPT[:8], (8,))
+    rows = [table(cache)]
+    for _ in range(steps):
+        request.append(1)
+        cache.allocate_slots(request, 3)
+        cache.check()
+        rows.append(table(cache))
+        request.num_computed_tokens += accepted
+        for _ in range(accepted - 1):
+            request.append(1)
+    return rows, request, published(cache, request)
+
+
+def test_rejected_drafts_shrink_no_row() -> None:
+    rows, _, columns = drafted(1, 6)
+    assert rows == [
+        [0, 1, 2, 3],
+        [0, 1, 2, 3, 4],
+        [0, 0, 2, 3, 4],
+        [0, 0, 2, 3, 4, 5],
+        [0, 0, 2, 3, 4, 5],
+        [0, 0, 2, 3, 4, 5],
+        [0, 0, 0, 3, 4, 5],
+    ]
+    assert columns == [1, 2]
+
+
+def test_accepted_drafts() -> None:
+    """12 was known when its step began, 20 is where a draft ended; 16 was dropped before anybody could name it."""
+    rows, _, columns = drafted(3, 5)
+    assert [[block > 0 for block in row] for row in rows[1:]] == [
+        [False] + [True] * 4,
+        [False] * 2 + [True] * 4,
+        [False] * 3 + [True] * 4,
+        [False] * 4 + [True] * 3,
+        [False] * 4 + [True] * 4,
+    ]
+    assert columns == [1, 2, 4]
+
+
 def test_unaligned_chunks_with_speculative_blocks() -> None:
     cache = cache_of(state(drafts=2))
     request = Request("a", PROMPT, hasher=cache.hasher)
@@ -104,6 +236,20 @@ def test_d1_a_boundary_inside_a_chunk_is_not_published() -> None:
     assert evicted.num_computed_tokens == 96
 
 
+@pytest.mark.parametrize("batch", [False, True])
+def test_d1_chunks_inside_blocks(*, batch: bool) -> None:
+    """Chunks of 3, states of 4: of 4, 8 and 12 only the last is where a chunk ends."""
+    cache = cache_of(state(4))
+    request = start(cache, PROMPT, (3,))
+    for _ in range(3):
+        if batch:
+            cache.allocate_batch(np.array([request.row]), 3)
+            request.num_computed_tokens += 3
+        else:
+            grow(cache, request, 3)
+    assert published(cache, request) == [2]
+
+
 def test_d1_a_state_from_inside_a_block_is_not_published_while_steps_are_in_flight() -> None:
     """The column of tokens 0 .. 15 holds the state at 10; the next chunk jumps over 16 and keeps it to be read."""
     cache = cache_of(state())
@@ -114,13 +260,32 @@ def test_d1_a_state_from_inside_a_block_is_not_published_while_steps_are_in_flig
     assert published(cache, request) == [1]  # 32, where this chunk ends
 
 
-def test_drafts_over_several_blocks_publish_nothing_ahead() -> None:
-    """Drafts that reach over two boundaries: only one of the states will be stored, and nobody knows which."""
-    cache = cache_of(state(2, 3))
-    request = start(cache, PROMPT[:5], (4,))
-    request.append(1)
-    cache.allocate_slots(request, 5)  # tokens 4 and 5 are known, three are drafts
-    assert published(cache, request) == [1]
+def test_drafts_cross_one_boundary_at_most() -> None:
+    with pytest.raises(ConfigError, match="2 speculative state blocks need a block of more than as many tokens, got 2"):
+        cache_of(state(2, 2))
+
+
+def test_d1_a_delayed_boundary_inside_a_chunk_is_not_published() -> None:
+    """Chunks of 10: the column of tokens 0 .. 15 holds the state at 10."""
+    cache = cache_of(state())
+    request = Request("a", PROMPT, hasher=cache.hasher)
+    for _ in range(2):
+        cache.allocate_slots(request, 10, delay_cache_blocks=True)
+        request.num_computed_tokens += 10
+    assert all(table(cache))
+    cache.cache_blocks(request, 20)
+    assert published(cache, request) == []
+
+
+def test_delayed_states_of_steps_in_flight_are_all_published() -> None:
+    cache = cache_of(state(8))
+    request = Request("a", PROMPT[:33], hasher=cache.hasher)
+    for chunk in (8, 16, 8):
+        cache.allocate_slots(request, chunk, delay_cache_blocks=True)
+        request.num_computed_tokens += chunk
+        cache.rows.in_flight[request.row] += chunk
+    cache.cache_blocks(request, 32)
+    assert published(cache, request) == [0, 2, 3]
 
 
 def test_a_state_that_went_on_inside_its_block_is_published_where_it_ends() -> None:

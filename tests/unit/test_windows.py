@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kinds_support import cache_of, chunked, full, grow, hit, hit_tokens, start, table, window
+from kinds_support import cache_of, chunked, evict, full, grow, hit, hit_tokens, hits, published, start, table, window
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.index import PrefixIndex
@@ -46,6 +46,68 @@ def test_eagle_looks_one_block_further_and_drops_it() -> None:
     assert [hit_tokens(cache, TOKENS[:n]) for n in (25, 24, 20, 13, 5)] == [20, 16, 12, 8, 0]
 
 
+@pytest.mark.parametrize(
+    ("missing", "expected"),
+    [
+        ((), {17: [1, 2, 3, 4], 13: [1, 2, 3]}),
+        ((2,), {13: [1, 2], 25: [1, 2], 29: [0, 0, 0, 4, 5, 6, 7]}),
+        ((5,), {21: [0, 2, 3, 4, 5], 33: [0, 2, 3, 4, 5]}),
+        ((0,), {5: [], 17: [], 21: [0, 2, 3, 4, 5]}),
+        ((3, 5), {13: [1, 2, 3], 33: [1, 2, 3]}),
+    ],
+)
+def test_columns_that_are_missing(missing: tuple[int, ...], expected: dict[int, list[int]]) -> None:
+    """W = 16: four blocks. Where no run of four is left, the leading run counts."""
+    cache = cache_of(window(16))
+    request = start(cache, range(32), (32,))
+    for column in missing:
+        evict(cache, request, 0, column)
+    assert {n: hit(cache, range(n))[1][0] for n in expected} == expected
+
+
+def test_columns_that_are_missing_under_eagle() -> None:
+    cache = cache_of(window(16), use_eagle=True)
+    request = start(cache, range(32), (32,))
+    assert [hit_tokens(cache, range(n)) for n in (5, 9, 17, 33)] == [0, 4, 12, 28]
+    assert hit(cache, range(33))[1] == ([0, 0, 0, 4, 5, 6, 7],)
+    evict(cache, request, 0, 4)
+    assert [hit(cache, range(n))[1] for n in (17, 33)] == [([1, 2, 3],)] * 2
+
+
+def test_a_run_ends_on_the_common_alignment() -> None:
+    """W = 40 in blocks of 4 beside blocks of 16: 8 cached columns before a missing one serve 32 tokens, not 36."""
+    cache = cache_of(full(16), window(40))
+    request = start(cache, range(64), (64,))
+    evict(cache, request, 1, 9)
+    assert hits(cache, (49, 65)) == {49: (32, 48), 65: (32, 64)}
+    assert hit(cache, range(49))[1][1] == [5, 6, 7, 8, 9, 10, 11, 12]
+    evict(cache, request, 1, 6)
+    assert hits(cache, (33, 49, 65)) == {33: (16, 32), 49: (16, 48), 65: (16, 64)}
+
+
+def test_a_run_ends_on_the_common_alignment_under_eagle() -> None:
+    """vLLM 0.32 cuts a leading run twice and loses an alignment for a block: it gives 0, 16 and, at last, 16."""
+    cache = cache_of(full(16), window(40), use_eagle=True)
+    request = start(cache, range(64), (64,))
+    assert hits(cache, (33, 48, 65)) == {33: (16, 0), 48: (32, 0), 65: (48, 0)}
+    evict(cache, request, 1, 9)
+    assert hits(cache, (65,)) == {65: (32, 48)}
+
+
+def test_where_others_branched_off_is_on_the_common_alignment() -> None:
+    cache = cache_of(window(40), window(16, 16))
+    request = start(cache, range(64), (64,))
+    evict(cache, request, 0, 9)
+    assert hits(cache, (65,)) == {65: (32, 0)}
+
+
+def test_a_window_of_large_blocks_beside_small_ones() -> None:
+    cache = cache_of(full(4), window(40, 16))
+    request = start(cache, range(80), (80,))
+    evict(cache, request, 1, 2)
+    assert hits(cache, (49, 65, 81)) == {49: (32, 48), 65: (32, 64), 81: (32, 80)}
+
+
 @pytest.mark.parametrize(("processed", "skipped"), [(7, 0), (8, 1), (9, 2), (12, 5)])
 def test_skipped_tokens(processed: int, skipped: int) -> None:
     (group,) = cache_of(window(8, 1)).groups
@@ -65,6 +127,35 @@ def test_skipped_blocks_return_the_last_one_first_also_when_the_allocation_fails
     cache.check()
 
 
+@pytest.mark.parametrize("spec", [window(), chunked()])
+def test_a_refusal_drops_nothing_that_a_step_in_flight_reads(spec: KVCacheSpec) -> None:
+    cache = cache_of(spec, num_blocks=8)
+    request = start(cache, TOKENS[:60], (8, 16))
+    cache.rows.in_flight[request.row] = 16
+    before = table(cache)
+    assert cache.allocate_slots(request, 30) is None
+    assert sum(block > 0 for block in table(cache)) == {True: 4, False: 6}[spec == chunked()]
+    assert before[-4:] == table(cache)[-4:]
+    cache.rows.in_flight[request.row] = 0
+    assert cache.allocate_slots(request, 30) is None
+    assert sum(block > 0 for block in table(cache)) == {True: 0, False: 2}[spec == chunked()]
+
+
+def test_what_was_dropped_before_a_transfer_was_done_is_not_published() -> None:
+    """The row keeps an extent for its window: what lies before it belongs to others."""
+    cache = cache_of(window())
+    other = start(cache, range(500, 600), (100,), "other")
+    request = Request("a", TOKENS, hasher=cache.hasher)
+    for _ in range(25):
+        cache.allocate_slots(request, 4, delay_cache_blocks=True)
+        request.num_computed_tokens += 4
+    live = [column for column, block in enumerate(table(cache)) if block]
+    cache.cache_blocks(request, 100)
+    assert published(cache, request) == live == [22, 23, 24]
+    assert published(cache, other) == list(range(25))
+    cache.check()
+
+
 def test_dropped_blocks_make_room_for_the_same_call() -> None:
     cache = cache_of(window(), num_blocks=7)
     request = start(cache, TOKENS[:40], (24,))
@@ -72,9 +163,23 @@ def test_dropped_blocks_make_room_for_the_same_call() -> None:
     assert table(cache) == [0, 0, 0, 0, 5, 6, 4, 3, 2, 1]
 
 
-@pytest.mark.parametrize("spec", [window(8), window(5), chunked(8), chunked(12)])
-def test_columns_are_dropped_by_the_first_call_that_may(spec: KVCacheSpec) -> None:
-    cache = cache_of(spec)
+def test_columns_are_dropped_where_room_was_taken_ahead() -> None:
+    """Room for drafts postpones the next need of a block, not the drop."""
+    for spec in (window(8), window(6), chunked(8)):
+        cache = cache_of(spec, enable_caching=False)
+        request = Request("a", TOKENS[:6], hasher=cache.hasher)
+        grow(cache, request, 6, num_lookahead_tokens=26)
+        for token in range(12):
+            request.append(token)
+            may = cache.groups[0].policy.droppable(request.num_computed_tokens)
+            grow(cache, request, 1)
+            assert table(cache)[:may] == [0] * may
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("spec", [window(8), window(5), window(6), window(7), chunked(8), chunked(12), chunked(6)])
+def test_columns_are_dropped_by_the_first_call_that_may(spec: KVCacheSpec, *, caching: bool) -> None:
+    cache = cache_of(spec, enable_caching=caching)
     request = start(cache, TOKENS[:6], (6,))
     for token in range(40):
         request.append(token)
@@ -191,6 +296,44 @@ def test_a_request_that_was_cut_is_looked_up_anew() -> None:
     assert cache.find_hit(one).tokens == 12
 
 
+def publish_again(cache: KVCacheManager, name: str, tokens: int, external: int) -> None:
+    """Publishes what a request of ``tokens`` tokens holds, of which the first ``external`` come from elsewhere."""
+    request = Request(name, range(tokens), hasher=cache.hasher)
+    cache.allocate_slots(request, tokens - external, num_external_computed_tokens=external)
+
+
+def test_every_column_that_bounded_a_hit_is_remembered() -> None:
+    """W = 2: columns 9 and 8 are missing; either of them makes the hit longer."""
+    cache = cache_of(window(2))
+    request = start(cache, range(40), (40,))
+    for column in (9, 8):
+        evict(cache, request, 0, column)
+    probe = Request("probe", range(41), hasher=cache.hasher)
+    found, seen = cache.find_hit(probe), cache.block_pool.evictions
+    assert found.tokens == 32
+    assert cache.is_longest_hit(probe, found, seen)
+    publish_again(cache, "again", 40, 37)  # holds column 9 alone
+    assert cache.find_hit(probe).tokens == 40
+    assert not cache.is_longest_hit(probe, found, seen)
+
+
+def test_what_proved_a_prefix_is_remembered() -> None:
+    """Chunks of 8 alone: a hit of 16 reads nothing, but rests on column 3."""
+    cache = cache_of(chunked())
+    request = start(cache, range(16), (16,))
+    probe = Request("probe", range(17), hasher=cache.hasher)
+    found, seen = cache.find_hit(probe), cache.block_pool.evictions
+    assert found.tokens == 16
+    evict(cache, request, 0, 3)
+    assert not cache.is_longest_hit(probe, found, seen)
+    found, seen = cache.find_hit(probe), cache.block_pool.evictions
+    assert found.tokens == 12
+    assert cache.is_longest_hit(probe, found, seen)
+    publish_again(cache, "again", 16, 12)
+    assert not cache.is_longest_hit(probe, found, seen)
+    assert cache.find_hit(probe).tokens == 16
+
+
 def test_no_column_is_looked_up_more_than_twice() -> None:
     cache = cache_of(window(80, 4), num_blocks=400)
     request = start(cache, list(range(600)), (600,))
@@ -269,6 +412,8 @@ def test_chunks_beside_full_attention() -> None:
     cache.block_pool.evict_blocks(np.array([block], np.int32))
     assert [hit_tokens(cache, TOKENS[:n]) for n in (21, 25, 29, 33)] == [20, 20, 20, 32]
     assert hit(cache, TOKENS[:33])[1][1] == [0] * 8
+    evict(cache, request, 1, 7)
+    assert hit_tokens(cache, TOKENS[:33]) == 32  # full attention proves it
 
 
 def test_a_chunk_that_begins_inside_a_block() -> None:

@@ -352,7 +352,7 @@ class KVCacheManager:
         hit = self._coordinator.longest_common_hit(request, len(tokens) if self.enable_caching else 0)
         while not all(self.block_pool.all_written(part.blocks) for part in hit.groups):
             hit = self._coordinator.longest_common_hit(request, hit.tokens - 1)
-        return self.pins.add(hit)
+        return self.pins.add(hit, [group.kind.drops for group in self.groups])
 
     def unpin(self, pin: Pin) -> None:
         """``pin`` may be evicted again. CacheError for a pin that is not held."""
@@ -388,10 +388,11 @@ class KVCacheManager:
         request_id = request if isinstance(request, str) else request.request_id
         if self._residents.get(request_id) is None:
             raise CacheError(f"request {request_id!r} holds no blocks: ask for a running one")
+        holders_wanted = max(num_running_requests, len(self._residents))  # those that ended may still hold blocks
         common = []
         for group, ids in enumerate(self.get_blocks(request_id).ids):
             holders = self.block_pool.ref_counts(ids) - self.pins.holds(group, ids)
-            shared = (holders == num_running_requests) & (ids != 0)
+            shared = (holders == holders_wanted) & (ids != 0)
             common.append(len(ids) if shared.all() else int(shared.argmin()))
         return common
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,9 +53,16 @@ class Pins:
             counts += np.isin(ids, pin.blocks[group])
         return counts
 
-    def add(self, hit: CommonHit) -> Pin:
-        """Hold the blocks of ``hit``. CapacityError, and nothing held, beyond the limit."""
-        pin = Pin(self._next, hit.tokens, tuple(part.blocks[part.blocks != 0] for part in hit.groups))
+    def add(self, hit: CommonHit, drops: Sequence[bool]) -> Pin:
+        """Hold the blocks of ``hit``. CapacityError, and nothing held, beyond the limit.
+
+        drops: per group, whether it drops for EAGLE: then the block that a look-up sees past the hit is held too.
+        """
+        blocks = tuple(
+            np.union1d(part.blocks, part.seen) if past else part.blocks
+            for part, past in zip(hit.groups, drops, strict=True)
+        )
+        pin = Pin(self._next, hit.tokens, tuple(ids[ids != 0] for ids in blocks))
         if self.num_blocks + pin.num_blocks > self.max_blocks:
             raise CapacityError(
                 f"a pin of {pin.tokens} tokens needs {pin.num_blocks} blocks, {self.num_blocks} of "

@@ -22,6 +22,7 @@ from hybridkv.cache.slots import (
     unreadable_state,
 )
 from hybridkv.cache.write_log import WriteLog
+from hybridkv.errors import ConfigError
 from hybridkv.request import Request
 from hybridkv.request_rows import RequestRows
 
@@ -63,8 +64,13 @@ class SlotPlanner:
         """One GroupPlan a group, or why not. ConfigError for an ask that makes no sense."""
         groups, pool, row = self._groups, self._pool, request.row
         check_ask(request, ask, groups, caching=self._caching)
-        for ids in ask.hit.ids:
+        for group, ids in zip(groups, ask.hit.ids, strict=True):
             pool.refuse_foreign(ids[ids != 0])
+            if len(ids) and ids[-1] and pool.key_of(int(ids[-1])) != group.keys(request)[len(ids) - 1]:
+                raise ConfigError(
+                    f"the hit handed over for {request.request_id!r} holds other tokens: hand over what "
+                    "get_computed_blocks returned for this request"
+                )
         in_flight = self._rows.in_flight.item(row) if row >= 0 else 0
         demand = demand_of(request, ask, in_flight, self._max_model_len, self.edges(request))
         facts = [group.facts(row) for group in groups]

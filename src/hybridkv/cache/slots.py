@@ -96,13 +96,15 @@ def check_ask(request: Request, ask: Ask, groups: Sequence[CacheGroup], *, cachi
     if ask.hit_tokens and not hit:
         raise ConfigError(f"{ask.hit_tokens} hit tokens without their blocks: hand over new_computed_blocks")
     if hit:
-        _check_hit(ask, groups)
+        _check_hit(request, ask, groups)
         if ask.hit.is_stale:
             raise StalePlanError(f"blocks of the hit handed over for {name!r} were evicted since: look up again")
 
 
-def _check_hit(ask: Ask, groups: Sequence[CacheGroup]) -> None:
+def _check_hit(request: Request, ask: Ask, groups: Sequence[CacheGroup]) -> None:
     """ConfigError unless the blocks of a hit are as many as its tokens say, in as many groups."""
+    if ask.hit_tokens >= request.num_tokens:
+        raise ConfigError(f"a hit of {ask.hit_tokens} tokens leaves nothing to compute of {request.num_tokens}")
     if len(ask.hit.ids) != len(groups):
         raise ConfigError(f"a hit needs blocks of {len(groups)} groups, got {len(ask.hit.ids)}")
     for group, ids in zip(groups, ask.hit.ids, strict=True):

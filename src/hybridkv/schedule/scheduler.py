@@ -144,6 +144,7 @@ class Scheduler:
         self._inbox.claim()
         if len(self._in_flight) >= self.limits.max_in_flight:
             raise CacheError(f"{len(self._in_flight)} steps are in flight: update or fail the oldest before the next")
+        now = self._clock()
         self._empty_inbox()
         draft = Draft(self.limits.max_batched_tokens)
         log = self.cache.publisher.log
@@ -151,7 +152,7 @@ class Scheduler:
         try:
             preempted = self._schedule_running(draft)
             if not preempted:
-                self._admit(draft)
+                self._admit(draft, now)
         finally:
             log.end()
         self._peak_usage = max(self._peak_usage, self.cache.usage)
@@ -202,9 +203,9 @@ class Scheduler:
         self._ended_rows += rows
         self._waiting.return_to_front(entries)
 
-    def _admit(self, draft: Draft) -> None:
+    def _admit(self, draft: Draft, now: float) -> None:
         """Admit whoever fits, and count what first admissions found in the cache."""
-        for request, hit_tokens in self._admitter.admit(draft, self._clock()):
+        for request, hit_tokens in self._admitter.admit(draft, now):
             if request.first_hit_tokens is None:
                 request.first_hit_tokens = hit_tokens
                 self._counts["prompt"] += request.num_prompt_tokens
