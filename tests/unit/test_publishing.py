@@ -180,18 +180,19 @@ def test_kept_while_decoding(
 
 @pytest.mark.parametrize("batch", [False, True])
 @pytest.mark.parametrize("drafts", [0, 2])
-def test_states_of_tokens_that_are_known_later(drafts: int, *, batch: bool) -> None:
-    """Three steps in flight: where one ends at a boundary, its state is named when the tokens before it are known."""
+@pytest.mark.parametrize("steps", [3, 6])
+def test_states_of_tokens_that_are_known_later(steps: int, drafts: int, *, batch: bool) -> None:
+    """Steps in flight: where one ends at a boundary, its state is named when the tokens before it are known."""
     cache = cache_of(full(4), state(4, drafts))
     request = start(cache, PROMPT[:6], (6,))
     named = []
-    for step in range(9):
-        if step > 2:
+    for step in range(steps + 6):
+        if step >= steps:
             request.append(step)
-        cache.rows.in_flight[request.row] = min(step, 3)
+        cache.rows.in_flight[request.row] = min(step, steps)
         allocate_one(cache, request, batch=batch)
         named.append(published(cache, request, 1))
-    assert named == [[]] * 4 + [[1]] * 4 + [[1, 2]]
+    assert named == [[]] * (steps + 1) + [[1]] * 4 + [[1, 2]]
 
 
 def test_hits_follow_what_is_kept() -> None:

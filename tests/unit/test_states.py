@@ -5,7 +5,6 @@ import pytest
 from kinds_support import cache_of, full, grow, hit_tokens, published, start, state, table
 
 from hybridkv.cache import SlotPlan
-from hybridkv.errors import ConfigError
 from hybridkv.request import Request
 
 PROMPT = list(range(100))
@@ -258,11 +257,6 @@ def test_d1_a_state_from_inside_a_block_is_not_published_while_steps_are_in_flig
     cache.allocate_slots(request, 12)
     assert table(cache)[0] != 0
     assert published(cache, request) == [1]  # 32, where this chunk ends
-
-
-def test_drafts_cross_one_boundary_at_most() -> None:
-    with pytest.raises(ConfigError, match="2 speculative state blocks need a block of more than as many tokens, got 2"):
-        cache_of(state(2, 2))
 
 
 def test_d1_a_delayed_boundary_inside_a_chunk_is_not_published() -> None:

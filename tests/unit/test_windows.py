@@ -165,7 +165,7 @@ def test_dropped_blocks_make_room_for_the_same_call() -> None:
 
 def test_columns_are_dropped_where_room_was_taken_ahead() -> None:
     """Room for drafts postpones the next need of a block, not the drop."""
-    for spec in (window(8), window(6), chunked(8)):
+    for spec in (window(8), window(6), chunked(8), chunked(4)):
         cache = cache_of(spec, enable_caching=False)
         request = Request("a", TOKENS[:6], hasher=cache.hasher)
         grow(cache, request, 6, num_lookahead_tokens=26)

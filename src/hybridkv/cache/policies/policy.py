@@ -174,11 +174,6 @@ def policy_of(kind: GroupKind, alignment: int, retention: int | None = None) -> 
             chunk = ChunkSpan(spec.attention_chunk_size)
             return AttentionPolicy(size, chunk, Reach(size, alignment, past=int(kind.drops)))
         case MambaSpec(cache_mode="align"):
-            if spec.num_speculative_blocks >= size:
-                raise ConfigError(
-                    f"{spec.num_speculative_blocks} speculative state blocks need a block of more than as many tokens, "
-                    f"got {size}: drafts may cross one boundary only"
-                )
             need = None if retention is None else 1
             return AlignedStatePolicy(size, spec.num_speculative_blocks, Reach(size, alignment, need, 0, retention))
         case MambaSpec():
