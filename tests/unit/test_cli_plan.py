@@ -62,6 +62,30 @@ def test_a_hybrid_plan_for_people() -> None:
     assert [group.blocks_per_request for group in found.capacity.groups] == [1, 1, 1, 126]
 
 
+def test_a_natural_plan_for_people_and_programs(tmp_path: Path) -> None:
+    options = ("gemma-3-27b", "--memory", "40GiB", "--layout", "natural")
+    text = run("plan", *options).stdout
+    assert re.search(r"0 +10 x SlidingWindowSpec +16 +131,072 +1,310,720 +0 +1 *\n", text)
+    assert re.search(r"5 +2 x SlidingWindowSpec +16 +131,072 +262,144 +0 +5 *\n", text)
+    assert "slabs             32,768 of 1,310,720 B (1.25 MiB), the null slab included" in text
+    path = tmp_path / "plan.json"
+    path.write_text(run("plan", *options, "--json").stdout, "utf-8")
+    assert run("plan", "--plan", path).stdout == text
+    assert "can be planned, not run yet" in error("replay", "workload:uniform", "--plan", path)
+
+
+def test_layouts_side_by_side() -> None:
+    text = run("plan", "qwen3.5-35b-a3b", "--memory", "40GiB", "--compare").stdout
+    assert re.search(r"attention block, tokens +1,056 +16 *\n", text)
+    assert re.search(r"blocks a unit, by group +1 x4 +1, 196 *\n", text)
+    assert re.search(r"padding +0\.76% +0\.31% *\n", text)
+    assert re.search(r"states that fit +661 +665 *\n", text)
+    assert max(map(len, text.splitlines())) <= 80
+    # what gemma's 8 empty layer slots cost is enough for a request to fit
+    narrow = run("plan", "gemma-3-27b", "--memory", "4000MiB", "--max-model-len", "45776", "--compare").stdout
+    assert re.search(r"longest context +does not fit +45,776 *\n", narrow)
+
+
 def test_windows_managed_as_full_attention() -> None:
     text = run("plan", "gpt-oss-120b", "--memory", "40GiB", "--windows-as-full").stdout
     assert re.search(r"0 +36 x FullAttentionSpec +16 +32,768", text)
@@ -89,7 +113,19 @@ def test_a_folder_is_planned(tmp_path: Path) -> None:
         (("plan", "llama-3-8b", "--memory", "4GiB", "--block-size", "-16"), "at least 1 token, got -16"),
         (("plan", "llama-3-8b", "--memory", "4GiB", "--max-model-len", "9000"), "use at most 8192"),
         (("plan", "llama-3-8b", "--memory", "4GiB", "--dtype", "int4"), "'auto', 'bf16', 'fp16', 'fp32', 'fp8'"),
-        (("plan", "llama-3-8b", "--memory", "4GiB", "--layout", "natural"), "'reference'"),
+        (("plan", "llama-3-8b", "--memory", "4GiB", "--layout", "sideways"), "'reference', 'natural'"),
+        (("plan", "llama-3-8b", "--memory", "4GiB", "--kernel-block-size", "16"), "means nothing in the reference"),
+        (
+            ("plan", "llama-3-8b", "--memory", "4GiB", "--layout", "natural", "--kernel-block-size", "5"),
+            "blocks of 16 tokens are no multiple of the kernel's 5",
+        ),
+        (("plan", "llama-3-8b", "--memory", "4GiB", "--compare", "--layout", "natural", "--json"), "drop --layout, --"),
+        (("plan", "llama-3-8b", "--memory", "1MiB", "--compare"), "slabs of 2 MiB, the null slab included"),
+        (("plan", "--compare"), "CONFIG is missing"),
+        (
+            ("replay", "workload:uniform", "--model", "gemma-3-27b", "--memory", "40GiB", "--layout", "natural"),
+            "the natural layout can be planned, not run yet",
+        ),
         (("plan", "llama-3-8b", "--memory", "4GiB", "--placement", "all"), "'align', 'none'"),
         (
             ("plan", "--plan", "p.json", "--placement", "none", "--windows-as-full"),

@@ -278,7 +278,7 @@ def test_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Path) -> None:
         (("workload:chat", *BASE, "--block-size", "0"), "block_size must be at least 1 token, got 0"),
         (("workload:chat", *BASE, "--tp", "3"), "tp"),
         (("workload:chat", *BASE, "--kv-dtype", "int4"), "'auto', 'bf16', 'fp16', 'fp32', 'fp8'"),
-        (("workload:chat", *BASE, "--layout", "natural"), "'reference'"),
+        (("workload:chat", *BASE, "--layout", "natural"), "the natural layout can be planned, not run yet"),
         (("workload:chat", *BASE, "--placement", "all"), "'align', 'none'"),
         (
             ("workload:chat", *BASE, "--plan", "p.json", "--placement", "none", "--windows-as-full"),

@@ -14,7 +14,11 @@ from hybridkv.specs import Keeps
 
 
 def kinds_of(config: KVCacheConfig, ranks: int, *, use_eagle: bool) -> tuple[GroupKind, ...]:
-    """What each group is. Recurrent groups never drop for EAGLE; where no group is flagged, ``use_eagle`` flags all."""
+    """What each group is. Recurrent groups never drop for EAGLE; where no group is flagged, ``use_eagle`` flags all.
+
+    Raises ConfigError for the natural layout, which the cache does not run yet.
+    """
+    config.refuse_slabs()
     flagged = any(group.is_eagle_group for group in config.groups)
     return tuple(
         GroupKind(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from hybridkv.units import format_bytes, format_count
 
 PIPE_COLUMNS = 400
 
@@ -29,3 +32,14 @@ def table(*columns: str, numbers_from: int = 1, title: str | None = None) -> Tab
     for at, name in enumerate(columns):
         made.add_column(name, justify="right" if at >= numbers_from else "left", overflow="fold")
     return made
+
+
+def floor(number: float) -> str:
+    """Two decimals, never rounded up: 15.998 requests are not 16."""
+    return f"{math.floor(number * 100) / 100:.2f}"
+
+
+def exact_bytes(size_bytes: int) -> str:
+    """Exact, and readable where the two differ."""
+    readable = format_bytes(size_bytes)
+    return readable if readable.endswith(" B") else f"{format_count(size_bytes)} B ({readable})"

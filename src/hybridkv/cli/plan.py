@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from hybridkv.cli.output import console, table
+from hybridkv.cli.comparison import show_comparison
+from hybridkv.cli.output import console, exact_bytes, floor, table
 from hybridkv.cli.planning import (
     BlockSize,
     DtypeOption,
@@ -23,7 +25,7 @@ from hybridkv.cli.planning import (
 from hybridkv.errors import ConfigError
 from hybridkv.models import Model
 from hybridkv.plan import Plan, make_plan, plan_to_json
-from hybridkv.units import format_bytes, format_count
+from hybridkv.units import format_count
 
 
 def register(app: typer.Typer) -> None:
@@ -47,36 +49,65 @@ def plan_command(
     layout: LayoutOption = None,
     placement: PlacementOption = None,
     windows_as_full: WindowsAsFull = None,
+    kernel_block_size: Annotated[
+        int | None, typer.Option(help="Natural layout: tokens that attention kernels read as one block; the block.")
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Show the layouts side by side.")] = False,
     plan_file: PlanFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as a document that --plan reads.")] = False,
 ) -> None:
     """Plan the KV cache of a model: groups, pages, blocks, and the requests that fit."""
     options = PlanOptions(config, memory, tp, block_size, dtype, layout, placement, windows_as_full)
+    own = {"--max-model-len": max_model_len, "--kernel-block-size": kernel_block_size}
+    if compare:
+        refused = {"--layout": layout, "--plan": plan_file, "--json": as_json or None, **own}
+        _refuse_beside_compare({name: value for name, value in refused.items() if name != "--max-model-len"})
+        show_comparison(partial(_make, options, max_model_len=max_model_len))
+        return
     if plan_file is not None:
-        options.refuse_beside_plan({"CONFIG": config, "--max-model-len": max_model_len})
+        options.refuse_beside_plan({"CONFIG": config, **own})
         made = load_plan(plan_file)
     else:
-        made = _make(options, max_model_len)
+        made = _make(options, max_model_len=max_model_len, kernel_block_size=kernel_block_size)
     if as_json:
         print(plan_to_json(made), end="")
     else:
         show_plan(made)
 
 
-def _make(options: PlanOptions, max_model_len: int | None) -> Plan:
+def _refuse_beside_compare(options: Mapping[str, object]) -> None:
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise ConfigError(f"--compare plans both layouts and prints a table: drop {', '.join(given)}")
+
+
+def _make(
+    options: PlanOptions,
+    layout: str | None = None,
+    *,
+    max_model_len: int | None,
+    kernel_block_size: int | None = None,
+) -> Plan:
+    """The plan of ``options``. layout: instead of theirs."""
     if options.config is None:
         raise ConfigError("CONFIG is missing: give a config.json, a folder with one or a known name, or --plan FILE")
     if options.memory is None:
         raise ConfigError("--memory is missing: say what one rank has for its cache, for example --memory 40GiB")
-    return make_plan(options.model(), options.memory, max_model_len=max_model_len, **options.rules)
+    rules = options.rules
+    if layout is not None:
+        rules["layout"] = layout
+    return make_plan(
+        options.model(), options.memory, max_model_len=max_model_len, kernel_block_size=kernel_block_size, **rules
+    )
 
 
 def show_plan(plan: Plan) -> None:
     """Print a plan for people: its groups, then what it holds."""
     model, holds = plan.model, plan.capacity
     out = console()
+    slabs = plan.config.slabs
     groups = table(
-        *("group", "layers", "tokens", "page (B)", "block (B)", "padding (B)"),
+        *("group", "layers", "tokens", "page (B)", "block (B)", "padding (B)", *(("k",) if slabs else ())),
         numbers_from=2,
         title=f"{model.name}: {model.model_type}, {len(model.layers)} layers, {model.dtype} cache, tp {model.tp}",
     )
@@ -85,18 +116,21 @@ def show_plan(plan: Plan) -> None:
             str(at),
             f"{group.layers} x {group.kind}",
             *map(format_count, (group.block_size, group.page_bytes, group.block_bytes, group.padding_bytes)),
+            *((format_count(slabs.class_of(at).blocks_per_slab),) if slabs else ()),
         )
     out.print(groups)
+    unit = "slab" if slabs else "block"
     lines = {
-        "memory": _bytes(holds.memory_bytes),
-        "used by blocks": _bytes(holds.arena_bytes),
-        "padding lost": f"{_bytes(holds.unused_bytes)} left over, {_bytes(holds.padding_bytes)} inside blocks",
+        "memory": exact_bytes(holds.memory_bytes),
+        "used by blocks": exact_bytes(holds.arena_bytes),
+        "padding lost": f"{exact_bytes(holds.unused_bytes)} left over, "
+        f"{exact_bytes(holds.padding_bytes)} inside blocks",
         "bytes per token": _per_token(model),
-        "blocks": f"{format_count(holds.num_blocks)} of {_bytes(holds.block_bytes)}, the null block included",
+        unit + "s": f"{format_count(holds.num_blocks)} of {exact_bytes(holds.block_bytes)}, the null {unit} included",
         "blocks a request": format_count(sum(one.blocks_per_request for one in holds.groups)),
         "tokens that fit": "any number" if holds.tokens_that_fit is None else format_count(holds.tokens_that_fit),
         "longest context": f"{format_count(holds.longest_context)} tokens",
-        "concurrency": f"{_floor(holds.concurrency)} requests of {format_count(holds.longest_context)} tokens",
+        "concurrency": f"{floor(holds.concurrency)} requests of {format_count(holds.longest_context)} tokens",
     }
     for name, value in lines.items():
         out.print(f"{name:<17} {value}", soft_wrap=True, markup=False)
@@ -112,14 +146,3 @@ def _per_token(model: Model) -> str:
     }
     said = [f"{format_count(size)} B {what}".rstrip() for what, size in parts.items() if size]
     return ", ".join(said) or "0 B"
-
-
-def _floor(number: float) -> str:
-    """Two decimals, never rounded up: 15.998 requests are not 16."""
-    return f"{math.floor(number * 100) / 100:.2f}"
-
-
-def _bytes(size_bytes: int) -> str:
-    """Exact, and readable where the two differ."""
-    readable = format_bytes(size_bytes)
-    return readable if readable.endswith(" B") else f"{format_count(size_bytes)} B ({readable})"

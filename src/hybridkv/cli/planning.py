@@ -29,9 +29,10 @@ class CacheDtype(StrEnum):
 
 
 class Layout(StrEnum):
-    """How pages are sized and placed; reference: one page size."""
+    """How pages are sized and placed; reference: one page size. natural: their own sizes, in slabs."""
 
     REFERENCE = "reference"
+    NATURAL = "natural"
 
 
 class Placement(StrEnum):
@@ -60,6 +61,7 @@ class PlanRules(TypedDict):
 
     placement: str
     windows_as_full: bool
+    layout: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ class PlanOptions:
         return PlanRules(
             placement=self.placement or Placement.ALIGN,
             windows_as_full=bool(self.windows_as_full),
+            layout=self.layout or Layout.REFERENCE,
         )
 
 

@@ -1,8 +1,12 @@
-"""What a KVCacheConfig holds. Exact: what is reported can be allocated, one more block could not."""
+"""What a KVCacheConfig holds. Exact: what is reported can be allocated, one more block could not.
+
+Everything is counted in units that the pool gives out: blocks in the reference layout, slabs in the natural one,
+where a class that needs n blocks takes ``ceil(n / k)`` slabs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -34,12 +38,12 @@ class GroupCapacity:
 class Capacity:
     """A plan in numbers.
 
-    num_blocks: the null block included. block_bytes: what one block takes, padding included.
-    unused_bytes: memory left over, less than one block. padding_bytes: lost to padding while one request
-    of the longest context runs. tokens_that_fit: the longest request that all blocks but the null block and
+    num_blocks: the null block included. block_bytes: what one block takes, padding included. In the natural layout
+    both are of slabs. unused_bytes: memory left over, less than one block. padding_bytes: lost inside blocks while one
+    request of the longest context runs. tokens_that_fit: the longest request that all blocks but the null block and
     sinks can hold; None where a request of any length fits (no layer keeps every token).
     longest_context: the same, no longer than max_model_len. concurrency: how many requests of the longest
-    context fit, sharing nothing.
+    context fit, sharing nothing; behind the point, what is left over as a part of what one more would take.
     """
 
     memory_bytes: int
@@ -59,15 +63,13 @@ def blocks_needed(groups: Sequence[KVCacheGroupSpec], limits: RequestLimits) -> 
     return tuple(group.spec.max_request_blocks(limits) for group in groups)
 
 
-def tokens_that_fit(groups: Sequence[KVCacheGroupSpec], usable_blocks: int, limits: RequestLimits) -> int | None:
-    """The longest request that ``usable_blocks`` can hold, whatever ``limits.max_model_len`` says.
+def units_for(config: KVCacheConfig, blocks: Sequence[int]) -> int:
+    """Blocks, or fewest slabs, that hold ``blocks[i]`` blocks of every group i. O(groups)."""
+    return sum(blocks) if config.slabs is None else config.slabs.slabs_for(tuple(blocks))
 
-    None where a request of any length fits. Doubling, then bisection: no group's need falls as a request grows.
-    """
 
-    def fits(tokens: int) -> bool:
-        return sum(blocks_needed(groups, replace(limits, max_model_len=tokens))) <= usable_blocks
-
+def longest_that(fits: Callable[[int], bool]) -> int | None:
+    """The largest n that fits where no smaller one does not; None where any fits. Doubling, then bisection."""
     if fits(_ANY_LENGTH):
         return None
     high = 1
@@ -80,29 +82,86 @@ def tokens_that_fit(groups: Sequence[KVCacheGroupSpec], usable_blocks: int, limi
     return low
 
 
+def tokens_that_fit(config: KVCacheConfig, limits: RequestLimits) -> int | None:
+    """The longest request that ``config`` can hold beside its sinks, whatever ``limits.max_model_len`` says.
+
+    None where a request of any length fits. No group's need falls as a request grows.
+    """
+    sinks = reserved_blocks(config.groups, limits)
+
+    def fits(tokens: int) -> bool:
+        needed = blocks_needed(config.groups, replace(limits, max_model_len=tokens))
+        return units_for(config, _sum(sinks, needed)) < config.num_blocks
+
+    return longest_that(fits)
+
+
+def reserved_blocks(groups: Sequence[KVCacheGroupSpec], limits: RequestLimits) -> tuple[int, ...]:
+    """Blocks of each group that belong to the layers, whoever runs: those of sinks."""
+    return tuple(group.spec.reserved_blocks(limits.cp) for group in groups)
+
+
+def copies_that_fit(config: KVCacheConfig, limits: RequestLimits, blocks: Sequence[int]) -> tuple[int, float]:
+    """How often ``blocks[i]`` blocks of every group i fit beside the sinks.
+
+    The second number adds what is left over, as a part of what one more takes: its floor is the first.
+    Where no block is needed, every unit counts as one.
+    """
+    sinks = reserved_blocks(config.groups, limits)
+
+    def units(copies: int) -> int:
+        return units_for(config, [own + copies * each for own, each in zip(sinks, blocks, strict=True)])
+
+    usable = config.num_blocks - 1
+    free = usable - units(0)
+    if free <= 0 or not any(blocks):
+        return max(free, 0), float(max(free, 0))
+    most = longest_that(lambda copies: units(copies) <= usable)
+    if most is None:
+        raise AssertionError("a pool of blocks holds no endless number of them")
+    left, more = usable - units(most), units(most + 1) - units(most)
+    # one division: exact where units are blocks
+    return most, (most * more + left) / more
+
+
 def capacity_of(config: KVCacheConfig, memory_bytes: int, limits: RequestLimits) -> Capacity:
     """The numbers of a config planned for ``memory_bytes`` and requests within ``limits``."""
-    block_bytes = sum(tensor.block_stride_bytes for tensor in config.tensors)
-    usable = config.num_blocks - 1 - sum(group.spec.reserved_blocks(limits.cp) for group in config.groups)
-    fit = tokens_that_fit(config.groups, usable, limits)
+    fit = tokens_that_fit(config, limits)
     longest = limits.max_model_len if fit is None else min(limits.max_model_len, fit)
     # a pool without room for one token still has to be reported
     needed = blocks_needed(config.groups, replace(limits, max_model_len=max(1, longest)))
     groups = tuple(
-        _group_capacity(group, block_bytes, blocks) for group, blocks in zip(config.groups, needed, strict=True)
+        _group_capacity(group, block_bytes_of(config, at), blocks)
+        for at, (group, blocks) in enumerate(zip(config.groups, needed, strict=True))
     )
     return Capacity(
         memory_bytes=memory_bytes,
         arena_bytes=config.arena_bytes,
         unused_bytes=memory_bytes - config.arena_bytes,
         num_blocks=config.num_blocks,
-        block_bytes=block_bytes,
+        block_bytes=unit_bytes(config),
         padding_bytes=sum(group.padding_bytes * group.blocks_per_request for group in groups),
         tokens_that_fit=fit,
         longest_context=longest,
-        concurrency=max(usable, 0) / max(1, sum(needed)),
+        concurrency=copies_that_fit(config, limits, needed)[1],
         groups=groups,
     )
+
+
+def unit_bytes(config: KVCacheConfig) -> int:
+    """Bytes of a block, or of a slab."""
+    if config.slabs is not None:
+        return config.slabs.slab_bytes
+    return sum(tensor.block_stride_bytes for tensor in config.tensors)
+
+
+def block_bytes_of(config: KVCacheConfig, group: int) -> int:
+    """Bytes that one block of ``group`` takes, padding included."""
+    return unit_bytes(config) if config.slabs is None else config.slabs.class_of(group).block_bytes
+
+
+def _sum(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(one, other, strict=True))
 
 
 def _group_capacity(group: KVCacheGroupSpec, block_bytes: int, blocks_per_request: int) -> GroupCapacity:

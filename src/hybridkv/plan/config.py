@@ -6,6 +6,9 @@
 A layer's page of block ``b`` starts at ``offset_bytes + b * block_stride_bytes`` of its tensor and is
 ``page_size_bytes`` of the layer's spec long. A tensor may be shared by layers of different groups
 (``shared_by``): a block belongs to one group at a time, so their pages never meet.
+
+That is the reference layout, where all groups have the same blocks. In the natural layout (slabs.py, natural.py)
+every layer has a tensor of its own, all tensors run through the whole arena, and blocks are those of the group's class.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybridkv.errors import ConfigError
+from hybridkv.plan.slabs import SlabLayout
 from hybridkv.specs import KVCacheSpec
 
 NamedSpec = tuple[str, KVCacheSpec]
@@ -57,11 +61,16 @@ class KVCacheGroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """Groups, tensors and the number of blocks, the null block (id 0) included."""
+    """Groups, tensors and the number of blocks, the null block (id 0) included.
+
+    slabs: of the natural layout, None in the reference layout; with slabs, num_blocks counts those, and
+    ``blocks_of`` the blocks of a group.
+    """
 
     num_blocks: int
     tensors: tuple[KVCacheTensor, ...]
     groups: tuple[KVCacheGroupSpec, ...]
+    slabs: SlabLayout | None = None
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1:
@@ -69,7 +78,21 @@ class KVCacheConfig:
         if not self.groups:
             raise ConfigError("a KVCacheConfig needs at least one group")
 
+    def blocks_of(self, group: int) -> int:
+        """Ids that blocks of ``group`` have: 0 .. this - 1, those of the null block or slab included."""
+        k = 1 if self.slabs is None else self.slabs.class_of(group).blocks_per_slab
+        return self.num_blocks * k
+
+    def refuse_slabs(self) -> None:
+        """Raise ConfigError for the natural layout; for callers that know blocks of one size only."""
+        if self.slabs is not None:
+            raise ConfigError(
+                "the natural layout can be planned, not run yet: plan with the reference layout (--layout reference)"
+            )
+
     @property
     def arena_bytes(self) -> int:
         """Bytes that all tensors need together."""
+        if self.slabs is not None:
+            return self.slabs.arena_bytes
         return max((t.offset_bytes + t.size for t in self.tensors), default=0)

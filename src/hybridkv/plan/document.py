@@ -1,6 +1,7 @@
 """A plan as a JSON document: what `hybridkv plan --json` writes and every command reads back.
 
 Schema ``hybridkv.plan``, version 1; fields that came later have defaults, so older documents are read.
+``config.slabs`` is there in the natural layout only: a hybridkv that does not know it refuses the layout by name.
 ``capacity`` is derived, for other programs to read; when a document is read, layers, groups, tensors and these
 numbers must agree.
 """
@@ -15,8 +16,10 @@ from typing import Final
 from hybridkv.errors import ConfigError, SchemaError
 from hybridkv.models import Layer, Model
 from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from hybridkv.plan.natural import natural_config
 from hybridkv.plan.node import Node
-from hybridkv.plan.planner import REFERENCE, Plan
+from hybridkv.plan.planner import LAYOUTS, NATURAL, Plan
+from hybridkv.plan.slabs import SlabClass, SlabLayout
 from hybridkv.plan.spec_document import spec_from_json, spec_to_json
 from hybridkv.specs import RequestLimits
 
@@ -40,6 +43,7 @@ def plan_to_json(plan: Plan) -> str:
             "num_blocks": plan.config.num_blocks,
             "tensors": [asdict(tensor) for tensor in plan.config.tensors],
             "groups": [_group_to_json(group) for group in plan.config.groups],
+            **({} if plan.config.slabs is None else {"slabs": asdict(plan.config.slabs)}),
         },
         "capacity": asdict(plan.capacity),
     }
@@ -97,8 +101,9 @@ def _check_schema(root: Node) -> None:
             f"{SCHEMA} version {version} is newer than version {VERSION}, which this hybridkv reads: "
             "update hybridkv, or write the plan again with this one"
         )
-    if root.text("layout") != REFERENCE:
-        raise SchemaError(f"layout {root.text('layout')!r} is not known here: this hybridkv reads {REFERENCE!r}")
+    if root.text("layout") not in LAYOUTS:
+        known = " and ".join(map(repr, LAYOUTS))
+        raise SchemaError(f"layout {root.text('layout')!r} is not known here: this hybridkv reads {known}")
 
 
 def _model(node: Node) -> Model:
@@ -146,7 +151,16 @@ def _config(node: Node) -> KVCacheConfig:
         KVCacheGroupSpec(one.texts("layer_names"), spec_from_json(one.child("spec")), one.has("is_eagle_group"))
         for one in node.children("groups")
     )
-    return KVCacheConfig(node.integer("num_blocks"), tensors, groups)
+    slabs = _slabs(node.child("slabs")) if node.has("slabs") else None
+    return KVCacheConfig(node.integer("num_blocks"), tensors, groups, slabs)
+
+
+def _slabs(node: Node) -> SlabLayout:
+    classes = tuple(
+        SlabClass(one.integer("block_bytes"), one.integer("blocks_per_slab"), one.integers("groups"))
+        for one in node.children("classes")
+    )
+    return SlabLayout(node.integer("slab_bytes"), node.integer("num_slabs"), classes, node.integers("kernel_blocks"))
 
 
 def _check_consistent(plan: Plan, root: Node) -> None:
@@ -156,20 +170,41 @@ def _check_consistent(plan: Plan, root: Node) -> None:
     placed = sorted(name for tensor in plan.config.tensors for name in tensor.shared_by)
     if not layers == grouped == placed:
         raise SchemaError("the plan contradicts itself: its model, groups and tensors do not have the same layers")
-    pages = {
-        name: spec.page_size_bytes
-        for group in plan.config.groups
-        for name, spec in zip(group.layer_names, group.layer_specs, strict=True)
-    }
-    end = 0
-    for at, tensor in enumerate(plan.config.tensors):
-        page = max((pages[name] for name in tensor.shared_by), default=0)
-        if tensor.size != tensor.block_stride_bytes * plan.config.num_blocks or tensor.block_stride_bytes < page:
-            raise SchemaError(f"the plan contradicts itself: tensor {at} does not hold the pages of its layers")
-        if tensor.offset_bytes < end:
-            raise SchemaError(f"the plan contradicts itself: tensor {at} overlaps the one before")
-        end = tensor.offset_bytes + tensor.size
+    if (plan.layout == NATURAL) != (plan.config.slabs is not None):
+        raise SchemaError(f"the plan contradicts itself: slabs are those of the layout {NATURAL!r}, and of no other")
+    end = plan.config.arena_bytes if _are_natural(plan.config) else _end_of_tensors(plan.config)
     if end > plan.memory_bytes:
         raise SchemaError(f"the plan contradicts itself: its tensors need {end} bytes of {plan.memory_bytes}")
     if root.child("capacity").value != json.loads(json.dumps(asdict(plan.capacity))):
         raise SchemaError("the plan contradicts itself: capacity does not follow from config; write the plan again")
+
+
+def _are_natural(config: KVCacheConfig) -> bool:
+    """Whether there are slabs, which the tensors then follow from. Raises SchemaError where they do not."""
+    if config.slabs is None:
+        return False
+    try:
+        again = natural_config(config.groups, config.slabs)
+    except ConfigError as error:
+        raise SchemaError(f"the plan contradicts itself: {error}") from error
+    if again != config:
+        raise SchemaError("the plan contradicts itself: tensors do not follow from slabs and groups; write it again")
+    return True
+
+
+def _end_of_tensors(config: KVCacheConfig) -> int:
+    """Where the last tensor ends. Raises SchemaError unless they hold their pages and lie one behind the other."""
+    pages = {
+        name: spec.page_size_bytes
+        for group in config.groups
+        for name, spec in zip(group.layer_names, group.layer_specs, strict=True)
+    }
+    end = 0
+    for at, tensor in enumerate(config.tensors):
+        page = max((pages[name] for name in tensor.shared_by), default=0)
+        if tensor.size != tensor.block_stride_bytes * config.num_blocks or tensor.block_stride_bytes < page:
+            raise SchemaError(f"the plan contradicts itself: tensor {at} does not hold the pages of its layers")
+        if tensor.offset_bytes < end:
+            raise SchemaError(f"the plan contradicts itself: tensor {at} overlaps the one before")
+        end = tensor.offset_bytes + tensor.size
+    return end

@@ -67,6 +67,13 @@ class Node:
             raise SchemaError(f"{self.where}.{key} must be a list of strings")
         return tuple(found)
 
+    def integers(self, key: str) -> tuple[int, ...]:
+        """A list of integers that are not negative."""
+        found = self.get(key)
+        if not isinstance(found, list) or not all(type(one) is int and one >= 0 for one in found):
+            raise SchemaError(f"{self.where}.{key} must be a list of integers of at least 0")
+        return tuple(found)
+
     def shapes(self, key: str) -> tuple[tuple[int, ...], ...]:
         """A list of lists of integers."""
         found = self.get(key)

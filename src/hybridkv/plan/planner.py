@@ -7,16 +7,19 @@ from typing import Final
 
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import Model
-from hybridkv.plan.capacity import Capacity, blocks_needed, capacity_of, tokens_that_fit
-from hybridkv.plan.config import KVCacheConfig
-from hybridkv.plan.grouping import Grouping, group_layers
+from hybridkv.plan.capacity import Capacity, blocks_needed, capacity_of, tokens_that_fit, unit_bytes
+from hybridkv.plan.config import KVCacheConfig, NamedSpec
+from hybridkv.plan.grouping import group_layers
 from hybridkv.plan.layout import reference_layout
+from hybridkv.plan.natural import NaturalChoice, natural_choices
 from hybridkv.plan.pages import windows_as_full as as_full
 from hybridkv.plan.pages import with_placement
 from hybridkv.specs import KVCacheSpec, MambaSpec, RequestLimits
 from hybridkv.units import format_bytes, format_count, parse_bytes
 
 REFERENCE: Final = "reference"
+NATURAL: Final = "natural"
+LAYOUTS: Final = (REFERENCE, NATURAL)
 ALIGN: Final = "align"
 NO_STATES: Final = "none"
 
@@ -63,6 +66,8 @@ def plan(
     max_encoder_tokens: int | None = None,
     dcp: int = 1,
     pcp: int = 1,
+    layout: str = REFERENCE,
+    kernel_block_size: int | None = None,
 ) -> KVCacheConfig:
     """The KVCacheConfig of ``make_plan``."""
     return make_plan(
@@ -75,6 +80,8 @@ def plan(
         max_encoder_tokens=max_encoder_tokens,
         dcp=dcp,
         pcp=pcp,
+        layout=layout,
+        kernel_block_size=kernel_block_size,
     ).config
 
 
@@ -89,8 +96,10 @@ def make_plan(
     max_encoder_tokens: int | None = None,
     dcp: int = 1,
     pcp: int = 1,
+    layout: str = REFERENCE,
+    kernel_block_size: int | None = None,
 ) -> Plan:
-    """Groups, tensors and as many blocks as ``memory`` holds, in the reference layout.
+    """Groups, tensors and as many blocks as ``memory`` holds.
 
     memory: bytes, or a size such as ``"40GiB"``, for the cache of one rank. max_model_len: tokens; None for
     the model's own limit. max_in_flight_tokens: tokens scheduled and not yet settled.
@@ -98,8 +107,10 @@ def make_plan(
     windows_as_full: manage windowed and chunked layers as full attention.
     max_encoder_tokens: that a request's cross attention reads; None for the model's own limit.
     dcp, pcp: decode and prefill context parallel ranks; the plan is that of one of them.
-    Raises ConfigError for a limit or placement that cannot work (a model whose max_model_len is None takes any),
-    CapacityError when one request of max_model_len does not fit.
+    layout: ``reference`` (one page size) or ``natural`` (pages of their own size, in slabs).
+    kernel_block_size: natural only: tokens that attention kernels read as one block, a divisor of the block.
+    Raises ConfigError for a limit, layout or placement that cannot work (a model whose max_model_len is None takes
+    any), CapacityError when one request of max_model_len does not fit.
     """
     memory_bytes = parse_bytes(memory)
     limits = RequestLimits(
@@ -111,12 +122,51 @@ def make_plan(
         num_speculative_tokens=model.num_speculative_tokens,
     )
     layers = with_placement([(layer.name, layer.spec) for layer in model.layers], placement)
-    grouping = group_layers(as_full(layers) if windows_as_full else layers)
+    layers = as_full(layers) if windows_as_full else layers
+    config = _config(model, layers, memory_bytes, limits, layout=layout, kernel_block_size=kernel_block_size)
+    return Plan(model, config, memory_bytes, limits, layout)
+
+
+def _config(
+    model: Model,
+    layers: list[NamedSpec],
+    memory_bytes: int,
+    limits: RequestLimits,
+    *,
+    layout: str,
+    kernel_block_size: int | None,
+) -> KVCacheConfig:
+    """The config of ``layout``. CapacityError where it does not hold one request."""
+    if layout == NATURAL:
+        return _natural(model, layers, memory_bytes, limits, kernel_block_size)
+    if layout != REFERENCE:
+        raise ConfigError(f"unknown layout {layout!r}: use one of {', '.join(LAYOUTS)}")
+    if kernel_block_size is not None:
+        raise ConfigError(f"kernel_block_size means nothing in the {REFERENCE} layout: leave it out")
+    grouping = group_layers(layers)
     num_blocks = memory_bytes // grouping.block_bytes
     needed_blocks = sum(blocks_needed(grouping.groups, limits)) + 1
+    config = reference_layout(grouping, max(1, num_blocks))
     if num_blocks < needed_blocks:
-        raise _too_small(model, grouping, memory_bytes, needed_blocks, limits)
-    return Plan(model, reference_layout(grouping, num_blocks), memory_bytes, limits)
+        raise _too_small(model, config, memory_bytes, needed_blocks, limits)
+    return config
+
+
+def _natural(
+    model: Model, layers: list[NamedSpec], memory_bytes: int, limits: RequestLimits, kernel_block_size: int | None
+) -> KVCacheConfig:
+    """The best choice that holds one request; where none does, the error is about the one that needs least."""
+    least: NaturalChoice | None = None
+    for choice in natural_choices(layers, memory_bytes, limits, kernel_block_size):
+        num_slabs = memory_bytes // choice.packing.slab_bytes
+        if num_slabs >= choice.needed_slabs:
+            return choice.config(num_slabs)
+        if least is None or choice.needed_bytes < least.needed_bytes:
+            least = choice
+    if least is None:
+        raise AssertionError("packings are never none")
+    config = least.config(max(1, memory_bytes // least.packing.slab_bytes))
+    raise _too_small(model, config, memory_bytes, least.needed_slabs, limits)
 
 
 def _longest_input(model: Model, asked: int | None) -> int:
@@ -148,16 +198,18 @@ def _longest(model: Model, asked: int | None) -> int:
 
 
 def _too_small(
-    model: Model, grouping: Grouping, memory_bytes: int, needed_blocks: int, limits: RequestLimits
+    model: Model, config: KVCacheConfig, memory_bytes: int, needed: int, limits: RequestLimits
 ) -> CapacityError:
-    """How much one request needs, and the longest that would fit where a shorter one would."""
-    needed_bytes = needed_blocks * grouping.block_bytes
-    usable_blocks = max(0, memory_bytes // grouping.block_bytes - 1)
-    fit = tokens_that_fit(grouping.groups, usable_blocks, limits)
+    """How much one request needs, and the longest that would fit where a shorter one would.
+
+    config: what the memory holds, or the null block alone. needed: blocks or slabs, that of null included.
+    """
+    unit, each_bytes = "block" if config.slabs is None else "slab", unit_bytes(config)
+    fit = tokens_that_fit(config, limits)
     shorter = f", or lower max_model_len (--max-model-len) to {fit}" if fit else ""
     return CapacityError(
         f"{format_bytes(memory_bytes)} ({memory_bytes} bytes) of memory is too small: one request of "
-        f"{format_count(limits.max_model_len)} tokens of {model.name} needs {format_bytes(needed_bytes)} "
-        f"({needed_bytes} bytes: {needed_blocks} blocks of {format_bytes(grouping.block_bytes)}, the null block "
+        f"{format_count(limits.max_model_len)} tokens of {model.name} needs {format_bytes(needed * each_bytes)} "
+        f"({needed * each_bytes} bytes: {needed} {unit}s of {format_bytes(each_bytes)}, the null {unit} "
         f"included): raise memory (--memory) to that{shorter}"
     )

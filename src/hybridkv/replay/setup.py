@@ -10,7 +10,7 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import Model
 from hybridkv.plan import Plan, make_plan
-from hybridkv.plan.planner import ALIGN, NO_STATES
+from hybridkv.plan.planner import ALIGN, NO_STATES, REFERENCE
 from hybridkv.replay.cost import H100, Hardware, StepCost
 from hybridkv.replay.loop import Progress, SimulatedClock, replay
 from hybridkv.replay.report import ReplayReport
@@ -52,12 +52,13 @@ def plan_for(
     *,
     placement: str = ALIGN,
     windows_as_full: bool = False,
+    layout: str = REFERENCE,
     token_budget: int = TOKEN_BUDGET,
 ) -> Plan:
     """A plan whose maximum length is ``max_model_len`` or, for None, that of the longest request.
 
-    The model's own limit does not count here: a replay runs no model. placement, windows_as_full: see make_plan.
-    token_budget: tokens of a step, which windows and chunks must have room for.
+    The model's own limit does not count here: a replay runs no model. placement, windows_as_full and layout
+    are those of make_plan. token_budget: tokens of a step, which windows and chunks must have room for.
     Raises ConfigError for a maximum below the longest request, CapacityError when memory is too small for one.
     """
     longest = _maximum(summary, max_model_len)
@@ -69,6 +70,7 @@ def plan_for(
             max_in_flight_tokens=token_budget,
             placement=placement,
             windows_as_full=windows_as_full,
+            layout=layout,
         )
     except CapacityError as error:
         if max_model_len is not None:
@@ -150,7 +152,8 @@ class Simulation:
 
 
 def simulation_of(plan: Plan, settings: ReplaySettings) -> Simulation:
-    """A manager and a scheduler for ``plan``. Raises ConfigError for settings that cannot work."""
+    """A manager and a scheduler for ``plan``. ConfigError for settings that cannot work and for the natural layout."""
+    plan.config.refuse_slabs()
     cost = StepCost.of(plan, hardware=settings.hardware, time_scale=settings.time_scale)
     limits = SchedulerLimits(max_running=settings.max_running, max_batched_tokens=settings.token_budget)
     cache = KVCacheManager(

@@ -36,7 +36,7 @@ class PagedStorage:
     layout: for every layer the parts of its page, in order. ``arena``: uint8[arena_bytes], zeros at first.
     ``views[layer]``: a tensor [num_blocks, block_size, *shape] for each part; no copies, O(layers).
     Raises ConfigError for a layer without a tensor or without parts, for parts that do not fill the
-    planned page to the byte, and for an offset or stride that cuts an element.
+    planned page to the byte, for an offset or stride that cuts an element, and for the natural layout.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class PagedStorage:
         layout: Mapping[str, Sequence[PagePart]],
         device: torch.device | str = "cpu",
     ) -> None:
+        config.refuse_slabs()
         tensors = {name: tensor for tensor in config.tensors for name in tensor.shared_by}
         for name in (name for group in config.groups for name in group.layer_names):
             if name not in tensors or name not in layout:
