@@ -259,6 +259,25 @@ def test_d1_a_state_from_inside_a_block_is_not_published_while_steps_are_in_flig
     assert published(cache, request) == [1]  # 32, where this chunk ends
 
 
+def test_drafts_over_several_blocks_publish_nothing_ahead() -> None:
+    """Drafts that reach over two boundaries: only one of the states will be stored, and nobody knows which."""
+    cache = cache_of(state(2, 3))
+    request = start(cache, PROMPT[:5], (4,))
+    request.append(1)
+    cache.allocate_slots(request, 5)  # tokens 4 and 5 are known, three are drafts
+    assert published(cache, request) == [1]
+
+
+def test_drafts_over_several_blocks_do_not_name_the_state_that_is_read() -> None:
+    """The column of tokens 4 and 5 holds the state at 5, and keeps it if all drafts are accepted."""
+    cache = cache_of(state(2, 3))
+    request = start(cache, PROMPT[:5], (5,))
+    request.append(1)
+    cache.allocate_slots(request, 4)  # to 9, 6 of them known
+    assert table(cache)[2] != 0
+    assert published(cache, request) == []
+
+
 def test_d1_a_delayed_boundary_inside_a_chunk_is_not_published() -> None:
     """Chunks of 10: the column of tokens 0 .. 15 holds the state at 10."""
     cache = cache_of(state())
