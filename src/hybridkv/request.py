@@ -38,6 +38,7 @@ class SamplingParams:
     max_tokens: most output tokens. stop_token_ids: each ends the output and is part of it.
     stop: strings that end the output; found by whoever turns tokens into text.
     ignore_eos: go on behind the model's end token.
+    n: outputs wanted of one prompt, each by a seed of its own: seed, seed + 1, ...
     logprobs, prompt_logprobs: how many log probabilities are wanted with each output token, and with each
     token of the prompt (which must then be computed); None is none.
     """
@@ -54,6 +55,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
         checks = (
@@ -69,6 +71,7 @@ class SamplingParams:
                 self.prompt_logprobs,
             ),
             (self.max_tokens >= 1, "max_tokens must be at least 1", self.max_tokens),
+            (self.n >= 1, "n must be at least 1", self.n),
         )
         if any(not 0 <= token <= _MAX_TOKEN_ID for token in self.stop_token_ids):
             raise ConfigError(f"stop_token_ids must lie in 0 .. 2**31 - 1, got {self.stop_token_ids}")
@@ -109,6 +112,11 @@ class Hasher(Protocol):
         """Tokens of a hash block."""
         ...
 
+    @property
+    def root(self) -> bytes:
+        """What the first block's hash builds on."""
+        ...
+
     def hash_chain(
         self, parent: bytes | None, tokens: NDArray[np.int32], extras: Sequence[Extra | None] | None = None
     ) -> list[bytes]:
@@ -145,6 +153,15 @@ def _token_array(tokens: Sequence[int] | NDArray[np.integer]) -> array[int]:
     return out
 
 
+def _checked_marks(request_id: str, marks: Sequence[int]) -> tuple[int, ...]:
+    """``marks`` ascending; ConfigError unless they are distinct token counts."""
+    if any(not isinstance(mark, int | np.integer) or not 0 < mark <= _MAX_TOKEN_ID for mark in marks):
+        raise ConfigError(f"marks of {request_id!r} must be token counts, 1 or more, got {list(marks)!r}")
+    if len(set(marks)) != len(marks):
+        raise ConfigError(f"marks of {request_id!r} must be distinct, got {list(marks)!r}")
+    return tuple(sorted(int(mark) for mark in marks))
+
+
 class Request:
     """One request. Not shared between managers; see the module's text for where its tokens live.
 
@@ -155,6 +172,8 @@ class Request:
     arrival_time: seconds on the caller's clock. eos_token_ids: the model's end tokens.
     priority: the least goes first, where the scheduler minds. skip_reading_prefix_cache,
     skip_writing_prefix_cache: its prefix is not looked up; its blocks are not published.
+    marks: token counts, in prompt or output, where the caller wants the prefix to be resumable: published ends, and
+    kept states (natural layout).
     first_hit_tokens: what its first admission found in the cache; None before.
     branch_tokens: where requests before it went on with the same tokens and no state is kept; 0: nowhere.
     """
@@ -173,6 +192,7 @@ class Request:
         "hasher",
         "hashes",
         "lora",
+        "marks",
         "multimodal",
         "num_preemptions",
         "num_prompt_tokens",
@@ -202,6 +222,7 @@ class Request:
         priority: int = 0,
         skip_reading_prefix_cache: bool = False,
         skip_writing_prefix_cache: bool = False,
+        marks: Sequence[int] = (),
     ) -> None:
         self._tokens = _token_array(prompt)
         if not self._tokens:
@@ -211,6 +232,7 @@ class Request:
                 raise ConfigError(f"{name} of {request_id!r} must be a finite number, got {value!r}")
         if any(not 0 <= token <= _MAX_TOKEN_ID for token in eos_token_ids):
             raise ConfigError(f"eos_token_ids must lie in 0 .. 2**31 - 1, got {eos_token_ids}")
+        self.marks = _checked_marks(request_id, marks)
         self.request_id = request_id
         self.sampling = sampling if sampling is not None else SamplingParams()
         self.hasher = hasher
@@ -259,6 +281,18 @@ class Request:
     def num_encoder_tokens(self) -> int:
         """Tokens of the encoder's input, 0 without."""
         return 0 if self.encoder is None else self.encoder.num_tokens
+
+    def branch(self, request_id: str, sampling: SamplingParams) -> Request:
+        """A request of its own with the same tokens, prompt and keys, which goes on by ``sampling``. O(tokens)."""
+        child = object.__new__(Request)
+        for name in self.__slots__:
+            setattr(child, name, getattr(self, name))
+        child.request_id, child.sampling = request_id, sampling
+        child._tokens = _token_array(self.token_ids())
+        child._rows, child.row, child._computed = None, -1, 0
+        child.hashes = list(self.hashes)
+        child.num_preemptions, child.first_hit_tokens, child.branch_tokens = 0, None, 0
+        return child
 
     # -- counts
 

@@ -321,8 +321,8 @@ def test_a_block_that_two_rows_hold_is_caught() -> None:
         pool = rig.cache.block_pool
         take, last = pool.get_new_blocks, [1]
 
-        def twice(n: int) -> object:
-            ids = take(n)
+        def twice(n: int, group: int = 0) -> object:
+            ids = take(n, group)
             if n and pool.ref_count(last[0]) and random.random() < 0.2:
                 ids[0] = last[0]
             last[0] = int(ids[-1]) if n else last[0]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hybridkv.cache import BlockPool, KVCacheManager
+from hybridkv.cache.free_order import FreeOrder
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
 from hybridkv.schedule import Scheduler, SchedulerLimits
@@ -96,7 +97,9 @@ def null_in_the_free_order(cache: KVCacheManager) -> None:
 
 
 def free_count(cache: KVCacheManager) -> None:
-    cache.block_pool._free._count += 1
+    order = cache.block_pool._free
+    assert isinstance(order, FreeOrder)
+    order._count += 1
 
 
 def cached_before_empty(cache: KVCacheManager) -> None:

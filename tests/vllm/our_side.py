@@ -109,7 +109,7 @@ class OurSide:
         numbers = np.array([self._requests[row.name].row for row in rows], np.int64)
         drafts = np.array([row.drafts for row in rows], np.int64)
         slots = self._manager.allocate_batch(numbers, 1 + drafts if drafts.any() else 1, lookahead)
-        cells = zip(*(part.tolist() for part in slots[1:]), strict=True)
+        cells = zip(*(part.tolist() for part in slots[1:5]), strict=True)
         return Slots(slots.accepted, tuple(cells))
 
     def cached(self, name: str) -> tuple[tuple[bool, ...], ...]:

@@ -11,6 +11,7 @@ from hybridkv.cache.pins import Pin
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.slots import Admission, Reason, Refusal, SlotPlan
 from hybridkv.cache.statistics import CacheStatistics, GroupStatistics, PrefixCacheStats
+from hybridkv.cache.transfers import Checkpoint, Transfer, Transfers
 
 __all__ = [
     "Admission",
@@ -23,6 +24,7 @@ __all__ = [
     "BlockView",
     "CacheGroup",
     "CacheStatistics",
+    "Checkpoint",
     "CommonHit",
     "GroupStatistics",
     "KVCacheBlocks",
@@ -33,4 +35,6 @@ __all__ = [
     "Reason",
     "Refusal",
     "SlotPlan",
+    "Transfer",
+    "Transfers",
 ]

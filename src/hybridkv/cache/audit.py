@@ -27,6 +27,7 @@ def check_cache(cache: KVCacheManager) -> None:
     found = [
         *_residents(cache),
         *_ownership(cache),
+        *pool.space.check(pool.ref_counts(np.arange(pool.num_blocks, dtype=np.int32))),
         *_free_order(pool),
         *_index(pool),
         *_unwritten(cache),
@@ -76,7 +77,8 @@ def _columns(group: CacheGroup, bound: dict[int, Request]) -> Iterator[str]:
 
 
 def _next_event(cache: KVCacheManager, row: int) -> int:
-    return min(group.next_event(row, publishes=cache.enable_caching) for group in cache.groups)
+    soonest = min(group.next_event(row, publishes=cache.enable_caching) for group in cache.groups)
+    return min(soonest, cache.ends.next_end(row))
 
 
 def _ownership(cache: KVCacheManager) -> Iterator[str]:
@@ -111,7 +113,7 @@ def _free_order(pool: BlockPool) -> Iterator[str]:
     """Free are exactly the blocks that nobody holds, each once; empty ones come before cached ones."""
     order = np.asarray(pool.free_order(), np.int64)
     held = pool.ref_counts(np.arange(pool.num_blocks, dtype=np.int32)) > 0
-    free = np.flatnonzero(~held[1:]) + 1
+    free = order if pool.in_slabs else np.flatnonzero(~held[1:]) + 1
     if len(np.unique(order)) != len(order):
         yield "a block stands twice in the free order"
     for block in np.setdiff1d(order, free).tolist():
@@ -120,8 +122,12 @@ def _free_order(pool: BlockPool) -> Iterator[str]:
         yield f"block {block} is held by nobody but not in the free order"
     if len(order) != pool.get_num_free_blocks():
         yield f"{pool.get_num_free_blocks()} blocks are counted as free, {len(order)} stand in the free order"
-    cached = np.array([pool.key_of(block) is not None for block in order.tolist()], np.bool_)
-    if cached.size and not (np.diff(cached.astype(np.int8)) >= 0).all():
+    cached = np.array([pool.group_of(block) >= 0 for block in order.tolist()], np.bool_)
+    if pool.in_slabs:
+        for block, has_key in zip(order.tolist(), cached.tolist(), strict=True):
+            if has_key != pool.space.is_cached(block):
+                yield f"block {block} is free; it has a key: {has_key}, it waits to be evicted: {not has_key}"
+    elif cached.size and not (np.diff(cached.astype(np.int8)) >= 0).all():
         yield "a cached block would be taken before an empty one"
 
 
@@ -137,11 +143,22 @@ def _index(pool: BlockPool) -> Iterator[str]:
                 yield f"block {block} is indexed under a key in group {group} that it does not carry"
             elif pool.group_of(block) != group:
                 yield f"block {block} is indexed in group {group}, its key is of group {pool.group_of(block)}"
+    yield from _tails(pool)
     for block in range(pool.num_blocks):
-        if (pool.key_of(block) is None) != (pool.group_of(block) < 0):
+        tailed = any(block in index.partial for index in pool.indexes)
+        if (pool.key_of(block) is None and not tailed) != (pool.group_of(block) < 0):
             yield f"block {block} has a key without group, or a group without key"
         if pool.key_of(block) is not None and block not in seen:
             yield f"block {block} carries a key that the index does not know"
+
+
+def _tails(pool: BlockPool) -> Iterator[str]:
+    """A block with partial keys is in the group that has them."""
+    for group, index in enumerate(pool.indexes):
+        for _, tail in index.partial.entries():
+            of = pool.group_of(tail.block)
+            if of != group:
+                yield f"block {tail.block} has a partial key in group {group}, its keys are of group {of}"
 
 
 def _unwritten(cache: KVCacheManager) -> Iterator[str]:
@@ -150,7 +167,7 @@ def _unwritten(cache: KVCacheManager) -> Iterator[str]:
     for block in range(pool.num_blocks):
         if pool.is_written(block):
             continue
-        if pool.key_of(block) is None:
+        if pool.group_of(block) < 0:
             yield f"block {block} waits to be written but has no key"
         if block not in log.promised(pool.step_of(block)):
             yield f"block {block} waits for step {pool.step_of(block)}, which does not write it"
@@ -178,7 +195,11 @@ def _row_keys(cache: KVCacheManager, group: CacheGroup) -> Iterator[str]:
                 yield f"row {row} of group {group.number}, which publishes nothing, holds a block with a key"
             continue
         keys, published = group.keys(request), group.published.item(row)
-        if request.writes_prefix_cache and published > min(len(keys), group.rows.count.item(row)):
+        if (
+            cache.enable_caching
+            and request.writes_prefix_cache
+            and published > min(len(keys), group.rows.count.item(row))
+        ):
             yield f"row {row} of group {group.number} has {published} published columns, more than full ones"
             continue
         for column, block in enumerate(group.rows.ids(row).tolist()):

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.policies import RowTokens
 from hybridkv.cache.pool import BlockPool
+from hybridkv.cache.slots import Reason
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -27,6 +28,7 @@ class BatchSlots(NamedTuple):
     """New cells of a batch. accepted: the leading rows that got their slots; from there on all are refused.
 
     owner, group, column, block: int32[cells], owner the index into the rows handed in; in the order taken.
+    reason: why the first one was refused, None where none was.
     """
 
     accepted: int
@@ -34,6 +36,7 @@ class BatchSlots(NamedTuple):
     group: Int32
     column: Int32
     block: Int32
+    reason: Reason | None = None
 
 
 _NONE = np.empty(0, np.int32)
@@ -69,11 +72,12 @@ def take(groups: Sequence[CacheGroup], pool: BlockPool, rows: Int64, missing: In
     total = int(missing.sum())
     if not total:
         return nothing_new(0)
-    ids = pool.get_new_blocks(total)
     if len(groups) == 1:
+        ids = pool.get_new_blocks(total)
         owner, column = groups[0].rows.extend_many(rows, missing[:, 0], ids)
         return BatchSlots(0, index[owner].astype(np.int32), np.zeros(total, np.int32), column.astype(np.int32), ids)
     of_group = np.repeat(np.tile(np.arange(len(groups), dtype=np.int32), len(rows)), missing.ravel())
+    ids = _take_classes(pool, of_group)
     of_row, of_column = np.empty(total, np.int32), np.empty(total, np.int32)
     for g, group in enumerate(groups):
         mine = np.flatnonzero(of_group == g)
@@ -82,15 +86,30 @@ def take(groups: Sequence[CacheGroup], pool: BlockPool, rows: Int64, missing: In
     return BatchSlots(0, of_row, of_group, of_column, ids)
 
 
-def concat(accepted: int, parts: Sequence[BatchSlots]) -> BatchSlots:
+def _take_classes(pool: BlockPool, of_group: Int32) -> Int32:
+    """A block for each of ``of_group``, int32; within a class in order."""
+    if len(pool.bases) == 1:
+        return pool.get_new_blocks(len(of_group))
+    ids = np.empty(len(of_group), np.int32)
+    of_class = np.array(pool.classes)[of_group]
+    for of in np.unique(of_class).tolist():
+        mine = np.flatnonzero(of_class == of)
+        ids[mine] = pool.get_new_blocks(len(mine), pool.classes.index(of))
+    return ids
+
+
+def concat(accepted: int, parts: Sequence[BatchSlots], reason: Reason | None = None) -> BatchSlots:
     """All cells in order."""
     parts = [part for part in parts if len(part.block)]
     if not parts:
-        return nothing_new(accepted)
+        return nothing_new(accepted)._replace(reason=reason)
     if len(parts) == 1:
-        return parts[0]._replace(accepted=accepted)
-    owner, group, column, block = (np.concatenate([part[field] for part in parts]) for field in range(1, 5))
-    return BatchSlots(accepted, owner, group, column, block)
+        return parts[0]._replace(accepted=accepted, reason=reason)
+    owner = np.concatenate([part.owner for part in parts])
+    group = np.concatenate([part.group for part in parts])
+    column = np.concatenate([part.column for part in parts])
+    block = np.concatenate([part.block for part in parts])
+    return BatchSlots(accepted, owner, group, column, block, reason)
 
 
 class Batch(NamedTuple):

@@ -13,12 +13,13 @@ from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.publisher import Publisher
 from hybridkv.cache.residents import Residents
+from hybridkv.cache.slots import Refusal
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
-AllocateOne = Callable[[int, int], Sequence[Int32] | None]
-"""Row and new tokens -> new columns per group, None when they do not fit."""
+AllocateOne = Callable[[int, int], Sequence[Int32] | Refusal]
+"""Row and tokens at the end of the step -> new columns per group, or why not."""
 
 
 class BatchAllocator:
@@ -46,21 +47,23 @@ class BatchAllocator:
         could be told, one by one.
         """
         needs = batch.needs_of(self._groups, due)
+        needs = needs._replace(plain=needs.plain & ~self._residents.ends_due(due.rows, due.end))
         parts: list[BatchSlots] = []
         for first, last in _runs(needs.plain):
             served = self._serve(due.part(first, last), needs.part(first, last)) if needs.plain[first] else None
             if served is None:
-                refused, cells = self._each(due.part(first, last), one)
+                refusal, cells = self._each(due.part(first, last), one)
                 parts.append(cells)
-                if refused is not None:
-                    return batch.concat(refused, parts)
+                if refusal is not None:
+                    return batch.concat(cells.accepted, parts, refusal.reason)
             else:
                 parts.append(served)
         return batch.concat(accepted, parts)
 
     def _serve(self, rows: Batch, needs: Needs) -> BatchSlots | None:
         """All rows at once; None, and nothing done, where that is not the same as one by one."""
-        if int(needs.missing.sum()) > self._pool.get_num_free_blocks():
+        drops = self._pool.in_slabs and self._drops(rows.rows, needs)
+        if not self._pool.takes_in_any_order(needs.missing.sum(axis=0).tolist(), drops=drops):
             return None
         if not batch.drop(self._groups, self._pool, rows, needs.drop):
             return None
@@ -70,14 +73,20 @@ class BatchAllocator:
         self._residents.refresh_many(rows.rows)
         return slots
 
-    def _each(self, rows: Batch, one: AllocateOne) -> tuple[int | None, BatchSlots]:
-        """Row after row: the place of the one that was refused, None when none was, and the new cells."""
+    def _drops(self, rows: Int64, needs: Needs) -> bool:
+        """Whether any row gives a column back."""
+        return any(
+            bool((needs.drop[:, place] > group.rows.dropped[rows]).any()) for place, group in enumerate(self._groups)
+        )
+
+    def _each(self, rows: Batch, one: AllocateOne) -> tuple[Refusal | None, BatchSlots]:
+        """Row after row: the refusal that ended it, None when none did, and the new cells of those before."""
         cells: list[tuple[int, int, int, Int32]] = []
         for place, row, end in zip(rows.place.tolist(), rows.rows.tolist(), rows.end.tolist(), strict=True):
             held = [group.rows.count.item(row) for group in self._groups]
             blocks = one(row, end)
-            if blocks is None:
-                return place, batch.one_by_one(place, cells)
+            if isinstance(blocks, Refusal):
+                return blocks, batch.one_by_one(place, cells)
             cells += [(place, g, held[g], ids) for g, ids in enumerate(blocks) if len(ids)]
         return None, batch.one_by_one(0, cells)
 

@@ -151,6 +151,25 @@ class BlockRows:
         self.cells[where] = 0
         return ids
 
+    def rewrite(self, sources: Int64, targets: Int64) -> None:
+        """Wherever a row has ``sources[i]`` it has ``targets[i]`` from now on. O(cells)."""
+        low, high = sources.min(), sources.max()
+        cells = self.cells[: self._used]
+        where = np.flatnonzero((cells >= low) & (cells <= high))
+        new = np.arange(low, high + 1, dtype=np.int32)
+        new[sources - low] = targets
+        cells[where] = new[cells[where] - low]
+
+    def find(self, ids: Int64) -> tuple[Int64, Int64]:
+        """Rows and columns that hold one of ``ids``, in row order; int64 each. O(columns of all rows)."""
+        rows = np.flatnonzero(self.count)
+        counts = (self.count - self.base)[rows]
+        owner = np.repeat(rows, counts)
+        within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        hits = np.flatnonzero(np.isin(self.cells[self.start[owner] + within], ids))
+        columns: Int64 = self.base[owner[hits]] + within[hits]
+        return owner[hits], columns
+
     def clear(self, row: int) -> None:
         """``row`` holds nothing and gives its extent back."""
         if row >= len(self.start):

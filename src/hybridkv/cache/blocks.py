@@ -22,23 +22,31 @@ class KVCacheBlocks:
 
     ids: one int32 array a group. pool: where the blocks are, None for ids that were put together by hand.
     evictions: of the pool when these blocks were found in a look-up; None for others.
+    sources: of a hit that ends inside a block or at a state: the block of each group to copy its end from, 0: none.
+    is_fork: these are the blocks of a running request, which need no keys.
+    With slabs ``ids`` are the pool's numbers; what is read out (``blocks``, views) are ids within each group's class.
     """
 
     ids: tuple[Int32, ...]
     pool: BlockPool | None = field(default=None, repr=False)
     evictions: int | None = field(default=None, repr=False)
+    sources: tuple[int, ...] = ()
+    is_fork: bool = False
 
     @property
     def is_stale(self) -> bool:
         """Whether a block lost its key since the look-up: it may hold other tokens by now."""
         if self.evictions is None or self.pool is None:
             return False
-        return not all(self.pool.kept_keys_since(ids[ids != 0], self.evictions) for ids in self.ids)
+        read = (*self.ids, np.array(self.sources, np.int32))
+        return not all(self.pool.kept_keys_since(ids[ids != 0], self.evictions) for ids in read)
 
     @property
     def blocks(self) -> tuple[list[int], ...]:
         """``blocks[group][i]`` is a block id."""
-        return tuple(ids.tolist() for ids in self.ids)
+        if self.pool is None:
+            return tuple(ids.tolist() for ids in self.ids)
+        return tuple(self.pool.local(group, ids).tolist() for group, ids in enumerate(self.ids))
 
     def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
         """Group by group. ConfigError when the numbers of groups differ."""
@@ -62,7 +70,7 @@ class KVCacheBlocks:
         if len(self.ids) != 1:
             raise ConfigError(f"get_unhashed_block_ids needs exactly one group, these blocks have {len(self.ids)}")
         pool = self._known_pool()
-        return [block for block in self.blocks[0] if block != NULL_BLOCK and pool.key_of(block) is None]
+        return [block for block in self.ids[0].tolist() if block != NULL_BLOCK and pool.key_of(block) is None]
 
     def new_empty(self) -> KVCacheBlocks:
         """No block, in as many groups."""
@@ -71,7 +79,10 @@ class KVCacheBlocks:
     def views(self) -> tuple[Sequence[BlockView], ...]:
         """The same blocks as views that answer for their state. ConfigError without a pool."""
         pool = self._known_pool()
-        return tuple([BlockView(block, pool) for block in group] for group in self.blocks)
+        return tuple(
+            [BlockView(block, pool, number) for block, number in zip(local, ids.tolist(), strict=True)]
+            for local, ids in zip(self.blocks, self.ids, strict=True)
+        )
 
     def _known_pool(self) -> BlockPool:
         if self.pool is None:
@@ -81,20 +92,21 @@ class KVCacheBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockView:
-    """A block with the attributes that users of vLLM know; always the state of now."""
+    """A block with the attributes that users of vLLM know; always the state of now. number: the pool's."""
 
     block_id: int
     pool: BlockPool
+    number: int
 
     @property
     def ref_cnt(self) -> int:
         """How many rows hold it."""
-        return self.pool.ref_count(self.block_id)
+        return self.pool.ref_count(self.number)
 
     @property
     def block_hash(self) -> bytes | None:
         """The key under which it can be hit."""
-        return self.pool.key_of(self.block_id)
+        return self.pool.key_of(self.number)
 
     @property
     def is_null(self) -> bool:

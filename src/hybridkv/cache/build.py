@@ -4,21 +4,56 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.index import PrefixIndex
-from hybridkv.cache.policies import GroupKind, alignment_of, check_retention, policy_of
+from hybridkv.cache.placement import DEFAULT_PLACEMENT, Placement
+from hybridkv.cache.policies import GroupKind, alignment_of, check_retention, natural_policy_of, policy_of
+from hybridkv.cache.pool import BlockPool
+from hybridkv.cache.slab_space import SlabSpace
 from hybridkv.errors import ConfigError
 from hybridkv.plan.config import KVCacheConfig
 from hybridkv.specs import Keeps
 
+_KEYS_APART: Final = 16  # tokens, where there is no attention whose blocks would say it
 
-def kinds_of(config: KVCacheConfig, ranks: int, *, use_eagle: bool) -> tuple[GroupKind, ...]:
-    """What each group is. Recurrent groups never drop for EAGLE; where no group is flagged, ``use_eagle`` flags all.
 
-    Raises ConfigError for the natural layout, which the cache does not run yet.
+def placement_for(config: KVCacheConfig, placement: Placement | None) -> Placement | None:
+    """Where states are kept in the natural layout; None in the reference layout, whose specs say it themselves.
+
+    ConfigError for a placement in the reference layout.
     """
-    config.refuse_slabs()
+    if config.slabs is not None:
+        return placement if placement is not None else DEFAULT_PLACEMENT
+    if placement is not None:
+        raise ConfigError(
+            f"placement {placement.name} needs the natural layout; in the reference layout the specs say where states "
+            "are kept: plan with placement= instead"
+        )
+    return None
+
+
+def pool_of(config: KVCacheConfig, max_moved_bytes: int | None, *, enable_events: bool) -> BlockPool:
+    """The pool of ``config``: blocks of one size in a plain order, of several in slabs."""
+    slabs = config.slabs
+    if slabs is None:
+        return BlockPool(config.num_blocks, len(config.groups), enable_events=enable_events)
+    space = SlabSpace(slabs, max_moved_bytes)
+    return BlockPool(
+        space.num_handles,
+        len(config.groups),
+        enable_events=enable_events,
+        space=space,
+        classes=[slabs.classes.index(slabs.class_of(group)) for group in range(len(config.groups))],
+        bases=space.bases,
+    )
+
+
+def kinds_of(
+    config: KVCacheConfig, ranks: int, *, use_eagle: bool, placement: Placement | None
+) -> tuple[GroupKind, ...]:
+    """What each group is. Recurrent groups never drop for EAGLE; where no group is flagged, ``use_eagle`` flags all."""
     flagged = any(group.is_eagle_group for group in config.groups)
     return tuple(
         GroupKind(
@@ -26,6 +61,7 @@ def kinds_of(config: KVCacheConfig, ranks: int, *, use_eagle: bool) -> tuple[Gro
             drops=(group.is_eagle_group or (use_eagle and not flagged))
             and group.spec.keeps in {Keeps.TOKENS, Keeps.WINDOW},
             ranks=ranks,
+            checkpoints=None if placement is None else placement.keeps_states,
         )
         for group in config.groups
     )
@@ -40,6 +76,9 @@ def can_resume(kinds: Sequence[GroupKind]) -> bool:
 
 def hash_block_size(kinds: Sequence[GroupKind]) -> int:
     """The greatest block that divides those of all groups that publish, tokens."""
+    if any(kind.checkpoints is not None for kind in kinds):
+        sizes = [kind.block_size for kind in kinds if kind.publishes and not kind.keeps_state]
+        return math.gcd(*sizes) or _KEYS_APART
     return math.gcd(*(kind.block_size for kind in kinds if kind.publishes)) or kinds[0].block_size
 
 
@@ -49,13 +88,20 @@ def build_groups(
     """One CacheGroup a kind. ConfigError for a hash block that does not divide, or a retention that cannot be kept."""
     alignment = alignment_of(kinds)
     check_retention(retention, alignment)
+    natural = any(kind.checkpoints is not None for kind in kinds)
     for number, kind in enumerate(kinds):
-        if kind.publishes and kind.block_size % hash_block:
+        if kind.publishes and kind.block_size % hash_block and not (natural and kind.keeps_state):
             raise ConfigError(
                 f"group {number} has blocks of {kind.block_size} tokens, no multiple of the hash block "
                 f"{hash_block}: choose a hash block that divides every block size"
             )
     return tuple(
-        CacheGroup(number, kind, policy_of(kind, alignment, retention), index, hash_block)
+        CacheGroup(
+            number,
+            kind,
+            natural_policy_of(kind, alignment, hash_block) if natural else policy_of(kind, alignment, retention),
+            index,
+            hash_block,
+        )
         for number, (kind, index) in enumerate(zip(kinds, indexes, strict=True))
     )

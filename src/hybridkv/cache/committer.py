@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.cache.ends import PublishedEnds
 from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.policies import NEW, UNPUBLISHED, GroupPlan
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.publisher import Publisher
 from hybridkv.cache.slots import SlotPlan
+from hybridkv.cache.transfers import TransferLog
 from hybridkv.request_rows import RequestRows
 
 Int32 = NDArray[np.int32]
@@ -24,13 +26,22 @@ class Committer:
     """The one that changes rows and holds of running requests."""
 
     def __init__(
-        self, groups: Sequence[CacheGroup], pool: BlockPool, publisher: Publisher, requests: RequestRows
+        self,
+        groups: Sequence[CacheGroup],
+        pool: BlockPool,
+        *,
+        publisher: Publisher,
+        requests: RequestRows,
+        transfers: TransferLog,
+        ends: PublishedEnds,
     ) -> None:
         self._groups = tuple(groups)
         self._states = tuple(group for group in groups if group.policy.keeps_state)
         self._pool = pool
         self._publisher = publisher
         self._requests = requests
+        self._transfers = transfers
+        self._ends = ends
 
     def commit(self, plan: SlotPlan, row: int) -> tuple[Int32, ...]:
         """Carry out ``plan`` for ``row``; the new columns of each group, null and moved ones included.
@@ -41,19 +52,26 @@ class Committer:
         work = tuple(zip(self._groups, plan.groups, strict=True))
         for group, part in work:
             self._drop(group, row, part.drop)
-        for group, part in work:
+        for place, (group, part) in enumerate(work):
             if part.reuse.size:
                 self._pool.touch(part.reuse[part.reuse != 0])
                 group.rows.extend(row, part.reuse)
+            if plan.sources and plan.sources[place]:
+                self._pool.touch(np.array([plan.sources[place]], np.int32))
+                self._transfers.owe_copy(group, plan.sources[place], row, group.policy.hit_columns(plan.hit_tokens))
+        if plan.begins:
+            self._ends.begin(plan.request, plan.computed_tokens)
         new = tuple(self._append(group, row, part) for group, part in work)
         for group, part in work:
             self._publisher.publish_row(group, plan.request, part.publish, part.settled)
+            self._ends.publish(group, plan.request, plan.known_tokens)
             if part.pending:
                 group.pending[row] = part.pending
             else:
                 group.pending.pop(row, None)
             if not plan.request.writes_prefix_cache:
                 group.published[row] = UNPUBLISHED
+        self._ends.settle(plan.request, plan.known_tokens)
         self.label(row, plan.certain_tokens)
         return new
 
@@ -61,7 +79,7 @@ class Committer:
         """New columns of ``row``: taken, moved from other columns, or null."""
         if part.append is None and not part.take:
             return _NONE
-        ids = self._pool.get_new_blocks(part.take) if part.take else _NONE
+        ids = self._pool.get_new_blocks(part.take, group.number) if part.take else _NONE
         if part.append is not None:
             if part.vacate:
                 ids = np.concatenate((group.rows.vacate(row, part.vacate), ids))

@@ -18,8 +18,8 @@ class CommonHit(NamedTuple):
 
     groups: one Hit a group, in the order of the groups. uncached_tokens: how much further the first group
     asked would go (full attention, where there is any): a state or window kept there would have helped.
-    missing, seen: as in Hit, of the whole search: per group the columns whose keys are unknown and bounded it,
-    and the blocks on which it rests.
+    missing, seen, additions: as in Hit, of the whole search, by group but for the blocks on which it rests.
+    sources: by group, the block to copy the end of the hit from: the last column, used in part, or a state; 0: none.
     """
 
     tokens: int
@@ -27,6 +27,8 @@ class CommonHit(NamedTuple):
     uncached_tokens: int = 0
     missing: tuple[tuple[int, ...], ...] = ()
     seen: tuple[NDArray[np.int32], ...] = ()
+    additions: tuple[int, ...] = ()
+    sources: tuple[int, ...] = ()
 
     @property
     def branch_tokens(self) -> int:
@@ -45,7 +47,8 @@ class Coordinator:
         self.alignment = alignment
         self._groups = tuple(groups)
         self._asked = sorted(groups, key=_turn)
-        self._no_hit = CommonHit(0, (Hit(0, np.empty(0, np.int32)),) * len(groups), 0, ((),) * len(groups))
+        none = (Hit(0, np.empty(0, np.int32)),) * len(groups)
+        self._no_hit = CommonHit(0, none, 0, ((),) * len(groups), (), (-1,) * len(groups), (0,) * len(groups))
 
     def longest_common_hit(self, request: Request, limit_tokens: int) -> CommonHit:
         """The longest prefix of at most ``limit_tokens`` tokens that every group has.
@@ -58,7 +61,9 @@ class Coordinator:
         if not candidate:
             return self._no_hit
         hits: dict[int, Hit] = {}
+        views = {group.number: group.view(request) for group in self._groups}
         missing: dict[int, list[int]] = {group.number: [] for group in self._groups}
+        additions = [-1] * len(self._groups)
         dropped: set[int] = set()
         seen: list[NDArray[np.int32]] = []
         longest, agreed = 0, False
@@ -71,8 +76,9 @@ class Coordinator:
                     hit = group.policy.trim(before, min(before.tokens, candidate))
                 else:
                     search = Search(candidate, ahead if past else limit_tokens, self.alignment, past, longest)
-                    hit = group.policy.longest_hit(group.index, group.keys(request), search)
+                    hit = group.policy.longest_hit(views[group.number], group.keys(request), search)
                     missing[group.number] += hit.missing
+                    additions[group.number] = max(additions[group.number], hit.additions)
                     seen.append(hit.seen)
                     dropped.update((group.number,) if past else ())
                 hits[group.number] = hit
@@ -83,10 +89,14 @@ class Coordinator:
                 if group.policy.publishes and not longest:
                     longest = candidate
         found = tuple(tuple(missing[group.number]) for group in self._groups)
+        asked = self._no_hit._replace(
+            uncached_tokens=longest - candidate, missing=found, seen=tuple(seen), additions=tuple(additions)
+        )
         if not candidate:
-            return CommonHit(0, self._no_hit.groups, longest, found, tuple(seen))
-        agreed_hits = tuple(hits[group.number] for group in self._groups)
-        return CommonHit(candidate, agreed_hits, longest - candidate, found, tuple(seen))
+            return asked
+        sources = tuple(group.policy.source(views[group.number], candidate) for group in self._groups)
+        asked = asked._replace(tokens=candidate, groups=tuple(hits[group.number] for group in self._groups))
+        return asked._replace(sources=sources, seen=(*seen, np.array([s for s in sources if s], np.int32)))
 
     def resumed_at(self, request: Request) -> tuple[int, ...]:
         """Tokens where ``request`` is likely to be resumed: by the same prompt, and where others branched off.

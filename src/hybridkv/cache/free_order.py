@@ -12,10 +12,14 @@ This is the order of a doubly linked list at the cost of array slices (architect
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from hybridkv.cache.space import Room, Weight
+from hybridkv.errors import BlockError
 
 Int32 = NDArray[np.int32]
 Ids = NDArray[np.int32] | NDArray[np.int64]  # indexing is faster with 64 bits
@@ -42,10 +46,89 @@ class FreeOrder:
         """Free blocks."""
         return self._count
 
+    @classmethod
+    def empty(cls, num_blocks: int) -> Self:
+        """The order of ``num_blocks`` blocks, 0 .. num_blocks - 1, none of them free."""
+        order = cls(num_blocks)
+        order._place.fill(NOWHERE)
+        order._tail = order._count = 0
+        return order
+
+    def first(self) -> int:
+        """The block that would be taken first. The caller knows that there is one."""
+        while True:
+            block = self._ring.item(self._head % self._capacity)
+            if self._place.item(block) == self._head:
+                return block
+            self._head += 1
+
+    def rename(self, source: int, target: int) -> None:
+        """``target``, which is not free, takes the place of ``source``, which is free."""
+        place = self._place.item(source)
+        self._ring[place % self._capacity] = target
+        self._place[target], self._place[source] = place, NOWHERE
+
     def __contains__(self, block: int) -> bool:
         return bool(self._place[block] != NOWHERE)
 
-    def take(self, n: int) -> Int32:
+    @property
+    def num_units(self) -> int:
+        """All but the null block."""
+        return len(self._place) - 1
+
+    def usage(self, reserved: Sequence[int]) -> float:
+        """Blocks held / all but the null block, those reserved left out of both."""
+        usable = self.num_units - sum(reserved)
+        return 1.0 - self._count / usable if usable else 0.0
+
+    def obtainable(self, of: int = 0) -> int:  # noqa: ARG002 - there is one class of blocks
+        """Blocks that can be taken."""
+        return self._count
+
+    def weigh(self, needs: Sequence[int], freed: Sequence[int]) -> Weight:
+        """Blocks to take against those that are free, ``freed`` among them."""
+        return Weight(sum(needs), self._count + sum(freed))
+
+    def units(self, blocks: Sequence[int]) -> int:
+        """Blocks."""
+        return sum(blocks)
+
+    def takes_in_any_order(self, needs: Sequence[int], *, drops: bool) -> bool:  # noqa: ARG002 - as above
+        """There is one order; so where they are all free."""
+        return sum(needs) <= self._count
+
+    def waits(self, needs: Sequence[int], freed: Sequence[int]) -> bool:  # noqa: ARG002 - as above
+        """Never: nothing moves."""
+        return False
+
+    def make_room(self, of: int, ref: Int32) -> Room:  # noqa: ARG002 - as above
+        """BlockError: all that is free can be taken as it is."""
+        raise BlockError("no block is free: plan before taking")
+
+    def check(self, ref: Int32) -> Iterator[str]:  # noqa: ARG002 - as above
+        """Nothing: the pool knows which blocks are free, and compares."""
+        return iter(())
+
+    def is_cached(self, block: int) -> bool:
+        """Whether ``block`` is free: there is one order for all."""
+        return block in self
+
+    def begin_step(self) -> None:
+        """Nothing: nothing moves."""
+
+    def age_first(self, ids: Ids) -> None:
+        """Nothing: the order is that of last use."""
+
+    def lock(self, ids: Ids) -> None:
+        """Nothing: no block ever moves."""
+
+    def unlock(self, ids: Ids) -> None:
+        """Nothing: no block ever moves."""
+
+    def forget_all(self) -> None:
+        """Nothing: the order stays."""
+
+    def take(self, n: int, of: int = 0) -> Int32:  # noqa: ARG002 - as above
         """The first ``n`` blocks, int32[n]; they are free no longer. The caller knows that there are n."""
         if n == 1:
             return np.array([self._take_one()], np.int32)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from hybridkv.cache.block_rows import BlockRows
 from hybridkv.cache.index import PrefixIndex
 from hybridkv.cache.policies import GroupKind, Policy, RowFacts
+from hybridkv.cache.view import PrefixView
 from hybridkv.request import Request
 from hybridkv.specs import RequestLimits
 
@@ -58,14 +59,22 @@ class CacheGroup:
         stride, hashes = self.key_stride, request.hashes
         return [hashes[(column + 1) * stride - 1] for column in columns.tolist()]
 
-    def knows_any(self, request: Request, columns: Sequence[int]) -> bool:
-        """Whether one of the keys of ``columns`` is indexed; also when ``request`` was cut and has one no longer.
+    def view(self, request: Request) -> PrefixView:
+        """What ``request`` can find in the index."""
+        return PrefixView(self.index, request, self.key_stride, self.policy.block_size)
 
-        O(columns) look-ups.
+    def knows_any(self, request: Request, missing: Sequence[int]) -> bool:
+        """Whether tokens behind one of the token counts ``missing`` are indexed by now.
+
+        Also when ``request`` was cut and has their key no longer. O(missing) look-ups.
         """
-        stride, hashes, get = self.key_stride, request.hashes, self.index.get
-        places = [(column + 1) * stride - 1 for column in columns]
-        return any(place >= len(hashes) or get(hashes[place]) is not None for place in places)
+        size, stride, hashes = self.policy.block_size, self.key_stride, request.hashes
+        view = self.view(request)
+        for tokens in missing:
+            column, known = divmod(tokens, size)
+            if view.reach(column) > known or (not known and (column + 1) * stride > len(hashes)):
+                return True
+        return False
 
     # -- rows
 

@@ -8,6 +8,7 @@ from itertools import islice, repeat
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.cache.partial import PartialKeys
 from hybridkv.errors import CacheError
 
 _NONE = np.empty(0, np.int32)
@@ -19,12 +20,14 @@ class PrefixIndex:
     """Keys of one group. Two blocks may carry one key: a look-up gives the one that came first.
 
     _first: key -> block. _others: key -> later blocks with the same key, oldest first; only keys that
-    stand in _first.
+    stand in _first. partial: of tokens that end inside a block. additions: keys added so far, partial ones too.
     """
 
     def __init__(self) -> None:
         self._first: dict[bytes, int] = {}
         self._others: dict[bytes, list[int]] = {}
+        self.partial = PartialKeys()
+        self.additions = 0
 
     def __len__(self) -> int:
         """Distinct keys."""
@@ -36,6 +39,7 @@ class PrefixIndex:
 
     def add(self, keys: Sequence[bytes], blocks: list[int]) -> None:
         """``blocks[i]`` carries ``keys[i]`` from now on; as many of one as of the other. O(keys)."""
+        self.additions += len(keys)
         shown = list(map(self._first.setdefault, keys, blocks))
         if shown == blocks:
             return
@@ -68,6 +72,14 @@ class PrefixIndex:
         if shown != blocks:
             block = next(block for block, found in zip(blocks, shown, strict=True) if block != found)
             raise CacheError(f"block {block} is not indexed under its key")
+
+    def rename(self, key: bytes, source: int, target: int) -> None:
+        """What ``source`` carried ``target`` carries, in its place."""
+        if self._first.get(key) == source:
+            self._first[key] = target
+            return
+        later = self._others[key]
+        later[later.index(source)] = target
 
     def leading_run(self, keys: Sequence[bytes], stop: int | None = None) -> NDArray[np.int32]:
         """Blocks of the leading keys that are all known, at most ``stop``; int32[hits].
@@ -102,3 +114,4 @@ class PrefixIndex:
         """Forget every key."""
         self._first.clear()
         self._others.clear()
+        self.partial.clear()

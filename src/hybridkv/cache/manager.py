@@ -14,20 +14,23 @@ from hybridkv.cache.audit import check_cache
 from hybridkv.cache.batch import Batch, BatchSlots
 from hybridkv.cache.batch_allocator import BatchAllocator
 from hybridkv.cache.blocks import KVCacheBlocks
-from hybridkv.cache.build import build_groups, can_resume, hash_block_size, kinds_of
+from hybridkv.cache.build import build_groups, can_resume, hash_block_size, kinds_of, placement_for, pool_of
+from hybridkv.cache.checkpoints import Checkpoints
 from hybridkv.cache.committer import Committer
 from hybridkv.cache.coordinator import CommonHit, Coordinator
+from hybridkv.cache.ends import PublishedEnds
 from hybridkv.cache.events import KVCacheEvent
-from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.pins import Pin, Pins
+from hybridkv.cache.placement import Placement
 from hybridkv.cache.planner import SlotPlanner
-from hybridkv.cache.policies import NEVER, alignment_of
-from hybridkv.cache.pool import BlockPool
+from hybridkv.cache.policies import alignment_of
 from hybridkv.cache.publisher import Publisher
+from hybridkv.cache.relocator import Relocator
 from hybridkv.cache.residents import Residents
 from hybridkv.cache.slots import Admission, Ask, Refusal, SlotPlan
 from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats, cache_statistics
+from hybridkv.cache.transfers import TransferLog, Transfers
 from hybridkv.errors import CacheError, ConfigError, StalePlanError
 from hybridkv.plan.config import KVCacheConfig
 from hybridkv.request import Request
@@ -52,7 +55,10 @@ class KVCacheManager:
     hasher: what hashes requests, by default SHA-256 over canonical CBOR with the greatest block that divides
     those of all groups. retention: which windows and states are kept for reuse: None all, n those before
     every n-th token, 0 only those where each request itself is likely to be resumed.
-    max_pinned_blocks: what ``pin`` may hold, and requests are not promised.
+    max_pinned_blocks: what ``pin`` may hold, and requests are not promised (slabs, in the natural layout).
+    placement: in the natural layout, where recurrent states are kept; by default ``ends``.
+    max_moved_bytes: in the natural layout, once so much was moved between slabs in a step, what needs more moves
+    waits for the next; None: no bound.
     Raises ConfigError for limits that cannot work, UnsupportedModelError for a group without policy.
     """
 
@@ -70,29 +76,38 @@ class KVCacheManager:
         hasher: BlockHasher | None = None,
         retention: int | None = None,
         max_pinned_blocks: int = 0,
+        placement: Placement | None = None,
+        max_moved_bytes: int | None = None,
     ) -> None:
         if max_pinned_blocks < 0:
             raise ConfigError(f"max_pinned_blocks must not be negative, got {max_pinned_blocks}")
         ranks = RequestLimits(max_model_len, dcp=dcp_world_size, pcp=pcp_world_size).cp
-        kinds = kinds_of(kv_cache_config, ranks, use_eagle=use_eagle)
+        self.placement = placement_for(kv_cache_config, placement)
+        kinds = kinds_of(kv_cache_config, ranks, use_eagle=use_eagle, placement=self.placement)
         self.config = kv_cache_config
         self.max_model_len = max_model_len
         self.dcp_world_size, self.pcp_world_size = dcp_world_size, pcp_world_size
         self.enable_caching = enable_caching and can_resume(kinds)
         self.hasher = (hasher or BlockHasher(hash_block_size(kinds))) if self.enable_caching else None
         hash_block = self.hasher.block_size if self.hasher else hash_block_size(kinds)
-        self.block_pool = BlockPool(kv_cache_config.num_blocks, len(kinds), enable_events=enable_kv_cache_events)
+        self.block_pool = pool_of(kv_cache_config, max_moved_bytes, enable_events=enable_kv_cache_events)
         self.groups = build_groups(kinds, self.block_pool.indexes, hash_block, retention)
-        self.sink_blocks = tuple(self.block_pool.reserve(kind.sink_blocks) for kind in kinds)
+        self.sink_blocks = tuple(self.block_pool.reserve(kind.sink_blocks, number) for number, kind in enumerate(kinds))
         if max_pinned_blocks > self.block_pool.num_usable:
             raise ConfigError(
                 f"max_pinned_blocks is {max_pinned_blocks}, the pool has {self.block_pool.num_usable} blocks: lower it"
             )
         self.pins = Pins(self.block_pool, max_pinned_blocks)
         self._coordinator = Coordinator(self.groups, alignment_of(kinds))
-        self._residents = Residents(self.groups, hash_block, publishes=self.enable_caching)
-        self.rows = self._residents.columns
         self.publisher = Publisher(self.block_pool)
+        tailed = self.groups if self.placement is not None and self.enable_caching else ()
+        self.ends = PublishedEnds(
+            [group for group in tailed if group.policy.publishes and not group.policy.keeps_state],
+            self.block_pool,
+            self.publisher.log,
+        )
+        self._residents = Residents(self.groups, hash_block, self.ends, publishes=self.enable_caching)
+        self.rows = self._residents.columns
         self._planner = SlotPlanner(
             self.groups,
             self.block_pool,
@@ -103,7 +118,26 @@ class KVCacheManager:
             caching=self.enable_caching,
             retention=retention,
         )
-        self._committer = Committer(self.groups, self.block_pool, self.publisher, self.rows)
+        log = self.publisher.log
+        self.transfers = TransferLog(self.groups, self.block_pool)
+        self._relocator = Relocator(self.groups, self.block_pool, log, self.pins, self.transfers)
+        self.block_pool.on_move = self._relocator.follow
+        self.checkpoints = Checkpoints(
+            [group for group in self.groups if group.policy.keeps_state and self.enable_caching],
+            len(kinds),
+            self.block_pool,
+            log=log,
+            transfers=self.transfers,
+            placement=self.placement,
+        )
+        self._committer = Committer(
+            self.groups,
+            self.block_pool,
+            publisher=self.publisher,
+            requests=self.rows,
+            transfers=self.transfers,
+            ends=self.ends,
+        )
         self._batches = BatchAllocator(
             self.groups, self.block_pool, self.publisher, self._residents, publishes=self.enable_caching
         )
@@ -146,7 +180,22 @@ class KVCacheManager:
         if not hit.tokens:
             return self._empty
         blocks = tuple(group.blocks for group in hit.groups)
-        return KVCacheBlocks(blocks, self.block_pool, self.block_pool.evictions)
+        return KVCacheBlocks(blocks, self.block_pool, self.block_pool.evictions, hit.sources)
+
+    def blocks_to_share(self, request: Request) -> tuple[KVCacheBlocks, int]:
+        """What a branch of ``request``, which no step in flight holds, begins with, and its tokens: those computed.
+
+        Natural layout. CacheError for a request that holds no blocks.
+        """
+        row, tokens = self._residents.row_of(request), request.num_computed_tokens
+        ids, sources = [], []
+        for group in self.groups:
+            full = group.policy.hit_columns(tokens)
+            held = group.rows.ids(row)
+            ids.append(held[:full])
+            partial = group.policy.keeps_state or (tokens % group.policy.block_size and len(held) > full)
+            sources.append(int(held[full]) if partial and tokens else 0)
+        return KVCacheBlocks(tuple(ids), self.block_pool, sources=tuple(sources), is_fork=True), tokens
 
     def is_longest_hit(self, request: Request, hit: CommonHit, evictions: int) -> bool:
         """Whether a hit found when ``block_pool.evictions`` was ``evictions`` is still the longest.
@@ -154,6 +203,8 @@ class KVCacheManager:
         It is while none of the blocks it rests on lost its key and none of the keys that bounded it is known.
         O(those keys) look-ups, one a group for full attention, and one array comparison over the blocks.
         """
+        if any(-1 < then != group.index.additions for group, then in zip(self.groups, hit.additions, strict=True)):
+            return False
         if any(group.knows_any(request, columns) for group, columns in zip(self.groups, hit.missing, strict=True)):
             return False
         return all(self.block_pool.kept_keys_since(ids, evictions) for ids in hit.seen)
@@ -241,6 +292,8 @@ class KVCacheManager:
         request = plan.request
         row = request.row if request.row >= 0 else self._residents.bind(request)
         new = self._committer.commit(plan, row)
+        if plan.begins:
+            self.checkpoints.begin(request, plan.hit_tokens, plan.computed_tokens)
         self._commits += 1
         self._residents.refresh(row)
         return KVCacheBlocks(new, self.block_pool)
@@ -278,12 +331,15 @@ class KVCacheManager:
         self._committer.label_rows(rows[: slots.accepted], end[: slots.accepted])
         return slots
 
-    def _allocate_row(self, row: int, end_tokens: int, *, lookahead: int) -> tuple[Int32, ...] | None:
+    def _allocate_row(self, row: int, end_tokens: int, *, lookahead: int) -> tuple[Int32, ...] | Refusal:
         """allocate_slots for the request in ``row``."""
         (request,) = self.rows.owners(np.array([row]))
-        new = end_tokens - self.rows.num_computed.item(row)
-        blocks = self.allocate_slots(request, max(new, 1), num_lookahead_tokens=lookahead)  # 0 at max_model_len
-        return None if blocks is None else blocks.ids
+        new = max(end_tokens - self.rows.num_computed.item(row), 1)  # 0 at max_model_len
+        plan = self.plan_slots(request, new, num_lookahead_tokens=lookahead)
+        if isinstance(plan, SlotPlan):
+            return self.commit(plan).ids
+        self.drop_skipped(request)
+        return plan
 
     # -- publishing and freeing
 
@@ -296,7 +352,9 @@ class KVCacheManager:
         known = min(num_computed_tokens, request.num_tokens)
         if not self.enable_caching:
             return
-        if any(known > self._held_tokens(group, row) for group in self.groups):
+        held = [group.rows.count.item(row) for group in self.groups if group.policy.publishes]
+        asked = [group.policy.columns(known) for group in self.groups if group.policy.publishes]
+        if any(more > there for more, there in zip(asked, held, strict=True)):
             raise CacheError(f"{request.request_id!r} holds no blocks for {known} tokens: allocate slots first")
         edges = self._planner.edges(request)
         if edges is None:
@@ -307,9 +365,38 @@ class KVCacheManager:
         self._commits += 1
         self._residents.refresh(row)
 
-    def _held_tokens(self, group: CacheGroup, row: int) -> int:
-        """Tokens for which ``row`` has columns, where columns grow with tokens."""
-        return group.rows.count.item(row) * group.policy.block_size if group.policy.publishes else NEVER
+    def keep_end(self, request: Request) -> None:
+        """``request`` ends or is preempted, and no step in flight holds it: its computed tokens can be hit to the last.
+
+        In the natural layout; nothing in the reference layout. CacheError for a request that holds no blocks.
+        """
+        self._residents.row_of(request)
+        if self.placement is None or self._planner.edges(request) is None:
+            return
+        computed = request.num_computed_tokens
+        known = min(computed, request.num_tokens)
+        self.cache_blocks(request, known)
+        self.ends.publish_last(request, known)
+        if computed <= request.num_tokens:
+            self.checkpoints.keep_end(request, computed)
+        self._commits += 1
+
+    # -- the natural layout: what a step must do besides its rows
+
+    def store_checkpoints(self, rows: Int64, computed: Int64, end: Int64) -> None:
+        """Blocks for the states that ``rows`` pass between ``computed`` and ``end`` tokens, with what room is left."""
+        self.checkpoints.store(self.rows.requests, rows, computed, end)
+
+    def take_transfers(self) -> Transfers:
+        """Moves, copies and checkpoints since the last call, for the worker; their blocks are held no longer.
+
+        Whoever drives the manager without a Scheduler calls it before every forward.
+        """
+        return self.transfers.take()
+
+    def cells_of(self, blocks: Int64) -> tuple[Int32, Int32, Int32]:
+        """(group, row, column) of every cell that holds one of ``blocks``, the pool's numbers."""
+        return self._relocator.cells_of(blocks)
 
     def free(self, request: Request | str) -> None:
         """Give back what a request holds, last block first; what is published stays findable.
@@ -320,6 +407,7 @@ class KVCacheManager:
         resident = self._residents.get(request_id)
         if resident is None:
             return
+        self.transfers.forget(resident.row)
         for group in self.groups:
             self.block_pool.free_blocks(group.rows.held(resident.row)[::-1])
         self._residents.release(resident)
@@ -328,6 +416,8 @@ class KVCacheManager:
         """Free each of ``requests``, in this order, in one go where they share no block."""
         found = dict.fromkeys(self._residents.get(request.request_id) for request in requests)
         residents = [resident for resident in found if resident is not None]
+        for resident in residents:
+            self.transfers.forget(resident.row)
         self.block_pool.free_many(
             [group.rows.held(resident.row)[::-1] for resident in residents for group in self.groups]
         )

@@ -74,6 +74,13 @@ class Pins:
         self._next += 1
         return pin
 
+    def follow(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        """Blocks moved from ``sources`` to ``targets``: pins name the latter. O(pinned blocks)."""
+        new = dict(zip(sources.tolist(), targets.tolist(), strict=True))
+        for pin in self._held.values():
+            for ids in pin.blocks:
+                ids[:] = [new.get(block, block) for block in ids.tolist()]
+
     def release(self, pin: Pin) -> None:
         """Its blocks can be evicted again, the last one first. CacheError for a pin that is not held."""
         if self._held.get(pin.number) is not pin:

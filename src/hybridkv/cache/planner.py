@@ -13,11 +13,11 @@ from hybridkv.cache.slots import (
     Reason,
     Refusal,
     SlotPlan,
-    admission_shortfall,
     check_ask,
     demand_of,
     freed_blocks,
     largest_group,
+    later_blocks,
     needed_blocks,
     unreadable_state,
 )
@@ -66,6 +66,8 @@ class SlotPlanner:
         check_ask(request, ask, groups, caching=self._caching)
         for group, ids in zip(groups, ask.hit.ids, strict=True):
             pool.refuse_foreign(ids[ids != 0])
+            if ask.hit.is_fork:
+                continue
             if len(ids) and ids[-1] and pool.key_of(int(ids[-1])) != group.keys(request)[len(ids) - 1]:
                 raise ConfigError(
                     f"the hit handed over for {request.request_id!r} holds other tokens: hand over what "
@@ -77,15 +79,44 @@ class SlotPlanner:
         plans = tuple(
             group.policy.plan(known, ids, demand) for group, known, ids in zip(groups, facts, ask.hit.ids, strict=True)
         )
-        free = pool.get_num_free_blocks() + freed_blocks(groups, facts, plans, row, pool)
-        needed = needed_blocks(plans, pool)
+        sources = self._sources(ask)
+        freed = freed_blocks(groups, facts, plans, row, pool)
+        needs = needed_blocks(plans, sources, pool)
+        needed, free = pool.weigh(needs, freed)
         if needed > free:
             return Refusal(Reason.NO_SPACE, largest_group(plans), needed, free)
         step = self._log.open_step
-        if step != WRITTEN and (blocked := unreadable_state(groups, plans, pool, step)) is not None:
+        blocked = None
+        if step != WRITTEN and not ask.hit.is_fork:  # what a fork shares was written before
+            blocked = unreadable_state(groups, plans, sources, pool, step)
+        if blocked is not None:
             return Refusal(Reason.STATE_NOT_READABLE, blocked, needed, free)
         if admission is not None:
-            short = admission_shortfall(groups, plans, admission, needed, free)
-            if short is not None:
-                return short
-        return SlotPlan(epoch, request, demand.total, demand.certain, plans)
+            kept = needed_blocks(plans, (0,) * len(plans), pool)  # sources are held for this step alone
+            later = later_blocks(groups, plans, admission)
+            wanted = pool.weigh([now + then for now, then in zip(kept, later, strict=True)], freed).needed
+            if wanted + admission.reserve_blocks > free:
+                return Refusal(Reason.ADMISSION_LIMIT, largest_group(plans), wanted + admission.reserve_blocks, free)
+        if pool.waits(needs, freed):
+            return Refusal(Reason.FRAGMENTED, largest_group(plans), needed, free)
+        return SlotPlan(
+            epoch,
+            request,
+            demand.total,
+            demand.certain,
+            plans,
+            sources,
+            demand.hit,
+            demand.computed,
+            demand.known,
+            begins=row < 0,
+        )
+
+    def _sources(self, ask: Ask) -> tuple[int, ...]:
+        """What is copied, by group: a state only where no later one is loaded from elsewhere."""
+        sources = ask.hit.sources or (0,) * len(self._groups)
+        if not ask.external_tokens:
+            return sources
+        return tuple(
+            0 if group.policy.keeps_state else source for group, source in zip(self._groups, sources, strict=True)
+        )

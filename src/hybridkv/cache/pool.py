@@ -1,15 +1,19 @@
 """The pool: who holds each block, which blocks are free and in what order, which can be hit.
 
     block   null | referenced (ref > 0) | free, cached (ref 0, has a key) | free, empty (ref 0, no key)
-    free order: empty blocks are taken before cached ones, cached ones least recently used first
 
-All metadata are flat arrays indexed by block id (architecture.md, decision 1).
+Where free blocks come from is the space's affair: a FreeOrder (one size of blocks: empty ones are taken before cached
+ones, cached ones least recently used first) or a SlabSpace (several sizes). All metadata are flat arrays
+indexed by block (architecture.md, decision 1). With slabs the blocks of all classes are numbered in one row here:
+
+    class 0 [ 0 .. n0-1 ] class 1 [ n0 .. n0+n1-1 ] ...      ``local`` turns a number into the id within the class
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -18,6 +22,9 @@ from numpy.typing import NDArray
 from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, KVCacheEvent
 from hybridkv.cache.free_order import FreeOrder
 from hybridkv.cache.index import PrefixIndex
+from hybridkv.cache.partial import Tail
+from hybridkv.cache.slab_space import SlabSpace
+from hybridkv.cache.space import Space, Weight
 from hybridkv.errors import BlockError, CacheError, CapacityError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -34,15 +41,27 @@ def _wrapped(count: int) -> np.int32:
 
 
 class BlockPool:
-    """``num_blocks`` blocks, ids 0 .. num_blocks - 1; id 0 is the null block, never handed out.
+    """``num_blocks`` blocks, 0 .. num_blocks - 1; block 0 is the null block, never handed out.
 
     num_groups: how many prefix indexes there are. enable_events: collect what take_events returns.
+    space: where free blocks come from, by default a FreeOrder of all but the null block. classes: the class of
+    each group, by default 0. bases: the first block of each class.
+    on_move: called with moves, int64[m, 2] of (source, target), once the pool has followed them.
     Attributes for reading: indexes, num_reserved (blocks taken for good), evictions (keys lost so far, grows
-    with a reset too), keys_given and keys_lost (so far, per group), epoch (changes with every take, touch and
-    free, so that a plan can tell whether it is stale).
+    with a reset and with moves too: who remembers blocks looks anew), keys_given and keys_lost (so far, per
+    group), epoch (changes with every take, touch and free, so that a plan can tell whether it is stale).
     """
 
-    def __init__(self, num_blocks: int, num_groups: int = 1, *, enable_events: bool = False) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        num_groups: int = 1,
+        *,
+        enable_events: bool = False,
+        space: Space | None = None,
+        classes: Sequence[int] | None = None,
+        bases: Sequence[int] = (0,),
+    ) -> None:
         if num_blocks < 1:
             raise ConfigError(f"a pool needs at least 1 block (the null block), got {num_blocks}")
         self.num_blocks = num_blocks
@@ -50,14 +69,19 @@ class BlockPool:
         self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
         self.epoch = 0
         self.evictions = 0
-        self._free = FreeOrder(num_blocks)
+        self.classes = tuple(classes) if classes is not None else (0,) * num_groups
+        self.bases = tuple(bases)
+        self.on_move: Callable[[NDArray[np.int64]], None] | None = None
+        self._free: Space = FreeOrder(num_blocks) if space is None else space
+        self._reserved = [0] * len(self.bases)
         self._ref = np.zeros(num_blocks, np.int32)
-        self._group = np.full(num_blocks, -1, np.int16)  # of a block's key; -1: no key
-        self._keys = np.full(num_blocks, None, np.object_)  # bytes, or None for a block without key
+        self._group = np.full(num_blocks, -1, np.int16)  # of a block's keys; -1: no key
+        self._keys = np.full(num_blocks, None, np.object_)  # bytes, or None for a block without key of all its tokens
         self._step = np.full(num_blocks, WRITTEN, np.int32)  # the step that will write a published block
         self.keys_given = [0] * num_groups
         self.keys_lost = [0] * num_groups
         self._lost = np.zeros(num_blocks, np.int32)  # evictions when it last lost its key, modulo 2**32
+        self._passing: set[int] = set()
         self._events: list[KVCacheEvent] | None = [] if enable_events else None
 
     # -- counts
@@ -67,13 +91,51 @@ class BlockPool:
         return len(self._free)
 
     def get_usage(self) -> float:
-        """Referenced blocks / all blocks but the null block; 0 for a pool of the null block alone."""
-        return 1.0 - len(self._free) / self.num_usable if self.num_usable else 0.0
+        """Share of what requests can hold that is held; 0 for a pool of the null block alone."""
+        return self._free.usage(self._reserved)
 
     @property
     def num_usable(self) -> int:
-        """Blocks that requests can hold: all but the null block and those reserved."""
-        return self.num_blocks - 1 - self.num_reserved
+        """Units that requests can hold, blocks or slabs: all but the null one and those reserved."""
+        return self._free.num_units - self._free.units(self._reserved)
+
+    def weigh(self, needs: Sequence[int], freed: Sequence[int]) -> Weight:
+        """needs: blocks to take, freed: blocks given back before, by group; in units. O(groups)."""
+        return self._free.weigh(self._by_class(needs), self._by_class(freed))
+
+    def takes_in_any_order(self, needs: Sequence[int], *, drops: bool) -> bool:
+        """Whether ``needs`` blocks, by group, are the same ones in whatever order groups and requests take them.
+
+        drops: blocks are given back in between.
+        """
+        return self._free.takes_in_any_order(self._by_class(needs), drops=drops)
+
+    def waits(self, needs: Sequence[int], freed: Sequence[int]) -> bool:
+        """Whether what fits by weight needs moves that are not to be had now."""
+        return self._free.waits(self._by_class(needs), self._by_class(freed))
+
+    def units(self, blocks: Sequence[int]) -> int:
+        """Units that ``blocks``, by group, need besides those reserved, in an empty pool."""
+        held = [more + kept for more, kept in zip(self._by_class(blocks), self._reserved, strict=True)]
+        return self._free.units(held) - self._free.units(self._reserved)
+
+    def _by_class(self, blocks: Sequence[int]) -> list[int]:
+        counts = [0] * len(self.bases)
+        for of, count in zip(self.classes, blocks, strict=True):
+            counts[of] += count
+        return counts
+
+    def class_of(self, block: int) -> int:
+        """The class of ``block``."""
+        return bisect_right(self.bases, block) - 1
+
+    def local(self, group: int, ids: Int32) -> Int32:
+        """``ids`` as a Step names them: within the class of ``group``, 0 for the null block."""
+        base = self.bases[self.classes[group]]
+        if not base:
+            return ids
+        within: Int32 = np.where(ids == NULL_BLOCK, NULL_BLOCK, ids - base).astype(np.int32)
+        return within
 
     def ref_count(self, block: int) -> int:
         """How many rows hold ``block``."""
@@ -115,23 +177,61 @@ class BlockPool:
         """Published blocks whose step is in flight. O(num_blocks)."""
         return int(np.count_nonzero(self._step != WRITTEN))
 
+    # -- locks and moves
+
+    def begin_step(self) -> None:
+        """What is moved from now on belongs to another step."""
+        self._free.begin_step()
+
+    def lock(self, ids: Int32) -> None:
+        """Each of ``ids``, held blocks, stays where it is until it is unlocked as often. BlockError for foreign ids."""
+        self.refuse_foreign(ids)
+        self._free.lock(ids)
+
+    def unlock(self, ids: Int32) -> None:
+        """Undo one lock of each of ``ids``. BlockError for one that is not locked."""
+        self.refuse_foreign(ids)
+        self._free.unlock(ids)
+
+    @property
+    def in_slabs(self) -> bool:
+        """Whether blocks lie in slabs, so that those of slabs that nobody owns do not exist."""
+        return isinstance(self._free, SlabSpace)
+
+    @property
+    def space(self) -> Space:
+        """Where free blocks come from; for statistics and checks."""
+        return self._free
+
     # -- take, touch, free
 
-    def reserve(self, n: int) -> Int32:
+    def reserve(self, n: int, group: int = 0) -> Int32:
         """Take ``n`` blocks for good, int32[n]: neither usable nor used. CapacityError if n are not free."""
-        if n > len(self._free):
+        of = self.classes[group]
+        if n > self._free.obtainable(of):
             raise CapacityError(
-                f"{n} blocks are needed for sinks, {len(self._free)} of {self.num_blocks} are left: plan more blocks"
+                f"{n} blocks are needed for sinks, {self._free.obtainable(of)} of {self.num_blocks} are left: "
+                "plan more blocks"
             )
-        ids = self.get_new_blocks(n) if n else np.empty(0, np.int32)
+        ids = self.get_new_blocks(n, group) if n else np.empty(0, np.int32)
+        self._free.lock(ids)  # their layers know where they lie
         self.num_reserved += n
+        self._reserved[of] += n
         return ids
 
-    def get_new_blocks(self, n: int) -> Int32:
-        """Take ``n`` blocks from the front, int32[n]; each loses its key. BlockError if n are not free."""
-        if not 0 <= n <= len(self._free):
-            raise BlockError(f"{n} blocks asked for, {len(self._free)} are free: plan before taking")
-        ids = self._free.take(n)
+    def get_new_blocks(self, n: int, group: int = 0) -> Int32:
+        """Take ``n`` blocks for ``group``, int32[n]; each loses its key. BlockError if n cannot be had."""
+        of = self.classes[group]
+        if not 0 <= n <= self._free.obtainable(of):
+            raise BlockError(f"{n} blocks asked for, {self._free.obtainable(of)} are free: plan before taking")
+        ids = self._free.take(n, of)
+        while len(ids) < n:
+            room = self._free.make_room(of, self._ref)
+            if room.evicted.size:
+                self._evict(room.evicted)
+            if room.moves.size:
+                self._relocate(room.moves.astype(np.int64))
+            ids = np.concatenate((ids, self._free.take(n - len(ids), of)))
         if n == 1:
             if self._group.item(ids.item(0)) >= 0:
                 self._evict(ids)
@@ -142,6 +242,31 @@ class BlockPool:
         self._ref[ids] = 1
         self.epoch += 1
         return ids
+
+    def _relocate(self, moves: NDArray[np.int64]) -> None:
+        """Blocks moved, int64[m, 2]: what is known of the sources is true of the targets from now on."""
+        sources, targets = moves[:, 0], moves[:, 1]
+        for source, target in moves.tolist():
+            group = self._group.item(source)
+            if group < 0:
+                continue
+            key, index = self.key_of(source), self.indexes[group]
+            if key is not None:
+                index.rename(key, source, target)
+            index.partial.rename(source, target)
+        self._keys[targets] = self._keys[sources]
+        self._keys[sources] = None
+        for column, empty in ((self._ref, 0), (self._group, -1), (self._step, WRITTEN)):
+            column[targets] = column[sources]
+            column[sources] = empty
+        if self._passing:
+            new = dict(moves.tolist())
+            self._passing = {new.get(block, block) for block in self._passing}
+        self.evictions += 1
+        self._lost[sources] = _wrapped(self.evictions)
+        self.epoch += 1
+        if self.on_move is not None:
+            self.on_move(moves)
 
     def touch(self, ids: Int32) -> None:
         """One more holder of each of ``ids`` (distinct); free ones leave the free order."""
@@ -252,31 +377,66 @@ class BlockPool:
         """The block of ``group`` that holds the tokens behind ``key``."""
         return self.indexes[group].get(key)
 
+    def publish_tail(self, group: int, block: int, parent: bytes, tokens: bytes, step: int = WRITTEN) -> bool:
+        """``block`` of ``group`` begins with ``tokens`` (bytes of int32) behind ``parent``, and can be hit there.
+
+        False, and nothing done, when some block is known for these very tokens. A parent has few tails: the
+        oldest goes.
+        """
+        index = self.indexes[group]
+        if any(tail.tokens == tokens for tail in index.partial.of(parent)):
+            return False
+        self.keys_given[group] += 1
+        self._group[block] = group
+        if step != WRITTEN:
+            self._step[block] = step
+        index.additions += 1
+        gone = index.partial.add(parent, Tail(tokens, block))
+        if gone is not None:
+            self.keys_lost[group] += 1
+            if gone not in index.partial and self.key_of(gone) is None:
+                self._unkey(np.array([gone], np.int32))
+        return True
+
     def evict_blocks(self, ids: Int32) -> None:
         """Blocks of ``ids`` that have a key lose it, and so can be hit no longer; who holds them keeps them.
 
-        A free one goes to the front of the free order, as it would have without key.
+        A free one is then as one without key.
         """
         if not ids.size:
             return
         self._refuse_foreign(ids)
         cached = ids[self._group[ids] >= 0]
-        if not cached.size:
-            return
-        self._evict(cached)
-        free = cached[self._ref[cached] == 0]
+        if cached.size:
+            self._forget_keys(cached)
+            self._unkey(cached)
+
+    def _evict(self, ids: Int32) -> None:
+        """Drop the keys of ``ids``, which all have one and are free no longer, or empty by now."""
+        self._forget_keys(ids)
+        self._clear_keys(ids)
+
+    def _unkey(self, ids: Int32) -> None:
+        """``ids``, whose keys the index has forgotten, are blocks without key; free ones are empty."""
+        self._clear_keys(ids)
+        free = ids[self._ref[ids] == 0]
         if free.size:
             self._free.remove(free)
             self._free.prepend(free)
         self.epoch += 1
 
-    def _evict(self, ids: Int32) -> None:
-        """Drop the keys of ``ids``, which all have one."""
+    def _forget_keys(self, ids: Int32) -> None:
+        """The indexes know nothing of ``ids``, which all have a key, any longer; events say so."""
         where = ids.astype(np.int64)
         blocks, keys, groups = ids.tolist(), self._keys[where].tolist(), self._group[where].tolist()
+        tailed = self._forget_tails(blocks, groups)
         if None in keys:
-            block = blocks[keys.index(None)]
-            raise CacheError(f"block {block} belongs to the index of group {self.group_of(block)} but has no key")
+            if any(key is None and block not in tailed for key, block in zip(keys, blocks, strict=True)):
+                block = next(b for key, b in zip(keys, blocks, strict=True) if key is None and b not in tailed)
+                raise CacheError(f"block {block} belongs to the index of group {self.group_of(block)} but has no key")
+            whole = [i for i, key in enumerate(keys) if key is not None]
+            blocks, keys, groups = ([column[i] for i in whole] for column in (blocks, keys, groups))
+            where = where[whole]
         if len(self.indexes) == 1:
             self.indexes[0].remove_many(keys, blocks)
             self.keys_lost[0] += len(blocks)
@@ -291,11 +451,43 @@ class BlockPool:
                 for key, group, done in zip(keys, groups, written, strict=True)
                 if done
             ]
+
+    def _forget_tails(self, blocks: Sequence[int], groups: Sequence[int]) -> set[int]:
+        """The partial keys of ``blocks``, of ``groups``, go; which of them had one."""
+        if not any(index.partial for index in self.indexes):
+            return set()
+        tailed = set()
+        for block, group in zip(blocks, groups, strict=True):
+            partial = self.indexes[group].partial
+            if block in partial:
+                self.keys_lost[group] += partial.remove(block)
+                tailed.add(block)
+        return tailed
+
+    def _clear_keys(self, ids: Int32) -> None:
+        where = ids.astype(np.int64)
         self._keys[where] = None
         self._group[where] = -1
         self._step[where] = WRITTEN
-        self.evictions += len(blocks)
+        self._passing.difference_update(ids.tolist() if self._passing else ())
+        self.evictions += len(ids)
         self._lost[ids] = _wrapped(self.evictions)
+
+    # -- checkpoints that are passed by
+
+    def flag_passing(self, block: int) -> None:
+        """The checkpoint in ``block`` is of use until a later one of the same request is kept."""
+        self._passing.add(block)
+
+    def pass_by(self, blocks: Sequence[int]) -> bool:
+        """A later checkpoint is kept: those of ``blocks`` flagged are evicted first. False while one is held."""
+        if any(self._ref.item(block) for block in blocks):
+            return False
+        gone = [block for block in blocks if block in self._passing]
+        self._passing.difference_update(gone)
+        if gone:
+            self._free.age_first(np.array(gone, np.int32))
+        return True
 
     def kept_keys_since(self, ids: Int32, evictions: int) -> bool:
         """Whether none of ``ids`` lost its key since ``self.evictions`` was ``evictions``. No look-up in the index."""
@@ -331,13 +523,15 @@ class BlockPool:
 
     def reset_prefix_cache(self) -> bool:
         """Drop all keys, if no block is in use; the free order stays. Returns whether it was done. O(num_blocks)."""
-        in_use = self.num_usable - len(self._free)
+        in_use = int(np.count_nonzero(self._ref)) - self.num_reserved
         if in_use:
             logger.warning("prefix cache not reset: %d blocks are in use", in_use)
             return False
         for group, count in enumerate(self.cached_blocks()):
             self.keys_lost[group] += count
             self.indexes[group].clear()
+        self._free.forget_all()
+        self._passing.clear()
         self._keys.fill(None)
         self._group.fill(-1)
         self._step.fill(WRITTEN)

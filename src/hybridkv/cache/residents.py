@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.cache.ends import PublishedEnds
 from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.policies import UNPUBLISHED
 from hybridkv.errors import CacheError
@@ -22,13 +23,14 @@ _NEVER: Final = np.iinfo(np.int64).max
 class Residents:
     """Who holds which row. columns: counts and tail tokens of all rows.
 
-    A row's next event is the least of: the tokens at which some group needs a block, and those at which
-    some group can publish one (when ``publishes``). Below it there is nothing to do for the row.
+    A row's next event is the least of: the tokens at which some group needs a block, those at which some group
+    can publish one (when ``publishes``), and its next published end. Below it there is nothing to do for the row.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], tail_tokens: int, *, publishes: bool) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], tail_tokens: int, ends: PublishedEnds, *, publishes: bool) -> None:
         self.columns = RequestRows(tail_tokens, promised=self._promised)
         self._groups = groups
+        self._ends = ends
         self._publishes = publishes
         self._by_id: dict[str, Request] = {}
         self._next_event = np.zeros(0, np.int64)
@@ -84,13 +86,20 @@ class Residents:
         """Indices of the ``rows`` for which something must be done at ``total_tokens``."""
         return np.flatnonzero(total_tokens >= self._next_event[rows])
 
+    def ends_due(self, rows: Int64, end_tokens: Int64) -> NDArray[np.bool_]:
+        """Which of ``rows`` have an end to publish at ``end_tokens``, bool[rows]."""
+        due: NDArray[np.bool_] = end_tokens >= self._ends.next_ends(rows)
+        return due
+
     def refresh(self, row: int) -> None:
         """Find the next event of one row, without arrays of one element."""
-        self._next_event[row] = min(group.next_event(row, publishes=self._publishes) for group in self._groups)
+        soonest = min(group.next_event(row, publishes=self._publishes) for group in self._groups)
+        self._next_event[row] = min(soonest, self._ends.next_end(row))
 
     def refresh_many(self, rows: Int64) -> None:
         """Find the next events of ``rows``, all at once."""
         soonest = np.full(len(rows), _NEVER)
         for group in self._groups:
             np.minimum(soonest, group.next_events(rows, publishes=self._publishes), out=soonest)
+        np.minimum(soonest, self._ends.next_ends(rows), out=soonest)
         self._next_event[rows] = soonest

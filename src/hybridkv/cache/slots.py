@@ -21,17 +21,23 @@ from hybridkv.errors import ConfigError, StalePlanError
 from hybridkv.request import Request
 from hybridkv.specs import Keeps, RequestLimits
 
+NO_BLOCKS = np.empty(0, np.int32)
+
 
 class Reason(StrEnum):
     """Why slots were refused."""
 
     NO_SPACE = "no_space"
+    FRAGMENTED = "fragmented"
     ADMISSION_LIMIT = "admission_limit"
     STATE_NOT_READABLE = "state_not_readable"
 
 
 class Refusal(NamedTuple):
-    """Nothing was changed. group: the one that asked for most; blocks: of all groups together."""
+    """Nothing was changed. group: the one that asked for most. blocks: of all groups together, or slabs.
+
+    fragmented: it fits, but for moves that the step may not make any more, or that locked blocks forbid.
+    """
 
     reason: Reason
     group: int
@@ -42,7 +48,9 @@ class Refusal(NamedTuple):
 class SlotPlan(NamedTuple):
     """One GroupPlan a group for ``request`` to hold ``total_tokens``; valid while the epoch is ``epoch``.
 
-    certain_tokens: tokens that are computed then, drafts left out.
+    certain_tokens: tokens that are computed then, drafts left out. sources: by group, the block that its new last
+    column, or its state, is copied from; 0: none. hit_tokens: those adopted. computed_tokens: those before the
+    new ones. known_tokens: those that may be published. begins: the request holds no row yet.
     """
 
     epoch: int
@@ -50,13 +58,18 @@ class SlotPlan(NamedTuple):
     total_tokens: int
     certain_tokens: int
     groups: tuple[GroupPlan, ...]
+    sources: tuple[int, ...] = ()
+    hit_tokens: int = 0
+    computed_tokens: int = 0
+    known_tokens: int = 0
+    begins: bool = False
 
 
 class Admission(NamedTuple):
     """What an admission asks beyond its first tokens.
 
     full: all tokens of the request must fit, as these limits say. steps: that may be in flight.
-    reserve_blocks: blocks that must stay free besides.
+    reserve_blocks: blocks (slabs, where there are any) that must stay free besides.
     """
 
     full: RequestLimits
@@ -88,10 +101,10 @@ def check_ask(request: Request, ask: Ask, groups: Sequence[CacheGroup], *, cachi
         raise ConfigError(f"token counts for {name!r} must not be negative")
     if ask.encoder_tokens and not any(group.kind.spec.keeps == Keeps.ENCODER for group in groups):
         raise ConfigError("num_encoder_tokens needs a group of cross-attention layers; this model has none")
-    hit = any(len(ids) for ids in ask.hit.ids)
+    hit = any(len(ids) for ids in ask.hit.ids) or any(ask.hit.sources)
     if request.row >= 0 and (hit or ask.external_tokens):
         raise ConfigError(f"{name!r} holds blocks already: hits and external tokens are adopted by a new row only")
-    if hit and not caching:
+    if hit and not caching and not ask.hit.is_fork:
         raise ConfigError("hits handed over while caching is off: construct the manager with enable_caching=True")
     if ask.hit_tokens and not hit:
         raise ConfigError(f"{ask.hit_tokens} hit tokens without their blocks: hand over new_computed_blocks")
@@ -109,7 +122,10 @@ def _check_hit(request: Request, ask: Ask, groups: Sequence[CacheGroup]) -> None
         raise ConfigError(f"a hit needs blocks of {len(groups)} groups, got {len(ask.hit.ids)}")
     for group, ids in zip(groups, ask.hit.ids, strict=True):
         policy = group.policy
-        if len(ids) != policy.hit_columns(ask.hit_tokens) or (policy.publishes and ask.hit_tokens % policy.block_size):
+        ends_inside = (
+            policy.publishes and not policy.copies and ask.hit_tokens % policy.block_size and not ask.hit.is_fork
+        )
+        if len(ids) != policy.hit_columns(ask.hit_tokens) or ends_inside:
             raise ConfigError(
                 f"a hit of {ask.hit_tokens} tokens needs {ask.hit_tokens / policy.block_size:g} blocks in "
                 f"group {group.number}, got {len(ids)}: hand over what get_computed_blocks returned"
@@ -135,20 +151,23 @@ def demand_of(request: Request, ask: Ask, in_flight: int, max_model_len: int, ed
     )
 
 
-def needed_blocks(plans: Sequence[GroupPlan], pool: BlockPool) -> int:
-    """Free blocks that ``plans`` use up: those taken, and hits that nobody holds now."""
-    return sum(plan.take + (pool.count_free(plan.reuse[plan.reuse != 0]) if len(plan.reuse) else 0) for plan in plans)
+def needed_blocks(plans: Sequence[GroupPlan], sources: Sequence[int], pool: BlockPool) -> list[int]:
+    """Blocks that ``plans`` use up, by group: those taken, and hits and sources that nobody holds now."""
+    needs = []
+    for plan, source in zip(plans, sources, strict=True):
+        touched = pool.count_free(plan.reuse[plan.reuse != 0]) if len(plan.reuse) else 0
+        needs.append(plan.take + touched + (source != 0 and not pool.ref_count(source)))
+    return needs
 
 
 def freed_blocks(
     groups: Sequence[CacheGroup], facts: Sequence[RowFacts], plans: Sequence[GroupPlan], row: int, pool: BlockPool
-) -> int:
-    """Blocks of dropped columns that nobody else holds."""
-    freed = 0
+) -> list[int]:
+    """Blocks of dropped columns that nobody else holds, by group."""
+    freed = []
     for group, before, plan in zip(groups, facts, plans, strict=True):
-        if plan.drop > before.dropped:
-            gone = group.rows.span(row, before.dropped, plan.drop)
-            freed += int(np.count_nonzero(pool.ref_counts(gone[gone != 0]) == 1))
+        gone = group.rows.span(row, before.dropped, plan.drop) if plan.drop > before.dropped else NO_BLOCKS
+        freed.append(int(np.count_nonzero(pool.ref_counts(gone[gone != 0]) == 1)) if len(gone) else 0)
     return freed
 
 
@@ -157,25 +176,20 @@ def largest_group(plans: Sequence[GroupPlan]) -> int:
     return max(range(len(plans)), key=lambda group: plans[group].take)
 
 
-def admission_shortfall(
-    groups: Sequence[CacheGroup], plans: Sequence[GroupPlan], admission: Admission, needed: int, free: int
-) -> Refusal | None:
-    """The refusal when the whole request and the reserve do not fit into ``free`` blocks."""
-    later = 0
-    for group, plan in zip(groups, plans, strict=True):
-        peak = group.peak_blocks(admission.full, admission.steps)
-        later += max(peak - int(np.count_nonzero(plan.reuse)) - plan.take, 0)
-    wanted = needed + later + admission.reserve_blocks
-    if wanted <= free:
-        return None
-    return Refusal(Reason.ADMISSION_LIMIT, largest_group(plans), wanted, free)
+def later_blocks(groups: Sequence[CacheGroup], plans: Sequence[GroupPlan], admission: Admission) -> list[int]:
+    """What an admitted request may need besides, up to its peak, by group."""
+    return [
+        max(group.peak_blocks(admission.full, admission.steps) - int(np.count_nonzero(plan.reuse)) - plan.take, 0)
+        for group, plan in zip(groups, plans, strict=True)
+    ]
 
 
 def unreadable_state(
-    groups: Sequence[CacheGroup], plans: Sequence[GroupPlan], pool: BlockPool, step: int
+    groups: Sequence[CacheGroup], plans: Sequence[GroupPlan], sources: Sequence[int], pool: BlockPool, step: int
 ) -> int | None:
-    """The first group whose hit is a state that ``step``, the one being scheduled, has yet to write."""
-    for group, plan in zip(groups, plans, strict=True):
-        if group.policy.keeps_state and len(plan.reuse) and pool.step_of(int(plan.reuse[-1])) == step:
+    """The first group whose hit is a state, or is copied, and has yet to be written by ``step``, now scheduled."""
+    for group, plan, source in zip(groups, plans, sources, strict=True):
+        copied = int(plan.reuse[-1]) if group.policy.keeps_state and len(plan.reuse) else source
+        if copied and pool.step_of(copied) == step:
             return group.number
     return None

@@ -68,6 +68,16 @@ class WriteLog:
         """Blocks that ``step`` published; none for a step that is not in flight."""
         return {block for part in self._ids.get(step, ()) for block in part.tolist()}
 
+    def follow(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        """Blocks moved from ``sources`` to ``targets``. O(blocks of the steps in flight)."""
+        order = np.argsort(sources)
+        sources, targets = sources[order], targets[order]
+        for step in self._ids:
+            for ids in (*self._ids[step], *(run.ids for run in self._runs[step])):
+                place = np.minimum(np.searchsorted(sources, ids), len(sources) - 1)
+                moved = sources[place] == ids
+                ids[moved] = targets[place[moved]]
+
     @property
     def in_flight(self) -> tuple[int, ...]:
         """Steps that are neither settled nor revoked, oldest first."""
@@ -78,10 +88,9 @@ class WriteLog:
         if step not in self._ids:
             raise CacheError(f"step {step} is not in flight")
         runs, ids = self._runs.pop(step), self._ids.pop(step)
-        if runs:
-            for run in runs:
-                self._emit(run, self._pool.mark_written(run.ids, step))
-        elif ids:
+        for run in runs:
+            self._emit(run, self._pool.mark_written(run.ids, step))
+        if ids:
             self._pool.mark_written(np.concatenate(ids), step)
 
     def revoke(self, first_step: int) -> None:

@@ -93,9 +93,7 @@ def _make(
         raise ConfigError("CONFIG is missing: give a config.json, a folder with one or a known name, or --plan FILE")
     if options.memory is None:
         raise ConfigError("--memory is missing: say what one rank has for its cache, for example --memory 40GiB")
-    rules = options.rules
-    if layout is not None:
-        rules["layout"] = layout
+    rules = options.rules if layout is None else options.rules_of(layout)
     return make_plan(
         options.model(), options.memory, max_model_len=max_model_len, kernel_block_size=kernel_block_size, **rules
     )

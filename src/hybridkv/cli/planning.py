@@ -11,9 +11,11 @@ from typing import Annotated, Final, TypedDict
 
 import typer
 
+from hybridkv.cache.placement import DEFAULT_PLACEMENT, placement_named
 from hybridkv.errors import ConfigError, SchemaError
 from hybridkv.models import DTYPE_NAMES, Model, read_model
 from hybridkv.plan import Plan, plan_from_json, read_plan
+from hybridkv.plan.planner import ALIGN, DEFAULT_LAYOUT, NATURAL, NO_STATES
 
 _STANDARD_INPUT: Final = Path("-")
 
@@ -35,21 +37,21 @@ class Layout(StrEnum):
     NATURAL = "natural"
 
 
-class Placement(StrEnum):
-    """Where recurrent states are kept; align: where chunks end on a block edge."""
-
-    ALIGN = "align"
-    NONE = "none"
-
-
 Memory = Annotated[str | None, typer.Option(help="For the cache of one rank: 40GiB, 512MiB, or bytes.")]
 TensorParallel = Annotated[int | None, typer.Option(help="Tensor parallel ranks; 1.")]
 BlockSize = Annotated[int | None, typer.Option(help="Tokens of a block; 16.")]
 DtypeOption = Annotated[
     CacheDtype | None, typer.Option("--dtype", "--kv-dtype", help="Of keys and values; auto: the config's.")
 ]
-LayoutOption = Annotated[Layout | None, typer.Option(help="How pages are sized and placed; reference.")]
-PlacementOption = Annotated[Placement | None, typer.Option(help="Where recurrent states are kept; align.")]
+LayoutOption = Annotated[Layout | None, typer.Option(help=f"How pages are sized and placed; {DEFAULT_LAYOUT}.")]
+PlacementOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Where recurrent states are kept. Natural layout: none, ends, interval:N, align, align:N; ends. "
+        "Reference layout: align, none; align.",
+        metavar="<none|ends|interval:N|align[:N]>",
+    ),
+]
 WindowsAsFull = Annotated[
     bool | None, typer.Option("--windows-as-full", help="Manage windowed layers as full attention.")
 ]
@@ -74,12 +76,23 @@ class PlanOptions:
     block_size: int | None = None
     dtype: CacheDtype | None = None
     layout: Layout | None = None
-    placement: Placement | None = None
+    placement: str | None = None
     windows_as_full: bool | None = None
 
-    def refuse_beside_plan(self, own: Mapping[str, object]) -> None:
-        """ConfigError when anything was given that a plan file holds. own: the command's names of such options."""
-        shared = ("memory", "tp", "block_size", "dtype", "layout", "placement", "windows_as_full")
+    def refuse_beside_plan(self, own: Mapping[str, object], *, placed: bool = True) -> None:
+        """ConfigError when anything was given that a plan file holds. own: the command's names of such options.
+
+        placed: the plan says where states are kept (in the natural layout it does not).
+        """
+        shared = [
+            "memory",
+            "tp",
+            "block_size",
+            "dtype",
+            "layout",
+            "windows_as_full",
+            *(["placement"] if placed else []),
+        ]
         values = {**own, **{"--" + name.replace("_", "-"): getattr(self, name) for name in shared}}
         given = [name for name, value in values.items() if value is not None]
         if given:
@@ -97,11 +110,22 @@ class PlanOptions:
     @property
     def rules(self) -> PlanRules:
         """How layers are managed."""
-        return PlanRules(
-            placement=self.placement or Placement.ALIGN,
-            windows_as_full=bool(self.windows_as_full),
-            layout=self.layout or Layout.REFERENCE,
-        )
+        return self.rules_of(self.layout or Layout(DEFAULT_LAYOUT))
+
+    def rules_of(self, layout: str) -> PlanRules:
+        """How layers are managed in ``layout``. ConfigError for a placement that it does not know."""
+        name = self.placement
+        if layout == NATURAL:
+            keeps = placement_named(name or DEFAULT_PLACEMENT.name, align_tokens=1).keeps_states
+            placement = ALIGN if keeps else NO_STATES
+        elif name is None or name in {ALIGN, NO_STATES}:
+            placement = name or ALIGN
+        else:
+            raise ConfigError(
+                f"placement {name!r} is none of the reference layout's: choose {ALIGN} or {NO_STATES}, or "
+                f"--layout {NATURAL}"
+            )
+        return PlanRules(placement=placement, windows_as_full=bool(self.windows_as_full), layout=layout)
 
 
 def load_plan(path: Path) -> Plan:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+from hybridkv.cache.placement import DEFAULT_PLACEMENT
 from hybridkv.cli.output import console, table
 from hybridkv.cli.planning import (
     BlockSize,
@@ -40,6 +41,7 @@ from hybridkv.replay import (
     TraceSummary,
     UniformWorkload,
     Workload,
+    placement_of,
     plan_for,
     plan_with_length,
     run_replay,
@@ -111,10 +113,16 @@ def replay_command(
         max_model_len=max_model_len,
         limit=limit,
     )
-    settings = ReplaySettings(max_running, token_budget, time_scale, prefix_caching=not no_prefix_caching)
     source = _source(trace, asked)
     summary = source.summary()
     plan, own_length = _plan(summary, asked, token_budget)
+    settings = ReplaySettings(
+        max_running,
+        token_budget,
+        time_scale,
+        prefix_caching=not no_prefix_caching,
+        placement=placement or DEFAULT_PLACEMENT.name,
+    )
     begun = time.perf_counter()
     with _progress(summary.requests, begun) as on_progress:
         report = run_replay(source, plan, settings, summary=summary, on_progress=on_progress)
@@ -160,8 +168,8 @@ def _plan(summary: TraceSummary, asked: _Asked, token_budget: int) -> tuple[Plan
     """The plan, and the model's own limit where the plan's maximum length is above it."""
     options, length = asked.planning, asked.max_model_len
     if asked.plan_file is not None:
-        options.refuse_beside_plan({"--model": options.config})
         read = load_plan(asked.plan_file)
+        options.refuse_beside_plan({"--model": options.config}, placed=read.config.slabs is None)
         model, plan = read.model, plan_with_length(summary, read, length, token_budget=token_budget)
     else:
         needed = {"--model": options.config, "--memory": options.memory}
@@ -185,7 +193,7 @@ def _settings(plan: Plan, settings: ReplaySettings, length_from: str, source: Re
         "tp": plan.model.tp,
         "block_size": plan.model.block_size,
         "layout": plan.layout,
-        "placement": plan.placement,
+        "placement": _placement(plan, settings),
         "dcp": plan.limits.dcp,
         "pcp": plan.limits.pcp,
         "encoder_tokens": plan.limits.max_encoder_tokens,
@@ -193,9 +201,15 @@ def _settings(plan: Plan, settings: ReplaySettings, length_from: str, source: Re
         "num_blocks": plan.config.num_blocks,
         "max_model_len": plan.max_model_len,
         "max_model_len_from": length_from,
-        **asdict(settings),
+        **{name: value for name, value in asdict(settings).items() if name != "placement"},
         **drawn,
     }
+
+
+def _placement(plan: Plan, settings: ReplaySettings) -> str | None:
+    """Where recurrent states are kept, None without any."""
+    placement = placement_of(plan, settings)
+    return plan.placement if placement is None or plan.placement is None else placement.name
 
 
 def _show(report: ReplayReport, plan: Plan, settings: ReplaySettings, summary: TraceSummary) -> None:
@@ -207,7 +221,8 @@ def _show(report: ReplayReport, plan: Plan, settings: ReplaySettings, summary: T
         f"{' or '.join(map(format_count, sizes))} tokens; up to {settings.max_running} requests and "
         f"{format_count(settings.token_budget)} tokens a step"
     )
-    states = "no recurrent states" if plan.placement is None else f"placement {plan.placement}"
+    placement = _placement(plan, settings)
+    states = "no recurrent states" if placement is None else f"placement {placement}"
     _print(f"layout {plan.layout}, {states}, {model.dtype} cache")
     if report.caching_off is not None:
         _print(f"prefix caching is off: {report.caching_off}")
@@ -229,6 +244,12 @@ def _show(report: ReplayReport, plan: Plan, settings: ReplaySettings, summary: T
         "time per output token, mean": f"{later.mean * 1000:,.1f} ms",
         " p50 / p90 / p99": f"{later.p50 * 1000:,.1f} / {later.p90 * 1000:,.1f} / {later.p99 * 1000:,.1f} ms",
     }
+    rows |= {f"not admitted, {reason}": format_count(count) for reason, count in report.refusals.items()}
+    if plan.config.slabs is not None:
+        rows["blocks moved"] = f"{format_count(report.moves)}, {format_bytes(report.moved_bytes)}"
+        if placement is not None:
+            stored, declined = format_count(report.checkpoints), format_count(report.declined_checkpoints)
+            rows["stops kept"] = f"{stored}, {declined} declined"
     if report.bad_lines:
         rows["bad lines left out"] = format_count(report.bad_lines)
     for name, value in rows.items():

@@ -13,6 +13,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Final
 
+from hybridkv.errors import ConfigError
 from hybridkv.plan.config import NamedSpec
 from hybridkv.specs import (
     AttentionSpec,
@@ -44,6 +45,18 @@ def unify_pages(layers: Sequence[NamedSpec]) -> list[NamedSpec]:
     layers = _cover_states(layers)
     largest = max(spec.page_size_bytes for _, spec in layers)
     return [(name, _with_page(spec, largest)) for name, spec in layers]
+
+
+def state_block_tokens(layers: Sequence[NamedSpec]) -> int:
+    """Tokens of the block that the reference layout gives to states: of which an aligned state's count is a multiple.
+
+    ConfigError without recurrent layers.
+    """
+    covered = _cover_states(layers)
+    found = [spec.block_size for _, spec in covered if isinstance(spec, MambaSpec)]
+    if not found:
+        raise ConfigError("the model has no recurrent layers: there is no block of states")
+    return found[0]
 
 
 def _cover_states(layers: Sequence[NamedSpec]) -> list[NamedSpec]:

@@ -20,6 +20,7 @@ from hybridkv.units import format_bytes, format_count, parse_bytes
 REFERENCE: Final = "reference"
 NATURAL: Final = "natural"
 LAYOUTS: Final = (REFERENCE, NATURAL)
+DEFAULT_LAYOUT: Final = REFERENCE
 ALIGN: Final = "align"
 NO_STATES: Final = "none"
 
@@ -66,7 +67,7 @@ def plan(
     max_encoder_tokens: int | None = None,
     dcp: int = 1,
     pcp: int = 1,
-    layout: str = REFERENCE,
+    layout: str = DEFAULT_LAYOUT,
     kernel_block_size: int | None = None,
 ) -> KVCacheConfig:
     """The KVCacheConfig of ``make_plan``."""
@@ -96,7 +97,7 @@ def make_plan(
     max_encoder_tokens: int | None = None,
     dcp: int = 1,
     pcp: int = 1,
-    layout: str = REFERENCE,
+    layout: str = DEFAULT_LAYOUT,
     kernel_block_size: int | None = None,
 ) -> Plan:
     """Groups, tensors and as many blocks as ``memory`` holds.

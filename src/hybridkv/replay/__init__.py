@@ -13,7 +13,15 @@ from hybridkv.replay.cost import H100, Hardware, StepCost
 from hybridkv.replay.formats import TraceRequest
 from hybridkv.replay.loop import Progress, SimulatedClock, replay
 from hybridkv.replay.report import GroupReport, ReplayReport
-from hybridkv.replay.setup import ReplaySettings, Simulation, plan_for, plan_with_length, run_replay, simulation_of
+from hybridkv.replay.setup import (
+    ReplaySettings,
+    Simulation,
+    placement_of,
+    plan_for,
+    plan_with_length,
+    run_replay,
+    simulation_of,
+)
 from hybridkv.replay.tokens import Pieces
 from hybridkv.replay.trace import RequestSource, TraceFile, TraceSummary
 from hybridkv.replay.traffic import CacheTraffic
@@ -39,6 +47,7 @@ __all__ = [
     "TraceSummary",
     "UniformWorkload",
     "Workload",
+    "placement_of",
     "plan_for",
     "plan_with_length",
     "replay",

@@ -4,7 +4,8 @@
                   one id per trace block of the prompt, ceil(input_length / trace block size) of them; inside a
                   block the tokens are a function of the id; outputs are tokens that occur nowhere else
     token-exact   {"timestamp": ms, "prompt": [[segment, offset, length], ...], "output": [[...], ...]}
-                  optionally "marks": [token count, ...], where the caller wants a state kept
+                  optionally "marks": [token count, ...], where the caller wants a state kept and a hit to be
+                  able to end (natural layout)
 
 Other fields are left alone. Every count is checked: a request has at least one prompt and one output token.
 """
@@ -113,7 +114,7 @@ class PieceFormat:
         _check_total(total)
         marks: tuple[int, ...] = ()
         if "marks" in record:
-            marks = tuple(_integer(one, "a mark", total, least=1) for one in _list(record, "marks"))
+            marks = tuple(sorted({_integer(one, "a mark", total, least=1) for one in _list(record, "marks")}))
         return TraceRequest(timestamp_s, prompt, output, marks, origin)
 
 

@@ -175,6 +175,9 @@ class _Replay:
         self.live: dict[str, _Live] = {}
         self.rows = _Rows()
         self.copies = [0] * len(scheduler.cache.groups)
+        slabs = scheduler.cache.config.slabs
+        self.block_bytes = [slabs.class_of(g).block_bytes if slabs else 0 for g in range(len(self.copies))]
+        self.moves = self.moved_bytes = 0
         self.first_token_s = array("d")
         self.per_token_s = array("d")
 
@@ -212,6 +215,7 @@ class _Replay:
                 hasher=self.scheduler.cache.hasher,
                 arrival_time=trace.timestamp_s,
                 encoder=encoder,
+                marks=trace.marks,
             )
             self.scheduler.add(request)
         except ConfigError as error:
@@ -229,7 +233,11 @@ class _Replay:
         self.steps += 1
         self.row_steps += len(step)
         for copy in step.copies:
-            self.copies[copy.group] += 1
+            if copy.kind == "move":
+                self.moves += 1
+                self.moved_bytes += self.block_bytes[copy.group]
+            else:
+                self.copies[copy.group] += 1
         self._check_progress(step)
         for done in self.scheduler.update(StepResult(step.id, sampled)).finished:
             self._finish(done.request)
@@ -271,6 +279,11 @@ class _Replay:
             time_to_first_token_s=Distribution.of(self.first_token_s),
             time_per_output_token_s=Distribution.of(self.per_token_s),
             groups=tuple(self._groups()),
+            refusals=dict(sorted(counts.refusals.items())),
+            moves=self.moves,
+            moved_bytes=self.moved_bytes,
+            checkpoints=self.scheduler.cache.checkpoints.stored,
+            declined_checkpoints=self.scheduler.cache.checkpoints.declined,
         )
 
     def _groups(self) -> Iterator[GroupReport]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Final
 
 SCHEMA: Final = "hybridkv.replay"
@@ -66,6 +66,9 @@ class ReplayReport:
     time_to_first_token_s: from arrival to the end of the step that gave the first token.
     time_per_output_token_s: of each request with two or more, the mean over those after the first.
     caching_off: why no request could hit anything, None when they could. groups: in the order of the plan.
+    refusals: how often a waiting request was looked at and not admitted, by reason; once a step and request.
+    moves, moved_bytes: blocks that passed from slab to slab. checkpoints, declined_checkpoints: stops at which a
+    state was kept, and at which there was no room for it (natural layout).
     """
 
     source: str
@@ -85,6 +88,11 @@ class ReplayReport:
     time_per_output_token_s: Distribution
     caching_off: str | None = None
     groups: tuple[GroupReport, ...] = ()
+    refusals: dict[str, int] = field(default_factory=dict)
+    moves: int = 0
+    moved_bytes: int = 0
+    checkpoints: int = 0
+    declined_checkpoints: int = 0
 
     @property
     def hit_rate(self) -> float:

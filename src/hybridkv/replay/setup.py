@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.placement import DEFAULT_PLACEMENT, Placement, placement_named
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import Model
 from hybridkv.plan import Plan, make_plan
-from hybridkv.plan.planner import ALIGN, NO_STATES, REFERENCE
+from hybridkv.plan.pages import state_block_tokens
+from hybridkv.plan.planner import ALIGN, DEFAULT_LAYOUT, NO_STATES
 from hybridkv.replay.cost import H100, Hardware, StepCost
 from hybridkv.replay.loop import Progress, SimulatedClock, replay
 from hybridkv.replay.report import ReplayReport
@@ -26,7 +28,8 @@ class ReplaySettings:
     """How a replay runs. max_running: requests at once. token_budget: tokens of a step.
 
     time_scale: multiplies the modelled durations; 0 makes steps take no time. prefix_caching: whether blocks
-    are shared at all. Raises ConfigError for values out of range.
+    are shared at all. placement: in the natural layout, where recurrent states are kept, as placement_named reads it.
+    Raises ConfigError for values out of range.
     """
 
     max_running: int = 256
@@ -34,6 +37,7 @@ class ReplaySettings:
     time_scale: float = 1.0
     prefix_caching: bool = True
     hardware: Hardware = H100
+    placement: str = DEFAULT_PLACEMENT.name
 
     def __post_init__(self) -> None:
         for name in ("max_running", "token_budget"):
@@ -52,7 +56,7 @@ def plan_for(
     *,
     placement: str = ALIGN,
     windows_as_full: bool = False,
-    layout: str = REFERENCE,
+    layout: str = DEFAULT_LAYOUT,
     token_budget: int = TOKEN_BUDGET,
 ) -> Plan:
     """A plan whose maximum length is ``max_model_len`` or, for None, that of the longest request.
@@ -152,8 +156,7 @@ class Simulation:
 
 
 def simulation_of(plan: Plan, settings: ReplaySettings) -> Simulation:
-    """A manager and a scheduler for ``plan``. ConfigError for settings that cannot work and for the natural layout."""
-    plan.config.refuse_slabs()
+    """A manager and a scheduler for ``plan``. ConfigError for settings that cannot work."""
     cost = StepCost.of(plan, hardware=settings.hardware, time_scale=settings.time_scale)
     limits = SchedulerLimits(max_running=settings.max_running, max_batched_tokens=settings.token_budget)
     cache = KVCacheManager(
@@ -162,16 +165,25 @@ def simulation_of(plan: Plan, settings: ReplaySettings) -> Simulation:
         enable_caching=settings.prefix_caching,
         dcp_world_size=plan.limits.dcp,
         pcp_world_size=plan.limits.pcp,
+        placement=placement_of(plan, settings),
     )
     clock = SimulatedClock()
     off = None if cache.enable_caching else _why_off(plan, settings)
     return Simulation(Scheduler(cache, limits, clock=clock), cost, clock, plan.limits.max_encoder_tokens, off)
 
 
+def placement_of(plan: Plan, settings: ReplaySettings) -> Placement | None:
+    """Where states are kept in the natural layout, None in the reference layout: its plan says it."""
+    if plan.config.slabs is None:
+        return None
+    layers = [(layer.name, layer.spec) for layer in plan.model.layers]
+    return placement_named(settings.placement, state_block_tokens(layers) if plan.placement is not None else 1)
+
+
 def _why_off(plan: Plan, settings: ReplaySettings) -> str:
     if not settings.prefix_caching:
         return "as asked for"
-    if plan.placement == NO_STATES:
+    if NO_STATES in {plan.placement, settings.placement}:
         return f"placement {NO_STATES} keeps no state to resume from"
     return "the layers of this model cannot be resumed in this layout"
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Collection
 
-from hybridkv.cache import Admission, KVCacheManager, Refusal, SlotPlan
+from hybridkv.cache import Admission, CommonHit, KVCacheManager, Refusal, SlotPlan
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.request import Request
-from hybridkv.schedule.chunks import Chunks
+from hybridkv.schedule.chunks import Chunks, Split
 from hybridkv.schedule.limits import SchedulerLimits
-from hybridkv.schedule.split import AlignSplit
+from hybridkv.schedule.split import AlignSplit, StopSplit
 from hybridkv.schedule.waiting import Waiting
 from hybridkv.specs import Keeps, RequestLimits
 from hybridkv.units import format_bytes
@@ -49,14 +50,15 @@ def refuse_impossible(cache: KVCacheManager, limits: SchedulerLimits, request: R
         )
     tokens = limit_tokens(cache, request) - 1  # the last token of all is never computed
     most = most_of(cache, limits, request, tokens)
-    needed = sum(group.peak_blocks(most, limits.max_in_flight) for group in cache.groups)
+    needed = cache.block_pool.units([group.peak_blocks(most, limits.max_in_flight) for group in cache.groups])
     usable = cache.promised_blocks
     if needed <= usable:
         return
-    block_bytes = cache.config.arena_bytes // cache.config.num_blocks
-    size = f", {format_bytes((needed + 1) * block_bytes)} with the null block" if block_bytes else ""
+    unit = "block" if cache.config.slabs is None else "slab"
+    unit_bytes = cache.config.arena_bytes // cache.config.num_blocks
+    size = f", {format_bytes((needed + 1) * unit_bytes)} with the null {unit}" if unit_bytes else ""
     raise CapacityError(
-        f"request {request.request_id!r} may reach {tokens} tokens: {needed} blocks{size}; the pool has {usable}: "
+        f"request {request.request_id!r} may reach {tokens} tokens: {needed} {unit}s{size}; the pool has {usable}: "
         "give it more memory, or lower max_tokens"
     )
 
@@ -69,8 +71,10 @@ def plan_admission(
     budget_tokens: int,
     *,
     alone: bool,
-) -> tuple[SlotPlan, int, int] | None:
-    """Slots for the first chunk of a waiting request, its hit and its new tokens; None while it does not fit.
+) -> tuple[SlotPlan, int, int] | Refusal | None:
+    """Slots for the first chunk of a waiting request, its hit and its new tokens; why not, while it does not fit.
+
+    None when the step's budget is too small for a chunk.
 
     All its known tokens must fit, and the watermark besides unless it is ``alone``, so that it is not
     preempted at once. The look-up is remembered in ``entry`` and made anew only when it may have changed.
@@ -79,28 +83,52 @@ def plan_admission(
     if entry.hit is None or not cache.is_longest_hit(request, entry.hit, entry.evictions):
         entry.hit, entry.evictions = cache.look_up(request), evictions
         request.branch_tokens = entry.hit.branch_tokens
-    hit = entry.hit
-    count = chunks.first(request, hit.tokens, budget_tokens)
+    planned = _plan_hit(cache, limits, chunks, request, entry.hit, budget_tokens=budget_tokens, alone=alone)
+    if (
+        isinstance(planned, Refusal) and alone and any(entry.hit.sources)
+    ):  # what is copied may be in the way of the copy
+        planned = _plan_hit(cache, limits, chunks, request, None, budget_tokens=budget_tokens, alone=alone)
+    return planned
+
+
+def _plan_hit(
+    cache: KVCacheManager,
+    limits: SchedulerLimits,
+    chunks: Chunks,
+    request: Request,
+    hit: CommonHit | None,
+    *,
+    budget_tokens: int,
+    alone: bool,
+) -> tuple[SlotPlan, int, int] | Refusal | None:
+    """plan_admission behind ``hit``."""
+    hit_tokens = 0 if hit is None else hit.tokens
+    count = chunks.first(request, hit_tokens, budget_tokens)
     if not count:
         return None
     reserve = 0 if alone else int(limits.watermark * cache.block_pool.num_usable)
     plan = cache.plan_slots(
         request,
         count,
-        hit.tokens,
-        cache.blocks_of(hit),
+        hit_tokens,
+        None if hit is None else cache.blocks_of(hit),
         num_lookahead_tokens=limits.num_lookahead_tokens,
         num_encoder_tokens=request.num_encoder_tokens,
         admission=Admission(most_of(cache, limits, request, request.num_tokens), limits.max_in_flight, reserve),
     )
     if isinstance(plan, Refusal):
         logger.debug("request %s is not admitted: %s", request.request_id, plan)
-        return None
-    return plan, hit.tokens, count
+        return plan
+    return plan, hit_tokens, count
 
 
-def align_split(cache: KVCacheManager, limits: SchedulerLimits) -> AlignSplit | None:
-    """How chunks are cut for states that are kept at multiples of their block; None without such states."""
+def split_of(cache: KVCacheManager, limits: SchedulerLimits, forking: Collection[str]) -> Split | None:
+    """How chunks are cut for states that are kept; None where they may end anywhere.
+
+    forking: ids of requests that branch before the last of their known tokens.
+    """
+    if cache.placement is not None:
+        return StopSplit(cache.checkpoints.next_stop, limits.segments, forking)
     sizes = [group.policy.block_size for group in cache.groups if group.policy.keeps_state and group.policy.publishes]
     if not sizes:
         return None

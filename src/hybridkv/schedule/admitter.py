@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
-from hybridkv.cache import KVCacheManager
+from hybridkv.cache import KVCacheManager, Reason, Refusal
 from hybridkv.request import Request
 from hybridkv.schedule.admission import limit_tokens, plan_admission
 from hybridkv.schedule.chunks import Chunks
@@ -18,7 +19,7 @@ _MOST_PASSED: Final = 16  # refused requests that a step looks at: each costs a 
 
 
 class Admitter:
-    """Moves requests from ``waiting`` to ``running`` and into the draft of a step."""
+    """Moves requests from ``waiting`` to ``running`` and into the draft of a step. refusals: by reason, so far."""
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class Admitter:
         self._chunks = chunks
         self._waiting = waiting
         self._running = running
+        self.refusals: Counter[Reason] = Counter()
 
     def admit(self, draft: Draft, now: float) -> Iterator[tuple[Request, int]]:
         """Admit while budget, rows and blocks last: each request and the tokens it found in the cache.
@@ -68,6 +70,9 @@ class Admitter:
         """Its chunk now, room for the rest of its known tokens: the tokens it hit, None when it does not fit."""
         request, cache, running = entry.request, self._cache, self._running
         planned = plan_admission(cache, self._limits, self._chunks, entry, draft.budget, alone=not running.seats_taken)
+        if isinstance(planned, Refusal):
+            self.refusals[planned.reason] += 1
+            return None
         if planned is None:
             return None
         plan, hit_tokens, count = planned

@@ -8,6 +8,7 @@ import numpy as np
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import CacheError
+from hybridkv.schedule.forks import Forks
 from hybridkv.schedule.in_flight import InFlight
 from hybridkv.schedule.inbox import Inbox
 from hybridkv.schedule.running import RunningRows
@@ -37,9 +38,9 @@ def check_in_flight(cache: KVCacheManager, running: RunningRows, in_flight: Iter
         raise CacheError("the steps in flight differ from what the rows expect of them")
 
 
-def check_known(inbox: Inbox, waiting: WaitingQueue, running: RunningRows) -> None:
-    """Known are exactly the requests that arrive, wait or run; who waits holds no row."""
-    queued = waiting.requests()
+def check_known(inbox: Inbox, waiting: WaitingQueue, running: RunningRows, forks: Forks) -> None:
+    """Known are exactly the requests that arrive, wait, run or are to branch off; who waits holds no row."""
+    queued = (*waiting.requests(), *forks.requests())
     here = {request.request_id for request in (*inbox.arriving(), *queued, *running.requests)}
     if here != inbox.known_ids():
         raise CacheError("the requests known are not those that arrive, wait or run")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache import BatchSlots, CacheGroup, KVCacheBlocks
+from hybridkv.cache import BatchSlots, KVCacheBlocks, KVCacheManager, Transfers
 from hybridkv.request import Request
 from hybridkv.request_rows import RequestRows
-from hybridkv.schedule.states import state_moves
-from hybridkv.schedule.tokens import cells_of, cells_of_row, gather_tokens, join_cells
+from hybridkv.schedule.cells import cells_of, cells_of_row, join_cells, named_cells
+from hybridkv.schedule.states import state_moves, with_transfers
+from hybridkv.schedule.tokens import gather_tokens
 from hybridkv.step import Cells, Csr, NewRow, Step
 
 Int64 = NDArray[np.int64]
@@ -48,6 +47,11 @@ class Draft:
         """int64[R], in the order of the batch."""
         return _joined(self._rows)
 
+    @property
+    def counts(self) -> Int64:
+        """int64[R], tokens of each row."""
+        return _joined(self._counts)
+
     def freeze(
         self,
         step_id: int,
@@ -56,12 +60,14 @@ class Draft:
         columns: RequestRows,
         pending: Int64,
         ended_rows: list[int],
-        groups: Sequence[CacheGroup],
+        cache: KVCacheManager,
+        transfers: Transfers,
     ) -> Step:
-        """The Step. pending: per row, tokens that steps in flight sample."""
-        rows, counts = self.rows, _joined(self._counts)
+        """The Step. pending: per row, tokens that steps in flight sample. transfers: the cache's moves and copies."""
+        rows, counts = self.rows, self.counts
         computed = columns.num_computed[rows]
-        moves = state_moves(groups, rows, computed, counts)
+        moves = state_moves(cache.groups, cache.block_pool, rows, computed, counts)
+        moves = with_transfers(moves, transfers, rows)
         return Step(
             id=step_id,
             after=after,
@@ -71,7 +77,7 @@ class Draft:
             samples=computed + counts == columns.num_tokens[rows] + pending[rows],
             token_ids=gather_tokens(columns, rows, computed, counts),
             drafts=Csr.empty(len(rows)),
-            cells=join_cells(self._cells),
+            cells=named_cells(cache, join_cells(self._cells), transfers.moved),
             finished_rows=np.array(ended_rows, np.int32),
             new_rows=tuple(_new_row(request) for request in self._admitted),
             zero=moves.zero,

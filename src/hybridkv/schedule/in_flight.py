@@ -20,11 +20,13 @@ class InFlight:
     """A Step and whose rows it holds.
 
     detached: position in the step -> request that was preempted since; its row may belong to somebody else.
+    moved: blocks, the cache's numbers, that the moves of the step end in.
     """
 
     step: Step
     rows: NDArray[np.int64]
     requests: tuple[Request, ...]
+    moved: NDArray[np.int64]
     detached: dict[int, Request] = field(default_factory=dict)
 
     def detach(self, request: Request, row: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hybridkv.errors import ConfigError, OwnershipError
@@ -11,10 +12,14 @@ from hybridkv.request import Request
 
 
 class Arrival(NamedTuple):
-    """A request that arrived, or the abort of one: of that very one, since its id may be used again by then."""
+    """A request that arrived, or the abort of one: of that very one, since its id may be used again by then.
+
+    children: that branch off it.
+    """
 
     request: Request
     abort: bool
+    children: tuple[Request, ...] = ()
 
 
 class Inbox:
@@ -49,13 +54,22 @@ class Inbox:
         """Whether the calling thread is the owner."""
         return self._owner == threading.get_ident()
 
-    def add(self, request: Request) -> None:
-        """A request arrives. ConfigError if its id is in use."""
+    def add(self, request: Request, children: tuple[Request, ...] = ()) -> None:
+        """A request arrives, and those that branch off it. ConfigError, and none of them known, if an id is in use."""
         with self._lock:
+            self._know((request, *children))
+            self._items.append(Arrival(request, abort=False, children=children))
+
+    def know(self, requests: Sequence[Request]) -> None:
+        """``requests`` are here without having arrived. ConfigError, and none of them known, if an id is in use."""
+        with self._lock:
+            self._know(requests)
+
+    def _know(self, requests: Sequence[Request]) -> None:
+        for request in requests:
             if request.request_id in self._known or request.request_id in self._ended:
                 raise ConfigError(f"a request {request.request_id!r} is already here: request ids must be unique")
-            self._known[request.request_id] = request
-            self._items.append(Arrival(request, abort=False))
+        self._known.update({request.request_id: request for request in requests})
 
     def abort(self, request_id: str) -> bool:
         """An abort arrives. False, and nothing done, for an unknown id."""
@@ -65,6 +79,13 @@ class Inbox:
                 return False
             self._items.append(Arrival(request, abort=True))
             return True
+
+    def free_number(self, parent_id: str) -> int:
+        """The least number from which on no id PARENT#number is in use."""
+        with self._lock:
+            used = {*self._known, *self._ended}
+        numbers = [name.removeprefix(f"{parent_id}#") for name in used if name.startswith(f"{parent_id}#")]
+        return 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
 
     def take(self) -> Arrival | None:
         """The oldest item."""
@@ -90,9 +111,9 @@ class Inbox:
             self._ended.discard(request.request_id)
 
     def arriving(self) -> tuple[Request, ...]:
-        """Requests that arrived and were not taken yet."""
+        """Requests that arrived and were not taken yet, their children among them."""
         with self._lock:
-            return tuple(item.request for item in self._items if not item.abort)
+            return tuple(one for item in self._items if not item.abort for one in (item.request, *item.children))
 
     def known_ids(self) -> set[str]:
         """Ids of all requests known."""

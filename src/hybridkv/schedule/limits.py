@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
@@ -19,6 +19,7 @@ class SchedulerLimits:
     scheduled ahead of their results. watermark: share of the pool that an admission must leave free.
     policy: who goes first, see WaitingQueue. max_overtaken, max_overtaken_seconds: how often, and how long, a
     request that does not fit lets others pass. num_lookahead_tokens: room behind each row's tokens, for drafts.
+    segments: whether the worker can write recurrent states at any token inside a chunk; else chunks end there.
     """
 
     max_running: int = 256
@@ -29,6 +30,7 @@ class SchedulerLimits:
     max_overtaken: int = 64
     max_overtaken_seconds: float = 1.0
     num_lookahead_tokens: int = 0
+    segments: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_batched_tokens", "max_in_flight"):
@@ -78,7 +80,8 @@ class SchedulerStatistics:
     """Counts since construction, but for waiting and running, which are of now.
 
     prompt_tokens, hit_tokens: of first admissions. computed_tokens: all that ran, recomputation included.
-    peak_usage: of the pool, 0 .. 1. failed_steps: steps that never brought a result.
+    peak_usage: of the pool, 0 .. 1. failed_steps: steps that never brought a result. refusals: by reason, how often a
+    waiting request was looked at and did not come in.
     """
 
     steps: int
@@ -91,3 +94,4 @@ class SchedulerStatistics:
     hit_tokens: int
     computed_tokens: int
     peak_usage: float
+    refusals: dict[str, int] = field(default_factory=dict)

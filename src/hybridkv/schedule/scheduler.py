@@ -19,14 +19,15 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache import KVCacheManager
-from hybridkv.errors import CacheError
+from hybridkv.cache import KVCacheManager, Reason
+from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import Request
 from hybridkv.schedule import audit
-from hybridkv.schedule.admission import align_split, limit_tokens, refuse_impossible
+from hybridkv.schedule.admission import limit_tokens, refuse_impossible, split_of
 from hybridkv.schedule.admitter import Admitter
 from hybridkv.schedule.chunks import Chunks
 from hybridkv.schedule.draft import Draft
+from hybridkv.schedule.forks import Branching, Forks, branches_of
 from hybridkv.schedule.in_flight import InFlight, check_result
 from hybridkv.schedule.inbox import Inbox
 from hybridkv.schedule.limits import Finished, FinishReason, Outcome, SchedulerLimits, SchedulerStatistics
@@ -57,9 +58,11 @@ class Scheduler:
         self.cache = cache
         self.limits = limits if limits is not None else SchedulerLimits()
         self._clock = clock
-        self._chunks = Chunks(align_split(cache, self.limits))
+        self._forks = Forks()
+        self._chunks = Chunks(split_of(cache, self.limits, self._forks))
         self._waiting = WaitingQueue(self.limits.policy)
         self._running = RunningRows(self.limits.max_running)
+        self._branching = Branching(self._forks, cache, self.limits, self._waiting, self._running)
         self._admitter = Admitter(cache, self.limits, self._chunks, self._waiting, self._running)
         self._in_flight: deque[InFlight] = deque()
         self._next_id = 0
@@ -69,6 +72,7 @@ class Scheduler:
         self._inbox = Inbox()
         self._counts = dict.fromkeys(("finished", "preempted", "failed", "prompt", "hit", "computed"), 0)
         self._peak_usage = 0.0
+        self._distrusted: set[int] = set()
 
     # -- from any thread
 
@@ -79,7 +83,24 @@ class Scheduler:
         max_model_len; CapacityError if the pool is too small for it alone.
         """
         refuse_impossible(self.cache, self.limits, request)
-        self._inbox.add(request)
+        self._inbox.add(request, branches_of(request, 1, request.sampling.n - 1))
+
+    def fork(self, parent_id: str, n: int) -> tuple[Request, ...]:
+        """``n`` new requests that go on from the tokens of a request which waits or runs, by seeds of their own.
+
+        Their ids are PARENT#1, PARENT#2, ... In the natural layout a running parent's blocks are shared: full ones
+        as they are, its last one and its state copied; else they find what is cached. By the owner's thread only.
+        ConfigError for an unknown parent, n below 1 or an id in use.
+        """
+        self._inbox.claim()
+        self._empty_inbox()
+        parent = self._inbox.find(parent_id)
+        if parent is None or n < 1:
+            raise ConfigError(f"cannot fork {parent_id!r} by {n}: name one that waits or runs, and n >= 1")
+        children = branches_of(parent, self._inbox.free_number(parent_id), n)
+        self._inbox.know(children)
+        self._branch(parent, children)
+        return children
 
     def abort(self, request_id: str) -> bool:
         """End a request at any moment; what it wrote stays cached. False for an id that is not here.
@@ -98,7 +119,7 @@ class Scheduler:
         counts = self._counts
         return SchedulerStatistics(
             steps=self._next_id,
-            waiting=len(self._waiting) + len(self._inbox.arriving()),
+            waiting=len(self._waiting) + len(self._forks) + len(self._inbox.arriving()),
             running=len(self._running),
             requests_finished=counts["finished"],
             preemptions=counts["preempted"],
@@ -107,6 +128,7 @@ class Scheduler:
             hit_tokens=counts["hit"],
             computed_tokens=counts["computed"],
             peak_usage=self._peak_usage,
+            refusals={str(reason): count for reason, count in self._admitter.refusals.items()},
         )
 
     # -- answers
@@ -132,7 +154,7 @@ class Scheduler:
 
         Steps still in flight then hold nobody's rows; hand their results in before more is scheduled.
         """
-        return not (self._inbox or self._waiting or self._running.seats_taken)
+        return not (self._inbox or self._waiting or self._forks or self._running.seats_taken)
 
     # -- schedule
 
@@ -151,8 +173,10 @@ class Scheduler:
         log.begin(self._next_id)
         try:
             preempted = self._schedule_running(draft)
+            self._count_admitted(self._branching.admit(draft, room=not preempted))
             if not preempted:
-                self._admit(draft, now)
+                self._count_admitted(self._admitter.admit(draft, now))
+            self._keep_states(draft)
         finally:
             log.end()
         self._peak_usage = max(self._peak_usage, self.cache.usage)
@@ -161,11 +185,13 @@ class Scheduler:
     def _schedule_running(self, draft: Draft) -> bool:
         """Give running requests their tokens; whether somebody had to be preempted."""
         running, columns = self._running, self.cache.rows
-        preempted, start = False, 0
+        preempted, start, held = False, 0, self._forks.held_rows(running)
         while True:
             rows = running.order[start:]
             known = columns.num_tokens[rows] + running.pending[rows]
             wanted = np.minimum(known, running.limit[rows] - 1) - columns.num_computed[rows]
+            if held:
+                wanted[np.isin(rows, held)] = 0
             shares = self._chunks.shares(columns, rows, wanted, draft.budget)
             if not shares.all():
                 some = np.flatnonzero(shares)
@@ -179,6 +205,9 @@ class Scheduler:
             if done == len(rows):
                 return preempted
             start = start + done if places is None else int(places[done])
+            if slots.reason is Reason.FRAGMENTED:
+                start += 1  # its blocks are there, but not in this step
+                continue
             self._preempt_last()
             preempted = True
 
@@ -188,14 +217,20 @@ class Scheduler:
         logger.debug("request %s is preempted", request.request_id)
         self._counts["preempted"] += 1
         request.num_preemptions += 1
-        self._send_back([request])
+        self._send_back([request], written=True)
 
-    def _send_back(self, requests: list[Request]) -> None:
-        """Running ``requests`` give up their rows and wait at the front, in this order, with 0 computed."""
+    def _send_back(self, requests: list[Request], *, written: bool) -> None:
+        """Running ``requests`` give up their rows and wait at the front, in this order, with 0 computed.
+
+        written: what they have computed is there, but for steps in flight.
+        """
         rows = [request.row for request in requests]
         entries = []
         for request, row in zip(requests, rows, strict=True):
+            self._branching.orphan(request)
             unsettled = sum(flight.detach(request, row) for flight in self._in_flight)
+            if written and not unsettled:
+                self.cache.keep_end(request)
             self.cache.free(request)
             request.num_computed_tokens = 0
             entries.append(Waiting(request, self._running.turn_of(request), unsettled))
@@ -203,30 +238,37 @@ class Scheduler:
         self._ended_rows += rows
         self._waiting.return_to_front(entries)
 
-    def _admit(self, draft: Draft, now: float) -> None:
-        """Admit whoever fits, and count what first admissions found in the cache."""
-        for request, hit_tokens in self._admitter.admit(draft, now):
+    def _count_admitted(self, admitted: Iterable[tuple[Request, int]]) -> None:
+        """Requests come in; what their first admissions found there already."""
+        for request, hit_tokens in admitted:
             if request.first_hit_tokens is None:
                 request.first_hit_tokens = hit_tokens
                 self._counts["prompt"] += request.num_prompt_tokens
-                self._counts["hit"] += hit_tokens
+                self._counts["hit"] += min(hit_tokens, request.num_prompt_tokens)
+
+    def _keep_states(self, draft: Draft) -> None:
+        """Blocks for the states that the step passes, now that every row has its own."""
+        rows = draft.rows
+        computed = self.cache.rows.num_computed[rows]
+        self.cache.store_checkpoints(rows, computed, computed + draft.counts)
 
     def _issue(self, draft: Draft) -> Step:
         """Freeze the draft: the Step, and the record of it in flight."""
         running, columns = self._running, self.cache.rows
-        rows = draft.rows
+        rows, transfers = draft.rows, self.cache.take_transfers()
         step = draft.freeze(
             self._next_id,
             self._after,
             columns=columns,
             pending=running.pending,
             ended_rows=self._ended_rows,
-            groups=self.cache.groups,
+            cache=self.cache,
+            transfers=transfers,
         )
         columns.schedule(rows, step.num_scheduled.astype(np.int64))
         running.pending[rows] += step.samples
         running.steps[rows] += 1
-        self._in_flight.append(InFlight(step, rows, self._requests_of(rows)))
+        self._in_flight.append(InFlight(step, rows, self._requests_of(rows), transfers.moved))
         self._ended_rows = []
         self._after = self._next_id
         self._next_id += 1
@@ -327,8 +369,10 @@ class Scheduler:
                 continue
             self._finished.append(Finished(request, reason))
             self._counts["finished"] += 1
+            self._branching.orphan(request)
             if request.row < 0:
                 self._waiting.remove(request)
+                self._forks.remove(request)
                 self._inbox.forget(request)
                 continue
             rows.append(request.row)
@@ -352,7 +396,11 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Publish what is written, and free the row."""
         self._ended_rows.append(request.row)
-        self.cache.cache_blocks(request, request.num_computed_tokens)
+        if request.row in self._distrusted:
+            self._distrusted.discard(request.row)
+        else:
+            self.cache.cache_blocks(request, request.num_computed_tokens)
+            self.cache.keep_end(request)
         self.cache.free(request)
         self._inbox.forget(request)
 
@@ -382,9 +430,20 @@ class Scheduler:
             touched.update(flight.rows[attached].tolist())
             for request in flight.detached.values():
                 self._waiting.settle(request)
-        self._send_back([request for request in self._running.requests if request.row in touched])
+        touched.update(self._distrust(failed))
+        self._send_back([request for request in self._running.requests if request.row in touched], written=False)
         self._bury_failed(failed)
         self._empty_inbox()
+
+    def _distrust(self, failed: list[InFlight]) -> set[int]:
+        """Where the moves of ``failed`` ended may be anything: those blocks lose their keys. Rows that hold one."""
+        moved = np.concatenate([flight.moved for flight in failed])
+        if not moved.size:
+            return set()
+        self.cache.block_pool.evict_blocks(np.unique(moved).astype(np.int32))
+        rows = set(self.cache.cells_of(moved)[1].tolist())
+        self._distrusted.update(row for row in rows if self._running.dead[row])
+        return rows
 
     def _bury_failed(self, failed: list[InFlight]) -> None:
         """Dead rows that only failed steps held give their blocks back, unpublished."""
@@ -394,6 +453,7 @@ class Scheduler:
             for i, row in enumerate(flight.rows.tolist()):
                 if attached[i] and running.dead[row] and not running.steps[row]:
                     running.exhume(row)
+                    self._distrusted.discard(row)
                     self._ended_rows.append(row)
                     self.cache.free(flight.requests[i])
                     self._inbox.forget(flight.requests[i])
@@ -405,9 +465,19 @@ class Scheduler:
         self.cache.check()
         audit.check_rows(self.cache, self._running)
         audit.check_in_flight(self.cache, self._running, self._in_flight)
-        audit.check_known(self._inbox, self._waiting, self._running)
+        audit.check_known(self._inbox, self._waiting, self._running, self._forks)
 
     # -- inside
+
+    def _branch(self, parent: Request, children: tuple[Request, ...]) -> None:
+        """``children`` wait for ``parent``, or behind it where no blocks can be shared in part."""
+        if not children:
+            return
+        if self.cache.placement is not None:
+            self._forks.add(parent, list(children))
+            return
+        for child in children:
+            self._waiting.append(child)
 
     def _empty_inbox(self) -> None:
         """Requests that arrived wait from now on; those to abort end."""
@@ -415,5 +485,6 @@ class Scheduler:
             request = item.request
             if not item.abort:
                 self._waiting.append(request)
+                self._branch(request, item.children)
             elif self._inbox.find(request.request_id) is request:
                 self._end([(request, FinishReason.ABORT)])

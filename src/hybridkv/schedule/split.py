@@ -1,4 +1,6 @@
-"""Where prefill chunks must end, so that recurrent states are kept at multiples of their block (contracts, 6).
+"""Where chunks must end so that recurrent states are kept: in the reference layout (AlignSplit) and in the natural.
+
+Reference layout: states are kept at multiples of their block (contracts, 6).
 
 tokens  [ ... | block B | ... | block B | rest ]          a state is kept where a chunk ends at a multiple of B;
                                         ^ last boundary   the last one before the prompt's last token is never jumped
@@ -6,6 +8,7 @@ tokens  [ ... | block B | ... | block B | rest ]          a state is kept where 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from hybridkv.request import Request
@@ -18,6 +21,7 @@ class AlignSplit:
     block_size: int
     largest_chunk: int
     drops: bool = False
+    is_idle: bool = False
 
     def share(self, request: Request, computed: int, asked: int) -> int:
         """How many of ``asked`` tokens behind ``computed`` ones run now; 0: wait for a larger budget."""
@@ -37,3 +41,29 @@ class AlignSplit:
         if computed % size:
             stops.append(computed // size * size + size)
         return min([end, *(stop for stop in stops if computed < stop < end)]) - computed
+
+
+@dataclass(frozen=True, slots=True)
+class StopSplit:
+    """Natural layout: chunks end at stops, where the worker cannot write a state inside a chunk.
+
+    next_stop: of a request behind a token count. segments: the worker can. forking: ids of requests that branch
+    before the last of their known tokens, so that each branch runs that one itself.
+    """
+
+    next_stop: Callable[[Request, int], int]
+    segments: bool
+    forking: Collection[str]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody branches and states are written anywhere."""
+        return self.segments and not self.forking
+
+    def share(self, request: Request, computed: int, asked: int) -> int:
+        """How many of ``asked`` tokens behind ``computed`` ones run now."""
+        known = request.num_tokens
+        stops = [known - 1] if request.request_id in self.forking else []
+        if not self.segments:
+            stops.append(self.next_stop(request, computed))
+        return min([asked, *(stop - computed for stop in stops if computed < stop <= known)])

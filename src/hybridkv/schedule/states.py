@@ -1,4 +1,7 @@
-"""What a step does to recurrent states: where each row's is read, copied to, written, and which begin at zero."""
+"""What a step does to recurrent states: where each row's is read, copied to, written, and which begin at zero.
+
+In the natural layout a row's state stays in its block: what it begins with, and checkpoints, come from the cache.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache import CacheGroup
+from hybridkv.cache import BlockPool, CacheGroup, Transfers
 from hybridkv.step import Copy
 
 Int32 = NDArray[np.int32]
@@ -24,7 +27,9 @@ class StateMoves(NamedTuple):
     state_writes: Int32
 
 
-def state_moves(groups: Sequence[CacheGroup], rows: Int64, computed: Int64, counts: Int64) -> StateMoves:
+def state_moves(
+    groups: Sequence[CacheGroup], pool: BlockPool, rows: Int64, computed: Int64, counts: Int64
+) -> StateMoves:
     """The moves of ``rows`` that run ``counts`` tokens behind ``computed`` ones; row order, then group order.
 
     A state is copied when it leaves its column, so that what was published is never written again.
@@ -41,9 +46,9 @@ def state_moves(groups: Sequence[CacheGroup], rows: Int64, computed: Int64, coun
             column = group.policy.state_column(end)
             columns[group.policy] = column, np.flatnonzero(running & (group.policy.state_column(computed) != column))
         column, left = columns[group.policy]
-        blocks[:, place] = group.rows.at(rows, column)
+        blocks[:, place] = pool.local(group.number, group.rows.at(rows, column))
         if left.size:
-            source = group.rows.at(rows[left], group.policy.state_column(computed[left]))
+            source = pool.local(group.number, group.rows.at(rows[left], group.policy.state_column(computed[left])))
             copies += zip(left.tolist(), [place] * len(left), source.tolist(), strict=True)
     read = np.full((len(rows), len(groups)), -1, np.int32)
     read[:, numbers] = blocks
@@ -62,3 +67,14 @@ def state_moves(groups: Sequence[CacheGroup], rows: Int64, computed: Int64, coun
 
 _NO_ZERO = np.empty((0, 2), np.int32)
 _NO_WRITES = np.empty((0, 4), np.int32)
+
+
+def with_transfers(moves: StateMoves, transfers: Transfers, rows: Int64) -> StateMoves:
+    """``moves`` and what the cache asks for: its moves and copies first, its checkpoints behind all other writes."""
+    if not (transfers.copies or transfers.checkpoints):
+        return moves
+    asked = tuple(Copy("before", group, source, target, kind) for group, source, target, kind in transfers.copies)
+    place = {row: i for i, row in enumerate(rows.tolist())}
+    stored = [(place[one.row], one.group, one.tokens, one.block) for one in transfers.checkpoints]
+    writes = np.concatenate((moves.state_writes, np.array(stored, np.int32).reshape(-1, 4)))
+    return moves._replace(copies=asked + moves.copies, state_writes=writes.astype(np.int32))

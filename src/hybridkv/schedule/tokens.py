@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache import BatchSlots
 from hybridkv.request_rows import RequestRows
-from hybridkv.step import Cells, Csr
+from hybridkv.step import Csr
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -51,32 +50,3 @@ def gather_tokens(requests: RequestRows, rows: Int64, computed: Int64, counts: I
         if request is not None:
             values[indptr[i] : indptr[i + 1]] = request.token_ids(start, start + count)
     return Csr(indptr, values)
-
-
-def cells_of(rows: Int64, slots: BatchSlots) -> Cells:
-    """The cells of a batch's new blocks."""
-    return Cells(slots.group, rows[slots.owner].astype(np.int32), slots.column, slots.block)
-
-
-def cells_of_row(row: int, ids: tuple[Int32, ...]) -> list[Cells]:
-    """The cells of a new row: all its blocks, group by group, null columns left out."""
-    parts = []
-    for group, blocks in enumerate(ids):
-        columns = np.flatnonzero(blocks).astype(np.int32)
-        same = np.full((2, len(columns)), [[group], [row]], np.int32)
-        parts.append(Cells(same[0], same[1], columns, blocks[columns]))
-    return parts
-
-
-def join_cells(parts: list[Cells]) -> Cells:
-    """All cells in order."""
-    if len(parts) == 1:
-        return parts[0]
-    if not parts:
-        return Cells.empty()
-    return Cells(
-        np.concatenate([part.group for part in parts]),
-        np.concatenate([part.row for part in parts]),
-        np.concatenate([part.column for part in parts]),
-        np.concatenate([part.block for part in parts]),
-    )

@@ -53,9 +53,13 @@ class WaitingQueue:
 
     def append(self, request: Request) -> None:
         """A new request."""
+        self._insert(self.entry(request))
+
+    def entry(self, request: Request) -> Waiting:
+        """An entry for ``request``, which arrives now."""
         self._arrived += 1
         key = (request.priority, request.arrival_time) if self._by_priority else (0.0, 0.0)
-        self._insert(Waiting(request, (*key, self._arrived)))
+        return Waiting(request, (*key, self._arrived))
 
     def return_to_front(self, entries: Sequence[Waiting]) -> None:
         """Requests that ran already, in the order they are to be admitted again; by priority, to their places."""

@@ -46,7 +46,13 @@ class FakeWorker:
         self.last_applied = -1
         self.tokens_checked = 0
         self.states_checked = 0
-        self._num_blocks = config.num_blocks
+        self.moves = 0
+        self.copies = 0
+        self._ids = [self._ids_of(config, group) for group in range(len(config.groups))]
+        self._block_bytes = [
+            0 if config.slabs is None else config.slabs.class_of(group).block_bytes
+            for group in range(len(config.groups))
+        ]
         self._num_groups = len(config.groups)
         self._layers = layers_of(config)
         self._sharded = sharded
@@ -62,6 +68,7 @@ class FakeWorker:
         self.last_applied = step.id
         spans = [self._span(step, i) for i in range(len(step))]
         if not self._sharded:
+            self._move(step)
             self._zero(step)
             self._copy(step, "before")
             self._check_states(step)
@@ -145,15 +152,30 @@ class FakeWorker:
                 at = self._at(layer, block)
                 self.storage[at : at + layer.token_bytes] = bytes(layer.token_bytes)
 
+    def _move(self, step: Step) -> None:
+        """Blocks of a class, with whatever they hold."""
+        for copy in step.copies:
+            if copy.kind != "move":
+                continue
+            size = self._block_bytes[copy.group]
+            source, target = copy.source * size, copy.destination * size
+            for block in (copy.source, copy.destination):
+                self._refuse_foreign(copy.group, block)
+            self.storage[target : target + size] = self.storage[source : source + size]
+            self.moves += 1
+
     def _copy(self, step: Step, stage: str) -> None:
         for copy in step.copies:
-            if copy.stage == stage:
+            if copy.stage == stage and copy.kind != "move":
                 self._copy_block(copy.group, copy.source, copy.destination)
 
     def _copy_block(self, group: int, source: int, destination: int) -> None:
+        self.copies += 1
         for layer in self._layers:
             if layer.group == group:
-                self._put(self._at(layer, destination), self._get(self._at(layer, source)))
+                size = layer.token_bytes * (1 if layer.recurrent else layer.block_size)
+                at, to = self._at(layer, source), self._at(layer, destination)
+                self.storage[to : to + size] = self.storage[at : at + size]
 
     def _check_states(self, step: Step) -> None:
         """What every row reads is the state after its computed tokens."""
@@ -262,9 +284,18 @@ class FakeWorker:
         block = row.tables[layer.group].get(column, 0)
         return self._at(layer, block) + within * layer.token_bytes
 
+    @staticmethod
+    def _ids_of(config: KVCacheConfig, group: int) -> range:
+        """Ids that blocks of ``group`` can have: all but those of the null block, or slab."""
+        first = 1 if config.slabs is None else config.slabs.class_of(group).blocks_per_slab
+        return range(first, config.blocks_of(group))
+
+    def _refuse_foreign(self, group: int, block: int) -> None:
+        if block not in self._ids[group]:
+            raise ContentError(f"block {block} of group {group} is none of this cache's")
+
     def _at(self, layer: Layer, block: int) -> int:
-        if not 0 < block < self._num_blocks:
-            raise ContentError(f"block {block} of group {layer.group} is none of this cache's")
+        self._refuse_foreign(layer.group, block)
         at = layer.offset + block * layer.stride
         if at + layer.token_bytes > len(self.storage):
             raise ContentError(f"block {block} of {layer} lies outside the arena of {len(self.storage)} bytes")

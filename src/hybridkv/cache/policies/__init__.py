@@ -6,7 +6,16 @@ pool, the other groups or the coordinator.
 
 from hybridkv.cache.policies.attention import AttentionPolicy
 from hybridkv.cache.policies.encoder import EncoderPolicy
-from hybridkv.cache.policies.policy import GroupKind, Policy, alignment_of, check_retention, policy_of
+from hybridkv.cache.policies.exact import TokenHits
+from hybridkv.cache.policies.kept_state import KeptStatePolicy
+from hybridkv.cache.policies.policy import (
+    GroupKind,
+    Policy,
+    alignment_of,
+    check_retention,
+    natural_policy_of,
+    policy_of,
+)
 from hybridkv.cache.policies.reach import Reach
 from hybridkv.cache.policies.spans import ChunkSpan, FullSpan, WindowSpan
 from hybridkv.cache.policies.state import AlignedStatePolicy, RunningStatePolicy
@@ -37,14 +46,17 @@ __all__ = [
     "GroupPlan",
     "Hit",
     "Index",
+    "KeptStatePolicy",
     "Policy",
     "Reach",
     "RowFacts",
     "RowTokens",
     "RunningStatePolicy",
     "Search",
+    "TokenHits",
     "WindowSpan",
     "alignment_of",
     "check_retention",
+    "natural_policy_of",
     "policy_of",
 ]

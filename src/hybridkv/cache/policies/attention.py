@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -28,18 +29,37 @@ from hybridkv.cache.policies.values import (
 _NO_COLUMNS: Int64 = np.empty(0, np.int64)
 
 
+class Finder(Protocol):
+    """Where hits may end: a span finds them at the edges of blocks, TokenHits at any token (``ends_inside``)."""
+
+    @property
+    def ends_inside(self) -> bool:
+        """Whether a hit may end inside a block."""
+        ...
+
+    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search, block_size: int) -> Hit:
+        """The longest cached prefix; keys: one a full column."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionPolicy:
     """Column i holds tokens i * block_size .. (i + 1) * block_size - 1; columns before the span are null.
 
-    span: what is read. reach: what is published.
+    span: what is read. reach: what is published. finder: where hits may end.
     """
 
     block_size: int
     span: Span
     reach: Reach
+    finder: Finder
     publishes: bool = True
     keeps_state: bool = False
+
+    @property
+    def copies(self) -> bool:
+        """Whether a hit may end inside a block, which is copied then."""
+        return self.finder.ends_inside
 
     @property
     def downward_closed(self) -> bool:
@@ -61,7 +81,16 @@ class AttentionPolicy:
 
     def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:
         """The longest cached prefix; keys: one a full column."""
-        return self.span.longest_hit(index, keys, search, self.block_size)
+        return self.finder.longest_hit(index, keys, search, self.block_size)
+
+    def source(self, index: Index, num_tokens: int) -> int:
+        """The block to copy the last column of a hit from, where it is used in part and read; else 0."""
+        column, rest = divmod(num_tokens, self.block_size)
+        return (
+            index.source(column, rest)
+            if rest and self.span.first_needed(num_tokens, self.block_size) < num_tokens
+            else 0
+        )
 
     def trim(self, hit: Hit, tokens: int) -> Hit:
         """The first ``tokens`` of a hit, where that is a hit too (downward closed)."""

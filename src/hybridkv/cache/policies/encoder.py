@@ -37,6 +37,7 @@ class EncoderPolicy:
     block_size: int
     keeps: bool
     publishes: bool = False
+    copies: bool = False
     downward_closed: bool = False
     keeps_state: bool = False
     append_only: bool = False
@@ -52,6 +53,10 @@ class EncoderPolicy:
     def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:  # noqa: ARG002 - as above
         """Nothing, or whatever the others say."""
         return Hit(0 if self.keeps else search.end_tokens, NONE)
+
+    def source(self, index: Index, num_tokens: int) -> int:  # noqa: ARG002 - the answer of a policy
+        """None: what is hit is held by the row itself."""
+        return 0
 
     def trim(self, hit: Hit, tokens: int) -> Hit:  # noqa: ARG002 - as above
         """Nothing to trim."""

@@ -9,8 +9,10 @@ from typing import Protocol
 
 from hybridkv.cache.policies.attention import AttentionPolicy
 from hybridkv.cache.policies.encoder import EncoderPolicy
+from hybridkv.cache.policies.exact import TokenHits
+from hybridkv.cache.policies.kept_state import KeptStatePolicy
 from hybridkv.cache.policies.reach import Reach
-from hybridkv.cache.policies.spans import ChunkSpan, FullSpan, WindowSpan
+from hybridkv.cache.policies.spans import ChunkSpan, FullSpan, Span, WindowSpan
 from hybridkv.cache.policies.state import AlignedStatePolicy, RunningStatePolicy
 from hybridkv.cache.policies.values import (
     Bool,
@@ -53,6 +55,11 @@ class Policy(Protocol):
         ...
 
     @property
+    def copies(self) -> bool:
+        """Whether a hit may end inside a block, or at a state, which is copied then."""
+        ...
+
+    @property
     def downward_closed(self) -> bool:
         """Whether a prefix of a hit is a hit."""
         ...
@@ -77,6 +84,10 @@ class Policy(Protocol):
 
     def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:
         """The longest cached prefix; keys: one a full column."""
+        ...
+
+    def source(self, index: Index, num_tokens: int) -> int:
+        """The block to copy the end of a hit of ``num_tokens`` from; 0 where nothing is copied."""
         ...
 
     def trim(self, hit: Hit, tokens: int) -> Hit:
@@ -122,11 +133,16 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupKind:
-    """What a group is, apart from the others: its spec, whether it drops for EAGLE, its context parallel ranks."""
+    """What a group is, apart from the others: its spec, whether it drops for EAGLE, its context parallel ranks.
+
+    checkpoints: in the natural layout, whether states are kept for reuse; None in the reference layout, where the
+    spec's cache_mode says so.
+    """
 
     spec: KVCacheSpec
     drops: bool = False
     ranks: int = 1
+    checkpoints: bool | None = None
 
     @property
     def inner(self) -> KVCacheSpec:
@@ -139,6 +155,11 @@ class GroupKind:
         return self.spec.block_size * (self.ranks if self.spec.keeps in {Keeps.TOKENS, Keeps.WINDOW} else 1)
 
     @property
+    def keeps_state(self) -> bool:
+        """Whether its blocks are states."""
+        return self.spec.keeps is Keeps.STATE
+
+    @property
     def sink_blocks(self) -> int:
         """Blocks of learned keys and values that belong to the layers, not to a request."""
         return self.spec.reserved_blocks(self.ranks)
@@ -147,13 +168,19 @@ class GroupKind:
     def publishes(self) -> bool:
         """Whether anything of it can be hit."""
         if isinstance(self.inner, MambaSpec):
-            return self.inner.cache_mode == "align"
+            return self.inner.cache_mode == "align" if self.checkpoints is None else self.checkpoints
         return self.spec.keeps in {Keeps.TOKENS, Keeps.WINDOW}
 
 
 def alignment_of(kinds: Sequence[GroupKind]) -> int:
-    """Tokens of which every hit is a multiple: the least common multiple of the blocks that can be hit."""
-    return math.lcm(*(kind.block_size for kind in kinds if kind.publishes))
+    """Tokens of which every hit is a multiple: the least common multiple of the blocks that can be hit.
+
+    In the natural layout 1, unless a group drops for EAGLE: what it drops are blocks.
+    """
+    natural = any(kind.checkpoints is not None for kind in kinds)
+    if natural and not any(kind.drops for kind in kinds):
+        return 1
+    return math.lcm(*(kind.block_size for kind in kinds if kind.publishes and not (natural and kind.keeps_state)))
 
 
 def policy_of(kind: GroupKind, alignment: int, retention: int | None = None) -> Policy:
@@ -165,14 +192,14 @@ def policy_of(kind: GroupKind, alignment: int, retention: int | None = None) -> 
     spec, size = kind.inner, kind.block_size
     match spec:
         case FullAttentionSpec():
-            return AttentionPolicy(size, FullSpan(), Reach(size, alignment, past=int(kind.drops)))
+            return AttentionPolicy(size, FullSpan(), Reach(size, alignment, past=int(kind.drops)), FullSpan())
         case SlidingWindowSpec():
             window, past = WindowSpan(spec.sliding_window), int(kind.drops)
             reach = Reach(size, alignment, window.columns_read(size) + past, past, retention)
-            return AttentionPolicy(size, window, reach)
+            return AttentionPolicy(size, window, reach, window)
         case ChunkedLocalAttentionSpec():
             chunk = ChunkSpan(spec.attention_chunk_size)
-            return AttentionPolicy(size, chunk, Reach(size, alignment, past=int(kind.drops)))
+            return AttentionPolicy(size, chunk, Reach(size, alignment, past=int(kind.drops)), chunk)
         case MambaSpec(cache_mode="align"):
             need = None if retention is None else 1
             return AlignedStatePolicy(size, spec.num_speculative_blocks, Reach(size, alignment, need, 0, retention))
@@ -184,6 +211,27 @@ def policy_of(kind: GroupKind, alignment: int, retention: int | None = None) -> 
             raise UnsupportedModelError(
                 f"{type(spec).__name__} has no cache policy: see hybridkv.specs for those that do"
             )
+
+
+def natural_policy_of(kind: GroupKind, alignment: int, hash_block: int) -> Policy:
+    """The policy of one group in the natural layout; every full block is published. Errors as policy_of.
+
+    alignment: of hits; 1: they end at any token. hash_block: tokens between two keys of a request.
+    """
+    spec, size = kind.inner, kind.block_size
+    span: Span
+    match spec:
+        case FullAttentionSpec():
+            span = FullSpan()
+        case SlidingWindowSpec():
+            span = WindowSpan(spec.sliding_window)
+        case ChunkedLocalAttentionSpec():
+            span = ChunkSpan(spec.attention_chunk_size)
+        case MambaSpec():
+            return KeptStatePolicy(hash_block, 1 + spec.num_speculative_blocks, kind.publishes)
+        case _:
+            return policy_of(kind, alignment)
+    return AttentionPolicy(size, span, Reach(size, size), TokenHits(span) if alignment == 1 else span)
 
 
 def check_retention(retention: int | None, alignment: int) -> None:

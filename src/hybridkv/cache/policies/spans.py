@@ -15,6 +15,11 @@ class FullSpan:
     """Every earlier token."""
 
     downward_closed: bool = True
+    ends_inside: bool = False
+
+    def first_needed(self, tokens: int, block_size: int) -> int:  # noqa: ARG002 - the answer of a span
+        """The first token that must be cached for a hit of ``tokens``."""
+        return tokens * 0
 
     def first_live_token(self, processed_tokens: T) -> T:
         """The first token that the next one reads: always 0. A number or an int64 array."""
@@ -28,7 +33,7 @@ class FullSpan:
         """Left to right until the first miss. O(columns of the hit)."""
         stop = min(search.end_tokens // block_size + search.past, search.limit_tokens // block_size, len(keys))
         blocks = index.leading_run(keys, stop)
-        missing = (len(blocks),) if len(blocks) < stop else ()
+        missing = (len(blocks) * block_size,) if len(blocks) < stop else ()
         tokens = min(max(len(blocks) - search.past, 0) * block_size, search.end_tokens)
         tokens = tokens // search.alignment * search.alignment
         return Hit(tokens, blocks[: tokens // block_size], missing, blocks)
@@ -40,6 +45,11 @@ class WindowSpan:
 
     window: int
     downward_closed: bool = False
+    ends_inside: bool = False
+
+    def first_needed(self, tokens: int, block_size: int) -> int:  # noqa: ARG002 - the answer of a span
+        """The first token that must be cached for a hit of ``tokens``: at least the last one, as a proof."""
+        return max(0, tokens - max(self.window - 1, 1))
 
     def first_live_token(self, processed_tokens: T) -> T:
         """The first token that the next one reads: ``max(0, n - W + 1)``. A number or an int64 array."""
@@ -73,8 +83,8 @@ class WindowSpan:
             if len(run) == edge + past - first:
                 blocks = np.concatenate((np.zeros(first, np.int32), run[: edge - first]))
                 return Hit(edge * block_size, blocks, tuple(missing), run)
-            missing.append(first + len(run))
-            edge = (missing[-1] - past) // step * step
+            missing.append((first + len(run)) * block_size)
+            edge = (first + len(run) - past) // step * step
         return Hit(0, NONE, tuple(missing))
 
 
@@ -84,6 +94,16 @@ class ChunkSpan:
 
     chunk: int
     downward_closed: bool = False
+    ends_inside: bool = False
+
+    def first_needed(self, tokens: int, block_size: int) -> int:
+        """The first token that must be cached for a hit of ``tokens``: none, where chunk and block begin.
+
+        Where a chunk begins inside a block the one before it is needed: the block must be copied, not begun, since it
+        will be published with all its tokens.
+        """
+        start = tokens // self.chunk * self.chunk
+        return start if start < tokens or tokens % block_size == 0 else tokens - 1
 
     def first_live_token(self, processed_tokens: T) -> T:
         """The first token of the chunk that the next one belongs to: ``floor(n / C) * C``. A number or an array."""
@@ -106,14 +126,14 @@ class ChunkSpan:
             first, stop = start // block_size, min(end // block_size + search.past, last)
             run = index.leading_run(keys[first:stop]) if stop > first else NONE
             if len(run) < stop - first:
-                missing.append(first + len(run))
+                missing.append((first + len(run)) * block_size)
             tokens = max(first + len(run) - search.past, 0) * block_size // search.alignment * search.alignment
             proof = run if len(run) else _proof(index, keys, start, search, block_size)
             if tokens >= start and proof is not None:
                 blocks = np.concatenate((np.zeros(first, np.int32), run[: tokens // block_size - first]))
                 return Hit(tokens, blocks, tuple(missing), np.concatenate((proof, run)))
             if start and start % block_size == 0:
-                missing.append(start // block_size - 1)
+                missing.append(start - block_size)
             end = start - 1
         return Hit(0, NONE, tuple(missing))
 

@@ -49,6 +49,7 @@ class AlignedStatePolicy:
     publishes: bool = True
     downward_closed: bool = False
     keeps_state: bool = True
+    copies: bool = False
     append_only: bool = False
 
     def columns(self, num_tokens: T) -> T:
@@ -74,9 +75,13 @@ class AlignedStatePolicy:
                 blocks = np.zeros(edge, np.int32)
                 blocks[-1] = block
                 return Hit(edge * size, blocks, tuple(missing), blocks[-1:])
-            missing.append(edge - 1)
+            missing.append((edge - 1) * size)
             edge -= step
         return Hit(0, NONE, tuple(missing))
+
+    def source(self, index: Index, num_tokens: int) -> int:  # noqa: ARG002 - the answer of a policy
+        """None: what is hit is held by the row itself."""
+        return 0
 
     def trim(self, hit: Hit, tokens: int) -> Hit:  # noqa: ARG002 - the answer of a policy
         """A state serves its own token count only: the search must be made anew."""
@@ -186,6 +191,7 @@ class RunningStatePolicy:
     publishes: bool = False
     downward_closed: bool = False
     keeps_state: bool = True
+    copies: bool = False
     append_only: bool = False
 
     def columns(self, num_tokens: T) -> T:
@@ -203,6 +209,10 @@ class RunningStatePolicy:
     def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:  # noqa: ARG002 - as above
         """None: the state is not kept."""
         return Hit(0, NONE)
+
+    def source(self, index: Index, num_tokens: int) -> int:  # noqa: ARG002 - the answer of a policy
+        """None: what is hit is held by the row itself."""
+        return 0
 
     def trim(self, hit: Hit, tokens: int) -> Hit:  # noqa: ARG002 - as above
         """Nothing to trim."""

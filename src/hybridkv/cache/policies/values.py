@@ -27,7 +27,12 @@ NONE: Final = np.empty(0, np.int32)
 
 
 class Index(Protocol):
-    """The prefix index of the policy's own group; see hybridkv.cache.index.PrefixIndex."""
+    """What a request finds in the index of the policy's own group; see hybridkv.cache.view.PrefixView."""
+
+    @property
+    def additions(self) -> int:
+        """Keys that the index was ever given."""
+        ...
 
     def get(self, key: bytes) -> int | None:
         """The block behind ``key``."""
@@ -35,6 +40,22 @@ class Index(Protocol):
 
     def leading_run(self, keys: Sequence[bytes], stop: int | None = None) -> Int32:
         """Blocks of the leading keys that are all known, at most ``stop``."""
+        ...
+
+    def reach(self, column: int) -> int:
+        """How many tokens of ``column`` a cached block begins with."""
+        ...
+
+    def source(self, column: int, tokens: int) -> int:
+        """The block that begins with the first ``tokens`` tokens of ``column``."""
+        ...
+
+    def labelled(self, tokens: int) -> int | None:
+        """The block of the state after ``tokens`` tokens."""
+        ...
+
+    def label(self, end_tokens: int, alignment: int) -> int:
+        """The greatest token count up to ``end_tokens`` that a state is labelled with, 0 for none."""
         ...
 
 
@@ -58,16 +79,18 @@ class Search(NamedTuple):
 class Hit(NamedTuple):
     """A cached prefix in one group.
 
-    blocks: int32[columns], the block of each column, 0 where later tokens need none.
-    missing: columns whose keys are unknown and bounded the hit. seen: int32, all blocks on which the answer
-    rests, looked at and not adopted ones too. While the missing stay unknown and the seen keep their keys,
-    the same search has the same answer.
+    blocks: int32[full columns], the block of each, 0 where later tokens need none.
+    missing: token counts at which tokens are unknown and bounded the hit. seen: int32, all blocks on which the
+    answer rests, looked at and not adopted ones too. additions: of the index, where any new key may lengthen
+    the hit; -1 where only the missing can. While the missing stay unknown, the seen keep their keys and there
+    are no more additions, the same search has the same answer.
     """
 
     tokens: int
     blocks: Int32
     missing: tuple[int, ...] = ()
     seen: Int32 = np.empty(0, np.int32)
+    additions: int = -1
 
 
 class RowFacts(NamedTuple):

@@ -1,0 +1,164 @@
+"""Recurrent states kept for reuse in the natural layout: where the placement stops, and where requests end.
+
+    schedule()   every row has its slots; then, with what room is left, a block for each stop that the step passes
+    forward      writes the running state there as well, labelled with its token count
+    release      the running state of a request that ends becomes a checkpoint as it is
+
+A stop is a wish: it is declined where no block can be had (architecture.md, decision 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache.group import CacheGroup
+from hybridkv.cache.placement import Placement
+from hybridkv.cache.policies import NEVER
+from hybridkv.cache.pool import WRITTEN, BlockPool
+from hybridkv.cache.transfers import TransferLog
+from hybridkv.cache.write_log import WriteLog
+from hybridkv.request import Request
+
+Int64 = NDArray[np.int64]
+
+
+class Checkpoints:
+    """groups: those that keep states; none of them, or a placement that keeps none, is nothing to do.
+
+    stored, declined: stops so far that found a block and that did not.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        num_groups: int,
+        pool: BlockPool,
+        *,
+        log: WriteLog,
+        transfers: TransferLog,
+        placement: Placement | None,
+    ) -> None:
+        keeps = placement is not None and placement.keeps_states
+        self._groups = tuple(groups) if keeps else ()
+        self._num_groups = num_groups
+        self._pool = pool
+        self._log = log
+        self._transfers = transfers
+        self._placement = placement
+        self._next = np.full(64, NEVER)
+        self._consumed: dict[int, int] = {}
+        self.stored = self.declined = 0
+
+    # -- rows
+
+    def begin(self, request: Request, hit_tokens: int, computed_tokens: int) -> None:
+        """``request`` has a row and goes on behind ``computed_tokens``, of which ``hit_tokens`` were hit."""
+        if not self._groups:
+            return
+        row = request.row
+        missing = row + 1 - len(self._next)
+        if missing > 0:
+            self._next = np.concatenate((self._next, np.full(max(missing, len(self._next)), NEVER)))
+        self._consumed.pop(row, None)
+        if 0 < hit_tokens < request.num_prompt_tokens - 1:
+            self._consumed[row] = hit_tokens
+        self._next[row] = self._next_stop(request, computed_tokens)
+
+    def next_stop(self, request: Request, after_tokens: int) -> int:
+        """The next token count at which a state of ``request`` should be kept, NEVER without one."""
+        return self._next_stop(request, after_tokens) if self._groups else NEVER
+
+    def _next_stop(self, request: Request, after_tokens: int) -> int:
+        placement = self._placement
+        if placement is None or not request.writes_prefix_cache:
+            return NEVER
+        return placement.next_stop(request, after_tokens)
+
+    # -- stops
+
+    def store(self, requests: Sequence[Request | None], rows: Int64, computed: Int64, end: Int64) -> None:
+        """A block for every stop in computed .. end of each row, in order. O(rows) in array operations."""
+        if not self._groups:
+            return
+        for place in np.flatnonzero(end >= self._next[rows]).tolist():
+            request = requests[rows.item(place)]
+            if request is not None:
+                self._store_row(request, computed.item(place), end.item(place))
+
+    def _store_row(self, request: Request, computed: int, end: int) -> None:
+        if self._placement is None:
+            return
+        known = min(end, request.num_tokens)
+        for stop in self._placement.stops(request, computed, end):
+            if stop <= known:
+                self._store_one(request, stop)
+        self._next[request.row] = self._next_stop(request, end)
+
+    def _store_one(self, request: Request, tokens: int) -> None:
+        lacking = [group for group in self._groups if group.view(request).labelled(tokens) is None]
+        if not lacking:
+            return
+        needs = [0] * self._num_groups
+        for group in lacking:
+            needs[group.number] = 1
+        none = [0] * self._num_groups
+        weight = self._pool.weigh(needs, none)
+        if weight.needed > weight.free or self._pool.waits(needs, none):
+            self.declined += 1
+            return
+        blocks: list[tuple[CacheGroup, int]] = []
+        for group in lacking:
+            block = self._pool.get_new_blocks(1, group.number).item(0)
+            self._transfers.store(group, request.row, tokens, block)
+            blocks.append((group, len(self._transfers.held) - 1))
+        for group, place in blocks:
+            self._publish(group, request, tokens, self._transfers.held[place], self._log.open_step)
+        self.stored += 1
+        self._supersede(request, tokens)
+
+    def _publish(self, group: CacheGroup, request: Request, tokens: int, block: int, step: int) -> None:
+        """``block`` is the state after ``tokens`` tokens."""
+        column, inside = divmod(tokens, group.policy.block_size)
+        if inside:
+            parent, tail = group.view(request).tail(tokens)
+            self._pool.publish_tail(group.number, block, parent, tail, step)
+        else:
+            self._pool.publish(group.number, (block,), (request.hashes[column - 1],), step)
+        if step != WRITTEN:
+            self._log.record(np.array([block], np.int32), [])
+        if self._is_end(request, tokens):
+            self._pool.flag_passing(block)
+
+    def _is_end(self, request: Request, tokens: int) -> bool:
+        """Whether nobody but who goes on from here is expected to come back: no mark, branch or grid."""
+        if self._placement is None or not self._placement.ends or tokens in request.marks:
+            return False
+        at_prompt = tokens == request.num_prompt_tokens - 1 and tokens != request.branch_tokens
+        return at_prompt or tokens not in self._placement.stops(request, tokens - 1, tokens)
+
+    # -- ends
+
+    def keep_end(self, request: Request, tokens: int) -> None:
+        """The running state of ``request``, written, is that after ``tokens`` tokens, and its row will be freed."""
+        if not self._groups or self._placement is None or not (self._placement.ends and tokens):
+            return
+        kept = False
+        for group in self._groups:
+            if group.view(request).labelled(tokens) is None:
+                block = group.rows.cells.item(group.rows.origin.item(request.row))
+                self._publish(group, request, tokens, block, WRITTEN)
+                kept = True
+        if kept:
+            self._supersede(request, tokens)
+
+    def _supersede(self, request: Request, tokens: int) -> None:
+        """A checkpoint at ``tokens`` is kept: the one that ``request`` went on from has done its duty."""
+        consumed = self._consumed.get(request.row, 0)
+        if not consumed or tokens <= consumed:
+            return
+        found = [group.view(request).labelled(consumed) for group in self._groups]
+        if self._pool.pass_by([block for block in found if block is not None]):
+            del self._consumed[request.row]

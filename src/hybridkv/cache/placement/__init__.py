@@ -1,0 +1,20 @@
+"""Where recurrent states are kept: a policy of its own, which only says at which token counts (architecture.md, 6)."""
+
+from hybridkv.cache.placement.named import DEFAULT_PLACEMENT, placement_named
+from hybridkv.cache.placement.stops import (
+    AlignPlacement,
+    EndsPlacement,
+    IntervalPlacement,
+    NoStates,
+    Placement,
+)
+
+__all__ = [
+    "DEFAULT_PLACEMENT",
+    "AlignPlacement",
+    "EndsPlacement",
+    "IntervalPlacement",
+    "NoStates",
+    "Placement",
+    "placement_named",
+]

@@ -1,0 +1,149 @@
+"""The placements: frozen values that answer at which token counts a request's state should be kept.
+
+    stops(request, start, end)     those in start + 1 .. end, ascending
+    next_stop(request, after)      the first of them behind ``after``
+
+All but NoStates keep the positions that the caller marked as well. ``ends``: whether the running state of a request
+that ends, or is preempted, becomes a checkpoint; that is the cache's affair and no stop.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Protocol
+
+from hybridkv.cache.policies import NEVER
+from hybridkv.request import Request
+
+
+class Placement(Protocol):
+    """See the module."""
+
+    @property
+    def name(self) -> str:
+        """As it is written on the command line."""
+        ...
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether any state is kept."""
+        ...
+
+    @property
+    def ends(self) -> bool:
+        """Whether the state at the end of a request becomes a checkpoint."""
+        ...
+
+    def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
+        """Token counts in start + 1 .. end at which the state should be kept, ascending. O(stops)."""
+        ...
+
+    def next_stop(self, request: Request, after: int) -> int:
+        """The least stop greater than ``after``, NEVER where there is none. O(log marks)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NoStates:
+    """No state is kept, marked positions neither."""
+
+    name: str = "none"
+    keeps_states: bool = False
+    ends: bool = False
+
+    def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:  # noqa: ARG002 - as asked
+        """None."""
+        return ()
+
+    def next_stop(self, request: Request, after: int) -> int:  # noqa: ARG002 - as asked
+        """NEVER."""
+        return NEVER
+
+
+@dataclass(frozen=True, slots=True)
+class AlignPlacement:
+    """Where the reference layout keeps them: at multiples of the block that it gives to states.
+
+    tokens: of that block (vLLM's align mode). In the prompt the last one lies before the last token.
+    """
+
+    tokens: int
+    keeps_states: bool = True
+    ends: bool = False
+
+    @property
+    def name(self) -> str:
+        """``align:N``."""
+        return f"align:{self.tokens}"
+
+    def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
+        """Multiples of the block, and marks."""
+        return _merged(_multiples(self.tokens, start, end), _between(request.marks, start, end))
+
+    def next_stop(self, request: Request, after: int) -> int:
+        """The next multiple, or mark."""
+        return min((after // self.tokens + 1) * self.tokens, _next(request.marks, after))
+
+
+@dataclass(frozen=True, slots=True)
+class IntervalPlacement:
+    """Every ``tokens`` tokens, in prompt and output, and at the ends."""
+
+    tokens: int
+    keeps_states: bool = True
+    ends: bool = True
+
+    @property
+    def name(self) -> str:
+        """``interval:N``."""
+        return f"interval:{self.tokens}"
+
+    def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
+        """Multiples, and marks."""
+        return _merged(_multiples(self.tokens, start, end), _between(request.marks, start, end))
+
+    def next_stop(self, request: Request, after: int) -> int:
+        """The next multiple, or mark."""
+        return min((after // self.tokens + 1) * self.tokens, _next(request.marks, after))
+
+
+@dataclass(frozen=True, slots=True)
+class EndsPlacement:
+    """Before the prompt's last token, at the end of the output, and where others branched off (branch_tokens).
+
+    A branch point seen once leaves a state the next time through.
+    """
+
+    name: str = "ends"
+    keeps_states: bool = True
+    ends: bool = True
+
+    def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
+        """Those three kinds but the end of the output, and marks."""
+        return _between(_own(request), start, end)
+
+    def next_stop(self, request: Request, after: int) -> int:
+        """The next of them."""
+        return _next(_own(request), after)
+
+
+def _own(request: Request) -> tuple[int, ...]:
+    return tuple(sorted({request.num_prompt_tokens - 1, request.branch_tokens, *request.marks} - {0}))
+
+
+def _multiples(tokens: int, start: int, end: int) -> range:
+    return range((start // tokens + 1) * tokens, end + 1, tokens)
+
+
+def _between(marks: tuple[int, ...], start: int, end: int) -> tuple[int, ...]:
+    return marks[bisect_right(marks, start) : bisect_right(marks, end)]
+
+
+def _next(marks: tuple[int, ...], after: int) -> int:
+    place = bisect_right(marks, after)
+    return marks[place] if place < len(marks) else NEVER
+
+
+def _merged(grid: range, marks: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted({*grid, *marks})) if marks else tuple(grid)

@@ -1,0 +1,118 @@
+"""Where a pool's free blocks come from: what a FreeOrder (one size) and a SlabSpace (several) both answer.
+
+Blocks are the pool's numbers, classes those of the plan's slabs (one, 0, without slabs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Ids = NDArray[np.int32] | NDArray[np.int64]
+
+
+class Weight(NamedTuple):
+    """needed: units that would be in use, or taken. free: units that there are for it. A unit is a block, or a slab."""
+
+    needed: int
+    free: int
+
+
+class Room(NamedTuple):
+    """What making room did. evicted: int32, blocks that lose their keys. moves: int32[m, 2], (source, target)."""
+
+    evicted: Int32
+    moves: Int32
+
+
+class Space(Protocol):
+    """Blocks that nobody holds."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def num_units(self) -> int:
+        """Blocks, or slabs, that can be had at all."""
+        ...
+
+    def usage(self, reserved: Sequence[int]) -> float:
+        """Share that is held, ``reserved`` blocks by class left out on both sides."""
+        ...
+
+    def order(self) -> Int32:
+        """Blocks that nobody holds in the order in which they would be taken, class by class."""
+        ...
+
+    def obtainable(self, of: int) -> int:
+        """Blocks of class ``of`` that can be taken, everything evictable given up."""
+        ...
+
+    def weigh(self, needs: Sequence[int], freed: Sequence[int]) -> Weight:
+        """needs: blocks to take, freed: blocks to be given back before, by class. They fit if needed <= free."""
+        ...
+
+    def units(self, blocks: Sequence[int]) -> int:
+        """Units that ``blocks``, by class, take in an empty pool."""
+        ...
+
+    def takes_in_any_order(self, needs: Sequence[int], *, drops: bool) -> bool:
+        """Whether taking ``needs`` blocks, by class, gives the same whatever the order; drops: and with releases."""
+        ...
+
+    def waits(self, needs: Sequence[int], freed: Sequence[int]) -> bool:
+        """Whether what would fit needs moves that are not to be had now."""
+        ...
+
+    def take(self, n: int, of: int) -> Int32:
+        """Blocks of class ``of``; fewer than ``n`` where room must be made first."""
+        ...
+
+    def begin_step(self) -> None:
+        """What is moved from now on belongs to another step."""
+        ...
+
+    def make_room(self, of: int, ref: Int32) -> Room:
+        """More can be taken for class ``of``. ref: holders of every block."""
+        ...
+
+    def remove(self, ids: Ids) -> None:
+        """Blocks that nobody held get a holder."""
+        ...
+
+    def append(self, ids: Ids) -> None:
+        """Blocks that lost their last holder and have a key: the last to be evicted, in this order."""
+        ...
+
+    def prepend(self, ids: Ids) -> None:
+        """Blocks that lost their last holder and have no key."""
+        ...
+
+    def age_first(self, ids: Ids) -> None:
+        """Cached blocks that are evicted before all others of their class."""
+        ...
+
+    def lock(self, ids: Ids) -> None:
+        """Blocks that never move."""
+        ...
+
+    def unlock(self, ids: Ids) -> None:
+        """Blocks that were locked may move again."""
+        ...
+
+    def check(self, ref: Int32) -> Iterator[str]:
+        """A line for each invariant of its own that does not hold. ref: holders of every block. O(blocks)."""
+        ...
+
+    def is_cached(self, block: int) -> bool:
+        """Whether ``block`` is free and has a key, as far as the space knows. For checks."""
+        ...
+
+    def forget_all(self) -> None:
+        """Cached blocks have no keys any longer."""
+        ...

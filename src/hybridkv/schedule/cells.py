@@ -1,0 +1,64 @@
+"""Cells of the block tables that a step writes."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache import BatchSlots, KVCacheManager
+from hybridkv.step import Cells
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+
+def cells_of(rows: Int64, slots: BatchSlots) -> Cells:
+    """The cells of a batch's new blocks."""
+    return Cells(slots.group, rows[slots.owner].astype(np.int32), slots.column, slots.block)
+
+
+def cells_of_row(row: int, ids: tuple[Int32, ...]) -> list[Cells]:
+    """The cells of a new row: all its blocks, group by group, null columns left out."""
+    parts = []
+    for group, blocks in enumerate(ids):
+        columns = np.flatnonzero(blocks).astype(np.int32)
+        same = np.full((2, len(columns)), [[group], [row]], np.int32)
+        parts.append(Cells(same[0], same[1], columns, blocks[columns]))
+    return parts
+
+
+def join_cells(parts: list[Cells]) -> Cells:
+    """All cells in order."""
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return Cells.empty()
+    return Cells(
+        np.concatenate([part.group for part in parts]),
+        np.concatenate([part.row for part in parts]),
+        np.concatenate([part.column for part in parts]),
+        np.concatenate([part.block for part in parts]),
+    )
+
+
+def named_cells(cache: KVCacheManager, cells: Cells, moved: Int64) -> Cells:
+    """``cells`` as the worker names them: ids within each group's class, after the step's moves.
+
+    moved: blocks that moves ended in; the cells of all rows that hold one are written as well, first.
+    """
+    if moved.size:
+        group, row, column = cache.cells_of(moved)
+        group, row = np.concatenate((group, cells.group)), np.concatenate((row, cells.row))
+        column = np.concatenate((column, cells.column))
+        block = np.empty(len(group), np.int32)
+        for one in cache.groups:
+            mine = np.flatnonzero(group == one.number)
+            block[mine] = one.rows.at(row[mine].astype(np.int64), column[mine].astype(np.int64))
+        cells = Cells(group, row, column, block)
+    if len(cache.block_pool.bases) == 1:
+        return cells
+    block = cells.block.copy()
+    for one in cache.groups:
+        mine = np.flatnonzero(cells.group == one.number)
+        block[mine] = cache.block_pool.local(one.number, cells.block[mine])
+    return Cells(cells.group, cells.row, cells.column, block)
