@@ -12,6 +12,7 @@ from hybridkv.cache.placement import DEFAULT_PLACEMENT, Placement
 from hybridkv.cache.policies import GroupKind, alignment_of, check_retention, natural_policy_of, policy_of
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.slab_space import SlabSpace
+from hybridkv.cache.space import ClassedSpace
 from hybridkv.errors import ConfigError
 from hybridkv.plan.config import KVCacheConfig
 from hybridkv.specs import Keeps
@@ -34,14 +35,16 @@ def placement_for(config: KVCacheConfig, placement: Placement | None) -> Placeme
     return None
 
 
-def pool_of(config: KVCacheConfig, max_moved_bytes: int | None, *, enable_events: bool) -> BlockPool:
-    """The pool of ``config``: blocks of one size in a plain order, of several in slabs."""
+def pool_of(
+    config: KVCacheConfig, space: ClassedSpace | None, max_moved_bytes: int | None, *, enable_events: bool
+) -> BlockPool:
+    """The pool of ``config``: blocks of one size in a plain order, of several in slabs, or in ``space``."""
     slabs = config.slabs
     if slabs is None:
         return BlockPool(config.num_blocks, len(config.groups), enable_events=enable_events)
-    space = SlabSpace(slabs, max_moved_bytes)
+    space = SlabSpace(slabs, max_moved_bytes) if space is None else space
     return BlockPool(
-        space.num_handles,
+        space.num_blocks,
         len(config.groups),
         enable_events=enable_events,
         space=space,

@@ -29,6 +29,7 @@ from hybridkv.cache.publisher import Publisher
 from hybridkv.cache.relocator import Relocator
 from hybridkv.cache.residents import Residents
 from hybridkv.cache.slots import Admission, Ask, Refusal, SlotPlan
+from hybridkv.cache.space import ClassedSpace
 from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats, cache_statistics
 from hybridkv.cache.transfers import TransferLog, Transfers
 from hybridkv.errors import CacheError, ConfigError, StalePlanError
@@ -58,7 +59,8 @@ class KVCacheManager:
     max_pinned_blocks: what ``pin`` may hold, and requests are not promised (slabs, in the natural layout).
     placement: in the natural layout, where recurrent states are kept; by default ``ends``.
     max_moved_bytes: in the natural layout, once so much was moved between slabs in a step, what needs more moves
-    waits for the next; None: no bound.
+    waits for the next; None: no bound. space: in the natural layout, where free blocks come from instead of slabs,
+    for measurements.
     Raises ConfigError for limits that cannot work, UnsupportedModelError for a group without policy.
     """
 
@@ -78,6 +80,7 @@ class KVCacheManager:
         max_pinned_blocks: int = 0,
         placement: Placement | None = None,
         max_moved_bytes: int | None = None,
+        space: ClassedSpace | None = None,
     ) -> None:
         if max_pinned_blocks < 0:
             raise ConfigError(f"max_pinned_blocks must not be negative, got {max_pinned_blocks}")
@@ -90,7 +93,7 @@ class KVCacheManager:
         self.enable_caching = enable_caching and can_resume(kinds)
         self.hasher = (hasher or BlockHasher(hash_block_size(kinds))) if self.enable_caching else None
         hash_block = self.hasher.block_size if self.hasher else hash_block_size(kinds)
-        self.block_pool = pool_of(kv_cache_config, max_moved_bytes, enable_events=enable_kv_cache_events)
+        self.block_pool = pool_of(kv_cache_config, space, max_moved_bytes, enable_events=enable_kv_cache_events)
         self.groups = build_groups(kinds, self.block_pool.indexes, hash_block, retention)
         self.sink_blocks = tuple(self.block_pool.reserve(kind.sink_blocks, number) for number, kind in enumerate(kinds))
         if max_pinned_blocks > self.block_pool.num_usable:

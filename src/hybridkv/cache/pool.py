@@ -23,7 +23,6 @@ from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, KVCacheEvent
 from hybridkv.cache.free_order import FreeOrder
 from hybridkv.cache.index import PrefixIndex
 from hybridkv.cache.partial import Tail
-from hybridkv.cache.slab_space import SlabSpace
 from hybridkv.cache.space import Space, Weight
 from hybridkv.errors import BlockError, CacheError, CapacityError, ConfigError
 
@@ -196,7 +195,7 @@ class BlockPool:
     @property
     def in_slabs(self) -> bool:
         """Whether blocks lie in slabs, so that those of slabs that nobody owns do not exist."""
-        return isinstance(self._free, SlabSpace)
+        return not isinstance(self._free, FreeOrder)
 
     @property
     def space(self) -> Space:

@@ -69,7 +69,7 @@ class SlabSpace:
         self.num_slabs = layout.num_slabs
         ks = [one.blocks_per_slab for one in layout.classes]
         self.bases = tuple(layout.num_slabs * sum(ks[:of]) for of in range(len(ks)))
-        self.num_handles = layout.num_slabs * sum(ks)
+        self.num_blocks = layout.num_slabs * sum(ks)
         self.classes = tuple(SlabClassSpace(layout.num_slabs, k, base) for k, base in zip(ks, self.bases, strict=True))
         self._block_bytes = [one.block_bytes for one in layout.classes]
         self._free = list(range(layout.num_slabs - 1, 0, -1))

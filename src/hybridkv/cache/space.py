@@ -116,3 +116,17 @@ class Space(Protocol):
     def forget_all(self) -> None:
         """Cached blocks have no keys any longer."""
         ...
+
+
+class ClassedSpace(Space, Protocol):
+    """A space of several classes of blocks. num_blocks: numbers that blocks have; bases: the first of each class."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Numbers of all classes."""
+        ...
+
+    @property
+    def bases(self) -> tuple[int, ...]:
+        """The first number of each class."""
+        ...

@@ -1,0 +1,154 @@
+"""An ideal pool for measurements: memory by the byte, no slabs, no padding, one order of last use over all blocks.
+
+What slabs lose is measured against it (natural_table.py): same manager, same placement, only the space differs. No
+real memory could be cut like this, since blocks of several sizes would leave holes between each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache.free_order import FreeOrder
+from hybridkv.cache.space import Ids, Room, Weight
+from hybridkv.errors import BlockError
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+_OLDEST = -(1 << 60)
+_NO_MOVES = np.empty((0, 2), np.int32)
+
+
+class IdealSpace:
+    """``memory_bytes`` for blocks of ``block_bytes[c]`` bytes in class c, as hybridkv.cache.space.ClassedSpace."""
+
+    def __init__(self, memory_bytes: int, block_bytes: Sequence[int]) -> None:
+        self._bytes = tuple(block_bytes)
+        counts = [memory_bytes // size + 1 for size in self._bytes]
+        self.bases = tuple(sum(counts[:of]) for of in range(len(counts)))
+        self.num_blocks = sum(counts)
+        self.num_units = memory_bytes
+        self._empty = [list(range(count - 1, 0, -1)) for count in counts]
+        self._lru = [FreeOrder.empty(count) for count in counts]
+        self._stamps = [np.zeros(count, np.int64) for count in counts]
+        self._referenced = [0] * len(counts)
+        self._now = 0
+
+    def _used(self) -> int:
+        held = [ref + len(lru) for ref, lru in zip(self._referenced, self._lru, strict=True)]
+        return self.units(held)
+
+    def __len__(self) -> int:
+        """Blocks that are cached."""
+        return sum(map(len, self._lru))
+
+    def units(self, blocks: Sequence[int]) -> int:
+        """Bytes."""
+        return sum(count * size for count, size in zip(blocks, self._bytes, strict=True))
+
+    def usage(self, reserved: Sequence[int]) -> float:
+        """Bytes held over all bytes."""
+        return (self.units(self._referenced) - self.units(reserved)) / (self.num_units - self.units(reserved))
+
+    def order(self) -> Int32:
+        """What is cached, class by class, the next to be evicted first."""
+        parts = [lru.order() + base for lru, base in zip(self._lru, self.bases, strict=True)]
+        return np.concatenate(parts).astype(np.int32)
+
+    def obtainable(self, of: int) -> int:
+        """Blocks that fit when all that is cached goes."""
+        return (self.num_units - self.units(self._referenced)) // self._bytes[of]
+
+    def weigh(self, needs: Sequence[int], freed: Sequence[int]) -> Weight:
+        """Bytes held then, against all bytes."""
+        held = [ref + n - f for ref, n, f in zip(self._referenced, needs, freed, strict=True)]
+        return Weight(self.units(held), self.num_units)
+
+    def takes_in_any_order(self, needs: Sequence[int], *, drops: bool) -> bool:
+        """Where nothing must be evicted."""
+        return not drops and self._used() + self.units(needs) <= self.num_units
+
+    def waits(self, needs: Sequence[int], freed: Sequence[int]) -> bool:  # noqa: ARG002 - nothing moves
+        """Never: nothing moves."""
+        return False
+
+    def take(self, n: int, of: int) -> Int32:
+        """Blocks for which bytes are free."""
+        n = min(n, (self.num_units - self._used()) // self._bytes[of])
+        empty = self._empty[of]
+        ids = np.array(empty[len(empty) - n :][::-1], np.int64)
+        del empty[len(empty) - n :]
+        self._referenced[of] += n
+        return (ids + self.bases[of]).astype(np.int32)
+
+    def begin_step(self) -> None:
+        """Nothing: nothing moves."""
+
+    def make_room(self, of: int, ref: Int32) -> Room:  # noqa: ARG002 - the oldest goes, whoever asks
+        """The block that was used longest ago goes, whatever its class."""
+        able = [i for i, lru in enumerate(self._lru) if len(lru)]
+        if not able:
+            raise BlockError("nothing can be evicted: weigh before taking")
+        oldest = min(able, key=lambda i: int(self._stamps[i][self._lru[i].first()]))
+        block = self._lru[oldest].first()
+        self._lru[oldest].remove(np.array([block]))
+        self._empty[oldest].append(block)
+        return Room(np.array([block + self.bases[oldest]], np.int32), _NO_MOVES)
+
+    def remove(self, ids: Ids) -> None:
+        """Cached blocks get a holder."""
+        for of, local in self._parts(ids):
+            self._lru[of].remove(local)
+            self._referenced[of] += len(local)
+
+    def append(self, ids: Ids) -> None:
+        """Blocks lose their last holder and have a key."""
+        for of, local in self._parts(ids):
+            self._lru[of].append(local)
+            self._stamps[of][local] = np.arange(self._now, self._now + len(local))
+            self._now += len(local)
+            self._referenced[of] -= len(local)
+
+    def prepend(self, ids: Ids) -> None:
+        """Blocks lose their last holder and have no key."""
+        for of, local in self._parts(ids):
+            self._empty[of] += local.tolist()[::-1]
+            self._referenced[of] -= len(local)
+
+    def age_first(self, ids: Ids) -> None:
+        """Blocks that go before all others."""
+        for of, local in self._parts(ids):
+            self._lru[of].remove(local)
+            self._lru[of].prepend(local)
+            self._stamps[of][local] = _OLDEST
+
+    def lock(self, ids: Ids) -> None:
+        """Nothing: nothing moves."""
+
+    def unlock(self, ids: Ids) -> None:
+        """Nothing: nothing moves."""
+
+    def check(self, ref: Int32) -> Iterator[str]:  # noqa: ARG002 - a measurement checks nothing
+        """Nothing is checked in a measurement."""
+        return iter(())
+
+    def is_cached(self, block: int) -> bool:
+        """Whether it waits to be evicted."""
+        of = int(np.searchsorted(self.bases, block, side="right")) - 1
+        return block - self.bases[of] in self._lru[of]
+
+    def forget_all(self) -> None:
+        """Cached blocks have no keys any longer."""
+        for of, lru in enumerate(self._lru):
+            local = lru.order()
+            lru.remove(local)
+            self._empty[of] += local.tolist()
+
+    def _parts(self, ids: Ids) -> Iterator[tuple[int, Int64]]:
+        where = ids.astype(np.int64)
+        classes = np.searchsorted(self.bases, where, side="right") - 1
+        for of in np.unique(classes).tolist():
+            yield of, where[classes == of] - self.bases[of]

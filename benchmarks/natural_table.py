@@ -1,0 +1,341 @@
+"""Hit rates, refusals, moves and padding of layouts and placements, cell by cell; resumes where it stopped.
+
+    python natural_table.py run RESULTS.jsonl WORKLOADS_FOLDER [--jobs 2] [--only mix] [--limit N]
+    python natural_table.py slabs RESULTS.jsonl WORKLOADS_FOLDER [--limit N]     slabs against an ideal pool, busy
+    python natural_table.py show RESULTS.jsonl                                   the tables in Markdown
+
+A cell that stands in RESULTS already, made by whatever commit, is not run again: delete its line to do so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from ideal_space import IdealSpace
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.models import Model, read_model
+from hybridkv.plan import Plan
+from hybridkv.plan.comparison import padding_of
+from hybridkv.replay import ReplaySettings, SimulatedClock, TraceFile, placement_of, plan_for, simulation_of
+from hybridkv.replay.tokens import Pieces
+from hybridkv.schedule import Scheduler, SchedulerLimits
+
+MODELS = {
+    "qwen3.5-35b-a3b": "auto",
+    "qwen3-next-80b-a3b": "auto",
+    "nemotron-3-nano-30b-a3b": "auto",
+    "nemotron-3-super-120b-a12b": "float8_e4m3fn",
+    "gemma-3-27b": "auto",
+}
+WAYS = (("reference", "align"), ("natural", "align"), ("natural", "interval:528"), ("natural", "ends"))
+RUNNING = (32, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One replay. memory_gib: of the cache. ideal: the ideal pool in place of slabs. limit: requests, 0 for all."""
+
+    workload: str
+    model: str
+    memory_gib: int
+    layout: str
+    placement: str
+    time_scale: float = 1.0
+    ideal: bool = False
+    limit: int = 0
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tells cells apart."""
+        return tuple(asdict(self).values())
+
+
+def cells(limit: int) -> Iterator[Cell]:
+    """All cells of the big table, the most wanted first."""
+    places = [("mix", 40), *((name, 40) for name in ("chat", "agent", "api", "think")), ("mix", 20), ("mix", 10)]
+    for workload, memory in [*places, ("mix", 80)]:
+        for model in MODELS:
+            for layout, placement in WAYS:
+                if model.startswith("gemma") and (layout, placement) not in {WAYS[0], WAYS[3]}:
+                    continue
+                yield Cell(workload, model, memory, layout, placement, limit=limit)
+
+
+def model_of(cell: Cell) -> Model:
+    """The model, with the dtype of its cache."""
+    dtype = MODELS[cell.model]
+    return read_model(cell.model) if dtype == "auto" else read_model(cell.model, dtype=dtype)
+
+
+def run(cell: Cell, folder: str) -> dict[str, Any]:
+    """Replay ``cell``; its result as a line."""
+    source = TraceFile(f"{folder}/{cell.workload}.jsonl.gz", limit=cell.limit or None)
+    summary = source.summary()
+    plan = plan_for(summary, model_of(cell), f"{cell.memory_gib}GiB", layout=cell.layout)
+    settings = ReplaySettings(time_scale=cell.time_scale, placement=cell.placement)
+    begun = time.perf_counter()
+    simulation = simulation_of(plan, settings)
+    if cell.ideal:
+        simulation = replace(simulation, scheduler=_ideal(plan, settings, simulation.clock))
+    report = simulation.run(source, summary=summary)
+    return {
+        **asdict(cell),
+        "hit_rate": round(report.hit_rate, 6),
+        "prompt_tokens": report.prompt_tokens,
+        "requests": report.requests,
+        "refusals": report.refusals,
+        "preemptions": report.preemptions,
+        "mean_running": round(report.mean_running, 2),
+        "moves": report.moves,
+        "moved_bytes": report.moved_bytes,
+        "checkpoints": report.checkpoints,
+        "declined": report.declined_checkpoints,
+        "simulated_s": round(report.simulated_s, 1),
+        "padding": round(float(padding_of(plan.config)), 6) if cell.layout == "natural" else round(_padding(plan), 6),
+        "time_to_first_token_s": report.time_to_first_token_s.mean,
+        "took_s": round(time.perf_counter() - begun, 1),
+        "commit": _commit(),
+        "machine": f"{platform.machine()}, Python {platform.python_version()}",
+    }
+
+
+def _ideal(plan: Plan, settings: ReplaySettings, clock: SimulatedClock) -> Scheduler:
+    """A scheduler over a manager whose blocks take their content and nothing else."""
+    slabs = plan.config.slabs
+    if slabs is None:
+        raise SystemExit("the ideal pool stands in for slabs: use the natural layout")
+    sizes = [max(plan.config.groups[group].content_bytes for group in one.groups) for one in slabs.classes]
+    cache = KVCacheManager(
+        plan.config,
+        plan.max_model_len,
+        placement=placement_of(plan, settings),
+        space=IdealSpace(plan.memory_bytes, sizes),
+    )
+    limits = SchedulerLimits(max_running=settings.max_running, max_batched_tokens=settings.token_budget)
+    return Scheduler(cache, limits, clock=clock)
+
+
+def _padding(plan: Plan) -> float:
+    """Bytes of a page of the reference layout that hold nothing, over those that do."""
+    pages = [(group.spec.page_size_bytes * len(group.layer_names), group.content_bytes) for group in plan.config.groups]
+    widest = max(len(group.layer_names) for group in plan.config.groups)
+    page = plan.config.groups[0].spec.page_size_bytes
+    return float(Fraction(len(pages) * widest * page, sum(content for _, content in pages)) - 1)
+
+
+def _commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)  # noqa: S607
+    return found.stdout.strip()
+
+
+# -- the limit
+
+
+class PrefixTree:
+    """All token sequences seen, as runs of segments; finds how much of a new one was seen before."""
+
+    def __init__(self) -> None:
+        self._root: dict[tuple[int, int], list[Any]] = {}
+
+    def common(self, pieces: Sequence[tuple[int, int, int]], *, add: bool) -> int:
+        """Leading tokens of ``pieces`` that were seen; they are added if asked. O(pieces and splits)."""
+        node, matched, seen = self._root, 0, True
+        for segment, first, tokens in pieces:
+            offset, length = first, tokens
+            while length:
+                edge = node.get((segment, offset))
+                if edge is None:
+                    if not add:
+                        return matched
+                    seen = False
+                    edge = node[segment, offset] = [length, {}]
+                if edge[0] > length:
+                    if seen:
+                        matched += length
+                    if not add:
+                        return matched
+                    edge[1] = {(segment, offset + length): [edge[0] - length, edge[1]]}
+                    edge[0] = length
+                elif seen:
+                    matched += edge[0]
+                node, offset, length = edge[1], offset + edge[0], length - edge[0]
+        return matched
+
+
+def limit_of(source: TraceFile) -> float:
+    """Hit rate of an endless cache that hits to the token, everything before a request being finished."""
+    tree, hit, total = PrefixTree(), 0, 0
+    for request in source:
+        prompt = _runs(request.prompt)
+        hit += min(tree.common(prompt, add=False), request.num_prompt_tokens - 1)
+        total += request.num_prompt_tokens
+        tree.common([*prompt, *_runs(request.output)], add=True)
+    return hit / total
+
+
+def _runs(pieces: Pieces) -> list[tuple[int, int, int]]:
+    """Pieces with those that go on in the same segment joined."""
+    runs: list[tuple[int, int, int]] = []
+    for segment, offset, length in pieces.pieces:
+        if runs and runs[-1][0] == segment and runs[-1][1] + runs[-1][2] == offset:
+            runs[-1] = (segment, runs[-1][1], runs[-1][2] + length)
+        else:
+            runs.append((segment, offset, length))
+    return runs
+
+
+# -- running
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """Lines made so far."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def run_all(wanted: Sequence[Cell], path: Path, folder: str, jobs: int) -> None:
+    """Every cell that has no line yet."""
+    names = list(asdict(wanted[0])) if wanted else []
+    done = {tuple(line[name] for name in names) for line in read_results(path) if "layout" in line}
+    left = [cell for cell in wanted if cell.key not in done]
+    print(f"{len(wanted) - len(left)} cells are done, {len(left)} to go")
+    with ProcessPoolExecutor(jobs) as pool:
+        futures = [pool.submit(run, cell, folder) for cell in left]
+        for future in as_completed(futures):
+            line = future.result()
+            with path.open("a") as out:
+                out.write(json.dumps(line) + "\n")
+            print({name: line[name] for name in ("workload", "model", "memory_gib", "layout", "placement", "hit_rate")})
+
+
+def run_limits(path: Path, folder: str, limit: int, names: Sequence[str]) -> None:
+    """The limit of every workload that has none yet."""
+    known = {(line["workload"], line["limit"]) for line in read_results(path) if "endless" in line}
+    for name in names:
+        if (name, limit) not in known:
+            endless = limit_of(TraceFile(f"{folder}/{name}.jsonl.gz", limit=limit or None))
+            with path.open("a") as out:
+                out.write(json.dumps({"workload": name, "limit": limit, "endless": round(endless, 6)}) + "\n")
+
+
+def busy_cells(folder: str, limit: int) -> list[Cell]:
+    """Slabs and ideal pool on mix, at time scales that keep about 32 and 64 requests running (found at 40 GiB)."""
+    found = []
+    for model in MODELS:
+        for running in RUNNING:
+            scale = _time_scale(model, running, folder, limit)
+            found += [
+                Cell("mix", model, memory, "natural", "ends", scale, ideal, limit)
+                for memory in (10, 20, 40, 80)
+                for ideal in (True, False)
+            ]
+    return found
+
+
+def _time_scale(model: str, running: int, folder: str, limit: int) -> float:
+    """A time scale at which about ``running`` requests run, by a few short replays."""
+    scale, low, high = 3.0, 0.0, 0.0
+    for _ in range(6):
+        cell = Cell("mix", model, 40, "natural", "ends", round(scale, 3), limit=min(limit or 1500, 1500))
+        mean = run(cell, folder)["mean_running"]
+        if abs(mean - running) < 0.1 * running:
+            break
+        low, high = (scale, high) if mean < running else (low, scale)
+        scale = (low + high) / 2 if high else scale * 1.5
+    return round(scale, 3)
+
+
+# -- tables
+
+
+def show(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Markdown."""
+    limits = {(line["workload"], line["limit"]): line["endless"] for line in lines if "endless" in line}
+    plain = [line for line in lines if line.get("time_scale") == 1.0 and not line["ideal"]]
+    yield "| workload | GiB | model | way | hit rate | share of align to limit | refusals | moved | padding |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    base = {
+        (line["workload"], line["memory_gib"], line["model"], line["limit"]): line["hit_rate"]
+        for line in plain
+        if line["layout"] == "reference"
+    }
+    for line in sorted(plain, key=lambda one: (one["workload"], one["memory_gib"], one["model"], -len(one["layout"]))):
+        align = base.get((line["workload"], line["memory_gib"], line["model"], line["limit"]))
+        limit = limits.get((line["workload"], line["limit"]))
+        share = ""
+        if align is not None and limit is not None and limit > align:
+            share = f"{(line['hit_rate'] - align) / (limit - align):.2f}"
+        refused = ", ".join(f"{name} {count:,}" for name, count in line["refusals"].items()) or "none"
+        moved = f"{line['moved_bytes'] / 2**20 / max(line['simulated_s'], 1):.1f} MiB/s"
+        yield (
+            f"| {line['workload']} | {line['memory_gib']} | {line['model']} | {line['layout']} {line['placement']} | "
+            f"{line['hit_rate']:.4f} | {share} | {refused} | {moved} | {line['padding']:.2%} |"
+        )
+    yield ""
+    for (workload, limit), endless in sorted(limits.items()):
+        yield f"Limit of {workload}{f', first {limit:,} requests' if limit else ''}: {endless:.4f}"
+    yield from _show_slabs([line for line in lines if line.get("time_scale", 1.0) != 1.0])
+
+
+def _show_slabs(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Slabs against the ideal pool."""
+    if not lines:
+        return
+    yield ""
+    yield "| model | GiB | running | waited (ideal) | ideal | slabs | loss, points | moved |"
+    yield "|---|---|---|---|---|---|---|---|"
+    pairs: dict[tuple[object, ...], dict[bool, Mapping[str, Any]]] = {}
+    for line in lines:
+        pairs.setdefault((line["model"], line["memory_gib"], line["time_scale"]), {})[line["ideal"]] = line
+    losses = []
+    for (model, memory, _), pair in sorted(pairs.items(), key=str):
+        if len(pair) < 2:
+            continue
+        ideal, slabs = pair[True], pair[False]
+        waited = sum(ideal["refusals"].values()) / ideal["requests"]
+        loss = 100 * (ideal["hit_rate"] - slabs["hit_rate"])
+        if waited < 0.02:
+            losses.append(loss)
+        yield (
+            f"| {model} | {memory} | {ideal['mean_running']:.0f} | {waited:.1%} | {ideal['hit_rate']:.4f} | "
+            f"{slabs['hit_rate']:.4f} | {loss:+.2f} | {slabs['moved_bytes'] / 2**20 / slabs['simulated_s']:.1f} MiB/s |"
+        )
+    if losses:
+        yield ""
+        yield (
+            f"Where under 2% waited ({len(losses)} cells): {sum(losses) / len(losses):+.2f} points on average, "
+            f"{max(losses):+.2f} at worst."
+        )
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "slabs", "show"))
+    parser.add_argument("results", type=Path)
+    parser.add_argument("folder", nargs="?", default=".")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--only", default="", help="cells whose text has this")
+    parser.add_argument("--limit", type=int, default=0, help="first N requests")
+    asked = parser.parse_args()
+    if asked.what == "show":
+        print("\n".join(show(read_results(asked.results))))
+        return
+    wanted = list(cells(asked.limit)) if asked.what == "run" else busy_cells(asked.folder, asked.limit)
+    wanted = [cell for cell in wanted if asked.only in str(cell)]
+    run_limits(asked.results, asked.folder, asked.limit, sorted({cell.workload for cell in wanted}))
+    run_all(wanted, asked.results, asked.folder, asked.jobs)
+
+
+if __name__ == "__main__":
+    main()
