@@ -175,6 +175,7 @@ class Request:
     marks: token counts, in prompt or output, where the caller wants the prefix to be resumable: published ends, and
     kept states (natural layout).
     first_hit_tokens: what its first admission found in the cache; None before.
+    branches: how many were forked off it so far.
     branch_tokens: where requests before it went on with the same tokens and no state is kept; 0: nowhere.
     """
 
@@ -185,6 +186,7 @@ class Request:
         "_tokens",
         "arrival_time",
         "branch_tokens",
+        "branches",
         "cache_salt",
         "encoder",
         "eos_token_ids",
@@ -258,6 +260,7 @@ class Request:
         self.num_preemptions = 0
         self.first_hit_tokens: int | None = None
         self.branch_tokens = 0
+        self.branches = 0
         self.priority = priority
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         self.skip_writing_prefix_cache = skip_writing_prefix_cache
@@ -291,7 +294,7 @@ class Request:
         child._tokens = _token_array(self.token_ids())
         child._rows, child.row, child._computed = None, -1, 0
         child.hashes = list(self.hashes)
-        child.num_preemptions, child.first_hit_tokens, child.branch_tokens = 0, None, 0
+        child.num_preemptions, child.first_hit_tokens, child.branch_tokens, child.branches = 0, None, 0, 0
         return child
 
     # -- counts

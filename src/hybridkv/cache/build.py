@@ -50,6 +50,7 @@ def pool_of(
         space=space,
         classes=[slabs.classes.index(slabs.class_of(group)) for group in range(len(config.groups))],
         bases=space.bases,
+        silent=[number for number, group in enumerate(config.groups) if group.spec.keeps is Keeps.STATE],
     )
 
 
@@ -91,7 +92,7 @@ def build_groups(
     """One CacheGroup a kind. ConfigError for a hash block that does not divide, or a retention that cannot be kept."""
     alignment = alignment_of(kinds)
     check_retention(retention, alignment)
-    natural = any(kind.checkpoints is not None for kind in kinds)
+    natural, drops = any(kind.checkpoints is not None for kind in kinds), any(kind.drops for kind in kinds)
     for number, kind in enumerate(kinds):
         if kind.publishes and kind.block_size % hash_block and not (natural and kind.keeps_state):
             raise ConfigError(
@@ -102,7 +103,9 @@ def build_groups(
         CacheGroup(
             number,
             kind,
-            natural_policy_of(kind, alignment, hash_block) if natural else policy_of(kind, alignment, retention),
+            natural_policy_of(kind, alignment, hash_block, exact=not drops)
+            if natural
+            else policy_of(kind, alignment, retention),
             index,
             hash_block,
         )

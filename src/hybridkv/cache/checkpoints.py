@@ -116,6 +116,8 @@ class Checkpoints:
             blocks.append((group, len(self._transfers.held) - 1))
         for group, place in blocks:
             self._publish(group, request, tokens, self._transfers.held[place], self._log.open_step)
+            if self._placement is not None and self._placement.is_passing(request, tokens):
+                self._pool.flag_passing(self._transfers.held[place])
         self.stored += 1
         self._supersede(request, tokens)
 
@@ -128,16 +130,7 @@ class Checkpoints:
         else:
             self._pool.publish(group.number, (block,), (request.hashes[column - 1],), step)
         if step != WRITTEN:
-            self._log.record(np.array([block], np.int32), [])
-        if self._is_end(request, tokens):
-            self._pool.flag_passing(block)
-
-    def _is_end(self, request: Request, tokens: int) -> bool:
-        """Whether nobody but who goes on from here is expected to come back: no mark, branch or grid."""
-        if self._placement is None or not self._placement.ends or tokens in request.marks:
-            return False
-        at_prompt = tokens == request.num_prompt_tokens - 1 and tokens != request.branch_tokens
-        return at_prompt or tokens not in self._placement.stops(request, tokens - 1, tokens)
+            self._log.record(np.array([block], np.int32), [], step)
 
     # -- ends
 
@@ -150,6 +143,7 @@ class Checkpoints:
             if group.view(request).labelled(tokens) is None:
                 block = group.rows.cells.item(group.rows.origin.item(request.row))
                 self._publish(group, request, tokens, block, WRITTEN)
+                self._pool.flag_passing(block)
                 kept = True
         if kept:
             self._supersede(request, tokens)

@@ -88,4 +88,4 @@ class PublishedEnds:
             return
         parent, tail = group.view(request).tail(end)
         if self._pool.publish_tail(group.number, block, parent, tail, step) and step != WRITTEN:
-            self._log.record(np.array([block], np.int32), [])
+            self._log.record(np.array([block], np.int32), [], step)

@@ -72,7 +72,7 @@ class CacheGroup:
         view = self.view(request)
         for tokens in missing:
             column, known = divmod(tokens, size)
-            if view.reach(column) > known or (not known and (column + 1) * stride > len(hashes)):
+            if view.reach(column)[0] > known or (not known and (column + 1) * stride > len(hashes)):
                 return True
         return False
 

@@ -351,6 +351,10 @@ class KVCacheManager:
 
         CacheError, and nothing published, for a request that holds no blocks for them.
         """
+        self._cache_blocks(request, num_computed_tokens, written=False)
+
+    def _cache_blocks(self, request: Request, num_computed_tokens: int, *, written: bool) -> None:
+        """cache_blocks; written: whatever step is open, the blocks are there."""
         row = self._residents.row_of(request)
         known = min(num_computed_tokens, request.num_tokens)
         if not self.enable_caching:
@@ -364,7 +368,7 @@ class KVCacheManager:
             return
         for group in self.groups:
             columns, settled = group.policy.stored_columns(group.facts(row), known, edges)
-            self.publisher.publish_row(group, request, columns, settled)
+            self.publisher.publish_row(group, request, columns, settled, written=written)
         self._commits += 1
         self._residents.refresh(row)
 
@@ -378,7 +382,7 @@ class KVCacheManager:
             return
         computed = request.num_computed_tokens
         known = min(computed, request.num_tokens)
-        self.cache_blocks(request, known)
+        self._cache_blocks(request, known, written=True)
         self.ends.publish_last(request, known)
         if computed <= request.num_tokens:
             self.checkpoints.keep_end(request, computed)

@@ -44,7 +44,7 @@ class BlockPool:
 
     num_groups: how many prefix indexes there are. enable_events: collect what take_events returns.
     space: where free blocks come from, by default a FreeOrder of all but the null block. classes: the class of
-    each group, by default 0. bases: the first block of each class.
+    each group, by default 0. bases: the first block of each class. silent: groups whose keys make no events.
     on_move: called with moves, int64[m, 2] of (source, target), once the pool has followed them.
     Attributes for reading: indexes, num_reserved (blocks taken for good), evictions (keys lost so far, grows
     with a reset and with moves too: who remembers blocks looks anew), keys_given and keys_lost (so far, per
@@ -60,6 +60,7 @@ class BlockPool:
         space: Space | None = None,
         classes: Sequence[int] | None = None,
         bases: Sequence[int] = (0,),
+        silent: Sequence[int] = (),
     ) -> None:
         if num_blocks < 1:
             raise ConfigError(f"a pool needs at least 1 block (the null block), got {num_blocks}")
@@ -70,6 +71,7 @@ class BlockPool:
         self.evictions = 0
         self.classes = tuple(classes) if classes is not None else (0,) * num_groups
         self.bases = tuple(bases)
+        self._silent = frozenset(silent)
         self.on_move: Callable[[NDArray[np.int64]], None] | None = None
         self._free: Space = FreeOrder(num_blocks) if space is None else space
         self._reserved = [0] * len(self.bases)
@@ -448,7 +450,7 @@ class BlockPool:
             self._events += [
                 BlockRemoved(block_hashes=(key,), group_idx=group)
                 for key, group, done in zip(keys, groups, written, strict=True)
-                if done
+                if done and group not in self._silent
             ]
 
     def _forget_tails(self, blocks: Sequence[int], groups: Sequence[int]) -> set[int]:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from hybridkv.cache import batch
 from hybridkv.cache.group import CacheGroup
-from hybridkv.cache.pool import BlockPool
+from hybridkv.cache.pool import WRITTEN, BlockPool
 from hybridkv.cache.write_log import Run, WriteLog
 from hybridkv.request import Request
 from hybridkv.request_rows import RequestRows
@@ -24,10 +24,12 @@ class Publisher:
         self._pool = pool
         self.log = WriteLog(pool)
 
-    def publish_row(self, group: CacheGroup, request: Request, columns: Int64, settled: int) -> None:
+    def publish_row(
+        self, group: CacheGroup, request: Request, columns: Int64, settled: int, *, written: bool = False
+    ) -> None:
         """The blocks in ``columns`` of ``request`` can be hit from now on; ``settled`` columns are dealt with.
 
-        Columns ascend; null ones are passed over.
+        Columns ascend; null ones are passed over. written: whatever step is open, they are there.
         """
         row = request.row
         group.published[row] = settled
@@ -39,8 +41,9 @@ class Publisher:
             ids, columns = ids[held], columns[held]
             if not ids.size:
                 return
-        self._pool.publish(group.number, ids, group.keys_at(request, columns), self.log.open_step)
-        self.log.record(ids, _runs(group, request, columns, ids) if self.log.wants_runs else [])
+        step = WRITTEN if written else self.log.open_step
+        self._pool.publish(group.number, ids, group.keys_at(request, columns), step)
+        self.log.record(ids, _runs(group, request, columns, ids) if self.log.wants_runs else [], step)
 
     def publish_rows(self, groups: Sequence[CacheGroup], requests: RequestRows, rows: Int64, known: Int64) -> None:
         """What each row can publish at ``known`` tokens, in (request, group) order within a group."""
@@ -69,7 +72,8 @@ class Publisher:
         places = ((columns + 1) * stride - 1).tolist()
         keys = [request.hashes[place] for request, place in zip(owners, places, strict=True)]
         self._pool.publish(group.number, ids, keys, self.log.open_step)
-        self.log.record(ids, _rows_runs(group, owners, columns, ids) if self.log.wants_runs else [])
+        runs = _rows_runs(group, owners, columns, ids) if self.log.wants_runs else []
+        self.log.record(ids, runs, self.log.open_step)
 
 
 def _rows_runs(group: CacheGroup, owners: Sequence[Request], columns: Int64, ids: NDArray[np.int32]) -> list[Run]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import cbor2
 import numpy as np
@@ -43,11 +44,12 @@ class PrefixView:
         """Keys that the index was ever given."""
         return self._index.additions
 
-    def reach(self, column: int) -> int:
-        """How many tokens of ``column`` a cached block begins with. O(1)."""
-        if self._whole(column) is not None:
-            return self._block_size
-        return max((tail.length for tail in self._tails(column)), default=0)
+    def reach(self, column: int) -> tuple[int, int]:
+        """How many tokens of ``column`` a cached block begins with, and that block; 0 and 0 without one. O(1)."""
+        whole = self._whole(column)
+        if whole is not None:
+            return self._block_size, whole
+        return max(((tail.length, tail.block) for tail in self._tails(column)), default=(0, 0), key=itemgetter(0))
 
     def source(self, column: int, tokens: int) -> int:
         """The block that begins with the first ``tokens`` tokens of ``column``. CacheError where reach is less."""

@@ -55,14 +55,17 @@ class WriteLog:
         """Whether runs must be recorded one by one, for events; else ids are enough."""
         return self._pool.events_enabled
 
-    def record(self, ids: NDArray[np.int32], runs: list[Run]) -> None:
-        """``ids`` were published; ``runs`` says whose they are and may be empty when events are off."""
-        if self.open_step == WRITTEN:
+    def record(self, ids: NDArray[np.int32], runs: list[Run], step: int) -> None:
+        """``ids`` were published and ``step``, the open one or WRITTEN, writes them.
+
+        runs: whose they are; may be empty when events are off.
+        """
+        if step == WRITTEN:
             for run in runs:
                 self._pool.emit_stored(_stored(run, run.first, run.first + len(run.ids)))
             return
-        self._ids[self.open_step].append(ids)
-        self._runs[self.open_step] += runs
+        self._ids[step].append(ids)
+        self._runs[step] += runs
 
     def promised(self, step: int) -> set[int]:
         """Blocks that ``step`` published; none for a step that is not in flight."""

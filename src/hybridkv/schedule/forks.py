@@ -22,9 +22,10 @@ from hybridkv.schedule.running import RunningRows
 from hybridkv.schedule.waiting import Waiting, WaitingQueue
 
 
-def branches_of(parent: Request, first: int, n: int) -> tuple[Request, ...]:
-    """``n`` requests PARENT#first, ... with the parent's tokens; number k draws with the parent's seed + k."""
-    sampling = replace(parent.sampling, n=1)
+def branches_of(parent: Request, n: int) -> tuple[Request, ...]:
+    """``n`` more requests PARENT#1, #2, ... with the parent's tokens; number k draws with the parent's seed + k."""
+    sampling, first = replace(parent.sampling, n=1), parent.branches + 1
+    parent.branches += n
     return tuple(
         parent.branch(f"{parent.request_id}#{k}", replace(sampling, seed=sampling.seed + k))
         for k in range(first, first + n)

@@ -80,13 +80,6 @@ class Inbox:
             self._items.append(Arrival(request, abort=True))
             return True
 
-    def free_number(self, parent_id: str) -> int:
-        """The least number from which on no id PARENT#number is in use."""
-        with self._lock:
-            used = {*self._known, *self._ended}
-        numbers = [name.removeprefix(f"{parent_id}#") for name in used if name.startswith(f"{parent_id}#")]
-        return 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
-
     def take(self) -> Arrival | None:
         """The oldest item."""
         with self._lock:

@@ -83,7 +83,7 @@ class Scheduler:
         max_model_len; CapacityError if the pool is too small for it alone.
         """
         refuse_impossible(self.cache, self.limits, request)
-        self._inbox.add(request, branches_of(request, 1, request.sampling.n - 1))
+        self._inbox.add(request, branches_of(request, request.sampling.n - 1))
 
     def fork(self, parent_id: str, n: int) -> tuple[Request, ...]:
         """``n`` new requests that go on from the tokens of a request which waits or runs, by seeds of their own.
@@ -97,7 +97,7 @@ class Scheduler:
         parent = self._inbox.find(parent_id)
         if parent is None or n < 1:
             raise ConfigError(f"cannot fork {parent_id!r} by {n}: name one that waits or runs, and n >= 1")
-        children = branches_of(parent, self._inbox.free_number(parent_id), n)
+        children = branches_of(parent, n)
         self._inbox.know(children)
         self._branch(parent, children)
         return children

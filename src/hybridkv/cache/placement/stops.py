@@ -43,6 +43,10 @@ class Placement(Protocol):
         """The least stop greater than ``after``, NEVER where there is none. O(log marks)."""
         ...
 
+    def is_passing(self, request: Request, tokens: int) -> bool:
+        """Whether the stop at ``tokens`` only serves who goes on from there, once."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class NoStates:
@@ -59,6 +63,10 @@ class NoStates:
     def next_stop(self, request: Request, after: int) -> int:  # noqa: ARG002 - as asked
         """NEVER."""
         return NEVER
+
+    def is_passing(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - as asked
+        """Never: there are none."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +93,10 @@ class AlignPlacement:
         """The next multiple, or mark."""
         return min((after // self.tokens + 1) * self.tokens, _next(request.marks, after))
 
+    def is_passing(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - as asked
+        """Never: a grid serves whoever comes by."""
+        return False
+
 
 @dataclass(frozen=True, slots=True)
 class IntervalPlacement:
@@ -107,6 +119,10 @@ class IntervalPlacement:
         """The next multiple, or mark."""
         return min((after // self.tokens + 1) * self.tokens, _next(request.marks, after))
 
+    def is_passing(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - as asked
+        """Never: a grid serves whoever comes by."""
+        return False
+
 
 @dataclass(frozen=True, slots=True)
 class EndsPlacement:
@@ -126,6 +142,10 @@ class EndsPlacement:
     def next_stop(self, request: Request, after: int) -> int:
         """The next of them."""
         return _next(_own(request), after)
+
+    def is_passing(self, request: Request, tokens: int) -> bool:
+        """Before the prompt's last token, unless it is marked or others branched off there."""
+        return tokens == request.num_prompt_tokens - 1 and tokens not in {request.branch_tokens, *request.marks}
 
 
 def _own(request: Request) -> tuple[int, ...]:

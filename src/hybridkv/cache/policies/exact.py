@@ -49,7 +49,9 @@ class TokenHits:
                 seen.append(run)
             at = min(column + len(run), last)  # the first column that is not known whole, or that of the end
             wanted = end - at * block_size
-            reached = index.reach(at) if wanted > 0 else 0
+            reached, begun = index.reach(at) if wanted > 0 else (0, 0)
+            if begun:
+                seen.append(np.array([begun], np.int32))
             if at == last and reached >= wanted:
                 read = np.zeros(last - column, np.int32) if proof else run[: last - column]
                 blocks = np.concatenate((np.zeros(column, np.int32), read))

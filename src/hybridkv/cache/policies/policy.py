@@ -213,10 +213,10 @@ def policy_of(kind: GroupKind, alignment: int, retention: int | None = None) -> 
             )
 
 
-def natural_policy_of(kind: GroupKind, alignment: int, hash_block: int) -> Policy:
+def natural_policy_of(kind: GroupKind, alignment: int, hash_block: int, *, exact: bool) -> Policy:
     """The policy of one group in the natural layout; every full block is published. Errors as policy_of.
 
-    alignment: of hits; 1: they end at any token. hash_block: tokens between two keys of a request.
+    alignment: of hits. hash_block: tokens between two keys of a request. exact: hits end at any token.
     """
     spec, size = kind.inner, kind.block_size
     span: Span
@@ -231,7 +231,7 @@ def natural_policy_of(kind: GroupKind, alignment: int, hash_block: int) -> Polic
             return KeptStatePolicy(hash_block, 1 + spec.num_speculative_blocks, kind.publishes)
         case _:
             return policy_of(kind, alignment)
-    return AttentionPolicy(size, span, Reach(size, size), TokenHits(span) if alignment == 1 else span)
+    return AttentionPolicy(size, span, Reach(size, size), TokenHits(span) if exact else span)
 
 
 def check_retention(retention: int | None, alignment: int) -> None:

@@ -42,8 +42,8 @@ class Index(Protocol):
         """Blocks of the leading keys that are all known, at most ``stop``."""
         ...
 
-    def reach(self, column: int) -> int:
-        """How many tokens of ``column`` a cached block begins with."""
+    def reach(self, column: int) -> tuple[int, int]:
+        """How many tokens of ``column`` a cached block begins with, and that block; 0 and 0 without one."""
         ...
 
     def source(self, column: int, tokens: int) -> int:
