@@ -10,7 +10,6 @@ from math import ceil
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +30,6 @@ from hybridkv.specs import (
     SlidingWindowSpec,
 )
 from hybridkv.units import GiB
-from hybridkv.worker.storage import PagedStorage
 
 FULL = FullAttentionSpec(block_size=8, num_kv_heads=1, head_size=16, dtype="float16")
 WIDE = replace(FULL, num_kv_heads=3)
@@ -317,14 +315,6 @@ def test_a_hybrid_by_hand() -> None:
     facts = facts_of(made)
     assert (facts.attention_tokens, facts.states) == (255 * 4 * 8, 255)
     assert facts.short_request_bytes == (2 + 4) * 4096
-
-
-@pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "llama-3-8b"])
-def test_the_natural_layout_has_no_storage_yet(name: str) -> None:
-    made = make_plan(read_model(name), 40 * GiB, max_model_len=4096, layout="natural")
-    said = "the natural layout can be planned, not run yet"
-    with pytest.raises(ConfigError, match=said):
-        PagedStorage(made.config, {}, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

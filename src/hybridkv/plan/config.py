@@ -83,13 +83,6 @@ class KVCacheConfig:
         k = 1 if self.slabs is None else self.slabs.class_of(group).blocks_per_slab
         return self.num_blocks * k
 
-    def refuse_slabs(self) -> None:
-        """Raise ConfigError for the natural layout; for callers that know blocks of one size only."""
-        if self.slabs is not None:
-            raise ConfigError(
-                "the natural layout can be planned, not run yet: plan with the reference layout (--layout reference)"
-            )
-
     @property
     def arena_bytes(self) -> int:
         """Bytes that all tensors need together."""

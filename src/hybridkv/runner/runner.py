@@ -69,7 +69,7 @@ class ModelRunner:
             self._device.type == "cuda",
             self._device,
             [group.spec.block_size for group in config.groups],
-            num_blocks=config.num_blocks,
+            num_blocks=max(config.blocks_of(group) for group in range(len(config.groups))),
         )
         index = {layer.name: layer.index for layer in planned.layers}
         self._group_of = {index[name]: g for g, group in enumerate(config.groups) for name in group.layer_names}
@@ -97,6 +97,8 @@ class ModelRunner:
         for new in step.new_rows:
             self._rows.begin(new)
         self.tables.commit_block_table(self.tables.max_num_reqs)
+        for copy in step.copies:
+            self.storage.copy_block(copy.group, copy.source, copy.destination)
         if not step.num_tokens:
             return StepResult(step.id, Csr.empty(len(step)))
         logits = self._forward(step, self._resolved(step))
@@ -108,9 +110,10 @@ class ModelRunner:
 
     def _check(self, step: Step) -> None:
         """Refuse what this runner cannot do, or what would read a token or a block that is not there."""
-        if len(step.drafts.values) or len(step.zero) or step.copies or len(step.state_writes):
+        late = any(copy.stage != "before" or copy.kind == "state" for copy in step.copies)
+        if len(step.drafts.values) or len(step.zero) or late or len(step.state_writes):
             raise WorkerError(
-                f"Step {step.id} has drafts, zeroing, copies or state writes: this runner has none of them"
+                f"Step {step.id} has drafts, zeroing, states or copies behind the forward: this runner has none of them"
             )
         if len(step) and step.num_scheduled.min() < 1:
             raise WorkerError(f"Step {step.id} schedules a row without tokens")
