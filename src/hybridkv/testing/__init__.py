@@ -17,7 +17,7 @@ from hybridkv.testing.model import DigestModel
 from hybridkv.testing.oracle import Oracle
 from hybridkv.testing.oracle_cache import OracleCache, OracleHit, OracleRequest
 from hybridkv.testing.oracle_pool import OraclePool
-from hybridkv.testing.random_models import random_limits, random_options, random_specs
+from hybridkv.testing.random_models import random_limits, random_natural_options, random_options, random_specs
 from hybridkv.testing.random_run import random_run
 from hybridkv.testing.rig import Rig
 from hybridkv.testing.rig_options import RigOptions
@@ -39,6 +39,7 @@ __all__ = [
     "digest_model",
     "model_config",
     "random_limits",
+    "random_natural_options",
     "random_options",
     "random_run",
     "random_specs",

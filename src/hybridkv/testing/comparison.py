@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from hybridkv.request import Request
 from hybridkv.schedule import Scheduler
 from hybridkv.step import Step
 from hybridkv.testing.oracle import Oracle
-from hybridkv.testing.oracle_cache import OracleRequest
+from hybridkv.testing.oracle_cache import OracleHit, OracleRequest
 from hybridkv.testing.oracle_pool import Prefix
 from hybridkv.testing.oracle_step import Entry, OracleStep
 
@@ -23,6 +23,13 @@ def same(what: str, real: object, expected: object) -> None:
     """OracleError unless ``real`` is ``expected``."""
     if real != expected:
         raise OracleError(f"{what}: {real}, the oracle says {expected}")
+
+
+def cells_of(step: Step) -> list[list[int]]:
+    """Group, row, column and block of every cell of ``step``."""
+    cells = step.cells
+    found: list[list[int]] = np.stack([cells.group, cells.row, cells.column, cells.block], axis=1).tolist()
+    return found
 
 
 class Comparison:
@@ -51,21 +58,26 @@ class Comparison:
         same("num_scheduled", step.num_scheduled.tolist(), [e.count for e in entries])
         same("samples", step.samples.tolist(), [e.samples for e in entries])
         same("token_ids", [step.token_ids[i].tolist() for i in range(len(rows))], [e.tokens for e in entries])
-        cells = np.stack([step.cells.group, step.cells.row, step.cells.column, step.cells.block], axis=1).tolist()
-        expected = [[g, row, c, b] for row, e in zip(rows, entries, strict=True) for g, c, b in e.cells]
-        same("cells", [cell for cell in cells if cell[3]], expected)
+        self._compare_cells(step, entries)
         new = [(n.request_id, n.token_ids.tolist(), n.num_prompt_tokens) for n in step.new_rows]
         begun = [e.request for e in entries if e.admitted]
         same("new_rows", new, [(r.request_id, r.tokens, r.num_prompt_tokens) for r in begun])
-        self._compare_states(step, entries)
+        self._compare_states(step, foretold)
 
-    def _compare_states(self, step: Step, entries: list[Entry]) -> None:
+    def _compare_cells(self, step: Step, entries: list[Entry]) -> None:
+        rows = step.rows.tolist()
+        expected = [[g, row, c, b] for row, e in zip(rows, entries, strict=True) for g, c, b in e.cells]
+        same("cells", [cell for cell in cells_of(step) if cell[3]], expected)
+
+    def _compare_states(self, step: Step, foretold: OracleStep) -> None:
+        entries = foretold.entries
         same("zero", step.zero.tolist(), [list(zero) for e in entries for zero in e.zero])
         copies = [(copy.stage, copy.group, copy.source, copy.destination, copy.kind) for copy in step.copies]
-        same("copies", copies, [("before", g, s, d, "state") for e in entries for g, s, d in e.copies])
+        moves = [("before", *move, "move") for move in foretold.moves]
+        same("copies", copies, moves + [("before", *copy) for e in entries for copy in e.copies])
         same("state_read", step.state_read.tolist(), [e.reads for e in entries] if self._has_states else [])
         writes = [[i, *write] for i, e in enumerate(entries) for write in e.writes]
-        same("state_writes", step.state_writes.tolist(), writes)
+        same("state_writes", step.state_writes.tolist(), writes + [list(kept) for kept in foretold.kept])
 
     def _follow_rows(self, step: Step) -> None:
         """Who has which row, from the Step alone; exactly those that run or are dead have one."""
@@ -77,34 +89,58 @@ class Comparison:
         holders = [request.request_id for request in self._oracle.running + self._oracle.dead]
         same("rows", sorted(self._owners.values()), sorted(holders))
 
+    # -- hits
+
+    def compare_hit(self, request: Request, expected: OracleHit) -> int:
+        """A look-up that nothing follows; tokens hit."""
+        blocks, tokens = self._cache.get_computed_blocks(request)
+        same("hit", (tokens, [list(ids) for ids in blocks.blocks]), (expected.tokens, expected.tables))
+        return tokens
+
     # -- state
+
+    def readable(self, *, moved: bool) -> Iterator[tuple[int, int, tuple[int, ...]]]:  # noqa: ARG002 - none is moved
+        """Group, block and tokens of all that can be hit and was written. moved: whether all moves were made."""
+        pool = self._oracle.pool
+        for block, (group, (_, tokens)) in pool.prefix.items():
+            if block not in pool.step:
+                yield group, block, tokens
 
     def check(self) -> None:
         """Pool, queues, requests, statistics and index."""
         oracle, pool, scheduler = self._oracle, self._cache.block_pool, self._scheduler
-        same("free order", pool.free_order(), oracle.pool.free)
+        self._compare_free()
         same("usage", round(self._cache.usage, 9), round(oracle.pool.usage, 9))
         running = [request.request_id for request in scheduler._running.requests]
         same("running", running, [request.request_id for request in oracle.running])
         arriving = [request.request_id for request in scheduler._inbox.arriving()]
         queued = [one.request_id for one in oracle.waiting if one.request_id not in arriving]
         same("waiting", [request.request_id for request in scheduler._waiting.requests()], queued)
-        same("number waiting", scheduler.num_waiting, len(oracle.waiting))
+        same("number waiting", scheduler.num_waiting, oracle.num_waiting)
         self._compare_requests()
         self._compare_statistics()
         self._compare_index()
         unwritten = {b: pool.step_of(b) for b in range(pool.num_blocks) if not pool.is_written(b)}
         same("unwritten", unwritten, oracle.pool.step)
 
+    def _compare_free(self) -> None:
+        same("free order", self._cache.block_pool.free_order(), self._oracle.pool.free)
+
     def _compare_requests(self) -> None:
         for name, (request, expected) in self._requests.items():
             same(f"tokens of {name}", request.token_ids().tolist(), expected.tokens)
             same(f"preemptions of {name}", request.num_preemptions, expected.preemptions)
             same(f"first hit of {name}", request.first_hit_tokens, expected.first_hit)
-            tables = expected.tables or [[] for _ in self._oracle.cache.groups]
-            same(f"blocks of {name}", [list(ids) for ids in self._cache.get_block_ids(name)], tables)
+            tables = self._tables_of(expected) or [[] for _ in self._oracle.cache.groups]
+            same(f"blocks of {name}", self._blocks_of(name), tables)
             if expected in self._oracle.running:
                 same(f"computed of {name}", request.num_computed_tokens, expected.computed)
+
+    def _tables_of(self, request: OracleRequest) -> list[list[int]]:
+        return request.tables
+
+    def _blocks_of(self, name: str) -> list[list[int]]:
+        return [list(ids) for ids in self._cache.get_block_ids(name)]
 
     def _compare_statistics(self) -> None:
         now, counts = self._scheduler.statistics(), self._oracle.counts

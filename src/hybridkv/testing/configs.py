@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from hybridkv.plan.natural import natural_config, slab_layout
+from hybridkv.plan.slabs import ALIGNMENT_BYTES
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -16,6 +19,7 @@ from hybridkv.specs import (
     SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
+from hybridkv.units import ceil_div, round_up
 
 BYTES_PER_TOKEN = 8
 """Of one layer: 1 KV head x (1 key + 1 value element) x 4 bytes."""
@@ -36,6 +40,31 @@ def model_config(
     page = max(spec.content_bytes for spec in specs)
     padded = [spec if spec.content_bytes == page else replace(spec, page_size_padded=page) for spec in specs]
     return _config(num_blocks, padded, layers_per_group, gap_bytes)
+
+
+def natural_model_config(
+    num_slabs: int,
+    specs: Sequence[KVCacheSpec],
+    blocks_per_slab: Sequence[int],
+    *,
+    layers_per_group: int = 1,
+    kernel_blocks: Sequence[int] = (),
+) -> KVCacheConfig:
+    """One group a spec, in ``num_slabs`` slabs, the null slab included; each of the smallest size that holds them.
+
+    kernel_blocks: parts of a block of every group, by default one.
+    """
+    parts = tuple(kernel_blocks) or (1,) * len(specs)
+    groups = tuple(
+        KVCacheGroupSpec(tuple(f"group{g}.layer{j}" for j in range(layers_per_group)), spec)
+        for g, spec in enumerate(specs)
+    )
+    unit = math.lcm(*(k * part * ALIGNMENT_BYTES for k, part in zip(blocks_per_slab, parts, strict=True)))
+    needs = [
+        k * part * layers_per_group * round_up(ceil_div(spec.page_size_bytes, part), ALIGNMENT_BYTES)
+        for k, part, spec in zip(blocks_per_slab, parts, specs, strict=True)
+    ]
+    return natural_config(groups, slab_layout(round_up(max(needs), unit), num_slabs, blocks_per_slab, parts))
 
 
 def _config(num_blocks: int, specs: Sequence[KVCacheSpec], layers_per_group: int, gap_bytes: int) -> KVCacheConfig:

@@ -3,8 +3,9 @@
 It is fed by Steps alone: its tables come from finished_rows, new_rows and cells, its token histories from new_rows
 and its own samples. Attention: after the writes of a step every token that a scheduled one reads is compared with the
 digest of that row's history, in every layer. Recurrent layers: the state that a row reads is compared with that of
-its history; what is written is the state after as many tokens as its label says. The sampled token is a function of
-what was read. Cross attention is not modelled: a Step says nothing of the encoder.
+its history; what is written is the state after as many tokens as its label says. Blocks are moved, and copied, as
+bytes, whatever they hold. The sampled token is a function of what was read. Cross attention is not modelled: a Step
+says nothing of the encoder.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from hybridkv.plan.config import KVCacheConfig
-from hybridkv.step import Csr, NewRow, Step, StepResult
+from hybridkv.step import Copy, Csr, NewRow, Step, StepResult
 from hybridkv.testing.model import DIGEST_BYTES, ZERO_STATE, DigestModel
 from hybridkv.testing.worker_layers import Layer, layers_of
 
@@ -46,13 +47,8 @@ class FakeWorker:
         self.last_applied = -1
         self.tokens_checked = 0
         self.states_checked = 0
-        self.moves = 0
-        self.copies = 0
-        self._ids = [self._ids_of(config, group) for group in range(len(config.groups))]
-        self._block_bytes = [
-            0 if config.slabs is None else config.slabs.class_of(group).block_bytes
-            for group in range(len(config.groups))
-        ]
+        self._config = config
+        self._ids = [_ids_of(config, group) for group in range(len(config.groups))]
         self._num_groups = len(config.groups)
         self._layers = layers_of(config)
         self._sharded = sharded
@@ -87,6 +83,8 @@ class FakeWorker:
         self._apply(step)
         if self._sharded:
             return
+        for copy in step.copies[: random.randint(0, len(step.copies))]:
+            self._copy_one(copy)
         for layer in self._layers:
             if layer.recurrent:
                 for _, group, _, block in step.state_writes.tolist():
@@ -103,9 +101,9 @@ class FakeWorker:
         for layer in self._layers:
             if layer.group != group:
                 continue
-            first = len(tokens) if layer.recurrent else len(tokens) - layer.block_size + 1
+            first = len(tokens) if layer.recurrent else (len(tokens) - 1) // layer.block_size * layer.block_size + 1
             for end in range(first, len(tokens) + 1):
-                at = self._at(layer, block) + (0 if layer.recurrent else (end - first) * layer.token_bytes)
+                at = self._at(layer, block) + (0 if layer.recurrent else layer.byte_of(end - first))
                 if self._get(at) != self.model.digests(tokens[:end])[places[layer.name]]:
                     return False
         return True
@@ -133,6 +131,8 @@ class FakeWorker:
         self._rows[new.row] = WorkerRow(new.request_id, new.token_ids.tolist(), tables)
 
     def _set_cell(self, group: int, row: int, column: int, block: int) -> None:
+        if block:
+            self._refuse_foreign(group, block)
         self._live(row).tables[group][column] = block
 
     def _live(self, row: int) -> WorkerRow:
@@ -153,29 +153,34 @@ class FakeWorker:
                 self.storage[at : at + layer.token_bytes] = bytes(layer.token_bytes)
 
     def _move(self, step: Step) -> None:
-        """Blocks of a class, with whatever they hold."""
         for copy in step.copies:
-            if copy.kind != "move":
-                continue
-            size = self._block_bytes[copy.group]
-            source, target = copy.source * size, copy.destination * size
-            for block in (copy.source, copy.destination):
-                self._refuse_foreign(copy.group, block)
-            self.storage[target : target + size] = self.storage[source : source + size]
-            self.moves += 1
+            if copy.kind == "move":
+                self._copy_one(copy)
 
     def _copy(self, step: Step, stage: str) -> None:
         for copy in step.copies:
             if copy.stage == stage and copy.kind != "move":
-                self._copy_block(copy.group, copy.source, copy.destination)
+                self._copy_one(copy)
+
+    def _copy_one(self, copy: Copy) -> None:
+        if copy.kind == "state":
+            self._copy_block(copy.group, copy.source, copy.destination)
+        else:
+            self._copy_whole(copy.group, copy.source, copy.destination)
 
     def _copy_block(self, group: int, source: int, destination: int) -> None:
-        self.copies += 1
         for layer in self._layers:
             if layer.group == group:
-                size = layer.token_bytes * (1 if layer.recurrent else layer.block_size)
-                at, to = self._at(layer, source), self._at(layer, destination)
-                self.storage[to : to + size] = self.storage[at : at + size]
+                self._put(self._at(layer, destination), self._get(self._at(layer, source)))
+
+    def _copy_whole(self, group: int, source: int, destination: int) -> None:
+        """All bytes of a block, whatever they are: it belongs to one group of the class at a time."""
+        if self._config.slabs is None:
+            raise ContentError(f"block {source} of group {group} is copied whole, but the layout has no slabs")
+        size = self._config.slabs.class_of(group).block_bytes
+        for block in (source, destination):
+            self._refuse_foreign(group, block)
+        self.storage[destination * size : (destination + 1) * size] = self.storage[source * size : (source + 1) * size]
 
     def _check_states(self, step: Step) -> None:
         """What every row reads is the state after its computed tokens."""
@@ -195,9 +200,12 @@ class FakeWorker:
         """The state of as many tokens as its label says, every block by one row only."""
         written = set()
         for i, group, label, block in step.state_writes.tolist():
-            if (group, block) in written:
+            if not step.num_computed[i] < label <= step.num_computed[i] + step.num_scheduled[i]:
+                raise ContentError(f"step {step.id} writes the state at {label}, which it does not pass")
+            where = group if self._config.slabs is None else self._config.slabs.class_of(group).groups[0]
+            if (where, block) in written:
                 raise ContentError(f"step {step.id} writes the state in block {block} of group {group} twice")
-            written.add((group, block))
+            written.add((where, block))
             self._write_state(self._live(int(step.rows[i])), group, label, block)
 
     def _write_state(self, row: WorkerRow, group: int, label: int, block: int) -> None:
@@ -282,13 +290,7 @@ class FakeWorker:
     def _slot(self, layer: Layer, row: WorkerRow, position: int) -> int:
         column, within = divmod(position, layer.block_size)
         block = row.tables[layer.group].get(column, 0)
-        return self._at(layer, block) + within * layer.token_bytes
-
-    @staticmethod
-    def _ids_of(config: KVCacheConfig, group: int) -> range:
-        """Ids that blocks of ``group`` can have: all but those of the null block, or slab."""
-        first = 1 if config.slabs is None else config.slabs.class_of(group).blocks_per_slab
-        return range(first, config.blocks_of(group))
+        return self._at(layer, block) + layer.byte_of(within)
 
     def _refuse_foreign(self, group: int, block: int) -> None:
         if block not in self._ids[group]:
@@ -300,3 +302,9 @@ class FakeWorker:
         if at + layer.token_bytes > len(self.storage):
             raise ContentError(f"block {block} of {layer} lies outside the arena of {len(self.storage)} bytes")
         return at
+
+
+def _ids_of(config: KVCacheConfig, group: int) -> range:
+    """Blocks that requests may get: not the null block, or any block of the null slab."""
+    first = 1 if config.slabs is None else config.slabs.class_of(group).blocks_per_slab
+    return range(first, config.blocks_of(group))

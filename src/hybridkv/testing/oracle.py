@@ -50,11 +50,12 @@ class Oracle:
         """Whether ``request`` could ever run."""
         return (
             len(request.tokens) < self.cache.max_model_len
-            and self._peak(request, request.limit - 1) <= self.pool.usable
+            and self._needed(self._peaks(request, request.limit - 1)) <= self.pool.usable
         )
 
-    def _peak(self, request: OracleRequest, tokens: int) -> int:
-        return sum(self._peaks(request, tokens))
+    def _needed(self, peaks: list[int]) -> int:
+        """What so many blocks of every group take of the pool."""
+        return sum(peaks)
 
     def _peaks(self, request: OracleRequest, tokens: int) -> list[int]:
         """Most blocks that ``request`` holds in each group on its way to ``tokens`` tokens."""
@@ -68,11 +69,25 @@ class Oracle:
 
     def add(self, request: OracleRequest, arrival_time: float = 0.0) -> OracleRequest:
         """A request joins the queue."""
-        request.arrival = (arrival_time, self._arrivals)
-        self._arrivals += 1
+        request.arrival = (arrival_time, 0)
+        self._arrive(request)
         self.waiting.append(request)
         self._sort()
         return request
+
+    def _arrive(self, request: OracleRequest) -> None:
+        request.arrival = (request.arrival[0], self._arrivals)
+        self._arrivals += 1
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that were not admitted, or were sent back."""
+        return len(self.waiting)
+
+    @property
+    def live_ids(self) -> list[str]:
+        """Of requests that wait or run."""
+        return [request.request_id for request in self.waiting + self.running]
 
     def known(self, request_id: str) -> OracleRequest | None:
         """A request that waits or runs."""
@@ -122,15 +137,26 @@ class Oracle:
                     break
                 self._preempt(self.running[-1])
                 preempted = True
+        budget = self._branch(step, budget, room=not preempted)
         if not preempted:
             self._admit(step, budget)
         for entry in step.entries:
             entry.request.computed += entry.count
+        self._complete(step)
         self._sort()
         self.in_flight.append(step)
         self.counts["steps"] += 1
         self.peak_usage = max(self.peak_usage, self.pool.usage)
         return step
+
+    def _branch(self, step: OracleStep, budget: int, *, room: bool) -> int:  # noqa: ARG002 - the natural layout's affair
+        """Requests that go on from a running one come in, if there is ``room``; what is left of the budget."""
+        return budget
+
+    def _complete(self, step: OracleStep) -> None:
+        """What is left to say of a step when its rows are known."""
+        for entry in step.entries:
+            entry.follow_states(self.cache.groups)
 
     def _share(self, request: OracleRequest, budget: int) -> int:
         """Tokens of a running request."""
@@ -170,9 +196,7 @@ class Oracle:
         computed = request.computed
         known = request.tokens[computed : computed + count]
         samples = computed + count == len(request.tokens) + self._pending(request)
-        entry = Entry(request, computed, count, samples, known + [-1] * (count - len(known)), cells, admitted)
-        entry.follow_states(self.cache.groups)
-        return entry
+        return Entry(request, computed, count, samples, known + [-1] * (count - len(known)), cells, admitted)
 
     # -- admission
 
@@ -208,6 +232,9 @@ class Oracle:
             return None  # results of an earlier life are still to come
         hit = self.cache.hit(request.tokens, request.salt, reads=request.reads)
         request.branch = hit.tokens + hit.uncached if hit.uncached else 0
+        return self._admit_with(request, hit, budget)
+
+    def _admit_with(self, request: OracleRequest, hit: OracleHit, budget: int) -> Entry | None:
         count = min(len(request.tokens) - hit.tokens, budget)
         count = self._split(request, hit.tokens, count)
         if not count or self._being_written(hit) or not self._fits(request, count, hit):
@@ -216,13 +243,17 @@ class Oracle:
         if cells is None:
             return None
         self.waiting.remove(request)
+        return self._come_in(request, count, hit.tokens, cells)
+
+    def _come_in(self, request: OracleRequest, count: int, hit_tokens: int, cells: list[Cell]) -> Entry:
+        """``request`` has its blocks."""
         self.running.append(request)
-        request.computed = hit.tokens
+        request.computed = hit_tokens
         request.overtaken, request.refused_at = 0, None
         if request.first_hit is None:
-            request.first_hit = hit.tokens
+            request.first_hit = hit_tokens
             self.counts["prompt"] += request.num_prompt_tokens
-            self.counts["hit"] += hit.tokens
+            self.counts["hit"] += min(hit_tokens, request.num_prompt_tokens)
         return self._entry(request, count, cells, admitted=True)
 
     def _being_written(self, hit: OracleHit) -> bool:
@@ -297,8 +328,8 @@ class Oracle:
         failed = [step for step in self.in_flight if step.step_id >= step_id]
         self.in_flight = [step for step in self.in_flight if step.step_id < step_id]
         self.counts["failed"] += len(failed)
-        self.pool.unpublish(step_id)
-        self._send_back([request for request in self.running if any(step.holds(request) for step in failed)])
+        self._forget(failed)
+        self._send_back([request for request in self.running if self._lost(request, failed)])
         for step in failed:
             for entry in step.entries:
                 if entry.request not in self.dead or not entry.attached:
@@ -307,3 +338,11 @@ class Oracle:
                 if not self._held(entry.request):
                     self.dead.remove(entry.request)
                     self.cache.free(entry.request)
+
+    def _forget(self, failed: list[OracleStep]) -> None:
+        """What ``failed`` steps should have written can be hit no longer."""
+        self.pool.unpublish(failed[0].step_id)
+
+    def _lost(self, request: OracleRequest, failed: list[OracleStep]) -> bool:
+        """Whether ``request`` must start anew because those steps failed."""
+        return any(step.holds(request) for step in failed)

@@ -24,10 +24,12 @@ class OracleRow:
 
     stored: columns that hold the state after all of their tokens. certain: tokens that were known at the last
     allocation, None before: a state beyond them is stored where the accepted tokens turned out to end.
+    done: tokens of which all ends inside a column were published (natural layout).
     """
 
     table: list[int] = field(default_factory=list)
     passed: int = 0
+    done: int = 0
     stored: set[int] = field(default_factory=set)
     certain: int | None = None
 
@@ -39,6 +41,8 @@ class OracleRequest:
     encoder: tokens of the encoder's input. arrival: time and number. reads, writes: whether it uses the prefix cache.
     computed: tokens computed or scheduled. branch: a token count at which a state would have helped, 0 for none.
     overtaken, refused_at: how often it was overtaken since it was first refused, and when that was.
+    marks: where the caller wants it to be resumable. consumed: a state that it went on from and has not replaced yet.
+    lost: some of what it computed never was, though it ended.
     """
 
     request_id: str
@@ -59,6 +63,9 @@ class OracleRequest:
     branch: int = 0
     overtaken: int = 0
     refused_at: float | None = None
+    marks: tuple[int, ...] = ()
+    consumed: int = 0
+    lost: bool = False
 
     @property
     def tables(self) -> list[list[int]]:
@@ -70,12 +77,14 @@ class OracleRequest:
 class OracleHit:
     """A cached prefix: its tokens and the columns of each group, 0 where none is needed.
 
-    uncached: how many tokens more the first group asked had.
+    uncached: how many tokens more the first group asked had. sources: of each group, the block that is copied into a
+    new one, 0 for none (natural layout).
     """
 
     tokens: int
     tables: list[list[int]]
     uncached: int = 0
+    sources: tuple[int, ...] = ()
 
     @property
     def blocks(self) -> list[int]:

@@ -203,6 +203,17 @@ class ScratchStateGroup(OracleGroup):
         return 1 + self.drafts
 
 
+class KeptStateGroup(ScratchStateGroup):
+    """A recurrent state rewritten in place, of which copies are kept for others (natural layout)."""
+
+    kind = "state"
+    publishes = True
+
+    def held(self, end: int) -> list[int]:  # noqa: ARG002 - the answer of a kind
+        """No column: a state is copied."""
+        return []
+
+
 class CrossGroup(OracleGroup):
     """The encoder's output, once."""
 
@@ -231,6 +242,14 @@ class NothingGroup(OracleGroup):
     def peak(self, tokens: int, in_flight_tokens: int, in_flight_steps: int) -> int:  # noqa: ARG002 - same
         """See OracleGroup.peak."""
         return 0
+
+
+def natural_group(number: int, spec: KVCacheSpec, ranks: int, *, keeps_states: bool) -> OracleGroup:
+    """The group of ``spec`` in the natural layout, where a placement says whether states are kept for others."""
+    if isinstance(spec, MambaSpec):
+        kind = KeptStateGroup if keeps_states else ScratchStateGroup
+        return kind(number, spec.block_size, spec.num_speculative_blocks)
+    return oracle_group(number, spec, ranks)
 
 
 def oracle_group(number: int, spec: KVCacheSpec, ranks: int = 1) -> OracleGroup:

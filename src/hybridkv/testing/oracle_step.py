@@ -13,8 +13,8 @@ from hybridkv.testing.oracle_groups import OracleGroup, ScratchStateGroup, State
 class Entry:
     """A row of a step. tokens: -1 where the token is not known yet. cells: those that are new.
 
-    zero: (group, block). copies: (group, source, destination). reads: a block a group, -1 where none keeps a state.
-    writes: (group, token count, block).
+    zero: (group, block). copies: (group, source, destination, kind). reads: a block a group, -1 where none keeps a
+    state. writes: (group, token count, block).
     """
 
     request: OracleRequest
@@ -26,7 +26,7 @@ class Entry:
     admitted: bool
     attached: bool = True
     zero: list[tuple[int, int]] = field(default_factory=list)
-    copies: list[tuple[int, int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int, int, str]] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)
     writes: list[tuple[int, int, int]] = field(default_factory=list)
 
@@ -41,17 +41,24 @@ class Entry:
             if not self.computed:
                 self.zero.append((group.number, block))
             elif group.column(self.computed) != group.column(end):
-                self.copies.append((group.number, table[group.column(self.computed)], block))
+                self.copies.append((group.number, table[group.column(self.computed)], block, "state"))
             self.reads.append(block)
             self.writes.append((group.number, end, block))
 
 
 @dataclass(eq=False, slots=True)
 class OracleStep:
-    """A step in flight."""
+    """A step in flight.
+
+    moves: (group, source, destination). targets: the blocks moved to, as the pool calls them. kept: states that are
+    kept on the way, (place in the batch, group, token count, block).
+    """
 
     step_id: int
     entries: list[Entry] = field(default_factory=list)
+    moves: list[tuple[int, int, int]] = field(default_factory=list)
+    targets: set[int] = field(default_factory=set)
+    kept: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     def holds(self, request: OracleRequest) -> bool:
         """Whether ``request`` runs in it and was not preempted since."""

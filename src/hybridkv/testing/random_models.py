@@ -1,11 +1,13 @@
-"""Random models: one to four groups of any kinds, small enough that everything rare happens soon."""
+"""Random models, in either layout: one to four groups of any kinds, so small that everything rare happens soon."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 from hybridkv.schedule import SchedulerLimits
-from hybridkv.specs import KVCacheSpec
+from hybridkv.specs import KVCacheSpec, MambaSpec
 from hybridkv.testing.configs import small_numbers, small_spec
 from hybridkv.testing.rig_options import RigOptions
 
@@ -68,3 +70,53 @@ def random_options(random: Random, specs: tuple[KVCacheSpec, ...] | None = None)
         dcp=ranks[0],
         pcp=ranks[1],
     )
+
+
+# -- the natural layout
+
+_NATURAL_KINDS = {"full": 8, "window": 6, "chunk": 4, "state": 9, "sink": 1, "scratch": 0.5, "encoder_only": 0.4}
+PLACEMENTS = ("ends", "ends", "ends", "interval:3", "interval:5", "align:4", "align:2", "none")
+
+
+def random_natural_options(random: Random, specs: tuple[KVCacheSpec, ...] | None = None) -> RigOptions:
+    """Few slabs of several blocks each: slabs change hands, and blocks move. specs: instead of random ones."""
+    specs = random_natural_specs(random) if specs is None else specs
+    ks = random_ks(random, specs)
+    parts = tuple(random_parts(random, spec) for spec in specs)
+    needed = dict.fromkeys(ks, 0)
+    for k, spec in zip(ks, specs, strict=True):
+        needed[k] += spec.reserved_blocks(1)
+    sinks = sum(-(-blocks // k) for k, blocks in needed.items())
+    options = random_options(random, specs)
+    return replace(
+        options,
+        num_blocks=1 + sinks + random.choice((random.randint(3, 10), random.randint(4, 24), random.randint(8, 39))),
+        limits=replace(options.limits, segments=random.random() < 0.6),
+        eagle=random.random() < 0.12,
+        blocks_per_slab=ks,
+        kernel_blocks=parts if random.random() < 0.15 else (),
+        placement=random.choice(PLACEMENTS),
+    )
+
+
+def random_natural_specs(random: Random) -> tuple[KVCacheSpec, ...]:
+    """Groups of a model."""
+    sizes = random.choice(((2,), (3,), (4,), (4,), (8,), (2, 4), (3, 6), (4, 8), (1, 3), (1,)))
+    kinds = random.choices(list(_NATURAL_KINDS), list(_NATURAL_KINDS.values()), k=random.choice((1, 2, 2, 2, 3, 3, 4)))
+    if set(kinds) <= {"encoder_only"}:
+        kinds[0] = "full"
+    return tuple(random_spec(random, kind, random.choice(sizes)) for kind in kinds)
+
+
+def random_ks(random: Random, specs: Sequence[KVCacheSpec]) -> tuple[int, ...]:
+    """Blocks in a slab of every group: mostly, states lie in a class of their own."""
+    attention, states = random.sample((1, 2, 3, 4, 5, 6), 2), random.choice((1, 1, 2, 3))
+    apart = random.random() < 0.8
+    return tuple(states if apart and isinstance(spec, MambaSpec) else random.choice(attention) for spec in specs)
+
+
+def random_parts(random: Random, spec: KVCacheSpec) -> int:
+    """Kernel blocks of a block: a divisor of its tokens."""
+    if isinstance(spec, MambaSpec):
+        return 1
+    return random.choice([part for part in range(1, spec.block_size + 1) if spec.block_size % part == 0])

@@ -23,7 +23,8 @@ def random_run(rig: Rig, random: Random, actions: int = 60) -> None:
     """``actions`` random actions, then everything is drained."""
     vocabulary = rig.options.vocabulary
     shared = [[random.randrange(vocabulary) for _ in range(random.randint(4, 36))] for _ in range(2)]
-    for action in random.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=actions):
+    weights = _WEIGHTS | ({"fork": 0.8} if rig.options.natural else {})
+    for action in random.choices(list(weights), list(weights.values()), k=actions):
         match action:
             case "add":
                 random_add(rig, random, shared)
@@ -33,6 +34,8 @@ def random_run(rig: Rig, random: Random, actions: int = 60) -> None:
                 rig.reset_prefix_cache()
             case "wait":
                 rig.wait(random.choice((0.4, 0.7, 3.0)))
+            case "fork":
+                rig.fork(random.choice(rig.live_ids or ["nobody"]), random.randint(1, 3))
             case "abort" | "finish":
                 getattr(rig, action)(random.choice(rig.live_ids or ["nobody"]))
             case _:
@@ -62,7 +65,14 @@ def random_add(rig: Rig, random: Random, shared: list[list[int]]) -> None:
         arrival_time=rig.now + random.choice((0.0, 0.0, 0.5)),
         reads=random.random() < 0.95,
         writes=random.random() < 0.95,
+        marks=random_marks(random) if rig.options.natural else (),
+        n=random.choice((1, 1, 1, 1, 1, 2, 3)) if rig.options.natural else 1,
     )
+
+
+def random_marks(random: Random) -> list[int]:
+    """Mostly none."""
+    return random.sample(range(1, 30), random.choice((0, 0, 0, 1, 2)))
 
 
 def random_prompt(rig: Rig, random: Random, shared: list[list[int]]) -> list[int]:

@@ -8,16 +8,20 @@ from random import Random
 from typing import NamedTuple
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.placement import DEFAULT_PLACEMENT
 from hybridkv.errors import ConfigError
 from hybridkv.plan.config import KVCacheConfig
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import FinishReason, Scheduler
 from hybridkv.step import Step, StepResult
 from hybridkv.testing.comparison import Comparison, OracleError, same
+from hybridkv.testing.comparison_natural import NaturalComparison
 from hybridkv.testing.event_follower import EventFollower
 from hybridkv.testing.fake_worker import ContentError, FakeWorker
 from hybridkv.testing.oracle import Oracle
 from hybridkv.testing.oracle_cache import OracleCache, OracleRequest
+from hybridkv.testing.oracle_natural import NaturalOracle, branch_of
+from hybridkv.testing.oracle_natural_cache import NaturalCache
 from hybridkv.testing.oracle_step import OracleStep
 from hybridkv.testing.rig_options import RigOptions
 from hybridkv.testing.worker_layers import digest_model
@@ -53,9 +57,35 @@ class Rig:
             enable_kv_cache_events=options.events,
             dcp_world_size=options.dcp,
             pcp_world_size=options.pcp,
+            placement=options.built_placement,
         )
         self.scheduler = Scheduler(self.cache, options.limits, clock=lambda: self.now)
         self.worker = worker or FakeWorker(config, self.model, sharded=options.ranks > 1)
+        self.requests: dict[str, tuple[Request, OracleRequest]] = {}
+        self._oracles(config)
+        self._events = EventFollower(self.cache)
+        self._flights: deque[_Flight] = deque()
+        self._last_good = -1
+        self._early: dict[int, StepResult] = {}
+        self.scheduler.finish("nobody")  # this thread owns it from now on
+
+    def _oracles(self, config: KVCacheConfig) -> None:
+        """The oracle of the layout, and what compares the library with it."""
+        options = self.options
+        if config.slabs is not None:
+            placement = options.built_placement
+            natural = NaturalCache(
+                config,
+                options.max_model_len,
+                DEFAULT_PLACEMENT if placement is None else placement,
+                caching=options.caching,
+                eagle=options.eagle,
+                ranks=options.ranks,
+            )
+            oracle = NaturalOracle(natural, options.limits, self.model, lambda: self.now)
+            self.oracle: Oracle = oracle
+            self.comparison: Comparison = NaturalComparison(self.scheduler, oracle, self.requests)
+            return
         cache = OracleCache(
             [group.spec for group in config.groups],
             config.num_blocks,
@@ -65,13 +95,7 @@ class Rig:
             ranks=options.ranks,
         )
         self.oracle = Oracle(cache, options.limits, self.model, lambda: self.now)
-        self.requests: dict[str, tuple[Request, OracleRequest]] = {}
         self.comparison = Comparison(self.scheduler, self.oracle, self.requests)
-        self._events = EventFollower(self.cache)
-        self._flights: deque[_Flight] = deque()
-        self._last_good = -1
-        self._early: dict[int, StepResult] = {}
-        self.scheduler.finish("nobody")  # this thread owns it from now on
 
     # -- actions
 
@@ -87,16 +111,18 @@ class Rig:
         arrival_time: float = 0.0,
         reads: bool = True,
         writes: bool = True,
+        marks: Sequence[int] = (),
+        n: int = 1,
     ) -> str | None:
         """A request arrives; its id, None if it can never run and was refused for it.
 
-        reads, writes: whether it uses the prefix cache.
+        reads, writes: whether it uses the prefix cache. marks: where it is to be resumable. n: outputs wanted.
         """
         name = f"r{len(self.requests)}"
         request = Request(
             name,
             prompt,
-            SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids),
+            SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids, n=n),
             hasher=self.cache.hasher,
             cache_salt=salt,
             eos_token_ids=eos_token_ids,
@@ -104,6 +130,7 @@ class Rig:
             priority=priority,
             skip_reading_prefix_cache=not reads,
             skip_writing_prefix_cache=not writes,
+            marks=marks,
         )
         expected = OracleRequest(
             name,
@@ -115,6 +142,7 @@ class Rig:
             priority=priority,
             reads=reads,
             writes=writes,
+            marks=tuple(sorted(marks)),
         )
         refused = False
         try:
@@ -125,7 +153,32 @@ class Rig:
         if refused:
             return None
         self.requests[name] = request, self.oracle.add(expected, arrival_time)
+        arriving = {one.request_id: one for one in self.scheduler._inbox.arriving()}
+        for child in self._fork_oracle(expected, n - 1):
+            self.requests[child.request_id] = arriving[child.request_id], child
         return name
+
+    def fork(self, request_id: str, n: int) -> list[str]:
+        """``n`` branches of a request, known or not; their ids."""
+        known = self.oracle.known(request_id)
+        try:
+            children = self.scheduler.fork(request_id, n)
+        except ConfigError:
+            same("fork refused", known, None)
+            return []
+        if known is None:
+            raise OracleError(f"{request_id!r} was forked, the oracle does not know it")
+        branches = self._fork_oracle(known, n)
+        same("branches", [child.request_id for child in children], [child.request_id for child in branches])
+        self.requests.update({child.request_id: (child, one) for child, one in zip(children, branches, strict=True)})
+        self.check()
+        return [child.request_id for child in children]
+
+    def _fork_oracle(self, parent: OracleRequest, n: int) -> list[OracleRequest]:
+        if not isinstance(self.oracle, NaturalOracle):
+            branches = [branch_of(parent, f"{parent.request_id}#{i + 1}") for i in range(n)]
+            return [self.oracle.add(branch, parent.arrival[0]) for branch in branches]
+        return self.oracle.fork(parent, n) if n else []
 
     def wait(self, seconds: float) -> None:
         """Time passes."""
@@ -202,10 +255,7 @@ class Rig:
         request = Request(
             "probe", prompt, hasher=self.cache.hasher, cache_salt=salt, skip_reading_prefix_cache=not reads
         )
-        blocks, tokens = self.cache.get_computed_blocks(request)
-        expected = self.oracle.cache.hit(list(prompt), salt, reads=reads)
-        same("hit", (tokens, [list(ids) for ids in blocks.blocks]), (expected.tokens, expected.tables))
-        return tokens
+        return self.comparison.compare_hit(request, self.oracle.cache.hit(list(prompt), salt, reads=reads))
 
     def drain(self, most_steps: int = 10_000) -> None:
         """Run until nothing is left. OracleError when that takes more than ``most_steps`` steps."""
@@ -217,7 +267,7 @@ class Rig:
             self.update()
         while self._flights:  # they hold nobody's rows any more
             self.update()
-        same("requests left", (self.oracle.waiting, self.oracle.running, self.oracle.dead), ([], [], []))
+        same("requests left", (self.oracle.num_waiting, self.oracle.running, self.oracle.dead), (0, [], []))
         if not self.scheduler.drained:
             raise OracleError("nothing is left, but the scheduler is not drained")
         same("usage", self.cache.usage, 0.0)
@@ -232,7 +282,7 @@ class Rig:
     @property
     def live_ids(self) -> list[str]:
         """Requests that wait or run."""
-        return [request.request_id for request in self.oracle.waiting + self.oracle.running]
+        return self.oracle.live_ids
 
     # -- comparisons
 
@@ -249,10 +299,9 @@ class Rig:
         self.comparison.compare_step(step, foretold)
 
     def _check_content(self) -> None:
-        """Every block that can be hit, and whose step ran, has what its key says."""
+        """Every block that can be hit, and whose step ran, has what its key says; moved ones once their step ran."""
         if self.options.ranks > 1:
             return
-        pool = self.oracle.pool
-        for block, (group, (_, tokens)) in pool.prefix.items():
-            if block not in pool.step and not self.worker.holds(group, block, tokens):
+        for group, block, tokens in self.comparison.readable(moved=not self._flights):
+            if not self.worker.holds(group, block, tokens):
                 raise ContentError(f"block {block} of group {group} can be hit but does not hold the end of {tokens}")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hybridkv.cache.placement import Placement, placement_named
 from hybridkv.plan.config import KVCacheConfig
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.specs import KVCacheSpec
-from hybridkv.testing.configs import full_spec, model_config
+from hybridkv.testing.configs import full_spec, model_config, natural_model_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,8 @@ class RigOptions:
     """What a Rig is built of. num_blocks: the null block included. specs: one a group.
 
     block_sizes: of as many groups of full attention, where no specs are given. dcp, pcp: context parallel sizes; what
-    is read is checked on a single rank only.
+    is read is checked on a single rank only. blocks_per_slab: of every group, for the natural layout, whose slabs
+    ``num_blocks`` then counts; kernel_blocks: of every group, where a block is more than one. placement: its name.
     """
 
     num_blocks: int = 16
@@ -30,6 +32,9 @@ class RigOptions:
     eagle: bool = False
     dcp: int = 1
     pcp: int = 1
+    blocks_per_slab: tuple[int, ...] = ()
+    kernel_blocks: tuple[int, ...] = ()
+    placement: str = "ends"
 
     @property
     def ranks(self) -> int:
@@ -37,7 +42,25 @@ class RigOptions:
         return self.dcp * self.pcp
 
     @property
+    def natural(self) -> bool:
+        """Whether the layout is the natural one."""
+        return bool(self.blocks_per_slab)
+
+    @property
+    def built_placement(self) -> Placement | None:
+        """``placement``; None for the reference layout."""
+        return placement_named(self.placement, 1) if self.natural else None
+
+    @property
     def config(self) -> KVCacheConfig:
         """A config with these groups; strides are larger than pages."""
         specs = self.specs or tuple(full_spec(size) for size in self.block_sizes)
+        if self.blocks_per_slab:
+            return natural_model_config(
+                self.num_blocks,
+                specs,
+                self.blocks_per_slab,
+                layers_per_group=self.layers_per_group,
+                kernel_blocks=self.kernel_blocks,
+            )
         return model_config(self.num_blocks, specs, layers_per_group=self.layers_per_group, gap_bytes=8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybridkv.errors import ConfigError
-from hybridkv.plan.config import KVCacheConfig
+from hybridkv.plan.config import KVCacheConfig, KVCacheTensor
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -19,9 +19,10 @@ from hybridkv.testing.model import DIGEST_BYTES, DigestModel
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer that holds a digest a token, at offset + block * stride + (token % block_size) * token_bytes.
+    """A layer that holds a digest a token, at offset + block * stride + byte_of(token % block_size).
 
     A recurrent one holds a single digest at the start of its block. window, chunk: 0 where all tokens are read.
+    parts: kernel blocks that a block is made of, each with that part of every layer of the group.
     """
 
     name: str
@@ -33,6 +34,12 @@ class Layer:
     recurrent: bool = False
     window: int = 0
     chunk: int = 0
+    parts: int = 1
+
+    def byte_of(self, within: int) -> int:
+        """Where a token of a block lies, from the layer's first byte in the block."""
+        part, rest = divmod(within, self.block_size // self.parts)
+        return part * (self.stride // self.parts) + rest * self.token_bytes
 
     def first_read(self, position: int) -> int:
         """The first token that the one at ``position`` reads."""
@@ -44,8 +51,9 @@ class Layer:
 def layers_of(config: KVCacheConfig) -> tuple[Layer, ...]:
     """The layers that keep something of their own tokens. ConfigError for a page that holds no digest."""
     tensors = {name: tensor for tensor in config.tensors for name in tensor.shared_by}
+    parts = config.slabs.kernel_blocks if config.slabs else (1,) * len(config.groups)
     return tuple(
-        _layer(name, number, group.spec, tensors[name].offset_bytes, tensors[name].block_stride_bytes)
+        _layer(name, number, group.spec, tensors[name], parts[number])
         for number, group in enumerate(config.groups)
         for name in group.layer_names
         if not isinstance(group.spec, CrossAttentionSpec | EncoderOnlyAttentionSpec)
@@ -60,7 +68,7 @@ def digest_model(config: KVCacheConfig, vocabulary: int = 4) -> DigestModel:
     )
 
 
-def _layer(name: str, group: int, spec: KVCacheSpec, offset: int, stride: int) -> Layer:
+def _layer(name: str, group: int, spec: KVCacheSpec, tensor: KVCacheTensor, parts: int) -> Layer:
     recurrent = isinstance(spec, MambaSpec)
     token_bytes = spec.content_bytes if recurrent else spec.content_bytes // spec.block_size
     if token_bytes < DIGEST_BYTES:
@@ -69,10 +77,11 @@ def _layer(name: str, group: int, spec: KVCacheSpec, offset: int, stride: int) -
         name,
         group,
         spec.block_size,
-        offset,
-        stride,
+        tensor.offset_bytes,
+        tensor.block_stride_bytes,
         token_bytes,
         recurrent=recurrent,
         window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0,
         chunk=spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else 0,
+        parts=parts,
     )
