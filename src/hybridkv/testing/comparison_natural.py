@@ -86,6 +86,7 @@ class NaturalComparison(Comparison):
             holes = sorted(block for block, state in slabs.state.items() if state == "hole")
             mine = [block for block in holes if slabs.class_of(block) == of]
             same(f"holes of class {of}", (np.flatnonzero(one.hole) + base).tolist(), mine)
+        same("states that only ends keep", self._cache.block_pool._passing, self._natural.blocks.ends)
 
     def _compare_index(self) -> None:
         """Full keys as in the reference, and partial ones: of each parent, tokens and blocks, the oldest first."""

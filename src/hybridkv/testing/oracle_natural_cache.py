@@ -231,7 +231,8 @@ class NaturalCache(OracleCache):
             for group in lacking:
                 block = request.rows[group.number].table[0]
                 self.publish_state(group, request, block, end, None)
-                self.blocks.ends.add(block)
+                if self.is_passing(request, end, ended=True):
+                    self.blocks.ends.add(block)
                 self.counts["states at ends"] += 1
             if lacking:
                 self.supersede(request, end)
@@ -275,14 +276,18 @@ class NaturalCache(OracleCache):
             self.held[-1] = self.blocks.take(1, group.number)[0]
         for group, (_, place) in zip(lacking, kept, strict=True):
             self.publish_state(group, request, self.held[place], end, step)
-            if end == request.num_prompt_tokens - 1 and self._is_end(request, end):
+            if self.is_passing(request, end, ended=False):
                 self.blocks.ends.add(self.held[place])
         if kept:
             self.supersede(request, end)
         return kept
 
-    def _is_end(self, request: OracleRequest, end: int) -> bool:
-        return self.placement.name == "ends" and end != request.branch and end not in request.marks
+    def is_passing(self, request: OracleRequest, end: int, *, ended: bool) -> bool:
+        """Whether only who goes on from ``end`` tokens wants that state: where a request, or its prompt, ended."""
+        if ended:
+            return True
+        at_prompt = self.placement.name == "ends" and end == request.num_prompt_tokens - 1
+        return at_prompt and end != request.branch and end not in request.marks
 
     def supersede(self, request: OracleRequest, end: int) -> None:
         """The state that ``request`` went on from is the first to go, now that there is one of ``end`` tokens."""

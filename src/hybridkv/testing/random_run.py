@@ -23,7 +23,7 @@ def random_run(rig: Rig, random: Random, actions: int = 60) -> None:
     """``actions`` random actions, then everything is drained."""
     vocabulary = rig.options.vocabulary
     shared = [[random.randrange(vocabulary) for _ in range(random.randint(4, 36))] for _ in range(2)]
-    weights = _WEIGHTS | ({"fork": 0.8} if rig.options.natural else {})
+    weights = _WEIGHTS | ({"fork": 0.8} if rig.is_natural else {})
     for action in random.choices(list(weights), list(weights.values()), k=actions):
         match action:
             case "add":
@@ -65,8 +65,8 @@ def random_add(rig: Rig, random: Random, shared: list[list[int]]) -> None:
         arrival_time=rig.now + random.choice((0.0, 0.0, 0.5)),
         reads=random.random() < 0.95,
         writes=random.random() < 0.95,
-        marks=random_marks(random) if rig.options.natural else (),
-        n=random.choice((1, 1, 1, 1, 1, 2, 3)) if rig.options.natural else 1,
+        marks=random_marks(random) if rig.is_natural else (),
+        n=random.choice((1, 1, 1, 1, 1, 2, 3)) if rig.is_natural else 1,
     )
 
 
@@ -81,6 +81,8 @@ def random_prompt(rig: Rig, random: Random, shared: list[list[int]]) -> list[int
     base = random.choice(shared)
     if rig.requests and random.random() < 0.3:
         base = random.choice([expected.tokens for _, expected in rig.requests.values()])
+        if rig.is_natural and random.random() < 0.6:  # the next turn of a conversation
+            return base + [random.randrange(vocabulary) for _ in range(random.randint(1, 4))]
     length = len(base) if random.random() < 0.3 else random.randint(1, len(base))
     tail = [random.randrange(vocabulary) for _ in range(random.randint(0, 3))]
     return base[:length] + tail

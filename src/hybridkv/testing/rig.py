@@ -8,7 +8,7 @@ from random import Random
 from typing import NamedTuple
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import DEFAULT_PLACEMENT
+from hybridkv.cache.placement import Placement, placement_named
 from hybridkv.errors import ConfigError
 from hybridkv.plan.config import KVCacheConfig
 from hybridkv.request import Request, SamplingParams
@@ -49,6 +49,8 @@ class Rig:
         self.options = options
         self.now = 0.0
         self.model = worker.model if worker else digest_model(config, options.vocabulary)
+        self.is_natural = config.slabs is not None
+        placement = placement_named(options.placement, 1) if self.is_natural else None
         self.cache = KVCacheManager(
             config,
             options.max_model_len,
@@ -57,35 +59,32 @@ class Rig:
             enable_kv_cache_events=options.events,
             dcp_world_size=options.dcp,
             pcp_world_size=options.pcp,
-            placement=options.built_placement,
+            placement=placement,
         )
         self.scheduler = Scheduler(self.cache, options.limits, clock=lambda: self.now)
         self.worker = worker or FakeWorker(config, self.model, sharded=options.ranks > 1)
         self.requests: dict[str, tuple[Request, OracleRequest]] = {}
-        self._oracles(config)
+        self.oracle, self.comparison = self._oracles(config, placement)
         self._events = EventFollower(self.cache)
         self._flights: deque[_Flight] = deque()
         self._last_good = -1
         self._early: dict[int, StepResult] = {}
         self.scheduler.finish("nobody")  # this thread owns it from now on
 
-    def _oracles(self, config: KVCacheConfig) -> None:
-        """The oracle of the layout, and what compares the library with it."""
+    def _oracles(self, config: KVCacheConfig, placement: Placement | None) -> tuple[Oracle, Comparison]:
+        """The oracle of the layout, and what compares the library with it. placement: None in the reference layout."""
         options = self.options
-        if config.slabs is not None:
-            placement = options.built_placement
+        if placement is not None:
             natural = NaturalCache(
                 config,
                 options.max_model_len,
-                DEFAULT_PLACEMENT if placement is None else placement,
+                placement,
                 caching=options.caching,
                 eagle=options.eagle,
                 ranks=options.ranks,
             )
-            oracle = NaturalOracle(natural, options.limits, self.model, lambda: self.now)
-            self.oracle: Oracle = oracle
-            self.comparison: Comparison = NaturalComparison(self.scheduler, oracle, self.requests)
-            return
+            naive = NaturalOracle(natural, options.limits, self.model, lambda: self.now)
+            return naive, NaturalComparison(self.scheduler, naive, self.requests)
         cache = OracleCache(
             [group.spec for group in config.groups],
             config.num_blocks,
@@ -94,8 +93,8 @@ class Rig:
             eagle=options.eagle,
             ranks=options.ranks,
         )
-        self.oracle = Oracle(cache, options.limits, self.model, lambda: self.now)
-        self.comparison = Comparison(self.scheduler, self.oracle, self.requests)
+        oracle = Oracle(cache, options.limits, self.model, lambda: self.now)
+        return oracle, Comparison(self.scheduler, oracle, self.requests)
 
     # -- actions
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hybridkv.cache.placement import Placement, placement_named
 from hybridkv.plan.config import KVCacheConfig
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.specs import KVCacheSpec
@@ -17,7 +16,8 @@ class RigOptions:
 
     block_sizes: of as many groups of full attention, where no specs are given. dcp, pcp: context parallel sizes; what
     is read is checked on a single rank only. blocks_per_slab: of every group, for the natural layout, whose slabs
-    ``num_blocks`` then counts; kernel_blocks: of every group, where a block is more than one. placement: its name.
+    ``num_blocks`` then counts; kernel_blocks: of every group, where a block is more than one. placement: its name,
+    as in a plan.
     """
 
     num_blocks: int = 16
@@ -40,16 +40,6 @@ class RigOptions:
     def ranks(self) -> int:
         """Context parallel ranks."""
         return self.dcp * self.pcp
-
-    @property
-    def natural(self) -> bool:
-        """Whether the layout is the natural one."""
-        return bool(self.blocks_per_slab)
-
-    @property
-    def built_placement(self) -> Placement | None:
-        """``placement``; None for the reference layout."""
-        return placement_named(self.placement, 1) if self.natural else None
 
     @property
     def config(self) -> KVCacheConfig:

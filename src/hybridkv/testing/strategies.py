@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from hypothesis import strategies as st
 
 from hybridkv.schedule import SchedulerLimits
-from hybridkv.specs import KVCacheSpec
+from hybridkv.specs import KVCacheSpec, MambaSpec
 from hybridkv.testing.configs import small_numbers, small_spec
+from hybridkv.testing.random_models import PLACEMENTS
 from hybridkv.testing.rig_options import RigOptions
 
 SALTS = st.sampled_from((None, None, None, "tenant"))
@@ -68,6 +70,25 @@ def rig_options(draw: st.DrawFn, kinds: tuple[str, ...] | None = None) -> RigOpt
         eagle=draw(st.sampled_from((False, False, False, True))),
         dcp=dcp,
         pcp=pcp,
+    )
+
+
+@st.composite
+def natural_rig_options(draw: st.DrawFn, kinds: tuple[str, ...] | None = None) -> RigOptions:
+    """The natural layout in few slabs: states mostly in a class of their own, blocks that move."""
+    specs = draw(model_specs(kinds))
+    attention = draw(st.lists(st.sampled_from((1, 2, 3, 4, 6)), min_size=1, max_size=2, unique=True))
+    states = draw(st.sampled_from((1, 1, 2, 3)))
+    ks = tuple(states if isinstance(spec, MambaSpec) else draw(st.sampled_from(attention)) for spec in specs)
+    sinks = sum(spec.reserved_blocks(1) for spec in specs)
+    options = draw(rig_options(kinds))
+    return replace(
+        options,
+        specs=specs,
+        blocks_per_slab=ks,
+        num_blocks=1 + sinks + draw(st.integers(3, 39)),
+        limits=replace(options.limits, segments=draw(st.booleans())),
+        placement=draw(st.sampled_from(PLACEMENTS)),
     )
 
 

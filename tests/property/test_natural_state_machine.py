@@ -1,0 +1,63 @@
+"""The natural layout against its naive oracle: everything is compared after every action."""
+
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import initialize
+
+from hybridkv.testing import Rig, RigOptions, random_natural_options, random_run
+from hybridkv.testing.configs import chunk_spec, full_spec, state_spec, window_spec
+from hybridkv.testing.machines import NaturalMachine
+from hybridkv.testing.strategies import natural_rig_options
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+TestNaturalMachine = NaturalMachine.TestCase
+TestNaturalMachine.settings = settings(max_examples=settings().max_examples, stateful_step_count=40)
+
+
+class HybridMachine(NaturalMachine):
+    """Full attention, windows, chunks and states only: hits are frequent."""
+
+    @initialize(options=natural_rig_options(("full", "window", "state", "chunk")))
+    def build(self, options: RigOptions) -> None:
+        self.rig = Rig(options)
+
+
+TestHybridMachine = HybridMachine.TestCase
+TestHybridMachine.settings = settings(max_examples=settings().max_examples, stateful_step_count=40)
+
+
+# -- seeded runs
+
+MODELS = {
+    "full and states": (full_spec(4), state_spec(4)),
+    "full, window and states": (full_spec(2), window_spec(4, 9), state_spec(8)),
+    "windows": (window_spec(4, 8), window_spec(4, 13), full_spec(4)),
+    "chunks and drafts": (chunk_spec(4, 6), full_spec(4), state_spec(4, drafts=2)),
+    "states alone": (state_spec(4), state_spec(4)),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_random_runs(model: str) -> None:
+    for seed in range(settings().max_examples // 4):
+        random = Random(f"{model} {seed}")
+        random_run(Rig(random_natural_options(random, MODELS[model])), random)
+
+
+def test_random_runs_meet_what_is_rare() -> None:
+    """Such runs are no empty ones: each bound is about half of what these seeds give."""
+    met: Counter[str] = Counter()
+    for seed in range(settings().max_examples):
+        random = Random(seed)
+        rig = Rig(random_natural_options(random))
+        random_run(rig, random)
+        met.update(rig.oracle.counts)
+        met["evicted"] += rig.cache.block_pool.evictions
+        met["tokens checked"] += rig.worker.tokens_checked
+        met["states checked"] += rig.worker.states_checked
+    bounds: dict[str, int] = {}
+    assert {name: met[name] for name in bounds if met[name] < bounds[name]} == {}
