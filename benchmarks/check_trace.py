@@ -110,7 +110,7 @@ def replay(path: Path, *, take_time: bool) -> tuple[ReplayReport, float]:
     blocks_for_all = (summary.prompt_tokens + summary.output_tokens) // BLOCK + 2 * summary.requests
     memory = int(blocks_for_all * BLOCK * model.kv_bytes_per_token) + MiB
     settings = ReplaySettings(time_scale=1.0 if take_time else 0.0)
-    report = run_replay(source, plan_for(summary, model, memory), settings, summary=summary)
+    report = run_replay(source, plan_for(summary, model, memory, layout="reference"), settings, summary=summary)
     return report, time.perf_counter() - begun
 
 

@@ -23,7 +23,7 @@ def test_a_plan_for_people() -> None:
         "5,242,880 B (5 MiB)",
         "327,680 B",
         "0 B left over, 0 B inside blocks",
-        "8,192 of 5,242,880 B (5 MiB), the null block included",
+        "8,192 of 5,242,880 B (5 MiB), the null slab included",
         "131,056",
         "8,192 tokens",
         # 8191 blocks for requests of 512: not 16
@@ -50,14 +50,14 @@ def test_a_plan_for_programs(tmp_path: Path) -> None:
 
 
 def test_a_hybrid_plan_for_people() -> None:
-    text = run("plan", "qwen3.5-35b-a3b", "--memory", "40GiB").stdout
+    text = run("plan", "qwen3.5-35b-a3b", "--memory", "40GiB", "--layout", "reference").stdout
     # 2,146,304 bytes of state in a page of 1056 tokens of 2048 bytes, in each of 10 layers
     assert re.search(r"0 +10 x MambaSpec +1,056 +2,162,688 +21,463,040 +163,840", text)
     assert re.search(r"3 +10 x FullAttentionSpec +1,056 +2,162,688 +21,626,880 +0", text)
     assert "bytes per token   20,480 B, 64,389,120 B of states" in text
     options = ("--layout", "reference", "--placement", "none", "--kv-dtype", "fp8", "--json")
     found = plan_from_json(run("plan", "qwen3.5-35b-a3b", "--memory", "40GiB", *options).stdout)
-    assert found == make_plan(read_model("qwen3.5-35b-a3b", dtype="fp8"), "40GiB", placement="none")
+    assert found == make_plan(read_model("qwen3.5-35b-a3b", dtype="fp8"), "40GiB", placement="none", layout="reference")
     # 2096 tokens of half as many bytes are just the state
     assert [group.blocks_per_request for group in found.capacity.groups] == [1, 1, 1, 126]
 
@@ -71,7 +71,7 @@ def test_a_natural_plan_for_people_and_programs(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(run("plan", *options, "--json").stdout, "utf-8")
     assert run("plan", "--plan", path).stdout == text
-    assert "can be planned, not run yet" in error("replay", "workload:uniform", "--plan", path)
+    assert re.search(r"layout natural, no recurrent states", run("replay", "workload:uniform", "--plan", path).stdout)
 
 
 def test_layouts_side_by_side() -> None:
@@ -114,7 +114,10 @@ def test_a_folder_is_planned(tmp_path: Path) -> None:
         (("plan", "llama-3-8b", "--memory", "4GiB", "--max-model-len", "9000"), "use at most 8192"),
         (("plan", "llama-3-8b", "--memory", "4GiB", "--dtype", "int4"), "'auto', 'bf16', 'fp16', 'fp32', 'fp8'"),
         (("plan", "llama-3-8b", "--memory", "4GiB", "--layout", "sideways"), "'reference', 'natural'"),
-        (("plan", "llama-3-8b", "--memory", "4GiB", "--kernel-block-size", "16"), "means nothing in the reference"),
+        (
+            ("plan", "llama-3-8b", "--memory", "4GiB", "--layout", "reference", "--kernel-block-size", "16"),
+            "means nothing in the reference",
+        ),
         (
             ("plan", "llama-3-8b", "--memory", "4GiB", "--layout", "natural", "--kernel-block-size", "5"),
             "blocks of 16 tokens are no multiple of the kernel's 5",
@@ -123,10 +126,14 @@ def test_a_folder_is_planned(tmp_path: Path) -> None:
         (("plan", "llama-3-8b", "--memory", "1MiB", "--compare"), "slabs of 2 MiB, the null slab included"),
         (("plan", "--compare"), "CONFIG is missing"),
         (
-            ("replay", "workload:uniform", "--model", "gemma-3-27b", "--memory", "40GiB", "--layout", "natural"),
-            "the natural layout can be planned, not run yet",
+            ("plan", "llama-3-8b", "--memory", "4GiB", "--placement", "all"),
+            "none, ends, interval:N, align or align:N",
         ),
-        (("plan", "llama-3-8b", "--memory", "4GiB", "--placement", "all"), "'align', 'none'"),
+        (("plan", "llama-3-8b", "--memory", "4GiB", "--placement", "interval:0"), "interval:528"),
+        (
+            ("plan", "llama-3-8b", "--memory", "4GiB", "--layout", "reference", "--placement", "ends"),
+            "choose align or none, or --layout natural",
+        ),
         (
             ("plan", "--plan", "p.json", "--placement", "none", "--windows-as-full"),
             "drop --placement, --windows-as-full,",

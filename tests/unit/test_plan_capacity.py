@@ -1,12 +1,14 @@
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridkv import plan as planning
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import Layer, Model, read_model
-from hybridkv.plan import capacity_of, make_plan, plan
+from hybridkv.plan import capacity_of
 from hybridkv.plan.grouping import group_layers
 from hybridkv.plan.layout import reference_layout
 from hybridkv.specs import (
@@ -19,6 +21,9 @@ from hybridkv.specs import (
     SlidingWindowSpec,
 )
 from hybridkv.units import GiB
+
+make_plan = partial(planning.make_plan, layout="reference")
+plan = partial(planning.plan, layout="reference")
 
 TINY: dict[str, object] = {
     "model_type": "llama",

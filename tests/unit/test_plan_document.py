@@ -1,6 +1,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridkv import plan as planning
 from hybridkv.errors import ConfigError, SchemaError
 from hybridkv.models import Layer, known_models, read_model
-from hybridkv.plan import make_plan, plan_from_json, plan_to_json, read_plan
+from hybridkv.plan import plan_from_json, plan_to_json, read_plan
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -23,6 +25,8 @@ from hybridkv.specs import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
+
+make_plan = partial(planning.make_plan, layout="reference")
 
 Document = dict[str, Any]
 

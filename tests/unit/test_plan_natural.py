@@ -284,7 +284,7 @@ def test_a_block_of_kernel_blocks_by_hand() -> None:
     with pytest.raises(ConfigError, match="no multiple of the kernel's 3"):
         planned([FULL], kernel=3)
     with pytest.raises(ConfigError, match="means nothing in the reference layout"):
-        make_plan(model_of([FULL]), "1MiB", max_model_len=9, kernel_block_size=4)
+        make_plan(model_of([FULL]), "1MiB", max_model_len=9, layout="reference", kernel_block_size=4)
     with pytest.raises(ConfigError, match="unknown layout 'other': use one of reference, natural"):
         make_plan(model_of([FULL]), "1MiB", max_model_len=9, layout="other")
 

@@ -90,21 +90,24 @@ def watched(
     return replay(source, scheduler, SECOND), scheduler
 
 
-def endless(source: UniformWorkload | Workload, model: Model = MODEL, **settings: object) -> ReplayReport:
+def endless(
+    source: UniformWorkload | Workload, model: Model = MODEL, layout: str = "reference", **settings: object
+) -> ReplayReport:
     """A replay with memory for everything."""
-    plan = plan_for(source.summary(), model, 16 * GiB)
+    plan = plan_for(source.summary(), model, 16 * GiB, layout=layout)
     return run_replay(source, plan, ReplaySettings(**settings))  # type: ignore[arg-type]  # settings of this file
 
 
 # -- hits
 
 
+@pytest.mark.parametrize("layout", ["reference", "natural"])
 @pytest.mark.parametrize("block_size", [1, 16, 48])
 @pytest.mark.parametrize("time_scale", [0.0, 1.0])
-def test_a_uniform_workload_hits_what_its_closed_form_says(block_size: int, time_scale: float) -> None:
+def test_a_uniform_workload_hits_what_its_closed_form_says(block_size: int, time_scale: float, layout: str) -> None:
     workload = UniformWorkload()
-    report = endless(workload, read_model("llama-3-8b", block_size=block_size), time_scale=time_scale)
-    assert report.hit_tokens == workload.hit_tokens(block_size)
+    report = endless(workload, read_model("llama-3-8b", block_size=block_size), layout, time_scale=time_scale)
+    assert report.hit_tokens == workload.hit_tokens(block_size, exact=layout == "natural")
     assert report.prompt_tokens == 40 * 187 + 10 * 58 * 6
     # all but the hits ran once, and every output token but the last of its answer
     assert report.computed_tokens == report.prompt_tokens - report.hit_tokens + 40 * 20

@@ -1,6 +1,7 @@
 """Every known model replayed through the real scheduler and manager: exact hits, nothing lost, nothing left."""
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -11,6 +12,8 @@ from hybridkv.replay import (
     ReplayReport,
     ReplaySettings,
     Simulation,
+    TraceRequest,
+    TraceSummary,
     UniformWorkload,
     Workload,
     plan_for,
@@ -50,17 +53,33 @@ GOLDEN = {
 def planned(name: str, workload: UniformWorkload | Workload, memory: int | str = "40GiB", **rules: object) -> Plan:
     """The plan of a known model; of the largest state with an fp8 cache, as it is served."""
     model = read_model(name, dtype="fp8" if name.startswith("nemotron-3-super") else None)
+    rules = {"layout": "reference", **rules}
     return plan_for(workload.summary(), model, memory, **rules)  # type: ignore[arg-type]  # of this file
 
 
-def tight(name: str, workload: UniformWorkload | Workload) -> Plan:
+def tight(name: str, workload: UniformWorkload | Workload, **rules: object) -> Plan:
     """A plan with room for two of the longest requests and a half."""
     holds = planned(name, workload, "200GiB").capacity
     blocks = sum(group.blocks_per_request for group in holds.groups)
-    return planned(name, workload, (blocks * 5 // 2 + 2) * holds.block_bytes)
+    return planned(name, workload, (blocks * 5 // 2 + 2) * holds.block_bytes, **rules)
 
 
-def finished(workload: UniformWorkload | Workload, made: Simulation) -> ReplayReport:
+@dataclass(frozen=True)
+class Marked:
+    """A workload whose every request is marked."""
+
+    workload: UniformWorkload
+    marks: tuple[int, ...]
+    name: str = "marked"
+
+    def summary(self) -> TraceSummary:
+        return self.workload.summary()
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        return (replace(one, marks=self.marks) for one in self.workload)
+
+
+def finished(workload: UniformWorkload | Workload | Marked, made: Simulation) -> ReplayReport:
     """Replay to the end; nothing is lost and nothing left."""
     summary = workload.summary()
     report = made.run(workload, summary=summary)
@@ -172,9 +191,11 @@ def test_why_nothing_is_shared() -> None:
     assert why("whisper-large-v3") == "the layers of this model cannot be resumed in this layout"
 
 
+@pytest.mark.parametrize("layout", ["reference", "natural"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_plan_that_was_written_and_read_gives_the_same_report(name: str) -> None:
-    plan = make_plan(read_model(name), "200GiB", max_model_len=None if name == "llama-3-8b" else 400)
+def test_a_plan_that_was_written_and_read_gives_the_same_report(name: str, layout: str) -> None:
+    length = None if name == "llama-3-8b" else 400
+    plan = make_plan(read_model(name), "200GiB", max_model_len=length, layout=layout)
     written = plan_with_length(SHORT.summary(), plan_from_json(plan_to_json(plan)))
     direct = plan_with_length(SHORT.summary(), plan)
     assert written == direct
@@ -185,7 +206,9 @@ def test_a_plan_that_was_written_and_read_gives_the_same_report(name: str) -> No
 def test_context_parallel_ranks_of_the_plan_are_the_managers() -> None:
     model = read_model("llama-3-8b")
     for dcp, pcp in ((2, 1), (1, 2), (2, 2)):
-        plan = plan_with_length(SHORT.summary(), make_plan(model, "1GiB", max_model_len=400, dcp=dcp, pcp=pcp))
+        plan = plan_with_length(
+            SHORT.summary(), make_plan(model, "1GiB", max_model_len=400, dcp=dcp, pcp=pcp, layout="reference")
+        )
         made = simulation_of(plan, ReplaySettings())
         assert (made.scheduler.cache.dcp_world_size, made.scheduler.cache.pcp_world_size) == (dcp, pcp)
         report = finished(SHORT, made)
@@ -243,3 +266,55 @@ def test_the_schedulers_patience_is_simulated_time() -> None:
     assert made.scheduler._clock is made.clock
     finished(SHORT, made)
     assert made.clock() == made.clock.now_s > 50
+
+
+# -- the natural layout
+
+
+def kept_at_ends(workload: UniformWorkload, *, states: bool) -> int:
+    """Hit tokens of ``workload`` in the natural layout: the edge before prompts part, and ends to the token.
+
+    With states the second prompt of a template finds the edge and leaves a state there; all after it hit.
+    """
+    edge = workload.system_tokens // 16 * 16
+    warm = workload.conversations - workload.templates * (2 if states else 1)
+    return warm * edge + workload.conversations * (workload.prompt_tokens(0) + workload.answer_tokens - 1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_known_model_hits_ends_to_the_token_in_the_natural_layout(name: str) -> None:
+    report = finished(LONG, simulation_of(planned(name, LONG, layout="natural"), ReplaySettings()))
+    if name == "whisper-large-v3":
+        assert (report.hit_tokens, report.caching_off is None) == (0, False)
+        return
+    assert report.hit_tokens == kept_at_ends(LONG, states=GOLDEN[name][0] is not None)
+    assert {group.block_size for group in report.groups} == {16}
+    assert (report.preemptions, report.caching_off, report.refusals) == (0, None, {})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_known_model_runs_in_few_slabs(name: str) -> None:
+    crowd = replace(LONG, gap_s=0.05)
+    plan = tight(name, crowd, layout="natural")
+    first, again = (finished(crowd, simulation_of(plan, ReplaySettings())) for _ in range(2))
+    assert first.to_json({}) == again.to_json({})
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "gemma-3-27b", "llama-4-scout", "jamba-1.5-mini"])
+def test_a_generated_workload_in_slabs_that_evict_and_move(name: str) -> None:
+    workload = Workload("api", seed=5, limit=120, rate=20)
+    plan = tight(name, workload, layout="natural")
+    report = finished(workload, simulation_of(plan, ReplaySettings(max_running=24, token_budget=2048)))
+    assert any(group.evictions for group in report.groups)
+    assert report.moved_bytes or name in {"llama-4-scout", "gemma-3-27b"}
+
+
+@pytest.mark.parametrize(("placement", "marks"), [("ends", (240,)), ("interval:16", ()), ("align", (240,))])
+def test_a_short_shared_prefix_hits_whoever_comes_after_it_was_computed(placement: str, marks: tuple[int, ...]) -> None:
+    """240 tokens of a system prompt under a model whose reference block has 1,056: every request but the first."""
+    plan = planned("qwen3.5-35b-a3b", SHORT, layout="natural")
+    marked = Marked(SHORT, marks)
+    report = finished(marked, simulation_of(plan, ReplaySettings(placement=placement)))
+    assert report.hit_tokens == 5 * 240
+    inflated = planned("qwen3.5-35b-a3b", SHORT, layout="reference")
+    assert finished(marked, simulation_of(inflated, ReplaySettings())).hit_tokens == 0

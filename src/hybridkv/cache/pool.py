@@ -47,8 +47,9 @@ class BlockPool:
     each group, by default 0. bases: the first block of each class. silent: groups whose keys make no events.
     on_move: called with moves, int64[m, 2] of (source, target), once the pool has followed them.
     Attributes for reading: indexes, num_reserved (blocks taken for good), evictions (keys lost so far, grows
-    with a reset and with moves too: who remembers blocks looks anew), keys_given and keys_lost (so far, per
-    group), epoch (changes with every take, touch and free, so that a plan can tell whether it is stale).
+    with a reset and with moves too: who remembers blocks looks anew), keys_given and keys_lost (blocks that got
+    their first key and that lost their last, so far, per group), epoch (changes with every take, touch and free,
+    so that a plan can tell whether it is stale).
     """
 
     def __init__(
@@ -357,8 +358,9 @@ class BlockPool:
         if len(ids) == 1:
             self._publish_one(group, int(ids[0]), keys[0], step)
             return
-        self.keys_given[group] += len(ids)
         where = np.asarray(ids, np.int64)
+        tailed = np.count_nonzero(self._group[where] >= 0) if self.indexes[group].partial else 0
+        self.keys_given[group] += len(ids) - int(tailed)
         self._keys[where] = np.fromiter(keys, np.object_, len(keys))
         self._group[where] = group
         if step != WRITTEN:
@@ -367,7 +369,7 @@ class BlockPool:
 
     def _publish_one(self, group: int, block: int, key: bytes, step: int) -> None:
         """Publish without arrays of one element."""
-        self.keys_given[group] += 1
+        self.keys_given[group] += self._group.item(block) < 0
         self._keys[block] = key
         self._group[block] = group
         if step != WRITTEN:
@@ -387,16 +389,15 @@ class BlockPool:
         index = self.indexes[group]
         if any(tail.tokens == tokens for tail in index.partial.of(parent)):
             return False
-        self.keys_given[group] += 1
+        self.keys_given[group] += self._group.item(block) < 0
         self._group[block] = group
         if step != WRITTEN:
             self._step[block] = step
         index.additions += 1
         gone = index.partial.add(parent, Tail(tokens, block))
-        if gone is not None:
+        if gone is not None and gone not in index.partial and self.key_of(gone) is None:
             self.keys_lost[group] += 1
-            if gone not in index.partial and self.key_of(gone) is None:
-                self._unkey(np.array([gone], np.int32))
+            self._unkey(np.array([gone], np.int32))
         return True
 
     def evict_blocks(self, ids: Int32) -> None:
@@ -431,6 +432,8 @@ class BlockPool:
         where = ids.astype(np.int64)
         blocks, keys, groups = ids.tolist(), self._keys[where].tolist(), self._group[where].tolist()
         tailed = self._forget_tails(blocks, groups)
+        for group, count in enumerate(np.bincount(groups).tolist()):
+            self.keys_lost[group] += count
         if None in keys:
             if any(key is None and block not in tailed for key, block in zip(keys, blocks, strict=True)):
                 block = next(b for key, b in zip(keys, blocks, strict=True) if key is None and b not in tailed)
@@ -440,11 +443,9 @@ class BlockPool:
             where = where[whole]
         if len(self.indexes) == 1:
             self.indexes[0].remove_many(keys, blocks)
-            self.keys_lost[0] += len(blocks)
         else:
             for block, key, group in zip(blocks, keys, groups, strict=True):
                 self.indexes[group].remove(key, block)
-                self.keys_lost[group] += 1
         if self._events is not None:
             written = (self._step[where] == WRITTEN).tolist()
             self._events += [
@@ -461,7 +462,7 @@ class BlockPool:
         for block, group in zip(blocks, groups, strict=True):
             partial = self.indexes[group].partial
             if block in partial:
-                self.keys_lost[group] += partial.remove(block)
+                partial.remove(block)
                 tailed.add(block)
         return tailed
 

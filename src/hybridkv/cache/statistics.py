@@ -66,7 +66,7 @@ def cache_statistics(
         unwritten_blocks=pool.unwritten_blocks(),
         resident_requests=resident_requests,
         pinned_blocks=pinned_blocks,
-        evictions=pool.evictions,
+        evictions=sum(pool.keys_lost),
         groups=tuple(
             GroupStatistics(group.held_blocks(), count, given, lost)
             for group, count, given, lost in zip(groups, cached, pool.keys_given, pool.keys_lost, strict=True)

@@ -109,6 +109,9 @@ class WriteLog:
         """One stored-event for each stretch of ``run`` that is written."""
         if not self._pool.events_enabled:
             return
+        keys = run.group.key_run(run.request, run.first, run.first + len(run.ids))
+        there = [self._pool.key_of(block) == key for block, key in zip(run.ids.tolist(), keys, strict=True)]
+        written &= np.array(there)  # one that was evicted may have made room for another of the same step
         if written.all():
             self._pool.emit_stored(_stored(run, run.first, run.first + len(run.ids)))
             return

@@ -84,15 +84,8 @@ class PlanOptions:
 
         placed: the plan says where states are kept (in the natural layout it does not).
         """
-        shared = [
-            "memory",
-            "tp",
-            "block_size",
-            "dtype",
-            "layout",
-            "windows_as_full",
-            *(["placement"] if placed else []),
-        ]
+        shared = ["memory", "tp", "block_size", "dtype", "layout", "windows_as_full"]
+        shared[-1:-1] = ["placement"] if placed else []
         values = {**own, **{"--" + name.replace("_", "-"): getattr(self, name) for name in shared}}
         given = [name for name, value in values.items() if value is not None]
         if given:

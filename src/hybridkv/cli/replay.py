@@ -113,9 +113,6 @@ def replay_command(
         max_model_len=max_model_len,
         limit=limit,
     )
-    source = _source(trace, asked)
-    summary = source.summary()
-    plan, own_length = _plan(summary, asked, token_budget)
     settings = ReplaySettings(
         max_running,
         token_budget,
@@ -123,6 +120,9 @@ def replay_command(
         prefix_caching=not no_prefix_caching,
         placement=placement or DEFAULT_PLACEMENT.name,
     )
+    source = _source(trace, asked)
+    summary = source.summary()
+    plan, own_length = _plan(summary, asked, token_budget)
     begun = time.perf_counter()
     with _progress(summary.requests, begun) as on_progress:
         report = run_replay(source, plan, settings, summary=summary, on_progress=on_progress)
@@ -168,8 +168,9 @@ def _plan(summary: TraceSummary, asked: _Asked, token_budget: int) -> tuple[Plan
     """The plan, and the model's own limit where the plan's maximum length is above it."""
     options, length = asked.planning, asked.max_model_len
     if asked.plan_file is not None:
+        options.refuse_beside_plan({"--model": options.config}, placed=False)
         read = load_plan(asked.plan_file)
-        options.refuse_beside_plan({"--model": options.config}, placed=read.config.slabs is None)
+        options.refuse_beside_plan({}, placed=read.config.slabs is None)
         model, plan = read.model, plan_with_length(summary, read, length, token_budget=token_budget)
     else:
         needed = {"--model": options.config, "--memory": options.memory}

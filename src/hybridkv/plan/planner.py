@@ -20,7 +20,7 @@ from hybridkv.units import format_bytes, format_count, parse_bytes
 REFERENCE: Final = "reference"
 NATURAL: Final = "natural"
 LAYOUTS: Final = (REFERENCE, NATURAL)
-DEFAULT_LAYOUT: Final = REFERENCE
+DEFAULT_LAYOUT: Final = NATURAL
 ALIGN: Final = "align"
 NO_STATES: Final = "none"
 

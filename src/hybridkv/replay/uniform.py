@@ -45,14 +45,17 @@ class UniformWorkload:
         """Tokens of a prompt of that turn."""
         return self.system_tokens + self.user_tokens + turn * (self.answer_tokens + self.user_tokens)
 
-    def hit_tokens(self, block_size: int) -> int:
-        """Prompt tokens of the whole workload that an endless cache holds: the formulas above."""
+    def hit_tokens(self, block_size: int, *, exact: bool = False) -> int:
+        """Prompt tokens of the whole workload that an endless cache holds: the formulas above.
+
+        exact: where a turn ended is hit to the token (natural layout); where prompts part, the edge before.
+        """
         warm = max(self.conversations - self.templates, 0)
-        blocks = warm * (self.system_tokens // block_size)
+        tokens = warm * (self.system_tokens // block_size * block_size)
         for turn in range(1, self.turns):
             known = self.prompt_tokens(turn - 1) + self.answer_tokens - 1
-            blocks += self.conversations * (known // block_size)
-        return blocks * block_size
+            tokens += self.conversations * (known if exact else known // block_size * block_size)
+        return tokens
 
     def summary(self) -> TraceSummary:
         """Counts. O(requests)."""

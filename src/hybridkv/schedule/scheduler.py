@@ -426,6 +426,8 @@ class Scheduler:
         for flight in failed:
             self._ended_rows += flight.step.finished_rows.tolist()
             attached = self._running.settle(flight)
+            if self.cache.placement is not None:  # running states are rewritten in place
+                self._distrusted.update(row for row in flight.rows[attached].tolist() if self._running.dead[row])
             self.cache.rows.retract(flight.rows[attached], flight.step.num_scheduled[attached])
             touched.update(flight.rows[attached].tolist())
             for request in flight.detached.values():
