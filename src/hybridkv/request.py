@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -153,13 +154,20 @@ def _token_array(tokens: Sequence[int] | NDArray[np.integer]) -> array[int]:
     return out
 
 
-def _checked_marks(request_id: str, marks: Sequence[int]) -> tuple[int, ...]:
-    """``marks`` ascending; ConfigError unless they are distinct token counts."""
-    if any(not isinstance(mark, int | np.integer) or not 0 < mark <= _MAX_TOKEN_ID for mark in marks):
-        raise ConfigError(f"marks of {request_id!r} must be token counts, 1 or more, got {list(marks)!r}")
-    if len(set(marks)) != len(marks):
-        raise ConfigError(f"marks of {request_id!r} must be distinct, got {list(marks)!r}")
-    return tuple(sorted(int(mark) for mark in marks))
+def checked_marks(marks: object, what: str = "marks") -> tuple[int, ...]:
+    """``marks`` ascending. ConfigError, about ``what``, unless they are distinct token counts, 1 .. 2**31 - 1."""
+    if not isinstance(marks, Iterable) or isinstance(marks, str | bytes | bytearray):
+        raise ConfigError(f"{what} must be a list of token counts, got {marks!r}")
+    given = list(marks)
+    for mark in given:
+        whole = isinstance(mark, int | np.integer) and not isinstance(mark, bool)
+        if not whole or not 0 < mark <= _MAX_TOKEN_ID:
+            raise ConfigError(f"{what} must be token counts, 1 .. 2**31 - 1, got {mark!r}")
+    ascending = sorted(map(int, given))
+    twice = next((mark for mark, after in pairwise(ascending) if mark == after), None)
+    if twice is not None:
+        raise ConfigError(f"{what} must be distinct, got {twice} twice")
+    return tuple(ascending)
 
 
 class Request:
@@ -173,7 +181,7 @@ class Request:
     priority: the least goes first, where the scheduler minds. skip_reading_prefix_cache,
     skip_writing_prefix_cache: its prefix is not looked up; its blocks are not published.
     marks: token counts, in prompt or output, where the caller wants the prefix to be resumable: published ends, and
-    kept states (natural layout).
+    kept states (natural layout). Kept ascending; those that the request never reaches do nothing.
     first_hit_tokens: what its first admission found in the cache; None before.
     branches: how many were forked off it so far.
     branch_tokens: where requests before it went on with the same tokens and no state is kept; 0: nowhere.
@@ -224,7 +232,7 @@ class Request:
         priority: int = 0,
         skip_reading_prefix_cache: bool = False,
         skip_writing_prefix_cache: bool = False,
-        marks: Sequence[int] = (),
+        marks: Sequence[int] | NDArray[np.integer] = (),
     ) -> None:
         self._tokens = _token_array(prompt)
         if not self._tokens:
@@ -234,7 +242,7 @@ class Request:
                 raise ConfigError(f"{name} of {request_id!r} must be a finite number, got {value!r}")
         if any(not 0 <= token <= _MAX_TOKEN_ID for token in eos_token_ids):
             raise ConfigError(f"eos_token_ids must lie in 0 .. 2**31 - 1, got {eos_token_ids}")
-        self.marks = _checked_marks(request_id, marks)
+        self.marks = checked_marks(marks, f"marks of {request_id!r}")
         self.request_id = request_id
         self.sampling = sampling if sampling is not None else SamplingParams()
         self.hasher = hasher

@@ -246,3 +246,31 @@ def test_tokens_in_flight() -> None:
 def test_what_requests_are_sorted_by_is_a_number(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{field} of 'a' must be a finite number"):
         Request("a", [1], **{field: value})  # type: ignore[arg-type]  # on purpose
+
+
+def test_marks_are_kept_ascending() -> None:
+    assert Request("a", [1, 2]).marks == ()
+    # 9 lies in the output, the last where nobody will come
+    request = Request("a", [1, 2], marks=[9, 1, 2**31 - 1])
+    assert request.marks == (1, 9, 2**31 - 1)
+    marked = Request("b", [1, 2], marks=np.array([5, 3], np.int64))
+    assert marked.marks == (3, 5)
+    assert all(type(mark) is int for mark in marked.marks)  # they go into documents and messages
+    assert request.branch("c", SamplingParams()).marks == request.marks
+
+
+@pytest.mark.parametrize("mark", [0, -1, 2**31, True, 1.0, "1", None])
+def test_a_mark_is_a_token_count(mark: object) -> None:
+    with pytest.raises(ConfigError, match=r"marks of 'a' must be token counts, 1 \.\. 2\*\*31 - 1, got"):
+        Request("a", [1], marks=[3, mark])  # type: ignore[list-item]  # on purpose
+
+
+@pytest.mark.parametrize("marks", [7, None, "12", b"12"])
+def test_marks_are_a_list(marks: object) -> None:
+    with pytest.raises(ConfigError, match="marks of 'a' must be a list of token counts, got"):
+        Request("a", [1], marks=marks)  # type: ignore[arg-type]  # on purpose
+
+
+def test_marks_are_distinct() -> None:
+    with pytest.raises(ConfigError, match="marks of 'a' must be distinct, got 4 twice"):
+        Request("a", [1], marks=[4, 1, 4])
