@@ -4,17 +4,22 @@
     next_stop(request, after)      the first of them behind ``after``
 
 All but NoStates keep the positions that the caller marked as well. ``ends``: whether the running state of a request
-that ends, or is preempted, becomes a checkpoint; that is the cache's affair and no stop.
+that ends, or is preempted, becomes a checkpoint; that is the cache's affair and no stop. A placement knows nothing of
+room: what it asks for the cache may decline.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from hybridkv.cache.policies import NEVER
+from hybridkv.errors import ConfigError
 from hybridkv.request import Request
+
+MOST_TOKENS: Final = (1 << 31) - 1
+"""Between two stops of a grid; token counts are no larger anywhere."""
 
 
 class Placement(Protocol):
@@ -40,7 +45,7 @@ class Placement(Protocol):
         ...
 
     def next_stop(self, request: Request, after: int) -> int:
-        """The least stop greater than ``after``, NEVER where there is none. O(log marks)."""
+        """The least stop greater than ``after``, NEVER where there is none. At most O(marks)."""
         ...
 
     def is_passing(self, request: Request, tokens: int) -> bool:
@@ -71,14 +76,19 @@ class NoStates:
 
 @dataclass(frozen=True, slots=True)
 class AlignPlacement:
-    """Where the reference layout keeps them: at multiples of the block that it gives to states.
+    """Where the reference layout (vLLM's align mode) keeps them: at the ends of the blocks that it gives to states.
 
-    tokens: of that block (vLLM's align mode). In the prompt the last one lies before the last token.
+    tokens: of such a block. Every multiple, in prompt and output: chunks of a prompt end at multiples, the last of them
+    at floor((P-1) / tokens) * tokens, and when P is one as well the state is kept there by the chunk behind it.
+    ConfigError for tokens out of range.
     """
 
     tokens: int
     keeps_states: bool = True
     ends: bool = False
+
+    def __post_init__(self) -> None:
+        _check_tokens(self.tokens)
 
     @property
     def name(self) -> str:
@@ -100,11 +110,17 @@ class AlignPlacement:
 
 @dataclass(frozen=True, slots=True)
 class IntervalPlacement:
-    """Every ``tokens`` tokens, in prompt and output, and at the ends."""
+    """Every ``tokens`` tokens, in prompt and output; the cache keeps the state where the request ends besides.
+
+    ConfigError for tokens out of range.
+    """
 
     tokens: int
     keeps_states: bool = True
     ends: bool = True
+
+    def __post_init__(self) -> None:
+        _check_tokens(self.tokens)
 
     @property
     def name(self) -> str:
@@ -126,9 +142,11 @@ class IntervalPlacement:
 
 @dataclass(frozen=True, slots=True)
 class EndsPlacement:
-    """Before the prompt's last token, at the end of the output, and where others branched off (branch_tokens).
+    """Before the prompt's last token, and where others branched off (``branch_tokens``).
 
-    A branch point seen once leaves a state the next time through.
+    Token P-1 must be run for its logits, so no later state serves the same prompt again. A branch point seen once
+    leaves a state the next time through. The end of the output is no stop: the cache keeps the running state of a
+    request that ends, or is preempted, without a copy (``ends``).
     """
 
     name: str = "ends"
@@ -136,16 +154,21 @@ class EndsPlacement:
     ends: bool = True
 
     def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
-        """Those three kinds but the end of the output, and marks."""
+        """Those two, and marks. O(marks)."""
         return _between(_own(request), start, end)
 
     def next_stop(self, request: Request, after: int) -> int:
-        """The next of them."""
+        """The next of them. O(marks)."""
         return _next(_own(request), after)
 
     def is_passing(self, request: Request, tokens: int) -> bool:
         """Before the prompt's last token, unless it is marked or others branched off there."""
         return tokens == request.num_prompt_tokens - 1 and tokens not in {request.branch_tokens, *request.marks}
+
+
+def _check_tokens(tokens: int) -> None:
+    if not 0 < tokens <= MOST_TOKENS:
+        raise ConfigError(f"a placement needs a number of tokens, 1 .. {MOST_TOKENS}, got {tokens}")
 
 
 def _own(request: Request) -> tuple[int, ...]:

@@ -1,0 +1,187 @@
+"""Placements: where they keep states, by hand and against a plain definition, and the names they go by."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.cache.placement import (
+    DEFAULT_PLACEMENT,
+    AlignPlacement,
+    EndsPlacement,
+    IntervalPlacement,
+    NoStates,
+    Placement,
+    placement_named,
+)
+from hybridkv.cache.policies import NEVER
+from hybridkv.errors import ConfigError
+from hybridkv.request import Request
+
+MOST = 2**31 - 1
+ALL = (NoStates(), AlignPlacement(4), IntervalPlacement(7), EndsPlacement())
+
+placements = st.one_of(
+    st.just(NoStates()),
+    st.builds(AlignPlacement, st.integers(1, 40)),
+    st.builds(IntervalPlacement, st.integers(1, 40)),
+    st.just(EndsPlacement()),
+)
+
+
+def request(prompt: int = 10, marks: Sequence[int] = (), branch: int = 0) -> Request:
+    made = Request("r", range(prompt), marks=marks)
+    made.branch_tokens = branch
+    return made
+
+
+requests = st.builds(
+    request,
+    prompt=st.integers(1, 60),
+    marks=st.lists(st.integers(1, 120), unique=True, max_size=8),
+    branch=st.integers(0, 60),
+)
+
+
+def kept(placement: Placement, of: Request, tokens: int) -> bool:
+    """Whether the state after ``tokens`` tokens should be kept: each placement in a line."""
+    prompt, marked = of.num_prompt_tokens, tokens in of.marks
+    match placement:
+        case NoStates():
+            return False
+        case AlignPlacement(size) | IntervalPlacement(size):
+            return marked or tokens % size == 0
+        case _:
+            return marked or tokens == prompt - 1 or tokens == of.branch_tokens
+
+
+# -- where
+
+
+@given(placement=placements, of=requests, start=st.integers(0, 130), length=st.integers(0, 130))
+def test_stops_are_what_each_placement_says(placement: Placement, of: Request, start: int, length: int) -> None:
+    counts = range(start + 1, start + length + 1)
+    assert placement.stops(of, start, start + length) == tuple(t for t in counts if kept(placement, of, t))
+
+
+@given(placement=placements, of=requests, after=st.integers(0, 130))
+def test_the_next_stop_is_the_first_of_the_stops(placement: Placement, of: Request, after: int) -> None:
+    found = placement.next_stop(of, after)
+    assert found > after
+    if found == NEVER:
+        assert placement.stops(of, after, 10_000) == ()
+    else:
+        # to the very end of the range, and not one before
+        assert placement.stops(of, after, found) == (found,)
+        assert placement.stops(of, after, found - 1) == ()
+
+
+@given(placement=placements, of=requests, cuts=st.lists(st.integers(0, 130), max_size=6))
+def test_steps_of_any_size_meet_every_stop_once(placement: Placement, of: Request, cuts: list[int]) -> None:
+    edges = [0, *sorted(cuts), 130]
+    parts = [placement.stops(of, start, end) for start, end in pairwise(edges)]
+    assert tuple(t for part in parts for t in part) == placement.stops(of, 0, 130)
+
+
+def test_ends_by_hand() -> None:
+    ends = EndsPlacement()
+    assert ends.stops(request(10), 0, 99) == (9,)
+    assert ends.stops(request(10, marks=[12, 4], branch=6), 0, 99) == (4, 6, 9, 12)
+    assert ends.stops(request(10, marks=[9, 6], branch=6), 0, 99) == (6, 9)  # once each
+    # one token: nothing lies before it
+    assert ends.stops(request(1), 0, 99) == ()
+    assert ends.next_stop(request(1), 0) == NEVER
+    assert [ends.next_stop(request(10, branch=6), after) for after in (0, 5, 6, 8, 9)] == [6, 6, 9, 9, NEVER]
+
+
+def test_grids_by_hand() -> None:
+    # 12 tokens of prompt: a state at 12 can serve whoever goes on from it
+    assert AlignPlacement(4).stops(request(12), 0, 20) == (4, 8, 12, 16, 20)
+    assert AlignPlacement(4).stops(request(12, marks=[5, 8]), 3, 9) == (4, 5, 8)
+    assert AlignPlacement(4).stops(request(12, branch=6), 4, 8) == (8,)
+    assert IntervalPlacement(7).stops(request(12), 7, 21) == (14, 21)
+    assert IntervalPlacement(7).next_stop(request(12, marks=[9]), 7) == 9
+    assert AlignPlacement(MOST).next_stop(request(12), MOST) == 2 * MOST < NEVER
+
+
+def test_no_states_minds_no_mark() -> None:
+    assert NoStates().stops(request(10, marks=[3], branch=5), 0, 99) == ()
+    assert NoStates().next_stop(request(10, marks=[3], branch=5), 0) == NEVER
+
+
+def test_who_keeps_states_and_who_keeps_the_end() -> None:
+    assert [one.keeps_states for one in ALL] == [False, True, True, True]
+    assert [one.ends for one in ALL] == [False, False, True, True]
+
+
+@given(placement=placements, of=requests, tokens=st.integers(1, 130))
+def test_only_an_end_of_prompt_serves_who_goes_on_alone(placement: Placement, of: Request, tokens: int) -> None:
+    own = tokens == of.num_prompt_tokens - 1
+    others = tokens in of.marks or tokens == of.branch_tokens
+    assert placement.is_passing(of, tokens) == (isinstance(placement, EndsPlacement) and own and not others)
+
+
+# -- names
+
+
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [
+        ("none", NoStates()),
+        ("ends", EndsPlacement()),
+        ("align", AlignPlacement(528)),
+        ("align:16", AlignPlacement(16)),
+        ("interval:1", IntervalPlacement(1)),
+        ("interval:0064", IntervalPlacement(64)),
+        (f"interval:{MOST}", IntervalPlacement(MOST)),
+    ],
+)
+def test_names_are_read(name: str, placement: Placement) -> None:
+    assert placement_named(name, 528) == placement
+    assert placement_named(placement.name, 1) == placement
+
+
+def test_the_default() -> None:
+    assert DEFAULT_PLACEMENT.name == "ends"
+    assert [one.name for one in ALL] == ["none", "align:4", "interval:7", "ends"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("interval", "interval:", "interval:0", "interval:-1", "interval:x", "interval: 8", "interval:1.5"),
+        *("interval:8:8", "interval:" + "9" * 5000),
+        *("align:", "align:0", "align:+4", "align:\u0664", f"align:{2**31}"),
+    ],
+)
+def test_a_bad_number_says_what_to_write(name: str) -> None:
+    kind = name.partition(":")[0]
+    with pytest.raises(ConfigError, match=f"needs a number of tokens, 1 .. {MOST}: write {kind}:528"):
+        placement_named(name, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("intervals:8", " (did you mean interval:N?)"),
+        ("Align", " (did you mean align or align:N?)"),
+        ("end", " (did you mean ends?)"),
+        ("ends:4", " (did you mean ends?)"),
+        ("no", " (did you mean none?)"),
+        ("", ""),
+        ("everywhere", ""),
+    ],
+)
+def test_an_unknown_name_says_which_there_are(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        placement_named(name, 16)
+    assert str(caught.value) == f"unknown placement '{name}': use none, ends, interval:N, align or align:N{hint}"
+
+
+@pytest.mark.parametrize("kind", [AlignPlacement, IntervalPlacement])
+@pytest.mark.parametrize("tokens", [0, -1, 2**31])
+def test_a_grid_is_one_of_tokens(kind: type[AlignPlacement | IntervalPlacement], tokens: int) -> None:
+    with pytest.raises(ConfigError, match=f"needs a number of tokens, 1 .. {MOST}, got {tokens}"):
+        kind(tokens)
