@@ -60,6 +60,7 @@ class Watched(Scheduler):
     limits: SchedulerLimits
     steps: list[Step] = field(default_factory=list)
     said: dict[str, list[int]] = field(default_factory=dict)
+    marks: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__(self.cache, self.limits)
@@ -73,6 +74,7 @@ class Watched(Scheduler):
         outcome = super().update(result)
         for done in outcome.finished:
             self.said[done.request.request_id] = done.request.output_token_ids
+            self.marks[done.request.request_id] = done.request.marks
         return outcome
 
 
@@ -150,6 +152,12 @@ def test_they_say_it_when_they_are_preempted_too() -> None:
     assert report.hit_tokens == 0
     assert report.computed_tokens > report.prompt_tokens + sum(54 + at for at in range(12))
     assert 0.8 < report.peak_usage <= 1
+
+
+def test_marks_reach_their_request() -> None:
+    source = Given([request(0, 20, 7, 1), replace(request(1, 20, 7, 2), marks=(16, 27))])
+    _, scheduler = watched(source, 100)
+    assert scheduler.marks == {"0": (), "1": (16, 27)}
 
 
 def test_more_rows_than_the_columns_begin_with() -> None:

@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,13 @@ def test_a_token_exact_line(write: Write) -> None:
 
 
 def test_marks_are_read(write: Write) -> None:
-    marked, plain = TraceFile(write(changed(PIECES, marks=[16, 45, 1]), PIECES))
-    assert (marked.marks, plain.marks) == ((16, 45, 1), ())
+    # 42 tokens of prompt and 3 of output; in any order, and twice is once
+    marked, empty, plain = TraceFile(write(changed(PIECES, marks=[16, 45, 1, 16]), changed(PIECES, marks=[]), PIECES))
+    assert (marked.marks, empty.marks, plain.marks) == ((1, 16, 45), (), ())
+    assert replace(marked, marks=(), origin="line 3") == plain
+    # the other format has no such field
+    (other,) = TraceFile(write(changed(MOONCAKE, marks=["x"])))
+    assert other.marks == ()
 
 
 def test_pieces_without_tokens_are_dropped(write: Write) -> None:
@@ -183,6 +189,9 @@ MALFORMED = [
     (changed(PIECES, marks=[0]), r"a mark must lie in 1 \.\. 45, got 0"),
     (changed(PIECES, marks=[46]), r"a mark must lie in 1 \.\. 45, got 46"),
     (changed(PIECES, marks=["x"]), "a mark must be an integer, not 'x'"),
+    (changed(PIECES, marks=[3, 4.0]), r"a mark must be an integer, not 4\.0"),
+    (changed(PIECES, marks=[True]), "a mark must be an integer, not True"),
+    (changed(PIECES, marks=None), "marks must be a list, not None"),
     (changed(MOONCAKE, input_length=-5), "input_length must be at least 1 token, got -5"),
     (changed(MOONCAKE, input_length=0, hash_ids=[]), "input_length must be at least 1 token, got 0"),
     (changed(MOONCAKE, output_length=0), "output_length must be at least 1 token, got 0"),

@@ -5,7 +5,7 @@
                   block the tokens are a function of the id; outputs are tokens that occur nowhere else
     token-exact   {"timestamp": ms, "prompt": [[segment, offset, length], ...], "output": [[...], ...]}
                   optionally "marks": [token count, ...], where the caller wants a state kept and a hit to be
-                  able to end (natural layout)
+                  able to end (natural layout): 1 .. tokens of prompt and output, in any order
 
 Other fields are left alone. Every count is checked: a request has at least one prompt and one output token.
 """
@@ -33,7 +33,7 @@ class TraceRequest:
     """One request of a trace.
 
     timestamp_s: seconds since the trace began. prompt, output: tokens as pieces, ids on demand.
-    marks: token counts at which the caller wants a state kept. origin: where it stands, for messages.
+    marks: token counts, ascending, at which the caller wants a state kept. origin: where it stands, for messages.
     """
 
     timestamp_s: float
@@ -112,10 +112,7 @@ class PieceFormat:
         output = _pieces(record, "output")
         total = prompt.num_tokens + output.num_tokens
         _check_total(total)
-        marks: tuple[int, ...] = ()
-        if "marks" in record:
-            marks = tuple(sorted({_integer(one, "a mark", total, least=1) for one in _list(record, "marks")}))
-        return TraceRequest(timestamp_s, prompt, output, marks, origin)
+        return TraceRequest(timestamp_s, prompt, output, _marks(record, total), origin)
 
 
 def _field(record: dict[str, object], name: str) -> object:
@@ -172,6 +169,13 @@ def _pieces(record: dict[str, object], name: str) -> Pieces:
     if not pieces:
         raise MalformedLineError(f"{name} must have at least 1 token")
     return Pieces(PROMPT_SEGMENT, tuple(pieces))
+
+
+def _marks(record: dict[str, object], most: int) -> tuple[int, ...]:
+    """Token counts of ``marks`` up to ``most``, ascending and distinct; none where the field is not there."""
+    if "marks" not in record:
+        return ()
+    return tuple(sorted({_integer(one, "a mark", most, least=1) for one in _list(record, "marks")}))
 
 
 def _check_total(tokens: int) -> None:
