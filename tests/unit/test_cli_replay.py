@@ -129,10 +129,11 @@ def test_workloads_are_drawn_from_their_seed() -> None:
     assert first != other
     made = json.loads(first)
     assert made["source"] == "workload:chat"
-    assert {name: made["settings"][name] for name in ("seed", "hours", "rate")} == {
+    assert {name: made["settings"][name] for name in ("seed", "hours", "rate", "marks")} == {
         "seed": 7,
         "hours": 0.01,
         "rate": 1.0,
+        "marks": False,
     }
 
 
@@ -293,6 +294,7 @@ def test_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Path) -> None:
         (("workload:chat", *BASE, "--trace-block-size", "16"), "--trace-block-size means nothing for workload:chat"),
         (("workload:chat", *BASE, "--skip-bad-lines"), "--skip-bad-lines means nothing for workload:chat"),
         (("workload:uniform", *BASE, "--seed", "1"), "--seed means nothing for workload:uniform"),
+        (("workload:uniform", *BASE, "--marks"), "--marks means nothing for workload:uniform"),
         (("pyproject.toml", *BASE, "--seed", "1", "--rate", "2"), "--seed, --rate means nothing for pyproject.toml"),
         (("pyproject.toml", *BASE), "pyproject.toml, line 1: not JSON"),
         (("tests", *BASE), "tests is not a regular file"),

@@ -6,6 +6,7 @@ cache at 16-token blocks; over seeds they move by some points, with the lengths 
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from statistics import mean, median
 
 import numpy as np
@@ -72,6 +73,18 @@ def test_equal_seeds_give_equal_streams(kind: str) -> None:
     times = [request.timestamp_s for request in first]
     assert times == sorted(times)
     assert all(time == round(time, 3) for time in times)
+
+
+@pytest.mark.parametrize("kind", WORKLOADS)
+def test_marks_lie_where_the_shared_beginning_ends(kind: str) -> None:
+    plain, marked = (list(Workload(kind, seed=5, hours=0.2, marks=marks)) for marks in (False, True))
+    assert all(request.marks == () for request in plain)
+    assert [replace(request, marks=()) for request in marked] == plain
+    beginnings = Counter(request.prompt.pieces[0] for request in marked)
+    # forks of one task and turns of one conversation share more; conversations share this
+    assert len(beginnings) < len(marked) / 4
+    assert all(request.marks == (request.prompt.pieces[0][2],) for request in marked)
+    assert all(request.marks[0] < request.num_prompt_tokens for request in marked)
 
 
 @pytest.mark.parametrize("kind", WORKLOADS)

@@ -99,6 +99,9 @@ def replay_command(
     seed: Annotated[int | None, typer.Option(help="Of a workload; 0.")] = None,
     hours: Annotated[float | None, typer.Option(help="Of arrivals of a workload; 1.")] = None,
     rate: Annotated[float | None, typer.Option(help="Multiplies the arrivals of a workload; 1.")] = None,
+    marks: Annotated[
+        bool, typer.Option("--marks", help="Of a workload: mark where the shared beginning of each prompt ends.")
+    ] = False,
     limit: Annotated[int | None, typer.Option(help="Replay the first N requests only.")] = None,
     skip_bad_lines: Annotated[bool, typer.Option("--skip-bad-lines", help="Count malformed lines, go on.")] = False,
     no_prefix_caching: Annotated[bool, typer.Option("--no-prefix-caching", help="Share nothing.")] = False,
@@ -106,7 +109,7 @@ def replay_command(
 ) -> None:
     """Replay requests through the scheduler and the cache manager; only time is modelled."""
     asked = _Asked(
-        workload={"--seed": seed, "--hours": hours, "--rate": rate},
+        workload={"--seed": seed, "--hours": hours, "--rate": rate, "--marks": marks or None},
         trace={"--trace-block-size": trace_block_size, "--skip-bad-lines": skip_bad_lines or None},
         planning=PlanOptions(model, memory, tp, block_size, dtype, layout, placement, windows_as_full),
         plan_file=plan_file,
@@ -161,7 +164,7 @@ def _source(trace: str, asked: _Asked) -> RequestSource:
     if kind not in WORKLOADS:
         raise ConfigError(f"unknown workload {kind!r}: use one of {', '.join((*WORKLOADS, _UNIFORM))}")
     chosen = {name.removeprefix("--"): value for name, value in asked.workload.items() if value is not None}
-    return Workload(kind, limit=asked.limit, **chosen)  # type: ignore[arg-type]  # --seed is an int, the others floats
+    return Workload(kind, limit=asked.limit, **chosen)  # type: ignore[arg-type]  # an int, a bool, the others floats
 
 
 def _plan(summary: TraceSummary, asked: _Asked, token_budget: int) -> tuple[Plan, int | None]:
@@ -187,7 +190,7 @@ def _plan(summary: TraceSummary, asked: _Asked, token_budget: int) -> tuple[Plan
 
 def _settings(plan: Plan, settings: ReplaySettings, length_from: str, source: RequestSource) -> dict[str, object]:
     """What the numbers were made under, for the JSON document."""
-    drawn = {name: getattr(source, name) for name in ("seed", "hours", "rate") if isinstance(source, Workload)}
+    drawn = {name: getattr(source, name) for name in ("seed", "hours", "rate", "marks") if isinstance(source, Workload)}
     return {
         "model": plan.model.name,
         "dtype": plan.model.dtype,

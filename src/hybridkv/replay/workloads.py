@@ -11,7 +11,8 @@
 
 Conversations, tasks and calls arrive as Poisson processes during ``hours``; what follows them may end later.
 Lengths are log-normal around the median, cut at both ends; those of system prompts are log-uniform. ``rate``
-multiplies the arrivals. The generator of random numbers is handed in: equal seeds give equal streams.
+multiplies the arrivals. The generator of random numbers is handed in: equal seeds give equal streams. Every prompt
+begins with the piece that others begin with, too (system prompt, tools, template); ``marks`` marks its end.
 """
 
 from __future__ import annotations
@@ -173,6 +174,11 @@ def mix(stream: _Stream) -> list[TraceRequest]:
     return chat(stream) + agent(stream) + api(stream)
 
 
+def _shared_end(request: TraceRequest) -> tuple[int]:
+    """The tokens of the first piece, which every generator takes from ``shared``."""
+    return (request.prompt.pieces[0][2],)
+
+
 WORKLOADS: Final[Mapping[str, Callable[[_Stream], list[TraceRequest]]]] = MappingProxyType(
     {"agent": agent, "api": api, "chat": chat, "mix": mix, "think": think}
 )
@@ -182,6 +188,7 @@ WORKLOADS: Final[Mapping[str, Callable[[_Stream], list[TraceRequest]]]] = Mappin
 class Workload:
     """One generated stream. kind: a name in WORKLOADS. rate: multiplies the arrivals. limit: requests kept.
 
+    marks: mark where the shared beginning of each prompt ends; the tokens are the same with and without.
     Raises ConfigError for an unknown kind and for sizes that cannot work.
     """
 
@@ -190,6 +197,7 @@ class Workload:
     hours: float = 1.0
     rate: float = 1.0
     limit: int | None = None
+    marks: bool = False
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -209,7 +217,10 @@ class Workload:
         """All requests, by time; those of one time in the order they were drawn."""
         stream = _Stream(np.random.default_rng(self.seed), self.hours, self.rate, itertools.count())
         drawn = sorted(WORKLOADS[self.kind](stream), key=lambda request: request.timestamp_s)[: self.limit]
-        return [replace(request, origin=f"request {at}") for at, request in enumerate(drawn)]
+        return [
+            replace(request, marks=_shared_end(request) if self.marks else (), origin=f"request {at}")
+            for at, request in enumerate(drawn)
+        ]
 
     def summary(self) -> TraceSummary:
         """Counts. Raises TraceError when chance and a low rate made no request."""
