@@ -35,6 +35,12 @@ def test_json_lines(tmp_path: Path) -> None:
     assert found.bad_lines == 0
 
 
+def test_marks(tmp_path: Path) -> None:
+    found = read(tmp_path, '{"prompt": "Hi", "marks": [70, 1]}\n{"prompt": "Hi", "marks": []}\n{"prompt": "Hi"}\n')
+    # 70 lies in the output, or behind its end, where it does nothing
+    assert [one.marks for one in found.prompts] == [(1, 70), (), ()]
+
+
 def test_plain_text_and_detection(tmp_path: Path) -> None:
     found = read(tmp_path, "One\r\n\n Two {}\n", name="prompts.txt")
     assert [bytes(one.token_ids).decode() for one in found.prompts] == ["One", " Two {}"]
@@ -58,6 +64,15 @@ def test_plain_text_and_detection(tmp_path: Path) -> None:
         ('{"prompt": [257]}', "token id 257 lies outside the vocabulary of tiny:llama"),
         ('{"prompt": [-1]}', "token id -1 lies outside"),
         ('{"prompt": "x", "text": 1}', "unknown key 'text'"),
+        ('{"prompt": "x", "mark": [1]}', "unknown key 'mark': known are prompt, sampling, marks"),
+        ('{"prompt": "x", "marks": 1}', "marks must be a list of token counts, got 1"),
+        ('{"prompt": "x", "marks": null}', "marks must be a list of token counts, got None"),
+        ('{"prompt": "x", "marks": "12"}', "marks must be a list of token counts, got '12'"),
+        ('{"prompt": "x", "marks": {"1": 2}}', "marks must be token counts"),
+        ('{"prompt": "x", "marks": [1, 0]}', r"marks must be token counts, 1 \.\. 2\*\*31 - 1, got 0"),
+        ('{"prompt": "x", "marks": [1.0]}', r"marks must be token counts, .* got 1\.0"),
+        ('{"prompt": "x", "marks": [true]}', "marks must be token counts, .* got True"),
+        ('{"prompt": "x", "marks": [4, 9, 4]}', "marks must be distinct, got 4 twice"),
         ('{"prompt": "x", "sampling": []}', "sampling must be an object"),
         ('{"prompt": "x", "sampling": {"temprature": 1}}', "unknown sampling key 'temprature'.*temperature"),
         ('{"prompt": "x", "sampling": {"temperature": "hot"}}', "temperature must be a number"),

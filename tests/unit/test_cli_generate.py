@@ -11,8 +11,10 @@ from cli_support import run
 
 from hybridkv.cli import main
 from hybridkv.plan import plan_to_json
+from hybridkv.request import Request
 from hybridkv.runner import load, plan_for
 from hybridkv.runner.check import CheckReport, Difference
+from hybridkv.schedule import Scheduler
 
 Capture = pytest.CaptureFixture[str]
 Call = Callable[..., tuple[int, str, str]]
@@ -124,6 +126,24 @@ def test_a_second_round_is_warm(here: Call) -> None:
     code, out, _ = here("--model", "tiny:llama", "--repeat", "2", "--max-new-tokens", "8")
     for said in ("round 2 of 2", "hit tokens 1      320 of 654", "hit tokens 2      650 of 654"):
         assert said in out
+
+
+def test_marks_reach_the_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Call) -> None:
+    added: list[tuple[int, ...]] = []
+    add = Scheduler.add
+
+    def noted(scheduler: Scheduler, request: Request) -> None:
+        added.append(request.marks)
+        add(scheduler, request)
+
+    monkeypatch.setattr(Scheduler, "add", noted)
+    file = prompts(tmp_path, '{"prompt": "marked", "marks": [8, 3]}', '{"prompt": "plain"}')
+    code, _, _ = here("--model", "tiny:llama", "--prompts", file, "--max-new-tokens", "3", "--repeat", "2")
+    assert (code, added) == (0, [(3, 8), (), (3, 8), ()])
+    file = prompts(tmp_path, '{"prompt": "good"}', '{"prompt": "bad", "marks": [0]}')
+    code, out, err = here("--model", "tiny:llama", "--prompts", file)
+    assert (code, out) == (2, "")
+    assert "prompts.jsonl, line 2: marks must be token counts" in err
 
 
 def test_bad_lines_are_counted_on_demand(tmp_path: Path, here: Call) -> None:

@@ -60,7 +60,8 @@ def generate_command(
     *,
     model: Annotated[str, typer.Option(help="A folder with safetensors and tokenizer, or tiny:llama, tiny:qwen2.")],
     prompts: Annotated[
-        Path | None, typer.Option(help="JSON lines with prompt and sampling, or plain text; a few built-in ones.")
+        Path | None,
+        typer.Option(help="JSON lines with prompt, sampling and marks, or plain text; a few built-in ones."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Of each request, unless its sampling says max_tokens.")] = 32,
     block_size: Annotated[int | None, typer.Option(help="Tokens of a block; 16.")] = None,
@@ -174,7 +175,7 @@ def _run(loaded: LoadedModel, plan: Plan, found: Prompts, options: EngineOptions
 
 def _round(engine: Engine, found: Prompts, advance: Callable[[], None]) -> list[Completion]:
     """All prompts to their ends, in their order."""
-    ids = [engine.add(one.token_ids, one.sampling) for one in found.prompts]
+    ids = [engine.add(one.token_ids, one.sampling, marks=one.marks) for one in found.prompts]
     done: dict[str, Completion] = {}
     while not engine.idle:
         for one in engine.step():

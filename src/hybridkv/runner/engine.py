@@ -101,11 +101,14 @@ class Engine:
         *,
         request_id: str | None = None,
         cache_salt: str | None = None,
+        marks: Sequence[int] = (),
     ) -> str:
         """Queue a prompt, text or token ids; its request id.
 
+        marks: token counts where its prefix should be resumable (hybridkv.request).
         Raises ConfigError for text without tokenizer, an empty prompt, ids outside the vocabulary, stop
-        strings without tokenizer and an id in use; CapacityError when it could never fit.
+        strings without tokenizer, marks that are no token counts and an id in use; CapacityError when it could never
+        fit.
         """
         params = sampling if sampling is not None else SamplingParams()
         ids = encode(self.loaded, prompt)
@@ -120,6 +123,7 @@ class Engine:
             hasher=self.cache.hasher,
             cache_salt=cache_salt,
             eos_token_ids=self.loaded.eos_token_ids,
+            marks=marks,
         )
         self.scheduler.add(request)
         tokenizer = self.loaded.tokenizer

@@ -1,9 +1,11 @@
 """Prompts from a file: JSON lines with sampling parameters, or plain text, one prompt a line.
 
     {"prompt": "Once upon a time", "sampling": {"temperature": 0.8, "seed": 7, "max_tokens": 32}}
-    {"prompt": [72, 101, 108, 108, 111]}
+    {"prompt": [72, 101, 108, 108, 111], "marks": [4]}
 
-A file is JSON lines when its name ends in .jsonl or .json, or its first line that is not blank begins with ``{``.
+marks: token counts, in prompt or output, where the prefix should be resumable: a hit may end there, and states are kept
+there (natural layout). A file is JSON lines when its name ends in .jsonl or .json, or its first line that is not blank
+begins with ``{``.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from pathlib import Path
 from typing import Final
 
 from hybridkv.errors import ConfigError, TraceError
-from hybridkv.request import SamplingParams
+from hybridkv.request import SamplingParams, checked_marks
 
 Encode = Callable[[str | Sequence[int]], list[int]]
 
-_KEYS: Final = ("prompt", "sampling")
+_KEYS: Final = ("prompt", "sampling", "marks")
 _SAMPLING_KEYS: Final = tuple(field.name for field in fields(SamplingParams))
 _NUMBERS: Final = ("temperature", "top_p", "min_p", "repetition_penalty")
 _INTEGERS: Final = ("top_k", "seed", "max_tokens")
@@ -40,10 +42,11 @@ BUILT_IN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt, encoded."""
+    """One prompt, encoded. marks: token counts, ascending, where its prefix should be resumable."""
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
+    marks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,8 @@ def _parse(text: str, encode: Encode, defaults: SamplingParams, vocab_size: int)
             raise ConfigError("prompt must be a string or a list of integer token ids")
     elif not isinstance(prompt, str):
         raise ConfigError("prompt must be a string or a list of integer token ids" if prompt else "prompt is missing")
-    return Prompt(tuple(encode(prompt)), _sampling(record.get("sampling"), defaults, vocab_size))
+    marks = checked_marks(record.get("marks", ()))
+    return Prompt(tuple(encode(prompt)), _sampling(record.get("sampling"), defaults, vocab_size), marks)
 
 
 def _sampling(given: object, defaults: SamplingParams, vocab_size: int) -> SamplingParams:
