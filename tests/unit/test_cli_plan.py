@@ -74,6 +74,16 @@ def test_a_natural_plan_for_people_and_programs(tmp_path: Path) -> None:
     assert re.search(r"layout natural, no recurrent states", run("replay", "workload:uniform", "--plan", path).stdout)
 
 
+def test_a_natural_plan_keeps_its_placement() -> None:
+    options = ("plan", "qwen3.5-35b-a3b", "--memory", "40GiB", "--layout", "natural")
+    model = read_model("qwen3.5-35b-a3b")
+    for name in (None, "align", "interval:64", "none"):
+        asked = () if name is None else ("--placement", name)
+        made = make_plan(model, "40GiB", layout="natural", placement=name)
+        assert plan_from_json(run(*options, *asked, "--json").stdout) == made
+        assert made.placement == name or (name, made.placement) == (None, "ends")
+
+
 def test_layouts_side_by_side() -> None:
     text = run("plan", "qwen3.5-35b-a3b", "--memory", "40GiB", "--compare").stdout
     assert re.search(r"attention block, tokens +1,056 +16 *\n", text)
@@ -133,6 +143,18 @@ def test_a_folder_is_planned(tmp_path: Path) -> None:
         (
             ("plan", "llama-3-8b", "--memory", "4GiB", "--layout", "reference", "--placement", "ends"),
             "choose align or none, or --layout natural",
+        ),
+        (
+            ("plan", "llama-3-8b", "--memory", "4GiB", "--layout", "reference", "--placement", "ends"),
+            "placement 'ends' is none of the reference layout's: choose align or none, or --layout natural",
+        ),
+        (
+            ("plan", "llama-3-8b", "--memory", "4GiB", "--layout", "natural", "--placement", "intervall:8"),
+            "unknown placement 'intervall:8': use none, ends, interval:N, align or align:N (did you mean interval:N?)",
+        ),
+        (
+            ("plan", "llama-3-8b", "--memory", "4GiB", "--layout", "natural", "--placement", "align:0"),
+            "placement 'align:0' needs a number of tokens",
         ),
         (
             ("plan", "--plan", "p.json", "--placement", "none", "--windows-as-full"),

@@ -213,6 +213,47 @@ def test_states_that_are_not_kept_are_said_to_be() -> None:
     assert run("replay", "workload:uniform", *BASE, "--no-prefix-caching").stdout.count("off: as asked for\n") == 1
 
 
+NATURAL = ("workload:uniform", "--model", "jamba-1.5-mini", "--memory", "4GiB", "--layout", "natural")
+
+
+@pytest.mark.parametrize(
+    ("asked", "used"),
+    [
+        (None, "ends"),
+        ("ends", "ends"),
+        ("align", "align:80"),
+        ("align:32", "align:32"),
+        ("interval:64", "interval:64"),
+        ("none", "none"),
+    ],
+)
+def test_placements_of_the_natural_layout(asked: str | None, used: str) -> None:
+    done = run("replay", *NATURAL, *(() if asked is None else ("--placement", asked)))
+    assert f"layout natural, placement {used}, bfloat16 cache\n" in done.stdout
+    assert re.search(r"blocks moved +[\d,]+, ", done.stdout)
+    hits = re.search(r"hit tokens +([\d,]+) ", done.stdout)
+    assert hits is not None
+    assert (hits[1] == "0") == (used == "none")
+    assert ("prefix caching is off: placement none keeps no state" in done.stdout) == (used == "none")
+
+
+def test_a_natural_plan_keeps_its_placement(tmp_path: Path) -> None:
+    path, reference = tmp_path / "plan.json", tmp_path / "reference.json"
+    options = ("plan", "jamba-1.5-mini", "--memory", "4GiB", "--max-model-len", "400", "--json")
+    path.write_text(run(*options, "--layout", "natural", "--placement", "interval:64").stdout, "utf-8")
+    made = document("replay", "workload:uniform", "--plan", path)
+    assert made["settings"]["placement"] == "interval:64"
+    assert made == document("replay", *NATURAL, "--placement", "interval:64")
+    # the groups are the same for all but none: another placement may be tried on them
+    other = document("replay", "workload:uniform", "--plan", path, "--placement", "align")
+    assert other == document("replay", *NATURAL, "--placement", "align")
+    assert other["settings"]["placement"] == "align:80"
+    reference.write_text(run(*options, "--layout", "reference").stdout, "utf-8")
+    assert "--plan holds everything already: drop --placement, or drop --plan" in error(
+        "replay", "workload:uniform", "--plan", reference, "--placement", "align"
+    )
+
+
 @pytest.mark.parametrize("model", ["qwen3.5-35b-a3b", "gpt-oss-120b", "llama-4-scout", "whisper-large-v3"])
 def test_a_plan_in_a_pipe(model: str) -> None:
     options = ("--memory", "8GiB", "--max-model-len", "400")
@@ -284,6 +325,15 @@ def test_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Path) -> None:
         (("workload:chat", *BASE, "--layout", "slabs"), "'reference', 'natural'"),
         (("workload:chat", *BASE, "--placement", "all"), "use none, ends, interval:N, align or align:N"),
         (("workload:chat", *BASE, "--layout", "reference", "--placement", "ends"), "choose align or none"),
+        (("workload:chat", *BASE, "--layout", "sideways"), "'reference', 'natural'"),
+        (
+            ("workload:chat", *BASE, "--layout", "reference", "--placement", "interval:8"),
+            "placement 'interval:8' is none of the reference layout's: choose align or none, or --layout natural",
+        ),
+        (
+            ("workload:chat", *BASE, "--layout", "natural", "--placement", "all"),
+            "unknown placement 'all': use none, ends, interval:N, align or align:N",
+        ),
         (
             ("workload:chat", *BASE, "--plan", "p.json", "--placement", "none", "--windows-as-full"),
             "drop --model, --memory, --windows-as-full, or drop --plan",

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.errors import ConfigError
+from hybridkv.models import read_model
 from hybridkv.plan.config import NamedSpec
 from hybridkv.plan.grouping import group_layers, group_size, layer_types
 from hybridkv.plan.layout import reference_layout
-from hybridkv.plan.pages import unify_pages, windows_as_full, with_placement
+from hybridkv.plan.pages import state_block_tokens, unify_pages, windows_as_full, with_placement
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -246,3 +247,35 @@ def test_every_layer_has_one_place(specs: list[KVCacheSpec], num_blocks: int) ->
         assert (tensor.offset_bytes, tensor.size) == (end, num_blocks * tensor.block_stride_bytes)
         end += tensor.size
     assert config.arena_bytes == end == num_blocks * grouping.block_bytes
+
+
+# tokens: the reference's known numbers, those of its plans in tests/golden
+STATE_BLOCKS = {
+    "bamba-9b": 528,
+    "jamba-1.5-mini": 80,
+    "nemotron-3-nano-30b-a3b": 2096,
+    "nemotron-h-8b": 528,
+    "qwen3-next-80b-a3b": 544,
+    "qwen3.5-35b-a3b": 1056,
+}
+
+
+@pytest.mark.parametrize("name", STATE_BLOCKS)
+def test_the_block_of_states(name: str) -> None:
+    layers = [(layer.name, layer.spec) for layer in read_model(name).layers]
+    assert state_block_tokens(layers) == STATE_BLOCKS[name]
+    # what states are kept for, and how wide windows are, is no part of it
+    assert state_block_tokens(windows_as_full(with_placement(layers, "none"))) == STATE_BLOCKS[name]
+    # and it is the block of the plan
+    blocks = {spec.block_size for _, spec in unify_pages(layers) if isinstance(spec, MambaSpec)}
+    assert blocks == {STATE_BLOCKS[name]}
+
+
+def test_half_the_bytes_of_a_token_make_a_longer_block_of_states() -> None:
+    layers = [(layer.name, layer.spec) for layer in read_model("qwen3.5-35b-a3b", dtype="fp8").layers]
+    assert state_block_tokens(layers) == 2096
+
+
+def test_without_states_there_is_no_block_of_them() -> None:
+    with pytest.raises(ConfigError, match="the model has no recurrent layers"):
+        state_block_tokens([("f", FULL), ("w", WINDOW)])

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridkv.cache.placement import DEFAULT_PLACEMENT
 from hybridkv.errors import CapacityError, ConfigError, SchemaError
 from hybridkv.models import Layer, Model, read_model
 from hybridkv.plan import KVCacheConfig, Plan, SlabClass, SlabLayout, make_plan, plan_from_json, plan_to_json
@@ -20,6 +21,7 @@ from hybridkv.plan.capacity import blocks_needed, reserved_blocks
 from hybridkv.plan.comparison import facts_of, padding_of
 from hybridkv.plan.natural import natural_config
 from hybridkv.plan.packing import LayerKind, packings, worst_padding
+from hybridkv.plan.planner import DEFAULT_PLACEMENTS
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -113,6 +115,48 @@ def test_plans_come_back_equal(specs: list[KVCacheSpec], memory: int, kernel: in
         text = plan_to_json(made)
         assert plan_from_json(text) == made
         assert plan_to_json(plan_from_json(text)) == text
+
+
+def test_a_plan_carries_the_placement() -> None:
+    model = model_of([FULL, STATE, STATE])
+    names = ("ends", "align", "align:64", "interval:8")
+    by_name = {name: make_plan(model, "1MiB", max_model_len=20, layout="natural", placement=name) for name in names}
+    assert [made.placement for made in by_name.values()] == list(names)
+    assert len({made.config for made in by_name.values()}) == 1
+    assert by_name["ends"] == planned([FULL, STATE, STATE])
+    for name, made in by_name.items():
+        text = plan_to_json(made)
+        assert json.loads(text)["placement"] == name
+        assert plan_from_json(text) == made
+    none = make_plan(model, "1MiB", max_model_len=20, layout="natural", placement="none")
+    assert (none.placement, none.states_kept) == ("none", None)
+    assert none.config != by_name["ends"].config
+    # without recurrent layers there is nothing to place
+    plain = make_plan(model_of([FULL, WINDOW]), "1MiB", max_model_len=20, layout="natural", placement="interval:8")
+    assert (plain.placement, plain) == (None, planned([FULL, WINDOW]))
+
+
+def test_a_plan_that_names_no_placement_is_one_of_the_default() -> None:
+    made = planned([FULL, STATE])
+    document = json.loads(plan_to_json(made))
+    del document["placement"]
+    older = plan_from_json(json.dumps(document))
+    assert (older.states_kept, older.placement, older.config) == (None, "ends", made.config)
+    assert DEFAULT_PLACEMENT.name == DEFAULT_PLACEMENTS["natural"] == "ends"
+
+
+@pytest.mark.parametrize(
+    ("layout", "specs", "placement"),
+    [("reference", [FULL, STATE], "align"), ("natural", [FULL, WINDOW], "ends"), ("natural", [FULL, STATE], "none")],
+)
+def test_a_placement_that_nothing_follows_is_a_contradiction(
+    layout: str, specs: list[KVCacheSpec], placement: str
+) -> None:
+    made = make_plan(model_of(specs), "1MiB", max_model_len=20, layout=layout, placement=placement)
+    document = json.loads(plan_to_json(made))
+    assert "placement" not in document
+    with pytest.raises(SchemaError, match="contradicts itself: placement 'interval:8' is for the layout"):
+        plan_from_json(json.dumps({**document, "placement": "interval:8"}))
 
 
 def fits(specs: list[KVCacheSpec], memory: int) -> bool:

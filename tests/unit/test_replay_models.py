@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from hybridkv.errors import CapacityError
+from hybridkv.cache.placement import AlignPlacement, EndsPlacement, IntervalPlacement, NoStates, Placement
+from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import known_models, read_model
 from hybridkv.plan import Plan, make_plan, plan_from_json, plan_to_json
 from hybridkv.replay import (
@@ -16,6 +17,7 @@ from hybridkv.replay import (
     TraceSummary,
     UniformWorkload,
     Workload,
+    placement_of,
     plan_for,
     plan_with_length,
     run_replay,
@@ -180,6 +182,32 @@ def test_without_placement_no_state_is_hit(name: str) -> None:
     assert (aligned.placement, plan.placement) == ("align", "none")
     assert (report.hit_tokens, report.caching_off) == (0, "placement none keeps no state to resume from")
     assert not any(group.cached_blocks or group.copies for group in report.groups)
+
+
+def test_who_says_where_states_are_kept() -> None:
+    def placed(name: str, layout: str, planned_as: str | None, asked: str | None) -> Placement | None:
+        plan = planned(name, SHORT, layout=layout, placement=planned_as)
+        return placement_of(plan, ReplaySettings(placement=asked))
+
+    hybrid, plain = "jamba-1.5-mini", "llama-3-8b"
+    # the plan, unless the settings say otherwise; align is that of the reference layout
+    assert placed(hybrid, "natural", None, None) == EndsPlacement()
+    assert placed(hybrid, "natural", "interval:64", None) == IntervalPlacement(64)
+    assert placed(hybrid, "natural", "align", None) == AlignPlacement(80)
+    assert placed(hybrid, "natural", "align", "align:7") == AlignPlacement(7)
+    assert placed(hybrid, "natural", "interval:64", "none") == placed(hybrid, "natural", "none", None) == NoStates()
+    # the groups of a plan for none publish nothing
+    with pytest.raises(ConfigError, match="the plan was made with placement 'none': plan again with 'ends' to keep"):
+        placed(hybrid, "natural", "none", "ends")
+    # in the reference layout the groups themselves say it
+    assert placed(hybrid, "reference", None, "align") is placed(hybrid, "reference", "none", None) is None
+    with pytest.raises(ConfigError, match="made with placement 'align': plan again with 'none', or with the natural"):
+        placed(hybrid, "reference", None, "none")
+    # without states every name is as good as another, but must be one
+    assert placed(plain, "natural", None, None) == EndsPlacement()
+    assert placed(plain, "reference", None, "none") is None
+    with pytest.raises(ConfigError, match="unknown placement 'here'"):
+        placed(plain, "natural", None, "here")
 
 
 def test_why_nothing_is_shared() -> None:

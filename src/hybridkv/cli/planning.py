@@ -11,7 +11,7 @@ from typing import Annotated, Final, TypedDict
 
 import typer
 
-from hybridkv.cache.placement import DEFAULT_PLACEMENT, placement_named
+from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError, SchemaError
 from hybridkv.models import DTYPE_NAMES, Model, read_model
 from hybridkv.plan import Plan, plan_from_json, read_plan
@@ -61,7 +61,7 @@ PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan written by
 class PlanRules(TypedDict):
     """Arguments of make_plan and plan_for besides model, memory and limits."""
 
-    placement: str
+    placement: str | None
     windows_as_full: bool
     layout: str
 
@@ -82,7 +82,7 @@ class PlanOptions:
     def refuse_beside_plan(self, own: Mapping[str, object], *, placed: bool = True) -> None:
         """ConfigError when anything was given that a plan file holds. own: the command's names of such options.
 
-        placed: the plan says where states are kept (in the natural layout it does not).
+        placed: --placement is among them; the natural layout leaves it open.
         """
         shared = ["memory", "tp", "block_size", "dtype", "layout", "windows_as_full"]
         shared[-1:-1] = ["placement"] if placed else []
@@ -109,16 +109,14 @@ class PlanOptions:
         """How layers are managed in ``layout``. ConfigError for a placement that it does not know."""
         name = self.placement
         if layout == NATURAL:
-            keeps = placement_named(name or DEFAULT_PLACEMENT.name, align_tokens=1).keeps_states
-            placement = ALIGN if keeps else NO_STATES
-        elif name is None or name in {ALIGN, NO_STATES}:
-            placement = name or ALIGN
-        else:
+            if name is not None:
+                placement_named(name, align_tokens=1)  # only read: the plan carries the name
+        elif name not in {None, ALIGN, NO_STATES}:
             raise ConfigError(
                 f"placement {name!r} is none of the reference layout's: choose {ALIGN} or {NO_STATES}, or "
                 f"--layout {NATURAL}"
             )
-        return PlanRules(placement=placement, windows_as_full=bool(self.windows_as_full), layout=layout)
+        return PlanRules(placement=name, windows_as_full=bool(self.windows_as_full), layout=layout)
 
 
 def load_plan(path: Path) -> Plan:

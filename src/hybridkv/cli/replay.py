@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from hybridkv.cache.placement import DEFAULT_PLACEMENT
 from hybridkv.cli.output import console, table
 from hybridkv.cli.planning import (
     BlockSize,
@@ -121,7 +120,7 @@ def replay_command(
         token_budget,
         time_scale,
         prefix_caching=not no_prefix_caching,
-        placement=placement or DEFAULT_PLACEMENT.name,
+        placement=placement,
     )
     source = _source(trace, asked)
     summary = source.summary()

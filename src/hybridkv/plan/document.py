@@ -2,6 +2,7 @@
 
 Schema ``hybridkv.plan``, version 1; fields that came later have defaults, so older documents are read.
 ``config.slabs`` is there in the natural layout only: a hybridkv that does not know it refuses the layout by name.
+So is ``placement``, where recurrent states are kept; in the reference layout the specs say it.
 ``capacity`` is derived, for other programs to read; when a document is read, layers, groups, tensors and these
 numbers must agree.
 """
@@ -18,7 +19,7 @@ from hybridkv.models import Layer, Model
 from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from hybridkv.plan.natural import natural_config
 from hybridkv.plan.node import Node
-from hybridkv.plan.planner import LAYOUTS, NATURAL, Plan
+from hybridkv.plan.planner import LAYOUTS, NATURAL, NO_STATES, Plan
 from hybridkv.plan.slabs import SlabClass, SlabLayout
 from hybridkv.plan.spec_document import spec_from_json, spec_to_json
 from hybridkv.specs import RequestLimits
@@ -36,6 +37,7 @@ def plan_to_json(plan: Plan) -> str:
         "schema": SCHEMA,
         "version": VERSION,
         "layout": plan.layout,
+        **({} if plan.states_kept is None else {"placement": plan.states_kept}),
         "memory_bytes": plan.memory_bytes,
         "limits": asdict(plan.limits),
         "model": {**facts, "specs": [spec_to_json(spec) for spec in specs], "layers": layers},
@@ -85,6 +87,7 @@ def plan_from_json(text: str) -> Plan:
             memory_bytes=root.integer("memory_bytes", minimum=1),
             limits=_limits(root.child("limits")),
             layout=root.text("layout"),
+            states_kept=root.text("placement") if root.has("placement") else None,
         )
     except ConfigError as error:
         raise SchemaError(f"the plan holds values that cannot be: {error}") from error
@@ -172,6 +175,11 @@ def _check_consistent(plan: Plan, root: Node) -> None:
         raise SchemaError("the plan contradicts itself: its model, groups and tensors do not have the same layers")
     if (plan.layout == NATURAL) != (plan.config.slabs is not None):
         raise SchemaError(f"the plan contradicts itself: slabs are those of the layout {NATURAL!r}, and of no other")
+    if plan.states_kept is not None and (plan.layout != NATURAL or plan.placement in (None, NO_STATES)):
+        raise SchemaError(
+            f"the plan contradicts itself: placement {plan.states_kept!r} is for the layout {NATURAL!r} and layers "
+            "whose states are kept"
+        )
     end = plan.config.arena_bytes if _are_natural(plan.config) else _end_of_tensors(plan.config)
     if end > plan.memory_bytes:
         raise SchemaError(f"the plan contradicts itself: its tensors need {end} bytes of {plan.memory_bytes}")

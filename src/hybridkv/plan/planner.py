@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Final
 
 from hybridkv.errors import CapacityError, ConfigError
@@ -23,17 +25,25 @@ LAYOUTS: Final = (REFERENCE, NATURAL)
 DEFAULT_LAYOUT: Final = NATURAL
 ALIGN: Final = "align"
 NO_STATES: Final = "none"
+ENDS: Final = "ends"
+DEFAULT_PLACEMENTS: Final[Mapping[str, str]] = MappingProxyType({REFERENCE: ALIGN, NATURAL: ENDS})
+"""By layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A config with all it was made from; what a plan document holds. layout: name of the layout rule."""
+    """A config with all it was made from; what a plan document holds. layout: name of the layout rule.
+
+    states_kept: natural layout: where a cache made from this keeps recurrent states, by the name that
+    hybridkv.cache.placement reads; None for the default, and where none are kept.
+    """
 
     model: Model
     config: KVCacheConfig
     memory_bytes: int
     limits: RequestLimits
     layout: str = REFERENCE
+    states_kept: str | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -42,9 +52,15 @@ class Plan:
 
     @property
     def placement(self) -> str | None:
-        """Where recurrent states are kept; None without such layers."""
+        """Where recurrent states are kept, by name; None without such layers.
+
+        In the reference layout the groups say it. In the natural layout they only say whether states are kept at all.
+        """
         modes = (_cache_mode(group.spec.layer_spec(group.layer_names[0])) for group in self.config.groups)
-        return next((mode for mode in modes if mode is not None), None)
+        mode = next((mode for mode in modes if mode is not None), None)
+        if self.config.slabs is None or mode is None or mode == NO_STATES:
+            return mode
+        return DEFAULT_PLACEMENTS[NATURAL] if self.states_kept is None else self.states_kept
 
     @property
     def capacity(self) -> Capacity:
@@ -62,7 +78,7 @@ def plan(
     *,
     max_model_len: int | None = None,
     max_in_flight_tokens: int = 0,
-    placement: str = ALIGN,
+    placement: str | None = None,
     windows_as_full: bool = False,
     max_encoder_tokens: int | None = None,
     dcp: int = 1,
@@ -92,7 +108,7 @@ def make_plan(
     *,
     max_model_len: int | None = None,
     max_in_flight_tokens: int = 0,
-    placement: str = ALIGN,
+    placement: str | None = None,
     windows_as_full: bool = False,
     max_encoder_tokens: int | None = None,
     dcp: int = 1,
@@ -104,7 +120,8 @@ def make_plan(
 
     memory: bytes, or a size such as ``"40GiB"``, for the cache of one rank. max_model_len: tokens; None for
     the model's own limit. max_in_flight_tokens: tokens scheduled and not yet settled.
-    placement: where recurrent states are kept, ``align`` (where chunks end) or ``none``.
+    placement: where recurrent states are kept; None for DEFAULT_PLACEMENTS. reference: ``align`` (where chunks end) or
+    ``none``. natural: what hybridkv.cache.placement reads; the plan keeps the name, and is another for ``none`` only.
     windows_as_full: manage windowed and chunked layers as full attention.
     max_encoder_tokens: that a request's cross attention reads; None for the model's own limit.
     dcp, pcp: decode and prefill context parallel ranks; the plan is that of one of them.
@@ -122,10 +139,14 @@ def make_plan(
         max_encoder_tokens=_longest_input(model, max_encoder_tokens),
         num_speculative_tokens=model.num_speculative_tokens,
     )
-    layers = with_placement([(layer.name, layer.spec) for layer in model.layers], placement)
+    name = DEFAULT_PLACEMENTS.get(layout, ALIGN) if placement is None else placement
+    mode = ALIGN if layout == NATURAL and name != NO_STATES else name
+    layers = with_placement([(layer.name, layer.spec) for layer in model.layers], mode)
     layers = as_full(layers) if windows_as_full else layers
     config = _config(model, layers, memory_bytes, limits, layout=layout, kernel_block_size=kernel_block_size)
-    return Plan(model, config, memory_bytes, limits, layout)
+    made = Plan(model, config, memory_bytes, limits, layout)
+    kept = layout == NATURAL and made.placement not in (None, NO_STATES)
+    return replace(made, states_kept=name) if kept else made
 
 
 def _config(

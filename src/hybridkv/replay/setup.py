@@ -12,7 +12,7 @@ from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import Model
 from hybridkv.plan import Plan, make_plan
 from hybridkv.plan.pages import state_block_tokens
-from hybridkv.plan.planner import ALIGN, DEFAULT_LAYOUT, NO_STATES
+from hybridkv.plan.planner import DEFAULT_LAYOUT, NATURAL, NO_STATES
 from hybridkv.replay.cost import H100, Hardware, StepCost
 from hybridkv.replay.loop import Progress, SimulatedClock, replay
 from hybridkv.replay.report import ReplayReport
@@ -28,7 +28,7 @@ class ReplaySettings:
     """How a replay runs. max_running: requests at once. token_budget: tokens of a step.
 
     time_scale: multiplies the modelled durations; 0 makes steps take no time. prefix_caching: whether blocks
-    are shared at all. placement: in the natural layout, where recurrent states are kept, as placement_named reads it.
+    are shared at all. placement: natural layout: where recurrent states are kept, instead of where the plan says.
     Raises ConfigError for values out of range.
     """
 
@@ -37,7 +37,7 @@ class ReplaySettings:
     time_scale: float = 1.0
     prefix_caching: bool = True
     hardware: Hardware = H100
-    placement: str = DEFAULT_PLACEMENT.name
+    placement: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_running", "token_budget"):
@@ -54,7 +54,7 @@ def plan_for(
     memory: int | str,
     max_model_len: int | None = None,
     *,
-    placement: str = ALIGN,
+    placement: str | None = None,
     windows_as_full: bool = False,
     layout: str = DEFAULT_LAYOUT,
     token_budget: int = TOKEN_BUDGET,
@@ -173,11 +173,26 @@ def simulation_of(plan: Plan, settings: ReplaySettings) -> Simulation:
 
 
 def placement_of(plan: Plan, settings: ReplaySettings) -> Placement | None:
-    """Where states are kept in the natural layout, None in the reference layout: its plan says it."""
+    """Where states are kept in the natural layout; None in the reference layout, whose groups say it themselves.
+
+    As the settings say, else as the plan does. Raises ConfigError for a name that is none, and for one that the plan
+    was not made for.
+    """
+    planned, asked = plan.placement, settings.placement
     if plan.config.slabs is None:
+        if planned is not None and asked not in (None, planned):
+            raise ConfigError(
+                f"the plan is of the reference layout, made with placement {planned!r}: plan again with {asked!r}, or "
+                f"with the {NATURAL} layout, which leaves it open"
+            )
         return None
+    if planned is None:
+        return placement_named(asked or DEFAULT_PLACEMENT.name, align_tokens=1)
     layers = [(layer.name, layer.spec) for layer in plan.model.layers]
-    return placement_named(settings.placement, state_block_tokens(layers) if plan.placement is not None else 1)
+    placement = placement_named(asked or planned, state_block_tokens(layers))
+    if planned == NO_STATES and placement.keeps_states:
+        raise ConfigError(f"the plan was made with placement {NO_STATES!r}: plan again with {asked!r} to keep states")
+    return placement
 
 
 def _why_off(plan: Plan, settings: ReplaySettings) -> str:
