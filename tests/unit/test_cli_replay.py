@@ -170,6 +170,15 @@ def test_memory_that_is_short_preempts(tmp_path: Path) -> None:
     assert (short["requests"], short["output_tokens"]) == (20, 1200)
     assert ample["preemptions"] == 0
     assert short["preemptions"] > 0
+    # who waited for blocks is counted by reason; where layers are all of one kind nothing moves
+    assert ample["refusals"] == {}
+    assert short["refusals"]
+    assert set(short["refusals"]) <= {"no_space", "admission_limit"}
+    assert min(short["refusals"].values()) > 0
+    assert (short["moves"], short["moved_bytes"]) == (0, 0)
+    shown = run("replay", path, "--model", "llama-3-8b", "--memory", "64MiB").stdout
+    for reason, count in short["refusals"].items():
+        assert re.search(rf"not admitted, {reason} +{count:,} ", shown)
     # what was given up ran again
     assert ample["computed_tokens"] == 20 * (40 + 59)
     assert short["computed_tokens"] > 20 * (40 + 59)

@@ -22,6 +22,7 @@ from hybridkv.replay import (
     TraceSummary,
     UniformWorkload,
     Workload,
+    placement_of,
     plan_for,
     plan_with_length,
     replay,
@@ -259,6 +260,60 @@ def test_a_plan_is_given_another_length() -> None:
 def test_settings_that_cannot_work(settings: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ReplaySettings(**settings)  # type: ignore[arg-type]  # wrong on purpose
+
+
+# -- who is not admitted, and what moves
+
+
+@pytest.mark.parametrize(
+    ("budget", "reason"),
+    [
+        (512, "no_space"),  # 3 blocks of the one that is left
+        (16, "admission_limit"),  # the last 8 tokens of a step's budget are one block, but more must follow
+    ],
+)
+def test_refusals_are_counted_once_a_step_and_request(budget: int, reason: str) -> None:
+    # 43 tokens each: 3 blocks of 4, so one runs and the other is looked at in each of its last 3 steps
+    source = Given([request(0, 40, 3, at) for at in range(2)])
+    report, scheduler = watched(source, 4, budget=budget)
+    assert report.refusals == scheduler.statistics().refusals == {reason: 3}
+    assert report.preemptions == 0
+    roomy, _ = watched(source, 6, budget=budget)
+    assert (roomy.refusals, roomy.moves, roomy.moved_bytes) == ({}, 0, 0)
+
+
+def test_rows_and_budget_refuse_nobody() -> None:
+    # who is not looked at is not refused
+    report, _ = watched(Given([request(0, 40, 3, at) for at in range(4)]), 100, max_running=1)
+    assert report.refusals == {}
+
+
+def natural_plan(source: Workload) -> Plan:
+    # two classes of several blocks a slab, of different bytes, in memory that is soon full
+    return plan_for(source.summary(), read_model("jamba-1.5-mini"), 1500 * MiB, layout="natural")
+
+
+def test_moves_are_those_of_the_steps() -> None:
+    source = Workload("api", seed=1, hours=0.02)
+    plan = natural_plan(source)
+    cache = KVCacheManager(plan.config, plan.max_model_len, placement=placement_of(plan, ReplaySettings()))
+    scheduler = Watched(cache, SchedulerLimits(max_running=256, max_batched_tokens=8192))
+    report = replay(source, scheduler, StepCost.of(plan))
+    slabs = plan.config.slabs
+    assert slabs is not None
+    copies = [copy for step in scheduler.steps for copy in step.copies]
+    moved = [slabs.class_of(copy.group).block_bytes for copy in copies if copy.kind == "move"]
+    assert (report.moves, report.moved_bytes) == (len(moved), sum(moved))
+    assert len(set(moved)) == 2
+    # what is copied to be written to is another thing
+    assert sum(group.copies for group in report.groups) == len(copies) - len(moved) > 0
+
+
+def test_equal_inputs_give_equal_reports_in_the_natural_layout() -> None:
+    source = Workload("api", seed=1, hours=0.01)
+    first, again = (run_replay(source, natural_plan(source), ReplaySettings(max_running=4)) for _ in range(2))
+    assert first.to_json({}) == again.to_json({})
+    assert list(first.refusals) == sorted(first.refusals)
 
 
 # -- the rest
