@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.free_order import FreeOrder
+from hybridkv.cache.free_order import NOWHERE, FreeOrder
 from hybridkv.cache.space import Ids, Room, Weight
 from hybridkv.errors import BlockError
 
@@ -32,7 +32,7 @@ class IdealSpace:
         self.num_blocks = sum(counts)
         self.num_units = memory_bytes
         self._empty = [list(range(count - 1, 0, -1)) for count in counts]
-        self._lru = [FreeOrder.empty(count) for count in counts]
+        self._lru = [FreeOrder(count, np.full(count, NOWHERE, np.int32)) for count in counts]
         self._stamps = [np.zeros(count, np.int64) for count in counts]
         self._referenced = [0] * len(counts)
         self._now = 0

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.cache.free_order import FreeOrder
+from hybridkv.cache.free_order import NOWHERE, FreeOrder
 
 
 def ids(*blocks: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -108,3 +108,52 @@ def test_positions_start_anew_before_they_overflow(monkeypatch: pytest.MonkeyPat
             naive = gone + naive
         assert order.order().tolist() == naive
         assert np.abs(order._place[naive]).max() <= 30
+
+
+def test_orders_that_share_their_places_start_empty() -> None:
+    place = np.full(8, NOWHERE, np.int32)
+    low, high = FreeOrder(4, place), FreeOrder(4, place)
+    assert (len(low), low.order().tolist(), 1 in low) == (0, [], False)
+    low.append(ids(2, 1))
+    high.append(ids(7))
+    high.prepend(ids(4))
+    assert (low.order().tolist(), high.order().tolist()) == ([2, 1], [4, 7])
+    assert (len(low), len(high)) == (2, 2)
+
+
+def test_the_first_block_is_seen_without_taking_it() -> None:
+    order = FreeOrder(6)
+    assert order.first() == 1
+    order.remove(ids(1, 2))
+    assert (order.first(), order.first(), len(order)) == (3, 3, 3)
+    order.append(ids(1))
+    order.prepend(ids(2))
+    assert order.first() == 2
+    assert order.order().tolist() == [2, 3, 4, 5, 1]
+
+
+def test_a_renamed_block_hands_over_its_place() -> None:
+    random, order, naive = Random(1), FreeOrder(12), list(range(1, 12))
+    for _ in range(500):
+        out = [block for block in range(1, 12) if block not in naive]
+        source = random.sample(naive, random.randint(0, min(len(naive), len(out))))
+        target = random.sample(out, len(source))
+        order.rename(ids(*source), ids(*target))
+        names = dict(zip(source, target, strict=True))
+        naive = [names.get(block, block) for block in naive]
+        gone = random.sample(naive, random.randint(0, len(naive)))
+        order.remove(ids(*gone))
+        naive = [block for block in naive if block not in gone]
+        back = random.sample(
+            [block for block in range(1, 12) if block not in naive], random.randint(0, 11 - len(naive))
+        )
+        if random.random() < 0.5:
+            order.append(ids(*back))
+            naive = naive + back
+        else:
+            order.prepend(ids(*back))
+            naive = back + naive
+        assert order.order().tolist() == naive
+        assert len(order) == len(naive)
+        if naive:
+            assert order.first() == naive[0]

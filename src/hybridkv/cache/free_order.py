@@ -13,7 +13,7 @@ This is the order of a doubly linked list at the cost of array slices (architect
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, Self
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +30,19 @@ _FARTHEST: Final = np.iinfo(np.int32).max
 
 
 class FreeOrder:
-    """Free blocks out of ``num_blocks``, at first 1 .. num_blocks - 1 (0 is the null block)."""
+    """Free blocks out of ``num_blocks``, at first 1 .. num_blocks - 1 (0 is the null block).
 
-    def __init__(self, num_blocks: int) -> None:
+    place: where all blocks stand, NOWHERE at first; then the order starts empty, of at most ``num_blocks`` of them,
+    and ids reach as far as ``place``. Orders that never hold the same block may share one.
+    """
+
+    def __init__(self, num_blocks: int, place: Int32 | None = None) -> None:
         self._capacity = num_blocks + num_blocks // 2 + 64
         self._ring = np.empty(self._capacity, np.int32)
+        if place is not None:
+            self._place = place
+            self._head = self._tail = self._count = 0
+            return
         self._ring[: num_blocks - 1] = np.arange(1, num_blocks, dtype=np.int32)
         self._place = np.arange(-1, num_blocks - 1, dtype=np.int32)
         self._place[0] = NOWHERE
@@ -45,28 +53,6 @@ class FreeOrder:
     def __len__(self) -> int:
         """Free blocks."""
         return self._count
-
-    @classmethod
-    def empty(cls, num_blocks: int) -> Self:
-        """The order of ``num_blocks`` blocks, 0 .. num_blocks - 1, none of them free."""
-        order = cls(num_blocks)
-        order._place.fill(NOWHERE)
-        order._tail = order._count = 0
-        return order
-
-    def first(self) -> int:
-        """The block that would be taken first. The caller knows that there is one."""
-        while True:
-            block = self._ring.item(self._head % self._capacity)
-            if self._place.item(block) == self._head:
-                return block
-            self._head += 1
-
-    def rename(self, source: int, target: int) -> None:
-        """``target``, which is not free, takes the place of ``source``, which is free."""
-        place = self._place.item(source)
-        self._ring[place % self._capacity] = target
-        self._place[target], self._place[source] = place, NOWHERE
 
     def __contains__(self, block: int) -> bool:
         return bool(self._place[block] != NOWHERE)
@@ -160,6 +146,23 @@ class FreeOrder:
         place[block] = NOWHERE
         self._count -= 1
         return block
+
+    def first(self) -> int:
+        """The block that would be taken first; it stays. The caller knows that there is one. O(1) amortised."""
+        i = self._head
+        while True:
+            block = self._ring.item(i % self._capacity)
+            if self._place.item(block) == i:
+                self._head = i  # stale entries are passed once
+                return block
+            i += 1
+
+    def rename(self, source: Ids, target: Ids) -> None:
+        """``target[i]``, not free, stands from now on where the free ``source[i]`` stood. O(ids)."""
+        places = self._place[source]
+        self._ring[places % self._capacity] = target
+        self._place[source] = NOWHERE
+        self._place[target] = places
 
     def remove(self, ids: Ids) -> None:
         """Blocks that are free are free no longer, wherever they stand. O(ids)."""

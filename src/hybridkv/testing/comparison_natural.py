@@ -79,13 +79,11 @@ class NaturalComparison(Comparison):
         space, slabs = self._cache.block_pool.space, self._natural.blocks.slabs
         if not isinstance(space, SlabSpace):
             raise OracleError(f"the natural layout lies in slabs, not in {type(space).__name__}")
-        same("free slabs", list(space.free_slabs), slabs.free)
-        for of, one in enumerate(space.classes):
-            base = slabs.bases[of]
-            same(f"blocks of class {of} to evict", (one.lru.order() + base).tolist(), slabs.lru[of])
-            holes = sorted(block for block, state in slabs.state.items() if state == "hole")
-            mine = [block for block in holes if slabs.class_of(block) == of]
-            same(f"holes of class {of}", (np.flatnonzero(one.hole) + base).tolist(), mine)
+        same("free slabs", space.free_slabs(), slabs.free)
+        for of in range(len(space.ks)):
+            same(f"blocks of class {of} to evict", space.lru(of).tolist(), slabs.lru[of])
+        holes = [block for slab in range(1, space.num_slabs + 1) for block in space.holes_of(slab).tolist()]
+        same("holes", sorted(holes), sorted(block for block, state in slabs.state.items() if state == "hole"))
         same("states that only ends keep", self._cache.block_pool._passing, self._natural.blocks.ends)
 
     def _compare_index(self) -> None:

@@ -128,13 +128,11 @@ class OracleSlabs:
 
     def append(self, blocks: Sequence[int]) -> None:
         """Blocks with a key lose their last holder: to the back, in this order."""
-        for of in range(len(self.ks)):
-            for block in blocks:
-                if self.class_of(block) == of:
-                    self.state[block] = CACHED
-                    self.stamps[block] = self.now
-                    self.now += 1
-                    self.lru[of].append(block)
+        for block in blocks:
+            self.now += 1
+            self.state[block] = CACHED
+            self.stamps[block] = self.now
+            self.lru[self.class_of(block)].append(block)
 
     def prepend(self, blocks: Sequence[int]) -> None:
         """Blocks without a key lose their last holder: holes. Slabs that became whole first are taken first."""
