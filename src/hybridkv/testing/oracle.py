@@ -18,6 +18,7 @@ from hybridkv.testing.model import DigestModel
 from hybridkv.testing.oracle_cache import Cell, OracleCache, OracleHit, OracleRequest
 from hybridkv.testing.oracle_step import Entry, OracleStep, split_chunk
 
+_NOT_YET = 1 << 60
 MOST_REFUSALS = 16
 """Of one step; then admission ends."""
 
@@ -68,12 +69,18 @@ class Oracle:
         ]
 
     def add(self, request: OracleRequest, arrival_time: float = 0.0) -> OracleRequest:
-        """A request joins the queue."""
-        request.arrival = (arrival_time, 0)
-        self._arrive(request)
+        """A request joins the queue, at its end until it is taken in."""
+        request.arrival = (arrival_time, _NOT_YET)
         self.waiting.append(request)
         self._sort()
         return request
+
+    def take_in(self) -> None:
+        """Whoever was added is here now: number them in the order in which they were added."""
+        for request in self.waiting:
+            if request.arrival[1] == _NOT_YET:
+                self._arrive(request)
+        self._sort()
 
     def _arrive(self, request: OracleRequest) -> None:
         request.arrival = (request.arrival[0], self._arrivals)
@@ -124,6 +131,7 @@ class Oracle:
 
     def schedule(self) -> OracleStep:
         """The next step."""
+        self.take_in()
         step, budget, preempted = OracleStep(self.counts["steps"]), self.limits.max_batched_tokens, False
         for request in list(self.running):
             if request not in self.running:
@@ -311,6 +319,7 @@ class Oracle:
             if entry.request in self.dead and entry.attached and not self._held(entry.request):
                 self.dead.remove(entry.request)
                 self._release(entry.request)
+        self.take_in()
         finished, self.finished = self.finished, []
         return [appended.get(i, []) for i in range(len(step.entries))], finished
 
@@ -338,6 +347,7 @@ class Oracle:
                 if not self._held(entry.request):
                     self.dead.remove(entry.request)
                     self.cache.free(entry.request)
+        self.take_in()
 
     def _forget(self, failed: list[OracleStep]) -> None:
         """What ``failed`` steps should have written can be hit no longer."""

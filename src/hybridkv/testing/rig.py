@@ -159,6 +159,7 @@ class Rig:
 
     def fork(self, request_id: str, n: int) -> list[str]:
         """``n`` branches of a request, known or not; their ids."""
+        self.oracle.take_in()
         known = self.oracle.known(request_id)
         try:
             children = self.scheduler.fork(request_id, n)
@@ -232,6 +233,7 @@ class Rig:
         known = self.oracle.known(request_id)
         same("abort", self.scheduler.abort(request_id), known is not None)
         if known is not None:
+            self.oracle.take_in()
             self.oracle.end(known, "abort")
         self.check()
         return known is not None
@@ -240,6 +242,7 @@ class Rig:
         """The caller saw a stop string."""
         known = self.oracle.known(request_id)
         same("finish", self.scheduler.finish(request_id, FinishReason.STOP), known is not None)
+        self.oracle.take_in()
         if known is not None:
             self.oracle.end(known, "stop")
         self.check()
