@@ -1,7 +1,7 @@
 """Natural plans as the planner makes them: every token and state that a step reads is the row's own."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridkv.models import read_model
@@ -56,6 +56,7 @@ def planned(facts: dict[str, object], slabs: int, kernel_block_size: int | None)
     )
 
 
+@settings(max_examples=settings().max_examples * 2 // 3)
 @given(
     st.sampled_from(((LLAMA, 30), (GEMMA, 60), (LFM, 12), (LFM, 20))),
     st.sampled_from((None, 4, 2, 1)),

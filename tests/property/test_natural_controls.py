@@ -25,7 +25,7 @@ from hybridkv.testing.configs import full_spec, state_spec, window_spec
 pytestmark = pytest.mark.usefixtures("quiet")
 
 EXAMPLES = 200
-WITHOUT_FAULT = 10
+WITHOUT_FAULT = 4
 HYBRID: tuple[KVCacheSpec, ...] = (full_spec(4), state_spec(4), window_spec(2, 5))
 
 
