@@ -75,15 +75,11 @@ class NaturalCache(OracleCache):
             limit = len(tokens) - 1
             first, ends = asked[0], range(limit, 0, -1)
             longest = next((t for t in ends if finder.serves(first, t, proven=False)), 0)
-            end = next((t for t in ends if self._all_serve(finder, asked, t, longest)), 0)
+            common = (t for t in ends if t <= longest and all(finder.serves(one, t, proven=True) for one in asked))
+            end = next(common, 0)
         tables = [finder.columns(group, end) if group.publishes else [] for group in self.groups]
         sources = tuple((finder.source(group, end) if end and group.publishes else 0) or 0 for group in self.groups)
         return OracleHit(end, tables, longest - end, sources)
-
-    @staticmethod
-    def _all_serve(finder: Finder, asked: Sequence[OracleGroup], end: int, longest: int) -> bool:
-        first = asked[0]
-        return all(finder.serves(group, end, proven=group is not first and end <= longest) for group in asked)
 
     def _longest(
         self, group: OracleGroup, tokens: Sequence[int], salt: str | None, most: int, *, peek: bool, prove: bool

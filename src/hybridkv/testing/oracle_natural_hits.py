@@ -85,7 +85,7 @@ class Finder:
     # -- hits
 
     def serves(self, group: OracleGroup, end: int, *, proven: bool) -> bool:
-        """Whether ``group`` can go on behind ``end`` tokens. proven: another group knows all of them."""
+        """Whether ``group`` can go on behind ``end`` tokens. proven: that they were seen is known."""
         if group.kind == "state":
             return self.state(group, end) is not None
         start = first_read(group, end)
