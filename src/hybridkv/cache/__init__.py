@@ -6,6 +6,7 @@ from hybridkv.cache.coordinator import CommonHit
 from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.hashing import BlockHasher
+from hybridkv.cache.locks import BlockLock
 from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.pins import Pin
 from hybridkv.cache.pool import BlockPool
@@ -18,6 +19,7 @@ __all__ = [
     "AllBlocksCleared",
     "BatchSlots",
     "BlockHasher",
+    "BlockLock",
     "BlockPool",
     "BlockRemoved",
     "BlockStored",

@@ -99,8 +99,8 @@ def _ownership(cache: KVCacheManager) -> Iterator[str]:
                 continue
             np.add.at(counted, ids, 1)
         counted[cache.sink_blocks[group.number]] += 1
-        for pin in cache.pins:
-            counted[pin.blocks[group.number]] += 1
+        for hold in (*cache.pins, *cache.locks):
+            counted[hold.blocks[group.number]] += 1
         total += counted
         owners += counted > 0
     for block in np.flatnonzero(total != pool.ref_counts(np.arange(pool.num_blocks, dtype=np.int32))).tolist():

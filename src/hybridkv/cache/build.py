@@ -86,13 +86,27 @@ def hash_block_size(kinds: Sequence[GroupKind]) -> int:
     return math.gcd(*(kind.block_size for kind in kinds if kind.publishes)) or kinds[0].block_size
 
 
+def ends_inside(kinds: Sequence[GroupKind], *, published_ends: bool) -> bool:
+    """Whether hits may end inside a block: in the natural layout, unless a group drops for EAGLE (it drops blocks)."""
+    natural = any(kind.checkpoints is not None for kind in kinds)
+    return natural and published_ends and not any(kind.drops for kind in kinds)
+
+
 def build_groups(
-    kinds: Sequence[GroupKind], indexes: Sequence[PrefixIndex], hash_block: int, retention: int | None
+    kinds: Sequence[GroupKind],
+    indexes: Sequence[PrefixIndex],
+    hash_block: int,
+    retention: int | None,
+    *,
+    exact: bool = False,
 ) -> tuple[CacheGroup, ...]:
-    """One CacheGroup a kind. ConfigError for a hash block that does not divide, or a retention that cannot be kept."""
-    alignment = alignment_of(kinds)
+    """One CacheGroup a kind. ConfigError for a hash block that does not divide, or a retention that cannot be kept.
+
+    exact: hits may end inside a block.
+    """
+    alignment = alignment_of(kinds, exact=exact)
     check_retention(retention, alignment)
-    natural, drops = any(kind.checkpoints is not None for kind in kinds), any(kind.drops for kind in kinds)
+    natural = any(kind.checkpoints is not None for kind in kinds)
     for number, kind in enumerate(kinds):
         if kind.publishes and kind.block_size % hash_block and not (natural and kind.keeps_state):
             raise ConfigError(
@@ -103,7 +117,7 @@ def build_groups(
         CacheGroup(
             number,
             kind,
-            natural_policy_of(kind, alignment, hash_block, exact=not drops)
+            natural_policy_of(kind, alignment, hash_block, exact=exact)
             if natural
             else policy_of(kind, alignment, retention),
             index,

@@ -14,13 +14,22 @@ from hybridkv.cache.audit import check_cache
 from hybridkv.cache.batch import Batch, BatchSlots
 from hybridkv.cache.batch_allocator import BatchAllocator
 from hybridkv.cache.blocks import KVCacheBlocks
-from hybridkv.cache.build import build_groups, can_resume, hash_block_size, kinds_of, placement_for, pool_of
+from hybridkv.cache.build import (
+    build_groups,
+    can_resume,
+    ends_inside,
+    hash_block_size,
+    kinds_of,
+    placement_for,
+    pool_of,
+)
 from hybridkv.cache.checkpoints import Checkpoints
 from hybridkv.cache.committer import Committer
 from hybridkv.cache.coordinator import CommonHit, Coordinator
 from hybridkv.cache.ends import PublishedEnds
 from hybridkv.cache.events import KVCacheEvent
 from hybridkv.cache.hashing import BlockHasher
+from hybridkv.cache.locks import BlockLock, Locks
 from hybridkv.cache.pins import Pin, Pins
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.planner import SlotPlanner
@@ -60,7 +69,7 @@ class KVCacheManager:
     placement: in the natural layout, where recurrent states are kept; by default ``ends``.
     max_moved_bytes: in the natural layout, once so much was moved between slabs in a step, what needs more moves
     waits for the next; None: no bound. space: in the natural layout, where free blocks come from instead of slabs,
-    for measurements.
+    for measurements. published_ends: in the natural layout, whether hits may end inside a block, which is copied then.
     Raises ConfigError for limits that cannot work, UnsupportedModelError for a group without policy.
     """
 
@@ -81,6 +90,7 @@ class KVCacheManager:
         placement: Placement | None = None,
         max_moved_bytes: int | None = None,
         space: ClassedSpace | None = None,
+        published_ends: bool = True,
     ) -> None:
         if max_pinned_blocks < 0:
             raise ConfigError(f"max_pinned_blocks must not be negative, got {max_pinned_blocks}")
@@ -94,16 +104,18 @@ class KVCacheManager:
         self.hasher = (hasher or BlockHasher(hash_block_size(kinds))) if self.enable_caching else None
         hash_block = self.hasher.block_size if self.hasher else hash_block_size(kinds)
         self.block_pool = pool_of(kv_cache_config, space, max_moved_bytes, enable_events=enable_kv_cache_events)
-        self.groups = build_groups(kinds, self.block_pool.indexes, hash_block, retention)
+        exact = ends_inside(kinds, published_ends=published_ends)
+        self.groups = build_groups(kinds, self.block_pool.indexes, hash_block, retention, exact=exact)
         self.sink_blocks = tuple(self.block_pool.reserve(kind.sink_blocks, number) for number, kind in enumerate(kinds))
         if max_pinned_blocks > self.block_pool.num_usable:
             raise ConfigError(
                 f"max_pinned_blocks is {max_pinned_blocks}, the pool has {self.block_pool.num_usable} blocks: lower it"
             )
         self.pins = Pins(self.block_pool, max_pinned_blocks)
-        self._coordinator = Coordinator(self.groups, alignment_of(kinds))
+        self.locks = Locks(self.block_pool)
+        self._coordinator = Coordinator(self.groups, alignment_of(kinds, exact=exact))
         self.publisher = Publisher(self.block_pool)
-        tailed = self.groups if self.placement is not None and self.enable_caching else ()
+        tailed = self.groups if self.placement is not None and self.enable_caching and published_ends else ()
         self.ends = PublishedEnds(
             [group for group in tailed if group.policy.publishes and not group.policy.keeps_state],
             self.block_pool,
@@ -437,6 +449,24 @@ class KVCacheManager:
         if done and self._stats is not None:
             self._stats.reset = True
         return done
+
+    # -- locks
+
+    def lock(self, request: Request | str) -> BlockLock:
+        """What a request holds now stays where it is, and held, until ``unlock``: for a transfer to elsewhere.
+
+        Natural layout: those blocks are not moved between slabs, also when the request ends meanwhile. CacheError for
+        a request that holds no blocks.
+        """
+        request_id = request if isinstance(request, str) else request.request_id
+        resident = self._residents.get(request_id)
+        if resident is None:
+            raise CacheError(f"request {request_id!r} holds no blocks: lock those of a running one")
+        return self.locks.add([group.rows.held(resident.row) for group in self.groups])
+
+    def unlock(self, lock: BlockLock) -> None:
+        """Those blocks may move, and go. CacheError for a lock that is not held."""
+        self.locks.release(lock)
 
     # -- pins
 

@@ -172,14 +172,14 @@ class GroupKind:
         return self.spec.keeps in {Keeps.TOKENS, Keeps.WINDOW}
 
 
-def alignment_of(kinds: Sequence[GroupKind]) -> int:
-    """Tokens of which every hit is a multiple: the least common multiple of the blocks that can be hit.
+def alignment_of(kinds: Sequence[GroupKind], *, exact: bool = False) -> int:
+    """Tokens of which every hit is a multiple: the least common multiple of the blocks that can be hit; 1 if ``exact``.
 
-    In the natural layout 1, unless a group drops for EAGLE: what it drops are blocks.
+    In the natural layout states have no blocks of tokens.
     """
-    natural = any(kind.checkpoints is not None for kind in kinds)
-    if natural and not any(kind.drops for kind in kinds):
+    if exact:
         return 1
+    natural = any(kind.checkpoints is not None for kind in kinds)
     return math.lcm(*(kind.block_size for kind in kinds if kind.publishes and not (natural and kind.keeps_state)))
 
 

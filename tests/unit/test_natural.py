@@ -1,0 +1,364 @@
+"""The natural layout by hand: exact hits, states where they are wanted, forks, moves, and who waits for them."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from hybridkv.cache import KVCacheManager, Reason, Refusal, SlotPlan
+from hybridkv.cache.placement import EndsPlacement, IntervalPlacement, NoStates, Placement
+from hybridkv.errors import CacheError, ConfigError
+from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec
+from hybridkv.plan.natural import natural_config, slab_layout
+from hybridkv.request import Request, SamplingParams
+from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.specs import KVCacheSpec
+from hybridkv.step import Csr, Step, StepResult
+from hybridkv.testing.configs import attention_config, full_spec, state_spec
+
+B = 4
+
+
+def config_of(specs: tuple[KVCacheSpec, ...], ks: tuple[int, ...], slabs: int) -> KVCacheConfig:
+    """One layer a group; slabs of 1536 bytes, the null slab not counted in ``slabs``."""
+    groups = tuple(KVCacheGroupSpec((f"layer{g}",), spec) for g, spec in enumerate(specs))
+    return natural_config(groups, slab_layout(1536, slabs + 1, ks, (1,) * len(ks)))
+
+
+HYBRID = config_of((full_spec(B), state_spec(B)), (3, 1), 12)
+
+
+def cache_of(config: KVCacheConfig = HYBRID, placement: Placement | None = None, **options: object) -> KVCacheManager:
+    return KVCacheManager(config, 200, placement=placement, **options)  # type: ignore[arg-type]  # of this file
+
+
+class Loop:
+    """A scheduler whose worker samples 7 for ever."""
+
+    def __init__(self, cache: KVCacheManager, **limits: object) -> None:
+        self.cache = cache
+        self.scheduler = Scheduler(cache, SchedulerLimits(**limits), clock=lambda: 0.0)  # type: ignore[arg-type]  # as above
+        self.requests: dict[str, Request] = {}
+
+    def add(self, name: str, prompt: list[int], outputs: int = 1, marks: tuple[int, ...] = (), n: int = 1) -> Request:
+        sampling = SamplingParams(max_tokens=outputs, n=n)
+        request = Request(name, prompt, sampling, hasher=self.cache.hasher, marks=marks)
+        self.scheduler.add(request)
+        self.requests[name] = request
+        return request
+
+    def step(self) -> Step:
+        step = self.scheduler.schedule()
+        sampled = [[7] if samples else [] for samples in step.samples.tolist()]
+        self.scheduler.update(StepResult(step.id, Csr.from_lists(sampled)))
+        self.scheduler.check()
+        return step
+
+    def run(self) -> list[Step]:
+        steps = []
+        while not self.scheduler.drained:
+            steps.append(self.step())
+        return steps
+
+
+def tokens(n: int, first: int = 100) -> list[int]:
+    return list(range(first, first + n))
+
+
+def stored(step: Step) -> list[tuple[int, int]]:
+    """(group, token count) of what a step stores beside the running states."""
+    return [(group, label) for _, group, label, _ in step.state_writes.tolist()[len(step) :]]
+
+
+# -- exact hits
+
+
+@pytest.mark.parametrize("length", [2, 4, 5, 11, 12, 13])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_the_same_prompt_runs_its_last_token_only(length: int, hybrid: bool) -> None:
+    loop = Loop(cache_of() if hybrid else cache_of(config_of((full_spec(B),), (3,), 12)))
+    loop.add("first", tokens(length))
+    loop.run()
+    again = loop.add("again", tokens(length))
+    step = loop.step()
+    assert again.first_hit_tokens == length - 1
+    assert (step.num_computed.tolist(), step.num_scheduled.tolist()) == ([length - 1], [1])
+    inside = (length - 1) % B
+    copied = [(copy.group, copy.kind) for copy in step.copies]
+    assert copied == [(0, "block")] * bool(inside) + [(1, "state")] * hybrid
+
+
+def test_the_next_turn_goes_on_where_the_answer_ended() -> None:
+    loop = Loop(cache_of())
+    first = loop.add("first", tokens(9), outputs=4)
+    loop.run()
+    known = first.token_ids().tolist()
+    turn = loop.add("turn", [*known, 1, 2, 3])
+    loop.run()
+    assert turn.first_hit_tokens == len(known) - 1  # the last sampled token was never run
+
+
+def test_prompts_that_part_inside_a_block_share_the_edge_before_it_or_a_mark() -> None:
+    loop = Loop(cache_of(config_of((full_spec(B),), (3,), 12)))
+    loop.add("first", tokens(12), marks=(6,))
+    loop.run()
+    marked = loop.add("marked", [*tokens(6), 1, 2, 3])
+    other = loop.add("other", [*tokens(7), 1, 2, 3])
+    loop.run()
+    assert (marked.first_hit_tokens, other.first_hit_tokens) == (6, 6)
+    plain = loop.add("plain", [*tokens(5), 1, 2, 3])
+    loop.run()
+    assert plain.first_hit_tokens == 4
+
+
+def test_without_published_ends_one_class_of_one_block_gives_the_references_ids() -> None:
+    """Every cell of every step, over random requests, hits and preemptions."""
+    for seed in range(30):
+        random, cells = Random(seed), []
+        blocks = random.randint(8, 20)
+        prompts = [[random.randrange(2) for _ in range(random.randint(1, 20))] for _ in range(12)]
+        lengths = [random.randint(1, 8) for _ in prompts]
+        natural = cache_of(config_of((full_spec(B),), (1,), blocks - 1), published_ends=False)
+        for cache in (natural, KVCacheManager(attention_config(blocks, (B,)), 200)):
+            loop, seen = Loop(cache, max_running=4, max_batched_tokens=16), []
+            for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+                loop.add(f"r{number}", prompt, length)
+                seen += [loop.step(), loop.step()]
+            seen += loop.run()
+            cells.append(
+                [
+                    (s.cells.row.tolist(), s.cells.column.tolist(), s.cells.block.tolist(), s.num_computed.tolist())
+                    for s in seen
+                ]
+            )
+        assert cells[0] == cells[1], seed
+        assert any(any(computed) for *_, computed in cells[0])
+
+
+# -- states
+
+
+def test_states_are_kept_where_the_placement_says() -> None:
+    wanted: dict[str, tuple[Placement, list[tuple[int, int]]]] = {
+        "ends": (EndsPlacement(), [(1, 9)]),
+        "grid": (IntervalPlacement(4), [(1, 4), (1, 8)]),
+        "none": (NoStates(), []),
+    }
+    for name, (placement, expected) in wanted.items():
+        loop = Loop(cache_of(placement=placement))
+        loop.add(name, tokens(10))
+        assert stored(loop.step()) == expected
+
+
+def test_a_worker_without_segments_gets_chunks_that_end_at_stops() -> None:
+    loop = Loop(cache_of(placement=IntervalPlacement(4)), segments=False)
+    loop.add("request", tokens(10), marks=(6,))
+    steps = loop.run()
+    assert [step.num_scheduled.tolist() for step in steps] == [[4], [2], [2], [2]]
+    assert [stored(step) for step in steps] == [[(1, 4)], [(1, 6)], [(1, 8)], []]
+
+
+def test_a_branch_point_seen_once_leaves_a_state_the_next_time_through() -> None:
+    loop = Loop(cache_of())
+    hits = []
+    for number in range(3):
+        request = loop.add(f"r{number}", [*tokens(8), *tokens(5, 200 + 10 * number)])
+        step = loop.step()
+        hits.append((request.first_hit_tokens, stored(step)))
+        loop.run()
+    assert hits == [(0, [(1, 12)]), (0, [(1, 8), (1, 12)]), (8, [(1, 12)])]
+
+
+def test_the_state_at_the_end_is_kept_without_a_copy() -> None:
+    loop = Loop(cache_of())
+    loop.add("request", tokens(5), outputs=3)
+    first, *others = loop.run()
+    running = first.state_read[0, 1]
+    assert all(not step.copies for step in [first, *others])
+    found = loop.cache.get_computed_blocks(Request("x", [*tokens(5), 7, 7, 1], hasher=loop.cache.hasher))
+    assert found[1] == 7
+    assert loop.cache.block_pool.local(1, np.array([found[0].sources[1]], np.int32)).tolist() == [running]
+
+
+def test_a_superseded_checkpoint_goes_first_and_a_marked_one_does_not() -> None:
+    for marks, first_to_go in (((), 9), ((8,), 9)):
+        loop = Loop(cache_of())
+        first = loop.add("first", tokens(8), outputs=2, marks=marks)
+        loop.run()
+        turn = loop.add("turn", [*first.token_ids().tolist(), 1, 2, 3])
+        loop.run()
+        assert turn.first_hit_tokens == 9
+        cache = loop.cache
+        order = cache.block_pool.free_order()
+        states = [block for block in order if cache.block_pool.class_of(block) == 1]
+        labels = {
+            cache.groups[1].view(turn).labelled(label): label for label in range(1, 14) if label <= turn.num_tokens
+        }
+        assert labels[states[0]] == first_to_go
+
+
+def test_a_preempted_request_goes_on_where_it_was() -> None:
+    cache = cache_of()
+    request = Request("request", tokens(11), hasher=cache.hasher)
+    cache.allocate_slots(request, 7)
+    request.num_computed_tokens = 7
+    cache.keep_end(request)
+    cache.free(request)
+    cache.check()
+    request.num_computed_tokens = 0
+    blocks, hit_tokens = cache.get_computed_blocks(request)
+    assert (hit_tokens, [len(ids) for ids in blocks.ids], sum(map(bool, blocks.sources))) == (7, [1, 0], 2)
+    assert cache.allocate_slots(request, 4, hit_tokens, blocks) is not None
+    assert [(one.group, one.kind) for one in cache.take_transfers().copies] == [(0, "block"), (1, "state")]
+
+
+def test_preemption_happens_and_everybody_ends() -> None:
+    loop = Loop(cache_of(config_of((full_spec(B), state_spec(B)), (3, 1), 5)), max_running=2)
+    for name in ("one", "two"):
+        loop.add(name, tokens(8, 100 if name == "one" else 300), outputs=16)
+    loop.run()
+    assert loop.scheduler.statistics().preemptions > 0
+    assert [request.num_output_tokens for request in loop.requests.values()] == [16, 16]
+
+
+# -- forks
+
+
+@pytest.mark.parametrize("length", [5, 8, 9])
+def test_n_outputs_compute_the_prompt_once(length: int) -> None:
+    loop = Loop(cache_of())
+    loop.add("parent", tokens(length), outputs=3, n=3)
+    first, second, *_ = steps = loop.run()
+    assert first.num_scheduled.tolist() == [length - 1]
+    assert second.num_scheduled.tolist() == [1, 1, 1]
+    assert [new.request_id for new in second.new_rows] == ["parent#1", "parent#2"]
+    assert [new.sampling.seed for new in second.new_rows] == [1, 2]
+    inside = (length - 1) % B > 0
+    assert [copy.kind for copy in second.copies] == (["block"] * inside + ["state"]) * 2
+    assert sum(step.num_tokens for step in steps) == length - 1 + 3 * 3
+    cells = {
+        (g, r, c): b
+        for g, r, c, b in zip(
+            *(
+                part.tolist()
+                for part in (second.cells.group, second.cells.row, second.cells.column, second.cells.block)
+            ),
+            strict=True,
+        )
+    }
+    shared = [block for (group, _, column), block in cells.items() if group == 0 and column < (length - 1) // B]
+    assert sorted(set(shared)) == sorted(shared[: len(shared) // 2])  # the same full blocks in both branches
+    assert loop.scheduler.statistics().requests_finished == 3
+
+
+def test_a_running_request_is_forked_and_one_branch_aborted() -> None:
+    loop = Loop(cache_of())
+    loop.add("parent", tokens(6), outputs=6)
+    loop.step()
+    loop.step()
+    one, two = loop.scheduler.fork("parent", 2)
+    assert (one.request_id, two.request_id, one.num_tokens) == ("parent#1", "parent#2", 8)
+    step = loop.step()
+    assert step.num_computed.tolist() == [7, 7, 7]
+    assert loop.scheduler.abort("parent#1")
+    loop.run()
+    assert (two.num_output_tokens, loop.requests["parent"].num_output_tokens, one.num_output_tokens) == (6, 6, 3)
+    assert loop.cache.usage == 0
+    with pytest.raises(ConfigError, match="cannot fork 'parent'"):
+        loop.scheduler.fork("parent", 1)
+
+
+# -- slabs
+
+
+def test_who_needs_a_slab_gets_it_while_something_can_be_evicted() -> None:
+    """One class holds every slab with what it has cached; the other gets what it asks for at once, and back again."""
+    config = config_of((full_spec(B), state_spec(B)), (3, 1), 12)
+    loop = Loop(cache_of(config, IntervalPlacement(1)))
+    for number in range(4):
+        loop.add(f"states{number}", tokens(10, 1000 * number))
+        loop.run()
+    space = loop.cache.block_pool.space
+    assert space.weigh([0, 0], [0, 0]).needed == 0
+    states = [block for block in loop.cache.block_pool.free_order() if loop.cache.block_pool.class_of(block) == 1]
+    assert len(states) > 6  # most of the memory is states
+    long = loop.add("long", tokens(80, 9000))
+    step = loop.step()
+    assert (step.num_scheduled.tolist(), loop.scheduler.statistics().refusals) == ([80], {})
+    loop.run()
+    assert long.num_output_tokens == 1
+    for number in range(8):
+        loop.add(f"again{number}", tokens(3, 20_000 + 10 * number))
+    step = loop.step()
+    assert len(step) == 8
+    assert loop.scheduler.statistics().refusals == {}
+
+
+def sparse(max_moved_bytes: int | None = None) -> tuple[KVCacheManager, Request, list[Request]]:
+    """8 slabs: attention in three of them, two of which hold one block each; six states. And one request more."""
+    cache = cache_of(config_of((full_spec(B), state_spec(B)), (3, 1), 8), max_moved_bytes=max_moved_bytes)
+
+    def held(name: str, length: int) -> Request:
+        request = Request(name, tokens(length), hasher=cache.hasher, skip_writing_prefix_cache=True)
+        assert cache.allocate_slots(request, length) is not None
+        return request
+
+    requests = [held(f"r{i}", length) for i, length in enumerate((4, 8, 4, 8, 4))]
+    cache.free(requests[1])
+    cache.free(requests[3])
+    requests = [requests[0], requests[2], requests[4], held("r5", 4), held("r6", 4)]
+    cache.take_transfers()
+    return cache, Request("last", tokens(4), hasher=cache.hasher), requests
+
+
+def test_a_live_block_moves_for_who_needs_its_slab() -> None:
+    cache, last, _ = sparse()
+    assert cache.allocate_slots(last, 4) is not None
+    transfers = cache.take_transfers()
+    assert [(one.group, one.kind) for one in transfers.copies] == [(0, "move")]
+    rows = cache.get_block_ids("r0")[0] + cache.get_block_ids("r2")[0]
+    assert transfers.copies[0].target in rows
+    cache.check()
+
+
+def test_what_needs_moves_is_fragmented_where_no_bytes_may_move() -> None:
+    cache, last, _ = sparse(max_moved_bytes=0)
+    refused = cache.plan_slots(last, 4)
+    assert isinstance(refused, Refusal)
+    assert (refused.reason, refused.needed_blocks, refused.free_blocks) == (Reason.FRAGMENTED, 8, 8)
+
+
+def test_what_needs_moves_waits_for_locked_blocks() -> None:
+    cache, last, (one, other, *_) = sparse()
+    locks = [cache.lock(one), cache.lock("r2"), cache.lock("r5")]
+    refused = cache.plan_slots(last, 4)
+    assert isinstance(refused, Refusal)
+    assert refused.reason is Reason.FRAGMENTED
+    cache.free(other)  # its blocks stay held while they are locked
+    cache.check()
+    assert cache.usage == pytest.approx((5 / 3 + 5) / 8)
+    cache.unlock(locks[1])
+    assert isinstance(cache.plan_slots(last, 4), SlotPlan)
+    cache.unlock(locks[2])
+    cache.unlock(locks[0])
+    with pytest.raises(CacheError, match="not held"):
+        cache.unlock(locks[0])
+    with pytest.raises(CacheError, match="holds no blocks"):
+        cache.lock("nobody")
+    cache.check()
+
+
+def test_a_running_request_is_passed_over_while_its_block_must_wait_for_moves() -> None:
+    """Attention has no hole, all free memory is holes of states' neighbours: nobody is preempted for it."""
+    config = config_of((full_spec(B), full_spec(B)), (3, 2), 6)
+    loop = Loop(cache_of(config, max_moved_bytes=0), max_running=8)
+    for number in range(5):
+        loop.add(f"r{number}", tokens(3, 100 * number), outputs=12)
+    loop.run()
+    assert loop.scheduler.statistics().requests_finished == 5
+
+
+def test_placements_belong_to_the_natural_layout() -> None:
+    with pytest.raises(ConfigError, match="needs the natural layout"):
+        KVCacheManager(attention_config(8), 100, placement=EndsPlacement())
+    assert cache_of().placement == EndsPlacement()
