@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -79,6 +79,10 @@ class SamplingParams:
         for good, message, value in checks:
             if not good:
                 raise ConfigError(f"{message}, got {value}")
+
+    def of_branch(self, number: int) -> SamplingParams:
+        """Those of the ``number``-th branch of a request: one output, by a seed of its own."""
+        return replace(self, n=1, seed=self.seed + number)
 
 
 class Columns(Protocol):
@@ -168,6 +172,11 @@ def checked_marks(marks: object, what: str = "marks") -> tuple[int, ...]:
     if twice is not None:
         raise ConfigError(f"{what} must be distinct, got {twice} twice")
     return tuple(ascending)
+
+
+def branch_id(request_id: str, number: int) -> str:
+    """The id of the ``number``-th branch of a request."""
+    return f"{request_id}#{number}"
 
 
 class Request:

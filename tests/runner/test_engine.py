@@ -218,3 +218,16 @@ def test_steps_the_runner_cannot_run_change_nothing(make_engine: EngineFactory) 
             engine.runner.execute(one)
         assert engine.runner.tables.last_step_id == -1
     engine.runner.execute(step)
+
+
+def test_n_outputs_are_those_of_n_requests_with_seeds_in_a_row(make_engine: EngineFactory) -> None:
+    loaded, prompts = loaded_model("llama"), shared_prompts(2, 1)
+    drawn = SamplingParams(temperature=1.0, seed=5, max_tokens=8, ignore_eos=True, n=3)
+    together = make_engine(loaded, prompts * 3, 8).generate(prompts, drawn)
+    apart = make_engine(loaded, prompts * 3, 8).generate(
+        [prompt for prompt in prompts for _ in range(3)], [drawn.of_branch(k) for _ in prompts for k in range(3)]
+    )
+    assert [one.token_ids for one in together] == [one.token_ids for one in apart]
+    assert len({one.token_ids for one in together}) == 6
+    assert [one.request_id for one in together] == ["0", "0#1", "0#2", "1", "1#1", "1#2"]
+    assert [one.hit_tokens for one in together[1:3]] == [len(prompts[0]) - 1] * 2

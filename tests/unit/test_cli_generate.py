@@ -194,3 +194,14 @@ def test_a_failed_check_exits_with_1(monkeypatch: pytest.MonkeyPatch, here: Call
     )
     code, out, _ = here("--model", "tiny:llama", "--check", "--json")
     assert (code, json.loads(out)["check"]["near_ties"]) == (1, 1)
+
+
+def test_n_outputs_of_one_prompt(tmp_path: Path, here: Call) -> None:
+    file = prompts(tmp_path, json.dumps({"prompt": list(range(40)), "sampling": {"n": 3, "temperature": 1.0}}))
+    code, out, _ = here("--model", "tiny:llama", "--prompts", file, "--max-new-tokens", "8", "--check", "--json")
+    found = json.loads(out)
+    assert (code, [one["id"] for one in found["requests"]]) == (0, ["0", "0#1", "0#2"])
+    assert [one["hit_tokens"] for one in found["requests"]] == [0, 39, 39]
+    assert found["statistics"]["computed_tokens"] == 39 + 3 * 8
+    assert len({tuple(one["token_ids"]) for one in found["requests"]}) == 3
+    assert found["check"]["ok"]

@@ -21,7 +21,7 @@ from rich.text import Text
 from hybridkv.cli.output import console, table
 from hybridkv.errors import ConfigError
 from hybridkv.plan import Plan, read_plan
-from hybridkv.request import SamplingParams
+from hybridkv.request import SamplingParams, branch_id
 from hybridkv.units import format_bytes, format_count
 
 if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
@@ -145,7 +145,7 @@ def _plan(
 
     if plan_file is not None:
         return read_plan(plan_file)
-    lengths = [len(one.token_ids) + one.sampling.max_tokens for one in found.prompts]
+    lengths = [len(one.token_ids) + one.sampling.max_tokens for one in found.prompts for _ in range(one.sampling.n)]
     size = _DEFAULT_BLOCK_SIZE if block_size is None else block_size
     return plan_for(loaded, lengths, block_size=size, memory=memory)
 
@@ -159,7 +159,7 @@ def _run(loaded: LoadedModel, plan: Plan, found: Prompts, options: EngineOptions
     rounds: list[list[Completion]] = []
     seconds: list[float] = []
     try:
-        with _progress(repeat * len(found.prompts)) as advance:
+        with _progress(repeat * sum(one.sampling.n for one in found.prompts)) as advance:
             for _ in range(repeat):
                 begun = time.perf_counter()
                 rounds.append(_round(engine, found, advance))
@@ -168,14 +168,18 @@ def _run(loaded: LoadedModel, plan: Plan, found: Prompts, options: EngineOptions
         engine.close()
     report = None
     if recorder is not None:
-        sampling = [one.sampling for one in found.prompts] * repeat
+        asked = [one.sampling for one in found.prompts]
+        sampling = [one.of_branch(number) for one in asked for number in range(one.n)] * repeat
         report = check_completions(loaded, [one for done in rounds for one in done], sampling, recorder)
     return _Run(loaded, plan, found, rounds, engine, report, seconds)
 
 
 def _round(engine: Engine, found: Prompts, advance: Callable[[], None]) -> list[Completion]:
     """All prompts to their ends, in their order."""
-    ids = [engine.add(one.token_ids, one.sampling, marks=one.marks) for one in found.prompts]
+    first = [engine.add(one.token_ids, one.sampling, marks=one.marks) for one in found.prompts]
+    ids = []
+    for request_id, prompt in zip(first, found.prompts, strict=True):
+        ids += [request_id, *(branch_id(request_id, number) for number in range(1, prompt.sampling.n))]
     done: dict[str, Completion] = {}
     while not engine.idle:
         for one in engine.step():

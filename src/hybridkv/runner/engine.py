@@ -16,7 +16,7 @@ import numpy as np
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import CacheError, CapacityError, ConfigError
 from hybridkv.plan import Plan, make_plan
-from hybridkv.request import Request, SamplingParams
+from hybridkv.request import Request, SamplingParams, branch_id
 from hybridkv.runner.completion import Completion, Progress
 from hybridkv.runner.detokenize import Detokenizer
 from hybridkv.runner.load import LoadedModel
@@ -103,7 +103,7 @@ class Engine:
         cache_salt: str | None = None,
         marks: Sequence[int] = (),
     ) -> str:
-        """Queue a prompt, text or token ids; its request id.
+        """Queue a prompt, text or token ids; its request id. Branches have the ids that ``branch_id`` gives.
 
         marks: token counts where its prefix should be resumable (hybridkv.request).
         Raises ConfigError for text without tokenizer, an empty prompt, ids outside the vocabulary, stop
@@ -125,9 +125,10 @@ class Engine:
             eos_token_ids=self.loaded.eos_token_ids,
             marks=marks,
         )
-        self.scheduler.add(request)
         tokenizer = self.loaded.tokenizer
-        self._live[request_id] = Progress(request, None if tokenizer is None else Detokenizer(tokenizer, params.stop))
+        for one in (request, *self.scheduler.add(request)):
+            text = None if tokenizer is None else Detokenizer(tokenizer, params.stop)
+            self._live[one.request_id] = Progress(one, text)
         return request_id
 
     def abort(self, request_id: str) -> bool:
@@ -137,7 +138,10 @@ class Engine:
     def generate(
         self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Run ``prompts`` to their ends, in their order. sampling: one for all, or one each."""
+        """Run ``prompts`` to their ends, in their order, all ``n`` outputs of one in a row.
+
+        sampling: one for all, or one each.
+        """
         params = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
         if len(params) != len(prompts):
             raise ConfigError(f"{len(params)} sampling parameters for {len(prompts)} prompts: give one for each")
@@ -145,7 +149,8 @@ class Engine:
         done: dict[str, Completion] = {}
         while not self.idle:
             done.update((one.request_id, one) for one in self.step())
-        return [done[one] for one in ids]
+        outputs = [1 if one is None else one.n for one in params]
+        return [done[one] for first, n in zip(ids, outputs, strict=True) for one in _outputs(first, n)]
 
     # -- the loop
 
@@ -215,6 +220,10 @@ class Engine:
     def _add_text(live: Progress, tokens: list[int]) -> bool:
         """Whether a stop string is complete."""
         return live.detokenizer is not None and live.detokenizer.add(tokens)
+
+
+def _outputs(request_id: str, n: int) -> list[str]:
+    return [request_id, *(branch_id(request_id, k) for k in range(1, n))]
 
 
 def encode(loaded: LoadedModel, prompt: str | Sequence[int]) -> list[int]:

@@ -25,7 +25,7 @@ Encode = Callable[[str | Sequence[int]], list[int]]
 _KEYS: Final = ("prompt", "sampling", "marks")
 _SAMPLING_KEYS: Final = tuple(field.name for field in fields(SamplingParams))
 _NUMBERS: Final = ("temperature", "top_p", "min_p", "repetition_penalty")
-_INTEGERS: Final = ("top_k", "seed", "max_tokens")
+_INTEGERS: Final = ("top_k", "seed", "max_tokens", "n")
 
 _STORY: Final = (
     "The archive kept every letter the lighthouse keepers had written: the weather, the ships that passed, the oil "

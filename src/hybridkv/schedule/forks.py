@@ -11,10 +11,9 @@ room, the parent is gone or past), they wait in front like any other request, an
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from hybridkv.cache import Admission, KVCacheManager, SlotPlan
-from hybridkv.request import Request
+from hybridkv.request import Request, branch_id
 from hybridkv.schedule.admission import limit_tokens, most_of
 from hybridkv.schedule.draft import Draft
 from hybridkv.schedule.limits import SchedulerLimits
@@ -24,11 +23,10 @@ from hybridkv.schedule.waiting import Waiting, WaitingQueue
 
 def branches_of(parent: Request, n: int) -> tuple[Request, ...]:
     """``n`` more requests PARENT#1, #2, ... with the parent's tokens; number k draws with the parent's seed + k."""
-    sampling, first = replace(parent.sampling, n=1), parent.branches + 1
+    first = parent.branches + 1
     parent.branches += n
     return tuple(
-        parent.branch(f"{parent.request_id}#{k}", replace(sampling, seed=sampling.seed + k))
-        for k in range(first, first + n)
+        parent.branch(branch_id(parent.request_id, k), parent.sampling.of_branch(k)) for k in range(first, first + n)
     )
 
 

@@ -76,14 +76,16 @@ class Scheduler:
 
     # -- from any thread
 
-    def add(self, request: Request) -> None:
-        """``request`` joins the queue at the owner's next call.
+    def add(self, request: Request) -> tuple[Request, ...]:
+        """``request`` joins the queue at the owner's next call; its branches, one less than ``sampling.n``.
 
         ConfigError if it can never run: hashed by another hasher, an id in use, a prompt as long as
         max_model_len; CapacityError if the pool is too small for it alone.
         """
         refuse_impossible(self.cache, self.limits, request)
-        self._inbox.add(request, branches_of(request, request.sampling.n - 1))
+        branches = branches_of(request, request.sampling.n - 1)
+        self._inbox.add(request, branches)
+        return branches
 
     def fork(self, parent_id: str, n: int) -> tuple[Request, ...]:
         """``n`` new requests that go on from the tokens of a request which waits or runs, by seeds of their own.
