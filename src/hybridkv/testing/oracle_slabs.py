@@ -155,9 +155,9 @@ class OracleSlabs:
             self.stamps[block] = _SUPERSEDED
 
     def forget_all(self) -> None:
-        """All cached blocks become holes, while nothing is referenced but sinks: below the stack, oldest on top."""
+        """All cached blocks become holes, below the stack: class after class, of each the oldest on top."""
         before, self.free = self.free, []
-        for of in range(len(self.ks)):
+        for of in reversed(range(len(self.ks))):
             cached = list(self.lru[of])
             self.lru[of] = []
             for block in cached:
