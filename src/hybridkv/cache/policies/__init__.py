@@ -7,7 +7,6 @@ pool, the other groups or the coordinator.
 from hybridkv.cache.policies.attention import AttentionPolicy
 from hybridkv.cache.policies.encoder import EncoderPolicy
 from hybridkv.cache.policies.exact import TokenHits
-from hybridkv.cache.policies.kept_state import KeptStatePolicy
 from hybridkv.cache.policies.policy import (
     GroupKind,
     Policy,
@@ -17,8 +16,9 @@ from hybridkv.cache.policies.policy import (
     policy_of,
 )
 from hybridkv.cache.policies.reach import Reach
+from hybridkv.cache.policies.running_state import RunningStatePolicy
 from hybridkv.cache.policies.spans import ChunkSpan, FullSpan, WindowSpan
-from hybridkv.cache.policies.state import AlignedStatePolicy, RunningStatePolicy
+from hybridkv.cache.policies.state import AlignedStatePolicy
 from hybridkv.cache.policies.values import (
     NEVER,
     NEW,
@@ -46,7 +46,6 @@ __all__ = [
     "GroupPlan",
     "Hit",
     "Index",
-    "KeptStatePolicy",
     "Policy",
     "Reach",
     "RowFacts",

@@ -10,10 +10,10 @@ from typing import Protocol
 from hybridkv.cache.policies.attention import AttentionPolicy
 from hybridkv.cache.policies.encoder import EncoderPolicy
 from hybridkv.cache.policies.exact import TokenHits
-from hybridkv.cache.policies.kept_state import KeptStatePolicy
 from hybridkv.cache.policies.reach import Reach
+from hybridkv.cache.policies.running_state import RunningStatePolicy
 from hybridkv.cache.policies.spans import ChunkSpan, FullSpan, Span, WindowSpan
-from hybridkv.cache.policies.state import AlignedStatePolicy, RunningStatePolicy
+from hybridkv.cache.policies.state import AlignedStatePolicy
 from hybridkv.cache.policies.values import (
     Bool,
     Demand,
@@ -228,7 +228,7 @@ def natural_policy_of(kind: GroupKind, alignment: int, hash_block: int, *, exact
         case ChunkedLocalAttentionSpec():
             span = ChunkSpan(spec.attention_chunk_size)
         case MambaSpec():
-            return KeptStatePolicy(hash_block, 1 + spec.num_speculative_blocks, kind.publishes)
+            return RunningStatePolicy(hash_block, 1 + spec.num_speculative_blocks, kind.publishes)
         case _:
             return policy_of(kind, alignment)
     return AttentionPolicy(size, span, Reach(size, size), TokenHits(span) if exact else span)

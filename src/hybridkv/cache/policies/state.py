@@ -1,11 +1,9 @@
-"""Recurrent layers: one state, overwritten in place; so sharing one is copying it.
+"""Recurrent layers of the reference layout: one state, overwritten in place; so sharing one is copying it.
 
 align    columns as in attention, of ``block_size`` tokens; all null but those that hold a state:
 
          [ . . . S | . D ]       S: read by the next step      D: where that step leaves its state
          [ . . . . . D x x ]     x: one block for each drafted token
-
-none     one block (and one for each drafted token), rewritten for ever; nothing is published.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import numpy as np
 
 from hybridkv.cache.policies.reach import Reach
 from hybridkv.cache.policies.values import (
-    NEVER,
     NEW,
     NONE,
     Bool,
@@ -180,72 +177,3 @@ class AlignedStatePolicy:
     def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:  # noqa: ARG002 - the answer of a policy
         """Blocks that ``num_tokens`` tokens hold at most."""
         return self.columns(num_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class RunningStatePolicy:
-    """One state a request, never shared. blocks: the state's and one for each drafted token."""
-
-    block_size: int
-    blocks: int
-    publishes: bool = False
-    downward_closed: bool = False
-    keeps_state: bool = True
-    copies: bool = False
-    append_only: bool = False
-
-    def columns(self, num_tokens: T) -> T:
-        """Always ``blocks``."""
-        return num_tokens * 0 + self.blocks
-
-    def hit_columns(self, num_tokens: int) -> int:  # noqa: ARG002 - the answer of a policy
-        """None: no hit."""
-        return 0
-
-    def state_column(self, num_tokens: T) -> T:
-        """The first one."""
-        return num_tokens * 0
-
-    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:  # noqa: ARG002 - as above
-        """None: the state is not kept."""
-        return Hit(0, NONE)
-
-    def source(self, index: Index, num_tokens: int) -> int:  # noqa: ARG002 - the answer of a policy
-        """None: what is hit is held by the row itself."""
-        return 0
-
-    def trim(self, hit: Hit, tokens: int) -> Hit:  # noqa: ARG002 - as above
-        """Nothing to trim."""
-        return hit
-
-    def next_need(self, held: T, dropped: T) -> T:  # noqa: ARG002 - as above
-        """Never, once the row has its blocks."""
-        return (held > 0) * NEVER
-
-    def next_publish(self, settled: T) -> T:
-        """Never."""
-        return settled * 0 + NEVER
-
-    def settled_rows(self, known_tokens: Int64) -> Int64:
-        """None."""
-        return known_tokens * 0
-
-    def droppable(self, processed_tokens: T) -> T:
-        """Nothing."""
-        return processed_tokens * 0
-
-    def is_plain(self, columns: Int64, published: Int64, tokens: RowTokens) -> Bool:  # noqa: ARG002 - as above
-        """Always, once the row runs."""
-        return np.ones(len(published), np.bool_)
-
-    def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:  # noqa: ARG002 - as above
-        """All blocks at once."""
-        return GroupPlan(0, NONE, 0 if row.held else self.blocks, None, (), _NO_COLUMNS, row.published)
-
-    def stored_columns(self, row: RowFacts, computed_tokens: int, edges: tuple[int, ...]) -> tuple[Int64, int]:  # noqa: ARG002 - as above
-        """Nothing."""
-        return _NO_COLUMNS, row.published
-
-    def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:  # noqa: ARG002 - as above
-        """Always ``blocks``."""
-        return self.blocks

@@ -1,4 +1,4 @@
-"""Recurrent layers in the natural layout: one running state, and copies of it kept where a placement says.
+"""Recurrent layers whose state stays in its block: in the natural layout, and where the reference layout keeps none.
 
 row          [ running | drafts ... ]       rewritten in place; a hit is copied into it
 checkpoint   a block of nobody's row, labelled with its token count (architecture.md, decision 8)
@@ -31,19 +31,23 @@ _NO_COLUMNS: Int64 = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class KeptStatePolicy:
+class RunningStatePolicy:
     """block_size: tokens between two keys of a request. blocks: the state's and one for each drafted token.
 
-    publishes: whether checkpoints are kept at all.
+    publishes: whether checkpoints are kept at all (natural layout).
     """
 
     block_size: int
     blocks: int
-    publishes: bool = True
+    publishes: bool = False
     downward_closed: bool = False
     keeps_state: bool = True
-    copies: bool = True
     append_only: bool = False
+
+    @property
+    def copies(self) -> bool:
+        """Whether a hit is copied: where there can be one."""
+        return self.publishes
 
     def columns(self, num_tokens: T) -> T:
         """Always ``blocks``."""
@@ -59,12 +63,14 @@ class KeptStatePolicy:
 
     def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:  # noqa: ARG002 - as above
         """The last label at or before the end. O(blocks behind it)."""
+        if not self.publishes:
+            return Hit(0, NONE)
         additions = index.additions
         return Hit(index.label(search.end_tokens, search.alignment), NONE, additions=additions)
 
     def source(self, index: Index, num_tokens: int) -> int:
         """The checkpoint to copy."""
-        return index.labelled(num_tokens) or 0
+        return (index.labelled(num_tokens) or 0) if self.publishes else 0
 
     def trim(self, hit: Hit, tokens: int) -> Hit:  # noqa: ARG002 - as above
         """A state serves its own token count only: the search must be made anew."""
