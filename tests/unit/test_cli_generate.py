@@ -132,9 +132,9 @@ def test_marks_reach_the_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     added: list[tuple[int, ...]] = []
     add = Scheduler.add
 
-    def noted(scheduler: Scheduler, request: Request) -> None:
+    def noted(scheduler: Scheduler, request: Request) -> tuple[Request, ...]:
         added.append(request.marks)
-        add(scheduler, request)
+        return add(scheduler, request)
 
     monkeypatch.setattr(Scheduler, "add", noted)
     file = prompts(tmp_path, '{"prompt": "marked", "marks": [8, 3]}', '{"prompt": "plain"}')

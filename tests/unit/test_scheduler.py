@@ -811,7 +811,7 @@ def test_add_abort_and_statistics_come_from_anywhere() -> None:
     step = sched.schedule()
     requests = [Request(name, range(3), hasher=sched.cache.hasher) for name in "ab"]
     for request in requests:
-        assert in_thread(lambda request=request: sched.add(request)) == [None]  # type: ignore[misc]  # bound early
+        assert in_thread(lambda request=request: sched.add(request)) == [()]  # type: ignore[misc]  # bound early
     assert (sched.num_waiting, sched.drained) == (2, False)
     assert in_thread(lambda: sched.abort("a")) == [True]
     assert in_thread(lambda: sched.abort("nobody")) == [False]
