@@ -158,6 +158,15 @@ def test_a_worker_without_segments_gets_chunks_that_end_at_stops() -> None:
     assert [stored(step) for step in steps] == [[(1, 4)], [(1, 6)], [(1, 8)], []]
 
 
+def test_an_end_where_a_chunk_ends_is_published_while_the_request_runs() -> None:
+    loop = Loop(cache_of(), segments=False)
+    loop.add("first", tokens(6), outputs=10)
+    assert [loop.step().num_scheduled.tolist(), loop.step().num_scheduled.tolist()] == [[5], [1]]
+    again = loop.add("again", tokens(6))
+    loop.step()
+    assert again.first_hit_tokens == 5
+
+
 def test_a_branch_point_seen_once_leaves_a_state_the_next_time_through() -> None:
     loop = Loop(cache_of())
     hits = []
