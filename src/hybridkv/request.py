@@ -179,6 +179,11 @@ def branch_id(request_id: str, number: int) -> str:
     return f"{request_id}#{number}"
 
 
+def output_ids(request_id: str, n: int) -> list[str]:
+    """Ids of the ``n`` outputs of a request: its own, then those of its branches."""
+    return [request_id, *(branch_id(request_id, number) for number in range(1, n))]
+
+
 class Request:
     """One request. Not shared between managers; see the module's text for where its tokens live.
 

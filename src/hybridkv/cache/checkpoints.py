@@ -65,17 +65,13 @@ class Checkpoints:
         self._consumed.pop(row, None)
         if 0 < hit_tokens < request.num_prompt_tokens - 1:
             self._consumed[row] = hit_tokens
-        self._next[row] = self._next_stop(request, computed_tokens)
+        self._next[row] = self.next_stop(request, computed_tokens)
 
     def next_stop(self, request: Request, after_tokens: int) -> int:
         """The next token count at which a state of ``request`` should be kept, NEVER without one."""
-        return self._next_stop(request, after_tokens) if self._groups else NEVER
-
-    def _next_stop(self, request: Request, after_tokens: int) -> int:
-        placement = self._placement
-        if placement is None or not request.writes_prefix_cache:
+        if not self._groups or self._placement is None or not request.writes_prefix_cache:
             return NEVER
-        return placement.next_stop(request, after_tokens)
+        return self._placement.next_stop(request, after_tokens)
 
     # -- stops
 
@@ -95,7 +91,7 @@ class Checkpoints:
         for stop in self._placement.stops(request, computed, end):
             if stop <= known:
                 self._store_one(request, stop)
-        self._next[request.row] = self._next_stop(request, end)
+        self._next[request.row] = self.next_stop(request, end)
 
     def _store_one(self, request: Request, tokens: int) -> None:
         lacking = [group for group in self._groups if group.view(request).labelled(tokens) is None]
@@ -109,15 +105,14 @@ class Checkpoints:
         if weight.needed > weight.free or self._pool.waits(needs, none):
             self.declined += 1
             return
-        blocks: list[tuple[CacheGroup, int]] = []
-        for group in lacking:
-            block = self._pool.get_new_blocks(1, group.number).item(0)
-            self._transfers.store(group, request.row, tokens, block)
-            blocks.append((group, len(self._transfers.held) - 1))
-        for group, place in blocks:
-            self._publish(group, request, tokens, self._transfers.held[place], self._log.open_step)
+        taken = [
+            self._transfers.store(group, request.row, tokens, self._pool.get_new_blocks(1, group.number).item(0))
+            for group in lacking
+        ]
+        for stored in taken:  # taking one may have moved those before it
+            self._publish(stored.group, request, tokens, stored.block, self._log.open_step)
             if self._placement is not None and self._placement.is_passing(request, tokens):
-                self._pool.flag_passing(self._transfers.held[place])
+                self._pool.flag_passing(stored.block)
         self.stored += 1
         self._supersede(request, tokens)
 

@@ -60,7 +60,9 @@ class _Copy:
 
 
 @dataclass(slots=True)
-class _Stored:
+class Stored:
+    """A checkpoint of the step that is being made. block: where it lies, whatever moves."""
+
     group: CacheGroup
     row: int
     tokens: int
@@ -75,7 +77,7 @@ class TransferLog:
         self._first_group = [pool.classes.index(of) for of in range(len(pool.bases))] if groups else []
         self._moves: list[Int64] = []
         self._copies: list[_Copy] = []
-        self._stored: list[_Stored] = []
+        self._stored: list[Stored] = []
 
     @property
     def held(self) -> list[int]:
@@ -86,9 +88,11 @@ class TransferLog:
         """``column`` of ``row`` begins as ``source``, which the caller has touched."""
         self._copies.append(_Copy(group, source, row, column))
 
-    def store(self, group: CacheGroup, row: int, tokens: int, block: int) -> None:
+    def store(self, group: CacheGroup, row: int, tokens: int, block: int) -> Stored:
         """The forward stores a state in ``block``, which the caller has taken."""
-        self._stored.append(_Stored(group, row, tokens, block))
+        stored = Stored(group, row, tokens, block)
+        self._stored.append(stored)
+        return stored
 
     def follow(self, moves: Int64) -> None:
         """Blocks moved, int64[m, 2]."""

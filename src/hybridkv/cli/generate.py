@@ -21,7 +21,7 @@ from rich.text import Text
 from hybridkv.cli.output import console, table
 from hybridkv.errors import ConfigError
 from hybridkv.plan import Plan, read_plan
-from hybridkv.request import SamplingParams, branch_id
+from hybridkv.request import SamplingParams, output_ids
 from hybridkv.units import format_bytes, format_count
 
 if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
@@ -176,14 +176,13 @@ def _run(loaded: LoadedModel, plan: Plan, found: Prompts, options: EngineOptions
 
 def _round(engine: Engine, found: Prompts, advance: Callable[[], None]) -> list[Completion]:
     """All prompts to their ends, in their order."""
-    first = [engine.add(one.token_ids, one.sampling, marks=one.marks) for one in found.prompts]
     ids = []
-    for request_id, prompt in zip(first, found.prompts, strict=True):
-        ids += [request_id, *(branch_id(request_id, number) for number in range(1, prompt.sampling.n))]
+    for one in found.prompts:
+        ids += output_ids(engine.add(one.token_ids, one.sampling, marks=one.marks), one.sampling.n)
     done: dict[str, Completion] = {}
     while not engine.idle:
-        for one in engine.step():
-            done[one.request_id] = one
+        for completion in engine.step():
+            done[completion.request_id] = completion
             advance()
     return [done[one] for one in ids]
 

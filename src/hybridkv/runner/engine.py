@@ -16,7 +16,7 @@ import numpy as np
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import CacheError, CapacityError, ConfigError
 from hybridkv.plan import Plan, make_plan
-from hybridkv.request import Request, SamplingParams, branch_id
+from hybridkv.request import Request, SamplingParams, output_ids
 from hybridkv.runner.completion import Completion, Progress
 from hybridkv.runner.detokenize import Detokenizer
 from hybridkv.runner.load import LoadedModel
@@ -103,7 +103,7 @@ class Engine:
         cache_salt: str | None = None,
         marks: Sequence[int] = (),
     ) -> str:
-        """Queue a prompt, text or token ids; its request id. Branches have the ids that ``branch_id`` gives.
+        """Queue a prompt, text or token ids; its request id. Branches have the ids of ``output_ids``.
 
         marks: token counts where its prefix should be resumable (hybridkv.request).
         Raises ConfigError for text without tokenizer, an empty prompt, ids outside the vocabulary, stop
@@ -150,7 +150,7 @@ class Engine:
         while not self.idle:
             done.update((one.request_id, one) for one in self.step())
         outputs = [1 if one is None else one.n for one in params]
-        return [done[one] for first, n in zip(ids, outputs, strict=True) for one in _outputs(first, n)]
+        return [done[one] for first, n in zip(ids, outputs, strict=True) for one in output_ids(first, n)]
 
     # -- the loop
 
@@ -220,10 +220,6 @@ class Engine:
     def _add_text(live: Progress, tokens: list[int]) -> bool:
         """Whether a stop string is complete."""
         return live.detokenizer is not None and live.detokenizer.add(tokens)
-
-
-def _outputs(request_id: str, n: int) -> list[str]:
-    return [request_id, *(branch_id(request_id, k) for k in range(1, n))]
 
 
 def encode(loaded: LoadedModel, prompt: str | Sequence[int]) -> list[int]:

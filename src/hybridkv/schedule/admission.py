@@ -35,6 +35,12 @@ def most_of(cache: KVCacheManager, limits: SchedulerLimits, request: Request, to
     )
 
 
+def admission_of(cache: KVCacheManager, limits: SchedulerLimits, request: Request, *, alone: bool) -> Admission:
+    """All known tokens of ``request`` must fit, and the watermark besides unless it is ``alone``."""
+    reserve = 0 if alone else int(limits.watermark * cache.block_pool.num_usable)
+    return Admission(most_of(cache, limits, request, request.num_tokens), limits.max_in_flight, reserve)
+
+
 def refuse_impossible(cache: KVCacheManager, limits: SchedulerLimits, request: Request) -> None:
     """ConfigError or CapacityError for a request that could not run even alone."""
     if request.hasher is not cache.hasher:
@@ -106,7 +112,6 @@ def _plan_hit(
     count = chunks.first(request, hit_tokens, budget_tokens)
     if not count:
         return None
-    reserve = 0 if alone else int(limits.watermark * cache.block_pool.num_usable)
     plan = cache.plan_slots(
         request,
         count,
@@ -114,7 +119,7 @@ def _plan_hit(
         None if hit is None else cache.blocks_of(hit),
         num_lookahead_tokens=limits.num_lookahead_tokens,
         num_encoder_tokens=request.num_encoder_tokens,
-        admission=Admission(most_of(cache, limits, request, request.num_tokens), limits.max_in_flight, reserve),
+        admission=admission_of(cache, limits, request, alone=alone),
     )
     if isinstance(plan, Refusal):
         logger.debug("request %s is not admitted: %s", request.request_id, plan)

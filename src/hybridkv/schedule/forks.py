@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridkv.cache import Admission, KVCacheManager, SlotPlan
+from hybridkv.cache import KVCacheManager, SlotPlan
 from hybridkv.request import Request, branch_id
-from hybridkv.schedule.admission import limit_tokens, most_of
+from hybridkv.schedule.admission import admission_of, limit_tokens
 from hybridkv.schedule.draft import Draft
 from hybridkv.schedule.limits import SchedulerLimits
 from hybridkv.schedule.running import RunningRows
@@ -141,11 +141,7 @@ class Branching:
             shared,
             num_lookahead_tokens=limits.num_lookahead_tokens,
             num_encoder_tokens=child.num_encoder_tokens,
-            admission=Admission(
-                most_of(cache, limits, child, child.num_tokens),
-                limits.max_in_flight,
-                int(limits.watermark * cache.block_pool.num_usable),
-            ),
+            admission=admission_of(cache, limits, child, alone=False),
         )
         if not isinstance(plan, SlotPlan):
             return False
