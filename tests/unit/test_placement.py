@@ -45,13 +45,18 @@ requests = st.builds(
 )
 
 
-def kept(placement: Placement, of: Request, tokens: int) -> bool:
-    """Whether the state after ``tokens`` tokens should be kept: each placement in a line."""
+def kept(placement: Placement, of: Request, tokens: int, end: int) -> bool:
+    """Whether a chunk up to ``end`` should keep the state after ``tokens`` tokens: each placement in a line."""
     prompt, marked = of.num_prompt_tokens, tokens in of.marks
     match placement:
         case NoStates():
             return False
-        case AlignPlacement(size) | IntervalPlacement(size):
+        case AlignPlacement(size):
+            # the last multiple before each: nothing of the grid lies between it and the edge
+            return marked or (
+                tokens % size == 0 and any(0 <= e - tokens < size for e in (end, prompt - 1, of.branch_tokens))
+            )
+        case IntervalPlacement(size):
             return marked or tokens % size == 0
         case _:
             return marked or tokens == prompt - 1 or tokens == of.branch_tokens
@@ -63,7 +68,8 @@ def kept(placement: Placement, of: Request, tokens: int) -> bool:
 @given(placement=placements, of=requests, start=st.integers(0, 130), length=st.integers(0, 130))
 def test_stops_are_what_each_placement_says(placement: Placement, of: Request, start: int, length: int) -> None:
     counts = range(start + 1, start + length + 1)
-    assert placement.stops(of, start, start + length) == tuple(t for t in counts if kept(placement, of, t))
+    end = start + length
+    assert placement.stops(of, start, end) == tuple(t for t in counts if kept(placement, of, t, end))
 
 
 @given(placement=placements, of=requests, after=st.integers(0, 130))
@@ -82,7 +88,12 @@ def test_the_next_stop_is_the_first_of_the_stops(placement: Placement, of: Reque
 def test_steps_of_any_size_meet_every_stop_once(placement: Placement, of: Request, cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), 130]
     parts = [placement.stops(of, start, end) for start, end in pairwise(edges)]
-    assert tuple(t for part in parts for t in part) == placement.stops(of, 0, 130)
+    met, whole = tuple(t for part in parts for t in part), placement.stops(of, 0, 130)
+    if isinstance(placement, AlignPlacement):  # each step adds the last multiple in it
+        assert set(whole) <= set(met) <= {t for t in range(131) if t % placement.tokens == 0 or t in of.marks}
+        assert len(met) == len(set(met))
+    else:
+        assert met == whole
 
 
 def test_ends_by_hand() -> None:
@@ -97,10 +108,14 @@ def test_ends_by_hand() -> None:
 
 
 def test_grids_by_hand() -> None:
-    # 12 tokens of prompt: a state at 12 can serve whoever goes on from it
-    assert AlignPlacement(4).stops(request(12), 0, 20) == (4, 8, 12, 16, 20)
-    assert AlignPlacement(4).stops(request(12, marks=[5, 8]), 3, 9) == (4, 5, 8)
-    assert AlignPlacement(4).stops(request(12, branch=6), 4, 8) == (8,)
+    # 12 tokens of prompt: the state at 8 serves the same prompt again, that at 12 whoever goes on from it
+    assert AlignPlacement(4).stops(request(12), 0, 12) == (8, 12)
+    assert AlignPlacement(4).stops(request(13), 0, 13) == (12,)
+    assert AlignPlacement(4).stops(request(12), 12, 15) == ()
+    assert AlignPlacement(4).stops(request(12), 12, 16) == (16,)
+    assert AlignPlacement(4).stops(request(30), 0, 10) == (8,)  # the budget ends a chunk in the middle
+    assert AlignPlacement(4).stops(request(12, marks=[5, 8]), 3, 9) == (5, 8)
+    assert AlignPlacement(4).stops(request(30, branch=14), 0, 30) == (12, 28)
     assert IntervalPlacement(7).stops(request(12), 7, 21) == (14, 21)
     assert IntervalPlacement(7).next_stop(request(12, marks=[9]), 7) == 9
     assert AlignPlacement(MOST).next_stop(request(12), MOST) == 2 * MOST < NEVER

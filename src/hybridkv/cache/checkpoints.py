@@ -65,15 +65,21 @@ class Checkpoints:
         self._consumed.pop(row, None)
         if 0 < hit_tokens < request.num_prompt_tokens - 1:
             self._consumed[row] = hit_tokens
-        self._next[row] = self.next_stop(request, computed_tokens)
+        self._next[row] = self._next_stop(request, computed_tokens)
 
-    def next_stop(self, request: Request, after_tokens: int) -> int:
-        """The next token count at which a state of ``request`` should be kept, NEVER without one."""
+    # -- stops
+
+    def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
+        """Token counts in start + 1 .. end, known ones, at which a state of ``request`` should be kept."""
+        if not self._groups or self._placement is None or not request.writes_prefix_cache:
+            return ()
+        return tuple(stop for stop in self._placement.stops(request, start, end) if stop <= request.num_tokens)
+
+    def _next_stop(self, request: Request, after_tokens: int) -> int:
+        """The next of them, NEVER without one."""
         if not self._groups or self._placement is None or not request.writes_prefix_cache:
             return NEVER
         return self._placement.next_stop(request, after_tokens)
-
-    # -- stops
 
     def store(self, requests: Sequence[Request | None], rows: Int64, computed: Int64, end: Int64) -> None:
         """A block for every stop in computed .. end of each row, in order. O(rows) in array operations."""
@@ -85,13 +91,9 @@ class Checkpoints:
                 self._store_row(request, computed.item(place), end.item(place))
 
     def _store_row(self, request: Request, computed: int, end: int) -> None:
-        if self._placement is None:
-            return
-        known = min(end, request.num_tokens)
-        for stop in self._placement.stops(request, computed, end):
-            if stop <= known:
-                self._store_one(request, stop)
-        self._next[request.row] = self.next_stop(request, end)
+        for stop in self.stops(request, computed, end):
+            self._store_one(request, stop)
+        self._next[request.row] = self._next_stop(request, end)
 
     def _store_one(self, request: Request, tokens: int) -> None:
         lacking = [group for group in self._groups if group.view(request).labelled(tokens) is None]

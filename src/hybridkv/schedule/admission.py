@@ -133,7 +133,7 @@ def split_of(cache: KVCacheManager, limits: SchedulerLimits, forking: Collection
     forking: ids of requests that branch before the last of their known tokens.
     """
     if cache.placement is not None:
-        return StopSplit(cache.checkpoints.next_stop, limits.segments, forking)
+        return StopSplit(cache.checkpoints.stops, limits.segments, forking)
     sizes = [group.policy.block_size for group in cache.groups if group.policy.keeps_state and group.policy.publishes]
     if not sizes:
         return None

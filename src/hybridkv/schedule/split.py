@@ -47,11 +47,11 @@ class AlignSplit:
 class StopSplit:
     """Natural layout: chunks end at stops, where the worker cannot write a state inside a chunk.
 
-    next_stop: of a request behind a token count. segments: the worker can. forking: ids of requests that branch
-    before the last of their known tokens, so that each branch runs that one itself.
+    stops: of a request, in start + 1 .. end. segments: the worker can. forking: ids of requests that branch before the
+    last of their known tokens, so that each branch runs that one itself.
     """
 
-    next_stop: Callable[[Request, int], int]
+    stops: Callable[[Request, int, int], tuple[int, ...]]
     segments: bool
     forking: Collection[str]
 
@@ -65,5 +65,5 @@ class StopSplit:
         known = request.num_tokens
         stops = [known - 1] if request.request_id in self.forking else []
         if not self.segments:
-            stops.append(self.next_stop(request, computed))
-        return min([asked, *(stop - computed for stop in stops if computed < stop <= known)])
+            stops += self.stops(request, computed, min(computed + asked, known))[:1]
+        return min([asked, *(stop - computed for stop in stops if computed < stop)])

@@ -175,7 +175,7 @@ class NaturalOracle(Oracle):
         """Chunks end where a state is kept, unless the worker writes it inside a chunk, and where branches begin."""
         stops = [len(request.tokens) - 1] if request in self.forks else []
         if not self.limits.segments and self.natural.states and self.cache.caching and request.writes:
-            stops.append(self.natural.placement.next_stop(as_asked(request), computed))
+            stops += self.natural.placement.stops(as_asked(request), computed, computed + count)[:1]
         inside = [stop for stop in stops if computed < stop < computed + count and stop <= len(request.tokens)]
         self.counts["split"] += bool(inside)
         return min(inside, default=computed + count) - computed

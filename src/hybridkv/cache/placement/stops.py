@@ -76,11 +76,13 @@ class NoStates:
 
 @dataclass(frozen=True, slots=True)
 class AlignPlacement:
-    """Where the reference layout (vLLM's align mode) keeps them: at the ends of the blocks that it gives to states.
+    """Where the reference layout (vLLM's align mode) keeps them: at ends of the blocks that it gives to states.
 
-    tokens: of such a block. Every multiple, in prompt and output: chunks of a prompt end at multiples, the last of them
-    at floor((P-1) / tokens) * tokens, and when P is one as well the state is kept there by the chunk behind it.
+    tokens: of such a block, B. Not every multiple: the last one that a chunk reaches, the last one that serves the same
+    prompt again (token P-1 must be run), and the last one before a branch point: where AlignSplit ends chunks.
     ConfigError for tokens out of range.
+
+        chunk   [ ... | B | B | B | rest ]        kept: the last multiple in it
     """
 
     tokens: int
@@ -96,11 +98,13 @@ class AlignPlacement:
         return f"align:{self.tokens}"
 
     def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
-        """Multiples of the block, and marks."""
-        return _merged(_multiples(self.tokens, start, end), _between(request.marks, start, end))
+        """Those up to three, and marks. Between edges that cut a chunk in two it may answer more. O(marks)."""
+        edges = (end, request.num_prompt_tokens - 1, request.branch_tokens)
+        mine = {edge // self.tokens * self.tokens for edge in edges}
+        return tuple(sorted({one for one in mine if start < one <= end}.union(_between(request.marks, start, end))))
 
     def next_stop(self, request: Request, after: int) -> int:
-        """The next multiple, or mark."""
+        """The next multiple, or mark: whichever chunk reaches it has a stop."""
         return min((after // self.tokens + 1) * self.tokens, _next(request.marks, after))
 
     def is_passing(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - as asked
