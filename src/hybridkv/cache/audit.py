@@ -153,9 +153,12 @@ def _index(pool: BlockPool) -> Iterator[str]:
 
 
 def _tails(pool: BlockPool) -> Iterator[str]:
-    """A block with partial keys is in the group that has them."""
+    """A block with partial keys is in the group that has them, and as many are counted as there are."""
     for group, index in enumerate(pool.indexes):
-        for _, tail in index.partial.entries():
+        entries = list(index.partial.entries())
+        if len(index.partial) != len(entries):
+            yield f"group {group} counts {len(index.partial)} partial keys, it has {len(entries)}"
+        for _, tail in entries:
             of = pool.group_of(tail.block)
             if of != group:
                 yield f"block {tail.block} has a partial key in group {group}, its keys are of group {of}"

@@ -34,9 +34,10 @@ class PartialKeys:
     def __init__(self) -> None:
         self._tails: dict[bytes, list[Tail]] = {}
         self._parent: dict[int, bytes] = {}
+        self._entries = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._tails.values()))
+        return self._entries
 
     def __contains__(self, block: int) -> bool:
         return block in self._parent
@@ -51,9 +52,11 @@ class PartialKeys:
         gone = None
         if len(tails) == MOST_TAILS:
             gone = tails.pop(0).block
+            self._entries -= 1
             if all(other.block != gone for other in tails):
                 del self._parent[gone]
         tails.append(tail)
+        self._entries += 1
         self._parent[tail.block] = parent
         return gone
 
@@ -68,7 +71,9 @@ class PartialKeys:
             self._tails[parent] = kept
         else:
             del self._tails[parent]
-        return len(tails) - len(kept)
+        gone = len(tails) - len(kept)
+        self._entries -= gone
+        return gone
 
     def rename(self, source: int, target: int) -> None:
         """What ``source`` carried ``target`` carries, in its place."""
@@ -88,6 +93,7 @@ class PartialKeys:
         """Forget everything."""
         self._tails.clear()
         self._parent.clear()
+        self._entries = 0
 
 
 _NONE: list[Tail] = []
