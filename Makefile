@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check lint check-trace test-vllm clean
+.PHONY: demo test test-all check lint check-trace test-vllm clean
 
 # torch first and alone: with it in place nothing pulls another build of it
 .venv/runner.stamp: pyproject.toml constraints.txt
@@ -20,6 +20,10 @@ demo: .venv/runner.stamp
 	$(BIN)/hybridkv demo
 
 test: .venv/dev.stamp
+	$(BIN)/pytest -n 2 -m "not thorough"
+
+# also what takes minutes: all known models, four context parallel ranks
+test-all: .venv/dev.stamp
 	$(BIN)/pytest -n 2
 
 lint: .venv/dev.stamp

@@ -8,6 +8,6 @@ Never imports the cache or the scheduler: a worker could live in another process
 from hybridkv.worker.block_table import BlockTable
 from hybridkv.worker.multi_group import MultiGroupBlockTable
 from hybridkv.worker.slot_mapping import SlotMapper
-from hybridkv.worker.storage import PagedStorage, PagePart
+from hybridkv.worker.storage import PagedStorage, PageOrder, PagePart, parts_of
 
-__all__ = ["BlockTable", "MultiGroupBlockTable", "PagePart", "PagedStorage", "SlotMapper"]
+__all__ = ["BlockTable", "MultiGroupBlockTable", "PageOrder", "PagePart", "PagedStorage", "SlotMapper", "parts_of"]

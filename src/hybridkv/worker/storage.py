@@ -1,10 +1,13 @@
 """Paged storage: one arena of bytes, and every layer's strided view of its pages.
 
-page of a block in one layer   [ part 0: block_size x shape ][ part 1: block_size x shape ]   (keys, then values)
-view of part k                 [blocks, block_size, *shape], from block to block block_stride_bytes apart
+page, NHD     [ part 0: block_size x heads x width ][ part 1: ... ][ padding ]        (keys, then values)
+page, HND     [ part 0: heads x block_size x width ][ part 1: ... ][ padding ]
+view, NHD     [blocks, block_size, heads, width]     view, HND   [blocks, heads, block_size, width]
+latents       [blocks, block_size, width], in either order: there are no heads
+states        [blocks, *shape]: a block holds one state, whatever its tokens
 
-In the natural layout a block may be made of kernel blocks, each with that share of the page of every layer: then the
-view's first two dimensions are kernel blocks and their tokens.
+From block to block it is ``block_stride_bytes``. In the natural layout a block may be made of kernel blocks, each with
+that share of the page of every layer: then a view's first dimension, and its tokens, are those of kernel blocks.
 """
 
 from __future__ import annotations
@@ -12,35 +15,81 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
 
 import torch
 
 from hybridkv.errors import ConfigError
 from hybridkv.plan.config import KVCacheConfig, KVCacheTensor
+from hybridkv.specs import (
+    AttentionSpec,
+    Keeps,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+)
 from hybridkv.units import format_bytes
+
+_FP8: Final = {"fp8": torch.float8_e4m3fn}
+"""Names of cache dtypes that torch calls otherwise."""
+
+
+class PageOrder(StrEnum):
+    """What comes first within a block's keys, and within its values: tokens (NHD) or heads (HND)."""
+
+    NHD = "NHD"
+    HND = "HND"
 
 
 @dataclass(frozen=True, slots=True)
 class PagePart:
-    """One array in a layer's page: ``shape`` a token in ``dtype``, for example (kv heads, head size) of the keys."""
+    """One array in a layer's page, in ``dtype``.
+
+    shape: of attention, what a token has of it: (kv heads, head size), or (width,) of a latent that all heads share.
+    Of a recurrent layer, the state's.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token."""
+        """Bytes of one token, or of one state."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def parts_of(spec: KVCacheSpec) -> tuple[PagePart, ...]:
+    """What a layer of ``spec`` keeps in its page: keys and values, one latent, or its states.
+
+    Raises ConfigError for a spec of several layers, or of an unknown kind.
+    """
+    match spec:
+        case MambaSpec():
+            pairs = zip(spec.shapes, spec.dtypes, strict=True)
+            return tuple(PagePart(shape, _torch_dtype(dtype)) for shape, dtype in pairs)
+        case MLAAttentionSpec() | SlidingWindowMLASpec():
+            return (PagePart((spec.head_size,), _torch_dtype(spec.dtype)),)
+        case AttentionSpec():
+            dtype, heads = _torch_dtype(spec.dtype), spec.num_kv_heads
+            widths = (spec.head_size, spec.elements_per_token - spec.head_size)
+            return tuple(PagePart((heads, width), dtype) for width in widths)
+        case _:
+            raise ConfigError(
+                f"{type(spec).__name__} does not say what its page is made of: hand in the spec of one layer"
+            )
 
 
 class PagedStorage:
     """The arena of ``config`` on ``device`` and its views.
 
-    layout: for every layer the parts of its page, in order. ``arena``: uint8[arena_bytes], zeros at first.
-    ``views[layer]``: a tensor [blocks, block_size, *shape] for each part; no copies, O(layers). Blocks are the ids of
+    layout: for every layer the parts of its page, in order (``parts_of`` makes them from a spec). order: of tokens and
+    heads within a block, for every part with heads. ``arena``: uint8[arena_bytes], zeros at first.
+    ``views[layer]``: a tensor for each part, of the shapes above; no copies, O(layers). Blocks are the ids of
     the layer's group, those of the null block or slab included.
     Raises ConfigError for a layer without a tensor or without parts, for parts that do not fill the
-    planned page to the byte, and for an offset or stride that cuts an element.
+    planned page to the byte, padding aside, for an offset or stride that cuts an element, and for an unknown order.
     """
 
     def __init__(
@@ -48,6 +97,8 @@ class PagedStorage:
         config: KVCacheConfig,
         layout: Mapping[str, Sequence[PagePart]],
         device: torch.device | str = "cpu",
+        *,
+        order: PageOrder = PageOrder.NHD,
     ) -> None:
         tensors = {name: tensor for tensor in config.tensors for name in tensor.shared_by}
         for name in (name for group in config.groups for name in group.layer_names):
@@ -55,9 +106,11 @@ class PagedStorage:
                 where = "tensor in the plan" if name not in tensors else "page parts"
                 raise ConfigError(f"layer {name!r} has no {where}: plan this very model")
         for group in config.groups:
-            for name in group.layer_names:
-                _check_page(name, layout[name], group.spec.block_size, group.spec.page_size_bytes)
-        self.config = config
+            for name, spec in zip(group.layer_names, group.layer_specs, strict=True):
+                _check_page(name, layout[name], spec)
+        if order not in tuple(PageOrder):
+            raise ConfigError(f"unknown order {order!r} of a page: use one of {', '.join(PageOrder)}")
+        self.config, self.order = config, PageOrder(order)
         try:
             self.arena = torch.zeros(config.arena_bytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:
@@ -90,10 +143,10 @@ class PagedStorage:
     ) -> tuple[torch.Tensor, ...]:
         views = []
         start = tensor.offset_bytes
-        slabs = self.config.slabs
+        slabs, spec = self.config.slabs, self.config.groups[group].spec
         pieces = 1 if slabs is None else slabs.kernel_blocks[group]
         blocks, stride_bytes = self.config.blocks_of(group) * pieces, tensor.block_stride_bytes // pieces
-        block_size = self.config.groups[group].spec.block_size // pieces
+        tokens = None if spec.keeps is Keeps.STATE else spec.block_size // pieces
         for part in parts:
             size = part.dtype.itemsize
             if start % size or stride_bytes % size:
@@ -101,19 +154,36 @@ class PagedStorage:
                     f"layer {name!r} starts at byte {start}, {stride_bytes} bytes from block to block: "
                     f"both must be multiples of the {size} bytes of {part.dtype}"
                 )
-            inner = (block_size, *part.shape)
+            inner = _block_shape(part.shape, tokens, self.order)
             strides = [math.prod(inner[i + 1 :]) for i in range(len(inner))]
             whole = self.arena[: self.arena.numel() // size * size].view(part.dtype)
             views.append(whole.as_strided((blocks, *inner), (stride_bytes // size, *strides), start // size))
-            start += block_size * part.token_bytes
+            start += math.prod(inner) * size
         return tuple(views)
 
 
-def _check_page(name: str, parts: Sequence[PagePart], block_size: int, page_bytes: int) -> None:
-    held = block_size * sum(part.token_bytes for part in parts)
-    if held != page_bytes:
+def _block_shape(shape: tuple[int, ...], tokens: int | None, order: PageOrder) -> tuple[int, ...]:
+    """Of one block. tokens: that it holds, None where it holds one state."""
+    if tokens is None:
+        return shape
+    if order is PageOrder.HND and len(shape) == 2:
+        return (shape[0], tokens, shape[1])
+    return (tokens, *shape)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = _FP8[name] if name in _FP8 else getattr(torch, name)
+    return dtype
+
+
+def _check_page(name: str, parts: Sequence[PagePart], spec: KVCacheSpec) -> None:
+    """Raise ConfigError unless ``parts`` are what ``spec`` has planned for, to the byte."""
+    state = spec.keeps is Keeps.STATE
+    held = (1 if state else spec.block_size) * sum(part.token_bytes for part in parts)
+    if held != spec.content_bytes:
         shapes = " + ".join(f"{part.shape} {str(part.dtype).removeprefix('torch.')}" for part in parts)
+        many = "a state" if state else f"{spec.block_size} tokens"
         raise ConfigError(
-            f"layer {name!r}: the plan gives a page {page_bytes} bytes, the model keeps {held} "
-            f"({block_size} tokens of {shapes}): plan this very model, with its dtype"
+            f"layer {name!r}: the plan gives a page {spec.content_bytes} bytes, the model keeps {held} "
+            f"({many} of {shapes}): plan this very model, with its dtype"
         )
