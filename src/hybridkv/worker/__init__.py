@@ -1,13 +1,43 @@
-"""What runs beside the model: block tables fed by Steps, slots, and the arena with every layer's view of it.
+"""What runs beside the model: block tables fed by Steps, slots, the arena with every layer's view of it, and attention.
 
     Step -> MultiGroupBlockTable.apply -> commit_block_table -> compute_slot_mapping -> commit_slot_mapping -> forward
+    forward, in each layer: write_kv(slots) -> paged_attention(table) -> combine_over_ranks, where there are several
 
 Never imports the cache or the scheduler: a worker could live in another process.
 """
 
+from hybridkv.worker.attention_mask import CAUSAL, AttentionMask
 from hybridkv.worker.block_table import BlockTable
+from hybridkv.worker.context_parallel import WHOLE, ContextShare, combine_over_ranks
+from hybridkv.worker.kv_pages import KVPages
+from hybridkv.worker.kv_write import WriteSlots, write_kv, write_latent, write_slots
 from hybridkv.worker.multi_group import MultiGroupBlockTable
+from hybridkv.worker.paged_attention import PagedBatch, paged_attention, paged_batch
+from hybridkv.worker.partial_attention import combine_partial, with_sink
 from hybridkv.worker.slot_mapping import SlotMapper
 from hybridkv.worker.storage import PagedStorage, PageOrder, PagePart, parts_of
 
-__all__ = ["BlockTable", "MultiGroupBlockTable", "PageOrder", "PagePart", "PagedStorage", "SlotMapper", "parts_of"]
+__all__ = [
+    "CAUSAL",
+    "WHOLE",
+    "AttentionMask",
+    "BlockTable",
+    "ContextShare",
+    "KVPages",
+    "MultiGroupBlockTable",
+    "PageOrder",
+    "PagePart",
+    "PagedBatch",
+    "PagedStorage",
+    "SlotMapper",
+    "WriteSlots",
+    "combine_over_ranks",
+    "combine_partial",
+    "paged_attention",
+    "paged_batch",
+    "parts_of",
+    "with_sink",
+    "write_kv",
+    "write_latent",
+    "write_slots",
+]

@@ -1,0 +1,105 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.errors import WorkerError
+from hybridkv.worker import KVPages, PageOrder, WriteSlots, write_kv, write_latent, write_slots
+
+BLOCKS, SIZE, HEADS = 6, 4, 2
+
+
+def slots_of(*slots: int) -> WriteSlots:
+    return write_slots(torch.tensor(slots, dtype=torch.int64), BLOCKS, SIZE)
+
+
+def views(order: PageOrder, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    inner = (HEADS, SIZE) if order is PageOrder.HND else (SIZE, HEADS)
+    return torch.zeros(BLOCKS, *inner, 8).to(dtype), torch.zeros(BLOCKS, *inner, 6).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("order", PageOrder)
+@given(data=st.data())
+def test_each_token_goes_to_its_slot_and_nowhere_else(
+    order: PageOrder, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    slots = data.draw(st.lists(st.integers(0, BLOCKS * SIZE - 1), unique=True, max_size=9))
+    kept = data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots)))
+    keys = torch.arange(1, 1 + len(slots) * HEADS * 8).remainder(13).reshape(-1, HEADS, 8).to(dtype)
+    values = torch.arange(2, 2 + len(slots) * HEADS * 6).remainder(11).reshape(-1, HEADS, 6).to(dtype)
+    both = views(order, dtype)
+    target = slots_of(*(slot if keep else -1 for slot, keep in zip(slots, kept, strict=True)))
+    write_kv(target, KVPages.of_views(both, order), keys, values)
+    for view, states in zip(both, (keys, values), strict=True):
+        expected = torch.zeros_like(view, dtype=torch.float32)
+        for token, (slot, keep) in enumerate(zip(slots, kept, strict=True)):
+            if keep:
+                for head in range(HEADS):
+                    at = (head, slot % SIZE) if order is PageOrder.HND else (slot % SIZE, head)
+                    expected[slot // SIZE][at] = states[token, head].float()
+        assert view.float().equal(expected)
+
+
+def test_the_slots_of_the_contract() -> None:
+    """Tables [7, 3], block 4, positions 2 .. 5: slots 30 31 12 13; a padded tail is -1."""
+    keys, values = torch.zeros(8, 4, 1, 2), torch.zeros(8, 4, 1, 2)
+    target = write_slots(torch.tensor([30, 31, 12, 13, -1, -1]), 8, 4)
+    states = torch.arange(1.0, 13).view(6, 1, 2)
+    write_kv(target, KVPages(keys, values), states, -states)
+    assert keys[7, 2:].flatten().tolist() == [1, 2, 3, 4]
+    assert keys[3, :2].flatten().tolist() == [5, 6, 7, 8]
+    assert values.sum() == -keys.sum() == -36
+
+
+def test_latents_and_their_rotary_parts_lie_side_by_side() -> None:
+    pages = torch.zeros(BLOCKS, SIZE, 10, dtype=torch.bfloat16)
+    latent, rotary = torch.randn(3, 8).bfloat16(), torch.randn(3, 2).bfloat16()
+    write_latent(slots_of(9, -1, 20), pages, latent, rotary)
+    assert pages[2, 1].equal(torch.cat((latent[0], rotary[0])))
+    assert pages[5, 0].equal(torch.cat((latent[2], rotary[2])))
+    assert int(torch.count_nonzero(pages.float().abs().sum(-1))) == 2
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        (torch.tensor([0, 24]), "0 .. 23"),
+        (torch.tensor([-2, 3]), "got -2 .. 3"),
+        (torch.tensor([5, 7, 5]), "two tokens go to slot 5"),
+        (torch.tensor([1], dtype=torch.int32), "must be int64"),
+        (torch.tensor([[1]]), "must be int64"),
+    ],
+)
+def test_slots_that_cannot_be_written(slots: torch.Tensor, message: str) -> None:
+    with pytest.raises(WorkerError, match=message):
+        write_slots(slots, BLOCKS, SIZE)
+
+
+KEYS, VALUES = torch.ones(2, HEADS, 8), torch.ones(2, HEADS, 6)
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda pages: write_kv(slots_of(1, 2), pages, KEYS, VALUES[:1]), "values of shape"),
+        (lambda pages: write_kv(slots_of(1, 2), pages, KEYS, KEYS), "values of shape"),
+        (lambda pages: write_kv(slots_of(1, 2), pages, KEYS, VALUES.double()), "values of shape"),
+        (lambda pages: write_kv(slots_of(1), pages, KEYS, VALUES), "keys of shape"),
+        (lambda pages: write_kv(write_slots(torch.tensor([1, 2]), 5, SIZE), pages, KEYS, VALUES), "do not fit pages"),
+        (lambda pages: write_kv(write_slots(torch.tensor([1, 2]), 12, 2), pages, KEYS, VALUES), "do not fit pages"),
+        (
+            lambda pages: write_latent(slots_of(1, 2), pages.keys[:, :, 0], KEYS[:, 0, :6], KEYS[:1, 0, :2]),
+            "rotary parts",
+        ),
+        (lambda pages: write_latent(slots_of(1, 2), pages.keys[:, :, 0], KEYS[:, 0], KEYS[:, 0, :2]), "do not fill"),
+    ],
+)
+def test_what_does_not_fit_writes_nothing(write: Callable[[KVPages], None], message: str) -> None:
+    keys, values = views(PageOrder.NHD)
+    with pytest.raises(WorkerError, match=message):
+        write(KVPages(keys, values))
+    assert not keys.any()
+    assert not values.any()
