@@ -25,6 +25,8 @@ from hybridkv.worker import (
 
 Float64 = NDArray[np.float64]
 
+torch.set_num_threads(1)  # small tensors: threads only wait for each other
+
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
