@@ -3,6 +3,8 @@
     Step -> MultiGroupBlockTable.apply -> commit_block_table -> compute_slot_mapping -> commit_slot_mapping -> forward
     forward, in each layer: write_kv(slots) -> paged_attention(table) -> combine_over_ranks, where there are several
 
+``hybridkv.worker.flex`` is the same attention by torch's FlexAttention.
+
 Never imports the cache or the scheduler: a worker could live in another process.
 """
 

@@ -44,6 +44,25 @@ class PagedBatch:
         """Queries of all requests."""
         return self.query_start_loc[-1]
 
+    @property
+    def covered_tokens(self) -> int:
+        """Tokens of a block on all ranks."""
+        return self.block_size * self.share.size
+
+    def columns_read(self, request: int, mask: AttentionMask) -> torch.Tensor:
+        """int64[n]: the columns of a request's row that its queries see anything of; others may have been dropped."""
+        length, covered, device = self.seq_lens[request], self.covered_tokens, self.block_table.device
+        first = length - (self.query_start_loc[request + 1] - self.query_start_loc[request])
+        end = ceil_div(length, covered)
+        live = min(mask.first_seen(max(first, 0)) // covered, end)
+        kept = min(ceil_div(mask.first_tokens, covered), live)
+        return torch.cat((torch.arange(kept, device=device), torch.arange(live, end, device=device)))
+
+    def positions_in(self, columns: torch.Tensor) -> torch.Tensor:
+        """int64[n, block_size]: which token of a request lies in each slot of its ``columns``, int64[n]."""
+        inside = self.share.tokens_of_block(self.block_size, columns.device)
+        return columns[:, None] * self.covered_tokens + inside
+
 
 def paged_batch(
     query_start_loc: Sequence[int],
@@ -100,9 +119,7 @@ def paged_attention(
     Raises WorkerError for shapes that do not match, and for sinks on one rank of several. O(tokens * tokens that the
     mask lets any query of the request see), in time and in memory of the largest request.
     """
-    _check(query, pages, batch, mask, softcap)
-    if sink_logits is not None and batch.share.size > 1:
-        raise WorkerError("each rank would count the sinks: combine what the ranks give, then call with_sink")
+    check_call(query, pages, batch, mask, softcap=softcap, sink_logits=sink_logits)
     dtype = torch.promote_types(query.dtype, torch.float32)
     out = torch.zeros((*query.shape[:2], pages.values.shape[3]), dtype=dtype, device=query.device)
     lse = torch.full(query.shape[:2], -torch.inf, dtype=dtype, device=query.device)
@@ -111,28 +128,14 @@ def paged_attention(
         count = tokens.stop - tokens.start
         if not count:
             continue
-        positions, blocks = _context(batch, request, mask, length - count)
+        columns = batch.columns_read(request, mask)
+        positions = batch.positions_in(columns).flatten()
+        blocks = batch.block_table[request, columns]
         seen = mask.sees(torch.arange(length - count, length, device=positions.device)[:, None], positions[None])
         seen &= positions < length
         keys, values = (view[blocks].flatten(0, 1).to(dtype) for view in (pages.keys, pages.values))
         out[tokens], lse[tokens] = _attend(query[tokens].to(dtype) * scale, keys, values, seen, softcap)
     return (out, lse) if sink_logits is None else with_sink(out, lse, sink_logits)
-
-
-def _context(batch: PagedBatch, request: int, mask: AttentionMask, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions of the tokens to gather, int64[blocks * block_size], and their blocks, int64[blocks].
-
-    first: position of the request's first query; what nobody from there on sees is not read, it may have been dropped.
-    """
-    covered = batch.block_size * batch.share.size
-    device = batch.block_table.device
-    end = ceil_div(batch.seq_lens[request], covered)
-    live = min(mask.first_seen(max(first, 0)) // covered, end)
-    kept = min(ceil_div(mask.first_tokens, covered), live)
-    columns = torch.cat((torch.arange(kept, device=device), torch.arange(live, end, device=device)))
-    inside = batch.share.tokens_of_block(batch.block_size, device)
-    positions = (columns[:, None] * covered + inside).flatten()
-    return positions, batch.block_table[request, columns]
 
 
 def _attend(
@@ -156,7 +159,18 @@ def _attend(
     return out.reshape(n, heads, -1), lse.reshape(n, heads)
 
 
-def _check(query: torch.Tensor, pages: KVPages, batch: PagedBatch, mask: AttentionMask, softcap: float | None) -> None:
+def check_call(
+    query: torch.Tensor,
+    pages: KVPages,
+    batch: PagedBatch,
+    mask: AttentionMask,
+    *,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+) -> None:
+    """Raise WorkerError unless the arguments of ``paged_attention`` fit together."""
+    if sink_logits is not None and batch.share.size > 1:
+        raise WorkerError("each rank would count the sinks: combine what the ranks give, then call with_sink")
     if (pages.num_blocks, pages.block_size) != (batch.num_blocks, batch.block_size):
         raise WorkerError(
             f"the batch is of {batch.num_blocks} blocks of {batch.block_size} tokens, the pages are "
