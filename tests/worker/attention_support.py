@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ Float64 = NDArray[np.float64]
 
 torch.set_num_threads(1)  # small tensors: threads only wait for each other
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
 
 
 def local_slot(blocks: Sequence[int], position: int, block_size: int, share: ContextShare) -> int:

@@ -81,7 +81,6 @@ def test_what_ranks_find_in_their_own_slots_combines(case: Case) -> None:
         assert_close(with_sink(*whole, scene.sinks), sunk(*scene.expected(), scene.sinks))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("order", PageOrder)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
