@@ -10,7 +10,8 @@
     │   ├── BlockError              double free, foreign id, more blocks than are free
     │   ├── StalePlanError          a plan committed after the pool moved on
     │   └── OwnershipError          a second thread drives a scheduler
-    └── WorkerError             a Step that the worker cannot apply
+    ├── WorkerError             a Step that the worker cannot apply
+    └── WireError               bytes that are no message, or a Step that cannot be one
 
 A message says what is wrong and what to change. A command prints it as one line, without traceback.
 A cache that is merely full raises nothing: it answers with a reasoned Refusal.
@@ -59,3 +60,7 @@ class OwnershipError(CacheError, RuntimeError):
 
 class WorkerError(HybridKVError):
     """A Step that does not fit the worker's tables or arrived out of order."""
+
+
+class WireError(HybridKVError, ValueError):
+    """A message between scheduler and worker that is damaged, or contradicts itself; the message names the field."""

@@ -1,0 +1,202 @@
+"""What crosses: Steps, their results, failures. Each as a record of its fields, and what makes its fields fit.
+
+Checked here is what a message says of itself. Whether a row, a group, a column, a block or a token id exists depends
+on sizes that only the worker has; whether a Step is next, on what it applied before.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from hybridkv.errors import WireError
+from hybridkv.request import SamplingParams
+from hybridkv.step import SCHEMA_VERSION, Cells, Copy, Csr, NewRow, Step, StepResult
+from hybridkv.wire.arrays import Array
+from hybridkv.wire.codecs import Boolean, Integer, Nullable, Real, Record, Text, TupleOf
+
+STAGES: Final = ("before", "after")
+COPY_KINDS: Final = ("move", "block", "state")
+_INT32: Final = np.iinfo(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailure:
+    """A Step brought no result. id: that of the Step, None for bytes that could not be read.
+
+    error: the name of the exception's class. message: its text.
+    """
+
+    id: int | None
+    error: str
+    message: str
+    schema_version: int = SCHEMA_VERSION
+
+    @classmethod
+    def of(cls, step_id: int | None, error: BaseException) -> StepFailure:
+        """What ``error`` did to a Step. Characters that UTF-8 has not are escaped."""
+        text = str(error).encode(errors="backslashreplace").decode()
+        return cls(step_id, type(error).__name__, text)
+
+    def __str__(self) -> str:
+        return f"{self.error}: {self.message}"
+
+
+Reply = StepResult | StepFailure
+
+
+class Copies:
+    """A tuple of Copy as int32[C, 5]: place in STAGES, group, source, destination, place in COPY_KINDS."""
+
+    _array = Array("int32", (None, 5))
+
+    def pack(self, copies: tuple[Copy, ...]) -> object:
+        """A typed array. O(copies)."""
+        try:
+            numbers = np.array([_numbers(copy) for copy in copies], np.int64).reshape(-1, 5)
+        except (TypeError, OverflowError) as error:
+            raise WireError(f"group, source and destination must be integers of 32 bits ({error})") from None
+        if numbers.size and not _INT32.min <= numbers.min() <= numbers.max() <= _INT32.max:
+            raise WireError("group, source and destination must be integers of 32 bits")
+        return self._array.pack(numbers.astype(np.int32))
+
+    def unpack(self, item: object) -> tuple[Copy, ...]:
+        """The copies, in order. O(copies)."""
+        numbers = self._array.unpack(item)
+        for column, words in ((0, STAGES), (4, COPY_KINDS)):
+            places = numbers[:, column]
+            if len(places) and not 0 <= places.min() <= places.max() < len(words):
+                raise WireError(f"column {column} must be a place in {', '.join(words)}")
+        return tuple(
+            Copy(STAGES[stage], group, source, destination, COPY_KINDS[kind])
+            for stage, group, source, destination, kind in numbers.tolist()
+        )
+
+
+def _numbers(copy: Copy) -> tuple[int, int, int, int, int]:
+    if copy.stage not in STAGES or copy.kind not in COPY_KINDS:
+        raise WireError(
+            f"stage must be one of {', '.join(STAGES)} and kind one of {', '.join(COPY_KINDS)}, "
+            f"got {copy.stage!r} and {copy.kind!r}"
+        )
+    group, source, destination = map(operator.index, (copy.group, copy.source, copy.destination))
+    return STAGES.index(copy.stage), group, source, destination, COPY_KINDS.index(copy.kind)
+
+
+# -- what one value says of itself
+
+
+def _check_csr(csr: Csr) -> None:
+    indptr = csr.indptr
+    if not len(indptr) or indptr[0] != 0 or indptr[-1] != len(csr.values) or (indptr[1:] < indptr[:-1]).any():
+        raise WireError(f"indptr must rise from 0 to the {len(csr.values)} values, and never fall")
+
+
+def _check_cells(cells: Cells) -> None:
+    if len({len(cells.group), len(cells.row), len(cells.column), len(cells.block)}) != 1:
+        raise WireError("group, row, column and block must have one length")
+
+
+def _check_new_row(new: NewRow) -> None:
+    if new.num_prompt_tokens > len(new.token_ids):
+        raise WireError(f"num_prompt_tokens is {new.num_prompt_tokens}, but there are {len(new.token_ids)} tokens")
+
+
+def _check_step(step: Step) -> None:
+    rows = len(step.rows)
+    if step.after >= step.id:
+        raise WireError(f"after must lie below id {step.id}, got {step.after}")
+    for name in ("num_computed", "num_scheduled", "samples", "token_ids", "drafts"):
+        if len(getattr(step, name)) != rows:
+            raise WireError(f"{name} is for {len(getattr(step, name))} rows, but there are {rows}")
+    if rows and step.num_computed.min() < 0:
+        raise WireError("num_computed must be 0 or more")
+    counts = np.diff(step.token_ids.indptr)
+    if not np.array_equal(counts, step.num_scheduled):
+        raise WireError("token_ids must hold as many tokens of each row as num_scheduled says")
+    if len(step.drafts.values) and (np.diff(step.drafts.indptr) > counts).any():
+        raise WireError("drafts must be a tail of token_ids: some row has more of them than tokens")
+    if len(step.state_read) not in (0, rows):
+        raise WireError(f"state_read is for {len(step.state_read)} rows, but there are {rows}")
+    writers = step.state_writes[:, 0]
+    if len(writers) and not 0 <= writers.min() <= writers.max() < rows:
+        raise WireError(f"state_writes must begin with places in rows, 0 .. {rows - 1}")
+
+
+def _check_result(result: StepResult) -> None:
+    if result.num_accepted is not None and len(result.num_accepted) != len(result.sampled):
+        raise WireError(f"num_accepted is for {len(result.num_accepted)} rows, sampled for {len(result.sampled)}")
+
+
+# -- records
+
+_CSR: Final = Record(Csr, {"indptr": Array("int64"), "values": Array("int32")}, _check_csr)
+_CELLS: Final = Record(Cells, dict.fromkeys(("group", "row", "column", "block"), Array("int32")), _check_cells)
+_SAMPLING: Final = Record(
+    SamplingParams,
+    {
+        "temperature": Real(),
+        "top_k": Integer(),
+        "top_p": Real(),
+        "min_p": Real(),
+        "repetition_penalty": Real(),
+        "seed": Integer(),
+        "max_tokens": Integer(),
+        "stop_token_ids": TupleOf(Integer()),
+        "stop": TupleOf(Text()),
+        "ignore_eos": Boolean(),
+        "logprobs": Nullable(Integer()),
+        "prompt_logprobs": Nullable(Integer()),
+        "n": Integer(),
+    },
+)
+_NEW_ROW: Final = Record(
+    NewRow,
+    {
+        "row": Integer(minimum=0),
+        "request_id": Text(),
+        "token_ids": Array("int32"),
+        "num_prompt_tokens": Integer(minimum=0),
+        "sampling": _SAMPLING,
+    },
+    _check_new_row,
+)
+STEP: Final = Record(
+    Step,
+    {
+        "id": Integer(minimum=0),
+        "after": Integer(minimum=-1),
+        "rows": Array("int32"),
+        "num_computed": Array("int32"),
+        "num_scheduled": Array("int32"),
+        "samples": Array("bool"),
+        "token_ids": _CSR,
+        "drafts": _CSR,
+        "cells": _CELLS,
+        "finished_rows": Array("int32"),
+        "new_rows": TupleOf(_NEW_ROW),
+        "zero": Array("int32", (None, 2)),
+        "copies": Copies(),
+        "state_read": Array("int32", (None, None)),
+        "state_writes": Array("int32", (None, 4)),
+        "schema_version": Integer(),
+    },
+    _check_step,
+)
+RESULT: Final = Record(
+    StepResult,
+    {
+        "id": Integer(minimum=0),
+        "sampled": _CSR,
+        "num_accepted": Nullable(Array("int32")),
+        "schema_version": Integer(),
+    },
+    _check_result,
+)
+FAILURE: Final = Record(
+    StepFailure,
+    {"id": Nullable(Integer(minimum=0)), "error": Text(), "message": Text(), "schema_version": Integer()},
+)

@@ -1,0 +1,194 @@
+"""Both ends of a connection: the loop in front of a worker, and what stands for the worker where the scheduler is.
+
+    Steps, in order            0   1   2   3                4
+    sent                      [0] [1] [2] [3]              [4]     after: 1, 2 and 3 have failed by then
+    the worker                 ok  ok  raises  refused: builds on 2   ok
+    replies, one a message     R0  R1  F2      F3 is passed over      R4
+
+Replies come in the order of the Steps. A worker that raised goes on: what it did is undone by Scheduler.fail, and the
+next Step says in ``after`` which ones count. A connection carries byte strings with their ends, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from hybridkv.errors import HybridKVError, SchemaError, WireError, WorkerError
+from hybridkv.step import Step, StepResult
+from hybridkv.wire.messages import decode_reply, decode_step, encode_reply, encode_step
+from hybridkv.wire.records import Reply, StepFailure
+
+logger = logging.getLogger(__name__)
+
+
+class Channel(Protocol):
+    """Byte strings in order. A multiprocessing.connection.Connection is one, over a pipe, a socket or TCP."""
+
+    def send_bytes(self, buf: bytes, /) -> None:
+        """Send one. OSError once the other end is closed."""
+        ...
+
+    def recv_bytes(self) -> bytes:
+        """Wait for the next. EOFError or OSError once the other end is closed."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs Steps; hybridkv.runner.ModelRunner is one."""
+
+    def execute(self, step: Step) -> StepResult:
+        """One forward."""
+        ...
+
+
+# -- the worker's end
+
+
+def serve(channel: Channel, worker: Executor) -> int:
+    """Run the Steps that come in until the other end is closed, one reply each; how many brought a result.
+
+    A Step that ``worker`` refuses, or whose forward raises, is answered with a StepFailure, and so is every Step that
+    builds on it, which ``worker`` never sees. Bytes that are no Step of this schema are answered, too, and then raise
+    WireError or SchemaError here: nothing behind them can be trusted.
+    """
+    served = 0
+    failed: int | None = None
+    while (data := _next(channel)) is not None:
+        try:
+            step = decode_step(data)
+        except (SchemaError, WireError) as error:
+            _answer(channel, encode_reply(StepFailure.of(None, error)))
+            raise
+        if failed is not None and step.after >= failed:
+            refusal = WorkerError(f"Step {step.id} builds on Step {failed}, which failed here: it was not run")
+            _answer(channel, encode_reply(StepFailure.of(step.id, refusal)))
+            continue
+        reply, ran = _run(worker, step)
+        served, failed = served + ran, None if ran else step.id
+        _answer(channel, reply)
+    return served
+
+
+def _run(worker: Executor, step: Step) -> tuple[bytes, bool]:
+    """The reply to ``step``, and whether it is a result."""
+    try:
+        return encode_reply(worker.execute(step)), True
+    except Exception as error:  # whatever a forward raises costs its Step, not the worker
+        # the message of a named error says all there is to know
+        trace = None if isinstance(error, HybridKVError) else error
+        logger.warning("step %d failed: %s", step.id, error, exc_info=trace)
+        return encode_reply(StepFailure.of(step.id, error)), False
+
+
+def _next(channel: Channel) -> bytes | None:
+    """The next message, None once the other end is closed."""
+    try:
+        return channel.recv_bytes()
+    except (EOFError, ConnectionError):
+        return None
+
+
+def _answer(channel: Channel, reply: bytes) -> None:
+    try:
+        channel.send_bytes(reply)
+    except ConnectionError:
+        logger.warning("a reply was lost: the other end is closed")
+
+
+# -- the scheduler's end
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStatistics:
+    """Counts so far. steps: sent. failures: replies that were failures, those passed over left out."""
+
+    steps: int
+    failures: int
+    sent_bytes: int
+    received_bytes: int
+
+
+class RemoteWorker:
+    """A worker at the other end of ``channel``: Steps go out, and one reply to each comes back, in order.
+
+        reply = worker.receive()
+        if isinstance(reply, StepFailure):
+            scheduler.fail(reply.id, str(reply))
+        else:
+            scheduler.update(reply)
+
+    One thread. ``send`` waits while the channel is full: unread replies to all Steps in flight must fit in it, 12 bytes
+    a row each.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._in_flight: deque[int] = deque()
+        self._given_up = -1
+        self._counts = dict.fromkeys(("steps", "failures", "sent_bytes", "received_bytes"), 0)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps whose replies are not in."""
+        return len(self._in_flight)
+
+    def send(self, step: Step) -> None:
+        """``step`` is on its way. Raises as ``encode_step``, and WorkerError when the worker is gone."""
+        data = encode_step(step)
+        try:
+            self._channel.send_bytes(data)
+        except ConnectionError as error:
+            raise self._gone() from error
+        self._in_flight.append(step.id)
+        self._counts["steps"] += 1
+        self._counts["sent_bytes"] += len(data)
+
+    def receive(self) -> Reply:
+        """Wait for the reply to the oldest Step in flight.
+
+        A failure carries the id of that Step, whatever the worker could not go on with (it may have missed this
+        one, and refused the next): hand it to ``Scheduler.fail``, which fails all Steps in flight, as they are here.
+        Raises WorkerError when nothing is in flight or the worker is gone, SchemaError or WireError as
+        ``decode_reply``.
+        """
+        if not self._in_flight:
+            raise WorkerError("no Step is in flight, so no reply will come: send a Step first")
+        reply = self._next_reply()
+        if not isinstance(reply, StepFailure):
+            self._in_flight.popleft()
+            return reply
+        self._counts["failures"] += 1
+        oldest = self._in_flight[0]
+        self.give_up()
+        return replace(reply, id=oldest)
+
+    def give_up(self) -> None:
+        """All Steps in flight have failed, whatever is still replied to them: fail the oldest in the scheduler, too."""
+        if self._in_flight:
+            self._given_up = self._in_flight[-1]
+            self._in_flight.clear()
+
+    def statistics(self) -> RemoteStatistics:
+        """Counts so far."""
+        return RemoteStatistics(**self._counts)
+
+    def _next_reply(self) -> Reply:
+        """The next reply to a Step that was not given up."""
+        while True:
+            try:
+                data = self._channel.recv_bytes()
+            except (EOFError, ConnectionError) as error:
+                raise self._gone() from error
+            self._counts["received_bytes"] += len(data)
+            reply = decode_reply(data)
+            if reply.id is None or reply.id > self._given_up:
+                return reply
+
+    def _gone(self) -> WorkerError:
+        return WorkerError(
+            f"the worker closed the connection, {len(self._in_flight)} Steps unanswered: its log says why; a new "
+            "worker knows none of the rows, so start it with a new scheduler"
+        )
