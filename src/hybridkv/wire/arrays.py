@@ -57,8 +57,8 @@ class Array:
         values = self._typed(typed)
         if not all(type(size) is int and 0 <= size <= _MAX_DIMENSION for size in dimensions):
             raise WireError(f"must be {self._form}, got dimensions that are no such numbers")
-        if not self._fits(tuple(dimensions)) or math.prod(dimensions) != len(values):
-            raise WireError(f"must be {self._form}, got {len(values)} elements for dimensions {dimensions}")
+        if not self._fits(dimensions) or math.prod(dimensions) != len(values):
+            raise WireError(f"must be {self._form}, got {len(values)} elements for {list(dimensions)}")
         return values.reshape(dimensions)
 
     def _fits(self, shape: tuple[int, ...]) -> bool:
@@ -66,12 +66,13 @@ class Array:
             wanted in (None, size) for wanted, size in zip(self._shape, shape, strict=True)
         )
 
-    def _pair(self, item: object) -> tuple[list[Any], object]:
+    def _pair(self, item: object) -> tuple[tuple[Any, ...], object]:
         """Dimensions and typed array of a tag 40."""
+        # what is inside of a tag comes as lists or as tuples, depending on cbor2's version
         value = item.value if isinstance(item, CBORTag) and item.tag == _MULTIDIMENSIONAL else None
-        if type(value) is not list or len(value) != 2 or type(value[0]) is not list:
+        if not isinstance(value, list | tuple) or len(value) != 2 or not isinstance(value[0], list | tuple):
             raise mismatch(f"{self._form} as tag {_MULTIDIMENSIONAL} [dimensions, typed array]", item)
-        return value[0], value[1]
+        return tuple(value[0]), value[1]
 
     def _typed(self, item: object) -> NDArray[Any]:
         if not isinstance(item, CBORTag) or item.tag != self._tag or type(item.value) is not bytes:

@@ -103,7 +103,7 @@ def _answer(channel: Channel, reply: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RemoteStatistics:
-    """Counts so far. steps: sent. failures: replies that were failures, those passed over left out."""
+    """Counts so far. steps: sent. failures: how often the Steps in flight failed."""
 
     steps: int
     failures: int
@@ -154,26 +154,35 @@ class RemoteWorker:
         Raises WorkerError when nothing is in flight or the worker is gone, SchemaError or WireError as
         ``decode_reply``.
         """
-        if not self._in_flight:
-            raise WorkerError("no Step is in flight, so no reply will come: send a Step first")
+        self._require_one()
         reply = self._next_reply()
-        if not isinstance(reply, StepFailure):
-            self._in_flight.popleft()
-            return reply
-        self._counts["failures"] += 1
-        oldest = self._in_flight[0]
-        self.give_up()
-        return replace(reply, id=oldest)
+        if isinstance(reply, StepFailure):
+            return self._failed(reply)
+        self._in_flight.popleft()
+        return reply
 
-    def give_up(self) -> None:
-        """All Steps in flight have failed, whatever is still replied to them: fail the oldest in the scheduler, too."""
-        if self._in_flight:
-            self._given_up = self._in_flight[-1]
-            self._in_flight.clear()
+    def give_up(self, error: BaseException) -> StepFailure:
+        """All Steps in flight fail for ``error``, say a time-out; replies to them are passed over from now on.
+
+        The failure is that of the oldest, as ``receive`` gives it. WorkerError when nothing is in flight.
+        """
+        self._require_one()
+        return self._failed(StepFailure.of(None, error))
 
     def statistics(self) -> RemoteStatistics:
         """Counts so far."""
         return RemoteStatistics(**self._counts)
+
+    def _require_one(self) -> None:
+        if not self._in_flight:
+            raise WorkerError("no Step is in flight, so no reply will come: send a Step first")
+
+    def _failed(self, failure: StepFailure) -> StepFailure:
+        """``failure`` as that of the oldest Step in flight; with it fail those behind it."""
+        self._counts["failures"] += 1
+        oldest, self._given_up = self._in_flight[0], self._in_flight[-1]
+        self._in_flight.clear()
+        return replace(failure, id=oldest)
 
     def _next_reply(self) -> Reply:
         """The next reply to a Step that was not given up."""

@@ -1,0 +1,508 @@
+"""Steps and replies as bytes: exact, one encoding each, and nothing else is taken."""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from fractions import Fraction
+from typing import Any
+
+import cbor2
+import numpy as np
+import pytest
+from cbor2 import CBORTag
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wire_support import example_step, failures, results, same, samplings, steps
+
+from hybridkv.errors import HybridKVError, SchemaError, WireError
+from hybridkv.request import SamplingParams
+from hybridkv.step import SCHEMA_VERSION, Cells, Copy, Csr, NewRow, Step, StepResult
+from hybridkv.wire import StepFailure, decode_reply, decode_step, encode_reply, encode_step
+
+MANY = settings(max_examples=3 * settings().max_examples)
+
+
+# -- round trips
+
+
+@MANY
+@given(steps())
+def test_any_step_comes_back_as_it_was(step: Step) -> None:
+    assert same(decode_step(encode_step(step)), step)
+
+
+@given(st.one_of(results(), failures()))
+def test_any_reply_comes_back_as_it_was(reply: StepResult | StepFailure) -> None:
+    assert same(decode_reply(encode_reply(reply)), reply)
+
+
+@given(samplings())
+def test_sampling_comes_back_as_it_was(sampling: SamplingParams) -> None:
+    new = replace(example_step().new_rows[0], sampling=sampling)
+    (back,) = decode_step(encode_step(example_step(new_rows=(new,)))).new_rows
+    assert back.sampling == sampling
+
+
+CHANGED: dict[type, dict[str, Any]] = {
+    Step: {
+        "id": 8,
+        "after": 6,
+        "rows": np.array([4, 1], np.int32),
+        "num_computed": np.array([17, 0], np.int32),
+        "num_scheduled": None,  # with token_ids
+        "samples": np.array([True, True]),
+        "token_ids": Csr.from_lists([[-1], [10, 11, 99]]),
+        "drafts": Csr.from_lists([[], [11, 12]]),
+        "cells": Cells.empty(),
+        "finished_rows": np.array([3, 5], np.int32),
+        "new_rows": (),
+        "zero": np.array([[1, 4]], np.int32),
+        "copies": (Copy("before", 2, 5, 6, "move"),),
+        "state_read": np.empty((0, 3), np.int32),
+        "state_writes": np.array([[0, 2, 19, 8]], np.int32),
+        "schema_version": None,  # one only
+    },
+    NewRow: {
+        "row": 3,
+        "request_id": "r3",
+        "token_ids": np.array([10, 11, 12], np.int32),
+        "num_prompt_tokens": 2,
+        "sampling": SamplingParams(),
+    },
+    SamplingParams: {
+        "temperature": 0.1,
+        "top_k": 3,
+        "top_p": 0.5,
+        "min_p": 0.25,
+        "repetition_penalty": 1.5,
+        "seed": -1,
+        "max_tokens": 17,
+        "stop_token_ids": (4, 3),
+        "stop": ("x", "y"),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "prompt_logprobs": 2,
+        "n": 2,
+    },
+    Cells: {name: np.array([8, 7], np.int32) for name in ("group", "row", "column", "block")},
+    Copy: {"stage": "after", "group": 3, "source": 9, "destination": 9, "kind": "block"},
+}
+
+
+def with_change(kind: type, change: dict[str, Any]) -> Step:
+    """The example with one field of one of its parts changed."""
+    step = example_step()
+    new = step.new_rows[0]
+    if kind is Step:
+        return replace(step, **change)
+    if kind is NewRow:
+        return replace(step, new_rows=(replace(new, **change),))
+    if kind is SamplingParams:
+        return replace(step, new_rows=(replace(new, sampling=replace(new.sampling, **change)),))
+    if kind is Cells:
+        return replace(step, cells=replace(step.cells, **change))
+    return replace(step, copies=(replace(step.copies[0], **change), *step.copies[1:]))
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_every_field_travels(kind: type) -> None:
+    assert set(CHANGED[kind]) == {field.name for field in fields(kind)}, "a new field needs its codec, and a value here"
+    plain = encode_step(example_step())
+    for name, value in CHANGED[kind].items():
+        if value is None:
+            continue
+        step = with_change(kind, {name: value})
+        data = encode_step(step)
+        assert data != plain, name
+        assert same(decode_step(data), step), name
+
+
+def test_every_field_of_replies_travels() -> None:
+    assert {field.name for field in fields(StepResult)} == {"id", "sampled", "num_accepted", "schema_version"}
+    assert {field.name for field in fields(StepFailure)} == {"id", "error", "message", "schema_version"}
+    replies = (
+        StepResult(1, Csr.from_lists([[5], []])),
+        StepResult(2, Csr.from_lists([[5], []])),
+        StepResult(1, Csr.from_lists([[], [5]])),
+        StepResult(1, Csr.from_lists([[5], []]), np.array([1, 0], np.int32)),
+        StepFailure(1, "E", "m"),
+        StepFailure(None, "E", "m"),
+        StepFailure(1, "F", "m"),
+        StepFailure(1, "E", "n"),
+    )
+    assert len({encode_reply(reply) for reply in replies}) == len(replies)
+    assert all(same(decode_reply(encode_reply(reply)), reply) for reply in replies)
+
+
+# -- one encoding
+
+
+def test_the_bytes_are_those_of_the_standards() -> None:
+    """RFC 8949 with RFC 8746's tags 78 (int32, little-endian) and 79 (int64), written by hand."""
+    expected = "".join(
+        (
+            "a5",  # a map of five, keys by length, then by letter
+            "626964" + "07",  # id: 7
+            "646b696e64" + "66726573756c74",  # kind: result
+            "6773616d706c6564" + "a2",  # sampled: a map of two
+            "66696e64707472" + "d84f" + "5818" + "0000000000000000" + "0100000000000000" + "0100000000000000",
+            "6676616c756573" + "d84e" + "44" + "fe010000",  # values: 510
+            "6c6e756d5f6163636570746564" + "f6",  # num_accepted: null
+            "6e736368656d615f76657273696f6e" + "01",  # schema_version: 1
+        )
+    )
+    assert encode_reply(StepResult(7, Csr.from_lists([[510], []]))).hex() == expected
+
+
+def test_two_dimensions_and_truth_values_in_the_forms_of_the_standards() -> None:
+    tree = cbor2.loads(encode_step(example_step()))
+    assert (tree["kind"], tree["schema_version"]) == ("step", SCHEMA_VERSION)
+    assert tree["samples"] == CBORTag(64, b"\1\0")
+    read = tree["state_read"]
+    assert (read.tag, list(read.value[0])) == (40, [2, 3])
+    assert read.value[1] == CBORTag(78, np.array([-1, 3, 5, -1, 4, 6], "<i4").tobytes())
+    assert tree["copies"].value[1] == CBORTag(78, np.array([0, 2, 5, 6, 0, 1, 1, 3, 4, 2], "<i4").tobytes())
+
+
+def test_equal_steps_give_equal_bytes() -> None:
+    """However they were made: views with strides, numpy's numbers, lists, in any order of keyword."""
+    plain = example_step()
+    new = plain.new_rows[0]
+    wide = np.repeat(plain.state_read, 2, axis=1)
+    odd = example_step(
+        id=np.int64(7),
+        rows=np.array([4, 0, 2, 0], np.int32)[::2],
+        state_read=wide[:, ::2],
+        zero=np.asfortranarray(plain.zero),
+        copies=[replace(copy, group=np.int32(copy.group)) for copy in plain.copies],  # type: ignore[arg-type]  # same
+        new_rows=[
+            NewRow(
+                np.int32(2),  # type: ignore[arg-type]  # numbers of numpy
+                "r2",
+                new.token_ids[:],
+                np.int64(3),  # type: ignore[arg-type]  # same
+                SamplingParams(stop=["x"], temperature=0, seed=np.int64(5)),  # type: ignore[arg-type]  # same
+            )
+        ],
+    )
+    assert encode_step(odd) == encode_step(plain)
+    assert same(decode_step(encode_step(odd)), plain)
+
+
+def test_decoded_arrays_are_their_own_and_may_be_written() -> None:
+    data = encode_step(example_step())
+    step = decode_step(data)
+    for array in (step.rows, step.samples, step.token_ids.indptr, step.state_read, step.new_rows[0].token_ids):
+        assert array.flags.writeable
+        assert array.flags.c_contiguous
+        array[...] = 0
+    assert same(decode_step(data), example_step())
+    assert encode_step(example_step()) == data
+
+
+# -- bytes that are no message
+
+LEFT_OUT = object()
+
+
+def edited(change: Callable[[dict[str, Any]], None], message: bytes | None = None) -> bytes:
+    """The example's message with its tree changed, encoded canonically."""
+    tree = cbor2.loads(encode_step(example_step()) if message is None else message)
+    change(tree)
+    return cbor2.dumps(tree, canonical=True)
+
+
+def put(path: str, value: object) -> Callable[[dict[str, Any]], None]:
+    """Set, or leave out, what stands at ``path``."""
+
+    def change(tree: Any) -> None:  # noqa: ANN401  # CBOR
+        *before, last = path.split(".")
+        for name in before:
+            tree = tree[int(name) if name.isdigit() else name]
+        if value is LEFT_OUT:
+            del tree[last]
+        else:
+            tree[last] = value
+
+    return change
+
+
+def int32(*values: int) -> CBORTag:
+    return CBORTag(78, np.array(values, "<i4").tobytes())
+
+
+def int64(*values: int) -> CBORTag:
+    return CBORTag(79, np.array(values, "<i8").tobytes())
+
+
+def table(rows: object, columns: object, *values: int) -> CBORTag:
+    return CBORTag(40, [[rows, columns], int32(*values)])
+
+
+WRONG: list[tuple[str, object, str]] = [
+    # fields
+    ("id", LEFT_OUT, "lacks 'id'"),
+    ("extra", 1, "has an unknown field 'extra'"),
+    ("new_rows.0.row", LEFT_OUT, r"new_rows: \[0\]: lacks 'row'"),
+    ("new_rows.0.sampling.extra", 1, r"new_rows: \[0\]: sampling: has an unknown field 'extra'"),
+    ("cells.group", LEFT_OUT, "cells: lacks 'group'"),
+    ("token_ids.indptr", LEFT_OUT, "token_ids: lacks 'indptr'"),
+    # types
+    ("id", 7.0, "id: must be an integer, got float"),
+    ("id", True, "id: must be an integer, got bool"),
+    ("after", None, "after: must be an integer, got NoneType"),
+    ("rows", [4, 2], "rows: must be int32"),
+    ("rows", b"\4\0\0\0\2\0\0\0", "rows: must be int32"),
+    ("rows", CBORTag(70, b"\4\0\0\0\2\0\0\0"), "rows: must be int32.*tag 78.*got CBORTag 70"),
+    ("rows", CBORTag(78, [4, 2]), "rows: must be int32.*around bytes"),
+    ("rows", CBORTag(78, b"\4\0\0\0\2\0"), "rows: must be int32.*6 bytes"),
+    ("samples", CBORTag(64, b"\1\2"), "samples: .* bytes 0 and 1, got 2"),
+    ("token_ids", [[1], [2]], "token_ids: must be a map, got list"),
+    ("token_ids.indptr", int32(0, 1, 4), "indptr: must be int64"),
+    ("cells", None, "cells: must be a map"),
+    ("new_rows", {}, "new_rows: must be a list, got dict"),
+    ("new_rows", [5], r"new_rows: \[0\]: must be a map, got int"),
+    ("new_rows.0.request_id", b"r2", "request_id: must be text, got bytes"),
+    ("new_rows.0.row", "2", "row: must be an integer, got str"),
+    ("new_rows.0.row", -1, "row: must be 0 or more"),
+    ("new_rows.0.sampling.stop", "x", "stop: must be a list, got str"),
+    ("new_rows.0.sampling.stop", [1], r"stop: \[0\]: must be text, got int"),
+    ("new_rows.0.sampling.ignore_eos", 1, "ignore_eos: must be true or false"),
+    ("new_rows.0.sampling.temperature", 1, "temperature: must be a float, got int"),
+    ("new_rows.0.sampling.seed", 1.5, "seed: must be an integer, got float"),
+    ("new_rows.0.sampling.logprobs", "none", "logprobs: must be an integer, got str"),
+    # values that the classes refuse
+    ("new_rows.0.sampling.temperature", float("nan"), "sampling: temperature must be 0"),
+    ("new_rows.0.sampling.top_p", float("nan"), "sampling: top_p must be above 0"),
+    ("new_rows.0.sampling.repetition_penalty", float("nan"), "sampling: repetition_penalty must be above 0"),
+    ("new_rows.0.sampling.min_p", -0.5, "sampling: min_p must be between"),
+    ("new_rows.0.sampling.max_tokens", 0, "sampling: max_tokens must be at least 1"),
+    ("new_rows.0.sampling.stop_token_ids", [-1], "sampling: stop_token_ids must lie in"),
+    # what one field says of another
+    ("id", -1, "id: must be 0 or more"),
+    ("after", -2, "after: must be -1 or more"),
+    ("after", 7, "after must lie below id 7, got 7"),
+    ("rows", int32(4), "num_computed is for 2 rows, but there are 1"),
+    ("num_computed", int32(16, 0, 0), "num_computed is for 3 rows"),
+    ("num_computed", int32(16, -1), "num_computed must be 0 or more"),
+    ("num_scheduled", int32(1), "num_scheduled is for 1 rows"),
+    ("num_scheduled", int32(2, 2), "token_ids must hold as many tokens of each row as num_scheduled"),
+    ("samples", CBORTag(64, b"\1"), "samples is for 1 rows"),
+    ("token_ids", {"indptr": int64(0, 4), "values": int32(1, 2, 3, 4)}, "token_ids is for 1 rows"),
+    ("drafts", {"indptr": int64(0, 0), "values": int32()}, "drafts is for 1 rows"),
+    ("drafts", {"indptr": int64(0, 2, 2), "values": int32(1, 2)}, "drafts must be a tail of token_ids"),
+    ("token_ids.indptr", int64(), "token_ids: indptr must rise from 0 to the 4 values"),
+    ("token_ids.indptr", int64(1, 1, 4), "token_ids: indptr must rise from 0 to the 4 values"),
+    ("token_ids.indptr", int64(0, 1, 3), "token_ids: indptr must rise from 0 to the 4 values"),
+    ("token_ids.indptr", int64(0, 5, 4), "token_ids: indptr must rise .* never fall"),
+    ("token_ids.indptr", int64(0, -(2**63), 4), "token_ids: indptr must rise .* never fall"),
+    ("cells.block", int32(9), "cells: group, row, column and block must have one length"),
+    ("new_rows.0.num_prompt_tokens", 5, "num_prompt_tokens is 5, but there are 4 tokens"),
+    ("state_read", table(1, 3, 1, 2, 3), "state_read is for 1 rows, but there are 2"),
+    ("state_writes", table(1, 4, 2, 2, 19, 8), r"state_writes must begin with places in rows, 0 \.\. 1"),
+    ("state_writes", table(1, 4, -1, 2, 19, 8), "state_writes must begin with places in rows"),
+    # dimensions
+    ("zero", int32(1, 3), r"zero: must be int32\[n, 2\] as tag 40"),
+    ("zero", CBORTag(40, [[1, 2]]), r"zero: must be int32\[n, 2\] as tag 40"),
+    ("zero", CBORTag(40, [2, int32(1, 3)]), r"zero: must be int32\[n, 2\] as tag 40"),
+    ("zero", table(2, 1, 1, 3), r"zero: must be int32\[n, 2\], got 2 elements for \[2, 1\]"),
+    ("zero", table(2, 2, 1, 3), r"zero: must be int32\[n, 2\], got 2 elements for \[2, 2\]"),
+    ("zero", table(-1, 2, 1, 3), "zero: .*dimensions that are no such numbers"),
+    ("zero", table(1.0, 2, 1, 3), "zero: .*dimensions that are no such numbers"),
+    ("state_read", table(2**70, 0), "state_read: .*dimensions that are no such numbers"),
+    ("state_read", CBORTag(40, [[2, 1, 3], int32(1, 2, 3, 4, 5, 6)]), "state_read: .*6 elements for"),
+    ("copies", table(1, 5, 2, 0, 0, 0, 0), "copies: column 0 must be a place in before, after"),
+    ("copies", table(1, 5, 0, 0, 0, 0, -1), "copies: column 4 must be a place in move, block, state"),
+    ("copies", [["before", 0, 0, 0, "move"]], r"copies: must be int32\[n, 5\]"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), WRONG)
+def test_a_message_that_is_wrong_says_where(path: str, value: object, message: str) -> None:
+    with pytest.raises(WireError, match=f"^step: .*{message}"):
+        decode_step(edited(put(path, value)))
+
+
+def test_replies_are_checked_as_well() -> None:
+    result = encode_reply(StepResult(1, Csr.from_lists([[5], []]), np.array([1, 0], np.int32)))
+    failure = encode_reply(StepFailure(1, "E", "m"))
+    for data, path, value, message in (
+        (result, "num_accepted", int32(1), "result: num_accepted is for 1 rows, sampled for 2"),
+        (result, "sampled.values", int32(), "result: sampled: indptr must rise from 0 to the 0 values"),
+        (failure, "id", -1, "failure: id: must be 0 or more"),
+        (failure, "error", None, "failure: error: must be text"),
+    ):
+        with pytest.raises(WireError, match=message):
+            decode_reply(edited(put(path, value), data))
+
+
+def test_a_newer_schema_says_which_and_what_to_do() -> None:
+    """Whatever else it holds: fields and kinds of another schema are not even looked at."""
+    newer = edited(lambda tree: tree.update(schema_version=SCHEMA_VERSION + 1, kind="bulletin", id="seven"))
+    with pytest.raises(SchemaError, match=r"schema version 2, this hybridkv reads version 1: update.*on this side"):
+        decode_step(newer)
+    with pytest.raises(SchemaError, match="update hybridkv on the other side"):
+        decode_step(edited(put("schema_version", 0)))
+    with pytest.raises(WireError, match="no schema_version"):
+        decode_step(edited(put("schema_version", "1")))
+    with pytest.raises(WireError, match="no schema_version"):
+        decode_step(edited(put("schema_version", True)))  # noqa: FBT003  # a value in a message
+    with pytest.raises(SchemaError, match="a step of schema version 2 cannot be written"):
+        encode_step(replace(example_step(), schema_version=2))
+
+
+def test_other_kinds_of_message() -> None:
+    with pytest.raises(WireError, match="kind 'step' was expected, got 'result'"):
+        decode_step(encode_reply(StepResult(0, Csr.empty(0))))
+    with pytest.raises(WireError, match="kind 'result' or 'failure' was expected, got 'step'"):
+        decode_reply(encode_step(example_step()))
+    for kind, got in (("telegram", "'telegram'"), (5, "int"), (None, "NoneType"), ([], "list")):
+        with pytest.raises(WireError, match=f"expected, got {got}"):
+            decode_step(edited(put("kind", kind)))
+
+
+def test_bytes_too_few_too_many_or_in_another_form() -> None:
+    data = encode_step(example_step())
+    for length in range(len(data)):
+        with pytest.raises(WireError):
+            decode_step(data[:length])
+    with pytest.raises(WireError, match="cut short"):
+        decode_step(data[:-1])
+    with pytest.raises(WireError, match="3 bytes too many"):
+        decode_step(data + b"abc")
+    assert data[0] == 0xA0 + 17  # a map of 17; its number fits two bytes as well
+    with pytest.raises(WireError, match="not in canonical form"):
+        decode_step(b"\xb8\x11" + data[1:])
+    tree = cbor2.loads(data)
+    with pytest.raises(WireError, match="not in canonical form"):
+        decode_step(cbor2.dumps(dict(reversed(tree.items()))))
+    for strange in (
+        b"",
+        b"\xff",
+        b"\x80",
+        b"\x05",
+        b"\xa0",
+        b"\x9b" + b"\xff" * 8,
+        b"\x81" * 9999,
+        b"\xd8\x1c\x81\xd8\x1d\x00",
+    ):
+        with pytest.raises(WireError):
+            decode_step(strange)
+
+
+def test_a_field_given_twice_is_refused() -> None:
+    data = encode_reply(StepFailure(1, "E", "m"))
+    twice = bytes([data[0] + 1]) + data[1:4] + b"\x02" + data[1:]  # id: 2, then id: 1 and the rest
+    assert data[1:4].hex() == "626964"
+    with pytest.raises(WireError, match="canonical"):
+        decode_reply(twice)
+
+
+# -- fuzzing
+
+
+def settle(data: bytes) -> bool:
+    """Whether ``data`` is a Step; only named errors may come of it, and a Step must be this very message."""
+    try:
+        step = decode_step(data)
+    except (WireError, SchemaError):
+        return False
+    assert encode_step(step) == data
+    return True
+
+
+def test_every_flipped_bit_is_refused_or_another_step() -> None:
+    data, accepted = encode_step(example_step()), 0
+    for place in range(len(data)):
+        for bit in range(8):
+            accepted += settle(data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :])
+    assert 0 < accepted < 8 * len(data)  # a token id may be any other one
+
+
+@MANY
+@given(steps(), st.data())
+def test_damaged_messages(step: Step, data: st.DataObject) -> None:
+    message = bytearray(encode_step(step))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(message)))
+        piece = data.draw(st.binary(max_size=9))
+        message[at : at + data.draw(st.integers(0, 9))] = piece
+    settle(bytes(message))
+
+
+ANY_ITEM = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.binary(max_size=9)),
+    lambda items: st.one_of(
+        st.lists(items, max_size=3),
+        st.dictionaries(st.one_of(st.text(max_size=4), st.integers()), items, max_size=3),
+        st.builds(CBORTag, st.sampled_from((0, 1, 2, 4, 5, 28, 29, 30, 35, 40, 64, 78, 79, 258, 260, 999)), items),
+    ),
+    max_leaves=6,
+)
+
+
+@MANY
+@given(st.data())
+def test_any_item_in_any_field(data: st.DataObject) -> None:
+    tree = cbor2.loads(encode_step(example_step()))
+    owner = data.draw(st.sampled_from((tree, tree["cells"], tree["drafts"], tree["new_rows"][0])))
+    owner[data.draw(st.sampled_from((*owner, "other")))] = data.draw(ANY_ITEM)
+    settle(cbor2.dumps(tree, canonical=True))
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes(data: bytes) -> None:
+    assert not settle(data)
+
+
+# -- Steps that cannot be messages
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": np.array([4, 2])}, r"rows: must be int32\[n\], got int64\[2\]"),
+        ({"rows": [4, 2]}, r"rows: must be an array int32\[n\], got list"),
+        ({"rows": np.array([[4, 2]], np.int32)}, r"rows: must be int32\[n\], got int32\[1, 2\]"),
+        ({"zero": np.empty((1, 3), np.int32)}, r"zero: must be int32\[n, 2\], got int32\[1, 3\]"),
+        ({"samples": np.array([1, 0], np.uint8)}, r"samples: must be bool\[n\]"),
+        ({"id": 7.0}, "id: must be an integer, got float"),
+        ({"id": "7"}, "id: must be an integer, got str"),
+        ({"after": 7}, "after must lie below id 7"),
+        ({"num_scheduled": np.array([2, 2], np.int32)}, "token_ids must hold as many"),
+        ({"token_ids": Csr(np.array([0, 3, 1]), np.empty(1, np.int32))}, "token_ids: indptr must rise"),
+        ({"copies": (Copy("during", 0, 1, 2, "move"),)}, "copies: stage must be one of before, after.*'during'"),
+        ({"copies": (Copy("before", 0, 1, 2, "swap"),)}, "copies: .*kind one of move, block, state, got.*'swap'"),
+        ({"copies": (Copy("before", 0, 2**31, 2, "move"),)}, "copies: group, source and destination must be integers"),
+        ({"copies": (Copy("before", 0, 2**70, 2, "move"),)}, "copies: group, source and destination must be integers"),
+        ({"copies": (Copy("before", 0, 1.5, 2, "move"),)}, "copies: group, source and destination must be integers"),  # type: ignore[arg-type]  # on purpose
+        ({"new_rows": None}, "new_rows: must be a tuple, got NoneType"),
+    ],
+)
+def test_a_step_that_is_none_is_not_sent(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(WireError, match=f"^step: {message}"):
+        encode_step(example_step(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"request_id": "\ud800"}, r"request_id: must be text that UTF-8 can hold"),
+        ({"request_id": 5}, "request_id: must be text, got int"),
+        ({"sampling": SamplingParams(temperature=Fraction(1, 3))}, "temperature: must be a number, got Fraction"),  # type: ignore[arg-type]  # on purpose
+        ({"sampling": SamplingParams(temperature=10**400)}, "temperature: must fit a 64-bit float"),
+        ({"sampling": SamplingParams(temperature=2**53 + 1)}, "temperature: .*holds exactly"),
+        ({"sampling": SamplingParams(ignore_eos=1)}, "ignore_eos: must be true or false, got int"),  # type: ignore[arg-type]  # on purpose
+        ({"sampling": SamplingParams(stop="x")}, "stop: must be a tuple, got str"),  # type: ignore[arg-type]  # on purpose
+        ({"num_prompt_tokens": 9}, "num_prompt_tokens is 9, but there are 4 tokens"),
+    ],
+)
+def test_a_row_that_cannot_be_written_is_not_sent(changes: dict[str, Any], message: str) -> None:
+    new = replace(example_step().new_rows[0], **changes)
+    with pytest.raises(HybridKVError, match=rf"^step: new_rows: \[0\]: .*{message}"):
+        encode_step(example_step(new_rows=(new,)))
+
+
+def test_a_failure_says_what_happened_in_any_characters() -> None:
+    failure = StepFailure.of(3, RuntimeError("lost \ud800"))
+    assert decode_reply(encode_reply(failure)) == StepFailure(3, "RuntimeError", "lost \\ud800")
+    assert str(failure) == "RuntimeError: lost \\ud800"

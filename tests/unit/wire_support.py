@@ -1,0 +1,130 @@
+"""Random messages that are valid, and equality of Steps field by field."""
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from hybridkv.request import SamplingParams
+from hybridkv.step import Cells, Copy, Csr, NewRow, Step, StepResult
+from hybridkv.wire import StepFailure
+
+INT32 = st.integers(-(2**31), 2**31 - 1)
+COUNT = st.integers(0, 2**31 - 1)
+NAME = st.text(max_size=8)
+NUMBER = st.floats(allow_nan=False)
+
+
+def same(one: object, other: object) -> bool:
+    """Equal in type, dtype, shape and value, all the way down."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if is_dataclass(one):
+        return all(same(getattr(one, field.name), getattr(other, field.name)) for field in fields(one))
+    return one == other
+
+
+def int32s(draw: st.DrawFn, *shape: int, values: st.SearchStrategy[int] = INT32) -> NDArray[np.int32]:
+    count = int(np.prod(shape))
+    return np.array(draw(st.lists(values, min_size=count, max_size=count)), np.int32).reshape(shape)
+
+
+def csr_of(draw: st.DrawFn, counts: list[int]) -> Csr:
+    return Csr(np.cumsum([0, *counts], dtype=np.int64), int32s(draw, sum(counts)))
+
+
+@st.composite
+def samplings(draw: st.DrawFn) -> SamplingParams:
+    some = st.one_of(st.none(), st.integers(0, 99))
+    return SamplingParams(
+        temperature=draw(st.floats(0, allow_nan=False)),
+        top_k=draw(st.integers(0, 2**70)),
+        top_p=draw(st.floats(0, 1, exclude_min=True)),
+        min_p=draw(st.floats(0, 1)),
+        repetition_penalty=draw(st.floats(0, exclude_min=True, allow_nan=False)),
+        seed=draw(st.integers(-(2**80), 2**80)),
+        max_tokens=draw(st.integers(1, 2**40)),
+        stop_token_ids=tuple(draw(st.lists(COUNT, max_size=3))),
+        stop=tuple(draw(st.lists(NAME, max_size=2))),
+        ignore_eos=draw(st.booleans()),
+        logprobs=draw(some),
+        prompt_logprobs=draw(some),
+        n=draw(st.integers(1, 9)),
+    )
+
+
+@st.composite
+def new_rows(draw: st.DrawFn) -> NewRow:
+    tokens = draw(st.integers(0, 6))
+    return NewRow(draw(COUNT), draw(NAME), int32s(draw, tokens), draw(st.integers(0, tokens)), draw(samplings()))
+
+
+def copies() -> st.SearchStrategy[Copy]:
+    kinds = st.sampled_from(("move", "block", "state"))
+    return st.builds(Copy, st.sampled_from(("before", "after")), INT32, INT32, INT32, kinds)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    """Any Step that does not contradict itself."""
+    step_id, rows, groups = draw(st.integers(0, 2**40)), draw(st.integers(0, 5)), draw(st.integers(0, 3))
+    counts = draw(st.lists(st.integers(0, 4), min_size=rows, max_size=rows))
+    cells = draw(st.integers(0, 4))
+    writes = int32s(draw, draw(st.integers(0, 3)) if rows else 0, 4)
+    writes[:, 0] = [draw(st.integers(0, rows - 1)) for _ in writes]
+    return Step(
+        id=step_id,
+        after=draw(st.integers(-1, step_id - 1)),
+        rows=int32s(draw, rows),
+        num_computed=int32s(draw, rows, values=COUNT),
+        num_scheduled=np.array(counts, np.int32),
+        samples=np.array(draw(st.lists(st.booleans(), min_size=rows, max_size=rows)), np.bool_),
+        token_ids=csr_of(draw, counts),
+        drafts=csr_of(draw, [draw(st.integers(0, count)) for count in counts]),
+        cells=Cells(*(int32s(draw, cells) for _ in range(4))),
+        finished_rows=int32s(draw, draw(st.integers(0, 3))),
+        new_rows=tuple(draw(st.lists(new_rows(), max_size=2))),
+        zero=int32s(draw, draw(st.integers(0, 3)), 2),
+        copies=tuple(draw(st.lists(copies(), max_size=3))),
+        state_read=int32s(draw, draw(st.sampled_from((0, rows))), groups),
+        state_writes=writes,
+    )
+
+
+@st.composite
+def results(draw: st.DrawFn) -> StepResult:
+    counts = draw(st.lists(st.integers(0, 3), max_size=5))
+    accepted = int32s(draw, len(counts)) if draw(st.booleans()) else None
+    return StepResult(draw(st.integers(0, 2**40)), csr_of(draw, counts), accepted)
+
+
+def failures() -> st.SearchStrategy[StepFailure]:
+    return st.builds(StepFailure, st.one_of(st.none(), COUNT), NAME, NAME)
+
+
+def example_step(**changes: Any) -> Step:  # noqa: ANN401  # any field
+    """Two rows in three groups; every field holds something."""
+    values: dict[str, Any] = {
+        "id": 7,
+        "after": 5,
+        "rows": np.array([4, 2], np.int32),
+        "num_computed": np.array([16, 0], np.int32),
+        "num_scheduled": np.array([1, 3], np.int32),
+        "samples": np.array([True, False]),
+        "token_ids": Csr.from_lists([[-1], [10, 11, 12]]),
+        "drafts": Csr.from_lists([[], [12]]),
+        "cells": Cells(*(np.array(column, np.int32) for column in ([0, 1], [4, 2], [1, 0], [9, 3]))),
+        "finished_rows": np.array([3], np.int32),
+        "new_rows": (NewRow(2, "r2", np.array([10, 11, 12, 13], np.int32), 3, SamplingParams(seed=5, stop=("x",))),),
+        "zero": np.array([[1, 3]], np.int32),
+        "copies": (Copy("before", 2, 5, 6, "move"), Copy("after", 1, 3, 4, "state")),
+        "state_read": np.array([[-1, 3, 5], [-1, 4, 6]], np.int32),
+        "state_writes": np.array([[1, 2, 19, 8]], np.int32),
+    }
+    return Step(**values | changes)
