@@ -16,7 +16,7 @@ from wire_support import example_step, failures, results, same, samplings, steps
 from hybridkv.errors import HybridKVError, SchemaError, WireError
 from hybridkv.request import SamplingParams
 from hybridkv.step import SCHEMA_VERSION, Cells, Copy, Csr, NewRow, Step, StepResult
-from hybridkv.wire import StepFailure, decode_reply, decode_step, encode_reply, encode_step
+from hybridkv.wire import Reply, StepFailure, Unreadable, decode_reply, decode_step, encode_reply, encode_step
 
 MANY = settings(max_examples=3 * settings().max_examples)
 
@@ -31,7 +31,7 @@ def test_any_step_comes_back_as_it_was(step: Step) -> None:
 
 
 @given(st.one_of(results(), failures()))
-def test_any_reply_comes_back_as_it_was(reply: StepResult | StepFailure) -> None:
+def test_any_reply_comes_back_as_it_was(reply: Reply) -> None:
     assert same(decode_reply(encode_reply(reply)), reply)
 
 
@@ -119,15 +119,18 @@ def test_every_field_travels(kind: type) -> None:
 def test_every_field_of_replies_travels() -> None:
     assert {field.name for field in fields(StepResult)} == {"id", "sampled", "num_accepted", "schema_version"}
     assert {field.name for field in fields(StepFailure)} == {"id", "error", "message", "schema_version"}
+    assert {field.name for field in fields(Unreadable)} == {"error", "message", "schema_version"}
     replies = (
         StepResult(1, Csr.from_lists([[5], []])),
         StepResult(2, Csr.from_lists([[5], []])),
         StepResult(1, Csr.from_lists([[], [5]])),
         StepResult(1, Csr.from_lists([[5], []]), np.array([1, 0], np.int32)),
         StepFailure(1, "E", "m"),
-        StepFailure(None, "E", "m"),
         StepFailure(1, "F", "m"),
         StepFailure(1, "E", "n"),
+        Unreadable("E", "m"),
+        Unreadable("F", "m"),
+        Unreadable("E", "n"),
     )
     assert len({encode_reply(reply) for reply in replies}) == len(replies)
     assert all(same(decode_reply(encode_reply(reply)), reply) for reply in replies)
@@ -353,7 +356,7 @@ def test_a_newer_schema_says_which_and_what_to_do() -> None:
 def test_other_kinds_of_message() -> None:
     with pytest.raises(WireError, match="kind 'step' was expected, got 'result'"):
         decode_step(encode_reply(StepResult(0, Csr.empty(0))))
-    with pytest.raises(WireError, match="kind 'result' or 'failure' was expected, got 'step'"):
+    with pytest.raises(WireError, match="kind 'result' or 'failure' or 'unreadable' was expected, got 'step'"):
         decode_reply(encode_step(example_step()))
     for kind, got in (("telegram", "'telegram'"), (5, "int"), (None, "NoneType"), ([], "list")):
         with pytest.raises(WireError, match=f"expected, got {got}"):

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from hybridkv.request import SamplingParams
 from hybridkv.step import Cells, Copy, Csr, NewRow, Step, StepResult
-from hybridkv.wire import StepFailure
+from hybridkv.wire import StepFailure, Unreadable
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 COUNT = st.integers(0, 2**31 - 1)
@@ -104,8 +104,8 @@ def results(draw: st.DrawFn) -> StepResult:
     return StepResult(draw(st.integers(0, 2**40)), csr_of(draw, counts), accepted)
 
 
-def failures() -> st.SearchStrategy[StepFailure]:
-    return st.builds(StepFailure, st.one_of(st.none(), COUNT), NAME, NAME)
+def failures() -> st.SearchStrategy[StepFailure | Unreadable]:
+    return st.one_of(st.builds(StepFailure, COUNT, NAME, NAME), st.builds(Unreadable, NAME, NAME))
 
 
 def example_step(**changes: Any) -> Step:  # noqa: ANN401  # any field

@@ -8,7 +8,7 @@ sizes (rows, blocks, token ids), and the order of Steps, are the worker's and th
 """
 
 from hybridkv.wire.messages import decode_reply, decode_step, encode_reply, encode_step
-from hybridkv.wire.records import Reply, StepFailure
+from hybridkv.wire.records import Reply, StepFailure, Unreadable
 from hybridkv.wire.remote import Channel, Executor, RemoteStatistics, RemoteWorker, serve
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "RemoteWorker",
     "Reply",
     "StepFailure",
+    "Unreadable",
     "decode_reply",
     "decode_step",
     "encode_reply",

@@ -1,7 +1,7 @@
 """Steps and the replies to them as bytes.
 
 message      one CBOR map: "kind", "schema_version", and the fields of the dataclass by name
-kinds        "step"; replies are "result" and "failure"
+kinds        "step"; replies are "result", "failure" and "unreadable"
 arrays       typed arrays (hybridkv.wire.arrays); lists of lists and cells are maps of such columns
 copies       int32[C, 5]: stage, group, source, destination, kind; words as places in STAGES and COPY_KINDS
 
@@ -12,14 +12,17 @@ decoded encodes to what was read: nothing behind a message, no field twice.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import cbor2
 
 from hybridkv.errors import SchemaError, WireError
-from hybridkv.step import SCHEMA_VERSION, Step
+from hybridkv.step import SCHEMA_VERSION, Step, StepResult
 from hybridkv.wire.codecs import Record
-from hybridkv.wire.records import FAILURE, RESULT, STEP, Reply, StepFailure
+from hybridkv.wire.records import FAILURE, RESULT, STEP, UNREADABLE, Reply, StepFailure, Unreadable
+
+_REPLIES: Final[dict[str, Record[Any]]] = {"result": RESULT, "failure": FAILURE, "unreadable": UNREADABLE}
+_KINDS: Final[dict[type, str]] = {StepResult: "result", StepFailure: "failure", Unreadable: "unreadable"}
 
 
 def encode_step(step: Step) -> bytes:
@@ -42,15 +45,14 @@ def decode_step(data: bytes) -> Step:
 
 
 def encode_reply(reply: Reply) -> bytes:
-    """The message of a result or a failure. Raises as ``encode_step``."""
-    if isinstance(reply, StepFailure):
-        return _encode("failure", FAILURE, reply)
-    return _encode("result", RESULT, reply)
+    """The message of a reply. Raises as ``encode_step``."""
+    kind = _KINDS[type(reply)]
+    return _encode(kind, _REPLIES[kind], reply)
 
 
 def decode_reply(data: bytes) -> Reply:
-    """The result or failure of a message. Raises as ``decode_step``."""
-    reply: Reply = _decode(data, {"result": RESULT, "failure": FAILURE})
+    """The reply of a message. Raises as ``decode_step``."""
+    reply: Reply = _decode(data, _REPLIES)
     return reply
 
 

@@ -25,27 +25,42 @@ _INT32: Final = np.iinfo(np.int32)
 
 @dataclass(frozen=True, slots=True)
 class StepFailure:
-    """A Step brought no result. id: that of the Step, None for bytes that could not be read.
+    """A Step brought no result. id: that of the Step. error: the name of the exception's class. message: its text."""
 
-    error: the name of the exception's class. message: its text.
-    """
-
-    id: int | None
+    id: int
     error: str
     message: str
     schema_version: int = SCHEMA_VERSION
 
     @classmethod
-    def of(cls, step_id: int | None, error: BaseException) -> StepFailure:
-        """What ``error`` did to a Step. Characters that UTF-8 has not are escaped."""
-        text = str(error).encode(errors="backslashreplace").decode()
-        return cls(step_id, type(error).__name__, text)
+    def of(cls, step_id: int, error: BaseException) -> StepFailure:
+        """What ``error`` did to Step ``step_id``."""
+        return cls(step_id, *_described(error))
 
     def __str__(self) -> str:
         return f"{self.error}: {self.message}"
 
 
-Reply = StepResult | StepFailure
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Bytes came that are no Step of this schema, so nobody knows which. error, message: as in StepFailure."""
+
+    error: str
+    message: str
+    schema_version: int = SCHEMA_VERSION
+
+    @classmethod
+    def of(cls, error: BaseException) -> Unreadable:
+        """What ``error`` says of the bytes."""
+        return cls(*_described(error))
+
+
+def _described(error: BaseException) -> tuple[str, str]:
+    """Class and text of an exception; characters that UTF-8 has not are escaped."""
+    return type(error).__name__, str(error).encode(errors="backslashreplace").decode()
+
+
+Reply = StepResult | StepFailure | Unreadable
 
 
 class Copies:
@@ -198,5 +213,6 @@ RESULT: Final = Record(
 )
 FAILURE: Final = Record(
     StepFailure,
-    {"id": Nullable(Integer(minimum=0)), "error": Text(), "message": Text(), "schema_version": Integer()},
+    {"id": Integer(minimum=0), "error": Text(), "message": Text(), "schema_version": Integer()},
 )
+UNREADABLE: Final = Record(Unreadable, {"error": Text(), "message": Text(), "schema_version": Integer()})

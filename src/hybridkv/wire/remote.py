@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from hybridkv.errors import HybridKVError, SchemaError, WireError, WorkerError
 from hybridkv.step import Step, StepResult
 from hybridkv.wire.messages import decode_reply, decode_step, encode_reply, encode_step
-from hybridkv.wire.records import Reply, StepFailure
+from hybridkv.wire.records import Reply, StepFailure, Unreadable
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ def serve(channel: Channel, worker: Executor) -> int:
     """Run the Steps that come in until the other end is closed, one reply each; how many brought a result.
 
     A Step that ``worker`` refuses, or whose forward raises, is answered with a StepFailure, and so is every Step that
-    builds on it, which ``worker`` never sees. Bytes that are no Step of this schema are answered, too, and then raise
-    WireError or SchemaError here: nothing behind them can be trusted.
+    builds on it, which ``worker`` never sees. Bytes that are no Step of this schema are answered with Unreadable, and
+    then raise WireError or SchemaError here: nothing behind them can be trusted.
     """
     served = 0
     failed: int | None = None
@@ -60,10 +60,12 @@ def serve(channel: Channel, worker: Executor) -> int:
         try:
             step = decode_step(data)
         except (SchemaError, WireError) as error:
-            _answer(channel, encode_reply(StepFailure.of(None, error)))
+            _answer(channel, encode_reply(Unreadable.of(error)))
             raise
         if failed is not None and step.after >= failed:
-            refusal = WorkerError(f"Step {step.id} builds on Step {failed}, which failed here: it was not run")
+            refusal = WorkerError(
+                f"Step {step.id} was not run: it builds on Step {step.after}, and Step {failed} failed here"
+            )
             _answer(channel, encode_reply(StepFailure.of(step.id, refusal)))
             continue
         reply, ran = _run(worker, step)
@@ -146,7 +148,7 @@ class RemoteWorker:
         self._counts["steps"] += 1
         self._counts["sent_bytes"] += len(data)
 
-    def receive(self) -> Reply:
+    def receive(self) -> StepResult | StepFailure:
         """Wait for the reply to the oldest Step in flight.
 
         A failure carries the id of that Step, whatever the worker could not go on with (it may have missed this
@@ -156,8 +158,8 @@ class RemoteWorker:
         """
         self._require_one()
         reply = self._next_reply()
-        if isinstance(reply, StepFailure):
-            return self._failed(reply)
+        if not isinstance(reply, StepResult):
+            return self._failed(reply.error, reply.message)
         self._in_flight.popleft()
         return reply
 
@@ -167,7 +169,7 @@ class RemoteWorker:
         The failure is that of the oldest, as ``receive`` gives it. WorkerError when nothing is in flight.
         """
         self._require_one()
-        return self._failed(StepFailure.of(None, error))
+        return self._failed(type(error).__name__, str(error))
 
     def statistics(self) -> RemoteStatistics:
         """Counts so far."""
@@ -177,12 +179,12 @@ class RemoteWorker:
         if not self._in_flight:
             raise WorkerError("no Step is in flight, so no reply will come: send a Step first")
 
-    def _failed(self, failure: StepFailure) -> StepFailure:
-        """``failure`` as that of the oldest Step in flight; with it fail those behind it."""
+    def _failed(self, error: str, message: str) -> StepFailure:
+        """The failure of the oldest Step in flight; with it fail those behind it."""
         self._counts["failures"] += 1
         oldest, self._given_up = self._in_flight[0], self._in_flight[-1]
         self._in_flight.clear()
-        return replace(failure, id=oldest)
+        return StepFailure(oldest, error, message)
 
     def _next_reply(self) -> Reply:
         """The next reply to a Step that was not given up."""
@@ -193,7 +195,7 @@ class RemoteWorker:
                 raise self._gone() from error
             self._counts["received_bytes"] += len(data)
             reply = decode_reply(data)
-            if reply.id is None or reply.id > self._given_up:
+            if isinstance(reply, Unreadable) or reply.id > self._given_up:
                 return reply
 
     def _gone(self) -> WorkerError:
