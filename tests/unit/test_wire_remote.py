@@ -126,7 +126,9 @@ def drive(sched: Scheduler, worker: RemoteWorker) -> tuple[dict[str, list[int]],
     """Until nothing is left; outputs and failures."""
     outputs: dict[str, list[int]] = {}
     failures = []
-    while not sched.drained or worker.num_in_flight:
+    for _ in range(500):
+        if sched.drained and not worker.num_in_flight:
+            return outputs, failures
         while worker.num_in_flight < sched.limits.max_in_flight and not sched.drained:
             worker.send(sched.schedule())
         try:
@@ -141,7 +143,7 @@ def drive(sched: Scheduler, worker: RemoteWorker) -> tuple[dict[str, list[int]],
             outputs |= {one.request.request_id: one.request.token_ids().tolist() for one in done}
         sched.check()
         assert sched.num_in_flight == worker.num_in_flight
-    return outputs, failures
+    raise AssertionError("500 replies, and it is not over")
 
 
 def expected(prompts: int = 4, *, max_tokens: int = 9) -> dict[str, list[int]]:
