@@ -18,7 +18,7 @@ from hybridkv.request import SamplingParams
 from hybridkv.step import SCHEMA_VERSION, Cells, Copy, Csr, NewRow, Step, StepResult
 from hybridkv.wire import Reply, StepFailure, Unreadable, decode_reply, decode_step, encode_reply, encode_step
 
-MANY = settings(max_examples=3 * settings().max_examples)
+MANY = settings(max_examples=2 * settings().max_examples)
 
 
 # -- round trips

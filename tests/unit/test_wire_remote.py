@@ -125,7 +125,7 @@ def scheduler(in_flight: int, prompts: int = 4, *, max_tokens: int = 9) -> Sched
 def drive(sched: Scheduler, worker: RemoteWorker) -> tuple[dict[str, list[int]], list[StepFailure]]:
     """Until nothing is left; outputs and failures."""
     outputs: dict[str, list[int]] = {}
-    failures = []
+    failures: list[StepFailure] = []
     for _ in range(500):
         if sched.drained and not worker.num_in_flight:
             return outputs, failures
