@@ -325,6 +325,19 @@ def test_a_message_that_is_wrong_says_where(path: str, value: object, message: s
         decode_step(edited(put(path, value)))
 
 
+def test_numbers_that_python_does_not_print() -> None:
+    huge = 10**5000
+    for path in ("id", "new_rows.0.num_prompt_tokens", "new_rows.0.sampling.seed", "new_rows.0.sampling.top_k"):
+        for value in (huge, -huge):
+            with pytest.raises(WireError, match="must be an integer of at most 256 bits"):
+                decode_step(edited(put(path, value)))
+    with pytest.raises(WireError, match="no schema_version"):
+        decode_step(edited(put("schema_version", huge)))
+    new = replace(example_step().new_rows[0], sampling=SamplingParams(seed=1 << 256))
+    with pytest.raises(WireError, match="seed: must be an integer of at most 256 bits"):
+        encode_step(example_step(new_rows=(new,)))
+
+
 def test_replies_are_checked_as_well() -> None:
     result = encode_reply(StepResult(1, Csr.from_lists([[5], []]), np.array([1, 0], np.int32)))
     failure = encode_reply(StepFailure(1, "E", "m"))

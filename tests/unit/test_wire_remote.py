@@ -299,6 +299,21 @@ def test_a_result_that_cannot_be_written_is_a_failure() -> None:
     assert server.served == 0
 
 
+def test_a_worker_that_returns_nothing_is_a_failure() -> None:
+    class Forgetful:
+        def execute(self, _: Step) -> StepResult:
+            return None  # type: ignore[return-value]  # on purpose
+
+    server = Server(Forgetful())
+    try:
+        worker = RemoteWorker(server.channel)
+        worker.send(scheduler(1).schedule())
+        reply = worker.receive()
+    finally:
+        server.close()
+    assert str(reply) == "WireError: a reply must be one of StepResult, StepFailure, Unreadable, got NoneType"
+
+
 def test_replies_to_steps_given_up_are_passed_over(server: Server) -> None:
     sched, worker = scheduler(2), RemoteWorker(server.channel)
     worker.send(sched.schedule())

@@ -17,6 +17,9 @@ from hybridkv.errors import ConfigError, WireError
 
 T = TypeVar("T")
 
+_MAX_BITS: Final = 256
+"""More than any count or seed; Python refuses to print integers of some thousands of digits in a message."""
+
 
 class Codec(Protocol[T]):
     """One kind of value."""
@@ -36,7 +39,7 @@ def mismatch(wanted: str, got: object) -> WireError:
 
 
 class Integer:
-    """Any integer, at least ``minimum`` if there is one. Packs numpy's integers, too."""
+    """An integer of at most _MAX_BITS bits, at least ``minimum`` if there is one. Packs numpy's integers, too."""
 
     def __init__(self, minimum: int | None = None) -> None:
         self._minimum = minimum
@@ -55,6 +58,8 @@ class Integer:
         return self._checked(item)
 
     def _checked(self, value: int) -> int:
+        if value.bit_length() > _MAX_BITS:
+            raise WireError(f"must be an integer of at most {_MAX_BITS} bits")
         if self._minimum is not None and value < self._minimum:
             raise WireError(f"must be {self._minimum} or more")
         return value

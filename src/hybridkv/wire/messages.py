@@ -45,8 +45,12 @@ def decode_step(data: bytes) -> Step:
 
 
 def encode_reply(reply: Reply) -> bytes:
-    """The message of a reply. Raises as ``encode_step``."""
-    kind = _KINDS[type(reply)]
+    """The message of a reply. Raises as ``encode_step``, and WireError for anything that is no reply."""
+    kind = _KINDS.get(type(reply))
+    if kind is None:
+        raise WireError(
+            f"a reply must be one of {', '.join(made.__name__ for made in _KINDS)}, got {type(reply).__name__}"
+        )
     return _encode(kind, _REPLIES[kind], reply)
 
 
@@ -98,7 +102,7 @@ def _loads(data: bytes) -> dict[object, object]:
 def _kind(message: dict[object, object], known: tuple[str, ...]) -> str:
     """The kind of a message. The version comes first: another schema may have other kinds."""
     version, kind = message.get("schema_version"), message.get("kind")
-    if type(version) is not int:
+    if type(version) is not int or version.bit_length() > 64:
         raise WireError("not a message: it has no schema_version")
     if version != SCHEMA_VERSION:
         older = "this side" if version > SCHEMA_VERSION else "the other side"
