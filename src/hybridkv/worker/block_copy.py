@@ -1,0 +1,131 @@
+"""Executes what a Step says of blocks: moves, zeroing, copies before the forward and behind it (contracts.md, 10).
+
+    moves -> zeroing -> other copies "before" -> forward -> copies "after"
+
+A copy takes all bytes of a block, in every layer of its group. Copies keep their order where one depends on another,
+and run together where none does.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hybridkv.errors import WorkerError
+from hybridkv.step import Step
+from hybridkv.worker.byte_blocks import byte_blocks
+from hybridkv.worker.copy_kernels import TORCH, CopyKernels
+from hybridkv.worker.copy_levels import copy_levels
+from hybridkv.worker.storage import PagedStorage
+
+Int64 = NDArray[np.int64]
+
+_STAGES: Final = ("before", "after")
+_KINDS: Final = ("move", "block", "state")
+
+
+class BlockCopier:
+    """Moves, copies and zeroes blocks of ``storage``. kernels: TORCH or ``triton_kernels()``.
+
+    Every call checks the whole Step before it writes. Copies of one level are one batch for each class of the natural
+    layout, where a block lies in one piece, and one for each group of the reference, whose layers are stacked.
+    """
+
+    def __init__(self, storage: PagedStorage, *, kernels: CopyKernels = TORCH) -> None:
+        slabs = storage.config.slabs
+        self._kernels = kernels
+        self._device = storage.arena.device
+        self._kinds = byte_blocks(storage)
+        self._kind_of = np.empty(len(storage.config.groups), np.int64)
+        for number, kind in enumerate(self._kinds):
+            self._kind_of[list(kind.groups)] = number
+        self._null_blocks = np.array([kind.null_blocks for kind in self._kinds])
+        self._num_blocks = np.array([kind.num_blocks for kind in self._kinds])
+        self._spacing = np.array([kind.spacing for kind in self._kinds])
+        self._shared = 1 if slabs is None else slabs.slab_bytes
+
+    def execute_before(self, step: Step) -> None:
+        """Moves, zeroing, then the other copies of stage "before". O(bytes).
+
+        Raises WorkerError, with nothing written, for groups and blocks that do not exist, null blocks, unknown stages
+        and kinds, and a move behind the forward.
+        """
+        copies, moved, late = self._checked(step)
+        self._copy(copies[moved])
+        self._zero(step.zero.astype(np.int64))
+        self._copy(copies[~moved & ~late])
+
+    def execute_after(self, step: Step) -> None:
+        """Copies of stage "after". O(bytes). Raises WorkerError as ``execute_before``."""
+        copies, _, late = self._checked(step)
+        self._copy(copies[late])
+
+    # -- checks
+
+    def _checked(self, step: Step) -> tuple[Int64, NDArray[np.bool_], NDArray[np.bool_]]:
+        """(group, source, destination) of every copy, int64[n, 3]; which are moves, which come after the forward."""
+        for copy in step.copies:
+            if copy.stage not in _STAGES or copy.kind not in _KINDS:
+                raise WorkerError(f"Step {step.id}: {copy} must have a stage of {_STAGES} and a kind of {_KINDS}")
+            if copy.kind == "move" and copy.stage == "after":
+                raise WorkerError(f"Step {step.id}: {copy} comes after a forward that reads its target: move before")
+        copies = np.array([(one.group, one.source, one.destination) for one in step.copies], np.int64).reshape(-1, 3)
+        self._check_blocks(step, np.concatenate((copies[:, :2], copies[:, ::2], step.zero.astype(np.int64))))
+        moved = np.array([one.kind == "move" for one in step.copies], np.bool_)
+        return copies, moved, np.array([one.stage == "after" for one in step.copies], np.bool_)
+
+    def _check_blocks(self, step: Step, named: Int64) -> None:
+        """named: (group, block), int64[n, 2]."""
+        group, block = named[:, 0], named[:, 1]
+        unknown = np.flatnonzero((group < 0) | (group >= len(self._kind_of)))
+        if len(unknown):
+            raise WorkerError(
+                f"Step {step.id}: group {group[unknown[0]]} does not exist: groups are 0 .. {len(self._kind_of) - 1}"
+            )
+        kind = self._kind_of[group]
+        wrong = np.flatnonzero((block < self._null_blocks[kind]) | (block >= self._num_blocks[kind]))
+        if len(wrong):
+            i = wrong[0]
+            raise WorkerError(
+                f"Step {step.id}: block {block[i]} of group {group[i]} is none to copy or zero: blocks are "
+                f"{self._null_blocks[kind[i]]} .. {self._num_blocks[kind[i]] - 1}, lower ones are null"
+            )
+
+    # -- execution
+
+    def _copy(self, copies: Int64) -> None:
+        """Copies in their order, int64[n, 3], as few batches: level by level, in each one kind of blocks at a time."""
+        copies = copies[copies[:, 1] != copies[:, 2]]
+        if not len(copies):
+            return
+        kind = self._kind_of[copies[:, 0]]
+        level = copy_levels(*self._places(kind, copies[:, 1:]))
+        order = np.lexsort((kind, level))
+        kind, level = kind[order], level[order]
+        edges = (np.flatnonzero((np.diff(level) != 0) | (np.diff(kind) != 0)) + 1).tolist()
+        blocks = torch.from_numpy(copies[order, 1:].T.copy()).to(self._device)
+        for first, end in zip((0, *edges), (*edges, len(copies)), strict=True):
+            for stack in self._kinds[kind[first]].stacks:
+                self._kernels.copy_blocks(stack, blocks[0, first:end], blocks[1, first:end])
+
+    def _places(self, kind: Int64, blocks: Int64) -> Int64:
+        """int64[2, n], equal where two blocks have bytes in common. blocks: int64[n, 2].
+
+        Where a slab goes from one class to another within a Step, blocks of both lie in the same bytes: then order is
+        kept slab by slab.
+        """
+        place: Int64 = blocks.T * self._spacing[kind]
+        slab: Int64 = place // self._shared
+        users = np.unique(np.stack((slab.ravel(), np.tile(kind, 2))), axis=1)
+        return slab if self._shared > 1 and len(np.unique(users[0])) < users.shape[1] else place
+
+    def _zero(self, zero: Int64) -> None:
+        """zero: (group, block), int64[n, 2], in any order."""
+        kinds = self._kind_of[zero[:, 0]]
+        for kind in np.unique(kinds).tolist():
+            blocks = torch.from_numpy(np.unique(zero[kinds == kind, 1])).to(self._device)
+            for stack in self._kinds[kind].stacks:
+                self._kernels.zero_blocks(stack, blocks)

@@ -1,0 +1,193 @@
+"""Which column of a row's states goes where, before and after a forward (contracts.md, section 8). Pure numpy.
+
+A row that computes tokens and verifies two drafts behind them; S is its state column, R the tokens before the drafts:
+
+    column      S            S+1   S+2
+    temporal  [ R          | R+1 | R+2 ]     the tokens that each state has seen
+    conv      [ .. R R+1 R+2 ]               one window over the last inputs, kernel_width - 1 + drafts columns
+
+With ``a`` of these tokens accepted the request goes on at R + a - 1: temporal from column S + a - 1, conv from its
+columns a - 1 on. ``bias`` is how far both begin behind column S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.errors import ConfigError, WorkerError
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Bool = NDArray[np.bool_]
+Ids = Sequence[int] | NDArray[np.integer]
+
+_NONE: Final = -1
+_NULL_BLOCK: Final = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StatePlan:
+    """Copies of states, by column, for all groups of one block size.
+
+    stage: "before" or "after" the forward. row, source, destination, bias: int64[n], a row at most once. A temporal
+    state goes from column source + bias to destination; of a conv state the columns bias .. of source go to the
+    columns 0 .. of destination, and the last bias columns there keep what they hold.
+    accepted: int64[R], for every row asked about, in order: the a with which its forward reads ("before"), or
+    with which its next step begins ("after").
+    """
+
+    stage: Literal["before", "after"]
+    row: Int64
+    source: Int64
+    destination: Int64
+    bias: Int64
+    accepted: Int64
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateCopies:
+    """A plan's copies in one group, by block: int64[n] each, in the order of the plan.
+
+    conv, temporal: source blocks of the two kinds of state. destination: of both. bias: as in StatePlan.
+    """
+
+    conv: Int64
+    temporal: Int64
+    destination: Int64
+    bias: Int64
+
+    def __len__(self) -> int:
+        return len(self.destination)
+
+
+class StateColumns:
+    """Remembers S, the column that holds each row's state after its last step.
+
+    block_size: tokens of a block of states. max_num_reqs: rows. num_speculative_tokens: most drafts of a step.
+    ``before`` and ``after`` take a row at most once a call, and check everything before they remember anything. What
+    they remember follows the Step: rows of a Step that fails later must be dropped, as they resume from a checkpoint.
+    Raises ConfigError for sizes that cannot work, WorkerError for rows and counts that cannot be.
+    """
+
+    def __init__(self, block_size: int, max_num_reqs: int, num_speculative_tokens: int = 0) -> None:
+        sizes = (
+            ("block_size", block_size, 1),
+            ("max_num_reqs", max_num_reqs, 1),
+            ("num_speculative_tokens", num_speculative_tokens, 0),
+        )
+        for name, value, least in sizes:
+            if value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}")
+        self.block_size = block_size
+        self.max_num_reqs = max_num_reqs
+        self.num_speculative_tokens = num_speculative_tokens
+        self._column: Int64 = np.full(max_num_reqs, _NONE, np.int64)
+
+    def drop(self, rows: Ids) -> None:
+        """Forget the columns of rows whose request finishes, is preempted or resumes. O(rows)."""
+        at = np.asarray(rows, np.int64)
+        self._check_rows(at)
+        self._column[at] = _NONE
+
+    def before(self, rows: Ids, computed: Ids, scheduled: Ids, accepted: Ids) -> StatePlan:
+        """What ``rows`` copy before the forward that runs ``scheduled`` tokens behind ``computed`` ones. O(rows).
+
+        accepted: a of each row's last step, 1 for a row that is new or was dropped. Remembers the rows' new columns.
+        """
+        at, begin, count, a = self._vectors(rows=rows, computed=computed, scheduled=scheduled, accepted=accepted)
+        held = self._column[at]
+        _refuse(at, (begin < 0) | (count < 1), "computed must not be negative and scheduled at least 1", begin, count)
+        most = np.where(held == _NONE, 1, 1 + self.num_speculative_tokens)
+        _refuse(at, (a < 1) | (a > most), "accepted must lie in 1 .. 1 + drafts, and be 1 for a new row", a, most)
+        _refuse(at, (held != _NONE) & (begin == 0), "a row that starts anew must be dropped first", begin, held)
+        previous = np.where(held == _NONE, (begin - 1) // self.block_size, held)  # of no token: column -1, none
+        current = self._last_column(begin + count)
+        copied = (previous != _NONE) & (previous != current)
+        self._column[at] = current
+        return StatePlan(
+            "before", at[copied], previous[copied], current[copied], a[copied] - 1, np.where(copied, np.int64(1), a)
+        )
+
+    def after(self, rows: Ids, computed: Ids, scheduled: Ids, drafts: Ids, accepted: Ids) -> StatePlan:
+        """What ``rows`` copy once ``accepted`` tokens of the step's ``drafts`` + 1 last ones are accepted. O(rows).
+
+        The state at the last block edge that was reached goes to the edge's own column, where it can be published.
+        computed, scheduled: as in ``before``; the last ``drafts`` of the scheduled tokens are drafts.
+        """
+        at, begin, count, drafted, a = self._vectors(
+            rows=rows, computed=computed, scheduled=scheduled, drafts=drafts, accepted=accepted
+        )
+        _refuse(at, (begin < 0) | (count < 1), "computed must not be negative and scheduled at least 1", begin, count)
+        most = np.minimum(count - 1, self.num_speculative_tokens)
+        _refuse(at, (drafted < 0) | (drafted > most), "drafts must lie in 0 .. scheduled - 1", drafted, most)
+        _refuse(at, (a < 1) | (a > drafted + 1), "accepted must lie in 1 .. 1 + drafts", a, drafted + 1)
+        state = self._column[at]
+        last = self._last_column(begin + count)
+        _refuse(at, state != last, "the row's state is not where this step leaves it: call before first", state, last)
+        certain = begin + count - drafted
+        edge = (certain + a - 1) // self.block_size * self.block_size
+        bias, target = edge - certain, edge // self.block_size - 1
+        copied = (bias >= 0) & ((target != state) | (bias > 0))
+        # an edge in column S itself is the step's very last token, so nothing accepted lies behind it
+        settled = (bias >= 0) & (target == state)
+        return StatePlan(
+            "after", at[copied], state[copied], target[copied], bias[copied], np.where(settled, np.int64(1), a)
+        )
+
+    def _last_column(self, tokens: Int64) -> Int64:
+        """The column of the last of ``tokens`` tokens."""
+        return (tokens - 1) // self.block_size
+
+    def _vectors(self, **named: Ids) -> list[Int64]:
+        """int64 vectors of one length, the first of distinct rows in range."""
+        vectors = [np.array(one, np.int64) for one in named.values()]
+        if any(one.shape != (len(vectors[0]),) for one in vectors):
+            sizes = ", ".join(f"{name} {one.shape}" for name, one in zip(named, vectors, strict=True))
+            raise WorkerError(f"one number of each is needed for every row, got {sizes}")
+        self._check_rows(vectors[0])
+        if len(np.unique(vectors[0])) < len(vectors[0]):
+            raise WorkerError("a row comes twice in one step: give every row once")
+        return vectors
+
+    def _check_rows(self, at: Int64) -> None:
+        if at.size and (at.min() < 0 or at.max() >= self.max_num_reqs):
+            raise WorkerError(f"rows must lie in 0 .. {self.max_num_reqs - 1}, got {at.min()} .. {at.max()}")
+
+
+def state_copies(plan: StatePlan, table: Int32, num_blocks: Int32) -> StateCopies:
+    """The blocks of ``plan`` in one group. O(copies).
+
+    table: int32[rows, width], the group's block table; num_blocks: int32[rows], how many columns of each row mean
+    anything (``BlockTable.get_numpy_array()``, ``num_blocks_per_row``). Raises WorkerError for a row that is not in
+    the table, a column beyond its row, a null source (nobody's state would go on) and a null destination (it would
+    be lost); only after the forward may the edge's column be null: then nobody keeps that state and nothing is copied.
+    """
+    row, column = plan.row, np.stack((plan.source, plan.source + plan.bias, plan.destination))
+    if row.size and row.max() >= len(table):
+        raise WorkerError(f"row {row.max()} is not in a block table of {len(table)} rows: size both alike")
+    last = column.max(axis=0)
+    held = num_blocks[row].astype(np.int64)
+    _refuse(row, last >= held, "the row has no such column of states: send its blocks first", last, held)
+    blocks: Int64 = table[row, column].astype(np.int64)
+    conv, temporal, destination = blocks
+    empty = (conv == _NULL_BLOCK) | (temporal == _NULL_BLOCK)
+    _refuse(row, empty, "a state would be copied from the null block; its columns are", plan.source, plan.bias)
+    kept = destination != _NULL_BLOCK
+    lost = ~kept & ((plan.destination == plan.source) | (plan.stage == "before"))
+    _refuse(row, lost, "the state would be copied to the null block; its columns are", plan.source, plan.destination)
+    return StateCopies(conv[kept], temporal[kept], destination[kept], plan.bias[kept])
+
+
+def _refuse(row: Int64, wrong: Bool, why: str, *values: Int64) -> None:
+    """Raise WorkerError naming the first row that is ``wrong`` and its ``values``."""
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise WorkerError(f"row {row[i]}: {why} (got {', '.join(str(one[i]) for one in values)})")
