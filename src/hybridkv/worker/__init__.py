@@ -1,7 +1,8 @@
-"""What runs beside the model: block tables fed by Steps, slots, the arena with every layer's view of it, and attention.
+"""What runs beside the model: block tables fed by Steps, slots, copies, the arena with every layer's view, attention.
 
     Step -> MultiGroupBlockTable.apply -> commit_block_table -> compute_slot_mapping -> commit_slot_mapping -> forward
     forward, in each layer: write_kv(slots) -> paged_attention(table) -> combine_over_ranks, where there are several
+    around it: BlockCopier.execute_before, execute_after; StateColumns -> state_copies -> StateCopier
 
 ``hybridkv.worker.flex`` is the same attention by torch's FlexAttention.
 
@@ -9,22 +10,30 @@ Never imports the cache or the scheduler: a worker could live in another process
 """
 
 from hybridkv.worker.attention_mask import CAUSAL, AttentionMask
+from hybridkv.worker.block_copy import BlockCopier
 from hybridkv.worker.block_table import BlockTable
 from hybridkv.worker.context_parallel import WHOLE, ContextShare, combine_over_ranks
+from hybridkv.worker.copy_kernels import TORCH, CopyKernels, triton_kernels
 from hybridkv.worker.kv_pages import KVPages
 from hybridkv.worker.kv_write import WriteSlots, write_kv, write_latent, write_slots
 from hybridkv.worker.multi_group import MultiGroupBlockTable
 from hybridkv.worker.paged_attention import PagedBatch, paged_attention, paged_batch
 from hybridkv.worker.partial_attention import combine_partial, with_sink
 from hybridkv.worker.slot_mapping import SlotMapper
+from hybridkv.worker.state_copy import StateCopier, state_layers
+from hybridkv.worker.state_parts import StatePart, state_parts
+from hybridkv.worker.state_plan import StateColumns, StateCopies, StatePlan, state_copies
 from hybridkv.worker.storage import PagedStorage, PageOrder, PagePart, parts_of
 
 __all__ = [
     "CAUSAL",
+    "TORCH",
     "WHOLE",
     "AttentionMask",
+    "BlockCopier",
     "BlockTable",
     "ContextShare",
+    "CopyKernels",
     "KVPages",
     "MultiGroupBlockTable",
     "PageOrder",
@@ -32,12 +41,21 @@ __all__ = [
     "PagedBatch",
     "PagedStorage",
     "SlotMapper",
+    "StateColumns",
+    "StateCopier",
+    "StateCopies",
+    "StatePart",
+    "StatePlan",
     "WriteSlots",
     "combine_over_ranks",
     "combine_partial",
     "paged_attention",
     "paged_batch",
     "parts_of",
+    "state_copies",
+    "state_layers",
+    "state_parts",
+    "triton_kernels",
     "with_sink",
     "write_kv",
     "write_latent",
