@@ -47,38 +47,32 @@ def test_measured_first_steps_of_hits_and_resumed_requests(computed: int, schedu
 
 
 @pytest.mark.parametrize(
-    ("computed", "a", "copy", "temporal", "conv", "goes_on"),
+    ("computed", "a", "copy", "blocks", "goes_on"),
     [
-        (3, 1, (1, 0, 0), (2, 1), (2, 1), 1),
-        (3, 2, (1, 0, 0), (2, 1), (2, 1), 2),
-        (3, 3, (1, 0, 0), (2, 1), (2, 1), 3),
-        (2, 2, (1, 0, 1), (3, 1), (2, 1), 2),
-        (5, 3, (1, 1, 2), (4, 2), (2, 2), 1),
-        (5, 2, None, None, None, 2),
+        (3, 1, (1, 0, 0), (2, 2, 1), 1),
+        (3, 2, (1, 0, 0), (2, 2, 1), 2),
+        (3, 3, (1, 0, 0), (2, 2, 1), 3),
+        (2, 2, (1, 0, 1), (3, 2, 1), 2),
+        (5, 3, (1, 1, 2), (4, 2, 2), 1),
+        (5, 2, None, None, 2),
     ],
 )
 def test_measured_after_the_forward(
-    computed: int,
-    a: int,
-    copy: Triple | None,
-    temporal: tuple[int, int] | None,
-    conv: tuple[int, int] | None,
-    goes_on: int,
+    computed: int, a: int, copy: Triple | None, blocks: Triple | None, goes_on: int
 ) -> None:
-    """Blocks of 4 tokens, columns 0 .. 4 are blocks 1 .. 5, two drafts a step, S = 1."""
+    """Blocks of 4 tokens, columns 0 .. 4 are blocks 1 .. 5, two drafts a step, S = 1. blocks: temporal, conv, to."""
     columns = StateColumns(4, 1, 2)
     columns.before([0], [computed], [3], [1])
     plan = columns.after([0], [computed], [3], [2], [a])
     assert triples(plan) == ([copy] if copy else [])
     assert plan.accepted.tolist() == [goes_on]
-    blocks = state_copies(plan, *filled(1, 5))
-    found = list(zip(blocks.temporal.tolist(), blocks.destination.tolist(), strict=True))
-    assert found == ([temporal] if temporal else [])
-    assert list(zip(blocks.conv.tolist(), blocks.destination.tolist(), strict=True)) == ([conv] if conv else [])
+    copies = state_copies(plan, *filled(1, 5))
+    found = zip(copies.temporal.tolist(), copies.conv.tolist(), copies.destination.tolist(), strict=True)
+    assert list(found) == ([blocks] if blocks else [])
 
 
 def test_measured_tables_of_section_4_name_the_blocks() -> None:
-    """Two speculative blocks, chunks of 32 and 28: the worker's row is append-only, its stale columns are never read."""
+    """Two speculative blocks, chunks of 32 and 28: the worker's row only grows, its stale columns are not read."""
     columns, row = StateColumns(16, 1, 2), [0, 4, 5, 6]
     assert len(columns.before([0], [0], [32], [1])) == 0
     found = []
@@ -108,7 +102,9 @@ def before_one(held: int | None, computed: int, scheduled: int, a: int, size: in
     return (previous, current, a - 1), 1
 
 
-def after_one(state: int, computed: int, scheduled: int, drafts: int, a: int, size: int) -> tuple[Triple | None, int]:
+def after_one(
+    state: int, computed: int, scheduled: int, drafts: int, a: int, *, size: int
+) -> tuple[Triple | None, int]:
     """Section 8, after the forward, for one row."""
     first = computed + scheduled - drafts
     edge = (first + a - 1) // size * size
@@ -145,7 +141,7 @@ def test_batches_are_those_of_single_rows(data: st.DataObject, size: int, drafts
         a = [data.draw(st.integers(1, 1 + d)) for d in drafted]
         plan = columns.after(at, computed, scheduled, drafted, a)
         after = [
-            after_one(held[row], c, s, d, b, size)
+            after_one(held[row], c, s, d, b, size=size)
             for row, c, s, d, b in zip(at, computed, scheduled, drafted, a, strict=True)
         ]
         assert triples(plan) == [copy for copy, _ in after if copy]

@@ -1,0 +1,275 @@
+"""Copies of states and blocks, said once more: byte by byte in loops. What every set of CopyKernels must do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from hybridkv.specs import MambaSpec
+from hybridkv.testing.configs import natural_model_config
+from hybridkv.worker import (
+    CopyKernels,
+    PagedStorage,
+    StateColumns,
+    StateCopier,
+    StateCopies,
+    StatePart,
+    state_copies,
+    state_layers,
+)
+from hybridkv.worker.state_parts import Kind
+
+Bytes = NDArray[np.uint8]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row's step. held: the column remembered of its last one, None for a new row."""
+
+    held: int | None
+    computed: int
+    scheduled: int
+    drafts: int
+    before: int
+    after: int
+
+
+@dataclass(frozen=True)
+class StateCase:
+    """Some rows of one recurrent group. gaps: bytes behind the pages of each layer; None for the natural layout."""
+
+    parts: tuple[StatePart, ...]
+    gaps: tuple[int, ...] | None
+    layers: int
+    block_size: int
+    drafts: int
+    rows: tuple[Row, ...]
+    seed: int
+
+
+# -- the case, built
+
+
+def spec_of(parts: tuple[StatePart, ...], block_size: int, drafts: int) -> MambaSpec:
+    return MambaSpec(
+        block_size=block_size,
+        shapes=tuple(part.shape for part in parts),
+        dtypes=tuple(str(part.dtype).removeprefix("torch.") for part in parts),
+        cache_mode="align",
+        num_speculative_blocks=drafts,
+    )
+
+
+def reference_config(spec: MambaSpec, num_blocks: int, gaps: tuple[int, ...]) -> KVCacheConfig:
+    """A layer a tensor; each has its own gap behind a page, and before its first one."""
+    names, tensors, at = tuple(f"layer{i}" for i in range(len(gaps))), [], 0
+    for name, gap in zip(names, gaps, strict=True):
+        stride = spec.page_size_bytes + gap
+        tensors.append(KVCacheTensor(stride * num_blocks, (name,), at + gap, stride))
+        at += gap + stride * num_blocks
+    return KVCacheConfig(num_blocks, tuple(tensors), (KVCacheGroupSpec(names, spec),))
+
+
+def storage_of(case: StateCase, num_blocks: int, device: str = "cpu") -> tuple[PagedStorage, StateCopierLayers]:
+    spec = spec_of(case.parts, case.block_size, case.drafts)
+    if case.gaps is None:
+        config = natural_model_config(num_blocks, (spec,), (1,), layers_per_group=case.layers)
+    else:
+        config = reference_config(spec, num_blocks, case.gaps)
+    names = config.groups[0].layer_names
+    layout = dict.fromkeys(names, case.parts)
+    storage = PagedStorage(config, layout, device)
+    fill(storage, case.seed)
+    return storage, state_layers(storage.views, layout, names)
+
+
+StateCopierLayers = list[list[tuple[StatePart, torch.Tensor]]]
+
+
+def fill(storage: PagedStorage, seed: int) -> None:
+    """Random bytes everywhere."""
+    content = np.random.default_rng(seed).integers(0, 256, storage.arena.numel(), np.uint8)
+    storage.arena.copy_(torch.from_numpy(content))
+
+
+def content(storage: PagedStorage) -> Bytes:
+    held: Bytes = storage.arena.cpu().numpy().copy()
+    return held
+
+
+def table_of(case: StateCase) -> NDArray[np.int32]:
+    """Distinct blocks, in random order, wide enough for every row."""
+    ends = [row.computed + row.scheduled for row in case.rows]
+    columns = [row.held or 0 for row in case.rows]
+    width = max([-(-end // case.block_size) for end in ends] + [column + 1 for column in columns]) + case.drafts
+    ids = np.random.default_rng(case.seed).permutation(len(case.rows) * width) + 1
+    return ids.reshape(len(case.rows), width).astype(np.int32)
+
+
+# -- what must come of it
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A copy of one row: source blocks of the two kinds, destination, bias."""
+
+    conv: int
+    temporal: int
+    destination: int
+    bias: int
+
+
+def expected_before(row: Row, blocks: list[int], block_size: int) -> Expected | None:
+    """Section 8, before the forward."""
+    previous = row.held
+    if previous is None:
+        if row.computed == 0:
+            return None
+        previous = (row.computed - 1) // block_size
+    current = math.ceil((row.computed + row.scheduled) / block_size) - 1
+    if previous == current:
+        return None
+    return Expected(blocks[previous], blocks[previous + row.before - 1], blocks[current], row.before - 1)
+
+
+def expected_after(row: Row, blocks: list[int], block_size: int) -> Expected | None:
+    """Section 8, after the forward."""
+    state = math.ceil((row.computed + row.scheduled) / block_size) - 1
+    first = row.computed + row.scheduled - row.drafts
+    reached = first + row.after - 1
+    edge = reached - reached % block_size
+    if edge < first:
+        return None
+    bias, target = edge - first, edge // block_size - 1
+    if target == state and bias == 0:
+        return None
+    return Expected(blocks[state], blocks[state + bias], blocks[target], bias)
+
+
+def copied(old: Bytes, storage: PagedStorage, parts: tuple[StatePart, ...], copies: list[Expected]) -> Bytes:
+    """``old`` after ``copies``, element by element."""
+    new = old.copy()
+    for tensor in storage.config.tensors:
+        at = tensor.offset_bytes
+        for part in parts:
+            for copy in copies:
+                for to, source in elements(part, copy):
+                    block = copy.conv if part.kind == "conv" else copy.temporal
+                    read = at + block * tensor.block_stride_bytes + source * part.dtype.itemsize
+                    write = at + copy.destination * tensor.block_stride_bytes + to * part.dtype.itemsize
+                    for byte in range(part.dtype.itemsize):
+                        new[write + byte] = old[read + byte]
+            at += math.prod(part.shape) * part.dtype.itemsize
+    return new
+
+
+def elements(part: StatePart, copy: Expected) -> list[tuple[int, int]]:
+    """(to, from), elements of one state."""
+    if part.kind == "temporal":
+        return [(i, i) for i in range(math.prod(part.shape))]
+    pairs = []
+    for column in range(part.columns - copy.bias):
+        if part.columns_axis == 0:
+            channels = part.shape[1]
+            pairs += [(column * channels + c, (column + copy.bias) * channels + c) for c in range(channels)]
+        else:
+            width = part.shape[1]
+            pairs += [(c * width + column, c * width + column + copy.bias) for c in range(part.shape[0])]
+    return pairs
+
+
+# -- the comparison
+
+Alter = Callable[[StateCopies], StateCopies]
+
+
+def check_states(case: StateCase, kernels: CopyKernels, *, device: str = "cpu", alter: Alter = lambda c: c) -> int:
+    """Plan, resolve and execute both stages of a step; every byte of the arena is as expected. Copies made.
+
+    alter: what a control changes in the copies.
+    """
+    table = table_of(case)
+    storage, layers = storage_of(case, int(table.max(initial=0)) + 1, device)
+    copier = StateCopier(layers, kernels=kernels)
+    columns = StateColumns(case.block_size, len(case.rows), case.drafts)
+    known = [i for i, row in enumerate(case.rows) if row.held is not None]
+    held = [case.rows[i].held for i in known]
+    columns.before(
+        known,
+        [0] * len(known),
+        [column * case.block_size + 1 for column in held if column is not None],
+        [1] * len(known),
+    )
+    at = list(range(len(case.rows)))
+
+    def field(name: str) -> list[Any]:
+        return [getattr(row, name) for row in case.rows]
+
+    made = 0
+    steps = (
+        (lambda: columns.before(at, field("computed"), field("scheduled"), field("before")), expected_before),
+        (
+            lambda: columns.after(at, field("computed"), field("scheduled"), field("drafts"), field("after")),
+            expected_after,
+        ),
+    )
+    for plan, expected in steps:
+        old = content(storage)
+        wanted = [one for i in at if (one := expected(case.rows[i], table[i].tolist(), case.block_size))]
+        copies = state_copies(plan(), table, np.full(len(at), table.shape[1], np.int32))
+        copier.copy(alter(copies))
+        np.testing.assert_array_equal(content(storage), copied(old, storage, case.parts, wanted))
+        made += len(wanted)
+    return made
+
+
+@st.composite
+def state_parts_strategy(draw: st.DrawFn, drafts: int, most: int = 4) -> tuple[StatePart, ...]:
+    """States whose bytes are multiples of 4, so that dtypes can follow each other in any order."""
+    parts = []
+    kinds: list[Kind] = ["conv", "temporal"]
+    for _ in range(draw(st.integers(1, most))):
+        kind, dtype = draw(st.sampled_from(kinds)), draw(st.sampled_from(DTYPES))
+        unit = 4 // dtype.itemsize
+        sizes = draw(st.integers(1, 3)) * unit
+        if kind == "temporal":
+            shape = draw(st.sampled_from([(sizes,), (2, sizes), (2, 1, sizes)]))
+            parts.append(StatePart(shape, dtype, kind))
+            continue
+        width, axis = draw(st.integers(2, 6)) - 1 + drafts, draw(st.integers(0, 1))
+        parts.append(StatePart((sizes, width) if axis else (width, sizes), dtype, kind, axis))
+    return tuple(parts)
+
+
+@st.composite
+def row_strategy(draw: st.DrawFn, block_size: int, drafts: int) -> Row:
+    """Often close to a block's edge, where copies are made."""
+    held = draw(st.none() | st.integers(0, 2))
+    near = st.integers(0, 3).map(lambda edge: edge * block_size) if block_size > 8 else st.just(0)
+    computed = max(int(held is not None), draw(near) + draw(st.integers(-3, 3 * min(block_size, 4))))
+    drafted = draw(st.integers(0, drafts))
+    scheduled = drafted + draw(st.integers(1, 3) | st.integers(1, 2 * block_size))
+    before = draw(st.integers(1, 1 + drafts)) if held is not None else 1
+    return Row(held, computed, scheduled, drafted, before, draw(st.integers(1, 1 + drafted)))
+
+
+@st.composite
+def state_cases(draw: st.DrawFn, *, most_rows: int = 5, most_parts: int = 4, most_layers: int = 3) -> StateCase:
+    drafts = draw(st.integers(0, 8))
+    block_size = draw(st.integers(1, 6) | st.integers(1, 64))
+    layers = draw(st.integers(1, most_layers))
+    gap = st.sampled_from([0, 4, 12, 256])
+    gaps = draw(st.none() | st.one_of(gap.map(lambda one: (one,) * layers), st.tuples(*[gap] * layers)))
+    rows = draw(st.lists(row_strategy(block_size, drafts), min_size=1, max_size=most_rows))
+    parts = draw(state_parts_strategy(drafts, most_parts))
+    return StateCase(parts, gaps, layers, block_size, drafts, tuple(rows), draw(st.integers(0, 2**32 - 1)))
