@@ -45,7 +45,7 @@ class BlockCopier:
         self._null_blocks = np.array([kind.null_blocks for kind in self._kinds])
         self._num_blocks = np.array([kind.num_blocks for kind in self._kinds])
         self._spacing = np.array([kind.spacing for kind in self._kinds])
-        self._shared = 1 if slabs is None else slabs.slab_bytes
+        self._shared_bytes = 1 if slabs is None else slabs.slab_bytes
 
     def execute_before(self, step: Step) -> None:
         """Moves, zeroing, then the other copies of stage "before". O(bytes).
@@ -102,7 +102,7 @@ class BlockCopier:
         if not len(copies):
             return
         kind = self._kind_of[copies[:, 0]]
-        level = copy_levels(*self._places(kind, copies[:, 1:]))
+        level = copy_levels(self._places(kind, copies[:, 1:]))
         order = np.lexsort((kind, level))
         kind, level = kind[order], level[order]
         edges = (np.flatnonzero((np.diff(level) != 0) | (np.diff(kind) != 0)) + 1).tolist()
@@ -114,13 +114,13 @@ class BlockCopier:
     def _places(self, kind: Int64, blocks: Int64) -> Int64:
         """int64[2, n], equal where two blocks have bytes in common. blocks: int64[n, 2].
 
-        Where a slab goes from one class to another within a Step, blocks of both lie in the same bytes: then order is
+        Where a slab goes from one class to another within a Step, blocks of both lie in the same bytes: there order is
         kept slab by slab.
         """
         place: Int64 = blocks.T * self._spacing[kind]
-        slab: Int64 = place // self._shared
-        users = np.unique(np.stack((slab.ravel(), np.tile(kind, 2))), axis=1)
-        return slab if self._shared > 1 and len(np.unique(users[0])) < users.shape[1] else place
+        slab = place // self._shared_bytes
+        slabs, users = np.unique(np.unique(np.stack((slab.ravel(), np.tile(kind, 2))), axis=1)[0], return_counts=True)
+        return np.where(np.isin(slab, slabs[users > 1]), -1 - slab, place)
 
     def _zero(self, zero: Int64) -> None:
         """zero: (group, block), int64[n, 2], in any order."""

@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 Int64 = NDArray[np.int64]
 
 
-def copy_levels(source: Int64, destination: Int64) -> Int64:
+def copy_levels(places: Int64) -> Int64:
     """A level for each copy, int64[n]: levels one after the other do what the copies do in their order.
 
-    source, destination: int64[n], the places that a copy reads and writes. Within a level no copy writes what another
+    places: int64[2, n], what each copy reads, and what it writes. Within a level no copy writes what another
     reads or writes; levels are as low as that allows. O(n log n) where one level does, else O(n) in Python.
     """
+    source, destination = places
     written = np.unique(destination)
     if len(written) == len(destination) and not np.isin(source, written).any():
         return np.zeros(len(source), np.int64)

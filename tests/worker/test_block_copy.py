@@ -1,0 +1,180 @@
+"""What a Step does to blocks: order, batches, controls, and what is refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from block_copy_support import CONFIGS, StepCase, check_step, step_cases, step_of, storage_of
+from copy_support import content, fill
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridkv.errors import WorkerError
+from hybridkv.step import Copy, Step
+from hybridkv.worker import TORCH, BlockCopier, CopyKernels
+from hybridkv.worker.copy_levels import copy_levels
+
+
+def move(group: int, source: int, destination: int) -> Copy:
+    return Copy("before", group, source, destination, "move")
+
+
+def copy(group: int, source: int, destination: int, stage: str = "before", kind: str = "block") -> Copy:
+    return Copy(stage, group, source, destination, kind)
+
+
+@settings(max_examples=3 * settings().max_examples)
+@given(case=step_cases())
+def test_torch_does_to_blocks_what_a_loop_does(case: StepCase) -> None:
+    check_step(case, TORCH)
+
+
+CHAIN = StepCase(
+    "classes",
+    copies=(
+        copy(0, 6, 4, "after"),
+        move(0, 2, 3),
+        copy(0, 4, 6),  # of what a move brought
+        move(0, 4, 2),  # into what a move left
+        move(0, 5, 4),
+        copy(2, 5, 8),
+        copy(1, 3, 2, kind="state"),  # state 2 takes the slab of blocks 6, 7 and 8 of group 2
+    ),
+    zero=((0, 3), (2, 3)),
+)
+"""Moves 2 -> 3, 4 -> 2, 5 -> 4; then blocks are zeroed; then copied."""
+
+
+def test_moves_then_zeroing_then_copies() -> None:
+    check_step(CHAIN, TORCH)
+    check_step(replace(CHAIN, config="gaps", copies=CHAIN.copies[:5], zero=((0, 3), (1, 5))), TORCH)
+
+
+# -- controls
+
+
+def test_copies_in_one_batch_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridkv.worker.block_copy.copy_levels", lambda places: np.zeros(places.shape[1], np.int64))
+    with pytest.raises(AssertionError):
+        check_step(CHAIN, TORCH)
+
+
+def test_a_slab_of_two_classes_needs_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were only blocks of one class told apart, the state's copy would come before the other class reads its slab."""
+    case = StepCase("classes", copies=(copy(2, 6, 3), copy(2, 3, 4), copy(1, 3, 2, kind="state"), copy(2, 8, 5)))
+    check_step(case, TORCH)
+    monkeypatch.setattr(BlockCopier, "_places", lambda _self, kind, blocks: blocks.T + 1000 * kind)
+    with pytest.raises(AssertionError):
+        check_step(case, TORCH)
+
+
+def last_copy_lost(stack: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
+    TORCH.copy_blocks(stack, source[:-1], destination[:-1])
+
+
+def half_a_block(stack: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
+    TORCH.copy_blocks(stack[:, :, ::2], source, destination)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        replace(TORCH, copy_blocks=last_copy_lost),
+        replace(TORCH, copy_blocks=half_a_block),
+        replace(TORCH, copy_blocks=lambda stack, source, to: TORCH.copy_blocks(stack, to, source)),
+        replace(TORCH, zero_blocks=lambda stack, blocks: TORCH.zero_blocks(stack, blocks - 1)),
+        replace(TORCH, zero_blocks=lambda stack, blocks: TORCH.zero_blocks(stack, blocks[1:])),
+    ],
+)
+def test_broken_kernels_are_noticed(broken: CopyKernels) -> None:
+    with pytest.raises(AssertionError):
+        check_step(CHAIN, broken)
+
+
+# -- batches
+
+
+def batches(case: StepCase) -> list[int]:
+    """Copies of each call of the kernel."""
+    sizes: list[int] = []
+
+    def counted(stack: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
+        sizes.append(len(source))
+        TORCH.copy_blocks(stack, source, destination)
+
+    check_step(case, replace(TORCH, copy_blocks=counted))
+    return sizes
+
+
+def test_independent_copies_are_one_batch_for_each_class() -> None:
+    """Copies of a Step come row by row, in each by group: their order does not cost launches."""
+    rows = [(2, 4), (3, 5)]
+    by_row = [copy(group, *row) for row in rows for group in (0, 1)]
+    assert batches(StepCase("one class", copies=tuple(by_row[:1] + by_row[2:3]))) == [2]
+    classes = (copy(0, 2, 3), copy(1, 2, 3), copy(0, 2, 3, "after"))
+    assert sorted(batches(StepCase("classes", copies=classes))) == [1, 1, 1]
+    assert batches(StepCase("classes", copies=(copy(2, 6, 7), copy(0, 2, 3), copy(2, 6, 8)))) == [1, 2]
+
+
+def test_only_slabs_that_two_classes_use_keep_their_order() -> None:
+    """Blocks 4 and 5 of group 0, and 6, 7 and 8 of group 2 lie in slab 2; 2 and 3 lie in slab 1."""
+    copies = (copy(0, 2, 3), copy(0, 4, 5), copy(2, 6, 7), copy(2, 9, 10), copy(2, 11, 8))
+    assert batches(StepCase("classes", copies=copies)) == [2, 1, 1, 1]
+
+
+def test_layers_of_a_group_are_one_batch_in_the_reference_layout() -> None:
+    assert batches(StepCase("one size", copies=(copy(0, 2, 3), copy(1, 4, 5), copy(0, 2, 6)))) == [2, 1]
+
+
+def test_a_block_onto_itself_is_no_copy() -> None:
+    assert batches(StepCase("classes", copies=(copy(0, 3, 3), move(1, 2, 2)))) == []
+
+
+@settings(max_examples=2 * settings().max_examples)
+@given(
+    pairs=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda one: one[0] != one[1]), max_size=14)
+)
+def test_levels_are_the_longest_chain_of_conflicts(pairs: list[tuple[int, int]]) -> None:
+    expected: list[int] = []
+    for i, (source, to) in enumerate(pairs):
+        blocking = [expected[j] + 1 for j, (s, d) in enumerate(pairs[:i]) if d in {source, to} or s == to]
+        expected.append(max(blocking, default=0))
+    places = np.array(pairs, np.int64).reshape(-1, 2).T
+    assert copy_levels(places).tolist() == expected
+
+
+# -- bad input
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (StepCase("classes", copies=(copy(3, 2, 3),)), "group 3 does not exist: groups are 0 .. 2"),
+        (StepCase("classes", copies=(copy(-1, 2, 3),)), "group -1"),
+        (StepCase("classes", copies=(copy(0, 1, 3),)), "block 1 of group 0 .* 2 .. 7"),  # of the null slab
+        (StepCase("classes", copies=(copy(0, 3, 0),)), "block 0 of group 0"),
+        (StepCase("classes", copies=(copy(0, 3, 8),)), "block 8 of group 0"),
+        (StepCase("classes", copies=(copy(1, 4, 1),)), "block 4 of group 1 .* 1 .. 3"),
+        (StepCase("one size", copies=(copy(1, -1, 1),)), "block -1 of group 1 .* 1 .. 6"),
+        (StepCase("one size", copies=(copy(1, 1, 0),)), "block 0 of group 1"),
+        (StepCase("classes", zero=((0, 0),)), "block 0 of group 0"),
+        (StepCase("classes", zero=((2, 12),)), "block 12 of group 2"),
+        (StepCase("classes", copies=(copy(0, 2, 3, kind="other"),)), "a kind of"),
+        (StepCase("classes", copies=(copy(0, 2, 3, "later"),)), "a stage of"),
+        (StepCase("classes", copies=(copy(0, 2, 3, "after", "move"),)), "move before"),
+    ],
+)
+@pytest.mark.parametrize("execute", [BlockCopier.execute_before, BlockCopier.execute_after])
+def test_bad_steps_are_refused_before_anything_is_written(
+    case: StepCase, message: str, execute: Callable[[BlockCopier, Step], None]
+) -> None:
+    """Good moves, zeroing and copies stand before the bad one."""
+    storage = storage_of(CONFIGS[case.config])
+    fill(storage, 1)
+    before = content(storage)
+    good = (move(0, 2, 3), copy(0, 3, 4), copy(0, 5, 6, "after"))
+    with pytest.raises(WorkerError, match=message):
+        execute(BlockCopier(storage), step_of(replace(case, copies=good + case.copies, zero=((0, 5), *case.zero))))
+    np.testing.assert_array_equal(content(storage), before)

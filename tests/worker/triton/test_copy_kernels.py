@@ -1,0 +1,54 @@
+"""The Triton kernels do what the torch ones do: the same loops, on a GPU or in the interpreter."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from block_copy_support import StepCase, check_step, step_cases
+from copy_support import Row, StateCase, check_states, state_cases
+from hypothesis import given, settings
+
+from hybridkv.errors import ConfigError
+from hybridkv.worker import StatePart, triton_kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@settings(max_examples=3 * settings().max_examples // 2)
+@given(case=state_cases(most_rows=3, most_parts=3, most_layers=2))
+def test_triton_copies_what_a_loop_copies(case: StateCase) -> None:
+    check_states(case, triton_kernels(), device=DEVICE)
+
+
+@settings(max_examples=settings().max_examples // 2)
+@given(case=step_cases(most=4))
+def test_triton_does_to_blocks_what_a_loop_does(case: StepCase) -> None:
+    check_step(case, triton_kernels(), device=DEVICE)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_states_of_several_tiles_shift_into_their_own_block(axis: int) -> None:
+    """5 columns are 8 in a tile, so that 300 channels take two; 600 fp32 words of a temporal state one, 1500 two."""
+    row = Row(held=1, computed=5, scheduled=3, drafts=2, before=1, after=3)
+    conv = StatePart((300, 5) if axis else (5, 300), torch.bfloat16, "conv", axis)
+    for words in (600, 1500):
+        temporal = StatePart((words,), torch.float32, "temporal")
+        case = StateCase((conv, temporal), (0, 0), 2, 4, 2, (row,), 5)
+        assert check_states(case, triton_kernels(), device=DEVICE) == 1
+
+
+def test_a_broken_kernel_is_noticed() -> None:
+    kernels = triton_kernels()
+    case = StateCase(
+        (StatePart((5, 2), torch.bfloat16, "conv", 0),), (0,), 1, 4, 2, (Row(1, 5, 3, 2, before=1, after=3),), 5
+    )
+    with pytest.raises(AssertionError):
+        check_states(case, replace(kernels, shift_columns=lambda stack, shifts: None), device=DEVICE)  # noqa: ARG005
+
+
+def test_without_triton_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "hybridkv.worker.kernels.copies", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ConfigError, match=r"pip install 'hybridkv\[gpu\]'"):
+        triton_kernels()
