@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from hybridkv.worker import (
     StateCopier,
     StateCopies,
     StatePart,
+    StatePlan,
     state_copies,
     state_layers,
 )
@@ -201,36 +201,33 @@ def check_states(case: StateCase, kernels: CopyKernels, *, device: str = "cpu", 
     table = table_of(case)
     storage, layers = storage_of(case, int(table.max(initial=0)) + 1, device)
     copier = StateCopier(layers, kernels=kernels)
-    columns = StateColumns(case.block_size, len(case.rows), case.drafts)
-    known = [i for i, row in enumerate(case.rows) if row.held is not None]
-    held = [case.rows[i].held for i in known]
-    columns.before(
-        known,
-        [0] * len(known),
-        [column * case.block_size + 1 for column in held if column is not None],
-        [1] * len(known),
-    )
-    at = list(range(len(case.rows)))
-
-    def field(name: str) -> list[Any]:
-        return [getattr(row, name) for row in case.rows]
-
     made = 0
-    steps = (
-        (lambda: columns.before(at, field("computed"), field("scheduled"), field("before")), expected_before),
-        (
-            lambda: columns.after(at, field("computed"), field("scheduled"), field("drafts"), field("after")),
-            expected_after,
-        ),
-    )
-    for plan, expected in steps:
+    for plan, expected in zip(plans_of(case), (expected_before, expected_after), strict=True):
         old = content(storage)
-        wanted = [one for i in at if (one := expected(case.rows[i], table[i].tolist(), case.block_size))]
-        copies = state_copies(plan(), table, np.full(len(at), table.shape[1], np.int32))
-        copier.copy(alter(copies))
+        wanted = [
+            one
+            for row, blocks in zip(case.rows, table.tolist(), strict=True)
+            if (one := expected(row, blocks, case.block_size))
+        ]
+        copier.copy(alter(state_copies(plan, table, np.full(len(table), table.shape[1], np.int32))))
         np.testing.assert_array_equal(content(storage), copied(old, storage, case.parts, wanted))
         made += len(wanted)
     return made
+
+
+def plans_of(case: StateCase) -> tuple[StatePlan, StatePlan]:
+    """Before and after the forward, once the remembered columns are there."""
+    columns = StateColumns(case.block_size, len(case.rows), case.drafts)
+    held = {i: row.held for i, row in enumerate(case.rows) if row.held is not None}
+    ends = [column * case.block_size + 1 for column in held.values()]
+    columns.before(list(held), [0] * len(held), ends, [1] * len(held))
+
+    def field(name: str) -> list[int]:
+        return [getattr(row, name) for row in case.rows]
+
+    at, computed, scheduled = range(len(case.rows)), field("computed"), field("scheduled")
+    before = columns.before(at, computed, scheduled, field("before"))
+    return before, columns.after(at, computed, scheduled, field("drafts"), field("after"))
 
 
 @st.composite

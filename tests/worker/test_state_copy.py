@@ -228,7 +228,7 @@ def test_layers_that_lie_equally_far_apart_are_one_stack() -> None:
 
     def starts_of(views: list[torch.Tensor]) -> list[list[int]]:
         stacks = stack_layers(views)
-        return [[stack[layer].storage_offset() for layer in range(len(stack))] for stack in stacks]
+        return [[int(stack[layer].storage_offset()) for layer in range(len(stack))] for stack in stacks]
 
     assert starts_of(at(0, 10, 20, 30)) == [[0, 10, 20, 30]]
     assert starts_of(at(30, 0, 20, 10)) == [[0, 10, 20, 30]]

@@ -114,7 +114,7 @@ def after_one(
     return (None if target == state and not bias else (state, target, bias)), 1 if target == state else a
 
 
-@settings(max_examples=3 * settings().max_examples)
+@settings(max_examples=2 * settings().max_examples)
 @given(data=st.data(), size=st.integers(1, 64), drafts=st.integers(0, 8), rows=st.integers(1, 12))
 def test_batches_are_those_of_single_rows(data: st.DataObject, size: int, drafts: int, rows: int) -> None:
     """Steps of random rows; a remembered column is where the row's last step ended."""
@@ -170,13 +170,28 @@ def test_an_edge_that_nobody_keeps_is_not_copied() -> None:
     assert (copies.conv.tolist(), copies.temporal.tolist(), copies.destination.tolist()) == ([5], [6], [9])
 
 
+def test_an_edge_whose_block_went_on_is_not_copied() -> None:
+    """Column 1 was a draft's; its block is that of column 4 now, where the accepted state may lie."""
+    columns = StateColumns(2, 1, 5)
+    columns.before([0], [0], [2], [1])
+    columns.before([0], [2], [6], [1])
+    after = columns.after([0], [2], [6], [5], [2])
+    assert triples(after) == [(3, 1, 1)]
+    table = np.array([[1, 2, 3, 4, 2, 3, 7, 8, 2]], np.int32)
+    assert len(state_copies(after, table, np.array([8], np.int32))) == 0
+    table[0, 4] = 9  # what lies behind the row's columns does not count
+    assert state_copies(after, table, np.array([8], np.int32)).destination.tolist() == [2]
+
+
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
         (plan("before", 1, 3, 0), "copied from the null block"),  # conv and temporal
         (plan("before", 0, 3, 1), "copied from the null block"),  # temporal alone: column 1
         (plan("after", 0, 3, 1), "copied from the null block"),
-        (plan("before", 0, 1, 0), "copied to the null block"),
+        (plan("before", 0, 1, 0), "is null or belongs to a later one"),
+        (plan("before", 0, 2, 0, row=1), "is null or belongs to a later one"),
+        (plan("after", 2, 2, 1, row=1), "is null or belongs to a later one"),
         (plan("before", 0, 4, 0), "no such column"),
         (plan("before", 3, 0, 1), "no such column"),  # column 4 is what a former row left behind
         (plan("after", 2, 0, 2), "no such column"),
@@ -186,6 +201,7 @@ def test_an_edge_that_nobody_keeps_is_not_copied() -> None:
 def test_columns_without_a_block_are_refused(wanted: StatePlan, message: str) -> None:
     table, held = filled(2, 6)
     table[0, 1] = 0
+    table[1, 5] = table[1, 2]  # went on to column 5
     held[0] = 4
     with pytest.raises(WorkerError, match=message):
         state_copies(wanted, table, held)

@@ -163,12 +163,13 @@ class StateColumns:
 
 
 def state_copies(plan: StatePlan, table: Int32, num_blocks: Int32) -> StateCopies:
-    """The blocks of ``plan`` in one group. O(copies).
+    """The blocks of ``plan`` in one group. O(copies, and the columns behind their destinations).
 
     table: int32[rows, width], the group's block table; num_blocks: int32[rows], how many columns of each row mean
-    anything (``BlockTable.get_numpy_array()``, ``num_blocks_per_row``). Raises WorkerError for a row that is not in
-    the table, a column beyond its row, a null source (nobody's state would go on) and a null destination (it would
-    be lost); only after the forward may the edge's column be null: then nobody keeps that state and nothing is copied.
+    anything (``BlockTable.get_numpy_array()``, ``num_blocks_per_row``). A column is gone when it is null, or when its
+    block is that of a later column, too: drafts' blocks go on to later columns, and a row is only appended to.
+    After the forward nothing is copied to a column that is gone: nobody keeps the state of that edge. Else it raises
+    WorkerError, as for a row that is not in the table, a column beyond its row, and a null source.
     """
     row, column = plan.row, np.stack((plan.source, plan.source + plan.bias, plan.destination))
     if row.size and row.max() >= len(table):
@@ -180,10 +181,20 @@ def state_copies(plan: StatePlan, table: Int32, num_blocks: Int32) -> StateCopie
     conv, temporal, destination = blocks
     empty = (conv == _NULL_BLOCK) | (temporal == _NULL_BLOCK)
     _refuse(row, empty, "a state would be copied from the null block; its columns are", plan.source, plan.bias)
-    kept = destination != _NULL_BLOCK
-    lost = ~kept & ((plan.destination == plan.source) | (plan.stage == "before"))
-    _refuse(row, lost, "the state would be copied to the null block; its columns are", plan.source, plan.destination)
-    return StateCopies(conv[kept], temporal[kept], destination[kept], plan.bias[kept])
+    gone = (destination == _NULL_BLOCK) | _comes_again(table, row, plan.destination, held)
+    lost = gone & ((plan.destination == plan.source) | (plan.stage == "before"))
+    _refuse(row, lost, "the state's new column is null or belongs to a later one", plan.source, plan.destination)
+    return StateCopies(conv[~gone], temporal[~gone], destination[~gone], plan.bias[~gone])
+
+
+def _comes_again(table: Int32, row: Int64, column: Int64, held: Int64) -> Bool:
+    """Whether the block of (row, column) is in a later one of the row's ``held`` columns."""
+    behind = np.arange(1, (held - column).max(initial=1))
+    later = column[:, None] + behind
+    inside = later < held[:, None]
+    blocks = table[row[:, None], np.where(inside, later, 0)]
+    again: Bool = (inside & (blocks == table[row, column][:, None])).any(axis=1)
+    return again
 
 
 def _refuse(row: Int64, wrong: Bool, why: str, *values: Int64) -> None:
