@@ -25,7 +25,7 @@ def copy(group: int, source: int, destination: int, stage: str = "before", kind:
     return Copy(stage, group, source, destination, kind)
 
 
-@settings(max_examples=3 * settings().max_examples)
+@settings(max_examples=2 * settings().max_examples)
 @given(case=step_cases())
 def test_torch_does_to_blocks_what_a_loop_does(case: StepCase) -> None:
     check_step(case, TORCH)

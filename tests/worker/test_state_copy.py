@@ -36,7 +36,7 @@ MOVED = Row(held=1, computed=7, scheduled=3, drafts=2, before=2, after=1)
 """Before the forward conv columns 1 .. go from column 1 to column 2, where the temporal state is already."""
 
 
-@settings(max_examples=3 * settings().max_examples)
+@settings(max_examples=2 * settings().max_examples)
 @given(case=state_cases())
 def test_torch_copies_what_a_loop_copies(case: StateCase) -> None:
     check_states(case, TORCH)

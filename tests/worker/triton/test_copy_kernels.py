@@ -15,7 +15,6 @@ from hybridkv.worker import StatePart, triton_kernels
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@settings(max_examples=3 * settings().max_examples // 2)
 @given(case=state_cases(most_rows=3, most_parts=3, most_layers=2))
 def test_triton_copies_what_a_loop_copies(case: StateCase) -> None:
     check_states(case, triton_kernels(), device=DEVICE)
