@@ -65,7 +65,7 @@ def test_a_slab_of_two_classes_needs_its_order(monkeypatch: pytest.MonkeyPatch) 
     """Were only blocks of one class told apart, the state's copy would come before the other class reads its slab."""
     case = StepCase("classes", copies=(copy(2, 6, 3), copy(2, 3, 4), copy(1, 3, 2, kind="state"), copy(2, 8, 5)))
     check_step(case, TORCH)
-    monkeypatch.setattr(BlockCopier, "_places", lambda _self, kind, blocks: blocks.T + 1000 * kind)
+    monkeypatch.setattr(BlockCopier, "_places", lambda _self, of, blocks: blocks.T + 1000 * of)
     with pytest.raises(AssertionError):
         check_step(case, TORCH)
 

@@ -31,20 +31,20 @@ class BlockCopier:
     """Moves, copies and zeroes blocks of ``storage``. kernels: TORCH or ``triton_kernels()``.
 
     Every call checks the whole Step before it writes. Copies of one level are one batch for each class of the natural
-    layout, where a block lies in one piece, and one for each group of the reference, whose layers are stacked.
+    layout, where a block lies in one piece; in the reference layout each group counts as a class, its layers stacked.
     """
 
     def __init__(self, storage: PagedStorage, *, kernels: CopyKernels = TORCH) -> None:
         slabs = storage.config.slabs
         self._kernels = kernels
         self._device = storage.arena.device
-        self._kinds = byte_blocks(storage)
-        self._kind_of = np.empty(len(storage.config.groups), np.int64)
-        for number, kind in enumerate(self._kinds):
-            self._kind_of[list(kind.groups)] = number
-        self._null_blocks = np.array([kind.null_blocks for kind in self._kinds])
-        self._num_blocks = np.array([kind.num_blocks for kind in self._kinds])
-        self._spacing = np.array([kind.spacing for kind in self._kinds])
+        self._classes = byte_blocks(storage)
+        self._class_of = np.empty(len(storage.config.groups), np.int64)
+        for number, blocks in enumerate(self._classes):
+            self._class_of[list(blocks.groups)] = number
+        self._null_blocks = np.array([blocks.null_blocks for blocks in self._classes])
+        self._num_blocks = np.array([blocks.num_blocks for blocks in self._classes])
+        self._spacing = np.array([blocks.spacing for blocks in self._classes])
         self._shared_bytes = 1 if slabs is None else slabs.slab_bytes
 
     def execute_before(self, step: Step) -> None:
@@ -80,52 +80,52 @@ class BlockCopier:
     def _check_blocks(self, step: Step, named: Int64) -> None:
         """named: (group, block), int64[n, 2]."""
         group, block = named[:, 0], named[:, 1]
-        unknown = np.flatnonzero((group < 0) | (group >= len(self._kind_of)))
+        unknown = np.flatnonzero((group < 0) | (group >= len(self._class_of)))
         if len(unknown):
             raise WorkerError(
-                f"Step {step.id}: group {group[unknown[0]]} does not exist: groups are 0 .. {len(self._kind_of) - 1}"
+                f"Step {step.id}: group {group[unknown[0]]} does not exist: groups are 0 .. {len(self._class_of) - 1}"
             )
-        kind = self._kind_of[group]
-        wrong = np.flatnonzero((block < self._null_blocks[kind]) | (block >= self._num_blocks[kind]))
+        of = self._class_of[group]
+        wrong = np.flatnonzero((block < self._null_blocks[of]) | (block >= self._num_blocks[of]))
         if len(wrong):
             i = wrong[0]
             raise WorkerError(
                 f"Step {step.id}: block {block[i]} of group {group[i]} is none to copy or zero: blocks are "
-                f"{self._null_blocks[kind[i]]} .. {self._num_blocks[kind[i]] - 1}, lower ones are null"
+                f"{self._null_blocks[of[i]]} .. {self._num_blocks[of[i]] - 1}, lower ones are null"
             )
 
     # -- execution
 
     def _copy(self, copies: Int64) -> None:
-        """Copies in their order, int64[n, 3], as few batches: level by level, in each one kind of blocks at a time."""
+        """Copies in their order, int64[n, 3], as few batches: level by level, in each one class at a time."""
         copies = copies[copies[:, 1] != copies[:, 2]]
         if not len(copies):
             return
-        kind = self._kind_of[copies[:, 0]]
-        level = copy_levels(self._places(kind, copies[:, 1:]))
-        order = np.lexsort((kind, level))
-        kind, level = kind[order], level[order]
-        edges = (np.flatnonzero((np.diff(level) != 0) | (np.diff(kind) != 0)) + 1).tolist()
+        of = self._class_of[copies[:, 0]]
+        level = copy_levels(self._places(of, copies[:, 1:]))
+        order = np.lexsort((of, level))
+        of, level = of[order], level[order]
+        edges = (np.flatnonzero((np.diff(level) != 0) | (np.diff(of) != 0)) + 1).tolist()
         blocks = torch.from_numpy(copies[order, 1:].T.copy()).to(self._device)
         for first, end in zip((0, *edges), (*edges, len(copies)), strict=True):
-            for stack in self._kinds[kind[first]].stacks:
+            for stack in self._classes[of[first]].stacks:
                 self._kernels.copy_blocks(stack, blocks[0, first:end], blocks[1, first:end])
 
-    def _places(self, kind: Int64, blocks: Int64) -> Int64:
-        """int64[2, n], equal where two blocks have bytes in common. blocks: int64[n, 2].
+    def _places(self, of: Int64, blocks: Int64) -> Int64:
+        """int64[2, n], equal where two blocks have bytes in common. of: int64[n], the classes; blocks: int64[n, 2].
 
         Where a slab goes from one class to another within a Step, blocks of both lie in the same bytes: there order is
         kept slab by slab.
         """
-        place: Int64 = blocks.T * self._spacing[kind]
+        place: Int64 = blocks.T * self._spacing[of]
         slab = place // self._shared_bytes
-        slabs, users = np.unique(np.unique(np.stack((slab.ravel(), np.tile(kind, 2))), axis=1)[0], return_counts=True)
+        slabs, users = np.unique(np.unique(np.stack((slab.ravel(), np.tile(of, 2))), axis=1)[0], return_counts=True)
         return np.where(np.isin(slab, slabs[users > 1]), -1 - slab, place)
 
     def _zero(self, zero: Int64) -> None:
         """zero: (group, block), int64[n, 2], in any order."""
-        kinds = self._kind_of[zero[:, 0]]
-        for kind in np.unique(kinds).tolist():
-            blocks = torch.from_numpy(np.unique(zero[kinds == kind, 1])).to(self._device)
-            for stack in self._kinds[kind].stacks:
+        of = self._class_of[zero[:, 0]]
+        for number in np.unique(of).tolist():
+            blocks = torch.from_numpy(np.unique(zero[of == number, 1])).to(self._device)
+            for stack in self._classes[number].stacks:
                 self._kernels.zero_blocks(stack, blocks)

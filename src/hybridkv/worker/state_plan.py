@@ -104,10 +104,18 @@ class StateColumns:
         """
         at, begin, count, a = self._vectors(rows=rows, computed=computed, scheduled=scheduled, accepted=accepted)
         held = self._column[at]
-        _refuse(at, (begin < 0) | (count < 1), "computed must not be negative and scheduled at least 1", begin, count)
+        _refuse(
+            at, (begin < 0) | (count < 1), "a step needs tokens and no negative count", computed=begin, scheduled=count
+        )
         most = np.where(held == _NONE, 1, 1 + self.num_speculative_tokens)
-        _refuse(at, (a < 1) | (a > most), "accepted must lie in 1 .. 1 + drafts, and be 1 for a new row", a, most)
-        _refuse(at, (held != _NONE) & (begin == 0), "a row that starts anew must be dropped first", begin, held)
+        _refuse(
+            at,
+            (a < 1) | (a > most),
+            "accepted must lie in 1 .. 1 + drafts, and be 1 for a new row",
+            accepted=a,
+            most=most,
+        )
+        _refuse(at, (held != _NONE) & (begin == 0), "a row that starts anew must be dropped first", column=held)
         previous = np.where(held == _NONE, (begin - 1) // self.block_size, held)  # of no token: column -1, none
         current = self._last_column(begin + count)
         copied = (previous != _NONE) & (previous != current)
@@ -125,13 +133,27 @@ class StateColumns:
         at, begin, count, drafted, a = self._vectors(
             rows=rows, computed=computed, scheduled=scheduled, drafts=drafts, accepted=accepted
         )
-        _refuse(at, (begin < 0) | (count < 1), "computed must not be negative and scheduled at least 1", begin, count)
+        _refuse(
+            at, (begin < 0) | (count < 1), "a step needs tokens and no negative count", computed=begin, scheduled=count
+        )
         most = np.minimum(count - 1, self.num_speculative_tokens)
-        _refuse(at, (drafted < 0) | (drafted > most), "drafts must lie in 0 .. scheduled - 1", drafted, most)
-        _refuse(at, (a < 1) | (a > drafted + 1), "accepted must lie in 1 .. 1 + drafts", a, drafted + 1)
+        _refuse(
+            at,
+            (drafted < 0) | (drafted > most),
+            "drafts must be behind a token that is none, and as many as planned",
+            drafts=drafted,
+            most=most,
+        )
+        _refuse(at, (a < 1) | (a > drafted + 1), "accepted must lie in 1 .. 1 + drafts", accepted=a, drafts=drafted)
         state = self._column[at]
         last = self._last_column(begin + count)
-        _refuse(at, state != last, "the row's state is not where this step leaves it: call before first", state, last)
+        _refuse(
+            at,
+            state != last,
+            "the state is not where this step leaves it: call before first",
+            column=state,
+            wanted=last,
+        )
         certain = begin + count - drafted
         edge = (certain + a - 1) // self.block_size * self.block_size
         bias, target = edge - certain, edge // self.block_size - 1
@@ -176,14 +198,14 @@ def state_copies(plan: StatePlan, table: Int32, num_blocks: Int32) -> StateCopie
         raise WorkerError(f"row {row.max()} is not in a block table of {len(table)} rows: size both alike")
     last = column.max(axis=0)
     held = num_blocks[row].astype(np.int64)
-    _refuse(row, last >= held, "the row has no such column of states: send its blocks first", last, held)
+    _refuse(row, last >= held, "the row has no such column of states: send its blocks first", column=last, columns=held)
     blocks: Int64 = table[row, column].astype(np.int64)
     conv, temporal, destination = blocks
     empty = (conv == _NULL_BLOCK) | (temporal == _NULL_BLOCK)
-    _refuse(row, empty, "a state would be copied from the null block; its columns are", plan.source, plan.bias)
+    _refuse(row, empty, "a state would be copied from the null block", column=plan.source, bias=plan.bias)
     gone = (destination == _NULL_BLOCK) | _comes_again(table, row, plan.destination, held)
     lost = gone & ((plan.destination == plan.source) | (plan.stage == "before"))
-    _refuse(row, lost, "the state's new column is null or belongs to a later one", plan.source, plan.destination)
+    _refuse(row, lost, "the state's new column is null or went on to a later one", column=plan.destination)
     return StateCopies(conv[~gone], temporal[~gone], destination[~gone], plan.bias[~gone])
 
 
@@ -197,8 +219,9 @@ def _comes_again(table: Int32, row: Int64, column: Int64, held: Int64) -> Bool:
     return again
 
 
-def _refuse(row: Int64, wrong: Bool, why: str, *values: Int64) -> None:
+def _refuse(row: Int64, wrong: Bool, why: str, **values: Int64) -> None:
     """Raise WorkerError naming the first row that is ``wrong`` and its ``values``."""
     if wrong.any():
         i = int(wrong.argmax())
-        raise WorkerError(f"row {row[i]}: {why} (got {', '.join(str(one[i]) for one in values)})")
+        found = ", ".join(f"{name} {one[i]}" for name, one in values.items())
+        raise WorkerError(f"row {row[i]}: {why} ({found})")
