@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from copy_support import Bytes, content, fill
 from hypothesis import strategies as st
 
 from hybridkv.plan.config import KVCacheConfig
-from hybridkv.specs import FullAttentionSpec, KVCacheSpec, MambaSpec
+from hybridkv.specs import FullAttentionSpec, MambaSpec
 from hybridkv.step import Cells, Copy, Csr, Step
 from hybridkv.testing.configs import model_config, natural_model_config
-from hybridkv.worker import BlockCopier, CopyKernels, PagedStorage, PagePart, StatePart, state_parts
-from hybridkv.worker.storage import Part
+from hybridkv.worker import BlockCopier, CopyKernels, PagedStorage, parts_of
 
 ATTENTION = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=3, dtype="bfloat16")
 STATE = MambaSpec(block_size=4, shapes=((3, 2), (2, 3)), dtypes=("bfloat16", "float32"), cache_mode="align")
@@ -39,18 +36,12 @@ class StepCase:
 
 
 def storage_of(config: KVCacheConfig, device: str = "cpu") -> PagedStorage:
-    layout: dict[str, Sequence[Part]] = {
+    layout = {
         name: parts_of(spec)
         for group in config.groups
         for name, spec in zip(group.layer_names, group.layer_specs, strict=True)
     }
     return PagedStorage(config, layout, device)
-
-
-def parts_of(spec: KVCacheSpec) -> Sequence[PagePart | StatePart]:
-    if isinstance(spec, MambaSpec):
-        return state_parts(spec, 0)
-    return (PagePart((1, 3), torch.bfloat16), PagePart((1, 3), torch.bfloat16))
 
 
 def step_of(case: StepCase) -> Step:

@@ -22,6 +22,7 @@ from hybridkv.worker import (
     StateCopies,
     StatePart,
     StatePlan,
+    parts_of,
     state_copies,
     state_layers,
 )
@@ -87,10 +88,9 @@ def storage_of(case: StateCase, num_blocks: int, device: str = "cpu") -> tuple[P
     else:
         config = reference_config(spec, num_blocks, case.gaps)
     names = config.groups[0].layer_names
-    layout = dict.fromkeys(names, case.parts)
-    storage = PagedStorage(config, layout, device)
+    storage = PagedStorage(config, dict.fromkeys(names, parts_of(spec)), device)
     fill(storage, case.seed)
-    return storage, state_layers(storage.views, layout, names)
+    return storage, state_layers(storage.views, dict.fromkeys(names, case.parts), names)
 
 
 StateCopierLayers = list[list[tuple[StatePart, torch.Tensor]]]

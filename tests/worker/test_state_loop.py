@@ -24,6 +24,7 @@ from hybridkv.worker import (
     StateColumns,
     StateCopier,
     StatePlan,
+    parts_of,
     state_copies,
     state_layers,
     state_parts,
@@ -59,11 +60,11 @@ class Loop:
         )
         config = reference_config(spec, 60, (0, 0))
         self.cache = KVCacheManager(config, MAX_LEN)
-        layout = dict.fromkeys(config.groups[0].layer_names, state_parts(spec, 0))
-        storage = PagedStorage(config, layout)
+        names = config.groups[0].layer_names
+        storage = PagedStorage(config, dict.fromkeys(names, parts_of(spec)))
         storage.arena.random_()
         self.views = [[view.numpy() for view in views] for views in storage.views.values()]
-        self.copier = StateCopier(state_layers(storage.views, layout, config.groups[0].layer_names))
+        self.copier = StateCopier(state_layers(storage.views, dict.fromkeys(names, state_parts(spec, 0)), names))
         self.table = BlockTable(block_size, ROWS, MAX_LEN // block_size + 2 + drafts, 1, num_blocks=60)
         self.columns = StateColumns(block_size, ROWS, drafts)
         self.random = Random(seed)

@@ -5,8 +5,8 @@ import torch
 
 from hybridkv.errors import ConfigError
 from hybridkv.plan import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-from hybridkv.specs import FullAttentionSpec, MambaSpec, MLAAttentionSpec
-from hybridkv.worker import PagedStorage, PagePart, StatePart
+from hybridkv.specs import FullAttentionSpec, MLAAttentionSpec
+from hybridkv.worker import PagedStorage, PagePart
 
 SPEC = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=8, head_size_v=6, dtype="float32")
 PARTS = (PagePart((2, 8), torch.float32), PagePart((2, 6), torch.float32))
@@ -60,23 +60,6 @@ def test_mla_pages_in_half_precision() -> None:
     latent, rotary = storage.views["a"]
     rotary[2] = 1
     assert (latent.shape, rotary.shape, float(latent.abs().sum())) == ((3, 4, 1, 16), (3, 4, 1, 8), 0.0)
-
-
-def test_states_lie_one_after_the_other_in_a_page_that_may_be_padded() -> None:
-    spec = MambaSpec(block_size=16, shapes=((3, 4), (2, 5)), dtypes=("bfloat16", "float32"), page_size_padded=96)
-    tensor = KVCacheTensor(5 * 96, ("a",), 32, 96)
-    parts = (StatePart((3, 4), torch.bfloat16, "conv", 0), StatePart((2, 5), torch.float32, "temporal"))
-    storage = PagedStorage(KVCacheConfig(5, (tensor,), (KVCacheGroupSpec(("a",), spec),)), {"a": parts})
-    conv, temporal = storage.views["a"]
-    assert (conv.shape, temporal.shape) == ((5, 3, 4), (5, 2, 5))
-    conv[2], temporal[2], conv[4] = 1, 2, 3
-    page = storage.arena[32 + 2 * 96 :]
-    assert (page[:24].view(torch.bfloat16) == 1).all()
-    assert (page[24:64].view(torch.float32) == 2).all()
-    assert (page[192:216].view(torch.bfloat16) == 3).all()
-    assert int(storage.arena.count_nonzero()) == 2 * 12 + 10 + 2 * 12  # bytes of 1.0, 2.0 and 3.0
-    with pytest.raises(ConfigError, match="gives a page 64 bytes, the model keeps 44"):
-        PagedStorage(storage.config, {"a": (parts[0], StatePart((2, 5), torch.float16, "temporal"))})
 
 
 def test_plans_that_do_not_fit_the_model_are_refused() -> None:

@@ -1,7 +1,7 @@
-"""What a block of a recurrent layer holds: its states, one after the other.
+"""What a copy must know of the states in a block: which are windows over the last inputs, and where their columns are.
 
 page of a block in one layer   [ conv state: shape ][ temporal state: shape ]   (KDA: three conv states, one temporal)
-view of a state                [blocks, *shape], from block to block block_stride_bytes apart
+view of a state                [blocks, *shape], see storage.py
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from hybridkv.errors import ConfigError
 from hybridkv.specs import MambaSpec
-from hybridkv.units import dtype_name
+from hybridkv.worker.storage import parts_of
 
 Kind = Literal["conv", "temporal"]
 
@@ -51,10 +51,6 @@ class StatePart:
         """Columns of a conv state; 0 of a temporal one."""
         return 0 if self.columns_axis is None else self.shape[self.columns_axis]
 
-    def block_shape(self, block_size: int) -> tuple[int, ...]:  # noqa: ARG002 - the answer of every part of a page
-        """What one block holds: a state has one size, whatever ``block_size`` tokens it came from."""
-        return self.shape
-
 
 def state_parts(spec: MambaSpec, columns_axis: int) -> tuple[StatePart, ...]:
     """The states of ``spec`` in the order in which they lie in a page.
@@ -62,8 +58,10 @@ def state_parts(spec: MambaSpec, columns_axis: int) -> tuple[StatePart, ...]:
     The last state is the temporal one and the others conv states; a short convolution has conv states only, linear
     attention temporal ones only. columns_axis: 0 for conv states as vLLM keeps them, 1 as transformers does.
     """
-    num_temporal = {"short_conv": 0, "linear_attention": len(spec.shapes)}.get(spec.mamba_type, 1)
-    dtypes: list[torch.dtype] = [getattr(torch, dtype_name(dtype)) for dtype in spec.dtypes]
-    states, first_temporal = list(zip(spec.shapes, dtypes, strict=True)), len(dtypes) - num_temporal
-    conv = [StatePart(shape, dtype, "conv", columns_axis) for shape, dtype in states[:first_temporal]]
-    return (*conv, *(StatePart(shape, dtype, "temporal") for shape, dtype in states[first_temporal:]))
+    states = parts_of(spec)
+    temporal = {"short_conv": 0, "linear_attention": len(states)}.get(spec.mamba_type, 1)
+    conv = len(states) - temporal
+    return (
+        *(StatePart(part.shape, part.dtype, "conv", columns_axis) for part in states[:conv]),
+        *(StatePart(part.shape, part.dtype, "temporal") for part in states[conv:]),
+    )
