@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
-from hybridkv.models import Model, read_model
-from hybridkv.specs import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
+from hybridkv.models import Layer, Model, read_model
+from hybridkv.runner.recurrent import RecurrentMixer, StateKind, StatePart
+from hybridkv.specs import FullAttentionSpec, Keeps, KVCacheSpec, MLAAttentionSpec
 from hybridkv.worker import PagePart
 
 PROBE_TOKENS: Final = 3
@@ -41,20 +44,57 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
 
 
 class ProbeCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """Keeps nothing but the shapes and dtypes of what each layer hands over."""
+    """Keeps nothing but the shapes and dtypes of what each layer hands over, and which module did."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.parts: dict[int, tuple[PagePart, ...]] = {}
+        self.attention: dict[int, tuple[PagePart, ...]] = {}
+        self.callers: list[_Call] = []
+        self.states: dict[tuple[_Call, int], dict[tuple[StateKind, int], StatePart]] = {}
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Note [1, heads, tokens, width] of keys and values and hand them back."""
-        self.parts[layer_idx] = tuple(
+        self.attention[layer_idx] = tuple(
             PagePart((states.shape[1], states.shape[3]), states.dtype) for states in (key_states, value_states)
         )
         return key_states, value_states
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_kwargs: object,
+    ) -> torch.Tensor:
+        """Note [1, channels, tokens], of which as many columns are kept as the kernel is wide, and hand it back."""
+        columns = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        self._note(StateKind.CONV, layer_idx, state_idx, (*conv_states.shape[1:-1], columns), conv_states.dtype)
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object
+    ) -> torch.Tensor:
+        """Note [1, *shape] and hand it back."""
+        shape = tuple(recurrent_states.shape[1:])
+        self._note(StateKind.RECURRENT, layer_idx, state_idx, shape, recurrent_states.dtype)
+        return recurrent_states
+
+    def _note(
+        self, kind: StateKind, layer_idx: int, state_idx: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        if not self.callers:
+            raise UnsupportedModelError(
+                "states are kept outside of the modules that were handed the cache: not supported"
+            )
+        kept = self.states.setdefault((self.callers[-1], layer_idx), {})
+        kept[kind, state_idx] = StatePart(kind, state_idx, shape, dtype)
+
+    def has_previous_state(self, *_args: object, **_kwargs: object) -> bool:
+        """Nothing is cached."""
+        return False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Nothing is cached."""
@@ -66,25 +106,94 @@ class ProbeCache(Cache):  # type: ignore[misc]  # transformers is not typed
         del layer_idx
         return query_length, 0
 
+    def mixers(self) -> tuple[RecurrentMixer, ...]:
+        """The modules that kept states, in the order of their layers."""
+        found = [
+            RecurrentMixer(
+                call.module, layer, call.cache_parameter, call.width, tuple(kept[key] for key in sorted(kept))
+            )
+            for (call, layer), kept in self.states.items()
+        ]
+        if len({mixer.module for mixer in found}) < len(found):
+            raise UnsupportedModelError("one module keeps the states of several layers: not supported")
+        return tuple(sorted(found, key=lambda mixer: mixer.layer_index))
 
-def probe(model: PreTrainedModel) -> dict[int, tuple[PagePart, ...]]:
-    """The page parts of every layer that caches, by layer index: from a forward over PROBE_TOKENS tokens.
 
-    Raises UnsupportedModelError for a model that caches through anything but ``update`` of keys and values.
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A module's forward that was handed the cache, as which argument, and the width of its input."""
+
+    module: torch.nn.Module
+    cache_parameter: str
+    width: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Probed:
+    """What a model keeps. attention: the parts of a token by layer index. mixers: the modules that keep states."""
+
+    attention: Mapping[int, tuple[PagePart, ...]]
+    mixers: tuple[RecurrentMixer, ...]
+
+
+def probe(model: PreTrainedModel) -> Probed:
+    """What every layer of ``model`` keeps, from a forward over PROBE_TOKENS tokens.
+
+    Raises UnsupportedModelError for a model that caches through anything but ``update``, ``update_conv_state``
+    and ``update_recurrent_state`` of the cache it is given.
     """
     cache = ProbeCache()
     ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=model.device)
     positions = torch.arange(PROBE_TOKENS, device=model.device)[None]
-    with attention_implementation(model, "eager"), torch.inference_mode():
+    with attention_implementation(model, "eager"), _callers(model, cache), torch.inference_mode():
         try:
-            model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
-        except (TypeError, AttributeError, IndexError) as error:
+            model(input_ids=ids, use_cache=True, **cache_arguments(model, cache, positions))
+        except (TypeError, AttributeError, IndexError, ValueError) as error:
             raise UnsupportedModelError(
-                f"{type(model).__name__} does not run on a cache of keys and values alone: not supported yet ({error})"
+                f"{type(model).__name__} does not run on a cache of keys, values and states: not supported ({error})"
             ) from error
-    if not cache.parts:
+    if not cache.attention and not cache.states:
         raise UnsupportedModelError(f"{type(model).__name__} cached nothing in a forward: not supported")
-    return cache.parts
+    return Probed(cache.attention, cache.mixers())
+
+
+def cache_arguments(model: PreTrainedModel, cache: Cache, positions: torch.Tensor) -> dict[str, Any]:
+    """``cache`` and int64[rows, tokens] ``positions`` under the names that the forward of ``model`` has for them.
+
+    Models of recurrent layers alone call the cache ``cache_params`` and know no positions.
+    """
+    known = inspect.signature(model.forward).parameters
+    arguments: dict[str, Any] = {"cache_params" if "cache_params" in known else "past_key_values": cache}
+    if "position_ids" in known:
+        arguments["position_ids"] = positions
+    return arguments
+
+
+@contextmanager
+def _callers(model: PreTrainedModel, cache: ProbeCache) -> Iterator[None]:
+    """Keep in ``cache.callers`` which modules of ``model`` that were handed the cache are running, outermost first."""
+
+    def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+        name = next((name for name, value in named.items() if value is cache), None)
+        if name is not None:
+            hidden = next(iter(named.values()))
+            width = hidden.shape[-1] if isinstance(hidden, torch.Tensor) else 0
+            cache.callers.append(_Call(module, name, width))
+
+    def leave(module: torch.nn.Module, *_: object) -> None:
+        if cache.callers and cache.callers[-1].module is module:
+            cache.callers.pop()
+
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(module.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def planner_model(model: PreTrainedModel, *, block_size: int, name: str | None = None) -> Model:
@@ -92,10 +201,12 @@ def planner_model(model: PreTrainedModel, *, block_size: int, name: str | None =
 
     Raises UnsupportedModelError as require_runnable does.
     """
-    source = dict(model.config.to_dict())
+    dtype = str(model.dtype).removeprefix("torch.")
+    source = {**model.config.to_dict(), "dtype": dtype}
+    if isinstance(text := source.get("text_config"), dict):
+        source["text_config"] = {**text, "dtype": dtype}  # of states, too, whatever the checkpoint was saved in
     if name is not None:
         source["_name_or_path"] = name
-    dtype = str(model.dtype).removeprefix("torch.")
     planned = read_model(source, block_size=block_size, dtype=dtype, backend="transformers")
     require_runnable(planned)
     return planned
@@ -122,24 +233,51 @@ def _is_runnable(spec: KVCacheSpec) -> bool:
     return spec.sliding_window is None and spec.attention_chunk_size is None
 
 
-def page_layout(planned: Model, probed: dict[int, tuple[PagePart, ...]]) -> dict[str, tuple[PagePart, ...]]:
-    """The page parts of every planned layer.
+def page_layout(planned: Model, probed: Probed) -> dict[str, tuple[PagePart, ...]]:
+    """The page parts of every planned layer that keeps tokens; states: see ``state_layout``.
 
-    Raises ConfigError unless the forward cached in exactly the planned layers, and as many bytes in each.
+    Raises ConfigError unless the forward cached in exactly the planned layers, tokens and states, and as many bytes
+    in each.
     """
-    layers = {layer.index: layer for layer in planned.layers}
-    if set(layers) != set(probed):
+    tokens = {layer.index: layer for layer in planned.layers if layer.spec.keeps is not Keeps.STATE}
+    _require_layers(planned.name, "caches", set(tokens), set(probed.attention))
+    for index, layer in tokens.items():
+        parts = probed.attention[index]
+        held = layer.spec.block_size * sum(part.token_bytes for part in parts)
+        _require_bytes(planned.name, layer, held, f"{layer.spec.block_size} tokens of {_shapes(parts)}")
+    state_layout(planned, probed)
+    return {layer.name: probed.attention[index] for index, layer in tokens.items()}
+
+
+def state_layout(planned: Model, probed: Probed) -> dict[str, RecurrentMixer]:
+    """The mixer of every planned layer that keeps a state; its parts lie in the layer's page one after the other.
+
+    Raises ConfigError unless the forward kept states in exactly the planned layers, and as many bytes in each.
+    """
+    states = {layer.index: layer for layer in planned.layers if layer.spec.keeps is Keeps.STATE}
+    mixers = {mixer.layer_index: mixer for mixer in probed.mixers}
+    _require_layers(planned.name, "keeps states", set(states), set(mixers))
+    for index, layer in states.items():
+        parts = mixers[index].parts
+        _require_bytes(planned.name, layer, sum(part.nbytes for part in parts), f"states {_shapes(parts)}")
+    return {layer.name: mixers[index] for index, layer in states.items()}
+
+
+def _require_layers(name: str, does: str, planned: set[int], probed: set[int]) -> None:
+    if planned != probed:
         raise ConfigError(
-            f"{planned.name}: planned layers {sorted(layers)}, but a forward caches in layers {sorted(probed)}: "
+            f"{name}: planned layers {sorted(planned)}, but a forward {does} in layers {sorted(probed)}: "
             "the config does not describe this model"
         )
-    for index, layer in layers.items():
-        parts = probed[index]
-        held = layer.spec.block_size * sum(part.token_bytes for part in parts)
-        if held != layer.spec.page_size_bytes:
-            shapes = " and ".join(f"{part.shape} {str(part.dtype).removeprefix('torch.')}" for part in parts)
-            raise ConfigError(
-                f"{planned.name}, layer {layer.name}: planned {layer.spec.page_size_bytes} bytes a page, but a forward "
-                f"caches {held} ({layer.spec.block_size} tokens of {shapes}): the config does not describe this model"
-            )
-    return {layer.name: probed[index] for index, layer in layers.items()}
+
+
+def _require_bytes(name: str, layer: Layer, held: int, what: str) -> None:
+    if held != layer.spec.page_size_bytes:
+        raise ConfigError(
+            f"{name}, layer {layer.name}: planned {layer.spec.page_size_bytes} bytes a page, but a forward "
+            f"caches {held} ({what}): the config does not describe this model"
+        )
+
+
+def _shapes(parts: Sequence[PagePart] | Sequence[StatePart]) -> str:
+    return " and ".join(f"{part.shape} {str(part.dtype).removeprefix('torch.')}" for part in parts)

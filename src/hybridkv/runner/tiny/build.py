@@ -1,0 +1,46 @@
+"""tiny_model: a family's config into transformers' own class with seeded weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hybridkv.errors import ConfigError
+from hybridkv.runner.tiny.attention import ATTENTION
+from hybridkv.runner.tiny.delta import DELTA
+from hybridkv.runner.tiny.mamba import MAMBA
+from hybridkv.runner.tiny.tokenizer import VOCAB_SIZE
+from hybridkv.runner.tiny.weights import fill
+
+_COMMON: Final[Mapping[str, Any]] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": VOCAB_SIZE - 1,
+}
+_FAMILIES: Final = {**ATTENTION, **MAMBA, **DELTA}
+TINY_MODELS: Final = tuple(_FAMILIES)
+
+
+def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
+    """The tiny model ``name`` in float32 on the CPU, its weights a function of ``seed`` alone.
+
+    Raises ConfigError for a name that is not in TINY_MODELS.
+    """
+    if name not in _FAMILIES:
+        raise ConfigError(f"unknown tiny model {name!r}: use tiny:{', tiny:'.join(TINY_MODELS)}")
+    family = _FAMILIES[name]
+    config = AutoConfig.for_model(family.model_type, **{**_COMMON, **family.fields})
+    state = torch.random.get_rng_state()
+    try:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    finally:
+        torch.random.set_rng_state(state)  # building drew from the global generator: nobody should notice
+    fill(model, torch.Generator().manual_seed(seed))
+    built: PreTrainedModel = model
+    return built
