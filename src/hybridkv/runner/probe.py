@@ -197,19 +197,24 @@ def _callers(model: PreTrainedModel, cache: ProbeCache) -> Iterator[None]:
 
 
 def planner_model(model: PreTrainedModel, *, block_size: int, name: str | None = None) -> Model:
+    """``planner_view`` of a model that can be run. Raises UnsupportedModelError as require_runnable does."""
+    planned = planner_view(model, block_size=block_size, name=name)
+    require_runnable(planned)
+    return planned
+
+
+def planner_view(model: PreTrainedModel, *, block_size: int, name: str | None = None) -> Model:
     """The planner's view of ``model``: from its config, with the dtype of its weights.
 
-    Raises UnsupportedModelError as require_runnable does.
+    The config's own dtype is that of a checkpoint, which may have been cast.
     """
     dtype = str(model.dtype).removeprefix("torch.")
     source = {**model.config.to_dict(), "dtype": dtype}
     if isinstance(text := source.get("text_config"), dict):
-        source["text_config"] = {**text, "dtype": dtype}  # of states, too, whatever the checkpoint was saved in
+        source["text_config"] = {**text, "dtype": dtype}
     if name is not None:
         source["_name_or_path"] = name
-    planned = read_model(source, block_size=block_size, dtype=dtype, backend="transformers")
-    require_runnable(planned)
-    return planned
+    return read_model(source, block_size=block_size, dtype=dtype, backend="transformers")
 
 
 def require_runnable(planned: Model) -> None:
