@@ -187,6 +187,31 @@ def test_superposition_in_half_precision(name: str) -> None:
     assert apart(after[1], wanted[1]) < 0.05
 
 
+class Asking(torch.nn.Module):
+    """Notes whether there is a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.answers: list[bool] = []
+
+    def forward(self, hidden: torch.Tensor, cached: Cache) -> torch.Tensor:
+        self.answers.append(cached.has_previous_state(5))
+        state: torch.Tensor = cached.update_recurrent_state(hidden.mean(dim=1), 5)
+        return hidden + state[:, None]
+
+
+def test_only_what_begins_has_no_previous_state() -> None:
+    module = Asking()
+    mixer = RecurrentMixer(module, 5, "cached", 4, (StatePart(StateKind.RECURRENT, 0, (4,), torch.float32),))
+    with torch.inference_mode():
+        _, states = run_segment(mixer, noise(1, 3, 4), None, Continuation.TOKEN)
+        run_segment(mixer, noise(1, 3, 4), states, Continuation.NATIVE)
+        run_segment(mixer, noise(1, 2, 4), states, Continuation.TOKEN)
+        run_decode(mixer, noise(2, 1, 4), mixer.zeros(2))
+    assert module.answers == [False, True, True, True, True]
+
+
 # -- the self-check
 
 
@@ -244,6 +269,33 @@ def test_a_mixer_that_drops_its_state_over_several_tokens_goes_token_by_token(na
 def test_a_mixer_that_always_drops_its_state_is_refused(name: str, kinds: Sequence[str]) -> None:
     with pytest.raises(UnsupportedModelError, match=r"Broken does not continue from its own state: .*token \d.\de"):
         continuation(broken(name, zeroed(kinds, least=1)))
+
+
+def test_a_state_that_hardly_matters_on_noise_is_not_forgotten_unseen() -> None:
+    """The states are right, but over several tokens the output is that from zero; inputs and states are tiny."""
+    mixer = probe(tiny_model("mamba2")).mixers[0]
+    own = type(mixer.module)
+
+    class Forgetful(own):  # type: ignore[misc, valid-type]  # made on the spot
+        def forward(self, hidden_states: torch.Tensor, cache_params: Cache) -> torch.Tensor:
+            layer = cache_params.layers[0]
+            kept = layer.conv_states[0], layer.recurrent_states[0]
+            before = [state.clone() for state in kept]
+            out: torch.Tensor = own.forward(self, hidden_states, cache_params=cache_params)
+            if hidden_states.shape[1] > 1:
+                after = [state.clone() for state in kept]
+                kept[0].copy_(before[0])
+                kept[1].zero_()
+                out = own.forward(self, hidden_states, cache_params=cache_params)
+                for state, right in zip(kept, after, strict=True):
+                    state.copy_(right)
+            return out
+
+    mixer.module.__class__ = Forgetful
+    with torch.no_grad():
+        for name in ("conv1d.weight", "conv1d.bias"):
+            mixer.module.get_parameter(name).mul_(1e-3)
+    assert continuation(mixer) is Continuation.TOKEN
 
 
 def test_a_mixer_that_gives_no_numbers_is_refused() -> None:

@@ -4,7 +4,7 @@ A mixer may take a state and silently start from zero. So every class of mixers 
 
     whole      from the beginning over all tokens in one call
     parts      up to a cut, and from the state there, in the way that is checked, over the rest
-    disturbed  the same from a state that no token led to, cut and uncut, and token by token
+    disturbed  the same, cut and uncut, from a state that no token led to, so large that it matters to any output
 
 The first way that agrees is taken: native, superposition, token by token.
 """
@@ -90,7 +90,8 @@ class _Check:
             self.whole = self._run(self.hidden, None, Continuation.NATIVE)
             _, self.cut = self._run(self.hidden[:, :_CUT], None, Continuation.NATIVE)
             self.disturbed = tuple(
-                state + state.square().mean().sqrt() * torch.randn(state.shape, generator=generator).to(device)
+                state
+                + state.square().mean().sqrt().clamp_min(1) * torch.randn(state.shape, generator=generator).to(device)
                 for state in self.cut
             )
 
