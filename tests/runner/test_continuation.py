@@ -319,7 +319,7 @@ def test_a_mixer_whose_prompts_and_decoding_differ_continues_natively_and_the_lo
         assert continuation(probe(model).mixers[0]) is Continuation.NATIVE
         assert not caplog.records
         assert continuation(probe(clamped).mixers[0]) is Continuation.NATIVE
-    assert "NemotronHMamba2Mixer: several tokens at once and token by token differ by" in caplog.text
+    assert "NemotronHMamba2Mixer: a prompt in one call and token by token differ by" in caplog.text
 
 
 def test_each_class_and_layout_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:

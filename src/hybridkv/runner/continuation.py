@@ -1,12 +1,11 @@
 """Self-check at load: how a recurrent mixer goes on from a state over several tokens.
 
-A mixer may take a state and silently start from zero. So every class of mixers is run, in float32 and on noise:
+A mixer may take a state and silently start from zero. So one mixer of every class runs on noise, in float32:
 
-    whole      from the beginning over all tokens in one call
-    parts      up to a cut, and from the state there, in the way that is checked, over the rest
-    disturbed  the same, cut and uncut, from a state that no token led to, so large that it matters to any output
+    prompt     from the state at a cut, in the way that is checked, over the rest; against one call over all tokens
+    disturbed  from a state that no token led to, large enough to matter to any output; against token by token
 
-The first way that agrees is taken: native, superposition, token by token.
+The first of native, superposition and token by token that agrees in both is taken.
 """
 
 from __future__ import annotations
@@ -49,32 +48,37 @@ def continuations(mixers: Sequence[RecurrentMixer]) -> tuple[Continuation, ...]:
 
 
 def continuation(mixer: RecurrentMixer) -> Continuation:
-    """The first of native, superposition and token by token that agrees with ``mixer`` over all tokens in one call.
+    """How ``mixer`` continues: the first of native, superposition and token by token that agrees in both comparisons.
 
-    Works on a copy of the mixer in float32; about 200 forwards. A mixer whose prompts and decoding differ in
-    themselves (NemotronH and Zamba2 bound the step size in prompts only) continues natively; the log tells.
-    Raises UnsupportedModelError, with the differences, where nothing agrees.
+    Where token by token differs from a prompt in one call in plain transformers too (NemotronH and Zamba2 bound the
+    step size in prompts only), native needs to agree with the prompt alone, and the log tells. Works on a copy of the
+    mixer in float32; about 100 forwards. Raises UnsupportedModelError, with the differences, where nothing agrees.
     """
+    name = type(mixer.module).__name__
     check = _Check(mixer)
-    differences: dict[Continuation, float] = {}
-    for how in Continuation:
-        if how is Continuation.SUPERPOSITION and not has_scan(mixer.module):
+    prompt = {how: check.prompt(how) for how in _ways(mixer)}
+    for how, difference in prompt.items():
+        if difference > TOLERANCE:
             continue
-        differences[how] = check.difference(how)
-        if differences[how] <= TOLERANCE:
-            if (apart := check.from_tokens(how)) > TOLERANCE:
-                logger.warning(
-                    "%s: several tokens at once and token by token differ by %.1e of the largest value, in plain "
-                    "transformers too",
-                    type(mixer.module).__name__,
-                    apart,
-                )
+        if check.disturbed(how) <= TOLERANCE:
             return how
-    measured = ", ".join(f"{how} {difference:.1e}" for how, difference in differences.items())
+        if how is Continuation.NATIVE and (apart := prompt[Continuation.TOKEN]) > TOLERANCE:
+            logger.warning(
+                "%s: a prompt in one call and token by token differ by %.1e of the largest value, without any cache of "
+                "ours: what a request decodes depends on where its prompt ends",
+                name,
+                apart,
+            )
+            return how
+    measured = ", ".join(f"{how} {difference:.1e}" for how, difference in prompt.items())
     raise UnsupportedModelError(
-        f"{type(mixer.module).__name__} does not continue from its own state: what it computes over several tokens "
-        f"differs from one call over all of them ({measured} of the largest value): not supported"
+        f"{name} does not continue from its own state: over several tokens it differs from one call over all of them "
+        f"({measured} of the largest value): not supported"
     )
+
+
+def _ways(mixer: RecurrentMixer) -> list[Continuation]:
+    return [how for how in Continuation if how is not Continuation.SUPERPOSITION or has_scan(mixer.module)]
 
 
 class _Check:
@@ -83,38 +87,30 @@ class _Check:
     def __init__(self, mixer: RecurrentMixer) -> None:
         device = next(mixer.module.parameters()).device
         parts = tuple(replace(part, dtype=torch.float32) for part in mixer.parts)
-        self.mixer = replace(mixer, module=copy.deepcopy(mixer.module).float().eval(), parts=parts)
+        self._mixer = replace(mixer, module=copy.deepcopy(mixer.module).float().eval(), parts=parts)
         generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(1, _TOKENS, mixer.width, generator=generator).to(device)
+        self._rest = hidden[:, _CUT:]
         with torch.inference_mode():
-            self.hidden = torch.randn(1, _TOKENS, mixer.width, generator=generator).to(device)
-            self.whole = self._run(self.hidden, None, Continuation.NATIVE)
-            _, self.cut = self._run(self.hidden[:, :_CUT], None, Continuation.NATIVE)
-            self.disturbed = tuple(
-                state
-                + state.square().mean().sqrt().clamp_min(1) * torch.randn(state.shape, generator=generator).to(device)
-                for state in self.cut
-            )
+            out, end = run_segment(self._mixer, hidden, None, Continuation.NATIVE)
+            self._whole = out[:, _CUT:], end
+            _, self._cut = run_segment(self._mixer, hidden[:, :_CUT], None, Continuation.NATIVE)
+        self._noise = tuple(
+            state + state.square().mean().sqrt().clamp_min(1) * torch.randn(state.shape, generator=generator).to(device)
+            for state in self._cut
+        )
 
-    def difference(self, how: Continuation) -> float:
-        """The largest between running in one call and in two."""
+    def prompt(self, how: Continuation) -> float:
+        """The largest difference between a prompt in two calls and in one."""
+        return _difference(self._run(self._cut, how), self._whole)
+
+    def disturbed(self, how: Continuation) -> float:
+        """The largest difference from token by token, from the disturbed state."""
+        return _difference(self._run(self._noise, how), self._run(self._noise, Continuation.TOKEN))
+
+    def _run(self, states: States, how: Continuation) -> Result:
         with torch.inference_mode():
-            out, states = self._run(self.hidden[:, _CUT:], self.cut, how)
-            real = _difference((out, states), (self.whole[0][:, _CUT:], self.whole[1]))
-            uncut = self._run(self.hidden, self.disturbed, how)
-            first, between = self._run(self.hidden[:, :_CUT], self.disturbed, how)
-            second, states = self._run(self.hidden[:, _CUT:], between, how)
-        return max(real, _difference((torch.cat((first, second), dim=1), states), uncut))
-
-    def from_tokens(self, how: Continuation) -> float:
-        """The largest between running in one call and token by token, from the disturbed state."""
-        with torch.inference_mode():
-            return _difference(
-                self._run(self.hidden, self.disturbed, how),
-                self._run(self.hidden, self.disturbed, Continuation.TOKEN),
-            )
-
-    def _run(self, hidden: torch.Tensor, states: States | None, how: Continuation) -> Result:
-        return run_segment(self.mixer, hidden, states, how)
+            return run_segment(self._mixer, self._rest, states, how)
 
 
 def _difference(ours: Result, reference: Result) -> float:
