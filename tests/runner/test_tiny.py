@@ -61,16 +61,15 @@ def prefilled(name: str, length: int, rows: int) -> DynamicCache:
     return cached
 
 
-def moved(name: str, cached: DynamicCache, rows: int) -> list[float]:
-    """How far each row's forced logits differ from those of one forward without a cache, as a share of their range."""
+def moved(name: str, cached: DynamicCache, rows: int) -> torch.Tensor:
+    """[rows, FORCED]: how far logits differ from those of one forward without a cache, as a share of their range."""
     model, tokens = model_and_tokens(name)
     reference = model(input_ids=tokens, use_cache=False).logits[:, PROMPT:]
     forced = [
         extend(model, tokens[:, at : at + 1].expand(rows, -1), cached, at) for at in range(PROMPT, PROMPT + FORCED)
     ]
-    moves: torch.Tensor = (torch.cat(forced, dim=1) - reference).abs().amax(dim=(1, 2))
-    shares: list[float] = (moves / (reference.max() - reference.min())).tolist()
-    return shares
+    moves: torch.Tensor = (torch.cat(forced, dim=1) - reference).abs().amax(dim=2) / (reference.max() - reference.min())
+    return moves
 
 
 def held(cached: DynamicCache) -> Iterator[tuple[str, list[torch.Tensor]]]:
@@ -101,9 +100,13 @@ def test_decoding_with_a_cache_is_one_forward_without_and_damage_moves_it(name: 
             for row in (row for row, damaged in enumerate(damages) if at in damaged):
                 for tensor in tensors:
                     (tensor[row] if kind in STATES else tensor[row, :, :BLOCK]).zero_()
-        intact, *damaged = moved(name, cached, len(damages))
-    assert intact <= TOLERANCE
-    assert min(damaged) > 10 * TOLERANCE, list(zip(damages[1:], damaged, strict=True))
+        moves = moved(name, cached, len(damages))
+    largest = moves.amax(dim=1).tolist()
+    assert largest[0] <= TOLERANCE
+    assert min(largest[1:]) > 10 * TOLERANCE, list(zip(damages, largest, strict=True))
+    if "recurrent" in kinds(name):  # what was lost is still missed by the last token
+        everywhere = [at for at, one in enumerate(layers) if one == "recurrent"]
+        assert moves[damages.index(everywhere), -1] > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", [name for name in TINY_MODELS if "conv" in kinds(name)])
@@ -113,7 +116,7 @@ def test_the_state_of_a_block_earlier_moves_the_logits(name: str) -> None:
         for (kind, tensors), (_, others) in zip(held(cached), held(earlier), strict=True):
             for tensor, other in zip(tensors, others, strict=True) if kind in STATES else []:
                 tensor.copy_(other)
-        assert moved(name, cached, 1)[0] > 10 * TOLERANCE
+        assert moved(name, cached, 1).max() > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)

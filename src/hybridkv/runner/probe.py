@@ -174,10 +174,11 @@ def _callers(model: PreTrainedModel, cache: ProbeCache) -> Iterator[None]:
     """Keep in ``cache.callers`` which modules of ``model`` that were handed the cache are running, outermost first."""
 
     def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        named = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+        parameters = list(inspect.signature(module.forward).parameters)
+        named = dict(zip(parameters, args, strict=False)) | kwargs
         name = next((name for name, value in named.items() if value is cache), None)
         if name is not None:
-            hidden = next(iter(named.values()))
+            hidden = named.get(parameters[0])
             width = hidden.shape[-1] if isinstance(hidden, torch.Tensor) else 0
             cache.callers.append(_Call(module, name, width))
 
