@@ -19,9 +19,9 @@ from hybridkv.runner.continuation import continuation, continuations
 from hybridkv.runner.probe import probe
 from hybridkv.runner.recurrent import (
     Continuation,
+    MixerState,
     RecurrentMixer,
     StateKind,
-    StatePart,
     States,
     run_decode,
     run_segment,
@@ -203,7 +203,7 @@ class Asking(torch.nn.Module):
 
 def test_only_what_begins_has_no_previous_state() -> None:
     module = Asking()
-    mixer = RecurrentMixer(module, 5, "cached", 4, (StatePart(StateKind.RECURRENT, 0, (4,), torch.float32),))
+    mixer = RecurrentMixer(module, 5, "cached", 4, (MixerState(StateKind.RECURRENT, 0, (4,), torch.float32),))
     with torch.inference_mode():
         _, states = run_segment(mixer, noise(1, 3, 4), None, Continuation.TOKEN)
         run_segment(mixer, noise(1, 3, 4), states, Continuation.NATIVE)
@@ -390,6 +390,6 @@ def test_what_cannot_be_superposed_is_refused() -> None:
 
 
 def test_parts_say_their_bytes() -> None:
-    assert StatePart(StateKind.CONV, 0, (3, 4), torch.bfloat16).nbytes == 24
+    assert MixerState(StateKind.CONV, 0, (3, 4), torch.bfloat16).nbytes == 24
     mixer = mixers_of("mamba2")[0]
     assert [tuple(state.shape) for state in mixer.zeros(3)] == [(3, 192, 4), (3, 8, 16, 16)]

@@ -12,11 +12,12 @@ from transformers.cache_utils import Cache
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import Model, read_model
+from hybridkv.plan import make_plan
 from hybridkv.runner import TINY_MODELS, tiny_model
 from hybridkv.runner.probe import Probed, cache_arguments, page_layout, planner_model, planner_view, probe, state_layout
-from hybridkv.runner.recurrent import RecurrentMixer, StateKind, StatePart
+from hybridkv.runner.recurrent import MixerState, RecurrentMixer, StateKind
 from hybridkv.specs import Keeps, MambaSpec
-from hybridkv.worker import PagePart
+from hybridkv.worker import PagedStorage, PagePart
 
 torch.set_num_threads(1)
 
@@ -76,16 +77,32 @@ def test_the_planner_counts_the_probes_bytes(name: str, dtype: torch.dtype) -> N
     model = model_of(name, dtype)
     planned, probed = planned_of(model), probe(model)
     pages, states = page_layout(planned, probed), state_layout(planned, probed)
-    assert {*pages, *states} == {layer.name for layer in planned.layers}
+    assert set(pages) == {layer.name for layer in planned.layers}
+    assert set(states) == {layer.name for layer in planned.layers if layer.spec.keeps is Keeps.STATE}
     for layer in planned.layers:
         if isinstance(layer.spec, MambaSpec):
             mixer = states[layer.name]
             assert layer.spec.page_size_bytes == sum(part.nbytes for part in mixer.parts)
+            assert pages[layer.name] == tuple(PagePart(part.shape, part.dtype) for part in mixer.parts)
             assert layer.spec.shapes == tuple(part.shape for part in mixer.parts)
             assert layer.spec.dtypes == tuple(str(part.dtype).removeprefix("torch.") for part in mixer.parts)
             assert model.get_submodule(layer.name) is mixer.module
         else:
             assert layer.spec.page_size_bytes == 16 * sum(part.token_bytes for part in pages[layer.name])
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_the_layout_fits_the_storage_of_a_plan(name: str) -> None:
+    model = model_of(name, torch.bfloat16)
+    planned = planned_of(model)
+    layout = page_layout(planned, probe(model))
+    config = make_plan(planned, memory=8 << 20, max_model_len=256).config
+    views = PagedStorage(config, layout).views
+    assert set(views) == set(layout)
+    for layer in planned.layers:
+        tokens = () if layer.spec.keeps is Keeps.STATE else (16,)
+        found = [(view.shape[1:], view.dtype) for view in views[layer.name]]
+        assert found == [((*tokens, *part.shape), part.dtype) for part in layout[layer.name]]
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
@@ -180,15 +197,15 @@ def test_states_belong_to_the_innermost_module_that_was_handed_the_cache() -> No
     outer = model.model.layers[0].mixer
     mixers = probe(model).mixers
     parts = (
-        StatePart(StateKind.CONV, 0, (64, 5), torch.float32),
-        StatePart(StateKind.RECURRENT, 0, (2,), torch.float64),
-        StatePart(StateKind.RECURRENT, 1, (64,), torch.float32),
+        MixerState(StateKind.CONV, 0, (64, 5), torch.float32),
+        MixerState(StateKind.RECURRENT, 0, (2,), torch.float64),
+        MixerState(StateKind.RECURRENT, 1, (64,), torch.float32),
     )
     assert [(mixer.module, mixer.layer_index, mixer.cache_parameter, mixer.width) for mixer in mixers] == [
         (outer.inner, 3, "memory", 64),
         (outer, 7, "cache", 64),
     ]
-    assert [mixer.parts for mixer in mixers] == [parts, (StatePart(StateKind.RECURRENT, 0, (64,), torch.float32),)]
+    assert [mixer.parts for mixer in mixers] == [parts, (MixerState(StateKind.RECURRENT, 0, (64,), torch.float32),)]
     assert [part.nbytes for part in parts] == [1280, 16, 256]
 
 
@@ -225,7 +242,8 @@ def test_states_are_planned_in_the_dtype_of_the_weights() -> None:
     model.config.dtype = torch.float32
     planned = planner_view(model, block_size=16, name="cast")
     assert planned.name == "cast"
-    assert set(page_layout(planned, probe(model))) == {f"model.layers.{at}.self_attn" for at in (2, 4)}
+    layout = page_layout(planned, probe(model))
+    assert [part.dtype for part in layout["model.layers.0.linear_attn"]] == [torch.bfloat16, torch.float32]
     with pytest.raises(UnsupportedModelError, match=r"layers\.0\.linear_attn \(MambaSpec\) and 2 more of 5 layers"):
         planner_model(model, block_size=16)
 

@@ -19,7 +19,7 @@ from typing import Final
 import torch
 
 from hybridkv.errors import UnsupportedModelError
-from hybridkv.runner.recurrent import Continuation, RecurrentMixer, StatePart, States, run_segment
+from hybridkv.runner.recurrent import Continuation, MixerState, RecurrentMixer, States, run_segment
 from hybridkv.runner.superposition import has_scan
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def continuations(mixers: Sequence[RecurrentMixer]) -> tuple[Continuation, ...]:
 
     Raises UnsupportedModelError as ``continuation`` does.
     """
-    found: dict[tuple[type, tuple[StatePart, ...]], Continuation] = {}
+    found: dict[tuple[type, tuple[MixerState, ...]], Continuation] = {}
     for mixer in mixers:
         key = type(mixer.module), mixer.parts
         if key not in found:

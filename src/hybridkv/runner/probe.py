@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import Layer, Model, read_model
-from hybridkv.runner.recurrent import RecurrentMixer, StateKind, StatePart
+from hybridkv.runner.recurrent import MixerState, RecurrentMixer, StateKind
 from hybridkv.specs import FullAttentionSpec, Keeps, KVCacheSpec, MLAAttentionSpec
 from hybridkv.worker import PagePart
 
@@ -50,7 +50,7 @@ class ProbeCache(Cache):  # type: ignore[misc]  # transformers is not typed
         super().__init__(layers=[])
         self.attention: dict[int, tuple[PagePart, ...]] = {}
         self.callers: list[_Call] = []
-        self.states: dict[tuple[_Call, int], dict[tuple[StateKind, int], StatePart]] = {}
+        self.states: dict[tuple[_Call, int], dict[tuple[StateKind, int], MixerState]] = {}
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
@@ -90,7 +90,7 @@ class ProbeCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 "states are kept outside of the modules that were handed the cache: not supported"
             )
         kept = self.states.setdefault((self.callers[-1], layer_idx), {})
-        kept[kind, state_idx] = StatePart(kind, state_idx, shape, dtype)
+        kept[kind, state_idx] = MixerState(kind, state_idx, shape, dtype)
 
     def has_previous_state(self, *_args: object, **_kwargs: object) -> bool:
         """Nothing is cached."""
@@ -240,7 +240,7 @@ def _is_runnable(spec: KVCacheSpec) -> bool:
 
 
 def page_layout(planned: Model, probed: Probed) -> dict[str, tuple[PagePart, ...]]:
-    """The page parts of every planned layer that keeps tokens; states: see ``state_layout``.
+    """The page parts of every planned layer: keys and values of a token, or the states of a recurrent layer.
 
     Raises ConfigError unless the forward cached in exactly the planned layers, tokens and states, and as many bytes
     in each.
@@ -251,8 +251,10 @@ def page_layout(planned: Model, probed: Probed) -> dict[str, tuple[PagePart, ...
         parts = probed.attention[index]
         held = layer.spec.block_size * sum(part.token_bytes for part in parts)
         _require_bytes(planned.name, layer, held, f"{layer.spec.block_size} tokens of {_shapes(parts)}")
-    state_layout(planned, probed)
-    return {layer.name: probed.attention[index] for index, layer in tokens.items()}
+    states = state_layout(planned, probed)
+    return {layer.name: probed.attention[index] for index, layer in tokens.items()} | {
+        name: tuple(PagePart(part.shape, part.dtype) for part in mixer.parts) for name, mixer in states.items()
+    }
 
 
 def state_layout(planned: Model, probed: Probed) -> dict[str, RecurrentMixer]:
@@ -285,5 +287,5 @@ def _require_bytes(name: str, layer: Layer, held: int, what: str) -> None:
         )
 
 
-def _shapes(parts: Sequence[PagePart] | Sequence[StatePart]) -> str:
+def _shapes(parts: Sequence[PagePart] | Sequence[MixerState]) -> str:
     return " and ".join(f"{part.shape} {str(part.dtype).removeprefix('torch.')}" for part in parts)

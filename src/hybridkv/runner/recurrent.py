@@ -21,7 +21,7 @@ from hybridkv.errors import WorkerError
 from hybridkv.runner.superposition import superposed_forward
 
 States = tuple[torch.Tensor, ...]
-"""One tensor [rows, *shape] for every StatePart of a mixer, in its order."""
+"""One tensor [rows, *shape] for every MixerState of a mixer, in its order."""
 
 
 class StateKind(StrEnum):
@@ -44,7 +44,7 @@ class Continuation(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class StatePart:
+class MixerState:
     """One state tensor of a mixer, ``shape`` a request in ``dtype``. index: which of the layer's states of its kind."""
 
     kind: StateKind
@@ -69,7 +69,7 @@ class RecurrentMixer:
     layer_index: int
     cache_parameter: str
     width: int
-    parts: tuple[StatePart, ...]
+    parts: tuple[MixerState, ...]
 
     def zeros(self, rows: int = 1) -> States:
         """The states of ``rows`` requests before their first token."""
@@ -115,7 +115,7 @@ class _OneLayer(list[Any]):
 
     record_past = False
 
-    def __init__(self, parts: Sequence[StatePart], states: States) -> None:
+    def __init__(self, parts: Sequence[MixerState], states: States) -> None:
         super().__init__()
         self.conv_states = _by_index(StateKind.CONV, parts, states)
         self.recurrent_states = _by_index(StateKind.RECURRENT, parts, states)
@@ -124,7 +124,7 @@ class _OneLayer(list[Any]):
         return self
 
 
-def _by_index(kind: StateKind, parts: Sequence[StatePart], states: States) -> Mapping[int, torch.Tensor]:
+def _by_index(kind: StateKind, parts: Sequence[MixerState], states: States) -> Mapping[int, torch.Tensor]:
     return {part.index: state for part, state in zip(parts, states, strict=True) if part.kind is kind}
 
 
