@@ -24,10 +24,11 @@ from typing import Any
 from ideal_space import IdealSpace
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.placement import placement_of
 from hybridkv.models import Model, read_model
 from hybridkv.plan import Plan
 from hybridkv.plan.comparison import padding_of
-from hybridkv.replay import ReplaySettings, SimulatedClock, TraceFile, placement_of, plan_for, simulation_of
+from hybridkv.replay import ReplaySettings, SimulatedClock, TraceFile, plan_for, simulation_of
 from hybridkv.replay.tokens import Pieces
 from hybridkv.schedule import Scheduler, SchedulerLimits
 
@@ -119,7 +120,7 @@ def _ideal(plan: Plan, settings: ReplaySettings, clock: SimulatedClock) -> Sched
     cache = KVCacheManager(
         plan.config,
         plan.max_model_len,
-        placement=placement_of(plan, settings),
+        placement=placement_of(plan, settings.placement),
         space=IdealSpace(plan.memory_bytes, sizes),
     )
     limits = SchedulerLimits(max_running=settings.max_running, max_batched_tokens=settings.token_budget)

@@ -13,6 +13,8 @@ from runner_support import (
 )
 
 from hybridkv.errors import CapacityError, ConfigError, WorkerError
+from hybridkv.models import read_model
+from hybridkv.plan import make_plan
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Completion, Engine, EngineOptions, plan_for
 from hybridkv.schedule import FinishReason
@@ -184,11 +186,10 @@ def test_plans_of_other_models_and_too_little_memory() -> None:
     llama = loaded_model("llama")
     with pytest.raises(ConfigError, match="plan is not of tiny:qwen2"):
         Engine(loaded_model("qwen2"), plan_for(loaded_model("deepseek_v3"), [32]))
-    half = plan_for(llama, [32], block_size=8)
-    changed = replace(half, model=replace(half.model, block_size=16))
-    with pytest.raises(ConfigError, match="8 tokens in the plan"):
-        Engine(llama, changed)
-    with pytest.raises(CapacityError, match=r"request of 100 tokens.* needs 96 KiB \(98304 bytes\)"):
+    half = read_model(llama.model.config.to_dict(), dtype="bfloat16", backend="transformers")
+    with pytest.raises(ConfigError, match="keeps 128 a token bytes in the plan, 256 a token in the model"):
+        Engine(llama, make_plan(half, "1MiB", max_model_len=32))
+    with pytest.raises(CapacityError, match=r"request of 100 tokens.* needs 96 KiB \(98304 bytes: 8 slabs"):
         plan_for(llama, [20, 100], memory="50KiB")
     assert plan_for(llama, [20, 100], memory=98304).config.num_blocks == 8
     with pytest.raises(ConfigError, match="exceeds the 4096"):

@@ -160,7 +160,7 @@ def test_bad_lines_are_counted_on_demand(tmp_path: Path, here: Call) -> None:
     [
         (("--model", "tiny:gpt9"), "unknown tiny model 'gpt9': use tiny:llama"),
         (("--model", "no/such/folder"), "neither a folder nor tiny:NAME"),
-        (("--model", "tiny:llama", "--memory", "20KiB"), "raise --memory to that"),
+        (("--model", "tiny:llama", "--memory", "20KiB"), "raise memory (--memory) to that"),
         (("--model", "tiny:llama", "--memory", "-1"), "not a size"),
         (("--model", "tiny:llama", "--block-size", "0"), "block_size must be at least 1"),
         (("--model", "tiny:llama", "--max-new-tokens", "0"), "max_tokens must be at least 1"),

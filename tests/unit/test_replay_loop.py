@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.placement import placement_of
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import Model, read_model
 from hybridkv.plan import Plan
@@ -22,7 +23,6 @@ from hybridkv.replay import (
     TraceSummary,
     UniformWorkload,
     Workload,
-    placement_of,
     plan_for,
     plan_with_length,
     replay,
@@ -296,7 +296,7 @@ def natural_plan(source: Workload) -> Plan:
 def test_moves_are_those_of_the_steps() -> None:
     source = Workload("api", seed=1, hours=0.02)
     plan = natural_plan(source)
-    cache = KVCacheManager(plan.config, plan.max_model_len, placement=placement_of(plan, ReplaySettings()))
+    cache = KVCacheManager(plan.config, plan.max_model_len, placement=placement_of(plan))
     scheduler = Watched(cache, SchedulerLimits(max_running=256, max_batched_tokens=8192))
     report = replay(source, scheduler, StepCost.of(plan))
     slabs = plan.config.slabs

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from hybridkv.cache.placement import AlignPlacement, EndsPlacement, IntervalPlacement, NoStates, Placement
+from hybridkv.cache.placement import AlignPlacement, EndsPlacement, IntervalPlacement, NoStates, Placement, placement_of
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import known_models, read_model
 from hybridkv.plan import Plan, make_plan, plan_from_json, plan_to_json
@@ -17,7 +17,6 @@ from hybridkv.replay import (
     TraceSummary,
     UniformWorkload,
     Workload,
-    placement_of,
     plan_for,
     plan_with_length,
     run_replay,
@@ -187,7 +186,7 @@ def test_without_placement_no_state_is_hit(name: str) -> None:
 def test_who_says_where_states_are_kept() -> None:
     def placed(name: str, layout: str, planned_as: str | None, asked: str | None) -> Placement | None:
         plan = planned(name, SHORT, layout=layout, placement=planned_as)
-        return placement_of(plan, ReplaySettings(placement=asked))
+        return placement_of(plan, asked)
 
     hybrid, plain = "jamba-1.5-mini", "llama-3-8b"
     # the plan, unless the settings say otherwise; align is that of the reference layout

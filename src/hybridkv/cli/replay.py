@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+from hybridkv.cache.placement import placement_of
 from hybridkv.cli.output import console, table
 from hybridkv.cli.planning import (
     BlockSize,
@@ -40,7 +41,6 @@ from hybridkv.replay import (
     TraceSummary,
     UniformWorkload,
     Workload,
-    placement_of,
     plan_for,
     plan_with_length,
     run_replay,
@@ -211,7 +211,7 @@ def _settings(plan: Plan, settings: ReplaySettings, length_from: str, source: Re
 
 def _placement(plan: Plan, settings: ReplaySettings) -> str | None:
     """Where recurrent states are kept, None without any."""
-    placement = placement_of(plan, settings)
+    placement = placement_of(plan, settings.placement)
     return plan.placement if placement is None or plan.placement is None else placement.name
 
 

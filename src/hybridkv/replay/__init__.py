@@ -16,7 +16,6 @@ from hybridkv.replay.report import GroupReport, ReplayReport
 from hybridkv.replay.setup import (
     ReplaySettings,
     Simulation,
-    placement_of,
     plan_for,
     plan_with_length,
     run_replay,
@@ -47,7 +46,6 @@ __all__ = [
     "TraceSummary",
     "UniformWorkload",
     "Workload",
-    "placement_of",
     "plan_for",
     "plan_with_length",
     "replay",

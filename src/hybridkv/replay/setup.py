@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import DEFAULT_PLACEMENT, Placement, placement_named
+from hybridkv.cache.placement import placement_of
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import Model
 from hybridkv.plan import Plan, make_plan
-from hybridkv.plan.pages import state_block_tokens
-from hybridkv.plan.planner import DEFAULT_LAYOUT, NATURAL, NO_STATES
+from hybridkv.plan.planner import DEFAULT_LAYOUT, NO_STATES
 from hybridkv.replay.cost import H100, Hardware, StepCost
 from hybridkv.replay.loop import Progress, SimulatedClock, replay
 from hybridkv.replay.report import ReplayReport
@@ -165,34 +164,11 @@ def simulation_of(plan: Plan, settings: ReplaySettings) -> Simulation:
         enable_caching=settings.prefix_caching,
         dcp_world_size=plan.limits.dcp,
         pcp_world_size=plan.limits.pcp,
-        placement=placement_of(plan, settings),
+        placement=placement_of(plan, settings.placement),
     )
     clock = SimulatedClock()
     off = None if cache.enable_caching else _why_off(plan, settings)
     return Simulation(Scheduler(cache, limits, clock=clock), cost, clock, plan.limits.max_encoder_tokens, off)
-
-
-def placement_of(plan: Plan, settings: ReplaySettings) -> Placement | None:
-    """Where states are kept in the natural layout; None in the reference layout, whose groups say it themselves.
-
-    As the settings say, else as the plan does. Raises ConfigError for a name that is none, and for one that the plan
-    was not made for.
-    """
-    planned, asked = plan.placement, settings.placement
-    if plan.config.slabs is None:
-        if planned is not None and asked not in (None, planned):
-            raise ConfigError(
-                f"the plan is of the reference layout, made with placement {planned!r}: plan again with {asked!r}, or "
-                f"with the {NATURAL} layout, which leaves it open"
-            )
-        return None
-    if planned is None:
-        return placement_named(asked or DEFAULT_PLACEMENT.name, align_tokens=1)
-    layers = [(layer.name, layer.spec) for layer in plan.model.layers]
-    placement = placement_named(asked or planned, state_block_tokens(layers))
-    if planned == NO_STATES and placement.keeps_states:
-        raise ConfigError(f"the plan was made with placement {NO_STATES!r}: plan again with {asked!r} to keep states")
-    return placement
 
 
 def _why_off(plan: Plan, settings: ReplaySettings) -> str:

@@ -4,9 +4,13 @@
     gathered contexts   [ d0 .... | d1 .... | d2 .... ][ p ....... ] whole blocks, padded within a bucket
     attention calls     one over the bucket [3, heads, 1, ..], one over the chunk [1, heads, 5, ..]
 
+Only blocks that somebody sees are gathered, those of a window or chunk from the first token that a query reaches:
+
+    columns   [ dropped | first token seen .. end of context | padding ]
+
 Rows with one token share calls: a bucket holds those whose block counts round up to one power of two, so
-that less than half of it is padding, and there are O(log(longest)) buckets. What lies behind a row's
-context is set to zero in the copy and masked: a block's former owner cannot reach anybody, not even with NaN.
+that less than half of it is padding, and there are O(log(longest)) buckets. What lies around what a row sees
+is set to zero in the copy and masked: a block's former owner cannot reach anybody, not even with NaN.
 """
 
 from __future__ import annotations
@@ -23,14 +27,13 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hybridkv.errors import UnsupportedModelError, WorkerError
+from hybridkv.runner.reach import Reach
+from hybridkv.runner.step_context import CONTEXT, StepContext
 from hybridkv.step import Step
 from hybridkv.worker import BlockTable
 
 NAME: Final = "hybridkv_gather"
 """The attention function's name in transformers' AttentionInterface."""
-
-BATCH_ARGUMENT: Final = "hybridkv_batch"
-"""The keyword under which a model's forward carries the GatherBatch to its attention."""
 
 _EAGER: Final = "eager_attention_forward"
 
@@ -57,10 +60,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatherBatch:
-    """What one step reads and writes in one group; built once, used by every layer of it.
+    """What one step reads and writes in one group; built once, used by every layer of it that reaches as far back.
 
     write_block, write_offset: int64[tokens], where each token's keys and values go.
-    read_blocks: int64[n], the blocks to gather. stale: int64[m], gathered tokens behind their row's context.
+    read_blocks: int64[n], the blocks to gather. stale: int64[m], gathered tokens that no query of their row sees.
     """
 
     write_block: torch.Tensor
@@ -73,13 +76,16 @@ class GatherBatch:
 class _Builder:
     """Collects segments, and the blocks and stale tokens they gather."""
 
-    def __init__(self, step: Step, table: BlockTable, dtype: torch.dtype) -> None:
-        self.table, self.dtype, self.device = table, dtype, table.device
+    def __init__(self, step: Step, table: BlockTable, reach: Reach, dtype: torch.dtype) -> None:
+        self.table, self.reach, self.dtype, self.device = table, reach, dtype, table.device
         self.size = table.block_size
         self.rows = step.rows.astype(np.int64)
         self.scheduled = step.num_scheduled.astype(np.int64)
-        self.context = step.num_computed + self.scheduled
-        self.blocks = -(-self.context // self.size)
+        self.computed = step.num_computed.astype(np.int64)
+        self.context = self.computed + self.scheduled
+        # the first query of a row reaches furthest back
+        self.first_block = reach.first_seen(self.computed) // self.size
+        self.blocks = -(-self.context // self.size) - self.first_block
         self.first = np.cumsum(self.scheduled) - self.scheduled
         self.start = 0
         self.read: list[torch.Tensor] = []
@@ -93,29 +99,36 @@ class _Builder:
         contiguous = len(places) == places[-1] - places[0] + 1
         tokens = slice(int(places[0]), int(places[-1]) + 1) if contiguous else self._tensor(places)
         padded = width * self.size
-        hidden = np.arange(padded) >= self.context[members][:, None]
-        length = int(self.context[members].max())
+        begin = self.first_block[members] * self.size
+        at = begin[:, None] + np.arange(padded)
+        seen_from = self.reach.first_seen(self.computed[members])
+        hidden = (at >= self.context[members][:, None]) | (at < seen_from[:, None])
+        length = int((self.context[members] - begin).max())
         mask = self._mask(hidden[:, None, None, :length]) if hidden[:, :length].any() else None
         self.segments.append(Segment(tokens, len(members), 1, self.start, padded, length, mask))
         self._gather(members, width, hidden)
 
     def add_chunk(self, member: int) -> None:
         """One call for a row that runs several tokens."""
-        queries, length = int(self.scheduled[member]), int(self.context[member])
-        width = int(self.blocks[member])
+        queries, width = int(self.scheduled[member]), int(self.blocks[member])
+        begin, end = int(self.first_block[member]) * self.size, int(self.context[member])
+        length = end - begin
         first = int(self.first[member])
-        # query i stands at position length - queries + i and sees what is not behind it
-        hidden = np.arange(length) > np.arange(length - queries, length)[:, None]
+        query, key = np.arange(end - queries, end)[:, None], np.arange(begin, end)
+        hidden = (key > query) | (key < self.reach.first_seen(query))
         tokens = slice(first, first + queries)
         self.segments.append(
             Segment(tokens, 1, queries, self.start, width * self.size, length, self._mask(hidden[None, None]))
         )
-        self._gather(np.array([member]), width, np.arange(width * self.size)[None] >= length)
+        unseen = np.ones((1, width * self.size), np.bool_)
+        unseen[0, :length] = hidden.all(axis=0)
+        self._gather(np.array([member]), width, unseen)
 
-    def _gather(self, members: Int64, width: int, hidden: NDArray[np.bool_]) -> None:
+    def _gather(self, members: Int64, width: int, unseen: NDArray[np.bool_]) -> None:
         table = self.table.get_device_tensor()
-        self.read.append(table[self._tensor(self.rows[members]), :width].reshape(-1))
-        self.stale.append(np.flatnonzero(hidden.reshape(-1)) + self.start)
+        columns = np.minimum(self.first_block[members][:, None] + np.arange(width), table.shape[1] - 1)
+        self.read.append(table[self._tensor(self.rows[members])[:, None], self._tensor(columns)].reshape(-1))
+        self.stale.append(np.flatnonzero(unseen.reshape(-1)) + self.start)
         self.start += len(members) * width * self.size
 
     def _mask(self, hidden: NDArray[np.bool_]) -> torch.Tensor:
@@ -137,12 +150,12 @@ class _Builder:
         )
 
 
-def gather_batch(step: Step, table: BlockTable, dtype: torch.dtype) -> GatherBatch:
+def gather_batch(step: Step, table: BlockTable, reach: Reach, dtype: torch.dtype) -> GatherBatch:
     """What ``step`` reads and writes through ``table``, whose cells and slots have been committed.
 
-    step: at least one row. dtype: of the attention scores. O(tokens + gathered tokens).
+    step: at least one row. reach: of the layers' attention. dtype: of its scores. O(tokens + gathered tokens).
     """
-    builder = _Builder(step, table, dtype)
+    builder = _Builder(step, table, reach, dtype)
     single = np.flatnonzero(builder.scheduled == 1)
     # exponent of the power of two that a block count rounds up to: 1 -> 0, 2 -> 1, 3, 4 -> 2
     classes = np.ceil(np.log2(builder.blocks[single])).astype(np.int64)
@@ -164,15 +177,16 @@ def attend(
     """Attention of one layer over a flattened step: the signature of transformers' attention functions.
 
     query: [1, heads, tokens, width]. key, value: [1, kv heads, gathered tokens, width], as StepCache.update
-    gave them or as the model expanded them. Returns [1, tokens, heads, value width]. The GatherBatch
-    arrives as keyword BATCH_ARGUMENT; without it WorkerError.
+    gave them or as the model expanded them. Returns [1, tokens, heads, value width]. The GatherBatch is
+    that of the layer that was updated last (shared modules do not know which layer they stand in).
+    Raises WorkerError outside of a runner.
     """
     del attention_mask  # transformers makes none for a name it does not know; masks are those of the segments
-    batches = kwargs.pop(BATCH_ARGUMENT, None)
-    if batches is None:
-        raise WorkerError(f"{type(module).__name__} did not hand {BATCH_ARGUMENT} on to its attention: not supported")
+    context: StepContext | None = getattr(module, CONTEXT, None)
+    if context is None:
+        raise WorkerError(f"{type(module).__name__} runs outside of a ModelRunner: give it its own attention back")
     eager = eager_function(module)
-    batch: GatherBatch = batches[module.layer_idx]
+    batch = context.attention_batch()
     parts: list[torch.Tensor] = []
     for segment in batch.segments:
         output, _ = eager(

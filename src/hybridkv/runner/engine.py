@@ -14,8 +14,11 @@ from typing import Final
 import numpy as np
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.placement import placement_of
 from hybridkv.errors import CacheError, CapacityError, ConfigError
 from hybridkv.plan import Plan, make_plan
+from hybridkv.plan.capacity import unit_bytes, units_for
+from hybridkv.plan.planner import DEFAULT_LAYOUT
 from hybridkv.request import Request, SamplingParams, output_ids
 from hybridkv.runner.completion import Completion, Progress
 from hybridkv.runner.detokenize import Detokenizer
@@ -23,11 +26,15 @@ from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.probe import planner_model
 from hybridkv.runner.runner import ModelRunner, Observer, require_fit
 from hybridkv.schedule import FinishReason, Outcome, Scheduler, SchedulerLimits, SchedulerStatistics
+from hybridkv.specs import Keeps
 from hybridkv.step import Step
-from hybridkv.units import ceil_div, format_bytes, parse_bytes
+from hybridkv.units import ceil_div, parse_bytes
 
 _IDLE_STEPS: Final = 8
 """Empty steps in a row, with nothing in flight, after which a scheduler that is not drained is called stuck."""
+
+_STATES_OF_A_REQUEST: Final = 4
+"""That run or are kept: the running one, end of prompt, end of output, a branch point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,12 @@ class Engine:
             max_batched_tokens=self.options.token_budget,
             max_in_flight=self.options.in_flight,
         )
-        self.cache = KVCacheManager(plan.config, plan.max_model_len, enable_caching=self.options.prefix_caching)
+        self.cache = KVCacheManager(
+            plan.config,
+            plan.max_model_len,
+            enable_caching=self.options.prefix_caching,
+            placement=placement_of(plan),
+        )
         self.scheduler = Scheduler(self.cache, limits)
         self.runner = ModelRunner(
             loaded.model,
@@ -247,11 +259,14 @@ def plan_for(
     block_size: int = 16,
     memory: int | str | None = None,
     max_model_len: int | None = None,
+    layout: str = DEFAULT_LAYOUT,
+    placement: str | None = None,
 ) -> Plan:
     """A plan for requests of ``lengths`` tokens, prompt and output together.
 
-    memory: bytes or a size; None for what all of them need side by side. max_model_len: tokens; None for the longest
-    request. Raises ConfigError when a request is longer than the model allows, CapacityError, saying how
+    memory: bytes or a size; None for what all of them need side by side, and everything that they leave cached.
+    max_model_len: tokens; None for the longest request. layout, placement: as make_plan has them.
+    Raises ConfigError when a request is longer than the model allows, CapacityError, saying how
     much is needed, when the longest does not fit.
     """
     if not lengths:
@@ -263,16 +278,33 @@ def plan_for(
             f"a request of {longest} tokens, prompt and output together, exceeds the {model.max_model_len} of "
             f"{loaded.name}: shorten the prompt or lower --max-new-tokens"
         )
-    block_bytes = sum(layer.spec.page_size_bytes for layer in model.layers)
-    if memory is None:
-        # everything that is ever computed fits, so what is shared stays; plus the null block
-        memory = (sum(ceil_div(length, block_size) for length in lengths) + 1) * block_bytes
-    memory_bytes = parse_bytes(memory)
-    needed_bytes = (ceil_div(longest, block_size) + 1) * block_bytes
-    if memory_bytes < needed_bytes:
-        raise CapacityError(
-            f"{format_bytes(memory_bytes)} ({memory_bytes} bytes) of memory is too small: a request of {longest} "
-            f"tokens, prompt and output together, needs {format_bytes(needed_bytes)} ({needed_bytes} bytes): raise "
-            "--memory to that, or lower --max-new-tokens"
-        )
-    return make_plan(model, memory_bytes, max_model_len=longest if max_model_len is None else max_model_len)
+    limit = longest if max_model_len is None else max_model_len
+
+    def planned(memory_bytes: int) -> Plan:
+        return make_plan(model, memory_bytes, max_model_len=limit, layout=layout, placement=placement)
+
+    if memory is not None:
+        return planned(parse_bytes(memory))
+    memory_bytes = sum(layer.spec.page_size_bytes for layer in model.layers) * 2
+    while True:  # the plan's blocks depend on the memory: twice or three times
+        try:
+            made = planned(memory_bytes)
+        except CapacityError:
+            memory_bytes *= 2
+            continue
+        lacking = units_for(made.config, _kept_blocks(made, lengths)) + 1 - made.config.num_blocks
+        if lacking <= 0:
+            return made
+        memory_bytes += lacking * unit_bytes(made.config)
+
+
+def _kept_blocks(plan: Plan, lengths: Sequence[int]) -> list[int]:
+    """Blocks of each group that requests of ``lengths`` tokens fill and leave behind, sharing nothing."""
+    kept = []
+    for group in plan.config.groups:
+        size = group.spec.block_size
+        if group.spec.keeps is Keeps.STATE and plan.config.slabs is not None:
+            kept.append(len(lengths) * _STATES_OF_A_REQUEST)
+        else:
+            kept.append(sum(ceil_div(length, size) + 1 for length in lengths))
+    return kept

@@ -15,10 +15,28 @@ from transformers.cache_utils import Cache
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import Layer, Model, read_model
 from hybridkv.runner.recurrent import MixerState, RecurrentMixer, StateKind
-from hybridkv.specs import FullAttentionSpec, Keeps, KVCacheSpec, MLAAttentionSpec
+from hybridkv.specs import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    Keeps,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
 from hybridkv.worker import PagePart
 
 PROBE_TOKENS: Final = 3
+
+_RUNNABLE: Final = (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    SlidingWindowMLASpec,
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+)
 
 
 @contextmanager
@@ -219,24 +237,22 @@ def planner_view(model: PreTrainedModel, *, block_size: int, name: str | None = 
 
 
 def require_runnable(planned: Model) -> None:
-    """Raise UnsupportedModelError, naming them, for layers that the gather backend would run wrongly.
+    """Raise UnsupportedModelError, naming them, for layers that the runner would run wrongly.
 
-    It runs plain full attention and MLA: it knows no window, no chunk and no state.
+    It runs attention over all tokens, a window or a chunk, MLA, and recurrent states.
     """
     wrong = [f"{layer.name} ({type(layer.spec).__name__})" for layer in planned.layers if not _is_runnable(layer.spec)]
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise UnsupportedModelError(
             f"{planned.name} can be planned, but not run yet: {wrong[0]}{more} of {len(planned.layers)} layers; "
-            "full attention and MLA without window or chunk can be run"
+            "attention (full, window, chunk, MLA) and recurrent layers can be run"
         )
 
 
 def _is_runnable(spec: KVCacheSpec) -> bool:
-    """Whether ``spec`` is full attention or MLA itself, none of their relatives, and nothing is masked."""
-    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec) or not isinstance(spec, FullAttentionSpec):
-        return False
-    return spec.sliding_window is None and spec.attention_chunk_size is None
+    """Whether ``spec`` is of a kind that the backends know, none of its relatives."""
+    return type(spec) in _RUNNABLE
 
 
 def page_layout(planned: Model, probed: Probed) -> dict[str, tuple[PagePart, ...]]:

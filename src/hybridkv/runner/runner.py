@@ -1,6 +1,7 @@
 """ModelRunner: Steps into tokens, on an unmodified transformers model.
 
-Step -> tables.apply -> slots -> [1, tokens] forward: StepCache writes pages, gather backend attends
+Step -> tables.apply -> moves, zeroing, copies -> slots
+     -> [1, tokens] forward: StepCache writes pages, the gather backend attends, PagedMixers go on from states
      -> logits of the rows that sample -> tokens -> StepResult
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -18,13 +19,19 @@ from transformers import PreTrainedModel
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.models import Model
 from hybridkv.plan.config import KVCacheConfig
-from hybridkv.runner import attention_gather
-from hybridkv.runner.probe import page_layout, probe, set_attention
+from hybridkv.runner import attention_gather, step_context
+from hybridkv.runner.attention_gather import GatherBatch
+from hybridkv.runner.continuation import continuations
+from hybridkv.runner.probe import cache_arguments, page_layout, probe, set_attention, state_layout
+from hybridkv.runner.reach import Reach
 from hybridkv.runner.rows import NONE_DRAWN, RowState
 from hybridkv.runner.sampling import sample
+from hybridkv.runner.state_batch import PagedMixer, state_batch
 from hybridkv.runner.step_cache import StepCache
+from hybridkv.runner.step_context import StepContext
+from hybridkv.specs import Keeps, KVCacheSpec
 from hybridkv.step import Csr, Step, StepResult
-from hybridkv.worker import MultiGroupBlockTable, PagedStorage
+from hybridkv.worker import BlockCopier, MultiGroupBlockTable, PagedStorage
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +65,13 @@ class ModelRunner:
         observer: Observer | None = None,
     ) -> None:
         attention_gather.check_attention(model)
-        layout = page_layout(planned, probe(model))
+        probed = probe(model)
+        mixers = state_layout(planned, probed)
+        self.continues = dict(zip(mixers, continuations(list(mixers.values())), strict=True))
         self.model, self.config, self.observer = model, config, observer
         self._device = model.device
-        self.storage = PagedStorage(config, layout, self._device)
+        self.storage = PagedStorage(config, page_layout(planned, probed), self._device)
+        self._copier = BlockCopier(self.storage)
         self.tables = MultiGroupBlockTable(
             max_running,
             max_model_len,
@@ -71,17 +81,35 @@ class ModelRunner:
             [group.spec.block_size for group in config.groups],
             num_blocks=max(config.blocks_of(group) for group in range(len(config.groups))),
         )
-        index = {layer.name: layer.index for layer in planned.layers}
-        self._group_of = {index[name]: g for g, group in enumerate(config.groups) for name in group.layer_names}
-        self._views = {index[name]: views for name, views in self.storage.views.items()}
+        group_of = {name: number for number, group in enumerate(config.groups) for name in group.layer_names}
+        attending = [layer for layer in planned.layers if layer.name not in mixers]
+        self._reads = {layer.index: (group_of[layer.name], Reach.of(layer.spec)) for layer in attending}
+        self._views = {layer.index: self.storage.views[layer.name] for layer in attending}
+        self._token_groups = sorted({group for group, _ in self._reads.values()})
+        self._state_groups = sorted({group_of[name] for name in mixers})
         self._vocabulary: int = model.get_input_embeddings().num_embeddings
         self._rows = RowState(max_running, self._vocabulary, self._device)
+        self._context = StepContext()
+        self._mixers = [
+            PagedMixer(mixer, self.continues[name], self.storage.views[name], self._context, group_of[name])
+            for name, mixer in mixers.items()
+        ]
+        self._attach()
+
+    def _attach(self) -> None:
+        """From here on the model runs on pages."""
         attention_gather.register()
-        self._own_attention: str = model.config._attn_implementation
-        set_attention(model, attention_gather.NAME)
+        self._own_attention: str = self.model.config._attn_implementation
+        set_attention(self.model, attention_gather.NAME)
+        step_context.attach(self.model, self._context)
+        for mixer in self._mixers:
+            mixer.install()
 
     def detach(self) -> None:
-        """Give the model the attention back that it had before."""
+        """Give the model its own attention and recurrent mixers back."""
+        for mixer in self._mixers:
+            mixer.remove()
+        step_context.detach(self.model)
         set_attention(self.model, self._own_attention)
 
     def execute(self, step: Step) -> StepResult:
@@ -97,8 +125,7 @@ class ModelRunner:
         for new in step.new_rows:
             self._rows.begin(new)
         self.tables.commit_block_table(self.tables.max_num_reqs)
-        for copy in step.copies:
-            self.storage.copy_block(copy.group, copy.source, copy.destination)
+        self._copier.execute_before(step)
         if not step.num_tokens:
             return StepResult(step.id, Csr.empty(len(step)))
         logits = self._forward(step, self._resolved(step))
@@ -110,11 +137,8 @@ class ModelRunner:
 
     def _check(self, step: Step) -> None:
         """Refuse what this runner cannot do, or what would read a token or a block that is not there."""
-        late = any(copy.stage != "before" or copy.kind == "state" for copy in step.copies)
-        if len(step.drafts.values) or len(step.zero) or late or len(step.state_writes):
-            raise WorkerError(
-                f"Step {step.id} has drafts, zeroing, states or copies behind the forward: this runner has none of them"
-            )
+        if len(step.drafts.values) or any(copy.stage != "before" for copy in step.copies):
+            raise WorkerError(f"Step {step.id} has drafts or copies behind the forward: this runner has none of them")
         if len(step) and step.num_scheduled.min() < 1:
             raise WorkerError(f"Step {step.id} schedules a row without tokens")
         tokens = step.token_ids.values
@@ -126,10 +150,14 @@ class ModelRunner:
         self._check_blocks(step)
 
     def _check_blocks(self, step: Step) -> None:
-        """Every row needs a block for each of its tokens, once the Step's cells are written. O(rows + cells)."""
+        """Every row needs a block for each of its tokens, once the Step's cells are written. O(rows + cells).
+
+        A group of states is checked with its StateBatch.
+        """
         context = step.num_computed.astype(np.int64) + step.num_scheduled
         emptied = np.concatenate((step.finished_rows, [new.row for new in step.new_rows])).astype(np.int64)
-        for group, table in enumerate(self.tables):
+        for group in self._token_groups:
+            table = self.tables[group]
             held = table.num_blocks_per_row.copy()
             held[emptied] = 0
             mine = step.cells.group == group
@@ -163,22 +191,34 @@ class ModelRunner:
         ends = np.cumsum(scheduled)
         inside = np.arange(len(tokens)) - np.repeat(ends - scheduled, scheduled)
         positions = np.repeat(step.num_computed.astype(np.int64), scheduled) + inside
-        self.tables.compute_slot_mapping(self._owner_rows(step), positions)
-        self.tables.commit_slot_mapping(len(tokens))
-        by_group = [attention_gather.gather_batch(step, table, self.model.dtype) for table in self.tables]
-        batches = {layer: by_group[group] for layer, group in self._group_of.items()}
-        carried: dict[str, Any] = {attention_gather.BATCH_ARGUMENT: batches}
-        with torch.inference_mode():
-            out = self.model(
-                input_ids=self._tensor(tokens)[None],
-                position_ids=self._tensor(positions)[None],
-                past_key_values=StepCache(self._views, batches),
-                use_cache=True,
-                logits_to_keep=self._tensor(ends[step.samples] - 1),
-                **carried,
-            )
+        owners = self._owner_rows(step)
+        for group in self._token_groups:
+            self.tables[group].compute_slot_mapping(owners, positions)
+            self.tables[group].commit_slot_mapping(len(tokens))
+        cache = StepCache(self._views, self._context)
+        self._context.begin(
+            self._gather_batches(step), {group: state_batch(step, group, self._device) for group in self._state_groups}
+        )
+        try:
+            with torch.inference_mode():
+                out = self.model(
+                    input_ids=self._tensor(tokens)[None],
+                    use_cache=True,
+                    logits_to_keep=self._tensor(ends[step.samples] - 1),
+                    **cache_arguments(self.model, cache, self._tensor(positions)[None]),
+                )
+        finally:
+            self._context.end()
         logits: torch.Tensor = out.logits[0].float()
         return logits
+
+    def _gather_batches(self, step: Step) -> dict[int, GatherBatch]:
+        """By layer index; layers of a group that reach as far back share one."""
+        made = {
+            (group, reach): attention_gather.gather_batch(step, self.tables[group], reach, self.model.dtype)
+            for group, reach in set(self._reads.values())
+        }
+        return {layer: made[read] for layer, read in self._reads.items()}
 
     def _tensor(self, values: Int64) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
@@ -200,12 +240,15 @@ class ModelRunner:
 
 
 def require_fit(planned: Model, config: KVCacheConfig) -> None:
-    """Raise ConfigError unless ``config`` has exactly the layers of ``planned``, with the same pages."""
-    wanted = {layer.name: (layer.spec.block_size, layer.spec.page_size_bytes) for layer in planned.layers}
+    """Raise ConfigError unless ``config`` has exactly the layers of ``planned``, each keeping as many bytes a token.
+
+    Blocks may be longer than those of ``planned``: the reference layout makes them so.
+    """
+    wanted = {layer.name: _kept(layer.spec) for layer in planned.layers}
     given = {
-        name: (group.spec.block_size, group.spec.page_size_bytes)
+        name: _kept(spec)
         for group in config.groups
-        for name in group.layer_names
+        for name, spec in zip(group.layer_names, group.layer_specs, strict=True)
     }
     if wanted == given:
         return
@@ -217,7 +260,13 @@ def require_fit(planned: Model, config: KVCacheConfig) -> None:
         )
     name = next(name for name in wanted if wanted[name] != given[name])
     raise ConfigError(
-        f"the plan is not of {planned.name}: layer {name} has pages of {given[name][1]} bytes and {given[name][0]} "
-        f"tokens in the plan, {wanted[name][1]} and {wanted[name][0]} in the model. Plan this very model, with its "
-        "dtype and block size"
+        f"the plan is not of {planned.name}: layer {name} keeps {given[name]} bytes in the plan, {wanted[name]} in the "
+        "model. Plan this very model, with its dtype"
     )
+
+
+def _kept(spec: KVCacheSpec) -> str:
+    """How many bytes a layer keeps, of a token or of a state."""
+    if spec.keeps is Keeps.STATE:
+        return f"{spec.content_bytes} a state"
+    return f"{spec.content_bytes // spec.block_size} a token"

@@ -8,27 +8,33 @@ import torch
 from transformers.cache_utils import Cache
 
 from hybridkv.runner.attention_gather import GatherBatch
+from hybridkv.runner.step_context import StepContext
 
 
 class StepCache(Cache):  # type: ignore[misc]  # transformers is not typed
     """Scatters a flattened step into the arena and gathers what its rows attend to.
 
     views: for every layer index its keys and values, [num_blocks, block_size, heads, width] each.
-    batches: for every layer index the GatherBatch of its group.
+    context: has the GatherBatch of every layer. Recurrent mixers do not see this cache: they have one of their own.
     """
 
-    def __init__(self, views: Mapping[int, tuple[torch.Tensor, ...]], batches: Mapping[int, GatherBatch]) -> None:
+    def __init__(self, views: Mapping[int, tuple[torch.Tensor, ...]], context: StepContext) -> None:
         super().__init__(layers=[])
         self._views = views
-        self._batches = batches
+        self._context = context
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values [1, heads, tokens, width]; the contexts [1, heads, gathered tokens, width] back."""
         keys, values = self._views[layer_idx]
-        batch = self._batches[layer_idx]
+        self._context.layer = layer_idx
+        batch = self._context.attention_batch()
         return _through(keys, key_states, batch), _through(values, value_states, batch)
+
+    def has_previous_state(self, *_args: object, **_kwargs: object) -> bool:
+        """False: what is asked for is a mask of padding, and there is none."""
+        return False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: positions are handed in, nothing may be derived from a length that differs from row to row."""
@@ -42,7 +48,7 @@ class StepCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
 
 def _through(pages: torch.Tensor, states: torch.Tensor, batch: GatherBatch) -> torch.Tensor:
-    """Write the step's tokens into ``pages``, then gather the contexts, zeros behind their ends."""
+    """Write the step's tokens into ``pages``, then gather the contexts, zeros where nobody sees them."""
     pages.index_put_((batch.write_block, batch.write_offset), states[0].transpose(0, 1))
     gathered = pages.index_select(0, batch.read_blocks).flatten(0, 1)
     gathered.index_fill_(0, batch.stale, 0)

@@ -1,6 +1,7 @@
 """Where recurrent states are kept: a policy of its own, which only says at which token counts (architecture.md, 6)."""
 
 from hybridkv.cache.placement.named import DEFAULT_PLACEMENT, placement_named
+from hybridkv.cache.placement.planned import placement_of
 from hybridkv.cache.placement.stops import (
     AlignPlacement,
     EndsPlacement,
@@ -17,4 +18,5 @@ __all__ = [
     "NoStates",
     "Placement",
     "placement_named",
+    "placement_of",
 ]
