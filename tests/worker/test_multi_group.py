@@ -66,7 +66,7 @@ def test_calls_go_to_every_group_and_widths_follow_the_block_size() -> None:
 def test_explicit_widths() -> None:
     t = MultiGroupBlockTable(2, 64, 32, False, "cpu", [4, 8], max_num_blocks=[3, 5])  # noqa: FBT003  # vLLM's positions
     assert [one.max_num_blocks_per_req for one in t] == [3, 5]
-    with pytest.raises(ConfigError, match="1 widths"):
+    with pytest.raises(ConfigError, match="1 entries in max_num_blocks for 2 groups"):
         MultiGroupBlockTable(2, 64, 32, False, "cpu", [4, 8], max_num_blocks=[3])  # noqa: FBT003  # same
     with pytest.raises(ConfigError, match="at least one group"):
         MultiGroupBlockTable(2, 64, 32, False, "cpu", [])  # noqa: FBT003  # same

@@ -14,12 +14,14 @@ from hybridkv.worker.block_copy import BlockCopier
 from hybridkv.worker.block_table import BlockTable
 from hybridkv.worker.context_parallel import WHOLE, ContextShare, combine_over_ranks
 from hybridkv.worker.copy_kernels import TORCH, CopyKernels, triton_kernels
+from hybridkv.worker.device_slots import SlotKernel, torch_slots, triton_slots
 from hybridkv.worker.kv_pages import KVPages
 from hybridkv.worker.kv_write import WriteSlots, write_kv, write_latent, write_slots
 from hybridkv.worker.multi_group import MultiGroupBlockTable
 from hybridkv.worker.paged_attention import PagedBatch, paged_attention, paged_batch
+from hybridkv.worker.paged_index import PagedIndex
 from hybridkv.worker.partial_attention import combine_partial, with_sink
-from hybridkv.worker.slot_mapping import SlotMapper
+from hybridkv.worker.slot_mapping import SlotLayout, SlotMapper
 from hybridkv.worker.state_copy import StateCopier, state_layers
 from hybridkv.worker.state_parts import StatePart, state_parts
 from hybridkv.worker.state_plan import StateColumns, StateCopies, StatePlan, state_copies
@@ -39,7 +41,10 @@ __all__ = [
     "PageOrder",
     "PagePart",
     "PagedBatch",
+    "PagedIndex",
     "PagedStorage",
+    "SlotKernel",
+    "SlotLayout",
     "SlotMapper",
     "StateColumns",
     "StateCopier",
@@ -55,7 +60,9 @@ __all__ = [
     "state_copies",
     "state_layers",
     "state_parts",
+    "torch_slots",
     "triton_kernels",
+    "triton_slots",
     "with_sink",
     "write_kv",
     "write_latent",

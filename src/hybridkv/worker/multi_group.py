@@ -8,10 +8,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hybridkv.errors import ConfigError, WorkerError
+from hybridkv.errors import WorkerError
+from hybridkv.specs import KVCacheSpec
+from hybridkv.specs.limits import RequestLimits
 from hybridkv.step import SCHEMA_VERSION, Step
-from hybridkv.units import ceil_div
-from hybridkv.worker.block_table import BlockTable, Ids
+from hybridkv.worker.block_table import BlockTable
+from hybridkv.worker.context_parallel_rank import ContextParallelRank
+from hybridkv.worker.device_slots import SlotKernel, torch_slots
+from hybridkv.worker.group_shapes import GroupShape, group_shapes
+from hybridkv.worker.index_arrays import Ids
+from hybridkv.worker.kernel_blocks import KernelSize
 
 Int32 = NDArray[np.int32]
 
@@ -19,10 +25,20 @@ Int32 = NDArray[np.int32]
 class MultiGroupBlockTable:
     """One BlockTable a group; rows are the same in all of them.
 
-    max_num_reqs: rows. max_model_len: tokens of the longest request, which gives a group
-    ``ceil(max_model_len / block_size)`` columns unless ``max_num_blocks`` lists the widths.
-    block_sizes: tokens, one a group. num_blocks: block ids must lie below it, None for no bound.
+    max_num_reqs, max_num_batched_tokens, pin_memory, device, cp_kv_cache_interleave_size, num_speculative_tokens and
+    the ranks: as in BlockTable. max_model_len: tokens of the longest request.
+    block_sizes: tokens of a memory block, one a group. kernel_block_sizes: how they are split, one entry a group (a
+    size, a list of supported sizes, or None), or a single entry for all groups.
+    max_num_blocks: columns in memory blocks, one number a group, in place of the widths below.
+    num_blocks: block ids must lie below it, one number for all groups or one a group; None for no bound but int32.
+    specs: what each group keeps. Without them every group is taken for attention, ``max(ceil(max_model_len /
+    (block_size * ranks)), 1 + num_speculative_tokens)`` columns wide. With them widths are ``spec.max_row_blocks``,
+    and a group whose blocks hold no tokens of the request itself (recurrent states, an encoder's output) is whole on
+    every rank and is passed over by the slot mapping here; blocks of states are never split.
+    max_encoder_tokens: what cross attention reads.
+
     ``[i]`` is group i's table. ``last_step_id``: the Step applied last, -1 before any.
+    Raises ConfigError for sizes and numbers of entries that cannot work.
     """
 
     def __init__(  # noqa: PLR0917  # the positions are those of vLLM's tables, whose users know them
@@ -33,25 +49,45 @@ class MultiGroupBlockTable:
         pin_memory: bool,
         device: torch.device | str,
         block_sizes: Sequence[int],
-        *,
+        kernel_block_sizes: Sequence[KernelSize] | None = None,
+        num_speculative_tokens: int = 0,
         max_num_blocks: Sequence[int] | None = None,
-        num_blocks: int | None = None,
+        cp_kv_cache_interleave_size: int = 1,
+        *,
+        num_blocks: int | Sequence[int] | None = None,
+        specs: Sequence[KVCacheSpec] | None = None,
+        max_encoder_tokens: int = 0,
+        dcp_world_size: int = 1,
+        dcp_rank: int = 0,
+        pcp_world_size: int = 1,
+        pcp_rank: int = 0,
     ) -> None:
-        if not block_sizes:
-            raise ConfigError("a MultiGroupBlockTable needs the block size of at least one group")
-        if max_num_blocks is None:
-            if max_model_len < 1 or min(block_sizes) < 1:
-                raise ConfigError(
-                    f"max_model_len {max_model_len} and block sizes {list(block_sizes)} must be at least 1"
-                )
-            max_num_blocks = [ceil_div(max_model_len, size) for size in block_sizes]
-        if len(max_num_blocks) != len(block_sizes):
-            raise ConfigError(f"{len(max_num_blocks)} widths in max_num_blocks for {len(block_sizes)} groups")
-        self._tables = tuple(
-            BlockTable(size, max_num_reqs, width, max_num_batched_tokens, pin_memory, device, num_blocks=num_blocks)
-            for size, width in zip(block_sizes, max_num_blocks, strict=True)
+        limits = RequestLimits(
+            max_model_len=max_model_len,
+            dcp=dcp_world_size,
+            pcp=pcp_world_size,
+            max_encoder_tokens=max_encoder_tokens,
+            num_speculative_tokens=num_speculative_tokens,
         )
+        rank = ContextParallelRank(dcp_world_size, dcp_rank, pcp_world_size, pcp_rank, cp_kv_cache_interleave_size)
+        rows = max_num_reqs * (1 + num_speculative_tokens if rank.world_size > 1 else 1)
+        shapes = group_shapes(block_sizes, kernel_block_sizes, max_num_blocks, num_blocks, specs, limits)
+        self._tables = tuple(
+            _table(
+                shape,
+                # what is whole on every rank is kept as by one rank, in as many rows as the others have
+                rank if shape.holds_tokens else ContextParallelRank(),
+                max_num_reqs=max_num_reqs if shape.holds_tokens else rows,
+                max_num_batched_tokens=max_num_batched_tokens,
+                num_speculative_tokens=num_speculative_tokens,
+                pin_memory=pin_memory,
+                device=device,
+            )
+            for shape in shapes
+        )
+        self._mapped = tuple(t for t, shape in zip(self._tables, shapes, strict=True) if shape.holds_tokens)
         self.max_num_reqs = max_num_reqs
+        self.num_rows = rows
         self.last_step_id = -1
 
     def __len__(self) -> int:
@@ -100,7 +136,7 @@ class MultiGroupBlockTable:
     def _check(self, step: Step) -> None:
         """Everything that could be out of range, before anything is written. O(rows + cells)."""
         cells = step.cells
-        widths = np.asarray([table.max_num_blocks_per_req for table in self._tables])
+        widths = np.asarray([table.max_num_kv_blocks_per_req for table in self._tables])
         new_rows = np.asarray([new.row for new in step.new_rows], np.int64)
         for name, rows in (
             ("rows", step.rows),
@@ -110,9 +146,16 @@ class MultiGroupBlockTable:
         ):
             _check_range(step, name, rows, self.max_num_reqs)
         _check_range(step, "cells.group", cells.group, len(self._tables))
-        _check_range(step, "cells.block", cells.block, self._tables[0].id_limit)
         if len({len(cells.group), len(cells.row), len(cells.column), len(cells.block)}) != 1:
             raise WorkerError(f"Step {step.id}: the columns of cells differ in length")
+        limits = np.asarray([table.id_limit for table in self._tables])[cells.group]
+        over = (cells.block < 0) | (cells.block >= limits)
+        if over.any():
+            at = int(np.flatnonzero(over)[0])
+            raise WorkerError(
+                f"Step {step.id}: cells.block must lie in 0 .. {limits[at] - 1} in group {cells.group[at]}, "
+                f"got {cells.block[at]}"
+            )
         over = (cells.column < 0) | (cells.column >= widths[cells.group])
         if over.any():
             at = int(np.flatnonzero(over)[0])
@@ -135,12 +178,21 @@ class MultiGroupBlockTable:
 
     def append_rows(self, rows: Ids, block_ids: Sequence[Ids]) -> None:
         """Append ``block_ids[g][i]`` to row ``rows[i]`` of every group g."""
-        columns = [np.asarray(ids, np.int64) for ids in block_ids]
-        self._check_groups(len(columns))
-        for table, ids in zip(self._tables, columns, strict=True):
+        self._check_groups(len(block_ids))
+        pairs = list(zip(self._tables, block_ids, strict=True))
+        for table, ids in pairs:
             table.check_append_rows(rows, ids)
-        for table, ids in zip(self._tables, columns, strict=True):
+        for table, ids in pairs:
             table.append_rows(rows, ids)
+
+    def add_rows(self, rows: Ids, block_ids: Sequence[Ids]) -> None:
+        """Empty the rows named in every group, then append ``block_ids[g][i]`` to row ``rows[i]`` of group g."""
+        self._check_groups(len(block_ids))
+        pairs = list(zip(self._tables, block_ids, strict=True))
+        for table, ids in pairs:
+            table.check_add_rows(rows, ids)
+        for table, ids in pairs:
+            table.add_rows(rows, ids)
 
     def move_row(self, src: int, tgt: int) -> None:
         """Row ``src`` to row ``tgt`` in every group."""
@@ -152,24 +204,68 @@ class MultiGroupBlockTable:
         for table in self._tables:
             table.swap_row(src, tgt)
 
+    def move_rows(self, src: Ids, tgt: Ids) -> None:
+        """Rows ``src[i]`` to rows ``tgt[i]`` in every group, in order."""
+        for table in self._tables:
+            table.move_rows(src, tgt)
+
+    def swap_rows(self, src: Ids, tgt: Ids) -> None:
+        """Exchange rows ``src[i]`` and ``tgt[i]`` in every group, in order."""
+        for table in self._tables:
+            table.swap_rows(src, tgt)
+
+    def copy_rows(self, src: Ids, tgt: Ids) -> None:
+        """Rows ``tgt[i]`` get the blocks of rows ``src[i]`` in every group, in order."""
+        for table in self._tables:
+            table.copy_rows(src, tgt)
+
+    def clear_rows(self, rows: Ids) -> None:
+        """Rows without blocks, in every group."""
+        for table in self._tables:
+            table.clear_rows(rows)
+
     def clear(self) -> None:
         """No row of any group has blocks."""
         for table in self._tables:
             table.clear()
 
     def compute_slot_mapping(self, req_indices: Ids, positions: Ids) -> None:
-        """Slots of every token in every group, on the host."""
-        for table in self._tables:
-            table.compute_slot_mapping(req_indices, positions)
+        """Slots of every token in every group that holds tokens, on the host. Raises WorkerError before any is written.
+
+        O(tokens * groups).
+        """
+        if self._mapped:
+            rows, at = self._narrowest.slots.check(req_indices, positions)
+            for table in self._mapped:
+                table.map_tokens(rows, at)
+
+    def compute_slot_mapping_on_device(
+        self,
+        req_indices: torch.Tensor,
+        positions: torch.Tensor,
+        kernel: SlotKernel = torch_slots,
+        *,
+        check_ranges: bool = True,
+    ) -> None:
+        """Slots of every token in every group that holds tokens, on the device, as BlockTable's call of that name."""
+        if self._mapped:
+            self._narrowest.slots.check_on_device(req_indices, positions, ranges=check_ranges)
+            for table in self._mapped:
+                table.compute_slot_mapping_on_device(req_indices, positions, kernel, check_ranges=False)
 
     def commit_block_table(self, num_reqs: int) -> int:
-        """Send the changed cells of the first ``num_reqs`` rows; how many."""
+        """Send the changed cells of the first ``num_reqs`` rows of every group; how many."""
         return sum(table.commit_block_table(num_reqs) for table in self._tables)
 
     def commit_slot_mapping(self, num_tokens: int) -> None:
-        """Send the first ``num_tokens`` slots of every group."""
-        for table in self._tables:
+        """Send the first ``num_tokens`` slots of every group that holds tokens."""
+        for table in self._mapped:
             table.commit_slot_mapping(num_tokens)
+
+    @property
+    def _narrowest(self) -> BlockTable:
+        """The table in which the fewest positions have a slot: what fits there fits everywhere."""
+        return min(self._mapped, key=lambda table: table.layout.row_tokens)
 
     def _check_groups(self, lists: int) -> None:
         if lists != len(self._tables):
@@ -182,6 +278,34 @@ class MultiGroupBlockTable:
         for table, ids in pairs:
             table.check_row(ids, row, replacing=replacing)
         return pairs
+
+
+def _table(
+    shape: GroupShape,
+    rank: ContextParallelRank,
+    *,
+    max_num_reqs: int,
+    max_num_batched_tokens: int,
+    num_speculative_tokens: int,
+    pin_memory: bool,
+    device: torch.device | str,
+) -> BlockTable:
+    return BlockTable(
+        shape.block_size,
+        max_num_reqs,
+        shape.width,
+        max_num_batched_tokens,
+        pin_memory,
+        device,
+        shape.kernel_block_size,
+        rank.interleave,
+        num_speculative_tokens,
+        num_blocks=shape.num_blocks,
+        dcp_world_size=rank.dcp_world_size,
+        dcp_rank=rank.dcp_rank,
+        pcp_world_size=rank.pcp_world_size,
+        pcp_rank=rank.pcp_rank,
+    )
 
 
 def _check_range(step: Step, name: str, values: NDArray[np.integer], end: int) -> None:

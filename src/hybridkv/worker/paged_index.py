@@ -1,0 +1,139 @@
+"""The pages of a batch's rows as one list, the form that FlashInfer-like kernels read instead of a dense table.
+
+    table row 0  [ 7 | 3 | 5 | . ]   context 9 of 4 tokens a block     indptr         0     3  4
+    table row 1  [ 8 | . | . | . ]   context 4                         indices        7 3 5  8
+                                                                       last_page_len  1      4
+
+The tokens of row i are those of pages indices[indptr[i]:indptr[i + 1]], all full but the last, of which the first
+last_page_len[i] count. On a context parallel rank they are the tokens that lie there, in order, which may be none:
+then a row has no page and last_page_len is 0. With a first live token the blocks before it are left out; the block
+that holds it is there as a whole, so a kernel still hides its own window's tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hybridkv.errors import WorkerError
+from hybridkv.worker.context_parallel_rank import ContextParallelRank
+from hybridkv.worker.index_arrays import require_below
+from hybridkv.worker.slot_mapping import SlotLayout
+from hybridkv.worker.token_slots import check_integers
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+A = TypeVar("A")
+
+_MOST_PAGES: Final = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedIndex(Generic[A]):
+    """Pages in compressed rows, as numpy arrays or as tensors.
+
+    indptr: int32[n + 1]. indices: int32[indptr[n]], ids of (kernel) blocks. last_page_len: int32[n], tokens of the
+    last page, 0 for a row without pages.
+    """
+
+    indptr: A
+    indices: A
+    last_page_len: A
+
+
+def numpy_paged_index(
+    table: Int32, rows: Int64, context_lens: Int64, first_live: Int64 | None, layout: SlotLayout
+) -> PagedIndex[Int32]:
+    """The pages of the first ``context_lens[i]`` tokens of row ``rows[i]``, from token ``first_live[i]`` on.
+
+    table: int32[rows, layout.width]. rows, context_lens, first_live: int64[n], in range. O(n + pages).
+    """
+    local = layout.rank.local_tokens(context_lens)
+    before = np.zeros_like(local) if first_live is None else layout.rank.local_tokens(first_live)
+    skipped = before // layout.block_size
+    pages = np.where(local > before, -(-local // layout.block_size) - skipped, 0)
+    indptr = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(pages, out=indptr[1:])
+    _check_pages(int(indptr[-1]))
+    cell = np.arange(indptr[-1]) + np.repeat(rows * layout.width + skipped - indptr[:-1], pages)
+    last = np.where(pages > 0, (local - 1) % layout.block_size + 1, 0)
+    return PagedIndex(indptr.astype(np.int32), table.reshape(-1)[cell], last.astype(np.int32))
+
+
+def torch_paged_index(
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    context_lens: torch.Tensor,
+    first_live: torch.Tensor | None,
+    layout: SlotLayout,
+) -> PagedIndex[torch.Tensor]:
+    """``numpy_paged_index`` on the device of its tensors; waits once, for the number of pages. O(n + pages)."""
+    local = _local_tokens(context_lens.long(), layout.rank)
+    before = torch.zeros_like(local) if first_live is None else _local_tokens(first_live.long(), layout.rank)
+    skipped = before // layout.block_size
+    pages = torch.where(local > before, -(-local // layout.block_size) - skipped, 0)
+    indptr = torch.zeros(len(rows) + 1, dtype=torch.int64, device=table.device)
+    torch.cumsum(pages, 0, out=indptr[1:])
+    total = int(indptr[-1])
+    _check_pages(total)
+    first = rows.long() * layout.width + skipped - indptr[:-1]
+    cell = torch.arange(total, device=table.device) + torch.repeat_interleave(first, pages, output_size=total)
+    last = torch.where(pages > 0, (local - 1) % layout.block_size + 1, 0)
+    return PagedIndex(indptr.int(), table.reshape(-1)[cell], last.int())
+
+
+def check_contexts(rows: Int64, context_lens: Int64, first_live: Int64 | None, room_tokens: Int64) -> None:
+    """Raise WorkerError unless 0 <= first_live[i] <= context_lens[i] <= room_tokens[i], what row i has blocks for."""
+    first = np.zeros_like(context_lens) if first_live is None else first_live
+    if not len(rows) == len(context_lens) == len(first):
+        raise WorkerError(
+            f"{len(rows)} rows, {len(context_lens)} context lengths and {len(first)} first live tokens: "
+            "give one of each a row"
+        )
+    wrong = np.flatnonzero((first < 0) | (first > context_lens) | (context_lens > room_tokens))
+    if len(wrong):
+        i = wrong[0]
+        raise WorkerError(
+            f"row {rows[i]}: a context of {context_lens[i]} tokens from token {first[i]} on must begin at 0 or later "
+            f"and end by {room_tokens[i]}, the tokens that the row has blocks for"
+        )
+
+
+def check_device_contexts(
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    context_lens: torch.Tensor,
+    first_live: torch.Tensor | None,
+    layout: SlotLayout,
+) -> None:
+    """Raise WorkerError where kind, place, length or a value does not fit the table; waits for the device."""
+    given = {"rows": rows, "context_lens": context_lens}
+    if first_live is not None:
+        given["first_live"] = first_live
+    for name, values in given.items():
+        check_integers(name, values, table.device)
+    lengths = {len(values) for values in given.values()}
+    if len(lengths) == 1:
+        first = torch.zeros_like(rows) if first_live is None else first_live
+        wrong = (rows < 0) | (rows >= len(table)) | (first < 0) | (first > context_lens)
+        if not bool((wrong | (context_lens > layout.row_tokens)).any()):
+            return
+    host = [values.cpu().numpy().astype(np.int64) for values in given.values()]
+    require_below("rows", host[0], len(table))
+    check_contexts(host[0], host[1], None if first_live is None else host[2], np.full(len(rows), layout.row_tokens))
+
+
+def _local_tokens(context_lens: torch.Tensor, rank: ContextParallelRank) -> torch.Tensor:
+    """``ContextParallelRank.local_tokens`` of a tensor, int64[n]."""
+    rest = context_lens % rank.round_tokens - rank.rank * rank.interleave
+    return context_lens // rank.round_tokens * rank.interleave + rest.clamp(0, rank.interleave)
+
+
+def _check_pages(total: int) -> None:
+    if total > _MOST_PAGES:
+        raise WorkerError(f"{total} pages do not fit the int32 of indptr: ask for fewer rows at once")
