@@ -1,0 +1,291 @@
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slot_support import SlotCase, slot_cases
+
+from hybridkv.errors import ConfigError, WorkerError
+from hybridkv.worker import BlockTable, ContextParallelRank, SlotLayout, torch_slots
+
+CASES = settings(max_examples=4 * settings().max_examples)
+
+
+def split(case: SlotCase) -> tuple[list[int], list[int]]:
+    return [row for row, _ in case.tokens], [position for _, position in case.tokens]
+
+
+def on_rank(rank: int, ranks: int, interleave: int, ids: tuple[int, ...] = (7, 3), block_size: int = 4) -> BlockTable:
+    table = BlockTable(
+        block_size,
+        1,
+        len(ids),
+        64,
+        cp_kv_cache_interleave_size=interleave,
+        dcp_world_size=ranks,
+        dcp_rank=rank,
+    )
+    table.add_row(ids, 0)
+    table.commit_block_table(1)
+    return table
+
+
+def slots_of(table: BlockTable, positions: int) -> str:
+    table.compute_slot_mapping([0] * positions, range(positions))
+    slots = table.slot_mapping_np[:positions].tolist()
+    rows, at = torch.zeros(positions, dtype=torch.int64), torch.arange(positions)
+    table.compute_slot_mapping_on_device(rows, at)
+    assert table.slot_mapping[:positions].tolist() == slots
+    return " ".join("." if slot < 0 else str(slot) for slot in slots)
+
+
+# -- the measured lines
+
+
+@pytest.mark.parametrize(
+    ("ranks", "interleave", "rank", "expected"),
+    [
+        (2, 1, 0, "28 . 29 . 30 . 31 . 12 ."),
+        (2, 1, 1, ". 28 . 29 . 30 . 31 . 12"),
+        (2, 2, 0, "28 29 . . 30 31 . . 12 13"),
+        (2, 4, 0, "28 29 30 31 . . . . 12 13"),
+        (4, 2, 0, "28 29 . . . . . . 30 31 . . . . . . 12 13"),
+        (4, 2, 3, ". . . . . . 28 29 . . . . . . 30 31 . ."),
+    ],
+)
+def test_context_parallel_slots_of_the_contract(ranks: int, interleave: int, rank: int, expected: str) -> None:
+    assert slots_of(on_rank(rank, ranks, interleave), len(expected.split())) == expected
+
+
+def test_rank_is_that_of_prefill_first() -> None:
+    """pcp_rank * dcp_size + dcp_rank: with 2 x 2 ranks and interleave 1, tokens 0..3 lie on (0,0) (0,1) (1,0) (1,1)."""
+    owners = []
+    for pcp_rank in range(2):
+        for dcp_rank in range(2):
+            table = BlockTable(4, 1, 1, 16, dcp_world_size=2, dcp_rank=dcp_rank, pcp_world_size=2, pcp_rank=pcp_rank)
+            table.add_row([7], 0)
+            table.compute_slot_mapping([0] * 4, range(4))
+            owners.append(table.slot_mapping_np[:4].tolist())
+    assert owners == [[28, -1, -1, -1], [-1, 28, -1, -1], [-1, -1, 28, -1], [-1, -1, -1, 28]]
+
+
+# -- all parameters, token by token
+
+
+@CASES
+@given(case=slot_cases())
+def test_numpy_slots_are_those_of_a_loop(case: SlotCase) -> None:
+    table = case.table()
+    table.compute_slot_mapping([0] * 40, [0] * 40)  # more than follow: their slots must be gone
+    table.commit_slot_mapping(40)
+    table.compute_slot_mapping(*split(case))
+    expected = case.slots()
+    behind = [-1] * (len(table.slot_mapping) - len(expected))
+    assert table.slot_mapping_np.tolist() == expected + behind
+    table.commit_slot_mapping(len(expected))
+    assert table.slot_mapping.tolist() == expected + behind
+    assert table.slot_mapping.dtype == torch.int64
+
+
+@CASES
+@given(case=slot_cases(), wide=st.booleans())
+def test_torch_slots_are_those_of_a_loop(case: SlotCase, wide: bool) -> None:
+    table = case.table()
+    rows, positions = (torch.tensor(one, dtype=torch.int64 if wide else torch.int32) for one in split(case))
+    table.compute_slot_mapping_on_device(torch.zeros(40, dtype=torch.int64), torch.zeros(40, dtype=torch.int64))
+    table.compute_slot_mapping_on_device(rows, positions)
+    expected = case.slots()
+    assert table.slot_mapping.tolist() == expected + [-1] * (len(table.slot_mapping) - len(expected))
+    assert (table.slot_mapping_np == -1).all()
+
+
+@settings(max_examples=settings().max_examples // 2)
+@given(case=slot_cases())
+def test_every_token_has_one_rank_and_no_two_share_a_slot(case: SlotCase) -> None:
+    """The formula itself: all ranks together hold each token once, each rank's tokens fill its slots in order."""
+    end = case.width * case.block_size * case.cp
+    held = []
+    for dcp_rank in range(case.dcp[0]):
+        for pcp_rank in range(case.pcp[0]):
+            one = SlotCase(
+                case.block_size,
+                case.kernel_blocks,
+                (tuple(range(case.width)),),  # block i of the request is block i: slots are local indices
+                (case.dcp[0], dcp_rank),
+                (case.pcp[0], pcp_rank),
+                case.interleave,
+                (),
+            )
+            table = one.table(tokens=end)
+            table.compute_slot_mapping([0] * end, range(end))
+            slots = table.slot_mapping_np[:end]
+            local = np.flatnonzero(slots >= 0)
+            assert slots[local].tolist() == list(range(case.width * case.block_size))
+            held.append(local)
+    assert np.sort(np.concatenate(held)).tolist() == list(range(end))
+
+
+# -- known defects
+
+
+def test_slots_do_not_overflow_int32() -> None:
+    last = (1 << 31) - 1
+    table = BlockTable(256, 1, 1, 8)
+    table.add_row([last], 0)
+    table.commit_block_table(1)
+    table.compute_slot_mapping([0], [255])
+    table.compute_slot_mapping_on_device(torch.zeros(1, dtype=torch.int32), torch.tensor([255], dtype=torch.int32))
+    assert table.slot_mapping_np[0] == table.slot_mapping[0].item() == last * 256 + 255
+
+
+@pytest.mark.parametrize("supported", [[64, 16], [64, 48, 16], [0, 64, 16], [16, 64]])
+def test_slots_are_computed_whichever_kernel_size_is_chosen(supported: list[int]) -> None:
+    table = BlockTable(32, 1, 2, 64, kernel_block_size=supported)
+    table.add_row([5, 2], 0)
+    table.commit_block_table(1)
+    assert table.block_size == 16
+    expected = [(5 if p < 32 else 2) * 32 + p % 32 for p in range(64)]
+    assert slots_of(table, 64) == " ".join(map(str, expected))
+
+
+# -- what a window left behind
+
+
+def test_slots_of_null_blocks_are_those_of_the_null_block() -> None:
+    table = BlockTable(4, 1, 3, 16, kernel_block_size=2)
+    table.write_cells([0, 0], [1, 2], [9, 4])
+    table.compute_slot_mapping([0] * 5, [0, 3, 4, 7, 8])
+    assert table.slot_mapping_np[:5].tolist() == [0, 3, 36, 39, 16]
+
+
+# -- the buffer
+
+
+def test_prefill_context_parallel_pads_the_slot_buffer() -> None:
+    plain = BlockTable(4, 3, 2, 32, dcp_world_size=2)
+    padded = BlockTable(4, 3, 2, 32, pcp_world_size=2)
+    assert (len(plain.slot_mapping), len(padded.slot_mapping)) == (32, 32 + 2 * 2 * 3)
+    padded.compute_slot_mapping([0] * 44, [0] * 44)
+    padded.commit_slot_mapping(44)
+    with pytest.raises(WorkerError, match="45 tokens exceed the 44 slots"):
+        padded.compute_slot_mapping([0] * 45, [0] * 45)
+
+
+@pytest.mark.parametrize("through_torch", [False, True])
+def test_what_lies_behind_the_slots_is_minus_one(through_torch: bool) -> None:
+    table = BlockTable(4, 1, 4, 16)
+    table.add_row([5, 6, 7, 8], 0)
+    if through_torch:
+        table.slots._mirror = None  # as on a device whose memory numpy cannot write
+    table.compute_slot_mapping([0] * 10, range(10))
+    table.commit_slot_mapping(10)
+    table.compute_slot_mapping([0] * 3, range(3))
+    table.commit_slot_mapping(3)
+    assert table.slot_mapping.tolist() == [20, 21, 22] + [-1] * 13
+    table.commit_slot_mapping(0)
+    assert table.slot_mapping.tolist() == [-1] * 16
+    table.commit_slot_mapping(16)
+    assert table.slot_mapping.tolist() == [20, 21, 22] + [-1] * 13
+
+
+# -- what cannot be
+
+
+@pytest.mark.parametrize(
+    ("rows", "positions", "message"),
+    [
+        (torch.tensor([0, 3]), torch.tensor([0, 0]), r"rows must lie in 0 \.\. 2, got 0 \.\. 3"),
+        (torch.tensor([-1]), torch.tensor([0]), "rows must lie"),
+        (torch.tensor([0]), torch.tensor([16]), r"positions must lie in 0 \.\. 15 \(2 columns\), got 16"),
+        (torch.tensor([0]), torch.tensor([-1]), "positions must lie"),
+        (torch.tensor([0]), torch.tensor([0, 1]), "1 rows but 2 positions"),
+        (torch.tensor([0.0]), torch.tensor([0]), "req_indices must be int32 or int64"),
+        (torch.tensor([0]), torch.tensor([[0]]), "positions must be int32 or int64"),
+        (torch.tensor([0]), torch.zeros(1, dtype=torch.int64, device="meta"), "must lie on cpu"),
+        (torch.zeros(9, dtype=torch.int64), torch.zeros(9, dtype=torch.int64), "9 tokens exceed the 8 slots"),
+    ],
+)
+def test_device_tokens_that_do_not_fit_change_nothing(
+    rows: torch.Tensor, positions: torch.Tensor, message: str
+) -> None:
+    table = BlockTable(4, 3, 2, 8, dcp_world_size=2)
+    table.add_row([5, 6], 0)
+    table.commit_block_table(3)
+    table.compute_slot_mapping_on_device(torch.tensor([0, 0]), torch.tensor([2, 8]))
+    with pytest.raises(WorkerError, match=message):
+        table.compute_slot_mapping_on_device(rows, positions)
+    assert table.slot_mapping.tolist() == [21, 24] + [-1] * 6
+
+
+def test_unchecked_tokens_out_of_range_have_no_slot() -> None:
+    table = BlockTable(4, 2, 2, 8)
+    table.add_row([5, 6], 1)
+    table.commit_block_table(2)
+    rows, positions = torch.tensor([1, 2, -1, 1, 1, 1]), torch.tensor([7, 0, 0, 8, -1, 1 << 62])
+    table.compute_slot_mapping_on_device(rows, positions, check_ranges=False)
+    assert table.slot_mapping[:6].tolist() == [27, -1, -1, -1, -1, -1]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: t.compute_slot_mapping([0.5], [0]),
+        lambda t: t.compute_slot_mapping([0], np.array([1.5])),
+        lambda t: t.compute_slot_mapping([[0]], [[0]]),
+        lambda t: t.append_row([1.5], 0),
+        lambda t: t.append_rows([True], [1]),
+    ],
+)
+def test_only_integers_in_one_dimension(call: Callable[[BlockTable], None]) -> None:
+    table = BlockTable(4, 2, 2, 8)
+    with pytest.raises(WorkerError, match="integers in one dimension"):
+        call(table)
+    assert not table.get_numpy_array().any()
+    assert (table.slot_mapping_np == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dcp_world_size": 2, "cp_kv_cache_interleave_size": 3}, "cp_kv_cache_interleave_size 3 does not divide"),
+        (
+            {"dcp_world_size": 2, "cp_kv_cache_interleave_size": 8, "kernel_block_size": 4},
+            "does not divide the block size 4 of the kernel",
+        ),
+        ({"cp_kv_cache_interleave_size": 0}, "cp_kv_cache_interleave_size must be at least 1"),
+        ({"dcp_world_size": 2, "dcp_rank": 2}, r"dcp_rank must lie in 0 \.\. 1"),
+        ({"pcp_world_size": 2, "pcp_rank": -1}, r"pcp_rank must lie in 0 \.\. 1"),
+        ({"pcp_rank": 1}, r"pcp_rank must lie in 0 \.\. 0"),
+        ({"dcp_world_size": 0}, "dcp_world_size must be at least 1"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens must be at least 0"),
+    ],
+)
+def test_ranks_and_interleaves_that_cannot_work(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BlockTable(8, 2, 2, 8, **arguments)  # type: ignore[arg-type]  # integers all
+
+
+def test_a_single_rank_has_no_use_for_an_interleave() -> None:
+    table = BlockTable(4, 1, 2, 8, cp_kv_cache_interleave_size=16)
+    table.add_row([7, 3], 0)
+    table.compute_slot_mapping([0] * 8, range(8))
+    assert table.slot_mapping_np.tolist() == [28, 29, 30, 31, 12, 13, 14, 15]
+
+
+def test_a_wrong_offset_would_be_noticed() -> None:
+    """The comparison of this file against a kernel that is off by one, and one that forgets the ranks."""
+    case = SlotCase(8, 2, ((3, 1),), (2, 1), (1, 0), 2, ((0, 2), (0, 7), (0, 13)))
+    table = case.table()
+    rows, positions = (torch.tensor(one) for one in split(case))
+
+    def alone(layout: SlotLayout) -> SlotLayout:
+        return SlotLayout(layout.block_size, layout.width, ContextParallelRank())
+
+    table.compute_slot_mapping_on_device(rows, positions)
+    assert table.slot_mapping[:3].tolist() == case.slots()
+    table.compute_slot_mapping_on_device(rows, positions, lambda t, r, p, a, out: torch_slots(t, r, p + 1, a, out))
+    assert table.slot_mapping[:3].tolist() != case.slots()
+    table.compute_slot_mapping_on_device(rows, positions, lambda t, r, p, a, out: torch_slots(t, r, p, alone(a), out))
+    assert table.slot_mapping[:3].tolist() != case.slots()
