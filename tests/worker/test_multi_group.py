@@ -1,13 +1,17 @@
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.request import SamplingParams
+from hybridkv.specs import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from hybridkv.step import SCHEMA_VERSION, Cells, Csr, NewRow, Step
-from hybridkv.worker import MultiGroupBlockTable
+from hybridkv.worker import MultiGroupBlockTable, SlotKernel, torch_slots
+from hybridkv.worker.kernel_blocks import KernelSize
 
 
 def tables(groups: int = 2) -> MultiGroupBlockTable:
@@ -70,6 +74,196 @@ def test_explicit_widths() -> None:
         MultiGroupBlockTable(2, 64, 32, False, "cpu", [4, 8], max_num_blocks=[3])  # noqa: FBT003  # same
     with pytest.raises(ConfigError, match="at least one group"):
         MultiGroupBlockTable(2, 64, 32, False, "cpu", [])  # noqa: FBT003  # same
+
+
+def full(block_size: int, window: int = 0) -> KVCacheSpec:
+    if window:
+        return SlidingWindowSpec(
+            block_size=block_size, num_kv_heads=1, head_size=8, dtype="float32", sliding_window=window
+        )
+    return FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=8, dtype="float32")
+
+
+def mamba(block_size: int, mode: str, spec: int = 0) -> KVCacheSpec:
+    return MambaSpec(
+        block_size=block_size, shapes=((4,),), dtypes=("float32",), cache_mode=mode, num_speculative_blocks=spec
+    )
+
+
+def cross(block_size: int) -> KVCacheSpec:
+    return CrossAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=8, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("cp", "spec", "widths"),
+    [
+        # attention bs 4, attention bs 16, window bs 4, Mamba align bs 16, none bs 16, cross of 20 tokens bs 4
+        (1, 0, [16, 4, 16, 4, 1, 5]),
+        (1, 5, [16, 6, 16, 9, 6, 5]),
+        (2, 0, [8, 2, 8, 4, 1, 5]),
+        (2, 2, [8, 3, 8, 6, 3, 5]),
+    ],
+)
+def test_row_widths_of_the_contract(cp: int, spec: int, widths: list[int]) -> None:
+    specs = [full(4), full(16), full(4, 8), mamba(16, "align", spec), mamba(16, "none", spec), cross(4)]
+    sizes = [one.block_size for one in specs]
+    for dcp, pcp in ((cp, 1), (1, cp)):
+        t = MultiGroupBlockTable(
+            4,
+            61,
+            32,
+            False,  # noqa: FBT003  # vLLM's positions
+            "cpu",
+            sizes,
+            num_speculative_tokens=spec,
+            specs=specs,
+            max_encoder_tokens=20,
+            dcp_world_size=dcp,
+            pcp_world_size=pcp,
+        )
+        assert [one.max_num_blocks_per_req for one in t] == widths
+        assert {one.num_rows for one in t} == {t.num_rows} == {4 * (1 + spec) if cp > 1 else 4}
+        attention = MultiGroupBlockTable(
+            4,
+            61,
+            32,
+            False,  # noqa: FBT003  # vLLM's positions
+            "cpu",
+            sizes[:3],
+            num_speculative_tokens=spec,
+            dcp_world_size=dcp,
+            pcp_world_size=pcp,
+        )
+        assert [one.max_num_blocks_per_req for one in attention] == widths[:3]
+
+
+def test_blocks_without_tokens_of_the_request_are_whole_and_have_no_slots() -> None:
+    specs = [full(4), mamba(16, "none"), cross(4)]
+    t = MultiGroupBlockTable(
+        2,
+        64,
+        32,
+        False,  # noqa: FBT003  # vLLM's positions
+        "cpu",
+        [4, 16, 4],
+        [2],
+        cp_kv_cache_interleave_size=2,
+        specs=specs,
+        max_encoder_tokens=8,
+        dcp_world_size=2,
+        dcp_rank=1,
+    )
+    assert [one.block_size for one in t] == [2, 16, 2]  # a state is never split
+    t.add_row([[7, 3], [9], [5, 6]], 0)
+    t.compute_slot_mapping([0, 0, 0], [1, 2, 15])  # further than the state has columns
+    t.commit_slot_mapping(3)
+    assert [one.slot_mapping[:3].tolist() for one in t] == [[-1, 28, 15], [-1] * 3, [-1] * 3]
+    t[2].compute_slot_mapping([0, 0], [1, 7])  # positions in the encoder's output, all of it on every rank
+    assert t[2].slot_mapping_np[:2].tolist() == [21, 27]
+    no_tokens = MultiGroupBlockTable(2, 64, 32, False, "cpu", [16], specs=specs[1:2])  # noqa: FBT003  # same
+    no_tokens.compute_slot_mapping([0], [50])
+    assert (no_tokens[0].slot_mapping_np == -1).all()
+
+
+def test_kernel_sizes_one_a_group_or_one_for_all() -> None:
+    def sizes(kernel: list[KernelSize] | None) -> list[tuple[int, int]]:
+        t = MultiGroupBlockTable(2, 64, 32, False, "cpu", [32, 16], kernel)  # noqa: FBT003  # vLLM's positions
+        return [(one.block_size, one.max_num_blocks_per_req) for one in t]
+
+    assert sizes(None) == sizes([None]) == sizes([0]) == sizes([[0]]) == [(32, 2), (16, 4)]
+    assert sizes([8]) == [(8, 8), (8, 8)]
+    assert sizes([[64, 16, 8]]) == [(16, 4), (16, 4)]
+    assert sizes([8, None]) == [(8, 8), (16, 4)]
+    assert sizes([[0], [8, 16]]) == [(32, 2), (8, 8)]
+    with pytest.raises(ConfigError, match="3 entries in kernel_block_sizes for 2 groups"):
+        sizes([8, 8, 8])
+    with pytest.raises(ConfigError, match="0 entries in kernel_block_sizes"):
+        sizes([])
+    with pytest.raises(ConfigError, match="kernel_block_size 32 does not divide blocks of 16"):
+        sizes([32])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"specs": [full(4)]}, "1 entries in specs for 2 groups"),
+        ({"specs": [full(4), full(4)]}, "group 1: block size 8, but its spec has 4"),
+        ({"num_blocks": [4]}, "1 entries in num_blocks for 2 groups"),
+        ({"max_num_blocks": [4, 0]}, "max_num_blocks_per_req must be at least 1"),
+        ({"dcp_world_size": 2, "dcp_rank": 2}, "dcp_rank"),
+        ({"pcp_world_size": 2, "cp_kv_cache_interleave_size": 3}, "does not divide"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
+    ],
+)
+def test_arguments_that_cannot_work(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MultiGroupBlockTable(2, 64, 32, False, "cpu", [4, 8], **arguments)  # noqa: FBT003  # vLLM's positions
+
+
+def test_each_group_has_its_own_bound_of_ids() -> None:
+    t = MultiGroupBlockTable(2, 64, 32, False, "cpu", [4, 8], num_blocks=[100, 10])  # noqa: FBT003  # vLLM's positions
+    t.apply(step(0, cells((0, 0, 0, 99), (1, 0, 0, 9)), new=(0,)))
+    with pytest.raises(WorkerError, match=r"cells.block must lie in 0 \.\. 9 in group 1, got 10"):
+        t.apply(step(1, cells((0, 0, 1, 5), (1, 0, 1, 10))))
+    assert (blocks(t, 0, 0), blocks(t, 1, 0)) == ([99], [9])
+
+
+def test_steps_name_memory_blocks() -> None:
+    t = MultiGroupBlockTable(2, 64, 32, False, "cpu", [32], [16], num_blocks=8)  # noqa: FBT003  # vLLM's positions
+    t.apply(step(0, cells((0, 1, 0, 3), (0, 1, 1, 7)), new=(1,)))
+    assert blocks(t, 0, 1) == [6, 7, 14, 15]
+    with pytest.raises(WorkerError, match="column 2 of row 1 lies outside the 2 columns"):
+        t.apply(step(1, cells((0, 1, 2, 3))))
+
+
+def test_a_new_row_has_nothing_of_the_old_one() -> None:
+    """A window's hit sends its live columns alone; what lies before them must not be the last request's blocks."""
+    t = tables(1)
+    t.apply(step(0, cells((0, 0, 0, 11), (0, 0, 1, 12), (0, 0, 2, 13)), new=(0,)))
+    t.commit_block_table(4)
+    t.apply(step(1, cells((0, 0, 2, 21), (0, 0, 3, 22)), new=(0,), finished=(0,)))
+    t.commit_block_table(4)
+    assert blocks(t, 0, 0) == t[0].get_device_tensor()[0, :4].tolist() == [0, 0, 21, 22]
+
+
+def test_batched_calls_go_to_every_group() -> None:
+    t = tables()
+    t.add_rows([0, 1, 0], [[1, 2, 3], [4, 5, 6]])
+    assert [blocks(t, g, r) for g in range(2) for r in range(2)] == [[1, 3], [2], [4, 6], [5]]
+    t.swap_rows([0], [1])
+    t.move_rows([1], [2])
+    t.copy_rows([2], [3])
+    t.clear_rows([0])
+    assert [[blocks(t, g, r) for r in range(4)] for g in range(2)] == [
+        [[], [], [1, 3], [1, 3]],
+        [[], [], [4, 6], [4, 6]],
+    ]
+
+
+@pytest.mark.parametrize("kernel", [torch_slots, None])
+def test_slots_of_every_group_on_the_device(kernel: SlotKernel | None) -> None:
+    t = tables()
+    t.add_row([[7, 3], [5]], 2)
+    t.commit_block_table(4)
+    rows, positions = torch.tensor([2, 2]), torch.tensor([1, 6])
+    if kernel is None:
+        t.compute_slot_mapping_on_device(rows, positions, check_ranges=False)
+    else:
+        t.compute_slot_mapping_on_device(rows, positions, kernel)
+    assert [one.slot_mapping[:3].tolist() for one in t] == [[29, 14, -1], [41, 46, -1]]
+
+
+def test_no_slot_is_written_when_a_position_lies_outside_one_group() -> None:
+    t = MultiGroupBlockTable(2, 64, 32, False, "cpu", [4, 4], max_num_blocks=[4, 2])  # noqa: FBT003  # vLLM's positions
+    t.add_row([[1, 2, 3], [4, 5]], 0)
+    t.commit_block_table(2)
+    with pytest.raises(WorkerError, match=r"positions must lie in 0 \.\. 7"):
+        t.compute_slot_mapping([0, 0], [1, 8])
+    with pytest.raises(WorkerError, match=r"positions must lie in 0 \.\. 7"):
+        t.compute_slot_mapping_on_device(torch.tensor([0, 0]), torch.tensor([1, 8]))
+    for one in t:
+        assert (one.slot_mapping_np == -1).all()
+        assert (one.slot_mapping == -1).all()
 
 
 def test_a_step_clears_finished_rows_begins_new_ones_then_writes_in_order() -> None:
@@ -138,6 +332,9 @@ def test_no_group_is_written_when_one_does_not_fit() -> None:
         lambda: t.add_row([[1], [100]], 0),
         lambda: t.append_rows([0], [[1], [-1]]),
         lambda: t.append_row([[1]], 0),
+        lambda: t.add_rows([0], [[1], [100]]),
+        lambda: t.add_rows([0], [[1]]),
+        lambda: t.move_rows([0], [4]),
     ]
     for call in calls:
         with pytest.raises(WorkerError):

@@ -10,7 +10,7 @@ from slot_support import SlotCase, slot_cases
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.worker import BlockTable, ContextParallelRank, SlotLayout, torch_slots
 
-CASES = settings(max_examples=4 * settings().max_examples)
+CASES = settings(max_examples=3 * settings().max_examples)
 
 
 def split(case: SlotCase) -> tuple[list[int], list[int]]:
