@@ -36,8 +36,8 @@ for capability in (80, 90):
 
 
 def mapped(table: BlockTable, rows: list[int], positions: list[int], dtype: torch.dtype = torch.int64) -> list[int]:
-    tokens = [torch.tensor(one, dtype=dtype, device=DEVICE) for one in (rows, positions)]
-    table.compute_slot_mapping_on_device(tokens[0], tokens[1], triton_slots, check_ranges=False)
+    tokens = torch.tensor([rows, positions], dtype=dtype, device=DEVICE).T.contiguous()  # the columns are strided
+    table.compute_slot_mapping_on_device(tokens[:, 0], tokens[:, 1], triton_slots, check_ranges=False)
     slots: list[int] = table.slot_mapping.tolist()
     return slots
 

@@ -1,5 +1,7 @@
 """Tables and slots on a GPU: the same comparisons, sends from pinned memory, and the bandwidth of the slot kernels."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
 ]
 
+# of the rate of a plain copy: torch reads and writes the batch anew in each of its operations, Triton once
+LEAST = {torch_slots: 0.02, triton_slots: 0.25}
 KERNELS = pytest.mark.parametrize("kernel", [torch_slots, triton_slots])
 TOKENS = 1 << 24
 BYTES_A_TOKEN = 8 + 8 + 4 + 8  # row, position, cell, slot
@@ -62,16 +66,15 @@ def test_bandwidth_against_a_copy(kernel: SlotKernel, capsys: pytest.CaptureFixt
     rows = torch.arange(1024, device="cuda").repeat_interleave(TOKENS // 1024)
     positions = torch.arange(TOKENS // 1024, device="cuda").repeat(1024)
 
-    def milliseconds(call: object) -> float:
-        assert callable(call)
+    def milliseconds(call: Callable[[], object]) -> float:
         call()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(20):
             call()
         end.record()
         torch.cuda.synchronize()
-        return start.elapsed_time(end) / 20
+        return float(start.elapsed_time(end)) / 20
 
     mine = milliseconds(lambda: table.compute_slot_mapping_on_device(rows, positions, kernel, check_ranges=False))
     source = torch.randn(TOKENS * BYTES_A_TOKEN // 8, device="cuda")
@@ -80,5 +83,5 @@ def test_bandwidth_against_a_copy(kernel: SlotKernel, capsys: pytest.CaptureFixt
     name = getattr(kernel, "__name__", str(kernel))
     with capsys.disabled():
         rate = TOKENS * BYTES_A_TOKEN / 1e6
-        print(f"\n{name}: {rate / mine:.0f} GB/s; a plain copy of as many bytes {rate / plain:.0f} GB/s")
-    assert mine > 0
+        print(f"\n{name}: {rate / mine:.0f} GB/s; a plain copy of as many bytes {rate / plain:.0f} GB/s")  # noqa: T201 - what this test is run for
+    assert plain / mine > LEAST[kernel]
