@@ -138,8 +138,11 @@ def test_write_cells_takes_them_in_order() -> None:
     t.write_cells([1, 1, 1], [0, 2, 0], [4, 5, 6])
     assert t.num_blocks_per_row[1] == 3
     assert t.get_numpy_array()[1, [0, 2]].tolist() == [6, 5]
-    t.write_cells([1], [0], [8])
-    assert t.num_blocks_per_row[1] == 3
+    t.commit_block_table(4)
+    t.write_cells([1, 1], [0, 3], [8, 9])
+    assert blocks(t, 1) == [8, 0, 5, 9]
+    assert t.commit_block_table(4) == 2
+    assert committed(t, 1) == [8, 0, 5, 9]
 
 
 def test_commit_sends_the_changed_cells_and_nothing_else() -> None:
@@ -254,7 +257,7 @@ class Follower:
         self.rows[a] = self.rows[b] = []
 
     def commit(self, a: int, _: int, __: list[int]) -> None:
-        self.table.commit_block_table(a)
+        self.table.commit_block_table(a + 1)
 
     def check(self) -> None:
         n = self.table.blocks_per_kv_block
@@ -268,7 +271,8 @@ CALLS = ["append", "append_many", "add", "move", "swap", "copy", "cells", "clear
 CALL = st.tuples(st.sampled_from(CALLS), st.integers(0, 3), st.integers(0, 3), st.lists(st.integers(1, 99), max_size=3))
 
 
-@given(calls=st.lists(CALL, max_size=25), through_torch=st.booleans(), kernel=st.sampled_from([4, 2]))
+@settings(max_examples=3 * settings().max_examples)
+@given(calls=st.lists(CALL, min_size=5, max_size=30), through_torch=st.booleans(), kernel=st.sampled_from([4, 2]))
 def test_device_follows_host_through_any_calls(
     calls: list[tuple[str, int, int, list[int]]], through_torch: bool, kernel: int
 ) -> None:
