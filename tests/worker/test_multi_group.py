@@ -190,7 +190,7 @@ def test_kernel_sizes_one_a_group_or_one_for_all() -> None:
         ({"specs": [full(4), full(4)]}, "group 1: block size 8, but its spec has 4"),
         ({"num_blocks": [4]}, "1 entries in num_blocks for 2 groups"),
         ({"max_num_blocks": [4, 0]}, "max_num_blocks_per_req must be at least 1"),
-        ({"dcp_world_size": 2, "dcp_rank": 2}, "dcp_rank"),
+        ({"dcp_world_size": 2, "dcp_rank": 2}, "dcp rank 2 of 2"),
         ({"pcp_world_size": 2, "cp_kv_cache_interleave_size": 3}, "does not divide"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
     ],

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from slot_support import SlotCase, slot_cases
 
 from hybridkv.errors import WorkerError
-from hybridkv.worker import BlockTable, ContextParallelRank, PagedIndex
+from hybridkv.worker import BlockTable, ContextShare, PagedIndex
+from hybridkv.worker.paged_index import local_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,9 @@ def test_pages_are_those_of_a_loop(asked: tuple[SlotCase, Query]) -> None:
 @settings(max_examples=settings().max_examples)
 @given(case=slot_cases())
 def test_local_tokens_are_counted_one_by_one(case: SlotCase) -> None:
-    rank = ContextParallelRank(*case.dcp, *case.pcp, case.interleave)
+    share = ContextShare(case.cp, case.rank, case.interleave)
     lens = np.arange(3 * case.cp * case.interleave + 2)
-    assert rank.local_tokens(lens).tolist() == [sum(map(case.is_local, range(n))) for n in lens.tolist()]
+    assert local_tokens(lens, share).tolist() == [sum(map(case.is_local, range(n))) for n in lens.tolist()]
 
 
 def test_the_example_of_the_docstring() -> None:

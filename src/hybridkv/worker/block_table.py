@@ -22,17 +22,11 @@ import torch
 from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError, WorkerError
-from hybridkv.worker.context_parallel_rank import ContextParallelRank
+from hybridkv.worker.context_parallel import ContextShare
 from hybridkv.worker.device_slots import SlotKernel, torch_slots
 from hybridkv.worker.index_arrays import Ids, as_int64, occurrences, ragged, require_below
 from hybridkv.worker.kernel_blocks import KernelSize, choose_kernel_block_size, id_limit, map_to_kernel_blocks
-from hybridkv.worker.paged_index import (
-    PagedIndex,
-    check_contexts,
-    check_device_contexts,
-    numpy_paged_index,
-    torch_paged_index,
-)
+from hybridkv.worker.paged_index import PagedIndex, check_contexts, numpy_paged_index, torch_paged_index
 from hybridkv.worker.row_moves import NO_ROW, copied, moved, swapped
 from hybridkv.worker.slot_mapping import SlotLayout
 from hybridkv.worker.table_mirror import TableMirror, zeros_on_host
@@ -51,7 +45,7 @@ class BlockTable:
     max_num_blocks_per_req: columns, in memory blocks. max_num_batched_tokens: tokens of the largest step.
     pin_memory: keep the host table in pinned memory and send from such (for a GPU). device: where the mirror lives.
     kernel_block_size: tokens of a kernel block, the sizes that a kernel supports, or None (kernel_blocks.py).
-    cp_kv_cache_interleave_size, dcp_*, pcp_*: which tokens lie here (context_parallel_rank.py).
+    cp_kv_cache_interleave_size, dcp_*, pcp_*: which tokens lie here (ContextShare).
     num_speculative_tokens: with several ranks there are ``max_num_reqs * (1 + num_speculative_tokens)`` rows, so that
     every token of a request that verifies drafts can have a row of its own (``copy_rows``).
     num_blocks: ids of memory blocks must lie below it, None for no bound but int32.
@@ -86,18 +80,24 @@ class BlockTable:
             max_num_batched_tokens=max_num_batched_tokens,
         )
         _check_least(0, num_speculative_tokens=num_speculative_tokens)
-        rank = ContextParallelRank(dcp_world_size, dcp_rank, pcp_world_size, pcp_rank, cp_kv_cache_interleave_size)
+        share = ContextShare.of_ranks(
+            dcp_size=dcp_world_size,
+            dcp_rank=dcp_rank,
+            pcp_size=pcp_world_size,
+            pcp_rank=pcp_rank,
+            interleave=cp_kv_cache_interleave_size,
+        )
         self.kv_block_size = block_size
         self.block_size = choose_kernel_block_size(block_size, kernel_block_size)
         self.blocks_per_kv_block = block_size // self.block_size
         self.max_num_reqs = max_num_reqs
-        self.num_rows = max_num_reqs * (1 + num_speculative_tokens if rank.world_size > 1 else 1)
+        self.num_rows = max_num_reqs * (1 + num_speculative_tokens if share.size > 1 else 1)
         self.max_num_kv_blocks_per_req = max_num_blocks_per_req
         self.max_num_blocks_per_req = max_num_blocks_per_req * self.blocks_per_kv_block
         self.max_num_batched_tokens = max_num_batched_tokens
         self.device = torch.device(device)
         self.id_limit = id_limit(num_blocks, self.blocks_per_kv_block)
-        self.layout = SlotLayout(self.block_size, self.max_num_blocks_per_req, rank)
+        self.layout = SlotLayout(self.block_size, self.max_num_blocks_per_req, share)
         self._parts: Int64 = np.arange(self.blocks_per_kv_block)
         shape = (self.num_rows, self.max_num_blocks_per_req)
         self._cpu = zeros_on_host(shape, pin_memory)
@@ -239,7 +239,7 @@ class BlockTable:
         """
         at, context = self._checked_rows(rows), as_int64("context_lens", context_lens)
         first = None if first_live is None else as_int64("first_live", first_live)
-        room = self.num_blocks_per_row[at].astype(np.int64) * (self.block_size * self.layout.rank.world_size)
+        room = self.num_blocks_per_row[at].astype(np.int64) * (self.block_size * self.layout.share.size)
         check_contexts(at, context, first, room)
         return numpy_paged_index(self._host, at, context, first, self.layout)
 
@@ -251,9 +251,7 @@ class BlockTable:
         rows, context_lens, first_live: int32[n] or int64[n] there. Raises WorkerError for rows out of range and for
         contexts wider than the table: the device does not know how many blocks a row has. O(rows + pages).
         """
-        table = self._mirror.device
-        check_device_contexts(table, rows, context_lens, first_live, self.layout)
-        return torch_paged_index(table, rows, context_lens, first_live, self.layout)
+        return torch_paged_index(self._mirror.device, rows, context_lens, first_live, self.layout)
 
     # -- host to device
 

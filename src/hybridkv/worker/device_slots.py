@@ -28,12 +28,12 @@ def torch_slots(
     table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, layout: SlotLayout, out: torch.Tensor
 ) -> None:
     """A SlotKernel in plain torch, on any device; never waits for it. O(n)."""
-    at, row, rank = positions.long(), rows.long(), layout.rank
+    at, row, share = positions.long(), rows.long(), layout.share
     inside = (row >= 0) & (row < len(table)) & (at >= 0) & (at < layout.row_tokens)
-    if rank.world_size > 1:
-        turn = at // rank.interleave
-        inside &= turn % rank.world_size == rank.rank
-        at = turn // rank.world_size * rank.interleave + at % rank.interleave
+    if share.size > 1:
+        turn = at // share.interleave
+        inside &= turn % share.size == share.rank
+        at = turn // share.size * share.interleave + at % share.interleave
     cell = torch.where(inside, row * layout.width + at // layout.block_size, 0)
     slots = table.view(-1)[cell].long() * layout.block_size + at % layout.block_size
     out.copy_(torch.where(inside, slots, NO_SLOT))

@@ -13,9 +13,8 @@ from hybridkv.specs import KVCacheSpec
 from hybridkv.specs.limits import RequestLimits
 from hybridkv.step import SCHEMA_VERSION, Step
 from hybridkv.worker.block_table import BlockTable
-from hybridkv.worker.context_parallel_rank import ContextParallelRank
 from hybridkv.worker.device_slots import SlotKernel, torch_slots
-from hybridkv.worker.group_shapes import GroupShape, group_shapes
+from hybridkv.worker.group_shapes import group_shapes
 from hybridkv.worker.index_arrays import Ids
 from hybridkv.worker.kernel_blocks import KernelSize
 
@@ -69,19 +68,25 @@ class MultiGroupBlockTable:
             max_encoder_tokens=max_encoder_tokens,
             num_speculative_tokens=num_speculative_tokens,
         )
-        rank = ContextParallelRank(dcp_world_size, dcp_rank, pcp_world_size, pcp_rank, cp_kv_cache_interleave_size)
-        rows = max_num_reqs * (1 + num_speculative_tokens if rank.world_size > 1 else 1)
+        rows = max_num_reqs * (1 + num_speculative_tokens if limits.cp > 1 else 1)
         shapes = group_shapes(block_sizes, kernel_block_sizes, max_num_blocks, num_blocks, specs, limits)
         self._tables = tuple(
-            _table(
-                shape,
-                # what is whole on every rank is kept as by one rank, in as many rows as the others have
-                rank if shape.holds_tokens else ContextParallelRank(),
-                max_num_reqs=max_num_reqs if shape.holds_tokens else rows,
-                max_num_batched_tokens=max_num_batched_tokens,
-                num_speculative_tokens=num_speculative_tokens,
-                pin_memory=pin_memory,
-                device=device,
+            BlockTable(
+                shape.block_size,
+                # what is whole on every rank is kept as by a single one, in as many rows as the others have
+                max_num_reqs if shape.holds_tokens else rows,
+                shape.width,
+                max_num_batched_tokens,
+                pin_memory,
+                device,
+                shape.kernel_block_size,
+                cp_kv_cache_interleave_size,
+                num_speculative_tokens,
+                num_blocks=shape.num_blocks,
+                dcp_world_size=dcp_world_size if shape.holds_tokens else 1,
+                dcp_rank=dcp_rank if shape.holds_tokens else 0,
+                pcp_world_size=pcp_world_size if shape.holds_tokens else 1,
+                pcp_rank=pcp_rank if shape.holds_tokens else 0,
             )
             for shape in shapes
         )
@@ -278,34 +283,6 @@ class MultiGroupBlockTable:
         for table, ids in pairs:
             table.check_row(ids, row, replacing=replacing)
         return pairs
-
-
-def _table(
-    shape: GroupShape,
-    rank: ContextParallelRank,
-    *,
-    max_num_reqs: int,
-    max_num_batched_tokens: int,
-    num_speculative_tokens: int,
-    pin_memory: bool,
-    device: torch.device | str,
-) -> BlockTable:
-    return BlockTable(
-        shape.block_size,
-        max_num_reqs,
-        shape.width,
-        max_num_batched_tokens,
-        pin_memory,
-        device,
-        shape.kernel_block_size,
-        rank.interleave,
-        num_speculative_tokens,
-        num_blocks=shape.num_blocks,
-        dcp_world_size=rank.dcp_world_size,
-        dcp_rank=rank.dcp_rank,
-        pcp_world_size=rank.pcp_world_size,
-        pcp_rank=rank.pcp_rank,
-    )
 
 
 def _check_range(step: Step, name: str, values: NDArray[np.integer], end: int) -> None:

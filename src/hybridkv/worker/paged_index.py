@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from hybridkv.errors import WorkerError
-from hybridkv.worker.context_parallel_rank import ContextParallelRank
-from hybridkv.worker.index_arrays import require_below
+from hybridkv.worker.context_parallel import ContextShare
+from hybridkv.worker.index_arrays import ragged, require_below
 from hybridkv.worker.slot_mapping import SlotLayout
 from hybridkv.worker.token_slots import check_integers
 
@@ -46,6 +46,17 @@ class PagedIndex(Generic[A]):
     last_page_len: A
 
 
+def local_tokens(context_lens: Int64, share: ContextShare) -> Int64:
+    """How many of the first ``context_lens[i]`` tokens of a request lie on the rank of ``share``, int64[n].
+
+    Of every full cycle of all ranks ``interleave``; of the rest what is left behind the ranks before this one, at
+    most ``interleave``. O(n).
+    """
+    cycles, rest = np.divmod(context_lens, share.size * share.interleave)
+    local: Int64 = cycles * share.interleave + np.clip(rest - share.rank * share.interleave, 0, share.interleave)
+    return local
+
+
 def numpy_paged_index(
     table: Int32, rows: Int64, context_lens: Int64, first_live: Int64 | None, layout: SlotLayout
 ) -> PagedIndex[Int32]:
@@ -53,14 +64,14 @@ def numpy_paged_index(
 
     table: int32[rows, layout.width]. rows, context_lens, first_live: int64[n], in range. O(n + pages).
     """
-    local = layout.rank.local_tokens(context_lens)
-    before = np.zeros_like(local) if first_live is None else layout.rank.local_tokens(first_live)
+    local = local_tokens(context_lens, layout.share)
+    before = np.zeros_like(local) if first_live is None else local_tokens(first_live, layout.share)
     skipped = before // layout.block_size
     pages = np.where(local > before, -(-local // layout.block_size) - skipped, 0)
     indptr = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(pages, out=indptr[1:])
     _check_pages(int(indptr[-1]))
-    cell = np.arange(indptr[-1]) + np.repeat(rows * layout.width + skipped - indptr[:-1], pages)
+    cell = ragged(rows * layout.width + skipped, pages)
     last = np.where(pages > 0, (local - 1) % layout.block_size + 1, 0)
     return PagedIndex(indptr.astype(np.int32), table.reshape(-1)[cell], last.astype(np.int32))
 
@@ -72,9 +83,14 @@ def torch_paged_index(
     first_live: torch.Tensor | None,
     layout: SlotLayout,
 ) -> PagedIndex[torch.Tensor]:
-    """``numpy_paged_index`` on the device of its tensors; waits once, for the number of pages. O(n + pages)."""
-    local = _local_tokens(context_lens.long(), layout.rank)
-    before = torch.zeros_like(local) if first_live is None else _local_tokens(first_live.long(), layout.rank)
+    """``numpy_paged_index`` on the device of its tensors. O(n + pages).
+
+    Raises WorkerError for tensors of another kind or place, rows out of range and contexts wider than the table.
+    Waits for the device twice: for that, and for the number of pages.
+    """
+    _check_device_contexts(table, rows, context_lens, first_live, layout)
+    local = _local_tokens(context_lens.long(), layout.share)
+    before = torch.zeros_like(local) if first_live is None else _local_tokens(first_live.long(), layout.share)
     skipped = before // layout.block_size
     pages = torch.where(local > before, -(-local // layout.block_size) - skipped, 0)
     indptr = torch.zeros(len(rows) + 1, dtype=torch.int64, device=table.device)
@@ -104,14 +120,14 @@ def check_contexts(rows: Int64, context_lens: Int64, first_live: Int64 | None, r
         )
 
 
-def check_device_contexts(
+def _check_device_contexts(
     table: torch.Tensor,
     rows: torch.Tensor,
     context_lens: torch.Tensor,
     first_live: torch.Tensor | None,
     layout: SlotLayout,
 ) -> None:
-    """Raise WorkerError where kind, place, length or a value does not fit the table; waits for the device."""
+    """Raise WorkerError where kind, place, length or a value does not fit the table; waits for it."""
     given = {"rows": rows, "context_lens": context_lens}
     if first_live is not None:
         given["first_live"] = first_live
@@ -128,10 +144,11 @@ def check_device_contexts(
     check_contexts(host[0], host[1], None if first_live is None else host[2], np.full(len(rows), layout.row_tokens))
 
 
-def _local_tokens(context_lens: torch.Tensor, rank: ContextParallelRank) -> torch.Tensor:
-    """``ContextParallelRank.local_tokens`` of a tensor, int64[n]."""
-    rest = context_lens % rank.round_tokens - rank.rank * rank.interleave
-    return context_lens // rank.round_tokens * rank.interleave + rest.clamp(0, rank.interleave)
+def _local_tokens(context_lens: torch.Tensor, share: ContextShare) -> torch.Tensor:
+    """``local_tokens`` of a tensor, int64[n]."""
+    cycle = share.size * share.interleave
+    rest = context_lens % cycle - share.rank * share.interleave
+    return context_lens // cycle * share.interleave + rest.clamp(0, share.interleave)
 
 
 def _check_pages(total: int) -> None:

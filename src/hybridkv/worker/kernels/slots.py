@@ -62,8 +62,8 @@ def launch_slots(
         layout.width,
         layout.row_tokens,
         layout.block_size,
-        layout.rank.world_size,
-        layout.rank.rank,
-        layout.rank.interleave,
+        layout.share.size,
+        layout.share.rank,
+        layout.share.interleave,
         _TILE,
     )
