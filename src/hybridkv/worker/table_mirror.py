@@ -51,7 +51,7 @@ class TableMirror:
             return 0
         end = num_rows * self._width
         self._num_dirty = 0
-        if cells.max() >= end:
+        if np.maximum.reduce(cells) >= end:
             later = cells[cells >= end]
             cells = cells[cells < end]
             self._num_dirty = len(later)
