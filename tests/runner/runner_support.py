@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
+import pytest
 import torch
 
 from hybridkv.plan import Plan
+from hybridkv.plan.planner import DEFAULT_LAYOUT
 from hybridkv.request import SamplingParams
-from hybridkv.runner import Completion, Engine, EngineOptions, LoadedModel, load, plan_for
+from hybridkv.runner import TINY_MODELS, Completion, Engine, EngineOptions, LoadedModel, load, plan_for
 from hybridkv.runner.check import forced_logits, generate_greedy
 from hybridkv.runner.probe import attention_implementation
 from hybridkv.step import Step
@@ -19,6 +21,15 @@ TOLERANCE = 2e-4
 """Of the logit range: what different chunk plans may differ by in float32 (shared design, models.md)."""
 
 MODELS = ("llama", "qwen2", "deepseek_v3")
+"""Where any model does."""
+
+REPRESENTATIVE = ("llama", "gemma3", "gpt_oss", "llama4", "deepseek_v3", "mamba", "qwen3_next", "falcon_h1", "zamba2")
+"""Every kind of layer: full, window, chunk, MLA, each way to go on from a state, two things in one layer."""
+
+ALL_MODELS = [
+    pytest.param(name, marks=() if name in REPRESENTATIVE else pytest.mark.thorough, id=name) for name in TINY_MODELS
+]
+"""CI runs the representative third, `make test-all` all of them."""
 
 
 @cache
@@ -89,15 +100,24 @@ class EngineFactory:
         output: int,
         *,
         memory_blocks: int | None = None,
+        room_for: int | None = None,
+        layout: str = DEFAULT_LAYOUT,
+        placement: str | None = None,
+        block_size: int = 16,
         observer: EveryLogit | None = None,
         **options: int | bool,
     ) -> Engine:
-        """An engine with room for all prompts, or with ``memory_blocks`` blocks besides the null block."""
+        """An engine with room for all prompts, for ``room_for`` requests, or ``memory_blocks`` blocks beside null."""
         lengths = [len(prompt) + output for prompt in prompts]
-        plan: Plan = plan_for(loaded, lengths)
+        if room_for is not None:
+            lengths = [max(lengths)] * room_for
+
+        def planned(memory: int | None = None) -> Plan:
+            return plan_for(loaded, lengths, memory=memory, layout=layout, placement=placement, block_size=block_size)
+
+        plan = planned()
         if memory_blocks is not None:
-            memory = (memory_blocks + 1) * plan.capacity.block_bytes
-            plan = plan_for(loaded, lengths, memory=memory)
+            plan = planned((memory_blocks + 1) * plan.capacity.block_bytes)
         self.close()  # one model, one attention at a time
         engine = Engine(loaded, plan, EngineOptions(**options), observer=observer)  # type: ignore[arg-type]  # int or bool by name
         self._made.append(engine)

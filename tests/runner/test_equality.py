@@ -1,11 +1,12 @@
-"""Five regimes against plain transformers: teacher-forced logits and tokens."""
+"""Every architecture against plain transformers, in six regimes: teacher-forced logits and tokens."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from runner_support import (
-    MODELS,
+    ALL_MODELS,
     TOLERANCE,
     EngineFactory,
     EveryLogit,
@@ -47,7 +48,7 @@ class Regimes:
         engine = self.engine(observer)
         self.run(engine)
         done = self.run(engine)
-        assert all(one.hit_tokens >= (len(one.prompt_token_ids) - 1) // 16 * 16 for one in done)
+        assert all(one.hit_tokens == len(one.prompt_token_ids) - 1 for one in done)
         return done
 
     def chunked(self, observer: EveryLogit) -> list[Completion]:
@@ -57,36 +58,52 @@ class Regimes:
         return done
 
     def preempted(self, observer: EveryLogit, *, prefix_caching: bool) -> list[Completion]:
-        engine = self.engine(observer, memory_blocks=22, token_budget=64, prefix_caching=prefix_caching)
+        engine = self.engine(observer, room_for=2, token_budget=64, prefix_caching=prefix_caching)
         done = self.run(engine)
         assert sum(one.preemptions for one in done) > 0
         assert engine.scheduler.statistics().preemptions > 0
         return done
 
+    def forked(self, observer: EveryLogit) -> list[Completion]:
+        """Each prompt's two outputs are greedy ones, and so equal; they part from the prompt's last token on."""
+        engine = self.engine(observer, room_for=2 * PROMPTS)
+        done = engine.generate(self.prompts, replace(greedy(OUTPUT), n=2))
+        assert len(done) == 2 * PROMPTS
+        assert any(copy.kind in {"block", "state"} for step in observer.steps for copy in step.copies), (
+            "no copy on write"
+        )
+        return done
+
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", MODELS)
-def test_five_regimes_equal_plain_transformers(name: str, seed: int, make_engine: EngineFactory) -> None:
+@pytest.mark.parametrize("name", ALL_MODELS)
+def test_six_regimes_equal_plain_transformers(name: str, seed: int, make_engine: EngineFactory) -> None:
     loaded = loaded_model(name, seed)
     prompts = shared_prompts(PROMPTS, seed)
     regimes = Regimes(make_engine, loaded, prompts)
-    expected = [generated(loaded, prompt, OUTPUT) for prompt in prompts]
+    expected = {tuple(prompt): generated(loaded, prompt, OUTPUT) for prompt in prompts}
     runs: dict[str, Callable[[EveryLogit], list[Completion]]] = {
         "cold": regimes.cold,
         "warm": regimes.warm,
         "chunked": regimes.chunked,
         "preempted": lambda seen: regimes.preempted(seen, prefix_caching=True),
         "preempted, no cache": lambda seen: regimes.preempted(seen, prefix_caching=False),
+        "forked": regimes.forked,
     }
     tokens = near_ties = 0
+    reference: dict[tuple[int, ...], torch.Tensor] = {}
     for regime, run in runs.items():
         observer = EveryLogit()
-        for done, wanted in zip(run(observer), expected, strict=True):
-            ours, reference = observer.of(done), reference_logits(loaded, done)
-            assert relative_difference(ours, reference).max() <= TOLERANCE, (regime, done.request_id)
+        for done in run(observer):
+            text = (*done.prompt_token_ids, *done.token_ids)
+            if text not in reference:
+                reference[text] = reference_logits(loaded, done)
+            ours = observer.of(done)
+            assert relative_difference(ours, reference[text]).max() <= TOLERANCE, (regime, done.request_id)
             tokens += len(done.token_ids)
-            near_ties += _near_ties(done, wanted, ours, reference, regime)
-    assert tokens == len(runs) * PROMPTS * OUTPUT > 2000
+            wanted = expected[tuple(done.prompt_token_ids)]
+            near_ties += _near_ties(done, wanted, ours, reference[text], regime)
+    assert tokens == (len(runs) + 1) * PROMPTS * OUTPUT > 2000
     assert near_ties <= tokens * NEAR_TIE_SHARE
 
 
@@ -106,22 +123,24 @@ def _near_ties(
     return len(differing)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALL_MODELS)
 def test_a_hit_is_bitwise_a_cold_run_with_the_same_chunks(name: str, make_engine: EngineFactory) -> None:
     loaded = loaded_model(name)
     prompt = shared_prompts(1, 5, prefix=64, longest=20)[0]
 
-    def logits(prefix_caching: bool, budget: int) -> EveryLogit:
+    def logits(*, warm: bool) -> EveryLogit:
         observer = EveryLogit()
-        engine = make_engine(loaded, [prompt], 8, observer=observer, prefix_caching=prefix_caching, token_budget=budget)
-        if prefix_caching:
-            engine.generate([prompt], greedy(1))
+        engine = make_engine(loaded, [prompt], 8, observer=observer, token_budget=64)
+        if warm:
+            engine.generate([prompt[:65]], greedy(1))  # leaves a state behind 64 tokens
+            observer.logits.clear()
         done = engine.generate([prompt], greedy(8))[0]
-        assert done.hit_tokens == (64 if prefix_caching else 0)
+        assert done.hit_tokens == (64 if warm else 0)
         observer.logits = {("x", position): one for (_, position), one in observer.logits.items()}
         return observer
 
     # chunks of 64 and the rest in both: the hit run computed its first 64 in an earlier request
-    cold, hit = logits(prefix_caching=False, budget=64), logits(prefix_caching=True, budget=64)
+    cold, hit = logits(warm=False), logits(warm=True)
     assert cold.logits.keys() == hit.logits.keys()
+    assert len(cold.logits) == 8
     assert all((cold.logits[key] == hit.logits[key]).all() for key in cold.logits)
