@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridkv.cli.output import console, table
+from hybridkv.cli.planning import LayoutOption, PlacementOption
 from hybridkv.errors import ConfigError
 from hybridkv.plan import Plan, read_plan
 from hybridkv.request import SamplingParams, output_ids
@@ -34,7 +35,6 @@ if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
 SCHEMA: Final = "hybridkv.generate"
 VERSION: Final = 1
 CHECK_FAILED: Final = 1
-_DEFAULT_BLOCK_SIZE: Final = 16
 _SHOWN_CHARACTERS: Final = 44
 
 
@@ -58,7 +58,9 @@ class _Run:
 
 def generate_command(
     *,
-    model: Annotated[str, typer.Option(help="A folder with safetensors and tokenizer, or tiny:llama, tiny:qwen2.")],
+    model: Annotated[
+        str, typer.Option(help="A folder with safetensors and tokenizer, or tiny:NAME: tiny:? lists the names.")
+    ],
     prompts: Annotated[
         Path | None,
         typer.Option(help="JSON lines with prompt, sampling and marks, or plain text; a few built-in ones."),
@@ -66,6 +68,8 @@ def generate_command(
     max_new_tokens: Annotated[int, typer.Option(help="Of each request, unless its sampling says max_tokens.")] = 32,
     block_size: Annotated[int | None, typer.Option(help="Tokens of a block; 16.")] = None,
     memory: Annotated[str | None, typer.Option(help="For the cache: 64MiB, or bytes; enough for all prompts.")] = None,
+    layout: LayoutOption = None,
+    placement: PlacementOption = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan of this model from --json.")] = None,
     max_running: Annotated[int, typer.Option(help="Requests at once.")] = 64,
     token_budget: Annotated[int, typer.Option(help="Tokens of a step.")] = 2048,
@@ -79,8 +83,13 @@ def generate_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
     """Generate with an unmodified Hugging Face model: continuous batching on the paged cache."""
-    if plan_file is not None and (memory is not None or block_size is not None):
-        raise ConfigError("--plan holds memory and block size already: drop --memory and --block-size, or drop --plan")
+    rules = {"block_size": block_size, "memory": memory, "layout": layout, "placement": placement}
+    given = {name: value for name, value in rules.items() if value is not None}
+    if plan_file is not None and given:
+        named = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(
+            f"--plan holds memory, block size, layout and placement already: drop {named}, or drop --plan"
+        )
     if repeat < 1:
         raise ConfigError(f"--repeat must be at least 1, got {repeat}")
     defaults = SamplingParams(max_tokens=max_new_tokens)
@@ -90,7 +99,7 @@ def generate_command(
     options = EngineOptions(max_running, token_budget, in_flight, prefix_caching)
     loaded = _load(model)
     found = _prompts(loaded, prompts, defaults, skip_bad_lines=skip_bad_lines)
-    plan = _plan(loaded, found, plan_file, memory=memory, block_size=block_size)
+    plan = _plan(loaded, found, plan_file, given)
     run = _run(loaded, plan, found, options, repeat=repeat, check=check)
     if as_json:
         print(json.dumps(_document(run), indent=2))
@@ -133,21 +142,14 @@ def _prompts(loaded: LoadedModel, path: Path | None, defaults: SamplingParams, *
     return read_prompts(path, checked, defaults, vocab_size=loaded.vocab_size, skip_bad_lines=skip_bad_lines)
 
 
-def _plan(
-    loaded: LoadedModel,
-    found: Prompts,
-    plan_file: Path | None,
-    *,
-    memory: str | None,
-    block_size: int | None,
-) -> Plan:
+def _plan(loaded: LoadedModel, found: Prompts, plan_file: Path | None, given: Mapping[str, Any]) -> Plan:
+    """The plan in ``plan_file``, or one for the prompts by the rules that were given."""
     from hybridkv.runner.engine import plan_for  # noqa: PLC0415  # see generate_command
 
     if plan_file is not None:
         return read_plan(plan_file)
     lengths = [len(one.token_ids) + one.sampling.max_tokens for one in found.prompts for _ in range(one.sampling.n)]
-    size = _DEFAULT_BLOCK_SIZE if block_size is None else block_size
-    return plan_for(loaded, lengths, block_size=size, memory=memory)
+    return plan_for(loaded, lengths, **given)
 
 
 def _run(loaded: LoadedModel, plan: Plan, found: Prompts, options: EngineOptions, *, repeat: int, check: bool) -> _Run:
@@ -208,6 +210,8 @@ def _document(run: _Run) -> dict[str, object]:
         "model": run.loaded.name,
         "model_type": plan.model.model_type,
         "block_size": plan.model.block_size,
+        "layout": plan.layout,
+        "placement": plan.placement,
         "memory_bytes": plan.memory_bytes,
         "num_blocks": plan.config.num_blocks,
         "bad_lines": run.prompts.bad_lines,
@@ -247,7 +251,8 @@ def _show(run: _Run) -> None:
     out, plan = console(), run.plan
     for number in range(len(run.rounds)):
         which = f", round {number + 1} of {len(run.rounds)}" if len(run.rounds) > 1 else ""
-        title = f"{run.loaded.name}: {plan.model.model_type}, blocks of {plan.model.block_size} tokens{which}"
+        states = "" if plan.placement is None else f", states kept at {plan.placement}"
+        title = f"{run.loaded.name}: {plan.model.model_type}, {plan.layout} layout{states}{which}"
         out.print(Text(title, style="bold"))
         out.print(_round_table(run.rounds[number]))
     stats = run.engine.statistics()
