@@ -22,9 +22,12 @@ demo: .venv/runner.stamp
 test: .venv/dev.stamp
 	$(BIN)/pytest -n 2 -m "not thorough"
 
-# also what takes minutes: all known models, four context parallel ranks
+# also what takes minutes: all models, four context parallel ranks; writes the table of docs/models.md
 test-all: .venv/dev.stamp
-	$(BIN)/pytest -n 2
+	rm -f models.jsonl
+	HYBRIDKV_MODELS=$(CURDIR)/models.jsonl $(BIN)/pytest -n 2
+	$(BIN)/python tests/runner/models_table.py models.jsonl docs/models.md
+	rm models.jsonl
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
