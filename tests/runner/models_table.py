@@ -71,8 +71,16 @@ def table(results: list[ModelResult]) -> Iterator[str]:
 
 
 def _read(line: dict[str, Any]) -> ModelResult:
-    lists = {name: tuple(line.pop(name)) for name in ("layers", "regimes", "continues")}
-    return ModelResult(**line, **lists)
+    return ModelResult(
+        name=line["name"],
+        seed=line["seed"],
+        layers=tuple(line["layers"]),
+        regimes=tuple(line["regimes"]),
+        tokens=line["tokens"],
+        near_ties=line["near_ties"],
+        largest=line["largest"],
+        continues=tuple(line["continues"]),
+    )
 
 
 def main(lines: str, document: str) -> None:

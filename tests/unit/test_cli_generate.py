@@ -42,7 +42,7 @@ def prompts(tmp_path: Path, *lines: str) -> Path:
 
 def test_a_first_try_with_a_check() -> None:
     done = run("generate", "--model", "tiny:llama", "--max-new-tokens", "12", "--check")
-    for said in ("tiny:llama: llama, blocks of 16 tokens", "320 of 654 prompt tokens", "48 tokens equal to plain"):
+    for said in ("tiny:llama: llama, natural layout", "320 of 654 prompt tokens", "48 tokens equal to plain"):
         assert said in done.stdout
     # the bar and nothing else: neither transformers nor Python has anything to say
     assert "4/4 requests" in done.stderr

@@ -79,7 +79,8 @@ class ModelRunner:
             self._device.type == "cuda",
             self._device,
             [group.spec.block_size for group in config.groups],
-            num_blocks=max(config.blocks_of(group) for group in range(len(config.groups))),
+            num_blocks=[config.blocks_of(group) for group in range(len(config.groups))],
+            specs=[group.spec for group in config.groups],
         )
         group_of = {name: number for number, group in enumerate(config.groups) for name in group.layer_names}
         attending = [layer for layer in planned.layers if layer.name not in mixers]
