@@ -1,4 +1,4 @@
-"""Hypothesis profiles: HYPOTHESIS_PROFILE=long (20,000 examples) or thorough for runs by hand."""
+"""Hypothesis profiles: HYPOTHESIS_PROFILE=long (20,000 examples) or thorough for runs by hand; a line about the GPU."""
 
 import logging
 import os
@@ -14,6 +14,14 @@ settings.register_profile("ci", deadline=None, derandomize=True, max_examples=10
 settings.register_profile("long", deadline=None, max_examples=600, suppress_health_check=SLOW)
 settings.register_profile("thorough", deadline=None, max_examples=3000, suppress_health_check=SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many tests of a GPU ran: where there is none, they are skipped, and nothing else says so loudly."""
+    ran = [one for kind in ("passed", "failed") for one in terminalreporter.getreports(kind) if "gpu" in one.keywords]
+    skipped = [one for one in terminalreporter.getreports("skipped") if "gpu" in one.keywords]
+    if ran or skipped:
+        terminalreporter.write_line(f"gpu tests: {len(ran)} ran, {len(skipped)} skipped for want of a GPU")
 
 
 @pytest.fixture(scope="module")
