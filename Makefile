@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all check lint check-trace test-vllm clean
+.PHONY: demo test test-newest test-all check lint check-trace test-vllm clean
 
 # torch first and alone: with it in place nothing pulls another build of it
 .venv/runner.stamp: pyproject.toml constraints.txt
@@ -28,6 +28,18 @@ test-all: .venv/dev.stamp
 	HYBRIDKV_MODELS=$(CURDIR)/models.jsonl $(BIN)/pytest -n 2
 	$(BIN)/python tests/runner/models_table.py models.jsonl docs/models.md
 	rm models.jsonl
+
+# the self-check, the probe and the tiny models once more with the newest transformers that is known to work
+NEWEST_TRANSFORMERS ?= 5.23.0
+.venv/newest/$(NEWEST_TRANSFORMERS).stamp: .venv/dev.stamp
+	rm -rf .venv/newest
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target .venv/newest \
+		transformers==$(NEWEST_TRANSFORMERS)
+	touch $@
+
+test-newest: .venv/newest/$(NEWEST_TRANSFORMERS).stamp
+	PYTHONPATH=.venv/newest $(BIN)/pytest -n 2 tests/runner/test_tiny.py tests/runner/test_probe_models.py \
+		tests/runner/test_continuation.py
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

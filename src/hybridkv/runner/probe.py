@@ -114,6 +114,17 @@ class ProbeCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Nothing is cached."""
         return False
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Nothing is cached."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Nothing is cached."""
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Nothing is."""
+        del layer_idx
+        return False
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Nothing is cached."""
         del layer_idx

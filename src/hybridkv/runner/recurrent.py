@@ -92,6 +92,21 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Whether the mixer is to go on from the states."""
         return self._continues
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """What mixers of newer transformers ask for: the state, None where there is nothing before the call."""
+        del layer_idx
+        return self.layers.conv_states[state_idx] if self._continues else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """As ``get_conv_state``."""
+        del layer_idx
+        return self.layers.recurrent_states[state_idx] if self._continues else None
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """No: nothing is rolled back here."""
+        del layer_idx
+        return False
+
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object
     ) -> torch.Tensor:
