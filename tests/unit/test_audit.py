@@ -124,18 +124,18 @@ def indexed_twice(cache: KVCacheManager) -> None:
 def key_that_is_not_indexed(cache: KVCacheManager) -> None:
     pool = cache.block_pool
     block = free(pool, cached=False)
-    pool._keys[block] = b"k" * 32
-    pool._group[block] = 0
+    pool.keys._keys[block] = b"k" * 32
+    pool.keys._group[block] = 0
 
 
 def index_of_another_group(cache: KVCacheManager) -> None:
     pool = cache.block_pool
-    pool._group[held(cache)] = 1
+    pool.keys._group[held(cache)] = 1
 
 
 def key_without_group(cache: KVCacheManager) -> None:
     pool = cache.block_pool
-    pool._group[held(cache)] = -1
+    pool.keys._group[held(cache)] = -1
 
 
 def another_requests_block(cache: KVCacheManager) -> None:
@@ -243,17 +243,17 @@ def a_hash_of_other_tokens(cache: KVCacheManager) -> None:
 
 def unwritten_by_another_step(cache: KVCacheManager) -> None:
     pool = cache.block_pool
-    pool._step[int(np.flatnonzero(pool._step >= 0)[0])] += 40
+    pool.keys._step[int(np.flatnonzero(pool.keys._step >= 0)[0])] += 40
 
 
 def unwritten_for_ever(cache: KVCacheManager) -> None:
     pool = cache.block_pool
-    pool._step[held(cache)] = 0
+    pool.keys._step[held(cache)] = 0
 
 
 def unwritten_without_key(cache: KVCacheManager) -> None:
     pool = cache.block_pool
-    pool._step[free(pool, cached=False)] = cache.publisher.log.in_flight[0]
+    pool.keys._step[free(pool, cached=False)] = cache.publisher.log.in_flight[0]
 
 
 CORRUPTIONS: tuple[tuple[Callable[[KVCacheManager], None], str], ...] = (

@@ -201,12 +201,12 @@ def test_only_written_blocks_leave_with_an_event() -> None:
     pool.get_new_blocks(2)
     pool.publish(0, [1], [key(1)], step=7)
     pool.publish(0, [2], [key(2)], step=7)
-    assert not pool.is_written(1)
-    assert pool.mark_written(ids(1), 7).tolist() == [True]
-    assert pool.mark_written(ids(2), 6).tolist() == [False]
+    assert not pool.keys.is_written(1)
+    assert pool.keys.mark_written(ids(1), 7).tolist() == [True]
+    assert pool.keys.mark_written(ids(2), 6).tolist() == [False]
     pool.evict_blocks(ids(1, 2))
     assert pool.take_events() == [BlockRemoved((key(1),))]
-    assert pool.is_written(2)
+    assert pool.keys.is_written(2)
 
 
 def test_unpublishing_nothing() -> None:
@@ -277,20 +277,20 @@ def test_whether_keys_were_kept() -> None:
     pool.get_new_blocks(4)
     hashed(pool, 1, 2, 3, 4)
     before = pool.evictions
-    assert pool.kept_keys_since(ids(1, 2, 3, 4), before)
+    assert pool.keys.kept_since(ids(1, 2, 3, 4), before)
     pool.evict_blocks(ids(2))
-    assert pool.kept_keys_since(ids(1, 3), before)
-    assert not pool.kept_keys_since(ids(1, 2), before)
+    assert pool.keys.kept_since(ids(1, 3), before)
+    assert not pool.keys.kept_since(ids(1, 2), before)
     hashed(pool, 2)
-    assert not pool.kept_keys_since(ids(2), before)  # it may be another key
-    assert pool.kept_keys_since(ids(2), pool.evictions)
+    assert not pool.keys.kept_since(ids(2), before)  # it may be another key
+    assert pool.keys.kept_since(ids(2), pool.evictions)
     pool.free_blocks(ids(1, 2, 3, 4))
     after = pool.evictions
     pool.reset_prefix_cache()
-    assert not pool.kept_keys_since(ids(1), after)
+    assert not pool.keys.kept_since(ids(1), after)
 
 
 def test_many_groups() -> None:
     pool = BlockPool(4, 200)
     pool.publish(199, pool.get_new_blocks(1), [b"k" * 32])
-    assert (pool.group_of(1), pool.get_cached_block(b"k" * 32, 199)) == (199, 1)
+    assert (pool.keys.group_of(1), pool.get_cached_block(b"k" * 32, 199)) == (199, 1)

@@ -122,7 +122,7 @@ def _free_order(pool: BlockPool) -> Iterator[str]:
         yield f"block {block} is held by nobody but not in the free order"
     if len(order) != pool.get_num_free_blocks():
         yield f"{pool.get_num_free_blocks()} blocks are counted as free, {len(order)} stand in the free order"
-    cached = np.array([pool.group_of(block) >= 0 for block in order.tolist()], np.bool_)
+    cached = np.array([pool.keys.group_of(block) >= 0 for block in order.tolist()], np.bool_)
     if pool.in_slabs:
         for block, has_key in zip(order.tolist(), cached.tolist(), strict=True):
             if has_key != pool.space.is_cached(block):
@@ -141,12 +141,12 @@ def _index(pool: BlockPool) -> Iterator[str]:
             seen.add(block)
             if not 0 < block < pool.num_blocks or pool.key_of(block) != key:
                 yield f"block {block} is indexed under a key in group {group} that it does not carry"
-            elif pool.group_of(block) != group:
-                yield f"block {block} is indexed in group {group}, its key is of group {pool.group_of(block)}"
+            elif pool.keys.group_of(block) != group:
+                yield f"block {block} is indexed in group {group}, its key is of group {pool.keys.group_of(block)}"
     yield from _tails(pool)
     for block in range(pool.num_blocks):
         tailed = any(block in index.partial for index in pool.indexes)
-        if (pool.key_of(block) is None and not tailed) != (pool.group_of(block) < 0):
+        if (pool.key_of(block) is None and not tailed) != (pool.keys.group_of(block) < 0):
             yield f"block {block} has a key without group, or a group without key"
         if pool.key_of(block) is not None and block not in seen:
             yield f"block {block} carries a key that the index does not know"
@@ -159,7 +159,7 @@ def _tails(pool: BlockPool) -> Iterator[str]:
         if len(index.partial) != len(entries):
             yield f"group {group} counts {len(index.partial)} partial keys, it has {len(entries)}"
         for _, tail in entries:
-            of = pool.group_of(tail.block)
+            of = pool.keys.group_of(tail.block)
             if of != group:
                 yield f"block {tail.block} has a partial key in group {group}, its keys are of group {of}"
 
@@ -168,12 +168,12 @@ def _unwritten(cache: KVCacheManager) -> Iterator[str]:
     """A block that waits to be written has a key, and its step has it in the log."""
     pool, log = cache.block_pool, cache.publisher.log
     for block in range(pool.num_blocks):
-        if pool.is_written(block):
+        if pool.keys.is_written(block):
             continue
-        if pool.group_of(block) < 0:
+        if pool.keys.group_of(block) < 0:
             yield f"block {block} waits to be written but has no key"
-        if block not in log.promised(pool.step_of(block)):
-            yield f"block {block} waits for step {pool.step_of(block)}, which does not write it"
+        if block not in log.promised(pool.keys.step_of(block)):
+            yield f"block {block} waits for step {pool.keys.step_of(block)}, which does not write it"
 
 
 def _extents(group: CacheGroup) -> Iterator[str]:

@@ -39,7 +39,7 @@ class KVCacheBlocks:
         if self.evictions is None or self.pool is None:
             return False
         read = (*self.ids, np.array(self.sources, np.int32))
-        return not all(self.pool.kept_keys_since(ids[ids != 0], self.evictions) for ids in read)
+        return not all(self.pool.keys.kept_since(ids[ids != 0], self.evictions) for ids in read)
 
     @property
     def blocks(self) -> tuple[list[int], ...]:

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.cache.block_keys import WRITTEN
 from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.policies import NEVER
-from hybridkv.cache.pool import WRITTEN, BlockPool
+from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.transfers import TransferLog
 from hybridkv.cache.write_log import WriteLog
 from hybridkv.request import Request
@@ -114,7 +115,7 @@ class Checkpoints:
         for stored in taken:  # taking one may have moved those before it
             self._publish(stored.group, request, tokens, stored.block, self._log.open_step)
             if self._placement is not None and self._placement.is_passing(request, tokens):
-                self._pool.flag_passing(stored.block)
+                self._pool.keys.flag_passing(stored.block)
         self.stored += 1
         self._supersede(request, tokens)
 
@@ -140,7 +141,7 @@ class Checkpoints:
             if group.view(request).labelled(tokens) is None:
                 block = group.rows.cells.item(group.rows.origin.item(request.row))
                 self._publish(group, request, tokens, block, WRITTEN)
-                self._pool.flag_passing(block)
+                self._pool.keys.flag_passing(block)
                 kept = True
         if kept:
             self._supersede(request, tokens)

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hybridkv.cache.block_keys import WRITTEN
 from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.policies import NEVER
-from hybridkv.cache.pool import WRITTEN, BlockPool
+from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.write_log import WriteLog
 from hybridkv.request import Request
 

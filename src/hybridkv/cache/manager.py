@@ -222,7 +222,7 @@ class KVCacheManager:
             return False
         if any(group.knows_any(request, columns) for group, columns in zip(self.groups, hit.missing, strict=True)):
             return False
-        return all(self.block_pool.kept_keys_since(ids, evictions) for ids in hit.seen)
+        return all(self.block_pool.keys.kept_since(ids, evictions) for ids in hit.seen)
 
     # -- slots, one request
 
@@ -477,7 +477,7 @@ class KVCacheManager:
         """
         request = Request("pin", tokens, hasher=self.hasher, cache_salt=salt)
         hit = self._coordinator.longest_common_hit(request, len(tokens) if self.enable_caching else 0)
-        while not all(self.block_pool.all_written(part.blocks) for part in hit.groups):
+        while not all(self.block_pool.keys.all_written(part.blocks) for part in hit.groups):
             hit = self._coordinator.longest_common_hit(request, hit.tokens - 1)
         return self.pins.add(hit, [group.kind.drops for group in self.groups])
 

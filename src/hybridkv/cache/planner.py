@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hybridkv.cache.block_keys import WRITTEN
 from hybridkv.cache.coordinator import Coordinator
 from hybridkv.cache.group import CacheGroup
-from hybridkv.cache.pool import WRITTEN, BlockPool
+from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.slots import (
     Admission,
     Ask,

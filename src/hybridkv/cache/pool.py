@@ -1,10 +1,11 @@
-"""The pool: who holds each block, which blocks are free and in what order, which can be hit.
+"""The pool: who holds each block, which blocks are free and in what order.
 
     block   null | referenced (ref > 0) | free, cached (ref 0, has a key) | free, empty (ref 0, no key)
 
-Where free blocks come from is the space's affair: a FreeOrder (one size of blocks: empty ones are taken before cached
-ones, cached ones least recently used first) or a SlabSpace (several sizes). All metadata are flat arrays
-indexed by block (architecture.md, decision 1). With slabs the blocks of all classes are numbered in one row here:
+What makes a block cached is the affair of BlockKeys. Where free blocks come from is the space's: a FreeOrder (one size
+of blocks: empty ones are taken before cached ones, cached ones least recently used first) or a SlabSpace (several
+sizes). All metadata are flat arrays indexed by block (architecture.md, decision 1). With slabs the blocks of all
+classes are numbered in one row here:
 
     class 0 [ 0 .. n0-1 ] class 1 [ n0 .. n0+n1-1 ] ...      ``local`` turns a number into the id within the class
 """
@@ -19,24 +20,17 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, KVCacheEvent
+from hybridkv.cache.block_keys import WRITTEN, BlockKeys
+from hybridkv.cache.events import KVCacheEvent
 from hybridkv.cache.free_order import FreeOrder
-from hybridkv.cache.index import PrefixIndex
-from hybridkv.cache.partial import Tail
 from hybridkv.cache.space import Space, Weight
-from hybridkv.errors import BlockError, CacheError, CapacityError, ConfigError
+from hybridkv.errors import BlockError, CapacityError, ConfigError
 
 logger = logging.getLogger(__name__)
 
 Int32 = NDArray[np.int32]
 
 NULL_BLOCK: Final = 0
-WRITTEN: Final = -1
-
-
-def _wrapped(count: int) -> np.int32:
-    """``count`` modulo 2**32 as a signed number, so that differences of close counts are right."""
-    return np.int32((count + (1 << 31)) % (1 << 32) - (1 << 31))
 
 
 class BlockPool:
@@ -46,10 +40,8 @@ class BlockPool:
     space: where free blocks come from, by default a FreeOrder of all but the null block. classes: the class of
     each group, by default 0. bases: the first block of each class. silent: groups whose keys make no events.
     on_move: called with moves, int64[m, 2] of (source, target), once the pool has followed them.
-    Attributes for reading: indexes, num_reserved (blocks taken for good), evictions (keys lost so far, grows
-    with a reset and with moves too: who remembers blocks looks anew), keys_given and keys_lost (blocks that got
-    their first key and that lost their last, so far, per group), epoch (changes with every take, touch and free,
-    so that a plan can tell whether it is stale).
+    Attributes for reading: keys (what the blocks carry), indexes (theirs, one a group), num_reserved (blocks taken for
+    good), epoch (changes with every take, touch and free, so that a plan can tell whether it is stale).
     """
 
     def __init__(
@@ -67,24 +59,15 @@ class BlockPool:
             raise ConfigError(f"a pool needs at least 1 block (the null block), got {num_blocks}")
         self.num_blocks = num_blocks
         self.num_reserved = 0
-        self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
+        self.keys = BlockKeys(num_blocks, num_groups, enable_events=enable_events, silent=silent)
+        self.indexes = self.keys.indexes
         self.epoch = 0
-        self.evictions = 0
         self.classes = tuple(classes) if classes is not None else (0,) * num_groups
         self.bases = tuple(bases)
-        self._silent = frozenset(silent)
         self.on_move: Callable[[NDArray[np.int64]], None] | None = None
         self._free: Space = FreeOrder(num_blocks) if space is None else space
         self._reserved = [0] * len(self.bases)
         self._ref = np.zeros(num_blocks, np.int32)
-        self._group = np.full(num_blocks, -1, np.int16)  # of a block's keys; -1: no key
-        self._keys = np.full(num_blocks, None, np.object_)  # bytes, or None for a block without key of all its tokens
-        self._step = np.full(num_blocks, WRITTEN, np.int32)  # the step that will write a published block
-        self.keys_given = [0] * num_groups
-        self.keys_lost = [0] * num_groups
-        self._lost = np.zeros(num_blocks, np.int32)  # evictions when it last lost its key, modulo 2**32
-        self._passing: set[int] = set()
-        self._events: list[KVCacheEvent] | None = [] if enable_events else None
 
     # -- counts
 
@@ -152,32 +135,10 @@ class BlockPool:
         """How many of ``ids`` nobody holds."""
         return len(ids) - int(np.count_nonzero(self._ref[ids])) if len(ids) else 0
 
-    def key_of(self, block: int) -> bytes | None:
-        """The key under which ``block`` can be hit, None when it cannot."""
-        key: bytes | None = self._keys.item(block)
-        return key
-
-    def group_of(self, block: int) -> int:
-        """The group of the key of ``block``, -1 without key."""
-        return self._group.item(block)
-
-    def step_of(self, block: int) -> int:
-        """The step that ``block`` waits for, WRITTEN when for none."""
-        return self._step.item(block)
-
     def free_order(self) -> list[int]:
         """Free blocks in the order they would be taken. O(num_blocks)."""
         ids: list[int] = self._free.order().tolist()
         return ids
-
-    def cached_blocks(self) -> list[int]:
-        """Blocks with a key, per group. O(num_blocks)."""
-        counts: list[int] = np.bincount(self._group[self._group >= 0], minlength=len(self.indexes)).tolist()
-        return counts
-
-    def unwritten_blocks(self) -> int:
-        """Published blocks whose step is in flight. O(num_blocks)."""
-        return int(np.count_nonzero(self._step != WRITTEN))
 
     # -- locks and moves
 
@@ -230,17 +191,17 @@ class BlockPool:
         while len(ids) < n:
             room = self._free.make_room(of, self._ref)
             if room.evicted.size:
-                self._evict(room.evicted)
+                self.keys.evict(room.evicted)
             if room.moves.size:
                 self._relocate(room.moves.astype(np.int64))
             ids = np.concatenate((ids, self._free.take(n - len(ids), of)))
         if n == 1:
-            if self._group.item(ids.item(0)) >= 0:
-                self._evict(ids)
+            if self.keys.group_of(ids.item(0)) >= 0:
+                self.keys.evict(ids)
         else:
-            cached = ids[self._group[ids] >= 0]
+            cached = ids[self.keys.are_on(ids)]
             if cached.size:
-                self._evict(cached)
+                self.keys.evict(cached)
         self._ref[ids] = 1
         self.epoch += 1
         return ids
@@ -248,24 +209,9 @@ class BlockPool:
     def _relocate(self, moves: NDArray[np.int64]) -> None:
         """Blocks moved, int64[m, 2]: what is known of the sources is true of the targets from now on."""
         sources, targets = moves[:, 0], moves[:, 1]
-        for source, target in moves.tolist():
-            group = self._group.item(source)
-            if group < 0:
-                continue
-            key, index = self.key_of(source), self.indexes[group]
-            if key is not None:
-                index.rename(key, source, target)
-            index.partial.rename(source, target)
-        self._keys[targets] = self._keys[sources]
-        self._keys[sources] = None
-        for column, empty in ((self._ref, 0), (self._group, -1), (self._step, WRITTEN)):
-            column[targets] = column[sources]
-            column[sources] = empty
-        if self._passing:
-            new = dict(moves.tolist())
-            self._passing = {new.get(block, block) for block in self._passing}
-        self.evictions += 1
-        self._lost[sources] = _wrapped(self.evictions)
+        self.keys.follow(moves)
+        self._ref[targets] = self._ref[sources]
+        self._ref[sources] = 0
         self.epoch += 1
         if self.on_move is not None:
             self.on_move(moves)
@@ -293,7 +239,7 @@ class BlockPool:
             ids = ids[held == 1]
         else:
             self._ref[ids] = 0
-        cached = self._group[ids] >= 0
+        cached = self.keys.are_on(ids)
         if cached.all():
             self._free.append(ids)
         else:
@@ -304,7 +250,7 @@ class BlockPool:
     def frees_to_back(self, ids: Int32) -> bool:
         """Whether freeing ``ids`` puts each at the back of the free order: cached, distinct, held once."""
         where = ids.astype(np.int64)
-        held_once = (self._ref[where] == 1).all() and (self._group[where] >= 0).all()
+        held_once = (self._ref[where] == 1).all() and self.keys.are_on(where).all()
         return bool(held_once) and len(np.unique(where)) == len(where)
 
     def free_many(self, parts: Sequence[Int32]) -> None:
@@ -322,7 +268,7 @@ class BlockPool:
                 self.free_blocks(part)
             return
         self._ref[ids] = 0
-        cached = self._group[ids] >= 0
+        cached = self.keys.are_on(ids)
         part_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])[~cached]
         self._free.prepend(ids[~cached][np.argsort(-part_of, kind="stable")])  # a later part goes before an earlier one
         self._free.append(ids[cached])
@@ -346,39 +292,27 @@ class BlockPool:
             bad = ids[(ids <= NULL_BLOCK) | (ids >= self.num_blocks)]
             raise BlockError(f"block {int(bad[0])} is none of this pool's 1 .. {self.num_blocks - 1}")
 
-    # -- keys
+    # -- keys, as far as they decide which free block goes first
 
-    def publish(self, group: int, ids: Sequence[int] | Int32, keys: Sequence[bytes], step: int = WRITTEN) -> None:
-        """Blocks ``ids`` of ``group`` can be hit under ``keys`` from now on. CacheError when the numbers differ.
+    @property
+    def evictions(self) -> int:
+        """Keys lost so far; see BlockKeys."""
+        return self.keys.evictions
 
-        step: the step that writes them; WRITTEN when they are. O(ids).
-        """
-        if len(ids) != len(keys):
-            raise CacheError(f"{len(ids)} blocks but {len(keys)} keys: publish takes one key for each block")
-        if len(ids) == 1:
-            self._publish_one(group, int(ids[0]), keys[0], step)
-            return
-        where = np.asarray(ids, np.int64)
-        tailed = np.count_nonzero(self._group[where] >= 0) if self.indexes[group].partial else 0
-        self.keys_given[group] += len(ids) - int(tailed)
-        self._keys[where] = np.fromiter(keys, np.object_, len(keys))
-        self._group[where] = group
-        if step != WRITTEN:
-            self._step[where] = step
-        self.indexes[group].add(keys, where.tolist())
-
-    def _publish_one(self, group: int, block: int, key: bytes, step: int) -> None:
-        """Publish without arrays of one element."""
-        self.keys_given[group] += self._group.item(block) < 0
-        self._keys[block] = key
-        self._group[block] = group
-        if step != WRITTEN:
-            self._step[block] = step
-        self.indexes[group].add((key,), [block])
+    def key_of(self, block: int) -> bytes | None:
+        """The key under which ``block`` can be hit, None when it cannot."""
+        return self.keys.key_of(block)
 
     def get_cached_block(self, key: bytes, group: int = 0) -> int | None:
         """The block of ``group`` that holds the tokens behind ``key``."""
         return self.indexes[group].get(key)
+
+    def publish(self, group: int, ids: Sequence[int] | Int32, keys: Sequence[bytes], step: int = WRITTEN) -> None:
+        """Blocks ``ids`` of ``group``, held ones, can be hit under ``keys`` from now on. CacheError as BlockKeys.
+
+        step: the step that writes them; WRITTEN when they are. O(ids).
+        """
+        self.keys.publish(group, ids, keys, step)
 
     def publish_tail(self, group: int, block: int, parent: bytes, tokens: bytes, step: int = WRITTEN) -> bool:
         """``block`` of ``group`` begins with ``tokens`` (bytes of int32) behind ``parent``, and can be hit there.
@@ -386,18 +320,11 @@ class BlockPool:
         False, and nothing done, when some block is known for these very tokens. A parent has few tails: the
         oldest goes.
         """
-        index = self.indexes[group]
-        if any(tail.tokens == tokens for tail in index.partial.of(parent)):
+        if self.keys.knows_tail(group, parent, tokens):
             return False
-        self.keys_given[group] += self._group.item(block) < 0
-        self._group[block] = group
-        if step != WRITTEN:
-            self._step[block] = step
-        index.additions += 1
-        gone = index.partial.add(parent, Tail(tokens, block))
-        if gone is not None and gone not in index.partial and self.key_of(gone) is None:
-            self.keys_lost[group] += 1
-            self._unkey(np.array([gone], np.int32))
+        keyless = self.keys.publish_tail(group, block, parent, tokens, step)
+        if keyless is not None:
+            self._move_to_front(np.array([keyless], np.int32))
         return True
 
     def evict_blocks(self, ids: Int32) -> None:
@@ -408,120 +335,31 @@ class BlockPool:
         if not ids.size:
             return
         self._refuse_foreign(ids)
-        cached = ids[self._group[ids] >= 0]
+        cached = ids[self.keys.are_on(ids)]
         if cached.size:
-            self._forget_keys(cached)
-            self._unkey(cached)
+            self.keys.evict(cached)
+            self._move_to_front(cached)
 
-    def _evict(self, ids: Int32) -> None:
-        """Drop the keys of ``ids``, which all have one and are free no longer, or empty by now."""
-        self._forget_keys(ids)
-        self._clear_keys(ids)
-
-    def _unkey(self, ids: Int32) -> None:
-        """``ids``, whose keys the index has forgotten, are blocks without key; free ones are empty."""
-        self._clear_keys(ids)
+    def _move_to_front(self, ids: Int32) -> None:
+        """``ids`` have lost their keys: those that are free are the next to be taken."""
         free = ids[self._ref[ids] == 0]
         if free.size:
             self._free.remove(free)
             self._free.prepend(free)
         self.epoch += 1
 
-    def _forget_keys(self, ids: Int32) -> None:
-        """The indexes know nothing of ``ids``, which all have a key, any longer; events say so."""
-        where = ids.astype(np.int64)
-        blocks, keys, groups = ids.tolist(), self._keys[where].tolist(), self._group[where].tolist()
-        tailed = self._forget_tails(blocks, groups)
-        for group, count in enumerate(np.bincount(groups).tolist()):
-            self.keys_lost[group] += count
-        if None in keys:
-            if any(key is None and block not in tailed for key, block in zip(keys, blocks, strict=True)):
-                block = next(b for key, b in zip(keys, blocks, strict=True) if key is None and b not in tailed)
-                raise CacheError(f"block {block} belongs to the index of group {self.group_of(block)} but has no key")
-            whole = [i for i, key in enumerate(keys) if key is not None]
-            blocks, keys, groups = ([column[i] for i in whole] for column in (blocks, keys, groups))
-            where = where[whole]
-        if len(self.indexes) == 1:
-            self.indexes[0].remove_many(keys, blocks)
-        else:
-            for block, key, group in zip(blocks, keys, groups, strict=True):
-                self.indexes[group].remove(key, block)
-        if self._events is not None:
-            written = (self._step[where] == WRITTEN).tolist()
-            self._events += [
-                BlockRemoved(block_hashes=(key,), group_idx=group)
-                for key, group, done in zip(keys, groups, written, strict=True)
-                if done and group not in self._silent
-            ]
-
-    def _forget_tails(self, blocks: Sequence[int], groups: Sequence[int]) -> set[int]:
-        """The partial keys of ``blocks``, of ``groups``, go; which of them had one."""
-        if not any(index.partial for index in self.indexes):
-            return set()
-        tailed = set()
-        for block, group in zip(blocks, groups, strict=True):
-            partial = self.indexes[group].partial
-            if block in partial:
-                partial.remove(block)
-                tailed.add(block)
-        return tailed
-
-    def _clear_keys(self, ids: Int32) -> None:
-        where = ids.astype(np.int64)
-        self._keys[where] = None
-        self._group[where] = -1
-        self._step[where] = WRITTEN
-        self._passing.difference_update(ids.tolist() if self._passing else ())
-        self.evictions += len(ids)
-        self._lost[ids] = _wrapped(self.evictions)
-
-    # -- checkpoints that are passed by
-
-    def flag_passing(self, block: int) -> None:
-        """The checkpoint in ``block`` is of use until a later one of the same request is kept."""
-        self._passing.add(block)
+    def unpublish_unwritten(self, ids: Int32, first_step: int) -> None:
+        """Blocks that steps from ``first_step`` on should have written lose their keys."""
+        self.evict_blocks(self.keys.unwritten(np.unique(ids), first_step))
 
     def pass_by(self, blocks: Sequence[int]) -> bool:
         """A later checkpoint is kept: those of ``blocks`` flagged are evicted first. False while one is held."""
         if any(self._ref.item(block) for block in blocks):
             return False
-        gone = [block for block in blocks if block in self._passing]
-        self._passing.difference_update(gone)
-        if gone:
-            self._free.age_first(np.array(gone, np.int32))
+        gone = self.keys.take_passing(blocks)
+        if gone.size:
+            self._free.age_first(gone)
         return True
-
-    def kept_keys_since(self, ids: Int32, evictions: int) -> bool:
-        """Whether none of ``ids`` lost its key since ``self.evictions`` was ``evictions``. No look-up in the index."""
-        if self.evictions == evictions:
-            return True
-        return not bool((self._lost[ids] - _wrapped(evictions) > 0).any())
-
-    # -- published, then written
-
-    def mark_written(self, ids: Int32, step: int) -> NDArray[np.bool_]:
-        """The step that writes ``ids`` is done. bool[len(ids)]: which of them still wait for that very step.
-
-        One that was evicted in the meantime, or published anew by a later step, is not among them.
-        """
-        now: NDArray[np.bool_] = self._step[ids] == step
-        self._step[ids[now]] = WRITTEN
-        return now
-
-    def unpublish_unwritten(self, ids: Int32, first_step: int) -> None:
-        """Blocks that steps from ``first_step`` on should have written lose their keys."""
-        ids = np.unique(ids)
-        self.evict_blocks(ids[self._step[ids] >= first_step])
-
-    def all_written(self, ids: Int32) -> bool:
-        """Whether each of ``ids`` has been written; the null block is."""
-        return bool((self._step[ids] == WRITTEN).all())
-
-    def is_written(self, block: int) -> bool:
-        """Whether a published block has been written."""
-        return self._step.item(block) == WRITTEN
-
-    # -- everything
 
     def reset_prefix_cache(self) -> bool:
         """Drop all keys, if no block is in use; the free order stays. Returns whether it was done. O(num_blocks)."""
@@ -529,36 +367,11 @@ class BlockPool:
         if in_use:
             logger.warning("prefix cache not reset: %d blocks are in use", in_use)
             return False
-        for group, count in enumerate(self.cached_blocks()):
-            self.keys_lost[group] += count
-            self.indexes[group].clear()
         self._free.forget_all()
-        self._passing.clear()
-        self._keys.fill(None)
-        self._group.fill(-1)
-        self._step.fill(WRITTEN)
-        self._emit(AllBlocksCleared())
+        self.keys.clear()
         self.epoch += 1
-        self.evictions += 1
-        self._lost.fill(_wrapped(self.evictions))
         return True
-
-    def emit_stored(self, event: KVCacheEvent) -> None:
-        """Collect an event of a block that was written."""
-        self._emit(event)
-
-    @property
-    def events_enabled(self) -> bool:
-        """Whether events are collected."""
-        return self._events is not None
 
     def take_events(self) -> list[KVCacheEvent]:
         """Events since the last call, oldest first; empty when they are off."""
-        if not self._events:
-            return []
-        events, self._events = self._events, []
-        return events
-
-    def _emit(self, event: KVCacheEvent) -> None:
-        if self._events is not None:
-            self._events.append(event)
+        return self.keys.take_events()

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache import batch
+from hybridkv.cache.block_keys import WRITTEN
 from hybridkv.cache.group import CacheGroup
-from hybridkv.cache.pool import WRITTEN, BlockPool
+from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.write_log import Run, WriteLog
 from hybridkv.request import Request
 from hybridkv.request_rows import RequestRows

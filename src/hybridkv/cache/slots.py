@@ -190,6 +190,6 @@ def unreadable_state(
     """The first group whose hit is a state, or is copied, and has yet to be written by ``step``, now scheduled."""
     for group, plan, source in zip(groups, plans, sources, strict=True):
         copied = int(plan.reuse[-1]) if group.policy.keeps_state and len(plan.reuse) else source
-        if copied and pool.step_of(copied) == step:
+        if copied and pool.keys.step_of(copied) == step:
             return group.number
     return None

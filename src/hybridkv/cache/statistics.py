@@ -58,17 +58,17 @@ def cache_statistics(
     pool: BlockPool, groups: Sequence[CacheGroup], resident_requests: int, pinned_blocks: int
 ) -> CacheStatistics:
     """Counts of now. O(num_blocks)."""
-    cached = pool.cached_blocks()
+    cached = pool.keys.per_group()
     return CacheStatistics(
         num_blocks=pool.num_usable,
         free_blocks=pool.get_num_free_blocks(),
         cached_blocks=sum(cached),
-        unwritten_blocks=pool.unwritten_blocks(),
+        unwritten_blocks=pool.keys.num_unwritten(),
         resident_requests=resident_requests,
         pinned_blocks=pinned_blocks,
-        evictions=sum(pool.keys_lost),
+        evictions=sum(pool.keys.lost),
         groups=tuple(
             GroupStatistics(group.held_blocks(), count, given, lost)
-            for group, count, given, lost in zip(groups, cached, pool.keys_given, pool.keys_lost, strict=True)
+            for group, count, given, lost in zip(groups, cached, pool.keys.given, pool.keys.lost, strict=True)
         ),
     )

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.cache.block_keys import WRITTEN
 from hybridkv.cache.events import BlockStored, published_extras, untagged
 from hybridkv.cache.group import CacheGroup
-from hybridkv.cache.pool import WRITTEN, BlockPool
+from hybridkv.cache.pool import BlockPool
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
 
@@ -53,7 +54,7 @@ class WriteLog:
     @property
     def wants_runs(self) -> bool:
         """Whether runs must be recorded one by one, for events; else ids are enough."""
-        return self._pool.events_enabled
+        return self._pool.keys.events_enabled
 
     def record(self, ids: NDArray[np.int32], runs: list[Run], step: int) -> None:
         """``ids`` were published and ``step``, the open one or WRITTEN, writes them.
@@ -62,7 +63,7 @@ class WriteLog:
         """
         if step == WRITTEN:
             for run in runs:
-                self._pool.emit_stored(_stored(run, run.first, run.first + len(run.ids)))
+                self._pool.keys.emit(_stored(run, run.first, run.first + len(run.ids)))
             return
         self._ids[step].append(ids)
         self._runs[step] += runs
@@ -92,9 +93,9 @@ class WriteLog:
             raise CacheError(f"step {step} is not in flight")
         runs, ids = self._runs.pop(step), self._ids.pop(step)
         for run in runs:
-            self._emit(run, self._pool.mark_written(run.ids, step))
+            self._emit(run, self._pool.keys.mark_written(run.ids, step))
         if ids:
-            self._pool.mark_written(np.concatenate(ids), step)
+            self._pool.keys.mark_written(np.concatenate(ids), step)
 
     def revoke(self, first_step: int) -> None:
         """Steps from ``first_step`` on failed: what they published can be hit no longer."""
@@ -107,17 +108,17 @@ class WriteLog:
 
     def _emit(self, run: Run, written: NDArray[np.bool_]) -> None:
         """One stored-event for each stretch of ``run`` that is written."""
-        if not self._pool.events_enabled:
+        if not self._pool.keys.events_enabled:
             return
         keys = run.group.key_run(run.request, run.first, run.first + len(run.ids))
         there = [self._pool.key_of(block) == key for block, key in zip(run.ids.tolist(), keys, strict=True)]
         written &= np.array(there)  # one that was evicted may have made room for another of the same step
         if written.all():
-            self._pool.emit_stored(_stored(run, run.first, run.first + len(run.ids)))
+            self._pool.keys.emit(_stored(run, run.first, run.first + len(run.ids)))
             return
         edges = np.flatnonzero(np.diff(np.concatenate(([False], written, [False])).astype(np.int8)))
         for start, stop in edges.reshape(-1, 2).tolist():
-            self._pool.emit_stored(_stored(run, run.first + start, run.first + stop))
+            self._pool.keys.emit(_stored(run, run.first + start, run.first + stop))
 
 
 def _stored(run: Run, first: int, last: int) -> BlockStored:

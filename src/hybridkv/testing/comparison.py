@@ -120,7 +120,7 @@ class Comparison:
         self._compare_requests()
         self._compare_statistics()
         self._compare_index()
-        unwritten = {b: pool.step_of(b) for b in range(pool.num_blocks) if not pool.is_written(b)}
+        unwritten = {b: pool.keys.step_of(b) for b in range(pool.num_blocks) if not pool.keys.is_written(b)}
         same("unwritten", unwritten, oracle.pool.step)
 
     def _compare_free(self) -> None:

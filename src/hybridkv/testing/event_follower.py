@@ -40,7 +40,7 @@ class EventFollower:
             for group, index in enumerate(pool.indexes)
             if group not in self._silent
             for key, block in index.entries()
-            if pool.is_written(block)
+            if pool.keys.is_written(block)
         )
         same("events", {key: n for key, n in self._told.items() if n}, dict(written))
 
