@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.columns import grown
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.extra_keys import Extra, ExtraKeys
 from hybridkv.request import Request
@@ -183,12 +184,11 @@ class RequestRows:
             request.hashes.append(key)
 
     def _grow(self) -> None:
-        old = self.capacity
-        for name in ("num_tokens", "num_computed", "in_flight", "tail"):
-            column = getattr(self, name)
-            setattr(self, name, np.concatenate((column, np.zeros_like(column))))
+        old, new = self.capacity, 2 * self.capacity
+        self.num_tokens, self.num_computed = grown(self.num_tokens, new), grown(self.num_computed, new)
+        self.in_flight, self.tail = grown(self.in_flight, new), grown(self.tail, new)
         self.requests += [None] * old
-        self._free = list(range(old, 2 * old))
+        self._free = list(range(old, new))
 
 
 def _next_extra(request: Request, extras: ExtraKeys) -> Extra | None:

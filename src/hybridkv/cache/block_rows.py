@@ -18,6 +18,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.columns import grown
 from hybridkv.errors import CacheError
 
 Int32 = NDArray[np.int32]
@@ -182,11 +183,10 @@ class BlockRows:
 
     def ensure_rows(self, capacity: int) -> None:
         """Rows 0 .. capacity - 1 exist."""
-        missing = capacity - len(self.start)
-        if missing > 0:
-            none = np.zeros(missing, np.int64)
-            for name in ("start", "room", "base", "origin", "dropped", "count"):
-                setattr(self, name, np.concatenate((getattr(self, name), none)))
+        if capacity > len(self.start):
+            self.start, self.room = grown(self.start, capacity), grown(self.room, capacity)
+            self.base, self.origin = grown(self.base, capacity), grown(self.origin, capacity)
+            self.dropped, self.count = grown(self.dropped, capacity), grown(self.count, capacity)
 
     def extents(self) -> list[tuple[int, int]]:
         """(start, room) of every extent, given to a row or spare; for checks."""
@@ -217,9 +217,6 @@ class BlockRows:
         if spare:
             return spare.pop()
         start = self._used
-        if start + room > len(self.cells):
-            grown = np.zeros(max(2 * len(self.cells), start + room), np.int32)
-            grown[:start] = self.cells[:start]
-            self.cells = grown
+        self.cells = grown(self.cells, start + room)
         self._used = start + room
         return start

@@ -21,6 +21,7 @@ from hybridkv.cache.policies import NEVER
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.transfers import TransferLog
 from hybridkv.cache.write_log import WriteLog
+from hybridkv.columns import grown
 from hybridkv.request import Request
 
 Int64 = NDArray[np.int64]
@@ -60,9 +61,7 @@ class Checkpoints:
         if not self._groups:
             return
         row = request.row
-        missing = row + 1 - len(self._next)
-        if missing > 0:
-            self._next = np.concatenate((self._next, np.full(max(missing, len(self._next)), NEVER)))
+        self._next = grown(self._next, row + 1, NEVER)
         self._consumed.pop(row, None)
         if 0 < hit_tokens < request.num_prompt_tokens - 1:
             self._consumed[row] = hit_tokens

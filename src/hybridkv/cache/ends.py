@@ -17,6 +17,7 @@ from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.policies import NEVER
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.write_log import WriteLog
+from hybridkv.columns import grown
 from hybridkv.request import Request
 
 
@@ -41,11 +42,8 @@ class PublishedEnds:
 
     def begin(self, request: Request, tokens: int) -> None:
         """``request`` begins with ``tokens`` computed: ends up to there are others' affair."""
-        missing = request.row + 1 - len(self._done)
-        if missing > 0:
-            grown = max(missing, len(self._done))
-            self._done = np.concatenate((self._done, np.zeros(grown, np.int64)))
-            self._next = np.concatenate((self._next, np.full(grown, NEVER)))
+        self._done = grown(self._done, request.row + 1)
+        self._next = grown(self._next, request.row + 1, NEVER)
         self._done[request.row] = 0
         self.settle(request, tokens)
 

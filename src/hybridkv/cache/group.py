@@ -11,6 +11,7 @@ from hybridkv.cache.block_rows import BlockRows
 from hybridkv.cache.index import PrefixIndex
 from hybridkv.cache.policies import GroupKind, Policy, RowFacts
 from hybridkv.cache.view import PrefixView
+from hybridkv.columns import grown
 from hybridkv.request import Request
 from hybridkv.specs import RequestLimits
 
@@ -89,11 +90,8 @@ class CacheGroup:
     def ensure_rows(self, capacity: int) -> None:
         """Rows 0 .. capacity - 1 exist."""
         self.rows.ensure_rows(capacity)
-        missing = capacity - len(self.published)
-        if missing > 0:
-            none = np.zeros(missing, np.int64)
-            self.published = np.concatenate((self.published, none))
-            self.label = np.concatenate((self.label, none))
+        self.published = grown(self.published, capacity)
+        self.label = grown(self.label, capacity)
 
     def clear(self, row: int) -> None:
         """``row`` holds nothing."""

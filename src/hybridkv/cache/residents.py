@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from hybridkv.cache.ends import PublishedEnds
 from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.policies import UNPUBLISHED
+from hybridkv.columns import grown
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
 from hybridkv.request_rows import RequestRows
@@ -57,9 +58,8 @@ class Residents:
             raise CacheError(f"another request {request.request_id!r} holds blocks: request ids must be unique")
         row = self.columns.bind(request)
         self._by_id[request.request_id] = request
-        missing = self.columns.capacity - len(self._next_event)
-        if missing > 0:
-            self._next_event = np.concatenate((self._next_event, np.zeros(missing, np.int64)))
+        if self.columns.capacity > len(self._next_event):
+            self._next_event = grown(self._next_event, self.columns.capacity)
             for group in self._groups:
                 group.ensure_rows(self.columns.capacity)
         return row

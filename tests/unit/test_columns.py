@@ -1,0 +1,22 @@
+import numpy as np
+import pytest
+
+from hybridkv.columns import grown
+
+
+@pytest.mark.parametrize(("rows", "length"), [(0, 4), (4, 4), (5, 8), (8, 8), (9, 9), (20, 20)])
+def test_a_column_doubles_at_least(rows: int, length: int) -> None:
+    column = np.arange(1, 5, dtype=np.int32)
+    found = grown(column, rows, -7)
+    assert found.tolist() == [1, 2, 3, 4] + [-7] * (length - 4)
+    assert found.dtype == np.int32
+    assert (found is column) == (length == 4)
+
+
+def test_rows_of_a_column_may_be_arrays() -> None:
+    column = np.ones((2, 3), np.int64)
+    assert grown(column, 3).tolist() == [[1] * 3] * 2 + [[0] * 3] * 2
+
+
+def test_a_column_begins_empty() -> None:
+    assert grown(np.empty(0, np.int64), 3, 1).tolist() == [1, 1, 1]
