@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hybridkv.cache import BatchSlots, KVCacheManager
 from hybridkv.cache.batch import Batch, Needs
-from hybridkv.cache.batch_allocator import AllocateOne, BatchAllocator
+from hybridkv.cache.batch_allocator import BatchAllocator
 from hybridkv.cache.slots import Refusal
 from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.request import Request
@@ -182,9 +182,9 @@ def test_a_batch_is_its_rows_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None
             MET["dropped together"] += dropped
         return slots
 
-    def count_each(self: BatchAllocator, rows: Batch, one: AllocateOne) -> tuple[Refusal | None, BatchSlots]:
+    def count_each(self: BatchAllocator, rows: Batch, lookahead: int) -> tuple[Refusal | None, BatchSlots]:
         MET["alone"] += len(rows.rows)
-        return each(self, rows, one)
+        return each(self, rows, lookahead)
 
     monkeypatch.setattr(BatchAllocator, "_serve", count_served)
     monkeypatch.setattr(BatchAllocator, "_each", count_each)

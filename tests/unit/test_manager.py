@@ -409,10 +409,10 @@ def test_two_requests_of_one_name() -> None:
 
 
 def test_a_request_of_another_manager_is_refused() -> None:
-    here, there = manager(), manager()
+    here = manager()
+    there = KVCacheManager(attention_config(32, (4,)), 1000, hasher=here.hasher)
     one = Request("r", range(9), hasher=here.hasher)
     here.allocate_slots(one, 9)
-    there.hasher = here.hasher
     for tokens in (1, 40):
         with pytest.raises(CacheError, match="holds blocks of another manager"):
             there.allocate_slots(one, tokens)

@@ -2,45 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache import batch
 from hybridkv.cache.batch import Batch, BatchSlots, Needs
+from hybridkv.cache.blocks import KVCacheBlocks
+from hybridkv.cache.committer import Committer
 from hybridkv.cache.group import CacheGroup
+from hybridkv.cache.planner import SlotPlanner
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.publisher import Publisher
 from hybridkv.cache.residents import Residents
-from hybridkv.cache.slots import Refusal
+from hybridkv.cache.slots import NO_BLOCKS, Ask, Refusal, SlotPlan
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
-AllocateOne = Callable[[int, int], Sequence[Int32] | Refusal]
-"""Row and tokens at the end of the step -> new columns per group, or why not."""
-
 
 class BatchAllocator:
-    """Serves the rows that are due, in order. publishes: whether full blocks get keys."""
+    """Serves the rows that are due, in order.
+
+    Those not plain are planned and committed one by one. max_model_len: most tokens of a request.
+    """
 
     def __init__(
         self,
         groups: Sequence[CacheGroup],
         pool: BlockPool,
+        *,
         publisher: Publisher,
         residents: Residents,
-        *,
-        publishes: bool,
+        planner: SlotPlanner,
+        committer: Committer,
+        max_model_len: int,
     ) -> None:
         self._groups = tuple(groups)
         self._pool = pool
         self._publisher = publisher
         self._residents = residents
-        self._publishes = publishes
+        self._planner = planner
+        self._committer = committer
+        self._max_model_len = max_model_len
+        self._no_hit = KVCacheBlocks((NO_BLOCKS,) * len(groups), pool)
 
-    def allocate(self, due: Batch, accepted: int, one: AllocateOne) -> BatchSlots:
+    def allocate(self, rows: Int64, num_new_tokens: Int64 | int, num_lookahead_tokens: int) -> BatchSlots:
+        """Slots for ``rows``, distinct; see KVCacheManager.allocate_batch."""
+        columns, most = self._residents.columns, self._max_model_len
+        end = np.minimum(columns.num_computed[rows] + num_new_tokens, most)
+        total = np.minimum(end + num_lookahead_tokens, most)
+        due = self._residents.due(rows, total)
+        slots = batch.nothing_new(len(rows))
+        if due.size:
+            some = rows[due]
+            computed = columns.num_computed[some]
+            processed = computed - columns.in_flight[some]
+            known = np.minimum(end[due], columns.num_tokens[some])
+            asked = Batch(due, some, processed, computed, end[due], total[due], known)
+            slots = self._allocate_due(asked, len(rows), num_lookahead_tokens)
+            self._pool.advance_epoch()
+        self._committer.label_rows(rows[: slots.accepted], end[: slots.accepted])
+        return slots
+
+    def _allocate_due(self, due: Batch, accepted: int, lookahead: int) -> BatchSlots:
         """Slots for the rows of ``due``. accepted: rows of the whole batch, unless one is refused.
 
         Runs of plain rows are served together; a row that is not, and a run that does not fit or whose order
@@ -52,7 +78,7 @@ class BatchAllocator:
         for first, last in _runs(needs.plain):
             served = self._serve(due.part(first, last), needs.part(first, last)) if needs.plain[first] else None
             if served is None:
-                refusal, cells = self._each(due.part(first, last), one)
+                refusal, cells = self._each(due.part(first, last), lookahead)
                 parts.append(cells)
                 if refusal is not None:
                     return batch.concat(cells.accepted, parts, refusal.reason)
@@ -68,7 +94,7 @@ class BatchAllocator:
         if not batch.drop(self._groups, self._pool, rows, needs.drop):
             return None
         slots = batch.take(self._groups, self._pool, rows.rows, needs.missing, rows.place)
-        if self._publishes:
+        if self._planner.caching:
             self._publisher.publish_rows(self._groups, self._residents.columns, rows.rows, rows.known)
         self._residents.refresh_many(rows.rows)
         return slots
@@ -79,16 +105,27 @@ class BatchAllocator:
             bool((needs.drop[:, place] > group.rows.dropped[rows]).any()) for place, group in enumerate(self._groups)
         )
 
-    def _each(self, rows: Batch, one: AllocateOne) -> tuple[Refusal | None, BatchSlots]:
+    def _each(self, rows: Batch, lookahead: int) -> tuple[Refusal | None, BatchSlots]:
         """Row after row: the refusal that ended it, None when none did, and the new cells of those before."""
         cells: list[tuple[int, int, int, Int32]] = []
         for place, row, end in zip(rows.place.tolist(), rows.rows.tolist(), rows.end.tolist(), strict=True):
             held = [group.rows.count.item(row) for group in self._groups]
-            blocks = one(row, end)
+            blocks = self._allocate_one(row, end, lookahead)
             if isinstance(blocks, Refusal):
                 return blocks, batch.one_by_one(place, cells)
             cells += [(place, g, held[g], ids) for g, ids in enumerate(blocks) if len(ids)]
         return None, batch.one_by_one(0, cells)
+
+    def _allocate_one(self, row: int, end_tokens: int, lookahead: int) -> tuple[Int32, ...] | Refusal:
+        """Plan and commit for the request in ``row``: the new columns of each group, or why not."""
+        columns = self._residents.columns
+        (request,) = columns.owners(np.array([row]))
+        new = max(end_tokens - columns.num_computed.item(row), 1)  # 0 at max_model_len
+        plan = self._planner.plan(request, Ask(new, self._no_hit, lookahead_tokens=lookahead))
+        if isinstance(plan, SlotPlan):
+            return self._committer.commit(plan)
+        self._committer.drop_skipped(request)
+        return plan
 
 
 def _runs(plain: NDArray[np.bool_]) -> list[tuple[int, int]]:

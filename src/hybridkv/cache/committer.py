@@ -7,14 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.cache.checkpoints import Checkpoints
 from hybridkv.cache.ends import PublishedEnds
 from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.policies import NEW, UNPUBLISHED, GroupPlan
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.publisher import Publisher
+from hybridkv.cache.residents import Residents
 from hybridkv.cache.slots import SlotPlan
 from hybridkv.cache.transfers import TransferLog
-from hybridkv.request_rows import RequestRows
+from hybridkv.errors import StalePlanError
+from hybridkv.request import Request
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -23,7 +26,10 @@ _NONE = np.empty(0, np.int32)
 
 
 class Committer:
-    """The one that changes rows and holds of running requests."""
+    """The one that changes rows and holds of running requests.
+
+    The last one told of a row is ``residents``, which then finds its next event.
+    """
 
     def __init__(
         self,
@@ -31,23 +37,41 @@ class Committer:
         pool: BlockPool,
         *,
         publisher: Publisher,
-        requests: RequestRows,
+        residents: Residents,
         transfers: TransferLog,
         ends: PublishedEnds,
+        checkpoints: Checkpoints,
     ) -> None:
         self._groups = tuple(groups)
         self._states = tuple(group for group in groups if group.policy.keeps_state)
         self._pool = pool
         self._publisher = publisher
-        self._requests = requests
+        self._residents = residents
+        self._requests = residents.columns
         self._transfers = transfers
         self._ends = ends
+        self._checkpoints = checkpoints
 
-    def commit(self, plan: SlotPlan, row: int) -> tuple[Int32, ...]:
-        """Carry out ``plan`` for ``row``; the new columns of each group, null and moved ones included.
+    def commit(self, plan: SlotPlan) -> tuple[Int32, ...]:
+        """Carry out ``plan``; the new columns of each group, null and moved ones included.
 
-        All groups drop before any touches, and touch before any takes: what one frees the others may take,
-        and what one hits nobody evicts.
+        StalePlanError, and nothing changed, if anything changed since it was made.
+        """
+        request = plan.request
+        if plan.epoch != self._pool.epoch:
+            raise StalePlanError(f"the pool changed since slots for {request.request_id!r} were planned: plan again")
+        row = request.row if request.row >= 0 else self._residents.bind(request)
+        new = self._carry_out(plan, row)
+        if plan.begins:
+            self._checkpoints.begin(request, plan.hit_tokens, plan.computed_tokens)
+        self._pool.advance_epoch()
+        self._residents.refresh(row)
+        return new
+
+    def _carry_out(self, plan: SlotPlan, row: int) -> tuple[Int32, ...]:
+        """All groups drop before any touches, and touch before any takes.
+
+        So what one frees the others may take, and what one hits nobody evicts.
         """
         work = tuple(zip(self._groups, plan.groups, strict=True))
         for group, part in work:
@@ -94,11 +118,15 @@ class Committer:
         if columns > group.rows.dropped.item(row):
             self._pool.free_blocks(group.rows.drop(row, columns))
 
-    def drop_skipped(self, row: int) -> None:
-        """Give back what ``row`` reads no longer: windows and states before its processed tokens."""
+    def drop_skipped(self, request: Request) -> None:
+        """Give back what ``request`` reads no longer: windows and states before its processed tokens."""
+        if request.row < 0:
+            return
+        row = self._residents.row_of(request)
         processed = self._requests.num_computed.item(row) - self._requests.in_flight.item(row)
         for group in self._groups:
             self._drop(group, row, min(group.policy.droppable(processed), group.rows.count.item(row)))
+        self._residents.refresh(row)
 
     def label(self, row: int, end_tokens: int) -> None:
         """The states of ``row`` are those after ``end_tokens`` tokens, drafts left out, once its step has run."""

@@ -2,56 +2,32 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache import batch
+from hybridkv.cache.assembly import CacheOptions, assemble
 from hybridkv.cache.audit import check_cache
-from hybridkv.cache.batch import Batch, BatchSlots
-from hybridkv.cache.batch_allocator import BatchAllocator
+from hybridkv.cache.batch import BatchSlots
 from hybridkv.cache.blocks import KVCacheBlocks
-from hybridkv.cache.build import (
-    build_groups,
-    can_resume,
-    ends_inside,
-    hash_block_size,
-    kinds_of,
-    placement_for,
-    pool_of,
-)
-from hybridkv.cache.checkpoints import Checkpoints
-from hybridkv.cache.committer import Committer
-from hybridkv.cache.coordinator import CommonHit, Coordinator
-from hybridkv.cache.ends import PublishedEnds
+from hybridkv.cache.coordinator import CommonHit
 from hybridkv.cache.events import KVCacheEvent
 from hybridkv.cache.hashing import BlockHasher
-from hybridkv.cache.locks import BlockLock, Locks
-from hybridkv.cache.pins import Pin, Pins
+from hybridkv.cache.locks import BlockLock
+from hybridkv.cache.pins import Pin
 from hybridkv.cache.placement import Placement
-from hybridkv.cache.planner import SlotPlanner
-from hybridkv.cache.policies import alignment_of
-from hybridkv.cache.publisher import Publisher
-from hybridkv.cache.relocator import Relocator
-from hybridkv.cache.residents import Residents
 from hybridkv.cache.slots import Admission, Ask, Refusal, SlotPlan
 from hybridkv.cache.space import ClassedSpace
 from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats, cache_statistics
-from hybridkv.cache.transfers import TransferLog, Transfers
-from hybridkv.errors import CacheError, ConfigError, StalePlanError
+from hybridkv.cache.transfers import Transfers
+from hybridkv.errors import CacheError, ConfigError
 from hybridkv.plan.config import KVCacheConfig
 from hybridkv.request import Request
 from hybridkv.specs import RequestLimits
 
-logger = logging.getLogger(__name__)
-
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
-
-_NONE = np.empty(0, np.int32)
 
 
 class KVCacheManager:
@@ -94,71 +70,36 @@ class KVCacheManager:
     ) -> None:
         if max_pinned_blocks < 0:
             raise ConfigError(f"max_pinned_blocks must not be negative, got {max_pinned_blocks}")
-        ranks = RequestLimits(max_model_len, dcp=dcp_world_size, pcp=pcp_world_size).cp
-        self.placement = placement_for(kv_cache_config, placement)
-        kinds = kinds_of(kv_cache_config, ranks, use_eagle=use_eagle, placement=self.placement)
+        options = CacheOptions(
+            max_model_len,
+            enable_caching=enable_caching,
+            use_eagle=use_eagle,
+            log_stats=log_stats,
+            enable_events=enable_kv_cache_events,
+            ranks=RequestLimits(max_model_len, dcp=dcp_world_size, pcp=pcp_world_size).cp,
+            hasher=hasher,
+            retention=retention,
+            max_pinned_blocks=max_pinned_blocks,
+            placement=placement,
+            max_moved_bytes=max_moved_bytes,
+            space=space,
+            published_ends=published_ends,
+        )
+        parts = assemble(kv_cache_config, options)
+        storage, records = parts.storage, parts.records
         self.config = kv_cache_config
         self.max_model_len = max_model_len
         self.dcp_world_size, self.pcp_world_size = dcp_world_size, pcp_world_size
-        self.enable_caching = enable_caching and can_resume(kinds)
-        self.hasher = (hasher or BlockHasher(hash_block_size(kinds))) if self.enable_caching else None
-        hash_block = self.hasher.block_size if self.hasher else hash_block_size(kinds)
-        self.block_pool = pool_of(kv_cache_config, space, max_moved_bytes, enable_events=enable_kv_cache_events)
-        exact = ends_inside(kinds, published_ends=published_ends)
-        self.groups = build_groups(kinds, self.block_pool.indexes, hash_block, retention, exact=exact)
-        self.sink_blocks = tuple(self.block_pool.reserve(kind.sink_blocks, number) for number, kind in enumerate(kinds))
-        if max_pinned_blocks > self.block_pool.num_usable:
-            raise ConfigError(
-                f"max_pinned_blocks is {max_pinned_blocks}, the pool has {self.block_pool.num_usable} blocks: lower it"
-            )
-        self.pins = Pins(self.block_pool, max_pinned_blocks)
-        self.locks = Locks(self.block_pool)
-        self._coordinator = Coordinator(self.groups, alignment_of(kinds, exact=exact))
-        self.publisher = Publisher(self.block_pool)
-        tailed = self.groups if self.placement is not None and self.enable_caching and published_ends else ()
-        self.ends = PublishedEnds(
-            [group for group in tailed if group.policy.publishes and not group.policy.keeps_state],
-            self.block_pool,
-            self.publisher.log,
-        )
-        self._residents = Residents(self.groups, hash_block, self.ends, publishes=self.enable_caching)
-        self.rows = self._residents.columns
-        self._planner = SlotPlanner(
-            self.groups,
-            self.block_pool,
-            log=self.publisher.log,
-            rows=self.rows,
-            coordinator=self._coordinator,
-            max_model_len=max_model_len,
-            caching=self.enable_caching,
-            retention=retention,
-        )
-        log = self.publisher.log
-        self.transfers = TransferLog(self.groups, self.block_pool)
-        self._relocator = Relocator(self.groups, self.block_pool, log, self.pins, self.transfers)
-        self.block_pool.on_move = self._relocator.follow
-        self.checkpoints = Checkpoints(
-            [group for group in self.groups if group.policy.keeps_state and self.enable_caching],
-            len(kinds),
-            self.block_pool,
-            log=log,
-            transfers=self.transfers,
-            placement=self.placement,
-        )
-        self._committer = Committer(
-            self.groups,
-            self.block_pool,
-            publisher=self.publisher,
-            requests=self.rows,
-            transfers=self.transfers,
-            ends=self.ends,
-        )
-        self._batches = BatchAllocator(
-            self.groups, self.block_pool, self.publisher, self._residents, publishes=self.enable_caching
-        )
-        self._commits = 0
-        self._empty = KVCacheBlocks((_NONE,) * len(self.groups), self.block_pool)
-        self._stats = PrefixCacheStats() if log_stats else None
+        self.placement, self.hasher = storage.placement, storage.hasher
+        self.enable_caching = storage.hasher is not None
+        self.block_pool, self.groups, self.sink_blocks = storage.pool, storage.groups, storage.sink_blocks
+        self.pins, self.locks = records.pins, records.locks
+        self.publisher, self.transfers = records.publisher, records.transfers
+        self.ends, self.checkpoints = records.ends, records.checkpoints
+        self.rows = records.residents.columns
+        self._residents, self._relocator = records.residents, records.relocator
+        self._lookup, self._planner, self._committer = parts.lookup, parts.planner, parts.committer
+        self._batches, self._releaser = parts.batches, parts.releaser
 
     # -- look-up
 
@@ -177,40 +118,22 @@ class KVCacheManager:
 
     def look_up(self, request: Request) -> CommonHit:
         """find_hit, counted in the statistics."""
-        hit = self.find_hit(request)
-        if self._stats is not None and self.enable_caching and request.reads_prefix_cache:
-            self._stats.requests += 1
-            self._stats.queries += request.num_tokens
-            self._stats.hits += hit.tokens
-        return hit
+        return self._lookup.look_up(request)
 
     def find_hit(self, request: Request) -> CommonHit:
         """get_computed_blocks without statistics, and why the hit is not longer."""
-        self._refuse_stranger(request)
-        limit = request.num_tokens - 1 if self.enable_caching and request.reads_prefix_cache else 0
-        return self._coordinator.longest_common_hit(request, limit)
+        return self._lookup.find(request)
 
     def blocks_of(self, hit: CommonHit) -> KVCacheBlocks:
         """The blocks of a hit, 0 for null columns."""
-        if not hit.tokens:
-            return self._empty
-        blocks = tuple(group.blocks for group in hit.groups)
-        return KVCacheBlocks(blocks, self.block_pool, self.block_pool.evictions, hit.sources)
+        return self._lookup.blocks_of(hit)
 
     def blocks_to_share(self, request: Request) -> tuple[KVCacheBlocks, int]:
         """What a branch of ``request``, which no step in flight holds, begins with, and its tokens: those computed.
 
         Natural layout. CacheError for a request that holds no blocks.
         """
-        row, tokens = self._residents.row_of(request), request.num_computed_tokens
-        ids, sources = [], []
-        for group in self.groups:
-            full = group.policy.hit_columns(tokens)
-            held = group.rows.ids(row)
-            ids.append(held[:full])
-            partial = group.policy.keeps_state or (tokens % group.policy.block_size and len(held) > full)
-            sources.append(int(held[full]) if partial and tokens else 0)
-        return KVCacheBlocks(tuple(ids), self.block_pool, sources=tuple(sources), is_fork=True), tokens
+        return self._lookup.blocks_to_share(request)
 
     def is_longest_hit(self, request: Request, hit: CommonHit, evictions: int) -> bool:
         """Whether a hit found when ``block_pool.evictions`` was ``evictions`` is still the longest.
@@ -218,11 +141,7 @@ class KVCacheManager:
         It is while none of the blocks it rests on lost its key and none of the keys that bounded it is known.
         O(those keys) look-ups, one a group for full attention, and one array comparison over the blocks.
         """
-        if any(-1 < then != group.index.additions for group, then in zip(self.groups, hit.additions, strict=True)):
-            return False
-        if any(group.knows_any(request, columns) for group, columns in zip(self.groups, hit.missing, strict=True)):
-            return False
-        return all(self.block_pool.keys.kept_since(ids, evictions) for ids in hit.seen)
+        return self._lookup.is_longest(request, hit, evictions)
 
     # -- slots, one request
 
@@ -248,7 +167,7 @@ class KVCacheManager:
             total = self.rows.num_computed.item(request.row) + num_new_tokens + num_lookahead_tokens
             if total < self._residents.next_event(request.row):
                 self._committer.label(request.row, total - num_lookahead_tokens)
-                return self._empty
+                return self._lookup.empty
         plan = self.plan_slots(
             request,
             num_new_tokens,
@@ -286,39 +205,25 @@ class KVCacheManager:
         Raises ConfigError when there is nothing to allocate or the hit cannot be adopted, and for a request
         of another hasher; CacheError for one that holds blocks of another manager.
         """
-        self._refuse_stranger(request)
+        self._residents.refuse_stranger(request)
         ask = Ask(
             num_new_tokens,
-            new_computed_blocks or self._empty,
+            new_computed_blocks or self._lookup.empty,
             num_new_computed_tokens,
             num_external_computed_tokens,
             num_lookahead_tokens,
             delay_cache_blocks,
             num_encoder_tokens,
         )
-        return self._planner.plan(request, ask, admission, self._epoch)
+        return self._planner.plan(request, ask, admission)
 
     def commit(self, plan: SlotPlan) -> KVCacheBlocks:
         """Do what ``plan`` says and return the new columns. StalePlanError if anything changed since it was made."""
-        if plan.epoch != self._epoch:
-            raise StalePlanError(
-                f"the pool changed since slots for {plan.request.request_id!r} were planned: plan again"
-            )
-        request = plan.request
-        row = request.row if request.row >= 0 else self._residents.bind(request)
-        new = self._committer.commit(plan, row)
-        if plan.begins:
-            self.checkpoints.begin(request, plan.hit_tokens, plan.computed_tokens)
-        self._commits += 1
-        self._residents.refresh(row)
-        return KVCacheBlocks(new, self.block_pool)
+        return KVCacheBlocks(self._committer.commit(plan), self.block_pool)
 
     def drop_skipped(self, request: Request) -> None:
         """Give back what ``request`` reads no longer: windows and states before its processed tokens."""
-        if request.row >= 0:
-            row = self._residents.row_of(request)
-            self._committer.drop_skipped(row)
-            self._residents.refresh(row)
+        self._committer.drop_skipped(request)
 
     # -- slots, all rows of a step
 
@@ -329,32 +234,7 @@ class KVCacheManager:
         are refused. Computed tokens are not advanced: that is the caller's fact. O(R) in array operations,
         O(1) Python operations a new or published block.
         """
-        end = np.minimum(self.rows.num_computed[rows] + num_new_tokens, self.max_model_len)
-        total = np.minimum(end + num_lookahead_tokens, self.max_model_len)
-        due = self._residents.due(rows, total)
-        slots = batch.nothing_new(len(rows))
-        if due.size:
-            some = rows[due]
-            computed = self.rows.num_computed[some]
-            processed = computed - self.rows.in_flight[some]
-            known = np.minimum(end[due], self.rows.num_tokens[some])
-            asked = Batch(due, some, processed, computed, end[due], total[due], known)
-            slots = self._batches.allocate(
-                asked, len(rows), partial(self._allocate_row, lookahead=num_lookahead_tokens)
-            )
-            self._commits += 1
-        self._committer.label_rows(rows[: slots.accepted], end[: slots.accepted])
-        return slots
-
-    def _allocate_row(self, row: int, end_tokens: int, *, lookahead: int) -> tuple[Int32, ...] | Refusal:
-        """allocate_slots for the request in ``row``."""
-        (request,) = self.rows.owners(np.array([row]))
-        new = max(end_tokens - self.rows.num_computed.item(row), 1)  # 0 at max_model_len
-        plan = self.plan_slots(request, new, num_lookahead_tokens=lookahead)
-        if isinstance(plan, SlotPlan):
-            return self.commit(plan).ids
-        self.drop_skipped(request)
-        return plan
+        return self._batches.allocate(rows, num_new_tokens, num_lookahead_tokens)
 
     # -- publishing and freeing
 
@@ -363,42 +243,14 @@ class KVCacheManager:
 
         CacheError, and nothing published, for a request that holds no blocks for them.
         """
-        self._cache_blocks(request, num_computed_tokens, written=False)
-
-    def _cache_blocks(self, request: Request, num_computed_tokens: int, *, written: bool) -> None:
-        """cache_blocks; written: whatever step is open, the blocks are there."""
-        row = self._residents.row_of(request)
-        known = min(num_computed_tokens, request.num_tokens)
-        if not self.enable_caching:
-            return
-        held = [group.rows.count.item(row) for group in self.groups if group.policy.publishes]
-        asked = [group.policy.columns(known) for group in self.groups if group.policy.publishes]
-        if any(more > there for more, there in zip(asked, held, strict=True)):
-            raise CacheError(f"{request.request_id!r} holds no blocks for {known} tokens: allocate slots first")
-        edges = self._planner.edges(request)
-        if edges is None:
-            return
-        for group in self.groups:
-            columns, settled = group.policy.stored_columns(group.facts(row), known, edges)
-            self.publisher.publish_row(group, request, columns, settled, written=written)
-        self._commits += 1
-        self._residents.refresh(row)
+        self._releaser.publish_computed(request, num_computed_tokens)
 
     def keep_end(self, request: Request) -> None:
         """``request`` ends or is preempted, and no step in flight holds it: its computed tokens can be hit to the last.
 
         In the natural layout; nothing in the reference layout. CacheError for a request that holds no blocks.
         """
-        self._residents.row_of(request)
-        if self.placement is None or self._planner.edges(request) is None:
-            return
-        computed = request.num_computed_tokens
-        known = min(computed, request.num_tokens)
-        self._cache_blocks(request, known, written=True)
-        self.ends.publish_last(request, known)
-        if computed <= request.num_tokens:
-            self.checkpoints.keep_end(request, computed)
-        self._commits += 1
+        self._releaser.keep_end(request)
 
     # -- the natural layout: what a step must do besides its rows
 
@@ -422,32 +274,17 @@ class KVCacheManager:
 
         A request that holds nothing, or an unknown id, is a no-op.
         """
-        request_id = request if isinstance(request, str) else request.request_id
-        resident = self._residents.get(request_id)
-        if resident is None:
-            return
-        self.transfers.forget(resident.row)
-        for group in self.groups:
-            self.block_pool.free_blocks(group.rows.held(resident.row)[::-1])
-        self._residents.release(resident)
+        self._releaser.free(_id_of(request))
 
     def free_many(self, requests: Sequence[Request]) -> None:
         """Free each of ``requests``, in this order, in one go where they share no block."""
-        found = dict.fromkeys(self._residents.get(request.request_id) for request in requests)
-        residents = [resident for resident in found if resident is not None]
-        for resident in residents:
-            self.transfers.forget(resident.row)
-        self.block_pool.free_many(
-            [group.rows.held(resident.row)[::-1] for resident in residents for group in self.groups]
-        )
-        for resident in residents:
-            self._residents.release(resident)
+        self._releaser.free_many([request.request_id for request in requests])
 
     def reset_prefix_cache(self) -> bool:
         """Forget all keys, if no block is in use. Returns whether it was done."""
         done = self.block_pool.reset_prefix_cache()
-        if done and self._stats is not None:
-            self._stats.reset = True
+        if done:
+            self._lookup.count_reset()
         return done
 
     # -- locks
@@ -458,7 +295,7 @@ class KVCacheManager:
         Natural layout: those blocks are not moved between slabs, also when the request ends meanwhile. CacheError for
         a request that holds no blocks.
         """
-        request_id = request if isinstance(request, str) else request.request_id
+        request_id = _id_of(request)
         resident = self._residents.get(request_id)
         if resident is None:
             raise CacheError(f"request {request_id!r} holds no blocks: lock those of a running one")
@@ -475,10 +312,7 @@ class KVCacheManager:
 
         Its blocks count in ``usage``. CapacityError beyond ``max_pinned_blocks``. O(blocks of the prefix).
         """
-        request = Request("pin", tokens, hasher=self.hasher, cache_salt=salt)
-        hit = self._coordinator.longest_common_hit(request, len(tokens) if self.enable_caching else 0)
-        while not all(self.block_pool.keys.all_written(part.blocks) for part in hit.groups):
-            hit = self._coordinator.longest_common_hit(request, hit.tokens - 1)
+        hit = self._lookup.find_written(Request("pin", tokens, hasher=self.hasher, cache_salt=salt))
         return self.pins.add(hit, [group.kind.drops for group in self.groups])
 
     def unpin(self, pin: Pin) -> None:
@@ -496,7 +330,7 @@ class KVCacheManager:
         """The blocks that a request holds; none for an unknown id."""
         request = self._residents.get(request_id)
         if request is None:
-            return self._empty
+            return self._lookup.empty
         return KVCacheBlocks(tuple(group.rows.ids(request.row) for group in self.groups), self.block_pool)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
@@ -505,14 +339,14 @@ class KVCacheManager:
 
     def create_empty_block_list(self) -> KVCacheBlocks:
         """No block in every group."""
-        return self._empty
+        return self._lookup.empty
 
     def get_num_common_prefix_blocks(self, request: Request | str, num_running_requests: int) -> list[int]:
         """Per group, how many leading blocks of ``request`` are held by all running requests.
 
         CacheError for a request that holds no blocks.
         """
-        request_id = request if isinstance(request, str) else request.request_id
+        request_id = _id_of(request)
         if self._residents.get(request_id) is None:
             raise CacheError(f"request {request_id!r} holds no blocks: ask for a running one")
         holders_wanted = max(num_running_requests, len(self._residents))  # those that ended may still hold blocks
@@ -529,10 +363,7 @@ class KVCacheManager:
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
         """Statistics since the last call; None when they are off."""
-        if self._stats is None:
-            return None
-        stats, self._stats = self._stats, PrefixCacheStats()
-        return stats
+        return self._lookup.take_stats()
 
     def statistics(self) -> CacheStatistics:
         """What the cache holds now. O(num_blocks)."""
@@ -553,18 +384,6 @@ class KVCacheManager:
         """
         check_cache(self)
 
-    # -- rows
 
-    @property
-    def _epoch(self) -> int:
-        """Grows with every change of the pool and every commit."""
-        return self.block_pool.epoch + self._commits
-
-    def _refuse_stranger(self, request: Request) -> None:
-        """An error for a request that was made for another manager."""
-        if request.hasher is not self.hasher:
-            raise ConfigError(
-                f"request {request.request_id!r} was hashed by another hasher: construct it with hasher=cache.hasher"
-            )
-        if request.row >= 0 and request._rows is not self.rows:
-            raise CacheError(f"request {request.request_id!r} holds blocks of another manager: free it there first")
+def _id_of(request: Request | str) -> str:
+    return request if isinstance(request, str) else request.request_id

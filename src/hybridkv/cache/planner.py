@@ -52,28 +52,20 @@ class SlotPlanner:
         self._rows = rows
         self._coordinator = coordinator
         self._max_model_len = max_model_len
-        self._caching = caching
+        self.caching = caching
         self._retention = retention
 
     def edges(self, request: Request) -> tuple[int, ...] | None:
         """Where ``request`` may be resumed, in tokens, if retention asks for it; None when it publishes nothing."""
-        if not (self._caching and request.writes_prefix_cache):
+        if not (self.caching and request.writes_prefix_cache):
             return None
         return () if self._retention is None else self._coordinator.resumed_at(request)
 
-    def plan(self, request: Request, ask: Ask, admission: Admission | None, epoch: int) -> SlotPlan | Refusal:
+    def plan(self, request: Request, ask: Ask, admission: Admission | None = None) -> SlotPlan | Refusal:
         """One GroupPlan a group, or why not. ConfigError for an ask that makes no sense."""
         groups, pool, row = self._groups, self._pool, request.row
-        check_ask(request, ask, groups, caching=self._caching)
-        for group, ids in zip(groups, ask.hit.ids, strict=True):
-            pool.refuse_foreign(ids[ids != 0])
-            if ask.hit.is_fork:
-                continue
-            if len(ids) and ids[-1] and pool.key_of(int(ids[-1])) != group.keys(request)[len(ids) - 1]:
-                raise ConfigError(
-                    f"the hit handed over for {request.request_id!r} holds other tokens: hand over what "
-                    "get_computed_blocks returned for this request"
-                )
+        check_ask(request, ask, groups, caching=self.caching)
+        self._check_hit(request, ask)
         in_flight = self._rows.in_flight.item(row) if row >= 0 else 0
         demand = demand_of(request, ask, in_flight, self._max_model_len, self.edges(request))
         facts = [group.facts(row) for group in groups]
@@ -101,7 +93,7 @@ class SlotPlanner:
         if pool.waits(needs, freed):
             return Refusal(Reason.FRAGMENTED, largest_group(plans), needed, free)
         return SlotPlan(
-            epoch,
+            pool.epoch,
             request,
             demand.total,
             demand.certain,
@@ -112,6 +104,18 @@ class SlotPlanner:
             demand.known,
             begins=row < 0,
         )
+
+    def _check_hit(self, request: Request, ask: Ask) -> None:
+        """BlockError for blocks that are not the pool's, ConfigError unless the last one is of the request's tokens."""
+        for group, ids in zip(self._groups, ask.hit.ids, strict=True):
+            self._pool.refuse_foreign(ids[ids != 0])
+            if ask.hit.is_fork:
+                continue
+            if len(ids) and ids[-1] and self._pool.key_of(int(ids[-1])) != group.keys(request)[len(ids) - 1]:
+                raise ConfigError(
+                    f"the hit handed over for {request.request_id!r} holds other tokens: hand over what "
+                    "get_computed_blocks returned for this request"
+                )
 
     def _sources(self, ask: Ask) -> tuple[int, ...]:
         """What is copied, by group: a state only where no later one is loaded from elsewhere."""

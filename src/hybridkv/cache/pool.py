@@ -41,7 +41,8 @@ class BlockPool:
     each group, by default 0. bases: the first block of each class. silent: groups whose keys make no events.
     on_move: called with moves, int64[m, 2] of (source, target), once the pool has followed them.
     Attributes for reading: keys (what the blocks carry), indexes (theirs, one a group), num_reserved (blocks taken for
-    good), epoch (changes with every take, touch and free, so that a plan can tell whether it is stale).
+    good), epoch (grows with every take, touch and free, and with ``advance_epoch``, so that a plan can tell whether
+    it is stale).
     """
 
     def __init__(
@@ -141,6 +142,10 @@ class BlockPool:
         return ids
 
     # -- locks and moves
+
+    def advance_epoch(self) -> None:
+        """Something changed besides the pool that plans rest on: what rows hold, or have published."""
+        self.epoch += 1
 
     def begin_step(self) -> None:
         """What is moved from now on belongs to another step."""

@@ -12,8 +12,8 @@ from hybridkv.cache.ends import PublishedEnds
 from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.policies import UNPUBLISHED
 from hybridkv.columns import grown
-from hybridkv.errors import CacheError
-from hybridkv.request import Request
+from hybridkv.errors import CacheError, ConfigError
+from hybridkv.request import Hasher, Request
 from hybridkv.request_rows import RequestRows
 
 Int64 = NDArray[np.int64]
@@ -24,15 +24,19 @@ _NEVER: Final = np.iinfo(np.int64).max
 class Residents:
     """Who holds which row. columns: counts and tail tokens of all rows.
 
+    hasher: of all requests, None without prefix caching. tail_tokens: of a hash block.
     A row's next event is the least of: the tokens at which some group needs a block, those at which some group
-    can publish one (when ``publishes``), and its next published end. Below it there is nothing to do for the row.
+    can publish one (with prefix caching), and its next published end. Below it there is nothing to do for the row.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], tail_tokens: int, ends: PublishedEnds, *, publishes: bool) -> None:
+    def __init__(
+        self, groups: Sequence[CacheGroup], ends: PublishedEnds, *, hasher: Hasher | None, tail_tokens: int
+    ) -> None:
         self.columns = RequestRows(tail_tokens, promised=self._promised)
         self._groups = groups
         self._ends = ends
-        self._publishes = publishes
+        self._hasher = hasher
+        self._publishes = hasher is not None
         self._by_id: dict[str, Request] = {}
         self._next_event = np.zeros(0, np.int64)
 
@@ -51,6 +55,15 @@ class Residents:
         if self._by_id.get(request.request_id) is not request:
             raise CacheError(f"request {request.request_id!r} holds no blocks here: allocate slots first")
         return request.row
+
+    def refuse_stranger(self, request: Request) -> None:
+        """ConfigError, CacheError for a request that was made for another manager."""
+        if request.hasher is not self._hasher:
+            raise ConfigError(
+                f"request {request.request_id!r} was hashed by another hasher: construct it with hasher=cache.hasher"
+            )
+        if request.row >= 0 and request._rows is not self.columns:
+            raise CacheError(f"request {request.request_id!r} holds blocks of another manager: free it there first")
 
     def bind(self, request: Request) -> int:
         """Give ``request`` a row in every group. CacheError when its id is taken."""
