@@ -12,6 +12,7 @@ from hybridkv.cache import AllBlocksCleared, BlockHasher, BlockStored, KVCacheMa
 from hybridkv.errors import CacheError, CapacityError, ConfigError, OwnershipError, WorkerError
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import FinishReason, Outcome, Scheduler, SchedulerLimits
+from hybridkv.schedule.in_flight import InFlight
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.testing import attention_config
 
@@ -616,13 +617,13 @@ def test_an_abort_is_for_the_request_that_was_there(monkeypatch: pytest.MonkeyPa
     add(sched, "a", range(3), max_tokens=1)
     step = sched.schedule()
     in_thread(lambda: sched.abort("a"))
-    original = sched._settle_dead
+    original = sched._departures.settle_dead
 
-    def meanwhile(*args: object) -> None:
+    def meanwhile(flight: InFlight) -> None:
         add(sched, "a", range(3), max_tokens=2)
-        original(*args)  # type: ignore[arg-type]  # as they came
+        original(flight)
 
-    monkeypatch.setattr(sched, "_settle_dead", meanwhile)  # the moment between end and inbox
+    monkeypatch.setattr(sched._departures, "settle_dead", meanwhile)  # the moment between end and inbox
     assert ended(sched.update(result(step))) == [("a", "length")]
     monkeypatch.undo()
     assert sched.num_waiting == 1

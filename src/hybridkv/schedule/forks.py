@@ -10,7 +10,7 @@ room, the parent is gone or past), they wait in front like any other request, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from hybridkv.cache import KVCacheManager, SlotPlan
 from hybridkv.request import Request, branch_id
@@ -48,7 +48,7 @@ class Forks:
         """Children that wait."""
         return sum(map(len, self._children.values()))
 
-    def add(self, parent: Request, children: list[Request]) -> None:
+    def add(self, parent: Request, children: Iterable[Request]) -> None:
         """``children`` branch off ``parent``, which waits or runs."""
         self._children.setdefault(parent.request_id, []).extend(children)
         self._parents[parent.request_id] = parent
@@ -82,7 +82,10 @@ class Forks:
 
 
 class Branching:
-    """Moves children from ``forks`` to ``running`` and into the draft of a step, or to the front of ``waiting``."""
+    """Moves children from ``forks`` to ``running`` and into the draft of a step, or to the front of ``waiting``.
+
+    The only one that changes ``forks``.
+    """
 
     def __init__(
         self,
@@ -97,6 +100,20 @@ class Branching:
         self._limits = limits
         self._waiting = waiting
         self._running = running
+
+    def add(self, parent: Request, children: Sequence[Request]) -> None:
+        """``children`` wait for ``parent``, or behind it where no blocks can be shared in part."""
+        if not children:
+            return
+        if self._cache.placement is not None:
+            self._forks.add(parent, children)
+            return
+        for child in children:
+            self._waiting.append(child)
+
+    def remove(self, child: Request) -> None:
+        """``child`` ends, if it waits for its parent."""
+        self._forks.remove(child)
 
     def admit(self, draft: Draft, *, room: bool) -> list[tuple[Request, int]]:
         """Branch off every parent that is ready: each child admitted, and the tokens it shares.

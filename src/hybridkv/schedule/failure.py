@@ -1,0 +1,63 @@
+"""Steps that failed: what they should have written is taken back, and their requests wait again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.schedule.departures import Departures
+from hybridkv.schedule.in_flight import InFlight
+from hybridkv.schedule.running import RunningRows
+from hybridkv.schedule.waiting import WaitingQueue
+
+
+class Failures:
+    """Undoes steps that brought no result."""
+
+    def __init__(
+        self, cache: KVCacheManager, waiting: WaitingQueue, running: RunningRows, departures: Departures
+    ) -> None:
+        self._cache = cache
+        self._waiting = waiting
+        self._running = running
+        self._departures = departures
+
+    def take_back(self, failed: Sequence[InFlight], in_flight: Sequence[InFlight]) -> None:
+        """``failed``, all from some step on, will not run; ``in_flight`` are those before them.
+
+        What they should have written can be hit no longer; their requests return to the front of the queue with
+        0 computed, in order. O(rows of the steps + blocks that they published).
+        """
+        self._cache.publisher.log.revoke(failed[0].step.id)
+        touched = set[int]()
+        for flight in failed:
+            touched.update(self._undo(flight))
+        touched.update(self._distrust_moved(failed))
+        requests = [request for request in self._running.requests if request.row in touched]
+        self._departures.send_back(requests, in_flight, written=False)
+        self._departures.bury_failed(failed)
+
+    def _undo(self, flight: InFlight) -> list[int]:
+        """Rows and waiting requests expect nothing more of ``flight``; its rows that still belong to those it held."""
+        self._departures.ended_rows += flight.step.finished_rows.tolist()
+        attached = self._running.settle(flight)
+        rows = flight.rows[attached]
+        if self._cache.placement is not None:  # running states are rewritten in place
+            self._departures.distrust(rows.tolist())
+        self._cache.rows.retract(rows, flight.step.num_scheduled[attached])
+        for request in flight.detached.values():
+            self._waiting.settle(request)
+        held: list[int] = rows.tolist()
+        return held
+
+    def _distrust_moved(self, failed: Sequence[InFlight]) -> set[int]:
+        """Where the moves of ``failed`` ended may be anything: those blocks lose their keys. Rows that hold one."""
+        moved = np.concatenate([flight.moved for flight in failed])
+        if not moved.size:
+            return set()
+        self._cache.block_pool.evict_blocks(np.unique(moved).astype(np.int32))
+        rows = set(self._cache.cells_of(moved)[1].tolist())
+        self._departures.distrust(rows)
+        return rows
