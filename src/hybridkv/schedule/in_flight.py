@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.errors import WorkerError
-from hybridkv.request import Request
+from hybridkv.request import MAX_TOKEN_ID, Request
 from hybridkv.step import Step, StepResult
-
-_MAX_TOKEN_ID: Final = (1 << 31) - 1
 
 
 @dataclass(slots=True)
@@ -62,7 +59,7 @@ def check_result(step: Step, result: StepResult) -> None:
         )
     if not np.array_equal(np.diff(indptr), step.samples):
         raise WorkerError(f"step {step.id}: the result must hold one token for each row that samples, none else")
-    if not np.issubdtype(result.sampled.values.dtype, np.integer) or (result.sampled.values > _MAX_TOKEN_ID).any():
+    if not np.issubdtype(result.sampled.values.dtype, np.integer) or (result.sampled.values > MAX_TOKEN_ID).any():
         raise WorkerError(f"step {step.id}: sampled tokens must be integers up to 2**31 - 1")
     if result.sampled.values.size and result.sampled.values.min() < 0:
         raise WorkerError(f"step {step.id}: token {result.sampled.values.min()} was sampled: ids are 0 or more")

@@ -14,174 +14,16 @@ waits keeps them itself. Either way the Request answers for both.
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import EncoderInput, Extra, ExtraKeys, LoraAdapter, MultimodalItem
-
-_MAX_TOKEN_ID = (1 << 31) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How tokens are drawn and when to stop. Names and meaning as in vLLM and transformers.
-
-    temperature: 0 is greedy. top_k: 0 is off. top_p, min_p: probabilities; 1 and 0 are off.
-    repetition_penalty: 1 is off; counts prompt and output (CTRL, arXiv 1909.05858).
-    seed: with the position of a token it alone decides the draw, whatever runs beside it.
-    max_tokens: most output tokens. stop_token_ids: each ends the output and is part of it.
-    stop: strings that end the output; found by whoever turns tokens into text.
-    ignore_eos: go on behind the model's end token.
-    n: outputs wanted of one prompt, each by a seed of its own: seed, seed + 1, ...
-    logprobs, prompt_logprobs: how many log probabilities are wanted with each output token, and with each
-    token of the prompt (which must then be computed); None is none.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    max_tokens: int = 16
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    n: int = 1
-
-    def __post_init__(self) -> None:
-        checks = (
-            (self.temperature >= 0, "temperature must be 0 (greedy) or more", self.temperature),
-            (self.top_k >= 0, "top_k must be 0 (off) or more", self.top_k),
-            (0 < self.top_p <= 1, "top_p must be above 0 and at most 1 (off)", self.top_p),
-            (0 <= self.min_p <= 1, "min_p must be between 0 (off) and 1", self.min_p),
-            (self.repetition_penalty > 0, "repetition_penalty must be above 0 (1 is off)", self.repetition_penalty),
-            ((self.logprobs or 0) >= 0, "logprobs must be 0 or more, or None (off)", self.logprobs),
-            (
-                (self.prompt_logprobs or 0) >= 0,
-                "prompt_logprobs must be 0 or more, or None (off)",
-                self.prompt_logprobs,
-            ),
-            (self.max_tokens >= 1, "max_tokens must be at least 1", self.max_tokens),
-            (self.n >= 1, "n must be at least 1", self.n),
-        )
-        if any(not 0 <= token <= _MAX_TOKEN_ID for token in self.stop_token_ids):
-            raise ConfigError(f"stop_token_ids must lie in 0 .. 2**31 - 1, got {self.stop_token_ids}")
-        for good, message, value in checks:
-            if not good:
-                raise ConfigError(f"{message}, got {value}")
-
-    def of_branch(self, number: int) -> SamplingParams:
-        """Those of the ``number``-th branch of a request: one output, by a seed of its own."""
-        return replace(self, n=1, seed=self.seed + number)
-
-
-class Columns(Protocol):
-    """Where a resident request lives; see hybridkv.request_rows.RequestRows."""
-
-    num_tokens: NDArray[np.int64]
-    num_computed: NDArray[np.int64]
-    tail: NDArray[np.int32]
-
-    def append_one(self, row: int, token: int) -> None:
-        """One token behind the known ones of ``row``."""
-        ...
-
-    def append(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
-        """One token behind the known ones of each of ``rows``."""
-        ...
-
-    def least_tokens(self, row: int) -> int:
-        """Tokens of ``row`` that cannot be forgotten: computed, or promised to others."""
-        ...
-
-    def truncate(self, row: int, num_tokens: int) -> None:
-        """Only the first ``num_tokens`` tokens of ``row`` are left, at least one of them."""
-        ...
-
-
-class Hasher(Protocol):
-    """Hashes blocks of tokens; see hybridkv.cache.hashing.BlockHasher."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a hash block."""
-        ...
-
-    @property
-    def root(self) -> bytes:
-        """What the first block's hash builds on."""
-        ...
-
-    def hash_chain(
-        self, parent: bytes | None, tokens: NDArray[np.int32], extras: Sequence[Extra | None] | None = None
-    ) -> list[bytes]:
-        """Hashes of consecutive full blocks; a tail shorter than a block is left out."""
-        ...
-
-    def hash_rows(
-        self,
-        parents: Sequence[bytes | None],
-        tokens: NDArray[np.int32],
-        extras: Sequence[Extra | None] | None = None,
-    ) -> list[bytes]:
-        """Hashes of unrelated blocks, one a row of ``tokens`` [n, block_size], each with its own parent."""
-        ...
-
-
-def _token_array(tokens: Sequence[int] | NDArray[np.integer]) -> array[int]:
-    """A copy of ``tokens`` as 32-bit integers; ConfigError for ids that do not fit."""
-    if isinstance(tokens, bytes | bytearray | str):
-        raise ConfigError(f"token ids must be a sequence of integers, got {type(tokens).__name__}: tokenize it first")
-    if isinstance(tokens, np.ndarray):
-        if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
-            raise ConfigError(f"token ids must be a one-dimensional integer array, got {tokens.dtype}{tokens.shape}")
-        if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) > _MAX_TOKEN_ID):
-            raise ConfigError("token ids must lie in 0 .. 2**31 - 1")
-        return array("i", tokens.astype(np.int32, copy=False).tobytes())
-    try:
-        out = array("i", tokens)
-    except (OverflowError, TypeError) as error:
-        raise ConfigError(f"token ids must be integers in 0 .. 2**31 - 1: {error}") from None
-    smallest = int(np.frombuffer(out, np.int32).min()) if out else 0
-    if smallest < 0:
-        raise ConfigError(f"token ids must not be negative, got {smallest}")
-    return out
-
-
-def checked_marks(marks: object, what: str = "marks") -> tuple[int, ...]:
-    """``marks`` ascending. ConfigError, about ``what``, unless they are distinct token counts, 1 .. 2**31 - 1."""
-    if not isinstance(marks, Iterable) or isinstance(marks, str | bytes | bytearray):
-        raise ConfigError(f"{what} must be a list of token counts, got {marks!r}")
-    given = list(marks)
-    for mark in given:
-        whole = isinstance(mark, int | np.integer) and not isinstance(mark, bool)
-        if not whole or not 0 < mark <= _MAX_TOKEN_ID:
-            raise ConfigError(f"{what} must be token counts, 1 .. 2**31 - 1, got {mark!r}")
-    ascending = sorted(map(int, given))
-    twice = next((mark for mark, after in pairwise(ascending) if mark == after), None)
-    if twice is not None:
-        raise ConfigError(f"{what} must be distinct, got {twice} twice")
-    return tuple(ascending)
-
-
-def branch_id(request_id: str, number: int) -> str:
-    """The id of the ``number``-th branch of a request."""
-    return f"{request_id}#{number}"
-
-
-def output_ids(request_id: str, n: int) -> list[str]:
-    """Ids of the ``n`` outputs of a request: its own, then those of its branches."""
-    return [request_id, *(branch_id(request_id, number) for number in range(1, n))]
+from hybridkv.request.protocols import Columns, Hasher
+from hybridkv.request.sampling import SamplingParams
+from hybridkv.request.token_ids import check_ids, checked_marks, token_array
 
 
 class Request:
@@ -248,14 +90,11 @@ class Request:
         skip_writing_prefix_cache: bool = False,
         marks: Sequence[int] | NDArray[np.integer] = (),
     ) -> None:
-        self._tokens = _token_array(prompt)
+        self._tokens = token_array(prompt)
         if not self._tokens:
             raise ConfigError(f"request {request_id!r} has an empty prompt: give it at least one token")
-        for name, value in (("priority", priority), ("arrival_time", arrival_time)):
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                raise ConfigError(f"{name} of {request_id!r} must be a finite number, got {value!r}")
-        if any(not 0 <= token <= _MAX_TOKEN_ID for token in eos_token_ids):
-            raise ConfigError(f"eos_token_ids must lie in 0 .. 2**31 - 1, got {eos_token_ids}")
+        _check_finite(request_id, priority=priority, arrival_time=arrival_time)
+        check_ids(eos_token_ids, "eos_token_ids")
         self.marks = checked_marks(marks, f"marks of {request_id!r}")
         self.request_id = request_id
         self.sampling = sampling if sampling is not None else SamplingParams()
@@ -264,33 +103,41 @@ class Request:
         self.lora = lora
         self.multimodal = tuple(multimodal)
         self.encoder = encoder
-        self._extras: ExtraKeys | None = None
-        if lora or multimodal or cache_salt is not None or prompt_embeds is not None or encoder:
-            extras = ExtraKeys(
-                len(self._tokens),
-                1 if hasher is None else hasher.block_size,
-                lora=lora,
-                multimodal=multimodal,
-                cache_salt=cache_salt,
-                prompt_embeds=prompt_embeds,
-                encoder=encoder,
-            )
-            self._extras = None if hasher is None else extras
+        self._extras = self._extra_keys_of(prompt_embeds)
         self.arrival_time = arrival_time
         self.eos_token_ids = eos_token_ids
         self.num_prompt_tokens = len(self._tokens)
-        self.num_preemptions = 0
-        self.first_hit_tokens: int | None = None
-        self.branch_tokens = 0
-        self.branches = 0
         self.priority = priority
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         self.skip_writing_prefix_cache = skip_writing_prefix_cache
-        self._computed = 0
-        self._rows: Columns | None = None
-        self.row = -1
+        self._begin()
         self.hashes: list[bytes] = [] if continues is None else self._common_hashes(continues)
         self._hash_new_blocks()
+
+    def _extra_keys_of(self, prompt_embeds: NDArray[np.generic] | None) -> ExtraKeys | None:
+        """What tells its blocks from those of equal tokens; checked without prefix caching, too."""
+        if not (
+            self.lora or self.multimodal or self.cache_salt is not None or prompt_embeds is not None or self.encoder
+        ):
+            return None
+        extras = ExtraKeys(
+            len(self._tokens),
+            1 if self.hasher is None else self.hasher.block_size,
+            lora=self.lora,
+            multimodal=self.multimodal,
+            cache_salt=self.cache_salt,
+            prompt_embeds=prompt_embeds,
+            encoder=self.encoder,
+        )
+        return None if self.hasher is None else extras
+
+    def _begin(self) -> None:
+        """Nothing is computed, no row held, nothing branched off."""
+        self._rows: Columns | None = None
+        self.row = -1
+        self._computed = 0
+        self.num_preemptions = self.branch_tokens = self.branches = 0
+        self.first_hit_tokens: int | None = None
 
     @property
     def reads_prefix_cache(self) -> bool:
@@ -313,10 +160,9 @@ class Request:
         for name in self.__slots__:
             setattr(child, name, getattr(self, name))
         child.request_id, child.sampling = request_id, sampling
-        child._tokens = _token_array(self.token_ids())
-        child._rows, child.row, child._computed = None, -1, 0
+        child._tokens = token_array(self.token_ids())
         child.hashes = list(self.hashes)
-        child.num_preemptions, child.first_hit_tokens, child.branch_tokens, child.branches = 0, None, 0, 0
+        child._begin()
         return child
 
     # -- counts
@@ -446,3 +292,9 @@ class Request:
             f"Request({self.request_id!r}, prompt={self.num_prompt_tokens}, "
             f"tokens={self.num_tokens}, computed={self.num_computed_tokens})"
         )
+
+
+def _check_finite(request_id: str, **values: object) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"{name} of {request_id!r} must be a finite number, got {value!r}")

@@ -1,0 +1,18 @@
+"""A request: its identity, tokens, block hashes and counts, and how its tokens are drawn."""
+
+from hybridkv.request.branches import branch_id, output_ids
+from hybridkv.request.protocols import Columns, Hasher
+from hybridkv.request.request import Request
+from hybridkv.request.sampling import SamplingParams
+from hybridkv.request.token_ids import MAX_TOKEN_ID, checked_marks
+
+__all__ = [
+    "MAX_TOKEN_ID",
+    "Columns",
+    "Hasher",
+    "Request",
+    "SamplingParams",
+    "branch_id",
+    "checked_marks",
+    "output_ids",
+]
