@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybridkv.cache.block_keys import WRITTEN
 from hybridkv.cache.group import CacheGroup
@@ -19,6 +20,8 @@ from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.write_log import WriteLog
 from hybridkv.columns import grown
 from hybridkv.request import Request
+
+Int64 = NDArray[np.int64]
 
 
 def ends_of(request: Request) -> list[int]:
@@ -58,9 +61,9 @@ class PublishedEnds:
         """The token count at which ``row`` has an end to publish."""
         return self._next.item(row) if row < len(self._next) else NEVER
 
-    def next_ends(self, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def next_ends(self, rows: Int64) -> Int64:
         """next_end of many resident rows, int64[rows]."""
-        ahead: np.ndarray[tuple[int], np.dtype[np.int64]] = self._next[rows]
+        ahead: Int64 = self._next[rows]
         return ahead
 
     def publish(self, group: CacheGroup, request: Request, known_tokens: int) -> None:

@@ -11,7 +11,7 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.cache.placement import Placement, placement_named
 from hybridkv.errors import ConfigError
 from hybridkv.plan.config import KVCacheConfig
-from hybridkv.request import Request, SamplingParams
+from hybridkv.request import Request
 from hybridkv.schedule import FinishReason, Scheduler
 from hybridkv.step import Step, StepResult
 from hybridkv.testing.comparison import Comparison, OracleError, same
@@ -24,6 +24,7 @@ from hybridkv.testing.oracle_natural import NaturalOracle, branch_of
 from hybridkv.testing.oracle_natural_cache import NaturalCache
 from hybridkv.testing.oracle_step import OracleStep
 from hybridkv.testing.rig_options import RigOptions
+from hybridkv.testing.rig_request import RigRequest
 from hybridkv.testing.worker_layers import digest_model
 
 
@@ -117,45 +118,39 @@ class Rig:
 
         reads, writes: whether it uses the prefix cache. marks: where it is to be resumable. n: outputs wanted.
         """
-        name = f"r{len(self.requests)}"
-        request = Request(
-            name,
-            prompt,
-            SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids, n=n),
-            hasher=self.cache.hasher,
-            cache_salt=salt,
-            eos_token_ids=eos_token_ids,
-            arrival_time=arrival_time,
-            priority=priority,
-            skip_reading_prefix_cache=not reads,
-            skip_writing_prefix_cache=not writes,
-            marks=marks,
-        )
-        expected = OracleRequest(
-            name,
-            list(prompt),
-            len(prompt),
-            limit=min(len(prompt) + max_tokens, self.options.max_model_len),
-            stops=frozenset(stop_token_ids + eos_token_ids),
-            salt=salt,
-            priority=priority,
+        asked = RigRequest(
+            tuple(prompt),
+            max_tokens,
+            stop_token_ids,
+            eos_token_ids,
+            salt,
+            priority,
+            arrival_time,
             reads=reads,
             writes=writes,
-            marks=tuple(sorted(marks)),
+            marks=tuple(marks),
+            n=n,
         )
+        name = f"r{len(self.requests)}"
+        if not self._add_to_both(asked, name):
+            return None
+        arriving = {one.request_id: one for one in self.scheduler._inbox.arriving()}
+        for child in self._fork_oracle(self.requests[name][1], n - 1):
+            self.requests[child.request_id] = arriving[child.request_id], child
+        return name
+
+    def _add_to_both(self, asked: RigRequest, name: str) -> bool:
+        """Whether the request was taken in."""
+        request, expected = asked.request(name, self.cache.hasher), asked.expected(name, self.options.max_model_len)
         refused = False
         try:
             self.scheduler.add(request)
         except ConfigError:
             refused = True
         same("refused", refused, not self.oracle.fits_alone(expected))
-        if refused:
-            return None
-        self.requests[name] = request, self.oracle.add(expected, arrival_time)
-        arriving = {one.request_id: one for one in self.scheduler._inbox.arriving()}
-        for child in self._fork_oracle(expected, n - 1):
-            self.requests[child.request_id] = arriving[child.request_id], child
-        return name
+        if not refused:
+            self.requests[name] = request, self.oracle.add(expected, asked.arrival_time)
+        return not refused
 
     def fork(self, request_id: str, n: int) -> list[str]:
         """``n`` branches of a request, known or not; their ids."""
