@@ -5,8 +5,9 @@ pool, the other groups or the coordinator.
 """
 
 from hybridkv.cache.policies.attention import AttentionPolicy
-from hybridkv.cache.policies.encoder import EncoderPolicy
+from hybridkv.cache.policies.contents import EncoderOutput, Nothing, RunningState
 from hybridkv.cache.policies.exact import TokenHits
+from hybridkv.cache.policies.fixed import FixedPolicy
 from hybridkv.cache.policies.policy import (
     GroupKind,
     Policy,
@@ -16,7 +17,6 @@ from hybridkv.cache.policies.policy import (
     policy_of,
 )
 from hybridkv.cache.policies.reach import Reach
-from hybridkv.cache.policies.running_state import RunningStatePolicy
 from hybridkv.cache.policies.spans import ChunkSpan, FullSpan, WindowSpan
 from hybridkv.cache.policies.state import AlignedStatePolicy
 from hybridkv.cache.policies.values import (
@@ -40,17 +40,19 @@ __all__ = [
     "AttentionPolicy",
     "ChunkSpan",
     "Demand",
-    "EncoderPolicy",
+    "EncoderOutput",
+    "FixedPolicy",
     "FullSpan",
     "GroupKind",
     "GroupPlan",
     "Hit",
     "Index",
+    "Nothing",
     "Policy",
     "Reach",
     "RowFacts",
     "RowTokens",
-    "RunningStatePolicy",
+    "RunningState",
     "Search",
     "TokenHits",
     "WindowSpan",

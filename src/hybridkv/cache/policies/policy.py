@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hybridkv.cache.policies.attention import AttentionPolicy
-from hybridkv.cache.policies.encoder import EncoderPolicy
+from hybridkv.cache.policies.contents import EncoderOutput, Nothing, RunningState
 from hybridkv.cache.policies.exact import TokenHits
+from hybridkv.cache.policies.fixed import FixedPolicy
 from hybridkv.cache.policies.reach import Reach
-from hybridkv.cache.policies.running_state import RunningStatePolicy
 from hybridkv.cache.policies.spans import ChunkSpan, FullSpan, Span, WindowSpan
 from hybridkv.cache.policies.state import AlignedStatePolicy
 from hybridkv.cache.policies.values import (
@@ -204,9 +204,9 @@ def policy_of(kind: GroupKind, alignment: int, retention: int | None = None) -> 
             need = None if retention is None else 1
             return AlignedStatePolicy(size, spec.num_speculative_blocks, Reach(size, alignment, need, 0, retention))
         case MambaSpec():
-            return RunningStatePolicy(size, 1 + spec.num_speculative_blocks)
+            return FixedPolicy(size, RunningState(1 + spec.num_speculative_blocks))
         case CrossAttentionSpec() | EncoderOnlyAttentionSpec():
-            return EncoderPolicy(size, keeps=isinstance(spec, CrossAttentionSpec))
+            return FixedPolicy(size, EncoderOutput() if isinstance(spec, CrossAttentionSpec) else Nothing())
         case _:
             raise UnsupportedModelError(
                 f"{type(spec).__name__} has no cache policy: see hybridkv.specs for those that do"
@@ -228,7 +228,7 @@ def natural_policy_of(kind: GroupKind, alignment: int, hash_block: int, *, exact
         case ChunkedLocalAttentionSpec():
             span = ChunkSpan(spec.attention_chunk_size)
         case MambaSpec():
-            return RunningStatePolicy(hash_block, 1 + spec.num_speculative_blocks, kind.publishes)
+            return FixedPolicy(hash_block, RunningState(1 + spec.num_speculative_blocks, kind.publishes))
         case _:
             return policy_of(kind, alignment)
     return AttentionPolicy(size, span, Reach(size, size), TokenHits(span) if exact else span)

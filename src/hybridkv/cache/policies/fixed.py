@@ -1,4 +1,7 @@
-"""Layers that keep nothing of the decoder's tokens: cross attention and encoder-only attention."""
+"""Layers whose blocks are all taken when a row begins and stay to its end, whatever it computes.
+
+row     [ b0 | b1 | ... ]       no column is added, dropped or gets a key; ``contents`` says what the blocks hold
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hybridkv.cache.policies.contents import Contents
 from hybridkv.cache.policies.values import (
     NEVER,
     NONE,
@@ -27,43 +31,55 @@ _NO_COLUMNS: Int64 = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderPolicy:
-    """Blocks for the encoder's output, written once; ``keeps`` says whether there are any.
-
-    With cross attention (``keeps``) the decoder's own prefix is worth nothing without the encoder's output,
-    which is not shared: no hit. Encoder-only layers keep nothing and agree to every hit.
-    """
+class FixedPolicy:
+    """block_size: tokens of a block, or between two keys of a request. contents: how many blocks, what can be hit."""
 
     block_size: int
-    keeps: bool
-    publishes: bool = False
-    copies: bool = False
+    contents: Contents
     downward_closed: bool = False
-    keeps_state: bool = False
     append_only: bool = False
 
+    @property
+    def publishes(self) -> bool:
+        """Whether anything of it can be hit."""
+        return self.contents.publishes
+
+    @property
+    def copies(self) -> bool:
+        """Whether a hit is copied: where there can be one."""
+        return self.contents.publishes
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether blocks are states, overwritten in place."""
+        return self.contents.keeps_state
+
     def columns(self, num_tokens: T) -> T:
-        """None that the decoder's tokens ask for."""
-        return num_tokens * 0
+        """What the decoder's tokens ask for, however many they are."""
+        return num_tokens * 0 + self.contents.columns
 
     def hit_columns(self, num_tokens: int) -> int:  # noqa: ARG002 - the answer of a policy
-        """None."""
+        """None: what is hit is copied."""
         return 0
+
+    def state_column(self, num_tokens: T) -> T:
+        """The first one."""
+        return num_tokens * 0
 
     def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:  # noqa: ARG002 - as above
-        """Nothing, or whatever the others say."""
-        return Hit(0 if self.keeps else search.end_tokens, NONE)
+        """What the contents say; columns have no keys."""
+        return self.contents.longest_hit(index, search)
 
-    def source(self, index: Index, num_tokens: int) -> int:  # noqa: ARG002 - the answer of a policy
-        """None: what is hit is held by the row itself."""
-        return 0
+    def source(self, index: Index, num_tokens: int) -> int:
+        """The block to copy."""
+        return self.contents.source(index, num_tokens)
 
     def trim(self, hit: Hit, tokens: int) -> Hit:  # noqa: ARG002 - as above
-        """Nothing to trim."""
-        return Hit(tokens, NONE)
+        """A prefix of a hit is none: the search must be made anew."""
+        return hit
 
     def next_need(self, held: T, dropped: T) -> T:  # noqa: ARG002 - as above
-        """Never."""
+        """Never, once the row has its blocks."""
         return held * 0 + NEVER
 
     def next_publish(self, settled: T) -> T:
@@ -74,10 +90,6 @@ class EncoderPolicy:
         """None."""
         return known_tokens * 0
 
-    def state_column(self, num_tokens: T) -> T:
-        """There is no state; the column of the last token stands for it."""
-        return self.columns(num_tokens) - 1
-
     def droppable(self, processed_tokens: T) -> T:
         """Nothing."""
         return processed_tokens * 0
@@ -87,8 +99,8 @@ class EncoderPolicy:
         return np.ones(len(published), np.bool_)
 
     def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:  # noqa: ARG002 - as above
-        """``ceil(encoder tokens / block_size)`` blocks for a row that has none."""
-        take = 0 if row.held else self.most_columns(0, demand.encoder)
+        """All blocks at once, for a row that has none."""
+        take = 0 if row.held else self.contents.blocks(demand.encoder, self.block_size)
         return GroupPlan(0, NONE, take, None, (), _NO_COLUMNS, row.published)
 
     def stored_columns(self, row: RowFacts, computed_tokens: int, edges: tuple[int, ...]) -> tuple[Int64, int]:  # noqa: ARG002 - as above
@@ -96,5 +108,5 @@ class EncoderPolicy:
         return _NO_COLUMNS, row.published
 
     def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:  # noqa: ARG002 - as above
-        """The encoder's."""
-        return -(-encoder_tokens // self.block_size) if self.keeps else 0
+        """All blocks."""
+        return self.contents.blocks(encoder_tokens, self.block_size)
