@@ -291,6 +291,25 @@ def test_a_stale_plan_raises(what: str) -> None:
     assert cache.allocate_slots(other, 10) is not None
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_plan_is_stale_after_a_commit_that_takes_no_block(batched: bool) -> None:
+    cache = manager()
+    held, other = request(cache, range(8)), request(cache, range(50, 60))
+    cache.allocate_slots(held, 7)
+    held.num_computed_tokens = 7
+    plan = cache.plan_slots(other, 10)
+    assert isinstance(plan, SlotPlan)
+    before = cache.block_pool.get_num_free_blocks()
+    if batched:
+        cache.allocate_batch(np.array([held.row]), 1)
+    else:
+        cache.allocate_slots(held, 1)
+    assert cache.block_pool.get_num_free_blocks() == before
+    assert cache.block_pool.get_cached_block(held.hashes[1]) is not None
+    with pytest.raises(StalePlanError, match="planned: plan again"):
+        cache.commit(plan)
+
+
 def test_lookahead_takes_room_but_publishes_nothing() -> None:
     cache = manager()
     one = request(cache, range(7))

@@ -371,3 +371,30 @@ def test_placements_belong_to_the_natural_layout() -> None:
     with pytest.raises(ConfigError, match="needs the natural layout"):
         KVCacheManager(attention_config(8), 100, placement=EndsPlacement())
     assert cache_of().placement == EndsPlacement()
+
+
+def test_a_row_of_states_alone_needs_nothing_more_while_it_runs() -> None:
+    cache = cache_of(config_of((state_spec(B),), (1,), 12), NoStates())
+    request = Request("a", tokens(9), hasher=cache.hasher)
+    assert cache.allocate_slots(request, 9) is not None
+    assert cache.next_event(request.row) > cache.max_model_len
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_failed_step_may_have_overwritten_is_not_kept(fails: bool) -> None:
+    """The row of an aborted request is released by a step before the failed one, which rewrote its state in place."""
+    cache = cache_of()
+    sched = Scheduler(cache, SchedulerLimits(max_in_flight=2, max_batched_tokens=6, segments=False))
+    request = Request("a", tokens(20), hasher=cache.hasher)
+    sched.add(request)
+    first, second = sched.schedule(), sched.schedule()
+    sched.abort("a")
+    if fails:
+        sched.fail(second.id, "broken")
+    else:
+        sched.update(StepResult(first.id, Csr.from_lists([[]])))
+        first = second
+    sched.update(StepResult(first.id, Csr.from_lists([[]])))
+    sched.check()
+    hit = cache.find_hit(Request("b", tokens(20), hasher=cache.hasher)).tokens
+    assert hit == (0 if fails else 12)

@@ -274,3 +274,17 @@ def test_marks_are_a_list(marks: object) -> None:
 def test_marks_are_distinct() -> None:
     with pytest.raises(ConfigError, match="marks of 'a' must be distinct, got 4 twice"):
         Request("a", [1], marks=[4, 1, 4])
+
+
+def test_a_branch_begins_anew() -> None:
+    parent = Request("a", range(9), hasher=BlockHasher(4))
+    rows = RequestRows(4)
+    rows.bind(parent)
+    parent.num_computed_tokens, parent.num_preemptions, parent.branches = 8, 2, 3
+    parent.first_hit_tokens, parent.branch_tokens = 4, 4
+    child = parent.branch("a#1", SamplingParams())
+    assert (child.row, child.num_computed_tokens, child.num_preemptions, child.branches) == (-1, 0, 0, 0)
+    assert (child.first_hit_tokens, child.branch_tokens) == (None, 0)
+    assert child.token_ids().tolist() == list(range(9))
+    assert child.hashes == parent.hashes
+    assert child.hashes is not parent.hashes
