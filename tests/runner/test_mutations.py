@@ -1,10 +1,13 @@
 """Controls: what the equality tests must notice. A cache that is damaged must move the logits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from runner_support import (
+    ALL_MODELS,
     MODELS,
     TOLERANCE,
     EngineFactory,
@@ -16,7 +19,10 @@ from runner_support import (
     shared_prompts,
 )
 
-from hybridkv.runner import Engine
+from hybridkv.runner import Completion, Engine
+from hybridkv.runner.reach import Reach
+from hybridkv.specs import Keeps
+from hybridkv.step import Step
 
 PROMPT = 70
 BEFORE = 4
@@ -57,7 +63,149 @@ def test_damage_moves_the_logits(
     assert moved[BEFORE:].max() > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", MODELS)
+# -- every kind of thing that a model caches, damaged in a request of its own beside the others
+#
+#     prompt | outputs
+#     0 .. 59  60 ..... 68 ............ 84 ........ 96     tokens computed
+#                       ^ states noted  ^ damage
+#     columns [ 0 .. 15 ] seen by all layers     [ 64 .. 79 ] by windows of 24 and chunks of 32, too
+
+START = 60
+NOTED = 68
+DAMAGED = 84
+OUTPUT = 36
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateView:
+    """One state tensor of one layer: views [blocks, *shape] of ``kind`` in ``group``."""
+
+    layer: str
+    kind: str
+    group: int
+    view: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayer:
+    """A layer of attention: ``kind`` full, window or chunk, in ``group``, and a column that its queries see."""
+
+    layer: str
+    kind: str
+    group: int
+    column: int
+
+
+def state_views(engine: Engine) -> list[StateView]:
+    found = []
+    for name, mixer in zip(engine.runner.continues, engine.runner._mixers, strict=True):
+        parts = zip(mixer._mixer.parts, mixer._views, strict=True)
+        found += [StateView(name, part.kind, mixer._group, view) for part, view in parts]
+    return found
+
+
+def paged_layers(engine: Engine) -> Iterator[PagedLayer]:
+    for number, group in enumerate(engine.plan.config.groups):
+        if group.spec.keeps is Keeps.STATE:
+            continue
+        for name, spec in zip(group.layer_names, group.layer_specs, strict=True):
+            reach = Reach.of(spec)
+            kind = "window" if reach.window else "chunk" if reach.chunk else "full"
+            column = 0 if kind == "full" else 4
+            assert reach.first_seen(np.array([DAMAGED])).item() <= column * group.spec.block_size
+            yield PagedLayer(name, kind, number, column)
+
+
+class Damages:
+    """What happens to each request: its id says it. Everything is done between two steps, to all layers of a kind."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.states = state_views(engine)
+        self.paged = list(paged_layers(engine))
+        kept = sorted({one.kind for one in self.states})
+        paged = sorted({one.kind for one in self.paged})
+        self.names = ["nothing", *(f"zeroed {kind}" for kind in (*kept, *paged)), *(f"aliased {kind}" for kind in paged)]
+        self.names += [f"earlier {kind}" for kind in kept]
+        self._noted: list[torch.Tensor] = []
+
+    def layers(self) -> set[str]:
+        return {one.layer for one in (*self.states, *self.paged)}
+
+    def blocks(self, step: Step, row: int, group: int) -> list[int]:
+        """Where the state behind the last token of ``step`` was written for its ``row``-th row."""
+        end = step.num_computed[row] + step.num_scheduled[row]
+        writes = step.state_writes
+        return writes[(writes[:, 0] == row) & (writes[:, 1] == group) & (writes[:, 2] == end), 3].tolist()
+
+    def note(self, step: Step, row: int) -> None:
+        self._noted = [one.view[self.blocks(step, row, one.group)[:1]].clone() for one in self.states]
+
+    def do(self, name: str, step: Step, row: int) -> None:
+        what, _, kind = name.partition(" ")
+        for at, one in enumerate(self.states):
+            blocks = self.blocks(step, row, one.group)
+            if one.kind == kind:
+                wrong = self._noted[at] if what == "earlier" else torch.zeros_like(self._noted[at])
+                assert not torch.equal(one.view[blocks[:1]], wrong)
+                one.view[blocks] = wrong
+        mine = [layer for layer in self.paged if layer.kind == kind]
+        if what == "zeroed":
+            for layer in mine:
+                self._zero(layer, int(step.rows[row]))
+        elif what == "aliased":
+            for group, column in {(layer.group, layer.column) for layer in mine}:
+                self._alias(group, int(step.rows[row]), column)
+
+    def _zero(self, layer: PagedLayer, row: int) -> None:
+        block = self.engine.runner.tables[layer.group].get_numpy_array()[row, layer.column].item()
+        for view in self.engine.runner.storage.views[layer.layer]:
+            assert view[block].any()
+            view[block] = 0
+
+    def _alias(self, group: int, row: int, column: int) -> None:
+        table = self.engine.runner.tables[group]
+        block, other = table.get_numpy_array()[row, [column, column + 1]].tolist()
+        assert 0 < block != other > 0
+        table.write_cells([row], [column], [other])
+
+
+def run_damaged(engine: Engine, observer: EveryLogit, prompt: list[int]) -> Mapping[str, Completion]:
+    """One request for each damage, side by side; by its name."""
+    damages = Damages(engine)
+    assert damages.layers() == {layer.name for layer in engine.plan.model.layers}
+    for name in damages.names:
+        engine.add(prompt, greedy(OUTPUT), request_id=name, cache_salt=name)
+    done: dict[str, Completion] = {}
+    while not engine.idle:
+        done.update((one.request_id, one) for one in engine.step())
+        step = observer.steps[-1]
+        ends = set((step.num_computed + step.num_scheduled).tolist())
+        assert len(ends) == 1
+        if NOTED in ends:
+            damages.note(step, damages.names.index("nothing"))
+        if DAMAGED in ends:
+            for row, name in enumerate(damages.names):
+                damages.do(name, step, row)
+    return done
+
+
+@pytest.mark.parametrize("name", ALL_MODELS)
+def test_each_kind_of_damage_moves_the_logits_of_its_request_alone(name: str, make_engine: EngineFactory) -> None:
+    loaded, observer = loaded_model(name), EveryLogit()
+    prompt = shared_prompts(1, 3, prefix=START, longest=1)[0][:START]
+    engine = make_engine(loaded, [prompt] * 8, OUTPUT, observer=observer)
+    done = run_damaged(engine, observer, prompt)
+    before = DAMAGED - START + 1  # logits behind START .. DAMAGED tokens
+    moved = {one: relative_difference(observer.of(end), reference_logits(loaded, end)) for one, end in done.items()}
+    assert moved["nothing"].max() <= TOLERANCE
+    assert all(one[:before].max() <= TOLERANCE for one in moved.values())
+    after = {one: float(values[before:].max()) for one, values in moved.items() if one != "nothing"}
+    assert len(after) >= 2
+    assert min(after.values()) > 10 * TOLERANCE, after
+
+
+@pytest.mark.parametrize("name", ALL_MODELS)
 def test_nothing_behind_a_context_is_read(name: str, make_engine: EngineFactory) -> None:
     """What a block's former owner left, were it NaN, never reaches anybody; nor does an unwritten page."""
     loaded = loaded_model(name)
