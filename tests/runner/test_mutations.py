@@ -63,7 +63,7 @@ def test_damage_moves_the_logits(
     assert moved[BEFORE:].max() > 10 * TOLERANCE
 
 
-# -- every kind of thing that a model caches, damaged in a request of its own beside the others
+# -- all that a model caches, layer by layer, damaged in a request of its own beside the others
 #
 #     prompt | outputs
 #     0 .. 59  60 ..... 68 ............ 84 ........ 96     tokens computed
@@ -117,16 +117,20 @@ def paged_layers(engine: Engine) -> Iterator[PagedLayer]:
 
 
 class Damages:
-    """What happens to each request: its id says it. Everything is done between two steps, to all layers of a kind."""
+    """What happens to each request, between two steps: its id says it, ``what kind layer``.
+
+    Everything is done in one layer; a wrong cell of a table is wrong for all layers of its group.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.states = state_views(engine)
         self.paged = list(paged_layers(engine))
-        kept = sorted({one.kind for one in self.states})
-        paged = sorted({one.kind for one in self.paged})
-        self.names = ["nothing", *(f"zeroed {kind}" for kind in (*kept, *paged)), *(f"aliased {kind}" for kind in paged)]
-        self.names += [f"earlier {kind}" for kind in kept]
+        self.names = ["nothing"]
+        for what, found in (("zeroed", self.states), ("earlier", self.states), ("zeroed", self.paged)):
+            self.names += [f"{what} {one.kind} {one.layer}" for one in found]
+        first = {one.group: one for one in reversed(self.paged)}.values()
+        self.names += [f"aliased {one.kind} {one.layer}" for one in first]
         self._noted: list[torch.Tensor] = []
 
     def layers(self) -> set[str]:
@@ -142,20 +146,19 @@ class Damages:
         self._noted = [one.view[self.blocks(step, row, one.group)[:1]].clone() for one in self.states]
 
     def do(self, name: str, step: Step, row: int) -> None:
-        what, _, kind = name.partition(" ")
-        for at, one in enumerate(self.states):
-            blocks = self.blocks(step, row, one.group)
-            if one.kind == kind:
+        what, kind, layer = (*name.split(), "", "")[:3]
+        for at, state in enumerate(self.states):
+            if (state.kind, state.layer) == (kind, layer):
                 wrong = self._noted[at] if what == "earlier" else torch.zeros_like(self._noted[at])
-                assert not torch.equal(one.view[blocks[:1]], wrong)
-                one.view[blocks] = wrong
-        mine = [layer for layer in self.paged if layer.kind == kind]
-        if what == "zeroed":
-            for layer in mine:
-                self._zero(layer, int(step.rows[row]))
-        elif what == "aliased":
-            for group, column in {(layer.group, layer.column) for layer in mine}:
-                self._alias(group, int(step.rows[row]), column)
+                self._overwrite(state.view, self.blocks(step, row, state.group), wrong)
+        for one in self.paged:
+            if one.layer == layer and one.kind == kind:
+                (self._zero if what == "zeroed" else self._alias)(one, int(step.rows[row]))
+
+    @staticmethod
+    def _overwrite(view: torch.Tensor, blocks: list[int], wrong: torch.Tensor) -> None:
+        assert not torch.equal(view[blocks[:1]], wrong)
+        view[blocks] = wrong
 
     def _zero(self, layer: PagedLayer, row: int) -> None:
         block = self.engine.runner.tables[layer.group].get_numpy_array()[row, layer.column].item()
@@ -163,8 +166,8 @@ class Damages:
             assert view[block].any()
             view[block] = 0
 
-    def _alias(self, group: int, row: int, column: int) -> None:
-        table = self.engine.runner.tables[group]
+    def _alias(self, layer: PagedLayer, row: int) -> None:
+        table, column = self.engine.runner.tables[layer.group], layer.column
         block, other = table.get_numpy_array()[row, [column, column + 1]].tolist()
         assert 0 < block != other > 0
         table.write_cells([row], [column], [other])
@@ -191,10 +194,10 @@ def run_damaged(engine: Engine, observer: EveryLogit, prompt: list[int]) -> Mapp
 
 
 @pytest.mark.parametrize("name", ALL_MODELS)
-def test_each_kind_of_damage_moves_the_logits_of_its_request_alone(name: str, make_engine: EngineFactory) -> None:
+def test_damage_in_one_layer_moves_the_logits_of_its_request_alone(name: str, make_engine: EngineFactory) -> None:
     loaded, observer = loaded_model(name), EveryLogit()
     prompt = shared_prompts(1, 3, prefix=START, longest=1)[0][:START]
-    engine = make_engine(loaded, [prompt] * 8, OUTPUT, observer=observer)
+    engine = make_engine(loaded, [prompt] * 40, OUTPUT, observer=observer, token_budget=40 * START)
     done = run_damaged(engine, observer, prompt)
     before = DAMAGED - START + 1  # logits behind START .. DAMAGED tokens
     moved = {one: relative_difference(observer.of(end), reference_logits(loaded, end)) for one, end in done.items()}
