@@ -134,13 +134,14 @@ class Damages:
         self._noted: list[torch.Tensor] = []
 
     def layers(self) -> set[str]:
-        return {one.layer for one in (*self.states, *self.paged)}
+        return {one.layer for one in self.states} | {one.layer for one in self.paged}
 
     def blocks(self, step: Step, row: int, group: int) -> list[int]:
         """Where the state behind the last token of ``step`` was written for its ``row``-th row."""
         end = step.num_computed[row] + step.num_scheduled[row]
         writes = step.state_writes
-        return writes[(writes[:, 0] == row) & (writes[:, 1] == group) & (writes[:, 2] == end), 3].tolist()
+        mine = (writes[:, 0] == row) & (writes[:, 1] == group) & (writes[:, 2] == end)
+        return [int(block) for block in writes[mine, 3]]
 
     def note(self, step: Step, row: int) -> None:
         self._noted = [one.view[self.blocks(step, row, one.group)[:1]].clone() for one in self.states]

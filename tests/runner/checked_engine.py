@@ -1,0 +1,121 @@
+"""An engine whose every output is compared with plain transformers, and which must end without a block in use."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from runner_support import (
+    TOLERANCE,
+    EngineFactory,
+    EveryLogit,
+    loaded_model,
+    reference_logits,
+    relative_difference,
+)
+
+from hybridkv.request import SamplingParams
+from hybridkv.runner import TINY_MODELS, Completion
+from hybridkv.specs import Keeps
+from hybridkv.step import NewRow, Step
+
+_REFERENCE: dict[tuple[str, int, tuple[int, ...]], torch.Tensor] = {}
+"""By model, tokens of the prompt, and text: many runs make the same."""
+
+
+def models(*in_ci: str) -> list[object]:
+    """All tiny models as parameters; CI runs those named."""
+    return [
+        pytest.param(name, marks=() if name in in_ci else pytest.mark.thorough, id=name)  # type: ignore[misc]
+        for name in TINY_MODELS
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request got a row in ``step``, with ``hit`` tokens computed already."""
+
+    step: int
+    request_id: str
+    hit: int
+
+
+class CheckedEngine:
+    """``make``: with the options of EngineFactory."""
+
+    def __init__(
+        self,
+        make: EngineFactory,
+        name: str,
+        prompts: Sequence[Sequence[int]],
+        output: int,
+        **options: int | bool | str | None,
+    ) -> None:
+        self.loaded, self.seen = loaded_model(name), EveryLogit()
+        self.engine = make(self.loaded, prompts, output, observer=self.seen, **options)  # type: ignore[arg-type]  # by name
+        self.keeps_states = bool(self.engine.runner.continues)
+        self.attends = any(group.spec.keeps is not Keeps.STATE for group in self.engine.plan.config.groups)
+
+    @property
+    def steps(self) -> list[Step]:
+        """Since the last ``forget``."""
+        return self.seen.steps
+
+    def forget(self) -> None:
+        self.seen.steps.clear()
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Completion]:
+        done = self.engine.generate(prompts, sampling)
+        self.check(done)
+        return done
+
+    def drain(self) -> dict[str, Completion]:
+        """Run whatever was added to its end, by request."""
+        done: list[Completion] = []
+        while not self.engine.idle:
+            done += self.engine.step()
+        self.check(done)
+        return {one.request_id: one for one in done}
+
+    def check(self, done: Sequence[Completion]) -> None:
+        """Every logit of ``done`` is right, and nothing is held, by anybody, for nothing."""
+        for one in done:
+            if one.token_ids:
+                key = (self.loaded.name, len(one.prompt_token_ids), (*one.prompt_token_ids, *one.token_ids))
+                if key not in _REFERENCE:
+                    _REFERENCE[key] = reference_logits(self.loaded, one)
+                moved = relative_difference(self.seen.of(one), _REFERENCE[key])
+                assert moved.max() <= TOLERANCE, (one.request_id, moved)
+        self.engine.scheduler.check()
+        self.engine.cache.check()
+        assert self.engine.cache.usage == 0
+
+    # -- what the steps said
+
+    def copies(self) -> Counter[str]:
+        """How many of each kind."""
+        return Counter(copy.kind for step in self.steps for copy in step.copies)
+
+    def inner_stops(self) -> set[int]:
+        """Token counts behind which a state was kept in the middle of a chunk."""
+        found: set[int] = set()
+        for step in self.steps:
+            ends = (step.num_computed + step.num_scheduled)[step.state_writes[:, 0]]
+            found |= set(step.state_writes[step.state_writes[:, 2] < ends, 2].tolist())
+        return found
+
+    def admitted(self) -> list[Admitted]:
+        """Every row that began, in order; one of a request seen before is a resumption."""
+        return [
+            Admitted(step.id, new.request_id, int(step.num_computed[step.rows.tolist().index(new.row)]))
+            for step in self.steps
+            for new in step.new_rows
+            if _runs(step, new)
+        ]
+
+
+def _runs(step: Step, new: NewRow) -> bool:
+    return new.row in step.rows

@@ -1,0 +1,131 @@
+"""What a runner does beside running prompts, with real tensors: every output right, every hit as long as promised."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from checked_engine import CheckedEngine, models
+from runner_support import EngineFactory, greedy, shared_prompts
+
+from hybridkv.cache.placement import AlignPlacement
+from hybridkv.request import SamplingParams
+
+OUTPUT = 12
+STATES_AND_ATTENTION = ("qwen3_next", "falcon_h1")
+
+# layout, placement, tokens of a block
+SETTINGS = [
+    ("natural", "ends", 16),
+    ("natural", "ends", 32),
+    ("natural", "ends", 64),
+    ("natural", "none", 16),
+    ("natural", "align", 16),
+    ("natural", "align:24", 32),
+    ("natural", "interval:24", 16),
+    ("natural", "interval:40", 64),
+    ("reference", None, 16),
+    ("reference", None, 32),
+    ("reference", None, 64),
+]
+
+
+def random_prompts(lengths: list[int], seed: int) -> list[list[int]]:
+    """With nothing in common."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(32, 127, length).tolist() for length in lengths]
+
+
+def expected_hit(checked: CheckedEngine, placement: str | None, block: int, prompt: int) -> int:
+    """Of a prompt of so many tokens that ran before, with room for all that is to be kept."""
+    if placement is None:  # the reference layout: edges of blocks, the same for all groups
+        sizes = [group.spec.block_size for group in checked.engine.plan.config.groups]
+        assert block <= sizes[0] == max(sizes) == min(sizes)
+        return (prompt - 1) // sizes[0] * sizes[0]
+    if not checked.keeps_states or placement == "ends":
+        return prompt - 1
+    if placement == "none":
+        return 0
+    kept = checked.engine.cache.placement
+    step = kept.tokens if isinstance(kept, AlignPlacement) else int(placement.removeprefix("interval:"))
+    return (prompt - 1) // step * step
+
+
+@pytest.mark.parametrize(("layout", "placement", "block"), SETTINGS)
+@pytest.mark.parametrize("name", models("gemma3", "mamba", *STATES_AND_ATTENTION))
+def test_layouts_placements_and_block_sizes(
+    name: str, layout: str, placement: str | None, block: int, make_engine: EngineFactory
+) -> None:
+    prompts = random_prompts([50, 97, 130], 1)
+    checked = CheckedEngine(
+        make_engine, name, prompts, OUTPUT, layout=layout, placement=placement, block_size=block, room_for=16
+    )
+    cold = checked.run(prompts, greedy(OUTPUT))
+    warm = checked.run(prompts, greedy(OUTPUT))
+    assert [one.hit_tokens for one in cold] == [0, 0, 0]
+    assert [one.hit_tokens for one in warm] == [expected_hit(checked, placement, block, len(one)) for one in prompts]
+    assert [one.token_ids for one in warm] == [one.token_ids for one in cold]
+
+
+@pytest.mark.parametrize("layout", ["natural", "reference"])
+@pytest.mark.parametrize("name", models("llama4", *STATES_AND_ATTENTION))
+def test_a_salt_parts_what_is_cached_and_changes_no_output(name: str, layout: str, make_engine: EngineFactory) -> None:
+    prompt = random_prompts([70], 2)[0]
+    checked = CheckedEngine(make_engine, name, [prompt], OUTPUT, layout=layout, room_for=8)
+
+    def run(salt: str | None) -> tuple[int, tuple[int, ...]]:
+        request = checked.engine.add(prompt, greedy(OUTPUT), cache_salt=salt)
+        done = checked.drain()[request]
+        return done.hit_tokens, done.token_ids
+
+    first, *others = [run(salt) for salt in (None, "one", "two", None, "two")]
+    hit = expected_hit(checked, "ends" if layout == "natural" else None, 16, len(prompt))
+    assert [first[0], *(one[0] for one in others)] == [0, 0, 0, hit, hit]
+    assert all(one[1] == first[1] for one in others)
+
+
+@pytest.mark.parametrize("name", models("gemma3", "llama4", "deepseek_v3", "mamba", "zamba2", *STATES_AND_ATTENTION))
+def test_marked_positions_are_hit_to_the_token(name: str, make_engine: EngineFactory) -> None:
+    marks = (37, 53)
+    first, other, *_ = prompts = random_prompts([80, 90], 3)
+    checked = CheckedEngine(make_engine, name, prompts, OUTPUT, room_for=8)
+    checked.engine.add(first, greedy(OUTPUT), marks=marks)
+    checked.drain()
+    assert checked.inner_stops() == ({*marks, len(first) - 1} if checked.keeps_states else set())
+    # what follows a shared prefix of so many tokens is new; what is hit is copied, for both will be written behind it
+    for shared, hit in ((37, 37), (40, 37), (53, 53), (60, 53)):
+        checked.forget()
+        request = checked.engine.add([*first[:shared], *other[shared:]], greedy(OUTPUT), request_id=f"shares {shared}")
+        assert checked.drain()[request].hit_tokens == hit
+        assert set(checked.copies()) - {"move"} == set(["block"] * checked.attends + ["state"] * checked.keeps_states)
+    checked.forget()
+    again = checked.engine.add(first, greedy(OUTPUT))  # nobody wrote to what was copied
+    assert checked.drain()[again].hit_tokens == len(first) - 1
+
+
+@pytest.mark.parametrize("layout", ["natural", "reference"])
+@pytest.mark.parametrize("name", models("gpt_oss", "mamba", *STATES_AND_ATTENTION))
+def test_forks_go_on_by_themselves_and_one_can_be_aborted(name: str, layout: str, make_engine: EngineFactory) -> None:
+    prompts = shared_prompts(2, 4)
+    drawn = SamplingParams(temperature=1.0, seed=9, max_tokens=24, ignore_eos=True, n=3)
+    checked = CheckedEngine(make_engine, name, prompts, 24, layout=layout, room_for=10)
+    parents = [checked.engine.add(prompt, drawn) for prompt in prompts]
+    # with the natural layout all three wait for the prompt once; the parent, and one of the others, end early
+    doomed = {10: f"{parents[0]}#1", 14: parents[1]}
+    done = []
+    for number in range(100):
+        if number in doomed:
+            assert checked.engine.abort(doomed[number])
+        done += checked.engine.step()
+        if checked.engine.idle:
+            break
+    checked.check(done)
+    by_id = {one.request_id: one.token_ids for one in done}
+    assert len(by_id) == 6
+    for request_id, tokens in by_id.items():
+        assert (0 < len(tokens) < 24) if request_id in doomed.values() else (len(tokens) == 24)
+    assert len({tokens[:9] for tokens in by_id.values()}) == 6
+    if layout == "natural":
+        assert set(checked.copies()) >= set(["block"] * checked.attends + ["state"] * checked.keeps_states)
+    apart = CheckedEngine(make_engine, name, prompts, 24, layout=layout, room_for=10)
+    alone = apart.run(prompts, replace(drawn.of_branch(2)))
+    assert [one.token_ids for one in alone] == [by_id[f"{one}#2"] for one in parents]
