@@ -18,7 +18,7 @@ from runner_support import (
 from hybridkv.request import SamplingParams
 from hybridkv.runner import TINY_MODELS, Completion
 from hybridkv.specs import Keeps
-from hybridkv.step import NewRow, Step
+from hybridkv.step import Step
 
 _REFERENCE: dict[tuple[str, int, tuple[int, ...]], torch.Tensor] = {}
 """By model, tokens of the prompt, and text: many runs make the same."""
@@ -26,10 +26,7 @@ _REFERENCE: dict[tuple[str, int, tuple[int, ...]], torch.Tensor] = {}
 
 def models(*in_ci: str) -> list[object]:
     """All tiny models as parameters; CI runs those named."""
-    return [
-        pytest.param(name, marks=() if name in in_ci else pytest.mark.thorough, id=name)  # type: ignore[misc]
-        for name in TINY_MODELS
-    ]
+    return [pytest.param(name, marks=() if name in in_ci else pytest.mark.thorough, id=name) for name in TINY_MODELS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +110,4 @@ class CheckedEngine:
             Admitted(step.id, new.request_id, int(step.num_computed[step.rows.tolist().index(new.row)]))
             for step in self.steps
             for new in step.new_rows
-            if _runs(step, new)
         ]
-
-
-def _runs(step: Step, new: NewRow) -> bool:
-    return new.row in step.rows
