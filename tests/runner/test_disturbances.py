@@ -163,3 +163,26 @@ def test_forwards_that_raise_leave_no_wrong_state(
     again = checked.run(prompts, drawn(6))  # what was left in the cache is right, too
     assert [one.token_ids for one in again] == [one.token_ids for one in sorted(done, key=lambda one: one.request_id)]
     assert all(one.hit_tokens == len(one.prompt_token_ids) - 1 for one in again)
+
+
+@pytest.mark.parametrize("name", models("mamba", *STATES_AND_ATTENTION))
+def test_who_ends_while_its_step_fails_leaves_no_state(name: str, make_engine: EngineFactory) -> None:
+    prompt, more = unlike_prompts(2, 9)
+    checked = CheckedEngine(make_engine, name, [[*prompt, *more] * 2], OUTPUT, in_flight=2, room_for=4)
+    engine, done = checked.engine, list[Completion]()
+    doomed = engine.add(prompt, greedy(OUTPUT))
+    with raising(checked.loaded.model, "head", {6}):
+        for _ in range(5):
+            done += engine.step()
+        assert engine.abort(doomed)  # a step that holds it is in flight
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            engine.step()
+    while not engine.idle:
+        done += engine.step()
+    checked.check(done)
+    (ended,) = done
+    assert len(ended.token_ids) == 5
+    # its running state was overwritten by tokens that do not count: nobody may go on from it
+    text = [*prompt, *ended.token_ids]
+    for following in ([*text[:-1], *more], [*text, *more], [*text, *more, *more]):
+        checked.run([following], greedy(4))
