@@ -51,7 +51,7 @@ def expected_hit(checked: CheckedEngine, placement: str | None, block: int, prom
 
 
 @pytest.mark.parametrize(("layout", "placement", "block"), SETTINGS)
-@pytest.mark.parametrize("name", models("gemma3", "mamba", *STATES_AND_ATTENTION))
+@pytest.mark.parametrize("name", models("gemma3", *STATES_AND_ATTENTION))
 def test_layouts_placements_and_block_sizes(
     name: str, layout: str, placement: str | None, block: int, make_engine: EngineFactory
 ) -> None:
