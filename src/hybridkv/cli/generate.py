@@ -144,7 +144,7 @@ def _prompts(loaded: LoadedModel, path: Path | None, defaults: SamplingParams, *
 
 def _plan(loaded: LoadedModel, found: Prompts, plan_file: Path | None, given: Mapping[str, Any]) -> Plan:
     """The plan in ``plan_file``, or one for the prompts by the rules that were given."""
-    from hybridkv.runner.engine import plan_for  # noqa: PLC0415  # see generate_command
+    from hybridkv.runner.planning import plan_for  # noqa: PLC0415  # see generate_command
 
     if plan_file is not None:
         return read_plan(plan_file)

@@ -4,10 +4,12 @@ load -> LoadedModel -> plan_for -> Engine.generate -> Completions
                           Engine = Scheduler + ModelRunner; check_completions compares with plain transformers
 """
 
-from hybridkv.runner.completion import Completion
-from hybridkv.runner.engine import Engine, EngineOptions, encode, plan_for
+from hybridkv.runner.completion import Completion, Increment
+from hybridkv.runner.engine import Engine, EngineOptions, encode
 from hybridkv.runner.load import LoadedModel, load, wrap
+from hybridkv.runner.planning import plan_for, plan_within
 from hybridkv.runner.runner import ModelRunner, Observer
+from hybridkv.runner.stream import Stream
 from hybridkv.runner.tiny import TINY_MODELS, byte_tokenizer, tiny_model
 
 __all__ = [
@@ -15,13 +17,16 @@ __all__ = [
     "Completion",
     "Engine",
     "EngineOptions",
+    "Increment",
     "LoadedModel",
     "ModelRunner",
     "Observer",
+    "Stream",
     "byte_tokenizer",
     "encode",
     "load",
     "plan_for",
+    "plan_within",
     "tiny_model",
     "wrap",
 ]

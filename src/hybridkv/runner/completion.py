@@ -1,4 +1,4 @@
-"""What one request came to, and what is known of it while it runs."""
+"""What one request came to, what of it is new, and what is known of it while it runs."""
 
 from __future__ import annotations
 
@@ -29,19 +29,44 @@ class Completion:
     preemptions: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Increment:
+    """What is new of one output. All increments of it, one behind the other, are its Completion's tokens and text.
+
+    token_ids: maybe none in the last one. text: whole characters, maybe none, and nothing that may turn out to be a
+    stop string; None without a tokenizer. completion: in the last one.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str | None
+    completion: Completion | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the output ended; None while it goes on."""
+        return None if self.completion is None else self.completion.finish_reason
+
+
+@dataclass(slots=True, eq=False)
 class Progress:
-    """A request that is not finished; detokenizer is None without a tokenizer. Counts in tokens."""
+    """A request that runs, or what came of it. detokenizer: None without a tokenizer.
+
+    computed_tokens: run for it so far. streamed: whether somebody reads it through a Cursor.
+    completion: once it has ended.
+    """
 
     request: Request
     detokenizer: Detokenizer | None
+    streamed: bool = False
     computed_tokens: int = 0
+    completion: Completion | None = None
 
-    def completed(self, reason: FinishReason) -> Completion:
+    def complete(self, reason: FinishReason) -> Completion:
         """The request has ended."""
         request = self.request
         tokens = request.token_ids().tolist()
-        return Completion(
+        self.completion = Completion(
             request_id=request.request_id,
             prompt_token_ids=tuple(tokens[: request.num_prompt_tokens]),
             token_ids=tuple(tokens[request.num_prompt_tokens :]),
@@ -51,3 +76,45 @@ class Progress:
             computed_tokens=self.computed_tokens,
             preemptions=request.num_preemptions,
         )
+        return self.completion
+
+
+class Cursor:
+    """How far an output has been read. It keeps two counts and nothing of the output itself.
+
+    output  [ read | new: the next increment | still to come ]
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._tokens = self._characters = 0
+        self._ended = False
+
+    @property
+    def ended(self) -> bool:
+        """The last increment was taken."""
+        return self._ended
+
+    @property
+    def request_id(self) -> str:
+        """Whose output is read."""
+        return self._progress.request.request_id
+
+    def take(self) -> Increment | None:
+        """Everything that is new; None when nothing is. O(new tokens), and once more the output at its end."""
+        done = self._progress.completion
+        request = self._progress.request
+        if self._ended or (done is None and request.num_output_tokens == self._tokens):
+            return None
+        tokens = request.token_ids(request.num_prompt_tokens + self._tokens).tolist()
+        text = self._new_text(done)
+        self._tokens += len(tokens)
+        self._characters += len(text or "")
+        self._ended = done is not None
+        return Increment(self.request_id, tuple(tokens), text, done)
+
+    def _new_text(self, done: Completion | None) -> str | None:
+        if done is not None:
+            return None if done.text is None else done.text[self._characters :]
+        decoded = self._progress.detokenizer
+        return None if decoded is None else decoded.text[self._characters : decoded.settled_characters]

@@ -38,6 +38,17 @@ class Detokenizer:
             self._show(self._certain())
         return self.stopped
 
+    @property
+    def settled_characters(self) -> int:
+        """How many characters of ``text`` no later token takes back: all but what may begin a stop string."""
+        known = len(self.text)
+        if self.stopped:
+            return known
+        for start in range(max(0, known - self._longest + 1), known):
+            if any(one.startswith(self.text[start:]) for one in self._stop):
+                return start
+        return known
+
     def finish(self) -> str:
         """The whole text: what was held back as an unfinished character is shown as it is."""
         if not self.stopped:

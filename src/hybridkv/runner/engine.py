@@ -9,32 +9,28 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Self
 
 import numpy as np
+from transformers import PreTrainedModel
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.placement import placement_of
-from hybridkv.errors import CacheError, CapacityError, ConfigError
-from hybridkv.plan import Plan, make_plan
-from hybridkv.plan.capacity import unit_bytes, units_for
-from hybridkv.plan.planner import DEFAULT_LAYOUT
-from hybridkv.request import Request, SamplingParams, output_ids
+from hybridkv.errors import CacheError, ConfigError
+from hybridkv.plan import Plan
+from hybridkv.request import Request, SamplingParams
 from hybridkv.runner.completion import Completion, Progress
 from hybridkv.runner.detokenize import Detokenizer
-from hybridkv.runner.load import LoadedModel
+from hybridkv.runner.load import LoadedModel, wrap
+from hybridkv.runner.planning import plan_within
 from hybridkv.runner.probe import planner_model
 from hybridkv.runner.runner import ModelRunner, Observer, require_fit
+from hybridkv.runner.stream import Stream
 from hybridkv.schedule import FinishReason, Outcome, Scheduler, SchedulerLimits, SchedulerStatistics
-from hybridkv.specs import Keeps
 from hybridkv.step import Step
-from hybridkv.units import ceil_div, parse_bytes
 
 _IDLE_STEPS: Final = 8
 """Empty steps in a row, with nothing in flight, after which a scheduler that is not drained is called stuck."""
-
-_STATES_OF_A_REQUEST: Final = 4
-"""That run or are kept: the running one, end of prompt, end of output, a branch point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +51,36 @@ class EngineOptions:
 
 
 class Engine:
-    """Generates with ``loaded`` in the memory of ``plan``. Not thread safe.
+    """Generates with ``model``, an unmodified transformers model or a LoadedModel. Not thread safe; see AsyncEngine.
 
-    plan: of this very model; its max_model_len bounds prompt and output together.
+    plan: of this very model; its max_model_len bounds prompt and output together. None: one that fills ``memory``
+    with requests up to ``max_model_len`` tokens, as ``plan_within`` has them.
+    tokenizer: of a transformers model; without one prompts and outputs are token ids.
     observer: sees the logits of every Step (hybridkv.runner.runner.Observer).
-    Raises ConfigError for a plan of another model and as ModelRunner does.
+    From here to ``close`` (or the end of a ``with``) the model attends through the engine's pages.
+    Raises ConfigError for a plan of another model, for arguments that contradict each other, and as ``wrap``,
+    ``plan_within`` and ModelRunner do.
     """
 
     def __init__(
         self,
-        loaded: LoadedModel,
-        plan: Plan,
+        model: PreTrainedModel | LoadedModel,
+        plan: Plan | None = None,
         options: EngineOptions | None = None,
         *,
+        tokenizer: Any = None,  # noqa: ANN401  # transformers' tokenizers share no typed base
+        memory: int | str | None = None,
+        max_model_len: int | None = None,
         observer: Observer | None = None,
     ) -> None:
-        self.loaded, self.plan = loaded, plan
         self.options = options if options is not None else EngineOptions()
+        self.loaded = loaded = _loaded(model, tokenizer)
+        if plan is None:
+            ahead = self.options.token_budget * self.options.in_flight
+            plan = plan_within(loaded, memory, max_model_len=max_model_len, max_in_flight_tokens=ahead)
+        elif memory is not None or max_model_len is not None:
+            raise ConfigError("the plan has a memory and a max_model_len: leave these out, or leave the plan out")
+        self.plan = plan
         planned = planner_model(loaded.model, block_size=plan.model.block_size, name=loaded.name)
         require_fit(planned, plan.config)
         limits = SchedulerLimits(
@@ -97,12 +106,19 @@ class Engine:
         )
         self._in_flight: deque[Step] = deque()
         self._live: dict[str, Progress] = {}
+        self._finished: list[Completion] = []
         self._next_id = 0
         self._idle = 0
 
     def close(self) -> None:
         """Give the model its own attention back; the engine is done."""
         self.runner.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # -- requests
 
@@ -122,9 +138,68 @@ class Engine:
         strings without tokenizer, marks that are no token counts and an id in use; CapacityError when it could never
         fit.
         """
+        return self._add(prompt, sampling, request_id, cache_salt, marks)[0].request.request_id
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        marks: Sequence[int] = (),
+    ) -> Stream:
+        """Queue a prompt as ``add`` does, to be read as it grows; see Stream."""
+        added = self._add(prompt, sampling, request_id, cache_salt, marks)
+        for one in added:
+            one.streamed = True
+        return Stream(added, self._run, self.abort)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; it comes out of a later ``step`` with reason "abort". False for an unknown id."""
+        return self.scheduler.abort(request_id)
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Run ``prompts`` to their ends, in their order, all ``n`` outputs of one in a row.
+
+        sampling: one for all, or one each. Requests added before run beside them; ``step`` hands those out.
+        When a prompt is refused, as by ``add``, none of them runs.
+        """
+        params = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
+        if len(params) != len(prompts):
+            raise ConfigError(f"{len(params)} sampling parameters for {len(prompts)} prompts: give one for each")
+        added: list[Progress] = []
+        try:
+            for prompt, one in zip(prompts, params, strict=True):
+                added += self._add(prompt, one)
+        except ConfigError:
+            for progress in added:
+                self.abort(progress.request.request_id)
+                del self._live[progress.request.request_id]
+            raise
+        # behind the last request, steps that were scheduled ahead still hold its blocks
+        while any(one.completion is None for one in added) or (self._in_flight and not self._live):
+            self._run()
+        done = [one.completion for one in added if one.completion is not None]
+        own = {id(one) for one in done}
+        self._finished = [one for one in self._finished if id(one) not in own]
+        return done
+
+    def _add(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        marks: Sequence[int] = (),
+    ) -> list[Progress]:
+        """A request and its branches, queued."""
         params = sampling if sampling is not None else SamplingParams()
         ids = encode(self.loaded, prompt)
-        if params.stop and self.loaded.tokenizer is None:
+        tokenizer = self.loaded.tokenizer
+        if params.stop and tokenizer is None:
             raise ConfigError("stop strings need a tokenizer: load the model with one, or use stop_token_ids")
         if request_id is None:
             request_id, self._next_id = str(self._next_id), self._next_id + 1
@@ -137,53 +212,39 @@ class Engine:
             eos_token_ids=self.loaded.eos_token_ids,
             marks=marks,
         )
-        tokenizer = self.loaded.tokenizer
-        for one in (request, *self.scheduler.add(request)):
-            text = None if tokenizer is None else Detokenizer(tokenizer, params.stop)
-            self._live[one.request_id] = Progress(one, text)
-        return request_id
-
-    def abort(self, request_id: str) -> bool:
-        """End a request; it comes out of a later ``step`` with reason "abort". False for an unknown id."""
-        return self.scheduler.abort(request_id)
-
-    def generate(
-        self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[Completion]:
-        """Run ``prompts`` to their ends, in their order, all ``n`` outputs of one in a row.
-
-        sampling: one for all, or one each.
-        """
-        params = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
-        if len(params) != len(prompts):
-            raise ConfigError(f"{len(params)} sampling parameters for {len(prompts)} prompts: give one for each")
-        ids = [self.add(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
-        done: dict[str, Completion] = {}
-        while not self.idle:
-            done.update((one.request_id, one) for one in self.step())
-        outputs = [1 if one is None else one.n for one in params]
-        return [done[one] for first, n in zip(ids, outputs, strict=True) for one in output_ids(first, n)]
+        added = [
+            Progress(one, None if tokenizer is None else Detokenizer(tokenizer, params.stop))
+            for one in (request, *self.scheduler.add(request))
+        ]
+        self._live.update((one.request.request_id, one) for one in added)
+        return added
 
     # -- the loop
 
     @property
     def idle(self) -> bool:
         """Nothing is in flight and every request has been handed out."""
-        return not self._in_flight and not self._live
+        return not self._in_flight and not self._live and not self._finished
 
     def statistics(self) -> SchedulerStatistics:
         """The scheduler's counts so far."""
         return self.scheduler.statistics()
 
     def step(self) -> list[Completion]:
-        """Schedule as far ahead as allowed, run the oldest Step, and hand out who finished.
+        """Schedule as far ahead as allowed, run the oldest Step, and hand out who finished, but for streams.
 
         An error of the forward passes through; the steps in flight have then failed, their requests wait again, and
         the next call goes on with them.
         """
+        self._run()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _run(self) -> None:
+        """As ``step``, with nothing handed out."""
         self._schedule_ahead()
         if not self._in_flight:
-            return []
+            return
         step = self._in_flight.popleft()
         self._watch(step)
         try:
@@ -192,7 +253,7 @@ class Engine:
             self._in_flight.clear()
             self.scheduler.fail(step.id, error)
             raise
-        return self._take_in(step, self.scheduler.update(result))
+        self._take_in(step, self.scheduler.update(result))
 
     def _schedule_ahead(self) -> None:
         while len(self._in_flight) < self.options.in_flight:
@@ -213,7 +274,7 @@ class Engine:
                 f"{self._idle} steps in a row were empty"
             )
 
-    def _take_in(self, step: Step, outcome: Outcome) -> list[Completion]:
+    def _take_in(self, step: Step, outcome: Outcome) -> None:
         """Text of the new tokens; requests that a stop string ended; completions."""
         finished = {one.request.request_id: one.reason for one in outcome.finished}
         counts = np.diff(outcome.appended.indptr)
@@ -226,12 +287,24 @@ class Engine:
                 if request.request_id not in finished:
                     self.scheduler.finish(request.request_id, FinishReason.STOP)
                 finished[request.request_id] = FinishReason.STOP
-        return [self._live.pop(one).completed(reason) for one, reason in finished.items() if one in self._live]
+        for request_id, reason in finished.items():
+            if (ended := self._live.pop(request_id, None)) is not None:
+                completion = ended.complete(reason)
+                if not ended.streamed:
+                    self._finished.append(completion)
 
     @staticmethod
     def _add_text(live: Progress, tokens: list[int]) -> bool:
         """Whether a stop string is complete."""
         return live.detokenizer is not None and live.detokenizer.add(tokens)
+
+
+def _loaded(model: PreTrainedModel | LoadedModel, tokenizer: Any) -> LoadedModel:  # noqa: ANN401  # as above
+    if not isinstance(model, LoadedModel):
+        return wrap(model, tokenizer, type(model).__name__)
+    if tokenizer is not None:
+        raise ConfigError(f"{model.name} was loaded with its tokenizer: leave the tokenizer out")
+    return model
 
 
 def encode(loaded: LoadedModel, prompt: str | Sequence[int]) -> list[int]:
@@ -250,61 +323,3 @@ def encode(loaded: LoadedModel, prompt: str | Sequence[int]) -> list[int]:
             f"token id {wrong[0]} lies outside the vocabulary of {loaded.name}: ids are 0 .. {loaded.vocab_size - 1}"
         )
     return ids
-
-
-def plan_for(
-    loaded: LoadedModel,
-    lengths: Sequence[int],
-    *,
-    block_size: int = 16,
-    memory: int | str | None = None,
-    max_model_len: int | None = None,
-    layout: str = DEFAULT_LAYOUT,
-    placement: str | None = None,
-) -> Plan:
-    """A plan for requests of ``lengths`` tokens, prompt and output together.
-
-    memory: bytes or a size; None for what all of them need side by side, and everything that they leave cached.
-    max_model_len: tokens; None for the longest request. layout, placement: as make_plan has them.
-    Raises ConfigError when a request is longer than the model allows, CapacityError, saying how
-    much is needed, when the longest does not fit.
-    """
-    if not lengths:
-        raise ConfigError("no prompts: give at least one")
-    model = planner_model(loaded.model, block_size=block_size, name=loaded.name)
-    longest = max(lengths)
-    if model.max_model_len is not None and longest > model.max_model_len:
-        raise ConfigError(
-            f"a request of {longest} tokens, prompt and output together, exceeds the {model.max_model_len} of "
-            f"{loaded.name}: shorten the prompt or lower --max-new-tokens"
-        )
-    limit = longest if max_model_len is None else max_model_len
-
-    def planned(memory_bytes: int) -> Plan:
-        return make_plan(model, memory_bytes, max_model_len=limit, layout=layout, placement=placement)
-
-    if memory is not None:
-        return planned(parse_bytes(memory))
-    memory_bytes = sum(layer.spec.page_size_bytes for layer in model.layers) * 2
-    while True:  # the plan's blocks depend on the memory: twice or three times
-        try:
-            made = planned(memory_bytes)
-        except CapacityError:
-            memory_bytes *= 2
-            continue
-        lacking = units_for(made.config, _kept_blocks(made, lengths)) + 1 - made.config.num_blocks
-        if lacking <= 0:
-            return made
-        memory_bytes += lacking * unit_bytes(made.config)
-
-
-def _kept_blocks(plan: Plan, lengths: Sequence[int]) -> list[int]:
-    """Blocks of each group that requests of ``lengths`` tokens fill and leave behind, sharing nothing."""
-    kept = []
-    for group in plan.config.groups:
-        size = group.spec.block_size
-        if group.spec.keeps is Keeps.STATE and plan.config.slabs is not None:
-            kept.append(len(lengths) * _STATES_OF_A_REQUEST)
-        else:
-            kept.append(sum(ceil_div(length, size) + 1 for length in lengths))
-    return kept

@@ -1,0 +1,112 @@
+"""Plans for an engine: for requests that are known, or for a memory and whoever comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from hybridkv.errors import CapacityError, ConfigError
+from hybridkv.plan import Plan, make_plan
+from hybridkv.plan.capacity import longest_that, unit_bytes, units_for
+from hybridkv.plan.planner import DEFAULT_LAYOUT
+from hybridkv.runner.load import LoadedModel
+from hybridkv.runner.probe import planner_model
+from hybridkv.specs import Keeps
+from hybridkv.units import ceil_div, parse_bytes
+
+DEFAULT_MEMORY: Final = "1GiB"
+
+_STATES_OF_A_REQUEST: Final = 4
+"""That run or are kept: the running one, end of prompt, end of output, a branch point."""
+
+
+def plan_within(
+    loaded: LoadedModel,
+    memory: int | str | None = None,
+    *,
+    max_model_len: int | None = None,
+    max_in_flight_tokens: int = 0,
+    block_size: int = 16,
+) -> Plan:
+    """A plan that fills ``memory``, bytes or a size; None for DEFAULT_MEMORY.
+
+    max_model_len: tokens of prompt and output together; None for the model's own limit, or for the longest request
+    that fits where that is shorter. max_in_flight_tokens: tokens of all steps in flight.
+    Raises ConfigError for a limit above the model's, and for a model without a limit of which any length fits;
+    CapacityError when the length asked for, or a single token, does not fit.
+    """
+    model = planner_model(loaded.model, block_size=block_size, name=loaded.name)
+    memory_bytes = parse_bytes(DEFAULT_MEMORY if memory is None else memory)
+
+    def planned(tokens: int | None) -> Plan:
+        return make_plan(model, memory_bytes, max_model_len=tokens, max_in_flight_tokens=max_in_flight_tokens)
+
+    def fits(tokens: int) -> bool:
+        try:
+            planned(tokens)
+        except ConfigError:  # too small, or more than the model's own limit
+            return False
+        return True
+
+    if max_model_len is not None or (model.max_model_len is not None and fits(model.max_model_len)):
+        return planned(max_model_len)
+    longest = longest_that(fits)
+    return planned(None if longest is None else max(1, longest))
+
+
+def plan_for(
+    loaded: LoadedModel,
+    lengths: Sequence[int],
+    *,
+    block_size: int = 16,
+    memory: int | str | None = None,
+    max_model_len: int | None = None,
+    layout: str = DEFAULT_LAYOUT,
+    placement: str | None = None,
+) -> Plan:
+    """A plan for requests of ``lengths`` tokens, prompt and output together.
+
+    memory: bytes or a size; None for what all of them need side by side, and everything that they leave cached.
+    max_model_len: tokens; None for the longest request. layout, placement: as make_plan has them.
+    Raises ConfigError when a request is longer than the model allows, CapacityError, saying how
+    much is needed, when the longest does not fit.
+    """
+    if not lengths:
+        raise ConfigError("no prompts: give at least one")
+    model = planner_model(loaded.model, block_size=block_size, name=loaded.name)
+    longest = max(lengths)
+    if model.max_model_len is not None and longest > model.max_model_len:
+        raise ConfigError(
+            f"a request of {longest} tokens, prompt and output together, exceeds the {model.max_model_len} of "
+            f"{loaded.name}: shorten the prompt or lower --max-new-tokens"
+        )
+    limit = longest if max_model_len is None else max_model_len
+
+    def planned(memory_bytes: int) -> Plan:
+        return make_plan(model, memory_bytes, max_model_len=limit, layout=layout, placement=placement)
+
+    if memory is not None:
+        return planned(parse_bytes(memory))
+    memory_bytes = sum(layer.spec.page_size_bytes for layer in model.layers) * 2
+    while True:  # the plan's blocks depend on the memory: twice or three times
+        try:
+            made = planned(memory_bytes)
+        except CapacityError:
+            memory_bytes *= 2
+            continue
+        lacking = units_for(made.config, _kept_blocks(made, lengths)) + 1 - made.config.num_blocks
+        if lacking <= 0:
+            return made
+        memory_bytes += lacking * unit_bytes(made.config)
+
+
+def _kept_blocks(plan: Plan, lengths: Sequence[int]) -> list[int]:
+    """Blocks of each group that requests of ``lengths`` tokens fill and leave behind, sharing nothing."""
+    kept = []
+    for group in plan.config.groups:
+        size = group.spec.block_size
+        if group.spec.keeps is Keeps.STATE and plan.config.slabs is not None:
+            kept.append(len(lengths) * _STATES_OF_A_REQUEST)
+        else:
+            kept.append(sum(ceil_div(length, size) + 1 for length in lengths))
+    return kept

@@ -1,0 +1,36 @@
+"""Examples of the engine as a library run, and say what transformers says."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+from runner_support import generated
+
+from hybridkv.runner import byte_tokenizer, tiny_model, wrap
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "continuous_batching.py"
+HIT = re.compile(r"request (\d): (\d+) of (\d+) hit, (.*)")
+
+
+def test_three_lines_give_what_the_model_gives_by_itself() -> None:
+    done = subprocess.run(  # noqa: S603 - our own example
+        [sys.executable, str(EXAMPLE)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},  # threads of a tiny model wait for each other on a busy machine
+    )
+    assert done.returncode == 0, done.stderr
+    names = runpy.run_path(str(EXAMPLE))  # its constants; nothing runs
+    loaded = wrap(tiny_model("qwen3_next"), byte_tokenizer())
+    prompts = [list((names["BEGINNING"] + question).encode()) for question in names["QUESTIONS"]]
+    texts = [repr(bytes(generated(loaded, prompt, names["SAMPLING"].max_tokens)).decode()) for prompt in prompts]
+    found = [HIT.fullmatch(line) for line in done.stdout.splitlines()[: len(prompts)]]
+    answers = [(int(one[2]), int(one[3]), one[4]) for one in found if one is not None]
+    hit = len(names["BEGINNING"])  # a state was kept where the first request ended
+    assert answers == [(hit, len(prompt), text) for prompt, text in zip(prompts, texts, strict=True)]
+    assert done.stdout.splitlines()[len(prompts) :] == [f"stream {i}: {text}" for i, text in enumerate(texts)]
