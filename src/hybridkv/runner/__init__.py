@@ -4,6 +4,7 @@ load -> LoadedModel -> plan_for -> Engine.generate -> Completions
                           Engine = Scheduler + ModelRunner; check_completions compares with plain transformers
 """
 
+from hybridkv.runner.async_engine import AsyncEngine
 from hybridkv.runner.completion import Completion, Increment
 from hybridkv.runner.engine import Engine, EngineOptions, encode
 from hybridkv.runner.load import LoadedModel, load, wrap
@@ -14,6 +15,7 @@ from hybridkv.runner.tiny import TINY_MODELS, byte_tokenizer, tiny_model
 
 __all__ = [
     "TINY_MODELS",
+    "AsyncEngine",
     "Completion",
     "Engine",
     "EngineOptions",

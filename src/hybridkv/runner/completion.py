@@ -34,13 +34,14 @@ class Increment:
     """What is new of one output. All increments of it, one behind the other, are its Completion's tokens and text.
 
     token_ids: maybe none in the last one. text: whole characters, maybe none, and nothing that may turn out to be a
-    stop string; None without a tokenizer. completion: in the last one.
+    stop string; None without a tokenizer. completion: in the last one. output: which of the ``n`` outputs, from 0.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     text: str | None
     completion: Completion | None = None
+    output: int = 0
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -85,8 +86,8 @@ class Cursor:
     output  [ read | new: the next increment | still to come ]
     """
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, progress: Progress, output: int = 0) -> None:
+        self._progress, self._output = progress, output
         self._tokens = self._characters = 0
         self._ended = False
 
@@ -111,7 +112,7 @@ class Cursor:
         self._tokens += len(tokens)
         self._characters += len(text or "")
         self._ended = done is not None
-        return Increment(self.request_id, tuple(tokens), text, done)
+        return Increment(self.request_id, tuple(tokens), text, done, self._output)
 
     def _new_text(self, done: Completion | None) -> str | None:
         if done is not None:

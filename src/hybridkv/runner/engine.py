@@ -167,13 +167,11 @@ class Engine:
         sampling: one for all, or one each. Requests added before run beside them; ``step`` hands those out.
         When a prompt is refused, as by ``add``, none of them runs.
         """
-        params = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
-        if len(params) != len(prompts):
-            raise ConfigError(f"{len(params)} sampling parameters for {len(prompts)} prompts: give one for each")
+        pairs = one_each(prompts, sampling)
         added: list[Progress] = []
         try:
-            for prompt, one in zip(prompts, params, strict=True):
-                added += self._add(prompt, one)
+            for prompt, params in pairs:
+                added += self._add(prompt, params)
         except ConfigError:
             for progress in added:
                 self.abort(progress.request.request_id)
@@ -297,6 +295,16 @@ class Engine:
     def _add_text(live: Progress, tokens: list[int]) -> bool:
         """Whether a stop string is complete."""
         return live.detokenizer is not None and live.detokenizer.add(tokens)
+
+
+def one_each(
+    prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[str | Sequence[int], SamplingParams | None]]:
+    """Each prompt with its sampling: one for all, or one each. Raises ConfigError when the numbers differ."""
+    params = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
+    if len(params) != len(prompts):
+        raise ConfigError(f"{len(params)} sampling parameters for {len(prompts)} prompts: give one for each")
+    return list(zip(prompts, params, strict=True))
 
 
 def _loaded(model: PreTrainedModel | LoadedModel, tokenizer: Any) -> LoadedModel:  # noqa: ANN401  # as above

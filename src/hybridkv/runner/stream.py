@@ -15,14 +15,14 @@ from hybridkv.runner.completion import Cursor, Increment, Progress
 
 
 class Stream(Iterator[Increment]):
-    """Increments of a request's output; with ``n`` outputs, of all of them, told apart by ``request_id``.
+    """Increments of a request's output; with ``n`` outputs, of all of them, told apart by ``output``.
 
     outputs: of one request. run: runs one step of the engine. abort: ends a request by its id.
     A reader that is done early calls ``close`` (or leaves a ``with``): else the request goes on with the others.
     """
 
     def __init__(self, outputs: Sequence[Progress], run: Callable[[], None], abort: Callable[[str], bool]) -> None:
-        self._cursors = [Cursor(one) for one in outputs]
+        self._cursors = [Cursor(one, number) for number, one in enumerate(outputs)]
         self._run, self._abort = run, abort
         self.request_id = self._cursors[0].request_id
 

@@ -1,0 +1,283 @@
+"""AsyncEngine: an Engine behind asyncio.
+
+event loop   stream() -> Reader -----> arrivals        parts -> async for
+                                          |              ^
+one thread                       turn: open streams, one step, take what is new
+
+The thread owns the engine; the loop hands it readers and takes parts back between its turns. A reader holds at most
+``max_unread`` increments. Behind that nothing is taken for it: what its request outputs meanwhile comes later in one
+larger increment (see hybridkv.runner.stream), so a slow reader costs no memory and holds nobody up. When every
+reader is that far behind, no step runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Self
+
+from hybridkv.errors import CacheError, ConfigError
+from hybridkv.request import SamplingParams
+from hybridkv.runner.completion import Completion, Increment
+from hybridkv.runner.engine import Engine, one_each
+from hybridkv.runner.stream import Stream
+from hybridkv.schedule import SchedulerStatistics
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _News:
+    """What a turn has for a reader: parts, whether they are the last, or what went wrong."""
+
+    reader: _Reader
+    parts: list[Increment] = field(default_factory=list)
+    ended: bool = False
+    error: Exception | None = None
+
+
+class _Reader:
+    """One ``async for``. open: queues its request, in the engine's thread. ``stream`` is that thread's alone."""
+
+    def __init__(self, open_stream: Callable[[], Stream], max_unread: int) -> None:
+        self.open_stream, self._max_unread = open_stream, max_unread
+        self.stream: Stream | None = None
+        self.left = False
+        self._parts: deque[Increment] = deque()
+        self._ended = False
+        self._error: Exception | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def room(self) -> int:
+        """Increments that may still be put in. The engine's thread may ask: it only grows between deliveries."""
+        return self._max_unread - len(self._parts)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a step could bring what there is room for."""
+        return not self._ended and self.room > 0
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more is delivered."""
+        return self._ended
+
+    def deliver(self, news: _News) -> None:
+        """More to read."""
+        self._parts += news.parts
+        self._error = news.error
+        self._ended = news.ended or news.error is not None
+        self._changed.set()
+
+    async def next(self) -> Increment | None:
+        """The next increment; None behind the last. Raises what went wrong, behind what came before."""
+        while not self._parts:
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        return self._parts.popleft()
+
+
+class AsyncEngine:
+    """``engine`` for any number of tasks of one event loop. Use it as ``async with``, or call ``close``.
+
+    engine: has not run yet, and is used by nobody else from here on: a thread of its own drives it.
+    max_unread: increments that a reader may leave unread, at least 1, before its request's output is gathered
+    instead. An error of a forward reaches every open stream and ends it; requests that come later run.
+    Raises ConfigError for a max_unread below 1.
+    """
+
+    def __init__(self, engine: Engine, *, max_unread: int = 16) -> None:
+        if max_unread < 1:
+            raise ConfigError(f"max_unread must be at least 1, got {max_unread}")
+        self._engine, self._max_unread = engine, max_unread
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hybridkv")
+        self._readers: set[_Reader] = set()
+        self._arrivals: deque[_Reader] = deque()
+        self._open: list[_Reader] = []  # of the thread alone
+        self._wake = asyncio.Event()
+        self._turns: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def stream(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        marks: Sequence[int] = (),
+    ) -> AsyncGenerator[Increment, None]:
+        """Increments of a prompt's output, as ``Engine.stream`` has them; the request is queued with the first ask.
+
+        A reader that is cancelled, or leaves early (``contextlib.aclosing``), aborts the request.
+        Raises as ``Engine.add``, what a forward raised, and CacheError once the engine is closed.
+        """
+        queued = partial(
+            self._engine.stream, prompt, sampling, request_id=request_id, cache_salt=cache_salt, marks=marks
+        )
+        reader = _Reader(queued, self._max_unread)
+        self._enter(reader)
+        try:
+            while (part := await reader.next()) is not None:
+                if reader.room == 1:  # it was full
+                    self._wake.set()
+                yield part
+        finally:
+            self._leave(reader)
+
+    async def generate(
+        self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """As ``Engine.generate``. When one request fails, or the caller is cancelled, all are aborted."""
+        tasks = [asyncio.create_task(self._completions(*one)) for one in one_each(prompts, sampling)]
+        try:
+            done = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return [completion for outputs in done for completion in outputs]
+
+    async def _completions(self, prompt: str | Sequence[int], sampling: SamplingParams | None) -> list[Completion]:
+        """All outputs of one prompt, in their order."""
+        done: dict[int, Completion] = {}
+        async for part in self.stream(prompt, sampling):
+            if part.completion is not None:
+                done[part.output] = part.completion
+        return [done[output] for output in sorted(done)]
+
+    def abort(self, request_id: str) -> bool:
+        """End a request from any thread; its stream ends with reason "abort". False for an id that does not run."""
+        return self._engine.abort(request_id)
+
+    def statistics(self) -> SchedulerStatistics:
+        """The scheduler's counts so far; from any thread."""
+        return self._engine.statistics()
+
+    async def close(self) -> None:
+        """End every request (streams raise CacheError), and close the engine. Again: nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._wake.set()
+        try:
+            if self._turns is not None:
+                await self._turns
+        finally:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._end)
+            self._thread.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # -- on the event loop
+
+    def _enter(self, reader: _Reader) -> None:
+        if self._closed or (self._turns is not None and self._turns.done()):
+            raise _closed()
+        self._readers.add(reader)
+        self._arrivals.append(reader)
+        self._wake.set()
+        if self._turns is None:
+            self._turns = asyncio.create_task(self._take_turns())
+
+    def _leave(self, reader: _Reader) -> None:
+        reader.left = True
+        self._readers.discard(reader)
+        self._wake.set()
+
+    async def _take_turns(self) -> None:
+        """Turns of the thread, one behind the other, while there is something to do; until the end."""
+        loop = asyncio.get_running_loop()
+        try:
+            while not self._closed:
+                self._wake.clear()
+                if not self._wanted():
+                    await self._wake.wait()
+                    continue
+                idle, news = await loop.run_in_executor(self._thread, self._turn)
+                for one in news:
+                    one.reader.deliver(one)
+                if idle:
+                    await self._wake.wait()
+        finally:
+            for reader in self._readers:
+                if not reader.ended:
+                    reader.deliver(_News(reader, error=_closed()))
+
+    def _wanted(self) -> bool:
+        """Whether anybody waits; those who left want their blocks freed."""
+        reading = [one for one in self._readers if not one.ended]
+        return not reading or any(one.waits for one in reading)
+
+    # -- in the thread
+
+    def _turn(self) -> tuple[bool, list[_News]]:
+        """Open and close streams, run a step; whether the next turn can wait for something new, and what came."""
+        news = self._admit()
+        for reader in self._open:
+            if reader.left and reader.stream is not None:
+                reader.stream.close()
+        self._open = [one for one in self._open if not one.left]
+        try:
+            if not self._engine.idle:
+                self._engine.step()
+        except Exception as error:  # noqa: BLE001  # whatever it is, the readers must hear of it
+            return True, news + self._fail(error)
+        news += [_taken(one) for one in self._open]
+        self._open = [one for one in self._open if one.stream is not None and not one.stream.ended]
+        return self._engine.idle, news
+
+    def _admit(self) -> list[_News]:
+        """Queue the requests of readers that arrived; those that are refused hear of it."""
+        refused = []
+        while self._arrivals:
+            reader = self._arrivals.popleft()
+            if reader.left:
+                continue
+            try:
+                reader.stream = reader.open_stream()
+                self._open.append(reader)
+            except Exception as error:  # noqa: BLE001  # as above
+                refused.append(_News(reader, error=error))
+        return refused
+
+    def _fail(self, error: Exception) -> list[_News]:
+        """Every open stream ends by ``error``."""
+        failed = [_News(one, error=error) for one in self._open]
+        self._end_streams()
+        return failed
+
+    def _end_streams(self) -> None:
+        for reader in self._open:
+            if reader.stream is not None:
+                reader.stream.close()
+        self._open = []
+
+    def _end(self) -> None:
+        self._end_streams()
+        self._engine.close()
+
+
+def _taken(reader: _Reader) -> _News:
+    """What is new for ``reader``, as far as it has room."""
+    if reader.stream is None:
+        return _News(reader)
+    parts: list[Increment] = []
+    while len(parts) < reader.room and (part := reader.stream.take()) is not None:
+        parts.append(part)
+    return _News(reader, parts, reader.stream.ended)
+
+
+def _closed() -> CacheError:
+    return CacheError("the engine was closed: make another one")

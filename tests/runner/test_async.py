@@ -1,0 +1,297 @@
+"""The engine behind asyncio: many tasks, slow ones, cancelled ones, forwards that fail."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+import pytest
+from runner_support import generated, greedy, loaded_model, shared_prompts
+
+from hybridkv.errors import CacheError, ConfigError, OwnershipError
+from hybridkv.request import SamplingParams
+from hybridkv.runner import AsyncEngine, Engine, EngineOptions, Increment
+from hybridkv.schedule import FinishReason
+
+T = TypeVar("T")
+LLAMA = loaded_model("llama")
+PROMPTS = shared_prompts(6, 11)
+
+
+def run(work: Callable[[], Awaitable[T]]) -> T:
+    """``work`` on a loop of its own; a test that hangs fails."""
+
+    async def limited() -> T:
+        async with asyncio.timeout(60):
+            return await work()
+
+    return asyncio.run(limited())
+
+
+@asynccontextmanager
+async def engines(*, max_unread: int = 16, **options: int) -> AsyncIterator[tuple[AsyncEngine, Engine]]:
+    engine = Engine(LLAMA, memory="2MiB", max_model_len=256, options=EngineOptions(**options))  # type: ignore[arg-type]  # ints by name
+    async with AsyncEngine(engine, max_unread=max_unread) as front:
+        yield front, engine
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  # another thread makes it true: no event tells
+        await asyncio.sleep(0.001)
+
+
+async def read(front: AsyncEngine, prompt: list[int], sampling: SamplingParams) -> list[Increment]:
+    return [part async for part in front.stream(prompt, sampling)]
+
+
+def tokens(parts: list[Increment]) -> tuple[int, ...]:
+    return tuple(token for part in parts for token in part.token_ids)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_tasks_share_steps_and_read_what_the_model_gives(in_flight: int) -> None:
+    lengths = [20, 1, 7, 20, 13, 20]
+
+    async def work() -> tuple[list[list[Increment]], int, str]:
+        async with engines(in_flight=in_flight) as (front, _):
+            sampling = [greedy(one) for one in lengths]
+            parts = await asyncio.gather(*(read(front, *one) for one in zip(PROMPTS, sampling, strict=True)))
+            return parts, front.statistics().steps, LLAMA.model.config._attn_implementation
+
+    parts, steps, attention = run(work)
+    assert [tokens(one) for one in parts] == [generated(LLAMA, *one) for one in zip(PROMPTS, lengths, strict=True)]
+    assert all(
+        "".join(part.text or "" for part in one) == one[-1].completion.text for one in parts if one[-1].completion
+    )
+    assert [one[-1].finish_reason for one in parts] == [FinishReason.LENGTH] * 6
+    assert [sum(part.completion is not None for part in one) for one in parts] == [1] * 6
+    assert steps < sum(lengths) / 2  # side by side
+    assert attention == "hybridkv_gather"
+    assert LLAMA.model.config._attn_implementation == "eager"
+
+
+def test_generate_keeps_the_order_of_prompts_and_outputs() -> None:
+    drawn = SamplingParams(temperature=1.0, seed=5, max_tokens=8, ignore_eos=True, n=3)
+    with Engine(LLAMA, memory="2MiB", max_model_len=256) as plain:
+        expected = plain.generate(PROMPTS[:3], [greedy(9), drawn, greedy(3)])
+
+    async def work() -> list[tuple[int, ...]]:
+        async with engines() as (front, _):
+            return [one.token_ids for one in await front.generate(PROMPTS[:3], [greedy(9), drawn, greedy(3)])]
+
+    assert run(work) == [one.token_ids for one in expected]
+
+
+def test_a_batch_with_a_prompt_that_is_refused_aborts_the_others() -> None:
+    async def work() -> None:
+        async with engines() as (front, engine):
+            with pytest.raises(ConfigError, match="outside the vocabulary"):
+                await front.generate([*PROMPTS[:2], [999]], greedy(200))
+            await until(lambda: engine.idle)
+            assert front.statistics().running == 0
+            assert engine.cache.usage == 0
+            with pytest.raises(ConfigError, match="1 sampling parameters for 2 prompts"):
+                await front.generate(PROMPTS[:2], [greedy(1)])
+
+    run(work)
+
+
+# -- slow readers
+
+
+def test_a_reader_alone_that_stops_reading_stops_the_engine() -> None:
+    expected = generated(LLAMA, PROMPTS[0], 60)
+
+    async def work() -> None:
+        async with engines(max_unread=4) as (front, engine):
+            parts = front.stream(PROMPTS[0], greedy(60))
+            first = [await anext(parts)]
+            await until(lambda: engine.statistics().steps >= 5)
+            await asyncio.sleep(0.05)
+            assert engine.statistics().steps == 5  # one part read, four unread
+            first += [await anext(parts), await anext(parts)]
+            await until(lambda: engine.statistics().steps >= 7)
+            await asyncio.sleep(0.05)
+            assert engine.statistics().steps == 7
+            rest = [part async for part in parts]
+            assert tokens(first + rest) == expected
+
+    run(work)
+
+
+def test_a_slow_reader_holds_nobody_up_and_finds_larger_parts() -> None:
+    expected = generated(LLAMA, PROMPTS[0], 60)
+    expected_too = generated(LLAMA, PROMPTS[1], 60)
+
+    async def work() -> None:
+        async with engines(max_unread=2) as (front, engine):
+            slow = front.stream(PROMPTS[0], greedy(60))
+            parts = [await anext(slow)]
+            quick = await read(front, PROMPTS[1], greedy(60))
+            assert tokens(quick) == expected_too
+            parts += [part async for part in slow]
+            assert tokens(parts) == expected
+            assert len(parts) < 30
+            assert max(len(part.token_ids) for part in parts) > 20
+
+    run(work)
+
+
+# -- readers that leave
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_cancelled_reader_aborts_its_request_and_no_other(in_flight: int) -> None:
+    expected = generated(LLAMA, PROMPTS[1], 60)
+
+    async def work() -> None:
+        async with engines(in_flight=in_flight) as (front, engine):
+            doomed = asyncio.create_task(read(front, PROMPTS[0], greedy(180)))
+            other = asyncio.create_task(read(front, PROMPTS[1], greedy(60)))
+            await until(lambda: engine.statistics().steps > 5)
+            doomed.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await doomed
+            assert tokens(await other) == expected
+            await until(lambda: engine.idle)
+            assert engine.statistics().steps < 100
+            assert engine.cache.usage == 0
+            engine.scheduler.check()
+
+    run(work)
+
+
+def test_a_reader_that_breaks_off_aborts() -> None:
+    async def work() -> None:
+        async with engines() as (front, engine):
+            async with aclosing(front.stream(PROMPTS[0], greedy(180))) as parts:
+                async for _ in parts:
+                    break
+            await until(lambda: engine.idle)
+            assert engine.statistics().steps < 100
+            never = front.stream(PROMPTS[1], greedy(180))
+            await never.aclose()
+            assert engine.idle
+
+    run(work)
+
+
+def test_abort_from_another_thread_ends_the_stream() -> None:
+    async def work() -> None:
+        async with engines() as (front, _):
+            parts = front.stream(PROMPTS[0], greedy(180), request_id="mine")
+            seen = [await anext(parts)]
+            found: list[bool] = []
+            thread = threading.Thread(target=lambda: found.append(front.abort("mine")))
+            thread.start()
+            thread.join()
+            assert found == [True]
+            seen += [part async for part in parts]
+            assert seen[-1].finish_reason is FinishReason.ABORT
+            assert 0 < len(tokens(seen)) < 180
+            assert front.abort("mine") is False
+
+    run(work)
+
+
+# -- failures
+
+
+def test_a_forward_that_fails_reaches_every_stream_and_later_requests_run() -> None:
+    expected = generated(LLAMA, PROMPTS[0], 20)
+    calls = 0
+
+    def fail_once(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            raise RuntimeError("the device is gone")
+
+    async def work() -> None:
+        async with engines() as (front, engine):
+            hook = LLAMA.model.model.layers[1].register_forward_pre_hook(fail_once)
+            try:
+                found = await asyncio.gather(
+                    *(read(front, one, greedy(40)) for one in PROMPTS[:3]), return_exceptions=True
+                )
+            finally:
+                hook.remove()
+            assert [str(one) for one in found] == ["the device is gone"] * 3
+            assert all(isinstance(one, RuntimeError) for one in found)
+            (done,) = await front.generate(PROMPTS[:1], greedy(20))
+            assert done.token_ids == expected
+            assert engine.statistics().failed_steps == 1
+            await until(lambda: engine.idle)
+            engine.scheduler.check()
+
+    run(work)
+
+
+def test_a_forward_that_always_fails_does_not_spin() -> None:
+    calls = 0
+
+    def fail(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        raise RuntimeError("the device is gone")
+
+    async def work() -> None:
+        async with engines() as (front, _):
+            hook = LLAMA.model.model.layers[0].register_forward_pre_hook(fail)
+            try:
+                for _ in range(2):
+                    with pytest.raises(RuntimeError, match="the device is gone"):
+                        await front.generate(PROMPTS[:2], greedy(9))
+                await asyncio.sleep(0.05)
+            finally:
+                hook.remove()
+
+    run(work)
+    assert calls == 2
+
+
+def test_closing_ends_every_stream_by_an_error() -> None:
+    async def work() -> None:
+        async with engines() as (front, _):
+            task = asyncio.create_task(read(front, PROMPTS[0], greedy(180)))
+            await until(lambda: front.statistics().steps > 2)
+            await front.close()
+            with pytest.raises(CacheError, match="was closed"):
+                await task
+            with pytest.raises(CacheError, match="was closed"):
+                await read(front, PROMPTS[0], greedy(3))
+            assert LLAMA.model.config._attn_implementation == "eager"
+
+    run(work)
+    names = [one.name for one in threading.enumerate()]
+    assert not any(name.startswith("hybridkv") for name in names)
+
+
+def test_engines_that_cannot_be_fronted() -> None:
+    async def work() -> None:
+        engine = Engine(LLAMA, memory="2MiB", max_model_len=256)
+        engine.generate(PROMPTS[:1], greedy(1))
+        async with AsyncEngine(engine) as front:
+            with pytest.raises(OwnershipError):
+                await read(front, PROMPTS[0], greedy(3))
+        with pytest.raises(ConfigError, match="max_unread"):
+            AsyncEngine(engine, max_unread=0)
+
+    run(work)
+
+
+def test_stop_strings_and_salts_go_through() -> None:
+    text = LLAMA.tokenizer.decode(list(generated(LLAMA, PROMPTS[0], 20)))
+
+    async def work() -> list[Increment]:
+        async with engines() as (front, _):
+            await front.generate(PROMPTS[:1], greedy(1))
+            sampling = replace(greedy(20), stop=(text[8:11],))
+            return [one async for one in front.stream(PROMPTS[0], sampling, cache_salt="tenant", marks=[8])]
+
+    parts = run(work)
+    assert "".join(one.text or "" for one in parts) == text[: text.index(text[8:11])]
+    assert parts[-1].completion is not None
+    assert parts[-1].completion.hit_tokens == 0
