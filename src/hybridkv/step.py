@@ -23,6 +23,7 @@ from hybridkv.request import SamplingParams
 
 SCHEMA_VERSION: Final = 1
 
+Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
@@ -149,14 +150,38 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Logprobs:
+    """Natural logarithms of the probabilities of tokens, under the model's own distribution.
+
+    Of the sampled tokens of rows whose request asks for them, and of the prompt tokens that the Step predicts.
+    row: int32[E], index into the Step's rows. position: int32[E], of the token in its request; those of a row ascend.
+    token: int32[E]. logprob: float32[E]. rank: int32[E], 1 for the most probable token.
+    best: the most probable tokens, CSR over the E entries, best first. best_logprobs: float32, one for each of them.
+    """
+
+    row: Int32
+    position: Int32
+    token: Int32
+    logprob: Float32
+    rank: Int32
+    best: Csr
+    best_logprobs: Float32
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """What came of a Step.
 
     id: that of the Step. sampled: CSR over the Step's rows, empty where ``samples`` was False.
     num_accepted: int32[R], drafts accepted and the token sampled behind them; None without speculation.
+    logprobs: None where no row asks for any.
     """
 
     id: int
     sampled: Csr
     num_accepted: Int32 | None = None
+    logprobs: Logprobs | None = None
     schema_version: int = SCHEMA_VERSION

@@ -126,7 +126,7 @@ def test_a_slow_reader_holds_nobody_up_and_finds_larger_parts() -> None:
     expected_too = generated(LLAMA, PROMPTS[1], 60)
 
     async def work() -> None:
-        async with engines(max_unread=2) as (front, engine):
+        async with engines(max_unread=2) as (front, _):
             slow = front.stream(PROMPTS[0], greedy(60))
             parts = [await anext(slow)]
             quick = await read(front, PROMPTS[1], greedy(60))

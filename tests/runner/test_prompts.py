@@ -80,6 +80,9 @@ def test_plain_text_and_detection(tmp_path: Path) -> None:
         ('{"prompt": "x", "sampling": {"temperature": -1}}', "temperature must be 0"),
         ('{"prompt": "x", "sampling": {"top_p": 0}}', "top_p must be above 0"),
         ('{"prompt": "x", "sampling": {"top_k": 1.5}}', "top_k must be an integer"),
+        ('{"prompt": "x", "sampling": {"logprobs": [3]}}', "logprobs must be an integer"),
+        ('{"prompt": "x", "sampling": {"prompt_logprobs": -1}}', "prompt_logprobs must be 0 or more"),
+        ('{"prompt": "x", "sampling": {"max_tokens": null}}', "max_tokens must be an integer"),
         ('{"prompt": "x", "sampling": {"max_tokens": 0}}', "max_tokens must be at least 1"),
         ('{"prompt": "x", "sampling": {"ignore_eos": 1}}', "true or false"),
         ('{"prompt": "x", "sampling": {"stop": [""]}}', "strings that are not empty"),
@@ -95,6 +98,13 @@ def test_malformed_lines_are_named_or_counted(line: str, message: str, tmp_path:
     assert (len(found.prompts), found.bad_lines) == (2, 1)
     assert found.first_bad is not None
     assert "line 2" in found.first_bad
+
+
+def test_log_probabilities_are_asked_for_by_number_or_null(tmp_path: Path) -> None:
+    lines = ('{"logprobs": 3}', '{"prompt_logprobs": 0}', '{"logprobs": null, "prompt_logprobs": null}')
+    found = read(tmp_path, "".join(f'{{"prompt": "x", "sampling": {one}}}\n' for one in lines))
+    asked = [(one.sampling.logprobs, one.sampling.prompt_logprobs) for one in found.prompts]
+    assert asked == [(3, None), (None, 0), (None, None)]
 
 
 def test_files_without_prompts(tmp_path: Path) -> None:

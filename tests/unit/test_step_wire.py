@@ -15,7 +15,7 @@ from wire_support import example_step, failures, results, same, samplings, steps
 
 from hybridkv.errors import HybridKVError, SchemaError, WireError
 from hybridkv.request import SamplingParams
-from hybridkv.step import SCHEMA_VERSION, Cells, Copy, Csr, NewRow, Step, StepResult
+from hybridkv.step import SCHEMA_VERSION, Cells, Copy, Csr, Logprobs, NewRow, Step, StepResult
 from hybridkv.wire import Reply, StepFailure, Unreadable, decode_reply, decode_step, encode_reply, encode_step
 
 MANY = settings(max_examples=2 * settings().max_examples)
@@ -116,15 +116,44 @@ def test_every_field_travels(kind: type) -> None:
         assert same(decode_step(data), step), name
 
 
+def some_logprobs() -> list[Logprobs]:
+    """One of two entries, and it with every field changed in turn."""
+    plain = Logprobs(
+        row=np.array([0, 1], np.int32),
+        position=np.array([4, 9], np.int32),
+        token=np.array([5, 6], np.int32),
+        logprob=np.array([-0.25, -1.5], np.float32),
+        rank=np.array([1, 3], np.int32),
+        best=Csr.from_lists([[5, 7], [8]]),
+        best_logprobs=np.array([-0.25, -2, -0.5], np.float32),
+    )
+    changed = {
+        "row": np.array([1, 1], np.int32),
+        "best": Csr.from_lists([[5], [7, 8]]),
+        "logprob": np.array([-0.25, -np.inf], np.float32),
+        "best_logprobs": np.array([-0.25, -2, -0.75], np.float32),
+        **{name: np.array([2, 2], np.int32) for name in ("position", "token", "rank")},
+    }
+    assert set(changed) == {field.name for field in fields(Logprobs)}
+    return [plain, *(replace(plain, **{name: value}) for name, value in changed.items())]  # type: ignore[arg-type]  # by name
+
+
 def test_every_field_of_replies_travels() -> None:
-    assert {field.name for field in fields(StepResult)} == {"id", "sampled", "num_accepted", "schema_version"}
+    assert {field.name for field in fields(StepResult)} == {
+        "id",
+        "sampled",
+        "num_accepted",
+        "logprobs",
+        "schema_version",
+    }
     assert {field.name for field in fields(StepFailure)} == {"id", "error", "message", "schema_version"}
     assert {field.name for field in fields(Unreadable)} == {"error", "message", "schema_version"}
-    replies = (
+    replies: tuple[Reply, ...] = (
         StepResult(1, Csr.from_lists([[5], []])),
         StepResult(2, Csr.from_lists([[5], []])),
         StepResult(1, Csr.from_lists([[], [5]])),
         StepResult(1, Csr.from_lists([[5], []]), np.array([1, 0], np.int32)),
+        *(StepResult(1, Csr.from_lists([[5], []]), logprobs=one) for one in some_logprobs()),
         StepFailure(1, "E", "m"),
         StepFailure(1, "F", "m"),
         StepFailure(1, "E", "n"),
@@ -143,17 +172,24 @@ def test_the_bytes_are_those_of_the_standards() -> None:
     """RFC 8949 with RFC 8746's tags 78 (int32, little-endian) and 79 (int64), written by hand."""
     expected = "".join(
         (
-            "a5",  # a map of five, keys by length, then by letter
+            "a6",  # a map of six, keys by length, then by letter
             "626964" + "07",  # id: 7
             "646b696e64" + "66726573756c74",  # kind: result
             "6773616d706c6564" + "a2",  # sampled: a map of two
             "66696e64707472" + "d84f" + "5818" + "0000000000000000" + "0100000000000000" + "0100000000000000",
             "6676616c756573" + "d84e" + "44" + "fe010000",  # values: 510
+            "686c6f6770726f6273" + "f6",  # logprobs: null
             "6c6e756d5f6163636570746564" + "f6",  # num_accepted: null
             "6e736368656d615f76657273696f6e" + "01",  # schema_version: 1
         )
     )
     assert encode_reply(StepResult(7, Csr.from_lists([[510], []]))).hex() == expected
+
+
+def test_floats_are_tag_85_little_endian() -> None:
+    tree = cbor2.loads(encode_reply(StepResult(1, Csr.from_lists([[5], []]), logprobs=some_logprobs()[0])))
+    tagged = tree["logprobs"]["logprob"]
+    assert (tagged.tag, tagged.value.hex()) == (85, "000080be" + "0000c0bf")
 
 
 def test_two_dimensions_and_truth_values_in_the_forms_of_the_standards() -> None:
@@ -341,7 +377,14 @@ def test_numbers_that_python_does_not_print() -> None:
 def test_replies_are_checked_as_well() -> None:
     result = encode_reply(StepResult(1, Csr.from_lists([[5], []]), np.array([1, 0], np.int32)))
     failure = encode_reply(StepFailure(1, "E", "m"))
+    probable = encode_reply(StepResult(1, Csr.from_lists([[5], []]), logprobs=some_logprobs()[0]))
     for data, path, value, message in (
+        (probable, "logprobs.row", int32(0, 2), r"result: logprobs must be of places in rows, 0 \.\. 1"),
+        (probable, "logprobs.row", int32(-1, 1), "logprobs must be of places in rows"),
+        (probable, "logprobs.rank", int32(1), "logprobs: row, position, .* must have one length"),
+        (probable, "logprobs.best.indptr", int64(0, 3), "must have one length"),
+        (probable, "logprobs.best_logprobs", CBORTag(85, bytes(8)), "best_logprobs must be one for each of the 3"),
+        (probable, "logprobs.logprob", int32(1, 2), r"logprob: must be float32\[n\] as tag 85"),
         (result, "num_accepted", int32(1), "result: num_accepted is for 1 rows, sampled for 2"),
         (result, "sampled.values", int32(), "result: sampled: indptr must rise from 0 to the 0 values"),
         (failure, "id", -1, "failure: id: must be 0 or more"),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from hybridkv.request import SamplingParams
-from hybridkv.step import Cells, Copy, Csr, NewRow, Step, StepResult
+from hybridkv.step import Cells, Copy, Csr, Logprobs, NewRow, Step, StepResult
 from hybridkv.wire import StepFailure, Unreadable
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -98,10 +98,25 @@ def steps(draw: st.DrawFn) -> Step:
 
 
 @st.composite
+def logprobs(draw: st.DrawFn, rows: int) -> Logprobs:
+    counts = draw(st.lists(st.integers(0, 2), max_size=3))
+    entries = len(counts)
+    owners = int32s(draw, entries, values=st.integers(0, rows - 1))
+    best = csr_of(draw, counts)
+    floats = st.floats(max_value=0, width=32)
+    logprob, most = (
+        np.array(draw(st.lists(floats, min_size=n, max_size=n)), np.float32) for n in (entries, len(best.values))
+    )
+    position, token, rank = (int32s(draw, entries) for _ in range(3))
+    return Logprobs(owners, position, token, logprob, rank, best, most)
+
+
+@st.composite
 def results(draw: st.DrawFn) -> StepResult:
     counts = draw(st.lists(st.integers(0, 3), max_size=5))
     accepted = int32s(draw, len(counts)) if draw(st.booleans()) else None
-    return StepResult(draw(st.integers(0, 2**40)), csr_of(draw, counts), accepted)
+    found = draw(st.one_of(st.none(), logprobs(len(counts)))) if counts else None
+    return StepResult(draw(st.integers(0, 2**40)), csr_of(draw, counts), accepted, found)
 
 
 def failures() -> st.SearchStrategy[StepFailure | Unreadable]:

@@ -8,6 +8,7 @@ from hybridkv.runner.async_engine import AsyncEngine
 from hybridkv.runner.completion import Completion, Increment
 from hybridkv.runner.engine import Engine, EngineOptions, encode
 from hybridkv.runner.load import LoadedModel, load, wrap
+from hybridkv.runner.logprobs import TokenLogprob
 from hybridkv.runner.planning import plan_for, plan_within
 from hybridkv.runner.runner import ModelRunner, Observer
 from hybridkv.runner.stream import Stream
@@ -24,6 +25,7 @@ __all__ = [
     "ModelRunner",
     "Observer",
     "Stream",
+    "TokenLogprob",
     "byte_tokenizer",
     "encode",
     "load",

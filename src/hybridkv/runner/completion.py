@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from hybridkv.request import Request
 from hybridkv.runner.detokenize import Detokenizer
+from hybridkv.runner.logprobs import TokenLogprob
 from hybridkv.schedule import FinishReason
 
 
@@ -17,6 +19,8 @@ class Completion:
     special tokens left out, cut in front of the stop string; None without a tokenizer.
     hit_tokens: prompt tokens found in the cache at its first admission. computed_tokens: all that ran for it,
     recomputation included.
+    logprobs: of each output token; prompt_logprobs: of each prompt token but the first, fewer if it was aborted before
+    they were computed; None where they were not asked for.
     """
 
     request_id: str
@@ -27,6 +31,8 @@ class Completion:
     hit_tokens: int
     computed_tokens: int
     preemptions: int
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,7 @@ class Increment:
 
     token_ids: maybe none in the last one. text: whole characters, maybe none, and nothing that may turn out to be a
     stop string; None without a tokenizer. completion: in the last one. output: which of the ``n`` outputs, from 0.
+    logprobs: of its tokens; None where they were not asked for.
     """
 
     request_id: str
@@ -42,6 +49,7 @@ class Increment:
     text: str | None
     completion: Completion | None = None
     output: int = 0
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -54,7 +62,8 @@ class Progress:
     """A request that runs, or what came of it. detokenizer: None without a tokenizer.
 
     computed_tokens: run for it so far. streamed: whether somebody reads it through a Cursor.
-    completion: once it has ended.
+    completion: once it has ended. logprobs: of its output so far. prompt_logprobs: of its prompt, one list with all
+    branches of a request: who computes the prompt is not known before.
     """
 
     request: Request
@@ -62,6 +71,19 @@ class Progress:
     streamed: bool = False
     computed_tokens: int = 0
     completion: Completion | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def add_prompt_logprobs(self, found: Sequence[tuple[int, TokenLogprob]]) -> None:
+        """Values at (position, value), ascending: what a prompt that runs again says once more is left out."""
+        for position, value in found:
+            if position == len(self.prompt_logprobs) + 1 < self.request.num_prompt_tokens:
+                self.prompt_logprobs.append(value)
+
+    def add_logprob(self, found: Sequence[tuple[int, TokenLogprob]]) -> None:
+        """That of the token just appended, if it was asked for: the last one, behind those of the prompt."""
+        if self.request.sampling.logprobs is not None:
+            self.logprobs.append(found[-1][1])
 
     def complete(self, reason: FinishReason) -> Completion:
         """The request has ended."""
@@ -76,6 +98,8 @@ class Progress:
             hit_tokens=request.first_hit_tokens or 0,
             computed_tokens=self.computed_tokens,
             preemptions=request.num_preemptions,
+            logprobs=None if request.sampling.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=None if request.sampling.prompt_logprobs is None else tuple(self.prompt_logprobs),
         )
         return self.completion
 
@@ -109,10 +133,13 @@ class Cursor:
             return None
         tokens = request.token_ids(request.num_prompt_tokens + self._tokens).tolist()
         text = self._new_text(done)
+        logprobs = None
+        if request.sampling.logprobs is not None:
+            logprobs = tuple(self._progress.logprobs[self._tokens : self._tokens + len(tokens)])
         self._tokens += len(tokens)
         self._characters += len(text or "")
         self._ended = done is not None
-        return Increment(self.request_id, tuple(tokens), text, done, self._output)
+        return Increment(self.request_id, tuple(tokens), text, done, self._output, logprobs)
 
     def _new_text(self, done: Completion | None) -> str | None:
         if done is not None:

@@ -22,6 +22,7 @@ from hybridkv.request import Request, SamplingParams
 from hybridkv.runner.completion import Completion, Progress
 from hybridkv.runner.detokenize import Detokenizer
 from hybridkv.runner.load import LoadedModel, wrap
+from hybridkv.runner.logprobs import TokenLogprob, tokens_of
 from hybridkv.runner.planning import plan_within
 from hybridkv.runner.probe import planner_model
 from hybridkv.runner.runner import ModelRunner, Observer, require_fit
@@ -134,9 +135,9 @@ class Engine:
         """Queue a prompt, text or token ids; its request id. Branches have the ids of ``output_ids``.
 
         marks: token counts where its prefix should be resumable (hybridkv.request).
-        Raises ConfigError for text without tokenizer, an empty prompt, ids outside the vocabulary, stop
-        strings without tokenizer, marks that are no token counts and an id in use; CapacityError when it could never
-        fit.
+        Raises ConfigError for text without tokenizer, an empty prompt, ids outside the vocabulary, stop strings without
+        tokenizer, more log probabilities than there are tokens, marks that are no token counts and an id in use;
+        CapacityError when it could never fit.
         """
         return self._add(prompt, sampling, request_id, cache_salt, marks)[0].request.request_id
 
@@ -199,6 +200,7 @@ class Engine:
         tokenizer = self.loaded.tokenizer
         if params.stop and tokenizer is None:
             raise ConfigError("stop strings need a tokenizer: load the model with one, or use stop_token_ids")
+        _refuse_more_logprobs(params, self.loaded)
         if request_id is None:
             request_id, self._next_id = str(self._next_id), self._next_id + 1
         request = Request(
@@ -210,8 +212,9 @@ class Engine:
             eos_token_ids=self.loaded.eos_token_ids,
             marks=marks,
         )
+        of_prompt: list[TokenLogprob] = []
         added = [
-            Progress(one, None if tokenizer is None else Detokenizer(tokenizer, params.stop))
+            Progress(one, None if tokenizer is None else Detokenizer(tokenizer, params.stop), prompt_logprobs=of_prompt)
             for one in (request, *self.scheduler.add(request))
         ]
         self._live.update((one.request.request_id, one) for one in added)
@@ -251,7 +254,7 @@ class Engine:
             self._in_flight.clear()
             self.scheduler.fail(step.id, error)
             raise
-        self._take_in(step, self.scheduler.update(result))
+        self._take_in(step, self.scheduler.update(result), tokens_of(result.logprobs, len(step)))
 
     def _schedule_ahead(self) -> None:
         while len(self._in_flight) < self.options.in_flight:
@@ -272,8 +275,8 @@ class Engine:
                 f"{self._idle} steps in a row were empty"
             )
 
-    def _take_in(self, step: Step, outcome: Outcome) -> None:
-        """Text of the new tokens; requests that a stop string ended; completions."""
+    def _take_in(self, step: Step, outcome: Outcome, logprobs: list[list[tuple[int, TokenLogprob]]]) -> None:
+        """Text and log probabilities of the new tokens; requests that a stop string ended; completions."""
         finished = {one.request.request_id: one.reason for one in outcome.finished}
         counts = np.diff(outcome.appended.indptr)
         for row, (request, scheduled) in enumerate(zip(outcome.requests, step.num_scheduled.tolist(), strict=True)):
@@ -281,7 +284,11 @@ class Engine:
             if live is None or live.request is not request:
                 continue  # it ended in an earlier step
             live.computed_tokens += scheduled
-            if counts[row] and self._add_text(live, outcome.appended[row].tolist()):
+            live.add_prompt_logprobs(logprobs[row])
+            if not counts[row]:
+                continue
+            live.add_logprob(logprobs[row])
+            if self._add_text(live, outcome.appended[row].tolist()):
                 if request.request_id not in finished:
                     self.scheduler.finish(request.request_id, FinishReason.STOP)
                 finished[request.request_id] = FinishReason.STOP
@@ -305,6 +312,13 @@ def one_each(
     if len(params) != len(prompts):
         raise ConfigError(f"{len(params)} sampling parameters for {len(prompts)} prompts: give one for each")
     return list(zip(prompts, params, strict=True))
+
+
+def _refuse_more_logprobs(params: SamplingParams, loaded: LoadedModel) -> None:
+    """Raise ConfigError where more log probabilities are wanted than there are tokens."""
+    for name, wanted in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if wanted is not None and wanted > loaded.vocab_size:
+            raise ConfigError(f"{name} is {wanted}, but {loaded.name} has {loaded.vocab_size} tokens: ask for fewer")
 
 
 def _loaded(model: PreTrainedModel | LoadedModel, tokenizer: Any) -> LoadedModel:  # noqa: ANN401  # as above

@@ -26,6 +26,7 @@ _KEYS: Final = ("prompt", "sampling", "marks")
 _SAMPLING_KEYS: Final = tuple(field.name for field in fields(SamplingParams))
 _NUMBERS: Final = ("temperature", "top_p", "min_p", "repetition_penalty")
 _INTEGERS: Final = ("top_k", "seed", "max_tokens", "n")
+_OPTIONAL_INTEGERS: Final = ("logprobs", "prompt_logprobs")
 
 _STORY: Final = (
     "The archive kept every letter the lighthouse keepers had written: the weather, the ships that passed, the oil "
@@ -139,7 +140,9 @@ def _value(key: str, value: object) -> object:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ConfigError(f"{key} must be a number, got {value!r}")
         return float(value)
-    if key in _INTEGERS:
+    if value is None and key in _OPTIONAL_INTEGERS:
+        return None
+    if key in (*_INTEGERS, *_OPTIONAL_INTEGERS):
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{key} must be an integer, got {value!r}")
         return value

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -22,6 +23,7 @@ from hybridkv.plan.config import KVCacheConfig
 from hybridkv.runner import attention_gather, step_context
 from hybridkv.runner.attention_gather import GatherBatch
 from hybridkv.runner.continuation import continuations
+from hybridkv.runner.logprobs import LogprobRows, logprobs_of
 from hybridkv.runner.probe import cache_arguments, page_layout, probe, set_attention, state_layout
 from hybridkv.runner.reach import Reach
 from hybridkv.runner.rows import NONE_DRAWN, RowState
@@ -90,6 +92,7 @@ class ModelRunner:
         self._state_groups = sorted({group_of[name] for name in mixers})
         self._vocabulary: int = model.get_input_embeddings().num_embeddings
         self._rows = RowState(max_running, self._vocabulary, self._device)
+        self._logprobs = LogprobRows(max_running)
         self._context = StepContext()
         self._mixers = [
             PagedMixer(mixer, self.continues[name], self.storage.views[name], self._context, group_of[name])
@@ -122,17 +125,24 @@ class ModelRunner:
         """
         self._check(step)
         self.tables.apply(step)
-        self._rows.end(step.finished_rows)
-        for new in step.new_rows:
-            self._rows.begin(new)
+        for rows in (self._rows, self._logprobs):
+            rows.end(step.finished_rows)
+            for new in step.new_rows:
+                rows.begin(new)
         self.tables.commit_block_table(self.tables.max_num_reqs)
         self._copier.execute_before(step)
         if not step.num_tokens:
             return StepResult(step.id, Csr.empty(len(step)))
-        logits = self._forward(step, self._resolved(step))
+        prompts = self._logprobs.of_prompts(step)
+        behind = self._forward(step, self._resolved(step), prompts.source)
+        drawn_from = int(step.samples.sum())
+        logits, of_prompts = behind[:drawn_from].float(), behind[drawn_from:]
         if self.observer is not None:
             self.observer(step, logits)
-        return StepResult(step.id, self._sample(step, logits))
+        sampled = self._sample(step, logits)
+        prompts = replace(prompts, source=np.arange(len(prompts)))
+        wanted = logprobs_of([(of_prompts, prompts), (logits, self._logprobs.of_sampled(step, sampled))])
+        return StepResult(step.id, sampled, logprobs=wanted)
 
     # -- before the forward
 
@@ -186,8 +196,8 @@ class ModelRunner:
 
     # -- the forward
 
-    def _forward(self, step: Step, tokens: Int64) -> torch.Tensor:
-        """Logits behind the last token of every row that samples, float32[n, vocabulary]."""
+    def _forward(self, step: Step, tokens: Int64, more: Int64) -> torch.Tensor:
+        """Logits behind the last token of each row that samples, then each token of ``more``: [n, vocabulary]."""
         scheduled = step.num_scheduled.astype(np.int64)
         ends = np.cumsum(scheduled)
         inside = np.arange(len(tokens)) - np.repeat(ends - scheduled, scheduled)
@@ -205,12 +215,12 @@ class ModelRunner:
                 out = self.model(
                     input_ids=self._tensor(tokens)[None],
                     use_cache=True,
-                    logits_to_keep=self._tensor(ends[step.samples] - 1),
+                    logits_to_keep=self._tensor(np.concatenate((ends[step.samples] - 1, more))),
                     **cache_arguments(self.model, cache, self._tensor(positions)[None]),
                 )
         finally:
             self._context.end()
-        logits: torch.Tensor = out.logits[0].float()
+        logits: torch.Tensor = out.logits[0]
         return logits
 
     def _gather_batches(self, step: Step) -> dict[int, GatherBatch]:

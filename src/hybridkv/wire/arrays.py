@@ -1,6 +1,6 @@
 """numpy arrays as CBOR typed arrays (RFC 8746), little-endian.
 
-one dimension    tag 64 uint8 | 78 int32 | 79 int64, around the bytes
+one dimension    tag 64 uint8 | 78 int32 | 79 int64 | 85 float32, around the bytes
 two dimensions   tag 40 [[rows, columns], typed array], row after row
 
 Truth values travel as uint8, 0 and 1: the RFC has no typed array of them.
@@ -23,12 +23,13 @@ _WIRE_FORMS: Final[dict[str, tuple[int, np.dtype[Any]]]] = {
     "bool": (64, np.dtype("u1")),
     "int32": (78, np.dtype("<i4")),
     "int64": (79, np.dtype("<i8")),
+    "float32": (85, np.dtype("<f4")),
 }
 _MAX_DIMENSION: Final = (1 << 31) - 1
 
 
 class Array:
-    """An array of dtype ``name`` (bool, int32 or int64). shape: its dimensions, one or two; None is any length.
+    """An array of dtype ``name``, one of _WIRE_FORMS. shape: its dimensions, one or two; None is any length.
 
     ``pack`` copies the array's bytes and converts nothing: another dtype or shape is a WireError. ``unpack`` gives an
     array of its own memory, which may be written like that of a Step that never left its process. Both O(bytes).

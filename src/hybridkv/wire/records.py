@@ -14,7 +14,7 @@ import numpy as np
 
 from hybridkv.errors import WireError
 from hybridkv.request import SamplingParams
-from hybridkv.step import SCHEMA_VERSION, Cells, Copy, Csr, NewRow, Step, StepResult
+from hybridkv.step import SCHEMA_VERSION, Cells, Copy, Csr, Logprobs, NewRow, Step, StepResult
 from hybridkv.wire.arrays import Array
 from hybridkv.wire.codecs import Boolean, Integer, Nullable, Real, Record, Text, TupleOf
 
@@ -141,7 +141,18 @@ def _check_step(step: Step) -> None:
         raise WireError(f"state_writes must begin with places in rows, 0 .. {rows - 1}")
 
 
+def _check_logprobs(logprobs: Logprobs) -> None:
+    columns = (logprobs.row, logprobs.position, logprobs.token, logprobs.logprob, logprobs.rank, logprobs.best)
+    if len({len(column) for column in columns}) != 1:
+        raise WireError("row, position, token, logprob, rank and best must have one length")
+    if len(logprobs.best_logprobs) != len(logprobs.best.values):
+        raise WireError(f"best_logprobs must be one for each of the {len(logprobs.best.values)} tokens of best")
+
+
 def _check_result(result: StepResult) -> None:
+    named = None if result.logprobs is None else result.logprobs.row
+    if named is not None and len(named) and not 0 <= named.min() <= named.max() < len(result.sampled):
+        raise WireError(f"logprobs must be of places in rows, 0 .. {len(result.sampled) - 1}")
     if result.num_accepted is not None and len(result.num_accepted) != len(result.sampled):
         raise WireError(f"num_accepted is for {len(result.num_accepted)} rows, sampled for {len(result.sampled)}")
 
@@ -179,6 +190,19 @@ _NEW_ROW: Final = Record(
     },
     _check_new_row,
 )
+_LOGPROBS: Final = Record(
+    Logprobs,
+    {
+        "row": Array("int32"),
+        "position": Array("int32"),
+        "token": Array("int32"),
+        "logprob": Array("float32"),
+        "rank": Array("int32"),
+        "best": _CSR,
+        "best_logprobs": Array("float32"),
+    },
+    _check_logprobs,
+)
 STEP: Final = Record(
     Step,
     {
@@ -207,6 +231,7 @@ RESULT: Final = Record(
         "id": Integer(minimum=0),
         "sampled": _CSR,
         "num_accepted": Nullable(Array("int32")),
+        "logprobs": Nullable(_LOGPROBS),
         "schema_version": Integer(),
     },
     _check_result,
