@@ -75,6 +75,9 @@ def test_tasks_share_steps_and_read_what_the_model_gives(in_flight: int) -> None
 def test_generate_keeps_the_order_of_prompts_and_outputs() -> None:
     drawn = SamplingParams(temperature=1.0, seed=5, max_tokens=8, ignore_eos=True, n=3)
     with Engine(LLAMA, memory="2MiB", max_model_len=256) as plain:
+        first, second, _ = plain.generate(PROMPTS[1:2], drawn)
+        early = next(one for one in second.token_ids[:5] if one not in first.token_ids)
+        drawn = replace(drawn, stop_token_ids=(early,))  # the second output ends before the first
         expected = plain.generate(PROMPTS[:3], [greedy(9), drawn, greedy(3)])
 
     async def work() -> list[tuple[int, ...]]:
@@ -88,7 +91,8 @@ def test_a_batch_with_a_prompt_that_is_refused_aborts_the_others() -> None:
     async def work() -> None:
         async with engines() as (front, engine):
             with pytest.raises(ConfigError, match="outside the vocabulary"):
-                await front.generate([*PROMPTS[:2], [999]], greedy(200))
+                await front.generate([*PROMPTS[:2], [999]], greedy(150))
+            assert front.statistics().steps < 100
             await until(lambda: engine.idle)
             assert front.statistics().running == 0
             assert engine.cache.usage == 0
@@ -276,6 +280,16 @@ def test_engines_that_cannot_be_fronted() -> None:
         async with AsyncEngine(engine) as front:
             with pytest.raises(OwnershipError):
                 await read(front, PROMPTS[0], greedy(3))
+            calls = 0
+
+            def step() -> None:
+                nonlocal calls
+                calls += 1
+                raise OwnershipError("still another thread's")
+
+            engine.step = step  # type: ignore[assignment,method-assign]  # to count
+            await asyncio.sleep(0.05)
+            assert calls <= 1  # it waits for the next request
         with pytest.raises(ConfigError, match="max_unread"):
             AsyncEngine(engine, max_unread=0)
 

@@ -189,6 +189,7 @@ def test_a_stream_that_is_closed_frees_its_blocks(make_engine: EngineFactory) ->
         next(stream)
     assert stream.ended
     assert list(stream) == []
+    assert engine.statistics().running == 1  # nothing is in flight, so it is gone at once
     assert joined(list(other))[0] == generated(loaded, prompts[1], 24)
     assert engine.idle
     assert engine.cache.usage == 0
@@ -210,6 +211,21 @@ def test_a_stream_of_several_outputs_tells_them_apart(make_engine: EngineFactory
         one.request_id: one.token_ids for one in expected
     }
     assert max(map(len, read.values())) >= 7  # none waits for another's end
+
+
+def test_outputs_take_turns_where_only_one_is_taken_a_step(make_engine: EngineFactory) -> None:
+    loaded, prompts = loaded_model("llama"), shared_prompts(1, 7)
+    engine = make_engine(loaded, prompts * 2, 8)
+    stream = engine.stream(prompts[0], SamplingParams(max_tokens=8, ignore_eos=True, n=2))
+    for _ in range(3):
+        engine.step()
+    found = []
+    for _ in range(4):
+        part = stream.take()
+        assert part is not None
+        found.append(part.output)
+        engine.step()
+    assert found == [0, 1, 0, 1]
 
 
 def test_a_failed_forward_reaches_the_reader_and_the_stream_goes_on(make_engine: EngineFactory) -> None:
