@@ -1,6 +1,7 @@
 """Real tiny models, prompts that share prefixes, and an observer that keeps every logit."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -46,6 +47,26 @@ def shared_prompts(count: int, seed: int, prefix: int = 40, longest: int = 60) -
 
 def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, ignore_eos=True)
+
+
+@contextmanager
+def failing(module: torch.nn.Module, fails: Callable[[int], bool] = lambda _: True) -> Iterator[list[int]]:
+    """``module`` raises at its calls for which ``fails`` says so, counted from 1, and what is before it has run.
+
+    Yields the numbers of all calls so far.
+    """
+    calls: list[int] = []
+
+    def fail(*_: object) -> None:
+        calls.append(len(calls) + 1)
+        if fails(calls[-1]):
+            raise RuntimeError("the device is gone")
+
+    hook = module.register_forward_pre_hook(fail)
+    try:
+        yield calls
+    finally:
+        hook.remove()
 
 
 class EveryLogit:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import pytest
-from runner_support import generated, greedy, loaded_model, shared_prompts
+from runner_support import failing, generated, greedy, loaded_model, shared_prompts
 
 from hybridkv.errors import CacheError, ConfigError, OwnershipError
 from hybridkv.request import SamplingParams
@@ -205,23 +205,13 @@ def test_abort_from_another_thread_ends_the_stream() -> None:
 
 def test_a_forward_that_fails_reaches_every_stream_and_later_requests_run() -> None:
     expected = generated(LLAMA, PROMPTS[0], 20)
-    calls = 0
-
-    def fail_once(*_: object) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 6:
-            raise RuntimeError("the device is gone")
 
     async def work() -> None:
         async with engines() as (front, engine):
-            hook = LLAMA.model.model.layers[1].register_forward_pre_hook(fail_once)
-            try:
+            with failing(LLAMA.model.model.layers[1], (6).__eq__):
                 found = await asyncio.gather(
                     *(read(front, one, greedy(40)) for one in PROMPTS[:3]), return_exceptions=True
                 )
-            finally:
-                hook.remove()
             assert [str(one) for one in found] == ["the device is gone"] * 3
             assert all(isinstance(one, RuntimeError) for one in found)
             (done,) = await front.generate(PROMPTS[:1], greedy(20))
@@ -234,26 +224,16 @@ def test_a_forward_that_fails_reaches_every_stream_and_later_requests_run() -> N
 
 
 def test_a_forward_that_always_fails_does_not_spin() -> None:
-    calls = 0
-
-    def fail(*_: object) -> None:
-        nonlocal calls
-        calls += 1
-        raise RuntimeError("the device is gone")
-
     async def work() -> None:
         async with engines() as (front, _):
-            hook = LLAMA.model.model.layers[0].register_forward_pre_hook(fail)
-            try:
+            with failing(LLAMA.model.model.layers[0]) as calls:
                 for _ in range(2):
                     with pytest.raises(RuntimeError, match="the device is gone"):
                         await front.generate(PROMPTS[:2], greedy(9))
                 await asyncio.sleep(0.05)
-            finally:
-                hook.remove()
+            assert calls == [1, 2]
 
     run(work)
-    assert calls == 2
 
 
 def test_closing_ends_every_stream_by_an_error() -> None:

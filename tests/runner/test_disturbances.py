@@ -1,13 +1,12 @@
 """Memory that is short, steps in flight, requests that are aborted, forwards that raise: every output is right."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from checked_engine import CheckedEngine, models
-from runner_support import EngineFactory, greedy, shared_prompts
+from runner_support import EngineFactory, failing, greedy, shared_prompts
 from transformers import PreTrainedModel
 
 from hybridkv.request import SamplingParams
@@ -115,25 +114,12 @@ def test_aborts_at_random_moments(name: str, in_flight: int, make_engine: Engine
     assert sum(one.hit_tokens for one in again) > 0
 
 
-@contextmanager
-def raising(model: PreTrainedModel, where: str, calls: set[int]) -> Iterator[None]:
-    """The ``where`` of ``model`` raises at its calls number so and so: with the layers before it written already."""
+def module_at(model: PreTrainedModel, where: str) -> torch.nn.Module:
+    """The head, or the last mixer or attention."""
     mixers = [module for module in model.modules() if isinstance(module.__dict__.get("forward"), PagedMixer)]
     attention = [module for module in model.modules() if hasattr(module, "is_causal") and hasattr(module, "layer_idx")]
-    module = model.get_output_embeddings() if where == "head" else (mixers or attention)[-1]
-    count = 0
-
-    def fail(*_: object) -> None:
-        nonlocal count
-        count += 1
-        if count in calls:
-            raise RuntimeError("the device is gone")
-
-    hook = module.register_forward_pre_hook(fail)
-    try:
-        yield
-    finally:
-        hook.remove()
+    found: torch.nn.Module = model.get_output_embeddings() if where == "head" else (mixers or attention)[-1]
+    return found
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -147,7 +133,7 @@ def test_forwards_that_raise_leave_no_wrong_state(
     engine, done, failures = checked.engine, list[Completion](), 0
     ids = [engine.add(prompt, params) for prompt, params in zip(prompts, drawn(6), strict=True)]
     # in the first prompts, then twice while all decode: the states of rows have been overwritten
-    with raising(checked.loaded.model, where, {2, 9, 17}):
+    with failing(module_at(checked.loaded.model, where), {2, 9, 17}.__contains__):
         while not engine.idle:
             try:
                 done += engine.step()
@@ -171,7 +157,7 @@ def test_who_ends_while_its_step_fails_leaves_no_state(name: str, make_engine: E
     checked = CheckedEngine(make_engine, name, [[*prompt, *more] * 2], OUTPUT, in_flight=2, room_for=4)
     engine, done = checked.engine, list[Completion]()
     doomed = engine.add(prompt, greedy(OUTPUT))
-    with raising(checked.loaded.model, "head", {6}):
+    with failing(module_at(checked.loaded.model, "head"), {6}.__contains__):
         for _ in range(5):
             done += engine.step()
         assert engine.abort(doomed)  # a step that holds it is in flight

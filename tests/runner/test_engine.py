@@ -6,6 +6,7 @@ from runner_support import (
     MODELS,
     EngineFactory,
     EveryLogit,
+    failing,
     generated,
     greedy,
     loaded_model,
@@ -18,7 +19,7 @@ from hybridkv.plan import make_plan
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Completion, Engine, EngineOptions, plan_for
 from hybridkv.schedule import FinishReason
-from hybridkv.step import Csr, Step
+from hybridkv.step import Copy, Csr, Step
 
 ENGINE_SETTINGS = [{"in_flight": 1}, {"in_flight": 2}]
 
@@ -81,17 +82,8 @@ def test_a_forward_that_raises_fails_its_steps_and_the_next_goes_on(
     ]
     expected = make_engine(loaded, prompts, 20).generate(prompts, sampling)
     engine = make_engine(loaded, prompts, 20, token_budget=40, **options)  # type: ignore[arg-type]  # ints by name
-    calls = 0
-
-    def fail_once(*_: object) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == at_call + 1:
-            raise RuntimeError("the device is gone")
-
     # the second layer: pages of the first are written by then
-    hook = loaded.model.model.layers[1].register_forward_pre_hook(fail_once)
-    try:
+    with failing(loaded.model.model.layers[1], (at_call + 1).__eq__):
         ids = [engine.add(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
         done: dict[str, Completion] = {}
         failures = 0
@@ -102,8 +94,6 @@ def test_a_forward_that_raises_fails_its_steps_and_the_next_goes_on(
                 assert str(error) == "the device is gone"  # noqa: PT017  # the loop must go on behind it
                 failures += 1
                 engine.scheduler.check()
-    finally:
-        hook.remove()
     assert failures == 1
     assert engine.statistics().failed_steps == options["in_flight"]
     assert [done[one].token_ids for one in ids] == [one.token_ids for one in expected]
@@ -202,7 +192,7 @@ def test_plans_of_other_models_and_too_little_memory() -> None:
 
 def test_steps_the_runner_cannot_run_change_nothing(make_engine: EngineFactory) -> None:
     prompt = shared_prompts(1, 1)[0]
-    engine = make_engine(loaded_model("llama"), [prompt], 8)
+    engine = make_engine(loaded_model("falcon_h1"), [prompt], 8)
     engine.add(prompt, greedy(8))
     step: Step = engine.scheduler.schedule()
     wrong = [
@@ -213,6 +203,9 @@ def test_steps_the_runner_cannot_run_change_nothing(make_engine: EngineFactory) 
         (replace(step, num_scheduled=step.num_scheduled * 0), "without tokens"),
         (replace(step, schema_version=99), "schema version"),
         (replace(step, after=4), "follows Step 4"),
+        (replace(step, copies=(Copy("before", 9, 1, 2, "block"),)), "group 9 does not exist"),
+        (replace(step, state_read=step.state_read * 0), "has no state in group"),
+        (replace(step, state_writes=step.state_writes[:0]), "behind a row's last token is not written"),
     ]
     for one, message in wrong:
         with pytest.raises(WorkerError, match=message):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runner_support import EngineFactory, generated, greedy, loaded_model, shared_prompts
+from runner_support import EngineFactory, failing, generated, greedy, loaded_model, shared_prompts
 
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.request import SamplingParams
@@ -233,14 +233,8 @@ def test_a_failed_forward_reaches_the_reader_and_the_stream_goes_on(make_engine:
     expected = generated(loaded, prompt, 10)
     stream = make_engine(loaded, [prompt], 10).stream(prompt, greedy(10))
     parts = [next(stream), next(stream)]
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("the device is gone")
-
-    hook = loaded.model.model.layers[1].register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="the device is gone"):
+    with failing(loaded.model.model.layers[1]), pytest.raises(RuntimeError, match="the device is gone"):
         next(stream)
-    hook.remove()
     parts += list(stream)
     assert joined(parts)[0] == expected
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from runner_support import EngineFactory, greedy, loaded_model, shared_prompts
+from runner_support import EngineFactory, failing, greedy, loaded_model, shared_prompts
 
 from hybridkv.errors import ConfigError
 from hybridkv.request import SamplingParams
@@ -116,18 +116,9 @@ def test_preempted_requests_keep_theirs_and_double_none(name: str, in_flight: in
 def test_a_failed_step_neither_loses_nor_doubles_any(make_engine: EngineFactory) -> None:
     loaded, prompts = loaded_model("llama"), shared_prompts(3, 23)
     engine = make_engine(loaded, prompts, OUTPUT, token_budget=30, in_flight=2)
-    calls = 0
-
-    def fail_at_times(*_: object) -> None:
-        nonlocal calls
-        calls += 1
-        if calls in {2, 9}:
-            raise RuntimeError("the device is gone")
-
-    hook = loaded.model.model.layers[1].register_forward_pre_hook(fail_at_times)
     done: list[Completion] = []
     failures = 0
-    try:
+    with failing(loaded.model.model.layers[1], {2, 9}.__contains__):
         for prompt in prompts:
             engine.add(prompt, asking(2, 2))
         while not engine.idle:
@@ -135,8 +126,6 @@ def test_a_failed_step_neither_loses_nor_doubles_any(make_engine: EngineFactory)
                 done += engine.step()
             except RuntimeError:
                 failures += 1
-    finally:
-        hook.remove()
     assert (len(done), failures) == (3, 2)
     for one in done:
         check(loaded, one, asking(2, 2))

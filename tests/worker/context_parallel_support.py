@@ -27,6 +27,7 @@ from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.worker import (
+    BlockCopier,
     ContextShare,
     KVPages,
     MultiGroupBlockTable,
@@ -101,6 +102,7 @@ class Worker:
             for name, spec in zip(one.layer_names, one.layer_specs, strict=True)
         }
         self.storage = PagedStorage(config, layout, order=setting.order)
+        self.copier = BlockCopier(self.storage)
         if not setting.damage:
             self.storage.arena.fill_(255)  # NaN in every dtype: what nobody wrote may reach nobody
         self.group_of = {name: number for number, one in enumerate(config.groups) for name in one.layer_names}
@@ -115,8 +117,7 @@ class Worker:
         self.names |= {new.row: new.request_id for new in step.new_rows}
         if len(step.zero) or any(copy.stage != "before" for copy in step.copies):
             raise AssertionError("only attention is expected here")
-        for copy in step.copies:
-            self.storage.copy_block(copy.group, copy.source, copy.destination)
+        self.copier.execute_before(step)
         ends = (step.num_computed + step.num_scheduled).tolist()
         sampled = [
             [forced_token(self.names[row], end)] if samples else []

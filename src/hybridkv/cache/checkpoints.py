@@ -71,15 +71,21 @@ class Checkpoints:
 
     def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
         """Token counts in start + 1 .. end, known ones, at which a state of ``request`` should be kept."""
-        if not self._groups or self._placement is None or not request.writes_prefix_cache:
-            return ()
-        return tuple(stop for stop in self._placement.stops(request, start, end) if stop <= request.num_tokens)
+        placement = self._placement_of(request)
+        return (
+            ()
+            if placement is None
+            else tuple(stop for stop in placement.stops(request, start, end) if stop <= request.num_tokens)
+        )
 
     def _next_stop(self, request: Request, after_tokens: int) -> int:
         """The next of them, NEVER without one."""
-        if not self._groups or self._placement is None or not request.writes_prefix_cache:
-            return NEVER
-        return self._placement.next_stop(request, after_tokens)
+        placement = self._placement_of(request)
+        return NEVER if placement is None else placement.next_stop(request, after_tokens)
+
+    def _placement_of(self, request: Request) -> Placement | None:
+        """What says where states of ``request`` are kept; None where none are."""
+        return self._placement if self._groups and request.writes_prefix_cache else None
 
     def store(self, requests: Sequence[Request | None], rows: Int64, computed: Int64, end: Int64) -> None:
         """A block for every stop in computed .. end of each row, in order. O(rows) in array operations."""

@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.columns import grown
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.extra_keys import EncoderInput
 from hybridkv.replay.cost import StepCost
@@ -81,8 +82,7 @@ class _Rows:
 
     def begin(self, new: NewRow, live: _Live) -> None:
         """``new`` begins or, after a preemption, goes on. O(pieces of the output)."""
-        while new.row >= len(self.live):
-            self._grow()
+        self._make_room(new.row + 1)
         said = len(new.token_ids) - new.num_prompt_tokens
         self.live[new.row] = live
         self.silent[new.row] = said == 0
@@ -131,11 +131,10 @@ class _Rows:
         self.left[row] = lengths[live.piece]
         live.piece += 1
 
-    def _grow(self) -> None:
+    def _make_room(self, rows: int) -> None:
         for name in ("starts", "positions", "left", "silent"):
-            column = getattr(self, name)
-            setattr(self, name, np.concatenate((column, np.zeros_like(column))))
-        self.live += [None] * len(self.live)
+            setattr(self, name, grown(getattr(self, name), rows))
+        self.live += [None] * (len(self.left) - len(self.live))
 
 
 class _Arrivals:

@@ -8,7 +8,7 @@ Step -> tables.apply -> moves, zeroing, copies -> slots
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -28,7 +28,7 @@ from hybridkv.runner.probe import cache_arguments, page_layout, probe, set_atten
 from hybridkv.runner.reach import Reach
 from hybridkv.runner.rows import NONE_DRAWN, RowState
 from hybridkv.runner.sampling import sample
-from hybridkv.runner.state_batch import PagedMixer, state_batch
+from hybridkv.runner.state_batch import PagedMixer, StateBatch, state_batch
 from hybridkv.runner.step_cache import StepCache
 from hybridkv.runner.step_context import StepContext
 from hybridkv.specs import Keeps, KVCacheSpec
@@ -124,6 +124,7 @@ class ModelRunner:
         the next Step can run. O(tokens) beside the model.
         """
         self._check(step)
+        states = {group: state_batch(step, group, self._device) for group in self._state_groups if len(step)}
         self.tables.apply(step)
         for rows in (self._rows, self._logprobs):
             rows.end(step.finished_rows)
@@ -134,7 +135,7 @@ class ModelRunner:
         if not step.num_tokens:
             return StepResult(step.id, Csr.empty(len(step)))
         prompts = self._logprobs.of_prompts(step)
-        behind = self._forward(step, self._resolved(step), prompts.source)
+        behind = self._forward(step, self._resolved(step), states, prompts.source)
         drawn_from = int(step.samples.sum())
         logits, of_prompts = behind[:drawn_from].float(), behind[drawn_from:]
         if self.observer is not None:
@@ -158,6 +159,7 @@ class ModelRunner:
         drawn = self._owner_rows(step)[tokens == NONE_DRAWN]
         if (self._rows.last_token[drawn] == NONE_DRAWN).any():
             raise WorkerError(f"Step {step.id} refers to a sampled token of a row that sampled none")
+        self._copier.check(step)
         self._check_blocks(step)
 
     def _check_blocks(self, step: Step) -> None:
@@ -196,7 +198,7 @@ class ModelRunner:
 
     # -- the forward
 
-    def _forward(self, step: Step, tokens: Int64, more: Int64) -> torch.Tensor:
+    def _forward(self, step: Step, tokens: Int64, states: Mapping[int, StateBatch], more: Int64) -> torch.Tensor:
         """Logits behind the last token of each row that samples, then each token of ``more``: [n, vocabulary]."""
         scheduled = step.num_scheduled.astype(np.int64)
         ends = np.cumsum(scheduled)
@@ -207,9 +209,7 @@ class ModelRunner:
             self.tables[group].compute_slot_mapping(owners, positions)
             self.tables[group].commit_slot_mapping(len(tokens))
         cache = StepCache(self._views, self._context)
-        self._context.begin(
-            self._gather_batches(step), {group: state_batch(step, group, self._device) for group in self._state_groups}
-        )
+        self._context.begin(self._gather_batches(step), states)
         try:
             with torch.inference_mode():
                 out = self.model(

@@ -56,9 +56,8 @@ class Chain:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateBatch:
-    """One step in one group of states, used by every mixer of it. tokens: of the step."""
+    """One step in one group of states, used by every mixer of it."""
 
-    tokens: int
     decode: DecodeRows | None
     chains: tuple[Chain, ...]
 
@@ -72,7 +71,6 @@ def state_batch(step: Step, group: int, device: torch.device) -> StateBatch:
     scheduled = step.num_scheduled
     single = np.flatnonzero(scheduled == 1)
     return StateBatch(
-        step.num_tokens,
         states.decode(single) if len(single) else None,
         tuple(states.chain(row) for row in np.flatnonzero(scheduled > 1).tolist()),
     )

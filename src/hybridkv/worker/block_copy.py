@@ -47,11 +47,14 @@ class BlockCopier:
         self._spacing = np.array([blocks.spacing for blocks in self._classes])
         self._shared_bytes = 1 if slabs is None else slabs.slab_bytes
 
+    def check(self, step: Step) -> None:
+        """Raise WorkerError for unknown groups and blocks, null blocks, unknown stages or kinds, late moves."""
+        self._checked(step)
+
     def execute_before(self, step: Step) -> None:
         """Moves, zeroing, then the other copies of stage "before". O(bytes).
 
-        Raises WorkerError, with nothing written, for groups and blocks that do not exist, null blocks, unknown stages
-        and kinds, and a move behind the forward.
+        Raises WorkerError as ``check``, with nothing written.
         """
         copies, moved, late = self._checked(step)
         self._copy(copies[moved])

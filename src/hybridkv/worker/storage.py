@@ -122,21 +122,6 @@ class PagedStorage:
             for number, group in enumerate(config.groups)
             for name in group.layer_names
         }
-        self._layers = [group.layer_names for group in config.groups]
-
-    def copy_block(self, group: int, source: int, target: int) -> None:
-        """Block ``target`` of ``group`` holds what ``source`` holds. O(bytes of a block).
-
-        In the natural layout that is a move, too: all bytes of the block, whichever group of the class it belongs to.
-        """
-        slabs = self.config.slabs
-        if slabs is None:
-            for name in self._layers[group]:
-                for view in self.views[name]:
-                    view[target] = view[source]
-            return
-        size = slabs.class_of(group).block_bytes
-        self.arena[target * size : (target + 1) * size] = self.arena[source * size : (source + 1) * size]
 
     def _views(
         self, name: str, tensor: KVCacheTensor, parts: Sequence[PagePart], group: int
