@@ -140,3 +140,13 @@ def test_there_are_24_models_of_24_architectures() -> None:
     assert len(built) == len(TINY_MODELS) == 24
     with pytest.raises(ConfigError, match="unknown tiny model 'rwkv': use tiny:llama, tiny:qwen2, tiny:mistral"):
         tiny_model("rwkv")
+
+
+def test_other_sizes_are_built_with_the_same_care() -> None:
+    wide = tiny_model("llama", 1, {"head_dim": 32})
+    queries, usual = (one.model.layers[0].self_attn.q_proj.weight.detach() for one in (wide, tiny_model("llama", 1)))
+    assert (queries.shape, usual.shape) == ((4 * 32, 64), (4 * 16, 64))
+    assert float(queries.std()) == pytest.approx(float(usual.std()), rel=0.05)
+    assert torch.equal(wide.lm_head.weight, tiny_model("llama", 1, {"head_dim": 32}).lm_head.weight)
+    with pytest.raises(ConfigError, match="the config of tiny:llama has no field 'head_size': leave it out"):
+        tiny_model("llama", fields={"head_size": 32})

@@ -27,15 +27,19 @@ _FAMILIES: Final = {**ATTENTION, **MAMBA, **DELTA}
 TINY_MODELS: Final = tuple(_FAMILIES)
 
 
-def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
-    """The tiny model ``name`` in float32 on the CPU, its weights a function of ``seed`` alone.
+def tiny_model(name: str, seed: int = 0, fields: Mapping[str, Any] | None = None) -> PreTrainedModel:
+    """The tiny model ``name`` in float32 on the CPU, its weights a function of ``seed`` and ``fields`` alone.
 
-    Raises ConfigError for a name that is not in TINY_MODELS.
+    fields: of its config, in place of the family's own: other sizes, where something else asks for them.
+    Raises ConfigError for a name that is not in TINY_MODELS, and for fields that its config does not know.
     """
     if name not in _FAMILIES:
         raise ConfigError(f"unknown tiny model {name!r}: use tiny:{', tiny:'.join(TINY_MODELS)}")
     family = _FAMILIES[name]
-    config = AutoConfig.for_model(family.model_type, **{**_COMMON, **family.fields})
+    given = {} if fields is None else fields
+    if unknown := sorted(set(given) - set(AutoConfig.for_model(family.model_type).to_dict())):
+        raise ConfigError(f"the config of tiny:{name} has no field {unknown[0]!r}: leave it out")
+    config = AutoConfig.for_model(family.model_type, **{**_COMMON, **family.fields, **given})
     state = torch.random.get_rng_state()
     try:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
