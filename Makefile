@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-newest test-all check lint check-trace test-vllm clean
+.PHONY: demo test test-newest test-all check lint check-trace find-vllm test-vllm test-vllm-generate clean
 
 # torch first and alone: with it in place nothing pulls another build of it
 .venv/runner.stamp: pyproject.toml constraints.txt
@@ -53,13 +53,20 @@ check: lint test
 check-trace: .venv/dev.stamp
 	$(BIN)/python benchmarks/check_trace.py $(TRACE)
 
-# the same random calls on vLLM's cache manager and on ours; VLLM_PYTHON is a Python with vllm and hybridkv
-VLLM_OPERATIONS ?= 100000
+# beside vLLM; VLLM_PYTHON is a Python with vllm and hybridkv
 FIND_VLLM = from importlib.util import find_spec; raise SystemExit(not (find_spec("vllm") and find_spec("hybridkv")))
-test-vllm:
-	@test -n "$(VLLM_PYTHON)" || { echo "say which Python has vllm: make test-vllm VLLM_PYTHON=/path/to/python"; exit 2; }
+find-vllm:
+	@test -n "$(VLLM_PYTHON)" || { echo "say which Python has vllm: make $(MAKECMDGOALS) VLLM_PYTHON=/path/to/python"; exit 2; }
 	@$(VLLM_PYTHON) -c '$(FIND_VLLM)' || { echo "$(VLLM_PYTHON) lacks vllm or hybridkv: pip install both there"; exit 2; }
+
+# the same random calls on vLLM's cache manager and on ours
+VLLM_OPERATIONS ?= 100000
+test-vllm: find-vllm
 	$(VLLM_PYTHON) tests/vllm/compare.py --operations $(VLLM_OPERATIONS)
+
+# the same prompts through vLLM (CPU build) and through Engine; a minute or two a model
+test-vllm-generate: find-vllm
+	$(VLLM_PYTHON) tests/vllm/generate_duel.py
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
