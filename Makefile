@@ -64,7 +64,7 @@ VLLM_OPERATIONS ?= 100000
 test-vllm: find-vllm
 	$(VLLM_PYTHON) tests/vllm/compare.py --operations $(VLLM_OPERATIONS)
 
-# the same prompts through vLLM (CPU build) and through Engine; a minute or two a model
+# the same prompts through vLLM (CPU build) and through Engine; minutes
 test-vllm-generate: find-vllm
 	$(VLLM_PYTHON) tests/vllm/generate_duel.py
 

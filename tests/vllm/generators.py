@@ -24,7 +24,7 @@ VLLM_BLOCK_SIZE = 32
 """The smallest that vLLM's attention on CPUs takes."""
 MEMORY = "64MiB"
 """Of our cache: like the GiB of vLLM's, so much that nothing is evicted."""
-STOP_AFTER_S = 400.0
+STOP_AFTER_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
