@@ -285,7 +285,7 @@ def show(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         for line in plain
         if line["layout"] == "reference"
     }
-    for line in sorted(plain, key=lambda one: (one["workload"], one["memory_gib"], one["model"], -len(one["layout"]))):
+    for line in sorted(plain, key=_place):
         align = base.get((line["workload"], line["memory_gib"], line["model"], line["limit"]))
         limit = limits.get((line["workload"], line["limit"]))
         share = ""
@@ -293,14 +293,32 @@ def show(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             share = f"{(line['hit_rate'] - align) / (limit - align):.2f}"
         refused = ", ".join(f"{name} {count:,}" for name, count in line["refusals"].items()) or "none"
         moved = f"{line['moved_bytes'] / 2**20 / max(line['simulated_s'], 1):.1f} MiB/s"
-        yield (
-            f"| {line['workload']} | {line['memory_gib']} | {line['model']} | {line['layout']} {line['placement']} | "
-            f"{line['hit_rate']:.4f} | {share} | {refused} | {moved} | {line['padding']:.2%} |"
+        cells = (
+            _named(line["workload"], line["limit"]),
+            line["memory_gib"],
+            line["model"],
+            f"{line['layout']} {line['placement']}",
+            f"{line['hit_rate']:.4f}",
+            share,
+            refused,
+            moved,
+            f"{line['padding']:.2%}",
         )
+        yield f"| {' | '.join(map(str, cells))} |"
     yield ""
     for (workload, limit), endless in sorted(limits.items()):
-        yield f"Limit of {workload}{f', first {limit:,} requests' if limit else ''}: {endless:.4f}"
+        yield f"Limit of {_named(workload, limit)}: {endless:.4f}"
     yield from _show_slabs([line for line in lines if line.get("time_scale", 1.0) != 1.0])
+
+
+def _named(workload: str, limit: int) -> str:
+    return f"{workload}, first {limit:,}" if limit else workload
+
+
+def _place(line: Mapping[str, Any]) -> tuple[object, ...]:
+    """Where a line stands: streams, memories, models, then ways."""
+    way = WAYS.index((line["layout"], line["placement"]))
+    return line["workload"], line["memory_gib"], line["limit"], line["model"], way
 
 
 def _show_slabs(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
