@@ -152,6 +152,11 @@ class BlockRows:
         self.cells[where] = 0
         return ids
 
+    def swap_first(self, rows: Int64, columns: Int64) -> None:
+        """Column 0 and ``columns[i]`` of ``rows[i]``, which have all their columns, change places; rows distinct."""
+        first, other = self.start[rows], self.start[rows] + columns
+        self.cells[first], self.cells[other] = self.cells[other], self.cells[first]
+
     def rewrite(self, sources: Int64, targets: Int64) -> None:
         """Wherever a row has ``sources[i]`` it has ``targets[i]`` from now on. O(cells)."""
         low, high = sources.min(), sources.max()

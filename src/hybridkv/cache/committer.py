@@ -118,6 +118,21 @@ class Committer:
         if columns > group.rows.dropped.item(row):
             self._pool.free_blocks(group.rows.drop(row, columns))
 
+    def settle_drafts(self, rows: Int64, drafted: Int64, kept: Int64) -> None:
+        """Of the last ``drafted[i]`` tokens that ``rows[i]`` computed only the first ``kept[i]`` are its own.
+
+        The state of the last one kept goes on. Rows distinct, their tokens known, no step of theirs in flight.
+        """
+        certain = self._requests.num_computed[rows] - drafted
+        self._requests.num_computed[rows] = certain + kept
+        for group in self._states:
+            group.accept(rows, group.policy.draft_columns(certain, drafted, kept))
+
+    def forget_accepted(self, rows: Int64) -> None:
+        """A step says where the accepted states of ``rows`` are, and reads them."""
+        for group in self._states:
+            group.accepted[rows] = group.rotated[rows] = 0
+
     def drop_skipped(self, request: Request) -> None:
         """Give back what ``request`` reads no longer: windows and states before its processed tokens."""
         if request.row < 0:

@@ -236,6 +236,20 @@ class KVCacheManager:
         """
         return self._batches.allocate(rows, num_new_tokens, num_lookahead_tokens)
 
+    # -- drafts
+
+    def settle_drafts(self, rows: Int64, drafted: Int64, kept: Int64) -> None:
+        """Of the last ``drafted[i]`` tokens that ``rows[i]`` computed only the first ``kept[i]`` are its own.
+
+        int64[R] each, rows distinct, with what is kept known and no step in flight. The next step goes on from the state
+        of the last one kept; what lies behind is overwritten. O(R) in array operations.
+        """
+        self._committer.settle_drafts(rows, drafted, kept)
+
+    def forget_accepted(self, rows: Int64) -> None:
+        """A step is on its way that reads the states of ``rows`` where ``settle_drafts`` left them."""
+        self._committer.forget_accepted(rows)
+
     # -- publishing and freeing
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:

@@ -4,7 +4,7 @@ from hybridkv.request.branches import branch_id, output_ids
 from hybridkv.request.protocols import Columns, Hasher
 from hybridkv.request.request import Request
 from hybridkv.request.sampling import SamplingParams
-from hybridkv.request.token_ids import MAX_TOKEN_ID, checked_marks
+from hybridkv.request.token_ids import MAX_TOKEN_ID, checked_marks, token_array
 
 __all__ = [
     "MAX_TOKEN_ID",
@@ -15,4 +15,5 @@ __all__ = [
     "branch_id",
     "checked_marks",
     "output_ids",
+    "token_array",
 ]

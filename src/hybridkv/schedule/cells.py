@@ -27,6 +27,19 @@ def cells_of_row(row: int, ids: tuple[Int32, ...]) -> list[Cells]:
     return parts
 
 
+def rotated_cells(cache: KVCacheManager, rows: Int64) -> list[Cells]:
+    """The cells of states that changed places since the worker was told, of those ``rows``."""
+    parts = []
+    for group in cache.groups:
+        some = rows[group.rotated[rows] > 0] if group.policy.rotates else rows[:0]
+        if some.size:
+            pairs = np.stack((np.zeros_like(some), group.rotated[some]), axis=1).ravel()
+            row = np.repeat(some, 2)
+            number = np.full(len(row), group.number, np.int32)
+            parts.append(Cells(number, row.astype(np.int32), pairs.astype(np.int32), group.rows.at(row, pairs)))
+    return parts
+
+
 def join_cells(parts: list[Cells]) -> Cells:
     """All cells in order."""
     if len(parts) == 1:

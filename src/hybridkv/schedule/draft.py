@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from hybridkv.cache import BatchSlots, KVCacheBlocks, KVCacheManager, Transfers
 from hybridkv.request import Request
 from hybridkv.request_rows import RequestRows
-from hybridkv.schedule.cells import cells_of, cells_of_row, join_cells, named_cells
-from hybridkv.schedule.states import state_moves, with_transfers
-from hybridkv.schedule.tokens import gather_tokens
+from hybridkv.schedule.cells import cells_of, cells_of_row, join_cells, named_cells, rotated_cells
+from hybridkv.schedule.states import RowSpans, state_moves, with_transfers
+from hybridkv.schedule.tokens import gather_tokens, with_drafts
 from hybridkv.step import Cells, Csr, NewRow, Step
 
 Int64 = NDArray[np.int64]
@@ -23,13 +23,15 @@ class Draft:
         self.budget = budget
         self._rows: list[Int64] = []
         self._counts: list[Int64] = []
+        self._drafts: list[Csr | None] = []
         self._cells: list[Cells] = []
         self._admitted: list[Request] = []
 
-    def add_running(self, rows: Int64, counts: Int64, slots: BatchSlots) -> None:
-        """Rows that ran before get ``counts`` tokens and their new blocks."""
+    def add_running(self, rows: Int64, counts: Int64, slots: BatchSlots, drafts: Csr | None) -> None:
+        """Rows that ran before get ``counts`` tokens, ``drafts`` among them, and their new blocks."""
         self._rows.append(rows)
         self._counts.append(counts)
+        self._drafts.append(drafts)
         if len(slots.block):
             self._cells.append(cells_of(rows, slots))
         self.budget -= int(counts.sum())
@@ -38,6 +40,7 @@ class Draft:
         """A row begins: all its blocks, ``count`` tokens."""
         self._rows.append(np.array([request.row]))
         self._counts.append(np.array([count]))
+        self._drafts.append(None)
         self._cells += cells_of_row(request.row, blocks.ids)
         self._admitted.append(request)
         self.budget -= count
@@ -49,8 +52,21 @@ class Draft:
 
     @property
     def counts(self) -> Int64:
-        """int64[R], tokens of each row."""
+        """int64[R], tokens of each row, drafts included."""
         return _joined(self._counts)
+
+    @property
+    def drafts(self) -> Csr | None:
+        """Those of each row; None when nobody has any."""
+        if all(part is None for part in self._drafts):
+            return None
+        parts = [
+            Csr.empty(len(rows)) if part is None else part
+            for rows, part in zip(self._rows, self._drafts, strict=True)
+        ]
+        counts = np.concatenate([np.diff(part.indptr) for part in parts])
+        indptr = np.concatenate(([0], np.cumsum(counts)))
+        return Csr(indptr, np.concatenate([part.values for part in parts]))
 
     def freeze(
         self,
@@ -64,9 +80,11 @@ class Draft:
         transfers: Transfers,
     ) -> Step:
         """The Step. pending: per row, tokens that steps in flight sample. transfers: the cache's moves and copies."""
-        rows, counts = self.rows, self.counts
+        rows, counts, drafts = self.rows, self.counts, self.drafts
         computed = columns.num_computed[rows]
-        moves = state_moves(cache.groups, cache.block_pool, rows, computed, counts)
+        certain = counts if drafts is None else counts - np.diff(drafts.indptr)
+        tokens = gather_tokens(columns, rows, computed, certain)
+        moves = state_moves(cache.groups, cache.block_pool, RowSpans(rows, computed, certain, drafts))
         moves = with_transfers(moves, transfers, rows)
         return Step(
             id=step_id,
@@ -74,10 +92,10 @@ class Draft:
             rows=rows.astype(np.int32),
             num_computed=computed.astype(np.int32),
             num_scheduled=counts.astype(np.int32),
-            samples=computed + counts == columns.num_tokens[rows] + pending[rows],
-            token_ids=gather_tokens(columns, rows, computed, counts),
-            drafts=Csr.empty(len(rows)),
-            cells=named_cells(cache, join_cells(self._cells), transfers.moved),
+            samples=computed + certain == columns.num_tokens[rows] + pending[rows],
+            token_ids=tokens if drafts is None else with_drafts(tokens, drafts),
+            drafts=Csr.empty(len(rows)) if drafts is None else drafts,
+            cells=named_cells(cache, join_cells(rotated_cells(cache, rows) + self._cells), transfers.moved),
             finished_rows=np.array(ended_rows, np.int32),
             new_rows=tuple(_new_row(request) for request in self._admitted),
             zero=moves.zero,

@@ -26,6 +26,12 @@ class InFlight:
     moved: NDArray[np.int64]
     detached: dict[int, Request] = field(default_factory=dict)
 
+    @property
+    def drafted(self) -> NDArray[np.int64] | None:
+        """Drafts of each row, int64[R]; None when there are none."""
+        drafts = self.step.drafts
+        return np.diff(drafts.indptr) if len(drafts.values) else None
+
     def detach(self, request: Request, row: int) -> bool:
         """``request`` leaves ``row``; whether this step holds it."""
         for position in np.flatnonzero(self.rows == row).tolist():
@@ -42,7 +48,7 @@ class InFlight:
 
 
 def check_result(step: Step, result: StepResult) -> None:
-    """WorkerError unless ``result`` has one token, 0 or more, for each row that samples, none for the others."""
+    """WorkerError unless ``result`` has a token for each row that samples, behind its accepted drafts, none for others."""
     if result.schema_version > step.schema_version:
         raise WorkerError(
             f"the result of step {result.id} has schema {result.schema_version}, newer than {step.schema_version}: "
@@ -57,9 +63,34 @@ def check_result(step: Step, result: StepResult) -> None:
         raise WorkerError(
             f"step {step.id}: the result has {len(result.sampled.values)} tokens, its indptr ends at {indptr[-1]}"
         )
-    if not np.array_equal(np.diff(indptr), step.samples):
-        raise WorkerError(f"step {step.id}: the result must hold one token for each row that samples, none else")
+    _check_counts(step, result)
     if not np.issubdtype(result.sampled.values.dtype, np.integer) or (result.sampled.values > MAX_TOKEN_ID).any():
         raise WorkerError(f"step {step.id}: sampled tokens must be integers up to 2**31 - 1")
     if result.sampled.values.size and result.sampled.values.min() < 0:
         raise WorkerError(f"step {step.id}: token {result.sampled.values.min()} was sampled: ids are 0 or more")
+
+
+def _check_counts(step: Step, result: StepResult) -> None:
+    """WorkerError unless rows have as many tokens as they sample and accept, and accepted drafts are the drafts."""
+    counts = np.diff(result.sampled.indptr)
+    if result.num_accepted is not None and not np.array_equal(result.num_accepted, counts):
+        raise WorkerError(f"step {step.id}: num_accepted of the result must be the number of its tokens of each row")
+    if not len(step.drafts.values):
+        if not np.array_equal(counts, step.samples):
+            raise WorkerError(f"step {step.id}: the result must hold one token for each row that samples, none else")
+        return
+    if result.num_accepted is None:
+        raise WorkerError(f"step {step.id} has drafts: its result must say num_accepted")
+    drafted = np.diff(step.drafts.indptr)
+    if not (np.array_equal(counts > 0, step.samples) and (counts <= drafted + 1).all()):
+        raise WorkerError(
+            f"step {step.id}: the result must hold 1 .. drafts + 1 tokens for each row that samples, none else"
+        )
+    kept = np.maximum(counts - 1, 0)
+    owner = np.repeat(np.arange(len(kept)), kept)
+    place = np.arange(len(owner)) - np.repeat(np.cumsum(kept) - kept, kept)
+    sampled = result.sampled.values[result.sampled.indptr[owner] + place]
+    wrong = owner[sampled != step.drafts.values[step.drafts.indptr[owner] + place]]
+    if wrong.size:
+        row = step.rows[wrong[0]]
+        raise WorkerError(f"step {step.id}: tokens accepted of row {row} are not its drafts: accept equal ones only")

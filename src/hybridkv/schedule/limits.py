@@ -18,7 +18,8 @@ class SchedulerLimits:
     max_running: rows of the worker. max_batched_tokens: budget of a step. max_in_flight: steps that may be
     scheduled ahead of their results. watermark: share of the pool that an admission must leave free.
     policy: who goes first, see WaitingQueue. max_overtaken, max_overtaken_seconds: how often, and how long, a
-    request that does not fit lets others pass. num_lookahead_tokens: room behind each row's tokens, for drafts.
+    request that does not fit lets others pass. num_speculative_tokens: most drafts of a row in a step, see
+    Scheduler.propose. num_lookahead_tokens: room behind a row's tokens, drafts included, for a drafter that writes there.
     segments: whether the worker can write recurrent states at any token inside a chunk; else chunks end there.
     """
 
@@ -30,13 +31,14 @@ class SchedulerLimits:
     max_overtaken: int = 64
     max_overtaken_seconds: float = 1.0
     num_lookahead_tokens: int = 0
+    num_speculative_tokens: int = 0
     segments: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_batched_tokens", "max_in_flight"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_overtaken", "max_overtaken_seconds", "num_lookahead_tokens"):
+        for name in ("max_overtaken", "max_overtaken_seconds", "num_lookahead_tokens", "num_speculative_tokens"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.policy not in {"fcfs", "priority"}:
@@ -80,7 +82,8 @@ class SchedulerStatistics:
     """Counts since construction, but for waiting and running, which are of now.
 
     prompt_tokens, hit_tokens: of first admissions. computed_tokens: all that ran, recomputation included.
-    peak_usage: of the pool, 0 .. 1. failed_steps: steps that never brought a result. refusals: by reason, how often a
+    peak_usage: of the pool, 0 .. 1. drafted_by_position, accepted_by_position: drafts that the model verified, and those
+    that it accepted, the first of a row first; what a stop token then cut off included. failed_steps: steps that never brought a result. refusals: by reason, how often a
     waiting request was looked at and did not come in.
     """
 
@@ -94,4 +97,16 @@ class SchedulerStatistics:
     hit_tokens: int
     computed_tokens: int
     peak_usage: float
+    drafted_by_position: tuple[int, ...] = ()
+    accepted_by_position: tuple[int, ...] = ()
     refusals: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Drafts verified."""
+        return sum(self.drafted_by_position)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Drafts accepted."""
+        return sum(self.accepted_by_position)

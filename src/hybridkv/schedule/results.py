@@ -1,4 +1,10 @@
-"""Results of steps: sampled tokens go to the requests that they are of, and requests that are done end."""
+"""Results of steps: sampled tokens go to the requests that they are of, and requests that are done end.
+
+    drafts    [ d0 | d1 | d2 ]                 of a row with K known tokens, all computed by the step
+    sampled   [ d0 | d1 | x  ]                 two accepted, and what the model drew behind them
+    appended  [ d0 | d1 ]                      as far as the request goes on: d1 is a stop token here
+    computed  K + 2: the drafts accepted and appended; what lies behind is overwritten
+"""
 
 from __future__ import annotations
 
@@ -31,46 +37,83 @@ class Results:
 
     def append(self, flight: InFlight, sampled: Csr) -> Csr:
         """Append the ``sampled`` tokens of ``flight`` and end who is done; what was really appended, CSR."""
-        running, rows, samples = self._running, flight.rows, flight.step.samples
-        step_counts = flight.step.num_scheduled
-        alive = running.settle(flight)
-        self._cache.rows.settle(rows[alive], step_counts[alive])
-        if running.num_dead:
-            alive &= ~running.dead[rows]
-        taking = samples & alive
-        tokens = sampled.values if taking.sum() == len(sampled.values) else sampled.values[taking[samples]]
-        owners = np.flatnonzero(taking)
-        self._append_rows(flight, owners, tokens)
-        late = [
-            position
-            for position, request in flight.detached.items()
-            if self._append_waiting(request, sampled[position].tolist())
-        ]
-        if len(tokens) == len(sampled.values) and not late:
+        running, rows = self._running, flight.rows
+        drafted, attached = flight.drafted, running.settle(flight)
+        self._cache.rows.settle(rows[attached], flight.step.num_scheduled[attached])
+        alive = attached & ~running.dead[rows] if running.num_dead else attached
+        taken = flight.step.samples & alive
+        appended = taken.astype(np.int64)
+        if drafted is None:
+            ended = self._append_one(rows, np.flatnonzero(taken), sampled)
+        else:
+            ended = self._append_several(rows, np.flatnonzero(taken), sampled, appended)
+            self._settle_drafts(rows, attached & (drafted > 0), drafted, np.minimum(np.diff(sampled.indptr) - 1, appended))
+        if ended:
+            self._departures.end((flight.requests[i], reason) for i, reason in sorted(ended))
+        for place, request in flight.detached.items():
+            appended[place] = self._append_waiting(request, sampled[place].tolist())
+        if appended.sum() == len(sampled.values):
             return sampled
-        taking[late] = True
-        indptr = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(taking, out=indptr[1:])
-        return Csr(indptr, sampled.values[taking[samples]])
+        return _heads(sampled, appended)
 
-    def _append_rows(self, flight: InFlight, owners: Int64, tokens: NDArray[np.int32]) -> None:
-        running, rows = self._running, flight.rows[owners]
+    # -- running rows
+
+    def _append_one(self, rows: Int64, places: Int64, sampled: Csr) -> list[tuple[int, FinishReason]]:
+        """The one token of each of the ``places`` in the step; who is done, and why."""
+        tokens = sampled.values if len(places) == len(sampled.values) else sampled.values[sampled.indptr[places]]
+        return self._append_rows(rows[places], places, tokens)
+
+    def _append_several(
+        self, rows: Int64, places: Int64, sampled: Csr, appended: Int64
+    ) -> list[tuple[int, FinishReason]]:
+        """Token after token of all ``places``, up to where each is done. ``appended``: tokens of each, is filled in."""
+        ended: list[tuple[int, FinishReason]] = []
+        counts, turn = np.diff(sampled.indptr), 0
+        while places.size:
+            done = self._append_rows(rows[places], places, sampled.values[sampled.indptr[places] + turn])
+            turn += 1
+            appended[places] = turn
+            ended += done
+            goes_on = counts[places] > turn
+            if done:
+                goes_on &= ~np.isin(places, [place for place, _ in done])
+            places = places[goes_on]
+        return ended
+
+    def _append_rows(self, rows: Int64, places: Int64, tokens: NDArray[np.int32]) -> list[tuple[int, FinishReason]]:
+        """One token for each of ``rows``: the places of those that are done, and why."""
+        running = self._running
         self._cache.rows.append(rows, tokens)
         stopped = running.stops(rows, tokens)
         ended = stopped | (self._cache.rows.num_tokens[rows] >= running.limit[rows])
-        if ended.any():
-            self._departures.end(
-                (flight.requests[owners[i]], FinishReason.STOP if stopped[i] else FinishReason.LENGTH)
-                for i in np.flatnonzero(ended).tolist()
-            )
+        if not ended.any():
+            return []
+        reasons = np.flatnonzero(ended).tolist()
+        return [(places.item(i), FinishReason.STOP if stopped[i] else FinishReason.LENGTH) for i in reasons]
 
-    def _append_waiting(self, request: Request, sampled: list[int]) -> bool:
-        """A result for a request that was preempted after its step was scheduled; whether a token was appended."""
-        if not self._waiting.settle(request) or not sampled:
-            return False  # it was aborted since, or is not done with its prompt
-        token = sampled[0]
-        request.append(token)
-        stopped = token in request.stop_ids
-        if stopped or request.num_tokens >= limit_tokens(self._cache, request):
-            self._departures.end([(request, FinishReason.STOP if stopped else FinishReason.LENGTH)])
-        return True
+    def _settle_drafts(self, rows: Int64, mask: NDArray[np.bool_], drafted: Int64, kept: Int64) -> None:
+        """Of the drafts that the rows of ``mask`` computed, those not ``kept`` were never there."""
+        some = np.flatnonzero(mask)
+        self._cache.settle_drafts(rows[some], drafted[some], kept[some])
+
+    # -- requests that were preempted meanwhile
+
+    def _append_waiting(self, request: Request, sampled: list[int]) -> int:
+        """A result for a request that was preempted after its step was scheduled; how many tokens were appended."""
+        if not self._waiting.settle(request):
+            return 0  # it was aborted since
+        for count, token in enumerate(sampled, 1):
+            request.append(token)
+            stopped = token in request.stop_ids
+            if stopped or request.num_tokens >= limit_tokens(self._cache, request):
+                self._departures.end([(request, FinishReason.STOP if stopped else FinishReason.LENGTH)])
+                return count
+        return len(sampled)
+
+
+def _heads(lists: Csr, counts: Int64) -> Csr:
+    """The first ``counts[i]`` of each list."""
+    indptr = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=indptr[1:])
+    place = np.arange(int(indptr[-1])) - np.repeat(indptr[:-1], counts)
+    return Csr(indptr, lists.values[np.repeat(lists.indptr[:-1], counts) + place])

@@ -26,7 +26,8 @@ class RunningRows:
 
     order: int64[running], rows in order of admission. pending: tokens that steps in flight sample.
     steps: steps in flight that hold the row. limit: most tokens. stop_ids: int32[rows, width], -1 filled.
-    dead: ended with steps in flight.
+    dead: ended with steps in flight. proposed: drafts for the next step. drafted: drafts of the step in flight, whose
+    result must come before the row runs again.
     """
 
     def __init__(self, max_running: int) -> None:
@@ -38,6 +39,8 @@ class RunningRows:
         self.limit = np.zeros(max_running, np.int64)
         self.dead = np.zeros(max_running, np.bool_)
         self.num_dead = 0
+        self.proposed = np.zeros(max_running, np.int64)
+        self.drafted = np.zeros(max_running, np.int64)
         self._stop_ids = np.full((max_running, 1), _NO_STOP, np.int32)
 
     def __len__(self) -> int:
@@ -56,7 +59,7 @@ class RunningRows:
         self._turns.insert(place, turn)
         self.order = np.insert(self.order, place, row)
         self.requests = (*self.requests[:place], request, *self.requests[place:])
-        self.pending[row] = self.steps[row] = 0
+        self.pending[row] = self.steps[row] = self.proposed[row] = self.drafted[row] = 0
         self.limit[row] = limit_tokens
         width = self._stop_ids.shape[1]
         if len(stops) > width:
@@ -67,6 +70,7 @@ class RunningRows:
 
     def remove(self, rows: list[int]) -> None:
         """``rows`` run no longer."""
+        self.proposed[rows] = 0
         keep = ~np.isin(self.order, rows)
         kept = np.flatnonzero(keep).tolist()
         self.requests = tuple(self.requests[place] for place in kept)
@@ -82,6 +86,8 @@ class RunningRows:
         attached = flight.attached()
         self.steps[flight.rows[attached]] -= 1
         self.pending[flight.rows[attached & flight.step.samples]] -= 1
+        if flight.drafted is not None:
+            self.drafted[flight.rows[attached]] = 0
         return attached
 
     def bury(self, row: int) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,7 @@ from hybridkv.schedule.inbox import Inbox
 from hybridkv.schedule.limits import Finished, FinishReason, Outcome, SchedulerLimits, SchedulerStatistics
 from hybridkv.schedule.results import Results
 from hybridkv.schedule.running import RunningRows
+from hybridkv.schedule.speculation import Speculation
 from hybridkv.schedule.waiting import WaitingQueue
 from hybridkv.step import Step, StepResult
 
@@ -66,6 +67,7 @@ class Scheduler:
         self._chunks = Chunks(split_of(cache, self.limits, self._forks))
         self._waiting = WaitingQueue(self.limits.policy)
         self._running = RunningRows(self.limits.max_running)
+        self._speculation = Speculation(cache, self._running, self.limits)
         self._inbox = Inbox()
         self._counts = Counts()
         self._in_flight: deque[InFlight] = deque()
@@ -156,6 +158,17 @@ class Scheduler:
 
     # -- schedule
 
+    def propose(self, drafts: Mapping[str, Sequence[int]]) -> None:
+        """Draft tokens for running requests, by id: the next ``schedule()`` lets the model verify them.
+
+        Those of a request that does not run, has more than its last token to compute, or waits for a result do
+        nothing, and so do those behind what fits: ``num_speculative_tokens``, the tokens that the request may still
+        have (one is sampled behind the drafts), the step's budget, blocks that nobody has to give up. By the owner's
+        thread only. ConfigError, and nothing proposed, for what is no token id. O(drafts).
+        """
+        self._inbox.claim()
+        self._speculation.propose(drafts, self._inbox.find)
+
     def schedule(self) -> Step:
         """The next Step, empty when nothing can run now. Every Step wants its update (or fail).
 
@@ -177,6 +190,7 @@ class Scheduler:
             self._keep_states(draft)
         finally:
             log.end()
+            self._speculation.forget()
         self._counts.peak_usage = max(self._counts.peak_usage, self.cache.usage)
         return self._issue(draft)
 
@@ -186,28 +200,41 @@ class Scheduler:
         preempted, start, held = False, 0, self._forks.held_rows(running)
         while True:
             rows = running.order[start:]
-            known = columns.num_tokens[rows] + running.pending[rows]
-            wanted = np.minimum(known, running.limit[rows] - 1) - columns.num_computed[rows]
-            if held:
-                wanted[np.isin(rows, held)] = 0
-            shares = self._chunks.shares(columns, rows, wanted, draft.budget)
+            shares = self._chunks.shares(columns, rows, self._wanted(rows, held), draft.budget)
             if not shares.all():
                 some = np.flatnonzero(shares)
                 places, rows, shares = some + start, rows[some], shares[some]
             else:
                 places = None
-            slots = self.cache.allocate_batch(rows, shares, self.limits.num_lookahead_tokens)
+            drafts = self._speculation.room(rows, shares, draft.budget)
+            counts = shares if drafts is None else shares + drafts
+            slots = self.cache.allocate_batch(rows, counts, self.limits.num_lookahead_tokens)
             done = slots.accepted
             if done:
-                draft.add_running(rows[:done], shares[:done], slots)
+                tokens = None if drafts is None else self._speculation.tokens_of(rows[:done], drafts[:done])
+                draft.add_running(rows[:done], counts[:done], slots, tokens)
             if done == len(rows):
                 return preempted
             start = start + done if places is None else int(places[done])
+            if drafts is not None and drafts[done]:
+                running.proposed[rows[done]] = 0  # nobody gives way to drafts
+                continue
             if slots.reason is Reason.FRAGMENTED:
                 start += 1  # its blocks are there, but not in this step
                 continue
             self._preempt_last()
             preempted = True
+
+    def _wanted(self, rows: Int64, held: list[int]) -> Int64:
+        """Tokens that each of ``rows`` has left to run, drafts left out. held: rows that must wait."""
+        running, columns = self._running, self.cache.rows
+        known = columns.num_tokens[rows] + running.pending[rows]
+        wanted = np.minimum(known, running.limit[rows] - 1) - columns.num_computed[rows]
+        if self.limits.num_speculative_tokens:
+            wanted[running.drafted[rows] > 0] = 0
+        if held:
+            wanted[np.isin(rows, held)] = 0
+        return wanted
 
     def _preempt_last(self) -> None:
         """The last in order gives its blocks back and waits."""
@@ -219,9 +246,10 @@ class Scheduler:
 
     def _keep_states(self, draft: Draft) -> None:
         """Blocks for the states that the step passes, now that every row has its own."""
-        rows = draft.rows
+        rows, drafts = draft.rows, draft.drafts
         computed = self.cache.rows.num_computed[rows]
-        self.cache.store_checkpoints(rows, computed, computed + draft.counts)
+        end = computed + draft.counts
+        self.cache.store_checkpoints(rows, computed, end if drafts is None else end - np.diff(drafts.indptr))
 
     def _issue(self, draft: Draft) -> Step:
         """Freeze the draft: the Step, and the record of it in flight."""
@@ -239,7 +267,12 @@ class Scheduler:
         columns.schedule(rows, step.num_scheduled.astype(np.int64))
         running.pending[rows] += step.samples
         running.steps[rows] += 1
-        self._in_flight.append(InFlight(step, rows, self._requests_of(rows), transfers.moved))
+        flight = InFlight(step, rows, self._requests_of(rows), transfers.moved)
+        if self.limits.num_speculative_tokens:
+            self.cache.forget_accepted(rows)
+        if flight.drafted is not None:
+            running.drafted[rows] = flight.drafted
+        self._in_flight.append(flight)
         self._departures.ended_rows = []
         self._after = self._next_id
         self._next_id += 1
@@ -266,6 +299,7 @@ class Scheduler:
         self._in_flight.popleft()
         self.cache.publisher.log.settle(flight.step.id)
         self._counts.computed_tokens += flight.step.num_tokens
+        self._counts.verify(flight.drafted, result.num_accepted)
         appended = self._results.append(flight, result.sampled)
         self._departures.settle_dead(flight)
         self._empty_inbox()

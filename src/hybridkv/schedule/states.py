@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache import BlockPool, CacheGroup, Transfers
-from hybridkv.step import Copy
+from hybridkv.step import Copy, Csr
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -27,42 +27,103 @@ class StateMoves(NamedTuple):
     state_writes: Int32
 
 
-def state_moves(
-    groups: Sequence[CacheGroup], pool: BlockPool, rows: Int64, computed: Int64, counts: Int64
-) -> StateMoves:
-    """The moves of ``rows`` that run ``counts`` tokens behind ``computed`` ones; row order, then group order.
+class RowSpans(NamedTuple):
+    """Rows of a step: tokens computed before, certain ones that it runs, drafts behind them (None: no row has any).
 
-    A state is copied when it leaves its column, so that what was published is never written again.
+    int64[R] each.
+    """
+
+    rows: Int64
+    computed: Int64
+    certain: Int64
+    drafts: Csr | None = None
+
+    @property
+    def drafted(self) -> Int64:
+        """Drafts of each row, int64[R]."""
+        return np.zeros_like(self.rows) if self.drafts is None else np.diff(self.drafts.indptr)
+
+    def written(self) -> tuple[Int64, Int64]:
+        """For each state that is written, the index into rows, and the drafts before it: 0 .. drafts of the row."""
+        if self.drafts is None:
+            return np.arange(len(self.rows)), np.zeros_like(self.rows)
+        counts = self.drafted + 1
+        owner = np.repeat(np.arange(len(counts)), counts)
+        return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+class _Columns(NamedTuple):
+    """Of the rows in groups of one kind: where a state is read, left (indices and columns), and written."""
+
+    read: Int64
+    left: Int64
+    source: Int64
+    written: Int64
+
+
+def state_moves(groups: Sequence[CacheGroup], pool: BlockPool, spans: RowSpans) -> StateMoves:
+    """The moves of the rows of a step; row order, then group order, then tokens.
+
+    A state is copied when it leaves its column, so that what was published is never written again. A row with drafts,
+    or behind accepted ones, reads its state where it is, and writes to other columns.
     """
     keeping = [group for group in groups if group.policy.keeps_state]
+    rows = spans.rows
     if not keeping or not len(rows):
         return StateMoves(_NO_ZERO, (), np.empty((0, len(groups)), np.int32), _NO_WRITES)
     numbers = np.array([group.number for group in keeping])
-    blocks, copies = np.empty((len(rows), len(keeping)), np.int32), list[tuple[int, int, int]]()
-    end, running = computed + counts, computed > 0
-    columns: dict[object, tuple[Int64, Int64]] = {}
+    owner, behind = spans.written()
+    read_blocks = np.empty((len(rows), len(keeping)), np.int32)
+    written_blocks, copies = np.empty((len(owner), len(keeping)), np.int32), list[tuple[int, int, int]]()
+    columns: dict[object, _Columns] = {}
     for place, group in enumerate(keeping):
         if group.policy not in columns:  # groups of one kind are alike
-            column = group.policy.state_column(end)
-            columns[group.policy] = column, np.flatnonzero(running & (group.policy.state_column(computed) != column))
-        column, left = columns[group.policy]
-        blocks[:, place] = pool.local(group.number, group.rows.at(rows, column))
-        if left.size:
-            source = pool.local(group.number, group.rows.at(rows[left], group.policy.state_column(computed[left])))
-            copies += zip(left.tolist(), [place] * len(left), source.tolist(), strict=True)
+            columns[group.policy] = _columns_of(group, spans, owner, behind)
+        of = columns[group.policy]
+        read_blocks[:, place] = pool.local(group.number, group.rows.at(rows, of.read))
+        written_blocks[:, place] = (
+            read_blocks[:, place]
+            if of.written is of.read
+            else pool.local(group.number, group.rows.at(rows[owner], of.written))
+        )
+        if of.left.size:
+            source = pool.local(group.number, group.rows.at(rows[of.left], of.source))
+            copies += zip(of.left.tolist(), [place] * len(of.left), source.tolist(), strict=True)
     read = np.full((len(rows), len(groups)), -1, np.int32)
-    read[:, numbers] = blocks
-    new = np.flatnonzero(~running)
+    read[:, numbers] = read_blocks
+    new = np.flatnonzero(spans.computed == 0)
     zero = np.empty((len(new), len(keeping), 2), np.int32)
-    zero[:, :, 0], zero[:, :, 1] = numbers, blocks[new]
-    writes = np.empty((len(rows), len(keeping), 4), np.int32)
-    writes[:, :, 0] = np.arange(len(rows))[:, None]
-    writes[:, :, 1], writes[:, :, 2], writes[:, :, 3] = numbers, end[:, None], blocks
+    zero[:, :, 0], zero[:, :, 1] = numbers, read_blocks[new]
     moved = tuple(
-        Copy("before", keeping[place].number, source, int(blocks[i, place]), "state")
+        Copy("before", keeping[place].number, source, int(read_blocks[i, place]), "state")
         for i, place, source in sorted(copies)
     )
-    return StateMoves(zero.reshape(-1, 2), moved, read, writes.reshape(-1, 4))
+    tokens = (spans.computed + spans.certain)[owner] + behind
+    return StateMoves(zero.reshape(-1, 2), moved, read, _writes(owner, numbers, tokens, written_blocks))
+
+
+def _columns_of(group: CacheGroup, spans: RowSpans, owner: Int64, behind: Int64) -> _Columns:
+    """Where the states of ``group`` are; ``owner``, ``behind``: see RowSpans.written."""
+    policy, computed, drafted = group.policy, spans.computed, spans.drafted
+    certain = computed + spans.certain
+    before, after = policy.state_column(computed), policy.state_column(certain)
+    accepted = group.accepted[spans.rows]
+    stays = (accepted > 0) | (drafted > 0)
+    moves = np.flatnonzero((computed > 0) & ~stays & (before != after))
+    if not stays.any():
+        return _Columns(after, moves, before[moves], after)
+    read = np.where(stays, np.where(accepted > 0, accepted, before), after)
+    return _Columns(read, moves, before[moves], policy.draft_columns(certain[owner], drafted[owner], behind))
+
+
+def _writes(owner: Int64, numbers: Int64, tokens: Int64, blocks: Int32) -> Int32:
+    """Step.state_writes. owner, tokens: int64[n]. numbers: int64[groups]. blocks: int32[n, groups]."""
+    writes = np.empty((*blocks.shape, 4), np.int32)
+    writes[:, :, 0], writes[:, :, 1], writes[:, :, 2], writes[:, :, 3] = owner[:, None], numbers, tokens[:, None], blocks
+    flat = writes.reshape(-1, 4)
+    if len(numbers) > 1 and len(owner) > owner[-1] + 1:  # several states of a row: group after group
+        flat = flat[np.lexsort((flat[:, 2], flat[:, 1], flat[:, 0]))]
+    return flat
 
 
 _NO_ZERO = np.empty((0, 2), np.int32)

@@ -23,6 +23,18 @@ def share_budget(wanted: Int64, budget: int) -> Int64:
     return shares
 
 
+def with_drafts(tokens: Csr, drafts: Csr) -> Csr:
+    """Each row of ``drafts`` behind the same row of ``tokens``. O(tokens) in array operations."""
+    indptr = tokens.indptr + drafts.indptr
+    values = np.empty(len(tokens.values) + len(drafts.values), np.int32)
+    is_draft = np.zeros(len(values), np.bool_)
+    counts = np.diff(drafts.indptr)
+    behind = np.arange(len(drafts.values)) - np.repeat(drafts.indptr[:-1], counts)
+    is_draft[np.repeat(indptr[1:] - counts, counts) + behind] = True
+    values[is_draft], values[~is_draft] = drafts.values, tokens.values
+    return Csr(indptr, values)
+
+
 def gather_tokens(requests: RequestRows, rows: Int64, computed: Int64, counts: Int64) -> Csr:
     """Tokens computed[i] .. computed[i] + counts[i] - 1 of each row; -1 for one that is not known yet.
 

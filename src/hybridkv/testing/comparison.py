@@ -12,7 +12,7 @@ from hybridkv.step import Step
 from hybridkv.testing.oracle import Oracle
 from hybridkv.testing.oracle_cache import OracleHit, OracleRequest
 from hybridkv.testing.oracle_pool import Prefix
-from hybridkv.testing.oracle_step import Entry, OracleStep
+from hybridkv.testing.oracle_step import OracleStep
 
 
 class OracleError(Exception):
@@ -57,16 +57,18 @@ class Comparison:
         same("num_computed", step.num_computed.tolist(), [e.computed for e in entries])
         same("num_scheduled", step.num_scheduled.tolist(), [e.count for e in entries])
         same("samples", step.samples.tolist(), [e.samples for e in entries])
+        same("drafts", [step.drafts[i].tolist() for i in range(len(rows))], [e.drafts for e in entries])
         same("token_ids", [step.token_ids[i].tolist() for i in range(len(rows))], [e.tokens for e in entries])
-        self._compare_cells(step, entries)
+        self._compare_cells(step, foretold)
         new = [(n.request_id, n.token_ids.tolist(), n.num_prompt_tokens) for n in step.new_rows]
         begun = [e.request for e in entries if e.admitted]
         same("new_rows", new, [(r.request_id, r.tokens, r.num_prompt_tokens) for r in begun])
         self._compare_states(step, foretold)
 
-    def _compare_cells(self, step: Step, entries: list[Entry]) -> None:
+    def _compare_cells(self, step: Step, foretold: OracleStep) -> None:
         rows = step.rows.tolist()
-        expected = [[g, row, c, b] for row, e in zip(rows, entries, strict=True) for g, c, b in e.cells]
+        expected = [[g, rows[i], c, b] for g, i, c, b in foretold.rotated]
+        expected += [[g, row, c, b] for row, e in zip(rows, foretold.entries, strict=True) for g, c, b in e.cells]
         same("cells", [cell for cell in cells_of(step) if cell[3]], expected)
 
     def _compare_states(self, step: Step, foretold: OracleStep) -> None:
@@ -74,7 +76,8 @@ class Comparison:
         same("zero", step.zero.tolist(), [list(zero) for e in entries for zero in e.zero])
         copies = [(copy.stage, copy.group, copy.source, copy.destination, copy.kind) for copy in step.copies]
         moves = [("before", *move, "move") for move in foretold.moves]
-        same("copies", copies, moves + [("before", *copy) for e in entries for copy in e.copies])
+        owed = [copy for e in entries for copy in e.copies] + foretold.late
+        same("copies", copies, moves + [("before", *copy) for copy in owed])
         same("state_read", step.state_read.tolist(), [e.reads for e in entries] if self._has_states else [])
         writes = [[i, *write] for i, e in enumerate(entries) for write in e.writes]
         same("state_writes", step.state_writes.tolist(), writes + [list(kept) for kept in foretold.kept])
@@ -144,6 +147,7 @@ class Comparison:
 
     def _compare_statistics(self) -> None:
         now, counts = self._scheduler.statistics(), self._oracle.counts
+        self._compare_drafts(now.drafted_by_position, now.accepted_by_position)
         names = ("steps", "finished", "preempted", "failed", "prompt", "hit", "computed")
         real = (
             now.steps,
@@ -156,6 +160,12 @@ class Comparison:
         )
         same("statistics", dict(zip(names, real, strict=True)), {name: counts[name] for name in names})
         same("peak usage", round(now.peak_usage, 9), round(self._oracle.peak_usage, 9))
+
+    def _compare_drafts(self, drafted: tuple[int, ...], accepted: tuple[int, ...]) -> None:
+        counts, places = self._oracle.counts, range(len(drafted))
+        same("drafted", drafted, tuple(counts[f"drafted {place}"] for place in places))
+        same("accepted", accepted, tuple(counts[f"accepted {place}"] for place in places))
+        same("drafted behind", counts[f"drafted {len(drafted)}"], 0)
 
     def _compare_index(self) -> None:
         """Which blocks of each group can be hit under which keys, in the order in which they are found."""

@@ -14,7 +14,7 @@ from hybridkv.testing.comparison import Comparison, OracleError, cells_of, same
 from hybridkv.testing.oracle_cache import OracleHit, OracleRequest
 from hybridkv.testing.oracle_natural import NaturalOracle
 from hybridkv.testing.oracle_pool import Prefix
-from hybridkv.testing.oracle_step import Entry
+from hybridkv.testing.oracle_step import OracleStep
 
 SALTED = b"the root, and a salt"
 """Parent of the first tokens of salted requests: rigs use one salt."""
@@ -39,14 +39,15 @@ class NaturalComparison(Comparison):
         for new in step.new_rows:
             self._shadow[new.row] = {}
 
-    def _compare_cells(self, step: Step, entries: list[Entry]) -> None:  # noqa: ARG002 - whoever runs is compared
+    def _compare_cells(self, step: Step, foretold: OracleStep) -> None:  # noqa: ARG002 - whoever runs is compared
         """What a worker's tables hold after the cells of ``step``, for all that run; where null is due, anything."""
         for group, row, column, block in cells_of(step):
             self._shadow[row][group, column] = block
         rows = {name: row for row, name in self._owners.items()}
         for request in self._oracle.running:
             name = request.request_id
-            for group, table in enumerate(self._tables_of(request)):
+            for group, row in enumerate(request.rows):
+                table = [self._natural.blocks.local(group, block) for block in row.told]
                 shadow = self._shadow[rows[name]]
                 found = [shadow.get((group, column), 0) if block else 0 for column, block in enumerate(table)]
                 same(f"step {step.id}: the worker's blocks of {name} in group {group}", found, table)

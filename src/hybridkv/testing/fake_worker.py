@@ -4,14 +4,17 @@ It is fed by Steps alone: its tables come from finished_rows, new_rows and cells
 and its own samples. Attention: after the writes of a step every token that a scheduled one reads is compared with the
 digest of that row's history, in every layer. Recurrent layers: the state that a row reads is compared with that of
 its history; what is written is the state after as many tokens as its label says. Blocks are moved, and copied, as
-bytes, whatever they hold. The sampled token is a function of what was read. Cross attention is not modelled: a Step
-says nothing of the encoder.
+bytes, whatever they hold. The sampled token is a function of what was read. Drafts are run like known tokens; those
+that are what the model draws are accepted, and what the others wrote stays where it is. Cross attention is not
+modelled: a Step says nothing of the encoder.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from random import Random
+
+import numpy as np
 
 from hybridkv.plan.config import KVCacheConfig
 from hybridkv.step import Copy, Csr, NewRow, Step, StepResult
@@ -53,6 +56,7 @@ class FakeWorker:
         self._layers = layers_of(config)
         self._sharded = sharded
         self._rows: dict[int, WorkerRow] = {}
+        self._states: dict[tuple[int, int, int], int] = {}
 
     def request_of(self, row: int) -> str:
         """The id of the request that has ``row``."""
@@ -68,13 +72,17 @@ class FakeWorker:
             self._zero(step)
             self._copy(step, "before")
             self._check_states(step)
+        for i, row in enumerate(step.rows.tolist()):
+            self._live(row).tokens += step.drafts[i].tolist()
+        if not self._sharded:
             self._write_states(step)
             for row, span in zip(step.rows.tolist(), spans, strict=True):
                 self._write(self._live(row), *span)
-        result = StepResult(step.id, Csr.from_lists([self._read(step, i) for i in range(len(step))]))
+        sampled = [self._read(step, i) for i in range(len(step))]
         if not self._sharded:
             self._copy(step, "after")
-        return result
+        accepted = np.array([len(tokens) for tokens in sampled], np.int32) if len(step.drafts.values) else None
+        return StepResult(step.id, Csr.from_lists(sampled), accepted)
 
     def break_down(self, step: Step, random: Random) -> None:
         """``step`` fails on the way: its tables may be written, and anything may stand where it writes."""
@@ -199,6 +207,7 @@ class FakeWorker:
     def _write_states(self, step: Step) -> None:
         """The state of as many tokens as its label says, every block by one row only."""
         written = set()
+        self._states = {}
         for i, group, label, block in step.state_writes.tolist():
             if not step.num_computed[i] < label <= step.num_computed[i] + step.num_scheduled[i]:
                 raise ContentError(f"step {step.id} writes the state at {label}, which it does not pass")
@@ -206,7 +215,14 @@ class FakeWorker:
             if (where, block) in written:
                 raise ContentError(f"step {step.id} writes the state in block {block} of group {group} twice")
             written.add((where, block))
+            self._states[i, group, label] = block
             self._write_state(self._live(int(step.rows[i])), group, label, block)
+
+    def _state_of(self, step: Step, i: int, group: int, tokens: int) -> int:
+        """The block to which the step writes the state of the i-th row after ``tokens`` tokens."""
+        if (i, group, tokens) not in self._states:
+            raise ContentError(f"step {step.id} writes no state at {tokens} of row {step.rows[i]} in group {group}")
+        return self._states[i, group, tokens]
 
     def _write_state(self, row: WorkerRow, group: int, label: int, block: int) -> None:
         for layer in self._layers:
@@ -220,10 +236,13 @@ class FakeWorker:
         """First and last token + 1 that the step computes for its i-th row; its tokens must be the row's own."""
         row = self._live(int(step.rows[i]))
         computed, count = int(step.num_computed[i]), int(step.num_scheduled[i])
+        drafts = step.drafts[i].tolist()
+        certain = count - len(drafts)
         tokens = [row.sampled if token < 0 else token for token in step.token_ids[i].tolist()]
-        if tokens != row.tokens[computed : computed + count] or len(tokens) != count:
+        if tokens != row.tokens[computed : computed + certain] + drafts or len(tokens) != count:
             raise ContentError(f"step {step.id} runs {tokens} for {row.request_id!r} at {computed}, not its tokens")
-        if bool(step.samples[i]) != (computed + count == len(row.tokens)):
+        ends = computed + certain == len(row.tokens)
+        if bool(step.samples[i]) != ends or (drafts and not ends):
             raise ContentError(f"step {step.id} samples for {row.request_id!r} at the wrong token")
         return computed, computed + count
 
@@ -242,23 +261,32 @@ class FakeWorker:
                 self._put(self._slot(layer, row, position), self.model.extend(layer.name, before, row.tokens[position]))
 
     def _read(self, step: Step, i: int) -> list[int]:
-        """Check all tokens that the i-th row reads; the token sampled behind them, if one is."""
+        """Check all tokens that the i-th row reads; the drafts accepted and the token sampled behind them, if one is."""
         row = self._live(int(step.rows[i]))
         end = int(step.num_computed[i] + step.num_scheduled[i])
-        if self._sharded:
-            digests = list(self.model.digests(row.tokens[:end]))
-        else:
-            digests = [self._read_layer(step, i, layer, row) for layer in self._layers]
+        drafts = step.drafts[i].tolist()
+        certain = end - len(drafts)
+        read = [] if self._sharded else [self._read_layer(step, i, layer, row) for layer in self._layers]
         if not step.samples[i]:
             return []
-        row.sampled = self.model.sample(digests)
-        row.tokens.append(row.sampled)
-        return [row.sampled]
+        sampled = list[int]()
+        for place, end in enumerate(range(certain, end + 1)):
+            digests = [of[place] for of in read] or list(self.model.digests(row.tokens[:end]))
+            sampled.append(self.model.sample(digests))
+            if place == len(drafts) or sampled[-1] != drafts[place]:
+                break
+        row.sampled = sampled[-1]
+        row.tokens[certain:] = sampled
+        for known in row.expected.values():
+            del known[certain + len(sampled) - 1 :]
+        return sampled
 
-    def _read_layer(self, step: Step, i: int, layer: Layer, row: WorkerRow) -> bytes:
-        """What the layer has of the last token, once all that it reads is checked."""
+    def _read_layer(self, step: Step, i: int, layer: Layer, row: WorkerRow) -> list[bytes]:
+        """What the layer has of the last certain token and of each draft, once all that it reads is checked."""
+        last = int(step.num_computed[i] + step.num_scheduled[i])
+        ends = range(last - len(step.drafts[i]), last + 1)
         if layer.recurrent:
-            return self._get(self._at(layer, int(step.state_read[i, layer.group])))
+            return [self._get(self._at(layer, self._state_of(step, i, layer.group, end))) for end in ends]
         computed = int(step.num_computed[i])
         end = computed + int(step.num_scheduled[i])
         expected = self._expected(layer, row, end)
@@ -266,7 +294,7 @@ class FakeWorker:
             if self._stored(layer, row, position) != expected[position]:
                 raise ContentError(f"step {step.id}: {row.request_id!r} reads a wrong token {position}, {layer}")
             self.tokens_checked += 1
-        return expected[end - 1]
+        return [expected[one - 1] for one in ends]
 
     def _expected(self, layer: Layer, row: WorkerRow, end: int) -> list[bytes]:
         """Digests of the row's history, computed without storage."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.testing.model import DigestModel
 from hybridkv.testing.oracle_cache import Cell, OracleCache, OracleHit, OracleRequest
+from hybridkv.testing.oracle_groups import ScratchStateGroup
 from hybridkv.testing.oracle_step import Entry, OracleStep, split_chunk
 
 _NOT_YET = 1 << 60
@@ -41,6 +42,7 @@ class Oracle:
         self.finished: list[tuple[str, str]] = []
         self.counts = cache.counts
         self.peak_usage = 0.0
+        self.proposed: dict[str, list[int]] = {}
         self._arrivals = 0
         states = [group.size for group in cache.groups if group.kind == "state"]
         self._state_block = math.lcm(*states) if states else 0
@@ -129,6 +131,17 @@ class Oracle:
 
     # -- schedule
 
+    def propose(self, request_id: str, drafts: list[int]) -> None:
+        """Drafts for the next step of a request; nothing for one that does not run, or that waits for a result."""
+        request = next((one for one in self.running if one.request_id == request_id), None)
+        if request is not None:
+            self.proposed[request_id] = drafts if self._verifies(request) else []
+
+    def _verifies(self, request: OracleRequest) -> bool:
+        """Whether all but its last token are computed, one of its output, and no result is to come."""
+        known = len(request.tokens)
+        return request.computed == known - 1 >= request.num_prompt_tokens and not self._held(request)
+
     def schedule(self) -> OracleStep:
         """The next step."""
         self.take_in()
@@ -138,16 +151,22 @@ class Oracle:
                 break  # preempted, and with it all behind it
             count = self._share(request, budget)
             while count and request in self.running:
-                cells = self._allocate(request, count)
+                drafts = self._drafts(request, count, budget)
+                cells = self._allocate(request, count + len(drafts))
                 if cells is not None:
-                    step.entries.append(self._entry(request, count, cells, admitted=False))
-                    budget -= count
+                    step.entries.append(self._entry(request, count, cells, drafts, admitted=False))
+                    budget -= count + len(drafts)
                     break
+                if drafts:
+                    del self.proposed[request.request_id]
+                    self.counts["drafts given up"] += 1
+                    continue
                 self._preempt(self.running[-1])
                 preempted = True
         budget = self._branch(step, budget, room=not preempted)
         if not preempted:
             self._admit(step, budget)
+        self.proposed.clear()
         for entry in step.entries:
             entry.request.computed += entry.count
         self._complete(step)
@@ -163,11 +182,35 @@ class Oracle:
 
     def _complete(self, step: OracleStep) -> None:
         """What is left to say of a step when its rows are known."""
+        self._tell(step)
         for entry in step.entries:
             entry.follow_states(self.cache.groups)
 
+    def _tell(self, step: OracleStep) -> None:
+        """The worker hears of states that changed places, of the rows that run."""
+        for group in self.cache.groups:
+            for i, entry in enumerate(step.entries):
+                row = entry.request.rows[group.number]
+                if row.rotated:
+                    step.rotated += [(group.number, i, column, row.table[column]) for column in (0, row.rotated)]
+                    row.rotated = 0
+
+    def _drafts(self, request: OracleRequest, count: int, budget: int) -> list[int]:
+        """What is verified of its proposed drafts, behind its own token: as far as nobody else's tokens need the budget."""
+        drafts = self.proposed.get(request.request_id, [])
+        known = len(request.tokens)
+        if not drafts or not self._verifies(request):
+            return []
+        split, left = self.counts["split"], budget - count
+        for other in self.running[self.running.index(request) + 1 :]:
+            left -= self._share(other, left)
+        self.counts["split"] = split
+        return drafts[: max(min(self.limits.num_speculative_tokens, request.limit - 1 - known, left), 0)]
+
     def _share(self, request: OracleRequest, budget: int) -> int:
         """Tokens of a running request."""
+        if any(entry.drafts for step in self.in_flight for entry in step.entries if self._runs(entry, request)):
+            return 0  # how many tokens it has, nobody knows
         known = len(request.tokens) + self._pending(request)
         count = min(min(known, request.limit - 1) - request.computed, budget)
         return self._split(request, request.computed, count)
@@ -184,10 +227,12 @@ class Oracle:
     def _pending(self, request: OracleRequest) -> int:
         """Tokens that steps in flight sample for it."""
         return sum(
-            entry.samples and entry.attached and entry.request is request
-            for step in self.in_flight
-            for entry in step.entries
+            entry.samples and self._runs(entry, request) for step in self.in_flight for entry in step.entries
         )
+
+    @staticmethod
+    def _runs(entry: Entry, request: OracleRequest) -> bool:
+        return entry.attached and entry.request is request
 
     def _allocate(self, request: OracleRequest, count: int, hit: OracleHit | None = None) -> list[Cell] | None:
         return self.cache.allocate(
@@ -199,12 +244,15 @@ class Oracle:
             step=self.counts["steps"],
         )
 
-    def _entry(self, request: OracleRequest, count: int, cells: list[Cell], *, admitted: bool) -> Entry:
-        """A row of the step."""
+    def _entry(
+        self, request: OracleRequest, count: int, cells: list[Cell], drafts: list[int], *, admitted: bool
+    ) -> Entry:
+        """A row of the step: ``count`` tokens and ``drafts`` behind them."""
         computed = request.computed
         known = request.tokens[computed : computed + count]
         samples = computed + count == len(request.tokens) + self._pending(request)
-        return Entry(request, computed, count, samples, known + [-1] * (count - len(known)), cells, admitted)
+        tokens = known + [-1] * (count - len(known)) + drafts
+        return Entry(request, computed, len(tokens), samples, tokens, cells, admitted, drafts=drafts)
 
     # -- admission
 
@@ -262,7 +310,7 @@ class Oracle:
             request.first_hit = hit_tokens
             self.counts["prompt"] += request.num_prompt_tokens
             self.counts["hit"] += min(hit_tokens, request.num_prompt_tokens)
-        return self._entry(request, count, cells, admitted=True)
+        return self._entry(request, count, cells, [], admitted=True)
 
     def _being_written(self, hit: OracleHit) -> bool:
         """Whether the hit ends in a state that the step being scheduled writes."""
@@ -309,28 +357,66 @@ class Oracle:
         self.counts["computed"] += sum(entry.count for entry in step.entries)
         self.pool.step = {block: at for block, at in self.pool.step.items() if at != step.step_id}
         appended: dict[int, list[int]] = {}
+        sampled = [self._sample(entry) for entry in step.entries]
         for late in (False, True):  # rows first, then requests that were preempted meanwhile
             for i, entry in enumerate(step.entries):
                 alive = entry.request in (self.waiting if late else self.running)
                 if alive and entry.samples and entry.attached != late:
-                    appended[i] = [self._append(entry.request)]
+                    appended[i] = self._append(entry, sampled[i])
                     self.counts["late"] += late
         for entry in step.entries:
             if entry.request in self.dead and entry.attached and not self._held(entry.request):
+                self._keep_drafts(entry, 0)
                 self.dead.remove(entry.request)
                 self._release(entry.request)
         self.take_in()
         finished, self.finished = self.finished, []
         return [appended.get(i, []) for i in range(len(step.entries))], finished
 
-    def _append(self, request: OracleRequest) -> int:
-        token = self.model.next_token(request.tokens)
-        request.tokens.append(token)
-        if token in request.stops:
-            self.end(request, "stop")
-        elif len(request.tokens) >= request.limit:
-            self.end(request, "length")
-        return token
+    def _sample(self, entry: Entry) -> list[int]:
+        """What the model draws, unless tokens that it does not know come before: accepted drafts, and one token more."""
+        tokens, sampled = list(entry.request.tokens), list[int]()
+        if not entry.drafts:
+            return sampled
+        for place in range(len(entry.drafts) + 1):
+            sampled.append(self.model.next_token(tokens))
+            self.counts[f"drafted {place}"] += place < len(entry.drafts)
+            if sampled[-1:] != entry.drafts[place : place + 1]:
+                break
+            self.counts[f"accepted {place}"] += 1
+            tokens.append(sampled[-1])
+        for place in range(len(sampled), len(entry.drafts)):
+            self.counts[f"drafted {place}"] += 1
+        return sampled
+
+    def _append(self, entry: Entry, sampled: list[int]) -> list[int]:
+        """Token after token, until the request is done."""
+        request, reason, appended = entry.request, "", list[int]()
+        sampled = sampled or [self.model.next_token(request.tokens)]
+        while len(appended) < len(sampled) and not reason:
+            appended.append(sampled[len(appended)])
+            request.tokens.append(appended[-1])
+            if appended[-1] in request.stops:
+                reason = "stop"
+            elif len(request.tokens) >= request.limit:
+                reason = "length"
+        self.counts["cut drafts"] += len(appended) < len(sampled)
+        if entry.attached:
+            self._keep_drafts(entry, min(len(sampled) - 1, len(appended)))
+        if reason:
+            self.end(request, reason)
+        return appended
+
+    def _keep_drafts(self, entry: Entry, kept: int) -> None:
+        """Only the first ``kept`` drafts of a row were ever computed; its states go on from the last of them."""
+        if not entry.drafts:
+            return
+        request = entry.request
+        request.computed -= len(entry.drafts) - kept
+        for group, row in zip(self.cache.groups, request.rows, strict=True):
+            if group.recurrent:
+                column = entry.places[group.number][kept]
+                row.accept(column, in_place=isinstance(group, ScratchStateGroup))
 
     def fail(self, step_id: int) -> None:
         """That step and all behind it never happened."""

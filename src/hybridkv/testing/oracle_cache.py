@@ -25,6 +25,8 @@ class OracleRow:
     stored: columns that hold the state after all of their tokens. certain: tokens that were known at the last
     allocation, None before: a state beyond them is stored where the accepted tokens turned out to end.
     done: tokens of which all ends inside a column were published (natural layout).
+    accepted: the column of the state behind the last accepted draft, None where that is where states always are.
+    rotated: the column that changed places with the first one since the worker was told, 0 for none.
     """
 
     table: list[int] = field(default_factory=list)
@@ -32,6 +34,24 @@ class OracleRow:
     done: int = 0
     stored: set[int] = field(default_factory=set)
     certain: int | None = None
+    accepted: int | None = None
+    rotated: int = 0
+
+    @property
+    def told(self) -> list[int]:
+        """The table as the worker knows it."""
+        table = list(self.table)
+        if self.rotated:
+            table[0], table[self.rotated] = table[self.rotated], table[0]
+        return table
+
+    def accept(self, column: int, *, in_place: bool) -> None:
+        """The state goes on from ``column``. in_place: it is the first one from now on."""
+        if not in_place:
+            self.accepted = column
+        elif column:
+            self.table[0], self.table[column] = self.table[column], self.table[0]
+            self.rotated = column
 
 
 @dataclass(eq=False, slots=True)

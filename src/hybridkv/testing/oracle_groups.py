@@ -151,6 +151,18 @@ class StateGroup(OracleGroup):
         """Where the state after ``tokens`` tokens lies."""
         return math.ceil(tokens / self.size) - 1
 
+    def places(self, certain: int, drafts: int) -> list[int]:
+        """Columns for the states behind ``certain`` tokens and behind each draft: at an edge its own, else in order."""
+        last = self.column(certain + drafts)
+        ends = [end for end in range(certain, certain + drafts + 1) if end % self.size == 0]
+        columns = [last + i for i in range(drafts + 1)]
+        for end in ends:
+            own = end // self.size - 1
+            if own == last:
+                columns[0] = columns[-1]
+            columns[end - certain] = own
+        return columns
+
     def first_live(self, computed: int) -> int:
         """Where the reach of the next token begins."""
         return max(0, computed - 1)
@@ -193,6 +205,10 @@ class ScratchStateGroup(OracleGroup):
     def column(self, tokens: int) -> int:  # noqa: ARG002 - the answer of a kind
         """Always the first."""
         return 0
+
+    def places(self, certain: int, drafts: int) -> list[int]:  # noqa: ARG002 - same
+        """One after the other."""
+        return list(range(drafts + 1))
 
     def lay_out(self, table: Sequence[int], extent: Extent) -> list[int | None]:  # noqa: ARG002 - same
         """See OracleGroup.lay_out."""

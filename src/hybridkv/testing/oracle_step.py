@@ -13,7 +13,8 @@ from hybridkv.testing.oracle_groups import OracleGroup, ScratchStateGroup, State
 class Entry:
     """A row of a step. tokens: -1 where the token is not known yet. cells: those that are new.
 
-    zero: (group, block). copies: (group, source, destination, kind). reads: a block a group, -1 where none keeps a
+    drafts: the last of its tokens; count has them, too. places: of each group of states, the columns to which the states
+    behind the certain tokens and behind each draft go. zero: (group, block). copies: (group, source, destination, kind). reads: a block a group, -1 where none keeps a
     state. writes: (group, token count, block).
     """
 
@@ -29,34 +30,54 @@ class Entry:
     copies: list[tuple[int, int, int, str]] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)
     writes: list[tuple[int, int, int]] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    places: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def certain(self) -> int:
+        """Tokens computed behind it, drafts left out."""
+        return self.computed + self.count - len(self.drafts)
 
     def follow_states(self, groups: Sequence[OracleGroup]) -> None:
-        """The state of every recurrent group: zeroed at the start, copied where its column changes, then written."""
-        end = self.computed + self.count
-        for group, table in zip(groups, self.request.tables, strict=True):
+        """The state of every recurrent group.
+
+        Zeroed at the start, copied where its column changes, then written. A row with drafts, or that had accepted ones
+        in its last step, reads it where it is.
+        """
+        for group, row in zip(groups, self.request.rows, strict=True):
             if not isinstance(group, StateGroup | ScratchStateGroup):
                 self.reads.append(-1)
                 continue
-            block = table[group.column(end)]
+            table, places = row.table, group.places(self.certain, len(self.drafts))
+            block = table[places[0]]
             if not self.computed:
                 self.zero.append((group.number, block))
-            elif group.column(self.computed) != group.column(end):
+            elif row.accepted is not None:
+                block = table[row.accepted]
+            elif self.drafts:
+                block = table[group.column(self.computed)]
+            elif group.column(self.computed) != places[0]:
                 self.copies.append((group.number, table[group.column(self.computed)], block, "state"))
             self.reads.append(block)
-            self.writes.append((group.number, end, block))
+            self.places[group.number] = places
+            self.writes += [(group.number, self.certain + i, table[place]) for i, place in enumerate(places)]
+            row.accepted = None
 
 
 @dataclass(eq=False, slots=True)
 class OracleStep:
     """A step in flight.
 
-    moves: (group, source, destination). targets: the blocks moved to, as the pool calls them. kept: states that are
+    rotated: cells of states that changed places, (group, place in the batch, column, block). moves: (group, source,
+    destination). late: states kept behind accepted drafts, as copies. targets: the blocks moved to, as the pool calls them. kept: states that are
     kept on the way, (place in the batch, group, token count, block).
     """
 
     step_id: int
     entries: list[Entry] = field(default_factory=list)
+    rotated: list[tuple[int, int, int, int]] = field(default_factory=list)
     moves: list[tuple[int, int, int]] = field(default_factory=list)
+    late: list[tuple[int, int, int, str]] = field(default_factory=list)
     targets: set[int] = field(default_factory=set)
     kept: list[tuple[int, int, int, int]] = field(default_factory=list)
 

@@ -175,6 +175,18 @@ class Rig:
             return [self.oracle.add(branch, parent.arrival[0]) for branch in branches]
         return self.oracle.fork(parent, n) if n else []
 
+    def propose(self, request_id: str, right: int, wrong: int) -> list[int]:
+        """Drafts for the next step: ``right`` tokens as the model will draw them, then ``wrong`` others. What they are."""
+        _, expected = self.requests[request_id]
+        tokens, drafts = list(expected.tokens), list[int]()
+        for place in range(right + wrong):
+            token = self.model.next_token(tokens)
+            drafts.append(token if place < right else (token + 1) % self.options.vocabulary)
+            tokens.append(drafts[-1])
+        self.scheduler.propose({request_id: drafts})
+        self.oracle.propose(request_id, drafts)
+        return drafts
+
     def wait(self, seconds: float) -> None:
         """Time passes."""
         self.now += seconds

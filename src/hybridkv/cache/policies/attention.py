@@ -55,6 +55,7 @@ class AttentionPolicy:
     finder: Finder
     publishes: bool = True
     keeps_state: bool = False
+    rotates: bool = False
 
     @property
     def copies(self) -> bool:
@@ -112,6 +113,10 @@ class AttentionPolicy:
     def state_column(self, num_tokens: T) -> T:
         """There is no state; the column of the last token stands for it."""
         return self.columns(num_tokens) - 1
+
+    def draft_columns(self, certain: Int64, drafts: Int64, position: Int64) -> Int64:  # noqa: ARG002 - there is no state
+        """The column of the token."""
+        return self.state_column(certain + position)
 
     def droppable(self, processed_tokens: T) -> T:
         """Leading columns that are read no longer. A number or an int64 array."""

@@ -38,6 +38,7 @@ class FixedPolicy:
     contents: Contents
     downward_closed: bool = False
     append_only: bool = False
+    rotates: bool = True
 
     @property
     def publishes(self) -> bool:
@@ -65,6 +66,10 @@ class FixedPolicy:
     def state_column(self, num_tokens: T) -> T:
         """The first one."""
         return num_tokens * 0
+
+    def draft_columns(self, certain: Int64, drafts: Int64, position: Int64) -> Int64:  # noqa: ARG002 - as above
+        """A column each."""
+        return position
 
     def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:  # noqa: ARG002 - as above
         """What the contents say; columns have no keys."""

@@ -70,6 +70,11 @@ class Policy(Protocol):
         ...
 
     @property
+    def rotates(self) -> bool:
+        """Whether an accepted state changes places with column 0; else it is read where it is."""
+        ...
+
+    @property
     def append_only(self) -> bool:
         """Whether a row only ever grows, by new blocks, and every full column is published."""
         ...
@@ -108,6 +113,13 @@ class Policy(Protocol):
 
     def state_column(self, num_tokens: T) -> T:
         """The column that holds the state after ``num_tokens`` tokens, for groups that keep one."""
+        ...
+
+    def draft_columns(self, certain: Int64, drafts: Int64, position: Int64) -> Int64:
+        """Where the state behind the ``position``-th draft goes in a step of ``drafts``, int64[n]; 0: behind none.
+
+        certain: tokens that are no drafts. For groups that keep a state.
+        """
         ...
 
     def droppable(self, processed_tokens: T) -> T:

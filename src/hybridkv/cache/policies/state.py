@@ -48,6 +48,7 @@ class AlignedStatePolicy:
     keeps_state: bool = True
     copies: bool = False
     append_only: bool = False
+    rotates: bool = False
 
     def columns(self, num_tokens: T) -> T:
         """Columns that a row of ``num_tokens`` tokens has, null ones and drafts' included."""
@@ -60,6 +61,20 @@ class AlignedStatePolicy:
     def state_column(self, num_tokens: T) -> T:
         """The column that holds the state after ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size) - 1
+
+    def draft_columns(self, certain: Int64, drafts: Int64, position: Int64) -> Int64:
+        """Behind the column of the step's end, but for a state at an edge: that goes where it can be published.
+
+        Fewer drafts than ``block_size``, so there is one edge at most, E:
+
+            S, E before it         [ E | certain | draft | .. ]        S: the column of the last draft
+            S, which ends at E     [ .. | E | draft | certain ]        the last one's place is the first one's
+        """
+        size, last = self.block_size, self.state_column(certain + drafts)
+        tokens = certain + position
+        given_up = (position == 0) & ((certain + drafts) % size == 0)
+        free = np.where(given_up, last + drafts, last + position)
+        return np.where(tokens % size == 0, tokens // size - 1, free)
 
     def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:
         """The right-most state at or before the end. O(boundaries behind it)."""
