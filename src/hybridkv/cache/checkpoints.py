@@ -2,6 +2,7 @@
 
     schedule()   every row has its slots; then, with what room is left, a block for each stop that the step passes
     forward      writes the running state there as well, labelled with its token count
+    update()     a stop among accepted drafts: the state is in a column of the row, and copied by the row's next step
     release      the running state of a request that ends becomes a checkpoint as it is
 
 A stop is a wish: it is declined where no block can be had (architecture.md, decision 6).
@@ -52,6 +53,7 @@ class Checkpoints:
         self._placement = placement
         self._next = np.full(64, NEVER)
         self._consumed: dict[int, int] = {}
+        self._late: dict[int, list[tuple[int, int]]] = {}
         self.stored = self.declined = 0
 
     # -- rows
@@ -63,6 +65,7 @@ class Checkpoints:
         row = request.row
         self._next = grown(self._next, row + 1, NEVER)
         self._consumed.pop(row, None)
+        self._late.pop(row, None)
         if 0 < hit_tokens < request.num_prompt_tokens - 1:
             self._consumed[row] = hit_tokens
         self._next[row] = self._next_stop(request, computed_tokens)
@@ -88,20 +91,44 @@ class Checkpoints:
         return self._placement if self._groups and request.writes_prefix_cache else None
 
     def store(self, requests: Sequence[Request | None], rows: Int64, computed: Int64, end: Int64) -> None:
-        """A block for every stop in computed .. end of each row, in order. O(rows) in array operations."""
+        """A block for every stop in computed .. end of each row, in order. O(rows) in array operations.
+
+        And for those that accepted drafts passed before.
+        """
         if not self._groups:
             return
-        for place in np.flatnonzero(end >= self._next[rows]).tolist():
+        due = end >= self._next[rows]
+        if self._late:
+            due |= np.isin(rows, list(self._late))
+        for place in np.flatnonzero(due).tolist():
             request = requests[rows.item(place)]
             if request is not None:
                 self._store_row(request, computed.item(place), end.item(place))
 
     def _store_row(self, request: Request, computed: int, end: int) -> None:
+        for stop, column in self._late.pop(request.row, ()):
+            self._store_one(request, stop, column)
         for stop in self.stops(request, computed, end):
             self._store_one(request, stop)
         self._next[request.row] = self._next_stop(request, end)
 
-    def _store_one(self, request: Request, tokens: int) -> None:
+    def pass_drafts(self, requests: Sequence[Request | None], rows: Int64, certain: Int64, kept: Int64) -> None:
+        """Of the drafts behind ``certain[i]`` tokens the first ``kept[i]`` of ``rows[i]`` were accepted.
+
+        States at stops among them lie in the row, each in a column of its own; the one behind them all in the first.
+        """
+        if not self._groups:
+            return
+        for place in np.flatnonzero(certain + kept >= self._next[rows]).tolist():
+            request, start, count = requests[rows.item(place)], certain.item(place), kept.item(place)
+            if request is None:
+                continue
+            late = [(stop, (stop - start) % count) for stop in self.stops(request, start, start + count)]
+            if late:
+                self._late[request.row] = late
+            self._next[request.row] = self._next_stop(request, start + count)
+
+    def _store_one(self, request: Request, tokens: int, column: int | None = None) -> None:
         lacking = [group for group in self._groups if group.view(request).labelled(tokens) is None]
         if not lacking:
             return
@@ -114,7 +141,9 @@ class Checkpoints:
             self.declined += 1
             return
         taken = [
-            self._transfers.store(group, request.row, tokens, self._pool.get_new_blocks(1, group.number).item(0))
+            self._transfers.store(
+                group, request.row, tokens, self._pool.get_new_blocks(1, group.number).item(0), column
+            )
             for group in lacking
         ]
         for stored in taken:  # taking one may have moved those before it
@@ -138,17 +167,26 @@ class Checkpoints:
     # -- ends
 
     def keep_end(self, request: Request, tokens: int) -> None:
-        """The running state of ``request``, written, is that after ``tokens`` tokens, and its row will be freed."""
-        if not self._groups or self._placement is None or not (self._placement.ends and tokens):
+        """The running state of ``request``, written, is that after ``tokens`` tokens, and its row will be freed.
+
+        States at stops among its last accepted drafts are kept, too.
+        """
+        if not self._groups or self._placement is None:
             return
-        kept = False
-        for group in self._groups:
-            if group.view(request).labelled(tokens) is None:
-                block = group.rows.cells.item(group.rows.origin.item(request.row))
-                self._publish(group, request, tokens, block, WRITTEN)
+        for stop, column in self._late.pop(request.row, ()):
+            self._keep_column(request, stop, column, passing=self._placement.is_passing(request, stop))
+        if self._placement.ends and tokens:
+            self._keep_column(request, tokens, 0, passing=True)
+
+    def _keep_column(self, request: Request, tokens: int, column: int, *, passing: bool) -> None:
+        """The state after ``tokens`` tokens, which lies in ``column``, stays where it is."""
+        lacking = [group for group in self._groups if group.view(request).labelled(tokens) is None]
+        for group in lacking:
+            block = group.rows.cells.item(group.rows.origin.item(request.row) + column)
+            self._publish(group, request, tokens, block, WRITTEN)
+            if passing:
                 self._pool.keys.flag_passing(block)
-                kept = True
-        if kept:
+        if lacking:
             self._supersede(request, tokens)
 
     def _supersede(self, request: Request, tokens: int) -> None:

@@ -127,11 +127,12 @@ class Committer:
         self._requests.num_computed[rows] = certain + kept
         for group in self._states:
             group.accept(rows, group.policy.draft_columns(certain, drafted, kept))
+        self._checkpoints.pass_drafts(self._requests.requests, rows, certain, kept)
 
     def forget_accepted(self, rows: Int64) -> None:
         """A step says where the accepted states of ``rows`` are, and reads them."""
         for group in self._states:
-            group.accepted[rows] = group.rotated[rows] = 0
+            group.forget_accepted(rows)
 
     def drop_skipped(self, request: Request) -> None:
         """Give back what ``request`` reads no longer: windows and states before its processed tokens."""

@@ -25,8 +25,8 @@ class CacheGroup:
     published: int64[rows], how many leading columns of a row are published or passed over. label:
     int64[rows], token count of the state that a row's last step leaves. pending: row -> token counts of its
     states that could not be published yet. accepted: int64[rows], the column of the state of a row's last accepted
-    draft, until it is read; 0: where it always is. rotated: int64[rows], the column that changed places with column 0 since
-    the worker was told; 0: none. key_stride: hash blocks of a block.
+    draft, until it is read; -1: where it always is. rotated: int64[rows], the column that changed places with column 0
+    since the worker was told; 0: none. key_stride: hash blocks of a block.
     """
 
     def __init__(self, number: int, kind: GroupKind, policy: Policy, index: PrefixIndex, hash_block_size: int) -> None:
@@ -37,7 +37,7 @@ class CacheGroup:
         self.rows = BlockRows()
         self.published = np.zeros(len(self.rows.start), np.int64)
         self.label = np.zeros(len(self.rows.start), np.int64)
-        self.accepted = np.zeros(len(self.rows.start), np.int64)
+        self.accepted = np.full(len(self.rows.start), -1)
         self.rotated = np.zeros(len(self.rows.start), np.int64)
         self.pending: dict[int, tuple[int, ...]] = {}
         self.key_stride = policy.block_size // hash_block_size
@@ -96,13 +96,16 @@ class CacheGroup:
         self.rows.ensure_rows(capacity)
         self.published = grown(self.published, capacity)
         self.label = grown(self.label, capacity)
-        self.accepted, self.rotated = grown(self.accepted, capacity), grown(self.rotated, capacity)
+        self.accepted, self.rotated = grown(self.accepted, capacity, -1), grown(self.rotated, capacity)
 
     def clear(self, row: int) -> None:
         """``row`` holds nothing."""
         self.rows.clear(row)
         self.pending.pop(row, None)
-        self.published[row] = self.label[row] = self.accepted[row] = self.rotated[row] = 0
+        self.published[row] = self.label[row] = 0
+        self.forget_accepted(row)
+
+    # -- drafts
 
     def accept(self, rows: Int64, columns: Int64) -> None:
         """The states of ``rows`` go on from those in ``columns``."""
@@ -111,6 +114,11 @@ class CacheGroup:
             self.rotated[rows] = columns
         else:
             self.accepted[rows] = columns
+
+    def forget_accepted(self, rows: Int64 | int) -> None:
+        """A step says where the states of ``rows`` are."""
+        self.accepted[rows] = -1
+        self.rotated[rows] = 0
 
     def next_event(self, row: int, *, publishes: bool) -> int:
         """The token count at which ``row`` needs, drops or can publish a block."""

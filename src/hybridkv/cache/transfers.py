@@ -61,12 +61,16 @@ class _Copy:
 
 @dataclass(slots=True)
 class Stored:
-    """A checkpoint of the step that is being made. block: where it lies, whatever moves."""
+    """A checkpoint of the step that is being made. block: where it lies, whatever moves.
+
+    column: of the row, from which it is copied before the forward; None: the forward writes it.
+    """
 
     group: CacheGroup
     row: int
     tokens: int
     block: int
+    column: int | None = None
 
 
 class TransferLog:
@@ -88,9 +92,9 @@ class TransferLog:
         """``column`` of ``row`` begins as ``source``, which the caller has touched."""
         self._copies.append(_Copy(group, source, row, column))
 
-    def store(self, group: CacheGroup, row: int, tokens: int, block: int) -> Stored:
-        """The forward stores a state in ``block``, which the caller has taken."""
-        stored = Stored(group, row, tokens, block)
+    def store(self, group: CacheGroup, row: int, tokens: int, block: int, column: int | None = None) -> Stored:
+        """The forward stores a state in ``block``, which the caller has taken; or it is copied from ``column``."""
+        stored = Stored(group, row, tokens, block, column)
         self._stored.append(stored)
         return stored
 
@@ -115,8 +119,11 @@ class TransferLog:
         held = self.held
         copies = [transfer for moves in self._moves for transfer in self._moved(moves)]
         copies += [self._copied(copy) for copy in self._copies]
+        copies += [self._kept(one, one.column) for one in self._stored if one.column is not None]
         checkpoints = tuple(
-            Checkpoint(one.row, one.group.number, one.tokens, self._local(one.group, one.block)) for one in self._stored
+            Checkpoint(one.row, one.group.number, one.tokens, self._local(one.group, one.block))
+            for one in self._stored
+            if one.column is None
         )
         moved = np.concatenate([moves[:, 1] for moves in self._moves]) if self._moves else np.empty(0, np.int64)
         self._moves, self._copies, self._stored = [], [], []
@@ -131,9 +138,16 @@ class TransferLog:
         return [Transfer(group, source - base, target - base, "move") for source, target in moves.tolist()]
 
     def _copied(self, copy: _Copy) -> Transfer:
-        target = copy.group.rows.at(np.array([copy.row]), np.array([copy.column])).item(0)
+        target = self._block_at(copy.group, copy.row, copy.column)
         kind = "state" if copy.group.policy.keeps_state else "block"
-        return Transfer(copy.group.number, self._local(copy.group, copy.source), self._local(copy.group, target), kind)
+        return Transfer(copy.group.number, self._local(copy.group, copy.source), target, kind)
+
+    def _kept(self, one: Stored, column: int) -> Transfer:
+        source = self._block_at(one.group, one.row, column)
+        return Transfer(one.group.number, source, self._local(one.group, one.block), "state")
+
+    def _block_at(self, group: CacheGroup, row: int, column: int) -> int:
+        return self._local(group, group.rows.at(np.array([row]), np.array([column])).item(0))
 
     def _local(self, group: CacheGroup, block: int) -> int:
         return block - self._pool.bases[self._pool.classes[group.number]]

@@ -108,11 +108,11 @@ def _columns_of(group: CacheGroup, spans: RowSpans, owner: Int64, behind: Int64)
     certain = computed + spans.certain
     before, after = policy.state_column(computed), policy.state_column(certain)
     accepted = group.accepted[spans.rows]
-    stays = (accepted > 0) | (drafted > 0)
+    stays = (accepted >= 0) | (drafted > 0)
     moves = np.flatnonzero((computed > 0) & ~stays & (before != after))
     if not stays.any():
         return _Columns(after, moves, before[moves], after)
-    read = np.where(stays, np.where(accepted > 0, accepted, before), after)
+    read = np.where(stays, np.where(accepted >= 0, accepted, before), after)
     return _Columns(read, moves, before[moves], policy.draft_columns(certain[owner], drafted[owner], behind))
 
 

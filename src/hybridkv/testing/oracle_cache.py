@@ -62,7 +62,8 @@ class OracleRequest:
     computed: tokens computed or scheduled. branch: a token count at which a state would have helped, 0 for none.
     overtaken, refused_at: how often it was overtaken since it was first refused, and when that was.
     marks: where the caller wants it to be resumable. consumed: a state that it went on from and has not replaced yet.
-    lost: some of what it computed never was, though it ended.
+    lost: some of what it computed never was, though it ended. late: token counts among its last accepted drafts where a
+    state is to be kept, and the columns where they are (natural layout).
     """
 
     request_id: str
@@ -86,6 +87,7 @@ class OracleRequest:
     marks: tuple[int, ...] = ()
     consumed: int = 0
     lost: bool = False
+    late: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def tables(self) -> list[list[int]]:

@@ -184,10 +184,19 @@ class NaturalOracle(Oracle):
 
     def _complete(self, step: OracleStep) -> None:
         """States that are kept, then what became of all blocks meanwhile."""
-        kept = [(i, *one) for i, entry in enumerate(step.entries) for one in self._keep(entry)]
+        kept, late = list[tuple[int, int, int, int]](), list[tuple[OracleRequest, int, int, int]]()
+        for i, entry in enumerate(step.entries):
+            late += [(entry.request, *one) for one in self._keep_late(entry.request)]
+            kept += [(i, *one) for one in self._keep(entry)]
         blocks = self.natural.blocks
         for i, group, end, place in kept:
             step.kept.append((i, group, end, blocks.local(group, self.natural.held[place])))
+        for request, group, column, place in late:
+            source = request.rows[group].table[column]
+            step.late.append(
+                (group, blocks.local(group, source), blocks.local(group, self.natural.held[place]), "state")
+            )
+        self._tell(step)
         for of, source, target in blocks.moves:
             group = blocks.layout.classes[of].groups[0]
             step.moves.append((group, blocks.local(group, source), blocks.local(group, target)))
@@ -201,7 +210,7 @@ class NaturalOracle(Oracle):
     def _keep(self, entry: Entry) -> list[tuple[int, int, int]]:
         """States kept within a row: group, token count, place among what is held."""
         kept = []
-        for end in self.natural.stops(entry.request, entry.computed, entry.computed + entry.count):
+        for end in self.natural.stops(entry.request, entry.computed, entry.certain):
             found = self.natural.keep(entry.request, end, self.counts["steps"])
             if found is None:
                 self.counts["declined"] += 1
@@ -210,15 +219,38 @@ class NaturalOracle(Oracle):
         self.counts["kept"] += len(kept)
         return kept
 
+    def _keep_late(self, request: OracleRequest) -> list[tuple[int, int, int]]:
+        """States kept behind drafts that were accepted: group, column, place among what is held."""
+        kept = []
+        for end, column in request.late:
+            found = self.natural.keep(request, end, self.counts["steps"])
+            if found is None:
+                self.counts["declined"] += 1
+                continue
+            kept += [(group, column, place) for group, place in found]
+        request.late = []
+        self.counts["kept late"] += len(kept)
+        return kept
+
+    def _keep_drafts(self, entry: Entry, kept: int) -> None:
+        """See Oracle; a state is to be kept at stops among the drafts that stay."""
+        super()._keep_drafts(entry, kept)
+        request, end = entry.request, entry.certain + kept
+        if entry.drafts:
+            stops = self.natural.stops(request, entry.certain, end)
+            request.late = [(stop, 0 if stop == end else stop - entry.certain) for stop in stops]
+
     def _follow(self, entry: Entry) -> None:
         """What the worker copies, zeroes, reads and writes for a row."""
-        blocks, end = self.natural.blocks, entry.computed + entry.count
+        blocks = self.natural.blocks
         places = self.natural.owned.get(entry.request, [None] * len(self.cache.groups))
         for group, table, place in zip(self.cache.groups, entry.request.tables, places, strict=True):
             recurrent = isinstance(group, KeptStateGroup | ScratchStateGroup)
             if recurrent:
                 block = blocks.local(group.number, table[0])
-                entry.writes.append((group.number, end, block))
+                entry.places[group.number] = group.places(entry.certain, len(entry.drafts))
+                for i, column in enumerate(entry.places[group.number]):
+                    entry.writes.append((group.number, entry.certain + i, blocks.local(group.number, table[column])))
                 if not entry.computed:
                     entry.zero.append((group.number, block))
             else:
@@ -267,4 +299,5 @@ def branch_of(parent: OracleRequest, request_id: str) -> OracleRequest:
         refused_at=None,
         consumed=0,
         lost=False,
+        late=[],
     )

@@ -152,6 +152,7 @@ class NaturalCache(OracleCache):
         """A new request holds what it hit, and the step what it copies from."""
         request.rows = [OracleRow() for _ in self.groups]
         request.consumed = 0
+        request.late = []
         self.live.append(request)
         self.owned[request] = [None for _ in self.groups]
         if hit is None or not hit.sources:
@@ -221,17 +222,28 @@ class NaturalCache(OracleCache):
         for group in self.attention:
             row = request.rows[group.number]
             self._publish_columns(group, request, row, end, None)
+            for mark in sorted({request.num_prompt_tokens - 1, *request.marks}):
+                if row.done < mark <= end:
+                    self._publish_end(group, request, row, mark, None)
             self._publish_end(group, request, row, end, None)
+        if not self.states:
+            return
+        for stop, column in request.late:
+            self._settle_state(request, stop, column, ended=False)
         if self.placement.ends and end and end == request.computed:
-            lacking = self.lacking(request, end)
-            for group in lacking:
-                block = request.rows[group.number].table[0]
-                self.publish_state(group, request, block, end, None)
-                if self.is_passing(request, end, ended=True):
-                    self.blocks.ends.add(block)
-                self.counts["states at ends"] += 1
-            if lacking:
-                self.supersede(request, end)
+            self._settle_state(request, end, 0, ended=True)
+
+    def _settle_state(self, request: OracleRequest, end: int, column: int, *, ended: bool) -> None:
+        """The state after ``end`` tokens, which is in ``column``, is kept."""
+        lacking = self.lacking(request, end)
+        for group in lacking:
+            block = request.rows[group.number].table[column]
+            self.publish_state(group, request, block, end, None)
+            if self.is_passing(request, end, ended=ended):
+                self.blocks.ends.add(block)
+            self.counts["states at ends" if ended else "late at ends"] += 1
+        if lacking:
+            self.supersede(request, end)
 
     # -- states
 
