@@ -68,23 +68,17 @@ class PublishedEnds:
 
     def publish(self, group: CacheGroup, request: Request, known_tokens: int) -> None:
         """The ends up to ``known_tokens`` of ``group`` that were not dealt with."""
-        if group.number in self._numbers:
-            self._publish_ahead(group, request, known_tokens, self._log.open_step)
+        if group.number not in self._numbers or known_tokens < self.next_end(request.row):
+            return
+        done = self._done.item(request.row)
+        for end in ends_of(request):
+            if done < end <= known_tokens:
+                self._publish_one(group, request, end, self._log.open_step)
 
     def publish_last(self, request: Request, tokens: int) -> None:
         """``request`` ends, or is preempted, with ``tokens`` computed, all of them written."""
         for group in self._groups:
-            self._publish_ahead(group, request, tokens, WRITTEN)
             self._publish_one(group, request, tokens, WRITTEN)
-
-    def _publish_ahead(self, group: CacheGroup, request: Request, tokens: int, step: int) -> None:
-        """The ends up to ``tokens`` that were not dealt with."""
-        if tokens < self.next_end(request.row):
-            return
-        done = self._done.item(request.row)
-        for end in ends_of(request):
-            if done < end <= tokens:
-                self._publish_one(group, request, end, step)
 
     def _publish_one(self, group: CacheGroup, request: Request, end: int, step: int) -> None:
         column, inside = divmod(end, group.policy.block_size)

@@ -242,9 +242,11 @@ class KVCacheManager:
         """Of the last ``drafted[i]`` tokens that ``rows[i]`` computed only the first ``kept[i]`` are its own.
 
         int64[R] each, rows distinct, with what is kept known and no step in flight. The next step goes on from the state
-        of the last one kept; what lies behind is overwritten. O(R) in array operations.
+        of the last one kept; what lies behind is overwritten. What is kept can be hit. O(R) in array operations, and a
+        Python call a row that fills a block or comes to an end that is published.
         """
         self._committer.settle_drafts(rows, drafted, kept)
+        self._releaser.publish_accepted(rows[kept > 0])
 
     def forget_accepted(self, rows: Int64) -> None:
         """A step is on its way that reads the states of ``rows`` where ``settle_drafts`` left them."""

@@ -1,6 +1,7 @@
 """The end of a request's blocks: what is computed by then is published, and they are given back.
 
 transfer complete --publish_computed--> full blocks can be hit
+drafts accepted   --publish_accepted--> full blocks and published ends can be hit
 ended, preempted  --keep_end----------> so can its last, unfinished one and its state (natural layout)
 --free--------------> nobody's; what is published stays findable
 """
@@ -8,6 +9,9 @@ ended, preempted  --keep_end----------> so can its last, unfinished one and its 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hybridkv.cache.checkpoints import Checkpoints
 from hybridkv.cache.ends import PublishedEnds
@@ -19,6 +23,8 @@ from hybridkv.cache.residents import Residents
 from hybridkv.cache.transfers import TransferLog
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
+
+Int64 = NDArray[np.int64]
 
 
 class Releaser:
@@ -68,6 +74,23 @@ class Releaser:
             self._publisher.publish_row(group, request, columns, settled, written=written)
         self._pool.advance_epoch()
         self._residents.refresh(row)
+
+    def publish_accepted(self, rows: Int64) -> None:
+        """Accepted drafts of ``rows`` are computed, and written: what they fill can be hit from now on.
+
+        Not only from the next step on, when windows may have given it back. A Python call a row that fills something.
+        """
+        if not self._planner.caching:
+            return
+        columns = self._residents.columns
+        rows = rows[self._residents.due(rows, columns.num_computed[rows])]
+        for request in columns.owners(rows):
+            known = request.num_computed_tokens
+            self.publish_computed(request, known)
+            for group in self._groups:
+                self._ends.publish(group, request, known)
+            self._ends.settle(request, known)
+            self._residents.refresh(request.row)
 
     def keep_end(self, request: Request) -> None:
         """``request`` ends or is preempted, and no step in flight holds it: its computed tokens can be hit to the last.

@@ -27,14 +27,16 @@ def check_rows(cache: KVCacheManager, running: RunningRows) -> None:
 
 def check_in_flight(cache: KVCacheManager, running: RunningRows, in_flight: Iterable[InFlight]) -> None:
     """Rows expect exactly what the steps in flight will bring."""
-    steps, pending = np.zeros_like(running.steps), np.zeros_like(running.pending)
+    steps, pending, drafted = (np.zeros_like(running.steps) for _ in range(3))
     for flight in in_flight:
         attached = flight.attached()
         steps[flight.rows[attached]] += 1
         pending[flight.rows[attached & flight.step.samples]] += 1
+        if flight.drafted is not None:
+            drafted[flight.rows[attached]] += flight.drafted[attached]
     live = sorted(request.row for request in cache.resident_requests())
-    same = np.array_equal(steps[live], running.steps[live]) and np.array_equal(pending[live], running.pending[live])
-    if not same:
+    pairs = (steps, running.steps), (pending, running.pending), (drafted, running.drafted)
+    if not all(np.array_equal(found[live], expected[live]) for found, expected in pairs):
         raise CacheError("the steps in flight differ from what the rows expect of them")
 
 

@@ -13,11 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from hybridkv.testing.rig import Rig
 from hybridkv.testing.rig_options import RigOptions
-from hybridkv.testing.strategies import SALTS, natural_rig_options, prompts, rig_options, stop_token_ids
+from hybridkv.testing.strategies import SALTS, natural_rig_options, prompts, rig_options, stop_token_ids, verdicts
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Any model; any order of add, schedule, update, fail, abort, finish and reset, up to three steps in flight."""
+    """Any model; any order of add, propose, schedule, update, fail, abort, finish and reset, up to three steps in flight."""
 
     rig: Rig
 
@@ -67,6 +67,21 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def schedule_once_more(self) -> None:
         """Twice as likely."""
+        self.rig.schedule()
+
+    @precondition(lambda self: self.rig.options.limits.num_speculative_tokens and self.rig.live_ids)
+    @rule(patterns=verdicts())
+    def propose(self, patterns: list[tuple[int, int]]) -> None:
+        """Drafts for the next step, whatever comes before it."""
+        for name, (right, wrong) in zip(self.rig.live_ids, patterns, strict=False):
+            self.rig.propose(name, right, wrong)
+
+    @precondition(lambda self: self.rig.num_in_flight < self.rig.options.limits.max_in_flight)
+    @rule(patterns=verdicts())
+    def schedule_drafts(self, patterns: list[tuple[int, int]]) -> None:
+        """The next step, with drafts."""
+        if self.rig.options.limits.num_speculative_tokens:
+            self.propose(patterns)
         self.rig.schedule()
 
     @precondition(lambda self: self.rig.num_in_flight)

@@ -417,6 +417,8 @@ class Oracle:
             if group.recurrent:
                 column = entry.places[group.number][kept]
                 row.accept(column, in_place=isinstance(group, ScratchStateGroup))
+        if kept:
+            self.cache.accept(request)
 
     def fail(self, step_id: int) -> None:
         """That step and all behind it never happened."""

@@ -286,6 +286,10 @@ class OracleCache:
 
     # -- publish and free
 
+    def accept(self, request: OracleRequest) -> None:
+        """Some of its drafts were accepted: what they fill can be hit."""
+        self.settle(request)
+
     def settle(self, request: OracleRequest) -> None:
         """All of its computed tokens are known: what they fill can be hit."""
         for group, row in zip(self.groups, request.rows, strict=False):

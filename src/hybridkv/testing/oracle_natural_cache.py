@@ -214,6 +214,10 @@ class NaturalCache(OracleCache):
             self.blocks.publish_tail(group.number, row.table[column], prefix, end - rest, step)
             self.counts[f"ends {group.kind}"] += 1
 
+    def accept(self, request: OracleRequest) -> None:
+        """See OracleCache.accept."""
+        self.publish(request, request.computed)
+
     def settle(self, request: OracleRequest) -> None:
         """A request gives its blocks back, all of its tokens computed: where it ends can be hit."""
         if not self._may_write(request) or request.lost:
@@ -222,9 +226,6 @@ class NaturalCache(OracleCache):
         for group in self.attention:
             row = request.rows[group.number]
             self._publish_columns(group, request, row, end, None)
-            for mark in sorted({request.num_prompt_tokens - 1, *request.marks}):
-                if row.done < mark <= end:
-                    self._publish_end(group, request, row, mark, None)
             self._publish_end(group, request, row, end, None)
         if not self.states:
             return

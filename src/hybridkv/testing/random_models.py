@@ -57,7 +57,7 @@ def random_options(random: Random, specs: tuple[KVCacheSpec, ...] | None = None)
     """Small pools, so that preemption and eviction are frequent. specs: instead of random ones."""
     specs = random_specs(random) if specs is None else specs
     ranks = random.choice(((1, 1),) * 8 + ((2, 1), (1, 2), (2, 2)))
-    return RigOptions(
+    options = RigOptions(
         num_blocks=sum(spec.reserved_blocks(1) for spec in specs) + random.randint(4, 6 + 12 * len(specs)),
         specs=specs,
         max_model_len=random.randint(5, 44),
@@ -70,6 +70,7 @@ def random_options(random: Random, specs: tuple[KVCacheSpec, ...] | None = None)
         dcp=ranks[0],
         pcp=ranks[1],
     )
+    return options.with_drafts(random.choice((0, 0, 1, 2, 3)))
 
 
 # -- the natural layout
@@ -88,8 +89,9 @@ def random_natural_options(random: Random, specs: tuple[KVCacheSpec, ...] | None
         needed[k] += spec.reserved_blocks(1)
     sinks = sum(-(-blocks // k) for k, blocks in needed.items())
     options = random_options(random, specs)
-    return replace(
+    natural = replace(
         options,
+        specs=specs,
         num_blocks=1 + sinks + random.choice((random.randint(3, 10), random.randint(4, 24), random.randint(8, 39))),
         limits=replace(options.limits, segments=random.random() < 0.6),
         eagle=random.random() < 0.12,
@@ -97,6 +99,7 @@ def random_natural_options(random: Random, specs: tuple[KVCacheSpec, ...] | None
         kernel_blocks=parts if random.random() < 0.15 else (),
         placement=random.choice(PLACEMENTS),
     )
+    return natural.with_drafts(random.choice((0, 0, 1, 2, 3)))
 
 
 def random_natural_specs(random: Random) -> tuple[KVCacheSpec, ...]:

@@ -46,11 +46,20 @@ def random_run(rig: Rig, random: Random, actions: int = 60) -> None:
 def random_step(rig: Rig, random: Random, action: str) -> None:
     """A step is scheduled, brings its result or fails, where that is possible."""
     if action == "schedule" and rig.num_in_flight < rig.options.limits.max_in_flight:
+        random_drafts(rig, random)
         rig.schedule()
     elif action == "update" and rig.num_in_flight:
         rig.update()
     elif action == "fail" and rig.num_in_flight:
         rig.fail(random.randrange(rig.num_in_flight), random)
+
+
+def random_drafts(rig: Rig, random: Random) -> None:
+    """Most requests get drafts, of which the first few are what the model will draw, where the scheduler takes any."""
+    most = rig.options.limits.num_speculative_tokens
+    for name in rig.live_ids if most else ():
+        if random.random() < 0.8:
+            rig.propose(name, random.randint(0, most), random.randint(0, 2))
 
 
 def random_add(rig: Rig, random: Random, shared: list[list[int]]) -> None:

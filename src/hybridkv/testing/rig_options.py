@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hybridkv.plan.config import KVCacheConfig
 from hybridkv.schedule import SchedulerLimits
-from hybridkv.specs import KVCacheSpec
+from hybridkv.specs import KVCacheSpec, MambaSpec
 from hybridkv.testing.configs import full_spec, model_config, natural_model_config
 
 
@@ -40,6 +40,22 @@ class RigOptions:
     def ranks(self) -> int:
         """Context parallel ranks."""
         return self.dcp * self.pcp
+
+    def with_drafts(self, drafts: int) -> RigOptions:
+        """The same with up to ``drafts`` drafts of a row in a step, and blocks for their states.
+
+        Fewer in the reference layout, where states are kept every few tokens.
+        """
+        if not self.blocks_per_slab:
+            kept = [spec for spec in self.specs if isinstance(spec, MambaSpec) and spec.cache_mode == "align"]
+            drafts = min([drafts, *(spec.block_size - 1 for spec in kept)])
+        specs = tuple(
+            replace(spec, num_speculative_blocks=max(drafts, spec.num_speculative_blocks))
+            if isinstance(spec, MambaSpec)
+            else spec
+            for spec in self.specs
+        )
+        return replace(self, specs=specs, limits=replace(self.limits, num_speculative_tokens=drafts))
 
     @property
     def config(self) -> KVCacheConfig:

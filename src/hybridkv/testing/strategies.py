@@ -18,6 +18,7 @@ SIZES = ((4,), (2,), (1,), (3,), (2, 4), (4, 8), (2, 6), (1, 3), (1, 2, 4))
 """Block sizes that the groups of one model choose from."""
 KINDS = ("full", "state", "window", "chunk")
 """Kinds that can be hit. Others come less often."""
+DRAFTS = (0, 1, 2, 3)
 _LONGEST_BASE = 30
 
 
@@ -58,7 +59,7 @@ def rig_options(draw: st.DrawFn, kinds: tuple[str, ...] | None = None) -> RigOpt
     specs = draw(model_specs(kinds))
     sinks = sum(spec.reserved_blocks(1) for spec in specs)
     dcp, pcp = draw(st.sampled_from(((1, 1),) * 7 + ((2, 1), (1, 2), (2, 2))))
-    return RigOptions(
+    options = RigOptions(
         num_blocks=sinks + draw(st.integers(3, 6 + 12 * len(specs))),
         specs=specs,
         max_model_len=draw(st.integers(2, 44)),
@@ -71,6 +72,7 @@ def rig_options(draw: st.DrawFn, kinds: tuple[str, ...] | None = None) -> RigOpt
         dcp=dcp,
         pcp=pcp,
     )
+    return options.with_drafts(draw(st.sampled_from(DRAFTS)))
 
 
 @st.composite
@@ -82,7 +84,7 @@ def natural_rig_options(draw: st.DrawFn, kinds: tuple[str, ...] | None = None) -
     ks = tuple(states if isinstance(spec, MambaSpec) else draw(st.sampled_from(attention)) for spec in specs)
     sinks = sum(spec.reserved_blocks(1) for spec in specs)
     options = draw(rig_options(kinds))
-    return replace(
+    natural = replace(
         options,
         specs=specs,
         blocks_per_slab=ks,
@@ -90,6 +92,12 @@ def natural_rig_options(draw: st.DrawFn, kinds: tuple[str, ...] | None = None) -
         limits=replace(options.limits, segments=draw(st.booleans())),
         placement=draw(st.sampled_from(PLACEMENTS)),
     )
+    return natural.with_drafts(draw(st.sampled_from(DRAFTS)))
+
+
+def verdicts(most: int = 3) -> st.SearchStrategy[list[tuple[int, int]]]:
+    """Drafts for requests in order: how many are what the model will draw, then how many are not."""
+    return st.lists(st.tuples(st.integers(0, most), st.integers(0, 2)), min_size=1, max_size=6)
 
 
 @st.composite
