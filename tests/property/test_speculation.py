@@ -67,12 +67,13 @@ def test_every_acceptance_pattern_at_every_place(layout: str, drafts: int) -> No
             assert name is not None
             run_with(rig, name, right, drafts - right)
             accepted = [rig.oracle.counts[f"accepted {place}"] for place in range(drafts)]
-            assert all(accepted[:right]) and not any(accepted[right:])
+            assert [bool(count) for count in accepted] == [place < right for place in range(drafts)]
             again = rig.add([*rig.requests[name][1].tokens, 0], 3)
             rig.drain()
             assert again is not None
             hit = rig.requests[again][0].first_hit_tokens
-            assert hit is not None and hit >= (24 if layout == "reference" else 25 + length - 1)
+            assert hit is not None
+            assert hit >= (24 if layout == "reference" else 25 + length - 1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -100,10 +101,7 @@ MODELS: dict[str, tuple[KVCacheSpec, ...]] = {
     "window and scratch": (window_spec(2, 5), state_spec(4, mode="none")),
 }
 RANDOM = {"natural": random_natural_options, "reference": random_options}
-RARE = {
-    "natural": {},
-    "reference": {},
-}
+RARE: dict[str, dict[str, int]] = {"natural": {}, "reference": {}}
 
 
 def drafting(layout: str, random: Random, specs: tuple[KVCacheSpec, ...]) -> RigOptions:
@@ -138,7 +136,7 @@ class Blind(Rig):
         histories: list[list[int]] = [[random.randrange(4) for _ in range(6)]]
         for number in range(6):
             base = random.choice(histories)
-            prompt = base[: random.randint(1, len(base))] + [random.randrange(4)]
+            prompt = [*base[: random.randint(1, len(base))], random.randrange(4)]
             marks = random.sample(range(1, 30), 6) if self.is_natural else ()
             hasher, params = self.cache.hasher, SamplingParams(max_tokens=random.randint(4, 16))
             request = Request(f"r{number}", prompt, params, hasher=hasher, marks=marks)
@@ -159,7 +157,8 @@ class Blind(Rig):
         tokens, right = request.token_ids().tolist(), random.randint(0, most)
         for place in range(most):
             tokens.append((self.model.next_token(tokens) + (place >= right)) % self.options.vocabulary)
-        return tokens[-most:]
+        drafts: list[int] = tokens[-most:]
+        return drafts
 
 
 def runs_until_caught(layout: str) -> int | None:

@@ -27,11 +27,13 @@ def natural(*specs: KVCacheSpec, num_blocks: int = 60) -> KVCacheConfig:
     return natural_model_config(num_blocks, specs, [2] * len(specs))
 
 
-def scheduler(config: KVCacheConfig, drafts: int = 3, **limits: int) -> Scheduler:
+def scheduler(
+    config: KVCacheConfig, drafts: int = 3, *, max_batched_tokens: int = 64, max_in_flight: int = 1
+) -> Scheduler:
     placement = placement_named("interval:5", 1) if config.slabs is not None else None
     cache = KVCacheManager(config, 100, placement=placement)
-    known = {"max_running": 8, "max_batched_tokens": 64, **limits}
-    return Scheduler(cache, SchedulerLimits(num_speculative_tokens=drafts, **known))
+    limits = SchedulerLimits(8, max_batched_tokens, max_in_flight, num_speculative_tokens=drafts)
+    return Scheduler(cache, limits)
 
 
 def add(
@@ -270,7 +272,7 @@ def test_only_accepted_drafts_are_published(layout: type, accepted: int, hit: in
 
 @pytest.mark.parametrize(("accepted", "copies"), [(0, []), (1, [10]), (3, [10])])
 def test_a_mark_among_drafts_is_kept_when_it_is_accepted(accepted: int, copies: list[int]) -> None:
-    """The state at 10 is copied by the next step, from where the draft left it; or written by it, if it was rejected."""
+    """The state at 10 is copied by the next step, from where the draft left it; if it was rejected, written there."""
     sched = scheduler(natural(full_spec(4), state_spec(4, 3)))
     a = add(sched, "a", 8, marks=(10,))
     update(sched, sched.schedule())

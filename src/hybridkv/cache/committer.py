@@ -129,11 +129,6 @@ class Committer:
             group.accept(rows, group.policy.draft_columns(certain, drafted, kept))
         self._checkpoints.pass_drafts(self._requests.requests, rows, certain, kept)
 
-    def forget_accepted(self, rows: Int64) -> None:
-        """A step says where the accepted states of ``rows`` are, and reads them."""
-        for group in self._states:
-            group.forget_accepted(rows)
-
     def drop_skipped(self, request: Request) -> None:
         """Give back what ``request`` reads no longer: windows and states before its processed tokens."""
         if request.row < 0:

@@ -241,16 +241,11 @@ class KVCacheManager:
     def settle_drafts(self, rows: Int64, drafted: Int64, kept: Int64) -> None:
         """Of the last ``drafted[i]`` tokens that ``rows[i]`` computed only the first ``kept[i]`` are its own.
 
-        int64[R] each, rows distinct, with what is kept known and no step in flight. The next step goes on from the state
-        of the last one kept; what lies behind is overwritten. What is kept can be hit. O(R) in array operations, and a
-        Python call a row that fills a block or comes to an end that is published.
+        int64[R] each; rows distinct, their tokens known, no step in flight. What is kept can be hit, and its state goes
+        on; the rest is overwritten. O(R), and a Python call a row that fills a block.
         """
         self._committer.settle_drafts(rows, drafted, kept)
         self._releaser.publish_accepted(rows[kept > 0])
-
-    def forget_accepted(self, rows: Int64) -> None:
-        """A step is on its way that reads the states of ``rows`` where ``settle_drafts`` left them."""
-        self._committer.forget_accepted(rows)
 
     # -- publishing and freeing
 

@@ -61,8 +61,7 @@ class Draft:
         if all(part is None for part in self._drafts):
             return None
         parts = [
-            Csr.empty(len(rows)) if part is None else part
-            for rows, part in zip(self._rows, self._drafts, strict=True)
+            Csr.empty(len(rows)) if part is None else part for rows, part in zip(self._rows, self._drafts, strict=True)
         ]
         counts = np.concatenate([np.diff(part.indptr) for part in parts])
         indptr = np.concatenate(([0], np.cumsum(counts)))

@@ -48,7 +48,7 @@ class InFlight:
 
 
 def check_result(step: Step, result: StepResult) -> None:
-    """WorkerError unless ``result`` has a token for each row that samples, behind its accepted drafts, none for others."""
+    """WorkerError unless ``result`` has the accepted drafts and one token, 0 or more, for each row that samples."""
     if result.schema_version > step.schema_version:
         raise WorkerError(
             f"the result of step {result.id} has schema {result.schema_version}, newer than {step.schema_version}: "

@@ -19,7 +19,7 @@ class SchedulerLimits:
     scheduled ahead of their results. watermark: share of the pool that an admission must leave free.
     policy: who goes first, see WaitingQueue. max_overtaken, max_overtaken_seconds: how often, and how long, a
     request that does not fit lets others pass. num_speculative_tokens: most drafts of a row in a step, see
-    Scheduler.propose. num_lookahead_tokens: room behind a row's tokens, drafts included, for a drafter that writes there.
+    Scheduler.propose. num_lookahead_tokens: room behind a row's tokens, drafts included, for a drafter's own.
     segments: whether the worker can write recurrent states at any token inside a chunk; else chunks end there.
     """
 
@@ -82,9 +82,10 @@ class SchedulerStatistics:
     """Counts since construction, but for waiting and running, which are of now.
 
     prompt_tokens, hit_tokens: of first admissions. computed_tokens: all that ran, recomputation included.
-    peak_usage: of the pool, 0 .. 1. drafted_by_position, accepted_by_position: drafts that the model verified, and those
-    that it accepted, the first of a row first; what a stop token then cut off included. failed_steps: steps that never brought a result. refusals: by reason, how often a
-    waiting request was looked at and did not come in.
+    peak_usage: of the pool, 0 .. 1. failed_steps: steps that never brought a result. drafted_by_position,
+    accepted_by_position: drafts that the model verified, and those that it accepted, the first of each row first; what
+    a stop token then cut off included. refusals: by reason, how often a waiting request was looked at and did not come
+    in.
     """
 
     steps: int

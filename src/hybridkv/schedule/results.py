@@ -1,9 +1,9 @@
 """Results of steps: sampled tokens go to the requests that they are of, and requests that are done end.
 
-    drafts    [ d0 | d1 | d2 ]                 of a row with K known tokens, all computed by the step
-    sampled   [ d0 | d1 | x  ]                 two accepted, and what the model drew behind them
-    appended  [ d0 | d1 ]                      as far as the request goes on: d1 is a stop token here
-    computed  K + 2: the drafts accepted and appended; what lies behind is overwritten
+drafts    [ d0 | d1 | d2 ]                 of a row with K known tokens, all computed by the step
+sampled   [ d0 | d1 | x  ]                 two accepted, and what the model drew behind them
+appended  [ d0 | d1 ]                      as far as the request goes on: d1 is a stop token here
+computed  K + 2: the drafts accepted and appended; what lies behind is overwritten
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Results:
             ended = self._append_one(rows, np.flatnonzero(taken), sampled)
         else:
             ended = self._append_several(rows, np.flatnonzero(taken), sampled, appended)
-            self._settle_drafts(rows, attached & (drafted > 0), drafted, np.minimum(np.diff(sampled.indptr) - 1, appended))
+            self._settle_drafts(
+                rows, attached & (drafted > 0), drafted, np.minimum(np.diff(sampled.indptr) - 1, appended)
+            )
         if ended:
             self._departures.end((flight.requests[i], reason) for i, reason in sorted(ended))
         for place, request in flight.detached.items():

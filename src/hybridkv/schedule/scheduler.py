@@ -229,7 +229,7 @@ class Scheduler:
         """Tokens that each of ``rows`` has left to run, drafts left out. held: rows that must wait."""
         running, columns = self._running, self.cache.rows
         known = columns.num_tokens[rows] + running.pending[rows]
-        wanted = np.minimum(known, running.limit[rows] - 1) - columns.num_computed[rows]
+        wanted: Int64 = np.minimum(known, running.limit[rows] - 1) - columns.num_computed[rows]
         if self.limits.num_speculative_tokens:
             wanted[running.drafted[rows] > 0] = 0
         if held:
@@ -269,7 +269,8 @@ class Scheduler:
         running.steps[rows] += 1
         flight = InFlight(step, rows, self._requests_of(rows), transfers.moved)
         if self.limits.num_speculative_tokens:
-            self.cache.forget_accepted(rows)
+            for group in self.cache.groups:
+                group.forget_accepted(rows)
         if flight.drafted is not None:
             running.drafted[rows] = flight.drafted
         self._in_flight.append(flight)

@@ -1,9 +1,9 @@
 """Draft tokens of running rows: proposed for one step, then in flight until it is known which of them are accepted.
 
-    propose()      row -> tokens; those that do not fit are cut from the tail when the step is made
-    schedule()     tokens  [ last known | d0 | d1 | ... ]     the row runs them all, and samples behind each
-    in flight      how many tokens the row has, nobody knows: it is not scheduled
-    update()       the accepted ones stay
+propose()      row -> tokens; those that do not fit are cut from the tail when the step is made
+schedule()     tokens  [ last known | d0 | d1 | ... ]     the row runs them all, and samples behind each
+in flight      how many tokens the row has, nobody knows: it is not scheduled
+update()       the accepted ones stay
 """
 
 from __future__ import annotations

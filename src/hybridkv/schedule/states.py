@@ -119,7 +119,12 @@ def _columns_of(group: CacheGroup, spans: RowSpans, owner: Int64, behind: Int64)
 def _writes(owner: Int64, numbers: Int64, tokens: Int64, blocks: Int32) -> Int32:
     """Step.state_writes. owner, tokens: int64[n]. numbers: int64[groups]. blocks: int32[n, groups]."""
     writes = np.empty((*blocks.shape, 4), np.int32)
-    writes[:, :, 0], writes[:, :, 1], writes[:, :, 2], writes[:, :, 3] = owner[:, None], numbers, tokens[:, None], blocks
+    writes[:, :, 0], writes[:, :, 1], writes[:, :, 2], writes[:, :, 3] = (
+        owner[:, None],
+        numbers,
+        tokens[:, None],
+        blocks,
+    )
     flat = writes.reshape(-1, 4)
     if len(numbers) > 1 and len(owner) > owner[-1] + 1:  # several states of a row: group after group
         flat = flat[np.lexsort((flat[:, 2], flat[:, 1], flat[:, 0]))]

@@ -261,7 +261,7 @@ class FakeWorker:
                 self._put(self._slot(layer, row, position), self.model.extend(layer.name, before, row.tokens[position]))
 
     def _read(self, step: Step, i: int) -> list[int]:
-        """Check all tokens that the i-th row reads; the drafts accepted and the token sampled behind them, if one is."""
+        """Check all tokens that the i-th row reads; the drafts accepted and the token behind them, if it samples."""
         row = self._live(int(step.rows[i]))
         end = int(step.num_computed[i] + step.num_scheduled[i])
         drafts = step.drafts[i].tolist()
@@ -270,8 +270,8 @@ class FakeWorker:
         if not step.samples[i]:
             return []
         sampled = list[int]()
-        for place, end in enumerate(range(certain, end + 1)):
-            digests = [of[place] for of in read] or list(self.model.digests(row.tokens[:end]))
+        for place in range(len(drafts) + 1):
+            digests = [of[place] for of in read] or list(self.model.digests(row.tokens[: certain + place]))
             sampled.append(self.model.sample(digests))
             if place == len(drafts) or sampled[-1] != drafts[place]:
                 break

@@ -17,7 +17,7 @@ from hybridkv.testing.strategies import SALTS, natural_rig_options, prompts, rig
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Any model; any order of add, propose, schedule, update, fail, abort, finish and reset, up to three steps in flight."""
+    """Any model; any order of add, propose, schedule, update, fail, abort, finish and reset; three steps in flight."""
 
     rig: Rig
 

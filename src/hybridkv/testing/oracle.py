@@ -16,7 +16,7 @@ from collections.abc import Callable
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.testing.model import DigestModel
 from hybridkv.testing.oracle_cache import Cell, OracleCache, OracleHit, OracleRequest
-from hybridkv.testing.oracle_groups import ScratchStateGroup
+from hybridkv.testing.oracle_drafts import keep_drafts, tell, verdict
 from hybridkv.testing.oracle_step import Entry, OracleStep, split_chunk
 
 _NOT_YET = 1 << 60
@@ -182,21 +182,12 @@ class Oracle:
 
     def _complete(self, step: OracleStep) -> None:
         """What is left to say of a step when its rows are known."""
-        self._tell(step)
+        tell(self.cache.groups, step)
         for entry in step.entries:
             entry.follow_states(self.cache.groups)
 
-    def _tell(self, step: OracleStep) -> None:
-        """The worker hears of states that changed places, of the rows that run."""
-        for group in self.cache.groups:
-            for i, entry in enumerate(step.entries):
-                row = entry.request.rows[group.number]
-                if row.rotated:
-                    step.rotated += [(group.number, i, column, row.table[column]) for column in (0, row.rotated)]
-                    row.rotated = 0
-
     def _drafts(self, request: OracleRequest, count: int, budget: int) -> list[int]:
-        """What is verified of its proposed drafts, behind its own token: as far as nobody else's tokens need the budget."""
+        """What is verified of its drafts, behind its own token: as far as nobody else's tokens need the budget."""
         drafts = self.proposed.get(request.request_id, [])
         known = len(request.tokens)
         if not drafts or not self._verifies(request):
@@ -226,9 +217,7 @@ class Oracle:
 
     def _pending(self, request: OracleRequest) -> int:
         """Tokens that steps in flight sample for it."""
-        return sum(
-            entry.samples and self._runs(entry, request) for step in self.in_flight for entry in step.entries
-        )
+        return sum(entry.samples and self._runs(entry, request) for step in self.in_flight for entry in step.entries)
 
     @staticmethod
     def _runs(entry: Entry, request: OracleRequest) -> bool:
@@ -357,7 +346,7 @@ class Oracle:
         self.counts["computed"] += sum(entry.count for entry in step.entries)
         self.pool.step = {block: at for block, at in self.pool.step.items() if at != step.step_id}
         appended: dict[int, list[int]] = {}
-        sampled = [self._sample(entry) for entry in step.entries]
+        sampled = [verdict(self.model, entry, self.counts) for entry in step.entries]
         for late in (False, True):  # rows first, then requests that were preempted meanwhile
             for i, entry in enumerate(step.entries):
                 alive = entry.request in (self.waiting if late else self.running)
@@ -372,22 +361,6 @@ class Oracle:
         self.take_in()
         finished, self.finished = self.finished, []
         return [appended.get(i, []) for i in range(len(step.entries))], finished
-
-    def _sample(self, entry: Entry) -> list[int]:
-        """What the model draws, unless tokens that it does not know come before: accepted drafts, and one token more."""
-        tokens, sampled = list(entry.request.tokens), list[int]()
-        if not entry.drafts:
-            return sampled
-        for place in range(len(entry.drafts) + 1):
-            sampled.append(self.model.next_token(tokens))
-            self.counts[f"drafted {place}"] += place < len(entry.drafts)
-            if sampled[-1:] != entry.drafts[place : place + 1]:
-                break
-            self.counts[f"accepted {place}"] += 1
-            tokens.append(sampled[-1])
-        for place in range(len(sampled), len(entry.drafts)):
-            self.counts[f"drafted {place}"] += 1
-        return sampled
 
     def _append(self, entry: Entry, sampled: list[int]) -> list[int]:
         """Token after token, until the request is done."""
@@ -411,14 +384,9 @@ class Oracle:
         """Only the first ``kept`` drafts of a row were ever computed; its states go on from the last of them."""
         if not entry.drafts:
             return
-        request = entry.request
-        request.computed -= len(entry.drafts) - kept
-        for group, row in zip(self.cache.groups, request.rows, strict=True):
-            if group.recurrent:
-                column = entry.places[group.number][kept]
-                row.accept(column, in_place=isinstance(group, ScratchStateGroup))
+        keep_drafts(self.cache.groups, entry, kept)
         if kept:
-            self.cache.accept(request)
+            self.cache.accept(entry.request)
 
     def fail(self, step_id: int) -> None:
         """That step and all behind it never happened."""

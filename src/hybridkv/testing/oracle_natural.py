@@ -10,7 +10,8 @@ from hybridkv.schedule import SchedulerLimits
 from hybridkv.testing.model import DigestModel
 from hybridkv.testing.oracle import Oracle
 from hybridkv.testing.oracle_cache import OracleHit, OracleRequest
-from hybridkv.testing.oracle_groups import KeptStateGroup, ScratchStateGroup
+from hybridkv.testing.oracle_drafts import tell
+from hybridkv.testing.oracle_groups import ScratchStateGroup
 from hybridkv.testing.oracle_natural_cache import NaturalCache, as_asked
 from hybridkv.testing.oracle_step import Entry, OracleStep
 
@@ -196,7 +197,7 @@ class NaturalOracle(Oracle):
             step.late.append(
                 (group, blocks.local(group, source), blocks.local(group, self.natural.held[place]), "state")
             )
-        self._tell(step)
+        tell(self.cache.groups, step)
         for of, source, target in blocks.moves:
             group = blocks.layout.classes[of].groups[0]
             step.moves.append((group, blocks.local(group, source), blocks.local(group, target)))
@@ -245,8 +246,8 @@ class NaturalOracle(Oracle):
         blocks = self.natural.blocks
         places = self.natural.owned.get(entry.request, [None] * len(self.cache.groups))
         for group, table, place in zip(self.cache.groups, entry.request.tables, places, strict=True):
-            recurrent = isinstance(group, KeptStateGroup | ScratchStateGroup)
-            if recurrent:
+            recurrent = group.recurrent
+            if isinstance(group, ScratchStateGroup):
                 block = blocks.local(group.number, table[0])
                 entry.places[group.number] = group.places(entry.certain, len(entry.drafts))
                 for i, column in enumerate(entry.places[group.number]):

@@ -13,9 +13,9 @@ from hybridkv.testing.oracle_groups import OracleGroup, ScratchStateGroup, State
 class Entry:
     """A row of a step. tokens: -1 where the token is not known yet. cells: those that are new.
 
-    drafts: the last of its tokens; count has them, too. places: of each group of states, the columns to which the states
-    behind the certain tokens and behind each draft go. zero: (group, block). copies: (group, source, destination, kind). reads: a block a group, -1 where none keeps a
-    state. writes: (group, token count, block).
+    drafts: the last of its tokens; count has them, too. places: of each group of states, the columns to which the
+    states behind the certain tokens, and behind each draft, go. zero: (group, block). copies: (group, source,
+    destination, kind). reads: a block a group, -1 where none keeps a state. writes: (group, token count, block).
     """
 
     request: OracleRequest
@@ -69,8 +69,8 @@ class OracleStep:
     """A step in flight.
 
     rotated: cells of states that changed places, (group, place in the batch, column, block). moves: (group, source,
-    destination). late: states kept behind accepted drafts, as copies. targets: the blocks moved to, as the pool calls them. kept: states that are
-    kept on the way, (place in the batch, group, token count, block).
+    destination). late: states kept behind accepted drafts, as copies. targets: the blocks moved to, as the pool calls
+    them. kept: states that are kept on the way, (place in the batch, group, token count, block).
     """
 
     step_id: int

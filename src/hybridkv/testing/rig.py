@@ -176,7 +176,7 @@ class Rig:
         return self.oracle.fork(parent, n) if n else []
 
     def propose(self, request_id: str, right: int, wrong: int) -> list[int]:
-        """Drafts for the next step: ``right`` tokens as the model will draw them, then ``wrong`` others. What they are."""
+        """Drafts for the next step: ``right`` tokens as the model will draw them, then ``wrong`` others."""
         _, expected = self.requests[request_id]
         tokens, drafts = list(expected.tokens), list[int]()
         for place in range(right + wrong):
