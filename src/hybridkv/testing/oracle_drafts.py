@@ -18,13 +18,13 @@ def verdict(model: DigestModel, entry: Entry, counts: Counter[str]) -> list[int]
     tokens, sampled = list(entry.request.tokens), list[int]()
     for place in range(len(entry.drafts)):
         counts[f"drafted {place}"] += 1
-    while entry.drafts and sampled == entry.drafts[: len(sampled)]:
-        counts[f"accepted {len(sampled) - 1}"] += bool(sampled)
+    for draft in entry.drafts:
         sampled.append(model.next_token(tokens))
-        tokens.append(sampled[-1])
-        if len(sampled) > len(entry.drafts):
-            break
-    return sampled
+        if sampled[-1] != draft:
+            return sampled
+        counts[f"accepted {len(sampled) - 1}"] += 1
+        tokens.append(draft)
+    return [*sampled, model.next_token(tokens)] if entry.drafts else []
 
 
 def tell(groups: Sequence[OracleGroup], step: OracleStep) -> None:
