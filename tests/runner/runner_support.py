@@ -14,6 +14,7 @@ from hybridkv.request import SamplingParams
 from hybridkv.runner import TINY_MODELS, Completion, Engine, EngineOptions, LoadedModel, load, plan_for
 from hybridkv.runner.check import forced_logits, generate_greedy
 from hybridkv.runner.probe import attention_implementation
+from hybridkv.runner.verify import Draws
 from hybridkv.step import Step
 
 torch.set_num_threads(1)
@@ -81,9 +82,9 @@ class EveryLogit:
         self.steps.append(step)
         for new in step.new_rows:
             self._owner[new.row] = new.request_id
-        ends = (step.num_computed + step.num_scheduled)[step.samples].tolist()
-        for row, end, one in zip(step.rows[step.samples].tolist(), ends, logits, strict=True):
-            self.logits[self._owner[row], end] = one.clone()
+        draws = Draws.of(step)
+        for row, position, one in zip(step.rows[draws.row].tolist(), draws.position.tolist(), logits, strict=True):
+            self.logits[self._owner[row], position] = one.clone()
 
     def of(self, done: Completion) -> torch.Tensor:
         """float32[output, vocabulary]: the logits that each output token was chosen from."""

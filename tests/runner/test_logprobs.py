@@ -13,8 +13,8 @@ from hybridkv.request import SamplingParams
 from hybridkv.runner import Completion, Engine, EngineOptions, Increment, LoadedModel, TokenLogprob
 from hybridkv.runner.logprobs import LogprobRows, Targets, logprobs_of
 from hybridkv.runner.probe import attention_implementation
+from hybridkv.runner.verify import Draws
 from hybridkv.schedule import FinishReason
-from hybridkv.step import Csr
 
 CLOSE = 1e-4
 OUTPUT = 12
@@ -224,12 +224,16 @@ def test_rows_forget_what_the_request_before_asked_for(make_engine: EngineFactor
     engine = make_engine(loaded_model("llama"), prompts, OUTPUT)
     engine.add(prompts[0], asking(2, 2))
     step = engine.scheduler.schedule()
-    rows = LogprobRows(4)
-    sampled = Csr.from_lists([[7]])
+    rows, draws, one = LogprobRows(4), Draws.of(step), np.ones(1, np.bool_)
+
+    def counts() -> tuple[int, int, int]:
+        of_drawn = (rows.of_drawn(step, draws, np.array([7]), kept) for kept in (one, ~one))
+        return len(rows.of_prompts(step)), *map(len, of_drawn)  # type: ignore[return-value]  # two of them
+
     rows.begin(step.new_rows[0])
-    assert (len(rows.of_prompts(step)), len(rows.of_sampled(step, sampled))) == (len(prompts[0]) - 1, 1)
+    assert counts() == (len(prompts[0]) - 1, 1, 0)
     rows.begin(replace(step.new_rows[0], sampling=greedy(3)))  # another one
-    assert (len(rows.of_prompts(step)), len(rows.of_sampled(step, sampled))) == (0, 0)
+    assert counts() == (0, 0, 0)
     rows.begin(step.new_rows[0])
     rows.end(step.rows)
-    assert (len(rows.of_prompts(step)), len(rows.of_sampled(step, sampled))) == (0, 0)
+    assert counts() == (0, 0, 0)

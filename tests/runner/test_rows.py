@@ -3,7 +3,8 @@ import torch
 
 from hybridkv.request import SamplingParams
 from hybridkv.runner.rows import NONE_DRAWN, RowState
-from hybridkv.step import NewRow
+from hybridkv.runner.verify import NO_DRAFT
+from hybridkv.step import Csr, NewRow
 
 
 def new(tokens: list[int], params: SamplingParams) -> NewRow:
@@ -11,16 +12,16 @@ def new(tokens: list[int], params: SamplingParams) -> NewRow:
 
 
 def seen(rows: RowState) -> list[int] | None:
-    mask = rows.batch(np.array([1], np.int32), np.array([9])).seen[0]
+    mask = rows.batch(np.array([1], np.int32), np.array([9]), np.array([NO_DRAFT])).seen[0]
     return None if mask is None else torch.nonzero(mask).flatten().tolist()
 
 
 def test_a_row_that_begins_remembers_nothing_of_the_one_before() -> None:
     rows = RowState(3, 20, "cpu")
     rows.begin(new([4, 2, 4], SamplingParams(temperature=0.5, top_k=3, repetition_penalty=2.0, seed=-1)))
-    rows.drawn(np.array([1, 0], np.int32), np.array([7, 8]))
+    rows.drawn(np.array([1, 2, 0], np.int32), Csr.from_lists([[7], [], [8]]))
     assert (seen(rows), rows.last_token.tolist()) == ([2, 4, 7], [8, 7, NONE_DRAWN])
-    batch = rows.batch(np.array([1, 2], np.int32), np.array([9, 3]))
+    batch = rows.batch(np.array([1, 2], np.int32), np.array([9, 3]), np.array([NO_DRAFT] * 2))
     assert (batch.temperature.tolist(), batch.top_k.tolist(), batch.seed.tolist()) == ([0.5, 0], [3, 0], [-1, 0])
     assert (batch.penalty.tolist(), batch.position.tolist()) == ([2.0, 1.0], [9, 3])
     # begins again without having been finished: a resumed request
@@ -28,6 +29,18 @@ def test_a_row_that_begins_remembers_nothing_of_the_one_before() -> None:
     assert (seen(rows), rows.last_token[1]) == (None, NONE_DRAWN)
     rows.begin(new([5, 6], SamplingParams(repetition_penalty=1.5)))
     assert seen(rows) == [5, 6]
-    rows.drawn(np.array([1], np.int32), np.array([3]))
+    rows.drawn(np.array([1], np.int32), Csr.from_lists([[3]]))
     rows.end(np.array([1], np.int32))
     assert (seen(rows), rows.last_token[1]) == (None, NONE_DRAWN)
+
+
+def test_a_draw_has_seen_the_drafts_in_front_of_it_and_a_row_those_that_were_accepted() -> None:
+    rows = RowState(3, 20, "cpu")
+    rows.begin(new([4, 2], SamplingParams(repetition_penalty=2.0)))
+    at, before = np.array([0, 1, 1, 1, 2], np.int32), np.array([NO_DRAFT, NO_DRAFT, 9, 5, NO_DRAFT])
+    masks = rows.batch(at, np.arange(5), before).seen
+    found = [None if mask is None else torch.nonzero(mask).flatten().tolist() for mask in masks]
+    assert found == [None, [2, 4], [2, 4, 9], [2, 4, 5, 9], None]
+    assert seen(rows) == [2, 4]
+    rows.drawn(np.array([1], np.int32), Csr.from_lists([[9, 6]]))
+    assert (seen(rows), rows.last_token[1]) == ([2, 4, 6, 9], 6)

@@ -1,6 +1,6 @@
 """The gather backend: contexts are copied out of their pages and the model's own eager attention runs on them.
 
-    a step's tokens     [ d0 | d1 | d2 | p p p p p ]                 d: rows that run one token, p: a prefill chunk
+    a step's tokens     [ d0 | d1 | d2 | p p p p p ]                 d: rows that decode, p: a prefill chunk
     gathered contexts   [ d0 .... | d1 .... | d2 .... ][ p ....... ] whole blocks, padded within a bucket
     attention calls     one over the bucket [3, heads, 1, ..], one over the chunk [1, heads, 5, ..]
 
@@ -8,9 +8,9 @@ Only blocks that somebody sees are gathered, those of a window or chunk from the
 
     columns   [ dropped | first token seen .. end of context | padding ]
 
-Rows with one token share calls: a bucket holds those whose block counts round up to one power of two, so
-that less than half of it is padding, and there are O(log(longest)) buckets. What lies around what a row sees
-is set to zero in the copy and masked: a block's former owner cannot reach anybody, not even with NaN.
+Rows that decode share calls: a bucket holds those with as many drafts whose block counts round up to one power of
+two, so that less than half of it is padding, and there are O(drafts * log(longest)) buckets. What lies around what a
+row sees is set to zero in the copy and masked: a block's former owner cannot reach anybody, not even with NaN.
 """
 
 from __future__ import annotations
@@ -92,37 +92,22 @@ class _Builder:
         self.stale: list[Int64] = []
         self.segments: list[Segment] = []
 
-    def add_bucket(self, members: Int64) -> None:
-        """One call for rows that run one token each; ``members`` are indices into the step's rows."""
-        width = int(self.blocks[members].max())
-        places = self.first[members]
+    def add(self, members: Int64) -> None:
+        """One call for rows that run equally many tokens; ``members`` are indices into the step's rows."""
+        queries, width = int(self.scheduled[members[0]]), int(self.blocks[members].max())
+        places = (self.first[members][:, None] + np.arange(queries)).reshape(-1)
         contiguous = len(places) == places[-1] - places[0] + 1
         tokens = slice(int(places[0]), int(places[-1]) + 1) if contiguous else self._tensor(places)
         padded = width * self.size
         begin = self.first_block[members] * self.size
-        at = begin[:, None] + np.arange(padded)
-        seen_from = self.reach.first_seen(self.computed[members])
-        hidden = (at >= self.context[members][:, None]) | (at < seen_from[:, None])
+        key = (begin[:, None] + np.arange(padded))[:, None]
+        query = (self.computed[members][:, None] + np.arange(queries))[:, :, None]
+        hidden: NDArray[np.bool_] = (key > query) | (key < self.reach.first_seen(query))
         length = int((self.context[members] - begin).max())
-        mask = self._mask(hidden[:, None, None, :length]) if hidden[:, :length].any() else None
-        self.segments.append(Segment(tokens, len(members), 1, self.start, padded, length, mask))
-        self._gather(members, width, hidden)
-
-    def add_chunk(self, member: int) -> None:
-        """One call for a row that runs several tokens."""
-        queries, width = int(self.scheduled[member]), int(self.blocks[member])
-        begin, end = int(self.first_block[member]) * self.size, int(self.context[member])
-        length = end - begin
-        first = int(self.first[member])
-        query, key = np.arange(end - queries, end)[:, None], np.arange(begin, end)
-        hidden = (key > query) | (key < self.reach.first_seen(query))
-        tokens = slice(first, first + queries)
-        self.segments.append(
-            Segment(tokens, 1, queries, self.start, width * self.size, length, self._mask(hidden[None, None]))
-        )
-        unseen = np.ones((1, width * self.size), np.bool_)
-        unseen[0, :length] = hidden.all(axis=0)
-        self._gather(np.array([member]), width, unseen)
+        mask = self._mask(hidden[:, None, :, :length]) if hidden[:, :, :length].any() else None
+        self.segments.append(Segment(tokens, len(members), queries, self.start, padded, length, mask))
+        unseen = np.logical_and.reduce(hidden, axis=1)
+        self._gather(members, width, unseen)
 
     def _gather(self, members: Int64, width: int, unseen: NDArray[np.bool_]) -> None:
         table = self.table.get_device_tensor()
@@ -156,13 +141,14 @@ def gather_batch(step: Step, table: BlockTable, reach: Reach, dtype: torch.dtype
     step: at least one row. reach: of the layers' attention. dtype: of its scores. O(tokens + gathered tokens).
     """
     builder = _Builder(step, table, reach, dtype)
-    single = np.flatnonzero(builder.scheduled == 1)
+    decoding = builder.scheduled == np.diff(step.drafts.indptr) + 1
+    rows = np.flatnonzero(decoding)
     # exponent of the power of two that a block count rounds up to: 1 -> 0, 2 -> 1, 3, 4 -> 2
-    classes = np.ceil(np.log2(builder.blocks[single])).astype(np.int64)
-    for one in np.unique(classes).tolist():
-        builder.add_bucket(single[classes == one])
-    for member in np.flatnonzero(builder.scheduled > 1).tolist():
-        builder.add_chunk(member)
+    classes = np.stack((builder.scheduled[rows], np.ceil(np.log2(builder.blocks[rows])).astype(np.int64)), axis=1)
+    for one in np.unique(classes, axis=0):
+        builder.add(rows[(classes == one).all(axis=1)])
+    for member in np.flatnonzero(~decoding).tolist():
+        builder.add(np.array([member]))
     return builder.build()
 
 
@@ -203,9 +189,8 @@ def attend(
 
 def _queries(query: torch.Tensor, segment: Segment) -> torch.Tensor:
     """[1, heads, tokens, width] -> [rows, heads, queries, width]."""
-    if segment.rows == 1 and isinstance(segment.tokens, slice):
-        return query[:, :, segment.tokens]
-    return query[0, :, segment.tokens].transpose(0, 1).unsqueeze(2)
+    mine = query[0, :, segment.tokens]
+    return mine.reshape(mine.shape[0], segment.rows, segment.queries, mine.shape[2]).transpose(0, 1)
 
 
 def _contexts(states: torch.Tensor, segment: Segment) -> torch.Tensor:

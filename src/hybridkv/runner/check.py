@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -24,6 +23,7 @@ from hybridkv.runner.completion import Completion
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.probe import attention_implementation
 from hybridkv.runner.sampling import SamplingBatch, scores
+from hybridkv.runner.verify import Draws
 from hybridkv.schedule import FinishReason
 from hybridkv.step import Step
 
@@ -86,14 +86,17 @@ class LogitRecorder:
         self._kept: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, step: Step, logits: torch.Tensor) -> None:
-        """Note float32[n, vocabulary], the logits of the rows of ``step`` that sample."""
+        """Note float32[n, vocabulary], the logits that the tokens of ``step`` are drawn from.
+
+        Those behind a draft that is refused are noted again when what was drawn instead has run.
+        """
         for new in step.new_rows:
             self._request_of_row[new.row] = new.request_id
-        ends = (step.num_computed.astype(np.int64) + step.num_scheduled)[step.samples]
+        draws = Draws.of(step)
         best = logits.topk(min(_KEPT_LOGITS, logits.shape[-1]), dim=-1)
-        rows = step.rows[step.samples].tolist()
-        for row, end, values, ids in zip(rows, ends.tolist(), best.values.cpu(), best.indices.cpu(), strict=True):
-            self._kept[self._request_of_row[row], end] = ids.int(), values
+        rows, at = step.rows[draws.row].tolist(), draws.position.tolist()
+        for row, position, values, ids in zip(rows, at, best.values.cpu(), best.indices.cpu(), strict=True):
+            self._kept[self._request_of_row[row], position] = ids.int(), values
 
     def difference(self, request_id: str, position: int, reference: torch.Tensor) -> float:
         """Largest |logit - reference| over the logits kept for the token at ``position``. reference: [vocabulary]."""

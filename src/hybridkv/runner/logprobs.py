@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hybridkv.runner.verify import Bool, Draws
 from hybridkv.step import Csr, Logprobs, NewRow, Step
 
 Int32 = NDArray[np.int32]
@@ -100,17 +101,15 @@ class LogprobRows:
             )
         return _joined(found)
 
-    def of_sampled(self, step: Step, sampled: Csr) -> Targets:
-        """Sampled tokens; source: index into the logits of the rows that sample. O(rows)."""
-        at = np.flatnonzero(step.samples)
-        best = self._sampled[step.rows[at]]
-        wanted = np.flatnonzero(best != _OFF)
-        rows = at[wanted]
+    def of_drawn(self, step: Step, draws: Draws, drawn: Int64, kept: Bool) -> Targets:
+        """The ``kept`` ones of the tokens ``drawn``; source: index into ``draws``. O(draws)."""
+        best = self._sampled[step.rows[draws.row]]
+        wanted = np.flatnonzero((best != _OFF) & kept)
         return Targets(
             source=wanted,
-            row=rows,
-            position=(step.num_computed.astype(np.int64) + step.num_scheduled)[rows],
-            token=sampled.values[wanted].astype(np.int64),
+            row=draws.row[wanted],
+            position=draws.position[wanted],
+            token=drawn[wanted],
             best=best[wanted],
         )
 

@@ -7,7 +7,8 @@ import torch
 from numpy.typing import NDArray
 
 from hybridkv.runner.sampling import SamplingBatch, signed_seed
-from hybridkv.step import NewRow
+from hybridkv.runner.verify import NO_DRAFT
+from hybridkv.step import Csr, NewRow
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -54,8 +55,12 @@ class RowState:
             self._seen.pop(row, None)
         self.last_token[rows] = NONE_DRAWN
 
-    def batch(self, rows: Int32, positions: Int64) -> SamplingBatch:
-        """How the token at ``positions[i]`` of ``rows[i]`` is drawn."""
+    def batch(self, rows: Int32, positions: Int64, before: Int64) -> SamplingBatch:
+        """How the token at ``positions[i]`` of ``rows[i]`` is drawn.
+
+        before: the draft in front of it, NO_DRAFT where there is none. Drafts of a row follow one another: each of its
+        draws has seen those of the draws before it, too. O(n), and O(vocabulary) for a draft in a row with a penalty.
+        """
         return SamplingBatch(
             temperature=self._temperature[rows],
             top_k=self._top_k[rows],
@@ -64,13 +69,28 @@ class RowState:
             penalty=self._penalty[rows],
             seed=self._seed[rows],
             position=positions,
-            seen=[self._seen.get(row) for row in rows.tolist()],
+            seen=self._seen_by(rows, before) if self._seen else [None] * len(rows),
         )
 
-    def drawn(self, rows: Int32, tokens: Int64) -> None:
-        """``tokens[i]`` was drawn for ``rows[i]``."""
-        self.last_token[rows] = tokens
+    def _seen_by(self, rows: Int32, before: Int64) -> list[torch.Tensor | None]:
+        """What each draw has seen: its row's tokens and the drafts in front of it."""
+        seen: list[torch.Tensor | None] = []
+        for row, draft in zip(rows.tolist(), before.tolist(), strict=True):
+            if draft == NO_DRAFT:
+                seen.append(self._seen.get(row))
+                continue
+            last = seen[-1]
+            if last is not None:
+                last = last.clone()
+                last[draft] = True
+            seen.append(last)
+        return seen
+
+    def drawn(self, rows: Int32, tokens: Csr) -> None:
+        """``tokens[i]``, maybe none, were appended to ``rows[i]``."""
+        some = np.flatnonzero(np.diff(tokens.indptr))
+        self.last_token[rows[some]] = tokens.values[tokens.indptr[some + 1] - 1]
         if self._seen:
-            for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
-                if row in self._seen:
-                    self._seen[row][token] = True
+            for i in some.tolist():
+                if (seen := self._seen.get(int(rows[i]))) is not None:
+                    seen[torch.from_numpy(tokens[i].astype(np.int64)).to(self._device)] = True

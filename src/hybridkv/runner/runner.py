@@ -2,7 +2,7 @@
 
 Step -> tables.apply -> moves, zeroing, copies -> slots
      -> [1, tokens] forward: StepCache writes pages, the gather backend attends, PagedMixers go on from states
-     -> logits of the rows that sample -> tokens -> StepResult
+     -> logits of the rows that sample -> tokens, drafts verified -> StepResult
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Final
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from hybridkv.runner.sampling import sample
 from hybridkv.runner.state_batch import PagedMixer, StateBatch, state_batch
 from hybridkv.runner.step_cache import StepCache
 from hybridkv.runner.step_context import StepContext
+from hybridkv.runner.verify import Draws, check_drafts
 from hybridkv.specs import Keeps, KVCacheSpec
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.worker import BlockCopier, MultiGroupBlockTable, PagedStorage
@@ -39,9 +39,7 @@ logger = logging.getLogger(__name__)
 
 Int64 = NDArray[np.int64]
 Observer = Callable[[Step, torch.Tensor], None]
-"""Called before sampling with the Step and float32[n, vocabulary], the logits of its n rows that sample, in order."""
-
-_NOTHING_TO_SAMPLE: Final = np.empty(0, np.int32)
+"""Called before sampling with the Step and float32[n, vocabulary], what ``Draws.of(step)`` are drawn from."""
 
 
 class ModelRunner:
@@ -117,7 +115,7 @@ class ModelRunner:
         set_attention(self.model, self._own_attention)
 
     def execute(self, step: Step) -> StepResult:
-        """Run ``step``: one forward over all its tokens, then one token for every row that samples.
+        """Run ``step``: one forward over all its tokens, then accepted drafts and a token for every row that samples.
 
         Raises WorkerError, with nothing changed, for a Step that does not fit. When the forward raises, the
         error passes through; tables and row state have followed the Step, so that after ``Scheduler.fail(step.id)``
@@ -134,25 +132,29 @@ class ModelRunner:
         self._copier.execute_before(step)
         if not step.num_tokens:
             return StepResult(step.id, Csr.empty(len(step)))
-        prompts = self._logprobs.of_prompts(step)
-        behind = self._forward(step, self._resolved(step), states, prompts.source)
-        drawn_from = int(step.samples.sum())
-        logits, of_prompts = behind[:drawn_from].float(), behind[drawn_from:]
+        draws, prompts = Draws.of(step), self._logprobs.of_prompts(step)
+        behind = self._forward(step, self._resolved(step), np.concatenate((draws.source, prompts.source)), states)
+        logits, of_prompts = behind[: len(draws)].float(), behind[len(draws) :]
         if self.observer is not None:
             self.observer(step, logits)
-        sampled = self._sample(step, logits)
+        drawn = self._drawn(step, draws, logits)
+        kept = draws.kept(drawn)
+        sampled = draws.appended(drawn, kept, len(step))
+        self._rows.drawn(step.rows, sampled)
         prompts = replace(prompts, source=np.arange(len(prompts)))
-        wanted = logprobs_of([(of_prompts, prompts), (logits, self._logprobs.of_sampled(step, sampled))])
-        return StepResult(step.id, sampled, logprobs=wanted)
+        wanted = logprobs_of([(of_prompts, prompts), (logits, self._logprobs.of_drawn(step, draws, drawn, kept))])
+        accepted = np.diff(sampled.indptr).astype(np.int32) if len(step.drafts.values) else None
+        return StepResult(step.id, sampled, accepted, wanted)
 
     # -- before the forward
 
     def _check(self, step: Step) -> None:
         """Refuse what this runner cannot do, or what would read a token or a block that is not there."""
-        if len(step.drafts.values) or any(copy.stage != "before" for copy in step.copies):
-            raise WorkerError(f"Step {step.id} has drafts or copies behind the forward: this runner has none of them")
+        if any(copy.stage != "before" for copy in step.copies):
+            raise WorkerError(f"Step {step.id} has copies behind the forward: this runner has none of them")
         if len(step) and step.num_scheduled.min() < 1:
             raise WorkerError(f"Step {step.id} schedules a row without tokens")
+        check_drafts(step)
         tokens = step.token_ids.values
         if len(tokens) and (tokens.max() >= self._vocabulary or tokens.min() < NONE_DRAWN):
             raise WorkerError(f"Step {step.id}: token ids must lie in 0 .. {self._vocabulary - 1}")
@@ -198,11 +200,10 @@ class ModelRunner:
 
     # -- the forward
 
-    def _forward(self, step: Step, tokens: Int64, states: Mapping[int, StateBatch], more: Int64) -> torch.Tensor:
-        """Logits behind the last token of each row that samples, then each token of ``more``: [n, vocabulary]."""
+    def _forward(self, step: Step, tokens: Int64, wanted: Int64, states: Mapping[int, StateBatch]) -> torch.Tensor:
+        """Logits behind each of the tokens at ``wanted``: [n, vocabulary]."""
         scheduled = step.num_scheduled.astype(np.int64)
-        ends = np.cumsum(scheduled)
-        inside = np.arange(len(tokens)) - np.repeat(ends - scheduled, scheduled)
+        inside = np.arange(len(tokens)) - np.repeat(np.cumsum(scheduled) - scheduled, scheduled)
         positions = np.repeat(step.num_computed.astype(np.int64), scheduled) + inside
         owners = self._owner_rows(step)
         for group in self._token_groups:
@@ -215,7 +216,7 @@ class ModelRunner:
                 out = self.model(
                     input_ids=self._tensor(tokens)[None],
                     use_cache=True,
-                    logits_to_keep=self._tensor(np.concatenate((ends[step.samples] - 1, more))),
+                    logits_to_keep=self._tensor(wanted),
                     **cache_arguments(self.model, cache, self._tensor(positions)[None]),
                 )
         finally:
@@ -236,18 +237,14 @@ class ModelRunner:
 
     # -- behind it
 
-    def _sample(self, step: Step, logits: torch.Tensor) -> Csr:
-        """One token for every row that samples."""
-        indptr = np.zeros(len(step) + 1, np.int64)
-        np.cumsum(step.samples, out=indptr[1:])
-        rows = step.rows[step.samples]
-        if not len(rows):
-            return Csr(indptr, _NOTHING_TO_SAMPLE)
-        position = (step.num_computed.astype(np.int64) + step.num_scheduled)[step.samples]
+    def _drawn(self, step: Step, draws: Draws, logits: torch.Tensor) -> Int64:
+        """The token of each of ``draws``, int64[n]."""
+        if not len(draws):
+            return np.empty(0, np.int64)
+        batch = self._rows.batch(step.rows[draws.row], draws.position, draws.before)
         with torch.inference_mode():
-            drawn: Int64 = sample(logits, self._rows.batch(rows, position)).cpu().numpy()
-        self._rows.drawn(rows, drawn)
-        return Csr(indptr, drawn.astype(np.int32))
+            drawn: Int64 = sample(logits, batch).cpu().numpy()
+        return drawn
 
 
 def require_fit(planned: Model, config: KVCacheConfig) -> None:

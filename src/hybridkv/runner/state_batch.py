@@ -1,18 +1,19 @@
 """What a step reads and writes of recurrent states in one group, and running a mixer over it.
 
-    a step's tokens   [ d0 | d1 | d2 | p p p p p p ]        d: rows that run one token, p: a prompt's chunk
-    calls             one over the batch [3, 1, width]; one over each segment of the chunk: [p p p p], [p p]
-                                                                                              ^ a state is kept here
+    a step's tokens   [ d0 | d1 x1 x1 | d2 x2 | p p p p p p ]       d: rows that decode, x: their drafts, p: a chunk
+    calls             [d0 d1 d2]  [x1 x2]  [x1]  [p p p p]  [p p]
+                                                          ^ a state is kept here
 
-Rows with one token are one true batch; every other row is cut where its state is written. A state is read from its
-block once, goes on from segment to segment, and is only ever written to blocks that the Step names.
+Rows that decode are true batches, token by token: the state behind each token is written before the next one runs.
+Every other row is cut where its state is written. A state is read from its block once, goes on from call to call, and
+is only ever written to blocks that the Step names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -25,27 +26,41 @@ from hybridkv.step import Step
 
 Int64 = NDArray[np.int64]
 
+_ROW_BITS: Final = 32
+"""A row above, a token count below: one number for both."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecodeRows:
-    """Rows that run one token. tokens: their places in the step's flattened row, a slice or int64[rows].
+class Wave:
+    """One token of each of several rows. tokens: their places in the step's flattened row, a slice or int64[rows].
 
-    read: int64[rows], the blocks of their states. begins: int64[b], which of them begin, from zeros.
+    goes_on: int64[rows], which rows of the wave before run another token; None: all of them.
     written, blocks: int64[w] each, the state behind row ``written[i]`` goes to block ``blocks[i]``; ``whole``: they are
     all rows in their order.
     """
 
     tokens: slice | torch.Tensor
-    read: torch.Tensor
-    begins: torch.Tensor
+    goes_on: torch.Tensor | None
     written: torch.Tensor
     blocks: torch.Tensor
     whole: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class DecodeRows:
+    """Rows that run one certain token and their drafts. read: int64[rows], the blocks of their states.
+
+    begins: int64[b], which of them begin, from zeros. waves: the first token of all, the next of those with drafts, ..
+    """
+
+    read: torch.Tensor
+    begins: torch.Tensor
+    waves: tuple[Wave, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Chain:
-    """A row that runs several tokens. read: the block of its state, None where it begins.
+    """A row that runs several certain tokens. read: the block of its state, None where it begins.
 
     segments: places of each in the step's flattened row, and int64[n], the blocks that the state behind it goes to.
     """
@@ -65,65 +80,87 @@ class StateBatch:
 def state_batch(step: Step, group: int, device: torch.device) -> StateBatch:
     """What ``step`` does to the states of ``group``. O(rows + writes).
 
-    Raises WorkerError for a row without a state to read, or whose state behind its last token is not written.
+    Raises WorkerError for a row without a state to read, for states written where their row does not get, and where
+    the state behind a row's last certain token, or behind one of its drafts, is not written.
     """
     states = _GroupStates(step, group, device)
-    scheduled = step.num_scheduled
-    single = np.flatnonzero(scheduled == 1)
+    decoding = step.num_scheduled == np.diff(step.drafts.indptr) + 1
+    single = np.flatnonzero(decoding)
     return StateBatch(
         states.decode(single) if len(single) else None,
-        tuple(states.chain(row) for row in np.flatnonzero(scheduled > 1).tolist()),
+        tuple(states.chain(row) for row in np.flatnonzero(~decoding).tolist()),
     )
 
 
 class _GroupStates:
-    """What a Step says of one group. ends: of each row in the flattened step. writes: int64[w, 3], see Step."""
+    """What a Step says of one group. first: of each row in the flattened step.
+
+    writes: int64[w, 3], which row, after how many of its tokens in this step, block.
+    """
 
     def __init__(self, step: Step, group: int, device: torch.device) -> None:
         self.step, self.device = step, device
-        self.ends = np.cumsum(step.num_scheduled.astype(np.int64))
+        self.scheduled = step.num_scheduled.astype(np.int64)
+        self.first = np.cumsum(self.scheduled) - self.scheduled
         self.read = step.state_read[:, group].astype(np.int64)
         if len(self.read) and self.read.min() < 1:
             raise WorkerError(f"Step {step.id}: row {step.rows[self.read.argmin()]} has no state in group {group}")
         self.writes = step.state_writes[step.state_writes[:, 1] == group][:, (0, 2, 3)].astype(np.int64)
-        last = (step.num_computed + step.num_scheduled)[self.writes[:, 0]] == self.writes[:, 1]
-        if len(np.unique(self.writes[last, 0])) < len(step):
-            raise WorkerError(f"Step {step.id}: the state behind a row's last token is not written in group {group}")
+        row = self.writes[:, 0]
+        self.writes[:, 1] -= step.num_computed[row]
+        self._check(group)
+
+    def _check(self, group: int) -> None:
+        step, (row, after, _) = self.step, self.writes.T
+        wrong = np.flatnonzero((after < 1) | (after > self.scheduled[row]))
+        if len(wrong):
+            i = row[wrong[0]]
+            raise WorkerError(
+                f"Step {step.id}: a state of row {step.rows[i]} is written behind {step.num_computed[i]} + "
+                f"{after[wrong[0]]} tokens in group {group}, the row runs {self.scheduled[i]}"
+            )
+        certain = self.scheduled - np.diff(step.drafts.indptr)
+        needed = after >= certain[row]  # behind the last certain token and every draft
+        if len(np.unique(row[needed] << _ROW_BITS | after[needed])) < len(step) + len(step.drafts.values):
+            raise WorkerError(
+                f"Step {step.id}: the state behind a row's last certain token, or behind one of its drafts, is not "
+                f"written in group {group}"
+            )
 
     def decode(self, single: Int64) -> DecodeRows:
-        """The rows ``single``, which run one token."""
+        """The rows ``single``, which run one certain token and their drafts."""
+        lengths = self.scheduled[single]
+        waves = [self._wave(single[lengths > at], single[lengths >= at], at) for at in range(int(lengths.max()))]
+        begins = np.flatnonzero(self.step.num_computed[single] == 0)
+        return DecodeRows(self._tensor(self.read[single]), self._tensor(begins), tuple(waves))
+
+    def _wave(self, rows: Int64, before: Int64, at: int) -> Wave:
+        """The ``at``-th token of each of ``rows``. before: the rows of the wave before it."""
         place = np.full(len(self.step), -1, np.int64)
-        place[single] = np.arange(len(single))
-        mine = self.writes[place[self.writes[:, 0]] >= 0]
+        place[rows] = np.arange(len(rows))
+        mine = self.writes[(self.writes[:, 1] == at + 1) & (place[self.writes[:, 0]] >= 0)]
         written = place[mine[:, 0]]
-        tokens = self.ends[single] - 1
+        tokens = self.first[rows] + at
         contiguous = len(tokens) == tokens[-1] - tokens[0] + 1
-        return DecodeRows(
+        return Wave(
             tokens=slice(int(tokens[0]), int(tokens[-1]) + 1) if contiguous else self._tensor(tokens),
-            read=self._tensor(self.read[single]),
-            begins=self._tensor(np.flatnonzero(self.step.num_computed[single] == 0)),
+            goes_on=None if len(rows) == len(before) else self._tensor(np.searchsorted(before, rows)),
             written=self._tensor(written),
             blocks=self._tensor(mine[:, 2]),
-            whole=bool(len(written) == len(single) and (written == np.arange(len(single))).all()),
+            whole=bool(len(written) == len(rows) and (written == np.arange(len(rows))).all()),
         )
 
     def chain(self, row: int) -> Chain:
-        """A row that runs several tokens. WorkerError for a state written where it does not get."""
-        computed, scheduled = int(self.step.num_computed[row]), int(self.step.num_scheduled[row])
-        first = int(self.ends[row]) - scheduled
+        """A row that runs several certain tokens."""
+        first = int(self.first[row])
         mine = self.writes[self.writes[:, 0] == row]
         counts = np.unique(mine[:, 1])  # ascending; the last is the end of the row
-        if counts[0] <= computed or counts[-1] > computed + scheduled:
-            raise WorkerError(
-                f"Step {self.step.id}: states of row {self.step.rows[row]} are written behind {counts.tolist()} "
-                f"tokens, the row runs {computed + 1} .. {computed + scheduled}"
-            )
-        edges = [first, *(first + counts - computed).tolist()]
+        edges = [first, *(first + counts).tolist()]
         segments = tuple(
             (slice(begin, end), self._tensor(mine[mine[:, 1] == count, 2]))
             for begin, end, count in zip(edges, edges[1:], counts.tolist(), strict=False)
         )
-        return Chain(int(self.read[row]) if computed else None, segments)
+        return Chain(int(self.read[row]) if self.step.num_computed[row] else None, segments)
 
     def _tensor(self, values: Int64) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
@@ -175,10 +212,13 @@ class PagedMixer:
         if len(rows.begins):
             for state in states:
                 state.index_fill_(0, rows.begins, 0)
-        result, states = run_decode(self._mixer, hidden[0, rows.tokens].unsqueeze(1), states)
-        out[0, rows.tokens] = result.squeeze(1)
-        for view, state in zip(self._views, states, strict=True):
-            view.index_copy_(0, rows.blocks, state if rows.whole else state.index_select(0, rows.written))
+        for wave in rows.waves:
+            if wave.goes_on is not None:
+                states = tuple(state.index_select(0, wave.goes_on) for state in states)
+            result, states = run_decode(self._mixer, hidden[0, wave.tokens].unsqueeze(1), states)
+            out[0, wave.tokens] = result.squeeze(1)
+            for view, state in zip(self._views, states, strict=True):
+                view.index_copy_(0, wave.blocks, state if wave.whole else state.index_select(0, wave.written))
 
     def _run_chain(self, chain: Chain, hidden: torch.Tensor, out: torch.Tensor) -> None:
         states: States | None = None
