@@ -122,7 +122,7 @@ class ModelRunner:
         the next Step can run. O(tokens) beside the model.
         """
         self._check(step)
-        states = {group: state_batch(step, group, self._device) for group in self._state_groups if len(step)}
+        states = self._state_batches(step)
         self.tables.apply(step)
         for rows in (self._rows, self._logprobs):
             rows.end(step.finished_rows)
@@ -167,7 +167,7 @@ class ModelRunner:
     def _check_blocks(self, step: Step) -> None:
         """Every row needs a block for each of its tokens, once the Step's cells are written. O(rows + cells).
 
-        A group of states is checked with its StateBatch.
+        A group of states is checked when its StateBatch is made.
         """
         context = step.num_computed.astype(np.int64) + step.num_scheduled
         emptied = np.concatenate((step.finished_rows, [new.row for new in step.new_rows])).astype(np.int64)
@@ -223,6 +223,11 @@ class ModelRunner:
             self._context.end()
         logits: torch.Tensor = out.logits[0]
         return logits
+
+    def _state_batches(self, step: Step) -> dict[int, StateBatch]:
+        """By group of states."""
+        groups = self._state_groups if step.num_tokens else []
+        return {group: state_batch(step, group, self._device) for group in groups}
 
     def _gather_batches(self, step: Step) -> dict[int, GatherBatch]:
         """By layer index; layers of a group that reach as far back share one."""
