@@ -64,9 +64,11 @@ def test_counts_that_cannot_be(counts: tuple[int, int, int]) -> None:
 
 
 @contextmanager
-def drafting(name: str, count: int = 4, **options: int) -> Iterator[DraftModel]:
+def drafting(name: str, count: int = 4, *, in_flight: int = 1) -> Iterator[DraftModel]:
     loaded = load(f"tiny:{name}")  # of its own: the engine holds the model's attention
-    drafter = DraftModel(Engine(loaded, None, EngineOptions(**options), memory="64MiB", max_model_len=200), count)
+    drafter = DraftModel(
+        Engine(loaded, None, EngineOptions(in_flight=in_flight), memory="64MiB", max_model_len=200), count
+    )
     try:
         yield drafter
     finally:

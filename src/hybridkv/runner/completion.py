@@ -18,7 +18,8 @@ class Completion:
     token_ids: the output, the stop token or the tokens of the stop string included. text: the output decoded,
     special tokens left out, cut in front of the stop string; None without a tokenizer.
     hit_tokens: prompt tokens found in the cache at its first admission. computed_tokens: all that ran for it,
-    recomputation included.
+    recomputation and drafts included. drafted_tokens: drafts that the model verified; accepted_tokens: those that were
+    what it draws, what a stop then cut off included.
     logprobs: of each output token; prompt_logprobs: of each prompt token but the first, fewer if it was aborted before
     they were computed; None where they were not asked for.
     """
@@ -33,6 +34,8 @@ class Completion:
     preemptions: int
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class Increment:
 class Progress:
     """A request that runs, or what came of it. detokenizer: None without a tokenizer.
 
-    computed_tokens: run for it so far. streamed: whether somebody reads it through a Cursor.
+    computed_tokens: run for it so far; drafted_tokens, accepted_tokens: see Completion. streamed: whether somebody reads it through a Cursor.
     completion: once it has ended. logprobs: of its output so far. prompt_logprobs: of its prompt, one list with all
     branches of a request: who computes the prompt is not known before.
     """
@@ -70,9 +73,23 @@ class Progress:
     detokenizer: Detokenizer | None
     streamed: bool = False
     computed_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     completion: Completion | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it runs, all of its output is known, and only the last token of it is left to compute."""
+        request, computed = self.request, self.request.num_computed_tokens
+        return request.row >= 0 and computed == request.num_tokens - 1 >= request.num_prompt_tokens
+
+    def ran(self, computed: int, drafted: int, sampled: int) -> None:
+        """A step computed so many tokens of it, drafts included, and sampled so many: accepted drafts and one more."""
+        self.computed_tokens += computed
+        self.drafted_tokens += drafted
+        self.accepted_tokens += max(sampled - 1, 0)
 
     def add_prompt_logprobs(self, found: Sequence[tuple[int, TokenLogprob]]) -> None:
         """Values at (position, value), ascending: what a prompt that runs again says once more is left out."""
@@ -80,26 +97,32 @@ class Progress:
             if position == len(self.prompt_logprobs) + 1 < self.request.num_prompt_tokens:
                 self.prompt_logprobs.append(value)
 
-    def add_logprob(self, found: Sequence[tuple[int, TokenLogprob]]) -> None:
-        """That of the token just appended, if it was asked for: the last one, behind those of the prompt."""
+    def add_logprobs(self, found: Sequence[tuple[int, TokenLogprob]], appended: int) -> None:
+        """Of values at (position, value), ascending, those of the ``appended`` tokens, if they were asked for."""
         if self.request.sampling.logprobs is not None:
-            self.logprobs.append(found[-1][1])
+            outputs = [value for position, value in found if position >= self.request.num_prompt_tokens]
+            self.logprobs += outputs[:appended]
 
     def complete(self, reason: FinishReason) -> Completion:
-        """The request has ended."""
+        """The request has ended. What was accepted behind a stop string is none of its output."""
         request = self.request
         tokens = request.token_ids().tolist()
+        outputs = tokens[request.num_prompt_tokens :]
+        if self.detokenizer is not None and self.detokenizer.stopped:
+            outputs = outputs[: self.detokenizer.num_tokens]
         self.completion = Completion(
             request_id=request.request_id,
             prompt_token_ids=tuple(tokens[: request.num_prompt_tokens]),
-            token_ids=tuple(tokens[request.num_prompt_tokens :]),
+            token_ids=tuple(outputs),
             text=self.detokenizer.finish() if self.detokenizer is not None else None,
             finish_reason=reason,
             hit_tokens=request.first_hit_tokens or 0,
             computed_tokens=self.computed_tokens,
             preemptions=request.num_preemptions,
-            logprobs=None if request.sampling.logprobs is None else tuple(self.logprobs),
+            logprobs=None if request.sampling.logprobs is None else tuple(self.logprobs[: len(outputs)]),
             prompt_logprobs=None if request.sampling.prompt_logprobs is None else tuple(self.prompt_logprobs),
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
         )
         return self.completion
 
@@ -131,7 +154,10 @@ class Cursor:
         request = self._progress.request
         if self._ended or (done is None and request.num_output_tokens == self._tokens):
             return None
-        tokens = request.token_ids(request.num_prompt_tokens + self._tokens).tolist()
+        if done is None:
+            tokens = tuple(request.token_ids(request.num_prompt_tokens + self._tokens).tolist())
+        else:
+            tokens = done.token_ids[self._tokens :]
         text = self._new_text(done)
         logprobs = None
         if request.sampling.logprobs is not None:
@@ -139,7 +165,7 @@ class Cursor:
         self._tokens += len(tokens)
         self._characters += len(text or "")
         self._ended = done is not None
-        return Increment(self.request_id, tuple(tokens), text, done, self._output, logprobs)
+        return Increment(self.request_id, tokens, text, done, self._output, logprobs)
 
     def _new_text(self, done: Completion | None) -> str | None:
         if done is not None:

@@ -16,7 +16,8 @@ class Detokenizer:
     """The text of one request's output.
 
     tokenizer: has ``decode(ids, skip_special_tokens=)``. stop: strings that end the output.
-    ``text``: what is certain so far; ``finish`` adds what was held back. A token costs one decode of at
+    ``text``: what is certain so far; ``finish`` adds what was held back. ``num_tokens``: taken in, up to the one that
+    completes a stop string. A token costs one decode of at
     most _WINDOW_TOKENS tokens, however long the output.
     """
 
@@ -27,6 +28,7 @@ class Detokenizer:
         self._window: list[int] = []
         self._shown = 0
         self.text = ""
+        self.num_tokens = 0
         self.stopped = False
 
     def add(self, tokens: Sequence[int]) -> bool:
@@ -34,6 +36,7 @@ class Detokenizer:
         for token in tokens:
             if self.stopped:
                 break
+            self.num_tokens += 1
             self._window.append(token)
             self._show(self._certain())
         return self.stopped

@@ -1,6 +1,6 @@
 """Engine: the loop that glues scheduler and runner, with text on both sides.
 
-add -> scheduler.schedule -> Step -> runner.execute -> StepResult -> scheduler.update
+add -> drafts, maybe -> scheduler.schedule -> Step -> runner.execute -> StepResult -> scheduler.update
     -> text, stop strings -> Completion
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -28,7 +28,10 @@ from hybridkv.runner.probe import planner_model
 from hybridkv.runner.runner import ModelRunner, Observer, require_fit
 from hybridkv.runner.stream import Stream
 from hybridkv.schedule import FinishReason, Outcome, Scheduler, SchedulerLimits, SchedulerStatistics
-from hybridkv.step import Step
+from hybridkv.step import Step, StepResult
+
+if TYPE_CHECKING:  # a draft model is an engine, too
+    from hybridkv.runner.drafters import Drafter
 
 _IDLE_STEPS: Final = 8
 """Empty steps in a row, with nothing in flight, after which a scheduler that is not drained is called stuck."""
@@ -58,6 +61,8 @@ class Engine:
     with requests up to ``max_model_len`` tokens, as ``plan_within`` has them.
     tokenizer: of a transformers model; without one prompts and outputs are token ids.
     observer: sees the logits of every Step (hybridkv.runner.runner.Observer).
+    speculate: proposes tokens, which the model verifies several at a time; None for none. Outputs are the same. A plan
+    needs room for its drafts in recurrent layers (num_speculative_tokens). The engine closes it.
     From here to ``close`` (or the end of a ``with``) the model attends through the engine's pages.
     Raises ConfigError for a plan of another model, for arguments that contradict each other, and as ``wrap``,
     ``plan_within`` and ModelRunner do.
@@ -73,12 +78,22 @@ class Engine:
         memory: int | str | None = None,
         max_model_len: int | None = None,
         observer: Observer | None = None,
+        speculate: Drafter | None = None,
     ) -> None:
         self.options = options if options is not None else EngineOptions()
         self.loaded = loaded = _loaded(model, tokenizer)
+        self.drafter = speculate
+        drafts = 0 if speculate is None else speculate.num_speculative_tokens
+        if speculate is not None:
+            speculate.require(loaded)
         if plan is None:
-            ahead = self.options.token_budget * self.options.in_flight
-            plan = plan_within(loaded, memory, max_model_len=max_model_len, max_in_flight_tokens=ahead)
+            plan = plan_within(
+                loaded,
+                memory,
+                max_model_len=max_model_len,
+                max_in_flight_tokens=self.options.token_budget * self.options.in_flight,
+                num_speculative_tokens=drafts,
+            )
         elif memory is not None or max_model_len is not None:
             raise ConfigError("the plan has a memory and a max_model_len: leave these out, or leave the plan out")
         self.plan = plan
@@ -88,6 +103,7 @@ class Engine:
             max_running=self.options.max_running,
             max_batched_tokens=self.options.token_budget,
             max_in_flight=self.options.in_flight,
+            num_speculative_tokens=drafts,
         )
         self.cache = KVCacheManager(
             plan.config,
@@ -112,8 +128,10 @@ class Engine:
         self._idle = 0
 
     def close(self) -> None:
-        """Give the model its own attention back; the engine is done."""
+        """Give the model its own attention back, and close the drafter; the engine is done."""
         self.runner.detach()
+        if self.drafter is not None:
+            self.drafter.close()
 
     def __enter__(self) -> Self:
         return self
@@ -254,17 +272,27 @@ class Engine:
             self._in_flight.clear()
             self.scheduler.fail(step.id, error)
             raise
-        self._take_in(step, self.scheduler.update(result), tokens_of(result.logprobs, len(step)))
+        self._take_in(step, result, self.scheduler.update(result))
 
     def _schedule_ahead(self) -> None:
         while len(self._in_flight) < self.options.in_flight:
             # drained with requests not handed out: aborted ones, which the update of an empty Step brings
             if self.scheduler.drained and (self._in_flight or not self._live):
                 return
+            self._propose()
             step = self.scheduler.schedule()
             self._in_flight.append(step)
             if not len(step):
                 return
+
+    def _propose(self) -> None:
+        """Drafts for the requests of which one token is left to run: what the others will have is not known yet."""
+        if self.drafter is None:
+            return
+        ready = [one.request for one in self._live.values() if one.decodes]
+        if ready:
+            drafts = self.drafter.propose(ready)
+            self.scheduler.propose({one.request_id: tokens for one, tokens in zip(ready, drafts, strict=True)})
 
     def _watch(self, step: Step) -> None:
         """Raise CacheError when nothing runs though somebody waits: an endless loop otherwise."""
@@ -275,19 +303,20 @@ class Engine:
                 f"{self._idle} steps in a row were empty"
             )
 
-    def _take_in(self, step: Step, outcome: Outcome, logprobs: list[list[tuple[int, TokenLogprob]]]) -> None:
+    def _take_in(self, step: Step, result: StepResult, outcome: Outcome) -> None:
         """Text and log probabilities of the new tokens; requests that a stop string ended; completions."""
         finished = {one.request.request_id: one.reason for one in outcome.finished}
-        counts = np.diff(outcome.appended.indptr)
-        for row, (request, scheduled) in enumerate(zip(outcome.requests, step.num_scheduled.tolist(), strict=True)):
+        logprobs = tokens_of(result.logprobs, len(step))
+        counts, sampled = np.diff(outcome.appended.indptr).tolist(), np.diff(result.sampled.indptr).tolist()
+        for row, request in enumerate(outcome.requests):
             live = self._live.get(request.request_id)
             if live is None or live.request is not request:
                 continue  # it ended in an earlier step
-            live.computed_tokens += scheduled
+            live.ran(int(step.num_scheduled[row]), len(step.drafts[row]), sampled[row])
             live.add_prompt_logprobs(logprobs[row])
             if not counts[row]:
                 continue
-            live.add_logprob(logprobs[row])
+            live.add_logprobs(logprobs[row], counts[row])
             if self._add_text(live, outcome.appended[row].tolist()):
                 if request.request_id not in finished:
                     self.scheduler.finish(request.request_id, FinishReason.STOP)

@@ -27,15 +27,19 @@ def plan_within(
     max_model_len: int | None = None,
     max_in_flight_tokens: int = 0,
     block_size: int = 16,
+    num_speculative_tokens: int = 0,
 ) -> Plan:
     """A plan that fills ``memory``, bytes or a size; None for DEFAULT_MEMORY.
 
     max_model_len: tokens of prompt and output together; None for the model's own limit, or for the longest request
     that fits where that is shorter. max_in_flight_tokens: tokens of all steps in flight.
+    num_speculative_tokens: drafts of a request in a step, for whose states there is to be room.
     Raises ConfigError for a limit above the model's, and for a model without a limit of which any length fits;
     CapacityError when the length asked for, or a single token, does not fit.
     """
-    model = planner_model(loaded.model, block_size=block_size, name=loaded.name)
+    model = planner_model(
+        loaded.model, block_size=block_size, name=loaded.name, num_speculative_tokens=num_speculative_tokens
+    )
     memory_bytes = parse_bytes(DEFAULT_MEMORY if memory is None else memory)
 
     def planned(tokens: int | None) -> Plan:
@@ -63,17 +67,21 @@ def plan_for(
     max_model_len: int | None = None,
     layout: str = DEFAULT_LAYOUT,
     placement: str | None = None,
+    num_speculative_tokens: int = 0,
 ) -> Plan:
     """A plan for requests of ``lengths`` tokens, prompt and output together.
 
     memory: bytes or a size; None for what all of them need side by side, and everything that they leave cached.
     max_model_len: tokens; None for the longest request. layout, placement: as make_plan has them.
+    num_speculative_tokens: as plan_within has it.
     Raises ConfigError when a request is longer than the model allows, CapacityError, saying how
     much is needed, when the longest does not fit.
     """
     if not lengths:
         raise ConfigError("no prompts: give at least one")
-    model = planner_model(loaded.model, block_size=block_size, name=loaded.name)
+    model = planner_model(
+        loaded.model, block_size=block_size, name=loaded.name, num_speculative_tokens=num_speculative_tokens
+    )
     longest = max(lengths)
     if model.max_model_len is not None and longest > model.max_model_len:
         raise ConfigError(
@@ -104,9 +112,11 @@ def _kept_blocks(plan: Plan, lengths: Sequence[int]) -> list[int]:
     """Blocks of each group that requests of ``lengths`` tokens fill and leave behind, sharing nothing."""
     kept = []
     for group in plan.config.groups:
-        size = group.spec.block_size
+        size, drafts = group.spec.block_size, 0
+        if group.spec.keeps is Keeps.STATE:
+            drafts = len(lengths) * plan.model.num_speculative_tokens
         if group.spec.keeps is Keeps.STATE and plan.config.slabs is not None:
-            kept.append(len(lengths) * _STATES_OF_A_REQUEST)
+            kept.append(len(lengths) * _STATES_OF_A_REQUEST + drafts)
         else:
-            kept.append(sum(ceil_div(length, size) + 1 for length in lengths))
+            kept.append(sum(ceil_div(length, size) + 1 for length in lengths) + drafts)
     return kept

@@ -226,16 +226,21 @@ def _callers(model: PreTrainedModel, cache: ProbeCache) -> Iterator[None]:
             handle.remove()
 
 
-def planner_model(model: PreTrainedModel, *, block_size: int, name: str | None = None) -> Model:
+def planner_model(
+    model: PreTrainedModel, *, block_size: int, name: str | None = None, num_speculative_tokens: int = 0
+) -> Model:
     """``planner_view`` of a model that can be run. Raises UnsupportedModelError as require_runnable does."""
-    planned = planner_view(model, block_size=block_size, name=name)
+    planned = planner_view(model, block_size=block_size, name=name, num_speculative_tokens=num_speculative_tokens)
     require_runnable(planned)
     return planned
 
 
-def planner_view(model: PreTrainedModel, *, block_size: int, name: str | None = None) -> Model:
+def planner_view(
+    model: PreTrainedModel, *, block_size: int, name: str | None = None, num_speculative_tokens: int = 0
+) -> Model:
     """The planner's view of ``model``: from its config, with the dtype of its weights.
 
+    num_speculative_tokens: drafts a step for which recurrent layers have room.
     The config's own dtype is that of a checkpoint, which may have been cast.
     """
     dtype = str(model.dtype).removeprefix("torch.")
@@ -244,7 +249,13 @@ def planner_view(model: PreTrainedModel, *, block_size: int, name: str | None = 
         source["text_config"] = {**text, "dtype": dtype}
     if name is not None:
         source["_name_or_path"] = name
-    return read_model(source, block_size=block_size, dtype=dtype, backend="transformers")
+    return read_model(
+        source,
+        block_size=block_size,
+        dtype=dtype,
+        backend="transformers",
+        num_speculative_tokens=num_speculative_tokens,
+    )
 
 
 def require_runnable(planned: Model) -> None:
