@@ -172,6 +172,10 @@ def test_bad_lines_are_counted_on_demand(tmp_path: Path, here: Call) -> None:
         (("--model", "tiny:llama", "--prompts", "no/such/file"), "cannot read the prompts in no/such/file"),
         (("--model", "tiny:llama", "--plan", "no/such/plan"), "cannot read the plan"),
         (("--model", "tiny:llama", "--plan", "p", "--memory", "1GiB"), "drop --memory"),
+        (("--model", "tiny:llama", "--speculate", "ngram:0"), "num_speculative_tokens must lie in 1 .. 8"),
+        (("--model", "tiny:llama", "--speculate", "draft"), "--speculate is ngram[:K] or draft:DIR[:K]"),
+        (("--model", "tiny:llama", "--speculate", "ngram:x"), "--speculate is ngram[:K] or draft:DIR[:K]"),
+        (("--model", "tiny:llama", "--speculate", "draft:no/such:3"), "'no/such' is neither a folder nor tiny:NAME"),
         ((), "--model"),
     ],
 )
@@ -205,3 +209,29 @@ def test_n_outputs_of_one_prompt(tmp_path: Path, here: Call) -> None:
     assert found["statistics"]["computed_tokens"] == 39 + 3 * 8
     assert len({tuple(one["token_ids"]) for one in found["requests"]}) == 3
     assert found["check"]["ok"]
+
+
+def test_drafts_change_no_output_and_are_counted(tmp_path: Path, here: Call) -> None:
+    file = prompts(
+        tmp_path,
+        json.dumps({"prompt": list(range(40)), "sampling": {"temperature": 0.8, "seed": 4}}),
+        json.dumps({"prompt": [65, 66, 67, 68] * 8, "sampling": {"repetition_penalty": 0.2}}),  # repeats itself
+    )
+    arguments = ("--model", "tiny:mamba", "--prompts", file, "--max-new-tokens", "20", "--check", "--json")
+    plain = json.loads(here(*arguments)[1])
+    for who, drafts in (("ngram:3", 3), ("draft:tiny:mamba", 4), ("draft:tiny:mamba:2", 2)):
+        code, out, _ = here(*arguments, "--speculate", who)
+        found = json.loads(out)
+        assert (code, found["check"]["ok"]) == (0, True)
+        assert [one["token_ids"] for one in found["requests"]] == [one["token_ids"] for one in plain["requests"]]
+        stats = found["statistics"]
+        assert len(stats["drafted_by_position"]) == drafts
+        drafted = [sum(one[f"{what}_tokens"] for one in found["requests"]) for what in ("drafted", "accepted")]
+        assert drafted == [sum(stats["drafted_by_position"]), sum(stats["accepted_by_position"])]
+        if who.startswith("draft"):
+            assert drafted[0] == drafted[1] > 20
+            assert stats["steps"] < plain["statistics"]["steps"] / drafts + 4
+    assert plain["statistics"]["drafted_by_position"] == []
+    code, out, _ = here(*arguments[:-2], "--speculate", "draft:tiny:mamba:2")
+    assert (code, "by position 100% 100%" in out) == (0, True)
+    assert "drafts            24 of 24 accepted (100.0%)" in out

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from hybridkv.cli.output import console, table
 from hybridkv.cli.planning import LayoutOption, PlacementOption
+from hybridkv.cli.speculation import Speculate, SpeculateOption
 from hybridkv.errors import ConfigError
 from hybridkv.plan import Plan, read_plan
 from hybridkv.request import SamplingParams, output_ids
@@ -28,9 +29,11 @@ from hybridkv.units import format_bytes, format_count
 if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
     from hybridkv.runner.check import CheckReport
     from hybridkv.runner.completion import Completion
+    from hybridkv.runner.drafters import Drafter
     from hybridkv.runner.engine import Engine, EngineOptions
     from hybridkv.runner.load import LoadedModel
     from hybridkv.runner.prompts import Prompts
+    from hybridkv.schedule import SchedulerStatistics
 
 SCHEMA: Final = "hybridkv.generate"
 VERSION: Final = 1
@@ -76,6 +79,7 @@ def generate_command(
     prefix_caching: Annotated[bool, typer.Option(help="Share the blocks of equal prefixes.")] = True,
     repeat: Annotated[int, typer.Option(help="Rounds over the prompts: the second finds a warm cache.")] = 1,
     in_flight: Annotated[int, typer.Option(help="Steps scheduled ahead of their results, 1 or 2.")] = 1,
+    speculate: SpeculateOption = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compare with plain transformers; exit 1 if it differs.")
     ] = False,
@@ -92,6 +96,7 @@ def generate_command(
         )
     if repeat < 1:
         raise ConfigError(f"--repeat must be at least 1, got {repeat}")
+    asked = None if speculate is None else Speculate.parse(speculate)
     defaults = SamplingParams(max_tokens=max_new_tokens)
     _quiet_transformers()
     from hybridkv.runner.engine import EngineOptions  # noqa: PLC0415  # torch takes seconds: only this command pays
@@ -99,8 +104,9 @@ def generate_command(
     options = EngineOptions(max_running, token_budget, in_flight, prefix_caching)
     loaded = _load(model)
     found = _prompts(loaded, prompts, defaults, skip_bad_lines=skip_bad_lines)
-    plan = _plan(loaded, found, plan_file, given)
-    run = _run(loaded, plan, found, options, repeat=repeat, check=check)
+    drafter = None if asked is None else asked.drafter(_lengths(found), options)
+    plan = _plan(loaded, found, plan_file, given, drafts=0 if asked is None else asked.drafts)
+    run = _run(loaded, plan, found, options, repeat=repeat, check=check, drafter=drafter)
     if as_json:
         print(json.dumps(_document(run), indent=2))
     else:
@@ -142,22 +148,37 @@ def _prompts(loaded: LoadedModel, path: Path | None, defaults: SamplingParams, *
     return read_prompts(path, checked, defaults, vocab_size=loaded.vocab_size, skip_bad_lines=skip_bad_lines)
 
 
-def _plan(loaded: LoadedModel, found: Prompts, plan_file: Path | None, given: Mapping[str, Any]) -> Plan:
-    """The plan in ``plan_file``, or one for the prompts by the rules that were given."""
+def _lengths(found: Prompts) -> list[int]:
+    """Tokens of each request, prompt and output together."""
+    return [len(one.token_ids) + one.sampling.max_tokens for one in found.prompts for _ in range(one.sampling.n)]
+
+
+def _plan(
+    loaded: LoadedModel, found: Prompts, plan_file: Path | None, given: Mapping[str, Any], *, drafts: int
+) -> Plan:
+    """The plan in ``plan_file``, or one for the prompts, and so many drafts a step, by the rules that were given."""
     from hybridkv.runner.planning import plan_for  # noqa: PLC0415  # see generate_command
 
     if plan_file is not None:
         return read_plan(plan_file)
-    lengths = [len(one.token_ids) + one.sampling.max_tokens for one in found.prompts for _ in range(one.sampling.n)]
-    return plan_for(loaded, lengths, **given)
+    return plan_for(loaded, _lengths(found), num_speculative_tokens=drafts, **given)
 
 
-def _run(loaded: LoadedModel, plan: Plan, found: Prompts, options: EngineOptions, *, repeat: int, check: bool) -> _Run:
+def _run(
+    loaded: LoadedModel,
+    plan: Plan,
+    found: Prompts,
+    options: EngineOptions,
+    *,
+    repeat: int,
+    check: bool,
+    drafter: Drafter | None,
+) -> _Run:
     from hybridkv.runner.check import LogitRecorder, check_completions  # noqa: PLC0415  # see generate_command
     from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
 
     recorder = LogitRecorder() if check else None
-    engine = Engine(loaded, plan, options, observer=recorder)
+    engine = Engine(loaded, plan, options, observer=recorder, speculate=drafter)
     rounds: list[list[Completion]] = []
     seconds: list[float] = []
     try:
@@ -226,6 +247,8 @@ def _document(run: _Run) -> dict[str, object]:
                 "hit_tokens": one.hit_tokens,
                 "computed_tokens": one.computed_tokens,
                 "preemptions": one.preemptions,
+                "drafted_tokens": one.drafted_tokens,
+                "accepted_tokens": one.accepted_tokens,
             }
             for number, done in enumerate(run.rounds)
             for one in done
@@ -270,12 +293,24 @@ def _show(run: _Run) -> None:
             f"{format_count(hits)} of {format_count(asked)} prompt tokens were not recomputed ({seconds:.2f} s)"
         )
     lines["output tokens"] = f"{format_count(made)}, {made / max(sum(run.seconds), 1e-9):.0f} a second"
+    if stats.drafted_tokens:
+        lines["drafts"] = _drafts(stats)
     if run.prompts.bad_lines:
         lines["bad lines"] = f"{run.prompts.bad_lines} left out; the first: {run.prompts.first_bad}"
     if run.report is not None:
         lines["check"] = _verdict(run.report)
     for name, value in lines.items():
         out.print(f"{name:<17} {value}", soft_wrap=True, markup=False)
+
+
+def _drafts(stats: SchedulerStatistics) -> str:
+    """How many were accepted, in all and by position: a draft counts at its own position, whatever came before it."""
+    pairs = zip(stats.accepted_by_position, stats.drafted_by_position, strict=True)
+    shares = " ".join(f"{accepted / drafted:.0%}" for accepted, drafted in pairs if drafted)
+    return (
+        f"{format_count(stats.accepted_tokens)} of {format_count(stats.drafted_tokens)} accepted "
+        f"({stats.accepted_tokens / stats.drafted_tokens:.1%}); by position {shares}"
+    )
 
 
 def _round_table(done: list[Completion]) -> Table:

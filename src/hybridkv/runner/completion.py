@@ -64,9 +64,9 @@ class Increment:
 class Progress:
     """A request that runs, or what came of it. detokenizer: None without a tokenizer.
 
-    computed_tokens: run for it so far; drafted_tokens, accepted_tokens: see Completion. streamed: whether somebody reads it through a Cursor.
-    completion: once it has ended. logprobs: of its output so far. prompt_logprobs: of its prompt, one list with all
-    branches of a request: who computes the prompt is not known before.
+    computed_tokens: run for it so far; drafted_tokens, accepted_tokens: see Completion. streamed: whether somebody
+    reads it through a Cursor. completion: once it has ended. logprobs: of its output so far. prompt_logprobs: of its
+    prompt, one list with all branches of a request: who computes the prompt is not known before.
     """
 
     request: Request

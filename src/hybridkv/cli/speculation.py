@@ -1,0 +1,62 @@
+"""What `generate --speculate` names: who proposes tokens, and how many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from hybridkv.errors import ConfigError
+
+if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
+    from hybridkv.runner.drafters import Drafter
+    from hybridkv.runner.engine import EngineOptions
+
+DEFAULT_DRAFTS: Final = 4
+_NGRAM: Final = "ngram"
+_DRAFT: Final = "draft"
+
+SpeculateOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Draft K tokens a step, verified together: by the request's own text, or by a smaller model. "
+        f"K: {DEFAULT_DRAFTS}.",
+        metavar="<ngram[:K]|draft:DIR[:K]>",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Speculate:
+    """source: of the draft model, a folder or tiny:NAME; None for prompt lookup. drafts: of a request in a step."""
+
+    source: str | None
+    drafts: int = DEFAULT_DRAFTS
+
+    @classmethod
+    def parse(cls, text: str) -> Speculate:
+        """From ``ngram[:K]`` or ``draft:DIR[:K]``. ConfigError for anything else."""
+        kind, _, rest = text.partition(":")
+        source, _, last = rest.rpartition(":")
+        if last.lstrip("-").isdigit():
+            rest, drafts = source, int(last)
+        else:
+            drafts = DEFAULT_DRAFTS
+        if (kind, bool(rest)) not in {(_NGRAM, False), (_DRAFT, True)}:
+            raise ConfigError(f"--speculate is ngram[:K] or draft:DIR[:K], got {text!r}")
+        return cls(rest or None, drafts)
+
+    def drafter(self, lengths: Sequence[int], options: EngineOptions) -> Drafter:
+        """The drafter, with room for requests of ``lengths`` tokens, prompt and output together.
+
+        Raises ConfigError for a number of drafts that cannot be, and as ``load`` and ``plan_for`` do.
+        """
+        from hybridkv.runner import Engine, load, plan_for  # noqa: PLC0415  # torch takes seconds: who drafts pays
+        from hybridkv.runner.drafters import DraftModel, NgramDrafter  # noqa: PLC0415  # same
+
+        if self.source is None:
+            return NgramDrafter(self.drafts)
+        loaded = load(self.source)
+        return DraftModel(Engine(loaded, plan_for(loaded, lengths), options), self.drafts)
