@@ -17,6 +17,7 @@ from runner_support import (
 
 from hybridkv.request import SamplingParams
 from hybridkv.runner import TINY_MODELS, Completion
+from hybridkv.runner.drafters import Drafter
 from hybridkv.specs import Keeps
 from hybridkv.step import Step
 
@@ -47,7 +48,7 @@ class CheckedEngine:
         name: str,
         prompts: Sequence[Sequence[int]],
         output: int,
-        **options: int | bool | str | None,
+        **options: int | bool | str | Drafter | None,
     ) -> None:
         self.loaded, self.seen = loaded_model(name), EveryLogit()
         self.engine = make(self.loaded, prompts, output, observer=self.seen, **options)  # type: ignore[arg-type]  # by name

@@ -13,6 +13,7 @@ from hybridkv.plan.planner import DEFAULT_LAYOUT
 from hybridkv.request import SamplingParams
 from hybridkv.runner import TINY_MODELS, Completion, Engine, EngineOptions, LoadedModel, load, plan_for
 from hybridkv.runner.check import forced_logits, generate_greedy
+from hybridkv.runner.drafters import Drafter
 from hybridkv.runner.probe import attention_implementation
 from hybridkv.runner.verify import Draws
 from hybridkv.step import Step
@@ -127,6 +128,7 @@ class EngineFactory:
         placement: str | None = None,
         block_size: int = 16,
         observer: EveryLogit | None = None,
+        speculate: Drafter | None = None,
         **options: int | bool,
     ) -> Engine:
         """An engine with room for all prompts, for ``room_for`` requests, or ``memory_blocks`` blocks beside null."""
@@ -135,13 +137,22 @@ class EngineFactory:
             lengths = [max(lengths)] * room_for
 
         def planned(memory: int | None = None) -> Plan:
-            return plan_for(loaded, lengths, memory=memory, layout=layout, placement=placement, block_size=block_size)
+            return plan_for(
+                loaded,
+                lengths,
+                memory=memory,
+                layout=layout,
+                placement=placement,
+                block_size=block_size,
+                num_speculative_tokens=0 if speculate is None else speculate.num_speculative_tokens,
+            )
 
         plan = planned()
         if memory_blocks is not None:
             plan = planned((memory_blocks + 1) * plan.capacity.block_bytes)
         self.close()  # one model, one attention at a time
-        engine = Engine(loaded, plan, EngineOptions(**options), observer=observer)  # type: ignore[arg-type]  # int or bool by name
+        asked = EngineOptions(**options)  # type: ignore[arg-type]  # int or bool by name
+        engine = Engine(loaded, plan, asked, observer=observer, speculate=speculate)
         self._made.append(engine)
         return engine
 

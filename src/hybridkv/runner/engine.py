@@ -62,7 +62,8 @@ class Engine:
     tokenizer: of a transformers model; without one prompts and outputs are token ids.
     observer: sees the logits of every Step (hybridkv.runner.runner.Observer).
     speculate: proposes tokens, which the model verifies several at a time; None for none. Outputs are the same. A plan
-    needs room for its drafts in recurrent layers (num_speculative_tokens). The engine closes it.
+    needs room for its drafts in recurrent layers (num_speculative_tokens). A request that decodes then waits for its
+    result before its next step is scheduled, drafts or not, whatever ``in_flight`` is. The engine closes it.
     From here to ``close`` (or the end of a ``with``) the model attends through the engine's pages.
     Raises ConfigError for a plan of another model, for arguments that contradict each other, and as ``wrap``,
     ``plan_within`` and ModelRunner do.
@@ -279,6 +280,8 @@ class Engine:
             # drained with requests not handed out: aborted ones, which the update of an empty Step brings
             if self.scheduler.drained and (self._in_flight or not self._live):
                 return
+            if self.drafter is not None and any(map(_would_run_ahead, self._in_flight)):
+                return
             self._propose()
             step = self.scheduler.schedule()
             self._in_flight.append(step)
@@ -341,6 +344,11 @@ def one_each(
     if len(params) != len(prompts):
         raise ConfigError(f"{len(params)} sampling parameters for {len(prompts)} prompts: give one for each")
     return list(zip(prompts, params, strict=True))
+
+
+def _would_run_ahead(step: Step) -> bool:
+    """Whether the step behind ``step`` could have a token whose input is not known: drafts behind it could not be."""
+    return bool((step.samples & (np.diff(step.drafts.indptr) == 0)).any())
 
 
 def _refuse_more_logprobs(params: SamplingParams, loaded: LoadedModel) -> None:

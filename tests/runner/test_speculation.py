@@ -1,0 +1,348 @@
+"""Engines that draft against engines that do not: the same tokens, right logits, nothing left behind."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from checked_engine import CheckedEngine, models
+from runner_support import ALL_MODELS, EngineFactory, greedy, loaded_model, shared_prompts
+from scripted import Script, ScriptedDrafter
+from test_disturbances import raising, unlike_prompts
+
+from hybridkv.errors import ConfigError
+from hybridkv.request import Request, SamplingParams
+from hybridkv.runner import TINY_MODELS, Completion, Engine, load
+from hybridkv.runner.drafters import Drafter, DraftModel, NgramDrafter
+from hybridkv.schedule import FinishReason
+
+DRAFTS = 4
+ONE_OF_EACH_KIND = ("llama", "gemma3", "deepseek_v2", "mamba", "mamba2", "qwen3_next", "lfm2")
+OUTPUT = 24
+
+
+def random_script(seed: int, most: int = DRAFTS) -> Script:
+    """Any number of right drafts among any number of drafts, and sometimes none at all."""
+    rng = np.random.default_rng(seed)
+
+    def script(_request: Request, _asked: int) -> tuple[int, int]:
+        count = int(rng.integers(0, most + 1))
+        return int(rng.integers(0, count + 1)), count
+
+    return script
+
+
+def drawn(count: int, output: int = OUTPUT) -> list[SamplingParams]:
+    """The first is greedy, the others are drawn; by seeds of their own."""
+    asked = SamplingParams(temperature=1.0, max_tokens=output, ignore_eos=True)
+    return [replace(asked, seed=seed, temperature=1.0 if seed else 0.0) for seed in range(count)]
+
+
+class Pair:
+    """Plain runs, and runs of an engine with ``script``, on the same model. options: as CheckedEngine has them."""
+
+    def __init__(
+        self,
+        make: EngineFactory,
+        name: str,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        *,
+        script: Script,
+        **options: int | bool | str | None,
+    ) -> None:
+        longest = max(one.max_tokens for one in sampling)
+        plain = make(loaded_model(name), prompts, longest, room_for=2 * len(prompts))
+        self.plain = plain.generate(prompts, sampling)
+        self.drafter = ScriptedDrafter(script, DRAFTS)
+        asked = [one.of_branch(number) for one in sampling for number in range(one.n)]
+        self.drafter.learn(zip(self.plain, asked, strict=True))
+        self.prompts, self.sampling = prompts, sampling
+        self.checked = CheckedEngine(make, name, prompts, longest, speculate=self.drafter, **options)
+
+    def add(self) -> list[str]:
+        """All requests, queued; the ids of their outputs."""
+        engine = self.checked.engine
+        ids = [engine.add(*one) for one in zip(self.prompts, self.sampling, strict=True)]
+        return [one.request.request_id for one in engine._live.values() if one.request.request_id.split("#")[0] in ids]
+
+    def run(self) -> list[Completion]:
+        done = self.checked.run(self.prompts, self.sampling)
+        self.same(done)
+        return done
+
+    def same(self, done: Sequence[Completion]) -> None:
+        """``done``, all that were asked for in their order, came to what they do without drafts."""
+        assert [one.token_ids for one in done] == [one.token_ids for one in self.plain]
+        assert [one.finish_reason for one in done] == [one.finish_reason for one in self.plain]
+        self.counts(done)
+
+    def counts(self, done: Sequence[Completion]) -> None:
+        """Steps, completions and statistics say the same of drafts."""
+        stats = self.checked.engine.statistics()
+        assert sum(one.drafted_tokens for one in done) == stats.drafted_tokens
+        assert sum(one.accepted_tokens for one in done) == stats.accepted_tokens
+        assert stats.drafted_tokens == sum(len(step.drafts.values) for step in self.checked.steps)
+
+
+# -- every pattern, at every place around the edges of blocks
+
+
+def edge_prompts(block: int) -> list[list[int]]:
+    """That end so far before an edge of blocks of ``block`` tokens that drafts begin to reach it, .., pass it."""
+    edge = -(-40 // block) * block
+    text = np.random.default_rng(8).integers(32, 127, edge).tolist()
+    return [text[: edge - 1 - before] for before in range(DRAFTS + 2)]
+
+
+EDGES = [
+    *(pytest.param(name, "natural", marks=mark) for name, mark in ((n, ()) for n in ONE_OF_EACH_KIND)),
+    *(pytest.param(name, "reference", marks=mark) for name, mark in (("mamba", ()), ("qwen3_next", ()))),
+    *(
+        pytest.param(name, "reference", marks=pytest.mark.thorough)
+        for name in ONE_OF_EACH_KIND
+        if name not in {"mamba", "qwen3_next"}
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), EDGES)
+def test_every_pattern_over_every_edge(name: str, layout: str, make_engine: EngineFactory) -> None:
+    loaded = loaded_model(name)
+    probe = make_engine(loaded, [[1] * 40], OUTPUT, layout=layout, speculate=ScriptedDrafter(random_script(0)))
+    size = max(group.spec.block_size for group in probe.plan.config.groups)
+    prompts = edge_prompts(size)
+    patterns = range(DRAFTS + 1)
+    asked = [replace(greedy(12), seed=good) for _ in prompts for good in patterns]  # the seed says the pattern
+    pair = Pair(
+        make_engine,
+        name,
+        [prompt for prompt in prompts for _ in patterns],
+        asked,
+        script=lambda request, _: (request.sampling.seed, DRAFTS),
+        layout=layout,
+        room_for=2 * len(asked),
+    )
+    pair.run()
+    steps = pair.checked.steps
+    seen = {
+        (int(computed) + 1) % size
+        for step in steps
+        for row, computed in enumerate(step.num_computed)
+        if len(step.drafts[row]) == DRAFTS
+    }
+    assert seen >= {(size - before) % size for before in range(DRAFTS + 2)}
+    accepted = pair.checked.engine.statistics().accepted_by_position
+    assert len(accepted) == DRAFTS
+    assert accepted[0] > accepted[1] > accepted[2] > accepted[3] > 0
+
+
+# -- outputs that end inside accepted drafts
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("name", models("gemma3", "mamba", "qwen3_next"))
+def test_outputs_end_inside_accepted_drafts(name: str, in_flight: int, make_engine: EngineFactory) -> None:
+    """At every place: by a stop token, by a stop string, by their length; and what they leave cached is right."""
+    (prompt,) = shared_prompts(1, 3)
+    loaded = loaded_model(name)
+    whole = make_engine(loaded, [prompt], OUTPUT).generate([prompt], greedy(OUTPUT))[0]
+    assert whole.text is not None
+    asked = [greedy(length) for length in range(1, 2 * DRAFTS + 4)]
+    asked += [replace(greedy(OUTPUT), stop_token_ids=(token,)) for token in whole.token_ids[: 2 * DRAFTS]]
+    asked += [replace(greedy(OUTPUT), stop=(whole.text[at : at + 2],)) for at in range(2 * DRAFTS)]
+    asked += [replace(greedy(OUTPUT), stop=(whole.text[3:5],), logprobs=1)]
+    pair = Pair(
+        make_engine,
+        name,
+        [prompt] * len(asked),
+        asked,
+        script=lambda *_: (DRAFTS, DRAFTS),
+        in_flight=in_flight,
+        room_for=60,
+    )
+    # all have one prompt and seed: the drafter knows the longest
+    pair.drafter.learn([(whole, greedy(OUTPUT))])
+    done = pair.run()
+    reasons = {one.finish_reason for one in done}
+    assert reasons == {FinishReason.LENGTH, FinishReason.STOP}
+    assert [one.text for one in done] == [one.text for one in pair.plain]
+    assert done[-1].logprobs is not None
+    assert [one.token_id for one in done[-1].logprobs] == list(done[-1].token_ids)
+    assert len({len(one.token_ids) for one in done}) > 2 * DRAFTS
+    assert pair.checked.engine.statistics().accepted_tokens > sum(len(one.token_ids) for one in done) // 2
+    # who goes on from what they left: from their ends, from in between, from behind
+    more = np.random.default_rng(4).integers(32, 127, 6).tolist()
+    texts = [[*prompt, *one.token_ids] for one in done]
+    follow = [text[: len(text) - back] + more for text in texts for back in (0, 1)]
+    after = pair.checked.run(follow, greedy(3))
+    assert sum(one.hit_tokens >= len(prompt) - 1 for one in after) == len(follow)
+
+
+# -- together with everything else
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", ALL_MODELS)
+def test_random_patterns_in_little_memory(name: str, seed: int, make_engine: EngineFactory) -> None:
+    """Prefix hits, chunked prefill, preemption for lack of memory or for no reason, forks; one and two steps ahead."""
+    layout, in_flight = ("natural", "reference")[seed], 1 + TINY_MODELS.index(name) % 2
+    prompts = [*shared_prompts(3, seed), *unlike_prompts(2, seed)]
+    sampling = [replace(one, n=2 if at == 1 else 1) for at, one in enumerate(drawn(5))]
+    pair = Pair(
+        make_engine,
+        name,
+        prompts,
+        [replace(one, seed=10 * one.seed) for one in sampling],
+        script=random_script(seed),
+        layout=layout,
+        in_flight=in_flight,
+        token_budget=60,
+        room_for=4,
+    )
+    ids, done = pair.add(), list[Completion]()
+    engine = pair.checked.engine
+    for number in itertools.count():
+        if engine.idle:
+            break
+        done += engine.step()
+        if number in {6, 9} and engine.scheduler.num_running:
+            engine.scheduler._preempt_last()
+    pair.checked.check(done)
+    by_id = {one.request_id: one for one in done}
+    pair.same([by_id[one] for one in ids])
+    stats = engine.statistics()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    assert stats.preemptions >= 2
+    again = pair.checked.run(prompts, [replace(one, n=1) for one in pair.sampling])
+    assert [one.token_ids for one in again] == [by_id[one].token_ids for one in ids if "#" not in one]
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("name", models("gemma3", "mamba", "qwen3_next"))
+def test_aborts_and_forwards_that_raise(name: str, in_flight: int, make_engine: EngineFactory) -> None:
+    prompts = [*shared_prompts(4, 7), *unlike_prompts(2, 7)]
+    pair = Pair(
+        make_engine,
+        name,
+        prompts,
+        drawn(6),
+        script=random_script(7),
+        in_flight=in_flight,
+        token_budget=100,
+        room_for=12,
+    )
+    ids, done, failures = pair.add(), list[Completion](), 0
+    engine = pair.checked.engine
+    with raising(pair.checked.loaded.model, "head", {2, 7, 11}):
+        for number in itertools.count():
+            if engine.idle:
+                break
+            if number == 9:
+                assert engine.abort(ids[2])
+            try:
+                done += engine.step()
+            except RuntimeError as error:
+                assert str(error) == "the device is gone"  # noqa: PT017  # the loop must go on behind it
+                failures += 1
+                engine.scheduler.check()
+    assert failures == 3
+    pair.checked.check(done)
+    by_id = {one.request_id: one for one in done}
+    assert by_id[ids[2]].finish_reason is FinishReason.ABORT
+    for request_id, plain in zip(ids, pair.plain, strict=True):
+        cut = by_id[request_id].token_ids
+        assert cut == plain.token_ids[: len(cut)]
+        assert len(cut) == OUTPUT or request_id == ids[2]
+    again = pair.checked.run(prompts, drawn(6))
+    assert [one.token_ids for one in again] == [one.token_ids for one in pair.plain]
+    assert all(one.hit_tokens for one in again)
+
+
+@pytest.mark.parametrize("name", models("gemma3", "mamba", "qwen3_next"))
+def test_marks_inside_drafts_are_hit_to_the_token(name: str, make_engine: EngineFactory) -> None:
+    """Where drafts were accepted across a mark, and where it was behind the last accepted one."""
+    (prompt,) = shared_prompts(1, 5)
+    sampling = [greedy(40)]
+    for good in range(DRAFTS + 1):
+        pair = Pair(make_engine, name, [prompt], sampling, script=lambda *_, g=good: (g, DRAFTS), room_for=16)
+        marks = [len(prompt) + at for at in (3, 18, 33)]
+        request = pair.checked.engine.add(prompt, sampling[0], marks=marks)
+        done = pair.checked.drain()[request]
+        pair.same([done])
+        text = [*prompt, *done.token_ids]
+        for mark in marks:
+            other = [*text[:mark], (text[mark] + 1) % 127, 50, 51]
+            (after,) = pair.checked.run([other], greedy(2))
+            assert after.hit_tokens == mark, (good, mark - len(prompt))
+
+
+# -- real drafters
+
+
+@pytest.mark.parametrize(("name", "drafter"), [("mamba", "qwen3_next"), ("llama", "llama"), ("lfm2", "mamba")])
+def test_draft_models_of_other_kinds(name: str, drafter: str, make_engine: EngineFactory) -> None:
+    prompts, sampling = shared_prompts(3, 2), drawn(3)
+    plain = make_engine(loaded_model(name), prompts, OUTPUT).generate(prompts, sampling)
+    apart = load(f"tiny:{drafter}")
+    draft_model = DraftModel(Engine(apart, memory="64MiB", max_model_len=160), 3)
+    checked = CheckedEngine(make_engine, name, prompts, OUTPUT, speculate=draft_model)
+    done = checked.run(prompts, sampling)
+    assert [one.token_ids for one in done] == [one.token_ids for one in plain]
+    stats = checked.engine.statistics()
+    assert stats.drafted_tokens >= 3 * (OUTPUT - 1) * 3 // 4 - 3
+    if name == drafter:  # by the same noise, so sampled tokens agree, too
+        assert stats.accepted_tokens == stats.drafted_tokens
+        assert stats.steps < OUTPUT // 4 + 4
+    checked.engine.close()
+    assert "forward" not in vars(next(iter(apart.model.modules())))
+    assert apart.model.config._attn_implementation == "eager"
+
+
+def test_text_that_repeats_itself_is_looked_up(make_engine: EngineFactory) -> None:
+    prompts = [[65, 66, 67, 68] * 8] * 2
+    sampling = [replace(greedy(40), repetition_penalty=0.2), greedy(40)]
+    plain = make_engine(loaded_model("llama"), prompts, 40).generate(prompts, sampling)
+    checked = CheckedEngine(make_engine, "llama", prompts, 40, speculate=NgramDrafter(4))
+    done = checked.run(prompts, sampling)
+    assert [one.token_ids for one in done] == [one.token_ids for one in plain]
+    assert done[0].accepted_tokens > 20
+    assert done[0].drafted_tokens >= done[0].accepted_tokens
+
+
+def test_streams_bring_several_tokens_at_a_time(make_engine: EngineFactory) -> None:
+    (prompt,) = shared_prompts(1, 6)
+    asked = replace(greedy(OUTPUT), logprobs=0)
+    pair = Pair(make_engine, "qwen3_next", [prompt], [asked], script=lambda *_: (DRAFTS, DRAFTS))
+    parts = list(pair.checked.engine.stream(prompt, asked))
+    assert [token for part in parts for token in part.token_ids] == list(pair.plain[0].token_ids)
+    assert "".join(part.text or "" for part in parts) == pair.plain[0].text
+    for part in parts:
+        assert part.logprobs is not None
+        assert [one.token_id for one in part.logprobs] == list(part.token_ids)
+    assert max(len(part.token_ids) for part in parts) == DRAFTS + 1
+
+
+def test_an_engine_closes_its_drafter_and_refuses_one_that_does_not_fit(make_engine: EngineFactory) -> None:
+    loaded = loaded_model("mamba")
+    drafter = ScriptedDrafter(random_script(0))
+    with Engine(loaded, memory="64MiB", max_model_len=64, speculate=drafter) as engine:
+        assert engine.plan.model.num_speculative_tokens == DRAFTS
+        closed = [drafter.closed]
+    assert [*closed, drafter.closed] == [False, True]
+    plan = make_engine(loaded, [[1] * 20], 4).plan
+    make_engine.close()
+    with pytest.raises(ConfigError, match="num_speculative_tokens is 4, but group 0 has 0 speculative state blocks"):
+        Engine(loaded, plan, speculate=drafter)
+    attends = loaded_model("llama")
+    plan = make_engine(attends, [[1] * 20], 4).plan
+    make_engine.close()
+    Engine(attends, plan, speculate=drafter).close()  # nothing to make room for
+    other: Drafter = DraftModel(Engine(load("tiny:llama"), memory="1MiB", max_model_len=32))
+    wrong = replace(loaded, tokenizer=None)
+    wrong.model.resize_token_embeddings(300)
+    with pytest.raises(ConfigError, match="a draft model needs the vocabulary of its target"):
+        Engine(wrong, memory="64MiB", max_model_len=64, speculate=other)
+    wrong.model.resize_token_embeddings(257)
+    other.close()
