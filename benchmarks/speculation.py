@@ -1,4 +1,4 @@
-"""Drafts against none: steps and seconds, with drafters that are always right, that look text up, and that run a model.
+"""Drafts against none: steps and processor time, with drafters that are always right, that look up, that run a model.
 
     python speculation.py [--rounds 3] [--new-tokens 64]
 
@@ -60,7 +60,7 @@ class KnownOutput:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run: of the steps behind the prompts, how many there were and what they took."""
+    """One run: of the steps behind the prompts, how many there were, and seconds of the processor that they took."""
 
     done: tuple[Completion, ...]
     steps: int
@@ -95,10 +95,10 @@ def measure(
         for prompt in prompts:
             engine.add(prompt, sampling)
         done = list(engine.step())  # the prompts
-        begun, before = time.perf_counter(), engine.statistics().steps
+        begun, before = time.process_time(), engine.statistics().steps
         while not engine.idle:
             done += engine.step()
-        seconds, stats = time.perf_counter() - begun, engine.statistics()
+        seconds, stats = time.process_time() - begun, engine.statistics()
         engine.runner.detach()  # the drafter goes on
         done.sort(key=lambda one: int(one.request_id))
         counts = stats.drafted_tokens, stats.accepted_tokens

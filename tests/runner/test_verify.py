@@ -147,7 +147,7 @@ SAMPLED = [
     SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=12),
     SamplingParams(temperature=1.2, min_p=0.02, repetition_penalty=1.3, seed=13, logprobs=0),
     SamplingParams(repetition_penalty=1.5, logprobs=1),
-    SamplingParams(),
+    SamplingParams(repetition_penalty=0.2),  # repeats itself: a draft makes the next token likely
 ]
 
 
@@ -310,6 +310,10 @@ def test_drafts_that_are_none(change: dict[str, object], said: str) -> None:
 def test_a_runner_refuses_drafts_and_states_that_do_not_fit_and_writes_nothing() -> None:
     prompts = shared_prompts(2, 3)
     with rows_of("qwen3_next", prompts, [greedy(4)] * 2) as rows:
+        first = rows.make()
+        early = first.state_writes - np.array([0, 0, 1, 0], np.int32)
+        with pytest.raises(WorkerError, match="behind a row's last certain token, .* is not written in group"):
+            rows.runner.execute(replace(first, state_writes=early))
         rows.step()
         step = rows.make([[1, 2], [3]])
         writes = step.state_writes
