@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from checked_engine import CheckedEngine, models
-from runner_support import ALL_MODELS, EngineFactory, greedy, loaded_model, shared_prompts
+from runner_support import ALL_MODELS, EngineFactory, failing, greedy, loaded_model, shared_prompts
 from scripted import Script, ScriptedDrafter
-from test_disturbances import raising, unlike_prompts
+from test_disturbances import module_at, unlike_prompts
 
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request, SamplingParams
@@ -235,7 +235,7 @@ def test_aborts_and_forwards_that_raise(name: str, in_flight: int, make_engine: 
     )
     ids, done, failures = pair.add(), list[Completion](), 0
     engine = pair.checked.engine
-    with raising(pair.checked.loaded.model, "head", {2, 7, 11}):
+    with failing(module_at(pair.checked.loaded.model, "head"), {2, 7, 11}.__contains__):
         for number in itertools.count():
             if engine.idle:
                 break
