@@ -63,7 +63,7 @@ def run_with(rig: Rig, name: str, right: int, wrong: int) -> None:
 def test_every_acceptance_pattern_at_every_place(layout: str, drafts: int) -> None:
     """Each step, cell, state and cached block is foretold, and what is read and cached is compared in bytes."""
     for right in range(drafts + 1):
-        for length in range(5, 5 + 12 // (right + 1)):  # from there on the steps begin at the same places again
+        for length in range(5, 6 + right):  # so that steps begin at every place, whatever they accept
             rig = draft_rig(layout, drafts, (full_spec(4), state_spec(12), window_spec(2, 5)))
             name = rig.add([1] * (length - 1) + [2], 26, marks=(12, 17, 18, 19))
             assert name is not None
@@ -105,34 +105,34 @@ MODELS: dict[str, tuple[KVCacheSpec, ...]] = {
 RANDOM = {"natural": random_natural_options, "reference": random_options}
 RARE: dict[str, dict[str, int]] = {
     "natural": {
-        "drafted 0": 230,
-        "drafted 2": 20,
-        "accepted 0": 150,
-        "accepted 2": 10,
-        "cut drafts": 3,
-        "kept late": 34,
-        "late at ends": 8,
-        "branched": 15,
-        "preempted": 6,
-        "late": 7,
-        "failed": 20,
-        "dead": 25,
-        "moved": 200,
-        "hit state": 80,
-        "hit window": 49,
+        "drafted 0": 146,
+        "drafted 2": 27,
+        "accepted 0": 117,
+        "accepted 2": 17,
+        "cut drafts": 1,
+        "kept late": 11,
+        "late at ends": 2,
+        "branched": 8,
+        "late": 2,
+        "failed": 7,
+        "dead": 15,
+        "moved": 92,
+        "hit state": 57,
+        "hit window": 27,
     },
     "reference": {
-        "drafted 0": 110,
+        "drafted 0": 64,
         "drafted 2": 15,
-        "accepted 0": 80,
-        "accepted 2": 8,
-        "drafts given up": 4,
-        "preempted": 6,
-        "late": 5,
-        "failed": 13,
-        "dead": 14,
-        "hit state": 14,
-        "hit window": 8,
+        "accepted 0": 51,
+        "accepted 2": 6,
+        "cut drafts": 2,
+        "drafts given up": 3,
+        "preempted": 2,
+        "late": 1,
+        "failed": 11,
+        "dead": 9,
+        "hit state": 11,
+        "hit window": 5,
     },
 }
 
@@ -150,7 +150,7 @@ class Drafting(Rig):
 
 
 def drafting(layout: str, random: Random, specs: tuple[KVCacheSpec, ...]) -> RigOptions:
-    return RANDOM[layout](random, specs).with_drafts(random.choice((1, 2, 3)))
+    return RANDOM[layout](random, specs).with_drafts(random.choice((2, 3)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -158,7 +158,7 @@ def test_random_runs(layout: str) -> None:
     """Together with all else that the scheduler does; the bounds are about half of what these seeds give."""
     met: Counter[str] = Counter()
     for model, specs in MODELS.items():
-        for seed in range(settings().max_examples // 10):
+        for seed in range(settings().max_examples // 16):
             random = Random(f"drafts {model} {seed}")
             rig = Drafting(drafting(layout, random, specs), random)
             random_run(rig, random)
