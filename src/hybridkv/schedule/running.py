@@ -70,7 +70,6 @@ class RunningRows:
 
     def remove(self, rows: list[int]) -> None:
         """``rows`` run no longer."""
-        self.proposed[rows] = 0
         keep = ~np.isin(self.order, rows)
         kept = np.flatnonzero(keep).tolist()
         self.requests = tuple(self.requests[place] for place in kept)
