@@ -1,7 +1,7 @@
 """Step and StepResult: the only contract between the control plane and a worker.
 
     schedule() -> Step ----> worker: finished_rows, new_rows, cells, zero, copies "before",
-                                     forward, copies "after", sampling
+                                     encoders, forward, copies "after", sampling
     update(StepResult) <---- sampled tokens
 
 A Step owns its arrays: they are never views of live tables, and nobody writes to them again.
@@ -88,12 +88,25 @@ class Copy:
     kind: str
 
 
+@dataclass(frozen=True, slots=True)
+class EncoderRead:
+    """What cross attention reads of a row. digest: of the encoder's input, by which a worker knows the input itself.
+
+    num_tokens: of the encoder's output, in the row's blocks. encodes: whether the worker runs the encoder and writes
+    them, before the forward of this Step; else they are there, or another row of this Step writes the same blocks.
+    """
+
+    digest: bytes | str
+    num_tokens: int
+    encodes: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class NewRow:
     """What a worker must know of a request whose row begins.
 
     token_ids: int32[n], all tokens known: the prompt and, for a resumed request, its outputs.
-    num_prompt_tokens: how many of them are the prompt.
+    num_prompt_tokens: how many of them are the prompt. encoder: None without cross attention.
     """
 
     row: int
@@ -101,6 +114,7 @@ class NewRow:
     token_ids: Int32
     num_prompt_tokens: int
     sampling: SamplingParams
+    encoder: EncoderRead | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

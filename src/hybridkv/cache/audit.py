@@ -193,6 +193,9 @@ def _row_keys(cache: KVCacheManager, group: CacheGroup) -> Iterator[str]:
     """Published columns carry the request's own keys, the others none."""
     for request in cache.resident_requests():
         row, pool = request.row, cache.block_pool
+        if group.policy.by_digest:
+            yield from _encoder_keys(cache, group, request)
+            continue
         if not group.policy.publishes:
             if any(pool.key_of(block) is not None for block in group.rows.held(row).tolist()):
                 yield f"row {row} of group {group.number}, which publishes nothing, holds a block with a key"
@@ -211,3 +214,12 @@ def _row_keys(cache: KVCacheManager, group: CacheGroup) -> Iterator[str]:
             key = pool.key_of(block)
             if key is not None and (column >= published or key != keys[column]):
                 yield f"block {block}, column {column} of {request.request_id!r}, carries another key than its tokens"
+
+
+def _encoder_keys(cache: KVCacheManager, group: CacheGroup, request: Request) -> Iterator[str]:
+    """A block of the encoder's output carries the key of its column, or none."""
+    keys = request.encoder_keys(group.policy.block_size)
+    for column, block in enumerate(group.rows.ids(request.row).tolist()):
+        key = cache.block_pool.key_of(block) if 0 < block < cache.block_pool.num_blocks else None
+        if key is not None and (column >= len(keys) or key != keys[column]):
+            yield f"block {block} of {request.request_id!r} carries another key than encoder column {column}"

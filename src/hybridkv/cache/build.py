@@ -50,7 +50,9 @@ def pool_of(
         space=space,
         classes=[slabs.classes.index(slabs.class_of(group)) for group in range(len(config.groups))],
         bases=space.bases,
-        silent=[number for number, group in enumerate(config.groups) if group.spec.keeps is Keeps.STATE],
+        silent=[
+            number for number, group in enumerate(config.groups) if group.spec.keeps in {Keeps.STATE, Keeps.ENCODER}
+        ],
     )
 
 
@@ -74,7 +76,7 @@ def kinds_of(
 def can_resume(kinds: Sequence[GroupKind]) -> bool:
     """Whether a prefix can be hit at all: every group that keeps anything keeps it for reuse."""
     return any(kind.publishes for kind in kinds) and all(
-        kind.publishes or kind.spec.keeps == Keeps.NOTHING for kind in kinds
+        kind.publishes or kind.by_digest or kind.spec.keeps == Keeps.NOTHING for kind in kinds
     )
 
 

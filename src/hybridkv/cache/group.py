@@ -15,7 +15,10 @@ from hybridkv.columns import grown
 from hybridkv.request import Request
 from hybridkv.specs import RequestLimits
 
+Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
+
+_NONE: Int32 = np.empty(0, np.int32)
 
 
 class CacheGroup:
@@ -57,12 +60,24 @@ class CacheGroup:
         return request.hashes[(first + 1) * stride - 1 : last * stride : stride]
 
     def keys_at(self, request: Request, columns: Int64) -> list[bytes]:
-        """Keys of ``columns``, ascending."""
+        """Keys of ``columns``, ascending: of the tokens up to their ends, or of the encoder's input."""
+        if self.policy.by_digest:
+            of_encoder = request.encoder_keys(self.policy.block_size)
+            return [of_encoder[column] for column in columns.tolist()]
         first, last = columns.item(0), columns.item(-1) + 1
         if last - first == len(columns):
             return self.key_run(request, first, last)
         stride, hashes = self.key_stride, request.hashes
         return [hashes[(column + 1) * stride - 1] for column in columns.tolist()]
+
+    def encoded(self, request: Request) -> Int32:
+        """The blocks that hold the encoder's output of ``request`` under its digest: all, or none. O(blocks)."""
+        keys = request.encoder_keys(self.policy.block_size) if self.policy.by_digest else []
+        # freed last block first, evicted in that order: the last one is the first to be gone
+        if not keys or self.index.get(keys[-1]) is None:
+            return _NONE
+        found = self.index.leading_run(keys)
+        return found if len(found) == len(keys) else _NONE
 
     def view(self, request: Request) -> PrefixView:
         """What ``request`` can find in the index."""

@@ -97,10 +97,10 @@ class PrefixLookup:
         row, tokens = self._residents.row_of(request), request.num_computed_tokens
         ids, sources = [], []
         for group in self._groups:
-            full = group.policy.hit_columns(tokens)
             held = group.rows.ids(row)
+            full = len(held) if group.policy.by_digest else group.policy.hit_columns(tokens)
             ids.append(held[:full])
-            partial = group.policy.keeps_state or (tokens % group.policy.block_size and len(held) > full)
+            partial = len(held) > full and (group.policy.keeps_state or tokens % group.policy.block_size)
             sources.append(int(held[full]) if partial and tokens else 0)
         return KVCacheBlocks(tuple(ids), self._pool, sources=tuple(sources), is_fork=True), tokens
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hybridkv.cache.block_keys import WRITTEN
 from hybridkv.cache.coordinator import Coordinator
 from hybridkv.cache.group import CacheGroup
@@ -26,6 +29,9 @@ from hybridkv.cache.write_log import WriteLog
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
 from hybridkv.request_rows import RequestRows
+from hybridkv.specs import Keeps
+
+Int32 = NDArray[np.int32]
 
 
 class SlotPlanner:
@@ -47,6 +53,7 @@ class SlotPlanner:
         retention: int | None,
     ) -> None:
         self._groups = tuple(groups)
+        self._encoded = tuple(group for group in groups if group.kind.spec.keeps is Keeps.ENCODER)
         self._pool = pool
         self._log = log
         self._rows = rows
@@ -69,8 +76,9 @@ class SlotPlanner:
         in_flight = self._rows.in_flight.item(row) if row >= 0 else 0
         demand = demand_of(request, ask, in_flight, self._max_model_len, self.edges(request))
         facts = [group.facts(row) for group in groups]
+        adopted = self._adopted(request, ask)
         plans = tuple(
-            group.policy.plan(known, ids, demand) for group, known, ids in zip(groups, facts, ask.hit.ids, strict=True)
+            group.policy.plan(known, ids, demand) for group, known, ids in zip(groups, facts, adopted, strict=True)
         )
         sources = self._sources(ask)
         freed = freed_blocks(groups, facts, plans, row, pool)
@@ -103,7 +111,21 @@ class SlotPlanner:
             demand.computed,
             demand.known,
             begins=row < 0,
+            encodes=any(plan.take for plan, group in zip(plans, groups, strict=True) if group in self._encoded),
         )
+
+    def _adopted(self, request: Request, ask: Ask) -> Sequence[Int32]:
+        """Blocks that a new row begins with, by group: those handed over, and the encoder's output if it is there.
+
+        All groups have it or none, so that what is published is never written again.
+        """
+        reads = self.caching and ask.encoder_tokens and not request.skip_reading_prefix_cache
+        if not reads or request.row >= 0 or ask.hit.is_fork:
+            return ask.hit.ids
+        found = {group: group.encoded(request) for group in self._encoded}
+        if not all(len(ids) for ids in found.values()):
+            return ask.hit.ids
+        return [found.get(group, ids) for group, ids in zip(self._groups, ask.hit.ids, strict=True)]
 
     def _check_hit(self, request: Request, ask: Ask) -> None:
         """BlockError for blocks that are not the pool's, ConfigError unless the last one is of the request's tokens."""

@@ -44,7 +44,8 @@ class Publisher:
                 return
         step = WRITTEN if written else self.log.open_step
         self._pool.publish(group.number, ids, group.keys_at(request, columns), step)
-        self.log.record(ids, _runs(group, request, columns, ids) if self.log.wants_runs else [], step)
+        tells = self.log.wants_runs and not group.policy.by_digest  # events are of the decoder's tokens
+        self.log.record(ids, _runs(group, request, columns, ids) if tells else [], step)
 
     def publish_rows(self, groups: Sequence[CacheGroup], requests: RequestRows, rows: Int64, known: Int64) -> None:
         """What each row can publish at ``known`` tokens, in (request, group) order within a group."""

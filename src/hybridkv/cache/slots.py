@@ -50,7 +50,8 @@ class SlotPlan(NamedTuple):
 
     certain_tokens: tokens that are computed then, drafts left out. sources: by group, the block that its new last
     column, or its state, is copied from; 0: none. hit_tokens: those adopted. computed_tokens: those before the
-    new ones. known_tokens: those that may be published. begins: the request holds no row yet.
+    new ones. known_tokens: those that may be published. begins: the request holds no row yet. encodes: blocks for the
+    encoder's output are taken, which whoever runs the first tokens must write.
     """
 
     epoch: int
@@ -63,6 +64,7 @@ class SlotPlan(NamedTuple):
     computed_tokens: int = 0
     known_tokens: int = 0
     begins: bool = False
+    encodes: bool = False
 
 
 class Admission(NamedTuple):
@@ -101,6 +103,11 @@ def check_ask(request: Request, ask: Ask, groups: Sequence[CacheGroup], *, cachi
         raise ConfigError(f"token counts for {name!r} must not be negative")
     if ask.encoder_tokens and not any(group.kind.spec.keeps == Keeps.ENCODER for group in groups):
         raise ConfigError("num_encoder_tokens needs a group of cross-attention layers; this model has none")
+    if request.encoder is not None and ask.encoder_tokens not in {0, request.num_encoder_tokens}:
+        raise ConfigError(
+            f"num_encoder_tokens for {name!r} is {ask.encoder_tokens}, but its encoder input has "
+            f"{request.num_encoder_tokens}: hand over the latter"
+        )
     hit = any(len(ids) for ids in ask.hit.ids) or any(ask.hit.sources)
     if request.row >= 0 and (hit or ask.external_tokens):
         raise ConfigError(f"{name!r} holds blocks already: hits and external tokens are adopted by a new row only")
@@ -122,6 +129,8 @@ def _check_hit(request: Request, ask: Ask, groups: Sequence[CacheGroup]) -> None
         raise ConfigError(f"a hit needs blocks of {len(groups)} groups, got {len(ask.hit.ids)}")
     for group, ids in zip(groups, ask.hit.ids, strict=True):
         policy = group.policy
+        if policy.by_digest and ask.hit.is_fork:
+            continue
         ends_inside = (
             policy.publishes and not policy.copies and ask.hit_tokens % policy.block_size and not ask.hit.is_fork
         )
@@ -147,6 +156,7 @@ def demand_of(request: Request, ask: Ask, in_flight: int, max_model_len: int, ed
         known=0 if edges is None or ask.delayed else certain,
         certain=certain,
         encoder=ask.encoder_tokens,
+        by_digest=request.encoder is not None and edges is not None and not ask.delayed,
         edges=edges or (),
     )
 

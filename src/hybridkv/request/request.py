@@ -45,6 +45,7 @@ class Request:
 
     __slots__ = (
         "_computed",
+        "_encoder_keys",
         "_extras",
         "_rows",
         "_tokens",
@@ -104,6 +105,7 @@ class Request:
         self.multimodal = tuple(multimodal)
         self.encoder = encoder
         self._extras = self._extra_keys_of(prompt_embeds)
+        self._encoder_keys: dict[int, list[bytes]] = {}
         self.arrival_time = arrival_time
         self.eos_token_ids = eos_token_ids
         self.num_prompt_tokens = len(self._tokens)
@@ -252,6 +254,23 @@ class Request:
     def extra_keys(self, first_block: int, count: int) -> list[Extra | None] | None:
         """Extra keys of hash blocks first_block .. first_block + count - 1; None when all are empty."""
         return None if self._extras is None else self._extras.of_blocks(first_block, count)
+
+    def encoder_keys(self, block_size: int) -> list[bytes]:
+        """Keys of what cross attention reads, in blocks of ``block_size`` tokens, the last one maybe not full.
+
+        Of the encoder's digest and token count, the adapter and the salt, not of the prompt; none without an encoder
+        input or a hasher. A chain of hash blocks that all hold the token count. O(encoder tokens), once.
+        """
+        if self.encoder is None or self.hasher is None:
+            return []
+        if block_size not in self._encoder_keys:
+            size, tokens = self.hasher.block_size, self.encoder.num_tokens
+            columns = -(-tokens // block_size)
+            extras = ExtraKeys(1, size, lora=self.lora, cache_salt=self.cache_salt, encoder=self.encoder)
+            content = np.full(columns * size, tokens, np.int32)
+            keys = self.hasher.hash_chain(None, content, extras.of_blocks(0, columns))
+            self._encoder_keys[block_size] = keys
+        return self._encoder_keys[block_size]
 
     def _common_hashes(self, earlier: Request) -> list[bytes]:
         """Hashes of the full blocks that this request and ``earlier`` begin with: equal tokens and extra keys."""

@@ -79,5 +79,5 @@ class Admitter:
         cache.commit(plan)
         request.num_computed_tokens = hit_tokens
         running.admit(request, limit_tokens(cache, request), entry.turn, last=self._limits.policy == "fcfs")
-        draft.add_admitted(request, count, cache.get_blocks(request.request_id))
+        draft.add_admitted(request, count, cache.get_blocks(request.request_id), encodes=plan.encodes)
         return hit_tokens

@@ -11,7 +11,7 @@ from hybridkv.request_rows import RequestRows
 from hybridkv.schedule.cells import cells_of, cells_of_row, join_cells, named_cells, rotated_cells
 from hybridkv.schedule.states import RowSpans, state_moves, with_transfers
 from hybridkv.schedule.tokens import gather_tokens, with_drafts
-from hybridkv.step import Cells, Csr, NewRow, Step
+from hybridkv.step import Cells, Csr, EncoderRead, NewRow, Step
 
 Int64 = NDArray[np.int64]
 
@@ -25,7 +25,7 @@ class Draft:
         self._counts: list[Int64] = []
         self._drafts: list[Csr | None] = []
         self._cells: list[Cells] = []
-        self._admitted: list[Request] = []
+        self._admitted: list[tuple[Request, bool]] = []
 
     def add_running(self, rows: Int64, counts: Int64, slots: BatchSlots, drafts: Csr | None) -> None:
         """Rows that ran before get ``counts`` tokens, ``drafts`` among them, and their new blocks."""
@@ -36,13 +36,13 @@ class Draft:
             self._cells.append(cells_of(rows, slots))
         self.budget -= int(counts.sum())
 
-    def add_admitted(self, request: Request, count: int, blocks: KVCacheBlocks) -> None:
-        """A row begins: all its blocks, ``count`` tokens."""
+    def add_admitted(self, request: Request, count: int, blocks: KVCacheBlocks, *, encodes: bool) -> None:
+        """A row begins: all its blocks, ``count`` tokens. encodes: its encoder must run."""
         self._rows.append(np.array([request.row]))
         self._counts.append(np.array([count]))
         self._drafts.append(None)
         self._cells += cells_of_row(request.row, blocks.ids)
-        self._admitted.append(request)
+        self._admitted.append((request, encodes))
         self.budget -= count
 
     @property
@@ -96,7 +96,7 @@ class Draft:
             drafts=Csr.empty(len(rows)) if drafts is None else drafts,
             cells=named_cells(cache, join_cells(rotated_cells(cache, rows) + self._cells), transfers.moved),
             finished_rows=np.array(ended_rows, np.int32),
-            new_rows=tuple(_new_row(request) for request in self._admitted),
+            new_rows=tuple(_new_row(request, encodes=encodes) for request, encodes in self._admitted),
             zero=moves.zero,
             copies=moves.copies,
             state_read=moves.state_read,
@@ -110,11 +110,15 @@ def _joined(parts: list[Int64]) -> Int64:
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
-def _new_row(request: Request) -> NewRow:
+def _new_row(request: Request, *, encodes: bool) -> NewRow:
+    read = None
+    if request.encoder is not None:
+        read = EncoderRead(request.encoder.digest, request.encoder.num_tokens, encodes)
     return NewRow(
         row=request.row,
         request_id=request.request_id,
         token_ids=request.token_ids(),
         num_prompt_tokens=request.num_prompt_tokens,
         sampling=request.sampling,
+        encoder=read,
     )

@@ -166,5 +166,5 @@ class Branching:
         child.num_computed_tokens = tokens
         entry: Waiting = self._waiting.entry(child)
         running.admit(child, limit_tokens(cache, child), entry.turn, last=limits.policy == "fcfs")
-        draft.add_admitted(child, 1, cache.get_blocks(child.request_id))
+        draft.add_admitted(child, 1, cache.get_blocks(child.request_id), encodes=plan.encodes)
         return True

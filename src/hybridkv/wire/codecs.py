@@ -123,6 +123,29 @@ class Text:
         return item
 
 
+class Digest:
+    """A name of content: bytes, or a string that UTF-8 can hold; which of the two is part of it."""
+
+    _text = Text()
+
+    def pack(self, value: bytes | str) -> object:
+        """Plain bytes or a plain str, not empty."""
+        if isinstance(value, bytes):
+            return self._named(bytes(value))
+        self._text.pack(value)
+        return self._named(str(value))
+
+    def unpack(self, item: object) -> bytes | str:
+        """Bytes or a str."""
+        return self._named(item if type(item) is bytes else self._text.unpack(item))
+
+    @staticmethod
+    def _named(value: bytes | str) -> bytes | str:
+        if not value:
+            raise WireError("must be bytes or text that names something, and is empty")
+        return value
+
+
 class Nullable(Generic[T]):
     """A value or null."""
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from hybridkv.errors import WireError
 from hybridkv.request import SamplingParams
-from hybridkv.step import SCHEMA_VERSION, Cells, Copy, Csr, Logprobs, NewRow, Step, StepResult
+from hybridkv.step import SCHEMA_VERSION, Cells, Copy, Csr, EncoderRead, Logprobs, NewRow, Step, StepResult
 from hybridkv.wire.arrays import Array
-from hybridkv.wire.codecs import Boolean, Integer, Nullable, Real, Record, Text, TupleOf
+from hybridkv.wire.codecs import Boolean, Digest, Integer, Nullable, Real, Record, Text, TupleOf
 
 STAGES: Final = ("before", "after")
 COPY_KINDS: Final = ("move", "block", "state")
@@ -179,6 +179,7 @@ _SAMPLING: Final = Record(
         "n": Integer(),
     },
 )
+_ENCODER: Final = Record(EncoderRead, {"digest": Digest(), "num_tokens": Integer(minimum=1), "encodes": Boolean()})
 _NEW_ROW: Final = Record(
     NewRow,
     {
@@ -187,6 +188,7 @@ _NEW_ROW: Final = Record(
         "token_ids": Array("int32"),
         "num_prompt_tokens": Integer(minimum=0),
         "sampling": _SAMPLING,
+        "encoder": Nullable(_ENCODER),
     },
     _check_new_row,
 )

@@ -56,6 +56,7 @@ class AttentionPolicy:
     publishes: bool = True
     keeps_state: bool = False
     rotates: bool = False
+    by_digest: bool = False
 
     @property
     def copies(self) -> bool:

@@ -22,6 +22,11 @@ class Contents(Protocol):
         ...
 
     @property
+    def by_digest(self) -> bool:
+        """Whether all blocks of a row, or none, are found under the digest of the encoder's input."""
+        ...
+
+    @property
     def columns(self) -> int:
         """Blocks that every row has for the decoder's tokens."""
         ...
@@ -52,6 +57,7 @@ class RunningState:
     columns: int
     publishes: bool = False
     keeps_state: bool = True
+    by_digest: bool = False
 
     def blocks(self, encoder_tokens: int, block_size: int) -> int:  # noqa: ARG002 - the answer of contents
         """Always as many."""
@@ -71,11 +77,14 @@ class RunningState:
 
 @dataclass(frozen=True, slots=True)
 class EncoderOutput:
-    """Cross attention: the encoder's output, written once.
+    """Cross attention: keys and values of the encoder's output, written once.
 
-    The decoder's own prefix is worth nothing without it, and it is not shared: no hit.
+    by_digest: natural layout: shared by requests of one encoder input, whatever their prompts. A prefix hit needs
+    nothing of it, since the decoder's own keys carry the digest; what is missing is encoded again.
+    Else the decoder's prefix is worth nothing without it, and it is not shared: no hit.
     """
 
+    by_digest: bool = False
     publishes: bool = False
     keeps_state: bool = False
     columns: int = 0
@@ -85,8 +94,8 @@ class EncoderOutput:
         return -(-encoder_tokens // block_size)
 
     def longest_hit(self, index: Index, search: Search) -> Hit:  # noqa: ARG002 - the answer of contents
-        """Nothing."""
-        return Hit(0, NONE)
+        """Whatever the others say where it is shared, else nothing."""
+        return Hit(search.end_tokens if self.by_digest else 0, NONE)
 
     def source(self, index: Index, num_tokens: int) -> int:  # noqa: ARG002 - as above
         """None."""
@@ -99,6 +108,7 @@ class Nothing:
 
     publishes: bool = False
     keeps_state: bool = False
+    by_digest: bool = False
     columns: int = 0
 
     def blocks(self, encoder_tokens: int, block_size: int) -> int:  # noqa: ARG002 - as above

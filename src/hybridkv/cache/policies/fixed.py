@@ -1,6 +1,9 @@
 """Layers whose blocks are all taken when a row begins and stay to its end, whatever it computes.
 
-row     [ b0 | b1 | ... ]       no column is added, dropped or gets a key; ``contents`` says what the blocks hold
+row     [ b0 | b1 | ... ]       no column is added or dropped; ``contents`` says what the blocks hold
+
+Columns have no keys of the decoder's tokens. Those of an encoder's output get theirs, of its digest, when they are
+taken, and a row may begin with the blocks of another.
 """
 
 from __future__ import annotations
@@ -55,6 +58,11 @@ class FixedPolicy:
         """Whether blocks are states, overwritten in place."""
         return self.contents.keeps_state
 
+    @property
+    def by_digest(self) -> bool:
+        """Whether all blocks of a row, or none, are found under the digest of the encoder's input."""
+        return self.contents.by_digest
+
     def columns(self, num_tokens: T) -> T:
         """What the decoder's tokens ask for, however many they are."""
         return num_tokens * 0 + self.contents.columns
@@ -103,10 +111,16 @@ class FixedPolicy:
         """Always, once the row runs."""
         return np.ones(len(published), np.bool_)
 
-    def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:  # noqa: ARG002 - as above
-        """All blocks at once, for a row that has none."""
-        take = 0 if row.held else self.contents.blocks(demand.encoder, self.block_size)
-        return GroupPlan(0, NONE, take, None, (), _NO_COLUMNS, row.published)
+    def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:
+        """All blocks at once, for a row that has none: those of ``hit``, or as many new ones."""
+        if row.held:
+            return GroupPlan(0, NONE, 0, None, (), _NO_COLUMNS, row.published)
+        if hit is not None and len(hit):
+            return GroupPlan(0, hit, 0, None, (), _NO_COLUMNS, len(hit))
+        take = self.contents.blocks(demand.encoder, self.block_size)
+        if not (self.contents.by_digest and demand.by_digest):
+            return GroupPlan(0, NONE, take, None, (), _NO_COLUMNS, row.published)
+        return GroupPlan(0, NONE, take, None, (), np.arange(take), take)
 
     def stored_columns(self, row: RowFacts, computed_tokens: int, edges: tuple[int, ...]) -> tuple[Int64, int]:  # noqa: ARG002 - as above
         """Nothing."""

@@ -75,6 +75,11 @@ class Policy(Protocol):
         ...
 
     @property
+    def by_digest(self) -> bool:
+        """Whether all blocks of a row, or none, are found under the digest of the encoder's input."""
+        ...
+
+    @property
     def append_only(self) -> bool:
         """Whether a row only ever grows, by new blocks, and every full column is published."""
         ...
@@ -172,6 +177,11 @@ class GroupKind:
         return self.spec.keeps is Keeps.STATE
 
     @property
+    def by_digest(self) -> bool:
+        """Whether its blocks are found under the digest of the encoder's input: cross attention, natural layout."""
+        return self.spec.keeps is Keeps.ENCODER and self.checkpoints is not None
+
+    @property
     def sink_blocks(self) -> int:
         """Blocks of learned keys and values that belong to the layers, not to a request."""
         return self.spec.reserved_blocks(self.ranks)
@@ -241,6 +251,8 @@ def natural_policy_of(kind: GroupKind, alignment: int, hash_block: int, *, exact
             span = ChunkSpan(spec.attention_chunk_size)
         case MambaSpec():
             return FixedPolicy(hash_block, RunningState(1 + spec.num_speculative_blocks, kind.publishes))
+        case CrossAttentionSpec():
+            return FixedPolicy(size, EncoderOutput(kind.by_digest))
         case _:
             return policy_of(kind, alignment)
     return AttentionPolicy(size, span, Reach(size, size), TokenHits(span) if exact else span)

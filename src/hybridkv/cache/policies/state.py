@@ -46,6 +46,7 @@ class AlignedStatePolicy:
     publishes: bool = True
     downward_closed: bool = False
     keeps_state: bool = True
+    by_digest: bool = False
     copies: bool = False
     append_only: bool = False
     rotates: bool = False

@@ -116,7 +116,8 @@ class Demand(NamedTuple):
                                                    ^ end       ^ total
 
     hit and external are 0 for a row that runs already. known: tokens whose keys may be published
-    (0: none). certain: ``end`` without drafts. encoder: tokens of the encoder's input.
+    (0: none). certain: ``end`` without drafts. encoder: tokens of the encoder's input; by_digest: whether what is
+    kept of it may be published under its digest.
     edges: token counts at which this very request is likely to be resumed; for retention.
     """
 
@@ -128,6 +129,7 @@ class Demand(NamedTuple):
     known: int
     certain: int
     encoder: int = 0
+    by_digest: bool = False
     edges: tuple[int, ...] = ()
 
 

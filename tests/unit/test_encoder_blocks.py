@@ -1,0 +1,269 @@
+"""Cross attention in the natural layout: blocks found under the encoder input's digest, all of them or none."""
+
+import numpy as np
+import pytest
+from kinds_support import cross
+
+from hybridkv.cache import KVCacheManager, SlotPlan
+from hybridkv.cache.placement import EndsPlacement
+from hybridkv.errors import CacheError, ConfigError
+from hybridkv.extra_keys import EncoderInput, LoraAdapter
+from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec
+from hybridkv.plan.natural import natural_config, slab_layout
+from hybridkv.request import Request, SamplingParams
+from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.specs import KVCacheSpec
+from hybridkv.step import Csr, EncoderRead, NewRow, Step, StepResult
+from hybridkv.testing.configs import full_spec, model_config
+
+B = 4
+AUDIO, OTHER = EncoderInput("audio", 10), EncoderInput("other", 10)
+PROMPT = list(range(100, 110))
+
+
+def config_of(*specs: KVCacheSpec, slabs: int = 24) -> KVCacheConfig:
+    """A class for each kind: three blocks of decoder tokens, two of the encoder's, in a slab."""
+    groups = tuple(KVCacheGroupSpec((f"layer{g}",), spec) for g, spec in enumerate(specs))
+    ks = tuple(2 if spec == cross(B) else 3 for spec in specs)
+    return natural_config(groups, slab_layout(1536, slabs + 1, ks, (1,) * len(ks)))
+
+
+NATURAL = config_of(full_spec(B), cross(B))
+REFERENCE = model_config(40, (full_spec(B), cross(B)))
+
+
+class Loop:
+    """A scheduler whose worker samples 7 for ever."""
+
+    def __init__(self, config: KVCacheConfig = NATURAL, **limits: object) -> None:
+        placement = None if config.slabs is None else EndsPlacement()
+        self.cache = KVCacheManager(config, 200, placement=placement, enable_kv_cache_events=True)
+        self.scheduler = Scheduler(self.cache, SchedulerLimits(**limits), clock=lambda: 0.0)  # type: ignore[arg-type]  # by name
+        self.results: list[StepResult] = []
+
+    def add(self, name: str, encoder: EncoderInput | None = AUDIO, prompt: list[int] = PROMPT, **known: object) -> None:
+        """n, max_tokens: of its sampling; others: of the request."""
+        sampling = SamplingParams(max_tokens=known.pop("max_tokens", 1), n=known.pop("n", 1))  # type: ignore[arg-type]  # by name
+        request = Request(name, prompt, sampling, hasher=self.cache.hasher, encoder=encoder, **known)  # type: ignore[arg-type]  # same
+        self.scheduler.add(request)
+
+    def schedule(self) -> Step:
+        step = self.scheduler.schedule()
+        sampled = [[7] if samples else [] for samples in step.samples.tolist()]
+        self.results.append(StepResult(step.id, Csr.from_lists(sampled)))
+        return step
+
+    def update(self) -> None:
+        self.scheduler.update(self.results.pop(0))
+        self.scheduler.check()
+
+    def step(self) -> Step:
+        step = self.schedule()
+        self.update()
+        return step
+
+    def run(self) -> list[NewRow]:
+        """To the end of all: rows that began."""
+        begun: list[NewRow] = []
+        while not self.scheduler.drained:
+            begun += self.step().new_rows
+        return begun
+
+    def encoded(self, name: str, group: int = 1) -> list[int]:
+        return self.cache.get_block_ids(name)[group]
+
+
+def encodes(rows: list[NewRow] | tuple[NewRow, ...]) -> dict[str, bool]:
+    return {row.request_id: row.encoder is not None and row.encoder.encodes for row in rows}
+
+
+def test_one_input_is_encoded_once_whatever_the_prompts() -> None:
+    loop = Loop()
+    loop.add("first")
+    loop.add("same step", prompt=[1])
+    loop.add("another input", OTHER)
+    step = loop.schedule()
+    assert encodes(step.new_rows) == {"first": True, "same step": False, "another input": True}
+    assert [row.encoder for row in step.new_rows][1] == EncoderRead("audio", 10, encodes=False)
+    assert loop.encoded("first") == loop.encoded("same step") != loop.encoded("another input")
+    assert len(loop.encoded("first")) == 3
+    loop.update()
+    loop.run()
+    assert loop.cache.usage == 0
+    loop.add("later", prompt=[2, 3])
+    assert encodes(loop.run()) == {"later": False}
+
+
+def test_decoder_prefixes_hit_under_one_digest_only() -> None:
+    loop = Loop()
+    for name, encoder in (("a", AUDIO), ("b", OTHER), ("c", AUDIO), ("none", None)):
+        loop.add(name, encoder)
+        loop.run()
+    hits = {request: loop.cache.find_hit(Request("probe", PROMPT, hasher=loop.cache.hasher, encoder=request)).tokens
+            for request in (AUDIO, OTHER, None, EncoderInput("third", 10))}  # fmt: skip
+    assert hits == {AUDIO: 9, OTHER: 9, None: 9, EncoderInput("third", 10): 0}
+    assert loop.scheduler.statistics().hit_tokens == 9  # c alone
+
+
+@pytest.mark.parametrize(
+    "changed", [{"cache_salt": "tenant"}, {"lora": LoraAdapter("sql", "/sql")}, {"encoder": EncoderInput("audio", 9)},
+                {"encoder": EncoderInput(b"audio", 10)}]
+)  # fmt: skip
+def test_what_else_the_output_depends_on_tells_blocks_apart(changed: dict[str, object]) -> None:
+    loop = Loop()
+    loop.add("a")
+    loop.run()
+    loop.add("b", **({"encoder": AUDIO} | changed))  # type: ignore[arg-type]  # by name
+    assert encodes(loop.run()) == {"b": True}
+
+
+def test_a_lost_block_is_all_of_them_and_decoder_blocks_still_hit() -> None:
+    loop = Loop()
+    loop.add("a")
+    loop.run()
+    keys = Request("probe", [1], hasher=loop.cache.hasher, encoder=AUDIO).encoder_keys(B)
+    group = loop.cache.groups[1]
+    for key in keys[:2]:  # the last block stays
+        block = group.index.get(key)
+        assert block is not None
+        loop.cache.block_pool.evict_blocks(np.array([block], np.int32))
+    loop.add("b")
+    step = loop.step()
+    assert encodes(step.new_rows) == {"b": True}
+    assert step.num_computed.tolist() == [9]
+    written = step.cells.block[step.cells.group == 1]
+    assert len(set(written.tolist())) == 3
+    loop.add("c")
+    assert encodes(loop.run()) == {"c": False}
+
+
+def test_all_groups_have_the_output_or_none() -> None:
+    loop = Loop(config_of(full_spec(B), cross(B), cross(B)))
+    loop.add("a")
+    loop.run()
+    group = loop.cache.groups[2]
+    for _, block in list(group.index.entries()):
+        loop.cache.block_pool.evict_blocks(np.array([block], np.int32))
+    before = {block for _, block in loop.cache.groups[1].index.entries()}
+    loop.add("b", max_tokens=3)
+    assert encodes(loop.step().new_rows) == {"b": True}
+    assert not before & {int(block) for block in loop.cache.groups[1].rows.ids(0)}, "written again"
+
+
+def test_a_request_that_reads_or_writes_nothing_encodes_for_itself() -> None:
+    loop = Loop()
+    loop.add("silent", skip_writing_prefix_cache=True)
+    loop.add("a")
+    loop.add("blind", skip_reading_prefix_cache=True)
+    assert encodes(loop.run()) == {"silent": True, "a": True, "blind": True}
+
+
+def test_a_failed_step_leaves_nothing_to_hit() -> None:
+    loop = Loop(max_in_flight=2)
+    loop.add("a", max_tokens=4)
+    first = loop.schedule()
+    loop.add("b")
+    second = loop.schedule()
+    assert encodes(second.new_rows) == {"b": False}
+    loop.scheduler.fail(first.id, "broken")
+    loop.scheduler.check()
+    loop.results.clear()
+    assert not len(loop.cache.groups[1].index)
+    assert encodes(loop.run()) == {"a": True, "b": False}
+
+
+def test_who_is_preempted_finds_the_output_again() -> None:
+    loop = Loop()
+    loop.add("a", max_tokens=4)
+    loop.step()
+    loop.scheduler._preempt_last()
+    assert encodes(loop.run()) == {"a": False}
+    # or not, where it was evicted meanwhile
+    loop.add("b", OTHER, max_tokens=4)
+    loop.step()
+    loop.scheduler._preempt_last()
+    for _, block in list(loop.cache.groups[1].index.entries()):
+        loop.cache.block_pool.evict_blocks(np.array([block], np.int32))
+    assert encodes(loop.run()) == {"b": True}
+
+
+def test_an_aborted_writer_leaves_what_it_wrote() -> None:
+    loop = Loop()
+    loop.add("a", max_tokens=4)
+    loop.schedule()
+    assert loop.scheduler.abort("a")
+    loop.update()
+    loop.add("b")
+    assert encodes(loop.run()) == {"b": False}
+
+
+def test_forks_share_the_output_even_where_it_cannot_be_found() -> None:
+    loop = Loop()
+    loop.add("a", max_tokens=3, n=3, skip_writing_prefix_cache=True)
+    begun = [loop.step() for _ in range(2)]
+    assert encodes([row for step in begun for row in step.new_rows]) == {"a": True, "a#1": False, "a#2": False}
+    assert loop.encoded("a") == loop.encoded("a#1") == loop.encoded("a#2")
+    assert all(copy.group == 0 for step in begun for copy in step.copies)
+    loop.run()
+    assert loop.cache.usage == 0
+
+
+def test_chunks_of_a_prompt_encode_once() -> None:
+    loop = Loop(max_batched_tokens=3)
+    loop.add("a")
+    assert encodes(loop.run()) == {"a": True}
+
+
+def test_the_reference_layout_shares_nothing() -> None:
+    loop = Loop(REFERENCE)
+    loop.add("a")
+    loop.add("b")
+    step = loop.schedule()
+    assert encodes(step.new_rows) == {"a": True, "b": True}
+    assert not set(loop.encoded("a")) & set(loop.encoded("b"))
+    loop.update()
+    loop.add("c")
+    begun = loop.run()
+    assert encodes(begun) == {"c": True}
+    assert loop.scheduler.statistics().hit_tokens == 0
+
+
+def test_events_speak_of_decoder_blocks_only() -> None:
+    loop = Loop()
+    loop.add("a")
+    loop.run()
+    assert {getattr(event, "group_idx", None) for event in loop.cache.take_events()} == {0}
+    for group in loop.cache.groups:
+        for _, block in list(group.index.entries()):
+            loop.cache.block_pool.evict_blocks(np.array([block], np.int32))
+    assert {getattr(event, "group_idx", None) for event in loop.cache.take_events()} == {0}
+
+
+def test_encoder_keys_hold_no_tokens_of_the_request() -> None:
+    """So its output may be cut back to what it has computed, however long the encoder's is."""
+    cache = KVCacheManager(NATURAL, 200, placement=EndsPlacement())
+    request = Request("a", PROMPT[:2], hasher=cache.hasher, encoder=EncoderInput("long", 40))
+    plan = cache.plan_slots(request, 2, num_encoder_tokens=40)
+    assert isinstance(plan, SlotPlan)
+    assert plan.encodes
+    cache.commit(plan)
+    request.num_computed_tokens = 2
+    for token in range(5):
+        request.append(token)
+    request.truncate(3)
+    cache.check()
+    with pytest.raises(ConfigError, match="is 39, but its encoder input has 40"):
+        cache.plan_slots(request, 2, num_encoder_tokens=39)
+
+
+def test_the_audit_sees_a_key_of_another_input() -> None:
+    loop = Loop()
+    loop.add("a", max_tokens=4)
+    loop.step()
+    group, pool = loop.cache.groups[1], loop.cache.block_pool
+    block = int(group.rows.ids(0)[0])
+    pool.evict_blocks(np.array([block], np.int32))
+    wrong = Request("x", [1], hasher=loop.cache.hasher, encoder=OTHER).encoder_keys(B)[0]
+    pool.publish(group.number, [block], [wrong])
+    with pytest.raises(CacheError, match="another key than encoder column 0"):
+        loop.cache.check()
