@@ -15,7 +15,7 @@ from wire_support import example_step, failures, results, same, samplings, steps
 
 from hybridkv.errors import HybridKVError, SchemaError, WireError
 from hybridkv.request import SamplingParams
-from hybridkv.step import SCHEMA_VERSION, Cells, Copy, Csr, Logprobs, NewRow, Step, StepResult
+from hybridkv.step import SCHEMA_VERSION, Cells, Copy, Csr, EncoderRead, Logprobs, NewRow, Step, StepResult
 from hybridkv.wire import Reply, StepFailure, Unreadable, decode_reply, decode_step, encode_reply, encode_step
 
 MANY = settings(max_examples=2 * settings().max_examples)
@@ -67,7 +67,9 @@ CHANGED: dict[type, dict[str, Any]] = {
         "token_ids": np.array([10, 11, 12], np.int32),
         "num_prompt_tokens": 2,
         "sampling": SamplingParams(),
+        "encoder": None,  # the example has one
     },
+    EncoderRead: {"digest": "audio", "num_tokens": 31, "encodes": False},
     SamplingParams: {
         "temperature": 0.1,
         "top_k": 3,
@@ -96,6 +98,9 @@ def with_change(kind: type, change: dict[str, Any]) -> Step:
         return replace(step, **change)
     if kind is NewRow:
         return replace(step, new_rows=(replace(new, **change),))
+    if kind is EncoderRead:
+        assert new.encoder is not None
+        return replace(step, new_rows=(replace(new, encoder=replace(new.encoder, **change)),))
     if kind is SamplingParams:
         return replace(step, new_rows=(replace(new, sampling=replace(new.sampling, **change)),))
     if kind is Cells:
@@ -220,6 +225,7 @@ def test_equal_steps_give_equal_bytes() -> None:
                 new.token_ids[:],
                 np.int64(3),  # type: ignore[arg-type]  # same
                 SamplingParams(stop=["x"], temperature=0, seed=np.int64(5)),  # type: ignore[arg-type]  # same
+                EncoderRead(b"audio", np.int64(30), np.True_),  # type: ignore[arg-type]  # same
             )
         ],
     )
@@ -309,6 +315,11 @@ WRONG: list[tuple[str, object, str]] = [
     ("new_rows.0.sampling.temperature", 1, "temperature: must be a float, got int"),
     ("new_rows.0.sampling.seed", 1.5, "seed: must be an integer, got float"),
     ("new_rows.0.sampling.logprobs", "none", "logprobs: must be an integer, got str"),
+    ("new_rows.0.encoder", [b"audio", 30, True], "encoder: must be a map, got list"),
+    ("new_rows.0.encoder.digest", 5, "encoder: digest: must be text, got int"),
+    ("new_rows.0.encoder.digest", b"", "encoder: digest: must be bytes or text that names something"),
+    ("new_rows.0.encoder.num_tokens", 0, "encoder: num_tokens: must be 1 or more"),
+    ("new_rows.0.encoder.encodes", 1, "encoder: encodes: must be true or false"),
     # values that the classes refuse
     ("new_rows.0.sampling.temperature", float("nan"), "sampling: temperature must be 0"),
     ("new_rows.0.sampling.top_p", float("nan"), "sampling: top_p must be above 0"),
@@ -552,6 +563,8 @@ def test_a_step_that_is_none_is_not_sent(changes: dict[str, Any], message: str) 
         ({"sampling": SamplingParams(temperature=2**53 + 1)}, "temperature: .*holds exactly"),
         ({"sampling": SamplingParams(ignore_eos=1)}, "ignore_eos: must be true or false, got int"),  # type: ignore[arg-type]  # on purpose
         ({"sampling": SamplingParams(stop="x")}, "stop: must be a tuple, got str"),  # type: ignore[arg-type]  # on purpose
+        ({"encoder": EncoderRead("", 3, encodes=True)}, "encoder: digest: must be bytes or text that names something"),
+        ({"encoder": EncoderRead(5, 3, encodes=True)}, "encoder: digest: must be text, got int"),  # type: ignore[arg-type]  # on purpose
         ({"num_prompt_tokens": 9}, "num_prompt_tokens is 9, but there are 4 tokens"),
     ],
 )
@@ -559,6 +572,11 @@ def test_a_row_that_cannot_be_written_is_not_sent(changes: dict[str, Any], messa
     new = replace(example_step().new_rows[0], **changes)
     with pytest.raises(HybridKVError, match=rf"^step: new_rows: \[0\]: .*{message}"):
         encode_step(example_step(new_rows=(new,)))
+
+
+def test_a_row_without_an_encoder_has_none_behind_the_wire() -> None:
+    step = example_step(new_rows=(replace(example_step().new_rows[0], encoder=None),))
+    assert same(decode_step(encode_step(step)), step)
 
 
 def test_a_failure_says_what_happened_in_any_characters() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from hybridkv.request import SamplingParams
-from hybridkv.step import Cells, Copy, Csr, Logprobs, NewRow, Step, StepResult
+from hybridkv.step import Cells, Copy, Csr, EncoderRead, Logprobs, NewRow, Step, StepResult
 from hybridkv.wire import StepFailure, Unreadable
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -62,7 +62,16 @@ def samplings(draw: st.DrawFn) -> SamplingParams:
 @st.composite
 def new_rows(draw: st.DrawFn) -> NewRow:
     tokens = draw(st.integers(0, 6))
-    return NewRow(draw(COUNT), draw(NAME), int32s(draw, tokens), draw(st.integers(0, tokens)), draw(samplings()))
+    digest = st.one_of(st.text(min_size=1, max_size=8), st.binary(min_size=1, max_size=8))
+    read = st.builds(EncoderRead, digest, st.integers(1, 2**31 - 1), st.booleans())
+    return NewRow(
+        draw(COUNT),
+        draw(NAME),
+        int32s(draw, tokens),
+        draw(st.integers(0, tokens)),
+        draw(samplings()),
+        draw(st.one_of(st.none(), read)),
+    )
 
 
 def copies() -> st.SearchStrategy[Copy]:
@@ -125,6 +134,7 @@ def failures() -> st.SearchStrategy[StepFailure | Unreadable]:
 
 def example_step(**changes: Any) -> Step:  # noqa: ANN401  # any field
     """Two rows in three groups; every field holds something."""
+    sampling, read = SamplingParams(seed=5, stop=("x",)), EncoderRead(b"audio", 30, encodes=True)
     values: dict[str, Any] = {
         "id": 7,
         "after": 5,
@@ -136,7 +146,7 @@ def example_step(**changes: Any) -> Step:  # noqa: ANN401  # any field
         "drafts": Csr.from_lists([[], [12]]),
         "cells": Cells(*(np.array(column, np.int32) for column in ([0, 1], [4, 2], [1, 0], [9, 3]))),
         "finished_rows": np.array([3], np.int32),
-        "new_rows": (NewRow(2, "r2", np.array([10, 11, 12, 13], np.int32), 3, SamplingParams(seed=5, stop=("x",))),),
+        "new_rows": (NewRow(2, "r2", np.array([10, 11, 12, 13], np.int32), 3, sampling, read),),
         "zero": np.array([[1, 3]], np.int32),
         "copies": (Copy("before", 2, 5, 6, "move"), Copy("after", 1, 3, 4, "state")),
         "state_read": np.array([[-1, 3, 5], [-1, 4, 6]], np.int32),
