@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from hybridkv.extra_keys import EncoderInput
 from hybridkv.request import Request
 from hybridkv.schedule import Scheduler
-from hybridkv.step import Step
+from hybridkv.step import EncoderRead, Step
 from hybridkv.testing.oracle import Oracle
 from hybridkv.testing.oracle_cache import OracleHit, OracleRequest
-from hybridkv.testing.oracle_pool import Prefix
+from hybridkv.testing.oracle_pool import Origin, Prefix
 from hybridkv.testing.oracle_step import OracleStep
 
 
@@ -62,6 +63,8 @@ class Comparison:
         self._compare_cells(step, foretold)
         new = [(n.request_id, n.token_ids.tolist(), n.num_prompt_tokens) for n in step.new_rows]
         begun = [e.request for e in entries if e.admitted]
+        read = [EncoderRead(r.digest, r.encoder, encodes=r.encodes) if r.encoder else None for r in begun]
+        same("encoders", [n.encoder for n in step.new_rows], read)
         same("new_rows", new, [(r.request_id, r.tokens, r.num_prompt_tokens) for r in begun])
         self._compare_states(step, foretold)
 
@@ -102,12 +105,12 @@ class Comparison:
 
     # -- state
 
-    def readable(self, *, moved: bool) -> Iterator[tuple[int, int, tuple[int, ...]]]:  # noqa: ARG002 - none is moved
-        """Group, block and tokens of all that can be hit and was written. moved: whether all moves were made."""
+    def readable(self, *, moved: bool) -> Iterator[tuple[int, int, Prefix]]:  # noqa: ARG002 - none is moved
+        """Group, block and what it holds of all that can be hit and was written. moved: whether all moves were made."""
         pool = self._oracle.pool
-        for block, (group, (_, tokens)) in pool.prefix.items():
+        for block, (group, prefix) in pool.prefix.items():
             if block not in pool.step:
-                yield group, block, tokens
+                yield group, block, prefix
 
     def check(self) -> None:
         """Pool, queues, requests, statistics and index."""
@@ -174,7 +177,7 @@ class Comparison:
             for key, block in index.entries():
                 real.setdefault(key, []).append(block)
             expected = {
-                self._hash(prefix): (prefix, blocks)
+                self._key(group, prefix): (prefix, blocks)
                 for (of_group, prefix), blocks in self._oracle.pool.published.items()
                 if of_group == group and blocks
             }
@@ -187,6 +190,18 @@ class Comparison:
     def _hash(self, prefix: Prefix) -> bytes:
         """The key of a block whose last token ends ``prefix``."""
         if prefix not in self._hashes:
-            salt, tokens = prefix
-            self._hashes[prefix] = Request("key", tokens, hasher=self._cache.hasher, cache_salt=salt).hashes[-1]
+            self._hashes[prefix] = self._request(*prefix).hashes[-1]
         return self._hashes[prefix]
+
+    def _key(self, group: int, prefix: Prefix) -> bytes:
+        """The key of a block of ``group``."""
+        if self._oracle.cache.groups[group].kind != "cross":
+            return self._hash(prefix)
+        origin, (num_tokens, column) = prefix
+        return self._request(origin, (0,), num_tokens).encoder_keys(self._oracle.cache.groups[group].size)[column]
+
+    def _request(self, origin: Origin, tokens: tuple[int, ...], num_tokens: int = 1) -> Request:
+        """A request of ``origin``, whose encoder's output has ``num_tokens``: decoder's keys say nothing of them."""
+        salt, digest = origin if isinstance(origin, tuple) else (origin, "")
+        encoder = EncoderInput(digest, num_tokens) if digest else None
+        return Request("key", tokens, hasher=self._cache.hasher, cache_salt=salt, encoder=encoder)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from hybridkv.cache.slab_space import SlabSpace
+from hybridkv.cache.view import parent_key
 from hybridkv.request import Request
 from hybridkv.schedule import Scheduler
 from hybridkv.step import Step
@@ -15,9 +16,6 @@ from hybridkv.testing.oracle_cache import OracleHit, OracleRequest
 from hybridkv.testing.oracle_natural import NaturalOracle
 from hybridkv.testing.oracle_pool import Prefix
 from hybridkv.testing.oracle_step import OracleStep
-
-SALTED = b"the root, and a salt"
-"""Parent of the first tokens of salted requests: rigs use one salt."""
 
 
 class NaturalComparison(Comparison):
@@ -68,12 +66,12 @@ class NaturalComparison(Comparison):
 
     # -- state
 
-    def readable(self, *, moved: bool) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    def readable(self, *, moved: bool) -> Iterator[tuple[int, int, Prefix]]:
         """See Comparison."""
         pool = self._natural.blocks
         for block, keys in pool.keys.items() if moved else ():
-            for (group, (_, tokens)), tail in keys if block not in pool.step else ():
-                yield group, pool.local(group, block), tokens + tail
+            for (group, (origin, tokens)), tail in keys if block not in pool.step else ():
+                yield group, pool.local(group, block), (origin, tokens + tail)
 
     def _compare_free(self) -> None:
         """Free slabs, and of every class the order of eviction and the holes."""
@@ -90,24 +88,23 @@ class NaturalComparison(Comparison):
     def _compare_index(self) -> None:
         """Full keys as in the reference, and partial ones: of each parent, tokens and blocks, the oldest first."""
         super()._compare_index()
-        hasher = self._cache.hasher
-        root = b"" if hasher is None else hasher.root
         for group, index in enumerate(self._cache.block_pool.indexes):
             real: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
             for parent, tail in index.partial.entries():
                 tokens = tuple(np.frombuffer(tail.tokens, np.int32).tolist())
-                known = SALTED if parent.startswith(root) and parent != root else parent
-                real.setdefault(known, []).append((tokens, tail.block))
+                real.setdefault(parent, []).append((tokens, tail.block))
             expected = {
-                self._parent(prefix, root): tails
+                self._parent(group, prefix): tails
                 for (of_group, prefix), tails in self._natural.blocks.tails.items()
                 if of_group == group and tails
             }
             same(f"partial keys of group {group}", real, expected)
 
-    def _parent(self, prefix: Prefix, root: bytes) -> bytes:
-        """What the library calls the parent that ends with ``prefix``."""
-        salt, tokens = prefix
-        if tokens:
-            return self._hash(prefix)
-        return root if salt is None else SALTED
+    def _parent(self, group: int, prefix: Prefix) -> bytes:
+        """What the library calls the parent that ends with ``prefix``, in ``group``."""
+        origin, tokens = prefix
+        return (
+            self._hash(prefix)
+            if tokens
+            else parent_key(self._request(origin, (0,)), 0, self._cache.groups[group].key_stride)
+        )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from hybridkv.extra_keys import EncoderInput
 from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from hybridkv.plan.natural import natural_config, slab_layout
 from hybridkv.plan.slabs import ALIGNMENT_BYTES
@@ -20,6 +21,9 @@ from hybridkv.specs import (
     SlidingWindowSpec,
 )
 from hybridkv.units import ceil_div, round_up
+
+ENCODERS = (EncoderInput("audio a", 3), EncoderInput("audio b", 3), EncoderInput("audio c", 7))
+"""What the encoders of small models are given."""
 
 BYTES_PER_TOKEN = 8
 """Of one layer: 1 KV head x (1 key + 1 value element) x 4 bytes."""

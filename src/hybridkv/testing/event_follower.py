@@ -8,19 +8,24 @@ import numpy as np
 
 from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheManager
 from hybridkv.extra_keys import Extra
-from hybridkv.specs import MambaSpec
+from hybridkv.specs import CrossAttentionSpec, MambaSpec
 from hybridkv.testing.comparison import OracleError, same
+from hybridkv.testing.configs import ENCODERS
+
+DIGESTS = {encoder.digest for encoder in ENCODERS}
 
 
 class EventFollower:
-    """Keeps what the events of ``cache`` tell: in the natural layout nothing of partial keys and of states."""
+    """Keeps what the events of ``cache`` tell: in the natural layout nothing of partial keys, states and encoders."""
 
     def __init__(self, cache: KVCacheManager) -> None:
         self._cache = cache
         self._told: Counter[tuple[int, bytes]] = Counter()
         natural = cache.config.slabs is not None
         self._silent = {
-            number for number, group in enumerate(cache.config.groups) if natural and isinstance(group.spec, MambaSpec)
+            number
+            for number, group in enumerate(cache.config.groups)
+            if natural and isinstance(group.spec, MambaSpec | CrossAttentionSpec)
         }
 
     def follow(self) -> None:
@@ -52,7 +57,8 @@ class EventFollower:
         stride = event.block_size // hasher.block_size
         extras: list[Extra | None] = [None] * (len(event.token_ids) // hasher.block_size)
         for i, extra in enumerate(event.extra_keys or ()):
-            extras[i * stride] = None if extra is None else (("cache_salt", extra[0]),)
+            named = [("encoder" if value in DIGESTS else "cache_salt", value) for value in extra or ()]
+            extras[i * stride] = tuple(named) or None
         keys = hasher.hash_chain(event.parent_block_hash, np.array(event.token_ids, np.int32), extras)
         same("hashes of an event", event.block_hashes, tuple(keys[stride - 1 :: stride]))
         same("tokens of an event", len(event.token_ids), len(event.block_hashes) * event.block_size)

@@ -5,21 +5,24 @@ and its own samples. Attention: after the writes of a step every token that a sc
 digest of that row's history, in every layer. Recurrent layers: the state that a row reads is compared with that of
 its history; what is written is the state after as many tokens as its label says. Blocks are moved, and copied, as
 bytes, whatever they hold. The sampled token is a function of what was read. Drafts are run like known tokens; those
-that are what the model draws are accepted, and what the others wrote stays where it is. Cross attention is not
-modelled: a Step says nothing of the encoder.
+that are what the model draws are accepted, and what the others wrote stays where it is. Cross attention: a row whose
+encoder runs writes a digest of its input for each token of its output; every row of every step reads all of them, and
+they must be of its own input, which what the decoder keeps depends on as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
 
 import numpy as np
 
 from hybridkv.plan.config import KVCacheConfig
-from hybridkv.step import Copy, Csr, NewRow, Step, StepResult
+from hybridkv.step import Copy, Csr, EncoderRead, NewRow, Step, StepResult
 from hybridkv.testing.model import DIGEST_BYTES, ZERO_STATE, DigestModel
-from hybridkv.testing.worker_layers import Layer, layers_of
+from hybridkv.testing.oracle_pool import Prefix
+from hybridkv.testing.worker_layers import Layer, cross_layers_of, layers_of
 
 
 class ContentError(Exception):
@@ -33,8 +36,14 @@ class WorkerRow:
     request_id: str
     tokens: list[int]
     tables: tuple[dict[int, int], ...]
+    encoder: EncoderRead | None = None
     sampled: int | None = None
     expected: dict[str, list[bytes]] = field(default_factory=dict)
+
+    @property
+    def heard(self) -> str:
+        """The digest of the encoder's input, empty without one."""
+        return "" if self.encoder is None else str(self.encoder.digest)
 
 
 class FakeWorker:
@@ -54,6 +63,8 @@ class FakeWorker:
         self._ids = [_ids_of(config, group) for group in range(len(config.groups))]
         self._num_groups = len(config.groups)
         self._layers = layers_of(config)
+        self._cross = cross_layers_of(config)
+        self.encoders_run = 0
         self._sharded = sharded
         self._rows: dict[int, WorkerRow] = {}
         self._states: dict[tuple[int, int, int], int] = {}
@@ -71,6 +82,8 @@ class FakeWorker:
             self._move(step)
             self._zero(step)
             self._copy(step, "before")
+            self._encode(step)
+            self._check_encoded(step)
             self._check_states(step)
         for i, row in enumerate(step.rows.tolist()):
             self._live(row).tokens += step.drafts[i].tolist()
@@ -93,18 +106,28 @@ class FakeWorker:
             return
         for copy in step.copies[: random.randint(0, len(step.copies))]:
             self._copy_one(copy)
+        for new in step.new_rows:
+            self._write_encoded(new, lambda *_: random.randbytes(DIGEST_BYTES))
         for layer in self._layers:
-            if layer.recurrent:
-                for _, group, _, block in step.state_writes.tolist():
-                    if group == layer.group:
-                        self._put(self._at(layer, block), random.randbytes(DIGEST_BYTES))
-                continue
-            for i, row in enumerate(step.rows.tolist()):
-                for position in range(*self._span(step, i)):
-                    self._put(self._slot(layer, self._live(row), position), random.randbytes(DIGEST_BYTES))
+            for at in self._written(layer, step):
+                self._put(at, random.randbytes(DIGEST_BYTES))
 
-    def holds(self, group: int, block: int, tokens: tuple[int, ...]) -> bool:
-        """Whether ``block`` has what its last token being the last of ``tokens`` means, in every layer of ``group``."""
+    def _written(self, layer: Layer, step: Step) -> Iterator[int]:
+        """Where the forward of ``step`` writes in ``layer``."""
+        if layer.recurrent:
+            blocks = [block for _, group, _, block in step.state_writes.tolist() if group == layer.group]
+            yield from (self._at(layer, block) for block in blocks)
+            return
+        for i, row in enumerate(step.rows.tolist()):
+            for position in range(*self._span(step, i)):
+                yield self._slot(layer, self._live(row), position)
+
+    def holds(self, group: int, block: int, prefix: Prefix) -> bool:
+        """Whether ``block`` has what its last token being the last of ``prefix`` means, in every layer of ``group``."""
+        origin, tokens = prefix
+        heard = origin[1] if isinstance(origin, tuple) else ""
+        if any(layer.group == group for layer in self._cross):
+            return self._holds_encoded(group, block, heard, *tokens)
         places = {name: i for i, name in enumerate(self.model.layers)}
         for layer in self._layers:
             if layer.group != group:
@@ -112,9 +135,19 @@ class FakeWorker:
             first = len(tokens) if layer.recurrent else (len(tokens) - 1) // layer.block_size * layer.block_size + 1
             for end in range(first, len(tokens) + 1):
                 at = self._at(layer, block) + (0 if layer.recurrent else layer.byte_of(end - first))
-                if self._get(at) != self.model.digests(tokens[:end])[places[layer.name]]:
+                if self._get(at) != self.model.digests(tokens[:end], heard)[places[layer.name]]:
                     return False
         return True
+
+    def _holds_encoded(self, group: int, block: int, heard: str, num_tokens: int, column: int) -> bool:
+        """Whether ``block`` is ``column`` of the ``num_tokens`` tokens of an encoder's output."""
+        return all(
+            self._get(self._at(layer, block) + layer.byte_of(position - column * layer.block_size))
+            == self.model.encode(layer.name, heard, position)
+            for layer in self._cross
+            if layer.group == group
+            for position in range(column * layer.block_size, min((column + 1) * layer.block_size, num_tokens))
+        )
 
     # -- tables
 
@@ -136,7 +169,7 @@ class FakeWorker:
         if new.row in self._rows:
             raise ContentError(f"row {new.row} begins for {new.request_id!r} and never ended")
         tables: tuple[dict[int, int], ...] = tuple({} for _ in range(self._num_groups))
-        self._rows[new.row] = WorkerRow(new.request_id, new.token_ids.tolist(), tables)
+        self._rows[new.row] = WorkerRow(new.request_id, new.token_ids.tolist(), tables, new.encoder)
 
     def _set_cell(self, group: int, row: int, column: int, block: int) -> None:
         if block:
@@ -147,6 +180,31 @@ class FakeWorker:
         if row not in self._rows:
             raise ContentError(f"row {row} belongs to nobody")
         return self._rows[row]
+
+    # -- the encoder's output
+
+    def _encode(self, step: Step) -> None:
+        """The encoders of rows that begin run, where the Step says so."""
+        for new in step.new_rows:
+            self._write_encoded(new, self.model.encode)
+
+    def _write_encoded(self, new: NewRow, content: Callable[[str, str, int], bytes]) -> None:
+        """content: of a layer, for what was heard, at a position."""
+        if new.encoder is None or not new.encoder.encodes:
+            return
+        self.encoders_run += 1
+        row = self._live(new.row)
+        for layer in self._cross:
+            for position in range(new.encoder.num_tokens):
+                self._put(self._slot(layer, row, position), content(layer.name, row.heard, position))
+
+    def _check_encoded(self, step: Step) -> None:
+        """What every row reads is the output of its own input."""
+        for row in map(self._live, step.rows.tolist()):
+            for layer in self._cross if row.encoder is not None else ():
+                for position in range(0 if row.encoder is None else row.encoder.num_tokens):
+                    if self._stored(layer, row, position) != self.model.encode(layer.name, row.heard, position):
+                        raise ContentError(f"step {step.id}: {row.request_id!r} hears another input, {layer}")
 
     # -- states
 
@@ -258,7 +316,8 @@ class FakeWorker:
                     before = self._expected(layer, row, position)[position - 1]
                 else:
                     before = self.model.root(layer.name)
-                self._put(self._slot(layer, row, position), self.model.extend(layer.name, before, row.tokens[position]))
+                digest = self.model.extend(layer.name, before, row.tokens[position], row.heard)
+                self._put(self._slot(layer, row, position), digest)
 
     def _read(self, step: Step, i: int) -> list[int]:
         """Check all tokens that the i-th row reads; the drafts accepted and the token behind them, if it samples."""
@@ -271,7 +330,7 @@ class FakeWorker:
             return []
         sampled = list[int]()
         for place in range(len(drafts) + 1):
-            digests = [of[place] for of in read] or list(self.model.digests(row.tokens[: certain + place]))
+            digests = [of[place] for of in read] or list(self.model.digests(row.tokens[: certain + place], row.heard))
             sampled.append(self.model.sample(digests))
             if place == len(drafts) or sampled[-1] != drafts[place]:
                 break
@@ -301,7 +360,7 @@ class FakeWorker:
         digests = row.expected.setdefault(layer.name, [])
         while len(digests) < end:
             before = digests[-1] if digests else self.model.root(layer.name)
-            digests.append(self.model.extend(layer.name, before, row.tokens[len(digests)]))
+            digests.append(self.model.extend(layer.name, before, row.tokens[len(digests)], row.heard))
         return digests
 
     # -- storage

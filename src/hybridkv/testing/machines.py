@@ -11,9 +11,18 @@ from random import Random
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from hybridkv.extra_keys import EncoderInput
 from hybridkv.testing.rig import Rig
 from hybridkv.testing.rig_options import RigOptions
-from hybridkv.testing.strategies import SALTS, natural_rig_options, prompts, rig_options, stop_token_ids, verdicts
+from hybridkv.testing.strategies import (
+    INPUTS,
+    SALTS,
+    natural_rig_options,
+    prompts,
+    rig_options,
+    stop_token_ids,
+    verdicts,
+)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -46,6 +55,7 @@ class CacheMachine(RuleBasedStateMachine):
             arrival_time=self.rig.now + late,
             reads=data.draw(st.sampled_from((True, True, True, False))),
             writes=data.draw(st.sampled_from((True, True, True, False))),
+            encoder=data.draw(INPUTS),
         )
 
     @precondition(lambda self: self.rig.requests)
@@ -55,7 +65,7 @@ class CacheMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.rig.requests)))
         tokens = self.rig.requests[name][1].tokens
         own = data.draw(st.lists(st.integers(0, self.rig.options.vocabulary - 1), max_size=2))
-        self.rig.add(tokens[: data.draw(st.integers(1, len(tokens)))] + own, max_tokens)
+        self.rig.add(tokens[: data.draw(st.integers(1, len(tokens)))] + own, max_tokens, encoder=data.draw(INPUTS))
 
     @precondition(lambda self: self.rig.num_in_flight < self.rig.options.limits.max_in_flight)
     @rule()
@@ -125,10 +135,10 @@ class CacheMachine(RuleBasedStateMachine):
         """Time passes."""
         self.rig.wait(seconds)
 
-    @rule(data=st.data(), salt=SALTS)
-    def probe(self, data: st.DataObject, salt: str | None) -> None:
+    @rule(data=st.data(), salt=SALTS, encoder=INPUTS)
+    def probe(self, data: st.DataObject, salt: str | None, encoder: EncoderInput | None) -> None:
         """A look-up that nothing follows."""
-        self.rig.probe(data.draw(prompts(self.rig.options.vocabulary)), salt)
+        self.rig.probe(data.draw(prompts(self.rig.options.vocabulary)), salt, encoder=encoder)
 
     def teardown(self) -> None:
         """Everything is drained."""
@@ -152,7 +162,8 @@ class NaturalMachine(CacheMachine):
     )
     def add_marked(self, data: st.DataObject, max_tokens: int, marks: list[int], n: int) -> None:
         """A request that the caller wants to be resumable, or wants several outputs of."""
-        self.rig.add(data.draw(prompts(self.rig.options.vocabulary)), max_tokens, marks=marks, n=n)
+        prompt = data.draw(prompts(self.rig.options.vocabulary))
+        self.rig.add(prompt, max_tokens, marks=marks, n=n, encoder=data.draw(INPUTS))
 
     @precondition(lambda self: self.rig.requests)
     @rule(data=st.data(), max_tokens=st.integers(1, 12))

@@ -365,7 +365,7 @@ class Oracle:
     def _append(self, entry: Entry, sampled: list[int]) -> list[int]:
         """Token after token, until the request is done."""
         request, reason, appended = entry.request, "", list[int]()
-        sampled = sampled or [self.model.next_token(request.tokens)]
+        sampled = sampled or [self.model.next_token(request.tokens, request.digest)]
         while len(appended) < len(sampled) and not reason:
             appended.append(sampled[len(appended)])
             request.tokens.append(appended[-1])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from hybridkv.specs import KVCacheSpec
 from hybridkv.testing.oracle_groups import Extent, OracleGroup, StateGroup, oracle_group
-from hybridkv.testing.oracle_pool import OraclePool, Prefix
+from hybridkv.testing.oracle_pool import OraclePool, Origin, Prefix
 
 Cell = tuple[int, int, int]
 """Group, column, block."""
@@ -58,7 +58,8 @@ class OracleRow:
 class OracleRequest:
     """A request and what is known of it. rows: one a group, none while it holds nothing.
 
-    encoder: tokens of the encoder's input. arrival: time and number. reads, writes: whether it uses the prefix cache.
+    encoder: tokens of the encoder's input; encodes: whether its blocks were new when the request came in.
+    arrival: time and number. reads, writes: whether it uses the prefix cache.
     computed: tokens computed or scheduled. branch: a token count at which a state would have helped, 0 for none.
     overtaken, refused_at: how often it was overtaken since it was first refused, and when that was.
     marks: where the caller wants it to be resumable. consumed: a state that it went on from and has not replaced yet.
@@ -71,8 +72,9 @@ class OracleRequest:
     num_prompt_tokens: int
     limit: int = 1 << 30
     stops: frozenset[int] = frozenset()
-    salt: str | None = None
+    salt: Origin = None
     encoder: int = 0
+    encodes: bool = False
     priority: int = 0
     arrival: tuple[float, int] = (0.0, 0)
     reads: bool = True
@@ -88,6 +90,11 @@ class OracleRequest:
     consumed: int = 0
     lost: bool = False
     late: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def digest(self) -> str:
+        """Of the encoder's input, empty without one."""
+        return self.salt[1] if isinstance(self.salt, tuple) else ""
 
     @property
     def tables(self) -> list[list[int]]:
@@ -141,7 +148,7 @@ class OracleCache:
 
     # -- look-up
 
-    def hit(self, tokens: Sequence[int], salt: str | None = None, *, reads: bool = True) -> OracleHit:
+    def hit(self, tokens: Sequence[int], salt: Origin = None, *, reads: bool = True) -> OracleHit:
         """The longest cached prefix, never all tokens."""
         nothing = OracleHit(0, [[] for _ in self.groups])
         asked = [group for group in self.groups if group.kind in {"full", "sink"}]
@@ -150,7 +157,7 @@ class OracleCache:
             return nothing
         return self._agree(asked, tokens, salt) or nothing
 
-    def _agree(self, asked: Sequence[OracleGroup], tokens: Sequence[int], salt: str | None) -> OracleHit | None:
+    def _agree(self, asked: Sequence[OracleGroup], tokens: Sequence[int], salt: Origin) -> OracleHit | None:
         """Every group is asked in turn, bounded by those before it, until none shortens the candidate.
 
         With EAGLE a group is asked for one column past the candidate, once; if a group that was asked without
@@ -181,7 +188,7 @@ class OracleCache:
         return OracleHit(length, tables, longest - length)
 
     def _longest(
-        self, group: OracleGroup, tokens: Sequence[int], salt: str | None, most: int, *, peek: bool, prove: bool
+        self, group: OracleGroup, tokens: Sequence[int], salt: Origin, most: int, *, peek: bool, prove: bool
     ) -> int:
         """The longest hit of at most ``most`` tokens that ``group`` agrees to.
 
@@ -200,13 +207,13 @@ class OracleCache:
             length -= self.alignment
         return 0
 
-    def _cached(self, group: OracleGroup, tokens: Sequence[int], salt: str | None, column: int, reach: int) -> bool:
+    def _cached(self, group: OracleGroup, tokens: Sequence[int], salt: Origin, column: int, reach: int) -> bool:
         return (column + 1) * group.size <= reach and self._find(group, tokens, salt, column) is not None
 
-    def _find(self, group: OracleGroup, tokens: Sequence[int], salt: str | None, column: int) -> int | None:
+    def _find(self, group: OracleGroup, tokens: Sequence[int], salt: Origin, column: int) -> int | None:
         return self.pool.find(group.number, prefix(tokens, salt, (column + 1) * group.size))
 
-    def _adopted(self, group: OracleGroup, tokens: Sequence[int], salt: str | None, length: int) -> list[int]:
+    def _adopted(self, group: OracleGroup, tokens: Sequence[int], salt: Origin, length: int) -> list[int]:
         if not group.publishes:
             return []
         table = [0] * (length // group.size)
@@ -266,6 +273,7 @@ class OracleCache:
     def _begin(self, request: OracleRequest, hit: OracleHit | None) -> None:
         """A new request holds what it hit, in every group, before any group takes a block."""
         request.rows = [OracleRow() for _ in self.groups]
+        request.encodes = request.encoder > 0
         if hit is None:
             return
         for group, row, table in zip(self.groups, request.rows, hit.tables, strict=True):
@@ -324,7 +332,7 @@ class OracleCache:
         request.rows = []
 
 
-def prefix(tokens: Sequence[int], salt: str | None, end: int) -> Prefix:
+def prefix(tokens: Sequence[int], salt: Origin, end: int) -> Prefix:
     """What stands for the first ``end`` tokens."""
     return salt, tuple(tokens[:end])
 

@@ -19,12 +19,12 @@ def verdict(model: DigestModel, entry: Entry, counts: Counter[str]) -> list[int]
     for place in range(len(entry.drafts)):
         counts[f"drafted {place}"] += 1
     for draft in entry.drafts:
-        sampled.append(model.next_token(tokens))
+        sampled.append(model.next_token(tokens, entry.request.digest))
         if sampled[-1] != draft:
             return sampled
         counts[f"accepted {len(sampled) - 1}"] += 1
         tokens.append(draft)
-    return [*sampled, model.next_token(tokens)] if entry.drafts else []
+    return [*sampled, model.next_token(tokens, entry.request.digest)] if entry.drafts else []
 
 
 def tell(groups: Sequence[OracleGroup], step: OracleStep) -> None:

@@ -238,7 +238,7 @@ class CrossGroup(OracleGroup):
 
     def lay_out(self, table: Sequence[int], extent: Extent) -> list[int | None]:
         """See OracleGroup.lay_out."""
-        return list(table) if extent.begun else [None] * math.ceil(extent.encoder / self.size)
+        return list(table) or [None] * math.ceil(extent.encoder / self.size)
 
     def peak(self, tokens: int, in_flight_tokens: int, in_flight_steps: int) -> int:  # noqa: ARG002 - same
         """See OracleGroup.peak."""

@@ -146,7 +146,7 @@ class NaturalOracle(Oracle):
         later = self.natural.blocks.by_class(
             [
                 max(peak - sum(block != 0 for block in table) - new, 0)
-                for peak, table, new in zip(peaks, hit.tables, missing, strict=True)
+                for peak, table, new in zip(peaks, self.natural.first_tables(request, hit), missing, strict=True)
             ]
         )
         reserve = 0 if self._alone() else int(self.limits.watermark * self.pool.usable)
@@ -301,4 +301,5 @@ def branch_of(parent: OracleRequest, request_id: str) -> OracleRequest:
         consumed=0,
         lost=False,
         late=[],
+        encodes=False,
     )

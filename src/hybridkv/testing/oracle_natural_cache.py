@@ -17,6 +17,7 @@ from hybridkv.testing.oracle_cache import Cell, OracleCache, OracleHit, OracleRe
 from hybridkv.testing.oracle_groups import Extent, OracleGroup, ScratchStateGroup, natural_group
 from hybridkv.testing.oracle_natural_hits import Finder, hash_block_of
 from hybridkv.testing.oracle_natural_pool import NaturalPool
+from hybridkv.testing.oracle_pool import Origin, Prefix
 
 
 class NaturalCache(OracleCache):
@@ -42,7 +43,8 @@ class NaturalCache(OracleCache):
             raise TypeError("the natural layout has slabs")
         keeps = placement.keeps_states
         self.groups = [natural_group(number, spec, ranks, keeps_states=keeps) for number, spec in enumerate(specs)]
-        self.caching = caching and all(group.publishes or group.kind == "nothing" for group in self.groups)
+        self.caching = caching and all(group.publishes or group.kind in {"nothing", "cross"} for group in self.groups)
+        self.cross = [group for group in self.groups if group.kind == "cross"]
         self.publishers = [group for group in self.groups if group.publishes]
         self.states = [group for group in self.publishers if group.kind == "state"]
         self.attention = [group for group in self.publishers if group.kind != "state"]
@@ -66,7 +68,7 @@ class NaturalCache(OracleCache):
 
     # -- look-up
 
-    def _agree(self, asked: Sequence[OracleGroup], tokens: Sequence[int], salt: str | None) -> OracleHit | None:
+    def _agree(self, asked: Sequence[OracleGroup], tokens: Sequence[int], salt: Origin) -> OracleHit | None:
         finder = Finder(self.blocks, self.hash_block, tokens, salt)
         if self.drops:
             hit = super()._agree(asked, tokens, salt)
@@ -82,7 +84,7 @@ class NaturalCache(OracleCache):
         return OracleHit(end, tables, longest - end, sources)
 
     def _longest(
-        self, group: OracleGroup, tokens: Sequence[int], salt: str | None, most: int, *, peek: bool, prove: bool
+        self, group: OracleGroup, tokens: Sequence[int], salt: Origin, most: int, *, peek: bool, prove: bool
     ) -> int:
         if group.kind != "state":
             return super()._longest(group, tokens, salt, most, peek=peek, prove=prove)
@@ -96,14 +98,14 @@ class NaturalCache(OracleCache):
         self, request: OracleRequest, new: int, hit: OracleHit | None, lookahead: int, processed: int
     ) -> list[int]:
         """Blocks of every class that an allocation uses up; those that it drops are given back before."""
-        counts = self.missing(request, new, hit, lookahead)
+        counts, first = self.missing(request, new, hit, lookahead), self.first_tables(request, hit)
         for group in self.groups:
             if request.rows:
                 dropped = self._dropped(group, request.rows[group.number], processed)
                 counts[group.number] -= sum(self.blocks.refs[block] == 1 for block in dropped)
             elif hit is not None:
                 sources = hit.sources or (0,) * len(self.groups)
-                touched = {*hit.tables[group.number], sources[group.number]} - {0}
+                touched = {*first[group.number], sources[group.number]} - {0}
                 counts[group.number] += sum(not self.blocks.held(block) for block in touched)
         return self.blocks.by_class(counts)
 
@@ -112,7 +114,7 @@ class NaturalCache(OracleCache):
         end = min(request.computed + (hit.tokens if hit else 0) + new, self.max_model_len)
         begun = bool(request.rows)
         extent = Extent(end, min(end + lookahead, self.max_model_len), request.encoder, begun)
-        before = request.tables if begun else hit.tables if hit else [[] for _ in self.groups]
+        before = request.tables if begun else self.first_tables(request, hit)
         return [group.lay_out(table, extent).count(None) for group, table in zip(self.groups, before, strict=True)]
 
     @staticmethod
@@ -146,6 +148,7 @@ class NaturalCache(OracleCache):
                 row.table += self.blocks.take(1, group.number)
         if not delay:
             self.publish(request, min(computed + new, len(request.tokens), self.max_model_len), step)
+            self._publish_encoded(request, missing, step)
         return []
 
     def begin(self, request: OracleRequest, hit: OracleHit | None) -> None:
@@ -155,9 +158,11 @@ class NaturalCache(OracleCache):
         request.late = []
         self.live.append(request)
         self.owned[request] = [None for _ in self.groups]
-        if hit is None or not hit.sources:
-            return
-        for group, row, table, source in zip(self.groups, request.rows, hit.tables, hit.sources, strict=True):
+        tables = self.first_tables(request, hit)
+        request.encodes = request.encoder > 0 and not any(tables[group.number] for group in self.cross)
+        hit = hit or OracleHit(0, tables)
+        sources = hit.sources or (0,) * len(self.groups)
+        for group, row, table, source in zip(self.groups, request.rows, tables, sources, strict=True):
             row.table, row.passed, row.done = list(table), len(table), hit.tokens
             self.blocks.touch([block for block in table if block])
             self.counts[f"hit {group.kind}"] += any(table) or bool(source)
@@ -175,9 +180,38 @@ class NaturalCache(OracleCache):
         for group, table in zip(self.groups, parent.tables, strict=True):
             recurrent = isinstance(group, ScratchStateGroup)
             whole, rest = (0, 1) if recurrent else divmod(end, group.size)
+            if group.kind == "cross":
+                whole, rest = len(table), 0
             tables.append(table[:whole])
             sources.append(table[whole] if end and rest and whole < len(table) else 0)
         return OracleHit(end, tables, 0, tuple(sources))
+
+    # -- the encoder's output
+
+    def first_tables(self, request: OracleRequest, hit: OracleHit | None) -> list[list[int]]:
+        """What a request that holds nothing begins with: its hit, and the encoder's output where all of it is there."""
+        tables = [list(table) for table in hit.tables] if hit else [[] for _ in self.groups]
+        if not (self.caching and request.encoder and request.reads) or any(tables[one.number] for one in self.cross):
+            return tables
+        keys = {group: self._encoder_keys(group, request) for group in self.cross}
+        found = {group: [self.blocks.find(group.number, key) for key in keys[group]] for group in self.cross}
+        if all(None not in blocks for blocks in found.values()):
+            for group, blocks in found.items():
+                tables[group.number] = [block for block in blocks if block is not None]
+                self.counts["hit cross"] += bool(blocks)
+        return tables
+
+    @staticmethod
+    def _encoder_keys(group: OracleGroup, request: OracleRequest) -> list[Prefix]:
+        return [(request.salt, (request.encoder, column)) for column in range(math.ceil(request.encoder / group.size))]
+
+    def _publish_encoded(self, request: OracleRequest, missing: Sequence[int], step: int | None) -> None:
+        """New blocks of the encoder's output can be hit from now on. missing: new blocks of every group."""
+        for group in self.cross if self._may_write(request) else ():
+            if missing[group.number]:
+                table, keys = request.rows[group.number].table, self._encoder_keys(group, request)
+                for block, key in zip(table, keys, strict=True):
+                    self.blocks.publish(group.number, block, key, step)
 
     # -- publish
 

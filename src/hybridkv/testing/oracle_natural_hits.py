@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hybridkv.testing.oracle_groups import ChunkGroup, OracleGroup, WindowGroup
 from hybridkv.testing.oracle_natural_pool import NaturalPool
-from hybridkv.testing.oracle_pool import Prefix
+from hybridkv.testing.oracle_pool import Origin, Prefix
 
 USUAL_HASH_BLOCK = 16
 """Tokens, where no attention group publishes."""
@@ -21,7 +21,7 @@ def hash_block_of(groups: Sequence[OracleGroup]) -> int:
 class Finder:
     """One request's tokens against the keys of a pool. hash_block: see ``hash_block_of``."""
 
-    def __init__(self, pool: NaturalPool, hash_block: int, tokens: Sequence[int], salt: str | None) -> None:
+    def __init__(self, pool: NaturalPool, hash_block: int, tokens: Sequence[int], salt: Origin) -> None:
         self._pool = pool
         self._hash_block = hash_block
         self._tokens = tuple(tokens)

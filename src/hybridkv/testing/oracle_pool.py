@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-Prefix = tuple[str | None, tuple[int, ...]]
-"""What a key stands for: the salt and all tokens up to the end of the block."""
+Origin = str | None | tuple[str | None, str]
+"""What tells equal tokens apart: the salt, or the salt and the digest of the encoder's input."""
+Prefix = tuple[Origin, tuple[int, ...]]
+"""What a key stands for: the origin and all tokens up to the end of the block.
+
+In a group of cross attention, instead of tokens: those of the encoder's output, and the block's column.
+"""
 
 
 class OraclePool:

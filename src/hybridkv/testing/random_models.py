@@ -75,7 +75,16 @@ def random_options(random: Random, specs: tuple[KVCacheSpec, ...] | None = None)
 
 # -- the natural layout
 
-_NATURAL_KINDS = {"full": 8, "window": 6, "chunk": 4, "state": 9, "sink": 1, "scratch": 0.5, "encoder_only": 0.4}
+_NATURAL_KINDS = {
+    "full": 8,
+    "window": 6,
+    "chunk": 4,
+    "state": 9,
+    "sink": 1,
+    "scratch": 0.5,
+    "cross": 2,
+    "encoder_only": 0.4,
+}
 PLACEMENTS = ("ends", "ends", "ends", "interval:3", "interval:5", "align:4", "align:2", "none")
 
 
@@ -106,7 +115,7 @@ def random_natural_specs(random: Random) -> tuple[KVCacheSpec, ...]:
     """Groups of a model."""
     sizes = random.choice(((2,), (3,), (4,), (4,), (8,), (2, 4), (3, 6), (4, 8), (1, 3), (1,)))
     kinds = random.choices(list(_NATURAL_KINDS), list(_NATURAL_KINDS.values()), k=random.choice((1, 2, 2, 2, 3, 3, 4)))
-    if set(kinds) <= {"encoder_only"}:
+    if set(kinds) <= {"encoder_only", "cross"}:
         kinds[0] = "full"
     return tuple(random_spec(random, kind, random.choice(sizes)) for kind in kinds)
 

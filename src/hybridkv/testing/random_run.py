@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+from hybridkv.extra_keys import EncoderInput
+from hybridkv.testing.configs import ENCODERS
 from hybridkv.testing.rig import Rig
 
 _WEIGHTS = {
@@ -29,7 +31,8 @@ def random_run(rig: Rig, random: Random, actions: int = 60) -> None:
             case "add":
                 random_add(rig, random, shared)
             case "probe":
-                rig.probe(random_prompt(rig, random, shared), random_salt(random), reads=random.random() < 0.95)
+                prompt, salt = random_prompt(rig, random, shared), random_salt(random)
+                rig.probe(prompt, salt, reads=random.random() < 0.95, encoder=random_encoder(rig, random))
             case "reset":
                 rig.reset_prefix_cache()
             case "wait":
@@ -76,7 +79,13 @@ def random_add(rig: Rig, random: Random, shared: list[list[int]]) -> None:
         writes=random.random() < 0.95,
         marks=random_marks(random) if rig.is_natural else (),
         n=random.choice((1, 1, 1, 1, 1, 2, 3)) if rig.is_natural else 1,
+        encoder=random_encoder(rig, random),
     )
+
+
+def random_encoder(rig: Rig, random: Random) -> EncoderInput | None:
+    """Mostly one of few, where there is cross attention."""
+    return random.choice((None, *ENCODERS, *ENCODERS)) if rig.has_cross else None
 
 
 def random_marks(random: Random) -> list[int]:

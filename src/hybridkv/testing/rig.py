@@ -10,9 +10,11 @@ from typing import NamedTuple
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.placement import Placement, placement_named
 from hybridkv.errors import ConfigError
+from hybridkv.extra_keys import EncoderInput
 from hybridkv.plan.config import KVCacheConfig
 from hybridkv.request import Request
 from hybridkv.schedule import FinishReason, Scheduler
+from hybridkv.specs import Keeps
 from hybridkv.step import Step, StepResult
 from hybridkv.testing.comparison import Comparison, OracleError, same
 from hybridkv.testing.comparison_natural import NaturalComparison
@@ -51,6 +53,7 @@ class Rig:
         self.now = 0.0
         self.model = worker.model if worker else digest_model(config, options.vocabulary)
         self.is_natural = config.slabs is not None
+        self.has_cross = any(group.spec.keeps is Keeps.ENCODER for group in config.groups)
         placement = placement_named(options.placement, 1) if self.is_natural else None
         self.cache = KVCacheManager(
             config,
@@ -113,10 +116,12 @@ class Rig:
         writes: bool = True,
         marks: Sequence[int] = (),
         n: int = 1,
+        encoder: EncoderInput | None = None,
     ) -> str | None:
         """A request arrives; its id, None if it can never run and was refused for it.
 
         reads, writes: whether it uses the prefix cache. marks: where it is to be resumable. n: outputs wanted.
+        encoder: left out where the model has no cross attention.
         """
         asked = RigRequest(
             tuple(prompt),
@@ -130,6 +135,7 @@ class Rig:
             writes=writes,
             marks=tuple(marks),
             n=n,
+            encoder=encoder if self.has_cross else None,
         )
         name = f"r{len(self.requests)}"
         if not self._add_to_both(asked, name):
@@ -180,7 +186,7 @@ class Rig:
         _, expected = self.requests[request_id]
         tokens, drafts = list(expected.tokens), list[int]()
         for place in range(right + wrong):
-            token = self.model.next_token(tokens)
+            token = self.model.next_token(tokens, expected.digest)
             drafts.append(token if place < right else (token + 1) % self.options.vocabulary)
             tokens.append(drafts[-1])
         self.scheduler.propose({request_id: drafts})
@@ -259,12 +265,18 @@ class Rig:
         same("reset", self.cache.reset_prefix_cache(), self.oracle.pool.reset())
         self.check()
 
-    def probe(self, prompt: Sequence[int], salt: str | None = None, *, reads: bool = True) -> int:
+    def probe(
+        self,
+        prompt: Sequence[int],
+        salt: str | None = None,
+        *,
+        reads: bool = True,
+        encoder: EncoderInput | None = None,
+    ) -> int:
         """A look-up that nothing follows; tokens hit."""
-        request = Request(
-            "probe", prompt, hasher=self.cache.hasher, cache_salt=salt, skip_reading_prefix_cache=not reads
-        )
-        return self.comparison.compare_hit(request, self.oracle.cache.hit(list(prompt), salt, reads=reads))
+        asked = RigRequest(tuple(prompt), 1, salt=salt, reads=reads, encoder=encoder if self.has_cross else None)
+        request = asked.request("probe", self.cache.hasher)
+        return self.comparison.compare_hit(request, self.oracle.cache.hit(list(prompt), asked.origin, reads=reads))
 
     def drain(self, most_steps: int = 10_000) -> None:
         """Run until nothing is left. OracleError when that takes more than ``most_steps`` steps."""
@@ -311,6 +323,6 @@ class Rig:
         """Every block that can be hit, and whose step ran, has what its key says; moved ones once their step ran."""
         if self.options.ranks > 1:
             return
-        for group, block, tokens in self.comparison.readable(moved=not self._flights):
-            if not self.worker.holds(group, block, tokens):
-                raise ContentError(f"block {block} of group {group} can be hit but does not hold the end of {tokens}")
+        for group, block, prefix in self.comparison.readable(moved=not self._flights):
+            if not self.worker.holds(group, block, prefix):
+                raise ContentError(f"block {block} of group {group} can be hit but does not hold the end of {prefix}")

@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybridkv.cache import BlockHasher
+from hybridkv.extra_keys import EncoderInput
 from hybridkv.request import Request, SamplingParams
 from hybridkv.testing.oracle_cache import OracleRequest
+from hybridkv.testing.oracle_pool import Origin
 
 
 @dataclass(frozen=True, slots=True)
 class RigRequest:
-    """What is asked of both. reads, writes: whether it uses the prefix cache. n: outputs wanted."""
+    """What is asked of both. reads, writes: whether it uses the prefix cache. n: outputs wanted.
+
+    encoder: its digest is text.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -24,6 +29,7 @@ class RigRequest:
     writes: bool = True
     marks: tuple[int, ...] = ()
     n: int = 1
+    encoder: EncoderInput | None = None
 
     def request(self, name: str, hasher: BlockHasher | None) -> Request:
         """For the scheduler."""
@@ -39,7 +45,13 @@ class RigRequest:
             skip_reading_prefix_cache=not self.reads,
             skip_writing_prefix_cache=not self.writes,
             marks=self.marks,
+            encoder=self.encoder,
         )
+
+    @property
+    def origin(self) -> Origin:
+        """What tells its tokens from equal ones."""
+        return self.salt if self.encoder is None else (self.salt, str(self.encoder.digest))
 
     def expected(self, name: str, max_model_len: int) -> OracleRequest:
         """For the oracle."""
@@ -49,7 +61,8 @@ class RigRequest:
             len(self.prompt),
             limit=min(len(self.prompt) + self.max_tokens, max_model_len),
             stops=frozenset(self.stop_token_ids + self.eos_token_ids),
-            salt=self.salt,
+            salt=self.origin,
+            encoder=0 if self.encoder is None else self.encoder.num_tokens,
             priority=self.priority,
             reads=self.reads,
             writes=self.writes,

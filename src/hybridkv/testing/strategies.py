@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.specs import KVCacheSpec, MambaSpec
-from hybridkv.testing.configs import small_numbers, small_spec
+from hybridkv.testing.configs import ENCODERS, small_numbers, small_spec
 from hybridkv.testing.random_models import PLACEMENTS
 from hybridkv.testing.rig_options import RigOptions
 
 SALTS = st.sampled_from((None, None, None, "tenant"))
+INPUTS = st.sampled_from((*ENCODERS, *ENCODERS, None))
+"""Of encoders; models without cross attention get none of them."""
 SIZES = ((4,), (2,), (1,), (3,), (2, 4), (4, 8), (2, 6), (1, 3), (1, 2, 4))
 """Block sizes that the groups of one model choose from."""
 KINDS = ("full", "state", "window", "chunk")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hybridkv.errors import ConfigError
@@ -50,13 +51,22 @@ class Layer:
 
 def layers_of(config: KVCacheConfig) -> tuple[Layer, ...]:
     """The layers that keep something of their own tokens. ConfigError for a page that holds no digest."""
+    return _layers(config, lambda spec: not isinstance(spec, CrossAttentionSpec | EncoderOnlyAttentionSpec))
+
+
+def cross_layers_of(config: KVCacheConfig) -> tuple[Layer, ...]:
+    """The layers that keep the encoder's output, a digest for each of its tokens. ConfigError as ``layers_of``."""
+    return _layers(config, lambda spec: isinstance(spec, CrossAttentionSpec))
+
+
+def _layers(config: KVCacheConfig, wanted: Callable[[KVCacheSpec], bool]) -> tuple[Layer, ...]:
     tensors = {name: tensor for tensor in config.tensors for name in tensor.shared_by}
     parts = config.slabs.kernel_blocks if config.slabs else (1,) * len(config.groups)
     return tuple(
         _layer(name, number, group.spec, tensors[name], parts[number])
         for number, group in enumerate(config.groups)
         for name in group.layer_names
-        if not isinstance(group.spec, CrossAttentionSpec | EncoderOnlyAttentionSpec)
+        if wanted(group.spec)
     )
 
 
