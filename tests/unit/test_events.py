@@ -126,6 +126,22 @@ def test_published_then_written() -> None:
     cache.check()
 
 
+def test_a_block_that_moved_to_where_one_of_its_step_was_evicted_has_its_event() -> None:
+    cache = manager(num_blocks=16)
+    pool, log = cache.block_pool, cache.publisher.log
+    log.begin(0)
+    started(cache, range(9))  # blocks 1, 2, 3
+    started(cache, range(50, 59))  # blocks 4, 5, 6
+    pool.evict_blocks(np.array([1], np.int32))
+    pool.keys.follow(np.array([[4, 1]]))
+    log.follow(np.array([4]), np.array([1]))
+    log.end()
+    cache.take_events()
+    log.settle(0)
+    told = [event.block_hashes for event in cache.take_events() if isinstance(event, BlockStored)]
+    assert told == [keys_of(range(8))[1:], keys_of(range(50, 58))]
+
+
 def test_a_block_that_was_evicted_before_it_was_written_has_no_events() -> None:
     cache = manager(num_blocks=4)
     log = cache.publisher.log

@@ -93,7 +93,7 @@ class WriteLog:
             raise CacheError(f"step {step} is not in flight")
         runs, ids = self._runs.pop(step), self._ids.pop(step)
         for run in runs:
-            self._emit(run, self._pool.keys.mark_written(run.ids, step))
+            self._settle_run(run, step)
         if ids:
             self._pool.keys.mark_written(np.concatenate(ids), step)
 
@@ -106,13 +106,14 @@ class WriteLog:
         for step in failed:
             del self._ids[step], self._runs[step]
 
-    def _emit(self, run: Run, written: NDArray[np.bool_]) -> None:
+    def _settle_run(self, run: Run, step: int) -> None:
         """One stored-event for each stretch of ``run`` that is written."""
         if not self._pool.keys.events_enabled:
             return
         keys = run.group.key_run(run.request, run.first, run.first + len(run.ids))
-        there = [self._pool.key_of(block) == key for block, key in zip(run.ids.tolist(), keys, strict=True)]
-        written &= np.array(there)  # one that was evicted may have made room for another of the same step
+        # one that was evicted may have made room for another of the same step, which has its turn
+        written = np.array([self._pool.key_of(block) == key for block, key in zip(run.ids.tolist(), keys, strict=True)])
+        written[written] = self._pool.keys.mark_written(run.ids[written], step)
         if written.all():
             self._pool.keys.emit(_stored(run, run.first, run.first + len(run.ids)))
             return
