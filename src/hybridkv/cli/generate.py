@@ -137,7 +137,7 @@ def _load(source: str) -> LoadedModel:
 
 
 def _prompts(loaded: LoadedModel, path: Path | None, defaults: SamplingParams, *, skip_bad_lines: bool) -> Prompts:
-    from hybridkv.runner.engine import encode  # noqa: PLC0415  # see generate_command
+    from hybridkv.runner.load import encode  # noqa: PLC0415  # see generate_command
     from hybridkv.runner.prompts import built_in_prompts, read_prompts  # noqa: PLC0415  # same
 
     def checked(prompt: Any) -> list[int]:  # noqa: ANN401  # text or ids, as encode takes them

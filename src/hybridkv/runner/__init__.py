@@ -6,15 +6,16 @@ load -> LoadedModel -> plan_for -> Engine.generate -> Completions
 
 from hybridkv.runner.async_engine import AsyncEngine
 from hybridkv.runner.completion import Completion, Increment
-from hybridkv.runner.engine import Engine, EngineOptions, encode
-from hybridkv.runner.load import LoadedModel, load, wrap
+from hybridkv.runner.engine import Engine, EngineOptions
+from hybridkv.runner.load import LoadedModel, encode, load, wrap
 from hybridkv.runner.logprobs import TokenLogprob
 from hybridkv.runner.planning import plan_for, plan_within
 from hybridkv.runner.runner import ModelRunner, Observer
 from hybridkv.runner.stream import Stream
-from hybridkv.runner.tiny import TINY_MODELS, byte_tokenizer, tiny_model
+from hybridkv.runner.tiny import TINY_ENCODER_DECODERS, TINY_MODELS, byte_tokenizer, tiny_model
 
 __all__ = [
+    "TINY_ENCODER_DECODERS",
     "TINY_MODELS",
     "AsyncEngine",
     "Completion",

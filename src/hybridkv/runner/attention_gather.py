@@ -27,6 +27,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hybridkv.errors import UnsupportedModelError, WorkerError
+from hybridkv.runner.encoder_decoder import is_encoder_decoder
 from hybridkv.runner.reach import Reach
 from hybridkv.runner.step_context import CONTEXT, StepContext
 from hybridkv.step import Step
@@ -62,7 +63,7 @@ class Segment:
 class GatherBatch:
     """What one step reads and writes in one group; built once, used by every layer of it that reaches as far back.
 
-    write_block, write_offset: int64[tokens], where each token's keys and values go.
+    write_block, write_offset: int64[tokens], where each token's keys and values go; none for cross attention.
     read_blocks: int64[n], the blocks to gather. stale: int64[m], gathered tokens that no query of their row sees.
     """
 
@@ -73,16 +74,41 @@ class GatherBatch:
     segments: tuple[Segment, ...]
 
 
-class _Builder:
-    """Collects segments, and the blocks and stale tokens they gather."""
+@dataclass(frozen=True, slots=True, eq=False)
+class CrossRead:
+    """What the cross attention of one layer reads in a step. pages: keys and values, [blocks, block_size, heads, width]."""
 
-    def __init__(self, step: Step, table: BlockTable, reach: Reach, dtype: torch.dtype) -> None:
+    batch: GatherBatch
+    pages: tuple[torch.Tensor, ...]
+
+    def contexts(self) -> tuple[torch.Tensor, ...]:
+        """[1, heads, gathered tokens, width] of each."""
+        return tuple(gathered(pages, self.batch) for pages in self.pages)
+
+
+def gathered(pages: torch.Tensor, batch: GatherBatch) -> torch.Tensor:
+    """The contexts of ``batch`` copied out of ``pages``, zeros where nobody sees them: [1, heads, tokens, width]."""
+    copied = pages.index_select(0, batch.read_blocks).flatten(0, 1)
+    copied.index_fill_(0, batch.stale, 0)
+    return copied.transpose(0, 1).unsqueeze(0)
+
+
+class _Builder:
+    """Collects segments, and the blocks and stale tokens they gather.
+
+    context: int64[R], tokens that all of a row's see, if those are not its own.
+    """
+
+    def __init__(
+        self, step: Step, table: BlockTable, reach: Reach, dtype: torch.dtype, context: Int64 | None = None
+    ) -> None:
         self.table, self.reach, self.dtype, self.device = table, reach, dtype, table.device
         self.size = table.block_size
         self.rows = step.rows.astype(np.int64)
         self.scheduled = step.num_scheduled.astype(np.int64)
         self.computed = step.num_computed.astype(np.int64)
-        self.context = self.computed + self.scheduled
+        self.whole = context is not None
+        self.context = self.computed + self.scheduled if context is None else context
         # the first query of a row reaches furthest back
         self.first_block = reach.first_seen(self.computed) // self.size
         self.blocks = -(-self.context // self.size) - self.first_block
@@ -100,14 +126,22 @@ class _Builder:
         tokens = slice(int(places[0]), int(places[-1]) + 1) if contiguous else self._tensor(places)
         padded = width * self.size
         begin = self.first_block[members] * self.size
-        key = (begin[:, None] + np.arange(padded))[:, None]
-        query = (self.computed[members][:, None] + np.arange(queries))[:, :, None]
-        hidden: NDArray[np.bool_] = (key > query) | (key < self.reach.first_seen(query))
+        hidden = self._hidden(members, begin[:, None] + np.arange(padded), queries)
         length = int((self.context[members] - begin).max())
         mask = self._mask(hidden[:, None, :, :length]) if hidden[:, :, :length].any() else None
         self.segments.append(Segment(tokens, len(members), queries, self.start, padded, length, mask))
         unseen = np.logical_and.reduce(hidden, axis=1)
         self._gather(members, width, unseen)
+
+    def _hidden(self, members: Int64, key: Int64, queries: int) -> NDArray[np.bool_]:
+        """bool[rows, queries, keys] for keys at int64[rows, keys]: which of them no query sees."""
+        key = key[:, None]
+        if self.whole:
+            unread: NDArray[np.bool_] = key >= self.context[members][:, None, None]
+            return unread.repeat(queries, axis=1)
+        query = (self.computed[members][:, None] + np.arange(queries))[:, :, None]
+        hidden: NDArray[np.bool_] = (key > query) | (key < self.reach.first_seen(query))
+        return hidden
 
     def _gather(self, members: Int64, width: int, unseen: NDArray[np.bool_]) -> None:
         table = self.table.get_device_tensor()
@@ -124,8 +158,14 @@ class _Builder:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
     def build(self) -> GatherBatch:
-        """All segments. Slots are those that the table has committed."""
-        slots = self.table.slot_mapping[: int(self.scheduled.sum())]
+        """All segments, for tokens of the rows' own: slots are those that the table has committed."""
+        return self._batch(self.table.slot_mapping[: int(self.scheduled.sum())])
+
+    def build_read(self) -> GatherBatch:
+        """All segments, for what is only read."""
+        return self._batch(torch.empty(0, dtype=torch.int64, device=self.device))
+
+    def _batch(self, slots: torch.Tensor) -> GatherBatch:
         return GatherBatch(
             write_block=torch.div(slots, self.size, rounding_mode="floor"),
             write_offset=slots % self.size,
@@ -141,15 +181,30 @@ def gather_batch(step: Step, table: BlockTable, reach: Reach, dtype: torch.dtype
     step: at least one row. reach: of the layers' attention. dtype: of its scores. O(tokens + gathered tokens).
     """
     builder = _Builder(step, table, reach, dtype)
+    _add_rows(builder, step)
+    return builder.build()
+
+
+def cross_batch(step: Step, table: BlockTable, tokens: Int64, dtype: torch.dtype) -> GatherBatch:
+    """What cross attention reads in ``step`` through ``table``: all ``tokens``, int64[R], of each row's encoder output.
+
+    step, dtype: as in gather_batch; each row has at least one token to read. O(tokens + gathered tokens).
+    """
+    builder = _Builder(step, table, Reach(), dtype, tokens)
+    _add_rows(builder, step)
+    return builder.build_read()
+
+
+def _add_rows(builder: _Builder, step: Step) -> None:
+    """Rows that decode, by their tokens and the power of two that their block counts round up to; chunks one by one."""
     decoding = builder.scheduled == np.diff(step.drafts.indptr) + 1
     rows = np.flatnonzero(decoding)
-    # exponent of the power of two that a block count rounds up to: 1 -> 0, 2 -> 1, 3, 4 -> 2
+    # exponent of the power of two: 1 -> 0, 2 -> 1, 3, 4 -> 2
     classes = np.stack((builder.scheduled[rows], np.ceil(np.log2(builder.blocks[rows])).astype(np.int64)), axis=1)
     for one in np.unique(classes, axis=0):
         builder.add(rows[(classes == one).all(axis=1)])
     for member in np.flatnonzero(~decoding).tolist():
         builder.add(np.array([member]))
-    return builder.build()
 
 
 def attend(
@@ -163,8 +218,10 @@ def attend(
     """Attention of one layer over a flattened step: the signature of transformers' attention functions.
 
     query: [1, heads, tokens, width]. key, value: [1, kv heads, gathered tokens, width], as StepCache.update
-    gave them or as the model expanded them. Returns [1, tokens, heads, value width]. The GatherBatch is
-    that of the layer that was updated last (shared modules do not know which layer they stand in).
+    gave them or as the model expanded them; of cross attention nothing, its pages are gathered here.
+    Returns [1, tokens, heads, value width]. The GatherBatch is that of the layer that was updated last (shared modules
+    do not know which layer they stand in), or that asked for its encoder's keys.
+    position_bias: of T5, one for each segment (hybridkv.runner.relative_bias); of its cross attention zeros.
     Raises WorkerError outside of a runner.
     """
     del attention_mask  # transformers makes none for a name it does not know; masks are those of the segments
@@ -172,9 +229,15 @@ def attend(
     if context is None:
         raise WorkerError(f"{type(module).__name__} runs outside of a ModelRunner: give it its own attention back")
     eager = eager_function(module)
-    batch = context.attention_batch()
+    biases, read = kwargs.pop("position_bias", None), context.take_cross()
+    if read is not None:
+        (key, value), batch, biases = read.contexts(), read.batch, None
+    else:
+        batch = context.attention_batch()
     parts: list[torch.Tensor] = []
-    for segment in batch.segments:
+    for place, segment in enumerate(batch.segments):
+        if biases is not None:
+            kwargs["position_bias"] = biases[place]
         output, _ = eager(
             module,
             _queries(query, segment),
@@ -222,11 +285,15 @@ def eager_function(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor,
 
 
 def check_attention(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError unless every attention module of ``model`` can run on gathered contexts."""
-    for module in model.modules():
+    """Raise UnsupportedModelError unless every attention module of ``model`` can run on gathered contexts.
+
+    Of an encoder-decoder, those of the decoder: what is not causal there is cross attention.
+    """
+    crosses = is_encoder_decoder(model)
+    for module in model.get_decoder().modules() if crosses else model.modules():
         if hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
             eager_function(module)
-            if not module.is_causal:
+            if not (module.is_causal or crosses):
                 raise UnsupportedModelError(f"{type(module).__name__} attends in both directions: not supported")
 
 

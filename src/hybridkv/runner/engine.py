@@ -21,7 +21,8 @@ from hybridkv.plan import Plan
 from hybridkv.request import Request, SamplingParams
 from hybridkv.runner.completion import Completion, Progress
 from hybridkv.runner.detokenize import Detokenizer
-from hybridkv.runner.load import LoadedModel, wrap
+from hybridkv.runner.encoder_inputs import EncoderFeed, Given, encoder_feed
+from hybridkv.runner.load import LoadedModel, encode, wrap
 from hybridkv.runner.logprobs import TokenLogprob, tokens_of
 from hybridkv.runner.planning import plan_within
 from hybridkv.runner.probe import planner_model
@@ -120,6 +121,7 @@ class Engine:
             max_running=limits.max_running,
             max_model_len=plan.max_model_len,
             max_batched_tokens=limits.max_batched_tokens,
+            max_encoder_tokens=plan.limits.max_encoder_tokens,
             observer=observer,
         )
         self._in_flight: deque[Step] = deque()
@@ -150,15 +152,21 @@ class Engine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         marks: Sequence[int] = (),
+        encoder: Given | None = None,
+        encoder_digest: bytes | str | None = None,
     ) -> str:
         """Queue a prompt, text or token ids; its request id. Branches have the ids of ``output_ids``.
 
         marks: token counts where its prefix should be resumable (hybridkv.request).
+        encoder: of an encoder-decoder, what its encoder reads: text, token ids, or features [bins, frames]. The prompt
+        is then the decoder's, its start token included; an empty one is that token alone. encoder_digest: the caller's
+        own name of that content, equal for equal content; else it is hashed.
         Raises ConfigError for text without tokenizer, an empty prompt, ids outside the vocabulary, stop strings without
         tokenizer, more log probabilities than there are tokens, marks that are no token counts and an id in use;
         CapacityError when it could never fit.
         """
-        return self._add(prompt, sampling, request_id, cache_salt, marks)[0].request.request_id
+        feed = self._feed(encoder, encoder_digest)
+        return self._add(prompt, sampling, request_id, cache_salt, marks, feed=feed)[0].request.request_id
 
     def stream(
         self,
@@ -168,9 +176,12 @@ class Engine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         marks: Sequence[int] = (),
+        encoder: Given | None = None,
+        encoder_digest: bytes | str | None = None,
     ) -> Stream:
         """Queue a prompt as ``add`` does, to be read as it grows; see Stream."""
-        added = self._add(prompt, sampling, request_id, cache_salt, marks)
+        feed = self._feed(encoder, encoder_digest)
+        added = self._add(prompt, sampling, request_id, cache_salt, marks, feed=feed)
         for one in added:
             one.streamed = True
         return Stream(added, self._run, self.abort)
@@ -180,22 +191,30 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        encoders: Sequence[Given] | None = None,
     ) -> list[Completion]:
         """Run ``prompts`` to their ends, in their order, all ``n`` outputs of one in a row.
 
-        sampling: one for all, or one each. Requests added before run beside them; ``step`` hands those out.
+        sampling: one for all, or one each. encoders: of an encoder-decoder, what its encoder reads, one each.
+        Requests added before run beside them; ``step`` hands those out.
         When a prompt is refused, as by ``add``, none of them runs.
         """
         pairs = one_each(prompts, sampling)
+        inputs = [None] * len(prompts) if encoders is None else list(encoders)
+        if len(inputs) != len(prompts):
+            raise ConfigError(f"{len(inputs)} encoder inputs for {len(prompts)} prompts: give one for each")
         added: list[Progress] = []
         try:
-            for prompt, params in pairs:
-                added += self._add(prompt, params)
+            for (prompt, params), given in zip(pairs, inputs, strict=True):
+                added += self._add(prompt, params, feed=self._feed(given))
         except ConfigError:
             for progress in added:
                 self.abort(progress.request.request_id)
-                del self._live[progress.request.request_id]
+                self._forget(progress.request.request_id)
             raise
         # behind the last request, steps that were scheduled ahead still hold its blocks
         while any(one.completion is None for one in added) or (self._in_flight and not self._live):
@@ -212,10 +231,12 @@ class Engine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         marks: Sequence[int] = (),
+        *,
+        feed: EncoderFeed | None = None,
     ) -> list[Progress]:
         """A request and its branches, queued."""
         params = sampling if sampling is not None else SamplingParams()
-        ids = encode(self.loaded, prompt)
+        ids = encode(self.loaded, prompt if feed is None or len(prompt) else self.loaded.decoder_start)
         tokenizer = self.loaded.tokenizer
         if params.stop and tokenizer is None:
             raise ConfigError("stop strings need a tokenizer: load the model with one, or use stop_token_ids")
@@ -230,14 +251,33 @@ class Engine:
             cache_salt=cache_salt,
             eos_token_ids=self.loaded.eos_token_ids,
             marks=marks,
+            encoder=None if feed is None else feed.read,
         )
         of_prompt: list[TokenLogprob] = []
         added = [
             Progress(one, None if tokenizer is None else Detokenizer(tokenizer, params.stop), prompt_logprobs=of_prompt)
             for one in (request, *self.scheduler.add(request))
         ]
-        self._live.update((one.request.request_id, one) for one in added)
+        for one in added:
+            self._live[one.request.request_id] = one
+            if feed is not None and self.runner.cross is not None:
+                self.runner.cross.inputs.hold(feed)
         return added
+
+    def _feed(self, given: Given | None, digest: bytes | str | None = None) -> EncoderFeed | None:
+        """What an encoder reads. ConfigError where it is missing, and where there is no encoder."""
+        if given is None and self.runner.cross is None:
+            return None
+        if given is None:
+            raise ConfigError(f"{self.loaded.name} is an encoder-decoder: hand over what its encoder reads")
+        return encoder_feed(self.loaded, given, digest, self.plan.limits.max_encoder_tokens)
+
+    def _forget(self, request_id: str) -> Progress | None:
+        """The request of that id lives no longer; None for one that did not."""
+        progress = self._live.pop(request_id, None)
+        if progress is not None and progress.request.encoder is not None and self.runner.cross is not None:
+            self.runner.cross.inputs.release(progress.request.encoder.digest)
+        return progress
 
     # -- the loop
 
@@ -325,7 +365,7 @@ class Engine:
                     self.scheduler.finish(request.request_id, FinishReason.STOP)
                 finished[request.request_id] = FinishReason.STOP
         for request_id, reason in finished.items():
-            if (ended := self._live.pop(request_id, None)) is not None:
+            if (ended := self._forget(request_id)) is not None:
                 completion = ended.complete(reason)
                 if not ended.streamed:
                     self._finished.append(completion)
@@ -364,21 +404,3 @@ def _loaded(model: PreTrainedModel | LoadedModel, tokenizer: Any) -> LoadedModel
     if tokenizer is not None:
         raise ConfigError(f"{model.name} was loaded with its tokenizer: leave the tokenizer out")
     return model
-
-
-def encode(loaded: LoadedModel, prompt: str | Sequence[int]) -> list[int]:
-    """Token ids of ``prompt``. Raises ConfigError for an empty one, and for ids outside the vocabulary."""
-    if isinstance(prompt, str):
-        if loaded.tokenizer is None:
-            raise ConfigError("a prompt of text needs a tokenizer: load the model with one, or give token ids")
-        ids = [int(one) for one in loaded.tokenizer.encode(prompt)]
-    else:
-        ids = list(prompt)
-    if not ids:
-        raise ConfigError("the prompt is empty: give it at least one token")
-    wrong = [one for one in ids if not 0 <= one < loaded.vocab_size]
-    if wrong:
-        raise ConfigError(
-            f"token id {wrong[0]} lies outside the vocabulary of {loaded.name}: ids are 0 .. {loaded.vocab_size - 1}"
-        )
-    return ids

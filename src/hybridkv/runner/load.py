@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import read_model
+from hybridkv.runner.encoder_decoder import auto_class
 from hybridkv.runner.probe import require_runnable
 from hybridkv.runner.tiny import byte_tokenizer, tiny_model
 
@@ -33,6 +35,14 @@ class LoadedModel:
     model: PreTrainedModel
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def decoder_start(self) -> list[int]:
+        """The token that a decoder begins with where its prompt is empty. ConfigError where the model names none."""
+        for owner in (getattr(self.model, "generation_config", None), self.model.config):
+            if isinstance(found := getattr(owner, "decoder_start_token_id", None), int):
+                return [found]
+        raise ConfigError(f"{self.name} names no decoder_start_token_id: give the decoder's prompt")
 
     @property
     def vocab_size(self) -> int:
@@ -68,7 +78,8 @@ def load(source: str, *, seed: int = 0, device: torch.device | str = "cpu") -> L
 def _model_in(folder: Path) -> PreTrainedModel:
     """The model in ``folder``, every weight from its files: transformers itself would make up those that lack."""
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        model, report = auto_class(config).from_pretrained(
             folder,
             local_files_only=True,
             dtype="auto",
@@ -91,7 +102,7 @@ def _model_in(folder: Path) -> PreTrainedModel:
 
 
 def wrap(model: PreTrainedModel, tokenizer: Any = None, name: str = "model") -> LoadedModel:  # noqa: ANN401  # transformers' tokenizers share no typed base
-    """A LoadedModel of a transformers causal language model that is at hand.
+    """A LoadedModel of a transformers model that generates and is at hand: causal, or an encoder and a decoder.
 
     Raises UnsupportedModelError when its rotary positions depend on the longest request of a batch.
     """
@@ -116,3 +127,24 @@ def _eos(model: PreTrainedModel) -> tuple[int, ...]:
         if found:
             return tuple(found)
     return ()
+
+
+def encode(loaded: LoadedModel, prompt: str | Sequence[int], *, what: str = "prompt") -> list[int]:
+    """Token ids of ``prompt``. what: it is, for messages.
+
+    Raises ConfigError for an empty one, for text without a tokenizer, and for ids outside the vocabulary.
+    """
+    if isinstance(prompt, str):
+        if loaded.tokenizer is None:
+            raise ConfigError(f"a {what} of text needs a tokenizer: load the model with one, or give token ids")
+        ids = [int(one) for one in loaded.tokenizer.encode(prompt)]
+    else:
+        ids = list(prompt)
+    if not ids:
+        raise ConfigError(f"the {what} is empty: give it at least one token")
+    wrong = [one for one in ids if not 0 <= one < loaded.vocab_size]
+    if wrong:
+        raise ConfigError(
+            f"token id {wrong[0]} lies outside the vocabulary of {loaded.name}: ids are 0 .. {loaded.vocab_size - 1}"
+        )
+    return ids

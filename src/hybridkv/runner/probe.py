@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -14,9 +14,11 @@ from transformers.cache_utils import Cache
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import Layer, Model, read_model
+from hybridkv.runner.encoder_decoder import decode, is_encoder_decoder
 from hybridkv.runner.recurrent import MixerState, RecurrentMixer, StateKind
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     Keeps,
     KVCacheSpec,
@@ -35,6 +37,7 @@ _RUNNABLE: Final = (
     SlidingWindowSpec,
     SlidingWindowMLASpec,
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     MambaSpec,
 )
 
@@ -51,14 +54,18 @@ def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Make ``model`` call the attention function ``name``. Raises UnsupportedModelError when it cannot switch."""
-    if model.config._attn_implementation == name:
-        return
-    model.set_attn_implementation(name)
-    if model.config._attn_implementation != name:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} does not take its attention from transformers' AttentionInterface: not supported"
-        )
+    """Make ``model`` call the attention function ``name``. Raises UnsupportedModelError when it cannot switch.
+
+    The stacks of T5 have configs of their own, which a switch of the whole does not reach.
+    """
+    for part in {id(one.config): one for one in model.modules() if isinstance(one, PreTrainedModel)}.values():
+        if part.config._attn_implementation == name:
+            continue
+        part.set_attn_implementation(name)
+        if part.config._attn_implementation != name:
+            raise UnsupportedModelError(
+                f"{type(part).__name__} does not take its attention from transformers' AttentionInterface: not supported"
+            )
 
 
 class ProbeCache(Cache):  # type: ignore[misc]  # transformers is not typed
@@ -159,10 +166,14 @@ class _Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probed:
-    """What a model keeps. attention: the parts of a token by layer index. mixers: the modules that keep states."""
+    """What a model keeps. attention: the parts of a token by layer index. mixers: the modules that keep states.
+
+    cross: the parts of a token of the encoder's output by layer index, none without cross attention.
+    """
 
     attention: Mapping[int, tuple[PagePart, ...]]
     mixers: tuple[RecurrentMixer, ...]
+    cross: Mapping[int, tuple[PagePart, ...]] = field(default_factory=dict)
 
 
 def probe(model: PreTrainedModel) -> Probed:
@@ -171,19 +182,28 @@ def probe(model: PreTrainedModel) -> Probed:
     Raises UnsupportedModelError for a model that caches through anything but ``update``, ``update_conv_state``
     and ``update_recurrent_state`` of the cache it is given.
     """
-    cache = ProbeCache()
-    ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=model.device)
-    positions = torch.arange(PROBE_TOKENS, device=model.device)[None]
+    cache, crossed = ProbeCache(), ProbeCache()
     with attention_implementation(model, "eager"), _callers(model, cache), torch.inference_mode():
         try:
-            model(input_ids=ids, use_cache=True, **cache_arguments(model, cache, positions))
+            _forward(model, cache, crossed)
         except (TypeError, AttributeError, IndexError, ValueError) as error:
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not run on a cache of keys, values and states: not supported ({error})"
             ) from error
     if not cache.attention and not cache.states:
         raise UnsupportedModelError(f"{type(model).__name__} cached nothing in a forward: not supported")
-    return Probed(cache.attention, cache.mixers())
+    return Probed(cache.attention, cache.mixers(), crossed.attention)
+
+
+def _forward(model: PreTrainedModel, cache: ProbeCache, crossed: ProbeCache) -> None:
+    """PROBE_TOKENS tokens, behind an encoder's output of as many where there is one."""
+    ids = torch.zeros(PROBE_TOKENS, dtype=torch.int64, device=model.device)
+    positions = torch.arange(PROBE_TOKENS, device=model.device)
+    if is_encoder_decoder(model):
+        encoded = torch.zeros((1, PROBE_TOKENS, model.config.hidden_size), dtype=model.dtype, device=model.device)
+        decode(model, ids, positions, encoded, caches=(cache, crossed))
+        return
+    model(input_ids=ids[None], use_cache=True, **cache_arguments(model, cache, positions[None]))
 
 
 def cache_arguments(model: PreTrainedModel, cache: Cache, positions: torch.Tensor) -> dict[str, Any]:
@@ -261,14 +281,14 @@ def planner_view(
 def require_runnable(planned: Model) -> None:
     """Raise UnsupportedModelError, naming them, for layers that the runner would run wrongly.
 
-    It runs attention over all tokens, a window or a chunk, MLA, and recurrent states.
+    It runs attention over all tokens, a window or a chunk, MLA, cross attention, and recurrent states.
     """
     wrong = [f"{layer.name} ({type(layer.spec).__name__})" for layer in planned.layers if not _is_runnable(layer.spec)]
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise UnsupportedModelError(
             f"{planned.name} can be planned, but not run yet: {wrong[0]}{more} of {len(planned.layers)} layers; "
-            "attention (full, window, chunk, MLA) and recurrent layers can be run"
+            "attention (full, window, chunk, MLA, cross) and recurrent layers can be run"
         )
 
 
@@ -283,16 +303,26 @@ def page_layout(planned: Model, probed: Probed) -> dict[str, tuple[PagePart, ...
     Raises ConfigError unless the forward cached in exactly the planned layers, tokens and states, and as many bytes
     in each.
     """
-    tokens = {layer.index: layer for layer in planned.layers if layer.spec.keeps is not Keeps.STATE}
-    _require_layers(planned.name, "caches", set(tokens), set(probed.attention))
-    for index, layer in tokens.items():
-        parts = probed.attention[index]
-        held = layer.spec.block_size * sum(part.token_bytes for part in parts)
-        _require_bytes(planned.name, layer, held, f"{layer.spec.block_size} tokens of {_shapes(parts)}")
+    own = {layer.index: layer for layer in planned.layers if layer.spec.keeps in {Keeps.TOKENS, Keeps.WINDOW}}
+    cross = {layer.index: layer for layer in planned.layers if layer.spec.keeps is Keeps.ENCODER}
+    layout = _token_layout(planned.name, "caches", own, probed.attention)
+    layout |= _token_layout(planned.name, "reads an encoder's output", cross, probed.cross)
     states = state_layout(planned, probed)
-    return {layer.name: probed.attention[index] for index, layer in tokens.items()} | {
+    return layout | {
         name: tuple(PagePart(part.shape, part.dtype) for part in mixer.parts) for name, mixer in states.items()
     }
+
+
+def _token_layout(
+    name: str, does: str, planned: Mapping[int, Layer], probed: Mapping[int, tuple[PagePart, ...]]
+) -> dict[str, tuple[PagePart, ...]]:
+    """The parts of a token in every one of ``planned``, which the forward must have shown. does: for the message."""
+    _require_layers(name, does, set(planned), set(probed))
+    for index, layer in planned.items():
+        parts = probed[index]
+        held = layer.spec.block_size * sum(part.token_bytes for part in parts)
+        _require_bytes(name, layer, held, f"{layer.spec.block_size} tokens of {_shapes(parts)}")
+    return {layer.name: probed[index] for index, layer in planned.items()}
 
 
 def state_layout(planned: Model, probed: Probed) -> dict[str, RecurrentMixer]:

@@ -22,9 +22,13 @@ from hybridkv.plan.config import KVCacheConfig
 from hybridkv.runner import attention_gather, step_context
 from hybridkv.runner.attention_gather import GatherBatch
 from hybridkv.runner.continuation import continuations
+from hybridkv.runner.cross_attention import CrossAttention, CrossLayer
+from hybridkv.runner.encoder_decoder import decode
 from hybridkv.runner.logprobs import LogprobRows, logprobs_of
 from hybridkv.runner.probe import cache_arguments, page_layout, probe, set_attention, state_layout
 from hybridkv.runner.reach import Reach
+from hybridkv.runner.relative_bias import segment_biases
+from hybridkv.runner.row_blocks import require_blocks
 from hybridkv.runner.rows import NONE_DRAWN, RowState
 from hybridkv.runner.sampling import sample
 from hybridkv.runner.state_batch import PagedMixer, StateBatch, state_batch
@@ -48,6 +52,7 @@ class ModelRunner:
     model: a transformers causal language model. From here on it attends through the pages; ``detach``
     gives it its own attention back. planned: the model that ``config`` was planned for. max_running: rows.
     max_model_len: tokens of the longest request. max_batched_tokens: tokens of the largest Step.
+    max_encoder_tokens: that cross attention reads of a request; ``cross`` is its side, None for a model without.
     observer: sees the logits of every Step (see Observer); None for nobody.
     Raises ConfigError when a forward caches other bytes than planned, UnsupportedModelError for a model
     that cannot run on pages.
@@ -62,6 +67,7 @@ class ModelRunner:
         max_running: int,
         max_model_len: int,
         max_batched_tokens: int,
+        max_encoder_tokens: int = 0,
         observer: Observer | None = None,
     ) -> None:
         attention_gather.check_attention(model)
@@ -81,9 +87,11 @@ class ModelRunner:
             [group.spec.block_size for group in config.groups],
             num_blocks=[config.blocks_of(group) for group in range(len(config.groups))],
             specs=[group.spec for group in config.groups],
+            max_encoder_tokens=max_encoder_tokens,
         )
         group_of = {name: number for number, group in enumerate(config.groups) for name in group.layer_names}
-        attending = [layer for layer in planned.layers if layer.name not in mixers]
+        crossing = [layer for layer in planned.layers if layer.spec.keeps is Keeps.ENCODER]
+        attending = [layer for layer in planned.layers if layer.name not in mixers and layer not in crossing]
         self._reads = {layer.index: (group_of[layer.name], Reach.of(layer.spec)) for layer in attending}
         self._views = {layer.index: self.storage.views[layer.name] for layer in attending}
         self._token_groups = sorted({group for group, _ in self._reads.values()})
@@ -96,6 +104,9 @@ class ModelRunner:
             PagedMixer(mixer, self.continues[name], self.storage.views[name], self._context, group_of[name])
             for name, mixer in mixers.items()
         ]
+        cross = [CrossLayer(one.index, group_of[one.name], self.storage.views[one.name]) for one in crossing]
+        self.cross = CrossAttention(model, cross, self.tables, self._context) if cross else None
+        self._biases = segment_biases(model.get_decoder(), self._context) if cross else []
         self._attach()
 
     def _attach(self) -> None:
@@ -106,11 +117,15 @@ class ModelRunner:
         step_context.attach(self.model, self._context)
         for mixer in self._mixers:
             mixer.install()
+        for bias in self._biases:
+            bias.install()
 
     def detach(self) -> None:
         """Give the model its own attention and recurrent mixers back."""
         for mixer in self._mixers:
             mixer.remove()
+        for bias in self._biases:
+            bias.remove()
         step_context.detach(self.model)
         set_attention(self.model, self._own_attention)
 
@@ -130,6 +145,8 @@ class ModelRunner:
                 rows.begin(new)
         self.tables.commit_block_table(self.tables.max_num_reqs)
         self._copier.execute_before(step)
+        if self.cross is not None:
+            self.cross.begin(step)
         if not step.num_tokens:
             return StepResult(step.id, Csr.empty(len(step)))
         draws, prompts = Draws.of(step), self._logprobs.of_prompts(step)
@@ -162,28 +179,12 @@ class ModelRunner:
         if (self._rows.last_token[drawn] == NONE_DRAWN).any():
             raise WorkerError(f"Step {step.id} refers to a sampled token of a row that sampled none")
         self._copier.check(step)
-        self._check_blocks(step)
-
-    def _check_blocks(self, step: Step) -> None:
-        """Every row needs a block for each of its tokens, once the Step's cells are written. O(rows + cells).
-
-        A group of states is checked when its StateBatch is made.
-        """
+        # a group of states is checked when its StateBatch is made
         context = step.num_computed.astype(np.int64) + step.num_scheduled
-        emptied = np.concatenate((step.finished_rows, [new.row for new in step.new_rows])).astype(np.int64)
         for group in self._token_groups:
-            table = self.tables[group]
-            held = table.num_blocks_per_row.copy()
-            held[emptied] = 0
-            mine = step.cells.group == group
-            np.maximum.at(held, step.cells.row[mine], step.cells.column[mine] + 1)
-            short = np.flatnonzero(held[step.rows].astype(np.int64) * table.block_size < context)
-            if len(short):
-                row = step.rows[short[0]]
-                raise WorkerError(
-                    f"Step {step.id}: row {row} needs blocks for {context[short[0]]} tokens in group {group}, "
-                    f"it has {held[row]} of {table.block_size}"
-                )
+            require_blocks(step, self.tables[group], group, context, "tokens")
+        if self.cross is not None:
+            self.cross.check(step)
 
     @staticmethod
     def _owner_rows(step: Step) -> Int64:
@@ -209,18 +210,26 @@ class ModelRunner:
         for group in self._token_groups:
             self.tables[group].compute_slot_mapping(owners, positions)
             self.tables[group].commit_slot_mapping(len(tokens))
-        cache = StepCache(self._views, self._context)
-        self._context.begin(self._gather_batches(step), states)
+        at = self._tensor(positions)
+        cross = None if self.cross is None else self.cross.reads(step)
+        self._context.begin(self._gather_batches(step), states, cross, at)
         try:
             with torch.inference_mode():
-                out = self.model(
-                    input_ids=self._tensor(tokens)[None],
-                    use_cache=True,
-                    logits_to_keep=self._tensor(wanted),
-                    **cache_arguments(self.model, cache, self._tensor(positions)[None]),
-                )
+                return self._call(self._tensor(tokens), at, self._tensor(wanted))
         finally:
             self._context.end()
+
+    def _call(self, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        """The model over a flattened step: logits behind the tokens ``keep``, [n, vocabulary]."""
+        cache = StepCache(self._views, self._context)
+        if self.cross is not None:
+            return decode(self.model, tokens, positions, None, caches=(cache, self.cross.cache()), keep=keep)
+        out = self.model(
+            input_ids=tokens[None],
+            use_cache=True,
+            logits_to_keep=keep,
+            **cache_arguments(self.model, cache, positions[None]),
+        )
         logits: torch.Tensor = out.logits[0]
         return logits
 

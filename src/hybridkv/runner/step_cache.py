@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from transformers.cache_utils import Cache
 
-from hybridkv.runner.attention_gather import GatherBatch
+from hybridkv.runner.attention_gather import GatherBatch, gathered
 from hybridkv.runner.step_context import StepContext
 
 
@@ -48,8 +48,6 @@ class StepCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
 
 def _through(pages: torch.Tensor, states: torch.Tensor, batch: GatherBatch) -> torch.Tensor:
-    """Write the step's tokens into ``pages``, then gather the contexts, zeros where nobody sees them."""
+    """Write the step's tokens into ``pages``, then gather the contexts."""
     pages.index_put_((batch.write_block, batch.write_offset), states[0].transpose(0, 1))
-    gathered = pages.index_select(0, batch.read_blocks).flatten(0, 1)
-    gathered.index_fill_(0, batch.stale, 0)
-    return gathered.transpose(0, 1).unsqueeze(0)
+    return gathered(pages, batch)

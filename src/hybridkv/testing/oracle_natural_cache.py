@@ -198,7 +198,6 @@ class NaturalCache(OracleCache):
         if all(None not in blocks for blocks in found.values()):
             for group, blocks in found.items():
                 tables[group.number] = [block for block in blocks if block is not None]
-                self.counts["hit cross"] += bool(blocks)
         return tables
 
     @staticmethod

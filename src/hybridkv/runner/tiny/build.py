@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from hybridkv.errors import ConfigError
+from hybridkv.runner.encoder_decoder import auto_class
 from hybridkv.runner.tiny.attention import ATTENTION
 from hybridkv.runner.tiny.delta import DELTA
+from hybridkv.runner.tiny.encoder_decoder import ENCODER_DECODER
 from hybridkv.runner.tiny.mamba import MAMBA
 from hybridkv.runner.tiny.tokenizer import VOCAB_SIZE
 from hybridkv.runner.tiny.weights import fill
@@ -23,18 +25,21 @@ _COMMON: Final[Mapping[str, Any]] = {
     "bos_token_id": None,
     "eos_token_id": VOCAB_SIZE - 1,
 }
-_FAMILIES: Final = {**ATTENTION, **MAMBA, **DELTA}
-TINY_MODELS: Final = tuple(_FAMILIES)
+_FAMILIES: Final = {**ATTENTION, **MAMBA, **DELTA, **ENCODER_DECODER}
+TINY_MODELS: Final = tuple(name for name in _FAMILIES if name not in ENCODER_DECODER)
+"""Causal language models."""
+TINY_ENCODER_DECODERS: Final = tuple(ENCODER_DECODER)
 
 
 def tiny_model(name: str, seed: int = 0, fields: Mapping[str, Any] | None = None) -> PreTrainedModel:
     """The tiny model ``name`` in float32 on the CPU, its weights a function of ``seed`` and ``fields`` alone.
 
     fields: of its config, in place of the family's own: other sizes, where something else asks for them.
-    Raises ConfigError for a name that is not in TINY_MODELS, and for fields that its config does not know.
+    Raises ConfigError for a name that is in neither TINY_MODELS nor TINY_ENCODER_DECODERS, and for fields that its
+    config does not know.
     """
     if name not in _FAMILIES:
-        raise ConfigError(f"unknown tiny model {name!r}: use tiny:{', tiny:'.join(TINY_MODELS)}")
+        raise ConfigError(f"unknown tiny model {name!r}: use tiny:{', tiny:'.join(_FAMILIES)}")
     family = _FAMILIES[name]
     given = {} if fields is None else fields
     if unknown := sorted(set(given) - set(AutoConfig.for_model(family.model_type).to_dict())):
@@ -42,7 +47,7 @@ def tiny_model(name: str, seed: int = 0, fields: Mapping[str, Any] | None = None
     config = AutoConfig.for_model(family.model_type, **{**_COMMON, **family.fields, **given})
     state = torch.random.get_rng_state()
     try:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+        model = auto_class(config).from_config(config, attn_implementation="eager").float().eval()
     finally:
         torch.random.set_rng_state(state)  # building drew from the global generator: nobody should notice
     fill(model, torch.Generator().manual_seed(seed))

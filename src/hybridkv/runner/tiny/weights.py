@@ -30,6 +30,7 @@ _GAINS: Final = (
 """The first part of a name that matches says the gain, else _OTHER_GAIN."""
 _OTHER_GAIN: Final = 1.5
 _NORM_GAIN: Final = 0.6
+_BIAS_STD: Final = 1.5
 _UNREADABLE: Final = 0.2
 _DECAY: Final = (0.01, 0.3)
 _STEP_BIAS: Final = (-3.0, -1.0)
@@ -59,7 +60,11 @@ def _fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
             weight.normal_(0, 0.5, generator=generator)
     elif "embed" in name:
         weight.normal_(0, _EMBEDDING_STD, generator=generator)
-    elif "lm_head" in name:
+    elif "relative_attention_bias" in name:  # T5
+        weight.normal_(0, _BIAS_STD, generator=generator)
+    elif "shared.weight" in name:  # T5: embedding and head in one
+        weight.normal_(0, _EMBEDDING_STD, generator=generator)
+    elif "lm_head" in name or "proj_out" in name:
         weight.normal_(0, _OTHER_GAIN / math.sqrt(weight.shape[-1]), generator=generator)
         readable = torch.zeros(weight.shape[0], 1, dtype=torch.bool)
         readable[32:127] = True

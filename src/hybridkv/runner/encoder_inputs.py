@@ -1,0 +1,112 @@
+"""What encoders read: token ids or features, named by a digest of their content, kept while a request may need them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hybridkv.errors import ConfigError
+from hybridkv.extra_keys import EncoderInput
+from hybridkv.runner.encoder_decoder import is_encoder_decoder
+from hybridkv.runner.load import LoadedModel, encode
+
+Given = str | Sequence[int] | NDArray[np.generic] | torch.Tensor
+"""An encoder's input as a caller has it: text, token ids, or features [bins, frames]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncoderFeed:
+    """values: token ids [1, tokens] or features [1, bins, frames], on the CPU. read: their digest and token count."""
+
+    values: torch.Tensor
+    read: EncoderInput
+
+
+def encoder_feed(loaded: LoadedModel, given: Given, digest: bytes | str | None, most_tokens: int) -> EncoderFeed:
+    """``given`` for the encoder of ``loaded``. digest: the caller's own name of the content; None for SHA-256 of it.
+
+    most_tokens: of the encoder's output, as planned. Raises ConfigError for a model without an encoder, text without a
+    tokenizer, ids outside the vocabulary, features of another shape, and more tokens than planned. O(values).
+    """
+    if not is_encoder_decoder(loaded.model):
+        raise ConfigError(f"{loaded.name} has no encoder: leave the encoder's input out")
+    values: NDArray[Any]
+    if loaded.model.main_input_name == "input_ids":
+        values = np.array(_ids(loaded, given), np.int64)
+        tokens = len(values)
+    else:
+        values = _features(loaded, given)
+        tokens = int(loaded.model.config.max_source_positions)
+    if tokens > most_tokens:
+        raise ConfigError(
+            f"an encoder input of {tokens} tokens exceeds the {most_tokens} that the plan has room for: shorten it, or "
+            "plan with a larger max_encoder_tokens"
+        )
+    read = EncoderInput(_sha256(values) if digest is None else digest, tokens)
+    return EncoderFeed(torch.from_numpy(values)[None], read)
+
+
+def _ids(loaded: LoadedModel, given: Given) -> list[int]:
+    """Token ids of text, or as they are."""
+    return encode(loaded, given if isinstance(given, str) else [int(one) for one in given], what="encoder input")
+
+
+def _features(loaded: LoadedModel, given: Any) -> NDArray[np.floating[Any]]:  # noqa: ANN401  # arrays and tensors
+    """A copy of [bins, frames], of the very shape that the encoder takes: it attends to all frames."""
+    config = loaded.model.config
+    # its two convolutions halve the frames once
+    wanted = (int(config.num_mel_bins), 2 * int(config.max_source_positions))
+    if isinstance(given, torch.Tensor):
+        given = given.detach().cpu().float().numpy()
+    if not isinstance(given, np.ndarray) or given.shape != wanted or not np.issubdtype(given.dtype, np.floating):
+        shape = getattr(given, "shape", type(given).__name__)
+        raise ConfigError(
+            f"{loaded.name} takes features of shape {wanted}, floats, got {shape}: pad them as its feature extractor "
+            "does, one input at a time"
+        )
+    return np.ascontiguousarray(given).copy()
+
+
+def _sha256(values: NDArray[Any]) -> bytes:
+    """Of dtype, shape and bytes."""
+    digest = hashlib.sha256(f"{values.dtype.str} {values.shape}".encode())
+    digest.update(np.ascontiguousarray(values).view(np.uint8).data)
+    return digest.digest()
+
+
+class EncoderInputs:
+    """Values by digest, each as long as somebody holds it. Requests of one digest hold the values of the first."""
+
+    def __init__(self) -> None:
+        self._values: dict[bytes | str, torch.Tensor] = {}
+        self._holders: dict[bytes | str, int] = {}
+
+    def __contains__(self, digest: bytes | str) -> bool:
+        return digest in self._values
+
+    def __len__(self) -> int:
+        """Distinct inputs."""
+        return len(self._values)
+
+    def __getitem__(self, digest: bytes | str) -> torch.Tensor:
+        return self._values[digest]
+
+    def hold(self, feed: EncoderFeed) -> None:
+        """One more request needs ``feed``."""
+        digest = feed.read.digest
+        self._values.setdefault(digest, feed.values)
+        self._holders[digest] = self._holders.get(digest, 0) + 1
+
+    def release(self, digest: bytes | str) -> None:
+        """One less; the last takes it along. An unknown digest is a no-op."""
+        left = self._holders.pop(digest, 0) - 1
+        if left > 0:
+            self._holders[digest] = left
+        else:
+            self._values.pop(digest, None)
