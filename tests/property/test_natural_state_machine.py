@@ -61,7 +61,7 @@ RARE = {
     "hit state": 100,
     "hit chunk": 22,
     "hit sink": 9,
-    "hit cross": 24,
+    "hit cross": 30,
     "copied full": 60,
     "copied window": 50,
     "copied state": 100,

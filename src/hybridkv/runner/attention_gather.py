@@ -76,7 +76,10 @@ class GatherBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CrossRead:
-    """What the cross attention of one layer reads in a step. pages: keys and values, [blocks, block_size, heads, width]."""
+    """What the cross attention of one layer reads in a step.
+
+    pages: its keys and values, [blocks, block_size, heads, width] each.
+    """
 
     batch: GatherBatch
     pages: tuple[torch.Tensor, ...]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from hybridkv.request import SamplingParams
 from hybridkv.runner.completion import Completion
@@ -105,45 +105,82 @@ class LogitRecorder:
 
 
 def check_completions(
-    loaded: LoadedModel, completions: Sequence[Completion], sampling: Sequence[SamplingParams], recorder: LogitRecorder
+    loaded: LoadedModel,
+    completions: Sequence[Completion],
+    sampling: Sequence[SamplingParams],
+    recorder: LogitRecorder,
+    encoders: Sequence[torch.Tensor | None] | None = None,
 ) -> CheckReport:
     """Compare every completion, run with ``sampling[i]`` and observed by ``recorder``, with plain transformers.
 
+    encoders: of encoder-decoders, what each one's encoder read (EncoderFeed.values).
     One ``generate`` a greedy request, one forward a sampled one; the model's own attention is in place meanwhile.
     """
     differences: list[Difference] = []
     ends: list[str] = []
     with attention_implementation(loaded.model, "eager"), torch.inference_mode():
-        for completion, params in zip(completions, sampling, strict=True):
-            differences += _differences(loaded.model, completion, params, recorder)
+        inputs = [None] * len(completions) if encoders is None else encoders
+        for completion, params, encoder in zip(completions, sampling, inputs, strict=True):
+            differences += _differences(_Reference(loaded.model, encoder), completion, params, recorder)
             ends += _wrong_end(loaded, completion, params)
     tokens = sum(len(one.token_ids) for one in completions)
     return CheckReport(len(completions), tokens, tuple(differences), tuple(ends))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Reference:
+    """Plain transformers. encoder: what the encoder of ``model`` reads, None for a model without."""
+
+    model: PreTrainedModel
+    encoder: torch.Tensor | None
+
+
 def _differences(
-    model: PreTrainedModel, completion: Completion, params: SamplingParams, recorder: LogitRecorder
+    reference: _Reference, completion: Completion, params: SamplingParams, recorder: LogitRecorder
 ) -> list[Difference]:
     ours = completion.token_ids
     if not ours:
         return []
     if params.temperature > 0:
-        return list(_forced(model, completion, params, recorder))
-    expected = generate_greedy(model, completion.prompt_token_ids, len(ours), params.repetition_penalty)
+        return list(_forced(reference, completion, params, recorder))
+    expected = generate_greedy(
+        reference.model,
+        completion.prompt_token_ids,
+        len(ours),
+        params.repetition_penalty,
+        encoder=reference.encoder,
+    )
     first = next((i for i, (a, b) in enumerate(zip(ours, expected, strict=True)) if a != b), None)
     if first is None:
         return []
-    return list(_forced(model, completion, params, recorder, expected_first=expected[first], start=first))
+    return list(_forced(reference, completion, params, recorder, expected_first=expected[first], start=first))
 
 
-def generate_greedy(model: PreTrainedModel, prompt: Sequence[int], count: int, penalty: float = 1.0) -> list[int]:
-    """``count`` tokens of ``model.generate`` behind ``prompt``, without an end token."""
+def generate_greedy(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    count: int,
+    penalty: float = 1.0,
+    *,
+    encoder: torch.Tensor | None = None,
+) -> list[int]:
+    """``count`` tokens of ``model.generate`` behind ``prompt``, without an end token.
+
+    encoder: of an encoder-decoder, what its encoder reads; the prompt is then the decoder's.
+    """
     ids = torch.tensor([list(prompt)], device=model.device)
     config = GenerationConfig(
         do_sample=False, max_new_tokens=count, min_new_tokens=count, repetition_penalty=penalty, pad_token_id=0
     )
     with _plain_generation_config(model):
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        if encoder is None:
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        else:
+            config.decoder_start_token_id = prompt[0]  # else generate puts one in front
+            # Whisper's own generate cuts sound into windows and suppresses tokens: this is the plain loop
+            out = GenerationMixin.generate(
+                model, encoder.to(model.device), decoder_input_ids=ids, generation_config=config
+            )
     tokens: list[int] = out[0, ids.shape[1] :].tolist()
     return tokens
 
@@ -160,7 +197,7 @@ def _plain_generation_config(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _forced(
-    model: PreTrainedModel,
+    reference: _Reference,
     completion: Completion,
     params: SamplingParams,
     recorder: LogitRecorder,
@@ -170,9 +207,8 @@ def _forced(
 ) -> Iterator[Difference]:
     """Differences from ``start`` on, by teacher forcing. expected_first: what ``generate`` said at ``start``."""
     prompt, ours = completion.prompt_token_ids, completion.token_ids
-    logits = forced_logits(model, prompt, ours)
-    reference = scores(logits, _sampling_of(params, prompt, ours, logits))
-    best = reference.topk(2, dim=-1)
+    logits = forced_logits(reference.model, prompt, ours, encoder=reference.encoder)
+    best = scores(logits, _sampling_of(params, prompt, ours, logits)).topk(2, dim=-1)
     expected = best.indices[:, 0].tolist()
     if expected_first is not None:
         expected[start] = expected_first
@@ -192,9 +228,18 @@ def _forced(
         )
 
 
-def forced_logits(model: PreTrainedModel, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
-    """Logits that predict each token of ``output``, float32[len(output), vocabulary]: one forward without cache."""
+def forced_logits(
+    model: PreTrainedModel, prompt: Sequence[int], output: Sequence[int], *, encoder: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Logits that predict each token of ``output``, float32[len(output), vocabulary]: one forward without cache.
+
+    encoder: as generate_greedy has it.
+    """
     ids = torch.tensor([[*prompt, *output[:-1]]], device=model.device)
+    if encoder is not None:
+        heard = {model.main_input_name: encoder.to(model.device)}
+        every: torch.Tensor = model(decoder_input_ids=ids, use_cache=False, **heard).logits[0].float()
+        return every[-len(output) :]
     logits: torch.Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=len(output)).logits[0].float()
     return logits
 

@@ -4,8 +4,8 @@
     all rows of a step   pages -> gathered outputs -> attention, each row over all n tokens of its own
 
 Keys and values come from a forward of the decoder over one token, whose cache takes what cross attention hands over:
-the projections stay the model's code. Every distinct input of a step is encoded once and alone, so that equal inputs give
-equal bytes whatever runs beside them.
+the projections stay the model's code. Every distinct input of a step is encoded once and alone, so that equal inputs
+give equal bytes whatever runs beside them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class CrossAttention:
         for new in _encoding(step):
             if (digest := _read_of(step, new).digest) not in self.inputs:
                 raise WorkerError(
-                    f"Step {step.id}: row {new.row} encodes input {digest!r}, which is not here: hold it in inputs first"
+                    f"Step {step.id}: row {new.row} encodes input {digest!r}, which is not here: hold it first"
                 )
         for group in self._groups:
             require_blocks(step, self._tables[group], group, tokens[step.rows], "encoder tokens")

@@ -64,7 +64,8 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
         part.set_attn_implementation(name)
         if part.config._attn_implementation != name:
             raise UnsupportedModelError(
-                f"{type(part).__name__} does not take its attention from transformers' AttentionInterface: not supported"
+                f"{type(part).__name__} does not take its attention from transformers' AttentionInterface: not "
+                "supported"
             )
 
 

@@ -12,7 +12,7 @@ ENCODER_DECODER: Final = {
         {
             "d_kv": 16,
             "d_ff": 128,
-            "num_layers": 2,
+            "num_layers": 3,  # as many as the decoder's: transformers' generate makes its cache by the encoder's
             "num_decoder_layers": 3,
             "num_heads": 4,
             "relative_attention_num_buckets": 16,

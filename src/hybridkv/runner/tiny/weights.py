@@ -30,6 +30,8 @@ _GAINS: Final = (
 """The first part of a name that matches says the gain, else _OTHER_GAIN."""
 _OTHER_GAIN: Final = 1.5
 _NORM_GAIN: Final = 0.6
+_EMBEDDINGS: Final = ("embed", "shared.weight", "relative_attention_bias")
+"""By tokens and by positions; T5's by tokens is its head as well, and its third of distances."""
 _BIAS_STD: Final = 1.5
 _UNREADABLE: Final = 0.2
 _DECAY: Final = (0.01, 0.3)
@@ -58,12 +60,8 @@ def _fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
     elif weight.dim() == 1:
         if name.endswith(("bias", "sinks")):
             weight.normal_(0, 0.5, generator=generator)
-    elif "embed" in name:
-        weight.normal_(0, _EMBEDDING_STD, generator=generator)
-    elif "relative_attention_bias" in name:  # T5
-        weight.normal_(0, _BIAS_STD, generator=generator)
-    elif "shared.weight" in name:  # T5: embedding and head in one
-        weight.normal_(0, _EMBEDDING_STD, generator=generator)
+    elif any(part in name for part in _EMBEDDINGS):
+        weight.normal_(0, _BIAS_STD if "relative" in name else _EMBEDDING_STD, generator=generator)
     elif "lm_head" in name or "proj_out" in name:
         weight.normal_(0, _OTHER_GAIN / math.sqrt(weight.shape[-1]), generator=generator)
         readable = torch.zeros(weight.shape[0], 1, dtype=torch.bool)
