@@ -1,16 +1,21 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from runner_support import MODELS, EngineFactory, greedy, loaded_model, shared_prompts
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, WhisperConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
-from hybridkv.runner import byte_tokenizer, load, tiny_model, wrap
+from hybridkv.models import Layer
+from hybridkv.runner import TINY_ENCODER_DECODERS, byte_tokenizer, load, tiny_model, wrap
 from hybridkv.runner.attention_gather import check_attention
-from hybridkv.runner.probe import page_layout, planner_model, probe
+from hybridkv.runner.encoder_inputs import Given
+from hybridkv.runner.probe import page_layout, planner_model, probe, require_runnable
+from hybridkv.specs import EncoderOnlyAttentionSpec
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -93,15 +98,34 @@ def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         load(str(tmp_path))
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(WhisperConfig().to_dict()), "utf-8")
-    with pytest.raises(UnsupportedModelError, match=r"\(CrossAttentionSpec\) and \d+ more"):
-        load(str(tmp_path))
     config.write_text(json.dumps(tiny_model("llama").config.to_dict()), "utf-8")
     with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
         load(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
     with pytest.raises(ConfigError, match="cannot load the model"):
         load(str(tmp_path))
+
+
+def test_layers_that_no_backend_runs_are_refused() -> None:
+    spec = EncoderOnlyAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype="float32")
+    planned = planner_model(tiny_model("llama"), block_size=16)
+    mixed = replace(planned, layers=(*planned.layers, Layer("odd", spec, 3), Layer("odder", spec, 4)))
+    with pytest.raises(UnsupportedModelError, match=r"odd \(EncoderOnlyAttentionSpec\) and 1 more of 5 layers"):
+        require_runnable(mixed)
+
+
+@pytest.mark.parametrize("name", TINY_ENCODER_DECODERS)
+def test_a_saved_encoder_decoder_generates_the_same(name: str, tmp_path: Path, make_engine: EngineFactory) -> None:
+    tiny = loaded_model(name)
+    tiny.model.save_pretrained(tmp_path)
+    tiny.tokenizer.save_pretrained(tmp_path)
+    rng = np.random.default_rng(1)
+    heard: list[Given] = ["some text" if name == "t5" else rng.standard_normal((8, 48)).astype(np.float32)]
+    expected = make_engine(tiny, [[0]], 12).generate([""], greedy(12), encoders=heard)
+    saved = load(str(tmp_path))
+    done = make_engine(saved, [[0]], 12).generate([""], greedy(12), encoders=heard)
+    assert [one.prompt_token_ids for one in done] == [tuple(tiny.decoder_start)]
+    assert [(one.token_ids, one.text) for one in done] == [(one.token_ids, one.text) for one in expected]
 
 
 def test_a_checkpoint_with_missing_or_misshapen_weights_is_refused(tmp_path: Path) -> None:

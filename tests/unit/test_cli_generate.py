@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cli_support import run
 
@@ -235,3 +236,47 @@ def test_drafts_change_no_output_and_are_counted(tmp_path: Path, here: Call) -> 
     code, out, _ = here(*arguments[:-2], "--speculate", "draft:tiny:mamba:2")
     assert (code, "by position 100% 100%" in out) == (0, True)
     assert "drafts            24 of 24 accepted (100.0%)" in out
+
+
+def test_an_encoder_decoder_hears_text_and_encodes_equal_text_once(here: Call, tmp_path: Path) -> None:
+    file = prompts(
+        tmp_path,
+        '{"encoder": "a text that is heard"}',
+        '{"encoder": "another text", "prompt": [0, 65, 66], "sampling": {"n": 2, "temperature": 1, "seed": 3}}',
+        '{"encoder": "a text that is heard", "prompt": [0, 65]}',
+    )
+    arguments = ("--model", "tiny:t5", "--prompts", file, "--max-new-tokens", "8", "--repeat", "2", "--check")
+    code, said, _ = here(*arguments, "--json")
+    found = json.loads(said)
+    assert code == 0
+    assert (found["encoder_runs"], found["check"]["ok"], found["check"]["differences"]) == (2, True, [])
+    assert [one["prompt_tokens"] for one in found["requests"]][:4] == [1, 3, 3, 2]
+    code, said, _ = here(*arguments)
+    assert code == 0
+    assert "encoder runs      2 for 6 inputs" in said
+    plain = tmp_path / "plain.txt"
+    plain.write_text("a text that is heard\nanother text\n", "utf-8")
+    code, said, _ = here("--model", "tiny:t5", "--prompts", plain, "--max-new-tokens", "8", "--json")
+    lines = json.loads(said)
+    assert lines["requests"][0]["token_ids"] == found["requests"][0]["token_ids"]
+    assert here("--model", "tiny:t5", "--max-new-tokens", "4", "--check")[0] == 0
+
+
+def test_features_come_from_files_beside_the_prompts(here: Call, tmp_path: Path) -> None:
+    for number in (1, 2):
+        features = np.random.default_rng(number).standard_normal((8, 48)).astype(np.float32)
+        np.save(tmp_path / f"sound{number}.npy", features)
+    file = prompts(tmp_path, *(f'{{"encoder": "sound{number}.npy", "prompt": [1, 70]}}' for number in (1, 2, 1)))
+    arguments = ("--model", "tiny:whisper", "--prompts", file, "--max-new-tokens", "6", "--max-running", "1", "--check")
+    code, said, _ = here(*arguments, "--json")
+    found = json.loads(said)
+    assert (code, found["encoder_runs"], found["check"]["differences"]) == (0, 2, [])
+    assert [one["hit_tokens"] for one in found["requests"]] == [0, 0, 1]
+    for line, message in (
+        ('{"encoder": "none.npy"}', "cannot read the features in"),
+        ('{"encoder": [1, 2]}', "reads features: name a .npy file"),
+        ('{"prompt": "no sound"}', "encoder is missing"),
+    ):
+        code, _, complaint = here("--model", "tiny:whisper", "--prompts", prompts(tmp_path, line))
+        assert code == 2
+        assert message in complaint.replace("\n", " ")

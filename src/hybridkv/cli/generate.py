@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
     from hybridkv.runner.drafters import Drafter
     from hybridkv.runner.engine import Engine, EngineOptions
     from hybridkv.runner.load import LoadedModel
-    from hybridkv.runner.prompts import Prompts
+    from hybridkv.runner.prompts import Hear, Prompts
     from hybridkv.schedule import SchedulerStatistics
 
 SCHEMA: Final = "hybridkv.generate"
@@ -66,7 +66,7 @@ def generate_command(
     ],
     prompts: Annotated[
         Path | None,
-        typer.Option(help="JSON lines with prompt, sampling and marks, or plain text; a few built-in ones."),
+        typer.Option(help="JSON lines with prompt, encoder, sampling and marks, or plain text; a few built-in ones."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Of each request, unless its sampling says max_tokens.")] = 32,
     block_size: Annotated[int | None, typer.Option(help="Tokens of a block; 16.")] = None,
@@ -140,12 +140,24 @@ def _prompts(loaded: LoadedModel, path: Path | None, defaults: SamplingParams, *
     from hybridkv.runner.load import encode  # noqa: PLC0415  # see generate_command
     from hybridkv.runner.prompts import built_in_prompts, read_prompts  # noqa: PLC0415  # same
 
+    hear = _hear(loaded, Path() if path is None else path.parent)
+
     def checked(prompt: Any) -> list[int]:  # noqa: ANN401  # text or ids, as encode takes them
-        return encode(loaded, prompt)
+        return encode(loaded, prompt if hear is None or len(prompt) else loaded.decoder_start)
 
     if path is None:
-        return built_in_prompts(checked, defaults)
-    return read_prompts(path, checked, defaults, vocab_size=loaded.vocab_size, skip_bad_lines=skip_bad_lines)
+        return built_in_prompts(checked, defaults, hear)
+    return read_prompts(path, checked, defaults, vocab_size=loaded.vocab_size, skip_bad_lines=skip_bad_lines, hear=hear)
+
+
+def _hear(loaded: LoadedModel, folder: Path) -> Hear | None:
+    """How an encoder's input is read, from files in ``folder``; None for a model without an encoder."""
+    from hybridkv.runner.encoder_decoder import is_encoder_decoder  # noqa: PLC0415  # see generate_command
+    from hybridkv.runner.encoder_inputs import read_encoder_input  # noqa: PLC0415  # same
+
+    if not is_encoder_decoder(loaded.model):
+        return None
+    return lambda given: read_encoder_input(loaded, given, folder)
 
 
 def _lengths(found: Prompts) -> list[int]:
@@ -193,7 +205,9 @@ def _run(
     if recorder is not None:
         asked = [one.sampling for one in found.prompts]
         sampling = [one.of_branch(number) for one in asked for number in range(one.n)] * repeat
-        report = check_completions(loaded, [one for done in rounds for one in done], sampling, recorder)
+        heard = [None if one.encoder is None else one.encoder.values for one in found.prompts]
+        encoders = [one for one, params in zip(heard, asked, strict=True) for _ in range(params.n)] * repeat
+        report = check_completions(loaded, [one for done in rounds for one in done], sampling, recorder, encoders)
     return _Run(loaded, plan, found, rounds, engine, report, seconds)
 
 
@@ -201,7 +215,9 @@ def _round(engine: Engine, found: Prompts, advance: Callable[[], None]) -> list[
     """All prompts to their ends, in their order."""
     ids = []
     for one in found.prompts:
-        ids += output_ids(engine.add(one.token_ids, one.sampling, marks=one.marks), one.sampling.n)
+        given, digest = (None, None) if one.encoder is None else (one.encoder.values[0], one.encoder.read.digest)
+        added = engine.add(one.token_ids, one.sampling, marks=one.marks, encoder=given, encoder_digest=digest)
+        ids += output_ids(added, one.sampling.n)
     done: dict[str, Completion] = {}
     while not engine.idle:
         for completion in engine.step():
@@ -254,6 +270,7 @@ def _document(run: _Run) -> dict[str, object]:
             for one in done
         ],
         "statistics": asdict(run.engine.statistics()),
+        "encoder_runs": None if run.engine.runner.cross is None else run.engine.runner.cross.encoded,
         "check": None if report is None else _check_document(report),
     }
 
@@ -292,6 +309,9 @@ def _show(run: _Run) -> None:
         lines[f"hit tokens{which}"] = (
             f"{format_count(hits)} of {format_count(asked)} prompt tokens were not recomputed ({seconds:.2f} s)"
         )
+    if (cross := run.engine.runner.cross) is not None:
+        heard = len(run.prompts.prompts) * len(run.rounds)
+        lines["encoder runs"] = f"{format_count(cross.encoded)} for {format_count(heard)} inputs"
     lines["output tokens"] = f"{format_count(made)}, {made / max(sum(run.seconds), 1e-9):.0f} a second"
     if stats.drafted_tokens:
         lines["drafts"] = _drafts(stats)

@@ -23,7 +23,8 @@ from typing import Self
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import SamplingParams
 from hybridkv.runner.completion import Completion, Increment
-from hybridkv.runner.engine import Engine, one_each
+from hybridkv.runner.encoder_inputs import Given
+from hybridkv.runner.engine import Engine, one_each, one_input_each
 from hybridkv.runner.stream import Stream
 from hybridkv.schedule import SchedulerStatistics
 
@@ -113,6 +114,8 @@ class AsyncEngine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         marks: Sequence[int] = (),
+        encoder: Given | None = None,
+        encoder_digest: bytes | str | None = None,
     ) -> AsyncGenerator[Increment, None]:
         """Increments of a prompt's output, as ``Engine.stream`` has them; the request is queued with the first ask.
 
@@ -120,7 +123,14 @@ class AsyncEngine:
         Raises as ``Engine.add``, what a forward raised, and CacheError once the engine is closed.
         """
         queued = partial(
-            self._engine.stream, prompt, sampling, request_id=request_id, cache_salt=cache_salt, marks=marks
+            self._engine.stream,
+            prompt,
+            sampling,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            marks=marks,
+            encoder=encoder,
+            encoder_digest=encoder_digest,
         )
         reader = _Reader(queued, self._max_unread)
         self._enter(reader)
@@ -133,10 +143,15 @@ class AsyncEngine:
             self._leave(reader)
 
     async def generate(
-        self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        encoders: Sequence[Given] | None = None,
     ) -> list[Completion]:
         """As ``Engine.generate``. When one request fails, or the caller is cancelled, all are aborted."""
-        tasks = [asyncio.create_task(self._completions(*one)) for one in one_each(prompts, sampling)]
+        pairs = zip(one_each(prompts, sampling), one_input_each(prompts, encoders), strict=True)
+        tasks = [asyncio.create_task(self._completions(*one, given)) for one, given in pairs]
         try:
             done = await asyncio.gather(*tasks)
         finally:
@@ -145,10 +160,12 @@ class AsyncEngine:
             await asyncio.gather(*tasks, return_exceptions=True)
         return [completion for outputs in done for completion in outputs]
 
-    async def _completions(self, prompt: str | Sequence[int], sampling: SamplingParams | None) -> list[Completion]:
+    async def _completions(
+        self, prompt: str | Sequence[int], sampling: SamplingParams | None, encoder: Given | None
+    ) -> list[Completion]:
         """All outputs of one prompt, in their order."""
         done: dict[int, Completion] = {}
-        async for part in self.stream(prompt, sampling):
+        async for part in self.stream(prompt, sampling, encoder=encoder):
             if part.completion is not None:
                 done[part.output] = part.completion
         return [done[output] for output in sorted(done)]

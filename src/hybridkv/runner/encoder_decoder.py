@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelF
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 
-def is_encoder_decoder(model: PreTrainedModel) -> bool:
+def is_encoder_decoder(model: torch.nn.Module) -> bool:
     """Whether ``model`` has an encoder whose output its decoder attends to."""
-    return bool(getattr(model.config, "is_encoder_decoder", False))
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def auto_class(config: Any) -> Any:  # noqa: ANN401  # configs and auto classes of transformers are not typed

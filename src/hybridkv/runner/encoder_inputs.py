@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import EncoderInput
 from hybridkv.runner.encoder_decoder import is_encoder_decoder
 from hybridkv.runner.load import LoadedModel, encode
+from hybridkv.runner.probe import planner_model
 
 Given = str | Sequence[int] | NDArray[np.generic] | torch.Tensor
 """An encoder's input as a caller has it: text, token ids, or features [bins, frames]."""
@@ -78,6 +80,23 @@ def _sha256(values: NDArray[Any]) -> bytes:
     digest = hashlib.sha256(f"{values.dtype.str} {values.shape}".encode())
     digest.update(np.ascontiguousarray(values).view(np.uint8).data)
     return digest.digest()
+
+
+def read_encoder_input(loaded: LoadedModel, given: str | Sequence[int], folder: Path) -> EncoderFeed:
+    """What a file of prompts says of an encoder's input: text or token ids, or the name of a .npy file of features.
+
+    folder: where such a file is looked for. Raises ConfigError as ``encoder_feed``, and for a file that cannot be read.
+    """
+    most = planner_model(loaded.model, block_size=16, name=loaded.name).max_encoder_tokens
+    if loaded.model.main_input_name == "input_ids":
+        return encoder_feed(loaded, given, None, most)
+    if not isinstance(given, str):
+        raise ConfigError(f"the encoder of {loaded.name} reads features: name a .npy file of them")
+    try:
+        features = np.load(folder / given, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(f"cannot read the features in {folder / given}: {error}") from None
+    return encoder_feed(loaded, features, None, most)
 
 
 class EncoderInputs:

@@ -204,9 +204,7 @@ class Engine:
         When a prompt is refused, as by ``add``, none of them runs.
         """
         pairs = one_each(prompts, sampling)
-        inputs = [None] * len(prompts) if encoders is None else list(encoders)
-        if len(inputs) != len(prompts):
-            raise ConfigError(f"{len(inputs)} encoder inputs for {len(prompts)} prompts: give one for each")
+        inputs = one_input_each(prompts, encoders)
         added: list[Progress] = []
         try:
             for (prompt, params), given in zip(pairs, inputs, strict=True):
@@ -389,6 +387,14 @@ def one_each(
 def _would_run_ahead(step: Step) -> bool:
     """Whether the step behind ``step`` could have a token whose input is not known: drafts behind it could not be."""
     return bool((step.samples & (np.diff(step.drafts.indptr) == 0)).any())
+
+
+def one_input_each(prompts: Sequence[object], encoders: Sequence[Given] | None) -> list[Given | None]:
+    """What the encoder reads for each prompt, None where there is none. Raises ConfigError when the numbers differ."""
+    inputs: list[Given | None] = [None] * len(prompts) if encoders is None else list(encoders)
+    if len(inputs) != len(prompts):
+        raise ConfigError(f"{len(inputs)} encoder inputs for {len(prompts)} prompts: give one for each")
+    return inputs
 
 
 def _refuse_more_logprobs(params: SamplingParams, loaded: LoadedModel) -> None:

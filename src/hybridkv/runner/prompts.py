@@ -4,7 +4,13 @@
     {"prompt": [72, 101, 108, 108, 111], "marks": [4]}
 
 marks: token counts, in prompt or output, where the prefix should be resumable: a hit may end there, and states are kept
-there (natural layout). A file is JSON lines when its name ends in .jsonl or .json, or its first line that is not blank
+there (natural layout). encoder: of an encoder-decoder, what its encoder reads, and a plain line is that as well; the
+prompt is then the decoder's, and may be left out:
+
+    {"encoder": "translate English to German: That is good."}
+    {"encoder": "features.npy", "prompt": [50258, 50259, 50359, 50363]}
+
+A file is JSON lines when its name ends in .jsonl or .json, or its first line that is not blank
 begins with ``{``.
 """
 
@@ -19,10 +25,14 @@ from typing import Final
 
 from hybridkv.errors import ConfigError, TraceError
 from hybridkv.request import SamplingParams, checked_marks
+from hybridkv.runner.encoder_inputs import EncoderFeed
 
 Encode = Callable[[str | Sequence[int]], list[int]]
+Hear = Callable[[str | Sequence[int]], EncoderFeed]
+"""From a line's ``encoder`` to what an encoder reads."""
 
 _KEYS: Final = ("prompt", "sampling", "marks")
+_HEARD: Final = "encoder"
 _SAMPLING_KEYS: Final = tuple(field.name for field in fields(SamplingParams))
 _NUMBERS: Final = ("temperature", "top_p", "min_p", "repetition_penalty")
 _INTEGERS: Final = ("top_k", "seed", "max_tokens", "n")
@@ -43,11 +53,15 @@ BUILT_IN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt, encoded. marks: token counts, ascending, where its prefix should be resumable."""
+    """One prompt, encoded. marks: token counts, ascending, where its prefix should be resumable.
+
+    encoder: of an encoder-decoder, what its encoder reads.
+    """
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     marks: tuple[int, ...] = ()
+    encoder: EncoderFeed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +73,23 @@ class Prompts:
     first_bad: str | None = None
 
 
-def built_in_prompts(encode: Encode, defaults: SamplingParams) -> Prompts:
-    """BUILT_IN, all with ``defaults``."""
-    return Prompts(tuple(Prompt(tuple(encode(text)), defaults) for text in BUILT_IN))
+def built_in_prompts(encode: Encode, defaults: SamplingParams, hear: Hear | None = None) -> Prompts:
+    """BUILT_IN, all with ``defaults``; for an encoder's ears where there is one (``hear``)."""
+    return Prompts(tuple(_plain(text, encode, defaults, hear) for text in BUILT_IN))
 
 
 def read_prompts(
-    path: str | Path, encode: Encode, defaults: SamplingParams, *, vocab_size: int, skip_bad_lines: bool = False
+    path: str | Path,
+    encode: Encode,
+    defaults: SamplingParams,
+    *,
+    vocab_size: int,
+    skip_bad_lines: bool = False,
+    hear: Hear | None = None,
 ) -> Prompts:
     """The prompts in ``path``. defaults: what a line's sampling does not say. encode: text or ids -> checked ids.
 
+    hear: of an encoder-decoder, what a line's ``encoder`` is; its encode takes an empty prompt, too.
     Raises TraceError, naming file and line, for a line that is malformed, has unknown keys or token ids outside the
     vocabulary; with ``skip_bad_lines`` such lines are counted. ConfigError when the file cannot be read,
     TraceError when it holds no prompt.
@@ -85,7 +106,10 @@ def read_prompts(
             continue
         try:
             text = line.decode("utf-8").rstrip("\r")
-            found.append(_parse(text, encode, defaults, vocab_size) if as_json else _plain(text, encode, defaults))
+            if as_json:
+                found.append(_parse(text, encode, defaults, vocab_size, hear))
+            else:
+                found.append(_plain(text, encode, defaults, hear))
         except (ConfigError, UnicodeDecodeError) as error:
             message = f"{path}, line {number}: {error}"
             if not skip_bad_lines:
@@ -97,11 +121,13 @@ def read_prompts(
     return Prompts(tuple(found), len(bad), bad[0] if bad else None)
 
 
-def _plain(text: str, encode: Encode, defaults: SamplingParams) -> Prompt:
-    return Prompt(tuple(encode(text)), defaults)
+def _plain(text: str, encode: Encode, defaults: SamplingParams, hear: Hear | None) -> Prompt:
+    if hear is None:
+        return Prompt(tuple(encode(text)), defaults)
+    return Prompt(tuple(encode("")), defaults, encoder=hear(text))
 
 
-def _parse(text: str, encode: Encode, defaults: SamplingParams, vocab_size: int) -> Prompt:
+def _parse(text: str, encode: Encode, defaults: SamplingParams, vocab_size: int, hear: Hear | None) -> Prompt:
     """One JSON line. Raises ConfigError saying what is wrong."""
     try:
         record = json.loads(text)
@@ -109,15 +135,22 @@ def _parse(text: str, encode: Encode, defaults: SamplingParams, vocab_size: int)
         raise ConfigError(f"not JSON: {error}") from None
     if not isinstance(record, dict):
         raise ConfigError('a line must be an object such as {"prompt": "text"}')
-    _refuse_unknown(record, _KEYS, "key")
-    prompt = record.get("prompt")
-    if isinstance(prompt, list):
-        if not all(isinstance(one, int) and not isinstance(one, bool) for one in prompt):
-            raise ConfigError("prompt must be a string or a list of integer token ids")
-    elif not isinstance(prompt, str):
-        raise ConfigError("prompt must be a string or a list of integer token ids" if prompt else "prompt is missing")
+    _refuse_unknown(record, _KEYS if hear is None else (*_KEYS, _HEARD), "key")
+    heard = None if hear is None else hear(_text_or_ids(record.get(_HEARD), _HEARD))
+    prompt = _text_or_ids(record.get("prompt", None if hear is None else ""), "prompt")
     marks = checked_marks(record.get("marks", ()))
-    return Prompt(tuple(encode(prompt)), _sampling(record.get("sampling"), defaults, vocab_size), marks)
+    return Prompt(tuple(encode(prompt)), _sampling(record.get("sampling"), defaults, vocab_size), marks, heard)
+
+
+def _text_or_ids(given: object, name: str) -> str | list[int]:
+    """What a line says of ``name``. Raises ConfigError where it is missing or something else."""
+    if isinstance(given, str):
+        return given
+    if not given and not isinstance(given, list):
+        raise ConfigError(f"{name} is missing")
+    if not isinstance(given, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in given):
+        raise ConfigError(f"{name} must be a string or a list of integer token ids")
+    return given
 
 
 def _sampling(given: object, defaults: SamplingParams, vocab_size: int) -> SamplingParams:

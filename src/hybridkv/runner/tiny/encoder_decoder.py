@@ -18,7 +18,7 @@ ENCODER_DECODER: Final = {
             "relative_attention_num_buckets": 16,
             "relative_attention_max_distance": 48,
             "feed_forward_proj": "gated-gelu",
-            "n_positions": 96,
+            "n_positions": 256,
             "decoder_start_token_id": 0,
             "pad_token_id": 0,
         },
