@@ -117,14 +117,15 @@ def test_what_else_the_output_depends_on_tells_blocks_apart(changed: dict[str, o
     assert encodes(loop.run()) == {"b": True}
 
 
-def test_a_lost_block_is_all_of_them_and_decoder_blocks_still_hit() -> None:
+@pytest.mark.parametrize("lost", [(0,), (1,), (0, 1), (2,)])
+def test_a_lost_block_is_all_of_them_and_decoder_blocks_still_hit(lost: tuple[int, ...]) -> None:
     loop = Loop()
     loop.add("a")
     loop.run()
     keys = Request("probe", [1], hasher=loop.cache.hasher, encoder=AUDIO).encoder_keys(B)
     group = loop.cache.groups[1]
-    for key in keys[:2]:  # the last block stays
-        block = group.index.get(key)
+    for column in lost:
+        block = group.index.get(keys[column])
         assert block is not None
         loop.cache.block_pool.evict_blocks(np.array([block], np.int32))
     loop.add("b")
