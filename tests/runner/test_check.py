@@ -66,7 +66,7 @@ def test_generate_decides_not_the_forward(make_engine: EngineFactory, monkeypatc
     done, recorder = run("llama", make_engine)
     said = list(done[0].token_ids)
     said[4] = (said[4] + 1) % 256
-    monkeypatch.setattr("hybridkv.runner.check.generate_greedy", lambda _model, _prompt, count, *_: said[:count])
+    monkeypatch.setattr("hybridkv.runner.check.generate_greedy", lambda _model, _prompt, count, *_, **__: said[:count])
     found = check_completions(loaded_model("llama"), done[:1], PARAMS[:1], recorder).differences
     assert [(one.at, one.token, one.expected, one.near_tie) for one in found] == [
         (4, done[0].token_ids[4], said[4], False)

@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hybridkv.errors import ConfigError
-from hybridkv.runner import TINY_MODELS, tiny_model
+from hybridkv.runner import TINY_ENCODER_DECODERS, TINY_MODELS, tiny_model
 from hybridkv.runner.probe import cache_arguments
 
 torch.set_num_threads(1)
@@ -119,7 +119,7 @@ def test_the_state_of_a_block_earlier_moves_the_logits(name: str) -> None:
         assert moved(name, cached, 1).max() > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", TINY_MODELS)
+@pytest.mark.parametrize("name", [*TINY_MODELS, *TINY_ENCODER_DECODERS])
 def test_weights_are_a_function_of_the_seed(name: str) -> None:
     torch.manual_seed(5)
     state = torch.random.get_rng_state()
