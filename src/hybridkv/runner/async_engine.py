@@ -24,7 +24,8 @@ from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import SamplingParams
 from hybridkv.runner.completion import Completion, Increment
 from hybridkv.runner.encoder_inputs import Given
-from hybridkv.runner.engine import Engine, one_each, one_input_each
+from hybridkv.runner.engine import Engine
+from hybridkv.runner.one_each import one_each, one_input_each
 from hybridkv.runner.stream import Stream
 from hybridkv.schedule import SchedulerStatistics
 

@@ -24,6 +24,7 @@ from hybridkv.runner.detokenize import Detokenizer
 from hybridkv.runner.encoder_inputs import EncoderFeed, Given, encoder_feed
 from hybridkv.runner.load import LoadedModel, encode, wrap
 from hybridkv.runner.logprobs import TokenLogprob, tokens_of
+from hybridkv.runner.one_each import one_each, one_input_each
 from hybridkv.runner.planning import plan_within
 from hybridkv.runner.probe import planner_model
 from hybridkv.runner.runner import ModelRunner, Observer, require_fit
@@ -374,27 +375,9 @@ class Engine:
         return live.detokenizer is not None and live.detokenizer.add(tokens)
 
 
-def one_each(
-    prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None
-) -> list[tuple[str | Sequence[int], SamplingParams | None]]:
-    """Each prompt with its sampling: one for all, or one each. Raises ConfigError when the numbers differ."""
-    params = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
-    if len(params) != len(prompts):
-        raise ConfigError(f"{len(params)} sampling parameters for {len(prompts)} prompts: give one for each")
-    return list(zip(prompts, params, strict=True))
-
-
 def _would_run_ahead(step: Step) -> bool:
     """Whether the step behind ``step`` could have a token whose input is not known: drafts behind it could not be."""
     return bool((step.samples & (np.diff(step.drafts.indptr) == 0)).any())
-
-
-def one_input_each(prompts: Sequence[object], encoders: Sequence[Given] | None) -> list[Given | None]:
-    """What the encoder reads for each prompt, None where there is none. Raises ConfigError when the numbers differ."""
-    inputs: list[Given | None] = [None] * len(prompts) if encoders is None else list(encoders)
-    if len(inputs) != len(prompts):
-        raise ConfigError(f"{len(inputs)} encoder inputs for {len(prompts)} prompts: give one for each")
-    return inputs
 
 
 def _refuse_more_logprobs(params: SamplingParams, loaded: LoadedModel) -> None:
