@@ -205,7 +205,7 @@ def test_steps_the_runner_cannot_run_change_nothing(make_engine: EngineFactory) 
         (replace(step, after=4), "follows Step 4"),
         (replace(step, copies=(Copy("before", 9, 1, 2, "block"),)), "group 9 does not exist"),
         (replace(step, state_read=step.state_read * 0), "has no state in group"),
-        (replace(step, state_writes=step.state_writes[:0]), "behind a row's last token is not written"),
+        (replace(step, state_writes=step.state_writes[:0]), "behind a row's last certain token"),
     ]
     for one, message in wrong:
         with pytest.raises(WorkerError, match=message):

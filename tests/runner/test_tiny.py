@@ -150,3 +150,12 @@ def test_other_sizes_are_built_with_the_same_care() -> None:
     assert torch.equal(wide.lm_head.weight, tiny_model("llama", 1, {"head_dim": 32}).lm_head.weight)
     with pytest.raises(ConfigError, match="the config of tiny:llama has no field 'head_size': leave it out"):
         tiny_model("llama", fields={"head_size": 32})
+
+
+def test_llama4_scales_the_queries_of_short_requests() -> None:
+    scaled, plain = tiny_model("llama4"), tiny_model("llama4", fields={"attn_temperature_tuning": False})
+    tokens = torch.randint(32, 127, (1, PROMPT), generator=torch.Generator().manual_seed(7))
+    with torch.inference_mode():
+        moves = (scaled(tokens).logits - plain(tokens).logits).abs().amax(dim=2)[0]
+    assert moves[:15].max() == 0
+    assert moves[15:].min() > 10 * TOLERANCE

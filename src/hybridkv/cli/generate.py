@@ -137,7 +137,7 @@ def _load(source: str) -> LoadedModel:
 
 
 def _prompts(loaded: LoadedModel, path: Path | None, defaults: SamplingParams, *, skip_bad_lines: bool) -> Prompts:
-    from hybridkv.runner.load import encode  # noqa: PLC0415  # see generate_command
+    from hybridkv.runner.inputs import encode  # noqa: PLC0415  # see generate_command
     from hybridkv.runner.prompts import built_in_prompts, read_prompts  # noqa: PLC0415  # same
 
     hear = _hear(loaded, Path() if path is None else path.parent)

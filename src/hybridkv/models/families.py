@@ -17,6 +17,7 @@ SUPPORTED_LAYERS: Final = ("full_attention", "sliding_attention", "chunked_atten
 NOT_YET: Final = {
     "deepseek_v32": "sparse attention with an indexer cache",
     "gemma3n": "layers that share keys and values",
+    "gemma3n_text": "layers that share keys and values",
     "gemma4": "layers that share keys and values",
     "minimax": "lightning attention states",
     "recurrent_gemma": "recurrent states inside its modules",

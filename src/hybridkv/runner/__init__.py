@@ -7,7 +7,8 @@ load -> LoadedModel -> plan_for -> Engine.generate -> Completions
 from hybridkv.runner.async_engine import AsyncEngine
 from hybridkv.runner.completion import Completion, Increment
 from hybridkv.runner.engine import Engine, EngineOptions
-from hybridkv.runner.load import LoadedModel, encode, load, wrap
+from hybridkv.runner.inputs import encode
+from hybridkv.runner.load import LoadedModel, load, wrap
 from hybridkv.runner.logprobs import TokenLogprob
 from hybridkv.runner.planning import plan_for, plan_within
 from hybridkv.runner.runner import ModelRunner, Observer

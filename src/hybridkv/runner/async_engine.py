@@ -23,9 +23,9 @@ from typing import Self
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import SamplingParams
 from hybridkv.runner.completion import Completion, Increment
-from hybridkv.runner.encoder_inputs import Given
-from hybridkv.runner.engine import Engine
-from hybridkv.runner.one_each import one_each, one_input_each
+from hybridkv.runner.encoder_inputs import Given, one_input_each
+from hybridkv.runner.engine import Engine, engine_closed
+from hybridkv.runner.inputs import one_each
 from hybridkv.runner.stream import Stream
 from hybridkv.schedule import SchedulerStatistics
 
@@ -106,6 +106,7 @@ class AsyncEngine:
         self._wake = asyncio.Event()
         self._turns: asyncio.Task[None] | None = None
         self._closed = False
+        self._died_of: BaseException | None = None
 
     async def stream(
         self,
@@ -172,7 +173,10 @@ class AsyncEngine:
         return [done[output] for output in sorted(done)]
 
     def abort(self, request_id: str) -> bool:
-        """End a request from any thread; its stream ends with reason "abort". False for an id that does not run."""
+        """End a request from any thread; its stream ends with reason "abort". False for an id that does not run.
+
+        CacheError once the engine is closed.
+        """
         return self._engine.abort(request_id)
 
     def statistics(self) -> SchedulerStatistics:
@@ -180,7 +184,10 @@ class AsyncEngine:
         return self._engine.statistics()
 
     async def close(self) -> None:
-        """End every request (streams raise CacheError), and close the engine. Again: nothing."""
+        """End every request (streams raise CacheError), and close the engine. Again: nothing.
+
+        Raises what the engine's thread died of, with everything closed.
+        """
         if self._closed:
             return
         self._closed = True
@@ -189,8 +196,10 @@ class AsyncEngine:
             if self._turns is not None:
                 await self._turns
         finally:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._end)
-            self._thread.shutdown()
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._end)
+            finally:
+                self._thread.shutdown()
 
     async def __aenter__(self) -> Self:
         return self
@@ -202,7 +211,7 @@ class AsyncEngine:
 
     def _enter(self, reader: _Reader) -> None:
         if self._closed or (self._turns is not None and self._turns.done()):
-            raise _closed()
+            raise self._over()
         self._readers.add(reader)
         self._arrivals.append(reader)
         self._wake.set()
@@ -228,10 +237,21 @@ class AsyncEngine:
                     one.reader.deliver(one)
                 if idle:
                     await self._wake.wait()
+        except BaseException as error:
+            self._died_of = error
+            raise
         finally:
             for reader in self._readers:
                 if not reader.ended:
-                    reader.deliver(_News(reader, error=_closed()))
+                    reader.deliver(_News(reader, error=self._over()))
+
+    def _over(self) -> CacheError:
+        """Why nothing is read any more."""
+        if self._died_of is None:
+            return engine_closed()
+        over = CacheError(f"the engine's thread ended by {self._died_of!r}: close the engine and make another one")
+        over.__cause__ = self._died_of
+        return over
 
     def _wanted(self) -> bool:
         """Whether anybody waits; those who left want their blocks freed."""
@@ -283,8 +303,10 @@ class AsyncEngine:
         self._open = []
 
     def _end(self) -> None:
-        self._end_streams()
-        self._engine.close()
+        try:
+            self._end_streams()
+        finally:
+            self._engine.close()
 
 
 def _taken(reader: _Reader) -> _News:
@@ -292,10 +314,9 @@ def _taken(reader: _Reader) -> _News:
     if reader.stream is None:
         return _News(reader)
     parts: list[Increment] = []
-    while len(parts) < reader.room and (part := reader.stream.take()) is not None:
-        parts.append(part)
+    try:
+        while len(parts) < reader.room and (part := reader.stream.take()) is not None:
+            parts.append(part)
+    except Exception as error:  # noqa: BLE001  # as above
+        return _News(reader, parts, error=error)
     return _News(reader, parts, reader.stream.ended)
-
-
-def _closed() -> CacheError:
-    return CacheError("the engine was closed: make another one")

@@ -16,7 +16,7 @@ row sees is set to zero in the copy and masked: a block's former owner cannot re
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -293,11 +293,15 @@ def check_attention(model: PreTrainedModel) -> None:
     Of an encoder-decoder, those of the decoder: what is not causal there is cross attention.
     """
     crosses = is_encoder_decoder(model)
-    for module in model.get_decoder().modules() if crosses else model.modules():
-        if hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
-            eager_function(module)
-            if not (module.is_causal or crosses):
-                raise UnsupportedModelError(f"{type(module).__name__} attends in both directions: not supported")
+    for module in attention_modules(model.get_decoder() if crosses else model):
+        eager_function(module)
+        if not (module.is_causal or crosses):
+            raise UnsupportedModelError(f"{type(module).__name__} attends in both directions: not supported")
+
+
+def attention_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Those of ``model`` that attend, layer by layer, as transformers marks them."""
+    return (module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal"))
 
 
 def register() -> None:

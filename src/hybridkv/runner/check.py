@@ -28,8 +28,6 @@ from hybridkv.schedule import FinishReason
 from hybridkv.step import Step
 
 NEAR_TIE_FACTOR: Final = 4.0
-NEAR_TIE_SHARE: Final = 1 / 2000
-"""How many near-ties a token are expected at most in float32; reported, for half precision has more."""
 
 _KEPT_LOGITS: Final = 1024
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from hybridkv.request import Request
 from hybridkv.runner.detokenize import Detokenizer
-from hybridkv.runner.logprobs import TokenLogprob
-from hybridkv.schedule import FinishReason
+from hybridkv.runner.logprobs import TokenLogprob, tokens_of
+from hybridkv.schedule import FinishReason, Outcome
+from hybridkv.step import Step, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,9 @@ class Progress:
     """A request that runs, or what came of it. detokenizer: None without a tokenizer.
 
     computed_tokens: run for it so far; drafted_tokens, accepted_tokens: see Completion. streamed: whether somebody
-    reads it through a Cursor. completion: once it has ended. logprobs: of its output so far. prompt_logprobs: of its
-    prompt, one list with all branches of a request: who computes the prompt is not known before.
+    reads it through a Cursor. completion: once it has ended; error: what the tokenizer raised, instead. logprobs: of
+    its output so far. prompt_logprobs: of its prompt, one list with all branches of a request: who computes the prompt
+    is not known before.
     """
 
     request: Request
@@ -76,6 +80,7 @@ class Progress:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     completion: Completion | None = None
+    error: Exception | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
@@ -103,14 +108,38 @@ class Progress:
             outputs = [value for position, value in found if position >= self.request.num_prompt_tokens]
             self.logprobs += outputs[:appended]
 
-    def complete(self, reason: FinishReason) -> Completion:
-        """The request has ended. What was accepted behind a stop string is none of its output."""
+    def add_text(self) -> FinishReason | None:
+        """Decode the tokens that are new; why the output ends here: a stop string, or an error of the tokenizer."""
+        if self.detokenizer is None or self.error is not None:
+            return None
+        done = self.request.num_prompt_tokens + self.detokenizer.num_tokens
+        try:
+            stopped = self.detokenizer.add(self.request.token_ids(done).tolist())
+        except Exception as error:  # noqa: BLE001  # whatever it is, it ends this request alone
+            self._fail(error)
+            return FinishReason.ABORT
+        return FinishReason.STOP if stopped else None
+
+    def end(self, reason: FinishReason) -> None:
+        """The request has ended: by a completion, or an error."""
+        self.add_text()  # nothing, unless an interrupt came before
+        try:
+            self.completion = None if self.error is not None else self._completed(reason)
+        except Exception as error:  # noqa: BLE001  # as above
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        error.add_note(f"request {self.request.request_id!r} ended: its output could not be decoded")
+        self.error = error
+
+    def _completed(self, reason: FinishReason) -> Completion:
+        """What it came to. What was accepted behind a stop string is none of its output."""
         request = self.request
         tokens = request.token_ids().tolist()
         outputs = tokens[request.num_prompt_tokens :]
         if self.detokenizer is not None and self.detokenizer.stopped:
             outputs = outputs[: self.detokenizer.num_tokens]
-        self.completion = Completion(
+        return Completion(
             request_id=request.request_id,
             prompt_token_ids=tuple(tokens[: request.num_prompt_tokens]),
             token_ids=tuple(outputs),
@@ -124,7 +153,30 @@ class Progress:
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
         )
-        return self.completion
+
+
+def count_step(live: Mapping[str, Progress], step: Step, result: StepResult, outcome: Outcome) -> list[Progress]:
+    """What ``step`` ran and sampled for those of ``live`` in it, and log probabilities; those that have more tokens."""
+    logprobs = tokens_of(result.logprobs, len(step))
+    counts, sampled = np.diff(outcome.appended.indptr).tolist(), np.diff(result.sampled.indptr).tolist()
+    grown = []
+    for row, request in enumerate(outcome.requests):
+        one = live.get(request.request_id)
+        if one is None or one.request is not request:
+            continue  # it ended in an earlier step
+        one.ran(int(step.num_scheduled[row]), len(step.drafts[row]), sampled[row])
+        one.add_prompt_logprobs(logprobs[row])
+        if counts[row]:
+            one.add_logprobs(logprobs[row], counts[row])
+            grown.append(one)
+    return grown
+
+
+def raise_first(outputs: Iterable[Progress]) -> None:
+    """Raise the error of the first of ``outputs`` that has one."""
+    for one in outputs:
+        if one.error is not None:
+            raise one.error
 
 
 class Cursor:
@@ -142,6 +194,11 @@ class Cursor:
     def ended(self) -> bool:
         """The last increment was taken."""
         return self._ended
+
+    @property
+    def error(self) -> Exception | None:
+        """What ended the output instead of a completion."""
+        return self._progress.error
 
     @property
     def request_id(self) -> str:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import EncoderInput
 from hybridkv.runner.encoder_decoder import is_encoder_decoder
-from hybridkv.runner.load import LoadedModel, encode
+from hybridkv.runner.inputs import encode
+from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.probe import planner_model
 
 Given = str | Sequence[int] | NDArray[np.generic] | torch.Tensor
@@ -129,3 +130,11 @@ class EncoderInputs:
             self._holders[digest] = left
         else:
             self._values.pop(digest, None)
+
+
+def one_input_each(prompts: Sequence[object], encoders: Sequence[Given] | None) -> list[Given | None]:
+    """What the encoder reads for each prompt, None where there is none. Raises ConfigError when the numbers differ."""
+    inputs: list[Given | None] = [None] * len(prompts) if encoders is None else list(encoders)
+    if len(inputs) != len(prompts):
+        raise ConfigError(f"{len(inputs)} encoder inputs for {len(prompts)} prompts: give one for each")
+    return inputs

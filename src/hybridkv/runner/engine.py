@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -19,12 +20,21 @@ from hybridkv.cache.placement import placement_of
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.plan import Plan
 from hybridkv.request import Request, SamplingParams
-from hybridkv.runner.completion import Completion, Progress
+from hybridkv.runner.completion import Completion, Progress, count_step, raise_first
 from hybridkv.runner.detokenize import Detokenizer
-from hybridkv.runner.encoder_inputs import EncoderFeed, Given, encoder_feed
-from hybridkv.runner.load import LoadedModel, encode, wrap
-from hybridkv.runner.logprobs import TokenLogprob, tokens_of
-from hybridkv.runner.one_each import one_each, one_input_each
+from hybridkv.runner.encoder_inputs import EncoderFeed, Given, encoder_feed, one_input_each
+from hybridkv.runner.inputs import (
+    encode,
+    loaded_of,
+    number_in,
+    one_each,
+    refuse_more_logprobs,
+    require_count,
+    require_sampling,
+    require_text,
+)
+from hybridkv.runner.load import LoadedModel, own_mode
+from hybridkv.runner.logprobs import TokenLogprob
 from hybridkv.runner.planning import plan_within
 from hybridkv.runner.probe import planner_model
 from hybridkv.runner.runner import ModelRunner, Observer, require_fit
@@ -44,6 +54,7 @@ class EngineOptions:
     """How an engine runs. max_running: requests at once. token_budget: tokens of a step.
 
     in_flight: steps scheduled ahead of their results, 1 or 2. prefix_caching: share blocks of equal prefixes.
+    Raises ConfigError for counts that are none.
     """
 
     max_running: int = 64
@@ -52,6 +63,7 @@ class EngineOptions:
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
+        require_count(max_running=self.max_running, token_budget=self.token_budget)
         if self.in_flight not in (1, 2):
             raise ConfigError(f"in_flight must be 1 or 2, got {self.in_flight}")
 
@@ -66,7 +78,8 @@ class Engine:
     speculate: proposes tokens, which the model verifies several at a time; None for none. Outputs are the same. A plan
     needs room for its drafts in recurrent layers (num_speculative_tokens). A request that decodes then waits for its
     result before its next step is scheduled, drafts or not, whatever ``in_flight`` is. The engine closes it.
-    From here to ``close`` (or the end of a ``with``) the model attends through the engine's pages.
+    From here to ``close`` (or the end of a ``with``) the model attends through the engine's pages, and belongs to it
+    alone; a model in hand does not train meanwhile.
     Raises ConfigError for a plan of another model, for arguments that contradict each other, and as ``wrap``,
     ``plan_within`` and ModelRunner do.
     """
@@ -84,35 +97,54 @@ class Engine:
         speculate: Drafter | None = None,
     ) -> None:
         self.options = options if options is not None else EngineOptions()
-        self.loaded = loaded = _loaded(model, tokenizer)
         self.drafter = speculate
-        drafts = 0 if speculate is None else speculate.num_speculative_tokens
-        if speculate is not None:
-            speculate.require(loaded)
+        self._drafts = 0 if speculate is None else speculate.num_speculative_tokens
+        with ExitStack() as undo:
+            undo.enter_context(own_mode(model))
+            self.loaded = loaded_of(model, tokenizer)
+            if speculate is not None:
+                speculate.require(self.loaded)
+            self.plan = self._planned(plan, memory, max_model_len)
+            self._build(observer)
+            undo.callback(self.runner.detach)
+            if speculate is not None:
+                undo.callback(speculate.close)
+            self._closing = undo.pop_all()
+        self._closed = False
+        self._in_flight: deque[Step] = deque()
+        self._live: dict[str, Progress] = {}
+        self._ended: list[Progress] = []
+        self._next_id = 0
+        self._idle = 0
+
+    def _planned(self, plan: Plan | None, memory: int | str | None, max_model_len: int | None) -> Plan:
+        """The plan handed in, or one within ``memory``."""
         if plan is None:
-            plan = plan_within(
-                loaded,
+            return plan_within(
+                self.loaded,
                 memory,
                 max_model_len=max_model_len,
                 max_in_flight_tokens=self.options.token_budget * self.options.in_flight,
-                num_speculative_tokens=drafts,
+                num_speculative_tokens=self._drafts,
             )
-        elif memory is not None or max_model_len is not None:
+        if memory is not None or max_model_len is not None:
             raise ConfigError("the plan has a memory and a max_model_len: leave these out, or leave the plan out")
-        self.plan = plan
+        return plan
+
+    def _build(self, observer: Observer | None) -> None:
+        """Cache, scheduler and runner of the plan."""
+        plan, loaded = self.plan, self.loaded
         planned = planner_model(loaded.model, block_size=plan.model.block_size, name=loaded.name)
         require_fit(planned, plan.config)
         limits = SchedulerLimits(
             max_running=self.options.max_running,
             max_batched_tokens=self.options.token_budget,
             max_in_flight=self.options.in_flight,
-            num_speculative_tokens=drafts,
+            num_speculative_tokens=self._drafts,
         )
+        caching = self.options.prefix_caching
         self.cache = KVCacheManager(
-            plan.config,
-            plan.max_model_len,
-            enable_caching=self.options.prefix_caching,
-            placement=placement_of(plan),
+            plan.config, plan.max_model_len, enable_caching=caching, placement=placement_of(plan)
         )
         self.scheduler = Scheduler(self.cache, limits)
         self.runner = ModelRunner(
@@ -125,17 +157,15 @@ class Engine:
             max_encoder_tokens=plan.limits.max_encoder_tokens,
             observer=observer,
         )
-        self._in_flight: deque[Step] = deque()
-        self._live: dict[str, Progress] = {}
-        self._finished: list[Completion] = []
-        self._next_id = 0
-        self._idle = 0
 
     def close(self) -> None:
-        """Give the model its own attention back, and close the drafter; the engine is done."""
-        self.runner.detach()
-        if self.drafter is not None:
-            self.drafter.close()
+        """Give the model back as it was, and close the drafter: nothing runs here any more. Again: nothing."""
+        self._closed = True
+        self._closing.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise engine_closed()
 
     def __enter__(self) -> Self:
         return self
@@ -162,9 +192,9 @@ class Engine:
         encoder: of an encoder-decoder, what its encoder reads: text, token ids, or features [bins, frames]. The prompt
         is then the decoder's, its start token included; an empty one is that token alone. encoder_digest: the caller's
         own name of that content, equal for equal content; else it is hashed.
-        Raises ConfigError for text without tokenizer, an empty prompt, ids outside the vocabulary, stop strings without
-        tokenizer, more log probabilities than there are tokens, marks that are no token counts and an id in use;
-        CapacityError when it could never fit.
+        Raises ConfigError for what is no prompt or no sampling, text without tokenizer, an empty prompt, ids outside
+        the vocabulary, stop strings without tokenizer, more log probabilities than there are tokens, marks that are no
+        token counts and an id in use; CapacityError when it could never fit; CacheError once the engine is closed.
         """
         feed = self._feed(encoder, encoder_digest)
         return self._add(prompt, sampling, request_id, cache_salt, marks, feed=feed)[0].request.request_id
@@ -185,11 +215,19 @@ class Engine:
         added = self._add(prompt, sampling, request_id, cache_salt, marks, feed=feed)
         for one in added:
             one.streamed = True
-        return Stream(added, self._run, self.abort)
+        return Stream(added, self._run, self._leave)
 
     def abort(self, request_id: str) -> bool:
-        """End a request; it comes out of a later ``step`` with reason "abort". False for an unknown id."""
+        """End a request; it comes out of a later ``step`` with reason "abort". False for an unknown id.
+
+        CacheError once the engine is closed.
+        """
+        self._require_open()
         return self.scheduler.abort(request_id)
+
+    def _leave(self, request_id: str) -> bool:
+        """Nobody reads the stream of a request any longer: it ends, where closing has not ended all."""
+        return not self._closed and self.scheduler.abort(request_id)
 
     def generate(
         self,
@@ -202,26 +240,32 @@ class Engine:
 
         sampling: one for all, or one each. encoders: of an encoder-decoder, what its encoder reads, one each.
         Requests added before run beside them; ``step`` hands those out.
-        When a prompt is refused, as by ``add``, none of them runs.
+        When a prompt is refused, as by ``add``, none of them runs. Whatever else is raised, by a forward or by the
+        tokenizer, ends all of them, and nothing of them is handed out later.
         """
-        pairs = one_each(prompts, sampling)
-        inputs = one_input_each(prompts, encoders)
+        self._require_open()
         added: list[Progress] = []
         try:
-            for (prompt, params), given in zip(pairs, inputs, strict=True):
+            pairs = one_each(prompts, sampling)
+            for (prompt, params), given in zip(pairs, one_input_each(prompts, encoders), strict=True):
                 added += self._add(prompt, params, feed=self._feed(given))
-        except ConfigError:
-            for progress in added:
-                self.abort(progress.request.request_id)
-                self._forget(progress.request.request_id)
-            raise
-        # behind the last request, steps that were scheduled ahead still hold its blocks
-        while any(one.completion is None for one in added) or (self._in_flight and not self._live):
-            self._run()
-        done = [one.completion for one in added if one.completion is not None]
-        own = {id(one) for one in done}
-        self._finished = [one for one in self._finished if id(one) not in own]
-        return done
+            # behind the last request, steps that were scheduled ahead still hold its blocks
+            while any(one.completion is None for one in added) or (self._in_flight and not self._live):
+                self._run()
+                raise_first(added)
+        finally:
+            self._drop(added)
+        return [one.completion for one in added if one.completion is not None]
+
+    def _drop(self, added: Sequence[Progress]) -> None:
+        """Nothing of ``added`` is handed out by ``step``; what of them still runs ends."""
+        mine = set(added)
+        for one in added:
+            request_id = one.request.request_id
+            if self._live.get(request_id) is one:
+                self.scheduler.abort(request_id)
+                self._forget(one)
+        self._ended = [one for one in self._ended if one not in mine]
 
     def _add(
         self,
@@ -234,16 +278,17 @@ class Engine:
         feed: EncoderFeed | None = None,
     ) -> list[Progress]:
         """A request and its branches, queued."""
+        self._require_open()
+        require_sampling(sampling)
+        require_text(request_id=request_id, cache_salt=cache_salt)
         params = sampling if sampling is not None else SamplingParams()
         ids = encode(self.loaded, prompt if feed is None or len(prompt) else self.loaded.decoder_start)
         tokenizer = self.loaded.tokenizer
         if params.stop and tokenizer is None:
             raise ConfigError("stop strings need a tokenizer: load the model with one, or use stop_token_ids")
-        _refuse_more_logprobs(params, self.loaded)
-        if request_id is None:
-            request_id, self._next_id = str(self._next_id), self._next_id + 1
+        refuse_more_logprobs(params, self.loaded)
         request = Request(
-            request_id,
+            str(self._next_id) if request_id is None else request_id,
             ids,
             params,
             hasher=self.cache.hasher,
@@ -261,29 +306,30 @@ class Engine:
             self._live[one.request.request_id] = one
             if feed is not None and self.runner.cross is not None:
                 self.runner.cross.inputs.hold(feed)
+        self._next_id = max(self._next_id, number_in(request.request_id) + 1)
         return added
 
     def _feed(self, given: Given | None, digest: bytes | str | None = None) -> EncoderFeed | None:
         """What an encoder reads. ConfigError where it is missing, and where there is no encoder."""
+        self._require_open()
         if given is None and self.runner.cross is None:
             return None
         if given is None:
             raise ConfigError(f"{self.loaded.name} is an encoder-decoder: hand over what its encoder reads")
         return encoder_feed(self.loaded, given, digest, self.plan.limits.max_encoder_tokens)
 
-    def _forget(self, request_id: str) -> Progress | None:
-        """The request of that id lives no longer; None for one that did not."""
-        progress = self._live.pop(request_id, None)
-        if progress is not None and progress.request.encoder is not None and self.runner.cross is not None:
-            self.runner.cross.inputs.release(progress.request.encoder.digest)
-        return progress
+    def _forget(self, live: Progress) -> None:
+        """``live`` runs no longer, and what its encoder reads may go."""
+        del self._live[live.request.request_id]
+        if live.request.encoder is not None and self.runner.cross is not None:
+            self.runner.cross.inputs.release(live.request.encoder.digest)
 
     # -- the loop
 
     @property
     def idle(self) -> bool:
         """Nothing is in flight and every request has been handed out."""
-        return not self._in_flight and not self._live and not self._finished
+        return not self._in_flight and not self._live and not self._ended
 
     def statistics(self) -> SchedulerStatistics:
         """The scheduler's counts so far."""
@@ -293,25 +339,32 @@ class Engine:
         """Schedule as far ahead as allowed, run the oldest Step, and hand out who finished, but for streams.
 
         An error of the forward passes through; the steps in flight have then failed, their requests wait again, and
-        the next call goes on with them.
+        the next call goes on with them. An error of the tokenizer ends its request alone; it passes through, too, and
+        the next call hands out what this one did not. CacheError once the engine is closed.
         """
         self._run()
-        finished, self._finished = self._finished, []
-        return finished
+        failed = next((one for one in self._ended if one.error is not None), None)
+        if failed is not None:
+            self._ended.remove(failed)
+            raise_first([failed])
+        ended, self._ended = self._ended, []
+        return [one.completion for one in ended if one.completion is not None]
 
     def _run(self) -> None:
         """As ``step``, with nothing handed out."""
+        self._require_open()
         self._schedule_ahead()
         if not self._in_flight:
             return
-        step = self._in_flight.popleft()
-        self._watch(step)
+        self._watch()
+        step = self._in_flight[0]
         try:
             result = self.runner.execute(step)
         except BaseException as error:
             self._in_flight.clear()
             self.scheduler.fail(step.id, error)
             raise
+        self._in_flight.popleft()
         self._take_in(step, result, self.scheduler.update(result))
 
     def _schedule_ahead(self) -> None:
@@ -336,43 +389,42 @@ class Engine:
             drafts = self.drafter.propose(ready)
             self.scheduler.propose({one.request_id: tokens for one, tokens in zip(ready, drafts, strict=True)})
 
-    def _watch(self, step: Step) -> None:
+    def _watch(self) -> None:
         """Raise CacheError when nothing runs though somebody waits: an endless loop otherwise."""
-        self._idle = self._idle + 1 if not len(step) and not self._in_flight else 0
+        empty = len(self._in_flight) == 1 and not len(self._in_flight[0])
+        self._idle = self._idle + 1 if empty else 0
         if self._idle > _IDLE_STEPS:
+            self._idle = 0  # whoever changes something may go on
             raise CacheError(
                 f"{self.scheduler.num_waiting} requests wait and {self.scheduler.num_running} run, but "
-                f"{self._idle} steps in a row were empty"
+                f"{_IDLE_STEPS + 1} steps in a row were empty"
             )
 
     def _take_in(self, step: Step, result: StepResult, outcome: Outcome) -> None:
-        """Text and log probabilities of the new tokens; requests that a stop string ended; completions."""
-        finished = {one.request.request_id: one.reason for one in outcome.finished}
-        logprobs = tokens_of(result.logprobs, len(step))
-        counts, sampled = np.diff(outcome.appended.indptr).tolist(), np.diff(result.sampled.indptr).tolist()
-        for row, request in enumerate(outcome.requests):
-            live = self._live.get(request.request_id)
-            if live is None or live.request is not request:
-                continue  # it ended in an earlier step
-            live.ran(int(step.num_scheduled[row]), len(step.drafts[row]), sampled[row])
-            live.add_prompt_logprobs(logprobs[row])
-            if not counts[row]:
-                continue
-            live.add_logprobs(logprobs[row], counts[row])
-            if self._add_text(live, outcome.appended[row].tolist()):
-                if request.request_id not in finished:
-                    self.scheduler.finish(request.request_id, FinishReason.STOP)
-                finished[request.request_id] = FinishReason.STOP
-        for request_id, reason in finished.items():
-            if (ended := self._forget(request_id)) is not None:
-                completion = ended.complete(reason)
-                if not ended.streamed:
-                    self._finished.append(completion)
+        """Counts and log probabilities of all rows; then their text, which may end them; then completions."""
+        ended = {one.request: one.reason for one in outcome.finished}
+        grown = count_step(self._live, step, result, outcome)
+        try:
+            for live in grown:
+                reason = live.add_text()
+                if reason is None:
+                    continue
+                if live.request not in ended:
+                    self.scheduler.finish(live.request.request_id, reason)
+                ended[live.request] = reason
+        finally:
+            for request, reason in ended.items():
+                self._end(request, reason)
 
-    @staticmethod
-    def _add_text(live: Progress, tokens: list[int]) -> bool:
-        """Whether a stop string is complete."""
-        return live.detokenizer is not None and live.detokenizer.add(tokens)
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        """It is to be handed out, if it was not dropped meanwhile."""
+        live = self._live.get(request.request_id)
+        if live is None or live.request is not request:
+            return
+        self._forget(live)
+        live.end(reason)
+        if not live.streamed:
+            self._ended.append(live)
 
 
 def _would_run_ahead(step: Step) -> bool:
@@ -380,16 +432,6 @@ def _would_run_ahead(step: Step) -> bool:
     return bool((step.samples & (np.diff(step.drafts.indptr) == 0)).any())
 
 
-def _refuse_more_logprobs(params: SamplingParams, loaded: LoadedModel) -> None:
-    """Raise ConfigError where more log probabilities are wanted than there are tokens."""
-    for name, wanted in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-        if wanted is not None and wanted > loaded.vocab_size:
-            raise ConfigError(f"{name} is {wanted}, but {loaded.name} has {loaded.vocab_size} tokens: ask for fewer")
-
-
-def _loaded(model: PreTrainedModel | LoadedModel, tokenizer: Any) -> LoadedModel:  # noqa: ANN401  # as above
-    if not isinstance(model, LoadedModel):
-        return wrap(model, tokenizer, type(model).__name__)
-    if tokenizer is not None:
-        raise ConfigError(f"{model.name} was loaded with its tokenizer: leave the tokenizer out")
-    return model
+def engine_closed() -> CacheError:
+    """What is raised by an engine that was closed."""
+    return CacheError("the engine was closed: make another one")

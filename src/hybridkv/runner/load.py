@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,8 +17,6 @@ from hybridkv.models import read_model
 from hybridkv.runner.encoder_decoder import auto_class
 from hybridkv.runner.probe import require_runnable
 from hybridkv.runner.tiny import byte_tokenizer, tiny_model
-
-logger = logging.getLogger(__name__)
 
 TINY: Final = "tiny:"
 _LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
@@ -102,10 +100,16 @@ def _model_in(folder: Path) -> PreTrainedModel:
 
 
 def wrap(model: PreTrainedModel, tokenizer: Any = None, name: str = "model") -> LoadedModel:  # noqa: ANN401  # transformers' tokenizers share no typed base
-    """A LoadedModel of a transformers model that generates and is at hand: causal, or an encoder and a decoder.
+    """A LoadedModel of a model at hand, which trains no longer: causal, or an encoder and a decoder that generate.
 
-    Raises UnsupportedModelError when its rotary positions depend on the longest request of a batch.
+    Raises ConfigError for what is no such model, and UnsupportedModelError when its rotary positions depend on the
+    longest request of a batch.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"the model must be a transformers PreTrainedModel, got {type(model).__name__}: give the model that a "
+            "wrapper or torch.compile has inside, or load a folder with hybridkv.runner.load"
+        )
     config = model.config.get_text_config()
     scaling: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kinds = {one.get("rope_type") for one in (scaling, *scaling.values()) if isinstance(one, dict)}
@@ -115,6 +119,17 @@ def wrap(model: PreTrainedModel, tokenizer: Any = None, name: str = "model") -> 
             "them: not supported yet"
         )
     return LoadedModel(name, model.eval(), tokenizer, _eos(model))
+
+
+@contextmanager
+def own_mode(model: object) -> Iterator[None]:
+    """On leaving, those modules train of a model in hand that did before: ``wrap`` ends that."""
+    training = [one for one in model.modules() if one.training] if isinstance(model, torch.nn.Module) else []
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _eos(model: PreTrainedModel) -> tuple[int, ...]:
@@ -127,24 +142,3 @@ def _eos(model: PreTrainedModel) -> tuple[int, ...]:
         if found:
             return tuple(found)
     return ()
-
-
-def encode(loaded: LoadedModel, prompt: str | Sequence[int], *, what: str = "prompt") -> list[int]:
-    """Token ids of ``prompt``. what: it is, for messages.
-
-    Raises ConfigError for an empty one, for text without a tokenizer, and for ids outside the vocabulary.
-    """
-    if isinstance(prompt, str):
-        if loaded.tokenizer is None:
-            raise ConfigError(f"a {what} of text needs a tokenizer: load the model with one, or give token ids")
-        ids = [int(one) for one in loaded.tokenizer.encode(prompt)]
-    else:
-        ids = list(prompt)
-    if not ids:
-        raise ConfigError(f"the {what} is empty: give it at least one token")
-    wrong = [one for one in ids if not 0 <= one < loaded.vocab_size]
-    if wrong:
-        raise ConfigError(
-            f"token id {wrong[0]} lies outside the vocabulary of {loaded.name}: ids are 0 .. {loaded.vocab_size - 1}"
-        )
-    return ids

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from hybridkv.cache.placement import placement_named
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.plan import Plan, make_plan
 from hybridkv.plan.capacity import longest_that, unit_bytes, units_for
-from hybridkv.plan.planner import DEFAULT_LAYOUT
+from hybridkv.plan.planner import DEFAULT_LAYOUT, NATURAL
+from hybridkv.runner.inputs import require_count
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.probe import planner_model
 from hybridkv.specs import Keeps
@@ -34,9 +36,11 @@ def plan_within(
     max_model_len: tokens of prompt and output together; None for the model's own limit, or for the longest request
     that fits where that is shorter. max_in_flight_tokens: tokens of all steps in flight.
     num_speculative_tokens: drafts of a request in a step, for whose states there is to be room.
-    Raises ConfigError for a limit above the model's, and for a model without a limit of which any length fits;
-    CapacityError when the length asked for, or a single token, does not fit.
+    Raises ConfigError for a limit that is none or above the model's, and for a model without a limit of which any
+    length fits; CapacityError when the length asked for, or a single token, does not fit.
     """
+    if max_model_len is not None:
+        require_count(max_model_len=max_model_len)
     model = planner_model(
         loaded.model, block_size=block_size, name=loaded.name, num_speculative_tokens=num_speculative_tokens
     )
@@ -74,11 +78,13 @@ def plan_for(
     memory: bytes or a size; None for what all of them need side by side, and everything that they leave cached.
     max_model_len: tokens; None for the longest request. layout, placement: as make_plan has them.
     num_speculative_tokens: as plan_within has it.
-    Raises ConfigError when a request is longer than the model allows, CapacityError, saying how
-    much is needed, when the longest does not fit.
+    Raises ConfigError when a request is longer than the model allows, and for an unknown layout or placement;
+    CapacityError, saying how much is needed, when the longest does not fit.
     """
     if not lengths:
         raise ConfigError("no prompts: give at least one")
+    if placement is not None and layout == NATURAL:
+        placement_named(placement, align_tokens=1)
     model = planner_model(
         loaded.model, block_size=block_size, name=loaded.name, num_speculative_tokens=num_speculative_tokens
     )

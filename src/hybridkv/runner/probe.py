@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import Layer, Model, read_model
+from hybridkv.runner.attention_gather import attention_modules
 from hybridkv.runner.encoder_decoder import decode, is_encoder_decoder
 from hybridkv.runner.recurrent import MixerState, RecurrentMixer, StateKind
 from hybridkv.specs import (
@@ -181,42 +182,65 @@ def probe(model: PreTrainedModel) -> Probed:
     """What every layer of ``model`` keeps, from a forward over PROBE_TOKENS tokens.
 
     Raises UnsupportedModelError for a model that caches through anything but ``update``, ``update_conv_state``
-    and ``update_recurrent_state`` of the cache it is given.
+    and ``update_recurrent_state`` of the cache it is given, and for attention in a model that takes no positions.
     """
     cache, crossed = ProbeCache(), ProbeCache()
     with attention_implementation(model, "eager"), _callers(model, cache), torch.inference_mode():
         try:
-            _forward(model, cache, crossed)
+            takes_positions = _forward(model, cache, crossed)
         except (TypeError, AttributeError, IndexError, ValueError) as error:
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not run on a cache of keys, values and states: not supported ({error})"
             ) from error
     if not cache.attention and not cache.states:
         raise UnsupportedModelError(f"{type(model).__name__} cached nothing in a forward: not supported")
+    if cache.attention and not takes_positions:
+        raise UnsupportedModelError(
+            f"the forward of {type(model).__name__} takes no position_ids, without which its attention does not know "
+            "where the tokens of several requests stand: give it that argument"
+        )
     return Probed(cache.attention, cache.mixers(), crossed.attention)
 
 
-def _forward(model: PreTrainedModel, cache: ProbeCache, crossed: ProbeCache) -> None:
-    """PROBE_TOKENS tokens, behind an encoder's output of as many where there is one."""
+def _forward(model: PreTrainedModel, cache: ProbeCache, crossed: ProbeCache) -> bool:
+    """PROBE_TOKENS tokens, behind an encoder's output of as many where there is one; whether positions were taken."""
     ids = torch.zeros(PROBE_TOKENS, dtype=torch.int64, device=model.device)
     positions = torch.arange(PROBE_TOKENS, device=model.device)
     if is_encoder_decoder(model):
         encoded = torch.zeros((1, PROBE_TOKENS, model.config.hidden_size), dtype=model.dtype, device=model.device)
         decode(model, ids, positions, encoded, caches=(cache, crossed))
-        return
-    model(input_ids=ids[None], use_cache=True, **cache_arguments(model, cache, positions[None]))
+        return True
+    arguments = cache_arguments(model, cache, positions[None])
+    model(input_ids=ids[None], use_cache=True, **arguments)
+    return "position_ids" in arguments
 
 
 def cache_arguments(model: PreTrainedModel, cache: Cache, positions: torch.Tensor) -> dict[str, Any]:
     """``cache`` and int64[rows, tokens] ``positions`` under the names that the forward of ``model`` has for them.
 
-    Models of recurrent layers alone call the cache ``cache_params`` and know no positions.
+    Models of recurrent layers alone call the cache ``cache_params`` and know no positions. A forward that hands on
+    whatever it gets is given positions where there is attention.
     """
-    known = inspect.signature(model.forward).parameters
+    known, hands_on = _parameters(model)
     arguments: dict[str, Any] = {"cache_params" if "cache_params" in known else "past_key_values": cache}
-    if "position_ids" in known:
+    if "position_ids" in known or (hands_on and any(attention_modules(model))):
         arguments["position_ids"] = positions
     return arguments
+
+
+def _parameters(model: PreTrainedModel) -> tuple[set[str], bool]:
+    """What the forward of ``model`` takes by name, and whether it takes anything else, too.
+
+    One that does, in a subclass or on the instance, hands it on to the forward that it replaced: to the next class's.
+    """
+    classes = [vars(one) for one in type(model).__mro__ if issubclass(one, PreTrainedModel)]
+    known: set[str] = set()
+    for forward in (model.forward, *(one["forward"] for one in classes if "forward" in one)):
+        parameters = inspect.signature(forward).parameters
+        known |= set(parameters)
+        if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+            return known, False
+    return known, True
 
 
 @contextmanager

@@ -7,7 +7,6 @@ Step -> tables.apply -> moves, zeroing, copies -> slots
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -27,19 +26,18 @@ from hybridkv.runner.encoder_decoder import decode
 from hybridkv.runner.logprobs import LogprobRows, logprobs_of
 from hybridkv.runner.probe import cache_arguments, page_layout, probe, set_attention, state_layout
 from hybridkv.runner.reach import Reach
+from hybridkv.runner.recurrent import RecurrentMixer
 from hybridkv.runner.relative_bias import segment_biases
 from hybridkv.runner.row_blocks import require_blocks
 from hybridkv.runner.rows import NONE_DRAWN, RowState
 from hybridkv.runner.sampling import sample
-from hybridkv.runner.state_batch import PagedMixer, StateBatch, state_batch
+from hybridkv.runner.state_batch import PagedMixer, StateBatch, require_class_forwards, state_batch
 from hybridkv.runner.step_cache import StepCache
 from hybridkv.runner.step_context import StepContext
 from hybridkv.runner.verify import Draws, check_drafts
 from hybridkv.specs import Keeps, KVCacheSpec
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.worker import BlockCopier, MultiGroupBlockTable, PagedStorage
-
-logger = logging.getLogger(__name__)
 
 Int64 = NDArray[np.int64]
 Observer = Callable[[Step, torch.Tensor], None]
@@ -54,8 +52,8 @@ class ModelRunner:
     max_model_len: tokens of the longest request. max_batched_tokens: tokens of the largest Step.
     max_encoder_tokens: that cross attention reads of a request; ``cross`` is its side, None for a model without.
     observer: sees the logits of every Step (see Observer); None for nobody.
-    Raises ConfigError when a forward caches other bytes than planned, UnsupportedModelError for a model
-    that cannot run on pages.
+    Raises ConfigError when a forward caches other bytes than planned, and for a model that another runner holds;
+    UnsupportedModelError for a model that cannot run on pages, or whose mixers were patched.
     """
 
     def __init__(
@@ -70,9 +68,11 @@ class ModelRunner:
         max_encoder_tokens: int = 0,
         observer: Observer | None = None,
     ) -> None:
+        step_context.require_free(model)
         attention_gather.check_attention(model)
         probed = probe(model)
         mixers = state_layout(planned, probed)
+        require_class_forwards(mixers.values())
         self.continues = dict(zip(mixers, continuations(list(mixers.values())), strict=True))
         self.model, self.config, self.observer = model, config, observer
         self._device = model.device
@@ -89,25 +89,29 @@ class ModelRunner:
             specs=[group.spec for group in config.groups],
             max_encoder_tokens=max_encoder_tokens,
         )
-        group_of = {name: number for number, group in enumerate(config.groups) for name in group.layer_names}
+        self._vocabulary: int = model.get_input_embeddings().num_embeddings
+        self._rows = RowState(max_running, self._vocabulary, self._device)
+        self._logprobs = LogprobRows(max_running)
+        self._context = StepContext()
+        self._give_pages(planned, mixers)
+        self._attach()
+
+    def _give_pages(self, planned: Model, mixers: Mapping[str, RecurrentMixer]) -> None:
+        """Every layer knows its group and its views of the pages. mixers: of the layers that keep states, by name."""
+        group_of = {name: number for number, group in enumerate(self.config.groups) for name in group.layer_names}
         crossing = [layer for layer in planned.layers if layer.spec.keeps is Keeps.ENCODER]
         attending = [layer for layer in planned.layers if layer.name not in mixers and layer not in crossing]
         self._reads = {layer.index: (group_of[layer.name], Reach.of(layer.spec)) for layer in attending}
         self._views = {layer.index: self.storage.views[layer.name] for layer in attending}
         self._token_groups = sorted({group for group, _ in self._reads.values()})
         self._state_groups = sorted({group_of[name] for name in mixers})
-        self._vocabulary: int = model.get_input_embeddings().num_embeddings
-        self._rows = RowState(max_running, self._vocabulary, self._device)
-        self._logprobs = LogprobRows(max_running)
-        self._context = StepContext()
         self._mixers = [
             PagedMixer(mixer, self.continues[name], self.storage.views[name], self._context, group_of[name])
             for name, mixer in mixers.items()
         ]
         cross = [CrossLayer(one.index, group_of[one.name], self.storage.views[one.name]) for one in crossing]
-        self.cross = CrossAttention(model, cross, self.tables, self._context) if cross else None
-        self._biases = segment_biases(model.get_decoder(), self._context) if cross else []
-        self._attach()
+        self.cross = CrossAttention(self.model, cross, self.tables, self._context) if cross else None
+        self._biases = segment_biases(self.model.get_decoder(), self._context) if cross else []
 
     def _attach(self) -> None:
         """From here on the model runs on pages."""
@@ -119,14 +123,18 @@ class ModelRunner:
             mixer.install()
         for bias in self._biases:
             bias.install()
+        self._attached = True
 
     def detach(self) -> None:
-        """Give the model its own attention and recurrent mixers back."""
+        """Give the model its own attention and recurrent mixers back; nothing runs here any more. Again: nothing."""
+        if not self._attached:
+            return
+        self._attached = False
         for mixer in self._mixers:
             mixer.remove()
         for bias in self._biases:
             bias.remove()
-        step_context.detach(self.model)
+        step_context.detach(self.model, self._context)
         set_attention(self.model, self._own_attention)
 
     def execute(self, step: Step) -> StepResult:
@@ -167,6 +175,8 @@ class ModelRunner:
 
     def _check(self, step: Step) -> None:
         """Refuse what this runner cannot do, or what would read a token or a block that is not there."""
+        if not self._attached:
+            raise WorkerError(f"Step {step.id} comes to a runner that gave its model back: make another one")
         if any(copy.stage != "before" for copy in step.copies):
             raise WorkerError(f"Step {step.id} has copies behind the forward: this runner has none of them")
         if len(step) and step.num_scheduled.min() < 1:
@@ -221,7 +231,7 @@ class ModelRunner:
 
     def _call(self, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         """The model over a flattened step: logits behind the tokens ``keep``, [n, vocabulary]."""
-        cache = StepCache(self._views, self._context)
+        cache = StepCache(self._views, self._context, positions)
         if self.cross is not None:
             return decode(self.model, tokens, positions, None, caches=(cache, self.cross.cache()), keep=keep)
         out = self.model(
@@ -252,9 +262,15 @@ class ModelRunner:
     # -- behind it
 
     def _drawn(self, step: Step, draws: Draws, logits: torch.Tensor) -> Int64:
-        """The token of each of ``draws``, int64[n]."""
+        """The token of each of ``draws``, int64[n]. WorkerError for logits that are NaN."""
         if not len(draws):
             return np.empty(0, np.int64)
+        wrong = torch.nonzero(logits.isnan().any(dim=-1)).flatten().tolist()
+        if wrong:
+            raise WorkerError(
+                f"Step {step.id}: the logits of row {step.rows[draws.row[wrong[0]]]} are no numbers (NaN) behind token "
+                f"{draws.position[wrong[0]] - 1}: look at the model's weights and dtype"
+            )
         batch = self._rows.batch(step.rows[draws.row], draws.position, draws.before)
         with torch.inference_mode():
             drawn: Int64 = sample(logits, batch).cpu().numpy()

@@ -11,7 +11,7 @@ is only ever written to blocks that the Step names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hybridkv.errors import WorkerError
+from hybridkv.errors import UnsupportedModelError, WorkerError
 from hybridkv.runner.recurrent import Continuation, RecurrentMixer, States, run_decode, run_segment
 from hybridkv.runner.step_context import StepContext
 from hybridkv.step import Step
@@ -166,6 +166,16 @@ class _GroupStates:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
 
+def require_class_forwards(mixers: Iterable[RecurrentMixer]) -> None:
+    """Raise UnsupportedModelError for a mixer whose instance has a forward of its own: it would be left out."""
+    for mixer in mixers:
+        if "forward" in vars(mixer.module):
+            raise UnsupportedModelError(
+                f"a {type(mixer.module).__name__} has a forward of its own, of a hook or a patch, which cannot go on "
+                "from states in pages: remove it before the engine is made"
+            )
+
+
 class PagedMixer:
     """Stands in for the forward of a recurrent mixer: runs it over a flattened step, from blocks to blocks.
 
@@ -184,12 +194,13 @@ class PagedMixer:
         self._context, self._group = context, group
 
     def install(self) -> None:
-        """The mixer's instance calls this instead of its class's forward."""
+        """The mixer's instance, which has no forward of its own, calls this instead of its class's."""
         self._mixer.module.forward = self
 
     def remove(self) -> None:
-        """It calls its own again."""
-        self._mixer.module.__dict__.pop("forward", None)
+        """It calls its own again, or what was put in the place of this one meanwhile."""
+        if vars(self._mixer.module).get("forward") is self:
+            del self._mixer.module.forward
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401  # whatever the model hands to its mixers
         """[1, tokens, width] of the step -> [1, tokens, width]. Masks and the model's cache are of no use here.

@@ -16,12 +16,16 @@ class StepCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     views: for every layer index its keys and values, [num_blocks, block_size, heads, width] each.
     context: has the GatherBatch of every layer. Recurrent mixers do not see this cache: they have one of their own.
+    positions: int64[tokens], of the step's tokens, each in its own request.
     """
 
-    def __init__(self, views: Mapping[int, tuple[torch.Tensor, ...]], context: StepContext) -> None:
+    def __init__(
+        self, views: Mapping[int, tuple[torch.Tensor, ...]], context: StepContext, positions: torch.Tensor
+    ) -> None:
         super().__init__(layers=[])
         self._views = views
         self._context = context
+        self._offsets = positions - torch.arange(len(positions), device=positions.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
@@ -36,10 +40,14 @@ class StepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """False: what is asked for is a mask of padding, and there is none."""
         return False
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: positions are handed in, nothing may be derived from a length that differs from row to row."""
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        """What makes positions of places in the step: int64[tokens], position less place, other in every row.
+
+        Models are handed positions, but Llama 4 makes them anew as ``arange(tokens)`` plus this, to scale the queries
+        of layers without rotary positions. Who takes it for one length of several tokens gets torch's error.
+        """
         del layer_idx
-        return 0
+        return self._offsets
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As long as the query: the backend makes its own masks."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import torch
 
-from hybridkv.errors import WorkerError
+from hybridkv.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
     from hybridkv.runner.attention_gather import CrossRead, GatherBatch
@@ -54,11 +54,26 @@ class StepContext:
         layer, self.crossing = self.crossing, None
         return None if layer is None else self.cross[layer]
 
+    def __reduce__(self) -> NoReturn:
+        """A copy of a model that runs on pages would never run again: ConfigError instead."""
+        raise ConfigError("an engine holds this model: close the engine before the model is copied or pickled")
+
     def attention_batch(self) -> GatherBatch:
-        """Of the layer whose keys were written last. WorkerError before any."""
+        """Of the layer whose keys were written last. WorkerError before any, and while no Step runs."""
+        if not self.attention:
+            raise WorkerError(
+                "an engine holds this model, whose attention runs in its steps alone: generate with the engine, or "
+                "close it first"
+            )
         if self.layer is None:
             raise WorkerError("attention without keys of its own layer: not supported")
         return self.attention[self.layer]
+
+
+def require_free(model: torch.nn.Module) -> None:
+    """Raise ConfigError when some module of ``model`` knows a StepContext: two runners would undo each other's work."""
+    if any(CONTEXT in vars(module) for module in model.modules()):
+        raise ConfigError(f"another engine holds this {type(model).__name__}: close it first, or load the model again")
 
 
 def attach(model: torch.nn.Module, context: StepContext) -> None:
@@ -67,7 +82,8 @@ def attach(model: torch.nn.Module, context: StepContext) -> None:
         setattr(module, CONTEXT, context)
 
 
-def detach(model: torch.nn.Module) -> None:
-    """No module of ``model`` does any longer."""
+def detach(model: torch.nn.Module, context: StepContext) -> None:
+    """No module of ``model`` knows ``context`` any longer."""
     for module in model.modules():
-        module.__dict__.pop(CONTEXT, None)
+        if vars(module).get(CONTEXT) is context:
+            delattr(module, CONTEXT)

@@ -32,7 +32,10 @@ class Stream(Iterator[Increment]):
         return not self._cursors
 
     def __next__(self) -> Increment:
-        """The next increment, run for if need be. An error of the forward passes through as from ``Engine.step``."""
+        """The next increment, run for if need be. An error of the forward passes through as from ``Engine.step``.
+
+        Raises as ``take``, and CacheError once the engine is closed.
+        """
         while not self.ended:
             if (new := self.take()) is not None:
                 return new
@@ -40,8 +43,14 @@ class Stream(Iterator[Increment]):
         raise StopIteration
 
     def take(self) -> Increment | None:
-        """An increment if one is there; nothing is run. O(outputs)."""
+        """An increment if one is there; nothing is run. O(outputs).
+
+        Raises what the tokenizer raised, which ended that output; other outputs can be read on.
+        """
         for place, cursor in enumerate(self._cursors):
+            if cursor.error is not None:
+                del self._cursors[place]
+                raise cursor.error
             if (new := cursor.take()) is not None:
                 # outputs take turns
                 self._cursors = self._cursors[place + 1 :] + self._cursors[: place + 1]

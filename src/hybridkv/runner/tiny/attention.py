@@ -9,6 +9,8 @@ from hybridkv.runner.tiny.family import HEADS, TinyFamily
 WINDOW: Final = 24
 """Tokens of windowed layers: no multiple of a block."""
 CHUNK: Final = 32
+FLOOR_SCALE: Final = 16
+"""Tokens from which on, and behind each so many, Llama 4 scales the queries of layers without rotary positions."""
 
 _WIDE: Final[dict[str, Any]] = {**HEADS, "num_hidden_layers": 3}
 _LATENT: Final[dict[str, Any]] = {
@@ -72,6 +74,7 @@ ATTENTION: Final = {
             "intermediate_size_mlp": 128,
             "no_rope_layers": [1, 0, 1, 0],
             "attention_chunk_size": CHUNK,
+            "floor_scale": FLOOR_SCALE,
             "interleave_moe_layer_step": 2,
             "num_local_experts": 4,
         },

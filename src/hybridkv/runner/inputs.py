@@ -1,0 +1,135 @@
+"""What callers hand to an engine, checked: a model, prompts, sampling parameters. Bad ones raise ConfigError."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from hybridkv.errors import ConfigError
+from hybridkv.request import SamplingParams
+from hybridkv.runner.load import LoadedModel, wrap
+
+_PROMPT: Final = "must be text or a list of token ids"
+_PROMPTS: Final = "prompts must be a list, each of them text or a list of token ids"
+
+_MOST_DIGITS: Final = 18
+"""Of a number that requests without an id are counted up to."""
+
+
+def loaded_of(model: PreTrainedModel | LoadedModel, tokenizer: Any) -> LoadedModel:  # noqa: ANN401  # transformers' tokenizers share no typed base
+    """``model`` as a LoadedModel. Raises ConfigError for a second tokenizer, and as ``wrap`` does."""
+    if not isinstance(model, LoadedModel):
+        return wrap(model, tokenizer, type(model).__name__)
+    if tokenizer is not None:
+        raise ConfigError(f"{model.name} was loaded with its tokenizer: leave the tokenizer out")
+    return model
+
+
+def one_each(
+    prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams | None] | None
+) -> list[tuple[str | Sequence[int], SamplingParams | None]]:
+    """Each prompt with its sampling: one for all, or one each.
+
+    Raises ConfigError when the numbers differ, and for what is no list of prompts or no sampling.
+    """
+    if isinstance(prompts, str | bytes | bytearray) or not isinstance(prompts, Sequence):
+        raise ConfigError(f"{_PROMPTS}, got {_kind(prompts)}")
+    params: list[SamplingParams | None]
+    if sampling is None or isinstance(sampling, SamplingParams):
+        params = [sampling] * len(prompts)
+    else:
+        params = list(sampling) if isinstance(sampling, list | tuple) else _no_sampling(sampling)
+    if len(params) != len(prompts):
+        raise ConfigError(f"{len(params)} sampling parameters for {len(prompts)} prompts: give one for each")
+    for one in params:
+        require_sampling(one)
+    return list(zip(prompts, params, strict=True))
+
+
+def require_sampling(sampling: object) -> None:
+    """Raise ConfigError unless it is SamplingParams or None."""
+    if not isinstance(sampling, SamplingParams | None):
+        _no_sampling(sampling)
+
+
+def _no_sampling(given: object) -> NoReturn:
+    raise ConfigError(f"sampling must be SamplingParams or None, got {_kind(given)}")
+
+
+def require_text(**values: object) -> None:
+    """Raise ConfigError, naming it, for a value that is neither text nor None."""
+    for name, value in values.items():
+        if not isinstance(value, str | None):
+            raise ConfigError(f"{name} must be text or None, got {_kind(value)}")
+
+
+def require_count(**values: object) -> None:
+    """Raise ConfigError, naming it, for a value that is no integer of at least 1."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} must be at least 1, a whole number, got {_kind(value)}")
+
+
+def number_in(request_id: str) -> int:
+    """The number that a request's id is, or that the id it branches off is; -1 without one."""
+    number = request_id.partition("#")[0]
+    return int(number) if number.isdecimal() and len(number) <= _MOST_DIGITS else -1
+
+
+def refuse_more_logprobs(params: SamplingParams, loaded: LoadedModel) -> None:
+    """Raise ConfigError where more log probabilities are wanted than there are tokens."""
+    for name, wanted in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if wanted is not None and wanted > loaded.vocab_size:
+            raise ConfigError(f"{name} is {wanted}, but {loaded.name} has {loaded.vocab_size} tokens: ask for fewer")
+
+
+def encode(loaded: LoadedModel, prompt: str | Sequence[int], *, what: str = "prompt") -> list[int]:
+    """Token ids of ``prompt``: text, or ids in a sequence, an integer array or tensor of one dimension.
+
+    what: it is, for messages.
+
+    Raises ConfigError for anything else, for an empty one, and for ids outside the vocabulary.
+    """
+    if isinstance(prompt, str):
+        if loaded.tokenizer is None:
+            raise ConfigError(f"a {what} of text needs a tokenizer: load the model with one, or give token ids")
+        ids = [int(one) for one in loaded.tokenizer.encode(prompt)]
+    else:
+        ids = _token_ids(prompt, what)
+    if not ids:
+        raise ConfigError(f"the {what} is empty: give it at least one token")
+    wrong = [one for one in ids if not 0 <= one < loaded.vocab_size]
+    if wrong:
+        raise ConfigError(
+            f"token id {wrong[0]} lies outside the vocabulary of {loaded.name}: ids are 0 .. {loaded.vocab_size - 1}"
+        )
+    return ids
+
+
+def _token_ids(prompt: object, what: str) -> list[int]:
+    """Those of a prompt that is no text."""
+    if isinstance(prompt, torch.Tensor | np.ndarray):
+        whole = str(prompt.dtype).removeprefix("torch.").startswith(("int", "uint"))
+        if prompt.ndim != 1 or not whole:
+            raise ConfigError(f"a {what} {_PROMPT}, got {_kind(prompt)}: give one row of integers")
+        prompt = prompt.tolist()
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
+        hint = ": give its input_ids" if isinstance(prompt, Mapping) and "input_ids" in prompt else ""
+        raise ConfigError(f"a {what} {_PROMPT}, got {_kind(prompt)}{hint}")
+    for one in prompt:
+        if isinstance(one, bool) or not isinstance(one, int | np.integer):
+            raise ConfigError(f"a {what} {_PROMPT}, got {_kind(one)} in it")
+    return [int(one) for one in prompt]
+
+
+def _kind(value: object) -> str:
+    """What it is, in a few words."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return f"{type(value).__name__} {tuple(value.shape)} of {value.dtype}"
+    if isinstance(value, str | int | float | None):
+        return repr(value)[:40]
+    return type(value).__name__

@@ -1,0 +1,95 @@
+"""Models whose forward is not that of transformers' class: subclasses, patches, wrappers, compiled ones."""
+
+import functools
+
+import pytest
+import torch
+from runner_support import generated, greedy, loaded_model, shared_prompts
+from transformers import LlamaForCausalLM, MambaForCausalLM, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hybridkv.errors import ConfigError, UnsupportedModelError
+from hybridkv.runner import Engine, byte_tokenizer, tiny_model, wrap
+
+PROMPTS = shared_prompts(3, 2)
+OUTPUT = 8
+
+
+class HandsOn(LlamaForCausalLM):  # type: ignore[misc]  # transformers is not typed
+    def forward(self, input_ids: torch.Tensor | None = None, **kwargs: object) -> CausalLMOutputWithPast:
+        return super().forward(input_ids=input_ids, **kwargs)
+
+
+class HandsOnStates(MambaForCausalLM):  # type: ignore[misc]  # transformers is not typed
+    def forward(self, *args: object, **kwargs: object) -> CausalLMOutputWithPast:
+        return super().forward(*args, **kwargs)
+
+
+class NoPositions(LlamaForCausalLM):  # type: ignore[misc]  # transformers is not typed
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        past_key_values: Cache,
+        *,
+        use_cache: bool,
+        logits_to_keep: torch.Tensor | int = 0,
+    ) -> CausalLMOutputWithPast:
+        return super().forward(
+            input_ids, past_key_values=past_key_values, use_cache=use_cache, logits_to_keep=logits_to_keep
+        )
+
+
+def as_class(name: str, of: type[PreTrainedModel]) -> PreTrainedModel:
+    model = tiny_model(name)
+    model.__class__ = of
+    return model
+
+
+def patched(name: str, *, tells: bool) -> PreTrainedModel:
+    """The forward replaced on the instance; by one that ``tells`` its parameters."""
+    model = tiny_model(name)
+    own = model.forward
+
+    def forward(*args: object, **kwargs: object) -> CausalLMOutputWithPast:
+        return own(*args, **kwargs)
+
+    model.forward = functools.wraps(own)(forward) if tells else forward
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("llama", as_class("llama", HandsOn)),
+        ("mamba", as_class("mamba", HandsOnStates)),
+        ("llama", patched("llama", tells=True)),
+        ("llama", patched("llama", tells=False)),
+        ("qwen3_next", patched("qwen3_next", tells=False)),
+    ],
+)
+def test_positions_reach_a_model_whose_forward_hands_on_what_it_gets(name: str, model: PreTrainedModel) -> None:
+    given: list[object] = []
+    model.get_submodule("model" if name != "mamba" else "backbone").register_forward_pre_hook(
+        lambda _module, _args, kwargs: given.append(kwargs.get("position_ids")), with_kwargs=True
+    )
+    with Engine(model, tokenizer=byte_tokenizer(), memory="2MiB", max_model_len=256) as engine:
+        done = engine.generate(PROMPTS, greedy(OUTPUT))
+    assert [one.token_ids for one in done] == [generated(loaded_model(name), one, OUTPUT) for one in PROMPTS]
+    assert all((one is None) == (name == "mamba") for one in given)
+
+
+def test_attention_without_positions_is_refused() -> None:
+    model = as_class("llama", NoPositions)
+    with pytest.raises(UnsupportedModelError, match="forward of NoPositions takes no position_ids"):
+        Engine(model, memory="2MiB", max_model_len=256)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_what_is_no_transformers_model_is_refused() -> None:
+    compiled = torch.compile(tiny_model("llama"), backend="eager")
+    for model, kind in ((compiled, "OptimizedModule"), (torch.nn.Linear(1, 1), "Linear"), ("llama", "str")):
+        with pytest.raises(ConfigError, match=f"must be a transformers PreTrainedModel, got {kind}"):
+            wrap(model)
+        with pytest.raises(ConfigError, match=f"must be a transformers PreTrainedModel, got {kind}"):
+            Engine(model)
