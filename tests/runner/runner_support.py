@@ -7,6 +7,8 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from hybridkv.plan import Plan
 from hybridkv.plan.planner import DEFAULT_LAYOUT
@@ -34,10 +36,23 @@ ALL_MODELS = [
 ]
 """CI runs the representative third, `make test-all` all of them."""
 
+BEGIN = "<s>"
+PIECES = ("\u2581a", "b", "\u2581", "\u6771", "\ufffd", "\u00e9!")
+"""What the tokenizer with byte fallback has beside bytes."""
+
 
 @cache
 def loaded_model(name: str, seed: int = 0) -> LoadedModel:
     return load(f"tiny:{name}", seed=seed)
+
+
+def fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama 2, Mistral and Gemma decode: 256 byte tokens, a special one, and PIECES."""
+    names = [*(f"<0x{byte:02X}>" for byte in range(256)), BEGIN, *PIECES]
+    tokenizer = Tokenizer(models.BPE(vocab={name: at for at, name in enumerate(names)}, merges=[], byte_fallback=True))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BEGIN)
 
 
 def shared_prompts(count: int, seed: int, prefix: int = 40, longest: int = 60) -> list[list[int]]:

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runner_support import EngineFactory, failing, generated, greedy, loaded_model, shared_prompts
+from runner_support import EngineFactory, failing, fallback_tokenizer, generated, greedy, loaded_model, shared_prompts
+from transformers import PreTrainedTokenizerFast
 
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.request import SamplingParams
@@ -24,6 +25,7 @@ from hybridkv.runner.detokenize import Detokenizer
 from hybridkv.schedule import FinishReason
 
 TOKENIZER = byte_tokenizer()
+BYTE_TOKENIZERS = (TOKENIZER, fallback_tokenizer())
 ENGINE_SETTINGS = [{"in_flight": 1}, {"in_flight": 2}]
 
 
@@ -242,9 +244,11 @@ def test_a_failed_forward_reaches_the_reader_and_the_stream_goes_on(make_engine:
 # -- text increments
 
 
-def read_bytes(data: bytes, stop: tuple[str, ...], pauses: Sequence[bool]) -> tuple[list[str], str]:
+def read_bytes(
+    tokenizer: PreTrainedTokenizerFast, data: bytes, stop: tuple[str, ...], pauses: Sequence[bool]
+) -> tuple[list[str], str]:
     """Increments of text when a request outputs ``data``, a token a byte, read where ``pauses`` says so; and all."""
-    detokenizer = Detokenizer(TOKENIZER, stop)
+    detokenizer = Detokenizer(tokenizer, stop)
     shown: list[str] = []
     read = 0
     for token, pause in zip(data, pauses, strict=True):
@@ -259,14 +263,16 @@ def read_bytes(data: bytes, stop: tuple[str, ...], pauses: Sequence[bool]) -> tu
     return [*shown, whole[read:]], whole
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_increments_hold_whole_characters_and_no_beginning_of_a_stop_string(data: st.DataObject) -> None:
+@settings(max_examples=400, deadline=None)
+@given(st.data(), st.sampled_from(BYTE_TOKENIZERS))
+def test_increments_hold_whole_characters_and_no_beginning_of_a_stop_string(
+    data: st.DataObject, tokenizer: PreTrainedTokenizerFast
+) -> None:
     text = data.draw(st.text("ab\u00e9\U0001f999", max_size=30))
     stop = tuple(data.draw(st.lists(st.text("ab\u00e9\U0001f999", min_size=1, max_size=4), max_size=3)))
     octets = text.encode()
     pauses = data.draw(st.lists(st.booleans(), min_size=len(octets), max_size=len(octets)))
-    shown, whole = read_bytes(octets, stop, pauses)
+    shown, whole = read_bytes(tokenizer, octets, stop, pauses)
     places = [place for one in stop if (place := text.find(one)) >= 0]
     ends = [place + len(one) for one in stop if (place := text.find(one)) >= 0]
     if not places:
