@@ -1,14 +1,16 @@
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from runner_support import BEGIN, PIECES, fallback_tokenizer
+from runner_support import BEGIN, PIECES, EngineFactory, fallback_tokenizer, greedy, loaded_model
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from hybridkv.runner import byte_tokenizer
 from hybridkv.runner.detokenize import Detokenizer
+from hybridkv.schedule import FinishReason
 
 BYTES = 256
 SPECIAL = 256
@@ -161,3 +163,23 @@ def test_tokens_that_never_become_text_cost_no_more(token: int, tokenizer: PreTr
     expected = as_shown(tokens) if tokenizer is FALLBACK else tokenizer.decode(tokens, skip_special_tokens=True)
     assert taken_in(Detokenizer(counting), tokens) == expected
     assert sum(counting.decoded) <= 30 * len(tokens)
+
+
+def test_what_is_held_back_may_complete_a_stop_string(make_engine: EngineFactory) -> None:
+    """Its last token is a byte of a character, which shows as U+FFFD: text and reason agree that it ends there."""
+    loaded, prompt = loaded_model("llama"), [65, 66, 67]
+    sampling = replace(greedy(60), temperature=3.0, seed=1)
+    plain = make_engine(loaded, [prompt], 60).generate([prompt], sampling)[0]
+    begun = next(at for at, token in enumerate(plain.token_ids) if 0x80 <= token < BYTES)
+    short = replace(sampling, max_tokens=begun + 1, stop=("\ufffd",))
+    engine = make_engine(loaded, [prompt], 60)
+    parts = list(engine.stream(prompt, short))
+    (done,) = engine.generate([prompt], short)
+    text = bytes(plain.token_ids[:begun]).decode()
+    assert (done.text, done.finish_reason) == (text, FinishReason.STOP)
+    assert done.token_ids == plain.token_ids[: begun + 1]
+    assert "".join(one.text or "" for one in parts) == text
+    assert parts[-1].finish_reason is FinishReason.STOP
+    longer = replace(short, stop=("never there",))
+    (whole,) = engine.generate([prompt], longer)
+    assert (whole.text, whole.finish_reason) == (text + "\ufffd", FinishReason.LENGTH)

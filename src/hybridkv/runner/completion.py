@@ -133,17 +133,22 @@ class Progress:
         self.error = error
 
     def _completed(self, reason: FinishReason) -> Completion:
-        """What it came to. What was accepted behind a stop string is none of its output."""
+        """What it came to. What was accepted behind a stop string is none of its output.
+
+        A stop string that only what was held back completes is one, too: then that is the reason.
+        """
         request = self.request
+        text = None if self.detokenizer is None else self.detokenizer.finish()
         tokens = request.token_ids().tolist()
         outputs = tokens[request.num_prompt_tokens :]
         if self.detokenizer is not None and self.detokenizer.stopped:
             outputs = outputs[: self.detokenizer.num_tokens]
+            reason = FinishReason.STOP
         return Completion(
             request_id=request.request_id,
             prompt_token_ids=tuple(tokens[: request.num_prompt_tokens]),
             token_ids=tuple(outputs),
-            text=self.detokenizer.finish() if self.detokenizer is not None else None,
+            text=text,
             finish_reason=reason,
             hit_tokens=request.first_hit_tokens or 0,
             computed_tokens=self.computed_tokens,
