@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -83,6 +85,21 @@ def test_rows_of_any_kind_are_drawn_as_if_alone() -> None:
     shuffled = sample(logits[order], batch([params[i] for i in order], [seen[i] for i in order]))
     assert torch.equal(shuffled, together[order])
     assert together[0] == logits[0].argmax()
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 2**31 - 1}])
+def test_the_least_temperature_draws_the_best_token(filters: dict[str, Any]) -> None:
+    logits = torch.cat([logits_of(4), 1e38 * logits_of(4).clamp(-1, 1)])
+    logits[4:, 7] = 2e38
+    one = batch([SamplingParams(temperature=1e-200, **filters)] * 8)
+    assert torch.equal(sample(logits, one), logits.argmax(dim=-1))
+
+
+@pytest.mark.parametrize("penalty", [1e-6, 1e6])
+@pytest.mark.parametrize("temperature", [0.0, 0.1])
+def test_the_strongest_penalties_leave_finite_scores(penalty: float, temperature: float) -> None:
+    params = [SamplingParams(temperature=temperature, repetition_penalty=penalty)] * 4
+    assert scores(1e30 * logits_of(4), batch(params, [[3, 4, 5]] * 4)).isfinite().all()
 
 
 def test_draws_follow_the_distribution() -> None:

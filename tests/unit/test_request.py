@@ -1,6 +1,8 @@
 """A request answers for its tokens and counts, wherever they live."""
 
 from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,12 +83,54 @@ def test_the_prompt_is_copied() -> None:
         ({"min_p": 1.1}, "min_p must be between"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
-        ({"temperature": float("nan")}, "temperature must be 0"),
+        ({"temperature": float("nan")}, "temperature must be a number, and finite"),
+        ({"temperature": float("inf")}, "temperature must be a number, and finite"),
+        ({"temperature": 10**400}, "temperature must be a number, and finite"),
+        ({"temperature": "1"}, "temperature must be a number, and finite, got '1'"),
+        ({"temperature": True}, "temperature must be a number"),
+        ({"temperature": 1e-320}, r"temperature must be 0 \(greedy\), or 1e-200 or more, got 1e-320"),
+        ({"top_p": None}, "top_p must be a number"),
+        ({"top_k": 1.5}, "top_k must be an integer, got 1.5"),
+        ({"top_k": 2**70}, r"top_k must be 0 \(off\) or more, below 2\*\*31"),
+        ({"repetition_penalty": 1e300}, "repetition_penalty must be above 0 .*between 1e-6 and 1e6"),
+        ({"seed": 1.5}, "seed must be an integer"),
+        ({"seed": None}, "seed must be an integer"),
+        ({"max_tokens": 2.5}, "max_tokens must be an integer"),
+        ({"max_tokens": float("inf")}, "max_tokens must be an integer"),
+        ({"n": 1.5}, "n must be an integer"),
+        ({"n": 0}, "n must be at least 1"),
+        ({"logprobs": True}, "logprobs must be an integer"),
+        ({"logprobs": 2**31}, r"logprobs must be 0 or more and below 2\*\*31, or None"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs must be 0 or more"),
+        ({"ignore_eos": 1}, "ignore_eos must be true or false, got 1"),
+        ({"stop": 5}, "stop must be a list of strings that are not empty, got 5"),
+        ({"stop": ""}, "stop must be a list of strings that are not empty"),
+        ({"stop": ("a", b"b")}, "stop must be a list of strings"),
+        ({"stop": {"a": 1}}, "stop must be a list of strings"),
+        ({"stop_token_ids": "5"}, "stop_token_ids must be a list of token ids, got '5'"),
+        ({"stop_token_ids": (1, 2.0)}, "stop_token_ids must be a list of token ids"),
+        ({"stop_token_ids": True}, "stop_token_ids must be a list of token ids"),
+        ({"stop_token_ids": 2**31}, "stop_token_ids must lie in"),
     ],
 )
-def test_sampling_that_cannot_work(options: dict[str, float], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        SamplingParams(**options)  # type: ignore[arg-type]  # wrong on purpose
+def test_sampling_that_cannot_work(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        SamplingParams(**options)
+
+
+def test_sampling_takes_what_means_the_same() -> None:
+    given: dict[str, Any] = {
+        "temperature": 1, "top_k": np.int64(3), "top_p": Fraction(1, 2), "repetition_penalty": np.float32(1.5),
+        "stop": "##n", "stop_token_ids": np.array([7, 9]), "logprobs": np.int32(2), "max_tokens": 10**12, "seed": 2**70,
+    }  # fmt: skip
+    made = SamplingParams(**given)
+    assert made == SamplingParams(
+        1.0, 3, 0.5, 0.0, 1.5, 2**70, 10**12, stop=("##n",), stop_token_ids=(7, 9), logprobs=2
+    )
+    types = [type(value) for value in (made.temperature, made.top_k, made.repetition_penalty, *made.stop_token_ids)]
+    assert types == [float, int, float, int, int]
+    alone: dict[str, Any] = {"stop": ["a", "b"], "stop_token_ids": 5}
+    assert SamplingParams(**alone) == SamplingParams(stop=("a", "b"), stop_token_ids=(5,))
 
 
 def test_hashes_grow_with_the_tokens_and_never_twice() -> None:

@@ -43,15 +43,15 @@ def csr_of(draw: st.DrawFn, counts: list[int]) -> Csr:
 def samplings(draw: st.DrawFn) -> SamplingParams:
     some = st.one_of(st.none(), st.integers(0, 99))
     return SamplingParams(
-        temperature=draw(st.floats(0, allow_nan=False)),
-        top_k=draw(st.integers(0, 2**70)),
+        temperature=draw(st.just(0.0) | st.floats(1e-200, allow_infinity=False)),
+        top_k=draw(COUNT),
         top_p=draw(st.floats(0, 1, exclude_min=True)),
         min_p=draw(st.floats(0, 1)),
-        repetition_penalty=draw(st.floats(0, exclude_min=True, allow_nan=False)),
+        repetition_penalty=draw(st.floats(1e-6, 1e6)),
         seed=draw(st.integers(-(2**80), 2**80)),
         max_tokens=draw(st.integers(1, 2**40)),
         stop_token_ids=tuple(draw(st.lists(COUNT, max_size=3))),
-        stop=tuple(draw(st.lists(NAME, max_size=2))),
+        stop=tuple(draw(st.lists(NAME.filter(bool), max_size=2))),
         ignore_eos=draw(st.booleans()),
         logprobs=draw(some),
         prompt_logprobs=draw(some),

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import Any, Final
 
 from hybridkv.errors import ConfigError
-from hybridkv.request.token_ids import check_ids
+from hybridkv.request.token_ids import MAX_TOKEN_ID, check_ids
+
+_LEAST_TEMPERATURE: Final = 1e-200
+"""Float32 logits over it are finite in float64. It is far below what still draws anything but the best token."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn and when to stop. Names and meaning as in vLLM and transformers.
 
-    temperature: 0 is greedy. top_k: 0 is off. top_p, min_p: probabilities; 1 and 0 are off.
-    repetition_penalty: 1 is off; counts prompt and output (CTRL, arXiv 1909.05858).
+    temperature: 0 is greedy; else at least 1e-200. top_k: 0 is off. top_p, min_p: probabilities; 1 and 0 are off.
+    repetition_penalty: 1 is off; counts prompt and output (CTRL, arXiv 1909.05858); 1e-6 to 1e6.
     seed: with the position of a token it alone decides the draw, whatever runs beside it.
     max_tokens: most output tokens. stop_token_ids: each ends the output and is part of it.
-    stop: strings that end the output; found by whoever turns tokens into text.
+    stop: strings that end the output; found by whoever turns tokens into text. One alone, of either kind, is taken as
+    a tuple of one; any iterable becomes a tuple.
     ignore_eos: go on behind the model's end token.
     n: outputs wanted of one prompt, each by a seed of its own: seed, seed + 1, ...
     logprobs, prompt_logprobs: how many log probabilities are wanted with each output token, and with each
     token of the prompt (which must then be computed); None is none.
+    Raises ConfigError for values of another type or outside their range; numbers of numpy are taken as Python's.
     """
 
     temperature: float = 0.0
@@ -38,26 +47,94 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        checks = (
-            (self.temperature >= 0, "temperature must be 0 (greedy) or more", self.temperature),
-            (self.top_k >= 0, "top_k must be 0 (off) or more", self.top_k),
-            (0 < self.top_p <= 1, "top_p must be above 0 and at most 1 (off)", self.top_p),
-            (0 <= self.min_p <= 1, "min_p must be between 0 (off) and 1", self.min_p),
-            (self.repetition_penalty > 0, "repetition_penalty must be above 0 (1 is off)", self.repetition_penalty),
-            ((self.logprobs or 0) >= 0, "logprobs must be 0 or more, or None (off)", self.logprobs),
-            (
-                (self.prompt_logprobs or 0) >= 0,
-                "prompt_logprobs must be 0 or more, or None (off)",
-                self.prompt_logprobs,
-            ),
-            (self.max_tokens >= 1, "max_tokens must be at least 1", self.max_tokens),
-            (self.n >= 1, "n must be at least 1", self.n),
-        )
-        check_ids(self.stop_token_ids, "stop_token_ids")
-        for good, message, value in checks:
-            if not good:
-                raise ConfigError(f"{message}, got {value}")
+        for name, (typed, least, most, rule) in _NUMBERS.items():
+            given = getattr(self, name)
+            value = typed(name, given)
+            if value is None:
+                continue
+            if not least <= value <= most:
+                raise ConfigError(f"{name} must be {rule}, got {value}")
+            self._put(name, given, value)
+        if 0 < self.temperature < _LEAST_TEMPERATURE:
+            raise ConfigError(
+                f"temperature must be 0 (greedy), or {_LEAST_TEMPERATURE} or more, got {self.temperature}"
+            )
+        self._put("stop", self.stop, _strings("stop", self.stop))
+        self._put("stop_token_ids", self.stop_token_ids, _ids("stop_token_ids", self.stop_token_ids))
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+
+    def _put(self, name: str, given: object, value: object) -> None:
+        """Replace what was given by what it was taken for."""
+        if value is not given:
+            object.__setattr__(self, name, value)
 
     def of_branch(self, number: int) -> SamplingParams:
         """Those of the ``number``-th branch of a request: one output, by a seed of its own."""
         return replace(self, n=1, seed=self.seed + number)
+
+
+def _real(name: str, value: object) -> float:
+    """A float that is finite. ConfigError otherwise."""
+    if type(value) is float and math.isfinite(value):  # asking for any real number costs more than all else here
+        return value
+    if not isinstance(value, bool) and isinstance(value, Real):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number):
+            return number
+    raise ConfigError(f"{name} must be a number, and finite, got {value!r}")
+
+
+def _integer(name: str, value: object) -> int:
+    if type(value) is int:  # as above
+        return value
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ConfigError(f"{name} must be an integer, got {value!r}")
+    return int(value)
+
+
+def _optional(name: str, value: object) -> int | None:
+    return None if value is None else _integer(name, value)
+
+
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    given = (value,) if isinstance(value, str) else _items(value)
+    if given is None or not all(isinstance(one, str) and one for one in given):
+        raise ConfigError(f"{name} must be a list of strings that are not empty, got {value!r}")
+    return given
+
+
+def _ids(name: str, value: object) -> tuple[int, ...]:
+    given = (value,) if not isinstance(value, tuple) and isinstance(value, Integral) else _items(value)
+    if given is None or not all(not isinstance(one, bool) and isinstance(one, Integral) for one in given):
+        raise ConfigError(f"{name} must be a list of token ids, got {value!r}")
+    check_ids(given, name)
+    return given if all(type(one) is int for one in given) else tuple(map(int, given))
+
+
+def _items(value: object) -> tuple[Any, ...] | None:
+    """What ``value`` holds; None where it is no collection of single things."""
+    if isinstance(value, tuple):
+        return value
+    if not isinstance(value, Iterable) or isinstance(value, bytes | bytearray | Mapping):
+        return None
+    return tuple(value)
+
+
+_LOGPROBS: Final = (_optional, 0, MAX_TOKEN_ID, "0 or more and below 2**31, or None (off)")
+_NUMBERS: Final[Mapping[str, tuple[Callable[[str, object], float | None], float, float, str]]] = {
+    "temperature": (_real, 0, math.inf, "0 (greedy) or more"),
+    "top_k": (_integer, 0, MAX_TOKEN_ID, "0 (off) or more, below 2**31"),
+    "top_p": (_real, math.ulp(0), 1, "above 0 and at most 1 (off)"),
+    "min_p": (_real, 0, 1, "between 0 (off) and 1"),
+    "repetition_penalty": (_real, 1e-6, 1e6, "above 0 (1 is off), between 1e-6 and 1e6"),  # float32 holds the product
+    "seed": (_integer, -math.inf, math.inf, ""),
+    "max_tokens": (_integer, 1, math.inf, "at least 1"),
+    "n": (_integer, 1, math.inf, "at least 1"),
+    "logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
+}
+"""Of each number: its type, the least and the most that it may be, and how that is said."""
