@@ -1,0 +1,165 @@
+"""What `generate` prints: one JSON document, or tables for people."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Final
+
+from rich.table import Table
+from rich.text import Text
+
+from hybridkv.cli.output import console, table
+from hybridkv.plan import Plan
+from hybridkv.units import format_bytes, format_count
+
+if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
+    from hybridkv.runner.check import CheckReport
+    from hybridkv.runner.completion import Completion
+    from hybridkv.runner.engine import Engine
+    from hybridkv.runner.load import LoadedModel
+    from hybridkv.runner.prompts import Prompts
+    from hybridkv.schedule import SchedulerStatistics
+
+SCHEMA: Final = "hybridkv.generate"
+VERSION: Final = 1
+_SHOWN_CHARACTERS: Final = 44
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRun:
+    """A finished run. rounds: its completions, one list a round; seconds: of each."""
+
+    loaded: LoadedModel
+    plan: Plan
+    prompts: Prompts
+    rounds: list[list[Completion]]
+    engine: Engine
+    report: CheckReport | None
+    seconds: list[float]
+
+
+def print_document(run: GenerateRun) -> None:
+    """Print a run as one document: equal runs give equal documents, so it holds no times."""
+    print(json.dumps(_document(run), indent=2))
+
+
+def _document(run: GenerateRun) -> dict[str, object]:
+    plan, report = run.plan, run.report
+    return {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "model": run.loaded.name,
+        "model_type": plan.model.model_type,
+        "block_size": plan.model.block_size,
+        "layout": plan.layout,
+        "placement": plan.placement,
+        "memory_bytes": plan.memory_bytes,
+        "num_blocks": plan.config.num_blocks,
+        "bad_lines": run.prompts.bad_lines,
+        "requests": [_request_document(one, number) for number, done in enumerate(run.rounds) for one in done],
+        "statistics": asdict(run.engine.statistics()),
+        "encoder_runs": None if run.engine.runner.cross is None else run.engine.runner.cross.encoded,
+        "check": None if report is None else _check_document(report),
+    }
+
+
+def _request_document(one: Completion, number: int) -> dict[str, object]:
+    """A request of the ``number``-th round."""
+    return {
+        "id": one.request_id,
+        "round": number,
+        "prompt_tokens": len(one.prompt_token_ids),
+        "text": one.text,
+        "token_ids": list(one.token_ids),
+        "finish_reason": str(one.finish_reason),
+        "hit_tokens": one.hit_tokens,
+        "computed_tokens": one.computed_tokens,
+        "preemptions": one.preemptions,
+        "drafted_tokens": one.drafted_tokens,
+        "accepted_tokens": one.accepted_tokens,
+    }
+
+
+def _check_document(report: CheckReport) -> dict[str, object]:
+    return {
+        "ok": report.ok,
+        "requests": report.requests,
+        "tokens": report.tokens,
+        "near_ties": report.near_ties,
+        "differences": [{**asdict(one), "near_tie": one.near_tie} for one in report.differences],
+        "wrong_ends": list(report.wrong_ends),
+    }
+
+
+def print_tables(run: GenerateRun) -> None:
+    """Print a run for people: its requests, round by round, then what the cache did."""
+    out, plan = console(), run.plan
+    for number in range(len(run.rounds)):
+        which = f", round {number + 1} of {len(run.rounds)}" if len(run.rounds) > 1 else ""
+        states = "" if plan.placement is None else f", states kept at {plan.placement}"
+        title = f"{run.loaded.name}: {plan.model.model_type}, {plan.layout} layout{states}{which}"
+        out.print(Text(title, style="bold"))
+        out.print(_round_table(run.rounds[number]))
+    stats = run.engine.statistics()
+    made = sum(len(one.token_ids) for done in run.rounds for one in done)
+    lines = {
+        "memory": f"{format_bytes(plan.config.arena_bytes)}, {format_count(plan.config.num_blocks)} blocks",
+        "peak usage": f"{stats.peak_usage:.1%}",
+        "computed tokens": f"{format_count(stats.computed_tokens)} in {format_count(stats.steps)} steps",
+        "preemptions": format_count(stats.preemptions),
+    }
+    for number, (done, seconds) in enumerate(zip(run.rounds, run.seconds, strict=True), start=1):
+        which = f" {number}" if len(run.rounds) > 1 else ""
+        hits, asked = sum(one.hit_tokens for one in done), sum(len(one.prompt_token_ids) for one in done)
+        lines[f"hit tokens{which}"] = (
+            f"{format_count(hits)} of {format_count(asked)} prompt tokens were not recomputed ({seconds:.2f} s)"
+        )
+    if (cross := run.engine.runner.cross) is not None:
+        heard = len(run.prompts.prompts) * len(run.rounds)
+        lines["encoder runs"] = f"{format_count(cross.encoded)} for {format_count(heard)} inputs"
+    lines["output tokens"] = f"{format_count(made)}, {made / max(sum(run.seconds), 1e-9):.0f} a second"
+    if stats.drafted_tokens:
+        lines["drafts"] = _drafts(stats)
+    if run.prompts.bad_lines:
+        lines["bad lines"] = f"{run.prompts.bad_lines} left out; the first: {run.prompts.first_bad}"
+    if run.report is not None:
+        lines["check"] = _verdict(run.report)
+    for name, value in lines.items():
+        out.print(f"{name:<17} {value}", soft_wrap=True, markup=False)
+
+
+def _drafts(stats: SchedulerStatistics) -> str:
+    """How many were accepted, in all and by position: a draft counts at its own position, whatever came before it."""
+    pairs = zip(stats.accepted_by_position, stats.drafted_by_position, strict=True)
+    shares = " ".join(f"{accepted / drafted:.0%}" for accepted, drafted in pairs if drafted)
+    return (
+        f"{format_count(stats.accepted_tokens)} of {format_count(stats.drafted_tokens)} accepted "
+        f"({stats.accepted_tokens / stats.drafted_tokens:.1%}); by position {shares}"
+    )
+
+
+def _round_table(done: list[Completion]) -> Table:
+    """Text goes in as Text: rich would read markup and emoji codes in a string."""
+    rows = table(*("request", "output", "end", "prompt", "hit", "ran", "preempted"), numbers_from=3)
+    for one in done:
+        shown = repr(one.text if one.text is not None else list(one.token_ids))
+        cut = shown if len(shown) <= _SHOWN_CHARACTERS else shown[: _SHOWN_CHARACTERS - 3] + "..."
+        counts = (len(one.prompt_token_ids), one.hit_tokens, one.computed_tokens, one.preemptions)
+        rows.add_row(one.request_id, Text(cut), str(one.finish_reason), *map(format_count, counts))
+    return rows
+
+
+def _verdict(report: CheckReport) -> str:
+    ties = f"{report.near_ties} near-ties"
+    if report.ok:
+        return f"{format_count(report.tokens)} tokens equal to plain transformers, {ties}"
+    real = [one for one in report.differences if not one.near_tie]
+    first = report.wrong_ends[0] if not real else ""
+    if real:
+        one = real[0]
+        first = (
+            f"request {one.request_id}, output token {one.at}: {one.token}, expected {one.expected} "
+            f"(margin {one.margin:.3g}, measured {one.measured:.3g})"
+        )
+    return f"FAILED: {len(real)} differences, {len(report.wrong_ends)} wrong ends, {ties}; the first: {first}"
