@@ -12,8 +12,8 @@ from cli_support import run
 
 from hybridkv.cli import main
 from hybridkv.plan import plan_to_json
-from hybridkv.request import Request
-from hybridkv.runner import load, plan_for
+from hybridkv.request import Request, SamplingParams
+from hybridkv.runner import Engine, load, plan_for
 from hybridkv.runner.check import CheckReport, Difference
 from hybridkv.schedule import Scheduler
 
@@ -71,7 +71,7 @@ def test_one_document_on_standard_output(tmp_path: Path) -> None:
     )
     done = run("generate", *arguments)
     found = json.loads(done.stdout)
-    assert (found["schema"], found["version"], found["model"]) == ("hybridkv.generate", 1, "tiny:qwen2")
+    assert (found["schema"], found["version"], found["model"]) == ("hybridkv.generate", 2, "tiny:qwen2")
     assert [len(one["token_ids"]) for one in found["requests"]] == [20, 20, 5]
     assert [one["hit_tokens"] for one in found["requests"]] == [0, 46, 0]
     assert found["statistics"]["hit_tokens"] == 46
@@ -171,6 +171,10 @@ def test_bad_lines_are_counted_on_demand(tmp_path: Path, here: Call) -> None:
         (("--model", "tiny:llama", "--repeat", "0"), "--repeat must be at least 1"),
         (("--model", "tiny:llama", "--in-flight", "3"), "in_flight must be 1 or 2"),
         (("--model", "tiny:llama", "--prompts", "no/such/file"), "cannot read the prompts in no/such/file"),
+        (
+            ("--model", "tiny:mamba", "--layout", "reference", "--placement", "ends"),
+            "is none of the reference layout's",
+        ),
         (("--model", "tiny:llama", "--plan", "no/such/plan"), "cannot read the plan"),
         (("--model", "tiny:llama", "--plan", "p", "--memory", "1GiB"), "drop --memory"),
         (("--model", "tiny:llama", "--speculate", "ngram:0"), "num_speculative_tokens must lie in 1 .. 8"),
@@ -210,6 +214,34 @@ def test_n_outputs_of_one_prompt(tmp_path: Path, here: Call) -> None:
     assert found["statistics"]["computed_tokens"] == 39 + 3 * 8
     assert len({tuple(one["token_ids"]) for one in found["requests"]}) == 3
     assert found["check"]["ok"]
+
+
+def test_log_probabilities_are_in_the_document_and_nowhere_else(tmp_path: Path, here: Call) -> None:
+    asked = SamplingParams(max_tokens=4, logprobs=2, prompt_logprobs=0)
+    sampling = {"logprobs": 2, "prompt_logprobs": 0}
+    file = prompts(tmp_path, json.dumps({"prompt": [65, 66, 67], "sampling": sampling}), '{"prompt": [65, 66, 67]}')
+    arguments = ("--model", "tiny:llama", "--prompts", file, "--max-new-tokens", "4")
+    code, out, _ = here(*arguments, "--json")
+    one, plain = json.loads(out)["requests"]
+    with Engine(load("tiny:llama"), memory="1MiB", max_model_len=32) as engine:
+        (done,) = engine.generate([[65, 66, 67]], asked)
+    assert done.logprobs is not None
+    assert done.prompt_logprobs is not None
+    assert (code, len(one["logprobs"]), len(one["prompt_logprobs"])) == (0, 4, 2)
+    for found, expected in zip(
+        one["logprobs"] + one["prompt_logprobs"], done.logprobs + done.prompt_logprobs, strict=True
+    ):
+        assert (found["token_id"], found["rank"]) == (expected.token_id, expected.rank)
+        assert found["logprob"] == pytest.approx(expected.logprob)
+        assert [token for token, _ in found["best"]] == [token for token, _ in expected.best]
+        assert [value for _, value in found["best"]] == pytest.approx([value for _, value in expected.best])
+        assert found.keys() == {"token_id", "logprob", "rank", "best"}
+    assert [one["token_id"] for one in one["prompt_logprobs"]] == [66, 67]
+    assert [len(one["best"]) for one in one["logprobs"] + one["prompt_logprobs"]] == [2] * 4 + [0] * 2
+    assert (plain["logprobs"], plain["prompt_logprobs"]) == (None, None)
+    assert plain["token_ids"] == one["token_ids"]
+    code, out, _ = here(*arguments)
+    assert (code, "logprob" in out, f"{done.logprobs[0].logprob:.3f}" in out) == (0, False, False)
 
 
 def test_drafts_change_no_output_and_are_counted(tmp_path: Path, here: Call) -> None:

@@ -1,8 +1,15 @@
-"""What `generate` prints: one JSON document, or tables for people."""
+"""What `generate` prints: one JSON document, or tables for people.
+
+The document is ``hybridkv.generate``, version 2. Of each request it has ``logprobs``, one for each output token, and
+``prompt_logprobs``, one for each prompt token but the first; null where they were not asked for. One is an object:
+``token_id``, ``logprob``, ``rank`` (1: the most probable token) and ``best``, pairs of a token id and its log
+probability, as many as were asked for. Version 1 had neither.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -18,11 +25,12 @@ if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
     from hybridkv.runner.completion import Completion
     from hybridkv.runner.engine import Engine
     from hybridkv.runner.load import LoadedModel
+    from hybridkv.runner.logprobs import TokenLogprob
     from hybridkv.runner.prompts import Prompts
     from hybridkv.schedule import SchedulerStatistics
 
 SCHEMA: Final = "hybridkv.generate"
-VERSION: Final = 1
+VERSION: Final = 2
 _SHOWN_CHARACTERS: Final = 44
 
 
@@ -78,7 +86,13 @@ def _request_document(one: Completion, number: int) -> dict[str, object]:
         "preemptions": one.preemptions,
         "drafted_tokens": one.drafted_tokens,
         "accepted_tokens": one.accepted_tokens,
+        "logprobs": _logprobs_document(one.logprobs),
+        "prompt_logprobs": _logprobs_document(one.prompt_logprobs),
     }
+
+
+def _logprobs_document(found: Sequence[TokenLogprob] | None) -> list[dict[str, object]] | None:
+    return None if found is None else [asdict(one) for one in found]
 
 
 def _check_document(report: CheckReport) -> dict[str, object]:
