@@ -244,6 +244,27 @@ def test_log_probabilities_are_in_the_document_and_nowhere_else(tmp_path: Path, 
     assert (code, "logprob" in out, f"{done.logprobs[0].logprob:.3f}" in out) == (0, False, False)
 
 
+@pytest.mark.parametrize(
+    ("layout", "placement", "hits"),
+    [
+        ("reference", "align", [96, 16]),  # whole blocks
+        ("reference", "none", [0, 0]),
+        ("natural", "ends", [99, 24]),  # all but the last token
+        ("natural", "interval:32", [96, 0]),
+    ],
+)
+def test_a_recurrent_model_in_either_layout(
+    layout: str, placement: str, hits: list[int], tmp_path: Path, here: Call
+) -> None:
+    file = prompts(tmp_path, *(json.dumps({"prompt": [*range(40, 40 + tokens)]}) for tokens in (100, 25)))
+    arguments = ("--model", "tiny:qwen3_next", "--layout", layout, "--placement", placement, "--repeat", "2")
+    code, out, _ = here(*arguments, "--prompts", file, "--max-new-tokens", "6", "--check", "--json")
+    found = json.loads(out)
+    assert (code, found["layout"], found["placement"], found["check"]["ok"]) == (0, layout, placement, True)
+    assert [one["token_ids"] for one in found["requests"][:2]] == [one["token_ids"] for one in found["requests"][2:]]
+    assert [one["hit_tokens"] for one in found["requests"]] == [0, 0, *hits]
+
+
 def test_drafts_change_no_output_and_are_counted(tmp_path: Path, here: Call) -> None:
     file = prompts(
         tmp_path,

@@ -15,10 +15,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from hybridkv.cli.generate_output import GenerateRun, print_document, print_tables
-from hybridkv.cli.planning import BlockSize, LayoutOption, PlacementOption
+from hybridkv.cli.planning import BlockSize, Layout, LayoutOption, PlacementOption, PlanOptions
 from hybridkv.cli.speculation import Speculate, SpeculateOption
 from hybridkv.errors import ConfigError
 from hybridkv.plan import Plan, read_plan
+from hybridkv.plan.planner import DEFAULT_LAYOUT
 from hybridkv.request import SamplingParams, output_ids
 
 if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
@@ -85,14 +86,19 @@ def generate_command(
     return 0 if run.report is None or run.report.ok else CHECK_FAILED
 
 
-def _rules(plan_file: Path | None, **rules: object) -> dict[str, Any]:
-    """Those of the rules to plan by that were given. ConfigError where a plan file has them."""
+def _rules(plan_file: Path | None, *, layout: Layout | None, placement: str | None, **others: object) -> dict[str, Any]:
+    """Those of the rules to plan by that were given.
+
+    ConfigError where a plan file has them, and for a placement that the layout does not know.
+    """
+    rules = {**others, "layout": layout, "placement": placement}
     given = {name: value for name, value in rules.items() if value is not None}
     if plan_file is not None and given:
         named = " and ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(
             f"--plan holds memory, block size, layout and placement already: drop {named}, or drop --plan"
         )
+    PlanOptions(layout=layout, placement=placement).rules_of(layout or DEFAULT_LAYOUT)
     return given
 
 
