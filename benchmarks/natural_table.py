@@ -237,38 +237,32 @@ def run_limits(path: Path, folder: str, limit: int, names: Sequence[str]) -> Non
 
 
 def run_busy(path: Path, folder: str, limit: int, jobs: int) -> None:
-    """The ideal pool on mix, at time scales that keep about 32 and 64 requests running (found at 40 GiB).
+    """The ideal pool on mix, at time scales that keep about 32 and 64 requests running.
 
     Then slabs, where few enough requests waited for memory that a loss is the slabs'.
     """
-    cells = [cell for model in MODELS for running in RUNNING for cell in _ideal_cells(model, running, folder, limit)]
+    alone = {line["model"]: line["mean_running"] for line in read_results(path) if _is_plain(line)}
+    cells = [
+        Cell("mix", model, memory, "natural", "ends", round(running / alone[model], 3), ideal=True, limit=limit)
+        for model in MODELS
+        for running in RUNNING
+        for memory in (10, 20, 40, 80)
+    ]
     run_all(cells, path, folder, jobs)
-    waited = {line_key: _waited(line) for line_key, line in _by_key(read_results(path)).items()}
+    waited = {key: _waited(line) for key, line in _by_key(read_results(path)).items()}
     run_all([replace(cell, ideal=False) for cell in cells if waited[cell.key] < MOST_WAITED], path, folder, jobs)
 
 
-def _ideal_cells(model: str, running: int, folder: str, limit: int) -> Iterator[Cell]:
-    scale = _time_scale(model, running, folder)
-    for memory in (10, 20, 40, 80):
-        yield Cell("mix", model, memory, "natural", "ends", scale, ideal=True, limit=limit)
-
-
-def _time_scale(model: str, running: int, folder: str) -> float:
-    """A time scale at which about ``running`` requests run, by a few short replays."""
-    scale, low, high = 3.0, 0.0, 0.0
-    for _ in range(6):
-        cell = Cell("mix", model, 40, "natural", "ends", round(scale, 3), limit=600)
-        mean = run(cell, folder)["mean_running"]
-        if abs(mean - running) < 0.15 * running:
-            break
-        low, high = (scale, high) if mean < running else (low, scale)
-        scale = (low + high) / 2 if high else scale * 1.5
-    return round(scale, 3)
+def _is_plain(line: Mapping[str, Any]) -> bool:
+    """A run in memory that suffices: how many requests run then grows with the time scale (Little's law)."""
+    wanted = {"workload": "mix", "memory_gib": 80, "placement": "ends", "time_scale": 1.0, "ideal": False}
+    return all(line.get(name) == value for name, value in wanted.items())
 
 
 def _waited(line: Mapping[str, Any]) -> float:
-    """Refusals a request."""
-    return float(sum(line["refusals"].values()) / line["requests"])
+    """Refusals for want of memory a request."""
+    for_memory = sum(count for reason, count in line["refusals"].items() if reason != "state_not_readable")
+    return float(for_memory / line["requests"])
 
 
 # -- tables
