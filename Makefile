@@ -29,7 +29,7 @@ test-all: .venv/dev.stamp
 	$(BIN)/python tests/runner/models_table.py models.jsonl docs/models.md
 	rm models.jsonl
 
-# the self-check, the probe, the tiny models and engines of every way once more with the newest transformers that is known to work
+# the self-check, the probe, tiny models, engines of every way and encoder-decoders once more with the newest transformers known to work
 NEWEST_TRANSFORMERS ?= 5.23.0
 .venv/newest/$(NEWEST_TRANSFORMERS).stamp: .venv/dev.stamp
 	rm -rf .venv/newest
@@ -39,7 +39,7 @@ NEWEST_TRANSFORMERS ?= 5.23.0
 
 test-newest: .venv/newest/$(NEWEST_TRANSFORMERS).stamp
 	PYTHONPATH=.venv/newest $(BIN)/pytest -n 2 tests/runner/test_tiny.py tests/runner/test_probe_models.py \
-		tests/runner/test_continuation.py tests/runner/test_ways.py
+		tests/runner/test_continuation.py tests/runner/test_ways.py tests/runner/test_encoder_decoder.py::test_cold_and_warm
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

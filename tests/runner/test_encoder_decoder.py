@@ -16,12 +16,14 @@ from runner_support import (
     loaded_model,
     relative_difference,
 )
+from scripted import ScriptedDrafter
 
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.extra_keys import ExtraKeys
 from hybridkv.request import Request
 from hybridkv.runner import TINY_ENCODER_DECODERS, AsyncEngine, Completion, Engine, LoadedModel, plan_for, tiny_model
 from hybridkv.runner.check import LogitRecorder, check_completions, forced_logits, generate_greedy
+from hybridkv.runner.drafters import Drafter, DraftModel
 from hybridkv.runner.encoder_inputs import EncoderFeed, Given, encoder_feed
 from hybridkv.runner.probe import attention_implementation, page_layout, planner_model, probe
 from hybridkv.specs import Keeps
@@ -55,7 +57,7 @@ HEARD = (0, 1, 2, 2, 3, 4, 0)
 class Listening:
     """An engine over tiny:``name`` whose every logit is compared with plain transformers."""
 
-    def __init__(self, make: EngineFactory, name: str, **options: int | bool | str | None) -> None:
+    def __init__(self, make: EngineFactory, name: str, **options: int | bool | str | Drafter | None) -> None:
         self.loaded, self.seen = loaded_model(name), EveryLogit()
         self.prompts, self.sounds = prompts_of(len(HEARD)), [sound(name, one) for one in HEARD]
         self.engine: Engine = make(self.loaded, self.prompts, OUTPUT, observer=self.seen, **options)  # type: ignore[arg-type]  # by name
@@ -178,6 +180,22 @@ def test_branches_read_what_their_parent_reads(name: str, make_engine: EngineFac
         new.encoder is not None and new.encoder.encodes for step in listening.seen.steps for new in step.new_rows
     ]
     assert (len(encodes), sum(encodes)) == (2 * len(HEARD), len(set(HEARD)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@NAMES
+def test_drafts_are_verified_several_tokens_at_a_time(name: str, layout: str, make_engine: EngineFactory) -> None:
+    """All right, all wrong, and some of each, in rows that run beside each other."""
+    plain = Listening(make_engine, name)
+    sampling = [replace(greedy(OUTPUT), seed=seed) for seed in range(len(HEARD))]  # by which the drafter knows them
+    expected = plain.engine.generate(plain.prompts, sampling, encoders=plain.sounds)
+    drafter = ScriptedDrafter(lambda request, asked: ((request.sampling.seed + asked) % 4, 3), 3)
+    drafter.learn(zip(expected, sampling, strict=True))
+    listening = Listening(make_engine, name, layout=layout, speculate=drafter, room_for=2 * len(HEARD))
+    done = listening.engine.generate(listening.prompts, sampling, encoders=listening.sounds)
+    listening.check(done, listening.sounds)
+    assert 0 < sum(one.accepted_tokens for one in done) < sum(one.drafted_tokens for one in done)
+    assert listening.encoded == len(set(HEARD))
 
 
 # -- who hears what
@@ -355,6 +373,11 @@ def test_planned_bytes_are_what_a_forward_shows(name: str) -> None:
             page_layout(planned, wrong)
         with pytest.raises(ConfigError, match="a forward reads an encoder's output in layers"):
             page_layout(planned, replace(probed, cross={}))
+
+
+def test_an_encoder_decoder_cannot_draft(make_engine: EngineFactory) -> None:
+    with pytest.raises(ConfigError, match="tiny:t5 reads an encoder's input, which drafts have none of"):
+        DraftModel(make_engine(loaded_model("t5"), [[0]], 4))
 
 
 @NAMES

@@ -27,10 +27,14 @@ class DraftModel:
     """Drafts from the model of ``engine``, which has its own memory and nobody else uses or closes.
 
     Requests that outgrow the max_model_len of its plan get no drafts.
-    Raises ConfigError for a number of drafts that cannot be.
+    Raises ConfigError for a number of drafts that cannot be, and for the engine of an encoder-decoder.
     """
 
     def __init__(self, engine: Engine, num_speculative_tokens: int = 4) -> None:
+        if engine.runner.cross is not None:
+            raise ConfigError(
+                f"{engine.loaded.name} reads an encoder's input, which drafts have none of: draft with a causal model"
+            )
         self.num_speculative_tokens = checked_count(num_speculative_tokens)
         self.engine = engine
 
