@@ -23,9 +23,10 @@ from hybridkv.plan.planner import DEFAULT_LAYOUT
 from hybridkv.request import SamplingParams, output_ids
 
 if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
+    from hybridkv.runner.assembly import EngineOptions
     from hybridkv.runner.completion import Completion
     from hybridkv.runner.drafters import Drafter
-    from hybridkv.runner.engine import Engine, EngineOptions
+    from hybridkv.runner.engine import Engine
     from hybridkv.runner.load import LoadedModel
     from hybridkv.runner.prompts import Hear, Prompts
 
@@ -73,7 +74,7 @@ def generate_command(
     asked = None if speculate is None else Speculate.parse(speculate)
     defaults = SamplingParams(max_tokens=max_new_tokens)
     _quiet_transformers()
-    from hybridkv.runner.engine import EngineOptions  # noqa: PLC0415  # torch takes seconds: only this command pays
+    from hybridkv.runner.assembly import EngineOptions  # noqa: PLC0415  # torch takes seconds: only this command pays
 
     options = EngineOptions(max_running, token_budget, in_flight, prefix_caching)
     loaded = _load(model)

@@ -11,8 +11,8 @@ import typer
 from hybridkv.errors import ConfigError
 
 if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
+    from hybridkv.runner.assembly import EngineOptions
     from hybridkv.runner.drafters import Drafter
-    from hybridkv.runner.engine import EngineOptions
 
 DEFAULT_DRAFTS: Final = 4
 _NGRAM: Final = "ngram"

@@ -4,9 +4,10 @@ load -> LoadedModel -> plan_for -> Engine.generate -> Completions
                           Engine = Scheduler + ModelRunner; check_completions compares with plain transformers
 """
 
+from hybridkv.runner.assembly import EngineOptions
 from hybridkv.runner.async_engine import AsyncEngine
 from hybridkv.runner.completion import Completion, Increment
-from hybridkv.runner.engine import Engine, EngineOptions
+from hybridkv.runner.engine import Engine
 from hybridkv.runner.inputs import encode
 from hybridkv.runner.load import LoadedModel, load, wrap
 from hybridkv.runner.logprobs import TokenLogprob

@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 from transformers import PreTrainedModel
 
-from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import placement_of
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.plan import Plan
 from hybridkv.request import Request, SamplingParams
+from hybridkv.runner.assembly import EngineOptions, assemble, plan_of
 from hybridkv.runner.completion import Completion, Progress, count_step, raise_first
 from hybridkv.runner.detokenize import Detokenizer
 from hybridkv.runner.encoder_inputs import EncoderFeed, Given, encoder_feed, one_input_each
@@ -29,17 +27,14 @@ from hybridkv.runner.inputs import (
     number_in,
     one_each,
     refuse_more_logprobs,
-    require_count,
     require_sampling,
     require_text,
 )
 from hybridkv.runner.load import LoadedModel, own_mode
 from hybridkv.runner.logprobs import TokenLogprob
-from hybridkv.runner.planning import plan_within
-from hybridkv.runner.probe import planner_model
-from hybridkv.runner.runner import ModelRunner, Observer, require_fit
+from hybridkv.runner.runner import Observer
 from hybridkv.runner.stream import Stream
-from hybridkv.schedule import FinishReason, Outcome, Scheduler, SchedulerLimits, SchedulerStatistics
+from hybridkv.schedule import FinishReason, Outcome, SchedulerStatistics
 from hybridkv.step import Step, StepResult
 
 if TYPE_CHECKING:  # a draft model is an engine, too
@@ -47,25 +42,6 @@ if TYPE_CHECKING:  # a draft model is an engine, too
 
 _IDLE_STEPS: Final = 8
 """Empty steps in a row, with nothing in flight, after which a scheduler that is not drained is called stuck."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How an engine runs. max_running: requests at once. token_budget: tokens of a step.
-
-    in_flight: steps scheduled ahead of their results, 1 or 2. prefix_caching: share blocks of equal prefixes.
-    Raises ConfigError for counts that are none.
-    """
-
-    max_running: int = 64
-    token_budget: int = 2048
-    in_flight: int = 1
-    prefix_caching: bool = True
-
-    def __post_init__(self) -> None:
-        require_count(max_running=self.max_running, token_budget=self.token_budget)
-        if self.in_flight not in (1, 2):
-            raise ConfigError(f"in_flight must be 1 or 2, got {self.in_flight}")
 
 
 class Engine:
@@ -98,14 +74,15 @@ class Engine:
     ) -> None:
         self.options = options if options is not None else EngineOptions()
         self.drafter = speculate
-        self._drafts = 0 if speculate is None else speculate.num_speculative_tokens
+        drafts = 0 if speculate is None else speculate.num_speculative_tokens
         with ExitStack() as undo:
             undo.enter_context(own_mode(model))
             self.loaded = loaded_of(model, tokenizer)
             if speculate is not None:
                 speculate.require(self.loaded)
-            self.plan = self._planned(plan, memory, max_model_len)
-            self._build(observer)
+            self.plan = plan_of(self.loaded, plan, memory, max_model_len, options=self.options, drafts=drafts)
+            parts = assemble(self.loaded, self.plan, self.options, drafts=drafts, observer=observer)
+            self.cache, self.scheduler, self.runner = parts
             undo.callback(self.runner.detach)
             if speculate is not None:
                 undo.callback(speculate.close)
@@ -116,47 +93,6 @@ class Engine:
         self._ended: list[Progress] = []
         self._next_id = 0
         self._idle = 0
-
-    def _planned(self, plan: Plan | None, memory: int | str | None, max_model_len: int | None) -> Plan:
-        """The plan handed in, or one within ``memory``."""
-        if plan is None:
-            return plan_within(
-                self.loaded,
-                memory,
-                max_model_len=max_model_len,
-                max_in_flight_tokens=self.options.token_budget * self.options.in_flight,
-                num_speculative_tokens=self._drafts,
-            )
-        if memory is not None or max_model_len is not None:
-            raise ConfigError("the plan has a memory and a max_model_len: leave these out, or leave the plan out")
-        return plan
-
-    def _build(self, observer: Observer | None) -> None:
-        """Cache, scheduler and runner of the plan."""
-        plan, loaded = self.plan, self.loaded
-        planned = planner_model(loaded.model, block_size=plan.model.block_size, name=loaded.name)
-        require_fit(planned, plan.config)
-        limits = SchedulerLimits(
-            max_running=self.options.max_running,
-            max_batched_tokens=self.options.token_budget,
-            max_in_flight=self.options.in_flight,
-            num_speculative_tokens=self._drafts,
-        )
-        caching = self.options.prefix_caching
-        self.cache = KVCacheManager(
-            plan.config, plan.max_model_len, enable_caching=caching, placement=placement_of(plan)
-        )
-        self.scheduler = Scheduler(self.cache, limits)
-        self.runner = ModelRunner(
-            loaded.model,
-            plan.config,
-            planned,
-            max_running=limits.max_running,
-            max_model_len=plan.max_model_len,
-            max_batched_tokens=limits.max_batched_tokens,
-            max_encoder_tokens=plan.limits.max_encoder_tokens,
-            observer=observer,
-        )
 
     def close(self) -> None:
         """Give the model back as it was, and close the drafter: nothing runs here any more. Again: nothing."""

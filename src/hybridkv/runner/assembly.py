@@ -1,0 +1,98 @@
+"""What an engine is made of: options, a plan, and the cache, the scheduler and the runner of that plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.cache.placement import placement_of
+from hybridkv.errors import ConfigError
+from hybridkv.plan import Plan
+from hybridkv.runner.inputs import require_count
+from hybridkv.runner.load import LoadedModel
+from hybridkv.runner.planning import plan_within
+from hybridkv.runner.probe import planner_model
+from hybridkv.runner.runner import ModelRunner, Observer, require_fit
+from hybridkv.schedule import Scheduler, SchedulerLimits
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How an engine runs. max_running: requests at once. token_budget: tokens of a step.
+
+    in_flight: steps scheduled ahead of their results, 1 or 2. prefix_caching: share blocks of equal prefixes.
+    Raises ConfigError for counts that are none.
+    """
+
+    max_running: int = 64
+    token_budget: int = 2048
+    in_flight: int = 1
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        require_count(max_running=self.max_running, token_budget=self.token_budget)
+        if self.in_flight not in (1, 2):
+            raise ConfigError(f"in_flight must be 1 or 2, got {self.in_flight}")
+
+
+class Parts(NamedTuple):
+    """Of one engine."""
+
+    cache: KVCacheManager
+    scheduler: Scheduler
+    runner: ModelRunner
+
+
+def plan_of(
+    loaded: LoadedModel,
+    plan: Plan | None,
+    memory: int | str | None,
+    max_model_len: int | None,
+    *,
+    options: EngineOptions,
+    drafts: int,
+) -> Plan:
+    """``plan``, or one within ``memory``. drafts: most of a row in a step. Raises ConfigError for both at once."""
+    if plan is None:
+        return plan_within(
+            loaded,
+            memory,
+            max_model_len=max_model_len,
+            max_in_flight_tokens=options.token_budget * options.in_flight,
+            num_speculative_tokens=drafts,
+        )
+    if memory is not None or max_model_len is not None:
+        raise ConfigError("the plan has a memory and a max_model_len: leave these out, or leave the plan out")
+    return plan
+
+
+def assemble(
+    loaded: LoadedModel, plan: Plan, options: EngineOptions, *, drafts: int, observer: Observer | None
+) -> Parts:
+    """Cache, scheduler and runner of ``plan``; from here on the model runs on pages.
+
+    Raises ConfigError for a plan of another model, and as ModelRunner does.
+    """
+    planned = planner_model(loaded.model, block_size=plan.model.block_size, name=loaded.name)
+    require_fit(planned, plan.config)
+    limits = SchedulerLimits(
+        max_running=options.max_running,
+        max_batched_tokens=options.token_budget,
+        max_in_flight=options.in_flight,
+        num_speculative_tokens=drafts,
+    )
+    caching, placement = options.prefix_caching, placement_of(plan)
+    cache = KVCacheManager(plan.config, plan.max_model_len, enable_caching=caching, placement=placement)
+    scheduler = Scheduler(cache, limits)
+    runner = ModelRunner(
+        loaded.model,
+        plan.config,
+        planned,
+        max_running=limits.max_running,
+        max_model_len=plan.max_model_len,
+        max_batched_tokens=limits.max_batched_tokens,
+        max_encoder_tokens=plan.limits.max_encoder_tokens,
+        observer=observer,
+    )
+    return Parts(cache, scheduler, runner)
