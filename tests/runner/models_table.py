@@ -27,6 +27,17 @@ _KINDS = {
     "MambaSpec": "state",
 }
 
+_SEEDS = 3
+"""Of each model; what has fewer is not done, and says so."""
+_SUPERPOSITION = "superposition"
+_CLAMPED = "bounds its step size in calls of several tokens only (off here)"
+LIMITS = {
+    "llama4": "chunks of 32 tokens here, 8,192 in published models",
+    "nemotron_h": _CLAMPED,
+    "zamba2": _CLAMPED,
+}
+"""What a reader of a model's row should know of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelResult:
@@ -57,17 +68,34 @@ def note_model(result: ModelResult) -> None:
 
 
 def table(results: list[ModelResult]) -> Iterator[str]:
-    """In Markdown, a model a line."""
-    yield "| model | layers | regimes | seeds | tokens | near-ties | largest logit difference | goes on from a state |"
-    yield "|---|---|--:|--:|--:|--:|--:|---|"
+    """In Markdown, a model a line; which of them have fewer seeds than they should."""
+    yield (
+        "| model | layers | regimes | seeds | tokens | near-ties | largest logit difference | goes on from a state | "
+        "known limits |"
+    )
+    yield "|---|---|--:|--:|--:|--:|--:|---|---|"
+    unfinished = []
     for name in dict.fromkeys(one.name for one in sorted(results, key=lambda one: one.name)):
         mine = [one for one in results if one.name == name]
         seeds = len({one.seed for one in mine})
+        if seeds < _SEEDS:
+            unfinished.append(f"tiny:{name}")
         yield (
-            f"| tiny:{name} | {', '.join(mine[0].layers)} | {len(mine[0].regimes)} | {seeds} | "
+            f"| tiny:{name} | {', '.join(mine[0].layers)} | {len(mine[0].regimes)} | "
+            f"{seeds if seeds >= _SEEDS else f'**{seeds} of {_SEEDS}**'} | "
             f"{sum(one.tokens for one in mine):,} | {sum(one.near_ties for one in mine)} | "
-            f"{max(one.largest for one in mine):.1e} | {', '.join(mine[0].continues) or '-'} |"
+            f"{max(one.largest for one in mine):.1e} | {', '.join(mine[0].continues) or '-'} | {_limits(mine[0])} |"
         )
+    if unfinished:
+        yield ""
+        yield f"**Not finished: fewer than {_SEEDS} seeds so far of {', '.join(unfinished)}.**"
+
+
+def _limits(result: ModelResult) -> str:
+    found = [LIMITS[result.name]] if result.name in LIMITS else []
+    if _SUPERPOSITION in result.continues:
+        found.append("its own scan starts from zero whatever it is given")
+    return "; ".join(found) or "-"
 
 
 def _read(line: dict[str, Any]) -> ModelResult:
