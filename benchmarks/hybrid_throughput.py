@@ -19,10 +19,11 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from larger_models import qwen3_next_100m
+from transformers import AttentionInterface
 
 from hybridkv.request import SamplingParams
-from hybridkv.runner import Engine, LoadedModel, attention_gather, load, plan_for, recurrent, wrap
+from hybridkv.runner import Engine, LoadedModel, attention_gather, load, plan_for, recurrent
 from hybridkv.runner.check import generate_greedy
 from hybridkv.runner.probe import attention_implementation
 from hybridkv.runner.state_batch import PagedMixer
@@ -74,31 +75,6 @@ def beside_generate(rounds: int) -> None:
     print(f"  engine              {together:7.2f} s, {tokens / together:7.0f} tokens a second: {alone / together:.1f}x")
 
 
-def larger_model() -> LoadedModel:
-    """A qwen3_next of about 100M parameters with random weights."""
-    config = AutoConfig.for_model(
-        "qwen3_next",
-        vocab_size=32_000,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=8,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        head_dim=64,
-        linear_num_key_heads=6,
-        linear_num_value_heads=12,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        num_experts=0,
-        mlp_only_layers=list(range(8)),
-        tie_word_embeddings=False,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    return wrap(model, name="qwen3_next of 100M")
-
-
 class Clock:
     """Seconds inside of some calls."""
 
@@ -120,7 +96,7 @@ class Clock:
 
 def share_outside(steps: int) -> None:
     """The second measurement."""
-    loaded = larger_model()
+    loaded = qwen3_next_100m()
     parameters = sum(one.numel() for one in loaded.model.parameters())
     asked = prompts(1, 32_000)
     engine = engine_for(loaded, asked, steps + 16)

@@ -19,11 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from hybrid_throughput import larger_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from larger_models import llama_100m, qwen3_next_100m
 
 from hybridkv.request import Request, SamplingParams
-from hybridkv.runner import Completion, Engine, LoadedModel, load, plan_for, wrap
+from hybridkv.runner import Completion, Engine, LoadedModel, load, plan_for
 from hybridkv.runner.drafters import Drafter, DraftModel, NgramDrafter
 
 PROMPT = 64
@@ -106,23 +105,6 @@ def measure(
     return min(found, key=lambda one: one.seconds)
 
 
-def llama() -> LoadedModel:
-    """A llama of about 100M parameters with random weights."""
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=32_000,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=8,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    return wrap(AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval(), name="llama 100M")
-
-
 def random_prompts(count: int, vocabulary: int) -> list[list[int]]:
     """Of PROMPT tokens each."""
     rng = np.random.default_rng(count)
@@ -132,7 +114,7 @@ def random_prompts(count: int, vocabulary: int) -> list[list[int]]:
 def known_outputs(rounds: int, new_tokens: int) -> None:
     """The first two measurements."""
     greedy = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
-    for loaded in (llama(), larger_model()):
+    for loaded in (llama_100m(), qwen3_next_100m()):
         for count in (1, 8):
             prompts = random_prompts(count, 32_000)
             plain = measure(loaded, prompts, greedy, rounds)
