@@ -134,6 +134,11 @@ def _prompts(loaded: LoadedModel, path: Path | None, defaults: SamplingParams, *
     def checked(prompt: Any) -> list[int]:  # noqa: ANN401  # text or ids, as encode takes them
         return encode(loaded, prompt if hear is None or len(prompt) else loaded.decoder_start)
 
+    if path is None and loaded.model.main_input_name != "input_ids":
+        raise ConfigError(
+            f"the encoder of {loaded.name} reads features, the built-in prompts are text: name a file with --prompts, "
+            'of lines such as {"encoder": "sound.npy"}'
+        )
     if path is None:
         return built_in_prompts(checked, defaults, hear)
     return read_prompts(path, checked, defaults, vocab_size=loaded.vocab_size, skip_bad_lines=skip_bad_lines, hear=hear)
