@@ -193,6 +193,8 @@ def test_a_batch_that_fails_leaves_nothing_behind(options: dict[str, int], make_
     other = engine.add(PROMPTS[2], greedy(OUTPUT))
     with pytest.raises(ConfigError, match="got None"):
         engine.generate([*PROMPTS[:2], None], greedy(OUTPUT))  # type: ignore[list-item]  # what is refused
+    engine.step()
+    assert (engine.statistics().running, engine.statistics().waiting) == (1, 0)
     with failing(LLAMA.model.model.layers[1], (3).__eq__), pytest.raises(RuntimeError, match="the device is gone"):
         engine.generate(PROMPTS[:2], greedy(OUTPUT))
     assert engine.statistics().failed_steps == options["in_flight"]
@@ -282,9 +284,10 @@ def test_streams_hear_of_their_own_text_alone() -> None:
         assert engine.idle
 
 
-def test_an_interrupt_while_text_is_decoded_loses_nothing() -> None:
+@pytest.mark.parametrize("step", [1, OUTPUT - 1])
+def test_an_interrupt_while_text_is_decoded_loses_nothing(step: int) -> None:
     def interrupted(call: int, _: Sequence[int]) -> bool:
-        if call == 2 * len(PROMPTS) - 1:
+        if call == step * len(PROMPTS) + 2:  # the second request's
             raise KeyboardInterrupt
         return False
 

@@ -11,6 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.runner import Engine, byte_tokenizer, tiny_model, wrap
+from hybridkv.runner.probe import cache_arguments
 
 PROMPTS = shared_prompts(3, 2)
 OUTPUT = 8
@@ -77,6 +78,24 @@ def test_positions_reach_a_model_whose_forward_hands_on_what_it_gets(name: str, 
         done = engine.generate(PROMPTS, greedy(OUTPUT))
     assert [one.token_ids for one in done] == [generated(loaded_model(name), one, OUTPUT) for one in PROMPTS]
     assert all((one is None) == (name == "mamba") for one in given)
+
+
+class Wrapping(PreTrainedModel):  # type: ignore[misc]  # transformers is not typed
+    """A model inside another, whose class says nothing of what the one inside takes."""
+
+    def __init__(self, inner: PreTrainedModel) -> None:
+        super().__init__(inner.config)
+        self.inner = inner
+
+    def forward(self, input_ids: torch.Tensor, **kwargs: object) -> CausalLMOutputWithPast:
+        return self.inner(input_ids, **kwargs)
+
+
+def test_a_forward_that_names_nothing_is_given_positions_where_there_is_attention() -> None:
+    positions = torch.arange(3)[None]
+    for name, wanted in (("llama", True), ("mamba", False)):
+        arguments = cache_arguments(Wrapping(loaded_model(name).model), Cache(layers=[]), positions)
+        assert ("position_ids" in arguments) == wanted
 
 
 def test_attention_without_positions_is_refused() -> None:
