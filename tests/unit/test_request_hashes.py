@@ -296,7 +296,7 @@ def test_prompt_logprobs_need_the_prompt_computed(asked: int | None, reads: bool
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 def test_negative_logprobs(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{name} must be 0 or more, or None .off., got -1"):
+    with pytest.raises(ConfigError, match=f"^{name} must be 0 or more and below 2\\*\\*31, or None .off., got -1"):
         SamplingParams(**{name: -1})  # type: ignore[arg-type]  # by name
 
 
