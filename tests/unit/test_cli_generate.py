@@ -180,6 +180,8 @@ def test_bad_lines_are_counted_on_demand(tmp_path: Path, here: Call) -> None:
         (("--model", "tiny:llama", "--speculate", "ngram:0"), "num_speculative_tokens must lie in 1 .. 8"),
         (("--model", "tiny:llama", "--speculate", "draft"), "--speculate is ngram[:K] or draft:DIR[:K]"),
         (("--model", "tiny:llama", "--speculate", "ngram:x"), "--speculate is ngram[:K] or draft:DIR[:K]"),
+        (("--model", "tiny:llama", "--speculate", "ngram:²"), "--speculate is ngram[:K] or draft:DIR[:K]"),
+        (("--model", "tiny:llama", "--speculate", "ngram:--5"), "--speculate is ngram[:K] or draft:DIR[:K]"),
         (("--model", "tiny:llama", "--speculate", "draft:no/such:3"), "'no/such' is neither a folder nor tiny:NAME"),
         (("--model", "tiny:whisper"), "reads features, the built-in prompts are text: name a file with --prompts"),
         ((), "--model"),

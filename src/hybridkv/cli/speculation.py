@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
@@ -40,7 +41,7 @@ class Speculate:
         """From ``ngram[:K]`` or ``draft:DIR[:K]``. ConfigError for anything else."""
         kind, _, rest = text.partition(":")
         source, _, last = rest.rpartition(":")
-        if last.lstrip("-").isdigit():
+        if re.fullmatch("-?[0-9]+", last):
             rest, drafts = source, int(last)
         else:
             drafts = DEFAULT_DRAFTS

@@ -73,6 +73,8 @@ def _features(loaded: LoadedModel, given: Any) -> NDArray[np.floating[Any]]:  # 
             f"{loaded.name} takes features of shape {wanted}, floats, got {shape}: pad them as its feature extractor "
             "does, one input at a time"
         )
+    if not np.isfinite(given).all():
+        raise ConfigError(f"{loaded.name} takes features that are numbers: there are NaN or infinite ones among them")
     return np.ascontiguousarray(given).copy()
 
 
