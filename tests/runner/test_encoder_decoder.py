@@ -395,6 +395,13 @@ def test_inputs_that_cannot_be_heard(name: str, make_engine: EngineFactory) -> N
     for given, message in wrong:
         with pytest.raises(ConfigError, match=message):
             engine.add([0], encoder=given)  # type: ignore[arg-type]  # on purpose
+    if name == "t5":
+        held = engine.add([0], encoder=[40] * 3, encoder_digest="x")
+        with pytest.raises(ConfigError, match="equal digests to equal inputs only"):
+            engine.add([0], encoder=[40] * 4, encoder_digest="x")
+        engine.abort(held)
+        while not engine.idle:
+            engine.step()
     with pytest.raises(ConfigError, match="1 encoder inputs for 2 prompts"):
         engine.generate([[0], [0]], encoders=[sound(name, 1)])
     with pytest.raises(ConfigError, match="outside the vocabulary"):

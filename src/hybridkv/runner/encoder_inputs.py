@@ -119,6 +119,15 @@ class EncoderInputs:
     def __getitem__(self, digest: bytes | str) -> torch.Tensor:
         return self._values[digest]
 
+    def require_same(self, feed: EncoderFeed) -> None:
+        """Raise ConfigError where the digest of ``feed`` is held for values of another shape."""
+        held = self._values.get(feed.read.digest)
+        if held is not None and held.shape != feed.values.shape:
+            raise ConfigError(
+                f"encoder_digest {feed.read.digest!r} names an input of shape {tuple(held.shape)}, this one has "
+                f"{tuple(feed.values.shape)}: give equal digests to equal inputs only"
+            )
+
     def hold(self, feed: EncoderFeed) -> None:
         """One more request needs ``feed``."""
         digest = feed.read.digest

@@ -252,7 +252,10 @@ class Engine:
             return None
         if given is None:
             raise ConfigError(f"{self.loaded.name} is an encoder-decoder: hand over what its encoder reads")
-        return encoder_feed(self.loaded, given, digest, self.plan.limits.max_encoder_tokens)
+        feed = encoder_feed(self.loaded, given, digest, self.plan.limits.max_encoder_tokens)
+        if self.runner.cross is not None:
+            self.runner.cross.inputs.require_same(feed)
+        return feed
 
     def _forget(self, live: Progress) -> None:
         """``live`` runs no longer, and what its encoder reads may go."""
