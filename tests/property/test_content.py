@@ -1,10 +1,10 @@
 """Every token that a step reads is the row's own: plans as the planner makes them, Steps alone, one bytearray."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
 import pytest
+from controls import caught
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,10 +15,8 @@ from hybridkv.schedule import SchedulerLimits
 from hybridkv.specs import KVCacheSpec
 from hybridkv.step import Step
 from hybridkv.testing import (
-    ContentError,
     DigestModel,
     FakeWorker,
-    OracleError,
     Rig,
     RigOptions,
     attention_config,
@@ -134,19 +132,6 @@ def some_options(random: Random, specs: tuple[KVCacheSpec, ...] | None = None) -
     return replace(random_options(random, specs), dcp=1, pcp=1)
 
 
-def caught(make: Callable[[Random], Rig], examples: int = EXAMPLES) -> int:
-    """The number of random runs until one raises ContentError."""
-    for seed in range(examples):
-        random = Random(seed)
-        try:
-            random_run(make(random), random)
-        except ContentError:
-            return seed + 1
-        except OracleError:  # another token was sampled before a wrong one was read
-            continue
-    pytest.fail(f"{examples} runs saw nothing")
-
-
 def worker_of(options: RigOptions, kind: type[FakeWorker], config: KVCacheConfig | None = None) -> FakeWorker:
     return kind(config or options.config, digest_model(options.config, options.vocabulary))
 
@@ -167,7 +152,7 @@ def test_a_wrong_stride_is_caught() -> None:
         wrong = replace(config, tensors=tensors)
         return Rig(options, worker=worker_of(options, FakeWorker, wrong))
 
-    assert caught(make) <= EXAMPLES
+    assert caught(make, EXAMPLES) <= EXAMPLES
 
 
 def test_tensors_that_overlap_are_caught() -> None:
@@ -177,7 +162,7 @@ def test_tensors_that_overlap_are_caught() -> None:
         shifted = replace(second, offset_bytes=first.offset_bytes + first.block_stride_bytes)
         return Rig(options, worker=worker_of(options, FakeWorker, replace(options.config, tensors=(first, shifted))))
 
-    assert caught(make) <= EXAMPLES
+    assert caught(make, EXAMPLES) <= EXAMPLES
 
 
 class SkipsCells(FakeWorker):
@@ -229,7 +214,7 @@ def test_a_faulty_worker_is_caught(kind: type[FakeWorker]) -> None:
         options = replace(some_options(random), layers_per_group=2)
         return Rig(options, worker=worker_of(options, kind))
 
-    assert caught(make) <= EXAMPLES
+    assert caught(make, EXAMPLES) <= EXAMPLES
 
 
 class LabelsOneMore(FakeWorker):
@@ -334,7 +319,7 @@ def test_a_block_that_two_rows_hold_is_caught() -> None:
         rig._check_content = lambda: None  # type: ignore[method-assign]  # same
         return rig
 
-    assert caught(make) <= EXAMPLES
+    assert caught(make, EXAMPLES) <= EXAMPLES
 
 
 def test_pages_must_hold_a_digest() -> None:

@@ -6,15 +6,14 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from controls import caught
 
 from hybridkv.extra_keys import EncoderInput, ExtraKeys
 from hybridkv.request import Request
 from hybridkv.specs import KVCacheSpec
 from hybridkv.step import NewRow
 from hybridkv.testing import (
-    ContentError,
     FakeWorker,
-    OracleError,
     Rig,
     RigOptions,
     digest_model,
@@ -72,19 +71,6 @@ def test_random_histories_in_the_reference_layout() -> None:
 # -- controls
 
 
-def caught(make: Callable[[Random], Rig]) -> int:
-    """The number of random runs until one raises ContentError."""
-    for seed in range(CONTROLS):
-        random = Random(seed)
-        try:
-            random_run(make(random), random)
-        except ContentError:
-            return seed + 1
-        except OracleError:  # another token was sampled before a wrong one was read
-            continue
-    pytest.fail(f"{CONTROLS} runs saw nothing")
-
-
 class EncodesNever(FakeWorker):
     """Takes every output for written."""
 
@@ -109,7 +95,7 @@ def test_a_faulty_worker_is_caught(kind: type[FakeWorker]) -> None:
         options = natural(random)
         return Rig(options, worker=kind(options.config, digest_model(options.config, options.vocabulary)))
 
-    assert caught(make) <= CONTROLS
+    assert caught(make, CONTROLS) <= CONTROLS
 
 
 def blind(rig: Rig) -> Rig:
@@ -130,7 +116,7 @@ def test_one_digest_for_all_inputs_is_caught(monkeypatch: pytest.MonkeyPatch) ->
         return own(anything, block_size)
 
     monkeypatch.setattr(Request, "encoder_keys", careless)
-    assert caught(lambda random: blind(Rig(natural(random)))) <= CONTROLS
+    assert caught(lambda random: blind(Rig(natural(random))), CONTROLS) <= CONTROLS
 
 
 def test_decoder_keys_without_the_digest_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,4 +126,4 @@ def test_decoder_keys_without_the_digest_are_caught(monkeypatch: pytest.MonkeyPa
         plain(self, *args, **({**known, "encoder": None} if args[0] != 1 else known))  # type: ignore[arg-type]  # as it came
 
     monkeypatch.setattr(ExtraKeys, "__init__", careless)
-    assert caught(lambda random: blind(Rig(natural(random)))) <= CONTROLS
+    assert caught(lambda random: blind(Rig(natural(random))), CONTROLS) <= CONTROLS

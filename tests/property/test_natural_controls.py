@@ -5,15 +5,14 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from controls import caught
 
 from hybridkv.plan.config import KVCacheConfig
 from hybridkv.plan.slabs import ALIGNMENT_BYTES, SlabClass
 from hybridkv.specs import KVCacheSpec
 from hybridkv.step import Copy, Step
 from hybridkv.testing import (
-    ContentError,
     FakeWorker,
-    OracleError,
     Rig,
     RigOptions,
     digest_model,
@@ -42,19 +41,6 @@ def some_options(random: Random) -> RigOptions:
         caching=True,
         placement=random.choice(("ends", "interval:3")),
     )
-
-
-def caught(make: Callable[[Random], Rig]) -> int:
-    """The number of random runs until one raises ContentError."""
-    for seed in range(EXAMPLES):
-        random = Random(seed)
-        try:
-            random_run(make(random), random)
-        except ContentError:
-            return seed + 1
-        except OracleError:  # another token was sampled before a wrong one was read
-            continue
-    pytest.fail(f"{EXAMPLES} runs saw nothing")
 
 
 def worker_of(options: RigOptions, kind: type[FakeWorker], config: KVCacheConfig | None = None) -> FakeWorker:
@@ -110,7 +96,7 @@ def test_a_faulty_worker_is_caught(kind: type[FakeWorker]) -> None:
         options = some_options(random)
         return Rig(options, worker=worker_of(options, kind))
 
-    assert caught(make) <= EXAMPLES
+    assert caught(make, EXAMPLES) <= EXAMPLES
 
 
 def narrower(config: KVCacheConfig) -> KVCacheConfig:
@@ -150,4 +136,4 @@ def test_a_wrong_layout_is_caught(wrong: Callable[[KVCacheConfig], KVCacheConfig
         options = replace(some_options(random), layers_per_group=2)
         return Rig(options, worker=worker_of(options, FakeWorker, wrong(options.config)))
 
-    assert caught(make) <= EXAMPLES
+    assert caught(make, EXAMPLES) <= EXAMPLES
