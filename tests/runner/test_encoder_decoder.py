@@ -386,7 +386,11 @@ def test_inputs_that_cannot_be_heard(name: str, make_engine: EngineFactory) -> N
     engine = listening.engine
     with pytest.raises(ConfigError, match="is an encoder-decoder: hand over what its encoder reads"):
         engine.add([0])
-    wrong: list[tuple[object, str]] = [([], "encoder input is empty"), ([300], "outside the vocabulary")]
+    wrong: list[tuple[object, str]] = [
+        ([], "encoder input is empty"),
+        ([300], "outside the vocabulary"),
+        ([1.5], "got 1.5 in it"),
+    ]
     wrong += [([40] * 257, "257 tokens exceeds the 256")]
     if name == "whisper":
         wrong = [(np.zeros((8, 47), np.float32), r"shape \(8, 48\), floats, got \(8, 47\)"), ([1], "got list")]

@@ -41,7 +41,7 @@ def encoder_feed(loaded: LoadedModel, given: Given, digest: bytes | str | None, 
         raise ConfigError(f"{loaded.name} has no encoder: leave the encoder's input out")
     values: NDArray[Any]
     if loaded.model.main_input_name == "input_ids":
-        values = np.array(_ids(loaded, given), np.int64)
+        values = np.array(encode(loaded, given, what="encoder input"), np.int64)
         tokens = len(values)
     else:
         values = _features(loaded, given)
@@ -53,11 +53,6 @@ def encoder_feed(loaded: LoadedModel, given: Given, digest: bytes | str | None, 
         )
     read = EncoderInput(_sha256(values) if digest is None else digest, tokens)
     return EncoderFeed(torch.from_numpy(values)[None], read)
-
-
-def _ids(loaded: LoadedModel, given: Given) -> list[int]:
-    """Token ids of text, or as they are."""
-    return encode(loaded, given if isinstance(given, str) else [int(one) for one in given], what="encoder input")
 
 
 def _features(loaded: LoadedModel, given: Any) -> NDArray[np.floating[Any]]:  # noqa: ANN401  # arrays and tensors

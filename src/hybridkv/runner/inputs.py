@@ -87,7 +87,9 @@ def refuse_more_logprobs(params: SamplingParams, loaded: LoadedModel) -> None:
             raise ConfigError(f"{name} is {wanted}, but {loaded.name} has {loaded.vocab_size} tokens: ask for fewer")
 
 
-def encode(loaded: LoadedModel, prompt: str | Sequence[int], *, what: str = "prompt") -> list[int]:
+def encode(
+    loaded: LoadedModel, prompt: str | Sequence[int] | np.ndarray[Any, Any] | torch.Tensor, *, what: str = "prompt"
+) -> list[int]:
     """Token ids of ``prompt``: text, or ids in a sequence, an integer array or tensor of one dimension.
 
     what: it is, for messages.
