@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -64,6 +65,11 @@ def shared_prompts(count: int, seed: int, prefix: int = 40, longest: int = 60) -
 
 def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, ignore_eos=True)
+
+
+def drawn(count: int, tokens: int = 20) -> list[SamplingParams]:
+    """By seeds of their own, so that not even equal prompts go on alike."""
+    return [replace(greedy(tokens), temperature=1.0, seed=seed) for seed in range(count)]
 
 
 @contextmanager

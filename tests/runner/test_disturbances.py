@@ -1,26 +1,18 @@
 """Memory that is short, steps in flight, requests that are aborted, forwards that raise: every output is right."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from checked_engine import CheckedEngine, models
-from runner_support import EngineFactory, failing, greedy, shared_prompts
+from runner_support import EngineFactory, drawn, failing, greedy, shared_prompts
 from transformers import PreTrainedModel
 
-from hybridkv.request import SamplingParams
 from hybridkv.runner import Completion
 from hybridkv.runner.state_batch import PagedMixer
 from hybridkv.schedule import FinishReason
 
 OUTPUT = 20
 STATES_AND_ATTENTION = ("qwen3_next", "falcon_h1")
-
-
-def drawn(count: int) -> list[SamplingParams]:
-    """Sampled outputs, so that not even equal prompts go on alike."""
-    return [replace(greedy(OUTPUT), temperature=1.0, seed=seed) for seed in range(count)]
 
 
 def unlike_prompts(count: int, seed: int) -> list[list[int]]:

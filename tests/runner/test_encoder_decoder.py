@@ -26,6 +26,7 @@ from hybridkv.runner.check import LogitRecorder, check_completions, forced_logit
 from hybridkv.runner.drafters import Drafter, DraftModel
 from hybridkv.runner.encoder_inputs import EncoderFeed, Given, encoder_feed
 from hybridkv.runner.probe import attention_implementation, page_layout, planner_model, probe
+from hybridkv.schedule import FinishReason
 from hybridkv.specs import Keeps
 from hybridkv.step import Step
 
@@ -469,3 +470,57 @@ def test_room_for_inputs_is_planned() -> None:
     one, two = (plan_for(loaded, [20] * count).config.arena_bytes for count in (1, 2))
     model = planner_model(loaded.model, block_size=16)
     assert two - one >= 2 * 16 * int(model.encoder_bytes_per_token)  # 24 tokens: two blocks
+
+
+# -- requests that end before their encoder ran
+
+
+def step_while(engine: Engine, leaving: Sequence[str]) -> list[Completion]:
+    """The next step, and somebody aborts ``leaving`` while its forward runs."""
+
+    def leave(*_: object) -> None:
+        for one in leaving:
+            engine.abort(one)
+
+    hook = engine.runner.model.get_output_embeddings().register_forward_pre_hook(leave)
+    done = engine.step()
+    hook.remove()
+    return done
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@NAMES
+def test_who_leaves_before_the_encoder_runs_fails_nobody(name: str, layout: str, make_engine: EngineFactory) -> None:
+    """Its step is in flight already, and whoever else wanted its input has left, too."""
+    listening = Listening(make_engine, name, layout=layout, in_flight=2)
+    engine, sounds = listening.engine, {"first": sound(name, 1), "stays": sound(name, 3)}
+    engine.add([0], greedy(OUTPUT), request_id="first", encoder=sounds["first"])
+    engine._launch(engine.scheduler.schedule())
+    leaving = ("leaves", "hears the same")
+    for request_id in (*leaving, "stays"):
+        engine.add([0], greedy(OUTPUT), request_id=request_id, encoder=sounds.get(request_id, sound(name, 2)))
+    engine._launch(engine.scheduler.schedule())
+    assert [len(step.new_rows) for step in engine._in_flight] == [1, 3]
+    done = step_while(engine, leaving)
+    while not engine.idle:
+        done += engine.step()
+    assert {one.request_id for one in done if one.finish_reason is FinishReason.ABORT} == set(leaving)
+    assert listening.encoded == len(sounds) + 1
+    listening.check([one for one in done if one.request_id in sounds], [sounds[one] for one in ("first", "stays")])
+
+
+@NAMES
+def test_inputs_of_steps_that_failed_are_given_back(name: str, make_engine: EngineFactory) -> None:
+    listening = Listening(make_engine, name, in_flight=2)
+    engine = listening.engine
+    for number in (1, 2):
+        engine.add([0], greedy(4), request_id=str(number), encoder=sound(name, number))
+        engine._launch(engine.scheduler.schedule())
+    with failing(engine.runner.model.get_output_embeddings()), pytest.raises(RuntimeError, match="the device is gone"):
+        engine.step()
+    for number in (1, 2):
+        engine.abort(str(number))
+    while not engine.idle:
+        engine.step()
+    assert engine.runner.cross is not None
+    assert not len(engine.runner.cross.inputs)

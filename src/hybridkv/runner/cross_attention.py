@@ -62,6 +62,18 @@ class CrossAttention:
         self._groups = sorted({layer.group for layer in layers})
         self._tokens: Int64 = np.zeros(tables.max_num_reqs, np.int64)
 
+    # -- inputs of steps in flight
+
+    def hold_inputs(self, step: Step) -> None:
+        """What the encoders of ``step`` read stays until ``release_inputs``, whoever ends meanwhile."""
+        for new in _encoding(step):
+            self.inputs.hold_again(_read_of(step, new).digest)
+
+    def release_inputs(self, step: Step) -> None:
+        """``step`` ran, or never will."""
+        for new in _encoding(step):
+            self.inputs.release(_read_of(step, new).digest)
+
     # -- before the forward
 
     def check(self, step: Step) -> None:

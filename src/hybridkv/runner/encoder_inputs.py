@@ -125,9 +125,13 @@ class EncoderInputs:
 
     def hold(self, feed: EncoderFeed) -> None:
         """One more request needs ``feed``."""
-        digest = feed.read.digest
-        self._values.setdefault(digest, feed.values)
-        self._holders[digest] = self._holders.get(digest, 0) + 1
+        self._values.setdefault(feed.read.digest, feed.values)
+        self.hold_again(feed.read.digest)
+
+    def hold_again(self, digest: bytes | str) -> None:
+        """One more needs what is here. An unknown digest is a no-op."""
+        if digest in self._values:
+            self._holders[digest] = self._holders.get(digest, 0) + 1
 
     def release(self, digest: bytes | str) -> None:
         """One less; the last takes it along. An unknown digest is a no-op."""

@@ -6,6 +6,7 @@ add -> drafts, maybe -> scheduler.schedule -> Step -> runner.execute -> StepResu
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from hybridkv.runner.completion import Completion, Progress, count_step, raise_f
 from hybridkv.runner.detokenize import Detokenizer
 from hybridkv.runner.encoder_inputs import EncoderFeed, Given, encoder_feed, one_input_each
 from hybridkv.runner.inputs import (
+    drafts_by_request,
     encode,
     loaded_of,
     number_in,
@@ -53,7 +55,9 @@ class Engine:
     observer: sees the logits of every Step (hybridkv.runner.runner.Observer).
     speculate: proposes tokens, which the model verifies several at a time; None for none. Outputs are the same. A plan
     needs room for its drafts in recurrent layers (num_speculative_tokens). A request that decodes then waits for its
-    result before its next step is scheduled, drafts or not, whatever ``in_flight`` is. The engine closes it.
+    result before its next step is scheduled, drafts or not, whatever ``in_flight`` is. When it raises, or proposes what
+    are no tokens of the model, a RuntimeWarning says so and the engine goes on without it: ``drafter`` is None then.
+    The engine closes it.
     From here to ``close`` (or the end of a ``with``) the model attends through the engine's pages, and belongs to it
     alone; a model in hand does not train meanwhile.
     Raises ConfigError for a plan of another model, for arguments that contradict each other, and as ``wrap``,
@@ -73,7 +77,7 @@ class Engine:
         speculate: Drafter | None = None,
     ) -> None:
         self.options = options if options is not None else EngineOptions()
-        self.drafter = speculate
+        self.drafter: Drafter | None = speculate
         drafts = 0 if speculate is None else speculate.num_speculative_tokens
         with ExitStack() as undo:
             undo.enter_context(own_mode(model))
@@ -127,7 +131,8 @@ class Engine:
         marks: token counts where its prefix should be resumable (hybridkv.request).
         encoder: of an encoder-decoder, what its encoder reads: text, token ids, or features [bins, frames]. The prompt
         is then the decoder's, its start token included; an empty one is that token alone. encoder_digest: the caller's
-        own name of that content, equal for equal content; else it is hashed.
+        own name of that content, for as long as the engine lives: what was computed for it is found under that name
+        when the request is long gone. Without one the content is hashed.
         Raises ConfigError for what is no prompt or no sampling, text without tokenizer, an empty prompt, ids outside
         the vocabulary, stop strings without tokenizer, more log probabilities than there are tokens, marks that are no
         token counts and an id in use; CapacityError when it could never fit; CacheError once the engine is closed.
@@ -300,11 +305,24 @@ class Engine:
         try:
             result = self.runner.execute(step)
         except BaseException as error:
-            self._in_flight.clear()
+            while self._in_flight:
+                self._land()
             self.scheduler.fail(step.id, error)
             raise
-        self._in_flight.popleft()
+        self._land()
         self._take_in(step, result, self.scheduler.update(result))
+
+    def _launch(self, step: Step) -> None:
+        """``step`` is in flight, and holds what its encoders read: its requests may end before it runs."""
+        self._in_flight.append(step)
+        if self.runner.cross is not None:
+            self.runner.cross.hold_inputs(step)
+
+    def _land(self) -> None:
+        """The oldest Step has run or failed."""
+        step = self._in_flight.popleft()
+        if self.runner.cross is not None:
+            self.runner.cross.release_inputs(step)
 
     def _schedule_ahead(self) -> None:
         while len(self._in_flight) < self.options.in_flight:
@@ -315,7 +333,7 @@ class Engine:
                 return
             self._propose()
             step = self.scheduler.schedule()
-            self._in_flight.append(step)
+            self._launch(step)
             if not len(step):
                 return
 
@@ -324,9 +342,17 @@ class Engine:
         if self.drafter is None:
             return
         ready = [one.request for one in self._live.values() if one.decodes]
-        if ready:
-            drafts = self.drafter.propose(ready)
-            self.scheduler.propose({one.request_id: tokens for one, tokens in zip(ready, drafts, strict=True)})
+        if not ready:
+            return
+        try:
+            self.scheduler.propose(drafts_by_request(self.drafter.propose(ready), ready, self.loaded))
+        except Exception as error:  # noqa: BLE001  # of anybody's drafter: outputs do not need it
+            drafter, self.drafter = self.drafter, None
+            warnings.warn(
+                f"{type(drafter).__name__} failed, the engine goes on without drafts: {error!r}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _watch(self) -> None:
         """Raise CacheError when nothing runs though somebody waits: an endless loop otherwise."""

@@ -1,4 +1,4 @@
-"""What callers hand to an engine, checked: a model, prompts, sampling parameters. Bad ones raise ConfigError."""
+"""What callers hand to an engine, checked: a model, prompts, sampling, drafts. Bad ones raise ConfigError."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hybridkv.errors import ConfigError
-from hybridkv.request import SamplingParams
+from hybridkv.request import Request, SamplingParams
 from hybridkv.runner.load import LoadedModel, wrap
 
 _PROMPT: Final = "must be text or a list of token ids"
@@ -135,3 +135,18 @@ def _kind(value: object) -> str:
     if isinstance(value, str | int | float | None):
         return repr(value)[:40]
     return type(value).__name__
+
+
+def drafts_by_request(
+    drafts: Sequence[Sequence[int]], requests: Sequence[Request], loaded: LoadedModel
+) -> dict[str, Sequence[int]]:
+    """What a drafter proposes for ``requests``. ConfigError unless it is a list of token ids for each."""
+    if len(drafts) != len(requests):
+        raise ConfigError(f"{len(drafts)} lists of drafts for {len(requests)} requests: give one each, maybe empty")
+    for request, tokens in zip(requests, drafts, strict=True):
+        if len(tokens) and not 0 <= min(tokens) <= max(tokens) < loaded.vocab_size:
+            raise ConfigError(
+                f"drafts of {request.request_id!r} lie outside the vocabulary of {loaded.name}: ids are 0 .. "
+                f"{loaded.vocab_size - 1}"
+            )
+    return {request.request_id: tokens for request, tokens in zip(requests, drafts, strict=True)}

@@ -1,0 +1,178 @@
+"""Engines with drafters as users have them: prompt lookup and draft models, in every regime, and ones that fail."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from checked_engine import CheckedEngine, models
+from runner_support import EngineFactory, drawn, greedy, loaded_model, shared_prompts
+from scripted import ScriptedDrafter
+
+from hybridkv.request import Request
+from hybridkv.runner import Completion, Engine, EngineOptions, load
+from hybridkv.runner.drafters import Drafter, DraftModel, NgramDrafter
+from hybridkv.schedule import FinishReason
+
+OUTPUT = 24
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [("llama", "llama"), ("lfm2", "mamba"), pytest.param("mamba", "qwen3_next", marks=pytest.mark.thorough)],
+)
+def test_draft_models_of_other_kinds(name: str, drafter: str, make_engine: EngineFactory) -> None:
+    prompts, sampling = shared_prompts(3, 2), drawn(3, OUTPUT)
+    plain = make_engine(loaded_model(name), prompts, OUTPUT).generate(prompts, sampling)
+    apart = load(f"tiny:{drafter}")
+    draft_model = DraftModel(Engine(apart, memory="64MiB", max_model_len=160), 3)
+    checked = CheckedEngine(make_engine, name, prompts, OUTPUT, speculate=draft_model)
+    done = checked.run(prompts, sampling)
+    assert [one.token_ids for one in done] == [one.token_ids for one in plain]
+    stats = checked.engine.statistics()
+    assert stats.drafted_tokens >= 3 * (OUTPUT - 1) * 3 // 4 - 3
+    if name == drafter:  # by the same noise, so sampled tokens agree, too
+        assert stats.accepted_tokens == stats.drafted_tokens
+        assert stats.steps < OUTPUT // 4 + 4
+    checked.engine.close()
+    assert "forward" not in vars(next(iter(apart.model.modules())))
+    assert apart.model.config._attn_implementation == "eager"
+
+
+def test_text_that_repeats_itself_is_looked_up(make_engine: EngineFactory) -> None:
+    prompts = [[65, 66, 67, 68] * 8] * 2
+    sampling = [replace(greedy(40), repetition_penalty=0.2), greedy(40)]
+    plain = make_engine(loaded_model("llama"), prompts, 40).generate(prompts, sampling)
+    checked = CheckedEngine(make_engine, "llama", prompts, 40, speculate=NgramDrafter(4))
+    done = checked.run(prompts, sampling)
+    assert [one.token_ids for one in done] == [one.token_ids for one in plain]
+    assert done[0].accepted_tokens > 20
+    assert done[0].drafted_tokens >= done[0].accepted_tokens
+
+
+# -- beside everything else
+
+
+def ngrams(_name: str, _in_flight: int) -> Drafter:
+    return NgramDrafter(3, min_ngram=1)
+
+
+def itself(name: str, in_flight: int) -> Drafter:
+    """Loaded a second time."""
+    engine = Engine(load(f"tiny:{name}"), None, EngineOptions(in_flight=in_flight), memory="2MiB", max_model_len=120)
+    return DraftModel(engine, 5)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("drafter", [ngrams, itself])
+@pytest.mark.parametrize("name", models("qwen3_next"))
+def test_aborts_preemptions_salts_and_steps_ahead(
+    name: str, drafter: Callable[[str, int], Drafter], in_flight: int, make_engine: EngineFactory
+) -> None:
+    prompts = [one * 2 for one in shared_prompts(5, 8, prefix=20, longest=12)]  # looked up in the second half
+    asked = [replace(one, repetition_penalty=0.2 if one.seed % 2 else 1.0) for one in drawn(5, OUTPUT)]
+    plain = make_engine(loaded_model(name), prompts, OUTPUT).generate(prompts, asked)
+    made = drafter(name, in_flight)
+    checked = CheckedEngine(
+        make_engine, name, prompts, OUTPUT, speculate=made, in_flight=in_flight, token_budget=50, room_for=4
+    )
+    engine = checked.engine
+    ids = [
+        engine.add(prompt, one, cache_salt=None if at % 2 else "a")
+        for at, (prompt, one) in enumerate(zip(prompts, asked, strict=True))
+    ]
+    done: list[Completion] = []
+    for number in range(400):
+        if engine.idle:
+            break
+        done += engine.step()
+        if number in {3, 6} and engine.scheduler.num_running:
+            engine.scheduler._preempt_last()
+        if number == 5:
+            assert engine.abort(ids[4])
+    checked.check(done)
+    by_id = {one.request_id: one for one in done}
+    assert by_id[ids[4]].finish_reason is FinishReason.ABORT
+    for request_id, other in zip(ids, plain, strict=True):
+        cut = by_id[request_id].token_ids
+        assert cut == other.token_ids[: len(cut)]
+        assert len(cut) == OUTPUT or request_id == ids[4]
+    stats = engine.statistics()
+    assert stats.preemptions >= 2
+    assert 0 < stats.accepted_tokens <= stats.drafted_tokens
+    if isinstance(made, DraftModel):
+        assert made.engine.idle
+        made.engine.scheduler.check()
+        assert made.engine.cache.usage == 0
+
+
+# -- drafters that fail
+
+
+class Faulty(ScriptedDrafter):
+    """From the third step on it answers with ``wrong``, or raises it."""
+
+    def __init__(self, wrong: object) -> None:
+        super().__init__(lambda *_: (3, 3), 3)
+        self._wrong, self.calls = wrong, 0
+
+    def propose(self, requests: Sequence[Request]) -> list[list[int]]:
+        self.calls += 1
+        if self.calls < 3:
+            return super().propose(requests)
+        if isinstance(self._wrong, BaseException):
+            raise self._wrong
+        return self._wrong  # type: ignore[return-value]  # on purpose
+
+
+FAULTS: list[tuple[object, str]] = [
+    (RuntimeError("out of memory"), "RuntimeError('out of memory')"),
+    ([[1]], "1 lists of drafts for 2 requests: give one each, maybe empty"),
+    ([[1], [257]], "lie outside the vocabulary of tiny:mamba: ids are 0 .. 256"),
+    ([[-1], []], "lie outside the vocabulary"),
+    ([[1.5], []], "token ids must be integers"),
+    ([["a"], []], "TypeError"),
+    (None, "TypeError"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "said"), FAULTS)
+def test_a_drafter_that_fails_is_done_without(wrong: object, said: str, make_engine: EngineFactory) -> None:
+    prompts, sampling = shared_prompts(2, 4), drawn(2, OUTPUT)
+    plain = make_engine(loaded_model("mamba"), prompts, OUTPUT).generate(prompts, sampling)
+    drafter = Faulty(wrong)
+    drafter.learn(zip(plain, sampling, strict=True))
+    checked = CheckedEngine(make_engine, "mamba", prompts, OUTPUT, speculate=drafter, in_flight=2)
+    with pytest.warns(RuntimeWarning, match="Faulty failed, the engine goes on without drafts") as warned:
+        done = checked.run(prompts, sampling)
+    assert [one.token_ids for one in done] == [one.token_ids for one in plain]
+    assert len(warned) == 1
+    assert said in str(warned[0].message)
+    assert (drafter.calls, checked.engine.drafter) == (3, None)
+    assert checked.engine.statistics().accepted_tokens == 2 * 2 * 3  # what came before was taken
+    checked.engine.close()
+    assert drafter.closed
+
+
+def test_a_warning_that_is_an_error_comes_once(make_engine: EngineFactory) -> None:
+    """As for those who turn warnings into errors: nothing is half done."""
+    prompts, sampling = shared_prompts(2, 4), drawn(2, OUTPUT)
+    plain = make_engine(loaded_model("mamba"), prompts, OUTPUT).generate(prompts, sampling)
+    checked = CheckedEngine(make_engine, "mamba", prompts, OUTPUT, speculate=Faulty(ValueError("never")))
+    engine, done, raised = checked.engine, list[Completion](), 0
+    ids = [engine.add(*one) for one in zip(prompts, sampling, strict=True)]
+    while not engine.idle:
+        try:
+            done += engine.step()
+        except RuntimeWarning:
+            raised += 1
+    checked.check(done)
+    by_id = {one.request_id: one.token_ids for one in done}
+    assert [by_id[one] for one in ids] == [one.token_ids for one in plain]
+    assert raised == 1
+
+
+def test_who_stops_the_engine_is_not_taken_for_a_fault(make_engine: EngineFactory) -> None:
+    checked = CheckedEngine(make_engine, "mamba", [[1] * 20], OUTPUT, speculate=Faulty(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        checked.engine.generate([[1] * 20], greedy(OUTPUT))
+    assert checked.engine.drafter is not None
