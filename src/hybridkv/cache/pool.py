@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +65,7 @@ class BlockPool:
         self.epoch = 0
         self.classes = tuple(classes) if classes is not None else (0,) * num_groups
         self.bases = tuple(bases)
+        self._group_bases = np.array([self.bases[one] for one in self.classes], np.int32)
         self.on_move: Callable[[NDArray[np.int64]], None] | None = None
         self._free: Space = FreeOrder(num_blocks) if space is None else space
         self._reserved = [0] * len(self.bases)
@@ -118,9 +119,16 @@ class BlockPool:
     def local(self, group: int, ids: Int32) -> Int32:
         """``ids`` as a Step names them: within the class of ``group``, 0 for the null block."""
         base = self.bases[self.classes[group]]
-        if not base:
-            return ids
-        within: Int32 = np.where(ids == NULL_BLOCK, NULL_BLOCK, ids - base).astype(np.int32)
+        return self._behind(base, ids) if base else ids
+
+    def local_each(self, groups: NDArray[np.integer[Any]], ids: Int32) -> Int32:
+        """As ``local``, each of ``ids`` within the class of its own of ``groups``, which broadcasts."""
+        return self._behind(self._group_bases[groups], ids) if len(self.bases) > 1 else ids
+
+    @staticmethod
+    def _behind(base: int | Int32, ids: Int32) -> Int32:
+        """The null block lies before every base, all other blocks of a class behind its base."""
+        within: Int32 = np.maximum(ids - base, NULL_BLOCK)
         return within
 
     def ref_count(self, block: int) -> int:

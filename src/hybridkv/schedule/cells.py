@@ -68,10 +68,4 @@ def named_cells(cache: KVCacheManager, cells: Cells, moved: Int64) -> Cells:
             mine = np.flatnonzero(group == one.number)
             block[mine] = one.rows.at(row[mine].astype(np.int64), column[mine].astype(np.int64))
         cells = Cells(group, row, column, block)
-    if len(cache.block_pool.bases) == 1:
-        return cells
-    block = cells.block.copy()
-    for one in cache.groups:
-        mine = np.flatnonzero(cells.group == one.number)
-        block[mine] = cache.block_pool.local(one.number, cells.block[mine])
-    return Cells(cells.group, cells.row, cells.column, block)
+    return Cells(cells.group, cells.row, cells.column, cache.block_pool.local_each(cells.group, cells.block))

@@ -73,22 +73,18 @@ def state_moves(groups: Sequence[CacheGroup], pool: BlockPool, spans: RowSpans) 
         return StateMoves(_NO_ZERO, (), np.empty((0, len(groups)), np.int32), _NO_WRITES)
     numbers = np.array([group.number for group in keeping])
     owner, behind = spans.written()
-    read_blocks = np.empty((len(rows), len(keeping)), np.int32)
-    written_blocks, copies = np.empty((len(owner), len(keeping)), np.int32), list[tuple[int, int, int]]()
+    reads, writes, copies = list[Int32](), list[Int32](), list[tuple[int, int, int]]()
     columns: dict[object, _Columns] = {}
     for place, group in enumerate(keeping):
-        if group.policy not in columns:  # groups of one kind are alike
-            columns[group.policy] = _columns_of(group, spans, owner, behind)
-        of = columns[group.policy]
-        read_blocks[:, place] = pool.local(group.number, group.rows.at(rows, of.read))
-        written_blocks[:, place] = (
-            read_blocks[:, place]
-            if of.written is of.read
-            else pool.local(group.number, group.rows.at(rows[owner], of.written))
-        )
+        of = columns.get(group.policy)  # groups of one kind are alike
+        if of is None:
+            of = columns[group.policy] = _columns_of(group, spans, owner, behind)
+        reads.append(group.rows.at(rows, of.read))
+        writes.append(reads[-1] if of.written is of.read else group.rows.at(rows[owner], of.written))
         if of.left.size:
             source = pool.local(group.number, group.rows.at(rows[of.left], of.source))
             copies += zip(of.left.tolist(), [place] * len(of.left), source.tolist(), strict=True)
+    read_blocks, written_blocks = (pool.local_each(numbers, np.stack(found, axis=1)) for found in (reads, writes))
     read = np.full((len(rows), len(groups)), -1, np.int32)
     read[:, numbers] = read_blocks
     new = np.flatnonzero(spans.computed == 0)
