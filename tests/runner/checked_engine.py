@@ -40,7 +40,7 @@ class Admitted:
 
 
 class CheckedEngine:
-    """``make``: with the options of EngineFactory."""
+    """``make``: with the options of EngineFactory. largest: difference of any logit so far, a share of the range."""
 
     def __init__(
         self,
@@ -52,6 +52,7 @@ class CheckedEngine:
     ) -> None:
         self.loaded, self.seen = loaded_model(name), EveryLogit()
         self.engine = make(self.loaded, prompts, output, observer=self.seen, **options)  # type: ignore[arg-type]  # by name
+        self.largest = 0.0
         self.keeps_states = bool(self.engine.runner.continues)
         self.attends = any(group.spec.keeps is not Keeps.STATE for group in self.engine.plan.config.groups)
 
@@ -86,6 +87,7 @@ class CheckedEngine:
                 if key not in _REFERENCE:
                     _REFERENCE[key] = reference_logits(self.loaded, one)
                 moved = relative_difference(self.seen.of(one), _REFERENCE[key])
+                self.largest = max(self.largest, float(moved.max()))
                 assert moved.max() <= TOLERANCE, (one.request_id, moved)
         self.engine.scheduler.check()
         self.engine.cache.check()

@@ -1,6 +1,6 @@
-"""docs/models.md from what the equality tests found: one line of JSON for each model and seed.
+"""docs/models.md from what the tests of equality and of drafts found: a line of JSON for each test, model and seed.
 
-    HYBRIDKV_MODELS=results.jsonl pytest tests/runner/test_equality.py
+    HYBRIDKV_MODELS=results.jsonl pytest tests/runner/test_equality.py tests/runner/test_speculation.py
     python tests/runner/models_table.py results.jsonl docs/models.md
 
 `make test-all` does both.
@@ -10,15 +10,19 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hybridkv.runner import LoadedModel
 from hybridkv.runner.probe import planner_model
 
-_BEGIN, _END = "<!-- written by make test-all -->", "<!-- end -->"
+_BEGIN, _BEGIN_DRAFTS, _END = (
+    "<!-- written by make test-all -->",
+    "<!-- of drafts, written by make test-all -->",
+    "<!-- end -->",
+)
 _KINDS = {
     "FullAttentionSpec": "full",
     "SlidingWindowSpec": "window",
@@ -53,6 +57,22 @@ class ModelResult:
     continues: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class DraftResult:
+    """One model and seed with drafts. tokens: compared with a run without. largest: as in ModelResult."""
+
+    name: str
+    seed: int
+    layout: str
+    tokens: int
+    drafted: int
+    accepted: int
+    largest: float
+
+
+Result = TypeVar("Result", ModelResult, DraftResult)
+
+
 def layers_of(loaded: LoadedModel) -> tuple[str, ...]:
     """Kinds of layers, each with how many there are."""
     planned = planner_model(loaded.model, block_size=16)
@@ -60,7 +80,7 @@ def layers_of(loaded: LoadedModel) -> tuple[str, ...]:
     return tuple(f"{count} {kind}" for kind, count in kinds.items())
 
 
-def note_model(result: ModelResult) -> None:
+def note_model(result: ModelResult | DraftResult) -> None:
     """Write it down where the environment says."""
     if path := os.environ.get("HYBRIDKV_MODELS"):
         with Path(path).open("a", encoding="utf-8") as out:
@@ -74,21 +94,48 @@ def table(results: list[ModelResult]) -> Iterator[str]:
         "known limits |"
     )
     yield "|---|---|--:|--:|--:|--:|--:|---|---|"
-    unfinished = []
-    for name in dict.fromkeys(one.name for one in sorted(results, key=lambda one: one.name)):
-        mine = [one for one in results if one.name == name]
-        seeds = len({one.seed for one in mine})
-        if seeds < _SEEDS:
-            unfinished.append(f"tiny:{name}")
+    for name, mine in _by_name(results):
         yield (
-            f"| tiny:{name} | {', '.join(mine[0].layers)} | {len(mine[0].regimes)} | "
-            f"{seeds if seeds >= _SEEDS else f'**{seeds} of {_SEEDS}**'} | "
+            f"| tiny:{name} | {', '.join(mine[0].layers)} | {len(mine[0].regimes)} | {_seeds(mine)} | "
             f"{sum(one.tokens for one in mine):,} | {sum(one.near_ties for one in mine)} | "
             f"{max(one.largest for one in mine):.1e} | {', '.join(mine[0].continues) or '-'} | {_limits(mine[0])} |"
         )
-    if unfinished:
+    yield from _unfinished(results)
+
+
+def draft_table(results: list[DraftResult]) -> Iterator[str]:
+    """As ``table``."""
+    yield "| model | seeds | layouts | tokens | drafted | accepted | largest logit difference |"
+    yield "|---|--:|---|--:|--:|--:|--:|"
+    for name, mine in _by_name(results):
+        tokens, drafted, accepted = (
+            sum(getattr(one, what) for one in mine) for what in ("tokens", "drafted", "accepted")
+        )
+        yield (
+            f"| tiny:{name} | {_seeds(mine)} | {', '.join(sorted({one.layout for one in mine}))} | {tokens:,} | "
+            f"{drafted:,} | {accepted:,} | {max(one.largest for one in mine):.1e} |"
+        )
+    yield from _unfinished(results)
+
+
+def _by_name(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
+    for name in dict.fromkeys(one.name for one in sorted(results, key=lambda one: one.name)):
+        yield name, [one for one in results if one.name == name]
+
+
+def _seeds(mine: Sequence[ModelResult] | Sequence[DraftResult]) -> str:
+    count = len({one.seed for one in mine})
+    return str(count) if count >= _SEEDS else f"**{count} of {_SEEDS}**"
+
+
+def _unfinished(results: Sequence[ModelResult] | Sequence[DraftResult]) -> Iterator[str]:
+    """Who has fewer seeds than all."""
+    seeds = {(one.name, one.seed) for one in results}
+    names = sorted({name for name, _ in seeds})
+    few = [f"tiny:{name}" for name in names if sum(of == name for of, _ in seeds) < _SEEDS]
+    if few:
         yield ""
-        yield f"**Not finished: fewer than {_SEEDS} seeds so far of {', '.join(unfinished)}.**"
+        yield f"**Not finished: fewer than {_SEEDS} seeds so far of {', '.join(few)}.**"
 
 
 def _limits(result: ModelResult) -> str:
@@ -112,12 +159,20 @@ def _read(line: dict[str, Any]) -> ModelResult:
 
 
 def main(lines: str, document: str) -> None:
-    """Put the table of ``lines`` between the marks in ``document``."""
-    results = [_read(json.loads(line)) for line in Path(lines).read_text("utf-8").splitlines()]
+    """Put the tables of ``lines`` between their marks in ``document``."""
+    found = [json.loads(line) for line in Path(lines).read_text("utf-8").splitlines()]
     path = Path(document)
-    before, rest = path.read_text("utf-8").split(_BEGIN)
-    _, after = rest.split(_END)
-    path.write_text(f"{before}{_BEGIN}\n" + "\n".join(table(results)) + f"\n{_END}{after}", "utf-8")
+    text = path.read_text("utf-8")
+    text = _put(text, _BEGIN, table([_read(line) for line in found if "regimes" in line]))
+    text = _put(text, _BEGIN_DRAFTS, draft_table([DraftResult(**line) for line in found if "drafted" in line]))
+    path.write_text(text, "utf-8")
+
+
+def _put(text: str, begin: str, lines: Iterator[str]) -> str:
+    """``lines`` in place of what stands between ``begin`` and the mark of its end."""
+    before, rest = text.split(begin)
+    _, after = rest.split(_END, 1)
+    return f"{before}{begin}\n" + "\n".join(lines) + f"\n{_END}{after}"
 
 
 if __name__ == "__main__":

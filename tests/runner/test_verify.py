@@ -11,6 +11,7 @@ from checked_engine import models
 from hand_steps import HandRows
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from runner_support import TOLERANCE, generated, greedy, loaded_model, relative_difference, shared_prompts
 
 from hybridkv.errors import WorkerError
@@ -18,7 +19,7 @@ from hybridkv.request import SamplingParams
 from hybridkv.runner.check import forced_logits
 from hybridkv.runner.probe import attention_implementation
 from hybridkv.runner.recurrent import StateKind
-from hybridkv.runner.sampling import gumbel
+from hybridkv.runner.sampling import SamplingBatch, sample
 from hybridkv.runner.verify import NO_DRAFT, Draws, check_drafts
 from hybridkv.step import Cells, Csr, Step
 
@@ -188,8 +189,24 @@ def logprobs(rows: HandRows) -> dict[tuple[int, int], tuple[int, float, int, tup
 
 
 VOCABULARY, LENGTH, ROWS = 4, 3, 30_000
+TEMPERATURE = 0.8
 CHI_SQUARE = 103.4
 """99.9 % of a chi-square with 63 degrees of freedom."""
+
+
+def plain_batch(seeds: NDArray[np.int64], positions: NDArray[np.int64]) -> SamplingBatch:
+    """Rows that differ in nothing but seed and position."""
+    ones = np.ones(len(seeds))
+    return SamplingBatch(
+        temperature=TEMPERATURE * ones,
+        top_k=np.zeros(len(seeds), np.int64),
+        top_p=ones,
+        min_p=0 * ones,
+        penalty=ones,
+        seed=seeds,
+        position=positions,
+        seen=[None] * len(seeds),
+    )
 
 
 def chi_square(draw_again: bool) -> float:
@@ -209,11 +226,11 @@ def chi_square(draw_again: bool) -> float:
         place = np.tile(np.arange(3), len(rows))
         draws = Draws(np.repeat(np.arange(len(rows)), 3), place, known[at] + place, place, draft)
         behind = np.where(place == 0, tokens[at, known[at] - 1], draws.before)
-        scores = chain[torch.from_numpy(behind)].log_softmax(dim=-1).double()
-        drawn = (scores + gumbel(seeds[at], draws.position, VOCABULARY)).argmax(dim=-1).numpy()
+        logits = chain[torch.from_numpy(behind)]
+        drawn = sample(logits, plain_batch(seeds[at], draws.position)).numpy()
         kept = draws.kept(drawn)
         if draw_again:
-            other = (scores + gumbel(seeds[at] + ROWS, draws.position, VOCABULARY)).argmax(dim=-1).numpy()
+            other = sample(logits, plain_batch(seeds[at] + ROWS, draws.position)).numpy()
             drawn = np.where(drawn == draft, drawn, other)
         appended = draws.appended(drawn, kept, len(rows))
         for i, row in enumerate(rows.tolist()):
@@ -223,7 +240,7 @@ def chi_square(draw_again: bool) -> float:
     cells = tokens[:, 1 : LENGTH + 1] @ (VOCABULARY ** np.arange(LENGTH))
     counts = np.bincount(cells, minlength=VOCABULARY**LENGTH)
     ways = np.array(list(np.ndindex(*[VOCABULARY] * LENGTH)))
-    probability = chain.double().softmax(dim=-1).numpy()
+    probability = (chain.double() / TEMPERATURE).softmax(dim=-1).numpy()
     before = np.column_stack((np.zeros(len(ways), np.int64), ways[:, :-1]))
     expected = np.zeros(len(ways))
     expected[ways @ (VOCABULARY ** np.arange(LENGTH))] = ROWS * probability[before, ways].prod(axis=1)
