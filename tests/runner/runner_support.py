@@ -68,8 +68,8 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 def drawn(count: int, tokens: int = 20) -> list[SamplingParams]:
-    """By seeds of their own, so that not even equal prompts go on alike."""
-    return [replace(greedy(tokens), temperature=1.0, seed=seed) for seed in range(count)]
+    """The first is greedy, the others are drawn by seeds of their own: not even equal prompts go on alike."""
+    return [replace(greedy(tokens), temperature=float(seed > 0), seed=seed) for seed in range(count)]
 
 
 @contextmanager
