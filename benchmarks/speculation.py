@@ -1,9 +1,9 @@
 """Drafts against none: steps and processor time, with drafters that are always right, that look up, that run a model.
 
-    python speculation.py [--rounds 3] [--new-tokens 64]
+    python speculation.py [--rounds 3] [--new-tokens 64] [--tiny]
 
-1. A llama and a qwen3_next of about 100M parameters with random weights, 1 and 8 requests that decode, and a drafter
-   that knows the output: the most that K drafts a step can bring, and what verifying them costs.
+1. A llama and a qwen3_next of about 100M parameters with random weights, then tiny ones, 1 and 8 requests that decode,
+   and a drafter that knows the output: the most that K drafts a step can bring, and what verifying them costs.
 2. The same drafter, but each draft is wrong with probability 0.3: what K is best depends on that.
 3. tiny:llama and tiny:qwen3_next on text that repeats itself, prompt lookup.
 4. tiny:qwen3_next with itself as the draft model: everything is accepted, and the draft costs as much as the target.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,7 @@ from hybridkv.runner import Completion, Engine, LoadedModel, load, plan_for
 from hybridkv.runner.drafters import Drafter, DraftModel, NgramDrafter
 
 PROMPT = 64
+TINY = ("tiny:llama", "tiny:qwen3_next")
 
 
 class KnownOutput:
@@ -111,12 +112,12 @@ def random_prompts(count: int, vocabulary: int) -> list[list[int]]:
     return [rng.integers(32, vocabulary, PROMPT).tolist() for _ in range(count)]
 
 
-def known_outputs(rounds: int, new_tokens: int) -> None:
+def known_outputs(rounds: int, new_tokens: int, models: Iterable[LoadedModel]) -> None:
     """The first two measurements."""
     greedy = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
-    for loaded in (llama_100m(), qwen3_next_100m()):
+    for loaded in models:
         for count in (1, 8):
-            prompts = random_prompts(count, 32_000)
+            prompts = random_prompts(count, min(32_000, loaded.vocab_size - 2))  # a wrong token is one, too
             plain = measure(loaded, prompts, greedy, rounds)
             print(f"  {loaded.name}, {count} requests, {new_tokens} new tokens each")
             print(plain.line("no drafts", plain))
@@ -129,7 +130,7 @@ def known_outputs(rounds: int, new_tokens: int) -> None:
 def real_drafters(rounds: int, new_tokens: int) -> None:
     """The other two."""
     repeats = SamplingParams(max_tokens=new_tokens, ignore_eos=True, repetition_penalty=0.2)
-    for name in ("tiny:llama", "tiny:qwen3_next"):
+    for name in TINY:
         loaded = load(name)
         prompts = [[65 + number, 66, 67, 68] * 16 for number in range(8)]
         plain = measure(loaded, prompts, repeats, rounds)
@@ -150,13 +151,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--tiny", action="store_true", help="tiny models only")
     parser.add_argument("--threads", type=int, default=1)
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     print(
         f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, {asked.threads} threads"
     )
-    known_outputs(asked.rounds, asked.new_tokens)
+    large = () if asked.tiny else (llama_100m(), qwen3_next_100m())
+    known_outputs(asked.rounds, asked.new_tokens, (*large, *map(load, TINY)))
     real_drafters(asked.rounds, asked.new_tokens)
 
 
