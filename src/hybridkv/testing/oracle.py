@@ -3,7 +3,9 @@
 ``counts`` has the statistics of the scheduler, and how often something rare happened: requests that ended with steps
 in flight ("dead"), tokens for requests that had been preempted meanwhile ("late"), requests that were overtaken
 ("overtaken"), admissions that stopped behind one ("bound"), chunks that were cut for a state ("split"), hits on a
-state that is only being written ("unreadable").
+state that is only being written ("unreadable"), and requests whose drafts, or whose encoder's output, were in flight
+when they were aborted ("abort with drafts", "abort with encoder"), stopped by the caller ("stop with ..."), preempted
+("preempted with ...") or lost by a failed step ("failed with ...").
 
 It foretells every Step, every block id, every hit, victim, admission, sampled token and reason to finish.
 """
@@ -17,7 +19,7 @@ from hybridkv.schedule import SchedulerLimits
 from hybridkv.testing.model import DigestModel
 from hybridkv.testing.oracle_cache import Cell, OracleCache, OracleHit, OracleRequest
 from hybridkv.testing.oracle_drafts import keep_drafts, tell, verdict
-from hybridkv.testing.oracle_step import Entry, OracleStep, split_chunk
+from hybridkv.testing.oracle_step import Entry, OracleStep, lost_in_flight, split_chunk
 
 _NOT_YET = 1 << 60
 MOST_REFUSALS = 16
@@ -113,6 +115,7 @@ class Oracle:
         if self._held(request):
             self.dead.append(request)
             self.counts["dead"] += 1
+            self.counts.update(lost_in_flight(reason, [request], self.in_flight))
         else:
             self._release(request)
 
@@ -322,6 +325,7 @@ class Oracle:
 
     def _preempt(self, request: OracleRequest) -> None:
         self.counts["preempted"] += 1
+        self.counts.update(lost_in_flight("preempted", [request], self.in_flight))
         request.preemptions += 1
         self._send_back([request])
 
@@ -393,6 +397,7 @@ class Oracle:
         failed = [step for step in self.in_flight if step.step_id >= step_id]
         self.in_flight = [step for step in self.in_flight if step.step_id < step_id]
         self.counts["failed"] += len(failed)
+        self.counts.update(lost_in_flight("failed", self.running, failed))
         self._forget(failed)
         self._send_back([request for request in self.running if self._lost(request, failed)])
         for step in failed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -88,6 +89,16 @@ class OracleStep:
     def tokens_of(self, request: OracleRequest) -> int:
         """Tokens that it computes for ``request``, unless that was preempted since."""
         return sum(entry.count for entry in self.entries if entry.request is request and entry.attached)
+
+
+def lost_in_flight(event: str, requests: Sequence[OracleRequest], steps: Sequence[OracleStep]) -> Counter[str]:
+    """How many of ``requests`` have drafts, or their encoder's output, in flight in ``steps`` at an ``event``."""
+    counts: Counter[str] = Counter()
+    for request in requests:
+        entries = [entry for step in steps for entry in step.entries if entry.request is request and entry.attached]
+        counts[f"{event} with drafts"] += any(entry.drafts for entry in entries)
+        counts[f"{event} with encoder"] += any(entry.admitted and request.encodes for entry in entries)
+    return counts
 
 
 def split_chunk(
