@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 from controls import caught
+from small_models import ENCODER_DECODERS
 
 from hybridkv.extra_keys import EncoderInput, ExtraKeys
 from hybridkv.request import Request
-from hybridkv.specs import KVCacheSpec
 from hybridkv.step import NewRow
 from hybridkv.testing import (
     FakeWorker,
@@ -21,16 +21,10 @@ from hybridkv.testing import (
     random_options,
     random_run,
 )
-from hybridkv.testing.configs import cross_spec, full_spec, state_spec, window_spec
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
-MODELS: tuple[tuple[KVCacheSpec, ...], ...] = (
-    (full_spec(4), cross_spec(4)),
-    (full_spec(2), cross_spec(2), cross_spec(4)),
-    (full_spec(4), window_spec(2, 5), cross_spec(2)),
-    (state_spec(4), full_spec(4), cross_spec(4)),
-)
+MODELS = tuple(ENCODER_DECODERS.values())
 RUNS = 12
 CONTROLS = 60
 
