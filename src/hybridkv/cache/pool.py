@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 Int32 = NDArray[np.int32]
 
+_NONE: Final[Int32] = np.empty(0, np.int32)
+
 NULL_BLOCK: Final = 0
 
 
@@ -201,13 +203,8 @@ class BlockPool:
         if not 0 <= n <= self._free.obtainable(of):
             raise BlockError(f"{n} blocks asked for, {self._free.obtainable(of)} are free: plan before taking")
         ids = self._free.take(n, of)
-        while len(ids) < n:
-            room = self._free.make_room(of, self._ref)
-            if room.evicted.size:
-                self.keys.evict(room.evicted)
-            if room.moves.size:
-                self._relocate(room.moves.astype(np.int64))
-            ids = np.concatenate((ids, self._free.take(n - len(ids), of)))
+        if len(ids) < n:
+            ids = np.concatenate((ids, self._take_with_room(n - len(ids), of)))
         if n == 1:
             if self.keys.group_of(ids.item(0)) >= 0:
                 self.keys.evict(ids)
@@ -218,6 +215,27 @@ class BlockPool:
         self._ref[ids] = 1
         self.epoch += 1
         return ids
+
+    def _take_with_room(self, missing: int, of: int) -> Int32:
+        """``missing`` blocks of class ``of``, room being made for them; those evicted lose their keys together."""
+        taken, evicted = list[Int32](), list[Int32]()
+        while missing:
+            room = self._free.make_room(of, self._ref)
+            evicted.append(room.evicted)
+            if room.moves.size:
+                self._lose(evicted)  # before others come to lie where they were
+                evicted = []
+                self._relocate(room.moves.astype(np.int64))
+            taken.append(self._free.take(missing, of))
+            missing -= len(taken[-1])
+        self._lose(evicted)
+        return np.concatenate(taken)
+
+    def _lose(self, evicted: Sequence[Int32]) -> None:
+        """The blocks of all ``evicted`` can be hit no longer."""
+        ids = np.concatenate(evicted) if evicted else _NONE
+        if ids.size:
+            self.keys.evict(ids)
 
     def _relocate(self, moves: NDArray[np.int64]) -> None:
         """Blocks moved, int64[m, 2]: what is known of the sources is true of the targets from now on."""

@@ -87,15 +87,23 @@ def state_moves(groups: Sequence[CacheGroup], pool: BlockPool, spans: RowSpans) 
     read_blocks, written_blocks = (pool.local_each(numbers, np.stack(found, axis=1)) for found in (reads, writes))
     read = np.full((len(rows), len(groups)), -1, np.int32)
     read[:, numbers] = read_blocks
-    new = np.flatnonzero(spans.computed == 0)
-    zero = np.empty((len(new), len(keeping), 2), np.int32)
-    zero[:, :, 0], zero[:, :, 1] = numbers, read_blocks[new]
     moved = tuple(
         Copy("before", keeping[place].number, source, int(read_blocks[i, place]), "state")
         for i, place, source in sorted(copies)
     )
     tokens = (spans.computed + spans.certain)[owner] + behind
-    return StateMoves(zero.reshape(-1, 2), moved, read, _writes(owner, numbers, tokens, written_blocks))
+    zero = _zeroed(spans.computed, numbers, read_blocks)
+    return StateMoves(zero, moved, read, _writes(owner, numbers, tokens, written_blocks))
+
+
+def _zeroed(computed: Int64, numbers: Int64, read_blocks: Int32) -> Int32:
+    """Step.zero: the states of rows that have computed nothing. read_blocks: int32[rows, groups]."""
+    new = np.flatnonzero(computed == 0)
+    if not new.size:
+        return _NO_ZERO
+    zero = np.empty((len(new), len(numbers), 2), np.int32)
+    zero[:, :, 0], zero[:, :, 1] = numbers, read_blocks[new]
+    return zero.reshape(-1, 2)
 
 
 def _columns_of(group: CacheGroup, spans: RowSpans, owner: Int64, behind: Int64) -> _Columns:
