@@ -159,12 +159,14 @@ def _read(line: dict[str, Any]) -> ModelResult:
 
 
 def main(lines: str, document: str) -> None:
-    """Put the tables of ``lines`` between their marks in ``document``."""
+    """Put the tables of ``lines`` between their marks in ``document``; one without a line stays as it is."""
     found = [json.loads(line) for line in Path(lines).read_text("utf-8").splitlines()]
     path = Path(document)
     text = path.read_text("utf-8")
-    text = _put(text, _BEGIN, table([_read(line) for line in found if "regimes" in line]))
-    text = _put(text, _BEGIN_DRAFTS, draft_table([DraftResult(**line) for line in found if "drafted" in line]))
+    if equal := [_read(line) for line in found if "regimes" in line]:
+        text = _put(text, _BEGIN, table(equal))
+    if drafted := [DraftResult(**line) for line in found if "drafted" in line]:
+        text = _put(text, _BEGIN_DRAFTS, draft_table(drafted))
     path.write_text(text, "utf-8")
 
 

@@ -160,23 +160,26 @@ def _near_ties(
     return len(differing)
 
 
+@pytest.mark.parametrize("cut", [64, 70])
 @pytest.mark.parametrize("name", ALL_MODELS)
-def test_a_hit_is_bitwise_a_cold_run_with_the_same_chunks(name: str, make_engine: EngineFactory) -> None:
+def test_a_hit_is_bitwise_a_cold_run_with_the_same_chunks(name: str, cut: int, make_engine: EngineFactory) -> None:
+    """Where a block ends, and inside one, which is copied before it is written."""
     loaded = loaded_model(name)
-    prompt = shared_prompts(1, 5, prefix=64, longest=20)[0]
+    prompt = shared_prompts(1, 5, prefix=cut, longest=20)[0]
 
     def logits(*, warm: bool) -> EveryLogit:
         observer = EveryLogit()
-        engine = make_engine(loaded, [prompt], 8, observer=observer, token_budget=64)
+        engine = make_engine(loaded, [prompt], 8, observer=observer, token_budget=cut)
         if warm:
-            engine.generate([prompt[:65]], greedy(1))  # leaves a state behind 64 tokens
+            other = [*prompt[:cut], (prompt[cut] + 1) % 127]
+            engine.generate([other], greedy(1))  # leaves a state behind so many tokens
             observer.logits.clear()
         done = engine.generate([prompt], greedy(8))[0]
-        assert done.hit_tokens == (64 if warm else 0)
+        assert done.hit_tokens == (cut if warm else 0)
         observer.logits = {("x", position): one for (_, position), one in observer.logits.items()}
         return observer
 
-    # chunks of 64 and the rest in both: the hit run computed its first 64 in an earlier request
+    # chunks of ``cut`` and the rest in both: the hit run computed its first one in an earlier request
     cold, hit = logits(warm=False), logits(warm=True)
     assert cold.logits.keys() == hit.logits.keys()
     assert len(cold.logits) == 8

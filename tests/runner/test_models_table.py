@@ -56,6 +56,9 @@ def test_the_table_goes_between_its_marks(tmp_path: Path) -> None:
     models, drafts = list(table(of_seeds("mamba", 0, 1, 2))), list(draft_table(DRAFTED))
     end = ["<!-- end -->", "behind"]
     assert written == ["before", marks[0], *models, *end, marks[1], *drafts, *end]
+    lines.write_text("", "utf-8")
+    main(str(lines), str(document))
+    assert document.read_text("utf-8").splitlines() == written
 
 
 def test_drafts_are_summed_up() -> None:

@@ -1,5 +1,7 @@
 """Engines with drafters as users have them: prompt lookup and draft models, in every regime, and ones that fail."""
 
+import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -8,6 +10,7 @@ from checked_engine import CheckedEngine, models
 from runner_support import EngineFactory, drawn, greedy, loaded_model, shared_prompts
 from scripted import ScriptedDrafter
 
+from hybridkv.errors import OwnershipError
 from hybridkv.request import Request
 from hybridkv.runner import Completion, Engine, EngineOptions, load
 from hybridkv.runner.drafters import Drafter, DraftModel, NgramDrafter
@@ -128,47 +131,54 @@ FAULTS: list[tuple[object, str]] = [
     (RuntimeError("out of memory"), "RuntimeError('out of memory')"),
     ([[1]], "1 lists of drafts for 2 requests: give one each, maybe empty"),
     ([[1], [257]], "lie outside the vocabulary of tiny:mamba: ids are 0 .. 256"),
-    ([[-1], []], "lie outside the vocabulary"),
+    ([[-1], []], "token ids must not be negative, got -1"),
     ([[1.5], []], "token ids must be integers"),
-    ([["a"], []], "TypeError"),
+    ([["a"], []], "'str' object cannot be interpreted"),
     (None, "TypeError"),
 ]
 
 
 @pytest.mark.parametrize(("wrong", "said"), FAULTS)
-def test_a_drafter_that_fails_is_done_without(wrong: object, said: str, make_engine: EngineFactory) -> None:
+def test_a_drafter_that_fails_is_done_without(
+    wrong: object, said: str, make_engine: EngineFactory, caplog: pytest.LogCaptureFixture
+) -> None:
     prompts, sampling = shared_prompts(2, 4), drawn(2, OUTPUT)
     plain = make_engine(loaded_model("mamba"), prompts, OUTPUT).generate(prompts, sampling)
     drafter = Faulty(wrong)
     drafter.learn(zip(plain, sampling, strict=True))
     checked = CheckedEngine(make_engine, "mamba", prompts, OUTPUT, speculate=drafter, in_flight=2)
-    with pytest.warns(RuntimeWarning, match="Faulty failed, the engine goes on without drafts") as warned:
+    with caplog.at_level(logging.WARNING, "hybridkv"):
         done = checked.run(prompts, sampling)
     assert [one.token_ids for one in done] == [one.token_ids for one in plain]
-    assert len(warned) == 1
-    assert said in str(warned[0].message)
+    (line,) = caplog.messages
+    assert line.startswith("Faulty failed, no more drafts: ")
+    assert said in line
     assert (drafter.calls, checked.engine.drafter) == (3, None)
     assert checked.engine.statistics().accepted_tokens == 2 * 2 * 3  # what came before was taken
     checked.engine.close()
     assert drafter.closed
 
 
-def test_a_warning_that_is_an_error_comes_once(make_engine: EngineFactory) -> None:
-    """As for those who turn warnings into errors: nothing is half done."""
+def test_a_thread_that_is_not_the_owner_costs_no_drafter(make_engine: EngineFactory) -> None:
     prompts, sampling = shared_prompts(2, 4), drawn(2, OUTPUT)
-    plain = make_engine(loaded_model("mamba"), prompts, OUTPUT).generate(prompts, sampling)
-    checked = CheckedEngine(make_engine, "mamba", prompts, OUTPUT, speculate=Faulty(ValueError("never")))
-    engine, done, raised = checked.engine, list[Completion](), 0
-    ids = [engine.add(*one) for one in zip(prompts, sampling, strict=True)]
-    while not engine.idle:
-        try:
-            done += engine.step()
-        except RuntimeWarning:
-            raised += 1
-    checked.check(done)
-    by_id = {one.request_id: one.token_ids for one in done}
-    assert [by_id[one] for one in ids] == [one.token_ids for one in plain]
-    assert raised == 1
+    checked = CheckedEngine(make_engine, "mamba", prompts, OUTPUT, speculate=NgramDrafter(3))
+    engine, refused = checked.engine, list[BaseException]()
+    for one in zip(prompts, sampling, strict=True):
+        engine.add(*one)
+    for _ in range(3):
+        engine.step()
+
+    def step() -> None:
+        with pytest.raises(OwnershipError) as found:
+            engine.step()
+        refused.append(found.value)
+
+    other = threading.Thread(target=step)
+    other.start()
+    other.join()
+    assert len(refused) == 1
+    assert engine.drafter is not None
+    assert len(checked.drain()) == 2
 
 
 def test_who_stops_the_engine_is_not_taken_for_a_fault(make_engine: EngineFactory) -> None:

@@ -31,9 +31,21 @@ class EncoderFeed:
     read: EncoderInput
 
 
-def encoder_feed(loaded: LoadedModel, given: Given, digest: bytes | str | None, most_tokens: int) -> EncoderFeed:
-    """``given`` for the encoder of ``loaded``. digest: the caller's own name of the content; None for SHA-256 of it.
+@dataclass(frozen=True, slots=True)
+class InputName:
+    """A caller's own name of an input, which means nothing to those of another salt."""
 
+    digest: bytes | str
+    cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        EncoderInput(self.digest, 1)  # ConfigError for an empty one
+
+
+def encoder_feed(loaded: LoadedModel, given: Given, name: InputName | None, most_tokens: int) -> EncoderFeed:
+    """``given`` for the encoder of ``loaded``. Its digest is SHA-256 of what the caller calls it, or of the content.
+
+    A name belongs to one number of tokens: one that comes again with another is another input.
     most_tokens: of the encoder's output, as planned. Raises ConfigError for a model without an encoder, text without a
     tokenizer, ids outside the vocabulary, features of another shape, and more tokens than planned. O(values).
     """
@@ -51,8 +63,8 @@ def encoder_feed(loaded: LoadedModel, given: Given, digest: bytes | str | None, 
             f"an encoder input of {tokens} tokens exceeds the {most_tokens} that the plan has room for: shorten it, or "
             "plan with a larger max_encoder_tokens"
         )
-    read = EncoderInput(_sha256(values) if digest is None else digest, tokens)
-    return EncoderFeed(torch.from_numpy(values)[None], read)
+    digest = _sha256(values) if name is None else hashlib.sha256(repr((name, tokens)).encode()).digest()
+    return EncoderFeed(torch.from_numpy(values)[None], EncoderInput(digest, tokens))
 
 
 def _features(loaded: LoadedModel, given: Any) -> NDArray[np.floating[Any]]:  # noqa: ANN401  # arrays and tensors
@@ -113,15 +125,6 @@ class EncoderInputs:
 
     def __getitem__(self, digest: bytes | str) -> torch.Tensor:
         return self._values[digest]
-
-    def require_same(self, feed: EncoderFeed) -> None:
-        """Raise ConfigError where the digest of ``feed`` is held for values of another shape."""
-        held = self._values.get(feed.read.digest)
-        if held is not None and held.shape != feed.values.shape:
-            raise ConfigError(
-                f"encoder_digest {feed.read.digest!r} names an input of shape {tuple(held.shape)}, this one has "
-                f"{tuple(feed.values.shape)}: give equal digests to equal inputs only"
-            )
 
     def hold(self, feed: EncoderFeed) -> None:
         """One more request needs ``feed``."""

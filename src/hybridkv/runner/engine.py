@@ -6,7 +6,7 @@ add -> drafts, maybe -> scheduler.schedule -> Step -> runner.execute -> StepResu
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,7 +21,7 @@ from hybridkv.request import Request, SamplingParams
 from hybridkv.runner.assembly import EngineOptions, assemble, plan_of
 from hybridkv.runner.completion import Completion, Progress, count_step, raise_first
 from hybridkv.runner.detokenize import Detokenizer
-from hybridkv.runner.encoder_inputs import EncoderFeed, Given, encoder_feed, one_input_each
+from hybridkv.runner.encoder_inputs import EncoderFeed, Given, InputName, encoder_feed, one_input_each
 from hybridkv.runner.inputs import (
     drafts_by_request,
     encode,
@@ -42,6 +42,8 @@ from hybridkv.step import Step, StepResult
 if TYPE_CHECKING:  # a draft model is an engine, too
     from hybridkv.runner.drafters import Drafter
 
+logger = logging.getLogger(__name__)
+
 _IDLE_STEPS: Final = 8
 """Empty steps in a row, with nothing in flight, after which a scheduler that is not drained is called stuck."""
 
@@ -56,8 +58,8 @@ class Engine:
     speculate: proposes tokens, which the model verifies several at a time; None for none. Outputs are the same. A plan
     needs room for its drafts in recurrent layers (num_speculative_tokens). A request that decodes then waits for its
     result before its next step is scheduled, drafts or not, whatever ``in_flight`` is. When it raises, or proposes what
-    are no tokens of the model, a RuntimeWarning says so and the engine goes on without it: ``drafter`` is None then.
-    The engine closes it.
+    are no tokens of the model, the log says so and the engine goes on without it: ``drafter`` is None then. The engine
+    closes it.
     From here to ``close`` (or the end of a ``with``) the model attends through the engine's pages, and belongs to it
     alone; a model in hand does not train meanwhile.
     Raises ConfigError for a plan of another model, for arguments that contradict each other, and as ``wrap``,
@@ -131,13 +133,13 @@ class Engine:
         marks: token counts where its prefix should be resumable (hybridkv.request).
         encoder: of an encoder-decoder, what its encoder reads: text, token ids, or features [bins, frames]. The prompt
         is then the decoder's, its start token included; an empty one is that token alone. encoder_digest: the caller's
-        own name of that content, for as long as the engine lives: what was computed for it is found under that name
-        when the request is long gone. Without one the content is hashed.
+        own name of that content, under this salt and for as long as the engine lives: what was computed for it is found
+        under that name when the request is long gone. Without one the content is hashed.
         Raises ConfigError for what is no prompt or no sampling, text without tokenizer, an empty prompt, ids outside
         the vocabulary, stop strings without tokenizer, more log probabilities than there are tokens, marks that are no
         token counts and an id in use; CapacityError when it could never fit; CacheError once the engine is closed.
         """
-        feed = self._feed(encoder, encoder_digest)
+        feed = self._feed(encoder, encoder_digest, cache_salt)
         return self._add(prompt, sampling, request_id, cache_salt, marks, feed=feed)[0].request.request_id
 
     def stream(
@@ -152,7 +154,7 @@ class Engine:
         encoder_digest: bytes | str | None = None,
     ) -> Stream:
         """Queue a prompt as ``add`` does, to be read as it grows; see Stream."""
-        feed = self._feed(encoder, encoder_digest)
+        feed = self._feed(encoder, encoder_digest, cache_salt)
         added = self._add(prompt, sampling, request_id, cache_salt, marks, feed=feed)
         for one in added:
             one.streamed = True
@@ -250,17 +252,17 @@ class Engine:
         self._next_id = max(self._next_id, number_in(request.request_id) + 1)
         return added
 
-    def _feed(self, given: Given | None, digest: bytes | str | None = None) -> EncoderFeed | None:
+    def _feed(
+        self, given: Given | None, digest: bytes | str | None = None, cache_salt: str | None = None
+    ) -> EncoderFeed | None:
         """What an encoder reads. ConfigError where it is missing, and where there is no encoder."""
         self._require_open()
         if given is None and self.runner.cross is None:
             return None
         if given is None:
             raise ConfigError(f"{self.loaded.name} is an encoder-decoder: hand over what its encoder reads")
-        feed = encoder_feed(self.loaded, given, digest, self.plan.limits.max_encoder_tokens)
-        if self.runner.cross is not None:
-            self.runner.cross.inputs.require_same(feed)
-        return feed
+        name = None if digest is None else InputName(digest, cache_salt)
+        return encoder_feed(self.loaded, given, name, self.plan.limits.max_encoder_tokens)
 
     def _forget(self, live: Progress) -> None:
         """``live`` runs no longer, and what its encoder reads may go."""
@@ -345,14 +347,12 @@ class Engine:
         if not ready:
             return
         try:
-            self.scheduler.propose(drafts_by_request(self.drafter.propose(ready), ready, self.loaded))
-        except Exception as error:  # noqa: BLE001  # of anybody's drafter: outputs do not need it
-            drafter, self.drafter = self.drafter, None
-            warnings.warn(
-                f"{type(drafter).__name__} failed, the engine goes on without drafts: {error!r}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            drafts = drafts_by_request(self.drafter.propose(ready), ready, self.loaded)
+        except Exception as error:
+            logger.warning("%s failed, no more drafts: %r", type(self.drafter).__name__, error, exc_info=True)
+            self.drafter = None
+            return
+        self.scheduler.propose(drafts)
 
     def _watch(self) -> None:
         """Raise CacheError when nothing runs though somebody waits: an endless loop otherwise."""

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hybridkv.errors import ConfigError
-from hybridkv.request import Request, SamplingParams
+from hybridkv.request import Request, SamplingParams, token_array
 from hybridkv.runner.load import LoadedModel, wrap
 
 _PROMPT: Final = "must be text or a list of token ids"
@@ -144,7 +144,8 @@ def drafts_by_request(
     if len(drafts) != len(requests):
         raise ConfigError(f"{len(drafts)} lists of drafts for {len(requests)} requests: give one each, maybe empty")
     for request, tokens in zip(requests, drafts, strict=True):
-        if len(tokens) and not 0 <= min(tokens) <= max(tokens) < loaded.vocab_size:
+        ids = token_array(tokens)
+        if ids and max(ids) >= loaded.vocab_size:
             raise ConfigError(
                 f"drafts of {request.request_id!r} lie outside the vocabulary of {loaded.name}: ids are 0 .. "
                 f"{loaded.vocab_size - 1}"
