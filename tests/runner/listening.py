@@ -46,12 +46,26 @@ HEARD = (0, 1, 2, 2, 3, 4, 0)
 
 
 class Listening:
-    """An engine over tiny:``name`` whose every logit is compared with plain transformers."""
+    """An engine over tiny:``name`` whose every logit is compared with plain transformers.
 
-    def __init__(self, make: EngineFactory, name: str, **options: int | bool | str | Drafter | None) -> None:
-        self.loaded, self.seen = loaded_model(name), EveryLogit()
-        self.prompts, self.sounds = prompts_of(len(HEARD)), [sound(name, one) for one in HEARD]
-        self.engine: Engine = make(self.loaded, self.prompts, OUTPUT, observer=self.seen, **options)  # type: ignore[arg-type]  # by name
+    seed: of weights, prompts and inputs. output: tokens of each request. largest: difference of any logit so far, a
+    share of the range. tokens: compared so far.
+    """
+
+    def __init__(
+        self,
+        make: EngineFactory,
+        name: str,
+        *,
+        seed: int = 0,
+        output: int = OUTPUT,
+        **options: int | bool | str | Drafter | None,
+    ) -> None:
+        self.loaded, self.seen = loaded_model(name, seed), EveryLogit()
+        self.prompts, self.sounds = prompts_of(len(HEARD), seed), [sound(name, one + 100 * seed) for one in HEARD]
+        self.sampling = greedy(output)
+        self.engine: Engine = make(self.loaded, self.prompts, output, observer=self.seen, **options)  # type: ignore[arg-type]  # by name
+        self.largest, self.tokens = 0.0, 0
 
     @property
     def encoded(self) -> int:
@@ -59,7 +73,7 @@ class Listening:
         return self.engine.runner.cross.encoded
 
     def run(self) -> list[Completion]:
-        done = self.engine.generate(self.prompts, greedy(OUTPUT), encoders=self.sounds)
+        done = self.engine.generate(self.prompts, self.sampling, encoders=self.sounds)
         self.check(done, self.sounds)
         return done
 
@@ -68,6 +82,7 @@ class Listening:
         for one, given in zip(done, sounds, strict=True):
             moved = self.moved(one, given)
             assert moved.max() <= TOLERANCE, (one.request_id, moved)
+            self.largest, self.tokens = max(self.largest, float(moved.max())), self.tokens + len(one.token_ids)
             assert list(one.token_ids) == generated(self.loaded, one, given)
         self.engine.scheduler.check()
         assert self.engine.cache.usage == 0
@@ -82,14 +97,14 @@ def feed(loaded: LoadedModel, given: Given) -> EncoderFeed:
     return encoder_feed(loaded, given, None, 1 << 20)
 
 
-_REFERENCE: dict[tuple[str, bytes | str, tuple[int, ...]], torch.Tensor] = {}
-_GENERATED: dict[tuple[str, bytes | str, tuple[int, ...]], list[int]] = {}
-"""By model, input and text: many runs make the same."""
+_REFERENCE: dict[tuple[int, bytes | str, tuple[int, ...]], torch.Tensor] = {}
+_GENERATED: dict[tuple[int, bytes | str, tuple[int, ...]], list[int]] = {}
+"""By model (which ``loaded_model`` keeps), input and text: many runs make the same."""
 
 
 def reference(loaded: LoadedModel, done: Completion, given: Given) -> torch.Tensor:
     heard = feed(loaded, given)
-    key = (loaded.name, heard.read.digest, (len(done.prompt_token_ids), *done.prompt_token_ids, *done.token_ids))
+    key = (id(loaded.model), heard.read.digest, (len(done.prompt_token_ids), *done.prompt_token_ids, *done.token_ids))
     if key not in _REFERENCE:
         with attention_implementation(loaded.model, "eager"), torch.inference_mode():
             _REFERENCE[key] = forced_logits(loaded.model, done.prompt_token_ids, done.token_ids, encoder=heard.values)
@@ -99,7 +114,7 @@ def reference(loaded: LoadedModel, done: Completion, given: Given) -> torch.Tens
 def generated(loaded: LoadedModel, done: Completion, given: Given) -> list[int]:
     """What transformers' own loop says behind the prompt."""
     heard, count = feed(loaded, given), len(done.token_ids)
-    key = (loaded.name, heard.read.digest, done.prompt_token_ids)
+    key = (id(loaded.model), heard.read.digest, done.prompt_token_ids)
     if len(_GENERATED.get(key, [])) < count:
         with attention_implementation(loaded.model, "eager"), torch.inference_mode():
             _GENERATED[key] = generate_greedy(loaded.model, done.prompt_token_ids, count, encoder=heard.values)

@@ -29,6 +29,7 @@ _KINDS = {
     "ChunkedLocalAttentionSpec": "chunk",
     "MLAAttentionSpec": "MLA",
     "MambaSpec": "state",
+    "CrossAttentionSpec": "cross",
 }
 
 _SEEDS = 3
