@@ -1,5 +1,6 @@
 """Engines with drafters as users have them: prompt lookup and draft models, in every regime, and ones that fail."""
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from scripted import ScriptedDrafter
 
 from hybridkv.errors import OwnershipError
 from hybridkv.request import Request
-from hybridkv.runner import Completion, Engine, EngineOptions, load
+from hybridkv.runner import AsyncEngine, Completion, Engine, EngineOptions, load
 from hybridkv.runner.drafters import Drafter, DraftModel, NgramDrafter
 from hybridkv.schedule import FinishReason
 
@@ -108,6 +109,22 @@ def test_aborts_preemptions_salts_and_steps_ahead(
         assert made.engine.cache.usage == 0
 
 
+def test_tasks_of_an_event_loop_have_drafts_too(make_engine: EngineFactory) -> None:
+    """The thread that drives the engine drives its draft model's as well."""
+    prompts, sampling = shared_prompts(3, 2), drawn(3, OUTPUT)
+    plain = make_engine(loaded_model("llama"), prompts, OUTPUT).generate(prompts, sampling)
+    checked = CheckedEngine(make_engine, "llama", prompts, OUTPUT, speculate=itself("llama", 1))
+
+    async def work() -> list[Completion]:
+        async with AsyncEngine(checked.engine) as front:
+            return await front.generate(prompts, sampling)
+
+    done = asyncio.run(work())
+    checked.check(done)
+    assert [one.token_ids for one in done] == [one.token_ids for one in plain]
+    assert sum(one.accepted_tokens for one in done) > OUTPUT
+
+
 # -- drafters that fail
 
 
@@ -150,7 +167,7 @@ def test_a_drafter_that_fails_is_done_without(
     with caplog.at_level(logging.WARNING, "hybridkv"):
         done = checked.run(prompts, sampling)
     assert [one.token_ids for one in done] == [one.token_ids for one in plain]
-    (line,) = caplog.messages
+    (line,) = (one.getMessage() for one in caplog.records if one.name.startswith("hybridkv"))
     assert line.startswith("Faulty failed, no more drafts: ")
     assert said in line
     assert (drafter.calls, checked.engine.drafter) == (3, None)

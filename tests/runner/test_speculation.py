@@ -247,6 +247,17 @@ def test_as_many_drafts_as_there_may_be(name: str, make_engine: EngineFactory) -
     assert {len(step.drafts[row]) for step in pair.checked.steps for row in range(len(step))} == set(range(9))
 
 
+@pytest.mark.parametrize("name", models("qwen3_next", "falcon_h1"))
+def test_blocks_move_while_drafts_are_verified(name: str, make_engine: EngineFactory) -> None:
+    prompts = unlike_prompts(12, 3)
+    pair = Pair(make_engine, name, prompts, drawn(12, OUTPUT), script=random_script(3), room_for=3, max_running=4)
+    pair.run()
+    moved = [copy.kind == "move" for step in pair.checked.steps if len(step.drafts.values) for copy in step.copies]
+    slabs = pair.checked.engine.plan.config.slabs
+    assert slabs is not None
+    assert any(moved) == (len(slabs.classes) > 1)
+
+
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("name", models("mamba"))
 def test_aborts_and_forwards_that_raise(name: str, in_flight: int, make_engine: EngineFactory) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -52,6 +52,7 @@ class Speculate:
     def drafter(self, lengths: Sequence[int], options: EngineOptions) -> Drafter:
         """The drafter, with room for requests of ``lengths`` tokens, prompt and output together.
 
+        A draft model runs with ``options``, but for its prefix cache, which it lives on.
         Raises ConfigError for a number of drafts that cannot be, and as ``load`` and ``plan_for`` do.
         """
         from hybridkv.runner import Engine, load, plan_for  # noqa: PLC0415  # torch takes seconds: who drafts pays
@@ -60,4 +61,5 @@ class Speculate:
         if self.source is None:
             return NgramDrafter(self.drafts)
         loaded = load(self.source)
-        return DraftModel(Engine(loaded, plan_for(loaded, lengths), options), self.drafts)
+        own = replace(options, prefix_caching=True)
+        return DraftModel(Engine(loaded, plan_for(loaded, lengths), own), self.drafts)

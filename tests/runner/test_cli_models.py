@@ -1,0 +1,34 @@
+"""`hybridkv generate` on every architecture, saved to a folder and loaded from there as a user's own model is."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from runner_support import ALL_MODELS
+
+from hybridkv.cli import main
+from hybridkv.runner import load
+
+
+@pytest.mark.parametrize("name", ALL_MODELS)
+def test_a_folder_drafts_for_itself(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cold, then warm; each token is compared with plain transformers."""
+    tiny = load(f"tiny:{name}")
+    tiny.model.save_pretrained(tmp_path)
+    tiny.tokenizer.save_pretrained(tmp_path)
+    arguments = ("--model", str(tmp_path), "--speculate", f"draft:{tmp_path}:3", "--max-new-tokens", "12")
+    monkeypatch.setattr(sys, "argv", ["hybridkv", "generate", *arguments, "--repeat", "2", "--check", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    assert not ended.value.code, said.err
+    found = json.loads(said.out)
+    assert found["check"] | {"near_ties": 0} == {
+        "ok": True, "requests": 8, "tokens": 96, "near_ties": 0, "differences": [], "wrong_ends": [],
+    }  # fmt: skip
+    assert min(one["hit_tokens"] for one in found["requests"][-4:]) > 0  # of the second round
+    drafted, accepted = (sum(one[f"{what}_tokens"] for one in found["requests"]) for what in ("drafted", "accepted"))
+    assert drafted == accepted > 4 * 6
