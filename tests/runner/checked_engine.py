@@ -10,6 +10,7 @@ from runner_support import (
     TOLERANCE,
     EngineFactory,
     EveryLogit,
+    drained,
     loaded_model,
     reference_logits,
     relative_difference,
@@ -73,9 +74,7 @@ class CheckedEngine:
 
     def drain(self) -> dict[str, Completion]:
         """Run whatever was added to its end, by request."""
-        done: list[Completion] = []
-        while not self.engine.idle:
-            done += self.engine.step()
+        done = drained(self.engine)
         self.check(done)
         return {one.request_id: one for one in done}
 

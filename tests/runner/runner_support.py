@@ -72,6 +72,14 @@ def drawn(count: int, tokens: int = 20) -> list[SamplingParams]:
     return [replace(greedy(tokens), temperature=float(seed > 0), seed=seed) for seed in range(count)]
 
 
+def drained(engine: Engine) -> list[Completion]:
+    """Who finished, step by step, until nobody is left."""
+    done: list[Completion] = []
+    while not engine.idle:
+        done += engine.step()
+    return done
+
+
 @contextmanager
 def failing(module: torch.nn.Module, fails: Callable[[int], bool] = lambda _: True) -> Iterator[list[int]]:
     """``module`` raises at its calls for which ``fails`` says so, counted from 1, and what is before it has run.

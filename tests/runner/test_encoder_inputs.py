@@ -10,6 +10,7 @@ import torch
 from listening import LAYOUTS, NAMES, OUTPUT, Listening, feed, sound
 from runner_support import (
     EngineFactory,
+    drained,
     failing,
     greedy,
     loaded_model,
@@ -47,9 +48,7 @@ def test_a_caller_may_name_the_content_and_eviction_makes_it_heard_again(name: s
     heard = (1, 1, *range(2, 13), 1)
     for number in heard:
         engine.add(prompt, greedy(8), encoder=sound(name, number), encoder_digest=f"sound {number}")
-    done: list[Completion] = []
-    while not engine.idle:
-        done += engine.step()
+    done = drained(engine)
     listening.check(sorted(done, key=lambda one: int(one.request_id)), [sound(name, one) for one in heard])
     digests = {new.encoder.digest for step in listening.seen.steps for new in step.new_rows if new.encoder is not None}
     assert len(digests) == len(set(heard))
@@ -121,9 +120,7 @@ def test_tenants_share_no_output(name: str, make_engine: EngineFactory) -> None:
     hits, encoded = [], []
     for salt in ("a", "b", None, "b"):
         engine.add(prompt, greedy(8), cache_salt=salt, encoder=given)
-        done: list[Completion] = []
-        while not engine.idle:
-            done += engine.step()
+        done = drained(engine)
         listening.check(done, [given])
         hits.append(done[0].hit_tokens)
         encoded.append(listening.encoded)
@@ -142,25 +139,16 @@ def test_a_name_is_that_of_one_tenant_and_one_length(name: str, make_engine: Eng
     for _ in range(2):
         for salt, given in wanted:
             engine.add(prompt, greedy(8), cache_salt=salt, encoder=given, encoder_digest="theirs")
-        done: list[Completion] = []
-        while not engine.idle:
-            done += engine.step()
+        done = drained(engine)
         done.sort(key=lambda one: int(one.request_id))
         listening.check(done, [given for _, given in wanted])
     assert [one.hit_tokens for one in done] == [len(prompt) - 1] * len(wanted)
     for salt, given in reversed(wanted):
         engine.add(prompt, greedy(8), cache_salt=salt, encoder=given, encoder_digest=b"theirs")
-        (one,) = _drained(engine)
+        (one,) = drained(engine)
         assert one.hit_tokens == 0  # text and bytes are two names
     with pytest.raises(ConfigError, match="needs a digest of its content"):
         engine.add(prompt, encoder=wanted[0][1], encoder_digest="")
-
-
-def _drained(engine: Engine) -> list[Completion]:
-    done: list[Completion] = []
-    while not engine.idle:
-        done += engine.step()
-    return done
 
 
 # -- drafters

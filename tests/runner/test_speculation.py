@@ -171,12 +171,16 @@ def test_outputs_end_inside_and_behind_accepted_drafts(name: str, in_flight: int
     assert [one.token_id for one in done[-1].logprobs] == list(done[-1].token_ids)
     assert len({len(one.token_ids) for one in done}) > 2 * DRAFTS
     assert {one.accepted_tokens % (DRAFTS + 1) for one in done} == set(range(DRAFTS + 1))
-    # who goes on from what they left
+    right = done[: len(ends)]
+    assert sum(one.accepted_tokens for one in right) > sum(len(one.token_ids) for one in right) // 2
+    # who goes on from what they left: from their ends, and from in between
     more = np.random.default_rng(4).integers(32, 127, 6).tolist()
     texts = [[*prompt, *one.token_ids] for one in done]
     after = salted(pair.checked, [text + more for text in texts], [greedy(3)] * len(texts))
     hits = [one.hit_tokens - len(text) for one, text in zip(after, texts, strict=True)]
     assert set(hits[:exact] + hits[len(ends) : len(ends) + exact]) == {-1, 0}  # the last token may not have run
+    between = salted(pair.checked, [text[:-1] + more for text in texts], [greedy(3)] * len(texts))
+    assert min(one.hit_tokens for one in between) >= len(prompt) - 1
 
 
 def salted(

@@ -8,9 +8,9 @@
 Every token is drawn as without drafts, by the request's seed and the token's own position. A draft that equals what is
 drawn in its place is accepted; the first draw that differs takes its draft's place and ends the row. So outputs do
 not depend on drafts, sampled ones as little as greedy ones, but for near-ties: arithmetic over another number of
-tokens may round another way. A draft x is accepted with the probability p(x) that the
-model gives it: that of speculative sampling when x was certain to be proposed (Leviathan et al., arXiv 2211.17192,
-section 2.3). A draft model that draws with the same noise agrees more often than one that draws by itself.
+tokens may round another way. A draft x is accepted with the probability p(x) that the model gives it: that of
+speculative sampling when x was certain to be proposed (Leviathan et al., arXiv 2211.17192, section 2.3). A draft model
+that draws with the same noise agrees more often than one that draws by itself.
 """
 
 from __future__ import annotations
