@@ -9,6 +9,7 @@
     ├── CacheError              misuse of the pool, the manager or the scheduler
     │   ├── BlockError              double free, foreign id, more blocks than are free
     │   ├── StalePlanError          a plan committed after the pool moved on
+    │   ├── HashError               a hasher that failed; the tokens of the block were not taken
     │   └── OwnershipError          a second thread drives a scheduler
     ├── WorkerError             a Step that the worker cannot apply
     └── WireError               bytes that are no message, or a Step that cannot be one
@@ -16,6 +17,9 @@
 A message says what is wrong and what to change. A command prints it as one line, without traceback.
 A cache that is merely full raises nothing: it answers with a reasoned Refusal.
 """
+
+
+from __future__ import annotations
 
 
 class HybridKVError(Exception):
@@ -52,6 +56,21 @@ class BlockError(CacheError, ValueError):
 
 class StalePlanError(CacheError):
     """The pool changed between plan_slots and commit; plan again."""
+
+
+class HashError(CacheError):
+    """A block could not be hashed: the token that fills it was not taken. Other requests have theirs.
+
+    request_ids: whose blocks.
+    """
+
+    def __init__(self, message: str, request_ids: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.request_ids = request_ids
+
+    def __reduce__(self) -> tuple[type[HashError], tuple[str, tuple[str, ...]]]:
+        """Errors cross processes."""
+        return HashError, (str(self), self.request_ids)
 
 
 class OwnershipError(CacheError, RuntimeError):

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.arguments import instance, integer, text
 from hybridkv.errors import ConfigError
 
 Extra = tuple[tuple[object, ...], ...]
@@ -42,6 +43,10 @@ class LoraAdapter:
                 f"a LoRA adapter needs a name and a path, got {self.name!r} and {self.path!r}: "
                 "requests of different adapters must not share blocks"
             )
+        text("name of a LoRA adapter", self.name)
+        text("path of a LoRA adapter", self.path)
+        if self.id is not None:
+            integer("id of a LoRA adapter", self.id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,9 @@ class MultimodalItem:
     def __post_init__(self) -> None:
         if not self.id:
             raise ConfigError("a multimodal item needs an id that names its content, such as a digest of it")
+        text("id of a multimodal item", self.id)
+        for name in ("offset", "length"):
+            object.__setattr__(self, name, integer(f"{name} of multimodal item {self.id!r}", getattr(self, name)))
         if self.offset < 0 or self.length < 1:
             raise ConfigError(
                 f"multimodal item {self.id!r} covers {self.length} tokens from {self.offset}: "
@@ -75,6 +83,9 @@ class EncoderInput:
     def __post_init__(self) -> None:
         if not self.digest:
             raise ConfigError("an encoder input needs a digest of its content: equal content, equal digest")
+        if not isinstance(self.digest, bytes):
+            text("digest of an encoder input", self.digest)
+        object.__setattr__(self, "num_tokens", integer("num_tokens of an encoder input", self.num_tokens))
         if self.num_tokens < 1:
             raise ConfigError(f"an encoder input needs at least 1 token, got {self.num_tokens}")
 
@@ -84,7 +95,7 @@ class ExtraKeys:
 
     prompt_embeds: [tokens, hidden], numbers, in place of the first tokens of the prompt; only digests of it
     are kept. multimodal: items inside the prompt that do not overlap, in any order. Raises ConfigError for
-    other embeddings and items.
+    other embeddings and items, and for names that UTF-8 cannot hold: what is accepted here can be hashed.
     """
 
     __slots__ = ("_block_size", "_digests", "_encoder", "_end", "_items", "_lora", "_salt", "_stops")
@@ -101,11 +112,15 @@ class ExtraKeys:
         encoder: EncoderInput | None = None,
     ) -> None:
         self._block_size = block_size
+        for name, given, wanted in (("lora", lora, LoraAdapter), ("encoder", encoder, EncoderInput)):
+            if given is not None:
+                instance(name, given, wanted)
+        items = [instance("an item of multimodal", item, MultimodalItem) for item in multimodal]
         self._lora: Extra = () if lora is None else (("lora", lora.name, lora.path),)
-        self._items = sorted((int(item.offset), int(item.offset + item.length), item.id) for item in multimodal)
+        self._items = sorted((item.offset, item.offset + item.length, item.id) for item in items)
         self._stops = [stop for _, stop, _ in self._items]
         _check_items(self._items, num_prompt_tokens)
-        self._salt: Extra = () if cache_salt is None else (("cache_salt", cache_salt),)
+        self._salt: Extra = () if cache_salt is None else (("cache_salt", text("cache_salt", cache_salt)),)
         self._digests = [] if prompt_embeds is None else _digests(prompt_embeds, num_prompt_tokens, block_size)
         self._encoder: Extra = () if encoder is None else (("encoder", encoder.digest),)
         at_start = block_size if self._salt or self._encoder else 0
@@ -141,9 +156,17 @@ class ExtraKeys:
 
 
 def _check_items(items: Sequence[tuple[int, int, str]], num_prompt_tokens: int) -> None:
-    """ConfigError unless ``items``, (offset, stop, id) by offset, lie one behind the other inside the prompt."""
-    end = 0
+    """ConfigError unless ``items``, (offset, stop, id) by offset, lie one behind the other inside the prompt.
+
+    And for an id with two lengths: it names one content.
+    """
+    end, lengths = 0, dict[str, int]()
     for offset, stop, name in items:
+        if lengths.setdefault(name, stop - offset) != stop - offset:
+            raise ConfigError(
+                f"multimodal item {name!r} has {stop - offset} tokens here and {lengths[name]} elsewhere: an id names "
+                "one content, so give items that differ ids that differ"
+            )
         if offset < end:
             raise ConfigError(
                 f"multimodal item {name!r} begins at token {offset}, but the one before it ends at {end}: "

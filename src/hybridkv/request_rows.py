@@ -9,25 +9,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.columns import grown
-from hybridkv.errors import CacheError, ConfigError
+from hybridkv.errors import CacheError, ConfigError, HashError
 from hybridkv.extra_keys import Extra, ExtraKeys
-from hybridkv.request import Request
+from hybridkv.request import Request, hash_error, token_array
 
 
 def append_tokens(requests: Sequence[Request], tokens: Sequence[int] | NDArray[np.integer]) -> None:
     """``tokens[i]`` behind the known ones of ``requests[i]``; requests distinct.
 
-    One batch when all of them hold blocks of one manager, else one by one. ConfigError when the numbers differ.
+    One batch when all of them hold blocks of one manager, else one by one. ConfigError, and nothing appended, when the
+    numbers differ and for what is no token id; HashError where blocks could not be hashed: all others have theirs.
     """
-    if len(requests) != len(tokens):
-        raise ConfigError(f"{len(requests)} requests but {len(tokens)} tokens: give one token to each request")
+    ids = np.frombuffer(token_array(tokens), np.int32)
+    if len(requests) != len(ids):
+        raise ConfigError(f"{len(requests)} requests but {len(ids)} tokens: give one token to each request")
     home = requests[0]._rows if requests else None
     rows = [] if home is None else [request.row for request in requests if request._rows is home]
     if home is not None and len(rows) == len(requests):
-        home.append(np.fromiter(rows, np.int64, len(rows)), np.fromiter(tokens, np.int32, len(rows)))
-        return
-    for request, token in zip(requests, tokens, strict=True):
-        request.append(int(token))
+        failed = list(home.append(np.fromiter(rows, np.int64, len(rows)), ids).values())
+    else:
+        failed = []
+        for request, token in zip(requests, ids.tolist(), strict=True):
+            try:
+                request.append(token)
+            except HashError as error:
+                failed.append(error)
+    if failed:
+        raise HashError(str(failed[0]), tuple(name for error in failed for name in error.request_ids)) from failed[0]
 
 
 class RequestRows:
@@ -92,22 +100,33 @@ class RequestRows:
         heapq.heappush(self._free, row)
 
     def append_one(self, row: int, token: int) -> None:
-        """One token behind the known ones of ``row``."""
+        """One token behind the known ones of ``row``. HashError, and nothing appended, if it fills a block in vain."""
         n = self.num_tokens.item(row)
-        self.tail[row, n % self.tail_tokens] = token
-        self.num_tokens[row] = n + 1
-        if (n + 1) % self.tail_tokens == 0:
-            self._flush(np.array([row]))
+        if (n + 1) % self.tail_tokens:
+            self.tail[row, n % self.tail_tokens] = token
+            self.num_tokens[row] = n + 1
+            return
+        for error in self.append(np.array([row]), np.array([token], np.int32)).values():
+            raise error
 
-    def append(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
-        """``tokens[i]`` behind the known ones of ``rows[i]``; rows distinct. Rows that complete a block are hashed."""
+    def append(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> dict[int, HashError]:
+        """``tokens[i]`` behind the known ones of ``rows[i]``; rows distinct. Rows that complete a block are hashed.
+
+        Those that could not be, by row, and why: their token is not taken, and nothing of them has changed.
+        """
         n = self.num_tokens[rows]
-        self.tail[rows, n % self.tail_tokens] = tokens
+        place = n % self.tail_tokens
         n += 1
-        self.num_tokens[rows] = n
-        whole = rows[n % self.tail_tokens == 0]
+        whole = np.flatnonzero(n % self.tail_tokens == 0)
+        failed = dict[int, HashError]()
         if whole.size:
-            self._flush(whole)
+            failed = self._fill(rows[whole], tokens[whole])
+            if failed:
+                taken = ~np.isin(rows, list(failed))
+                rows, tokens, place, n = rows[taken], tokens[taken], place[taken], n[taken]
+        self.tail[rows, place] = tokens
+        self.num_tokens[rows] = n
+        return failed
 
     def least_tokens(self, row: int) -> int:
         """Tokens of ``row`` that cannot be forgotten: computed, or promised to others."""
@@ -165,23 +184,24 @@ class RequestRows:
         self.num_computed[rows] -= tokens
         self.in_flight[rows] -= tokens
 
-    def _flush(self, rows: NDArray[np.int64]) -> None:
-        """Move full tails to their requests and hash them, all in one call."""
+    def _fill(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> dict[int, HashError]:
+        """Blocks that ``tokens`` complete go to their requests, hashed in one call; rows that could not be hashed."""
         blocks = self.tail[rows]
-        octets, size = blocks.tobytes(), blocks.itemsize * self.tail_tokens
+        blocks[:, -1] = tokens
         owners = self.owners(rows)
+        hashed = [place for place, request in enumerate(owners) if request.hasher is not None]
+        keys = _hashed([owners[place] for place in hashed], blocks if len(hashed) == len(rows) else blocks[hashed])
+        failed = dict[int, HashError]()
+        for place, key in zip(hashed, keys, strict=True):
+            if isinstance(key, HashError):
+                failed[owners[place].row] = key
+            else:
+                owners[place].hashes.append(key)
+        octets, size = blocks.tobytes(), blocks.itemsize * self.tail_tokens
         for i, request in enumerate(owners):
-            request._tokens.frombytes(octets[i * size : (i + 1) * size])
-        hashed = [request for request in owners if request.hasher is not None]
-        hasher = hashed[0].hasher if hashed else None  # one for all requests of a manager
-        if hasher is None:
-            return
-        parents = [request.hashes[-1] if request.hashes else None for request in hashed]
-        extras = [None if request._extras is None else _next_extra(request, request._extras) for request in hashed]
-        if len(hashed) < len(owners):
-            blocks = blocks[[request.hasher is not None for request in owners]]
-        for request, key in zip(hashed, hasher.hash_rows(parents, blocks, extras), strict=True):
-            request.hashes.append(key)
+            if request.row not in failed:
+                request._tokens.frombytes(octets[i * size : (i + 1) * size])
+        return failed
 
     def _grow(self) -> None:
         old, new = self.capacity, 2 * self.capacity
@@ -189,6 +209,24 @@ class RequestRows:
         self.in_flight, self.tail = grown(self.in_flight, new), grown(self.tail, new)
         self.requests += [None] * old
         self._free = list(range(old, new))
+
+
+def _hashed(owners: Sequence[Request], blocks: NDArray[np.int32]) -> Sequence[bytes | HashError]:
+    """The hash of one more block of each of ``owners``, or why there is none.
+
+    In one call; one by one where the hasher fails on them together.
+    """
+    hasher = owners[0].hasher if owners else None  # one for all requests of a manager
+    if hasher is None:
+        return ()
+    parents = [request.hashes[-1] if request.hashes else None for request in owners]
+    extras = [None if request._extras is None else _next_extra(request, request._extras) for request in owners]
+    try:
+        return hasher.hash_rows(parents, blocks, extras)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is not every request's
+        if len(owners) == 1:
+            return [hash_error(owners[0].request_id, error)]
+    return [key for i, request in enumerate(owners) for key in _hashed([request], blocks[i : i + 1])]
 
 
 def _next_extra(request: Request, extras: ExtraKeys) -> Extra | None:

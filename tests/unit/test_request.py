@@ -288,7 +288,7 @@ def test_tokens_in_flight() -> None:
 @pytest.mark.parametrize("field", ["priority", "arrival_time"])
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
 def test_what_requests_are_sorted_by_is_a_number(field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"{field} of 'a' must be a finite number"):
+    with pytest.raises(ConfigError, match=f"{field} of 'a' must be a number, and finite"):
         Request("a", [1], **{field: value})  # type: ignore[arg-type]  # on purpose
 
 

@@ -2,7 +2,7 @@
 
 from hybridkv.request.branches import branch_id, output_ids
 from hybridkv.request.protocols import Columns, Hasher
-from hybridkv.request.request import Request
+from hybridkv.request.request import Request, hash_error
 from hybridkv.request.sampling import SamplingParams
 from hybridkv.request.token_ids import MAX_TOKEN_ID, checked_marks, token_array
 
@@ -14,6 +14,7 @@ __all__ = [
     "SamplingParams",
     "branch_id",
     "checked_marks",
+    "hash_error",
     "output_ids",
     "token_array",
 ]

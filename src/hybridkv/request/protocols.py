@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.errors import HashError
 from hybridkv.extra_keys import Extra
 
 
@@ -22,8 +23,8 @@ class Columns(Protocol):
         """One token behind the known ones of ``row``."""
         ...
 
-    def append(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
-        """One token behind the known ones of each of ``rows``."""
+    def append(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> dict[int, HashError]:
+        """One token behind the known ones of each of ``rows``; those that could not take theirs, and why."""
         ...
 
     def least_tokens(self, row: int) -> int:

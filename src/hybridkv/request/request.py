@@ -13,17 +13,18 @@ waits keeps them itself. Either way the Request answers for both.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.errors import ConfigError
+from hybridkv.arguments import flag, instance, integer, integers, real, shown, text
+from hybridkv.errors import ConfigError, HashError
 from hybridkv.extra_keys import EncoderInput, Extra, ExtraKeys, LoraAdapter, MultimodalItem
 from hybridkv.request.protocols import Columns, Hasher
 from hybridkv.request.sampling import SamplingParams
-from hybridkv.request.token_ids import check_ids, checked_marks, token_array
+from hybridkv.request.token_ids import MAX_TOKEN_ID, checked_marks, token_array
 
 
 class Request:
@@ -91,36 +92,37 @@ class Request:
         skip_writing_prefix_cache: bool = False,
         marks: Sequence[int] | NDArray[np.integer] = (),
     ) -> None:
+        self.request_id = text("request_id", request_id)
         self._tokens = token_array(prompt)
         if not self._tokens:
             raise ConfigError(f"request {request_id!r} has an empty prompt: give it at least one token")
-        _check_finite(request_id, priority=priority, arrival_time=arrival_time)
-        check_ids(eos_token_ids, "eos_token_ids")
         self.marks = checked_marks(marks, f"marks of {request_id!r}")
-        self.request_id = request_id
-        self.sampling = sampling if sampling is not None else SamplingParams()
-        self.hasher = hasher
+        self.sampling = SamplingParams() if sampling is None else instance("sampling", sampling, SamplingParams)
+        self.hasher = None if hasher is None else _checked_hasher(hasher)
         self.cache_salt = cache_salt
         self.lora = lora
-        self.multimodal = tuple(multimodal)
+        self.multimodal = _items("multimodal", multimodal)
         self.encoder = encoder
         self._extras = self._extra_keys_of(prompt_embeds)
         self._encoder_keys: dict[int, list[bytes]] = {}
+        for name, value in (("arrival_time", arrival_time), ("priority", priority)):
+            real(f"{name} of {request_id!r}", value)
         self.arrival_time = arrival_time
-        self.eos_token_ids = eos_token_ids
+        self.eos_token_ids = tuple(integers("eos_token_ids", eos_token_ids, 0).tolist())
         self.num_prompt_tokens = len(self._tokens)
         self.priority = priority
-        self.skip_reading_prefix_cache = skip_reading_prefix_cache
-        self.skip_writing_prefix_cache = skip_writing_prefix_cache
+        self.skip_reading_prefix_cache = flag("skip_reading_prefix_cache", skip_reading_prefix_cache)
+        self.skip_writing_prefix_cache = flag("skip_writing_prefix_cache", skip_writing_prefix_cache)
         self._begin()
-        self.hashes: list[bytes] = [] if continues is None else self._common_hashes(continues)
+        self.hashes: list[bytes] = []
+        if continues is not None:
+            self.hashes = self._common_hashes(instance("continues", continues, Request))
         self._hash_new_blocks()
 
     def _extra_keys_of(self, prompt_embeds: NDArray[np.generic] | None) -> ExtraKeys | None:
         """What tells its blocks from those of equal tokens; checked without prefix caching, too."""
-        if not (
-            self.lora or self.multimodal or self.cache_salt is not None or prompt_embeds is not None or self.encoder
-        ):
+        given = (self.lora, self.cache_salt, prompt_embeds, self.encoder)
+        if not self.multimodal and all(one is None for one in given):
             return None
         extras = ExtraKeys(
             len(self._tokens),
@@ -161,7 +163,8 @@ class Request:
         child = object.__new__(Request)
         for name in self.__slots__:
             setattr(child, name, getattr(self, name))
-        child.request_id, child.sampling = request_id, sampling
+        child.request_id = text("request_id", request_id)
+        child.sampling = instance("sampling", sampling, SamplingParams)
         child._tokens = token_array(self.token_ids())
         child.hashes = list(self.hashes)
         child._begin()
@@ -202,8 +205,9 @@ class Request:
     # -- tokens
 
     def token_ids(self, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
-        """Tokens start .. stop-1 as a new int32 array. O(stop - start)."""
-        end = self.num_tokens if stop is None else min(stop, self.num_tokens)
+        """Tokens start .. stop-1 as a new int32 array. O(stop - start). ConfigError for negative places."""
+        start, known = integer("start", start, 0), self.num_tokens
+        end = known if stop is None else min(integer("stop", stop, 0), known)
         whole = len(self._tokens)
         head = np.frombuffer(self._tokens, np.int32)[start:end].copy()
         if self._rows is None or end <= whole:
@@ -218,14 +222,21 @@ class Request:
         return tokens
 
     def append(self, token: int) -> None:
-        """One more token; hashes the block that it completes. ConfigError for a negative one."""
-        if token < 0:
-            raise ConfigError(f"token {token} for {self.request_id!r}: ids are 0 or more")
-        if self._rows is None:
-            self._tokens.append(token)
-            self._hash_new_blocks()
-        else:
+        """One more token; hashes the block that it completes.
+
+        ConfigError, and nothing appended, for what is no token id; HashError when its block could not be hashed.
+        """
+        if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
+            token = integer(f"token for {self.request_id!r}", token, 0, MAX_TOKEN_ID)
+        if self._rows is not None:
             self._rows.append_one(self.row, token)
+            return
+        self._tokens.append(token)
+        try:
+            self._hash_new_blocks()
+        except BaseException:
+            self._tokens.pop()
+            raise
 
     def truncate(self, num_tokens: int) -> None:
         """Forget the tokens behind the first ``num_tokens``, and the hashes of the blocks that they filled.
@@ -233,6 +244,7 @@ class Request:
         ConfigError for fewer than the prompt's, more than are known, and, while the request holds blocks,
         fewer than are computed or published: those may be shared already. O(tokens forgotten).
         """
+        num_tokens = integer("num_tokens", num_tokens)
         known, computed = self.num_tokens, self.num_computed_tokens
         held = 0 if self._rows is None else self._rows.least_tokens(self.row)
         least = max(self.num_prompt_tokens, min(held, known))
@@ -259,7 +271,7 @@ class Request:
         """Keys of what cross attention reads, in blocks of ``block_size`` tokens, the last one maybe not full.
 
         Of the encoder's digest and token count, the adapter and the salt, not of the prompt; none without an encoder
-        input or a hasher. A chain of hash blocks that all hold the token count. O(encoder tokens), once.
+        input or a hasher. A chain of hash blocks that all hold the token count. O(encoder tokens), once. HashError as ``append``.
         """
         if self.encoder is None or self.hasher is None:
             return []
@@ -268,8 +280,7 @@ class Request:
             columns = -(-tokens // block_size)
             extras = ExtraKeys(1, size, lora=self.lora, cache_salt=self.cache_salt, encoder=self.encoder)
             content = np.full(columns * size, tokens, np.int32)
-            keys = self.hasher.hash_chain(None, content, extras.of_blocks(0, columns))
-            self._encoder_keys[block_size] = keys
+            self._encoder_keys[block_size] = self._hashed(None, content, extras.of_blocks(0, columns))
         return self._encoder_keys[block_size]
 
     def _common_hashes(self, earlier: Request) -> list[bytes]:
@@ -304,7 +315,18 @@ class Request:
             return
         tokens = np.frombuffer(self._tokens, np.int32)[done * size : full * size]
         parent = self.hashes[-1] if done else None
-        self.hashes += self.hasher.hash_chain(parent, tokens, self.extra_keys(done, full - done))
+        self.hashes += self._hashed(parent, tokens, self.extra_keys(done, full - done))
+
+    def _hashed(
+        self, parent: bytes | None, tokens: NDArray[np.int32], extras: Sequence[Extra | None] | None
+    ) -> list[bytes]:
+        """Hashes of full blocks behind ``parent``. HashError whatever the hasher raised."""
+        if self.hasher is None:
+            return []
+        try:
+            return self.hasher.hash_chain(parent, tokens, extras)
+        except Exception as error:
+            raise hash_error(self.request_id, error) from error
 
     def __repr__(self) -> str:
         return (
@@ -313,7 +335,20 @@ class Request:
         )
 
 
-def _check_finite(request_id: str, **values: object) -> None:
-    for name, value in values.items():
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"{name} of {request_id!r} must be a finite number, got {value!r}")
+def hash_error(request_id: str, error: Exception) -> HashError:
+    """What is said of a hasher that raised ``error``."""
+    return HashError(f"blocks of request {request_id!r} could not be hashed: {error!r}", (request_id,))
+
+
+def _items(name: str, values: object) -> tuple[Any, ...]:
+    if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
+        raise ConfigError(f"{name} must be a list, got {shown(values)}")
+    return tuple(values)
+
+
+def _checked_hasher(hasher: Hasher) -> Hasher:
+    asked = ("block_size", "root", "hash_chain", "hash_rows")
+    missing = [name for name in asked if not hasattr(hasher, name)]
+    if missing:
+        raise ConfigError(f"hasher must have {', '.join(missing)}, got {shown(hasher)}: hand over cache.hasher")
+    return hasher

@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, Final
 
+from hybridkv.arguments import flag, integer, real, shown, text
 from hybridkv.errors import ConfigError
 from hybridkv.request.token_ids import MAX_TOKEN_ID, check_ids
 
 _LEAST_TEMPERATURE: Final = 1e-200
 """Float32 logits over it are finite in float64. It is far below what still draws anything but the best token."""
+_MOST_SEED: Final = (1 << 255) - 1  # a branch's is larger, and must go on the wire, too
+_MOST_TOKENS: Final = (1 << 63) - 1
+_MOST_OUTPUTS: Final = 1 << 14  # each is a request of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,7 @@ class SamplingParams:
     stop: strings that end the output; found by whoever turns tokens into text. One alone, of either kind, is taken as
     a tuple of one; any iterable becomes a tuple.
     ignore_eos: go on behind the model's end token.
-    n: outputs wanted of one prompt, each by a seed of its own: seed, seed + 1, ...
+    n: outputs wanted of one prompt, at most 16384, each by a seed of its own: seed, seed + 1, ...
     logprobs, prompt_logprobs: how many log probabilities are wanted with each output token, and with each
     token of the prompt (which must then be computed); None is none.
     Raises ConfigError for values of another type or outside their range; numbers of numpy are taken as Python's.
@@ -53,7 +57,7 @@ class SamplingParams:
             if value is None:
                 continue
             if not least <= value <= most:
-                raise ConfigError(f"{name} must be {rule}, got {value}")
+                raise ConfigError(f"{name} must be {rule}, got {shown(value)}")
             self._put(name, given, value)
         if 0 < self.temperature < _LEAST_TEMPERATURE:
             raise ConfigError(
@@ -61,8 +65,7 @@ class SamplingParams:
             )
         self._put("stop", self.stop, _strings("stop", self.stop))
         self._put("stop_token_ids", self.stop_token_ids, _ids("stop_token_ids", self.stop_token_ids))
-        if not isinstance(self.ignore_eos, bool):
-            raise ConfigError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+        self._put("ignore_eos", self.ignore_eos, flag("ignore_eos", self.ignore_eos))
 
     def _put(self, name: str, given: object, value: object) -> None:
         """Replace what was given by what it was taken for."""
@@ -74,43 +77,23 @@ class SamplingParams:
         return replace(self, n=1, seed=self.seed + number)
 
 
-def _real(name: str, value: object) -> float:
-    """A float that is finite. ConfigError otherwise."""
-    if type(value) is float and math.isfinite(value):  # asking for any real number costs more than all else here
-        return value
-    if not isinstance(value, bool) and isinstance(value, Real):
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if math.isfinite(number):
-            return number
-    raise ConfigError(f"{name} must be a number, and finite, got {value!r}")
-
-
-def _integer(name: str, value: object) -> int:
-    if type(value) is int:  # as above
-        return value
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ConfigError(f"{name} must be an integer, got {value!r}")
-    return int(value)
-
-
 def _optional(name: str, value: object) -> int | None:
-    return None if value is None else _integer(name, value)
+    return None if value is None else integer(name, value)
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:
     given = (value,) if isinstance(value, str) else _items(value)
     if given is None or not all(isinstance(one, str) and one for one in given):
-        raise ConfigError(f"{name} must be a list of strings that are not empty, got {value!r}")
+        raise ConfigError(f"{name} must be a list of strings that are not empty, got {shown(value)}")
+    for one in given:
+        text(name, one)
     return given
 
 
 def _ids(name: str, value: object) -> tuple[int, ...]:
     given = (value,) if not isinstance(value, tuple) and isinstance(value, Integral) else _items(value)
     if given is None or not all(not isinstance(one, bool) and isinstance(one, Integral) for one in given):
-        raise ConfigError(f"{name} must be a list of token ids, got {value!r}")
+        raise ConfigError(f"{name} must be a list of token ids, got {shown(value)}")
     check_ids(given, name)
     return given if all(type(one) is int for one in given) else tuple(map(int, given))
 
@@ -126,14 +109,14 @@ def _items(value: object) -> tuple[Any, ...] | None:
 
 _LOGPROBS: Final = (_optional, 0, MAX_TOKEN_ID, "0 or more and below 2**31, or None (off)")
 _NUMBERS: Final[Mapping[str, tuple[Callable[[str, object], float | None], float, float, str]]] = {
-    "temperature": (_real, 0, math.inf, "0 (greedy) or more"),
-    "top_k": (_integer, 0, MAX_TOKEN_ID, "0 (off) or more, below 2**31"),
-    "top_p": (_real, math.ulp(0), 1, "above 0 and at most 1 (off)"),
-    "min_p": (_real, 0, 1, "between 0 (off) and 1"),
-    "repetition_penalty": (_real, 1e-6, 1e6, "above 0 (1 is off), between 1e-6 and 1e6"),  # float32 holds the product
-    "seed": (_integer, -math.inf, math.inf, ""),
-    "max_tokens": (_integer, 1, math.inf, "at least 1"),
-    "n": (_integer, 1, math.inf, "at least 1"),
+    "temperature": (real, 0, math.inf, "0 (greedy) or more"),
+    "top_k": (integer, 0, MAX_TOKEN_ID, "0 (off) or more, below 2**31"),
+    "top_p": (real, math.ulp(0), 1, "above 0 and at most 1 (off)"),
+    "min_p": (real, 0, 1, "between 0 (off) and 1"),
+    "repetition_penalty": (real, 1e-6, 1e6, "above 0 (1 is off), between 1e-6 and 1e6"),  # float32 holds the product
+    "seed": (integer, -_MOST_SEED, _MOST_SEED, "of at most 255 bits"),
+    "max_tokens": (integer, 1, _MOST_TOKENS, "at least 1, and below 2**63"),
+    "n": (integer, 1, _MOST_OUTPUTS, f"at least 1 and at most {_MOST_OUTPUTS}"),
     "logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
 }

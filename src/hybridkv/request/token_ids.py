@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.arguments import MAX_COUNT, shown
 from hybridkv.errors import ConfigError
 
-MAX_TOKEN_ID: Final = (1 << 31) - 1
+MAX_TOKEN_ID: Final = MAX_COUNT
 
 
 def check_ids(ids: Iterable[int], what: str) -> None:
     """ConfigError, about ``what``, unless all ``ids`` lie in 0 .. 2**31 - 1."""
     if any(not 0 <= token <= MAX_TOKEN_ID for token in ids):
-        raise ConfigError(f"{what} must lie in 0 .. 2**31 - 1, got {ids}")
+        raise ConfigError(f"{what} must lie in 0 .. 2**31 - 1, got {', '.join(map(shown, ids))}")
 
 
 def token_array(tokens: Sequence[int] | NDArray[np.integer]) -> array[int]:
     """A copy of ``tokens`` as 32-bit integers; ConfigError for ids that do not fit."""
-    if isinstance(tokens, bytes | bytearray | str):
+    if isinstance(tokens, bytes | bytearray | str | Mapping | Set | Iterator):
         raise ConfigError(f"token ids must be a sequence of integers, got {type(tokens).__name__}: tokenize it first")
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
@@ -44,12 +45,12 @@ def token_array(tokens: Sequence[int] | NDArray[np.integer]) -> array[int]:
 def checked_marks(marks: object, what: str = "marks") -> tuple[int, ...]:
     """``marks`` ascending. ConfigError, about ``what``, unless they are distinct token counts, 1 .. 2**31 - 1."""
     if not isinstance(marks, Iterable) or isinstance(marks, str | bytes | bytearray):
-        raise ConfigError(f"{what} must be a list of token counts, got {marks!r}")
+        raise ConfigError(f"{what} must be a list of token counts, got {shown(marks)}")
     given = list(marks)
     for mark in given:
         whole = isinstance(mark, int | np.integer) and not isinstance(mark, bool)
         if not whole or not 0 < mark <= MAX_TOKEN_ID:
-            raise ConfigError(f"{what} must be token counts, 1 .. 2**31 - 1, got {mark!r}")
+            raise ConfigError(f"{what} must be token counts, 1 .. 2**31 - 1, got {shown(mark)}")
     ascending = sorted(map(int, given))
     twice = next((mark for mark, after in pairwise(ascending) if mark == after), None)
     if twice is not None:

@@ -1,0 +1,102 @@
+"""What callers hand in, checked where it enters: numbers, text, flags, arrays of integers, objects of a class.
+
+Each check returns the value as the plain kind that is stored (numpy's numbers as Python's), or raises ConfigError with
+the name of the argument. Behind the check a value may be trusted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.errors import ConfigError
+
+T = TypeVar("T")
+
+MAX_COUNT: Final = (1 << 31) - 1
+"""The greatest token id, and the most tokens of anything: both are carried as 32-bit integers."""
+
+_MOST_SHOWN: Final = 60
+
+
+def shown(value: object) -> str:
+    """``value`` for a message: its repr, cut; its type alone where that fails or is not to be had cheaply."""
+    if isinstance(value, str | bytes | bytearray):
+        value = value[: _MOST_SHOWN + 1]
+    elif isinstance(value, int) and value.bit_length() > 1024:
+        return f"an integer of {value.bit_length()} bits"
+    elif not isinstance(value, int | float | bool | np.generic | None):
+        return type(value).__name__
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def integer(name: str, value: object, least: float = -math.inf, most: float = math.inf) -> int:
+    """An integer, ``least`` .. ``most``; no boolean."""
+    if type(value) is not int:  # asking for any integer costs more than all else here
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise ConfigError(f"{name} must be an integer, got {shown(value)}")
+        value = int(value)
+    if not least <= value <= most:
+        if most == math.inf:
+            raise ConfigError(f"{name} must be at least {least}, got {shown(value)}")
+        raise ConfigError(f"{name} must lie in {least} .. {most}, got {shown(value)}")
+    return value
+
+
+def real(name: str, value: object) -> float:
+    """A number that a float holds, and finite; no boolean."""
+    if type(value) is float and math.isfinite(value):  # as above
+        return value
+    if not isinstance(value, bool) and isinstance(value, Real):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number):
+            return number
+    raise ConfigError(f"{name} must be a number, and finite, got {shown(value)}")
+
+
+def text(name: str, value: object) -> str:
+    """A string that is not empty and that UTF-8 can hold: it is hashed and sent, and lone surrogates are no text."""
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{name} must be text, and not empty, got {shown(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name} must be text that UTF-8 can hold ({error.reason}), got {shown(value)}") from None
+    return str(value)
+
+
+def flag(name: str, value: object) -> bool:
+    """True or False; numpy's as well."""
+    if not isinstance(value, bool | np.bool_):
+        raise ConfigError(f"{name} must be true or false, got {shown(value)}")
+    return bool(value)
+
+
+def instance(name: str, value: object, wanted: type[T]) -> T:
+    """An object of class ``wanted``."""
+    if not isinstance(value, wanted):
+        raise ConfigError(f"{name} must be a {wanted.__name__}, got {shown(value)}")
+    return value
+
+
+def integers(name: str, values: object, least: int, most: int = MAX_COUNT) -> NDArray[np.int64]:
+    """``values``, an array or a sequence of integers ``least`` .. ``most``, as int64[n]. O(n)."""
+    if not isinstance(values, np.ndarray):
+        if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
+            raise ConfigError(f"{name} must be a list or array of integers, got {shown(values)}")
+        values = np.array([integer(name, one, least, most) for one in values], np.int64)
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise ConfigError(f"{name} must be a one-dimensional integer array, got {values.dtype}{list(values.shape)}")
+    if values.size and not (least <= values.min() and values.max() <= most):
+        wrong = values[(values < least) | (values > most)]
+        raise ConfigError(f"{name} must lie in {least} .. {most}, got {wrong[0]}")
+    return values.astype(np.int64, copy=False)
