@@ -261,7 +261,7 @@ def _is_plain(line: Mapping[str, Any]) -> bool:
 
 def _waited(line: Mapping[str, Any]) -> float:
     """Refusals for want of memory a request."""
-    for_memory = sum(count for reason, count in line["refusals"].items() if reason != "state_not_readable")
+    for_memory = sum(count for reason, count in line["refusals"].items() if reason != "prefix_not_written")
     return float(for_memory / line["requests"])
 
 

@@ -233,7 +233,7 @@ def test_refusals_say_why() -> None:
         Reason.ADMISSION_LIMIT, 0, 6, 5
     )
     assert isinstance(cache.plan_slots(one, 4, admission=Admission(RequestLimits(20))), SlotPlan)
-    assert [str(reason) for reason in Reason] == ["no_space", "fragmented", "admission_limit", "state_not_readable"]
+    assert [str(reason) for reason in Reason] == ["no_space", "fragmented", "admission_limit", "prefix_not_written"]
 
 
 def test_hits_that_nobody_holds_count_as_needed() -> None:

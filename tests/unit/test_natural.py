@@ -330,11 +330,54 @@ def test_a_live_block_moves_for_who_needs_its_slab() -> None:
     cache.check()
 
 
-def test_what_needs_moves_is_fragmented_where_no_bytes_may_move() -> None:
-    cache, last, _ = sparse(max_moved_bytes=0)
-    refused = cache.plan_slots(last, 4)
+def test_what_needs_moves_is_fragmented_once_the_step_has_moved_its_bytes() -> None:
+    cache = cache_of(config_of((full_spec(B), state_spec(B)), (3, 1), 11), max_moved_bytes=1)
+
+    def asked(name: str, length: int = 4) -> Request:
+        return Request(name, tokens(length), hasher=cache.hasher, skip_writing_prefix_cache=True)
+
+    filler = asked("filler", 48)
+    for number in range(5):  # a slab of attention each: one block that stays, two of the filler
+        assert cache.allocate_slots(asked(f"r{number}"), 4) is not None
+        assert cache.allocate_slots(filler, 8) is not None
+        filler.num_computed_tokens += 8
+    cache.free(filler)
+    assert cache.allocate_slots(asked("the last free slab"), 4) is not None
+    assert cache.allocate_slots(asked("moves"), 4) is not None
+    refused = cache.plan_slots(asked("moves, too"), 4)
     assert isinstance(refused, Refusal)
-    assert (refused.reason, refused.needed_blocks, refused.free_blocks) == (Reason.FRAGMENTED, 8, 8)
+    assert (refused.reason, refused.needed_blocks, refused.free_blocks) == (Reason.FRAGMENTED, 11, 11)
+    assert [one.kind for one in cache.take_transfers().copies] == ["move"]
+    assert cache.allocate_slots(asked("moves, too"), 4) is not None
+    cache.check()
+
+
+@pytest.mark.parametrize("bound", [0, -1, 1.5, "1", True])
+def test_a_bound_of_bytes_under_which_nothing_ever_moves_is_refused(bound: object) -> None:
+    with pytest.raises(ConfigError, match="max_moved_bytes must be an integer of at least 1, or None"):
+        cache_of(max_moved_bytes=bound)
+
+
+def test_the_least_bound_of_bytes_lets_every_request_end() -> None:
+    """Two requests run and neither has its next block without a move: at 0 bytes a step both would wait for ever."""
+    loop = Loop(cache_of(config_of((full_spec(B), state_spec(B)), (2, 3), 5), max_moved_bytes=1), max_running=8)
+    random = Random(1)
+    for number in range(5):
+        loop.add(f"r{number}", tokens(random.randint(1, 12), 100 * number), outputs=random.randint(1, 20))
+    for _ in range(200):
+        if not loop.scheduler.drained:
+            loop.step()
+    assert loop.scheduler.statistics().requests_finished == 5
+
+
+def test_a_prefix_that_the_same_step_computes_is_waited_for_by_that_name() -> None:
+    """A model of attention alone: the copy of its last block would come before what it copies."""
+    loop = Loop(cache_of(config_of((full_spec(B),), (3,), 12)))
+    loop.add("first", tokens(6))
+    loop.add("same", [*tokens(6), 1])
+    assert loop.step().num_scheduled.tolist() == [6]
+    assert loop.scheduler.statistics().refusals == {"prefix_not_written": 1}
+    assert loop.step().num_scheduled.tolist() == [1]
 
 
 def test_what_needs_moves_waits_for_locked_blocks() -> None:
@@ -360,7 +403,7 @@ def test_what_needs_moves_waits_for_locked_blocks() -> None:
 def test_a_running_request_is_passed_over_while_its_block_must_wait_for_moves() -> None:
     """Attention has no hole, all free memory is holes of states' neighbours: nobody is preempted for it."""
     config = config_of((full_spec(B), full_spec(B)), (3, 2), 6)
-    loop = Loop(cache_of(config, max_moved_bytes=0), max_running=8)
+    loop = Loop(cache_of(config, max_moved_bytes=1), max_running=8)
     for number in range(5):
         loop.add(f"r{number}", tokens(3, 100 * number), outputs=12)
     loop.run()

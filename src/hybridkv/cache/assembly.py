@@ -10,6 +10,7 @@ Parts      what decides (lookup, planner) and what acts (committer, batches, rel
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 from hybridkv.cache.batch_allocator import BatchAllocator
 from hybridkv.cache.build import (
@@ -61,6 +62,18 @@ class CacheOptions:
     max_moved_bytes: int | None
     space: ClassedSpace | None
     published_ends: bool
+
+    def __post_init__(self) -> None:
+        if self.max_moved_bytes is not None and not _is_positive(self.max_moved_bytes):
+            raise ConfigError(
+                f"max_moved_bytes must be an integer of at least 1, or None (no bound), got {self.max_moved_bytes!r}: "
+                "where nothing moves, requests that need it wait for ever"
+            )
+
+
+def _is_positive(value: object) -> bool:
+    """Whether ``value`` is an integer of at least 1."""
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,9 @@ class KVCacheManager:
     max_pinned_blocks: what ``pin`` may hold, and requests are not promised (slabs, in the natural layout).
     placement: in the natural layout, where recurrent states are kept; by default ``ends``.
     max_moved_bytes: in the natural layout, once so much was moved between slabs in a step, what needs more moves
-    waits for the next; None: no bound. space: in the natural layout, where free blocks come from instead of slabs,
-    for measurements. published_ends: in the natural layout, whether hits may end inside a block, which is copied then.
+    waits for the next; at least 1, which lets one request have its moves in each step; None: no bound.
+    space: in the natural layout, where free blocks come from instead of slabs, for measurements.
+    published_ends: in the natural layout, whether hits may end inside a block, which is copied then.
     Raises ConfigError for limits that cannot work, UnsupportedModelError for a group without policy.
     """
 

@@ -23,7 +23,7 @@ from hybridkv.cache.slots import (
     largest_group,
     later_blocks,
     needed_blocks,
-    unreadable_state,
+    unwritten_prefix,
 )
 from hybridkv.cache.write_log import WriteLog
 from hybridkv.errors import ConfigError
@@ -89,9 +89,9 @@ class SlotPlanner:
         step = self._log.open_step
         blocked = None
         if step != WRITTEN and not ask.hit.is_fork:  # what a fork shares was written before
-            blocked = unreadable_state(groups, plans, sources, pool, step)
+            blocked = unwritten_prefix(groups, plans, sources, pool, step)
         if blocked is not None:
-            return Refusal(Reason.STATE_NOT_READABLE, blocked, needed, free)
+            return Refusal(Reason.PREFIX_NOT_WRITTEN, blocked, needed, free)
         if admission is not None:
             kept = needed_blocks(plans, (0,) * len(plans), pool)  # sources are held for this step alone
             later = later_blocks(groups, plans, admission)

@@ -41,7 +41,8 @@ def _room(evicted: list[int], moves: Int32 | None = None) -> Room:
 class SlabSpace:
     """The slabs of ``layout``. At first all are free, slab 1 to be taken first.
 
-    max_moved_bytes: once so much was moved since ``begin_step``, what needs more moves waits; None: no bound.
+    max_moved_bytes: once so much, at least 1, was moved since ``begin_step``, what needs more moves waits; None: no
+    bound.
 
     For reading: num_blocks (what arrays over handles need), num_slabs (usable: without the null slab), ks and bases of
     the classes, class_of_group; per class referenced and holes (blocks), slabs (owned), moved_blocks and transfers

@@ -25,18 +25,24 @@ NO_BLOCKS = np.empty(0, np.int32)
 
 
 class Reason(StrEnum):
-    """Why slots were refused."""
+    """Why slots were refused.
+
+    no_space: there are not so many blocks. fragmented: it fits, but for moves that the step may not make any more, or
+    that locked blocks forbid. admission_limit: it fits now, all known tokens or the watermark besides do not.
+    prefix_not_written: the cached prefix ends with a state, or inside a block, that the step now made is to write;
+    a copy made before its forward would come too early.
+    """
 
     NO_SPACE = "no_space"
     FRAGMENTED = "fragmented"
     ADMISSION_LIMIT = "admission_limit"
-    STATE_NOT_READABLE = "state_not_readable"
+    PREFIX_NOT_WRITTEN = "prefix_not_written"
 
 
 class Refusal(NamedTuple):
-    """Nothing was changed. group: the one that asked for most. blocks: of all groups together, or slabs.
+    """Nothing was changed. group: the one that asked for most, or whose prefix is not written.
 
-    fragmented: it fits, but for moves that the step may not make any more, or that locked blocks forbid.
+    needed_blocks, free_blocks: of all groups together, or slabs.
     """
 
     reason: Reason
@@ -194,7 +200,7 @@ def later_blocks(groups: Sequence[CacheGroup], plans: Sequence[GroupPlan], admis
     ]
 
 
-def unreadable_state(
+def unwritten_prefix(
     groups: Sequence[CacheGroup], plans: Sequence[GroupPlan], sources: Sequence[int], pool: BlockPool, step: int
 ) -> int | None:
     """The first group whose hit is a state, or is copied, and has yet to be written by ``step``, now scheduled."""
