@@ -18,7 +18,6 @@ A message says what is wrong and what to change. A command prints it as one line
 A cache that is merely full raises nothing: it answers with a reasoned Refusal.
 """
 
-
 from __future__ import annotations
 
 

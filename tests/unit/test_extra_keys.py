@@ -101,8 +101,9 @@ def known_extras(draw: st.DrawFn) -> dict[str, Any]:
     """Any extras of a prompt of PROMPT tokens."""
     known: dict[str, Any] = {}
     items, end = [], 0
+    lengths = {name: draw(st.integers(1, 7)) for name in "abc"}  # an id names one content
     for name in draw(st.lists(st.sampled_from("abc"), max_size=6)):
-        gap, length = draw(st.integers(0, 3)), draw(st.integers(1, 7))
+        gap, length = draw(st.integers(0, 3)), lengths[name]
         if end + gap + length <= PROMPT:
             items.append(MultimodalItem(name, end + gap, length))
             end += gap + length

@@ -366,7 +366,7 @@ def test_the_caller_may_end_a_request() -> None:
     assert not sched.finish("a")
     assert sched.drained
     assert ended(update(sched, sched.schedule())) == [("a", "stop")]
-    assert [str(reason) for reason in FinishReason] == ["stop", "length", "abort"]
+    assert [str(reason) for reason in FinishReason] == ["stop", "length", "abort", "error"]
 
 
 def test_the_last_full_block_is_published_when_a_request_ends() -> None:

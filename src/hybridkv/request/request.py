@@ -271,7 +271,8 @@ class Request:
         """Keys of what cross attention reads, in blocks of ``block_size`` tokens, the last one maybe not full.
 
         Of the encoder's digest and token count, the adapter and the salt, not of the prompt; none without an encoder
-        input or a hasher. A chain of hash blocks that all hold the token count. O(encoder tokens), once. HashError as ``append``.
+        input or a hasher. A chain of hash blocks that all hold the token count. O(encoder tokens), once. HashError as
+        ``append``.
         """
         if self.encoder is None or self.hasher is None:
             return []

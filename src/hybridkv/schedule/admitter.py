@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
-from hybridkv.cache import KVCacheManager, Reason, Refusal
+from hybridkv.cache import KVCacheManager, Reason, Refusal, SlotPlan
 from hybridkv.request import Request
 from hybridkv.schedule.admission import limit_tokens, plan_admission
 from hybridkv.schedule.chunks import Chunks
+from hybridkv.schedule.departures import Departures
 from hybridkv.schedule.draft import Draft
-from hybridkv.schedule.limits import SchedulerLimits
+from hybridkv.schedule.limits import Finished, FinishReason, SchedulerLimits
 from hybridkv.schedule.running import RunningRows
 from hybridkv.schedule.waiting import Waiting, WaitingQueue
 
@@ -28,12 +29,15 @@ class Admitter:
         chunks: Chunks,
         waiting: WaitingQueue,
         running: RunningRows,
+        *,
+        departures: Departures,
     ) -> None:
         self._cache = cache
         self._limits = limits
         self._chunks = chunks
         self._waiting = waiting
         self._running = running
+        self._departures = departures
         self.refusals: Counter[Reason] = Counter()
 
     def admit(self, draft: Draft, now: float) -> Iterator[tuple[Request, int]]:
@@ -47,8 +51,13 @@ class Admitter:
             if len(refused) == len(self._waiting):
                 return
             entry = self._waiting[len(refused)]
-            hit_tokens = None if entry.unsettled else self._admit_one(entry, draft)
-            if hit_tokens is not None:
+            try:
+                planned = None if entry.unsettled else self._plan(entry, draft.budget)
+            except Exception as error:  # noqa: BLE001 - a plan changes nothing: what it raises is its request's alone
+                self._departures.end([Finished(entry.request, FinishReason.ERROR, error)])
+                continue
+            if planned is not None:
+                hit_tokens = self._carry_out(entry, *planned, draft)
                 self._waiting.pop(len(refused))
                 for passed in refused:
                     passed.overtaken += 1
@@ -66,18 +75,20 @@ class Admitter:
         waited = now - entry.refused_at
         return entry.overtaken < self._limits.max_overtaken and waited < self._limits.max_overtaken_seconds
 
-    def _admit_one(self, entry: Waiting, draft: Draft) -> int | None:
-        """Its chunk now, room for the rest of its known tokens: the tokens it hit, None when it does not fit."""
-        request, cache, running = entry.request, self._cache, self._running
-        planned = plan_admission(cache, self._limits, self._chunks, entry, draft.budget, alone=not running.seats_taken)
+    def _plan(self, entry: Waiting, budget_tokens: int) -> tuple[SlotPlan, int, int] | None:
+        """Its chunk now, room for the rest of its known tokens: slots, hit, new tokens; None if it does not fit."""
+        alone = not self._running.seats_taken
+        planned = plan_admission(self._cache, self._limits, self._chunks, entry, budget_tokens, alone=alone)
         if isinstance(planned, Refusal):
             self.refusals[planned.reason] += 1
             return None
-        if planned is None:
-            return None
-        plan, hit_tokens, count = planned
+        return planned
+
+    def _carry_out(self, entry: Waiting, plan: SlotPlan, hit_tokens: int, count: int, draft: Draft) -> int:
+        """The request runs from now on; the tokens it hit."""
+        request, cache = entry.request, self._cache
         cache.commit(plan)
         request.num_computed_tokens = hit_tokens
-        running.admit(request, limit_tokens(cache, request), entry.turn, last=self._limits.policy == "fcfs")
+        self._running.admit(request, limit_tokens(cache, request), entry.turn, last=self._limits.policy == "fcfs")
         draft.add_admitted(request, count, cache.get_blocks(request.request_id), encodes=plan.encodes)
         return hit_tokens

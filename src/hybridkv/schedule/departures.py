@@ -8,6 +8,7 @@ A row is *distrusted* when a step failed that may have left anything in its bloc
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -18,9 +19,11 @@ from hybridkv.schedule.counts import Counts
 from hybridkv.schedule.forks import Branching
 from hybridkv.schedule.in_flight import InFlight
 from hybridkv.schedule.inbox import Inbox
-from hybridkv.schedule.limits import Finished, FinishReason
+from hybridkv.schedule.limits import Finished
 from hybridkv.schedule.running import RunningRows
 from hybridkv.schedule.waiting import Waiting, WaitingQueue
+
+logger = logging.getLogger(__name__)
 
 
 class Departures:
@@ -69,13 +72,16 @@ class Departures:
 
     # -- for good
 
-    def end(self, ended: Iterable[tuple[Request, FinishReason]]) -> None:
+    def end(self, ended: Iterable[Finished]) -> None:
         """Requests leave: from the queue at once, from their rows when no step in flight holds them."""
         rows = []
-        for request, reason in ended:
+        for one in ended:
+            request = one.request
             if not self._inbox.end(request):
                 continue
-            self._finished.append(Finished(request, reason))
+            if one.error is not None:
+                logger.warning("request %r ended: %s", request.request_id, one.error, exc_info=one.error)
+            self._finished.append(one)
             self._counts.finished += 1
             self._branching.orphan(request)
             if request.row < 0:

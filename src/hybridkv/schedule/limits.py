@@ -48,19 +48,21 @@ class SchedulerLimits:
 
 
 class FinishReason(StrEnum):
-    """Why a request ended: a stop token or string, its length, or the caller."""
+    """Why a request ended: a stop token or string, its length, the caller, or an error of its own."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request that ended. Its tokens are all there; its blocks are free or will be."""
+    """A request that ended. Its tokens are all there; its blocks are free or will be. error: what ended it, if one."""
 
     request: Request
     reason: FinishReason
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

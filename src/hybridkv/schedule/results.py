@@ -12,16 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.errors import HashError
 from hybridkv.request import Request
 from hybridkv.schedule.admission import limit_tokens
 from hybridkv.schedule.departures import Departures
 from hybridkv.schedule.in_flight import InFlight
-from hybridkv.schedule.limits import FinishReason
+from hybridkv.schedule.limits import Finished, FinishReason
 from hybridkv.schedule.running import RunningRows
 from hybridkv.schedule.waiting import WaitingQueue
 from hybridkv.step import Csr
 
 Int64 = NDArray[np.int64]
+Ended = dict[int, FinishReason | HashError]
+"""Who is done, by place in the step, and why."""
 
 
 class Results:
@@ -44,14 +47,14 @@ class Results:
         taken = flight.step.samples & alive
         appended = taken.astype(np.int64)
         if drafted is None:
-            ended = self._append_one(rows, np.flatnonzero(taken), sampled)
+            ended = self._append_one(rows, np.flatnonzero(taken), sampled, appended)
         else:
             ended = self._append_several(rows, np.flatnonzero(taken), sampled, appended)
             self._settle_drafts(
                 rows, attached & (drafted > 0), drafted, np.minimum(np.diff(sampled.indptr) - 1, appended)
             )
         if ended:
-            self._departures.end((flight.requests[i], reason) for i, reason in sorted(ended))
+            self._departures.end(_finished(flight.requests[i], ended[i]) for i in sorted(ended))
         for place, request in flight.detached.items():
             appended[place] = self._append_waiting(request, sampled[place].tolist())
         if appended.sum() == len(sampled.values):
@@ -60,38 +63,45 @@ class Results:
 
     # -- running rows
 
-    def _append_one(self, rows: Int64, places: Int64, sampled: Csr) -> list[tuple[int, FinishReason]]:
+    def _append_one(self, rows: Int64, places: Int64, sampled: Csr, appended: Int64) -> Ended:
         """The one token of each of the ``places`` in the step; who is done, and why."""
         tokens = sampled.values if len(places) == len(sampled.values) else sampled.values[sampled.indptr[places]]
-        return self._append_rows(rows[places], places, tokens)
+        return self._append_rows(rows[places], places, tokens, appended)
 
-    def _append_several(
-        self, rows: Int64, places: Int64, sampled: Csr, appended: Int64
-    ) -> list[tuple[int, FinishReason]]:
+    def _append_several(self, rows: Int64, places: Int64, sampled: Csr, appended: Int64) -> Ended:
         """Token after token of all ``places``, up to where each is done. ``appended``: tokens of each, is filled in."""
-        ended: list[tuple[int, FinishReason]] = []
+        ended: Ended = {}
         counts, turn = np.diff(sampled.indptr), 0
         while places.size:
-            done = self._append_rows(rows[places], places, sampled.values[sampled.indptr[places] + turn])
+            appended[places] = turn + 1
+            done = self._append_rows(rows[places], places, sampled.values[sampled.indptr[places] + turn], appended)
             turn += 1
-            appended[places] = turn
-            ended += done
+            ended |= done
             goes_on = counts[places] > turn
             if done:
-                goes_on &= ~np.isin(places, [place for place, _ in done])
+                goes_on &= ~np.isin(places, list(done))
             places = places[goes_on]
         return ended
 
-    def _append_rows(self, rows: Int64, places: Int64, tokens: NDArray[np.int32]) -> list[tuple[int, FinishReason]]:
-        """One token for each of ``rows``: the places of those that are done, and why."""
+    def _append_rows(self, rows: Int64, places: Int64, tokens: NDArray[np.int32], appended: Int64) -> Ended:
+        """One token for each of ``rows``: the places of those that are done, and why.
+
+        ``appended`` is one less where the token could not be taken.
+        """
         running = self._running
-        self._cache.rows.append(rows, tokens)
+        failed = self._cache.rows.append(rows, tokens)
         stopped = running.stops(rows, tokens)
-        ended = stopped | (self._cache.rows.num_tokens[rows] >= running.limit[rows])
-        if not ended.any():
-            return []
-        reasons = np.flatnonzero(ended).tolist()
-        return [(places.item(i), FinishReason.STOP if stopped[i] else FinishReason.LENGTH) for i in reasons]
+        done = stopped | (self._cache.rows.num_tokens[rows] >= running.limit[rows])
+        if not (failed or done.any()):
+            return {}
+        ended: Ended = {
+            places.item(i): FinishReason.STOP if stopped[i] else FinishReason.LENGTH
+            for i in np.flatnonzero(done).tolist()
+        }
+        for i in np.flatnonzero(np.isin(rows, list(failed))).tolist():
+            appended[places[i]] -= 1
+            ended[places.item(i)] = failed[rows.item(i)]
+        return ended
 
     def _settle_drafts(self, rows: Int64, mask: NDArray[np.bool_], drafted: Int64, kept: Int64) -> None:
         """Of the drafts that the rows of ``mask`` computed, those not ``kept`` were never there."""
@@ -105,12 +115,20 @@ class Results:
         if not self._waiting.settle(request):
             return 0  # it was aborted since
         for count, token in enumerate(sampled, 1):
-            request.append(token)
+            try:
+                request.append(token)
+            except HashError as error:
+                self._departures.end([_finished(request, error)])
+                return count - 1
             stopped = token in request.stop_ids
             if stopped or request.num_tokens >= limit_tokens(self._cache, request):
-                self._departures.end([(request, FinishReason.STOP if stopped else FinishReason.LENGTH)])
+                self._departures.end([Finished(request, FinishReason.STOP if stopped else FinishReason.LENGTH)])
                 return count
         return len(sampled)
+
+
+def _finished(request: Request, why: FinishReason | HashError) -> Finished:
+    return Finished(request, FinishReason.ERROR, why) if isinstance(why, HashError) else Finished(request, why)
 
 
 def _heads(lists: Csr, counts: Int64) -> Csr:

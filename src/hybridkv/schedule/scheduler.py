@@ -75,8 +75,8 @@ class Scheduler:
         self._after = -1
         queues = self._waiting, self._running
         self._branching = Branching(self._forks, cache, self.limits, *queues)
-        self._admitter = Admitter(cache, self.limits, self._chunks, *queues)
         self._departures = Departures(cache, *queues, inbox=self._inbox, branching=self._branching, counts=self._counts)
+        self._admitter = Admitter(cache, self.limits, self._chunks, *queues, departures=self._departures)
         self._results = Results(cache, *queues, self._departures)
         self._failures = Failures(cache, *queues, self._departures)
 
@@ -317,7 +317,7 @@ class Scheduler:
         request = self._inbox.find(request_id)
         if request is None:
             return False
-        self._departures.end([(request, reason)])
+        self._departures.end([Finished(request, reason)])
         return True
 
     # -- failure
@@ -359,4 +359,4 @@ class Scheduler:
                 self._waiting.append(request)
                 self._branching.add(request, item.children)
             elif self._inbox.find(request.request_id) is request:
-                self._departures.end([(request, FinishReason.ABORT)])
+                self._departures.end([Finished(request, FinishReason.ABORT)])
