@@ -39,6 +39,9 @@ PromptsOption = Annotated[
     Path | None, typer.Option(help="JSON lines with prompt, encoder, sampling and marks, or text; a few built-in ones.")
 ]
 MemoryOption = Annotated[str | None, typer.Option(help="For the cache: 64MiB, or bytes; enough for all prompts.")]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that model folders hold; else none ever runs.")
+]
 CheckOption = Annotated[bool, typer.Option("--check", help="Compare with plain transformers; exit 1 if it differs.")]
 
 
@@ -50,6 +53,7 @@ def register(app: typer.Typer) -> None:
 def generate_command(
     *,
     model: ModelOption,
+    trust_remote_code: TrustOption = False,
     prompts: PromptsOption = None,
     max_new_tokens: Annotated[int, typer.Option(help="Of each request, unless its sampling says max_tokens.")] = 32,
     block_size: BlockSize = None,
@@ -77,9 +81,9 @@ def generate_command(
     from hybridkv.runner.assembly import EngineOptions  # noqa: PLC0415  # torch takes seconds: only this command pays
 
     options = EngineOptions(max_running, token_budget, in_flight, prefix_caching)
-    loaded = _load(model)
+    loaded = _load(model, trust_remote_code=trust_remote_code)
     found = _prompts(loaded, prompts, defaults, skip_bad_lines=skip_bad_lines)
-    drafter = None if asked is None else asked.drafter(_lengths(found), options)
+    drafter = None if asked is None else asked.drafter(_lengths(found), options, trust_remote_code=trust_remote_code)
     plan = _plan(loaded, found, plan_file, rules, drafts=0 if asked is None else asked.drafts)
     run = _run(loaded, plan, found, options, repeat=repeat, check=check, drafter=drafter)
     show = print_document if as_json else print_tables
@@ -115,14 +119,14 @@ def _quiet_transformers() -> None:
     warnings.filterwarnings("ignore", module=r"transformers\..*")
 
 
-def _load(source: str) -> LoadedModel:
+def _load(source: str, *, trust_remote_code: bool) -> LoadedModel:
     import torch  # noqa: PLC0415  # see generate_command
 
     from hybridkv.runner.load import TINY, load  # noqa: PLC0415  # same
 
     if source.startswith(TINY):
         torch.set_num_threads(1)  # such a model is done before threads have met
-    return load(source)
+    return load(source, trust_remote_code=trust_remote_code)
 
 
 def _prompts(loaded: LoadedModel, path: Path | None, defaults: SamplingParams, *, skip_bad_lines: bool) -> Prompts:

@@ -49,10 +49,11 @@ class Speculate:
             raise ConfigError(f"--speculate is ngram[:K] or draft:DIR[:K], got {text!r}")
         return cls(rest or None, drafts)
 
-    def drafter(self, lengths: Sequence[int], options: EngineOptions) -> Drafter:
+    def drafter(self, lengths: Sequence[int], options: EngineOptions, *, trust_remote_code: bool = False) -> Drafter:
         """The drafter, with room for requests of ``lengths`` tokens, prompt and output together.
 
-        A draft model runs with ``options``, but for its prefix cache, which it lives on.
+        A draft model runs with ``options``, but for its prefix cache, which it lives on. trust_remote_code: as ``load``
+        has it.
         Raises ConfigError for a number of drafts that cannot be, and as ``load`` and ``plan_for`` do.
         """
         from hybridkv.runner import Engine, load, plan_for  # noqa: PLC0415  # torch takes seconds: who drafts pays
@@ -60,6 +61,6 @@ class Speculate:
 
         if self.source is None:
             return NgramDrafter(self.drafts)
-        loaded = load(self.source)
+        loaded = load(self.source, trust_remote_code=trust_remote_code)
         own = replace(options, prefix_caching=True)
         return DraftModel(Engine(loaded, plan_for(loaded, lengths), own), self.drafts)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import read_model
 from hybridkv.runner.encoder_decoder import auto_class
+from hybridkv.runner.folder import CONFIG, require_no_code, require_plain_weights
 from hybridkv.runner.probe import require_runnable
 from hybridkv.runner.tiny import byte_tokenizer, tiny_model
 
@@ -49,44 +49,54 @@ class LoadedModel:
         return size
 
 
-def load(source: str, *, seed: int = 0, device: torch.device | str = "cpu") -> LoadedModel:
+def load(
+    source: str, *, seed: int = 0, device: torch.device | str = "cpu", trust_remote_code: bool = False
+) -> LoadedModel:
     """``tiny:NAME`` (weights from ``seed``) or a folder with config.json, safetensors and a tokenizer.
 
-    Nothing is downloaded. Raises ConfigError for what cannot be loaded, UnsupportedModelError for a model
-    that the planner refuses (before its weights are read) or whose positions depend on what runs beside it.
+    trust_remote_code: run the Python code in the folder that its config or tokenizer names; else none ever runs, and a
+    tokenizer that is such code is refused. Nothing is downloaded.
+    Raises ConfigError for what cannot be loaded, UnsupportedModelError for a model that the planner refuses (before its
+    weights are read) or whose positions depend on what runs beside it.
     """
+    if not isinstance(trust_remote_code, bool):  # "no" would be a yes
+        raise ConfigError(f"trust_remote_code must be true or false, got {type(trust_remote_code).__name__}")
     if source.startswith(TINY):
         return wrap(tiny_model(source.removeprefix(TINY), seed).to(device), byte_tokenizer(), source)
     folder = Path(source)
     if not folder.is_dir():
         raise ConfigError(f"--model {source!r} is neither a folder nor tiny:NAME: give a folder with config.json")
-    if not (folder / "config.json").is_file():
+    if not (folder / CONFIG).is_file():
         raise ConfigError(f"{source} has no config.json: give the folder of a Hugging Face model")
     require_runnable(read_model(folder, backend="transformers"))
-    if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"{source} has no *.safetensors: save the model with save_pretrained there")
-    model = _model_in(folder)
+    require_plain_weights(folder)
+    if not trust_remote_code:
+        require_no_code(folder)
+    model = _model_in(folder, trust_remote_code=trust_remote_code)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:
         raise ConfigError(f"cannot load the tokenizer in {source}: {error}") from error
     return wrap(model.to(device).eval(), tokenizer, source)
 
 
-def _model_in(folder: Path) -> PreTrainedModel:
+def _model_in(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
     """The model in ``folder``, every weight from its files: transformers itself would make up those that lack."""
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
         model, report = auto_class(config).from_pretrained(
             folder,
+            config=config,
             local_files_only=True,
+            trust_remote_code=trust_remote_code,
             dtype="auto",
             attn_implementation="eager",
             use_safetensors=True,
+            weights_only=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except Exception as error:  # whatever a folder makes transformers raise is what is wrong with it
         raise ConfigError(f"cannot load the model in {folder}: {error}") from error
     lacking = sorted(report["missing_keys"]) or sorted(str(one) for one in report["mismatched_keys"])
     if lacking:

@@ -1,0 +1,151 @@
+"""Code that a model folder brings along: run on demand alone, whatever standard input says."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hostile_folder import CONFIG_CODE, TOKENIZER_CODE, TRACE, hostile_folder, put, ran
+from runner_support import greedy
+
+from hybridkv.errors import ConfigError
+from hybridkv.models import read_model
+from hybridkv.runner import Engine, load
+from hybridkv.runner.load import LoadedModel
+
+UNKNOWN = "XTokenizer"
+"""A tokenizer that transformers does not have."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With somebody at the keyboard who says yes to everything, and what is run copied elsewhere than home."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    return hostile_folder(tmp_path)
+
+
+def command(*arguments: str | Path, home: Path) -> subprocess.CompletedProcess[str]:
+    """`hybridkv` in a process of its own, with ``yes`` on its standard input."""
+    return subprocess.run(  # noqa: S603  # our own command with arguments of the tests
+        [sys.executable, "-m", "hybridkv", *map(str, arguments)],
+        input="y\n" * 9,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "HF_MODULES_CACHE": str(home / "modules")},
+    )
+
+
+def generates(loaded: LoadedModel) -> bool:
+    with Engine(loaded, memory="2MiB", max_model_len=128) as engine:
+        return len(engine.generate(["a prompt"], greedy(4))[0].token_ids) == 4
+
+
+def test_a_tokenizer_of_code_is_refused(folder: Path) -> None:
+    put(folder, "tokenizer_config.json", auto_map=TOKENIZER_CODE, tokenizer_class=UNKNOWN)
+    with pytest.raises(ConfigError, match=r"Python code .*--trust-remote-code \(trust_remote_code=True\)"):
+        load(str(folder))
+    assert not ran(folder)
+
+
+@pytest.mark.parametrize("auto_map", [TOKENIZER_CODE["AutoTokenizer"], {"AutoTokenizer": ["x--y.Z", None]}, [], 5])
+def test_other_forms_of_a_tokenizers_code_are_refused(folder: Path, auto_map: object) -> None:
+    put(folder, "tokenizer_config.json", auto_map=auto_map, tokenizer_class=None)
+    with pytest.raises(ConfigError, match=r"Python code|cannot load the tokenizer"):
+        load(str(folder))
+    assert not ran(folder)
+
+
+def test_code_beside_a_known_model_is_not_run(folder: Path) -> None:
+    put(folder, "config.json", auto_map=CONFIG_CODE)
+    put(folder, "tokenizer_config.json", auto_map=TOKENIZER_CODE, tokenizer_class="PreTrainedTokenizerFast")
+    loaded = load(str(folder))
+    assert type(loaded.model).__name__ == "LlamaForCausalLM"
+    assert generates(loaded)
+    assert not ran(folder)
+
+
+@pytest.mark.parametrize("name", ["AutoImageProcessor", "AutoConfig", "LlavaProcessor", "AutoModelForImageToImage", 5])
+def test_a_tokenizer_class_that_is_none_is_refused(folder: Path, name: object) -> None:
+    """Others load more than a tokenizer, by rules of their own."""
+    put(folder, "config.json", auto_map={"AutoModelForImageToImage": "modeling_x.XForCausalLM"})
+    put(folder, "preprocessor_config.json", auto_map={"AutoImageProcessor": "modeling_x.XForCausalLM"})
+    for file in ("tokenizer_config.json", "config.json"):
+        put(folder, "tokenizer_config.json", tokenizer_class=None)
+        put(folder, file, tokenizer_class=name)
+        with pytest.raises(ConfigError, match="tokenizer_class"):
+            load(str(folder))
+        assert not ran(folder)
+
+
+def pickled(folder: Path, name: str) -> None:
+    """A checkpoint that leaves a trace where it is unpickled."""
+
+    class Runs:
+        def __reduce__(self) -> tuple[object, ...]:
+            return exec, (f"with open({str(folder.parent / TRACE)!r}, 'a') as trace: trace.write('pickle')",)
+
+    torch.save({"model.embed_tokens.weight": Runs()}, folder / name)
+
+
+def test_a_pickled_checkpoint_is_never_opened(folder: Path) -> None:
+    for name in ("pytorch_model.bin", "adapter_model.bin", "model.pt", "training_args.bin"):
+        pickled(folder, name)
+    assert generates(load(str(folder)))
+    # named by the config, in spite of use_safetensors
+    put(folder, "config.json", transformers_weights="adapter_model.bin")
+    with pytest.raises(ConfigError, match=r"adapter_model\.bin.*safetensors"):
+        load(str(folder))
+    # by the index of shards
+    put(folder, "config.json", transformers_weights=None)
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    for shard in ("pytorch_model.bin", "../outside.safetensors", str(folder / "other.safetensors"), 5):
+        put(folder, "model.safetensors.index.json", metadata={}, weight_map={"model.embed_tokens.weight": shard})
+        with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json.*safetensors"):
+            load(str(folder))
+    assert not ran(folder)
+
+
+def test_the_folders_code_is_run_on_demand(folder: Path) -> None:
+    put(folder, "config.json", auto_map=CONFIG_CODE)
+    put(folder, "tokenizer_config.json", auto_map=TOKENIZER_CODE, tokenizer_class=UNKNOWN)
+    loaded = load(str(folder), trust_remote_code=True)
+    assert (type(loaded.model).__name__, type(loaded.tokenizer).__name__) == ("XForCausalLM", "XTokenizer")
+    assert generates(loaded)
+    assert ran(folder) >= {"configuration_x", "modeling_x", "tokenization_x"}
+
+
+def test_what_is_no_yes_or_no_is_refused(folder: Path) -> None:
+    for given in ("yes", 1, None):
+        with pytest.raises(ConfigError, match="trust_remote_code must be true or false"):
+            load(str(folder), trust_remote_code=given)  # type: ignore[arg-type]  # what is refused
+
+
+def test_plans_never_run_code(folder: Path) -> None:
+    put(folder, "config.json", auto_map=CONFIG_CODE)
+    put(folder, "tokenizer_config.json", auto_map=TOKENIZER_CODE, tokenizer_class=UNKNOWN)
+    assert read_model(folder).model_type == "llama"
+    assert command("plan", folder, "--memory", "1GiB", home=folder.parent).returncode == 0
+    assert not ran(folder)
+
+
+def test_the_command_asks_nothing_and_runs_code_on_demand(folder: Path) -> None:
+    put(folder, "config.json", auto_map=CONFIG_CODE)
+    put(folder, "tokenizer_config.json", auto_map=TOKENIZER_CODE, tokenizer_class=UNKNOWN)
+    models = [("--model", folder), ("--model", "tiny:llama", "--speculate", f"draft:{folder}")]
+    for model in models:
+        arguments = ("generate", *model, "--max-new-tokens", "3")
+        done = command(*arguments, home=folder.parent)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+        assert "--trust-remote-code" in done.stderr
+    assert not ran(folder)
+    for model in models:
+        done = command("generate", *model, "--max-new-tokens", "3", "--trust-remote-code", home=folder.parent)
+        assert done.returncode == 0, done.stderr
+        assert ran(folder) >= {"configuration_x", "modeling_x", "tokenization_x"}
+        (folder.parent / TRACE).unlink()
