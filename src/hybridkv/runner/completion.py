@@ -68,8 +68,8 @@ class Progress:
     """A request that runs, or what came of it. detokenizer: None without a tokenizer.
 
     computed_tokens: run for it so far; drafted_tokens, accepted_tokens: see Completion. streamed: whether somebody
-    reads it through a Cursor. completion: once it has ended; error: what the tokenizer raised, instead. logprobs: of
-    its output so far. prompt_logprobs: of its prompt, one list with all branches of a request: who computes the prompt
+    reads it through a Cursor. completion: once it has ended; error: what ended it instead. logprobs: of its output so
+    far. prompt_logprobs: of its prompt, one list with all branches of a request: who computes the prompt
     is not known before.
     """
 
@@ -120,8 +120,11 @@ class Progress:
             return FinishReason.ABORT
         return FinishReason.STOP if stopped else None
 
-    def end(self, reason: FinishReason) -> None:
-        """The request has ended: by a completion, or an error."""
+    def end(self, reason: FinishReason, because: Exception | None = None) -> None:
+        """The request has ended: by a completion, or an error, that of its scheduler or of its tokenizer."""
+        if because is not None:
+            self.error = because
+            return
         self.add_text()  # nothing, unless an interrupt came before
         try:
             self.completion = None if self.error is not None else self._completed(reason)

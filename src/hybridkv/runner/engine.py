@@ -36,7 +36,7 @@ from hybridkv.runner.load import LoadedModel, own_mode
 from hybridkv.runner.logprobs import TokenLogprob
 from hybridkv.runner.runner import Observer
 from hybridkv.runner.stream import Stream
-from hybridkv.schedule import FinishReason, Outcome, SchedulerStatistics
+from hybridkv.schedule import Finished, Outcome, SchedulerStatistics
 from hybridkv.step import Step, StepResult
 
 if TYPE_CHECKING:  # a draft model is an engine, too
@@ -285,8 +285,8 @@ class Engine:
         """Schedule as far ahead as allowed, run the oldest Step, and hand out who finished, but for streams.
 
         An error of the forward passes through; the steps in flight have then failed, their requests wait again, and
-        the next call goes on with them. An error of the tokenizer ends its request alone; it passes through, too, and
-        the next call hands out what this one did not. CacheError once the engine is closed.
+        the next call goes on with them. An error of one request, of its tokenizer or its hashes, ends that one alone;
+        it passes through, too, and the next call hands out what this one did not. CacheError once the engine is closed.
         """
         self._run()
         failed = next((one for one in self._ended if one.error is not None), None)
@@ -367,7 +367,7 @@ class Engine:
 
     def _take_in(self, step: Step, result: StepResult, outcome: Outcome) -> None:
         """Counts and log probabilities of all rows; then their text, which may end them; then completions."""
-        ended = {one.request: one.reason for one in outcome.finished}
+        ended = {one.request: one for one in outcome.finished}
         grown = count_step(self._live, step, result, outcome)
         try:
             for live in grown:
@@ -376,18 +376,19 @@ class Engine:
                     continue
                 if live.request not in ended:
                     self.scheduler.finish(live.request.request_id, reason)
-                ended[live.request] = reason
+                ended[live.request] = Finished(live.request, reason)
         finally:
-            for request, reason in ended.items():
-                self._end(request, reason)
+            for one in ended.values():
+                self._end(one)
 
-    def _end(self, request: Request, reason: FinishReason) -> None:
+    def _end(self, finished: Finished) -> None:
         """It is to be handed out, if it was not dropped meanwhile."""
+        request = finished.request
         live = self._live.get(request.request_id)
         if live is None or live.request is not request:
             return
         self._forget(live)
-        live.end(reason)
+        live.end(finished.reason, finished.error)
         if not live.streamed:
             self._ended.append(live)
 

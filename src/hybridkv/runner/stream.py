@@ -45,7 +45,7 @@ class Stream(Iterator[Increment]):
     def take(self) -> Increment | None:
         """An increment if one is there; nothing is run. O(outputs).
 
-        Raises what the tokenizer raised, which ended that output; other outputs can be read on.
+        Raises what ended an output, such as an error of the tokenizer; other outputs can be read on.
         """
         for place, cursor in enumerate(self._cursors):
             if cursor.error is not None:
