@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
-from hybridkv.models import Layer
-from hybridkv.runner import TINY_ENCODER_DECODERS, byte_tokenizer, load, tiny_model, wrap
+from hybridkv.models import Layer, read_model
+from hybridkv.runner import TINY_ENCODER_DECODERS, Engine, byte_tokenizer, load, tiny_model, wrap
 from hybridkv.runner.attention_gather import check_attention
 from hybridkv.runner.encoder_inputs import Given
 from hybridkv.runner.probe import page_layout, planner_model, probe, require_runnable
@@ -148,3 +148,29 @@ def test_attention_without_an_eager_function_is_refused() -> None:
 
     with pytest.raises(UnsupportedModelError, match="has no eager_attention_forward"):
         check_attention(torch.nn.Sequential(Odd()))
+
+
+@pytest.mark.parametrize("number", ["float", "int"])
+def test_a_quantized_cache_that_is_not_applied_is_told_of(number: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("llama")
+    wrap(model)
+    assert not caplog.records
+    scheme = {"num_bits": 8, "type": number, "strategy": "tensor", "dynamic": False, "symmetric": True}
+    model.config.quantization_config = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
+    with Engine(model, memory="2MiB", max_model_len=128) as engine:
+        assert engine.plan.model.dtype == "float32"
+    (told,) = caplog.messages
+    assert "kv_cache_scheme" in told
+    assert told.endswith("here they are kept as the model computes them, in float32")
+
+
+def test_an_engine_runs_what_the_planner_cannot_read(tmp_path: Path) -> None:
+    """A scheme that costs the planner an option is none of the engine's: it keeps what the model computes."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    config["compression_config"] = {"kv_cache_scheme": {"num_bits": 8, "type": "int"}}
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    with pytest.raises(UnsupportedModelError, match="--kv-dtype"):
+        read_model(tmp_path)
+    assert load(str(tmp_path)).model.dtype == torch.float32

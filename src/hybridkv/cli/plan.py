@@ -119,6 +119,7 @@ def show_plan(plan: Plan) -> None:
     out.print(groups)
     unit = "slab" if slabs else "block"
     lines = {
+        **({} if model.dtype_from is None else {"keys and values": f"{model.dtype}, by {model.dtype_from}"}),
         "memory": exact_bytes(holds.memory_bytes),
         "used by blocks": exact_bytes(holds.arena_bytes),
         "padding lost": f"{exact_bytes(holds.unused_bytes)} left over, "

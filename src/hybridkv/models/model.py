@@ -27,7 +27,8 @@ class Model:
 
     name: a known name, or what the config calls itself. model_type: the text config's.
     max_model_len: most tokens that the config allows, None where it sets no limit.
-    dtype: what the cache holds. block_size: tokens. tp: tensor parallel ranks.
+    dtype: what the cache holds. dtype_from: what of a quantized checkpoint says so; None where the dtype was asked for
+    or is that of the weights. block_size: tokens. tp: tensor parallel ranks.
     max_encoder_tokens: most tokens that the encoder of an encoder-decoder model hands over, 0 without one.
     num_speculative_tokens: drafts a step that the recurrent layers have room for.
     parameters: weights of the whole model, multi-token prediction modules left out.
@@ -48,6 +49,7 @@ class Model:
     tp: int = 1
     max_encoder_tokens: int = 0
     num_speculative_tokens: int = 0
+    dtype_from: str | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -20,6 +20,7 @@ from hybridkv.models.hybrids import bamba, falcon_h1, granite_hybrid, jamba, nem
 from hybridkv.models.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from hybridkv.models.mamba import mamba, mamba2
 from hybridkv.models.model import Model
+from hybridkv.models.quantization import SIDECAR, KVDtype, kv_dtype
 from hybridkv.models.windowed import gemma2, gemma3, gpt_oss, llama4
 from hybridkv.models.zamba import zamba, zamba2
 from hybridkv.units import dtype_bytes, dtype_name
@@ -81,12 +82,13 @@ def read_model(
     """Layers and specs of one of ``tp`` ranks, from a Hugging Face config.
 
     source: the config as a dict, a path to config.json, a folder with one, or a known model's name.
-    block_size: tokens. dtype: of keys and values, None for that of the config (bfloat16 and a warning in the log
-    where it names none); bf16, fp16, fp32 and fp8 are understood. States keep the config's dtype.
+    block_size: tokens. dtype: of keys and values, None for that of the config: of its quantized KV cache, else of its
+    weights (bfloat16 and a warning in the log where it names none); bf16, fp16, fp32 and fp8 are understood. States
+    keep the dtype of the weights.
     backend: whose layout recurrent states have, ``vllm`` or ``transformers``; attention is the same in both.
     num_speculative_tokens: drafts a step for which states have room.
     Raises ConfigError for a source or a size that cannot work, UnsupportedModelError for a model with
-    layers that cannot be planned yet, naming them.
+    layers that cannot be planned yet, naming them, and for a KV cache quantized in another way than to 8-bit floats.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
@@ -106,7 +108,9 @@ def read_model(
     crossed = fields.flag("is_encoder_decoder") or fields.flag("add_cross_attention")
     if crossed and family not in ENCODER_DECODERS:
         refuse_layer_types(["cross_attention"] * fields.integer("num_hidden_layers"), name)
-    asked = config_dtype(fields) if dtype is None else dtype_name(DTYPE_NAMES.get(dtype, dtype))
+    quantized = _quantized(source, config, name) if dtype is None else None
+    said = config_dtype(fields) if quantized is None else quantized.name
+    asked = said if dtype is None else dtype_name(DTYPE_NAMES.get(dtype, dtype))
     cache_dtype = asked or ASSUMED_DTYPE
     state_dtype = config_dtype(fields) or (cache_dtype if dtype_bytes(cache_dtype) > 1 else ASSUMED_DTYPE)
     facts = family(fields, ReadOptions(block_size, tp, cache_dtype, backend, state_dtype, num_speculative_tokens))
@@ -119,6 +123,7 @@ def read_model(
         max_model_len=max_model_len(fields, rope_scales=facts.rope_scales),
         vocab_size=fields.integer("vocab_size"),
         dtype=cache_dtype,
+        dtype_from=None if quantized is None else quantized.said_by,
         parameters=facts.weights.every,
         active_parameters=facts.weights.active,
         block_size=block_size,
@@ -142,6 +147,16 @@ def text_fields(config: Mapping[str, object], name: str) -> Fields:
     if merged.get("model_type") is None and config.get("model_type") is not None:
         merged["model_type"] = config["model_type"]
     return Fields(merged, name)
+
+
+def _quantized(source: str | Path | Mapping[str, object], config: Mapping[str, object], name: str) -> KVDtype | None:
+    """What the checkpoint says of a quantized KV cache, in its config or in a file of modelopt beside that."""
+    sidecar = None
+    if not isinstance(source, Mapping):
+        folder = Path(source) if Path(source).is_dir() else Path(source).parent
+        if (folder / "config.json").is_file() and (folder / SIDECAR).is_file():
+            sidecar = _read_json(folder / SIDECAR)
+    return kv_dtype(config, name, sidecar)
 
 
 def _load(source: str | Path | Mapping[str, object]) -> tuple[str, Mapping[str, object]]:

@@ -32,6 +32,8 @@ def plan_to_json(plan: Plan) -> str:
     """The document of a plan; equal plans give equal text."""
     specs = list(dict.fromkeys(layer.spec for layer in plan.model.layers))
     facts = {one.name: getattr(plan.model, one.name) for one in fields(Model) if one.name != "layers"}
+    if plan.model.dtype_from is None:
+        del facts["dtype_from"]
     layers = [{"name": one.name, "index": one.index, "spec": specs.index(one.spec)} for one in plan.model.layers]
     document = {
         "schema": SCHEMA,
@@ -130,6 +132,7 @@ def _model(node: Node) -> Model:
         tp=node.integer("tp", minimum=1),
         max_encoder_tokens=node.integer("max_encoder_tokens", default=0),
         num_speculative_tokens=node.integer("num_speculative_tokens", default=0),
+        dtype_from=node.text("dtype_from") if node.has("dtype_from") else None,
     )
 
 

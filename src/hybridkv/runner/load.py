@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,10 +14,13 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import read_model
+from hybridkv.models.quantization import kv_dtype
 from hybridkv.runner.encoder_decoder import auto_class
 from hybridkv.runner.folder import CONFIG, require_no_code, require_plain_weights
 from hybridkv.runner.probe import require_runnable
 from hybridkv.runner.tiny import byte_tokenizer, tiny_model
+
+logger = logging.getLogger(__name__)
 
 TINY: Final = "tiny:"
 _LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
@@ -68,7 +72,8 @@ def load(
         raise ConfigError(f"--model {source!r} is neither a folder nor tiny:NAME: give a folder with config.json")
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{source} has no config.json: give the folder of a Hugging Face model")
-    require_runnable(read_model(folder, backend="transformers"))
+    # of any dtype: the model's own is that of its weights, which are not read yet
+    require_runnable(read_model(folder, backend="transformers", dtype="float32"))
     require_plain_weights(folder)
     if not trust_remote_code:
         require_no_code(folder)
@@ -128,7 +133,20 @@ def wrap(model: PreTrainedModel, tokenizer: Any = None, name: str = "model") -> 
             f"{name}: rope_type {wrong.pop()!r} changes the positions of short requests when a long one runs beside "
             "them: not supported yet"
         )
+    _tell_of_quantized_cache(model, name)
     return LoadedModel(name, model.eval(), tokenizer, _eos(model))
+
+
+def _tell_of_quantized_cache(model: PreTrainedModel, name: str) -> None:
+    """A warning in the log where the checkpoint has a quantized KV cache: pages hold what the model computes."""
+    try:
+        found = kv_dtype(model.config.to_dict(), name)
+        asked = None if found is None else f"its {found.said_by} means {found.name} keys and values"
+    except ConfigError as error:
+        asked = str(error)
+    if asked is not None:
+        held = str(model.dtype).removeprefix("torch.")
+        logger.warning("%s: %s; here they are kept as the model computes them, in %s", name, asked, held)
 
 
 @contextmanager
