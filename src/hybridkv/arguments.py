@@ -43,10 +43,15 @@ def integer(name: str, value: object, least: float = -math.inf, most: float = ma
             raise ConfigError(f"{name} must be an integer, got {shown(value)}")
         value = int(value)
     if not least <= value <= most:
-        if most == math.inf:
-            raise ConfigError(f"{name} must be at least {least}, got {shown(value)}")
-        raise ConfigError(f"{name} must lie in {least} .. {most}, got {shown(value)}")
+        raise ConfigError(f"{name} must {_bound(value, least, most)}, got {shown(value)}")
     return value
+
+
+def _bound(value: int, least: float, most: float) -> str:
+    """Which of the two ``value`` breaks, in words."""
+    if value > most:
+        return f"be at most {most}"
+    return f"be at least {least}" if least else "not be negative"
 
 
 def real(name: str, value: object) -> float:

@@ -106,8 +106,8 @@ def test_decoder_prefixes_hit_under_one_digest_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"cache_salt": "tenant"}, {"lora": LoraAdapter("sql", "/sql")}, {"encoder": EncoderInput("audio", 9)},
-                {"encoder": EncoderInput(b"audio", 10)}]
+    "changed", [{"cache_salt": "tenant"}, {"lora": LoraAdapter("sql", "/sql")}, {"encoder": EncoderInput(b"audio", 10)},
+                {"encoder": EncoderInput("audio", 9), "cache_salt": "tenant"}]
 )  # fmt: skip
 def test_what_else_the_output_depends_on_tells_blocks_apart(changed: dict[str, object]) -> None:
     loop = Loop()

@@ -30,6 +30,7 @@ from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.locks import Locks
 from hybridkv.cache.lookup import PrefixLookup
+from hybridkv.cache.names import ContentNames
 from hybridkv.cache.pins import Pins
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.planner import SlotPlanner
@@ -104,6 +105,7 @@ class Records:
     relocator: Relocator
     ends: PublishedEnds
     checkpoints: Checkpoints
+    names: ContentNames
     residents: Residents
 
 
@@ -200,8 +202,9 @@ def _records_of(storage: Storage, options: CacheOptions) -> Records:
         transfers=transfers,
         placement=storage.placement,
     )
-    residents = Residents(groups, ends, hasher=storage.hasher, tail_tokens=storage.hash_block)
-    return Records(pins, Locks(pool), publisher, transfers, relocator, ends, checkpoints, residents)
+    names = ContentNames()
+    residents = Residents(groups, ends, names, hasher=storage.hasher, tail_tokens=storage.hash_block)
+    return Records(pins, Locks(pool), publisher, transfers, relocator, ends, checkpoints, names, residents)
 
 
 def _committer_of(storage: Storage, records: Records) -> Committer:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from hybridkv.cache.pool import NULL_BLOCK, BlockPool
 from hybridkv.errors import ConfigError
+from hybridkv.request import Request
 
 Int32 = NDArray[np.int32]
 
@@ -23,7 +24,7 @@ class KVCacheBlocks:
     ids: one int32 array a group. pool: where the blocks are, None for ids that were put together by hand.
     evictions: of the pool when these blocks were found in a look-up; None for others.
     sources: of a hit that ends inside a block or at a state: the block of each group to copy its end from, 0: none.
-    is_fork: these are the blocks of a running request, which need no keys.
+    parent: whose blocks these are, for a branch of that request: they need no keys. None for all others.
     With slabs ``ids`` are the pool's numbers; what is read out (``blocks``, views) are ids within each group's class.
     """
 
@@ -31,7 +32,12 @@ class KVCacheBlocks:
     pool: BlockPool | None = field(default=None, repr=False)
     evictions: int | None = field(default=None, repr=False)
     sources: tuple[int, ...] = ()
-    is_fork: bool = False
+    parent: Request | None = field(default=None, repr=False)
+
+    @property
+    def is_fork(self) -> bool:
+        """Whether these are the blocks of a running request."""
+        return self.parent is not None
 
     @property
     def is_stale(self) -> bool:

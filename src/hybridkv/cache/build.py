@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+from hybridkv.arguments import shown
 from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.index import PrefixIndex
 from hybridkv.cache.placement import DEFAULT_PLACEMENT, Placement
@@ -23,8 +24,10 @@ _KEYS_APART: Final = 16  # tokens, where there is no attention whose blocks woul
 def placement_for(config: KVCacheConfig, placement: Placement | None) -> Placement | None:
     """Where states are kept in the natural layout; None in the reference layout, whose specs say it themselves.
 
-    ConfigError for a placement in the reference layout.
+    ConfigError for a placement in the reference layout, and for what is none.
     """
+    if not isinstance(placement, Placement | None):
+        raise ConfigError(f"placement must be one of hybridkv.cache.placement, got {shown(placement)}")
     if config.slabs is not None:
         return placement if placement is not None else DEFAULT_PLACEMENT
     if placement is not None:

@@ -102,7 +102,7 @@ class PrefixLookup:
             ids.append(held[:full])
             partial = len(held) > full and (group.policy.keeps_state or tokens % group.policy.block_size)
             sources.append(int(held[full]) if partial and tokens else 0)
-        return KVCacheBlocks(tuple(ids), self._pool, sources=tuple(sources), is_fork=True), tokens
+        return KVCacheBlocks(tuple(ids), self._pool, sources=tuple(sources), parent=request), tokens
 
     # -- statistics
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.arguments import MAX_COUNT, flag, instance, integer, integers
 from hybridkv.cache.assembly import CacheOptions, assemble
 from hybridkv.cache.audit import check_cache
 from hybridkv.cache.batch import BatchSlots
@@ -69,22 +70,24 @@ class KVCacheManager:
         space: ClassedSpace | None = None,
         published_ends: bool = True,
     ) -> None:
-        if max_pinned_blocks < 0:
-            raise ConfigError(f"max_pinned_blocks must not be negative, got {max_pinned_blocks}")
+        instance("kv_cache_config", kv_cache_config, KVCacheConfig)
+        max_model_len = integer("max_model_len", max_model_len, 1, MAX_COUNT)
+        dcp_world_size = integer("dcp_world_size", dcp_world_size, 1, MAX_COUNT)
+        pcp_world_size = integer("pcp_world_size", pcp_world_size, 1, MAX_COUNT)
         options = CacheOptions(
             max_model_len,
-            enable_caching=enable_caching,
-            use_eagle=use_eagle,
-            log_stats=log_stats,
-            enable_events=enable_kv_cache_events,
+            enable_caching=flag("enable_caching", enable_caching),
+            use_eagle=flag("use_eagle", use_eagle),
+            log_stats=flag("log_stats", log_stats),
+            enable_events=flag("enable_kv_cache_events", enable_kv_cache_events),
             ranks=RequestLimits(max_model_len, dcp=dcp_world_size, pcp=pcp_world_size).cp,
-            hasher=hasher,
-            retention=retention,
-            max_pinned_blocks=max_pinned_blocks,
+            hasher=None if hasher is None else instance("hasher", hasher, BlockHasher),
+            retention=None if retention is None else integer("retention", retention, 0),
+            max_pinned_blocks=integer("max_pinned_blocks", max_pinned_blocks, 0),
             placement=placement,
             max_moved_bytes=max_moved_bytes,
             space=space,
-            published_ends=published_ends,
+            published_ends=flag("published_ends", published_ends),
         )
         parts = assemble(kv_cache_config, options)
         storage, records = parts.storage, parts.records
@@ -98,11 +101,19 @@ class KVCacheManager:
         self.publisher, self.transfers = records.publisher, records.transfers
         self.ends, self.checkpoints = records.ends, records.checkpoints
         self.rows = records.residents.columns
-        self._residents, self._relocator = records.residents, records.relocator
+        self._residents, self._relocator, self._names = records.residents, records.relocator, records.names
         self._lookup, self._planner, self._committer = parts.lookup, parts.planner, parts.committer
         self._batches, self._releaser = parts.batches, parts.releaser
 
     # -- look-up
+
+    def refuse_stranger(self, request: Request) -> None:
+        """ConfigError, CacheError for a request that cannot be served here.
+
+        One that is hashed by another hasher, holds blocks of another manager, or names content that had another number
+        of tokens before (hybridkv.cache.names).
+        """
+        self._residents.refuse_stranger(request)
 
     @property
     def usage(self) -> float:
@@ -127,7 +138,7 @@ class KVCacheManager:
 
     def blocks_of(self, hit: CommonHit) -> KVCacheBlocks:
         """The blocks of a hit, 0 for null columns."""
-        return self._lookup.blocks_of(hit)
+        return self._lookup.blocks_of(instance("hit", hit, CommonHit))
 
     def blocks_to_share(self, request: Request) -> tuple[KVCacheBlocks, int]:
         """What a branch of ``request``, which no step in flight holds, begins with, and its tokens: those computed.
@@ -142,7 +153,9 @@ class KVCacheManager:
         It is while none of the blocks it rests on lost its key and none of the keys that bounded it is known.
         O(those keys) look-ups, one a group for full attention, and one array comparison over the blocks.
         """
-        return self._lookup.is_longest(request, hit, evictions)
+        self._residents.refuse_stranger(request)
+        instance("hit", hit, CommonHit)
+        return self._lookup.is_longest(request, hit, integer("evictions", evictions))
 
     # -- slots, one request
 
@@ -162,8 +175,10 @@ class KVCacheManager:
 
         When they do not, columns that are read no longer are given back all the same.
         """
-        mine = request._rows is self.rows
+        mine = instance("request", request, Request)._rows is self.rows
         plain = not (num_new_computed_tokens or num_encoder_tokens or num_external_computed_tokens)
+        if type(num_new_tokens) is not int or type(num_lookahead_tokens) is not int:
+            plain = False  # plan_slots says what it must be
         if mine and plain and new_computed_blocks is None and num_new_tokens > 0 and num_lookahead_tokens >= 0:
             total = self.rows.num_computed.item(request.row) + num_new_tokens + num_lookahead_tokens
             if total < self._residents.next_event(request.row):
@@ -207,23 +222,27 @@ class KVCacheManager:
         of another hasher; CacheError for one that holds blocks of another manager.
         """
         self._residents.refuse_stranger(request)
+        hit = new_computed_blocks
         ask = Ask(
-            num_new_tokens,
-            new_computed_blocks or self._lookup.empty,
-            num_new_computed_tokens,
-            num_external_computed_tokens,
-            num_lookahead_tokens,
-            delay_cache_blocks,
-            num_encoder_tokens,
+            integer("num_new_tokens", num_new_tokens),
+            self._lookup.empty if hit is None else instance("new_computed_blocks", hit, KVCacheBlocks),
+            integer("num_new_computed_tokens", num_new_computed_tokens),
+            integer("num_external_computed_tokens", num_external_computed_tokens),
+            integer("num_lookahead_tokens", num_lookahead_tokens),
+            flag("delay_cache_blocks", delay_cache_blocks),
+            integer("num_encoder_tokens", num_encoder_tokens),
         )
+        if admission is not None:
+            instance("admission", admission, Admission)
         return self._planner.plan(request, ask, admission)
 
     def commit(self, plan: SlotPlan) -> KVCacheBlocks:
         """Do what ``plan`` says and return the new columns. StalePlanError if anything changed since it was made."""
-        return KVCacheBlocks(self._committer.commit(plan), self.block_pool)
+        return KVCacheBlocks(self._committer.commit(instance("plan", plan, SlotPlan)), self.block_pool)
 
     def drop_skipped(self, request: Request) -> None:
         """Give back what ``request`` reads no longer: windows and states before its processed tokens."""
+        self._residents.refuse_stranger(request)
         self._committer.drop_skipped(request)
 
     # -- slots, all rows of a step
@@ -233,9 +252,15 @@ class KVCacheManager:
 
         num_new_tokens: at least 1, for all rows or one by one. From the first row that does not fit on, all
         are refused. Computed tokens are not advanced: that is the caller's fact. O(R) in array operations,
-        O(1) Python operations a new or published block.
+        O(1) Python operations a new or published block. ConfigError, and nothing done, for what are no row numbers or
+        token counts, CacheError for a row that nobody holds.
         """
-        return self._batches.allocate(rows, num_new_tokens, num_lookahead_tokens)
+        rows = self._residents.rows_held(rows)
+        if not isinstance(num_new_tokens, int):
+            num_new_tokens = _one_a_row("num_new_tokens", num_new_tokens, rows, 1)
+        elif num_new_tokens < 1:
+            integer("num_new_tokens", num_new_tokens, 1)
+        return self._batches.allocate(rows, num_new_tokens, integer("num_lookahead_tokens", num_lookahead_tokens, 0))
 
     # -- drafts
 
@@ -243,8 +268,12 @@ class KVCacheManager:
         """Of the last ``drafted[i]`` tokens that ``rows[i]`` computed only the first ``kept[i]`` are its own.
 
         int64[R] each; rows distinct, their tokens known, no step in flight. What is kept can be hit, and its state goes
-        on; the rest is overwritten. O(R), and a Python call a row that fills a block.
+        on; the rest is overwritten. O(R), and a Python call a row that fills a block. Errors as allocate_batch.
         """
+        rows = self._residents.rows_held(rows)
+        drafted, kept = _one_a_row("drafted", drafted, rows, 0), _one_a_row("kept", kept, rows, 0)
+        if (kept > drafted).any() or (drafted > self.rows.num_computed[rows]).any():
+            raise ConfigError("a row keeps at most the drafts that it computed: settle those of the step that has run")
         self._committer.settle_drafts(rows, drafted, kept)
         self._releaser.publish_accepted(rows[kept > 0])
 
@@ -255,7 +284,7 @@ class KVCacheManager:
 
         CacheError, and nothing published, for a request that holds no blocks for them.
         """
-        self._releaser.publish_computed(request, num_computed_tokens)
+        self._releaser.publish_computed(request, integer("num_computed_tokens", num_computed_tokens, 0))
 
     def keep_end(self, request: Request) -> None:
         """``request`` ends or is preempted, and no step in flight holds it: its computed tokens can be hit to the last.
@@ -268,6 +297,8 @@ class KVCacheManager:
 
     def store_checkpoints(self, rows: Int64, computed: Int64, end: Int64) -> None:
         """Blocks for the states that ``rows`` pass between ``computed`` and ``end`` tokens, with what room is left."""
+        rows = self._residents.rows_held(rows)
+        computed, end = _one_a_row("computed", computed, rows, 0), _one_a_row("end", end, rows, 0)
         self.checkpoints.store(self.rows.requests, rows, computed, end)
 
     def take_transfers(self) -> Transfers:
@@ -279,7 +310,7 @@ class KVCacheManager:
 
     def cells_of(self, blocks: Int64) -> tuple[Int32, Int32, Int32]:
         """(group, row, column) of every cell that holds one of ``blocks``, the pool's numbers."""
-        return self._relocator.cells_of(blocks)
+        return self._relocator.cells_of(integers("blocks", blocks, 0))
 
     def free(self, request: Request | str) -> None:
         """Give back what a request holds, last block first; what is published stays findable.
@@ -290,13 +321,14 @@ class KVCacheManager:
 
     def free_many(self, requests: Sequence[Request]) -> None:
         """Free each of ``requests``, in this order, in one go where they share no block."""
-        self._releaser.free_many([request.request_id for request in requests])
+        self._releaser.free_many([instance("a request", request, Request).request_id for request in requests])
 
     def reset_prefix_cache(self) -> bool:
         """Forget all keys, if no block is in use. Returns whether it was done."""
         done = self.block_pool.reset_prefix_cache()
         if done:
             self._lookup.count_reset()
+            self._names.forget()
         return done
 
     # -- locks
@@ -315,7 +347,7 @@ class KVCacheManager:
 
     def unlock(self, lock: BlockLock) -> None:
         """Those blocks may move, and go. CacheError for a lock that is not held."""
-        self.locks.release(lock)
+        self.locks.release(instance("lock", lock, BlockLock))
 
     # -- pins
 
@@ -329,7 +361,7 @@ class KVCacheManager:
 
     def unpin(self, pin: Pin) -> None:
         """``pin`` may be evicted again. CacheError for a pin that is not held."""
-        self.pins.release(pin)
+        self.pins.release(instance("pin", pin, Pin))
 
     @property
     def promised_blocks(self) -> int:
@@ -340,7 +372,7 @@ class KVCacheManager:
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """The blocks that a request holds; none for an unknown id."""
-        request = self._residents.get(request_id)
+        request = self._residents.get(instance("request_id", request_id, str))
         if request is None:
             return self._lookup.empty
         return KVCacheBlocks(tuple(group.rows.ids(request.row) for group in self.groups), self.block_pool)
@@ -361,7 +393,8 @@ class KVCacheManager:
         request_id = _id_of(request)
         if self._residents.get(request_id) is None:
             raise CacheError(f"request {request_id!r} holds no blocks: ask for a running one")
-        holders_wanted = max(num_running_requests, len(self._residents))  # those that ended may still hold blocks
+        running = integer("num_running_requests", num_running_requests, 0)
+        holders_wanted = max(running, len(self._residents))  # those that ended may still hold blocks
         common = []
         for group, ids in enumerate(self.get_blocks(request_id).ids):
             holders = self.block_pool.ref_counts(ids) - self.pins.holds(group, ids)
@@ -386,8 +419,8 @@ class KVCacheManager:
         return tuple(self._residents)
 
     def next_event(self, row: int) -> int:
-        """Tokens that ``row`` may hold before anything must be done for it."""
-        return self._residents.next_event(row)
+        """Tokens that ``row`` may hold before anything must be done for it. CacheError for one that nobody holds."""
+        return self._residents.next_event(self._residents.rows_held((row,)).item())
 
     def check(self) -> None:
         """Rebuild ownership, counts, free order and keys from rows and index alone; CacheError if they differ.
@@ -398,4 +431,12 @@ class KVCacheManager:
 
 
 def _id_of(request: Request | str) -> str:
-    return request if isinstance(request, str) else request.request_id
+    return request if isinstance(request, str) else instance("request", request, Request).request_id
+
+
+def _one_a_row(name: str, counts: object, rows: Int64, least: int) -> Int64:
+    """``counts``, token counts of at least ``least``, int64[len(rows)]. ConfigError for others."""
+    found = integers(name, counts, least)
+    if len(found) != len(rows):
+        raise ConfigError(f"{name} has {len(found)} entries for {len(rows)} rows: give one to each row")
+    return found

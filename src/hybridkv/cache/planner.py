@@ -26,7 +26,7 @@ from hybridkv.cache.slots import (
     unwritten_prefix,
 )
 from hybridkv.cache.write_log import WriteLog
-from hybridkv.errors import ConfigError
+from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import Request
 from hybridkv.request_rows import RequestRows
 from hybridkv.specs import Keeps
@@ -75,6 +75,9 @@ class SlotPlanner:
         self._check_hit(request, ask)
         in_flight = self._rows.in_flight.item(row) if row >= 0 else 0
         demand = demand_of(request, ask, in_flight, self._max_model_len, self.edges(request))
+        if row < 0 and demand.by_digest:
+            for group in self._encoded:  # the keys to publish: a hasher may fail here, and not when the plan is done
+                request.encoder_keys(group.policy.block_size)
         facts = [group.facts(row) for group in groups]
         adopted = self._adopted(request, ask)
         plans = tuple(
@@ -128,16 +131,44 @@ class SlotPlanner:
         return [found.get(group, ids) for group, ids in zip(self._groups, ask.hit.ids, strict=True)]
 
     def _check_hit(self, request: Request, ask: Ask) -> None:
-        """BlockError for blocks that are not the pool's, ConfigError unless the last one is of the request's tokens."""
-        for group, ids in zip(self._groups, ask.hit.ids, strict=True):
+        """BlockError for blocks that are not the pool's, ConfigError unless the request's tokens are what they hold.
+
+        Of each group the last whole block is looked at, whose key is of all tokens before, and what is copied. Of a
+        fork, the tokens and extra keys of the parent.
+        """
+        hit = ask.hit
+        if not (ask.hit_tokens or any(hit.sources)):
+            return
+        for ids in hit.ids:
             self._pool.refuse_foreign(ids[ids != 0])
-            if ask.hit.is_fork:
-                continue
-            if len(ids) and ids[-1] and self._pool.key_of(int(ids[-1])) != group.keys(request)[len(ids) - 1]:
-                raise ConfigError(
-                    f"the hit handed over for {request.request_id!r} holds other tokens: hand over what "
-                    "get_computed_blocks returned for this request"
-                )
+        if hit.parent is not None:
+            own = request.begins_as(hit.parent, ask.hit_tokens)
+        else:
+            sources = hit.sources or (0,) * len(self._groups)
+            own = all(
+                self._holds(group, request, ids, source, ask.hit_tokens)
+                for group, ids, source in zip(self._groups, hit.ids, sources, strict=True)
+            )
+        if not own:
+            raise ConfigError(
+                f"the hit handed over for {request.request_id!r} holds other tokens: hand over what "
+                "get_computed_blocks returned for this request"
+            )
+
+    def _holds(self, group: CacheGroup, request: Request, ids: Int32, source: int, tokens: int) -> bool:
+        """Whether a hit of ``tokens`` tokens of ``request`` may begin with ``ids`` and be copied from ``source``."""
+        if len(ids) and ids[-1] and self._pool.key_of(int(ids[-1])) != group.keys(request)[len(ids) - 1]:
+            return False
+        view, policy = group.view(request), group.policy
+        try:
+            found = policy.source(view, tokens)
+        except CacheError:  # nothing is known that its last column could be copied from
+            return False
+        if source == found or not (source and found):
+            return source == found
+        if policy.keeps_state:
+            return view.is_state(source, tokens)
+        return view.begins(source, *divmod(tokens, policy.block_size))
 
     def _sources(self, ask: Ask) -> tuple[int, ...]:
         """What is copied, by group: a state only where no later one is loaded from elsewhere."""

@@ -20,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.arguments import MAX_COUNT, instance, integer, shown
 from hybridkv.cache.block_keys import WRITTEN, BlockKeys
 from hybridkv.cache.events import KVCacheEvent
 from hybridkv.cache.free_order import FreeOrder
@@ -58,8 +59,9 @@ class BlockPool:
         bases: Sequence[int] = (0,),
         silent: Sequence[int] = (),
     ) -> None:
-        if num_blocks < 1:
+        if integer("num_blocks", num_blocks, most=MAX_COUNT) < 1:
             raise ConfigError(f"a pool needs at least 1 block (the null block), got {num_blocks}")
+        integer("num_groups", num_groups, 1, MAX_COUNT)
         self.num_blocks = num_blocks
         self.num_reserved = 0
         self.keys = BlockKeys(num_blocks, num_groups, enable_events=enable_events, silent=silent)
@@ -199,8 +201,8 @@ class BlockPool:
 
     def get_new_blocks(self, n: int, group: int = 0) -> Int32:
         """Take ``n`` blocks for ``group``, int32[n]; each loses its key. BlockError if n cannot be had."""
-        of = self.classes[group]
-        if not 0 <= n <= self._free.obtainable(of):
+        of = self.classes[integer("group", group, 0, len(self.classes) - 1)]
+        if not 0 <= integer("n", n) <= self._free.obtainable(of):
             raise BlockError(f"{n} blocks asked for, {self._free.obtainable(of)} are free: plan before taking")
         ids = self._free.take(n, of)
         if len(ids) < n:
@@ -248,7 +250,8 @@ class BlockPool:
             self.on_move(moves)
 
     def touch(self, ids: Int32) -> None:
-        """One more holder of each of ``ids`` (distinct); free ones leave the free order."""
+        """One more holder of each of ``ids`` (distinct); free ones leave the free order. BlockError for foreign ids."""
+        self.refuse_foreign(ids)
         free = ids[self._ref[ids] == 0]
         if free.size:
             self._free.remove(free)
@@ -261,6 +264,7 @@ class BlockPool:
         Those without holder become free: without key to the front in the given order, with key to the back.
         BlockError for a foreign id, the null block or a block that nobody holds; then nothing changes.
         """
+        self.refuse_foreign(ordered)
         if not ordered.size:
             return
         ids = ordered.astype(np.int64)
@@ -291,6 +295,8 @@ class BlockPool:
         """
         if not parts:
             return
+        for part in parts:
+            self.refuse_foreign(part)
         ids = np.concatenate(parts).astype(np.int64)
         if not ids.size:
             return
@@ -307,14 +313,15 @@ class BlockPool:
 
     def _held(self, ids: NDArray[np.int64]) -> Int32:
         """How many rows hold each of ``ids``; BlockError unless all are the pool's and held."""
-        self._refuse_foreign(ids)
         held: Int32 = self._ref[ids]
         if np.minimum.reduce(held) < 1:
             raise BlockError(f"double free of block {int(ids[held < 1][0])}: nobody holds it")
         return held
 
     def refuse_foreign(self, ids: Int32) -> None:
-        """BlockError unless all of ``ids`` are blocks of this pool, the null block not among them."""
+        """BlockError unless ``ids`` is an array of blocks of this pool, the null block not among them."""
+        if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu":
+            raise BlockError(f"blocks must be an integer array of ids, got {shown(ids)}")
         if ids.size:
             self._refuse_foreign(ids)
 
@@ -336,7 +343,8 @@ class BlockPool:
 
     def get_cached_block(self, key: bytes, group: int = 0) -> int | None:
         """The block of ``group`` that holds the tokens behind ``key``."""
-        return self.indexes[group].get(key)
+        index = self.indexes[integer("group", group, 0, len(self.indexes) - 1)]
+        return index.get(instance("key", key, bytes))
 
     def publish(self, group: int, ids: Sequence[int] | Int32, keys: Sequence[bytes], step: int = WRITTEN) -> None:
         """Blocks ``ids`` of ``group``, held ones, can be hit under ``keys`` from now on. CacheError as BlockKeys.
@@ -363,9 +371,9 @@ class BlockPool:
 
         A free one is then as one without key.
         """
+        self.refuse_foreign(ids)
         if not ids.size:
             return
-        self._refuse_foreign(ids)
         cached = ids[self.keys.are_on(ids)]
         if cached.size:
             self.keys.evict(cached)

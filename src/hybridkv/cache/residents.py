@@ -8,8 +8,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.arguments import instance, integers
 from hybridkv.cache.ends import PublishedEnds
 from hybridkv.cache.group import CacheGroup
+from hybridkv.cache.names import ContentNames
 from hybridkv.cache.policies import UNPUBLISHED
 from hybridkv.columns import grown
 from hybridkv.errors import CacheError, ConfigError
@@ -30,11 +32,18 @@ class Residents:
     """
 
     def __init__(
-        self, groups: Sequence[CacheGroup], ends: PublishedEnds, *, hasher: Hasher | None, tail_tokens: int
+        self,
+        groups: Sequence[CacheGroup],
+        ends: PublishedEnds,
+        names: ContentNames,
+        *,
+        hasher: Hasher | None,
+        tail_tokens: int,
     ) -> None:
         self.columns = RequestRows(tail_tokens, promised=self._promised)
         self._groups = groups
         self._ends = ends
+        self._names = names
         self._hasher = hasher
         self._publishes = hasher is not None
         self._by_id: dict[str, Request] = {}
@@ -52,12 +61,23 @@ class Residents:
 
     def row_of(self, request: Request) -> int:
         """The row of ``request``. CacheError when it holds none here."""
-        if self._by_id.get(request.request_id) is not request:
+        if self._by_id.get(instance("request", request, Request).request_id) is not request:
             raise CacheError(f"request {request.request_id!r} holds no blocks here: allocate slots first")
         return request.row
 
+    def rows_held(self, given: Int64 | Sequence[int]) -> Int64:
+        """``given`` as int64[n]. ConfigError for what are no rows, CacheError for one that nobody holds. O(n)."""
+        rows = integers("rows", given, 0)
+        if rows.size and (rows.max() >= len(self._next_event) or not self._next_event[rows].all()):
+            held = self.columns.requests
+            free = next(row for row in rows.tolist() if row >= len(held) or held[row] is None)
+            raise CacheError(f"row {free} is held by nobody: allocate slots for its request first")
+        return rows
+
     def refuse_stranger(self, request: Request) -> None:
-        """ConfigError, CacheError for a request that was made for another manager."""
+        """ConfigError, CacheError for a request that was made for another manager, or cannot be served by this one."""
+        if instance("request", request, Request).row < 0:
+            self._names.refuse(request)
         if request.hasher is not self._hasher:
             raise ConfigError(
                 f"request {request.request_id!r} was hashed by another hasher: construct it with hasher=cache.hasher"
@@ -70,6 +90,7 @@ class Residents:
         if request.request_id in self._by_id:
             raise CacheError(f"another request {request.request_id!r} holds blocks: request ids must be unique")
         row = self.columns.bind(request)
+        self._names.know(request)
         self._by_id[request.request_id] = request
         if self.columns.capacity > len(self._next_event):
             self._next_event = grown(self._next_event, self.columns.capacity)

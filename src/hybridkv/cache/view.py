@@ -61,6 +61,19 @@ class PrefixView:
                 return tail.block
         raise CacheError(f"no block begins with {tokens} tokens of column {column}: look up again")
 
+    def begins(self, block: int, column: int, tokens: int) -> bool:
+        """Whether ``block`` begins with the first ``tokens`` tokens of ``column``."""
+        return block == self._whole(column) or any(
+            tail.block == block and tail.length >= tokens for tail in self._tails(column)
+        )
+
+    def is_state(self, block: int, tokens: int) -> bool:
+        """Whether ``block`` is a state after ``tokens`` tokens."""
+        column, rest = divmod(tokens, self._block_size)
+        if not rest:
+            return bool(column) and block == self._index.get(self._request.hashes[column - 1])
+        return any(tail.block == block and tail.length == rest for tail in self._tails(column))
+
     def label(self, end_tokens: int, alignment: int) -> int:
         """The greatest token count up to ``end_tokens`` that a state is labelled with, 0 for none."""
         size, partial, index = self._block_size, self._index.partial, self._index

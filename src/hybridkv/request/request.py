@@ -117,7 +117,7 @@ class Request:
         self.hashes: list[bytes] = []
         if continues is not None:
             self.hashes = self._common_hashes(instance("continues", continues, Request))
-        self._hash_new_blocks()
+        self.hashes += self._new_hashes()
 
     def _extra_keys_of(self, prompt_embeds: NDArray[np.generic] | None) -> ExtraKeys | None:
         """What tells its blocks from those of equal tokens; checked without prefix caching, too."""
@@ -231,12 +231,8 @@ class Request:
         if self._rows is not None:
             self._rows.append_one(self.row, token)
             return
+        self.hashes += self._new_hashes(token)
         self._tokens.append(token)
-        try:
-            self._hash_new_blocks()
-        except BaseException:
-            self._tokens.pop()
-            raise
 
     def truncate(self, num_tokens: int) -> None:
         """Forget the tokens behind the first ``num_tokens``, and the hashes of the blocks that they filled.
@@ -284,6 +280,14 @@ class Request:
             self._encoder_keys[block_size] = self._hashed(None, content, extras.of_blocks(0, columns))
         return self._encoder_keys[block_size]
 
+    def begins_as(self, other: Request, num_tokens: int) -> bool:
+        """Whether the first ``num_tokens`` tokens of both are the same, told apart by nothing else. O(num_tokens)."""
+        mine, theirs = self.token_ids(0, num_tokens), other.token_ids(0, num_tokens)
+        if len(mine) < num_tokens or not np.array_equal(mine, theirs):
+            return False
+        blocks = 1 if self.hasher is None else -(-num_tokens // self.hasher.block_size)
+        return self._extras is other._extras or self.extra_keys(0, blocks) == other.extra_keys(0, blocks)
+
     def _common_hashes(self, earlier: Request) -> list[bytes]:
         """Hashes of the full blocks that this request and ``earlier`` begin with: equal tokens and extra keys."""
         if earlier.hasher is not self.hasher:
@@ -306,17 +310,18 @@ class Request:
             blocks = next(i for i, (key, other) in pairs if key != other)
         return earlier.hashes[:blocks]
 
-    def _hash_new_blocks(self) -> None:
-        """Hash the full blocks of ``_tokens`` that have no hash yet."""
+    def _new_hashes(self, *more: int) -> list[bytes]:
+        """Hashes of the full blocks of ``_tokens``, with ``more`` behind them, that have none yet."""
         if self.hasher is None:
-            return
+            return []
         size, done = self.hasher.block_size, len(self.hashes)
-        full = len(self._tokens) // size
+        full = (len(self._tokens) + len(more)) // size
         if full == done:
-            return
-        tokens = np.frombuffer(self._tokens, np.int32)[done * size : full * size]
-        parent = self.hashes[-1] if done else None
-        self.hashes += self._hashed(parent, tokens, self.extra_keys(done, full - done))
+            return []
+        rest = self._tokens[done * size :]
+        rest.extend(more)
+        tokens = np.frombuffer(rest, np.int32)[: (full - done) * size]
+        return self._hashed(self.hashes[-1] if done else None, tokens, self.extra_keys(done, full - done))
 
     def _hashed(
         self, parent: bytes | None, tokens: NDArray[np.int32], extras: Sequence[Extra | None] | None

@@ -16,7 +16,7 @@ _LEAST_TEMPERATURE: Final = 1e-200
 """Float32 logits over it are finite in float64. It is far below what still draws anything but the best token."""
 _MOST_SEED: Final = (1 << 255) - 1  # a branch's is larger, and must go on the wire, too
 _MOST_TOKENS: Final = (1 << 63) - 1
-_MOST_OUTPUTS: Final = 1 << 14  # each is a request of its own
+MOST_OUTPUTS: Final = 1 << 14  # each is a request of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ _NUMBERS: Final[Mapping[str, tuple[Callable[[str, object], float | None], float,
     "repetition_penalty": (real, 1e-6, 1e6, "above 0 (1 is off), between 1e-6 and 1e6"),  # float32 holds the product
     "seed": (integer, -_MOST_SEED, _MOST_SEED, "of at most 255 bits"),
     "max_tokens": (integer, 1, _MOST_TOKENS, "at least 1, and below 2**63"),
-    "n": (integer, 1, _MOST_OUTPUTS, f"at least 1 and at most {_MOST_OUTPUTS}"),
+    "n": (integer, 1, MOST_OUTPUTS, f"at least 1 and at most {MOST_OUTPUTS}"),
     "logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
 }

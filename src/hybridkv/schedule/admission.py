@@ -43,8 +43,7 @@ def admission_of(cache: KVCacheManager, limits: SchedulerLimits, request: Reques
 
 def refuse_impossible(cache: KVCacheManager, limits: SchedulerLimits, request: Request) -> None:
     """ConfigError or CapacityError for a request that could not run even alone."""
-    if request.hasher is not cache.hasher:
-        raise ConfigError(f"request {request.request_id!r}: construct it with hasher=cache.hasher")
+    cache.refuse_stranger(request)
     if request.num_encoder_tokens and not any(group.kind.spec.keeps == Keeps.ENCODER for group in cache.groups):
         raise ConfigError(f"request {request.request_id!r} has an encoder input, but the model has no cross attention")
     if request.row >= 0 or request.num_computed_tokens:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from hybridkv.errors import WorkerError
 from hybridkv.request import MAX_TOKEN_ID, Request
-from hybridkv.step import Step, StepResult
+from hybridkv.step import Csr, Step, StepResult
 
 
 @dataclass(slots=True)
@@ -49,6 +49,8 @@ class InFlight:
 
 def check_result(step: Step, result: StepResult) -> None:
     """WorkerError unless ``result`` has the accepted drafts and one token, 0 or more, for each row that samples."""
+    if type(result.id) is not int or type(result.schema_version) is not int:
+        raise WorkerError(f"step {step.id}: id and schema_version of its result must be integers")
     if result.schema_version > step.schema_version:
         raise WorkerError(
             f"the result of step {result.id} has schema {result.schema_version}, newer than {step.schema_version}: "
@@ -56,18 +58,25 @@ def check_result(step: Step, result: StepResult) -> None:
         )
     if result.id != step.id:
         raise WorkerError(f"the result of step {result.id} came where step {step.id} is next: hand results in in order")
-    if len(result.sampled) != len(step.rows):
-        raise WorkerError(f"step {step.id} has {len(step.rows)} rows, its result {len(result.sampled)}")
-    indptr = result.sampled.indptr
-    if indptr[0] != 0 or indptr[-1] != len(result.sampled.values):
+    sampled = result.sampled
+    if not isinstance(sampled, Csr) or not _is_row(sampled.indptr) or not _is_row(sampled.values):
+        raise WorkerError(f"step {step.id}: the result must hold sampled tokens as a Csr of integer arrays")
+    if len(sampled) != len(step.rows):
+        raise WorkerError(f"step {step.id} has {len(step.rows)} rows, its result {len(sampled)}")
+    indptr = sampled.indptr
+    if indptr[0] != 0 or indptr[-1] != len(sampled.values) or (np.diff(indptr) < 0).any():
         raise WorkerError(
             f"step {step.id}: the result has {len(result.sampled.values)} tokens, its indptr ends at {indptr[-1]}"
         )
     _check_counts(step, result)
-    if not np.issubdtype(result.sampled.values.dtype, np.integer) or (result.sampled.values > MAX_TOKEN_ID).any():
+    if (sampled.values > MAX_TOKEN_ID).any():
         raise WorkerError(f"step {step.id}: sampled tokens must be integers up to 2**31 - 1")
-    if result.sampled.values.size and result.sampled.values.min() < 0:
-        raise WorkerError(f"step {step.id}: token {result.sampled.values.min()} was sampled: ids are 0 or more")
+    if sampled.values.size and sampled.values.min() < 0:
+        raise WorkerError(f"step {step.id}: token {sampled.values.min()} was sampled: ids are 0 or more")
+
+
+def _is_row(values: object) -> bool:
+    return isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu"
 
 
 def _check_counts(step: Step, result: StepResult) -> None:

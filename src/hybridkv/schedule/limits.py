@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import Final, Literal
 
+from hybridkv.arguments import MAX_COUNT, flag, integer, real, shown
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
 from hybridkv.step import Csr
@@ -35,16 +36,27 @@ class SchedulerLimits:
     segments: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "max_batched_tokens", "max_in_flight"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_overtaken", "max_overtaken_seconds", "num_lookahead_tokens", "num_speculative_tokens"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
-        if self.policy not in {"fcfs", "priority"}:
-            raise ConfigError(f"policy must be fcfs or priority, got {self.policy!r}")
-        if not 0 <= self.watermark < 1:
+        for name, least, most in _COUNTS:
+            object.__setattr__(self, name, integer(name, getattr(self, name), least, most))
+        real("max_overtaken_seconds", self.max_overtaken_seconds)
+        if self.max_overtaken_seconds < 0:
+            raise ConfigError(f"max_overtaken_seconds must not be negative, got {self.max_overtaken_seconds}")
+        if not isinstance(self.policy, str) or self.policy not in {"fcfs", "priority"}:
+            raise ConfigError(f"policy must be fcfs or priority, got {shown(self.policy)}")
+        if not 0 <= real("watermark", self.watermark) < 1:
             raise ConfigError(f"watermark is a share of the pool, 0 or more and below 1, got {self.watermark}")
+        flag("segments", self.segments)
+
+
+_COUNTS: Final = (
+    ("max_running", 1, 1 << 20),  # every row has its columns from the beginning
+    ("max_batched_tokens", 1, MAX_COUNT),
+    ("max_in_flight", 1, 1 << 10),
+    ("max_overtaken", 0, MAX_COUNT),
+    ("num_lookahead_tokens", 0, MAX_COUNT),
+    ("num_speculative_tokens", 0, 1 << 10),
+)
+"""Of each count of SchedulerLimits: the least and the most that it may be."""
 
 
 class FinishReason(StrEnum):

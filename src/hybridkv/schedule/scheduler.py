@@ -19,9 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.arguments import instance, integer
 from hybridkv.cache import KVCacheManager, Reason
 from hybridkv.errors import CacheError, ConfigError
-from hybridkv.request import Request
+from hybridkv.request import MOST_OUTPUTS, Request
 from hybridkv.schedule import audit
 from hybridkv.schedule.admission import refuse_impossible, split_of
 from hybridkv.schedule.admitter import Admitter
@@ -60,8 +61,8 @@ class Scheduler:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.cache = cache
-        self.limits = limits if limits is not None else SchedulerLimits()
+        self.cache = instance("cache", cache, KVCacheManager)
+        self.limits = SchedulerLimits() if limits is None else instance("limits", limits, SchedulerLimits)
         self._clock = clock
         self._forks = Forks()
         self._chunks = Chunks(split_of(cache, self.limits, self._forks))
@@ -88,7 +89,7 @@ class Scheduler:
         ConfigError if it can never run: hashed by another hasher, an id in use, a prompt as long as
         max_model_len; CapacityError if the pool is too small for it alone.
         """
-        refuse_impossible(self.cache, self.limits, request)
+        refuse_impossible(self.cache, self.limits, instance("request", request, Request))
         branches = branches_of(request, request.sampling.n - 1)
         self._inbox.add(request, branches)
         return branches
@@ -101,10 +102,11 @@ class Scheduler:
         ConfigError for an unknown parent, n below 1 or an id in use.
         """
         self._inbox.claim()
+        integer("n", n, 1, MOST_OUTPUTS)
         self._empty_inbox()
-        parent = self._inbox.find(parent_id)
-        if parent is None or n < 1:
-            raise ConfigError(f"cannot fork {parent_id!r} by {n}: name one that waits or runs, and n >= 1")
+        parent = self._inbox.find(instance("parent_id", parent_id, str))
+        if parent is None:
+            raise ConfigError(f"cannot fork {parent_id!r}: name a request that waits or runs")
         children = branches_of(parent, n)
         self._inbox.know(children)
         self._branching.add(parent, children)
@@ -115,7 +117,7 @@ class Scheduler:
 
         Its blocks return at once, or after the update of the last step in flight that holds them.
         """
-        if not self._inbox.abort(request_id):
+        if not self._inbox.abort(instance("request_id", request_id, str)):
             logger.info("abort of %r: no such request", request_id)
             return False
         if self._inbox.is_owner:
@@ -293,6 +295,7 @@ class Scheduler:
         WorkerError, and nothing changed, for a result that does not fit that Step.
         """
         self._inbox.claim()
+        instance("result", result, StepResult)
         if not self._in_flight:
             raise CacheError(f"result of step {result.id}, but no step is in flight")
         flight = self._in_flight[0]
@@ -307,14 +310,19 @@ class Scheduler:
         return Outcome(flight.step.id, flight.requests, appended, self.take_finished())
 
     def take_finished(self) -> tuple[Finished, ...]:
-        """Who ended since the last update or call: aborts, and whom the caller finished, in between."""
+        """Who ended since the last update or call: aborts, and whom the caller finished, in between.
+
+        By the owner's thread only: what another one took, its owner would never hear of.
+        """
+        self._inbox.claim()
         return self._departures.take_finished()
 
     def finish(self, request_id: str, reason: FinishReason = FinishReason.STOP) -> bool:
         """End a request for a reason that only the caller can see, such as a stop string. False if it is not here."""
         self._inbox.claim()
+        instance("reason", reason, FinishReason)
         self._empty_inbox()
-        request = self._inbox.find(request_id)
+        request = self._inbox.find(instance("request_id", request_id, str))
         if request is None:
             return False
         self._departures.end([Finished(request, reason)])
@@ -329,6 +337,7 @@ class Scheduler:
         with 0 computed, in order. CacheError for a step that is not in flight.
         """
         self._inbox.claim()
+        integer("step_id", step_id)
         failed = [flight for flight in self._in_flight if flight.step.id >= step_id]
         if not failed or failed[0].step.id != step_id:
             raise CacheError(f"step {step_id} is not in flight: there is nothing to fail")

@@ -14,6 +14,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.arguments import shown
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request, token_array
@@ -93,7 +94,7 @@ class Speculation:
 def refuse_drafts(cache: KVCacheManager, drafts: int) -> None:
     """ConfigError unless every recurrent group can keep the states of ``drafts`` drafts of a row."""
     for group in cache.groups if drafts else ():
-        spec = group.kind.spec
+        spec = group.kind.inner
         if not isinstance(spec, MambaSpec):
             continue
         if spec.num_speculative_blocks < drafts:
@@ -110,6 +111,11 @@ def refuse_drafts(cache: KVCacheManager, drafts: int) -> None:
 
 def _check_drafts(drafts: Mapping[str, Sequence[int]]) -> None:
     """ConfigError unless all are token ids."""
+    if not isinstance(drafts, Mapping):
+        raise ConfigError(f"drafts must map request ids to token ids, got {shown(drafts)}")
+    for request_id, tokens in drafts.items():
+        if not isinstance(request_id, str) or not isinstance(tokens, Sequence | np.ndarray):
+            raise ConfigError(f"drafts of {shown(request_id)} must be a list of token ids, got {shown(tokens)}")
     try:
         token_array(list(chain.from_iterable(drafts.values())))
     except ConfigError:

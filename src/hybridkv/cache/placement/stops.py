@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from hybridkv.cache.policies import NEVER
 from hybridkv.errors import ConfigError
@@ -22,6 +22,7 @@ MOST_TOKENS: Final = (1 << 31) - 1
 """Between two stops of a grid; token counts are no larger anywhere."""
 
 
+@runtime_checkable
 class Placement(Protocol):
     """See the module."""
 
