@@ -1,6 +1,7 @@
 """Drafts, step by step: what is proposed, run, accepted, kept and cached (contracts.md, sections 4, 8 and 10)."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hybridkv.errors import ConfigError, OwnershipError, WorkerError
 from hybridkv.plan.config import KVCacheConfig
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Outcome, Scheduler, SchedulerLimits
-from hybridkv.specs import KVCacheSpec
+from hybridkv.specs import KVCacheSpec, UniformTypeKVCacheSpecs
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.testing.configs import full_spec, model_config, natural_model_config, state_spec, window_spec
 from hybridkv.wire import decode_reply, decode_step, encode_reply, encode_step
@@ -176,6 +177,32 @@ def test_only_the_owner_proposes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("threading.get_ident", lambda: -1)
     with pytest.raises(OwnershipError):
         sched.propose({"a": [1]})
+
+
+def states_of_two_sizes(block_size: int, drafts: int, mode: str) -> UniformTypeKVCacheSpecs:
+    """Recurrent layers whose pages differ, group 1, of 32 bytes together as a block of 4 tokens."""
+    one = state_spec(block_size, drafts, mode)
+    layers = ((f"group1.layer{i}", replace(one, shapes=((size,),))) for i, size in enumerate((5, 3)))
+    return UniformTypeKVCacheSpecs(block_size=block_size, layers=tuple(layers))
+
+
+@pytest.mark.parametrize(("natural_layout", "mode"), [(False, "align"), (False, "none"), (True, "none")])
+def test_states_of_several_sizes_need_blocks_for_drafts_too(natural_layout: bool, mode: str) -> None:
+    def config(drafts: int) -> KVCacheConfig:
+        specs = full_spec(4), states_of_two_sizes(4, drafts, mode)
+        if natural_layout:
+            return natural_model_config(60, specs, [2, 2], layers_per_group=2)
+        return model_config(60, specs, layers_per_group=2)
+
+    with pytest.raises(ConfigError, match="num_speculative_tokens is 3, but group 1 has 2 speculative state blocks"):
+        scheduler(config(2))
+    sched, _ = prefilled(config(3), 3)
+    sched.propose({"a": [1, 2, 3]})
+    step = sched.schedule()
+    written = step.state_writes[:, 3]
+    assert len(set(written.tolist())) == len(written) == 4  # one block behind each token, none of them null
+    assert written.all()
+    update(sched, step, _0=2)
 
 
 def test_states_need_blocks_for_drafts() -> None:
