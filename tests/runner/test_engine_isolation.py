@@ -1,0 +1,93 @@
+"""What goes wrong with one request in cache and scheduler ends it alone, behind Engine and AsyncEngine as well."""
+
+import asyncio
+
+import pytest
+from runner_support import drained, generated, greedy, loaded_model, shared_prompts
+
+from hybridkv.errors import ConfigError, HashError
+from hybridkv.request import Request
+from hybridkv.runner import AsyncEngine, Completion, Engine, EngineOptions, Increment
+
+LLAMA = loaded_model("llama")
+PROMPTS = shared_prompts(4, 12)
+OUTPUT = 40  # over several blocks
+
+
+def engine_of(in_flight: int) -> Engine:
+    return Engine(LLAMA, memory="2MiB", max_model_len=160, options=EngineOptions(in_flight=in_flight))
+
+
+def break_hashes(engine: Engine, prompt: list[int]) -> None:
+    """The first block that outputs behind ``prompt`` fill cannot be hashed, whoever is hashed in the same call."""
+    hasher = engine.cache.hasher
+    assert hasher is not None
+    last, whole = Request("probe", prompt, hasher=hasher).hashes[-1], hasher.hash_rows
+
+    def hash_rows(parents: list[bytes | None], *rest: object) -> list[bytes]:
+        if last in parents:
+            raise RuntimeError("the hasher is broken")
+        return whole(parents, *rest)  # type: ignore[arg-type]  # as it came
+
+    hasher.hash_rows = hash_rows  # type: ignore[method-assign, assignment]  # on purpose
+
+
+def expected(*which: int) -> list[tuple[int, ...]]:
+    return [generated(LLAMA, PROMPTS[at], OUTPUT) for at in which]
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_hash_that_fails_ends_its_request_alone(in_flight: int) -> None:
+    with engine_of(in_flight) as engine:
+        for prompt in PROMPTS:
+            engine.add(prompt, greedy(OUTPUT))
+        break_hashes(engine, PROMPTS[1])
+        done: list[Completion] = []
+        errors = []
+        while not engine.idle:
+            try:
+                done += engine.step()
+            except HashError as error:
+                errors.append(error)
+            engine.scheduler.check()
+        assert [error.request_ids for error in errors] == [("1",)]
+        assert {one.request_id: one.token_ids for one in done} == dict(zip("023", expected(0, 2, 3), strict=True))
+        assert engine.cache.usage == 0
+        del engine.cache.hasher.hash_rows  # type: ignore[union-attr]  # it is there
+        engine.add(PROMPTS[1], greedy(OUTPUT))
+        assert [one.token_ids for one in drained(engine)] == expected(1)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_task_hears_of_its_own_hashes_alone(in_flight: int) -> None:
+    async def read(front: AsyncEngine, prompt: list[int]) -> list[Increment]:
+        return [part async for part in front.stream(prompt, greedy(OUTPUT))]
+
+    async def work() -> list[list[Increment] | BaseException]:
+        engine = engine_of(in_flight)
+        break_hashes(engine, PROMPTS[1])
+        async with asyncio.timeout(60), AsyncEngine(engine) as front:
+            return await asyncio.gather(*(read(front, prompt) for prompt in PROMPTS), return_exceptions=True)
+
+    found = asyncio.run(work())
+    assert isinstance(found[1], HashError)
+    whole = [one for one in found if isinstance(one, list)]
+    assert [tuple(token for part in one for token in part.token_ids) for one in whole] == expected(0, 2, 3)
+
+
+@pytest.mark.parametrize("known", [{"request_id": "\ud800"}, {"cache_salt": "\ud800"}, {"cache_salt": ""}])
+def test_a_stream_whose_names_are_no_text_is_refused_and_the_others_go_on(known: dict[str, str]) -> None:
+    """The prompt is shorter than a block: nothing of it is hashed before its output is long."""
+
+    async def read(front: AsyncEngine, prompt: list[int], **more: str) -> list[Increment]:
+        return [part async for part in front.stream(prompt, greedy(OUTPUT), **more)]  # type: ignore[arg-type]  # by name
+
+    async def work() -> list[list[Increment] | BaseException]:
+        async with asyncio.timeout(60), AsyncEngine(engine_of(2)) as front:
+            tasks = read(front, PROMPTS[0]), read(front, PROMPTS[1][:5], **known), read(front, PROMPTS[2])
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+    found = asyncio.run(work())
+    assert isinstance(found[1], ConfigError)
+    whole = [one for one in found if isinstance(one, list)]
+    assert [tuple(token for part in one for token in part.token_ids) for one in whole] == expected(0, 2)
