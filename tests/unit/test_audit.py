@@ -335,7 +335,11 @@ def samples_miscounted(sched: Scheduler) -> None:
 
 
 def a_known_request_lost(sched: Scheduler) -> None:
-    sched._waiting.pop(0)
+    sched._waiting.remove(sched._waiting.requests()[0])
+
+
+def a_turn_lost(sched: Scheduler) -> None:
+    sched._waiting._turns.clear()
 
 
 def waits_with_a_row(sched: Scheduler) -> None:
@@ -354,6 +358,7 @@ def waits_with_a_row(sched: Scheduler) -> None:
         (steps_miscounted, "the steps in flight differ"),
         (samples_miscounted, "the steps in flight differ"),
         (a_known_request_lost, "the requests known are not those"),
+        (a_turn_lost, "waits, and nobody would try it"),
         (waits_with_a_row, "a request waits and holds a row"),
     ],
 )

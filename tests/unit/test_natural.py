@@ -260,6 +260,18 @@ def test_n_outputs_compute_the_prompt_once(length: int) -> None:
     assert loop.scheduler.statistics().requests_finished == 3
 
 
+def test_branches_of_a_branch_come_in_with_it() -> None:
+    loop = Loop(cache_of(config_of((full_spec(B), state_spec(B)), (3, 1), 40)))
+    loop.add("other", tokens(5, 900), outputs=9)
+    loop.add("a", tokens(9), outputs=9)
+    loop.step()
+    for parent in ("a", "a#1", "other", "a#1#1"):
+        loop.scheduler.fork(parent, 1)
+    assert loop.scheduler.num_waiting == 4
+    assert [new.request_id for new in loop.step().new_rows] == ["a#1", "a#1#1", "other#1", "a#1#1#1"]
+    assert loop.scheduler.num_waiting == 0
+
+
 def test_a_running_request_is_forked_and_one_branch_aborted() -> None:
     loop = Loop(cache_of())
     loop.add("parent", tokens(6), outputs=6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Final
 
 from hybridkv.cache import KVCacheManager, Reason, Refusal, SlotPlan
@@ -47,27 +48,28 @@ class Admitter:
         times or has waited ``max_overtaken_seconds`` since it was first refused.
         """
         refused: list[Waiting] = []
-        while draft.budget and self._running.seats_taken < self._limits.max_running:
-            if len(refused) == len(self._waiting):
-                return
-            entry = self._waiting[len(refused)]
-            try:
-                planned = None if entry.unsettled else self._plan(entry, draft.budget)
-            except Exception as error:  # noqa: BLE001 - a plan changes nothing: what it raises is its request's alone
-                self._departures.end([Finished(entry.request, FinishReason.ERROR, error)])
-                continue
-            if planned is not None:
-                hit_tokens = self._carry_out(entry, *planned, draft)
-                self._waiting.pop(len(refused))
-                for passed in refused:
-                    passed.overtaken += 1
-                yield entry.request, hit_tokens
-                if not all(self._may_be_overtaken(passed, now) for passed in refused):
+        with closing(self._waiting.in_order()) as entries:
+            while draft.budget and self._running.seats_taken < self._limits.max_running:
+                entry = next(entries, None)
+                if entry is None:
                     return
-                continue
-            refused.append(entry)
-            if len(refused) == _MOST_PASSED or not self._may_be_overtaken(entry, now):
-                return
+                try:
+                    planned = None if entry.unsettled else self._plan(entry, draft.budget)
+                except Exception as error:  # noqa: BLE001 - a plan changes nothing: what it raises is its request's alone
+                    self._departures.end([Finished(entry.request, FinishReason.ERROR, error)])
+                    continue
+                if planned is not None:
+                    hit_tokens = self._carry_out(entry, *planned, draft)
+                    self._waiting.remove(entry.request)
+                    for passed in refused:
+                        passed.overtaken += 1
+                    yield entry.request, hit_tokens
+                    if not all(self._may_be_overtaken(passed, now) for passed in refused):
+                        return
+                    continue
+                refused.append(entry)
+                if len(refused) == _MOST_PASSED or not self._may_be_overtaken(entry, now):
+                    return
 
     def _may_be_overtaken(self, entry: Waiting, now: float) -> bool:
         if entry.refused_at is None:

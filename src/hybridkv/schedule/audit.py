@@ -48,3 +48,5 @@ def check_known(inbox: Inbox, waiting: WaitingQueue, running: RunningRows, forks
         raise CacheError("the requests known are not those that arrive, wait or run")
     if any(request.row >= 0 for request in queued):
         raise CacheError("a request waits and holds a row")
+    if untried := waiting.untried():
+        raise CacheError(f"request {untried[0].request_id!r} waits, and nobody would try it")

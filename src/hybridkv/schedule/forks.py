@@ -11,6 +11,8 @@ room, the parent is gone or past), they wait in front like any other request, an
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from hybridkv.cache import KVCacheManager, SlotPlan
 from hybridkv.request import Request, branch_id
@@ -30,55 +32,81 @@ def branches_of(parent: Request, n: int) -> tuple[Request, ...]:
     )
 
 
+@dataclass(slots=True)
+class Family:
+    """A parent and its children that wait, in order. turn: when it forked; before its children did."""
+
+    parent: Request
+    turn: int
+    children: dict[Request, None] = field(default_factory=dict)
+
+
 class Forks:
-    """Children that wait for their parents, by the parent's id, in order."""
+    """Children that wait for their parents. Adding and removing one is O(1)."""
 
     def __init__(self) -> None:
-        self._children: dict[str, list[Request]] = {}
-        self._parents: dict[str, Request] = {}
+        self._families: dict[str, Family] = {}  # by the parent's id
+        self._parent_of: dict[Request, str] = {}
+        self._forked = 0
 
     def __contains__(self, request_id: object) -> bool:
         """Whether the request of that id has children that wait for it."""
-        return request_id in self._children
+        return request_id in self._families
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._children)
+        return iter(self._families)
 
     def __len__(self) -> int:
         """Children that wait."""
-        return sum(map(len, self._children.values()))
+        return len(self._parent_of)
 
     def add(self, parent: Request, children: Iterable[Request]) -> None:
         """``children`` branch off ``parent``, which waits or runs."""
-        self._children.setdefault(parent.request_id, []).extend(children)
-        self._parents[parent.request_id] = parent
+        self._forked += 1
+        family = self._families.setdefault(parent.request_id, Family(parent, self._forked))
+        for child in children:
+            family.children[child] = None
+            self._parent_of[child] = parent.request_id
 
-    def parents(self) -> tuple[Request, ...]:
-        """Requests with children that wait for them."""
-        return tuple(self._parents.values())
+    def running(self, running: RunningRows) -> list[tuple[int, Request]]:
+        """Requests that run and have children that wait for them, by the turn in which they forked. O(running)."""
+        if not self._families:
+            return []
+        found = [self._families[one.request_id] for one in running.requests if one.request_id in self._families]
+        return sorted((family.turn, family.parent) for family in found)
+
+    def turn_of(self, parent: Request) -> int | None:
+        """When ``parent`` forked, None when no children wait for it."""
+        family = self._families.get(parent.request_id)
+        return None if family is None else family.turn
 
     def requests(self) -> tuple[Request, ...]:
         """All children that wait."""
-        return tuple(child for children in self._children.values() for child in children)
+        return tuple(self._parent_of)
 
     def take(self, parent: Request) -> list[Request]:
         """The children of ``parent``, which wait for it no longer."""
-        if self._parents.get(parent.request_id) is not parent:
+        family = self._families.get(parent.request_id)
+        if family is None or family.parent is not parent:
             return []
-        del self._parents[parent.request_id]
-        return self._children.pop(parent.request_id)
+        del self._families[parent.request_id]
+        for child in family.children:
+            del self._parent_of[child]
+        return list(family.children)
 
     def remove(self, child: Request) -> None:
         """``child`` ends, if it waits here."""
-        for request_id, children in tuple(self._children.items()):
-            if child in children:
-                children.remove(child)
-                if not children:
-                    del self._children[request_id], self._parents[request_id]
+        parent_id = self._parent_of.pop(child, None)
+        if parent_id is None:
+            return
+        children = self._families[parent_id].children
+        del children[child]
+        if not children:
+            del self._families[parent_id]
 
     def held_rows(self, running: RunningRows) -> list[int]:
-        """Rows of parents that wait for their steps in flight."""
-        return [parent.row for parent in self._parents.values() if parent.row >= 0 and running.steps[parent.row]]
+        """Rows of parents that wait for their steps in flight. O(running)."""
+        return [parent.row for _, parent in self.running(running) if running.steps[parent.row]]
 
 
 class Branching:
@@ -121,8 +149,10 @@ class Branching:
         room: whether anybody may come in; if not, the children wait.
         """
         admitted: list[tuple[Request, int]] = []
-        for parent in self._forks.parents():
-            if parent.row < 0 or self._running.steps[parent.row]:
+        ready = self._forks.running(self._running)  # sorted, so it is a heap
+        while ready:
+            _, parent = heappop(ready)
+            if self._running.steps[parent.row]:
                 continue
             computed, known = parent.num_computed_tokens, parent.num_tokens
             if computed < known - 1:
@@ -133,6 +163,8 @@ class Branching:
                 fits = room and not late and child.num_tokens == known and computed == known - 1
                 if fits and self._admit_one(parent, child, draft):
                     admitted.append((child, computed))
+                    if (turn := self._forks.turn_of(child)) is not None:
+                        heappush(ready, (turn, child))
                 else:
                     late.append(child)
             self._wait(late)

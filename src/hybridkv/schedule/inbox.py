@@ -31,6 +31,7 @@ class Inbox:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._items: deque[Arrival] = deque()
+        self._num_arriving = 0
         self._known: dict[str, Request] = {}
         self._ended: set[str] = set()
         self._owner: int | None = None
@@ -59,6 +60,7 @@ class Inbox:
         with self._lock:
             self._know((request, *children))
             self._items.append(Arrival(request, abort=False, children=children))
+            self._num_arriving += 1 + len(children)
 
     def know(self, requests: Sequence[Request]) -> None:
         """``requests`` are here without having arrived. ConfigError, and none of them known, if an id is in use."""
@@ -83,7 +85,12 @@ class Inbox:
     def take(self) -> Arrival | None:
         """The oldest item."""
         with self._lock:
-            return self._items.popleft() if self._items else None
+            if not self._items:
+                return None
+            item = self._items.popleft()
+            if not item.abort:
+                self._num_arriving -= 1 + len(item.children)
+            return item
 
     def find(self, request_id: str) -> Request | None:
         """The request known by ``request_id``."""
@@ -103,8 +110,13 @@ class Inbox:
         with self._lock:
             self._ended.discard(request.request_id)
 
-    def arriving(self) -> tuple[Request, ...]:
+    @property
+    def num_arriving(self) -> int:
         """Requests that arrived and were not taken yet, their children among them."""
+        return self._num_arriving
+
+    def arriving(self) -> tuple[Request, ...]:
+        """Those requests. O(items)."""
         with self._lock:
             return tuple(one for item in self._items if not item.abort for one in (item.request, *item.children))
 

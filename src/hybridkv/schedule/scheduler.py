@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,7 +128,7 @@ class Scheduler:
         """Counts so far."""
         return self._counts.statistics(
             steps=self._next_id,
-            waiting=len(self._waiting) + len(self._forks) + len(self._inbox.arriving()),
+            waiting=len(self._waiting) + len(self._forks) + self._inbox.num_arriving,
             running=len(self._running),
             refusals=self._admitter.refusals,
         )
@@ -362,10 +362,14 @@ class Scheduler:
 
     def _empty_inbox(self) -> None:
         """Requests that arrived wait from now on; those to abort end."""
+        self._departures.end(Finished(request, FinishReason.ABORT) for request in self._aborted())
+
+    def _aborted(self) -> Iterator[Request]:
+        """Take in what arrived, in order: each request to abort, once it is its turn."""
         while (item := self._inbox.take()) is not None:
             request = item.request
             if not item.abort:
                 self._waiting.append(request)
                 self._branching.add(request, item.children)
             elif self._inbox.find(request.request_id) is request:
-                self._departures.end([Finished(request, FinishReason.ABORT)])
+                yield request

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from heapq import heapify, heappop, heappush
+from typing import Final, Literal
 
 from hybridkv.cache import CommonHit
 from hybridkv.request import Request
 
 Turn = tuple[float, float, int]
 """What requests are sorted by; unique."""
+
+_FEW: Final = 64  # turns of entries that left: as many are never looked for
 
 
 @dataclass(slots=True)
@@ -33,23 +35,42 @@ class Waiting:
 
 
 class WaitingQueue:
-    """Entries in the order in which they are tried. Adding, removing and finding are O(waiting).
+    """Entries in the order in which they are tried. Adding and removing are O(log waiting), amortised; finding is O(1).
 
     policy: "fcfs", where a preempted request returns to the front, or "priority": least
     Request.priority first, then the earliest arrival.
+
+    The order is a heap of turns. The turn of an entry that leaves stays there until it comes up, or until more turns
+    are of entries that left than of those that wait.
     """
 
     def __init__(self, policy: Literal["fcfs", "priority"] = "fcfs") -> None:
         self._by_priority = policy == "priority"
-        self._entries: list[Waiting] = []
+        self._entries: dict[Request, Waiting] = {}
+        self._at: dict[Turn, Waiting] = {}
+        self._turns: list[Turn] = []
         self._arrived = 0
         self._returned = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __getitem__(self, place: int) -> Waiting:
-        return self._entries[place]
+    def in_order(self) -> Generator[Waiting]:
+        """Entries in order, O(log waiting) each; to be closed when done: only then are those handed out in order again.
+
+        Entries may leave and come meanwhile; one that comes is handed out before those left that are behind it.
+        """
+        seen: list[Turn] = []
+        try:
+            while self._turns:
+                entry = self._at.get(turn := heappop(self._turns))
+                if entry is not None:
+                    seen.append(turn)
+                    yield entry
+        finally:
+            for turn in seen:
+                if turn in self._at:
+                    heappush(self._turns, turn)
 
     def append(self, request: Request) -> None:
         """A new request."""
@@ -70,15 +91,12 @@ class WaitingQueue:
             self._insert(entry)
 
     def _insert(self, entry: Waiting) -> None:
-        insort(self._entries, entry, key=lambda one: one.turn)
-
-    def pop(self, place: int) -> Waiting:
-        """Take an entry out."""
-        return self._entries.pop(place)
+        self._entries[entry.request] = self._at[entry.turn] = entry
+        heappush(self._turns, entry.turn)
 
     def find(self, request: Request) -> Waiting | None:
         """The entry of ``request``, None when it does not wait."""
-        return next((entry for entry in self._entries if entry.request is request), None)
+        return self._entries.get(request)
 
     def settle(self, request: Request) -> bool:
         """A step in flight has nothing more to say about ``request``; whether it waits."""
@@ -90,10 +108,19 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Take ``request`` out, if it waits."""
-        entry = self.find(request)
-        if entry is not None:
-            self._entries.remove(entry)
+        entry = self._entries.pop(request, None)
+        if entry is None:
+            return
+        del self._at[entry.turn]
+        if len(self._turns) > 2 * len(self._at) + _FEW:
+            self._turns = [turn for turn in self._turns if turn in self._at]
+            heapify(self._turns)
+
+    def untried(self) -> list[Request]:
+        """Those that wait but are in no order, so that nobody would ever try them: none. O(waiting)."""
+        turns = set(self._turns)
+        return [entry.request for turn, entry in self._at.items() if turn not in turns]
 
     def requests(self) -> tuple[Request, ...]:
-        """All that wait, in order."""
-        return tuple(entry.request for entry in self._entries)
+        """All that wait, in order. O(waiting * log waiting)."""
+        return tuple(self._at[turn].request for turn in sorted(self._at))

@@ -1,0 +1,211 @@
+"""Requests that wait: their order, and what each operation on one of them costs however many there are."""
+
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from random import Random
+from types import FrameType
+from typing import Any, Literal
+
+import pytest
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.request import Request, SamplingParams
+from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.schedule.waiting import Waiting, WaitingQueue
+from hybridkv.step import Csr, StepResult
+from hybridkv.testing import attention_config
+
+Policy = Literal["fcfs", "priority"]
+FEW, MANY, OPERATIONS = 250, 4000, 60
+
+
+class Rank(int):
+    """A priority that is compared in Python, so that the comparisons of a heap or a bisection are counted, too."""
+
+    def __lt__(self, other: object) -> bool:
+        return int(self) < int(other)  # type: ignore[call-overload, no-any-return]  # another Rank
+
+    def __eq__(self, other: object) -> bool:
+        return int(self) == int(other)  # type: ignore[call-overload, no-any-return]  # as above
+
+    __hash__ = int.__hash__
+
+
+def bytecodes(work: Callable[[], object]) -> int:
+    """How many instructions of Python ``work`` runs, in whatever function."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:  # noqa: ANN401 - itself: a type that has no end
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+class Crowd:
+    """A scheduler with one seat, which is taken, and ``waiting`` requests in the queue."""
+
+    def __init__(self, waiting: int, policy: Policy) -> None:
+        self.random = Random(waiting)
+        self.cache = KVCacheManager(attention_config(32, (4,)), 100)
+        limits = SchedulerLimits(max_running=1, policy=policy, max_in_flight=2)
+        self.scheduler = Scheduler(self.cache, limits, clock=lambda: 0.0)
+        self.queue = self.scheduler._waiting
+        self.scheduler.add(self.new("runs", -1))
+        self.scheduler.schedule()
+        self.requests = [self.new(f"r{number}") for number in range(waiting)]
+        for request in self.requests:
+            self.scheduler.add(request)
+        self.random.shuffle(self.requests)
+        self.scheduler.abort("nobody")
+        self.scheduler.finish("nobody")  # the inbox is empty behind it
+        assert len(self.queue) == waiting
+
+    def new(self, name: str, rank: int | None = None) -> Request:
+        priority = Rank(self.random.randrange(1000) if rank is None else rank)
+        return Request(name, [1, 2, 3], SamplingParams(max_tokens=4), hasher=self.cache.hasher, priority=priority)
+
+    def add(self) -> None:
+        for number in range(OPERATIONS):
+            self.scheduler.add(self.new(f"new{number}"))
+        self.scheduler.finish("nobody")
+
+    def abort(self) -> None:
+        for request in self.requests[:OPERATIONS]:
+            assert self.scheduler.abort(request.request_id)
+
+    def finish(self) -> None:
+        for request in self.requests[:OPERATIONS]:
+            assert self.scheduler.finish(request.request_id)
+
+    def abort_in_one_go(self) -> None:
+        """As from other threads: the owner finds all of them when it looks."""
+        for request in self.requests[:OPERATIONS]:
+            self.scheduler._inbox.abort(request.request_id)
+        step = self.scheduler._in_flight[0].step
+        self.scheduler.update(StepResult(step.id, Csr.from_lists([[7]])))
+
+    def ask(self) -> None:
+        for request in self.requests[:OPERATIONS]:
+            assert self.queue.find(request) is not None
+            assert self.queue.settle(request)
+            assert self.scheduler.num_waiting == len(self.requests)
+
+    def come_and_return(self) -> None:
+        """Admitted and preempted again, by turns."""
+        for _ in range(OPERATIONS):
+            with closing(self.queue.in_order()) as entries:
+                first = next(entries)
+                self.queue.remove(first.request)
+            self.queue.return_to_front([Waiting(first.request, first.turn)])
+
+    def pass_by(self) -> None:
+        """A step looks at some that it does not admit."""
+        for _ in range(OPERATIONS // 10):
+            with closing(self.queue.in_order()) as entries:
+                for _ in range(10):
+                    next(entries)
+
+    def schedule(self) -> None:
+        """A step in which somebody waits behind a full house."""
+        self.scheduler.schedule()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize(
+    "operation",
+    [
+        Crowd.add,
+        Crowd.abort,
+        Crowd.finish,
+        Crowd.abort_in_one_go,
+        Crowd.ask,
+        Crowd.come_and_return,
+        Crowd.pass_by,
+        Crowd.schedule,
+    ],
+)
+def test_an_operation_on_one_costs_no_more_than_the_logarithm_of_all(
+    operation: Callable[[Crowd], None], policy: Policy
+) -> None:
+    few, many = Crowd(FEW, policy), Crowd(MANY, policy)
+    cost = bytecodes(lambda: operation(few))
+    assert bytecodes(lambda: operation(many)) < 1.6 * cost  # log2(4000) / log2(250) = 1.50; 16 if it were linear
+    few.scheduler.check()
+
+
+def test_all_are_aborted_at_the_price_of_each() -> None:
+    costs = []
+    for waiting in (FEW, 4 * FEW):
+        crowd = Crowd(waiting, "fcfs")
+        for request in crowd.requests:
+            crowd.scheduler._inbox.abort(request.request_id)
+        costs.append(bytecodes(lambda crowd=crowd: crowd.scheduler.finish("nobody")))  # type: ignore[misc]  # of this turn
+        assert crowd.scheduler.num_waiting == 0
+        crowd.scheduler.check()
+    assert costs[1] < 4.8 * costs[0]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_the_order_is_that_of_a_sorted_list(policy: Policy) -> None:
+    random, queue = Random(3), WaitingQueue(policy)
+    model: list[Waiting] = []
+    gone: list[Waiting] = []
+    for number in range(3000):
+        match random.choice(["append", "append", "remove", "first", "return", "look"]):
+            case "append":
+                request = Request(f"r{number}", [1], priority=random.randrange(3), arrival_time=random.randrange(9))
+                queue.append(request)
+                found = queue.find(request)
+                assert found is not None
+                model.append(found)
+            case "remove" if model:
+                request = model.pop(random.randrange(len(model))).request
+                queue.remove(request)
+                queue.remove(request)
+                assert queue.find(request) is None
+                assert not queue.settle(request)
+            case "first" if model:
+                with closing(queue.in_order()) as entries:
+                    gone.append(next(entries))
+                    queue.remove(gone[-1].request)
+                assert gone[-1] is model.pop(0)
+            case "return":
+                gone.sort(key=lambda entry: entry.turn)
+                queue.return_to_front(gone)
+                model, gone = [*gone, *model], []
+            case "look":
+                place = random.randrange(20)
+                with closing(queue.in_order()) as entries:
+                    looked = [entry for entry, _ in zip(entries, range(place), strict=False)]
+                assert [one.turn for one in looked] == [one.turn for one in model[:place]]
+        model.sort(key=lambda entry: entry.turn)
+        assert len(queue) == len(model)
+    assert queue.requests() == tuple(entry.request for entry in model)
+    assert len(queue._turns) <= 2 * len(queue) + 64
+
+
+def test_who_comes_while_others_are_looked_at_is_handed_out_in_its_turn() -> None:
+    """As the branches of a request that ends when its admission fails."""
+    queue = WaitingQueue()
+    requests = [Request(name, [1]) for name in "abcd"]
+    for request in requests:
+        queue.append(request)
+    late = Request("late", [1])
+    with closing(queue.in_order()) as entries:
+        assert [next(entries).request, next(entries).request] == requests[:2]
+        queue.remove(requests[1])
+        queue.return_to_front([queue.entry(late)])
+        assert [entry.request for entry in entries] == [late, *requests[2:]]
+    assert queue.requests() == (late, requests[0], *requests[2:])
+    with closing(queue.in_order()) as entries:
+        assert [entry.request for entry in entries] == [late, requests[0], *requests[2:]]
