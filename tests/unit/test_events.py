@@ -1,19 +1,24 @@
 """Events in the ecosystem's schema, of written blocks only."""
 
 from dataclasses import fields
+from random import Random
 
 import numpy as np
 import pytest
 
-from hybridkv.cache import AllBlocksCleared, BlockHasher, BlockRemoved, BlockStored, KVCacheManager
+from hybridkv.cache import AllBlocksCleared, BlockHasher, BlockRemoved, BlockStored, EventsDropped, KVCacheManager
 from hybridkv.cache.events import untagged
-from hybridkv.errors import CacheError
+from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import Request
 from hybridkv.testing import attention_config
+from hybridkv.testing.event_follower import EventFollower
 
 
-def manager(num_blocks: int = 16, block_sizes: tuple[int, ...] = (4,), *, events: bool = True) -> KVCacheManager:
-    return KVCacheManager(attention_config(num_blocks, block_sizes), 100, enable_kv_cache_events=events)
+def manager(
+    num_blocks: int = 16, block_sizes: tuple[int, ...] = (4,), *, events: bool = True, **options: object
+) -> KVCacheManager:
+    config = attention_config(num_blocks, block_sizes)
+    return KVCacheManager(config, 100, enable_kv_cache_events=events, **options)  # type: ignore[arg-type]  # by name
 
 
 def started(cache: KVCacheManager, tokens: range, *, salt: str | None = None) -> Request:
@@ -189,3 +194,59 @@ def test_off_by_default() -> None:
     cache = manager(events=False)
     started(cache, range(9))
     assert cache.take_events() == []
+
+
+# -- events that nobody takes
+
+
+def test_events_that_nobody_takes_are_dropped_and_counted() -> None:
+    cache = manager(block_sizes=(4,), max_event_blocks=6)
+    for number in range(4):
+        cache.free(started(cache, range(100 * number, 100 * number + 10)))  # two blocks each
+    kept = [
+        BlockStored(keys_of(tokens), None, tuple(tokens), 4) for tokens in (range(n, n + 8) for n in (100, 200, 300))
+    ]
+    assert cache.take_events() == [EventsDropped(1), *kept]
+    assert cache.take_events() == []
+    cache.free(started(cache, range(400, 410)))
+    assert cache.take_events() == [BlockStored(keys_of(range(400, 408)), None, tuple(range(400, 408)), 4)]
+
+
+def test_an_event_of_more_blocks_than_may_wait_is_dropped_itself() -> None:
+    cache = manager(max_event_blocks=2)
+    cache.free(started(cache, range(13)))
+    assert cache.take_events() == [EventsDropped(1)]
+    assert cache.reset_prefix_cache()
+    assert cache.take_events() == [AllBlocksCleared()]
+
+
+def test_unless_told_events_of_100000_blocks_wait() -> None:
+    keys = manager().block_pool.keys
+    for number in range(12_000):
+        keys.emit(BlockRemoved((bytes([number % 256]),) * 10))
+    assert keys.take_events() == [
+        EventsDropped(2000),
+        *(BlockRemoved((bytes([number % 256]),) * 10) for number in range(2000, 12_000)),
+    ]
+
+
+@pytest.mark.parametrize("most", [3, 12, 40])
+def test_who_forgets_at_a_gap_believes_in_no_block_that_is_not_there(most: int) -> None:
+    cache, random = manager(num_blocks=12, block_sizes=(4,), max_event_blocks=most), Random(most)
+    follower, gaps = EventFollower(cache), 0
+    for number in range(300):
+        tokens = range(4 * random.randrange(6), 24 + 4 * random.randrange(5))
+        cache.free(started(cache, tokens))
+        if not random.randrange(40):
+            assert cache.reset_prefix_cache()
+        if not random.randrange(1 + number % 9):
+            events = cache.take_events()
+            gaps += any(isinstance(event, EventsDropped) for event in events)
+            follower.hear(events)
+    assert gaps > 3
+
+
+@pytest.mark.parametrize("most", [0, -1, 1.5, None, True])
+def test_a_bound_of_events_is_a_count(most: object) -> None:
+    with pytest.raises(ConfigError, match=r"max_event_blocks must be (an integer|at least 1)"):
+        manager(max_event_blocks=most)

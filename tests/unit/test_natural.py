@@ -366,7 +366,7 @@ def test_what_needs_moves_is_fragmented_once_the_step_has_moved_its_bytes() -> N
 
 @pytest.mark.parametrize("bound", [0, -1, 1.5, "1", True])
 def test_a_bound_of_bytes_under_which_nothing_ever_moves_is_refused(bound: object) -> None:
-    with pytest.raises(ConfigError, match="max_moved_bytes must be an integer of at least 1, or None"):
+    with pytest.raises(ConfigError, match=r"max_moved_bytes must be (an integer|at least 1), got"):
         cache_of(max_moved_bytes=bound)
 
 

@@ -3,7 +3,7 @@
 from hybridkv.cache.batch import BatchSlots
 from hybridkv.cache.blocks import BlockView, KVCacheBlocks
 from hybridkv.cache.coordinator import CommonHit
-from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventsDropped, KVCacheEvent
 from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.locks import BlockLock
@@ -28,6 +28,7 @@ __all__ = [
     "CacheStatistics",
     "Checkpoint",
     "CommonHit",
+    "EventsDropped",
     "GroupStatistics",
     "KVCacheBlocks",
     "KVCacheEvent",

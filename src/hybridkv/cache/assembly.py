@@ -10,7 +10,6 @@ Parts      what decides (lookup, planner) and what acts (committer, batches, rel
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
 
 from hybridkv.cache.batch_allocator import BatchAllocator
 from hybridkv.cache.build import (
@@ -55,6 +54,7 @@ class CacheOptions:
     use_eagle: bool
     log_stats: bool
     enable_events: bool
+    max_event_blocks: int
     ranks: int
     hasher: BlockHasher | None
     retention: int | None
@@ -63,18 +63,6 @@ class CacheOptions:
     max_moved_bytes: int | None
     space: ClassedSpace | None
     published_ends: bool
-
-    def __post_init__(self) -> None:
-        if self.max_moved_bytes is not None and not _is_positive(self.max_moved_bytes):
-            raise ConfigError(
-                f"max_moved_bytes must be an integer of at least 1, or None (no bound), got {self.max_moved_bytes!r}: "
-                "where nothing moves, requests that need it wait for ever"
-            )
-
-
-def _is_positive(value: object) -> bool:
-    """Whether ``value`` is an integer of at least 1."""
-    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +153,13 @@ def _storage_of(config: KVCacheConfig, options: CacheOptions) -> Storage:
     if options.enable_caching and can_resume(kinds):
         hasher = options.hasher or BlockHasher(hash_block)
         hash_block = hasher.block_size
-    pool = pool_of(config, options.space, options.max_moved_bytes, enable_events=options.enable_events)
+    pool = pool_of(
+        config,
+        options.space,
+        options.max_moved_bytes,
+        enable_events=options.enable_events,
+        max_event_blocks=options.max_event_blocks,
+    )
     exact = ends_inside(kinds, published_ends=options.published_ends)
     groups = build_groups(kinds, pool.indexes, hash_block, options.retention, exact=exact)
     return Storage(

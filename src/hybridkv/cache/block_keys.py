@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, KVCacheEvent
+from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, EventQueue, KVCacheEvent
 from hybridkv.cache.index import PrefixIndex
 from hybridkv.cache.partial import Tail
 from hybridkv.errors import CacheError
@@ -38,14 +38,14 @@ def _wrapped(count: int) -> np.int32:
 class BlockKeys:
     """Keys of ``num_blocks`` blocks in ``num_groups`` groups.
 
-    enable_events: collect what take_events returns. silent: groups whose keys make no events.
+    events: where events go, None where nobody wants any. silent: groups whose keys make no events.
     Attributes for reading: indexes (one a group), evictions (keys lost so far, grows with ``clear`` and with moves
     too: who remembers blocks looks anew), given and lost (blocks that got their first key and that lost their last,
     so far, per group).
     """
 
     def __init__(
-        self, num_blocks: int, num_groups: int = 1, *, enable_events: bool = False, silent: Sequence[int] = ()
+        self, num_blocks: int, num_groups: int = 1, *, events: EventQueue | None = None, silent: Sequence[int] = ()
     ) -> None:
         self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
         self.evictions = 0
@@ -57,7 +57,7 @@ class BlockKeys:
         self._step = np.full(num_blocks, WRITTEN, np.int32)  # the step that will write a published block
         self._lost_at = np.zeros(num_blocks, np.int32)  # evictions when it last lost its key, modulo 2**32
         self._passing: set[int] = set()
-        self._events: list[KVCacheEvent] | None = [] if enable_events else None
+        self._events = events
 
     # -- answers
 
@@ -280,22 +280,21 @@ class BlockKeys:
     def emit(self, event: KVCacheEvent) -> None:
         """Collect an event, if events are on."""
         if self._events is not None:
-            self._events.append(event)
+            self._events.put((event,))
 
     def _emit_removed(self, keys: Sequence[bytes], groups: Sequence[int], ids: Int64) -> None:
         """An event for each of ``keys``, of ``ids`` in ``groups``, that had been written."""
         if self._events is None:
             return
         written = (self._step[ids] == WRITTEN).tolist()
-        self._events += [
-            BlockRemoved(block_hashes=(key,), group_idx=group)
-            for key, group, done in zip(keys, groups, written, strict=True)
-            if done and group not in self._silent
-        ]
+        self._events.put(
+            [
+                BlockRemoved(block_hashes=(key,), group_idx=group)
+                for key, group, done in zip(keys, groups, written, strict=True)
+                if done and group not in self._silent
+            ]
+        )
 
     def take_events(self) -> list[KVCacheEvent]:
         """Events since the last call, oldest first; empty when they are off."""
-        if not self._events:
-            return []
-        events, self._events = self._events, []
-        return events
+        return [] if self._events is None else self._events.take()

@@ -39,17 +39,25 @@ def placement_for(config: KVCacheConfig, placement: Placement | None) -> Placeme
 
 
 def pool_of(
-    config: KVCacheConfig, space: ClassedSpace | None, max_moved_bytes: int | None, *, enable_events: bool
+    config: KVCacheConfig,
+    space: ClassedSpace | None,
+    max_moved_bytes: int | None,
+    *,
+    enable_events: bool,
+    max_event_blocks: int,
 ) -> BlockPool:
     """The pool of ``config``: blocks of one size in a plain order, of several in slabs, or in ``space``."""
     slabs = config.slabs
     if slabs is None:
-        return BlockPool(config.num_blocks, len(config.groups), enable_events=enable_events)
+        return BlockPool(
+            config.num_blocks, len(config.groups), enable_events=enable_events, max_event_blocks=max_event_blocks
+        )
     space = SlabSpace(slabs, max_moved_bytes) if space is None else space
     return BlockPool(
         space.num_blocks,
         len(config.groups),
         enable_events=enable_events,
+        max_event_blocks=max_event_blocks,
         space=space,
         classes=[slabs.classes.index(slabs.class_of(group)) for group in range(len(config.groups))],
         bases=space.bases,

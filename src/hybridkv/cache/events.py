@@ -5,8 +5,10 @@ A token span and its hash list always match: ``len(token_ids) == len(block_hashe
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from hybridkv.extra_keys import Extra
 
@@ -44,7 +46,55 @@ class AllBlocksCleared:
     """Nothing can be hit any longer."""
 
 
-KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
+@dataclass(frozen=True, slots=True)
+class EventsDropped:
+    """``count`` events before this one were dropped, since nobody took them.
+
+    Nothing is known of blocks stored before. What is told from here on is true: who forgets all that was told before,
+    and passes over removals of what it has not heard of, believes in no block that is not there; in all that are
+    there only behind the next AllBlocksCleared.
+    """
+
+    count: int
+
+
+KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared | EventsDropped
+
+MAX_EVENT_BLOCKS: Final = 100_000
+"""Unless told: about 100 MB of events with 16 tokens a block."""
+
+
+class EventQueue:
+    """Events until somebody takes them, oldest first, of ``max_blocks`` blocks altogether (a clearing counts as one).
+
+    Where there are more, the oldest go. Putting is O(1) an event, amortised.
+    """
+
+    def __init__(self, max_blocks: int = MAX_EVENT_BLOCKS) -> None:
+        self._max_blocks = max_blocks
+        self._events: deque[KVCacheEvent] = deque()
+        self._num_blocks = 0
+        self._dropped = 0
+
+    def put(self, events: Sequence[KVCacheEvent]) -> None:
+        """``events`` are the youngest, in this order."""
+        self._events.extend(events)
+        self._num_blocks += sum(map(_num_blocks, events))
+        while self._num_blocks > self._max_blocks:
+            self._num_blocks -= _num_blocks(self._events.popleft())
+            self._dropped += 1
+
+    def take(self) -> list[KVCacheEvent]:
+        """All of them; an EventsDropped in front, if any were dropped since the last call."""
+        told: list[KVCacheEvent] = [EventsDropped(self._dropped)] if self._dropped else []
+        told += self._events
+        self._events.clear()
+        self._num_blocks = self._dropped = 0
+        return told
+
+
+def _num_blocks(event: KVCacheEvent) -> int:
+    return len(event.block_hashes) if isinstance(event, BlockStored | BlockRemoved) else 1
 
 
 def untagged(extra: Extra | None) -> tuple[object, ...] | None:

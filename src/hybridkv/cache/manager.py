@@ -13,7 +13,7 @@ from hybridkv.cache.audit import check_cache
 from hybridkv.cache.batch import BatchSlots
 from hybridkv.cache.blocks import KVCacheBlocks
 from hybridkv.cache.coordinator import CommonHit
-from hybridkv.cache.events import KVCacheEvent
+from hybridkv.cache.events import MAX_EVENT_BLOCKS, KVCacheEvent
 from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.locks import BlockLock
 from hybridkv.cache.pins import Pin
@@ -48,6 +48,8 @@ class KVCacheManager:
     waits for the next; at least 1, which lets one request have its moves in each step; None: no bound.
     space: in the natural layout, where free blocks come from instead of slabs, for measurements.
     published_ends: in the natural layout, whether hits may end inside a block, which is copied then.
+    max_event_blocks: blocks that events waiting for ``take_events`` tell of; beyond it the oldest events are dropped,
+    and EventsDropped says so in front of those taken next.
     Raises ConfigError for limits that cannot work, UnsupportedModelError for a group without policy.
     """
 
@@ -69,6 +71,7 @@ class KVCacheManager:
         max_moved_bytes: int | None = None,
         space: ClassedSpace | None = None,
         published_ends: bool = True,
+        max_event_blocks: int = MAX_EVENT_BLOCKS,
     ) -> None:
         instance("kv_cache_config", kv_cache_config, KVCacheConfig)
         max_model_len = integer("max_model_len", max_model_len, 1, MAX_COUNT)
@@ -80,12 +83,13 @@ class KVCacheManager:
             use_eagle=flag("use_eagle", use_eagle),
             log_stats=flag("log_stats", log_stats),
             enable_events=flag("enable_kv_cache_events", enable_kv_cache_events),
+            max_event_blocks=integer("max_event_blocks", max_event_blocks, 1),
             ranks=RequestLimits(max_model_len, dcp=dcp_world_size, pcp=pcp_world_size).cp,
             hasher=None if hasher is None else instance("hasher", hasher, BlockHasher),
             retention=None if retention is None else integer("retention", retention, 0),
             max_pinned_blocks=integer("max_pinned_blocks", max_pinned_blocks, 0),
             placement=placement,
-            max_moved_bytes=max_moved_bytes,
+            max_moved_bytes=None if max_moved_bytes is None else integer("max_moved_bytes", max_moved_bytes, 1),
             space=space,
             published_ends=flag("published_ends", published_ends),
         )

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from hybridkv.arguments import MAX_COUNT, instance, integer, shown
 from hybridkv.cache.block_keys import WRITTEN, BlockKeys
-from hybridkv.cache.events import KVCacheEvent
+from hybridkv.cache.events import MAX_EVENT_BLOCKS, EventQueue, KVCacheEvent
 from hybridkv.cache.free_order import FreeOrder
 from hybridkv.cache.space import Space, Weight
 from hybridkv.errors import BlockError, CapacityError, ConfigError
@@ -39,7 +39,8 @@ NULL_BLOCK: Final = 0
 class BlockPool:
     """``num_blocks`` blocks, 0 .. num_blocks - 1; block 0 is the null block, never handed out.
 
-    num_groups: how many prefix indexes there are. enable_events: collect what take_events returns.
+    num_groups: how many prefix indexes there are. enable_events: collect what take_events returns,
+    of at most ``max_event_blocks`` blocks.
     space: where free blocks come from, by default a FreeOrder of all but the null block. classes: the class of
     each group, by default 0. bases: the first block of each class. silent: groups whose keys make no events.
     on_move: called with moves, int64[m, 2] of (source, target), once the pool has followed them.
@@ -54,6 +55,7 @@ class BlockPool:
         num_groups: int = 1,
         *,
         enable_events: bool = False,
+        max_event_blocks: int = MAX_EVENT_BLOCKS,
         space: Space | None = None,
         classes: Sequence[int] | None = None,
         bases: Sequence[int] = (0,),
@@ -64,7 +66,8 @@ class BlockPool:
         integer("num_groups", num_groups, 1, MAX_COUNT)
         self.num_blocks = num_blocks
         self.num_reserved = 0
-        self.keys = BlockKeys(num_blocks, num_groups, enable_events=enable_events, silent=silent)
+        events = EventQueue(max_event_blocks) if enable_events else None
+        self.keys = BlockKeys(num_blocks, num_groups, events=events, silent=silent)
         self.indexes = self.keys.indexes
         self.epoch = 0
         self.classes = tuple(classes) if classes is not None else (0,) * num_groups

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 
-from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheManager
+from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, EventsDropped, KVCacheEvent, KVCacheManager
 from hybridkv.extra_keys import Extra
 from hybridkv.specs import CrossAttentionSpec, MambaSpec
 from hybridkv.testing.comparison import OracleError, same
@@ -16,11 +17,15 @@ DIGESTS = {encoder.digest for encoder in ENCODERS}
 
 
 class EventFollower:
-    """Keeps what the events of ``cache`` tell: in the natural layout nothing of partial keys, states and encoders."""
+    """Keeps what the events of ``cache`` tell: in the natural layout nothing of partial keys, states and encoders.
+
+    Once events were dropped it knows of some of the written blocks, and of all again when the cache has been cleared.
+    """
 
     def __init__(self, cache: KVCacheManager) -> None:
         self._cache = cache
         self._told: Counter[tuple[int, bytes]] = Counter()
+        self._knows_all = True
         natural = cache.config.slabs is not None
         self._silent = {
             number
@@ -30,15 +35,25 @@ class EventFollower:
 
     def follow(self) -> None:
         """Take the events since the last call. OracleError unless they tell what the index and the writes say."""
-        for event in self._cache.take_events():
+        self.hear(self._cache.take_events())
+
+    def hear(self, events: Iterable[KVCacheEvent]) -> None:
+        """``events``, all since the last call, were taken. OracleError as ``follow``."""
+        for event in events:
             match event:
                 case BlockStored():
                     self._compare_stored(event)
                     self._told.update((event.group_idx, key) for key in event.block_hashes)
                 case BlockRemoved():
                     self._told.subtract((event.group_idx, key) for key in event.block_hashes)
+                    if not self._knows_all:
+                        self._told = +self._told  # removals of what was stored in a dropped event
                 case AllBlocksCleared():
                     self._told.clear()
+                    self._knows_all = True
+                case EventsDropped():
+                    self._told.clear()
+                    self._knows_all = False
         pool = self._cache.block_pool
         written = Counter(
             (group, key)
@@ -47,7 +62,8 @@ class EventFollower:
             for key, block in index.entries()
             if pool.keys.is_written(block)
         )
-        same("events", {key: n for key, n in self._told.items() if n}, dict(written))
+        told = Counter({key: n for key, n in self._told.items() if n})
+        same("events", told if self._knows_all else told | written, written)
 
     def _compare_stored(self, event: BlockStored) -> None:
         """The hashes of an event follow from its parent, tokens and extra keys."""
