@@ -1,22 +1,24 @@
-"""A scheduler and its worker in two processes: Steps go over a pipe as bytes, replies come back.
+"""A scheduler and its worker in two processes: Steps go over TCP as bytes, replies come back.
 
     python examples/two_processes.py
 
-The parent schedules and never imports torch. The child runs a tiny random Llama on paged memory. Four prompts with one
-beginning run; then a Step is lost on the way, to show that the worker notices, and that nothing is lost with it.
+The parent schedules and never imports torch. Whoever reaches its port has to show a key, which the child was started
+with (on one machine a ``multiprocessing.Pipe`` does as well, and needs no key). The child runs a tiny random Llama on
+paged memory. Four prompts with one beginning run; then a Step is lost on the way, to show that the worker notices, and
+that nothing is lost with it.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import secrets
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.plan import plan_from_json, plan_to_json
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
-from hybridkv.wire import RemoteWorker, StepFailure, serve
+from hybridkv.wire import Link, Listener, RemoteWorker, StepFailure, connect, serve
 
 LIMITS = SchedulerLimits(max_running=8, max_batched_tokens=256, max_in_flight=2)
 SAMPLING = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -25,8 +27,9 @@ BEGINNING = "You are a helpful assistant. Answer in one short sentence.\n\n"
 QUESTIONS = ("What is a KV cache?", "What is a block table?", "Who frees a block?", "Why do prefixes repeat?")
 
 
-def run_worker(channel: Connection) -> None:
+def run_worker(address: tuple[str, int] | str, key: bytes) -> None:
     """The child: it knows model and memory, so it plans; then it runs Steps until the parent is done."""
+    channel = connect(address, authkey=key)
     from hybridkv.runner import ModelRunner, load, plan_for  # noqa: PLC0415  # torch, in the child alone
 
     loaded = load("tiny:llama")
@@ -44,20 +47,20 @@ def run_worker(channel: Connection) -> None:
 
 
 class LossyChannel:
-    """A pipe that loses the next message when told to."""
+    """A connection that loses the next message when told to."""
 
-    def __init__(self, pipe: Connection) -> None:
-        self.pipe, self.lose_next = pipe, False
+    def __init__(self, link: Link) -> None:
+        self.link, self.lose_next = link, False
 
     def send_bytes(self, buf: bytes, /) -> None:
         """Send it, or not."""
         if not self.lose_next:
-            self.pipe.send_bytes(buf)
+            self.link.send_bytes(buf)
         self.lose_next = False
 
-    def recv_bytes(self) -> bytes:
+    def recv_bytes(self, maxlength: int, /) -> bytes:
         """The next message."""
-        return self.pipe.recv_bytes()
+        return self.link.recv_bytes(maxlength)
 
 
 def run(scheduler: Scheduler, worker: RemoteWorker, requests: Sequence[Request]) -> None:
@@ -81,15 +84,16 @@ def run(scheduler: Scheduler, worker: RemoteWorker, requests: Sequence[Request])
 def main() -> None:
     """The parent: everything but the model."""
     context = multiprocessing.get_context("spawn")
-    pipe, childs_end = context.Pipe()
-    process = context.Process(target=run_worker, args=(childs_end,))
-    process.start()
-    childs_end.close()
+    key = secrets.token_bytes(32)  # goes to the child through a pipe that multiprocessing starts it with
+    with Listener(("127.0.0.1", 0), authkey=key) as listener:
+        process = context.Process(target=run_worker, args=(listener.address, key))
+        process.start()
+        link = listener.accept(timeout_s=60)
 
-    plan = plan_from_json(pipe.recv_bytes().decode())
+    plan = plan_from_json(link.recv_bytes().decode())
     cache = KVCacheManager(plan.config, plan.max_model_len)
     scheduler = Scheduler(cache, LIMITS)
-    channel = LossyChannel(pipe)
+    channel = LossyChannel(link)
     worker = RemoteWorker(channel)
 
     def request(name: str, text: str) -> Request:
@@ -102,7 +106,7 @@ def main() -> None:
     channel.lose_next = True
     run(scheduler, worker, [request("after a loss", BEGINNING + QUESTIONS[0])])
 
-    pipe.close()
+    link.close()
     process.join()
     print(f"the worker ended with exit code {process.exitcode}")
 

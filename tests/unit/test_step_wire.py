@@ -359,7 +359,7 @@ WRONG: list[tuple[str, object, str]] = [
     ("zero", table(-1, 2, 1, 3), "zero: .*dimensions that are no such numbers"),
     ("zero", table(1.0, 2, 1, 3), "zero: .*dimensions that are no such numbers"),
     ("state_read", table(2**70, 0), "state_read: .*dimensions that are no such numbers"),
-    ("state_read", CBORTag(40, [[2, 1, 3], int32(1, 2, 3, 4, 5, 6)]), "state_read: .*6 elements for"),
+    ("state_read", CBORTag(40, [[2, 1, 3], int32(1, 2, 3, 4, 5, 6)]), "state_read: .*got 3 dimensions"),
     ("copies", table(1, 5, 2, 0, 0, 0, 0), "copies: column 0 must be a place in before, after"),
     ("copies", table(1, 5, 0, 0, 0, 0, -1), "copies: column 4 must be a place in move, block, state"),
     ("copies", [["before", 0, 0, 0, "move"]], r"copies: must be int32\[n, 5\]"),

@@ -93,11 +93,11 @@ class Losing:
             self.unanswered += 1
         self.sent += 1
 
-    def recv_bytes(self) -> bytes:
+    def recv_bytes(self, maxlength: int, /) -> bytes:
         if not self.unanswered:
             raise TimeoutError("no reply in 30 s")
         self.unanswered -= 1
-        return self._channel.recv_bytes()
+        return self._channel.recv_bytes(maxlength)
 
 
 @pytest.fixture
@@ -264,8 +264,8 @@ def test_bytes_that_are_no_step_are_answered_and_end_the_worker(
         def send_bytes(self, buf: bytes, /) -> None:
             server.channel.send_bytes(cbor2.dumps({**cbor2.loads(buf), **change}, canonical=True))
 
-        def recv_bytes(self) -> bytes:
-            return server.channel.recv_bytes()
+        def recv_bytes(self, maxlength: int, /) -> bytes:
+            return server.channel.recv_bytes(maxlength)
 
     sched, worker = scheduler(1), RemoteWorker(Newer())
     worker.send(sched.schedule())
@@ -348,7 +348,7 @@ def test_an_end_that_is_gone(server: Server) -> None:
 
         def send_bytes(self, buf: bytes, /) -> None: ...
 
-        def recv_bytes(self) -> bytes:
+        def recv_bytes(self, _: int, /) -> bytes:
             raise EOFError
 
     silent = RemoteWorker(Silent())
@@ -367,7 +367,7 @@ def test_a_worker_whose_scheduler_is_gone_ends_in_peace() -> None:
         def send_bytes(self, _: bytes, /) -> None:
             raise BrokenPipeError
 
-        def recv_bytes(self) -> bytes:
+        def recv_bytes(self, _: int, /) -> bytes:
             if not self.left:
                 raise ConnectionResetError
             return self.left.pop()

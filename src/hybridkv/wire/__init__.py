@@ -3,22 +3,32 @@
     Scheduler --Step--> RemoteWorker.send ~~~bytes~~~> serve --Step--> worker.execute
         ^---- reply --- RemoteWorker.receive <~~bytes~~ serve <--StepResult, or what it raised
 
+Who may connect decides who runs what: a Step is taken from whoever sends it. A pipe is between parent and child; a
+Unix socket is for whoever may write to its file; on TCP both ends must show one key (``Listener``, ``connect``), and a
+connection that was not made so is refused. What comes is bounded all the same: a message of another kind, of any size
+up to ``MOST_BYTES``, costs time and memory in proportion to its bytes, and is refused by name.
+
 Needs numpy and cbor2 only. A message is checked against itself before anything is made of it; numbers that depend on
 sizes (rows, blocks, token ids), and the order of Steps, are the worker's and the scheduler's to check, as in process.
 """
 
+from hybridkv.wire.connection import MOST_BYTES, Channel, Link, Listener, connect
 from hybridkv.wire.messages import decode_reply, decode_step, encode_reply, encode_step
 from hybridkv.wire.records import Reply, StepFailure, Unreadable
-from hybridkv.wire.remote import Channel, Executor, RemoteStatistics, RemoteWorker, serve
+from hybridkv.wire.remote import Executor, RemoteStatistics, RemoteWorker, serve
 
 __all__ = [
+    "MOST_BYTES",
     "Channel",
     "Executor",
+    "Link",
+    "Listener",
     "RemoteStatistics",
     "RemoteWorker",
     "Reply",
     "StepFailure",
     "Unreadable",
+    "connect",
     "decode_reply",
     "decode_step",
     "encode_reply",

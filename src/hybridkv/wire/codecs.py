@@ -1,24 +1,38 @@
 """Values as CBOR items and back: numbers, text, lists, and records with named fields.
 
-A codec turns one kind of value into what cbor2 encodes (``pack``) and checks what cbor2 decoded (``unpack``). Both
-raise WireError; a record puts the field's name in front of its message. What ``pack`` gives is a function of the value
-alone, so equal values give equal bytes.
+A codec turns one kind of value into what cbor2 encodes (``pack``), and reads that kind alone from the bytes of a
+message (``read``): what the schema has not is refused where it begins. Both raise WireError; a record puts the field's
+name in front of its message. What ``pack`` gives is a function of the value alone, and ``read`` takes canonical bytes
+alone, so equal values and equal bytes are one. ``read`` is O(bytes) in time and memory.
 """
 
 from __future__ import annotations
 
 import operator
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+import cbor2
 import numpy as np
 
 from hybridkv.errors import ConfigError, WireError
+from hybridkv.wire.reader import BYTES, MAP, NEGATIVE, TEXT, UNSIGNED, Reader, not_canonical
 
 T = TypeVar("T")
 
 _MAX_BITS: Final = 256
 """More than any count or seed; Python refuses to print integers of some thousands of digits in a message."""
+_MOST: Final = (1 << _MAX_BITS) - 1
+_TOO_LONG: Final = f"must be an integer of at most {_MAX_BITS} bits"
+_MAX_SAID: Final = 400
+"""Characters of what a class says of a value that it refuses: it may name all of a value that is huge."""
+
+_BIG: Final = {b"\xc2": UNSIGNED, b"\xc3": NEGATIVE}
+"""Tags 2 and 3, around the bytes of an integer beyond 64 bits."""
+_FLOATS: Final = {0xF9: struct.Struct(">e"), 0xFA: struct.Struct(">f"), 0xFB: struct.Struct(">d")}
+_SHORTER: Final = {0xFA: struct.Struct(">e"), 0xFB: struct.Struct(">f")}
+_NAN: Final = b"\xf9\x7e\x00"
 
 
 class Codec(Protocol[T]):
@@ -28,14 +42,19 @@ class Codec(Protocol[T]):
         """``value`` as an item for cbor2."""
         ...
 
-    def unpack(self, item: object) -> T:
-        """The value of an item that cbor2 decoded."""
+    def read(self, reader: Reader) -> T:
+        """The value that is next in a message, which is passed."""
         ...
 
 
 def mismatch(wanted: str, got: object) -> WireError:
-    """The error for an item of another kind. Names its type only: what a broken message holds may be huge."""
+    """The error for a value of another kind. Names its type only: it may be huge."""
     return WireError(f"must be {wanted}, got {type(got).__name__}")
+
+
+def unexpected(wanted: str, reader: Reader) -> WireError:
+    """The error for a message in which something else is next."""
+    return WireError(f"must be {wanted}, got {reader.kind()}")
 
 
 class Integer:
@@ -51,15 +70,42 @@ class Integer:
         except TypeError:
             raise mismatch("an integer", value) from None
 
-    def unpack(self, item: object) -> int:
+    def read(self, reader: Reader) -> int:
         """An int; a CBOR boolean is none."""
-        if type(item) is not int:
-            raise mismatch("an integer", item)
-        return self._checked(item)
+        number = reader.take(UNSIGNED)
+        if number < 0:
+            number = self._below_zero_or_big(reader)
+        if self._minimum is not None and number < self._minimum:
+            raise WireError(f"must be {self._minimum} or more")
+        return number
+
+    @staticmethod
+    def _below_zero_or_big(reader: Reader) -> int:
+        argument = reader.take(NEGATIVE)
+        if argument >= 0:
+            return -1 - argument
+        sign = _BIG.get(reader.data[reader.at : reader.at + 1])
+        if sign is None:
+            raise unexpected("an integer", reader)
+        reader.at += 1
+        size = reader.take(BYTES)
+        if size < 0:
+            raise unexpected("an integer", reader)
+        if size > _MAX_BITS // 8:
+            raise WireError(_TOO_LONG)
+        digits = reader.data[reader.pass_over(size) : reader.at]
+        if size <= 8 or not digits[0]:
+            raise not_canonical("an integer longer than its number")
+        number = int.from_bytes(digits, "big")
+        if sign == UNSIGNED:
+            return number
+        if number == _MOST:
+            raise WireError(_TOO_LONG)  # its negative has one bit more
+        return -1 - number
 
     def _checked(self, value: int) -> int:
         if value.bit_length() > _MAX_BITS:
-            raise WireError(f"must be an integer of at most {_MAX_BITS} bits")
+            raise WireError(_TOO_LONG)
         if self._minimum is not None and value < self._minimum:
             raise WireError(f"must be {self._minimum} or more")
         return value
@@ -80,11 +126,29 @@ class Real:
             raise WireError("must be a number that a 64-bit float holds exactly, and not NaN")
         return as_float
 
-    def unpack(self, item: object) -> float:
+    def read(self, reader: Reader) -> float:
         """A float; what it may be is for the class that takes it to say."""
-        if type(item) is not float:
-            raise mismatch("a float", item)
-        return item
+        begin = reader.at
+        form = _FLOATS.get(reader.data[begin]) if begin < len(reader.data) else None
+        if form is None:
+            raise unexpected("a float", reader)
+        reader.pass_over(1 + form.size)
+        number: float = form.unpack_from(reader.data, begin + 1)[0]
+        if number != number:  # noqa: PLR0124  # NaN
+            shortest = reader.data[begin : reader.at] == _NAN
+        else:
+            shortest = not _fits(number, _SHORTER.get(reader.data[begin]))
+        if not shortest:
+            raise not_canonical("a float longer than its number")
+        return number
+
+
+def _fits(number: float, form: struct.Struct | None) -> bool:
+    """Whether ``number`` survives ``form``, if there is one."""
+    try:
+        return form is not None and form.unpack(form.pack(number))[0] == number
+    except OverflowError:
+        return False
 
 
 class Boolean:
@@ -96,11 +160,13 @@ class Boolean:
             raise mismatch("true or false", value)
         return bool(value)
 
-    def unpack(self, item: object) -> bool:
+    def read(self, reader: Reader) -> bool:
         """A bool."""
-        if type(item) is not bool:
-            raise mismatch("true or false", item)
-        return item
+        item = reader.data[reader.at : reader.at + 1]
+        if item not in (b"\xf4", b"\xf5"):
+            raise unexpected("true or false", reader)
+        reader.at += 1
+        return item == b"\xf5"
 
 
 class Text:
@@ -116,11 +182,15 @@ class Text:
             raise WireError(f"must be text that UTF-8 can hold ({error.reason})") from None
         return str(value)
 
-    def unpack(self, item: object) -> str:
+    def read(self, reader: Reader) -> str:
         """A str."""
-        if type(item) is not str:
-            raise mismatch("text", item)
-        return item
+        item = reader.take_bytes(TEXT)
+        if item is None:
+            raise unexpected("text", reader)
+        try:
+            return item.decode()
+        except UnicodeDecodeError as error:
+            raise WireError(f"must be text in UTF-8 ({error.reason})") from None
 
 
 class Digest:
@@ -135,9 +205,10 @@ class Digest:
         self._text.pack(value)
         return self._named(str(value))
 
-    def unpack(self, item: object) -> bytes | str:
+    def read(self, reader: Reader) -> bytes | str:
         """Bytes or a str."""
-        return self._named(item if type(item) is bytes else self._text.unpack(item))
+        item = reader.take_bytes(BYTES)
+        return self._named(self._text.read(reader) if item is None else item)
 
     @staticmethod
     def _named(value: bytes | str) -> bytes | str:
@@ -156,9 +227,12 @@ class Nullable(Generic[T]):
         """None is null."""
         return None if value is None else self._codec.pack(value)
 
-    def unpack(self, item: object) -> T | None:
+    def read(self, reader: Reader) -> T | None:
         """Null is None."""
-        return None if item is None else self._codec.unpack(item)
+        if not reader.data.startswith(b"\xf6", reader.at):
+            return self._codec.read(reader)
+        reader.at += 1
+        return None
 
 
 class TupleOf(Generic[T]):
@@ -173,47 +247,100 @@ class TupleOf(Generic[T]):
             raise mismatch("a tuple", value)
         return [_at(f"[{i}]", self._codec.pack, one) for i, one in enumerate(value)]
 
-    def unpack(self, item: object) -> tuple[T, ...]:
-        """A tuple."""
-        if type(item) is not list:
-            raise mismatch("a list", item)
-        return tuple(_at(f"[{i}]", self._codec.unpack, one) for i, one in enumerate(item))
+    def read(self, reader: Reader) -> tuple[T, ...]:
+        """A tuple. WireError for more items than all lists of a message may have."""
+        length, read = reader.take_list(), self._codec.read
+        if length < 0:
+            raise unexpected("a list", reader)
+        items: list[T] = []
+        try:
+            for _ in range(length):
+                items.append(read(reader))  # noqa: PERF401  # how many there are is the place of the error
+        except WireError as error:
+            raise WireError(f"[{len(items)}]: {error}") from None
+        return tuple(items)
 
 
 class Record(Generic[T]):
     """An instance of the dataclass ``made``: a map from the names of ``fields`` to their values.
 
+    marks: names and texts that every such map has as well, and ``made`` is not told.
     check: raises WireError for an instance whose fields do not fit each other; asked on both ways, so that what packs
-    unpacks. ``unpack`` raises WireError for a missing or unknown field as well, and for values that the class refuses.
+    is read. ``read`` raises WireError for a missing or unknown field as well, and for values that the class refuses.
     """
 
     def __init__(
-        self, made: Callable[..., T], fields: Mapping[str, Codec[Any]], check: Callable[[T], None] | None = None
+        self,
+        made: Callable[..., T],
+        fields: Mapping[str, Codec[Any]],
+        check: Callable[[T], None] | None = None,
+        marks: Mapping[str, str] | None = None,
     ) -> None:
         self.fields: Final = dict(fields)
-        self._made, self._check = made, check
+        self._made, self._check, self._marks = made, check, dict(marks or {})
+        keys = sorted((cbor2.dumps(name), name) for name in (*self.fields, *self._marks))  # in the order of 4.2.1
+        self._order: list[tuple[bytes, int, str, Callable[[Reader], Any] | None]] = []
+        for key, name in keys:
+            whole = key if name in self.fields else key + cbor2.dumps(self._marks[name])
+            read = self.fields[name].read if name in self.fields else None
+            self._order.append((whole, len(whole), name, read))
 
     def pack(self, value: T) -> dict[str, object]:
         """A map."""
         items = {name: _at(name, codec.pack, getattr(value, name)) for name, codec in self.fields.items()}
         if self._check is not None:
             self._check(value)
-        return items
+        return {**self._marks, **items}
 
-    def unpack(self, item: object) -> T:
+    def read(self, reader: Reader) -> T:
         """An instance, checked."""
-        if type(item) is not dict:
-            raise mismatch("a map", item)
-        if item.keys() != self.fields.keys():
-            raise WireError(_name_difference(self.fields.keys() - item.keys(), item.keys() - self.fields.keys()))
-        values = {name: _at(name, codec.unpack, item[name]) for name, codec in self.fields.items()}
+        length = reader.take(MAP)
+        if length < 0:
+            raise unexpected("a map", reader)
+        begin = reader.at
+        if length != len(self._order):
+            raise self._misnamed(reader, length)
+        data, name, named = reader.data, "", False
+        values: dict[str, Any] = {}
+        try:
+            for key, size, name, read in self._order:
+                if not data.startswith(key, reader.at):
+                    break
+                reader.at += size
+                if read is not None:
+                    values[name] = read(reader)
+            else:
+                named = True
+        except WireError as error:
+            raise WireError(f"{name}: {error}") from None
+        if not named:
+            reader.at = begin
+            raise self._misnamed(reader, length)
         try:
             made = self._made(**values)
         except ConfigError as error:
-            raise WireError(str(error)) from None
+            raise WireError(str(error)[:_MAX_SAID]) from None
         if self._check is not None:
             self._check(made)
         return made
+
+    def _misnamed(self, reader: Reader, length: int) -> WireError:
+        """What is wrong with the names of a map of ``length`` fields, the first of which is next. O(its items)."""
+        missing, unknown, last = {name for _, _, name, _ in self._order}, "", b""
+        for _ in range(length):
+            begin = reader.at
+            name = reader.take_bytes(TEXT)
+            if name is None:
+                return WireError("has a field whose name is no text")
+            if (key := reader.data[begin : reader.at]) <= last:
+                return not_canonical("a field out of order, or twice")
+            text, last = name.decode(errors="replace"), key
+            if text not in missing:
+                unknown = unknown or text[:40]
+            missing.discard(text)
+            reader.skip()
+        found = [f"lacks {name!r}" for name in sorted(missing)] + [f"has an unknown field {unknown!r}"] * bool(unknown)
+        return WireError(", ".join(found) or "has another mark")
 
 
 def _at(place: str, function: Callable[[Any], T], value: object) -> T:
@@ -222,11 +349,3 @@ def _at(place: str, function: Callable[[Any], T], value: object) -> T:
         return function(value)
     except WireError as error:
         raise WireError(f"{place}: {error}") from None
-
-
-def _name_difference(missing: set[str], unknown: set[object]) -> str:
-    """What is wrong with the fields of a map."""
-    found = [f"lacks {name!r}" for name in sorted(missing)]
-    found += sorted(f"has an unknown field {name[:40]!r}" for name in unknown if isinstance(name, str))
-    found += ["has a field whose name is no text"] * any(not isinstance(name, str) for name in unknown)
-    return ", ".join(found)

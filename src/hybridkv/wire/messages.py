@@ -5,8 +5,9 @@ kinds        "step"; replies are "result", "failure" and "unreadable"
 arrays       typed arrays (hybridkv.wire.arrays); lists of lists and cells are maps of such columns
 copies       int32[C, 5]: stage, group, source, destination, kind; words as places in STAGES and COPY_KINDS
 
-A message has one encoding: RFC 8949, 4.2.1, core deterministic. Any other bytes are refused, so that whatever is
-decoded encodes to what was read: nothing behind a message, no field twice.
+A message has one encoding: RFC 8949, 4.2.1, core deterministic. Any other bytes are refused where they stand, so that
+whatever is decoded encodes to what was read: nothing behind a message, no field twice. Only what a record has is
+decoded, in one pass: bytes of any other kind (tags, integers as names, lists in lists) are never made into values.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import cbor2
 
 from hybridkv.errors import SchemaError, WireError
 from hybridkv.step import SCHEMA_VERSION, Step, StepResult
-from hybridkv.wire.codecs import Record
+from hybridkv.wire.codecs import Integer, Record
+from hybridkv.wire.reader import MAP, TEXT, UNSIGNED, Reader, not_canonical
 from hybridkv.wire.records import FAILURE, RESULT, STEP, UNREADABLE, Reply, StepFailure, Unreadable
 
 _REPLIES: Final[dict[str, Record[Any]]] = {"result": RESULT, "failure": FAILURE, "unreadable": UNREADABLE}
+_ID: Final = Integer()
 _KINDS: Final[dict[type, str]] = {StepResult: "result", StepFailure: "failure", Unreadable: "unreadable"}
 
 
@@ -67,42 +70,60 @@ def _encode(kind: str, record: Record[Any], value: Step | Reply) -> bytes:
             f"{SCHEMA_VERSION}"
         )
     try:
-        return cbor2.dumps({"kind": kind, **record.pack(value)}, canonical=True)
+        return cbor2.dumps(record.pack(value), canonical=True)
     except WireError as error:
         raise WireError(f"{kind}: {error}") from None
 
 
 def _decode(data: bytes, records: Mapping[str, Record[Any]]) -> Any:  # noqa: ANN401  # an instance of one of the records
-    message = _loads(data)
-    kind = _kind(message, tuple(records))
     try:
-        value = records[kind].unpack({name: item for name, item in message.items() if name != "kind"})
+        return _read(bytes(data), records)  # bytes stay the same object
+    except WireError:
+        _refuse_other_schemas(data)
+        raise
+
+
+def _read(data: bytes, records: Mapping[str, Record[Any]]) -> Any:  # noqa: ANN401  # same
+    kind, reader = _kind(data, tuple(records)), Reader(data)
+    try:
+        value = records[kind].read(reader)
     except WireError as error:
         raise WireError(f"{kind}: {error}") from None
-    # only now: items of any other shape may be endless, or contain themselves
-    again = cbor2.dumps(message, canonical=True)
-    if again != data:
-        what = f"{len(data) - len(again)} bytes too many" if data.startswith(again) else "not in canonical form"
-        raise WireError(f"{kind}: the message is {what} (RFC 8949, 4.2.1)")
+    if reader.at != len(data):
+        raise WireError(f"{kind}: the message is {len(data) - reader.at} bytes too many (RFC 8949, 4.2.1)")
     return value
 
 
-def _loads(data: bytes) -> dict[object, object]:
-    """The map that ``data`` begins with."""
+def _kind(data: bytes, known: tuple[str, ...]) -> str:
+    """The kind of a message. Of the fields of this schema, ``id`` alone stands before it."""
+    reader = _opened(data)
+    name = reader.take_bytes(TEXT)
+    if name == b"id":
+        try:
+            _ID.read(reader)
+        except WireError as error:
+            raise WireError(f"{' or '.join(known)}: id: {error}") from None
+        name = reader.take_bytes(TEXT)
+    if name != b"kind":
+        raise not_canonical("kind is not where it would stand, first or behind id")
+    kind = reader.take_bytes(TEXT)
+    text = None if kind is None else kind.decode(errors="replace")
+    if text is None or text not in known:
+        got = reader.kind() if text is None else repr(text[:40])
+        raise WireError(f"a message of kind {' or '.join(map(repr, known))} was expected, got {got}")
+    return text
+
+
+def _refuse_other_schemas(data: bytes) -> None:
+    """SchemaError for a message of another version, whatever else it holds: its kinds and fields may be others.
+
+    For what could not be read only; WireError if it has no version. O(items), not more than MOST_SKIPPED.
+    """
     try:
-        message = cbor2.loads(data)
-    except Exception as error:  # noqa: BLE001  # decoders of tags that no message has may raise anything
-        cut = isinstance(error, cbor2.CBORDecodeEOF)
-        raise WireError(f"{'a message cut short' if cut else 'not a message'}: {error}") from None
-    if type(message) is not dict:
-        raise WireError(f"not a message: a map was expected, got {type(message).__name__}")
-    return message
-
-
-def _kind(message: dict[object, object], known: tuple[str, ...]) -> str:
-    """The kind of a message. The version comes first: another schema may have other kinds."""
-    version, kind = message.get("schema_version"), message.get("kind")
-    if type(version) is not int or version.bit_length() > 64:
+        version = _version(data)
+    except WireError:
+        return  # no map, or no whole one: that was said
+    if version < 0:
         raise WireError("not a message: it has no schema_version")
     if version != SCHEMA_VERSION:
         older = "this side" if version > SCHEMA_VERSION else "the other side"
@@ -110,7 +131,22 @@ def _kind(message: dict[object, object], known: tuple[str, ...]) -> str:
             f"the message has schema version {version}, this hybridkv reads version {SCHEMA_VERSION}: update hybridkv "
             f"on {older}, so that both ends have the same"
         )
-    if type(kind) is not str or kind not in known:
-        got = repr(kind[:40]) if type(kind) is str else type(kind).__name__
-        raise WireError(f"a message of kind {' or '.join(map(repr, known))} was expected, got {got}")
-    return kind
+
+
+def _version(data: bytes) -> int:
+    """The schema_version of a message of any schema, -1 if it has none."""
+    reader = _opened(data)
+    while reader.at < len(data):
+        name = reader.take_bytes(TEXT)
+        if name == b"schema_version":
+            return reader.take(UNSIGNED)
+        reader.skip()
+    return -1
+
+
+def _opened(data: bytes) -> Reader:
+    """In front of the first name of the map that ``data`` is."""
+    reader = Reader(data)
+    if reader.take(MAP) < 0:
+        raise WireError(f"not a message: a map was expected, got {reader.kind()}")
+    return reader

@@ -17,15 +17,21 @@ from hybridkv.request import SamplingParams
 from hybridkv.step import SCHEMA_VERSION, Cells, Copy, Csr, EncoderRead, Logprobs, NewRow, Step, StepResult
 from hybridkv.wire.arrays import Array
 from hybridkv.wire.codecs import Boolean, Digest, Integer, Nullable, Real, Record, Text, TupleOf
+from hybridkv.wire.reader import MOST_LISTED, Reader
 
 STAGES: Final = ("before", "after")
 COPY_KINDS: Final = ("move", "block", "state")
+MOST_SAID: Final = 10_000
+"""Characters of an exception's text that cross: it may print a whole tensor."""
 _INT32: Final = np.iinfo(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class StepFailure:
-    """A Step brought no result. id: that of the Step. error: the name of the exception's class. message: its text."""
+    """A Step brought no result. id: that of the Step. error: the name of the exception's class. message: its text.
+
+    ``of`` keeps the first MOST_SAID characters of it.
+    """
 
     id: int
     error: str
@@ -57,7 +63,8 @@ class Unreadable:
 
 def _described(error: BaseException) -> tuple[str, str]:
     """Class and text of an exception; characters that UTF-8 has not are escaped."""
-    return type(error).__name__, str(error).encode(errors="backslashreplace").decode()
+    text = str(error)[:MOST_SAID].encode(errors="backslashreplace").decode()
+    return type(error).__name__, text
 
 
 Reply = StepResult | StepFailure | Unreadable
@@ -78,9 +85,9 @@ class Copies:
             raise WireError("group, source and destination must be integers of 32 bits")
         return self._array.pack(numbers.astype(np.int32))
 
-    def unpack(self, item: object) -> tuple[Copy, ...]:
+    def read(self, reader: Reader) -> tuple[Copy, ...]:
         """The copies, in order. O(copies)."""
-        numbers = self._array.unpack(item)
+        numbers = self._array.read(reader)
         for column, words in ((0, STAGES), (4, COPY_KINDS)):
             places = numbers[:, column]
             if len(places) and not 0 <= places.min() <= places.max() < len(words):
@@ -124,6 +131,9 @@ def _check_step(step: Step) -> None:
     rows = len(step.rows)
     if step.after >= step.id:
         raise WireError(f"after must lie below id {step.id}, got {step.after}")
+    listed = sum(1 + len(new.sampling.stop) + len(new.sampling.stop_token_ids) for new in step.new_rows)
+    if listed > MOST_LISTED:
+        raise WireError(f"new_rows, stop and stop_token_ids may have {MOST_LISTED:,} items together, not {listed:,}")
     for name in ("num_computed", "num_scheduled", "samples", "token_ids", "drafts"):
         if len(getattr(step, name)) != rows:
             raise WireError(f"{name} is for {len(getattr(step, name))} rows, but there are {rows}")
@@ -159,6 +169,19 @@ def _check_result(result: StepResult) -> None:
 
 # -- records
 
+
+class _Version(Integer):
+    """This schema's version. Another one is said apart, before anything else that is wrong with a message."""
+
+    def read(self, reader: Reader) -> int:
+        """SCHEMA_VERSION."""
+        version = super().read(reader)
+        if version != SCHEMA_VERSION:
+            raise WireError(f"must be {SCHEMA_VERSION}")
+        return version
+
+
+_VERSION: Final = _Version()
 _CSR: Final = Record(Csr, {"indptr": Array("int64"), "values": Array("int32")}, _check_csr)
 _CELLS: Final = Record(Cells, dict.fromkeys(("group", "row", "column", "block"), Array("int32")), _check_cells)
 _SAMPLING: Final = Record(
@@ -223,9 +246,10 @@ STEP: Final = Record(
         "copies": Copies(),
         "state_read": Array("int32", (None, None)),
         "state_writes": Array("int32", (None, 4)),
-        "schema_version": Integer(),
+        "schema_version": _VERSION,
     },
     _check_step,
+    {"kind": "step"},
 )
 RESULT: Final = Record(
     StepResult,
@@ -234,12 +258,16 @@ RESULT: Final = Record(
         "sampled": _CSR,
         "num_accepted": Nullable(Array("int32")),
         "logprobs": Nullable(_LOGPROBS),
-        "schema_version": Integer(),
+        "schema_version": _VERSION,
     },
     _check_result,
+    {"kind": "result"},
 )
 FAILURE: Final = Record(
     StepFailure,
-    {"id": Integer(minimum=0), "error": Text(), "message": Text(), "schema_version": Integer()},
+    {"id": Integer(minimum=0), "error": Text(), "message": Text(), "schema_version": _VERSION},
+    marks={"kind": "failure"},
 )
-UNREADABLE: Final = Record(Unreadable, {"error": Text(), "message": Text(), "schema_version": Integer()})
+UNREADABLE: Final = Record(
+    Unreadable, {"error": Text(), "message": Text(), "schema_version": _VERSION}, marks={"kind": "unreadable"}
+)

@@ -6,7 +6,8 @@
     replies, one a message     R0  R1  F2      F3 is passed over      R4
 
 Replies come in the order of the Steps. A worker that raised goes on: what it did is undone by Scheduler.fail, and the
-next Step says in ``after`` which ones count. A connection carries byte strings with their ends, and nothing else.
+next Step says in ``after`` which ones count. A connection carries byte strings with their ends, and nothing else;
+who may be at its other end, hybridkv.wire.connection says.
 """
 
 from __future__ import annotations
@@ -18,22 +19,11 @@ from typing import Protocol
 
 from hybridkv.errors import HybridKVError, SchemaError, WireError, WorkerError
 from hybridkv.step import Step, StepResult
+from hybridkv.wire.connection import MOST_BYTES, Channel, check_size, next_message, require_trust
 from hybridkv.wire.messages import decode_reply, decode_step, encode_reply, encode_step
 from hybridkv.wire.records import Reply, StepFailure, Unreadable
 
 logger = logging.getLogger(__name__)
-
-
-class Channel(Protocol):
-    """Byte strings in order. A multiprocessing.connection.Connection is one, over a pipe, a socket or TCP."""
-
-    def send_bytes(self, buf: bytes, /) -> None:
-        """Send one. OSError once the other end is closed."""
-        ...
-
-    def recv_bytes(self) -> bytes:
-        """Wait for the next. EOFError or OSError once the other end is closed."""
-        ...
 
 
 class Executor(Protocol):
@@ -47,17 +37,25 @@ class Executor(Protocol):
 # -- the worker's end
 
 
-def serve(channel: Channel, worker: Executor) -> int:
+def serve(channel: Channel, worker: Executor, *, trusted: bool = False, most_bytes: int = MOST_BYTES) -> int:
     """Run the Steps that come in until the other end is closed, one reply each; how many brought a result.
 
+    channel: a pipe, or what ``connect`` and ``Listener.accept`` give; another TCP connection is a ConfigError, unless
+    ``trusted`` says that its other end was asked for a key elsewhere. most_bytes: of a message, either way.
+
     A Step that ``worker`` refuses, or whose forward raises, is answered with a StepFailure, and so is every Step that
-    builds on it, which ``worker`` never sees. Bytes that are no Step of this schema are answered with Unreadable, and
-    then raise WireError or SchemaError here: nothing behind them can be trusted.
+    builds on it, which ``worker`` never sees. Bytes that are no Step of this schema, and messages that are longer than
+    ``most_bytes`` or end in the middle, are answered with Unreadable, and then raise WireError or SchemaError here:
+    nothing behind them can be trusted. Beside that raises what ``channel`` raises as TimeoutError.
     """
+    require_trust(channel, trusted=trusted)
     served = 0
     failed: int | None = None
-    while (data := _next(channel)) is not None:
+    while True:
         try:
+            data = _next(channel, most_bytes)
+            if data is None:
+                return served
             step = decode_step(data)
         except (SchemaError, WireError) as error:
             _answer(channel, encode_reply(Unreadable.of(error)))
@@ -68,27 +66,28 @@ def serve(channel: Channel, worker: Executor) -> int:
             )
             _answer(channel, encode_reply(StepFailure.of(step.id, refusal)))
             continue
-        reply, ran = _run(worker, step)
+        reply, ran = _run(worker, step, most_bytes)
         served, failed = served + ran, None if ran else step.id
         _answer(channel, reply)
-    return served
 
 
-def _run(worker: Executor, step: Step) -> tuple[bytes, bool]:
+def _run(worker: Executor, step: Step, most_bytes: int) -> tuple[bytes, bool]:
     """The reply to ``step``, and whether it is a result."""
     try:
-        return encode_reply(worker.execute(step)), True
+        reply = encode_reply(worker.execute(step))
+        check_size("the result", reply, most_bytes)
     except Exception as error:  # whatever a forward raises costs its Step, not the worker
         # the message of a named error says all there is to know
         trace = None if isinstance(error, HybridKVError) else error
         logger.warning("step %d failed: %s", step.id, error, exc_info=trace)
         return encode_reply(StepFailure.of(step.id, error)), False
+    return reply, True
 
 
-def _next(channel: Channel) -> bytes | None:
+def _next(channel: Channel, most_bytes: int) -> bytes | None:
     """The next message, None once the other end is closed."""
     try:
-        return channel.recv_bytes()
+        return next_message(channel, most_bytes)
     except (EOFError, ConnectionError):
         return None
 
@@ -96,8 +95,10 @@ def _next(channel: Channel) -> bytes | None:
 def _answer(channel: Channel, reply: bytes) -> None:
     try:
         channel.send_bytes(reply)
-    except ConnectionError:
-        logger.warning("a reply was lost: the other end is closed")
+    except TimeoutError:
+        raise
+    except OSError as error:
+        logger.warning("a reply was lost: the other end is closed (%s)", error)
 
 
 # -- the scheduler's end
@@ -123,11 +124,12 @@ class RemoteWorker:
             scheduler.update(reply)
 
     One thread. ``send`` waits while the channel is full: unread replies to all Steps in flight must fit in it, 12 bytes
-    a row each.
+    a row each. channel, trusted, most_bytes: as in ``serve``.
     """
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, channel: Channel, *, trusted: bool = False, most_bytes: int = MOST_BYTES) -> None:
+        require_trust(channel, trusted=trusted)
+        self._channel, self._most_bytes = channel, most_bytes
         self._in_flight: deque[int] = deque()
         self._given_up = -1
         self._counts = dict.fromkeys(("steps", "failures", "sent_bytes", "received_bytes"), 0)
@@ -138,11 +140,17 @@ class RemoteWorker:
         return len(self._in_flight)
 
     def send(self, step: Step) -> None:
-        """``step`` is on its way. Raises as ``encode_step``, and WorkerError when the worker is gone."""
+        """``step`` is on its way.
+
+        Raises as ``encode_step``, WireError for more than ``most_bytes``, and WorkerError when the worker is gone.
+        """
         data = encode_step(step)
+        check_size(f"Step {step.id}", data, self._most_bytes)
         try:
             self._channel.send_bytes(data)
-        except ConnectionError as error:
+        except TimeoutError:
+            raise
+        except OSError as error:
             raise self._gone() from error
         self._in_flight.append(step.id)
         self._counts["steps"] += 1
@@ -154,7 +162,7 @@ class RemoteWorker:
         A failure carries the id of that Step, whatever the worker could not go on with (it may have missed this
         one, and refused the next): hand it to ``Scheduler.fail``, which fails all Steps in flight, as they are here.
         Raises WorkerError when nothing is in flight or the worker is gone, SchemaError or WireError as
-        ``decode_reply``.
+        ``decode_reply``, and WireError for a reply that is longer than ``most_bytes`` or ends in the middle.
         """
         self._require_one()
         reply = self._next_reply()
@@ -190,7 +198,7 @@ class RemoteWorker:
         """The next reply to a Step that was not given up."""
         while True:
             try:
-                data = self._channel.recv_bytes()
+                data = next_message(self._channel, self._most_bytes)
             except (EOFError, ConnectionError) as error:
                 raise self._gone() from error
             self._counts["received_bytes"] += len(data)

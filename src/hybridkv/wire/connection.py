@@ -1,0 +1,247 @@
+"""Who is at the other end, and how much may come from there at once.
+
+    pipe            parent and child: nobody else has it, no key
+    Unix socket     whoever may write to its file: no key, unless one is given
+    TCP             whoever reaches the port: both ends show that they have one key before anything else is sent
+
+Showing it is multiprocessing's: each end answers the other's random challenge with its HMAC (MD5 before Python 3.12,
+SHA-256 since), in messages of at most 256 bytes; nothing is ever unpickled. A key says who may connect. It hides
+nothing, and guards nothing that follows against those who can change packets on their way: over a network of others,
+go through a tunnel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Protocol, Self
+
+from hybridkv.errors import ConfigError, WireError
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES: Final = 1 << 28
+"""Of a message, unless said otherwise: 67 million token ids, such as 512 rows that begin with 128k tokens each."""
+HANDSHAKE_S: Final = 10.0
+"""Seconds for both ends to show their key: hours of computing, for who has it."""
+_LEAST_KEY: Final = 16
+_TCP: Final = (socket.AF_INET, socket.AF_INET6)
+
+Address = tuple[str, int] | str
+"""Host and port of TCP, or the path of a Unix socket."""
+
+
+class Channel(Protocol):
+    """Byte strings in order. A multiprocessing.connection.Connection is one, over a pipe, a socket or TCP.
+
+    A TimeoutError of either method is the caller's, and passes through.
+    """
+
+    def send_bytes(self, buf: bytes, /) -> None:
+        """Send one. OSError once the other end is closed."""
+        ...
+
+    def recv_bytes(self, maxlength: int, /) -> bytes:
+        """Wait for the next. EOFError or ConnectionError once the other end is closed, OSError for a longer one."""
+        ...
+
+
+class Link(Connection):
+    """A connection whose other end has shown the key, or needs none; from ``connect`` and ``Listener.accept``."""
+
+
+class Listener:
+    """Waits at ``address`` for peers that have ``authkey``; port 0 is any free one.
+
+    authkey: the same 16 bytes or more at both ends, such as secrets.token_bytes(32); handed over by a way that nobody
+    else sees, say the environment of a child. trusted: on TCP, whoever reaches the port needs no key.
+    handshake_s: seconds that a peer has to show it.
+
+    Raises ConfigError for TCP with neither of both, or a key that is too short; OSError for an address that is taken.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        authkey: bytes | None = None,
+        trusted: bool = False,
+        handshake_s: float = HANDSHAKE_S,
+    ) -> None:
+        _check_key(address, authkey, trusted=trusted)
+        self._authkey, self._handshake_s = authkey, handshake_s
+        self._path = Path(address) if isinstance(address, str) else None
+        if isinstance(address, str):
+            self._socket = socket.socket(socket.AF_UNIX)
+            try:
+                self._socket.bind(address)
+                self._socket.listen()
+            except OSError:
+                self._socket.close()
+                raise
+        else:
+            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+            self._socket = socket.create_server(address, family=family)
+
+    @property
+    def address(self) -> Address:
+        """Where it listens: for port 0, the port that was free."""
+        name = self._socket.getsockname()
+        return name if isinstance(name, str) else (name[0], name[1])
+
+    def accept(self, timeout_s: float | None = None) -> Link:
+        """The next peer that has the key. TimeoutError if none comes in ``timeout_s`` seconds; None waits.
+
+        One without it is logged and sent away. Peers are heard one after the other, each for ``handshake_s`` at most.
+        """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            # 0 would be not to wait at all, which is another error
+            self._socket.settimeout(None if end is None else max(1e-3, end - time.monotonic()))
+            accepted, peer = self._socket.accept()
+            try:
+                return _linked(accepted, self._authkey, self._handshake_s, listening=True)
+            except WireError as error:
+                logger.warning("a peer was sent away (%s): %s", peer or self._path, error)
+
+    def close(self) -> None:
+        """No more peers; those that were accepted stay."""
+        self._socket.close()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def connect(
+    address: Address, *, authkey: bytes | None = None, trusted: bool = False, timeout_s: float = HANDSHAKE_S
+) -> Link:
+    """A connection to the Listener at ``address``; ``authkey`` and ``trusted`` as there.
+
+    Raises ConfigError as ``Listener``; OSError, such as TimeoutError, where nobody listens; WireError for another key
+    at the other end, or none, or no answer in ``timeout_s`` seconds.
+    """
+    _check_key(address, authkey, trusted=trusted)
+    if isinstance(address, str):
+        made = socket.socket(socket.AF_UNIX)
+        try:
+            made.connect(address)
+        except OSError:
+            made.close()
+            raise
+    else:
+        made = socket.create_connection(address, timeout_s)
+    return _linked(made, authkey, timeout_s, listening=False)
+
+
+def require_trust(channel: Channel, *, trusted: bool) -> None:
+    """ConfigError for a TCP connection whose other end nobody has asked for a key. Other channels are the caller's."""
+    if trusted or isinstance(channel, Link) or not isinstance(channel, Connection):
+        return
+    try:
+        seen = socket.socket(fileno=channel.fileno())
+    except OSError:  # a pipe, or closed
+        return
+    family = seen.family
+    seen.detach()
+    if family in _TCP:
+        raise ConfigError(
+            "this is a TCP connection, and nobody has checked who is at its other end: make it with "
+            "hybridkv.wire.Listener and connect, with an authkey, or say trusted=True if that was done elsewhere"
+        )
+
+
+def next_message(channel: Channel, most_bytes: int) -> bytes:
+    """The next message. EOFError or ConnectionError once the other end is closed, WireError for none that is whole.
+
+    A length beyond ``most_bytes`` is refused before anything is made for it.
+    """
+    try:
+        return channel.recv_bytes(most_bytes)
+    except (EOFError, ConnectionError, TimeoutError):
+        raise
+    except (OSError, MemoryError) as error:
+        raise WireError(
+            f"no whole message of at most {most_bytes:,} bytes came ({type(error).__name__}: {error}): nothing behind "
+            "it can be read; where messages are larger, raise most_bytes at both ends"
+        ) from error
+
+
+def check_size(what: str, data: bytes, most_bytes: int) -> None:
+    """WireError for a message that the other end would refuse as too long."""
+    if len(data) > most_bytes:
+        raise WireError(
+            f"{what} has {len(data):,} bytes, and a message may have {most_bytes:,}: let fewer rows begin at once, or "
+            "raise most_bytes at both ends"
+        )
+
+
+def _check_key(address: Address, authkey: bytes | None, *, trusted: bool) -> None:
+    if authkey is None:
+        if not isinstance(address, str) and not trusted:
+            raise ConfigError(
+                f"whoever reaches port {address[1]} can connect: give both ends one authkey, such as "
+                "secrets.token_bytes(32), or say trusted=True where nobody else can reach it"
+            )
+    elif not isinstance(authkey, bytes) or len(authkey) < _LEAST_KEY:
+        raise ConfigError(f"authkey must be {_LEAST_KEY} bytes or more, such as secrets.token_bytes(32)")
+
+
+def _linked(made: socket.socket, authkey: bytes | None, seconds: float, *, listening: bool) -> Link:
+    """``made`` as a connection, both ends of which have shown ``authkey`` if there is one."""
+    made.settimeout(None)
+    if made.family in _TCP:
+        # the length of a message and the rest are two writes: do not hold the rest back for the first one's receipt
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with made.dup() as second:
+        link = Link(made.detach())
+        if authkey is not None:
+            try:
+                _handshake(link, second, authkey, seconds, listening=listening)
+            except WireError:
+                link.close()
+                raise
+    return link
+
+
+def _handshake(link: Link, second: socket.socket, authkey: bytes, seconds: float, *, listening: bool) -> None:
+    """WireError unless the other end has ``authkey``, and shows it in time. second: the same socket."""
+    late = threading.Event()
+
+    def give_up() -> None:
+        late.set()
+        with contextlib.suppress(OSError):  # gone already
+            second.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    failed: Exception | None = None
+    try:
+        # who listens answers nothing before it has seen the key
+        for part in (deliver_challenge, answer_challenge) if listening else (answer_challenge, deliver_challenge):
+            part(link, authkey)
+    except (AuthenticationError, AssertionError, EOFError, OSError, ValueError) as error:
+        failed = error  # AssertionError: Python before 3.12, for bytes that are no challenge
+    finally:
+        timer.cancel()
+        timer.join()
+    if late.is_set():
+        raise WireError(f"the other end has not shown its key in {seconds:g} s: does it use one?") from failed
+    if failed is not None:
+        raise WireError(
+            f"the other end has another key, or none ({type(failed).__name__}: {failed}): both need the same authkey"
+        ) from failed
