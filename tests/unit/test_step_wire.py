@@ -380,7 +380,7 @@ def test_numbers_that_python_does_not_print() -> None:
                 decode_step(edited(put(path, value)))
     with pytest.raises(WireError, match="no schema_version"):
         decode_step(edited(put("schema_version", huge)))
-    new = replace(example_step().new_rows[0], sampling=SamplingParams(seed=1 << 256))
+    new = replace(example_step().new_rows[0], sampling=forged(seed=1 << 256))
     with pytest.raises(WireError, match="seed: must be an integer of at most 256 bits"):
         encode_step(example_step(new_rows=(new,)))
 

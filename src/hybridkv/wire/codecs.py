@@ -26,7 +26,8 @@ _MAX_BITS: Final = 256
 _MOST: Final = (1 << _MAX_BITS) - 1
 _TOO_LONG: Final = f"must be an integer of at most {_MAX_BITS} bits"
 _MAX_SAID: Final = 400
-"""Characters of what a class says of a value that it refuses: it may name all of a value that is huge."""
+"""Characters of what a class says of a value that it refuses: it may name all of one that is huge."""
+
 
 _BIG: Final = {b"\xc2": UNSIGNED, b"\xc3": NEGATIVE}
 """Tags 2 and 3, around the bytes of an integer beyond 64 bits."""
