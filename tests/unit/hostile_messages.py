@@ -16,8 +16,8 @@ MINIMAL = example_step(new_rows=(), copies=())
 
 
 def head(major: int, number: int) -> bytes:
-    """A head with four more bytes."""
-    return bytes([major << 5 | 26]) + number.to_bytes(4, "big")
+    """A head, as short as it can be."""
+    return bytes([cbor2.dumps(number)[0] | major << 5]) + cbor2.dumps(number)[1:]
 
 
 def with_item(name: str, item: bytes) -> bytes:
