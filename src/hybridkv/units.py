@@ -6,6 +6,8 @@ Units stand in names: ``_tokens``, ``_bytes``, ``_blocks``.
 from __future__ import annotations
 
 import re
+import reprlib
+from fractions import Fraction
 from typing import Final
 
 from hybridkv.errors import ConfigError
@@ -31,7 +33,14 @@ _SUFFIX_BYTES: Final = {
     "g": GiB,
     "t": TiB,
 }
-_SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+_SIZE: Final = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([a-zA-Z]*)\s*")
+
+MOST_BYTES: Final = 1 << 62
+"""Of a memory: byte offsets are int64."""
+
+MOST_COUNT: Final = (1 << 31) - 1
+"""Of tokens, blocks and whatever a model's config counts: ids and counts are int32."""
+
 
 _DTYPE_BYTES: Final = {
     "float64": 8,
@@ -64,7 +73,7 @@ def dtype_name(dtype: object) -> str:
     name = str(dtype).removeprefix("torch.")
     if name not in _DTYPE_BYTES:
         known = ", ".join(sorted(_DTYPE_BYTES))
-        raise ConfigError(f"unknown cache dtype {name!r}: use one of {known}")
+        raise ConfigError(f"unknown cache dtype {shown(name)}: use one of {known}")
     return name
 
 
@@ -77,17 +86,17 @@ def parse_bytes(text: str | int) -> int:
     """``"40GiB"``, ``"512 MiB"``, ``"1.5GB"`` or a plain count of bytes -> bytes.
 
     ``GiB`` and ``G`` are powers of 1024, ``GB`` a power of 1000.
-    Raises ConfigError for anything else, zero and negative sizes included.
+    Raises ConfigError for anything else, zero, negative sizes and more than MOST_BYTES included.
     """
-    found = _SIZE.fullmatch(str(text))
+    found = _SIZE.fullmatch(digits(text) if type(text) is int else str(text))
     suffix = found.group(2).lower() if found else None
     if found is None or suffix not in _SUFFIX_BYTES:
-        raise ConfigError(f"not a size: {text!r}; write it like 40GiB, 512MiB or 1000000")
-    size_bytes = int(float(found.group(1)) * _SUFFIX_BYTES[suffix])
-    if "." not in found.group(1):
-        size_bytes = int(found.group(1)) * _SUFFIX_BYTES[suffix]
+        raise ConfigError(f"not a size: {shown(text)}; write it like 40GiB, 512MiB or 1000000")
+    size_bytes = int(Fraction(found.group(1)) * _SUFFIX_BYTES[suffix])
     if size_bytes <= 0:
-        raise ConfigError(f"size must be positive, got {text!r}")
+        raise ConfigError(f"size must be positive, got {shown(text)}")
+    if size_bytes > MOST_BYTES:
+        raise ConfigError(f"size must be at most {format_bytes(MOST_BYTES)}, got {shown(text)}")
     return size_bytes
 
 
@@ -97,6 +106,29 @@ def format_bytes(size_bytes: int) -> str:
         if abs(size_bytes) >= unit:
             return f"{size_bytes / unit:.2f}".rstrip("0").rstrip(".") + f" {name}"
     return f"{size_bytes} B"
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it, cut where it is long or deep, whatever a file held."""
+    return _SHORT.repr(value)
+
+
+def digits(number: int) -> str:
+    """The number, or that it has more digits than anybody reads: ``str`` refuses thousands of them."""
+    return str(number) if number.bit_length() < 128 else "a number of over 38 digits"
+
+
+class _Short(reprlib.Repr):
+    """Limits lengths and depth, of integers too."""
+
+    def repr_int(self, x: int, level: int) -> str:  # noqa: ARG002  # the signature of reprlib
+        """Decimal digits, if they are few."""
+        return digits(x)
+
+
+_SHORT: Final = _Short()
+_SHORT.maxstring = _SHORT.maxother = 60
+_SHORT.maxlevel = 3
 
 
 def format_count(n: int) -> str:

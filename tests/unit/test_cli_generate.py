@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cli_support import run
 
-from hybridkv.cli import main
+from hybridkv.cli.outcome import run as entry
 from hybridkv.plan import plan_to_json
 from hybridkv.request import Request, SamplingParams
 from hybridkv.runner import Engine, load, plan_for
@@ -27,10 +27,9 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Call:
 
     def call(*arguments: str | Path) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["hybridkv", "generate", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
+        code = entry()
         said = capsys.readouterr()
-        return int(ended.value.code or 0), said.out, said.err
+        return code, said.out, said.err
 
     return call
 
@@ -336,3 +335,30 @@ def test_features_come_from_files_beside_the_prompts(here: Call, tmp_path: Path)
         code, _, complaint = here("--model", "tiny:whisper", "--prompts", prompts(tmp_path, line))
         assert code == 2
         assert message in complaint.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--speculate", "ngram:" + "9" * 5000), "ngram[:K] or draft:DIR[:K], got"),
+        (("--memory", "1000TiB", "--block-size", "1048576"), "cannot allocate 1000 TiB"),
+        (("--memory", "9" * 400), "not a size"),
+        (("--max-running", str(10**9)), "'--max-running'"),
+        (("--token-budget", str(2**63)), "'--token-budget'"),
+        (("--max-new-tokens", "9" * 400), "'--max-new-tokens'"),
+        (("--repeat", str(10**30)), "'--repeat'"),
+        (("--prompts", "/"), "cannot read the prompts"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_by_name(arguments: tuple[str, ...], said: str, here: Call) -> None:
+    code, out, err = here("--model", "tiny:llama", *arguments)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert said in err
+
+
+def test_a_line_of_prompts_may_not_nest_without_end(tmp_path: Path, here: Call) -> None:
+    path = prompts(tmp_path, '{"prompt": "a"}', '{"prompt": ' + "[" * 100_000)
+    code, _, err = here("--model", "tiny:llama", "--prompts", path)
+    assert code == 2
+    assert "line 2: not JSON" in err

@@ -51,7 +51,7 @@ def test_a_report_for_people() -> None:
     text = run("replay", "workload:uniform", *BASE).stdout
     hits = UniformWorkload().hit_tokens(16, exact=True)
     for pattern in (
-        r"llama-3-8b, tp 1, 4 GiB: 2,048 blocks of 16 tokens; up to 256 requests and 8,192 tokens a step",
+        r"llama-3-8b, tp 1, 4 GiB: 2,048 slabs of 2 MiB, blocks of 16 tokens; up to 256 requests and 8,192 tokens",
         r"layout natural, no recurrent states, bfloat16 cache\n",
         r"group +layers +tokens +published +evicted +cached +copied ",
         r"0 +32 x FullAttentionSpec +16 +[\d,]+ +0 +[\d,]+ +30 ",
@@ -91,6 +91,8 @@ def test_a_report_for_programs(trace: Path) -> None:
         "encoder_tokens": 0,
         "memory_bytes": 4 << 30,
         "num_blocks": 4096,
+        "unit": "slab",
+        "unit_bytes": 2**20,
         "max_model_len": 382,
         "max_model_len_from": "longest request",
         "max_running": 9,

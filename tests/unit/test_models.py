@@ -347,7 +347,7 @@ def test_an_unknown_name_lists_close_ones(name: str, said: str) -> None:
         read_model(name)
 
 
-@pytest.mark.parametrize(("text", "said"), [("{", "is not JSON"), ("[]", "no JSON object"), (b"\xff", "cannot read")])
+@pytest.mark.parametrize(("text", "said"), [("{", "not JSON"), ("[]", "no JSON object"), (b"\xff", "cannot read")])
 def test_a_file_that_is_no_config(tmp_path: Path, text: str | bytes, said: str) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())

@@ -21,6 +21,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.plan import Plan, read_plan
 from hybridkv.plan.planner import DEFAULT_LAYOUT
 from hybridkv.request import SamplingParams, output_ids
+from hybridkv.units import MOST_COUNT
 
 if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
     from hybridkv.runner.assembly import EngineOptions
@@ -31,6 +32,10 @@ if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
     from hybridkv.runner.prompts import Hear, Prompts
 
 CHECK_FAILED: Final = 1
+MOST_RUNNING: Final = 1 << 16
+"""Requests at once: rows are columns of memory."""
+MOST_ROUNDS: Final = 1 << 16
+"""All outputs are kept to the end."""
 
 ModelOption = Annotated[
     str, typer.Option("--model", help="A folder with safetensors and tokenizer, or tiny:NAME: tiny:? lists the names.")
@@ -55,16 +60,20 @@ def generate_command(
     model: ModelOption,
     trust_remote_code: TrustOption = False,
     prompts: PromptsOption = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Of each request, unless its sampling says max_tokens.")] = 32,
+    max_new_tokens: Annotated[
+        int, typer.Option(max=MOST_COUNT, help="Of each request, unless its sampling says max_tokens.")
+    ] = 32,
     block_size: BlockSize = None,
     memory: MemoryOption = None,
     layout: LayoutOption = None,
     placement: PlacementOption = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan of this model from --json.")] = None,
-    max_running: Annotated[int, typer.Option(help="Requests at once.")] = 64,
-    token_budget: Annotated[int, typer.Option(help="Tokens of a step.")] = 2048,
+    max_running: Annotated[int, typer.Option(max=MOST_RUNNING, help="Requests at once.")] = 64,
+    token_budget: Annotated[int, typer.Option(max=MOST_COUNT, help="Tokens of a step.")] = 2048,
     prefix_caching: Annotated[bool, typer.Option(help="Share the blocks of equal prefixes.")] = True,
-    repeat: Annotated[int, typer.Option(help="Rounds over the prompts: the second finds a warm cache.")] = 1,
+    repeat: Annotated[
+        int, typer.Option(max=MOST_ROUNDS, help="Rounds over the prompts: the second finds a warm cache.")
+    ] = 1,
     in_flight: Annotated[int, typer.Option(help="Steps scheduled ahead of their results, 1 or 2.")] = 1,
     speculate: SpeculateOption = None,
     check: CheckOption = False,

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final
 from rich.table import Table
 from rich.text import Text
 
-from hybridkv.cli.output import console, table
+from hybridkv.cli.output import console, table, units_of
+from hybridkv.cli.printable import printable
 from hybridkv.plan import Plan
 from hybridkv.units import format_bytes, format_count
 
@@ -113,12 +114,12 @@ def print_tables(run: GenerateRun) -> None:
         which = f", round {number + 1} of {len(run.rounds)}" if len(run.rounds) > 1 else ""
         states = "" if plan.placement is None else f", states kept at {plan.placement}"
         title = f"{run.loaded.name}: {plan.model.model_type}, {plan.layout} layout{states}{which}"
-        out.print(Text(title, style="bold"))
+        out.print(Text(printable(title), style="bold"))
         out.print(_round_table(run.rounds[number]))
     stats = run.engine.statistics()
     made = sum(len(one.token_ids) for done in run.rounds for one in done)
     lines = {
-        "memory": f"{format_bytes(plan.config.arena_bytes)}, {format_count(plan.config.num_blocks)} blocks",
+        "memory": f"{format_bytes(plan.config.arena_bytes)}, {units_of(plan.config)}",
         "peak usage": f"{stats.peak_usage:.1%}",
         "computed tokens": f"{format_count(stats.computed_tokens)} in {format_count(stats.steps)} steps",
         "preemptions": format_count(stats.preemptions),
@@ -140,7 +141,7 @@ def print_tables(run: GenerateRun) -> None:
     if run.report is not None:
         lines["check"] = _verdict(run.report)
     for name, value in lines.items():
-        out.print(f"{name:<17} {value}", soft_wrap=True, markup=False)
+        out.print(printable(f"{name:<17} {value}"), soft_wrap=True)
 
 
 def _drafts(stats: SchedulerStatistics) -> str:

@@ -43,8 +43,8 @@ def models_command(
     out.print(listing)
     for known, _ in read:
         mark = "verified" if known.verified else "NOT verified"
-        out.print(f"{known.name}: {known.source}", soft_wrap=True, markup=False)
-        out.print(f"  {mark}: {known.verification}", soft_wrap=True, markup=False)
+        out.print(f"{known.name}: {known.source}", soft_wrap=True)
+        out.print(f"  {mark}: {known.verification}", soft_wrap=True)
 
 
 def _facts(known: KnownModel, model: Model) -> dict[str, object]:

@@ -132,7 +132,7 @@ def show_plan(plan: Plan) -> None:
         "concurrency": f"{floor(holds.concurrency)} requests of {format_count(holds.longest_context)} tokens",
     }
     for name, value in lines.items():
-        out.print(f"{name:<17} {value}", soft_wrap=True, markup=False)
+        out.print(f"{name:<17} {value}", soft_wrap=True)
 
 
 def _per_token(model: Model) -> str:

@@ -14,7 +14,7 @@ import typer
 from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError, SchemaError
 from hybridkv.models import DTYPE_NAMES, Model, read_model
-from hybridkv.plan import Plan, plan_from_json, read_plan
+from hybridkv.plan import Plan, read_plan, read_plan_from
 from hybridkv.plan.planner import ALIGN, DEFAULT_LAYOUT, NATURAL, NO_STATES
 
 _STANDARD_INPUT: Final = Path("-")
@@ -123,9 +123,9 @@ def load_plan(path: Path) -> Plan:
     """The plan in a file, or on standard input for ``-``. Raises ConfigError and SchemaError as read_plan."""
     if path != _STANDARD_INPUT:
         return read_plan(path)
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed: there is no plan to read")
     try:
-        return plan_from_json(sys.stdin.read())
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"cannot read the plan on standard input: {error}") from error
+        return read_plan_from(sys.stdin.buffer)
     except SchemaError as error:
         raise SchemaError(f"standard input: {error}") from error

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from hybridkv.cache.placement import placement_of
-from hybridkv.cli.output import console, table
+from hybridkv.cli.output import console, table, units_of
 from hybridkv.cli.planning import (
     BlockSize,
     DtypeOption,
@@ -29,8 +29,10 @@ from hybridkv.cli.planning import (
     WindowsAsFull,
     load_plan,
 )
+from hybridkv.cli.printable import printable
 from hybridkv.errors import ConfigError
 from hybridkv.plan import Plan
+from hybridkv.plan.capacity import unit_bytes
 from hybridkv.replay import (
     WORKLOADS,
     Progress,
@@ -202,6 +204,8 @@ def _settings(plan: Plan, settings: ReplaySettings, length_from: str, source: Re
         "encoder_tokens": plan.limits.max_encoder_tokens,
         "memory_bytes": plan.memory_bytes,
         "num_blocks": plan.config.num_blocks,
+        "unit": "block" if plan.config.slabs is None else "slab",
+        "unit_bytes": unit_bytes(plan.config),
         "max_model_len": plan.max_model_len,
         "max_model_len_from": length_from,
         **{name: value for name, value in asdict(settings).items() if name != "placement"},
@@ -217,11 +221,11 @@ def _placement(plan: Plan, settings: ReplaySettings) -> str | None:
 
 def _show(report: ReplayReport, plan: Plan, settings: ReplaySettings, summary: TraceSummary) -> None:
     """The report for people."""
-    model, blocks = plan.model, format_count(plan.config.num_blocks)
+    model = plan.model
     sizes = sorted({group.block_size for group in report.groups})
     _print(
-        f"{model.name}, tp {model.tp}, {format_bytes(plan.memory_bytes)}: {blocks} blocks of "
-        f"{' or '.join(map(format_count, sizes))} tokens; up to {settings.max_running} requests and "
+        f"{model.name}, tp {model.tp}, {format_bytes(plan.memory_bytes)}: {units_of(plan.config)}, "
+        f"blocks of {' or '.join(map(format_count, sizes))} tokens; up to {settings.max_running} requests and "
         f"{format_count(settings.token_budget)} tokens a step"
     )
     placement = _placement(plan, settings)
@@ -277,7 +281,7 @@ def _line(name: str, value: str) -> None:
 
 
 def _print(text: str) -> None:
-    console().print(text, soft_wrap=True, markup=False)
+    console().print(printable(text), soft_wrap=True)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from hybridkv.errors import ConfigError
+from hybridkv.units import shown
 
 if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
     from hybridkv.runner.assembly import EngineOptions
@@ -41,12 +42,12 @@ class Speculate:
         """From ``ngram[:K]`` or ``draft:DIR[:K]``. ConfigError for anything else."""
         kind, _, rest = text.partition(":")
         source, _, last = rest.rpartition(":")
-        if re.fullmatch("-?[0-9]+", last):
+        if re.fullmatch("-?[0-9]{1,9}", last):
             rest, drafts = source, int(last)
         else:
             drafts = DEFAULT_DRAFTS
         if (kind, bool(rest)) not in {(_NGRAM, False), (_DRAFT, True)}:
-            raise ConfigError(f"--speculate is ngram[:K] or draft:DIR[:K], got {text!r}")
+            raise ConfigError(f"--speculate is ngram[:K] or draft:DIR[:K], got {shown(text)}")
         return cls(rest or None, drafts)
 
     def drafter(self, lengths: Sequence[int], options: EngineOptions, *, trust_remote_code: bool = False) -> Drafter:

@@ -10,6 +10,7 @@ from functools import cache
 from importlib.resources import files
 
 from hybridkv.errors import ConfigError
+from hybridkv.units import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,4 +44,6 @@ def known_model(name: str) -> KnownModel:
         return found
     close = difflib.get_close_matches(name.lower().rsplit("/", 1)[-1], by_name, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(close)}?" if close else f"known names: {', '.join(by_name)}"
-    raise ConfigError(f"{name!r} is neither a file, a folder nor a known model: {hint} (`hybridkv models` lists them)")
+    raise ConfigError(
+        f"{shown(name)} is neither a file, a folder nor a known model: {hint} (`hybridkv models` lists them)"
+    )

@@ -16,7 +16,7 @@ from hybridkv.specs import MLAAttentionSpec
 
 def deepseek(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """Every layer as MLA; the latent is whole on every rank. Raises ConfigError and UnsupportedModelError."""
-    count, heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
+    count, heads = fields.layers("num_hidden_layers"), fields.integer("num_attention_heads")
     # the latent is not split, but the heads that read it are
     kv_heads_per_rank(heads, heads, options.tp, fields.name)
     refuse_layer_types(fields.names("layer_types") or (), fields.name, ("full_attention",))

@@ -21,7 +21,7 @@ from hybridkv.specs import KVCacheSpec
 
 def qwen3_next(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """Qwen3-Next: a mixture of experts in every ``decoder_sparse_step``-th layer but those of ``mlp_only_layers``."""
-    count = fields.integer("num_hidden_layers")
+    count = fields.layers("num_hidden_layers")
     step, dense_layers = fields.integer("decoder_sparse_step", 1), set(fields.integers("mlp_only_layers") or ())
     sparse = sum((i + 1) % step == 0 and i not in dense_layers for i in range(count)) if _experts(fields) else 0
     hidden = fields.integer("hidden_size")
@@ -33,19 +33,19 @@ def qwen3_next(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 def qwen35(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """Qwen3.5, dense."""
-    count = fields.integer("num_hidden_layers")
+    count = fields.layers("num_hidden_layers")
     mlp = gated_mlp(fields.integer("hidden_size"), fields.integer("intermediate_size", 12288))
     return _qwen(fields, options, Weights.dense(count * mlp))
 
 
 def qwen35_moe(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """Qwen3.5 with a mixture of experts in every layer."""
-    return _qwen(fields, options, _mixture(fields) * fields.integer("num_hidden_layers"))
+    return _qwen(fields, options, _mixture(fields) * fields.layers("num_hidden_layers"))
 
 
 def olmo_hybrid(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """OlmoHybrid: values twice as wide as keys, norms over all heads of Q and K."""
-    count, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     default = [FULL if i % 4 == 3 else LINEAR for i in range(count)]
     if FULL not in default:
         default[-1] = FULL
@@ -70,7 +70,7 @@ def olmo_hybrid(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 def kimi_linear(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """Kimi-Linear: delta attention with a decay for every channel, and MLA."""
-    count, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     nested = Fields(fields.mapping("linear_attn_config"), fields.name)
     types = fields.layer_types("layer_types", count, _kimi_types(nested, count))
     heads = nested.integer("num_heads", fields.integer("linear_num_heads", 32))
@@ -87,7 +87,7 @@ def kimi_linear(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 def lfm2(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """LFM2: attention in the layers of ``full_attn_idxs``, gated short convolutions in the others."""
-    count, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     attention = fields.integers("full_attn_idxs")
     default = [FULL if attention is None or i in attention else "conv" for i in range(count)]
     types = fields.layer_types("layer_types", count, default)
@@ -95,10 +95,8 @@ def lfm2(fields: Fields, options: ReadOptions) -> FamilyFacts:
     mixer = ShortConv(hidden, fields.integer("conv_L_cache", 3), bias=fields.flag("conv_bias"))
     inner = fields.integer("block_ff_dim", fields.optional("intermediate_size", 12288))
     if fields.flag("block_auto_adjust_ff_dim", default=True):
-        scale, multiple = fields.values.get("block_ffn_dim_multiplier", 1.0), fields.integer("block_multiple_of", 256)
-        inner = int(2 * inner / 3)
-        if isinstance(scale, int | float):
-            inner = int(scale * inner)
+        multiple = fields.integer("block_multiple_of", 256)
+        inner = int((fields.number("block_ffn_dim_multiplier") or 1.0) * int(2 * inner / 3))
         inner = multiple * -(-inner // multiple)
     refuse_layer_types(types, fields.name, (FULL, "conv"))
     specs: dict[str, KVCacheSpec] = {FULL: heads.full(fields, options), "conv": mixer.spec(fields, options)}
@@ -113,7 +111,7 @@ def lfm2(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 def _qwen(fields: Fields, options: ReadOptions, rest: Weights) -> FamilyFacts:
     """Layers of Qwen3-Next and Qwen3.5; rest: the weights of all MLPs."""
-    count, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     interval = fields.integer("full_attention_interval", 4)
     default = [LINEAR if (i + 1) % interval else FULL for i in range(count)]
     types = fields.layer_types("layer_types", count, default)

@@ -15,7 +15,7 @@ from hybridkv.models.weights import Weights, linear
 def whisper(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """Whisper: ``max_source_positions`` encoder tokens (1500, 30 seconds of sound) for every request."""
     hidden = fields.integer("d_model")
-    count = fields.integer("decoder_layers")
+    count = fields.layers("decoder_layers")
     heads = _heads(fields, fields.integer("decoder_attention_heads"), hidden)
     module = "model.decoder.layers.{}"
     layers = _layers(count, heads, fields, options, own=f"{module}.self_attn", cross=f"{module}.encoder_attn")
@@ -27,7 +27,7 @@ def whisper(fields: Fields, options: ReadOptions) -> FamilyFacts:
         return linear(hidden, inner, bias=True) + linear(inner, hidden, bias=True) + 2 * hidden
 
     convolutions = 3 * hidden * (fields.integer("num_mel_bins", 80) + hidden) + 2 * hidden
-    encoder = fields.integer("encoder_layers") * (attention + mlp(fields.integer("encoder_ffn_dim")))
+    encoder = fields.layers("encoder_layers") * (attention + mlp(fields.integer("encoder_ffn_dim")))
     encoder += convolutions + source * hidden + 2 * hidden
     decoder = count * (2 * attention + mlp(fields.integer("decoder_ffn_dim"))) + 2 * hidden
     look_ups = fields.integer("max_target_positions", 448) * hidden
@@ -40,8 +40,8 @@ def whisper(fields: Fields, options: ReadOptions) -> FamilyFacts:
 def t5(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """T5: relative positions set no limit; ``n_positions`` (512) is what the encoder was trained with."""
     hidden, inner = fields.integer("d_model"), fields.integer("d_ff")
-    encoder_layers = fields.integer("num_layers")
-    count = fields.integer("num_decoder_layers", encoder_layers)
+    encoder_layers = fields.layers("num_layers")
+    count = fields.layers("num_decoder_layers", encoder_layers)
     heads = _heads(fields, fields.integer("num_heads"), hidden, fields.integer("d_kv", 64))
     module = "decoder.block.{}.layer"
     layers = _layers(

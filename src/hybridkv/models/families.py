@@ -10,6 +10,7 @@ from hybridkv.errors import UnsupportedModelError
 from hybridkv.models.fields import Fields
 from hybridkv.models.model import Layer
 from hybridkv.models.weights import Weights
+from hybridkv.units import shown
 
 SUPPORTED_LAYERS: Final = ("full_attention", "sliding_attention", "chunked_attention")
 """Attention layers of a decoder."""
@@ -78,7 +79,7 @@ def refuse_model_type(fields: Fields, model_type: str | None, known: Sequence[st
     if counted:
         reason += f"; its layers are {counted}"
     return UnsupportedModelError(
-        f"model type {model_type!r} of {fields.name} is not supported yet{reason}; known model types: "
+        f"model type {shown(model_type)} of {fields.name} is not supported yet{reason}; known model types: "
         f"{', '.join(known)}"
     )
 

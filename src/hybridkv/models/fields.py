@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from hybridkv.errors import ConfigError
-from hybridkv.units import dtype_name
+from hybridkv.models.model import MOST_LAYERS
+from hybridkv.units import MOST_COUNT, dtype_name, shown
 
 DTYPE_NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "fp8"}
 """Short names of cache dtypes; fp8 is for keys and values, a backend has to know how."""
 
 LEGACY_LAYER_TYPES: Final = {"attention": "full_attention", "mamba": "linear_attention"}
 """What older config files call layer types, and transformers 5 now."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +37,31 @@ class Fields:
         """An error that names the model."""
         return ConfigError(f"config of {self.name}: {message}")
 
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """An integer of at least ``minimum``."""
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, most: int = MOST_COUNT) -> int:
+        """An integer of ``minimum`` .. ``most``."""
         value = self.values.get(key)
         if value is None:
             value = default
         if value is None:
             raise self.fail(f"{key} is missing: add it")
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.fail(f"{key} must be an integer of at least {minimum}, got {value!r}")
+            raise self.fail(f"{key} must be an integer of at least {minimum}, got {shown(value)}")
+        if value > most:
+            raise self.fail(f"{key} must be at most {most}, got {shown(value)}")
         return value
+
+    def layers(self, key: str, default: int | None = None) -> int:
+        """A number of layers: at most as many as a Model has, since every one costs time and memory."""
+        return self.integer(key, default, most=MOST_LAYERS)
+
+    def number(self, key: str) -> float | None:
+        """A finite number above 0 that is no truth value; None for anything else, which transformers decides about."""
+        value = self.values.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        if not 0 < value <= MOST_COUNT:  # also false for what is not a number
+            raise self.fail(f"{key} must lie above 0 and be at most {MOST_COUNT}, got {shown(value)}")
+        return float(value)
 
     def optional(self, key: str, default: int | None = None, *, minimum: int = 1) -> int | None:
         """An integer, or None where the file says null; ``default`` where it says nothing."""
@@ -56,7 +74,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self.fail(f"{key} must be true or false, got {value!r}")
+            raise self.fail(f"{key} must be true or false, got {shown(value)}")
         return value
 
     def text(self, key: str, default: str | None = None) -> str | None:
@@ -65,7 +83,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, str):
-            raise self.fail(f"{key} must be a string, got {value!r}")
+            raise self.fail(f"{key} must be a string, got {shown(value)}")
         return value
 
     def mapping(self, key: str) -> Mapping[str, object]:
@@ -74,7 +92,7 @@ class Fields:
         if value is None:
             return {}
         if not isinstance(value, dict):
-            raise self.fail(f"{key} must be an object, got {value!r}")
+            raise self.fail(f"{key} must be an object, got {shown(value)}")
         return value
 
     def integers(self, key: str) -> tuple[int, ...] | None:
@@ -84,7 +102,7 @@ class Fields:
             return None
         if not isinstance(value, list | tuple) or not all(type(one) is int and one >= 0 for one in value):
             raise self.fail(f"{key} must be a list of integers")
-        return tuple(value)
+        return self.of_layers(key, value)
 
     def layer_types(self, key: str, count: int, default: Sequence[str]) -> tuple[str, ...]:
         """A list of strings, one for each of ``count`` layers; ``default`` where missing."""
@@ -102,7 +120,13 @@ class Fields:
             return None
         if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
             raise self.fail(f"{key} must be a list of strings")
-        return tuple(value)
+        return self.of_layers(key, value)
+
+    def of_layers(self, key: str, values: Sequence[T]) -> tuple[T, ...]:
+        """Those of a list with one entry a layer, or fewer."""
+        if len(values) > MOST_LAYERS:
+            raise self.fail(f"{key} has {len(values)} entries: at most {MOST_LAYERS} layers are planned")
+        return tuple(values)
 
 
 def config_dtype(fields: Fields) -> str | None:
@@ -127,11 +151,16 @@ def max_model_len(fields: Fields, *, rope_scales: bool = True) -> int | None:
     if key is None:
         return None
     positions = fields.integer(key)
-    scaling = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
-    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
-    if not rope_scales or isinstance(factor, bool) or not isinstance(factor, int | float):
+    scaling = Fields(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"), fields.name)
+    kind = scaling.values.get("rope_type", scaling.values.get("type"))
+    factor = scaling.number("factor") if rope_scales and kind in ("yarn", "linear", "dynamic") else None
+    if factor is None:
         return positions
-    original = scaling.get("original_max_position_embeddings")
-    if kind == "yarn" and isinstance(original, int):
-        return max(positions, int(original * factor))
-    return int(positions * factor) if kind in ("linear", "dynamic") else positions
+    scaled = positions
+    if kind == "yarn" and isinstance(scaling.values.get("original_max_position_embeddings"), int):
+        scaled = max(positions, int(scaling.integer("original_max_position_embeddings") * factor))
+    elif kind != "yarn":
+        scaled = max(1, int(positions * factor))
+    if scaled > MOST_COUNT:
+        raise fields.fail(f"{key} {positions} scaled by {factor:g} is {scaled} positions: at most {MOST_COUNT} are")
+    return scaled

@@ -25,7 +25,7 @@ NEMOTRON_TYPES: Final = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
 
 def bamba(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """Attention in the layers of ``attn_layer_indices``, Mamba-2 in the others."""
-    count = fields.integer("num_hidden_layers")
+    count = fields.layers("num_hidden_layers")
     attention = set(fields.integers("attn_layer_indices") or ())
     types = [FULL if i in attention else LINEAR for i in range(count)]
     hidden = fields.integer("hidden_size")
@@ -36,7 +36,7 @@ def bamba(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 def granite_hybrid(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """Layers as ``layer_types`` says; every layer has a shared MLP and, with experts, a mixture besides."""
-    count, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     default = fields.layer_types("layers_block_type", count, [LINEAR] * count)
     types = fields.layer_types("layer_types", count, default)
     total = fields.integer("num_local_experts", 8, minimum=0)
@@ -49,7 +49,7 @@ def granite_hybrid(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 def falcon_h1(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """Attention and Mamba-2 side by side in every layer: two entries in the cache under one index."""
-    count, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     inner = fields.optional("mamba_d_ssm", 1024) or fields.integer("mamba_expand", 2) * hidden
     mixer = _mamba2(fields, inner=inner)
     heads = read_heads(fields, kv_heads=8)
@@ -65,7 +65,7 @@ def falcon_h1(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 def jamba(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """Attention every ``attn_layer_period`` layers, Mamba in the others; experts every ``expert_layer_period``."""
-    count, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     period, offset = fields.integer("attn_layer_period", 8), fields.integer("attn_layer_offset", 4, minimum=0)
     types = [FULL if i % period == offset else LINEAR for i in range(count)]
     mixer = Mamba1(
@@ -128,7 +128,7 @@ def _nemotron_types(fields: Fields) -> tuple[str, ...]:
             "layers_block_type" if "layers_block_type" in fields else "layer_types", len(given), ()
         )
     else:
-        types = tuple(NEMOTRON_TYPES.get(one, one) for one in pattern or "")
+        types = fields.of_layers("hybrid_override_pattern", [NEMOTRON_TYPES.get(one, one) for one in pattern or ""])
     refuse_layer_types(types, fields.name, tuple(NEMOTRON_TYPES.values()))
     return types
 

@@ -34,7 +34,7 @@ class LlamaFamily:
 
     def __call__(self, fields: Fields, options: ReadOptions) -> FamilyFacts:
         """Every layer by its type. Raises ConfigError; UnsupportedModelError for a type that is not attention."""
-        count = fields.integer("num_hidden_layers")
+        count = fields.layers("num_hidden_layers")
         types = self._layer_types(fields, count)
         refuse_layer_types(types, fields.name)
         heads = read_heads(fields, kv_heads=self.kv_heads, head_dim=self.head_dim)

@@ -50,7 +50,7 @@ def dt_rank(fields: Fields, key: str) -> int:
 
 
 def _stack(fields: Fields, options: ReadOptions, mixer: Mamba1 | Mamba2, *, tied: bool) -> FamilyFacts:
-    count, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     spec = mixer.spec(fields, options)
     layers = tuple(Layer(f"backbone.layers.{i}.mixer", spec, i) for i in range(count))
     weights = Weights.dense(count * (mixer.weights + hidden) + hidden)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,13 +16,14 @@ from hybridkv.models.encoder_decoder import t5, whisper
 from hybridkv.models.families import Family, ReadOptions, refuse_model_type
 from hybridkv.models.fields import DTYPE_NAMES, Fields, config_dtype, max_model_len
 from hybridkv.models.hybrids import bamba, falcon_h1, granite_hybrid, jamba, nemotron_h
+from hybridkv.models.json_text import DocumentError, read_json
 from hybridkv.models.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from hybridkv.models.mamba import mamba, mamba2
 from hybridkv.models.model import Model
 from hybridkv.models.quantization import SIDECAR, KVDtype, kv_dtype
 from hybridkv.models.windowed import gemma2, gemma3, gpt_oss, llama4
 from hybridkv.models.zamba import zamba, zamba2
-from hybridkv.units import dtype_bytes, dtype_name
+from hybridkv.units import MOST_BYTES, MOST_COUNT, dtype_bytes, dtype_name, shown
 
 logger = logging.getLogger(__name__)
 
@@ -92,10 +92,7 @@ def read_model(
     """
     if backend not in BACKENDS:
         raise ConfigError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
-    if block_size < 1:
-        raise ConfigError(f"block_size must be at least 1 token, got {block_size}: 16 is usual")
-    if tp < 1:
-        raise ConfigError(f"tp must be at least 1, got {tp}")
+    _check_counts(block_size, tp, num_speculative_tokens)
     name, config = _load(source)
     fields = text_fields(config, name)
     model_type = fields.text("model_type")
@@ -103,17 +100,17 @@ def read_model(
     family = FAMILIES.get(model_type) if model_type is not None else None
     if model_type is None or family is None:
         raise refuse_model_type(fields, model_type, sorted(FAMILIES))
-    if num_speculative_tokens < 0:
-        raise ConfigError(f"num_speculative_tokens must not be negative, got {num_speculative_tokens}")
     crossed = fields.flag("is_encoder_decoder") or fields.flag("add_cross_attention")
     if crossed and family not in ENCODER_DECODERS:
-        refuse_layer_types(["cross_attention"] * fields.integer("num_hidden_layers"), name)
+        refuse_layer_types(["cross_attention"] * fields.layers("num_hidden_layers"), name)
     quantized = _quantized(source, config, name) if dtype is None else None
     said = config_dtype(fields) if quantized is None else quantized.name
     asked = said if dtype is None else dtype_name(DTYPE_NAMES.get(dtype, dtype))
     cache_dtype = asked or ASSUMED_DTYPE
     state_dtype = config_dtype(fields) or (cache_dtype if dtype_bytes(cache_dtype) > 1 else ASSUMED_DTYPE)
     facts = family(fields, ReadOptions(block_size, tp, cache_dtype, backend, state_dtype, num_speculative_tokens))
+    if facts.weights.every > MOST_BYTES:
+        raise fields.fail(f"its sizes make {shown(facts.weights.every)} parameters: correct them")
     if asked is None:
         logger.warning("the config of %s names no dtype: %s is assumed, else say dtype= (--dtype)", name, ASSUMED_DTYPE)
     return Model(
@@ -131,6 +128,19 @@ def read_model(
         max_encoder_tokens=facts.max_encoder_tokens,
         num_speculative_tokens=num_speculative_tokens,
     )
+
+
+def _check_counts(block_size: int, tp: int, num_speculative_tokens: int) -> None:
+    """ConfigError for those that cannot work with any model."""
+    if block_size < 1:
+        raise ConfigError(f"block_size must be at least 1 token, got {shown(block_size)}: 16 is usual")
+    if tp < 1:
+        raise ConfigError(f"tp must be at least 1, got {shown(tp)}")
+    if num_speculative_tokens < 0:
+        raise ConfigError(f"num_speculative_tokens must not be negative, got {shown(num_speculative_tokens)}")
+    for what, value in (("block_size", block_size), ("tp", tp), ("num_speculative_tokens", num_speculative_tokens)):
+        if value > MOST_COUNT:
+            raise ConfigError(f"{what} must be at most {MOST_COUNT}, got {shown(value)}")
 
 
 def text_fields(config: Mapping[str, object], name: str) -> Fields:
@@ -169,6 +179,8 @@ def _load(source: str | Path | Mapping[str, object]) -> tuple[str, Mapping[str, 
         if not path.is_file():
             raise ConfigError(f"{path.parent} has no config.json: give a folder with one, or the file")
     elif not path.is_file():
+        if path.exists():
+            raise ConfigError(f"{path} is not a regular file: give a config.json, a folder with one or a known name")
         known = known_model(str(source))
         return known.name, known.config
     config = _read_json(path)
@@ -177,11 +189,10 @@ def _load(source: str | Path | Mapping[str, object]) -> tuple[str, Mapping[str, 
 
 def _read_json(path: Path) -> Mapping[str, object]:
     try:
-        config = json.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open("rb") as file:
+            config = read_json(file)
+    except (OSError, DocumentError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds no JSON object: give a Hugging Face config.json")
     return config

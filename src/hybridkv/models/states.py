@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from hybridkv.errors import ConfigError
 from hybridkv.models.families import ReadOptions
 from hybridkv.models.fields import Fields
+from hybridkv.models.parallel import MOST_NAMED
 from hybridkv.models.weights import linear
 from hybridkv.specs import MambaSpec
 from hybridkv.units import dtype_name
@@ -167,9 +168,9 @@ class ShortConv:
 
 
 def per_rank(count: int, tp: int, what: str, name: str) -> int:
-    """``count / tp``. ConfigError naming the sizes that work where it is no integer. O(count)."""
+    """``count / tp``. ConfigError naming the sizes that work where it is no integer."""
     if count % tp:
-        valid = ", ".join(str(one) for one in range(1, min(count, 1024) + 1) if count % one == 0)
+        valid = ", ".join(str(one) for one in range(1, min(count, MOST_NAMED) + 1) if count % one == 0)
         raise ConfigError(f"tp={tp} does not divide the {count} {what} of {name}: use one of {valid}")
     return count // tp
 

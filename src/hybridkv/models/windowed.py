@@ -15,7 +15,7 @@ from hybridkv.models.weights import Weights, experts, gated_mlp, language_model
 
 def gemma2(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """Every second layer is windowed, the first one too."""
-    count = fields.integer("num_hidden_layers", 26)
+    count = fields.layers("num_hidden_layers", 26)
     types = fields.layer_types("layer_types", count, _pattern(count, "sliding_attention", 2))
     heads = read_heads(fields, kv_heads=4, head_dim=256)
     window = fields.integer("sliding_window", 4096)
@@ -24,7 +24,7 @@ def gemma2(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 def gemma3(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """Every ``sliding_window_pattern``-th layer (6) is full attention. Rotary scaling does not lengthen positions."""
-    count = fields.integer("num_hidden_layers", 26)
+    count = fields.layers("num_hidden_layers", 26)
     pattern = _pattern(count, "sliding_attention", fields.integer("sliding_window_pattern", 6))
     types = fields.layer_types("layer_types", count, pattern)
     heads = read_heads(fields, kv_heads=4, head_dim=256)
@@ -36,7 +36,7 @@ def gemma3(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 def gpt_oss(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """Every second layer is windowed, the first one too; every layer is a mixture of experts with biases."""
-    count, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     types = fields.layer_types("layer_types", count, _pattern(count, "sliding_attention", 2))
     heads = read_heads(fields, kv_heads=8, head_dim=64)
     layers = _layers(types, heads, fields, options, fields.integer("sliding_window", 128))
@@ -50,7 +50,7 @@ def gpt_oss(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 def llama4(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """Layers with rotary positions are chunked; every ``no_rope_layer_interval``-th (4) has none and is full."""
-    count, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     rotary = fields.integers("no_rope_layers") or tuple(
         int((i + 1) % fields.integer("no_rope_layer_interval", 4) != 0) for i in range(count)
     )

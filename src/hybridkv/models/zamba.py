@@ -19,7 +19,7 @@ _TYPES = ("linear_attention", "hybrid")
 
 def zamba(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """Zamba: one shared block, the first hybrid layer is the third."""
-    count, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     period, offset = fields.integer("attn_layer_period", 6), fields.integer("attn_layer_offset", 4, minimum=0)
     rest = ["hybrid" if i % period == offset else "linear_attention" for i in range(count - 3)]
     default = ["linear_attention", "linear_attention", "hybrid", *rest]

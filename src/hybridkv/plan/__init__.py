@@ -8,7 +8,7 @@ natural     Model -> packing (groups, k, slab bytes) -> natural (tensors, slabs)
 from hybridkv.plan.capacity import Capacity, GroupCapacity, capacity_of
 from hybridkv.plan.comparison import LayoutFacts, compare_layouts
 from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-from hybridkv.plan.document import plan_from_json, plan_to_json, read_plan
+from hybridkv.plan.document import plan_from_json, plan_to_json, read_plan, read_plan_from
 from hybridkv.plan.planner import Plan, make_plan, plan
 from hybridkv.plan.slabs import SlabClass, SlabLayout
 
@@ -29,4 +29,5 @@ __all__ = [
     "plan_from_json",
     "plan_to_json",
     "read_plan",
+    "read_plan_from",
 ]

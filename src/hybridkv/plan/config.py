@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from hybridkv.errors import ConfigError
 from hybridkv.plan.slabs import SlabLayout
 from hybridkv.specs import KVCacheSpec
+from hybridkv.units import MOST_COUNT, format_count
 
 NamedSpec = tuple[str, KVCacheSpec]
 """A layer's name and what it keeps."""
@@ -48,6 +49,10 @@ class KVCacheGroupSpec:
     spec: KVCacheSpec
     is_eagle_group: bool = False
 
+    def __post_init__(self) -> None:
+        if not self.layer_names:
+            raise ConfigError("a group needs at least one layer")
+
     @property
     def layer_specs(self) -> tuple[KVCacheSpec, ...]:
         """The spec of every layer, in the order of ``layer_names``."""
@@ -77,6 +82,13 @@ class KVCacheConfig:
             raise ConfigError(f"num_blocks must be at least 1 (the null block), got {self.num_blocks}")
         if not self.groups:
             raise ConfigError("a KVCacheConfig needs at least one group")
+        classes = () if self.slabs is None else self.slabs.classes
+        most = self.num_blocks * max((one.blocks_per_slab for one in classes), default=1)
+        if most > MOST_COUNT:
+            raise ConfigError(
+                f"{format_count(most)} blocks are more than there are ids (int32, {format_count(MOST_COUNT)}): "
+                "lower memory (--memory), or raise block_size (--block-size)"
+            )
 
     def blocks_of(self, group: int) -> int:
         """Ids that blocks of ``group`` have: 0 .. this - 1, those of the null block or slab included."""

@@ -12,10 +12,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from hybridkv.errors import ConfigError, SchemaError
 from hybridkv.models import Layer, Model
+from hybridkv.models.json_text import DocumentError, parse_json, read_json
 from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from hybridkv.plan.natural import natural_config
 from hybridkv.plan.node import Node
@@ -62,25 +63,38 @@ def _group_to_json(group: KVCacheGroupSpec) -> dict[str, object]:
 def read_plan(path: str | Path) -> Plan:
     """The plan in a file. Raises ConfigError when it cannot be read, SchemaError as plan_from_json."""
     try:
-        text = Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with Path(path).open("rb") as file:
+            return read_plan_from(file)
+    except OSError as error:
         raise ConfigError(f"cannot read the plan {path}: {error}") from error
-    try:
-        return plan_from_json(text)
     except SchemaError as error:
         raise SchemaError(f"{path}: {error}") from error
 
 
-def plan_from_json(text: str) -> Plan:
+def read_plan_from(file: BinaryIO) -> Plan:
+    """The plan in an open file, or a pipe. Raises OSError, and SchemaError as plan_from_json."""
+    try:
+        value = read_json(file)
+    except DocumentError as error:
+        raise SchemaError(str(error)) from error
+    return _plan_of(Node(value, "plan"))
+
+
+def plan_from_json(text: str | bytes) -> Plan:
     """A plan from its document.
 
     Raises SchemaError for a document of another schema or a newer version, for a field that is missing or of
     the wrong type, and for one that contradicts itself.
     """
     try:
-        root = Node(json.loads(text), "plan")
-    except (ValueError, RecursionError) as error:
-        raise SchemaError(f"not a JSON document: {error}") from error
+        value = parse_json(text)
+    except DocumentError as error:
+        raise SchemaError(str(error)) from error
+    return _plan_of(Node(value, "plan"))
+
+
+def _plan_of(root: Node) -> Plan:
+    """The plan of a document. Raises SchemaError as plan_from_json."""
     _check_schema(root)
     try:
         plan = Plan(

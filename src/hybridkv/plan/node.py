@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybridkv.errors import SchemaError
+from hybridkv.units import MOST_BYTES, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,9 @@ class Node:
             return default
         found = self.get(key)
         if isinstance(found, bool) or not isinstance(found, int) or found < minimum:
-            raise SchemaError(f"{self.where}.{key} must be an integer of at least {minimum}, got {found!r}")
+            raise SchemaError(f"{self.where}.{key} must be an integer of at least {minimum}, got {shown(found)}")
+        if found > MOST_BYTES:
+            raise SchemaError(f"{self.where}.{key} must be at most {MOST_BYTES}, got {shown(found)}")
         return found
 
     def optional(self, key: str) -> int | None:
@@ -57,7 +60,7 @@ class Node:
         """A string."""
         found = self.get(key)
         if not isinstance(found, str):
-            raise SchemaError(f"{self.where}.{key} must be a string, got {found!r}")
+            raise SchemaError(f"{self.where}.{key} must be a string, got {shown(found)}")
         return found
 
     def texts(self, key: str) -> tuple[str, ...]:
@@ -72,6 +75,8 @@ class Node:
         found = self.get(key)
         if not isinstance(found, list) or not all(type(one) is int and one >= 0 for one in found):
             raise SchemaError(f"{self.where}.{key} must be a list of integers of at least 0")
+        if max(found, default=0) > MOST_BYTES:
+            raise SchemaError(f"{self.where}.{key} must be a list of integers of at most {MOST_BYTES}")
         return tuple(found)
 
     def shapes(self, key: str) -> tuple[tuple[int, ...], ...]:
@@ -79,6 +84,6 @@ class Node:
         found = self.get(key)
         if not isinstance(found, list) or not all(isinstance(shape, list) for shape in found):
             raise SchemaError(f"{self.where}.{key} must be a list of lists of integers")
-        if not all(isinstance(size, int) and not isinstance(size, bool) for shape in found for size in shape):
-            raise SchemaError(f"{self.where}.{key} must be a list of lists of integers")
+        if not all(type(size) is int and abs(size) <= MOST_BYTES for shape in found for size in shape):
+            raise SchemaError(f"{self.where}.{key} must be a list of lists of integers, of at most {MOST_BYTES}")
         return tuple(tuple(shape) for shape in found)

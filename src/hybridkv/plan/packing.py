@@ -29,11 +29,15 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.errors import ConfigError
 from hybridkv.plan.slabs import ALIGNMENT_BYTES
-from hybridkv.units import ceil_div, round_up
+from hybridkv.units import MOST_BYTES, ceil_div, round_up, shown
 
 PADDING_TARGETS: Final = (Fraction(1, 100), Fraction(5, 100), Fraction(25, 100), None)
 """Padding over content that is accepted, strictest first; None: any."""
+
+MOST_LAYERS: Final = 256
+"""That are packed: time and memory grow with their third power; these take some three seconds and 100 MiB."""
 
 _MOST_BLOCKS: Final = 128
 _NEVER: Final = 1 << 40
@@ -78,7 +82,21 @@ class _Split:
 
 
 def packings(kinds: Sequence[LayerKind], preferred_bytes: int) -> Iterator[Packing]:
-    """Answers, the best first; never none, and the same ones in another order for other ``preferred_bytes``."""
+    """Answers, the best first; never none, and the same ones in another order for other ``preferred_bytes``.
+
+    Raises ConfigError for more layers than MOST_LAYERS and for pages of more bytes than can be computed with.
+    """
+    if sum(kind.layers for kind in kinds) > MOST_LAYERS:
+        raise ConfigError(
+            f"{sum(kind.layers for kind in kinds)} layers of {len(kinds)} kinds: the natural layout packs at most "
+            f"{MOST_LAYERS}, use the reference layout (--layout reference)"
+        )
+    largest = max(kind.layers * kind.layer_bytes for kind in kinds)
+    if largest > MOST_BYTES // _MOST_BLOCKS:
+        raise ConfigError(
+            f"a block takes {shown(largest)} bytes in the layers of one kind, at most {MOST_BYTES // _MOST_BLOCKS} are "
+            "planned: lower block_size (--block-size), or correct the sizes in the model's config"
+        )
     slabs = _candidates(kinds)
     for target in PADDING_TARGETS:
         splits = [_split(kind, slabs, target) for kind in kinds]

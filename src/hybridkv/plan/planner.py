@@ -17,7 +17,7 @@ from hybridkv.plan.natural import NaturalChoice, natural_choices
 from hybridkv.plan.pages import windows_as_full as as_full
 from hybridkv.plan.pages import with_placement
 from hybridkv.specs import KVCacheSpec, MambaSpec, RequestLimits
-from hybridkv.units import format_bytes, format_count, parse_bytes
+from hybridkv.units import MOST_COUNT, format_bytes, format_count, parse_bytes, shown
 
 REFERENCE: Final = "reference"
 NATURAL: Final = "natural"
@@ -210,7 +210,9 @@ def _longest(model: Model, asked: int | None) -> int:
             raise ConfigError(f"{model.name} sets no maximum length: give max_model_len (--max-model-len)")
         return model.max_model_len
     if asked < 1:
-        raise ConfigError(f"max_model_len must be at least 1 token, got {asked}")
+        raise ConfigError(f"max_model_len must be at least 1 token, got {shown(asked)}")
+    if asked > MOST_COUNT:
+        raise ConfigError(f"max_model_len must be at most {MOST_COUNT} tokens, got {shown(asked)}")
     if model.max_model_len is not None and asked > model.max_model_len:
         raise ConfigError(
             f"max_model_len {asked} exceeds the {model.max_model_len} tokens that the config of {model.name} allows: "

@@ -21,6 +21,7 @@ from hybridkv.specs import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from hybridkv.units import shown
 
 SPEC_KINDS: Final[Mapping[str, type[KVCacheSpec]]] = {
     kind.__name__: kind
@@ -51,7 +52,7 @@ def spec_from_json(node: Node) -> KVCacheSpec:
     """The spec of an object. Raises SchemaError for an unknown kind or field, ConfigError for sizes that cannot be."""
     kind = node.text("kind")
     if kind not in SPEC_KINDS:
-        raise SchemaError(f"{node.where}.kind {kind!r} is not known here: known are {', '.join(SPEC_KINDS)}")
+        raise SchemaError(f"{node.where}.kind {shown(kind)} is not known here: known are {', '.join(SPEC_KINDS)}")
     values: dict[str, object] = {}
     for one in fields(SPEC_KINDS[kind]):
         if one.name == "page_size_padded" and not node.has(one.name):
@@ -67,7 +68,11 @@ def spec_from_json(node: Node) -> KVCacheSpec:
 
 
 def _layers(node: Node, key: str) -> tuple[tuple[str, KVCacheSpec], ...]:
-    return tuple((one.text("name"), spec_from_json(one.child("spec"))) for one in node.children(key))
+    found = [(one.text("name"), one.child("spec")) for one in node.children(key)]
+    for _, spec in found:
+        if spec.text("kind") == node.text("kind"):
+            raise SchemaError(f"{spec.where}.kind {node.text('kind')!r} holds layers of its own: give the layer's spec")
+    return tuple((name, spec_from_json(spec)) for name, spec in found)
 
 
 _READERS: Final[Mapping[str, Callable[[Node, str], object]]] = {

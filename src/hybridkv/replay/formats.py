@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from hybridkv.replay.tokens import HASHED_BLOCK, NEW_OUTPUT, PROMPT_SEGMENT, Piece, Pieces
-from hybridkv.units import ceil_div
+from hybridkv.units import MOST_COUNT, ceil_div, shown
 
-_MAX_TOKENS: Final = (1 << 31) - 1
 _MAX_SEGMENT: Final = (1 << 64) - 1
 _PIECE_LENGTH: Final = 3
 
@@ -124,21 +123,21 @@ def _field(record: dict[str, object], name: str) -> object:
 def _list(record: dict[str, object], name: str) -> list[object]:
     value = _field(record, name)
     if not isinstance(value, list):
-        raise MalformedLineError(f"{name} must be a list, not {_shown(value)}")
+        raise MalformedLineError(f"{name} must be a list, not {shown(value)}")
     return value
 
 
 def _integer(value: object, what: str, most: int, *, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise MalformedLineError(f"{what} must be an integer, not {_shown(value)}")
+        raise MalformedLineError(f"{what} must be an integer, not {shown(value)}")
     if not least <= value <= most:
-        raise MalformedLineError(f"{what} must lie in {least} .. {most}, got {_shown(value)}")
+        raise MalformedLineError(f"{what} must lie in {least} .. {most}, got {shown(value)}")
     return value
 
 
 def _count(record: dict[str, object], name: str) -> int:
     """A number of tokens, at least 1."""
-    value = _integer(_field(record, name), name, _MAX_TOKENS, least=-_MAX_TOKENS)
+    value = _integer(_field(record, name), name, MOST_COUNT, least=-MOST_COUNT)
     if value < 1:
         raise MalformedLineError(f"{name} must be at least 1 token, got {value}")
     return value
@@ -148,10 +147,10 @@ def _timestamp_s(record: dict[str, object]) -> float:
     """Milliseconds in the line, seconds out."""
     value = _field(record, "timestamp")
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise MalformedLineError(f"timestamp must be a number of milliseconds, not {_shown(value)}")
+        raise MalformedLineError(f"timestamp must be a number of milliseconds, not {shown(value)}")
     # the bound keeps integers of any size out of float(), and sums of seconds exact to a microsecond
     if not (0 <= value < 1e15 and math.isfinite(value)):
-        raise MalformedLineError(f"timestamp must lie in 0 .. 1e15 milliseconds, got {_shown(value)}")
+        raise MalformedLineError(f"timestamp must lie in 0 .. 1e15 milliseconds, got {shown(value)}")
     return value / 1000
 
 
@@ -160,10 +159,10 @@ def _pieces(record: dict[str, object], name: str) -> Pieces:
     pieces: list[Piece] = []
     for one in _list(record, name):
         if not isinstance(one, list) or len(one) != _PIECE_LENGTH:
-            raise MalformedLineError(f"a piece of {name} must be [segment, offset, length], not {_shown(one)}")
+            raise MalformedLineError(f"a piece of {name} must be [segment, offset, length], not {shown(one)}")
         segment = _integer(one[0], f"a segment of {name}", _MAX_SEGMENT)
-        offset = _integer(one[1], f"an offset of {name}", _MAX_TOKENS)
-        length = _integer(one[2], f"a length of {name}", _MAX_TOKENS)
+        offset = _integer(one[1], f"an offset of {name}", MOST_COUNT)
+        length = _integer(one[2], f"a length of {name}", MOST_COUNT)
         if length:
             pieces.append((segment, offset, length))
     if not pieces:
@@ -179,11 +178,5 @@ def _marks(record: dict[str, object], most: int) -> tuple[int, ...]:
 
 
 def _check_total(tokens: int) -> None:
-    if tokens > _MAX_TOKENS:
-        raise MalformedLineError(f"a request of {tokens} tokens is longer than {_MAX_TOKENS}")
-
-
-def _shown(value: object) -> str:
-    """A value in a message, cut where it is long."""
-    text = repr(value) if not isinstance(value, int) or value.bit_length() < 128 else "a number of over 38 digits"
-    return text if len(text) <= 60 else text[:57] + "..."
+    if tokens > MOST_COUNT:
+        raise MalformedLineError(f"a request of {tokens} tokens is longer than {MOST_COUNT}")

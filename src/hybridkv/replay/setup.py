@@ -17,9 +17,14 @@ from hybridkv.replay.loop import Progress, SimulatedClock, replay
 from hybridkv.replay.report import ReplayReport
 from hybridkv.replay.trace import RequestSource, TraceSummary
 from hybridkv.schedule import Scheduler, SchedulerLimits
-from hybridkv.units import format_bytes, format_count
+from hybridkv.units import MOST_COUNT, format_bytes, format_count, shown
 
 TOKEN_BUDGET: Final = 8192
+MOST_RUNNING: Final = 1 << 20
+"""Requests at once: rows are columns of memory."""
+MOST_TIME_SCALE: Final = 1e6
+MOST_BLOCKS: Final = 1 << 25
+"""Of all groups' ids: the pool takes some 60 bytes for each, whatever the memory that is modelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +44,19 @@ class ReplaySettings:
     placement: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "token_budget"):
-            if getattr(self, name) < 1:
-                option = name.replace("_", "-")
-                raise ConfigError(f"{name} (--{option}) must be at least 1, got {getattr(self, name)}")
+        for name, most in (("max_running", MOST_RUNNING), ("token_budget", MOST_COUNT)):
+            value, option = getattr(self, name), name.replace("_", "-")
+            if value < 1:
+                raise ConfigError(f"{name} (--{option}) must be at least 1, got {shown(value)}")
+            if value > most:
+                raise ConfigError(f"{name} (--{option}) must be at most {most}, got {shown(value)}")
         if not 0 <= self.time_scale < float("inf"):
             raise ConfigError(f"time_scale (--time-scale) must be 0 or more and finite, got {self.time_scale}")
+        if self.time_scale > MOST_TIME_SCALE:
+            raise ConfigError(
+                f"time_scale (--time-scale) must be at most {MOST_TIME_SCALE:g}, got {self.time_scale}: beyond, "
+                "seconds are not exact any more"
+            )
 
 
 def plan_for(
@@ -101,8 +113,9 @@ def plan_with_length(
     )
     fit = changed.capacity.tokens_that_fit
     if fit is not None and fit < longest:
+        unit = "block" if plan.config.slabs is None else "slab"
         raise CapacityError(
-            f"the plan's {format_count(plan.config.num_blocks)} blocks ({format_bytes(plan.memory_bytes)}) hold one "
+            f"the plan's {format_count(plan.config.num_blocks)} {unit}s ({format_bytes(plan.memory_bytes)}) hold one "
             f"request of {format_count(fit)} tokens, but the maximum length is {format_count(longest)} "
             f"(the longest request has {format_count(summary.longest_tokens)}, {summary.longest_at}): "
             "plan with more memory"
@@ -157,6 +170,12 @@ class Simulation:
 def simulation_of(plan: Plan, settings: ReplaySettings) -> Simulation:
     """A manager and a scheduler for ``plan``. ConfigError for settings that cannot work."""
     cost = StepCost.of(plan, hardware=settings.hardware, time_scale=settings.time_scale)
+    ids = max(plan.config.blocks_of(at) for at in range(len(plan.config.groups)))
+    if ids > MOST_BLOCKS:
+        raise ConfigError(
+            f"{format_count(ids)} blocks are more than a replay keeps ({format_count(MOST_BLOCKS)}): lower memory "
+            "(--memory), or raise block_size (--block-size)"
+        )
     limits = SchedulerLimits(max_running=settings.max_running, max_batched_tokens=settings.token_budget)
     cache = KVCacheManager(
         plan.config,

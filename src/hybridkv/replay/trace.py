@@ -24,6 +24,9 @@ from hybridkv.replay.formats import MalformedLineError, MooncakeFormat, PieceFor
 
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 
+MOST_LINE_BYTES: Final = 1 << 24
+"""Of a line: a million tokens, each a piece of its own. Mooncake's ids take 40 KB for as many."""
+
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
@@ -152,11 +155,20 @@ class TraceFile:
         raise MalformedLineError(f"neither format is recognised: a line has the fields {known}")
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """Numbered lines that are not blank, of the plain or gzip file. TraceError when it cannot be read."""
+        """Numbered lines that are not blank, of the plain or gzip file.
+
+        TraceError when it cannot be read, and for a line that is too long: it ends nobody knows where, so that it is
+        not skipped.
+        """
         number = 0
         try:
             with _open(self.path) as file:
-                for number, line in enumerate(file, start=1):
+                while line := file.readline(MOST_LINE_BYTES + 1):
+                    number += 1
+                    if len(line) > MOST_LINE_BYTES:
+                        raise TraceError(
+                            f"{self.path}, line {number}: longer than {MOST_LINE_BYTES} bytes: a line is one request"
+                        )
                     if line.strip():
                         yield number, line
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:

@@ -32,6 +32,8 @@ from hybridkv.replay.tokens import PROMPT_SEGMENT, Piece, Pieces
 from hybridkv.replay.trace import TraceSummary, summarise
 
 _HOUR_S: Final = 3600.0
+MOST_HOURS: Final = 100.0
+"""Of arrivals at rate 1: up to 1.9 million requests of 1 KB each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +210,11 @@ class Workload:
         for what, value in (("hours", self.hours), ("rate", self.rate)):
             if not 0 < value <= 1000:
                 raise ConfigError(f"{what} must be above 0 and at most 1000, got {value}")
+        if self.hours * self.rate > MOST_HOURS:
+            raise ConfigError(
+                f"hours times rate must be at most {MOST_HOURS:g}, got {self.hours * self.rate:g}: all requests are "
+                "drawn before the first arrives"
+            )
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"the limit must be at least 1 request, got {self.limit}")
         object.__setattr__(self, "name", f"workload:{self.kind}")

@@ -127,7 +127,7 @@ def _parse(text: str, encode: Encode, defaults: SamplingParams, vocab_size: int,
     """One JSON line. Raises ConfigError saying what is wrong."""
     try:
         record = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets nested as deep
         raise ConfigError(f"not JSON: {error}") from None
     if not isinstance(record, dict):
         raise ConfigError('a line must be an object such as {"prompt": "text"}')

@@ -1,0 +1,34 @@
+"""All commands as one typer app."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from hybridkv.cli import demo, generate, models, plan, replay
+
+app = typer.Typer(
+    name="hybridkv",
+    help="Plan, share, schedule and simulate the KV cache of hybrid LLMs.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    context: typer.Context,
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    if show_version:
+        print(f"hybridkv {version('hybridkv')}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+for _command in (plan, generate, replay, models, demo):
+    _command.register(app)

@@ -1,0 +1,8 @@
+"""Text from files and arguments as a terminal may get it."""
+
+from __future__ import annotations
+
+
+def printable(text: str) -> str:
+    """``text`` with every character that does not print (controls, escapes, lone surrogates) as Python writes it."""
+    return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
