@@ -353,8 +353,8 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
         ("typer", PLAN, "error: the command line needs typer and rich: pip install 'hybridkv[cli]'"),
         ("rich", PLAN, "error: the command line needs typer and rich: pip install 'hybridkv[cli]'"),
         ("torch", ("generate", "--model", "tiny:llama"), "needs torch and transformers: pip install 'hybridkv[cli,run"),
-        ("transformers", ("generate", "--model", "tiny:llama"), "needs torch and transformers: pip install 'hybridkv["),
         ("transformers", ("demo",), "needs torch and transformers: pip install 'hybridkv[cli,runner]'"),
+        ("transformers", ("generate", "--model", "tiny:llama"), "needs torch and transformers: pip install 'hybridkv["),
     ],
 )
 def test_what_is_missing_is_named(missing: str, arguments: tuple[str, ...], said: str) -> None:

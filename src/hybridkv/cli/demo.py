@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from typing import Final
 
 import typer
@@ -20,6 +21,9 @@ def register(app: typer.Typer) -> None:
     @app.command("demo")
     def demo_command() -> None:
         """Plan a real model, replay a workload, and generate cold and warm, compared with plain transformers."""
+        for name in ("torch", "transformers"):  # of the last command: those before take a minute
+            if find_spec(name) is None:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         for words in COMMANDS:
             print(f"\n$ hybridkv {' '.join(words)}", flush=True)
             failed = app(list(words), standalone_mode=False)
