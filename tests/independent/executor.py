@@ -1,0 +1,341 @@
+"""A worker that believes nothing: executes Steps on bytes, and proves of each row that it reads what it must."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+from arena import Arena, Layer, Places
+from content import Digests, Story, demand
+from numpy.typing import NDArray
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.specs import (
+    ChunkedLocalAttentionSpec,
+    Keeps,
+    MambaSpec,
+    RequestLimits,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+)
+from hybridkv.step import Copy, Csr, NewRow, Step, StepResult
+
+Table = NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class Row:
+    """A request that has a row. computed: tokens that its next step must find. known: tokens that the worker knows."""
+
+    story: Story
+    tables: list[Table]
+    computed: int
+    known: int
+    begins: bool = True
+
+
+@dataclass(slots=True)
+class Run:
+    """What one row runs in one step. content: digests of all tokens up to the last, drafts included."""
+
+    place: int
+    row: Row
+    name: str
+    start: int
+    certain: int
+    drafts: list[int]
+    samples: bool
+    content: Digests = field(default_factory=lambda: np.empty(0, np.uint64))
+
+    @property
+    def end(self) -> int:
+        """Behind the last token."""
+        return self.certain + len(self.drafts)
+
+
+class Executor:
+    """Executes Steps in order. counts: how often what happened, row-steps among them."""
+
+    def __init__(
+        self, arena: Arena, cache: KVCacheManager, limits: RequestLimits, stories: dict[str, Story], *, segments: bool
+    ) -> None:
+        self.arena, self.stories, self.segments = arena, stories, segments
+        self.counts: Counter[str] = Counter()
+        self.rows: dict[int, Row] = {}
+        self.last = -1
+        self.written: dict[int, list[Places]] = {}
+        self._groups = arena.config.groups
+        self._widths = [group.spec.max_row_blocks(limits) for group in self._groups]
+        self._states = [g for g, group in enumerate(self._groups) if group.spec.keeps is Keeps.STATE]
+        self._recurrent = [one for one in arena.layers if one.spec.keeps is Keeps.STATE]
+        self._crossing = [one for one in arena.layers if one.spec.keeps is Keeps.ENCODER]
+        self._attention = [one for one in arena.layers if one.spec.keeps in {Keeps.TOKENS, Keeps.WINDOW}]
+        self._sinks = self._fill_sinks(cache)
+
+    # -- what the caller may ask and tell
+
+    def lose(self, step: Step) -> None:
+        """``step`` never arrived; but whose rows it ended is known."""
+        for number in step.finished_rows.tolist():
+            self.rows.pop(number, None)
+
+    def spoil(self, step_id: int) -> None:
+        """What ``step_id``, which failed, wrote is rubbish."""
+        self.arena.spoil(self.written[step_id])
+
+    def audit(self) -> None:
+        """Everything that live rows, and sinks, still need is there."""
+        for number, row in self.rows.items():
+            if not row.begins:
+                self._read(row, row.computed, row.computed, row.story.digests(row.computed), f"audit of row {number}")
+        for group, block, content in self._sinks:
+            demand(self.arena.snapshot(group, block) == content, f"sink block {block} of group {group} was written")
+
+    # -- one Step
+
+    def execute(self, step: Step) -> StepResult:
+        """The result of ``step``. DifferenceError for whatever is not as documented."""
+        what = f"step {step.id}"
+        demand(step.after <= self.last < step.id, f"{what} is after {step.after}, the last one was {self.last}")
+        self.arena.take_written()
+        self._apply_tables(step, what)
+        runs = self._runs(step, what)
+        moves = self._leading_moves(step.copies, what)
+        self._copy(step.copies[:moves], what)
+        for group, block in step.zero.tolist():
+            self.arena.check_ids(group, np.array([block]), f"{what} zeroes")
+            self.arena.clear(group, block)
+        self._copy([copy for copy in step.copies[moves:] if copy.stage == "before"], what)
+        self._encode(step.new_rows, what)
+        self._read_states(step, runs, what)
+        self._forward(runs)
+        self._write_states(step, runs, what)
+        self._copy([copy for copy in step.copies if copy.stage == "after"], what)
+        sampled = [self._sample(run) for run in runs]
+        self.last = step.id
+        self.written[step.id] = self.arena.take_written()
+        self._count(step, runs)
+        return StepResult(step.id, Csr.from_lists(sampled), np.array([len(one) for one in sampled], np.int32))
+
+    def _apply_tables(self, step: Step, what: str) -> None:
+        for number in step.finished_rows.tolist():
+            self.rows.pop(number, None)
+        for new in step.new_rows:
+            demand(new.row not in self.rows, f"{what}: row {new.row} begins, but has not ended")
+            story = self.stories[new.request_id]
+            known = len(new.token_ids)
+            right = known >= story.given and new.token_ids.tolist() == [story.token(i) for i in range(known)]
+            demand(right, f"{what}: the tokens of {new.request_id} are not its own")
+            same = new.num_prompt_tokens == story.request.num_prompt_tokens and new.sampling == story.sampling
+            demand(same, f"{what}: prompt length or sampling of {new.request_id}")
+            tables = [np.zeros(width, np.int32) for width in self._widths]
+            self.rows[new.row] = Row(story, tables, -1, known)
+        cells = step.cells
+        listed = (cells.group.tolist(), cells.row.tolist(), cells.column.tolist(), cells.block.tolist())
+        for group, number, column, block in zip(*listed, strict=True):
+            demand(number in self.rows, f"{what} writes a cell of row {number}, which nobody has")
+            demand(0 <= column < self._widths[group], f"{what} writes column {column} of group {group}")
+            demand(0 <= block < self.arena.config.blocks_of(group), f"{what} names block {block} of group {group}")
+            self.rows[number].tables[group][column] = block
+
+    def _runs(self, step: Step, what: str) -> list[Run]:
+        """What each row runs; its tokens and counts must be those of its story."""
+        demand(len(set(step.rows.tolist())) == len(step.rows), f"{what} runs a row twice")
+        runs = []
+        for place, number in enumerate(step.rows.tolist()):
+            demand(number in self.rows, f"{what} runs row {number}, which nobody has")
+            row, name = self.rows[number], f"{what}, row {number} ({self.rows[number].story.request.request_id})"
+            start, tokens = int(step.num_computed[place]), step.token_ids[place].tolist()
+            drafts = step.drafts[place].tolist()
+            demand(len(tokens) == step.num_scheduled[place] > len(drafts), f"{name}: number of tokens")
+            certain = start + len(tokens) - len(drafts)
+            demand(tokens[certain - start :] == drafts, f"{name}: drafts are not the tail of its tokens")
+            run = Run(place, row, name, start, certain, drafts, bool(step.samples[place]))
+            if row.begins:
+                demand(0 <= start < row.known, f"{name} begins at {start} of {row.known} tokens")
+            else:
+                demand(start == row.computed, f"{name} begins at {start}, not at {row.computed}")
+            demand(certain <= row.known, f"{name}: nobody knows token {certain - 1} yet")
+            demand(not drafts or certain == row.known, f"{name}: drafts before its last token")
+            demand(run.samples == (certain == row.known), f"{name}: whether it samples")
+            for position, token in enumerate(tokens[: certain - start], start):
+                last = position == row.known - 1 and position >= row.story.request.num_prompt_tokens
+                demand(token == row.story.token(position) or (token == -1 and last), f"{name}: token {position}")
+            run.content = row.story.with_drafts(certain, drafts)
+            runs.append(run)
+        beginning = {new.row for new in step.new_rows}
+        demand(beginning <= set(step.rows.tolist()), f"{what}: a row begins without running")
+        return runs
+
+    def _leading_moves(self, copies: tuple[Copy, ...], what: str) -> int:
+        moves = [copy.kind == "move" for copy in copies]
+        demand(moves == sorted(moves, reverse=True), f"{what}: a move behind another copy")
+        demand(all(copy.stage == "before" for copy in copies if copy.kind == "move"), f"{what}: a late move")
+        return sum(moves)
+
+    def _copy(self, copies: list[Copy] | tuple[Copy, ...], what: str) -> None:
+        for copy in copies:
+            self.arena.check_ids(copy.group, np.array([copy.source, copy.destination]), f"{what} copies")
+            self.arena.copy(copy.group, copy.source, copy.destination)
+
+    # -- the forward
+
+    def _encode(self, new_rows: tuple[NewRow, ...], what: str) -> None:
+        """Run the encoders that the Step asks for, once for each distinct input."""
+        done = set()
+        for new in new_rows:
+            story, read = self.rows[new.row].story, new.encoder
+            demand((read is None) == (story.encoder is None), f"{what}: the encoder input of {new.request_id}")
+            if read is None or story.encoder is None:
+                continue
+            same = (read.digest, read.num_tokens) == (story.encoder.digest, story.encoder.num_tokens)
+            demand(same, f"{what}: the encoder input of {new.request_id}")
+            self.counts["encoder inputs run" if read.encodes else "encoder outputs shared"] += 1
+            if not read.encodes:
+                continue
+            content = story.encoded()
+            places = [self._encoder_places(layer, self.rows[new.row], what) for layer in self._crossing]
+            key = (read.digest, content.tobytes(), *(where.tobytes() for where in places))
+            demand(key not in done, f"{what}: {read.digest!r} is encoded twice")
+            done.add(key)
+            for layer, where in zip(self._crossing, places, strict=True):
+                self.arena.write(layer, where, np.tile(content, self.arena.ranks))
+
+    def _encoder_places(self, layer: Layer, row: Row, what: str) -> Places:
+        tokens = np.arange(row.story.encoder.num_tokens if row.story.encoder else 0)
+        return self.arena.whole_places(
+            layer, self.arena.token_places(layer, row.tables[layer.group], tokens, f"{what}: encoder output")
+        )
+
+    def _forward(self, runs: list[Run]) -> None:
+        """Layer by layer a model writes the keys of all rows, then all rows read."""
+        for layer in self._attention:
+            for run in runs:
+                positions = np.arange(run.start, run.end)
+                places = self.arena.token_places(layer, run.row.tables[layer.group], positions, f"{run.name} writes")
+                self.arena.write(layer, places, run.content[run.start : run.end])
+        for run in runs:
+            self._read(run.row, run.start, run.end, run.content, run.name)
+
+    def _read(self, row: Row, start: int, end: int, content: Digests, what: str) -> None:
+        """All that tokens start .. end - 1 (the next one, if there is none) read must be there."""
+        for layer in self._attention:
+            positions = np.arange(min(_first_read(layer, start), end), end)
+            places = self.arena.token_places(layer, row.tables[layer.group], positions, f"{what}, {layer.name}")
+            right = self.arena.holds(layer, places, content[positions])
+            wrong = positions[~right].tolist()
+            demand(not wrong, f"{what}: {layer.name} reads something else at {wrong[:3]}, running {start} .. {end - 1}")
+        for layer in self._crossing:
+            if row.story.encoder is not None:
+                output = np.tile(row.story.encoded(), self.arena.ranks)
+                right = self.arena.holds(layer, self._encoder_places(layer, row, what), output)
+                demand(right.all(), f"{what}: {layer.name} reads another encoder's output")
+
+    # -- states
+
+    def _read_states(self, step: Step, runs: list[Run], what: str) -> None:
+        """Before any row writes: kernels run rows side by side, so nobody may write what another row reads."""
+        if not self._states:
+            return
+        demand(step.state_read.shape == (len(runs), len(self._groups)), f"{what}: shape of state_read")
+        readers: dict[tuple[int, int], int] = {}
+        for run in runs:
+            blocks = step.state_read[run.place].tolist()
+            for group, block in enumerate(blocks):
+                demand((block < 0) == (group not in self._states), f"{run.name}: state_read of group {group}")
+            for layer in self._recurrent:
+                block = blocks[layer.group]
+                self.arena.check_ids(layer.group, np.array([block]), f"{run.name} reads a state")
+                places = self.arena.state_places(layer, block)
+                if run.start == 0:
+                    right = self.arena.is_zero(places)
+                else:
+                    content = np.full(self.arena.ranks, run.content[run.start - 1])
+                    right = bool(self.arena.holds(layer, places, content).all())
+                demand(right, f"{run.name}: {layer.name} reads another state than that after {run.start} tokens")
+                readers[layer.group, block] = run.place
+        writers: dict[tuple[int, int], int] = {}
+        for place, group, _, block in step.state_writes.tolist():
+            demand(readers.get((group, block), place) == place, f"{what}: a state is written that another row reads")
+            demand(writers.setdefault((group, block), place) == place, f"{what}: two rows write one state")
+
+    def _write_states(self, step: Step, runs: list[Run], what: str) -> None:
+        left: set[tuple[int, int, int]] = set()
+        blocks: set[tuple[int, int]] = set()
+        for place, group, tokens, block in step.state_writes.tolist():
+            demand(group in self._states and 0 <= place < len(runs), f"{what} writes a state of group {group}")
+            run = runs[place]
+            demand(run.start < tokens <= run.end, f"{run.name} writes a state after {tokens} tokens")
+            demand(self.segments or tokens >= run.certain, f"{run.name} writes a state inside its chunk")
+            demand((group, block) not in blocks, f"{run.name} writes two states to block {block} of group {group}")
+            blocks.add((group, block))
+            self.arena.check_ids(group, np.array([block]), f"{run.name} writes a state")
+            left.add((place, group, tokens))
+            self.counts["states written inside a chunk"] += tokens < run.certain
+            for layer in self._recurrent:
+                if layer.group == group:
+                    content = np.full(self.arena.ranks, run.content[tokens - 1])
+                    self.arena.write(layer, self.arena.state_places(layer, block), content)
+        for run in runs:
+            for group in self._states:
+                ends = {(run.place, group, tokens) for tokens in range(run.certain, run.end + 1)}
+                demand(ends <= left, f"{run.name}: group {group} does not write the states where the row may end")
+
+    # -- afterwards
+
+    def _sample(self, run: Run) -> list[int]:
+        """Accepted drafts and the token behind them."""
+        row = run.row
+        row.begins = False
+        row.computed = run.certain
+        if not run.samples:
+            return []
+        sampled = [row.story.token(run.certain)]
+        for draft in run.drafts:
+            if draft != sampled[-1]:
+                break
+            sampled.append(row.story.token(run.certain + len(sampled)))
+        row.computed += len(sampled) - 1
+        row.known += len(sampled)
+        self.counts["drafts accepted"] += len(sampled) - 1
+        self.counts["drafts rejected"] += len(run.drafts) - len(sampled) + 1
+        return sampled
+
+    def _count(self, step: Step, runs: list[Run]) -> None:
+        counts = self.counts
+        counts["row-steps"] += len(runs)
+        beginning = {new.row for new in step.new_rows}
+        for run in runs:
+            if int(step.rows[run.place]) in beginning and run.start:
+                counts["hits"] += 1
+                counts["hits inside a block"] += any(
+                    run.start % (layer.spec.block_size * self.arena.ranks) for layer in self._attention
+                )
+                counts["states hit"] += bool(self._states)
+        for copy in step.copies:
+            counts[f"copies of kind {copy.kind}"] += 1
+        counts["rows that ended and began in one step"] += bool(beginning & set(step.finished_rows.tolist()))
+
+    def _fill_sinks(self, cache: KVCacheManager) -> list[tuple[int, int, bytes]]:
+        """What the layers' own blocks hold; no row may touch them."""
+        sinks = []
+        for group, spec in enumerate(self._groups):
+            if isinstance(spec.spec.layer_spec(spec.layer_names[0]), SinkFullAttentionSpec):
+                blocks = cache.block_pool.local(group, cache.sink_blocks[group]).tolist()
+                sinks += [(group, block, self.arena.snapshot(group, block)) for block in blocks]
+                demand(blocks, f"group {group} has no blocks for its sinks")
+        return sinks
+
+
+def _first_read(layer: Layer, token: int) -> int:
+    """The first token that ``token`` attends to."""
+    match layer.spec:
+        case SlidingWindowSpec(sliding_window=window):
+            return max(0, token - window + 1)
+        case ChunkedLocalAttentionSpec(attention_chunk_size=chunk):
+            return token // chunk * chunk
+        case MambaSpec():
+            raise AssertionError(layer)
+        case _:
+            return 0

@@ -1,0 +1,199 @@
+"""The independent worker finds no difference, sees everything happen, and catches what is broken on purpose."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from content import DifferenceError
+from history import Tamper, play
+
+from hybridkv.cache import CacheGroup
+from hybridkv.cache.policies.spans import WindowSpan
+from hybridkv.cache.write_log import WriteLog
+from hybridkv.extra_keys import ExtraKeys
+from hybridkv.schedule import failure
+from hybridkv.step import Cells, Step
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+RUNS = 70
+LEAST = {
+    "row-steps": 10_000,
+    "hits": 250,
+    "hits inside a block": 120,
+    "states hit": 60,
+    "states written inside a chunk": 100,
+    "copies of kind block": 200,
+    "copies of kind state": 100,
+    "copies of kind move": 20,
+    "preemptions": 30,
+    "drafts accepted": 500,
+    "drafts rejected": 150,
+    "failures": 100,
+    "aborts": 60,
+    "ended by the caller": 30,
+    "forks": 100,
+    "branches": 300,
+    "caches reset": 5,
+    "encoder inputs run": 40,
+    "encoder outputs shared": 10,
+    "prompts of several tenants": 40,
+    "rows that ended and began in one step": 300,
+    "context parallel worlds": 10,
+    "layout natural": 25,
+    "layout reference": 10,
+}
+"""What must happen at least so often, or the histories show nothing about it."""
+
+
+def test_no_history_differs_and_everything_happens(capsys: pytest.CaptureFixture[str]) -> None:
+    total: Counter[str] = Counter()
+    for seed in range(RUNS):
+        total += play(seed)
+    with capsys.disabled():
+        print(f"\nindependent worker: {total['row-steps']} row-steps in {RUNS} models and histories")  # noqa: T201
+    missing = {name: total[name] for name, least in LEAST.items() if total[name] < least}
+    assert not missing
+
+
+# -- what is broken on purpose
+
+
+def _without(kind: str) -> Tamper:
+    def tamper(step: Step, rng: random.Random) -> Step:  # noqa: ARG001
+        left = list(step.copies)
+        for copy in left:
+            if copy.kind == kind:
+                left.remove(copy)
+                break
+        return replace(step, copies=tuple(left))
+
+    return tamper
+
+
+def _no_zero(step: Step, rng: random.Random) -> Step:  # noqa: ARG001
+    return replace(step, zero=np.empty((0, 2), np.int32))
+
+
+def _next_block(step: Step, rng: random.Random) -> Step:
+    cells = step.cells
+    used = np.flatnonzero(cells.block)
+    if not used.size or rng.random() > 0.2:
+        return step
+    block = cells.block.copy()
+    block[rng.choice(used.tolist())] += 1
+    return replace(step, cells=Cells(cells.group, cells.row, cells.column, block))
+
+
+def _other_state(step: Step, rng: random.Random) -> Step:
+    return replace(step, state_read=step.state_read + (step.state_read >= 0)) if rng.random() < 0.2 else step
+
+
+def _early_checkpoint(step: Step, rng: random.Random) -> Step:  # noqa: ARG001
+    """A state inside a chunk is written one token before the count it is published under."""
+    writes = step.state_writes.copy()
+    for write in writes:
+        place, tokens = write[0], write[2]
+        inside = tokens < step.num_computed[place] + step.num_scheduled[place] - len(step.drafts[place])
+        write[2] -= inside and tokens > step.num_computed[place] + 1
+    return replace(step, state_writes=writes)
+
+
+def _nobody_encodes(step: Step, rng: random.Random) -> Step:  # noqa: ARG001
+    rows = [replace(new, encoder=new.encoder and replace(new.encoder, encodes=False)) for new in step.new_rows]
+    return replace(step, new_rows=tuple(rows))
+
+
+def _all_sample(step: Step, rng: random.Random) -> Step:  # noqa: ARG001
+    return replace(step, samples=np.ones_like(step.samples))
+
+
+def _moved_cells_lost(step: Step, rng: random.Random) -> Step:  # noqa: ARG001
+    if not any(copy.kind == "move" for copy in step.copies):
+        return step
+    kept = np.isin(step.cells.row, [new.row for new in step.new_rows])
+    return replace(step, cells=Cells(*(getattr(step.cells, name)[kept] for name in Cells.__slots__)))
+
+
+TAMPERS: dict[str, Tamper] = {
+    "a block is not copied": _without("block"),
+    "a state is not copied": _without("state"),
+    "a block is not moved": _without("move"),
+    "states are not zeroed": _no_zero,
+    "a cell names the next block": _next_block,
+    "a state is read from the next block": _other_state,
+    "a checkpoint is one token too early": _early_checkpoint,
+    "no encoder runs": _nobody_encodes,
+    "every row samples": _all_sample,
+    "cells of moved blocks are lost": _moved_cells_lost,
+}
+
+
+def _caught(tamper: Tamper | None = None, runs: int = 25) -> str | None:
+    """What the first of ``runs`` histories says that shows a difference, and not just an error of the library."""
+    for seed in range(runs):
+        try:
+            play(seed, tamper, steps=60)
+        except DifferenceError as error:
+            if isinstance(error.__cause__, DifferenceError):
+                return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", TAMPERS)
+def test_a_wrong_step_is_caught(name: str) -> None:
+    assert _caught(TAMPERS[name])
+
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def _without_salts(patch: pytest.MonkeyPatch) -> None:
+    make = ExtraKeys.__init__
+    patch.setattr(
+        ExtraKeys, "__init__", lambda self, *args, **options: make(self, *args, **(options | {"cache_salt": None}))
+    )
+
+
+def _without_extra_keys(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ExtraKeys, "of_blocks", lambda self, first, count: None)  # noqa: ARG005
+
+
+def _failures_stay_published(patch: pytest.MonkeyPatch) -> None:
+    def settle_all(self: WriteLog, first_step: int) -> None:
+        for step in [step for step in self.in_flight if step >= first_step]:
+            self.settle(step)
+
+    patch.setattr(WriteLog, "revoke", settle_all)
+    patch.setattr(failure.Failures, "_distrust_moved", lambda self, failed: set())  # noqa: ARG005
+
+
+def _drafts_leave_no_state(patch: pytest.MonkeyPatch) -> None:
+    """A row goes on from the state before its drafts, whatever was accepted."""
+    accept = CacheGroup.accept
+    patch.setattr(CacheGroup, "accept", lambda self, rows, columns: accept(self, rows, 0 * columns))
+
+
+def _short_windows(patch: pytest.MonkeyPatch) -> None:
+    live = WindowSpan.first_live_token
+    patch.setattr(WindowSpan, "first_live_token", lambda self, processed: live(self, processed + 2))
+
+
+PATCHES: dict[str, Patch] = {
+    "tenants share blocks": _without_salts,
+    "no extra key is hashed": _without_extra_keys,
+    "what failed stays published": _failures_stay_published,
+    "the state of accepted drafts is lost": _drafts_leave_no_state,
+    "windows are too short": _short_windows,
+}
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_wrong_library_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PATCHES[name](monkeypatch)
+    assert _caught()
