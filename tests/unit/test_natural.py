@@ -260,6 +260,19 @@ def test_n_outputs_compute_the_prompt_once(length: int) -> None:
     assert loop.scheduler.statistics().requests_finished == 3
 
 
+@pytest.mark.parametrize("length", [3, 4, 6])
+def test_a_salt_parts_what_is_cached_inside_a_block_too(length: int) -> None:
+    loop = Loop(cache_of(config_of((full_spec(B),), (3,), 12)))
+    cache = loop.cache
+    loop.scheduler.add(
+        Request("a", tokens(length), SamplingParams(max_tokens=1), hasher=cache.hasher, cache_salt="tenant")
+    )
+    while not loop.scheduler.drained:
+        loop.step()
+    asked = [Request("b", [*tokens(length), 1], hasher=cache.hasher, cache_salt=salt) for salt in ("tenant", "x", None)]
+    assert [cache.find_hit(request).tokens for request in asked] == [length, 0, 0]
+
+
 def test_branches_of_a_branch_come_in_with_it() -> None:
     loop = Loop(cache_of(config_of((full_spec(B), state_spec(B)), (3, 1), 40)))
     loop.add("other", tokens(5, 900), outputs=9)

@@ -280,14 +280,14 @@ class BlockKeys:
     def emit(self, event: KVCacheEvent) -> None:
         """Collect an event, if events are on."""
         if self._events is not None:
-            self._events.put((event,))
+            self._events.put(event)
 
     def _emit_removed(self, keys: Sequence[bytes], groups: Sequence[int], ids: Int64) -> None:
         """An event for each of ``keys``, of ``ids`` in ``groups``, that had been written."""
         if self._events is None:
             return
         written = (self._step[ids] == WRITTEN).tolist()
-        self._events.put(
+        self._events.put_removed(
             [
                 BlockRemoved(block_hashes=(key,), group_idx=group)
                 for key, group, done in zip(keys, groups, written, strict=True)

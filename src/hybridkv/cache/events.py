@@ -76,10 +76,21 @@ class EventQueue:
         self._num_blocks = 0
         self._dropped = 0
 
-    def put(self, events: Sequence[KVCacheEvent]) -> None:
-        """``events`` are the youngest, in this order."""
+    def put(self, event: KVCacheEvent) -> None:
+        """``event`` is the youngest."""
+        self._events.append(event)
+        self._num_blocks += len(event.block_hashes) if type(event) is BlockStored else _num_blocks(event)
+        if self._num_blocks > self._max_blocks:
+            self._drop()
+
+    def put_removed(self, events: Sequence[BlockRemoved]) -> None:
+        """``events``, of one block each, are the youngest, in this order."""
         self._events.extend(events)
-        self._num_blocks += sum(map(_num_blocks, events))
+        self._num_blocks += len(events)
+        if self._num_blocks > self._max_blocks:
+            self._drop()
+
+    def _drop(self) -> None:
         while self._num_blocks > self._max_blocks:
             self._num_blocks -= _num_blocks(self._events.popleft())
             self._dropped += 1
