@@ -287,7 +287,7 @@ def test_a_plan_in_a_pipe(model: str) -> None:
         timeout=60,
     )
     assert (broken.returncode, broken.stdout) == (2, "")
-    assert broken.stderr.startswith("error: standard input: not a JSON document")
+    assert broken.stderr.startswith("error: standard input: not JSON: ")
 
 
 def test_the_maximum_length(trace: Path, tmp_path: Path) -> None:
