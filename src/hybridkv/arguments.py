@@ -93,6 +93,16 @@ def instance(name: str, value: object, wanted: type[T]) -> T:
     return value
 
 
+def instances(name: str, values: object, wanted: type[T]) -> Sequence[T]:
+    """A list of objects of class ``wanted``; itself, unless it is no sequence. O(n)."""
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise ConfigError(f"{name} must be a list, each of it a {wanted.__name__}, got {shown(values)}")
+    for one in values:
+        if not isinstance(one, wanted):
+            raise ConfigError(f"each of {name} must be a {wanted.__name__}, got {shown(one)}")
+    return values
+
+
 def integers(name: str, values: object, least: int, most: int = MAX_COUNT) -> NDArray[np.int64]:
     """``values``, an array or a sequence of integers ``least`` .. ``most``, as int64[n]. O(n)."""
     if not isinstance(values, np.ndarray):

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.arguments import instance, integer, text
+from hybridkv.arguments import MAX_COUNT, instance, instances, integer, text
 from hybridkv.errors import ConfigError
 
 Extra = tuple[tuple[object, ...], ...]
@@ -38,7 +38,7 @@ class LoraAdapter:
     id: int | None = None
 
     def __post_init__(self) -> None:
-        if not (self.name and self.path):
+        if _is_empty(self.name) or _is_empty(self.path):
             raise ConfigError(
                 f"a LoRA adapter needs a name and a path, got {self.name!r} and {self.path!r}: "
                 "requests of different adapters must not share blocks"
@@ -61,7 +61,7 @@ class MultimodalItem:
     length: int
 
     def __post_init__(self) -> None:
-        if not self.id:
+        if _is_empty(self.id):
             raise ConfigError("a multimodal item needs an id that names its content, such as a digest of it")
         text("id of a multimodal item", self.id)
         for name in ("offset", "length"):
@@ -81,13 +81,17 @@ class EncoderInput:
     num_tokens: int
 
     def __post_init__(self) -> None:
-        if not self.digest:
+        if _is_empty(self.digest):
             raise ConfigError("an encoder input needs a digest of its content: equal content, equal digest")
         if not isinstance(self.digest, bytes):
             text("digest of an encoder input", self.digest)
         object.__setattr__(self, "num_tokens", integer("num_tokens of an encoder input", self.num_tokens))
         if self.num_tokens < 1:
             raise ConfigError(f"an encoder input needs at least 1 token, got {self.num_tokens}")
+
+
+def _is_empty(name: object) -> bool:
+    return isinstance(name, str | bytes | None) and not name
 
 
 class ExtraKeys:
@@ -111,11 +115,12 @@ class ExtraKeys:
         prompt_embeds: NDArray[np.generic] | None = None,
         encoder: EncoderInput | None = None,
     ) -> None:
-        self._block_size = block_size
+        num_prompt_tokens = integer("num_prompt_tokens", num_prompt_tokens, 0, MAX_COUNT)
+        self._block_size = integer("block_size", block_size, 1, MAX_COUNT)
         for name, given, wanted in (("lora", lora, LoraAdapter), ("encoder", encoder, EncoderInput)):
             if given is not None:
                 instance(name, given, wanted)
-        items = [instance("an item of multimodal", item, MultimodalItem) for item in multimodal]
+        items = instances("multimodal", multimodal, MultimodalItem)
         self._lora: Extra = () if lora is None else (("lora", lora.name, lora.path),)
         self._items = sorted((item.offset, item.offset + item.length, item.id) for item in items)
         self._stops = [stop for _, stop, _ in self._items]

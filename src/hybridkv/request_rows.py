@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.arguments import instances
 from hybridkv.columns import grown
 from hybridkv.errors import CacheError, ConfigError, HashError
 from hybridkv.extra_keys import Extra, ExtraKeys
@@ -20,6 +21,7 @@ def append_tokens(requests: Sequence[Request], tokens: Sequence[int] | NDArray[n
     One batch when all of them hold blocks of one manager, else one by one. ConfigError, and nothing appended, when the
     numbers differ and for what is no token id; HashError where blocks could not be hashed: all others have theirs.
     """
+    instances("requests", requests, Request)
     ids = np.frombuffer(token_array(tokens), np.int32)
     if len(requests) != len(ids):
         raise ConfigError(f"{len(requests)} requests but {len(ids)} tokens: give one token to each request")

@@ -84,7 +84,7 @@ def test_a_stream_whose_names_are_no_text_is_refused_and_the_others_go_on(known:
 
     async def work() -> list[list[Increment] | BaseException]:
         async with asyncio.timeout(60), AsyncEngine(engine_of(2)) as front:
-            tasks = read(front, PROMPTS[0]), read(front, PROMPTS[1][:5], **known), read(front, PROMPTS[2])
+            tasks = [read(front, PROMPTS[0]), read(front, PROMPTS[1][:5], **known), read(front, PROMPTS[2])]
             return await asyncio.gather(*tasks, return_exceptions=True)
 
     found = asyncio.run(work())

@@ -16,6 +16,7 @@ import cbor2
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.arguments import MAX_COUNT, instance, integer, shown, text
 from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import Extra
 
@@ -31,6 +32,8 @@ Digest = Callable[[bytes], _Hash]
 
 
 def _digest_of(algorithm: str) -> Digest:
+    if not isinstance(algorithm, str):
+        raise ConfigError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {shown(algorithm)}")
     if algorithm == "sha256_cbor":
         return hashlib.sha256
     if algorithm == "xxhash_cbor":
@@ -40,7 +43,7 @@ def _digest_of(algorithm: str) -> Digest:
             raise ConfigError("xxhash_cbor needs the package xxhash: pip install 'hybridkv[hash]'") from error
         digest: Digest = xxhash.xxh3_128
         return digest
-    raise ConfigError(f"unknown hash algorithm {algorithm!r}: use one of {', '.join(ALGORITHMS)}")
+    raise ConfigError(f"unknown hash algorithm {shown(algorithm)}: use one of {', '.join(ALGORITHMS)}")
 
 
 def _head(major: int, n: int) -> bytes:
@@ -128,9 +131,7 @@ class BlockHasher:
         seed: str | None = None,
         root: bytes | None = None,
     ) -> None:
-        if block_size < 1:
-            raise ConfigError(f"the hash block must be at least 1 token, got {block_size}")
-        self.block_size = block_size
+        self.block_size = integer("the hash block, in tokens,", block_size, 1, MAX_COUNT)
         self.algorithm = algorithm
         self._digest = _digest_of(algorithm)
         size = len(self._digest(b"").digest())
@@ -139,9 +140,10 @@ class BlockHasher:
                 f"{algorithm} is not collision resistant: hand in a random root, root=os.urandom({size}), "
                 "or use sha256_cbor"
             )
-        if root is not None and len(root) != size:
+        if root is not None and len(instance("root", root, bytes)) != size:
             raise ConfigError(f"the root of {algorithm} is {size} bytes long, got {len(root)}")
-        self.root = root if root is not None else self._digest(cbor2.dumps(seed or ROOT_SEED, canonical=True)).digest()
+        named = ROOT_SEED if seed is None else text("seed", seed)
+        self.root = root if root is not None else self._digest(cbor2.dumps(named, canonical=True)).digest()
         self._before_parent = _head(4, 3) + _head(2, size)
 
     def hash_chain(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.arguments import MAX_COUNT, flag, instance, integer, integers
+from hybridkv.arguments import MAX_COUNT, flag, instance, instances, integer, integers
 from hybridkv.cache.assembly import CacheOptions, assemble
 from hybridkv.cache.audit import check_cache
 from hybridkv.cache.batch import BatchSlots
@@ -86,8 +86,8 @@ class KVCacheManager:
             max_event_blocks=integer("max_event_blocks", max_event_blocks, 1),
             ranks=RequestLimits(max_model_len, dcp=dcp_world_size, pcp=pcp_world_size).cp,
             hasher=None if hasher is None else instance("hasher", hasher, BlockHasher),
-            retention=None if retention is None else integer("retention", retention, 0),
-            max_pinned_blocks=integer("max_pinned_blocks", max_pinned_blocks, 0),
+            retention=None if retention is None else integer("retention", retention, 0, MAX_COUNT),
+            max_pinned_blocks=integer("max_pinned_blocks", max_pinned_blocks, 0, MAX_COUNT),
             placement=placement,
             max_moved_bytes=None if max_moved_bytes is None else integer("max_moved_bytes", max_moved_bytes, 1),
             space=space,
@@ -180,10 +180,10 @@ class KVCacheManager:
         When they do not, columns that are read no longer are given back all the same.
         """
         mine = instance("request", request, Request)._rows is self.rows
-        plain = not (num_new_computed_tokens or num_encoder_tokens or num_external_computed_tokens)
-        if type(num_new_tokens) is not int or type(num_lookahead_tokens) is not int:
-            plain = False  # plan_slots says what it must be
-        if mine and plain and new_computed_blocks is None and num_new_tokens > 0 and num_lookahead_tokens >= 0:
+        plain = new_computed_blocks is None and type(num_new_tokens) is type(num_lookahead_tokens) is int
+        for count in (num_new_computed_tokens, num_encoder_tokens, num_external_computed_tokens):
+            plain = plain and type(count) is int and not count  # what is no count, plan_slots refuses
+        if mine and plain and num_new_tokens > 0 and num_lookahead_tokens >= 0:
             total = self.rows.num_computed.item(request.row) + num_new_tokens + num_lookahead_tokens
             if total < self._residents.next_event(request.row):
                 self._committer.label(request.row, total - num_lookahead_tokens)
@@ -228,13 +228,13 @@ class KVCacheManager:
         self._residents.refuse_stranger(request)
         hit = new_computed_blocks
         ask = Ask(
-            integer("num_new_tokens", num_new_tokens),
+            integer("num_new_tokens", num_new_tokens, most=MAX_COUNT),
             self._lookup.empty if hit is None else instance("new_computed_blocks", hit, KVCacheBlocks),
-            integer("num_new_computed_tokens", num_new_computed_tokens),
-            integer("num_external_computed_tokens", num_external_computed_tokens),
-            integer("num_lookahead_tokens", num_lookahead_tokens),
+            integer("num_new_computed_tokens", num_new_computed_tokens, most=MAX_COUNT),
+            integer("num_external_computed_tokens", num_external_computed_tokens, most=MAX_COUNT),
+            integer("num_lookahead_tokens", num_lookahead_tokens, most=MAX_COUNT),
             flag("delay_cache_blocks", delay_cache_blocks),
-            integer("num_encoder_tokens", num_encoder_tokens),
+            integer("num_encoder_tokens", num_encoder_tokens, most=MAX_COUNT),
         )
         if admission is not None:
             instance("admission", admission, Admission)
@@ -262,9 +262,10 @@ class KVCacheManager:
         rows = self._residents.rows_held(rows)
         if not isinstance(num_new_tokens, int):
             num_new_tokens = _one_a_row("num_new_tokens", num_new_tokens, rows, 1)
-        elif num_new_tokens < 1:
-            integer("num_new_tokens", num_new_tokens, 1)
-        return self._batches.allocate(rows, num_new_tokens, integer("num_lookahead_tokens", num_lookahead_tokens, 0))
+        else:
+            num_new_tokens = integer("num_new_tokens", num_new_tokens, 1, MAX_COUNT)
+        num_lookahead_tokens = integer("num_lookahead_tokens", num_lookahead_tokens, 0, MAX_COUNT)
+        return self._batches.allocate(rows, num_new_tokens, num_lookahead_tokens)
 
     # -- drafts
 
@@ -325,7 +326,7 @@ class KVCacheManager:
 
     def free_many(self, requests: Sequence[Request]) -> None:
         """Free each of ``requests``, in this order, in one go where they share no block."""
-        self._releaser.free_many([instance("a request", request, Request).request_id for request in requests])
+        self._releaser.free_many([one.request_id for one in instances("requests", requests, Request)])
 
     def reset_prefix_cache(self) -> bool:
         """Forget all keys, if no block is in use. Returns whether it was done."""
@@ -397,7 +398,7 @@ class KVCacheManager:
         request_id = _id_of(request)
         if self._residents.get(request_id) is None:
             raise CacheError(f"request {request_id!r} holds no blocks: ask for a running one")
-        running = integer("num_running_requests", num_running_requests, 0)
+        running = integer("num_running_requests", num_running_requests, 0, MAX_COUNT)
         holders_wanted = max(running, len(self._residents))  # those that ended may still hold blocks
         common = []
         for group, ids in enumerate(self.get_blocks(request_id).ids):

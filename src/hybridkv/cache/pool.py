@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.arguments import MAX_COUNT, instance, integer, shown
+from hybridkv.arguments import MAX_COUNT, flag, instance, instances, integer, shown
 from hybridkv.cache.block_keys import WRITTEN, BlockKeys
 from hybridkv.cache.events import MAX_EVENT_BLOCKS, EventQueue, KVCacheEvent
 from hybridkv.cache.free_order import FreeOrder
@@ -64,6 +64,7 @@ class BlockPool:
         if integer("num_blocks", num_blocks, most=MAX_COUNT) < 1:
             raise ConfigError(f"a pool needs at least 1 block (the null block), got {num_blocks}")
         integer("num_groups", num_groups, 1, MAX_COUNT)
+        flag("enable_events", enable_events)
         self.num_blocks = num_blocks
         self.num_reserved = 0
         events = EventQueue(max_event_blocks) if enable_events else None
@@ -296,7 +297,7 @@ class BlockPool:
 
         BlockError as free_blocks, and nothing changes unless a block has two holders.
         """
-        if not parts:
+        if not instances("parts", parts, np.ndarray):
             return
         for part in parts:
             self.refuse_foreign(part)
@@ -323,7 +324,7 @@ class BlockPool:
 
     def refuse_foreign(self, ids: Int32) -> None:
         """BlockError unless ``ids`` is an array of blocks of this pool, the null block not among them."""
-        if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu":
+        if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or ids.ndim != 1:
             raise BlockError(f"blocks must be an integer array of ids, got {shown(ids)}")
         if ids.size:
             self._refuse_foreign(ids)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hybridkv.arguments import integer, text
+from hybridkv.request.sampling import MOST_OUTPUTS
+
 
 def branch_id(request_id: str, number: int) -> str:
     """The id of the ``number``-th branch of a request."""
@@ -9,5 +12,7 @@ def branch_id(request_id: str, number: int) -> str:
 
 
 def output_ids(request_id: str, n: int) -> list[str]:
-    """Ids of the ``n`` outputs of a request: its own, then those of its branches."""
+    """Ids of the ``n`` outputs of a request: its own, then those of its branches. ConfigError for other numbers."""
+    text("request_id", request_id)
+    integer("n", n, 1, MOST_OUTPUTS)
     return [request_id, *(branch_id(request_id, number) for number in range(1, n))]

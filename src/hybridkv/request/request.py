@@ -14,12 +14,11 @@ waits keeps them itself. Either way the Request answers for both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.arguments import flag, instance, integer, integers, real, shown, text
+from hybridkv.arguments import MAX_COUNT, flag, instance, instances, integer, integers, real, shown, text
 from hybridkv.errors import ConfigError, HashError
 from hybridkv.extra_keys import EncoderInput, Extra, ExtraKeys, LoraAdapter, MultimodalItem
 from hybridkv.request.protocols import Columns, Hasher
@@ -101,7 +100,7 @@ class Request:
         self.hasher = None if hasher is None else _checked_hasher(hasher)
         self.cache_salt = cache_salt
         self.lora = lora
-        self.multimodal = _items("multimodal", multimodal)
+        self.multimodal = tuple(instances("multimodal", multimodal, MultimodalItem))
         self.encoder = encoder
         self._extras = self._extra_keys_of(prompt_embeds)
         self._encoder_keys: dict[int, list[bytes]] = {}
@@ -240,7 +239,7 @@ class Request:
         ConfigError for fewer than the prompt's, more than are known, and, while the request holds blocks,
         fewer than are computed or published: those may be shared already. O(tokens forgotten).
         """
-        num_tokens = integer("num_tokens", num_tokens)
+        num_tokens = integer("num_tokens", num_tokens, 0, MAX_COUNT)
         known, computed = self.num_tokens, self.num_computed_tokens
         held = 0 if self._rows is None else self._rows.least_tokens(self.row)
         least = max(self.num_prompt_tokens, min(held, known))
@@ -344,12 +343,6 @@ class Request:
 def hash_error(request_id: str, error: Exception) -> HashError:
     """What is said of a hasher that raised ``error``."""
     return HashError(f"blocks of request {request_id!r} could not be hashed: {error!r}", (request_id,))
-
-
-def _items(name: str, values: object) -> tuple[Any, ...]:
-    if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
-        raise ConfigError(f"{name} must be a list, got {shown(values)}")
-    return tuple(values)
 
 
 def _checked_hasher(hasher: Hasher) -> Hasher:

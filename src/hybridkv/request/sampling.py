@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from hybridkv.arguments import flag, integer, real, shown, text
 from hybridkv.errors import ConfigError
-from hybridkv.request.token_ids import MAX_TOKEN_ID, check_ids
+from hybridkv.request.token_ids import MAX_TOKEN_ID, check_ids, is_number
 
 _LEAST_TEMPERATURE: Final = 1e-200
 """Float32 logits over it are finite in float64. It is far below what still draws anything but the best token."""
@@ -102,7 +102,7 @@ def _items(value: object) -> tuple[Any, ...] | None:
     """What ``value`` holds; None where it is no collection of single things."""
     if isinstance(value, tuple):
         return value
-    if not isinstance(value, Iterable) or isinstance(value, bytes | bytearray | Mapping):
+    if not isinstance(value, Iterable) or isinstance(value, bytes | bytearray | Mapping) or is_number(value):
         return None
     return tuple(value)
 

@@ -43,9 +43,14 @@ def token_array(tokens: Sequence[int] | NDArray[np.integer]) -> array[int]:
     return out
 
 
+def is_number(value: object) -> bool:
+    """Whether it is an array of no dimension, which says that it can be iterated."""
+    return isinstance(value, np.ndarray) and not value.ndim
+
+
 def checked_marks(marks: object, what: str = "marks") -> tuple[int, ...]:
     """``marks`` ascending. ConfigError, about ``what``, unless they are distinct token counts, 1 .. 2**31 - 1."""
-    if not isinstance(marks, Iterable) or isinstance(marks, str | bytes | bytearray):
+    if not isinstance(marks, Iterable) or isinstance(marks, str | bytes | bytearray) or is_number(marks):
         raise ConfigError(f"{what} must be a list of token counts, got {shown(marks)}")
     given = list(marks)
     for mark in given:

@@ -1,0 +1,261 @@
+"""Every public callable of the control plane with a value of every wrong kind, one argument at a time.
+
+It may be taken for what it is, or be refused by a named error, never by another. Behind a refusal all that must hold
+holds (``check``), requests go on, and at the end nothing is held.
+"""
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridkv.arguments import shown
+from hybridkv.cache import BlockHasher, BlockPool, KVCacheBlocks, KVCacheManager
+from hybridkv.errors import HybridKVError
+from hybridkv.extra_keys import EncoderInput, ExtraKeys, LoraAdapter, MultimodalItem
+from hybridkv.plan.config import KVCacheConfig
+from hybridkv.request import Request, SamplingParams, checked_marks, output_ids, token_array
+from hybridkv.request_rows import append_tokens
+from hybridkv.schedule import FinishReason, Scheduler, SchedulerLimits
+from hybridkv.step import Csr, Step, StepResult
+from hybridkv.testing.configs import full_spec, model_config, natural_model_config, state_spec
+
+B = 4
+PARTS = 12
+"""Of what is tried where every value needs a world of its own: `make test` tries two in each layout."""
+
+
+STRANGER = Request("stranger", [1, 2, 3])
+ELSEWHERE = KVCacheManager(model_config(9, (full_spec(B),)), 20)
+
+WRONG: tuple[object, ...] = (
+    *(None, True, False, 0, -1, 1, 7, 2**31, 2**70, -(2**70), 10**5000, 0.5, 1.0, float("nan"), float("inf")),
+    *("", "x", "a", "\ud800", "[/]", b"", b"x", bytearray(b"x"), 1j, object(), Exception("x"), print, int),
+    *([], [0], [-1], [1.5], ["x"], [None], [[1]], [2**70], (), (1,), ("x",), {}, {1: 2}, {"a": [1]}, {"a": 1}),
+    *({"a": "x"}, set(), {1}, frozenset(), range(3), deque([1])),
+    *(np.int64(3), np.int64(-3), np.float32(1.5), np.bool_(True), np.str_("x")),  # noqa: FBT003
+    *(np.array(3), np.array([1, 2]), np.array([0.5]), np.array([[1]]), np.array(["x"]), np.array([None], object)),
+    *(np.array([], np.int32), np.array([-1]), np.array([2**40]), np.array([2**63], np.uint64), np.zeros(3, bool)),
+    *(SamplingParams(), LoraAdapter("a", "b"), Csr.empty(1), FinishReason.STOP, BlockHasher(B), STRANGER, ELSEWHERE),
+    *(StepResult(0, Csr.empty(0)), KVCacheBlocks((np.array([1], np.int32),)), Request("a", range(9))),
+    *(iter, lambda values: (one for one in values)),  # see ``made``
+)
+
+
+def made(value: object) -> object:
+    """What is used up when it is read is made anew each time."""
+    return value((1, 2)) if any(value is one for one in WRONG[-2:]) else value  # type: ignore[operator]  # callables
+
+
+class World:
+    """A scheduler in the middle of things: "a" decodes, "b" prefills, "c" waits, and one step is in flight."""
+
+    def __init__(self, layout: str) -> None:
+        self.cache = KVCacheManager(CONFIGS[layout], 100, max_pinned_blocks=4)
+        self.sched = Scheduler(self.cache, SchedulerLimits(2, 6, 2, num_speculative_tokens=2))
+        self.requests = {name: self.request(name, 9 + 100 * i) for i, name in enumerate("abc")}
+        for one in self.requests.values():
+            self.sched.add(one)
+        for _ in range(3):
+            self.turn()
+        self.flight = self.sched.schedule()
+        self.cache.take_transfers()
+
+    def request(self, name: str, first: int = 500, **known: Any) -> Request:  # noqa: ANN401 - by name
+        prompt = range(first, first + 9)
+        return Request(name, prompt, SamplingParams(max_tokens=3), hasher=self.cache.hasher, **known)
+
+    def turn(self) -> None:
+        self.land(self.sched.schedule())
+
+    def land(self, step: Step) -> None:
+        self.sched.update(self.result(step))
+
+    @staticmethod
+    def result(step: Step) -> StepResult:
+        counts = step.samples.astype(np.int32) if len(step.drafts.values) else None
+        return StepResult(step.id, Csr.from_lists([[7] if one else [] for one in step.samples.tolist()]), counts)
+
+    def goes_on(self) -> None:
+        """Nothing is lost: what waits and runs comes to its end, and gives everything back."""
+        self.sched.check()
+        while self.sched.num_in_flight:
+            self.land(self.flights().pop(0))
+        for _ in range(60):
+            if self.sched.drained:
+                break
+            self.turn()
+        self.sched.check()
+        assert self.sched.drained
+        for pin in self.cache.pins:
+            self.cache.unpin(pin)
+        for lock in self.cache.locks:
+            self.cache.unlock(lock)
+        for request in self.cache.resident_requests():  # taken without the scheduler, by the call itself
+            self.cache.free(request)
+        self.cache.take_transfers()
+        self.cache.check()
+        assert self.cache.usage == 0
+
+    def flights(self) -> list[Step]:
+        return [flight.step for flight in self.sched._in_flight]
+
+
+CONFIGS: dict[str, KVCacheConfig] = {
+    "reference": model_config(60, (full_spec(B), state_spec(8, 2))),
+    "natural": natural_model_config(60, (full_spec(B), state_spec(B, 2, "none")), [2, 2]),
+}
+
+Valid = dict[str, Any]
+Calls = Iterator[tuple[Callable[..., Any], Valid]]
+Surface = Callable[[World], Calls]
+
+
+def cache_calls(world: World) -> Calls:
+    """Methods of the manager, with arguments that work."""
+    cache, a = world.cache, world.requests["a"]
+    rows, fresh = np.array([a.row]), world.request("fresh")
+    hit = cache.find_hit(world.request("look"))
+    yield cache.refuse_stranger, {"request": fresh}
+    for method in (cache.get_computed_blocks, cache.look_up, cache.find_hit, cache.drop_skipped):
+        yield method, {"request": fresh}
+    for method in (cache.blocks_to_share, cache.keep_end):
+        yield method, {"request": a}
+    yield cache.blocks_of, {"hit": hit}
+    yield cache.is_longest_hit, {"request": fresh, "hit": hit, "evictions": 0}
+    slots = {"num_new_computed_tokens": 0, "new_computed_blocks": None, "num_lookahead_tokens": 0}
+    slots |= {"delay_cache_blocks": False, "num_encoder_tokens": 0, "num_external_computed_tokens": 0}
+    yield cache.allocate_slots, {"request": fresh, "num_new_tokens": 3, **slots}
+    yield cache.plan_slots, {"request": fresh, "num_new_tokens": 3, **slots, "admission": None}
+    yield cache.commit, {"plan": cache.plan_slots(world.request("planned"), 2)}
+    yield cache.allocate_batch, {"rows": rows, "num_new_tokens": 1, "num_lookahead_tokens": 0}
+    none = np.array([0])
+    yield cache.settle_drafts, {"rows": rows, "drafted": none, "kept": none}
+    yield cache.cache_blocks, {"request": a, "num_computed_tokens": 4}
+    yield cache.cells_of, {"blocks": np.array([1])}
+    yield cache.free, {"request": "nobody"}
+    yield cache.free_many, {"requests": []}
+    yield cache.lock, {"request": "a"}
+    yield cache.unlock, {"lock": cache.lock("a")}
+    yield cache.pin, {"tokens": range(9), "salt": "x"}
+    yield cache.unpin, {"pin": cache.pin(range(9))}
+    yield cache.get_blocks, {"request_id": "a"}
+    yield cache.get_block_ids, {"request_id": "a"}
+    yield cache.get_num_common_prefix_blocks, {"request": "a", "num_running_requests": 1}
+    yield cache.next_event, {"row": a.row}
+    computed = np.array([a.num_computed_tokens])
+    yield cache.store_checkpoints, {"rows": rows, "computed": computed, "end": computed}
+    yield append_tokens, {"requests": [], "tokens": []}
+    pool = cache.block_pool
+    for taking in (pool.free_blocks, pool.touch, pool.evict_blocks, pool.lock, pool.unlock, pool.refuse_foreign):
+        yield taking, {next(iter(inspect.signature(taking).parameters)): np.array([], np.int32)}
+    yield pool.free_many, {"parts": []}
+    yield pool.get_cached_block, {"key": b"x", "group": 0}
+
+
+def scheduler_calls(world: World) -> Calls:
+    sched = world.sched
+    yield sched.add, {"request": world.request("more")}
+    yield sched.fork, {"parent_id": "a", "n": 1}
+    yield sched.abort, {"request_id": "nobody"}
+    yield sched.finish, {"request_id": "nobody", "reason": FinishReason.STOP}
+    yield sched.propose, {"drafts": {"a": [1]}}
+    yield sched.update, {"result": world.result(world.flight)}
+    yield sched.fail, {"step_id": world.flight.id, "error": "lost"}
+    yield sched.limits.__class__, {one.name: getattr(sched.limits, one.name) for one in fields(sched.limits)}
+    yield Scheduler, {"cache": world.cache, "limits": sched.limits}
+
+
+def request_calls(world: World) -> Calls:
+    a = world.requests["a"]
+    waiting = world.request("waiting")
+    for request in (a, waiting):
+        yield request.truncate, {"num_tokens": request.num_tokens}
+        yield request.token_ids, {"start": 0, "stop": 3}
+    yield waiting.append, {"token": 3}
+    yield waiting.branch, {"request_id": "b2", "sampling": SamplingParams()}
+    known: Valid = {"request_id": "new", "prompt": [1, 2, 3], "sampling": None, "hasher": None, "cache_salt": None}
+    known |= {"arrival_time": 0.0, "eos_token_ids": (), "lora": None, "multimodal": (), "prompt_embeds": None}
+    known |= {"encoder": None, "continues": None, "priority": 0, "marks": ()}
+    known |= {"skip_reading_prefix_cache": False, "skip_writing_prefix_cache": False}
+    yield Request, known
+    yield SamplingParams, {one.name: getattr(SamplingParams(), one.name) for one in fields(SamplingParams)}
+    yield LoraAdapter, {"name": "a", "path": "b", "id": 3}
+    yield MultimodalItem, {"id": "a", "offset": 0, "length": 3}
+    yield EncoderInput, {"digest": "a", "num_tokens": 3}
+    extras = {"lora": None, "multimodal": (), "cache_salt": None, "prompt_embeds": None, "encoder": None}
+    yield ExtraKeys, {"num_prompt_tokens": 9, "block_size": 4, **extras}
+    yield token_array, {"tokens": [1]}
+    yield checked_marks, {"marks": [1]}
+    yield output_ids, {"request_id": "a", "n": 2}
+
+
+def constructions(world: World) -> Calls:
+    config = world.cache.config
+    known: Valid = {"enable_caching": True, "use_eagle": False, "log_stats": False, "enable_kv_cache_events": False}
+    known |= {"dcp_world_size": 1, "pcp_world_size": 1, "hasher": None, "retention": None, "max_pinned_blocks": 0}
+    known |= {"placement": None, "max_moved_bytes": None, "published_ends": True}
+    yield KVCacheManager, {"kv_cache_config": config, "max_model_len": 100, **known}
+    yield BlockHasher, {"block_size": 4, "algorithm": "sha256_cbor", "seed": "x", "root": None}
+    yield BlockPool, {"num_blocks": 9, "num_groups": 1, "enable_events": False}
+
+
+def problem_of(call: Callable[..., Any], valid: Valid, argument: str, value: object, world: World | None = None) -> str:
+    """What is wrong with what came of one call, "" for nothing. world: must go on behind a refusal, if given."""
+    try:
+        call(**{**valid, argument: value})
+    except HybridKVError as error:
+        if len(str(error)) > 1000:
+            return "a message of over 1,000 characters"
+        return "" if world is None else behind(world)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is none of ours
+        return f"{type(error).__name__}: {str(error)[:90]}"
+    return ""
+
+
+def summary(wrong: Sequence[str]) -> str:
+    """One line a call, argument and problem."""
+    return "\n".join({line.rpartition(", for ")[0]: line for line in wrong}.values())
+
+
+def behind(world: World) -> str:
+    try:
+        world.goes_on()
+    except Exception as error:  # noqa: BLE001 - as above
+        return f"behind it {type(error).__name__}: {str(error)[:90]}"
+    return ""
+
+
+@pytest.mark.parametrize("part", [pytest.param(n, marks=[pytest.mark.thorough] if n > 1 else []) for n in range(PARTS)])
+@pytest.mark.parametrize("layout", list(CONFIGS))
+@pytest.mark.parametrize("surface", [cache_calls, scheduler_calls])
+def test_what_changes_something_takes_it_or_refuses_it_by_name(surface: Surface, layout: str, part: int) -> None:
+    """In a world of its own for each value, which must go on behind it. part: of the values, others in each layout."""
+    wrong = []
+    mine = (part + list(CONFIGS).index(layout)) % PARTS
+    for place, (_, names) in enumerate(surface(World(layout))):
+        for at, argument in enumerate(names):
+            for value in WRONG[(place + at + mine) % PARTS :: PARTS]:
+                world = World(layout)
+                call, valid = next(one for i, one in enumerate(surface(world)) if i == place)
+                problem = problem_of(call, valid, argument, made(value), world)
+                if problem:
+                    wrong.append(f"{call.__name__}({argument}=): {problem}, for {shown(value)}")
+    assert not wrong, summary(wrong)
+
+
+@pytest.mark.parametrize("surface", [request_calls, constructions])
+def test_what_makes_something_takes_it_or_refuses_it_by_name(surface: Surface) -> None:
+    world, wrong = World("natural"), []
+    for call, valid in surface(world):
+        for argument in valid:
+            for value in WRONG:
+                problem = problem_of(call, valid, argument, made(value))
+                if problem:
+                    wrong.append(f"{call.__name__}({argument}=): {problem}, for {shown(value)}")
+    assert not wrong, summary(wrong)
+    assert not behind(world)
