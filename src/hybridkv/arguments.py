@@ -9,31 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError
+from hybridkv.units import MOST_COUNT, shown
 
 T = TypeVar("T")
-
-MAX_COUNT: Final = (1 << 31) - 1
-"""The greatest token id, and the most tokens of anything: both are carried as 32-bit integers."""
-
-_MOST_SHOWN: Final = 60
-
-
-def shown(value: object) -> str:
-    """``value`` for a message: its repr, cut; its type alone where that fails or is not to be had cheaply."""
-    if isinstance(value, str | bytes | bytearray):
-        value = value[: _MOST_SHOWN + 1]
-    elif isinstance(value, int) and value.bit_length() > 1024:
-        return f"an integer of {value.bit_length()} bits"
-    elif not isinstance(value, int | float | bool | np.generic | None):
-        return type(value).__name__
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def integer(name: str, value: object, least: float = -math.inf, most: float = math.inf) -> int:
@@ -103,7 +87,7 @@ def instances(name: str, values: object, wanted: type[T]) -> Sequence[T]:
     return values
 
 
-def integers(name: str, values: object, least: int, most: int = MAX_COUNT) -> NDArray[np.int64]:
+def integers(name: str, values: object, least: int, most: int = MOST_COUNT) -> NDArray[np.int64]:
     """``values``, an array or a sequence of integers ``least`` .. ``most``, as int64[n]. O(n)."""
     if not isinstance(values, np.ndarray):
         if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):

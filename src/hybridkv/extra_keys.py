@@ -22,8 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.arguments import MAX_COUNT, instance, instances, integer, text
+from hybridkv.arguments import instance, instances, integer, text
 from hybridkv.errors import ConfigError
+from hybridkv.units import MOST_COUNT
 
 Extra = tuple[tuple[object, ...], ...]
 """Extra keys of one block: ``(("cache_salt", "tenant-a"),)``."""
@@ -115,8 +116,8 @@ class ExtraKeys:
         prompt_embeds: NDArray[np.generic] | None = None,
         encoder: EncoderInput | None = None,
     ) -> None:
-        num_prompt_tokens = integer("num_prompt_tokens", num_prompt_tokens, 0, MAX_COUNT)
-        self._block_size = integer("block_size", block_size, 1, MAX_COUNT)
+        num_prompt_tokens = integer("num_prompt_tokens", num_prompt_tokens, 0, MOST_COUNT)
+        self._block_size = integer("block_size", block_size, 1, MOST_COUNT)
         for name, given, wanted in (("lora", lora, LoraAdapter), ("encoder", encoder, EncoderInput)):
             if given is not None:
                 instance(name, given, wanted)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridkv.arguments import shown
 from hybridkv.cache import BlockHasher, BlockPool, KVCacheBlocks, KVCacheManager
 from hybridkv.errors import HybridKVError
 from hybridkv.extra_keys import EncoderInput, ExtraKeys, LoraAdapter, MultimodalItem
@@ -23,6 +22,7 @@ from hybridkv.request_rows import append_tokens
 from hybridkv.schedule import FinishReason, Scheduler, SchedulerLimits
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.testing.configs import full_spec, model_config, natural_model_config, state_spec
+from hybridkv.units import shown
 
 B = 4
 PARTS = 12

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from hybridkv.arguments import shown
 from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.index import PrefixIndex
 from hybridkv.cache.placement import DEFAULT_PLACEMENT, Placement
@@ -17,6 +16,7 @@ from hybridkv.cache.space import ClassedSpace
 from hybridkv.errors import ConfigError
 from hybridkv.plan.config import KVCacheConfig
 from hybridkv.specs import Keeps
+from hybridkv.units import shown
 
 _KEYS_APART: Final = 16  # tokens, where there is no attention whose blocks would say it
 

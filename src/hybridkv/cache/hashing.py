@@ -16,9 +16,10 @@ import cbor2
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.arguments import MAX_COUNT, instance, integer, shown, text
+from hybridkv.arguments import instance, integer, text
 from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import Extra
+from hybridkv.units import MOST_COUNT, shown
 
 ROOT_SEED: Final = "vllm-none-hash"
 ALGORITHMS: Final = ("sha256_cbor", "xxhash_cbor")
@@ -131,7 +132,7 @@ class BlockHasher:
         seed: str | None = None,
         root: bytes | None = None,
     ) -> None:
-        self.block_size = integer("the hash block, in tokens,", block_size, 1, MAX_COUNT)
+        self.block_size = integer("the hash block, in tokens,", block_size, 1, MOST_COUNT)
         self.algorithm = algorithm
         self._digest = _digest_of(algorithm)
         size = len(self._digest(b"").digest())

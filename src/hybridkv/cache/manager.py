@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.arguments import MAX_COUNT, flag, instance, instances, integer, integers
+from hybridkv.arguments import flag, instance, instances, integer, integers
 from hybridkv.cache.assembly import CacheOptions, assemble
 from hybridkv.cache.audit import check_cache
 from hybridkv.cache.batch import BatchSlots
@@ -26,6 +26,7 @@ from hybridkv.errors import CacheError, ConfigError
 from hybridkv.plan.config import KVCacheConfig
 from hybridkv.request import Request
 from hybridkv.specs import RequestLimits
+from hybridkv.units import MOST_COUNT
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -74,9 +75,9 @@ class KVCacheManager:
         max_event_blocks: int = MAX_EVENT_BLOCKS,
     ) -> None:
         instance("kv_cache_config", kv_cache_config, KVCacheConfig)
-        max_model_len = integer("max_model_len", max_model_len, 1, MAX_COUNT)
-        dcp_world_size = integer("dcp_world_size", dcp_world_size, 1, MAX_COUNT)
-        pcp_world_size = integer("pcp_world_size", pcp_world_size, 1, MAX_COUNT)
+        max_model_len = integer("max_model_len", max_model_len, 1, MOST_COUNT)
+        dcp_world_size = integer("dcp_world_size", dcp_world_size, 1, MOST_COUNT)
+        pcp_world_size = integer("pcp_world_size", pcp_world_size, 1, MOST_COUNT)
         options = CacheOptions(
             max_model_len,
             enable_caching=flag("enable_caching", enable_caching),
@@ -86,8 +87,8 @@ class KVCacheManager:
             max_event_blocks=integer("max_event_blocks", max_event_blocks, 1),
             ranks=RequestLimits(max_model_len, dcp=dcp_world_size, pcp=pcp_world_size).cp,
             hasher=None if hasher is None else instance("hasher", hasher, BlockHasher),
-            retention=None if retention is None else integer("retention", retention, 0, MAX_COUNT),
-            max_pinned_blocks=integer("max_pinned_blocks", max_pinned_blocks, 0, MAX_COUNT),
+            retention=None if retention is None else integer("retention", retention, 0, MOST_COUNT),
+            max_pinned_blocks=integer("max_pinned_blocks", max_pinned_blocks, 0, MOST_COUNT),
             placement=placement,
             max_moved_bytes=None if max_moved_bytes is None else integer("max_moved_bytes", max_moved_bytes, 1),
             space=space,
@@ -228,13 +229,13 @@ class KVCacheManager:
         self._residents.refuse_stranger(request)
         hit = new_computed_blocks
         ask = Ask(
-            integer("num_new_tokens", num_new_tokens, most=MAX_COUNT),
+            integer("num_new_tokens", num_new_tokens, most=MOST_COUNT),
             self._lookup.empty if hit is None else instance("new_computed_blocks", hit, KVCacheBlocks),
-            integer("num_new_computed_tokens", num_new_computed_tokens, most=MAX_COUNT),
-            integer("num_external_computed_tokens", num_external_computed_tokens, most=MAX_COUNT),
-            integer("num_lookahead_tokens", num_lookahead_tokens, most=MAX_COUNT),
+            integer("num_new_computed_tokens", num_new_computed_tokens, most=MOST_COUNT),
+            integer("num_external_computed_tokens", num_external_computed_tokens, most=MOST_COUNT),
+            integer("num_lookahead_tokens", num_lookahead_tokens, most=MOST_COUNT),
             flag("delay_cache_blocks", delay_cache_blocks),
-            integer("num_encoder_tokens", num_encoder_tokens, most=MAX_COUNT),
+            integer("num_encoder_tokens", num_encoder_tokens, most=MOST_COUNT),
         )
         if admission is not None:
             instance("admission", admission, Admission)
@@ -263,8 +264,8 @@ class KVCacheManager:
         if not isinstance(num_new_tokens, int):
             num_new_tokens = _one_a_row("num_new_tokens", num_new_tokens, rows, 1)
         else:
-            num_new_tokens = integer("num_new_tokens", num_new_tokens, 1, MAX_COUNT)
-        num_lookahead_tokens = integer("num_lookahead_tokens", num_lookahead_tokens, 0, MAX_COUNT)
+            num_new_tokens = integer("num_new_tokens", num_new_tokens, 1, MOST_COUNT)
+        num_lookahead_tokens = integer("num_lookahead_tokens", num_lookahead_tokens, 0, MOST_COUNT)
         return self._batches.allocate(rows, num_new_tokens, num_lookahead_tokens)
 
     # -- drafts
@@ -398,7 +399,7 @@ class KVCacheManager:
         request_id = _id_of(request)
         if self._residents.get(request_id) is None:
             raise CacheError(f"request {request_id!r} holds no blocks: ask for a running one")
-        running = integer("num_running_requests", num_running_requests, 0, MAX_COUNT)
+        running = integer("num_running_requests", num_running_requests, 0, MOST_COUNT)
         holders_wanted = max(running, len(self._residents))  # those that ended may still hold blocks
         common = []
         for group, ids in enumerate(self.get_blocks(request_id).ids):

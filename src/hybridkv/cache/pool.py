@@ -20,12 +20,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.arguments import MAX_COUNT, flag, instance, instances, integer, shown
+from hybridkv.arguments import flag, instance, instances, integer
 from hybridkv.cache.block_keys import WRITTEN, BlockKeys
 from hybridkv.cache.events import MAX_EVENT_BLOCKS, EventQueue, KVCacheEvent
 from hybridkv.cache.free_order import FreeOrder
 from hybridkv.cache.space import Space, Weight
 from hybridkv.errors import BlockError, CapacityError, ConfigError
+from hybridkv.units import MOST_COUNT, shown
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +62,9 @@ class BlockPool:
         bases: Sequence[int] = (0,),
         silent: Sequence[int] = (),
     ) -> None:
-        if integer("num_blocks", num_blocks, most=MAX_COUNT) < 1:
+        if integer("num_blocks", num_blocks, most=MOST_COUNT) < 1:
             raise ConfigError(f"a pool needs at least 1 block (the null block), got {num_blocks}")
-        integer("num_groups", num_groups, 1, MAX_COUNT)
+        integer("num_groups", num_groups, 1, MOST_COUNT)
         flag("enable_events", enable_events)
         self.num_blocks = num_blocks
         self.num_reserved = 0

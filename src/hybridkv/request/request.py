@@ -18,12 +18,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.arguments import MAX_COUNT, flag, instance, instances, integer, integers, real, shown, text
+from hybridkv.arguments import flag, instance, instances, integer, integers, real, text
 from hybridkv.errors import ConfigError, HashError
 from hybridkv.extra_keys import EncoderInput, Extra, ExtraKeys, LoraAdapter, MultimodalItem
 from hybridkv.request.protocols import Columns, Hasher
 from hybridkv.request.sampling import SamplingParams
 from hybridkv.request.token_ids import MAX_TOKEN_ID, checked_marks, token_array
+from hybridkv.units import MOST_COUNT, shown
 
 
 class Request:
@@ -239,7 +240,7 @@ class Request:
         ConfigError for fewer than the prompt's, more than are known, and, while the request holds blocks,
         fewer than are computed or published: those may be shared already. O(tokens forgotten).
         """
-        num_tokens = integer("num_tokens", num_tokens, 0, MAX_COUNT)
+        num_tokens = integer("num_tokens", num_tokens, 0, MOST_COUNT)
         known, computed = self.num_tokens, self.num_computed_tokens
         held = 0 if self._rows is None else self._rows.least_tokens(self.row)
         least = max(self.num_prompt_tokens, min(held, known))

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, Final
 
-from hybridkv.arguments import flag, integer, real, shown, text
+from hybridkv.arguments import flag, integer, real, text
 from hybridkv.errors import ConfigError
 from hybridkv.request.token_ids import MAX_TOKEN_ID, check_ids, is_number
+from hybridkv.units import shown
 
 _LEAST_TEMPERATURE: Final = 1e-200
 """Float32 logits over it are finite in float64. It is far below what still draws anything but the best token."""

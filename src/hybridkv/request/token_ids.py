@@ -11,10 +11,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.arguments import MAX_COUNT, shown
 from hybridkv.errors import ConfigError
+from hybridkv.units import MOST_COUNT, shown
 
-MAX_TOKEN_ID: Final = MAX_COUNT
+MAX_TOKEN_ID: Final = MOST_COUNT
 
 
 def check_ids(ids: Iterable[int], what: str) -> None:

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, Literal
 
-from hybridkv.arguments import MAX_COUNT, flag, integer, real, shown
+from hybridkv.arguments import flag, integer, real
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
 from hybridkv.step import Csr
+from hybridkv.units import MOST_COUNT, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +51,10 @@ class SchedulerLimits:
 
 _COUNTS: Final = (
     ("max_running", 1, 1 << 20),  # every row has its columns from the beginning
-    ("max_batched_tokens", 1, MAX_COUNT),
+    ("max_batched_tokens", 1, MOST_COUNT),
     ("max_in_flight", 1, 1 << 10),
-    ("max_overtaken", 0, MAX_COUNT),
-    ("num_lookahead_tokens", 0, MAX_COUNT),
+    ("max_overtaken", 0, MOST_COUNT),
+    ("num_lookahead_tokens", 0, MOST_COUNT),
     ("num_speculative_tokens", 0, 1 << 10),
 )
 """Of each count of SchedulerLimits: the least and the most that it may be."""

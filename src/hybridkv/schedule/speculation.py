@@ -14,7 +14,6 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.arguments import shown
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request, token_array
@@ -23,6 +22,7 @@ from hybridkv.schedule.running import RunningRows
 from hybridkv.schedule.tokens import share_budget
 from hybridkv.specs import MambaSpec
 from hybridkv.step import Csr
+from hybridkv.units import shown
 
 Int64 = NDArray[np.int64]
 

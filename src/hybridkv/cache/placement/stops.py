@@ -17,8 +17,9 @@ from typing import Final, Protocol, runtime_checkable
 from hybridkv.cache.policies import NEVER
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
+from hybridkv.units import MOST_COUNT
 
-MOST_TOKENS: Final = (1 << 31) - 1
+MOST_TOKENS: Final = MOST_COUNT
 """Between two stops of a grid; token counts are no larger anywhere."""
 
 
