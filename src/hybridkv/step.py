@@ -1,7 +1,7 @@
 """Step and StepResult: the only contract between the control plane and a worker.
 
-    schedule() -> Step ----> worker: finished_rows, new_rows, cells, zero, copies "before",
-                                     encoders, forward, copies "after", sampling
+    schedule() -> Step ----> worker: finished_rows, new_rows, cells, copies that are moves, zero, the other copies
+                                     "before", encoders, forward, copies "after", sampling
     update(StepResult) <---- sampled tokens
 
 A Step owns its arrays: they are never views of live tables, and nobody writes to them again.

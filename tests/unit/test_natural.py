@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hybridkv.cache import KVCacheManager, Reason, Refusal, SlotPlan
-from hybridkv.cache.placement import EndsPlacement, IntervalPlacement, NoStates, Placement
+from hybridkv.cache.placement import AlignPlacement, EndsPlacement, IntervalPlacement, NoStates, Placement
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.plan.natural import natural_config, slab_layout
@@ -156,6 +156,17 @@ def test_a_worker_without_segments_gets_chunks_that_end_at_stops() -> None:
     steps = loop.run()
     assert [step.num_scheduled.tolist() for step in steps] == [[4], [2], [2], [2]]
     assert [stored(step) for step in steps] == [[(1, 4)], [(1, 6)], [(1, 8)], []]
+
+
+@pytest.mark.parametrize(("prompt", "marks"), [(25, (15,)), (25, (3, 15)), (30, ()), (13, (9, 11))])
+@pytest.mark.parametrize("n", [1, 2])
+def test_without_segments_no_state_is_written_inside_a_chunk(prompt: int, marks: tuple[int, ...], n: int) -> None:
+    """Also where a shorter chunk reaches another last edge than the longer one did."""
+    loop = Loop(cache_of(placement=AlignPlacement(8)), segments=False)
+    loop.add("request", tokens(prompt), marks=marks, n=n)
+    for step in loop.run():
+        ends = (step.num_computed + step.num_scheduled).tolist()
+        assert all(token_count == ends[row] for row, _, token_count, _ in step.state_writes.tolist())
 
 
 def test_an_end_where_a_chunk_ends_is_published_while_the_request_runs() -> None:

@@ -6,11 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv import plan as planning
+from hybridkv.cache import KVCacheManager
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import Layer, Model, read_model
 from hybridkv.plan import capacity_of
 from hybridkv.plan.grouping import group_layers
 from hybridkv.plan.layout import reference_layout
+from hybridkv.request import Request
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -18,6 +20,7 @@ from hybridkv.specs import (
     KVCacheSpec,
     MambaSpec,
     RequestLimits,
+    SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
 from hybridkv.units import GiB
@@ -42,6 +45,18 @@ BLOCK_BYTES = 3 * 2 * 16 * 2 * 8 * 2
 
 def tiny(**options: int) -> Model:
     return read_model(TINY, **options)  # type: ignore[arg-type]  # sizes only
+
+
+def test_the_least_memory_of_a_request_holds_it_beside_the_sinks() -> None:
+    spec = SinkFullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4, dtype="bfloat16", sink_len=9)
+    model = Model("m", "m", (Layer("a", spec, 0),), 40, 50, "bfloat16", 1, 1, 4)
+    least = (1 + 3 + 10) * 64  # the null block, three of sinks, ten of 40 tokens
+    with pytest.raises(CapacityError, match=f"{least} bytes: 14 blocks"):
+        make_plan(model, least - 1, max_model_len=40)
+    planned = make_plan(model, least, max_model_len=40)
+    assert planned.capacity.longest_context == 40
+    cache = KVCacheManager(planned.config, 40)
+    assert cache.allocate_slots(Request("r", range(40), hasher=cache.hasher), 40) is not None
 
 
 def test_numbers_by_hand() -> None:

@@ -9,7 +9,14 @@ from typing import Final
 
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import Model
-from hybridkv.plan.capacity import Capacity, blocks_needed, capacity_of, tokens_that_fit, unit_bytes
+from hybridkv.plan.capacity import (
+    Capacity,
+    blocks_needed,
+    capacity_of,
+    reserved_blocks,
+    tokens_that_fit,
+    unit_bytes,
+)
 from hybridkv.plan.config import KVCacheConfig, NamedSpec
 from hybridkv.plan.grouping import group_layers
 from hybridkv.plan.layout import reference_layout
@@ -167,7 +174,7 @@ def _config(
         raise ConfigError(f"kernel_block_size means nothing in the {REFERENCE} layout: leave it out")
     grouping = group_layers(layers)
     num_blocks = memory_bytes // grouping.block_bytes
-    needed_blocks = sum(blocks_needed(grouping.groups, limits)) + 1
+    needed_blocks = sum(blocks_needed(grouping.groups, limits)) + sum(reserved_blocks(grouping.groups, limits)) + 1
     config = reference_layout(grouping, max(1, num_blocks))
     if num_blocks < needed_blocks:
         raise _too_small(model, config, memory_bytes, needed_blocks, limits)

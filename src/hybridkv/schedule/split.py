@@ -62,8 +62,12 @@ class StopSplit:
 
     def share(self, request: Request, computed: int, asked: int) -> int:
         """How many of ``asked`` tokens behind ``computed`` ones run now."""
-        known = request.num_tokens
-        stops = [known - 1] if request.request_id in self.forking else []
-        if not self.segments:
-            stops += self.stops(request, computed, min(computed + asked, known))[:1]
-        return min([asked, *(stop - computed for stop in stops if computed < stop)])
+        known, end = request.num_tokens, computed + asked
+        if request.request_id in self.forking and computed < known - 1:
+            end = min(end, known - 1)
+        while not self.segments:
+            first = next(iter(self.stops(request, computed, min(end, known))), end)
+            if first >= end:
+                break
+            end = first  # and what a shorter chunk reaches: placements may keep the last edge of one
+        return end - computed

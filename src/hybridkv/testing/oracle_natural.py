@@ -174,12 +174,20 @@ class NaturalOracle(Oracle):
 
     def _split(self, request: OracleRequest, computed: int, count: int) -> int:
         """Chunks end where a state is kept, unless the worker writes it inside a chunk, and where branches begin."""
-        stops = [len(request.tokens) - 1] if request in self.forks else []
+        known, most = len(request.tokens), count
+        if request in self.forks and computed < known - 1:
+            most = min(most, known - 1 - computed)
         if not self.limits.segments and self.natural.states and self.cache.caching and request.writes:
-            stops += self.natural.placement.stops(as_asked(request), computed, computed + count)[:1]
-        inside = [stop for stop in stops if computed < stop < computed + count and stop <= len(request.tokens)]
-        self.counts["split"] += bool(inside)
-        return min(inside, default=computed + count) - computed
+            asked = as_asked(request)
+
+            def is_whole(size: int) -> bool:
+                """No state is kept inside of so many tokens."""
+                stops = self.natural.placement.stops(asked, computed, computed + size)
+                return not any(computed < stop < computed + size and stop <= known for stop in stops)
+
+            most = next(size for size in range(most, 0, -1) if is_whole(size))
+        self.counts["split"] += most < count
+        return most
 
     # -- the end of schedule()
 
