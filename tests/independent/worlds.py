@@ -186,8 +186,7 @@ def _world(rng: random.Random) -> World:
         max_overtaken=rng.choice((2, 64)),
         num_lookahead_tokens=rng.choice((0, 0, 2)),
         num_speculative_tokens=drafts,
-        # with align:N, chunks that end at marks or forks may still pass an edge, whatever segments says
-        segments=rng.random() < 0.7 or placement == "align:8",
+        segments=rng.random() < 0.7,
     )
     ranks: dict[str, int] = rng.choice(({}, {}, {}, {"dcp": 2}, {"dcp": 2, "pcp": 2}))
     plan_options: dict[str, Any] = {
@@ -220,10 +219,8 @@ def _world(rng: random.Random) -> World:
 
 def _tight_plan(rng: random.Random, model: Model, options: dict[str, Any]) -> Plan:
     """Memory for one request, about, or for a few."""
-    # a reference plan leaves out the blocks of sinks, and the states that steps in flight hold besides
-    more = options["layout"] == "reference" and any(
-        layer.spec.reserved_blocks(1) or layer.spec.keeps is Keeps.STATE for layer in model.layers
-    )
+    # a reference plan is for one step in flight: each further one holds another state besides
+    more = options["layout"] == "reference" and any(layer.spec.keeps is Keeps.STATE for layer in model.layers)
     memory = 2048.0
     while True:
         try:
