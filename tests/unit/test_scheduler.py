@@ -800,6 +800,7 @@ def test_one_thread_owns_a_scheduler() -> None:
         lambda: sched.update(result(step)),
         lambda: sched.fail(step.id, "broken"),
         lambda: sched.finish("a"),
+        sched.take_finished,
     ):
         (error,) = in_thread(action)
         assert isinstance(error, OwnershipError)
