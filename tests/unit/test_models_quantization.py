@@ -121,7 +121,7 @@ def test_quantized_weights_leave_keys_and_values_alone(quantization: dict[str, o
         (compressed({**SCHEME, "rotation": "hadamard"}), "rotation 'hadamard'"),
         (compressed({}), "num_bits None"),
         (compressed("static"), "'static'"),
-        (compressed([8, "float"]), "list"),
+        (compressed([8, "float"]), r"kv_cache_scheme \[8, 'float'\]"),
         (modelopt({"dynamic": False, "num_bits": 4, "type": "float"}), "num_bits 4"),
         ({"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}, "'NVFP4'"),
         ({"quant_method": "modelopt", "kv_cache_quant_algo": "INT8"}, "'INT8'"),

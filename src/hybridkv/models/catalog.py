@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
+from hybridkv.arguments import instance
 from hybridkv.errors import ConfigError
 from hybridkv.units import shown
 
@@ -39,7 +40,7 @@ def known_models() -> tuple[KnownModel, ...]:
 def known_model(name: str) -> KnownModel:
     """The model of that name. Raises ConfigError with close names for any other."""
     by_name = {one.name: one for one in known_models()}
-    found = by_name.get(name.lower())
+    found = by_name.get(instance("the name of a model", name, str).lower())
     if found is not None:
         return found
     close = difflib.get_close_matches(name.lower().rsplit("/", 1)[-1], by_name, n=3, cutoff=0.4)

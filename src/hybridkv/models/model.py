@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final
 
+from hybridkv.arguments import integer, text
 from hybridkv.errors import ConfigError
+from hybridkv.frozen import each, one_of, or_none, settle
 from hybridkv.specs import Keeps, KVCacheSpec
 
 MOST_LAYERS: Final = 4096
@@ -23,6 +25,11 @@ class Layer:
     name: str
     spec: KVCacheSpec
     index: int
+
+    def __post_init__(self) -> None:
+        settle(self, text, "name")
+        settle(self, one_of(KVCacheSpec), "spec")
+        settle(self, integer, "index")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,12 @@ class Model:
     dtype_from: str | None = None
 
     def __post_init__(self) -> None:
+        settle(self, text, "name", "model_type", "dtype")
+        settle(self, each(one_of(Layer)), "layers")
+        settle(self, or_none(integer), "max_model_len")
+        settle(self, or_none(text), "dtype_from")
+        settle(self, integer, "vocab_size", "parameters", "active_parameters", "block_size", "tp")
+        settle(self, integer, "max_encoder_tokens", "num_speculative_tokens")
         if not self.layers:
             raise ConfigError(f"{self.name} has no layer that keeps anything in the cache")
         if len(self.layers) > 2 * MOST_LAYERS:  # a decoder layer may keep two things

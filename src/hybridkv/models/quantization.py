@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 from hybridkv.errors import UnsupportedModelError
 from hybridkv.models.fields import Fields
+from hybridkv.units import shown
 
 FP8: Final = "fp8"
 SIDECAR: Final = "hf_quant_config.json"
@@ -80,12 +81,12 @@ def _require_read(key: str, value: object, name: str, where: str) -> None:
     """UnsupportedModelError unless ``value`` means 8-bit floats with fixed scales."""
     if key == _ALGORITHM and isinstance(value, str) and value.upper() == FP8.upper():
         return
-    wrong = f"{key} {_shown(value)}"
+    wrong = f"{key} {shown(value)}"
     if key == _SCHEME and isinstance(value, Mapping):
         odd = [one for one in (*_READ, *value) if not _is_read(one, value.get(one))]
         if not odd:
             return
-        wrong = f"{key} with {odd[0]} {_shown(value.get(odd[0]))}"
+        wrong = f"{key} with {odd[0]} {shown(value.get(odd[0]))}"
     raise UnsupportedModelError(
         f"the checkpoint of {name} has a quantized KV cache, {where}{wrong}: planned are 8-bit floats with fixed "
         "scales; say what the cache holds: --kv-dtype (dtype=)"
@@ -96,8 +97,3 @@ def _is_read(key: str, value: object) -> bool:
     if key in _ANYTHING:
         return True
     return any(value is one or (type(value) is type(one) and value == one) for one in _READ.get(key, ()))
-
-
-def _shown(value: object) -> str:
-    """For a message: plain values as they are, others by their kind."""
-    return repr(value)[:60] if isinstance(value, str | int | float | None) else type(value).__name__

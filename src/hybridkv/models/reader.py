@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from hybridkv.arguments import instance, integer
 from hybridkv.errors import ConfigError
 from hybridkv.models.attention import refuse_layer_types
 from hybridkv.models.catalog import known_model
@@ -90,7 +91,11 @@ def read_model(
     Raises ConfigError for a source or a size that cannot work, UnsupportedModelError for a model with
     layers that cannot be planned yet, naming them, and for a KV cache quantized in another way than to 8-bit floats.
     """
-    if backend not in BACKENDS:
+    if not isinstance(source, str | Path | Mapping):
+        raise ConfigError(f"a model is a name, the path of a config.json, or its fields, got {shown(source)}")
+    block_size, tp = integer("block_size", block_size), integer("tp", tp)
+    num_speculative_tokens = integer("num_speculative_tokens", num_speculative_tokens)
+    if instance("backend", backend, str) not in BACKENDS:
         raise ConfigError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
     _check_counts(block_size, tp, num_speculative_tokens)
     name, config = _load(source)
@@ -105,7 +110,7 @@ def read_model(
         refuse_layer_types(["cross_attention"] * fields.layers("num_hidden_layers"), name)
     quantized = _quantized(source, config, name) if dtype is None else None
     said = config_dtype(fields) if quantized is None else quantized.name
-    asked = said if dtype is None else dtype_name(DTYPE_NAMES.get(dtype, dtype))
+    asked = said if dtype is None else dtype_name(DTYPE_NAMES.get(str(dtype), dtype))
     cache_dtype = asked or ASSUMED_DTYPE
     state_dtype = config_dtype(fields) or (cache_dtype if dtype_bytes(cache_dtype) > 1 else ASSUMED_DTYPE)
     facts = family(fields, ReadOptions(block_size, tp, cache_dtype, backend, state_dtype, num_speculative_tokens))

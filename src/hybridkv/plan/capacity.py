@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from hybridkv.arguments import instance, integer
 from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.specs import RequestLimits
 
@@ -126,6 +127,9 @@ def copies_that_fit(config: KVCacheConfig, limits: RequestLimits, blocks: Sequen
 
 def capacity_of(config: KVCacheConfig, memory_bytes: int, limits: RequestLimits) -> Capacity:
     """The numbers of a config planned for ``memory_bytes`` and requests within ``limits``."""
+    instance("config", config, KVCacheConfig)
+    memory_bytes = integer("memory_bytes", memory_bytes)
+    instance("limits", limits, RequestLimits)
     fit = tokens_that_fit(config, limits)
     longest = limits.max_model_len if fit is None else min(limits.max_model_len, fit)
     # a pool without room for one token still has to be reported

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Final
 
-from hybridkv.errors import CapacityError
+from hybridkv.arguments import instance
+from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.plan.capacity import (
     block_bytes_of,
     blocks_needed,
@@ -20,6 +21,7 @@ from hybridkv.plan.capacity import (
 from hybridkv.plan.config import KVCacheConfig
 from hybridkv.plan.planner import LAYOUTS, Plan
 from hybridkv.specs import Keeps, RequestLimits
+from hybridkv.units import shown
 
 SHORT_TOKENS: Final = 1024
 """Tokens of the short request in a comparison."""
@@ -57,11 +59,13 @@ def compare_layouts(make: Callable[[str], Plan]) -> tuple[LayoutFacts | None, ..
 
     Raises CapacityError when it fits in no layout.
     """
+    if not callable(make):
+        raise ConfigError(f"make must be a function of a layout's name, got {shown(make)}")
     facts: list[LayoutFacts | None] = []
     last: CapacityError | None = None
     for layout in LAYOUTS:
         try:
-            facts.append(facts_of(make(layout)))
+            facts.append(facts_of(instance("what make returns", make(layout), Plan)))
         except CapacityError as error:
             facts.append(None)
             last = error

@@ -14,6 +14,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from hybridkv.arguments import instance
 from hybridkv.errors import ConfigError, SchemaError
 from hybridkv.models import Layer, Model
 from hybridkv.models.json_text import DocumentError, parse_json, read_json
@@ -24,6 +25,7 @@ from hybridkv.plan.planner import LAYOUTS, NATURAL, NO_STATES, Plan
 from hybridkv.plan.slabs import SlabClass, SlabLayout
 from hybridkv.plan.spec_document import spec_from_json, spec_to_json
 from hybridkv.specs import RequestLimits
+from hybridkv.units import shown
 
 SCHEMA: Final = "hybridkv.plan"
 VERSION: Final = 1
@@ -31,6 +33,7 @@ VERSION: Final = 1
 
 def plan_to_json(plan: Plan) -> str:
     """The document of a plan; equal plans give equal text."""
+    instance("plan", plan, Plan)
     specs = list(dict.fromkeys(layer.spec for layer in plan.model.layers))
     facts = {one.name: getattr(plan.model, one.name) for one in fields(Model) if one.name != "layers"}
     if plan.model.dtype_from is None:
@@ -62,17 +65,21 @@ def _group_to_json(group: KVCacheGroupSpec) -> dict[str, object]:
 
 def read_plan(path: str | Path) -> Plan:
     """The plan in a file. Raises ConfigError when it cannot be read, SchemaError as plan_from_json."""
+    if not isinstance(path, str | Path):
+        raise ConfigError(f"a plan is read from the path of a file, got {shown(path)}")
     try:
         with Path(path).open("rb") as file:
             return read_plan_from(file)
-    except OSError as error:
-        raise ConfigError(f"cannot read the plan {path}: {error}") from error
     except SchemaError as error:
         raise SchemaError(f"{path}: {error}") from error
+    except (OSError, ValueError) as error:  # a name that is none is a ValueError
+        raise ConfigError(f"cannot read the plan {path}: {error}") from error
 
 
 def read_plan_from(file: BinaryIO) -> Plan:
     """The plan in an open file, or a pipe. Raises OSError, and SchemaError as plan_from_json."""
+    if not callable(getattr(file, "read", None)):
+        raise ConfigError(f"a plan is read from an open file, got {shown(file)}")
     try:
         value = read_json(file)
     except DocumentError as error:
@@ -86,6 +93,8 @@ def plan_from_json(text: str | bytes) -> Plan:
     Raises SchemaError for a document of another schema or a newer version, for a field that is missing or of
     the wrong type, and for one that contradicts itself.
     """
+    if not isinstance(text, str | bytes | bytearray):
+        raise SchemaError(f"a plan is a document of text, got {shown(text)}")
     try:
         value = parse_json(text)
     except DocumentError as error:

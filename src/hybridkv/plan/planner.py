@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
+from hybridkv.arguments import flag, instance, integer
 from hybridkv.errors import CapacityError, ConfigError
+from hybridkv.frozen import one_of, or_none, settle
 from hybridkv.models import Model
 from hybridkv.plan.capacity import (
     Capacity,
@@ -51,6 +53,14 @@ class Plan:
     limits: RequestLimits
     layout: str = REFERENCE
     states_kept: str | None = None
+
+    def __post_init__(self) -> None:
+        settle(self, one_of(Model), "model")
+        settle(self, one_of(KVCacheConfig), "config")
+        settle(self, integer, "memory_bytes")
+        settle(self, one_of(RequestLimits), "limits")
+        settle(self, one_of(str), "layout")
+        settle(self, or_none(one_of(str)), "states_kept")
 
     @property
     def max_model_len(self) -> int:
@@ -137,7 +147,17 @@ def make_plan(
     Raises ConfigError for a limit, layout or placement that cannot work (a model whose max_model_len is None takes
     any), CapacityError when one request of max_model_len does not fit.
     """
-    memory_bytes = parse_bytes(memory)
+    instance("model", model, Model)
+    instance("layout", layout, str)
+    or_none(one_of(str))("placement", placement)
+    windows_as_full = flag("windows_as_full", windows_as_full)
+    for name, value in (
+        ("max_model_len", max_model_len),
+        ("max_encoder_tokens", max_encoder_tokens),
+        ("kernel_block_size", kernel_block_size),
+    ):
+        or_none(integer)(name, value)
+    memory_bytes = parse_bytes(memory if isinstance(memory, str) else integer("memory", memory))
     limits = RequestLimits(
         _longest(model, max_model_len),
         max_in_flight_tokens,
@@ -146,14 +166,14 @@ def make_plan(
         max_encoder_tokens=_longest_input(model, max_encoder_tokens),
         num_speculative_tokens=model.num_speculative_tokens,
     )
-    name = DEFAULT_PLACEMENTS.get(layout, ALIGN) if placement is None else placement
-    mode = ALIGN if layout == NATURAL and name != NO_STATES else name
+    wanted = DEFAULT_PLACEMENTS.get(layout, ALIGN) if placement is None else placement
+    mode = ALIGN if layout == NATURAL and wanted != NO_STATES else wanted
     layers = with_placement([(layer.name, layer.spec) for layer in model.layers], mode)
     layers = as_full(layers) if windows_as_full else layers
     config = _config(model, layers, memory_bytes, limits, layout=layout, kernel_block_size=kernel_block_size)
     made = Plan(model, config, memory_bytes, limits, layout)
     kept = layout == NATURAL and made.placement not in (None, NO_STATES)
-    return replace(made, states_kept=name) if kept else made
+    return replace(made, states_kept=wanted) if kept else made
 
 
 def _config(

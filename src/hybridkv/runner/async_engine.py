@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
 
-from hybridkv.errors import CacheError, ConfigError
+from hybridkv.arguments import instance, integer
+from hybridkv.errors import CacheError
 from hybridkv.request import SamplingParams
 from hybridkv.runner.completion import Completion, Increment
 from hybridkv.runner.encoder_inputs import Given, one_input_each
@@ -96,9 +97,7 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine, *, max_unread: int = 16) -> None:
-        if max_unread < 1:
-            raise ConfigError(f"max_unread must be at least 1, got {max_unread}")
-        self._engine, self._max_unread = engine, max_unread
+        self._engine, self._max_unread = instance("engine", engine, Engine), integer("max_unread", max_unread, 1)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hybridkv")
         self._readers: set[_Reader] = set()
         self._arrivals: deque[_Reader] = deque()

@@ -18,6 +18,7 @@ from hybridkv.runner.encoder_decoder import is_encoder_decoder
 from hybridkv.runner.inputs import encode
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.probe import planner_model
+from hybridkv.units import shown
 
 Given = str | Sequence[int] | NDArray[np.generic] | torch.Tensor
 """An encoder's input as a caller has it: text, token ids, or features [bins, frames]."""
@@ -39,6 +40,8 @@ class InputName:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.digest, bytes | str):
+            raise ConfigError(f"encoder_digest must be bytes or text, got {shown(self.digest)}")
         EncoderInput(self.digest, 1)  # ConfigError for an empty one
 
 
@@ -147,7 +150,13 @@ class EncoderInputs:
 
 def one_input_each(prompts: Sequence[object], encoders: Sequence[Given] | None) -> list[Given | None]:
     """What the encoder reads for each prompt, None where there is none. Raises ConfigError when the numbers differ."""
-    inputs: list[Given | None] = [None] * len(prompts) if encoders is None else list(encoders)
+    if encoders is None:
+        return [None] * len(prompts)
+    given: object = encoders
+    listed = isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray)
+    if not listed and not (isinstance(given, np.ndarray | torch.Tensor) and given.ndim):
+        raise ConfigError(f"encoders must be a list of what the encoder reads for each prompt, got {shown(given)}")
+    inputs: list[Given | None] = list(encoders)
     if len(inputs) != len(prompts):
         raise ConfigError(f"{len(inputs)} encoder inputs for {len(prompts)} prompts: give one for each")
     return inputs

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 from transformers import PreTrainedModel
 
+from hybridkv.arguments import instance
 from hybridkv.errors import CacheError, ConfigError
+from hybridkv.frozen import one_of, or_none
 from hybridkv.plan import Plan
 from hybridkv.request import Request, SamplingParams
 from hybridkv.runner.assembly import EngineOptions, assemble, plan_of
@@ -23,12 +25,16 @@ from hybridkv.runner.completion import Completion, Progress, count_step, raise_f
 from hybridkv.runner.detokenize import Detokenizer
 from hybridkv.runner.encoder_inputs import EncoderFeed, Given, InputName, encoder_feed, one_input_each
 from hybridkv.runner.inputs import (
+    as_list,
     drafts_by_request,
     encode,
+    is_empty,
     loaded_of,
     number_in,
     one_each,
     refuse_more_logprobs,
+    require_callable,
+    require_drafter,
     require_sampling,
     require_text,
 )
@@ -78,7 +84,10 @@ class Engine:
         observer: Observer | None = None,
         speculate: Drafter | None = None,
     ) -> None:
-        self.options = options if options is not None else EngineOptions()
+        self.options = EngineOptions() if options is None else instance("options", options, EngineOptions)
+        or_none(one_of(Plan))("plan", plan)
+        require_callable(observer=observer)
+        require_drafter(speculate)
         self.drafter: Drafter | None = speculate
         drafts = 0 if speculate is None else speculate.num_speculative_tokens
         with ExitStack() as undo:
@@ -166,7 +175,7 @@ class Engine:
         CacheError once the engine is closed.
         """
         self._require_open()
-        return self.scheduler.abort(request_id)
+        return self.scheduler.abort(instance("request_id", request_id, str))
 
     def _leave(self, request_id: str) -> bool:
         """Nobody reads the stream of a request any longer: it ends, where closing has not ended all."""
@@ -225,7 +234,7 @@ class Engine:
         require_sampling(sampling)
         require_text(request_id=request_id, cache_salt=cache_salt)
         params = sampling if sampling is not None else SamplingParams()
-        ids = encode(self.loaded, prompt if feed is None or len(prompt) else self.loaded.decoder_start)
+        ids = encode(self.loaded, self.loaded.decoder_start if feed is not None and is_empty(prompt) else prompt)
         tokenizer = self.loaded.tokenizer
         if params.stop and tokenizer is None:
             raise ConfigError("stop strings need a tokenizer: load the model with one, or use stop_token_ids")
@@ -237,7 +246,7 @@ class Engine:
             hasher=self.cache.hasher,
             cache_salt=cache_salt,
             eos_token_ids=self.loaded.eos_token_ids,
-            marks=marks,
+            marks=as_list(marks),
             encoder=None if feed is None else feed.read,
         )
         of_prompt: list[TokenLogprob] = []

@@ -7,7 +7,6 @@ pickles, ``use_safetensors`` or not.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Final
@@ -16,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from hybridkv.errors import ConfigError
+from hybridkv.models.json_text import DocumentError, read_json
 
 CONFIG: Final = "config.json"
 _TOKENIZER: Final = "tokenizer_config.json"
@@ -28,7 +28,7 @@ def require_plain_weights(folder: Path) -> None:
     if not any(folder.glob(f"*{_WEIGHTS}")):
         raise ConfigError(f"{folder} has no *.safetensors: save the model with save_pretrained there")
     _require_weights(folder / CONFIG, _object(folder / CONFIG).get("transformers_weights"))
-    for index in folder.glob(_INDEX):
+    for index in filter(Path.is_file, folder.glob(_INDEX)):
         shards = _object(index).get("weight_map")
         if not isinstance(shards, dict):
             raise ConfigError(f"{index} has no weight_map, an object: save the model as safetensors again")
@@ -84,8 +84,9 @@ def _tokenizer_class(name: object) -> object:
 def _object(path: Path) -> Mapping[str, object]:
     """The JSON object in a file. ConfigError where there is none."""
     try:
-        held = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        with path.open("rb") as file:
+            held = read_json(file)
+    except (OSError, DocumentError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if not isinstance(held, dict):
         raise ConfigError(f"{path} holds no JSON object: save the model there again")

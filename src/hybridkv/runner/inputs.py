@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from hybridkv.arguments import instance
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request, SamplingParams, token_array
 from hybridkv.runner.load import LoadedModel, wrap
+from hybridkv.units import shown
 
 _PROMPT: Final = "must be text or a list of token ids"
 _PROMPTS: Final = "prompts must be a list, each of them text or a list of token ids"
@@ -74,6 +76,32 @@ def require_count(**values: object) -> None:
             raise ConfigError(f"{name} must be at least 1, a whole number, got {_kind(value)}")
 
 
+def require_callable(**values: object) -> None:
+    """Raise ConfigError, naming it, for a value that is neither None nor can be called."""
+    for name, value in values.items():
+        if value is not None and not callable(value):
+            raise ConfigError(f"{name} must be a function, got {shown(value)}")
+
+
+def require_drafter(given: object) -> None:
+    """Raise ConfigError unless it is None or has all that a Drafter has."""
+    missing = [one for one in ("num_speculative_tokens", "require", "propose", "close") if not hasattr(given, one)]
+    if given is not None and missing:
+        raise ConfigError(f"speculate must be a Drafter, got {shown(given)}, which has no {missing[0]}")
+
+
+def as_list(values: Any) -> Any:  # noqa: ANN401  # whoever takes it judges it
+    """An array or tensor as Python's own numbers; anything else as it is."""
+    return values.tolist() if isinstance(values, np.ndarray | torch.Tensor) else values
+
+
+def is_empty(prompt: object) -> bool:
+    """Whether there is nothing in a prompt; False for what is none."""
+    if isinstance(prompt, np.ndarray | torch.Tensor):
+        return tuple(prompt.shape) == (0,)
+    return isinstance(prompt, Sequence) and not prompt
+
+
 def number_in(request_id: str) -> int:
     """The number that a request's id is, or that the id it branches off is; -1 without one."""
     number = request_id.partition("#")[0]
@@ -96,7 +124,11 @@ def encode(
 
     Raises ConfigError for anything else, for an empty one, and for ids outside the vocabulary.
     """
+    instance("the loaded model", loaded, LoadedModel)
+    instance("what", what, str)
     if isinstance(prompt, str):
+        if not _is_unicode(prompt):
+            raise ConfigError(f"the {what} has surrogates alone, which are no text: decode it another way")
         if loaded.tokenizer is None:
             raise ConfigError(f"a {what} of text needs a tokenizer: load the model with one, or give token ids")
         ids = [int(one) for one in loaded.tokenizer.encode(prompt)]
@@ -110,6 +142,14 @@ def encode(
             f"token id {wrong[0]} lies outside the vocabulary of {loaded.name}: ids are 0 .. {loaded.vocab_size - 1}"
         )
     return ids
+
+
+def _is_unicode(prompt: str) -> bool:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _token_ids(prompt: object, what: str) -> list[int]:

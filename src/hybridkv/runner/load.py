@@ -7,18 +7,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
+from hybridkv.arguments import flag, instance, integer, text
 from hybridkv.errors import ConfigError, UnsupportedModelError
+from hybridkv.frozen import each, settle
 from hybridkv.models import read_model
 from hybridkv.models.quantization import kv_dtype
 from hybridkv.runner.encoder_decoder import auto_class
 from hybridkv.runner.folder import CONFIG, require_no_code, require_plain_weights
 from hybridkv.runner.probe import require_runnable
 from hybridkv.runner.tiny import byte_tokenizer, tiny_model
+from hybridkv.units import shown
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,14 @@ class LoadedModel:
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        settle(self, text, "name")
+        require_model(self.model)
+        missing = [one for one in ("encode", "decode") if not callable(getattr(self.tokenizer, one, None))]
+        if self.tokenizer is not None and missing:
+            raise ConfigError(f"the tokenizer must have {' and '.join(missing)}, got {shown(self.tokenizer)}")
+        settle(self, each(integer), "eos_token_ids")
+
     @property
     def decoder_start(self) -> list[int]:
         """The token that a decoder begins with where its prompt is empty. ConfigError where the model names none."""
@@ -54,7 +65,7 @@ class LoadedModel:
 
 
 def load(
-    source: str, *, seed: int = 0, device: torch.device | str = "cpu", trust_remote_code: bool = False
+    source: str | Path, *, seed: int = 0, device: torch.device | str = "cpu", trust_remote_code: bool = False
 ) -> LoadedModel:
     """``tiny:NAME`` (weights from ``seed``) or a folder with config.json, safetensors and a tokenizer.
 
@@ -63,10 +74,11 @@ def load(
     Raises ConfigError for what cannot be loaded, UnsupportedModelError for a model that the planner refuses (before its
     weights are read) or whose positions depend on what runs beside it.
     """
-    if not isinstance(trust_remote_code, bool):  # "no" would be a yes
-        raise ConfigError(f"trust_remote_code must be true or false, got {type(trust_remote_code).__name__}")
+    trust_remote_code = flag("trust_remote_code", trust_remote_code)
+    source = str(source) if isinstance(source, Path) else instance("the model", source, str)
+    where = _device(device)
     if source.startswith(TINY):
-        return wrap(tiny_model(source.removeprefix(TINY), seed).to(device), byte_tokenizer(), source)
+        return wrap(tiny_model(source.removeprefix(TINY), seed).to(where), byte_tokenizer(), source)
     folder = Path(source)
     if not folder.is_dir():
         raise ConfigError(f"--model {source!r} is neither a folder nor tiny:NAME: give a folder with config.json")
@@ -82,7 +94,18 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ConfigError(f"cannot load the tokenizer in {source}: {error}") from error
-    return wrap(model.to(device).eval(), tokenizer, source)
+    return wrap(model.to(where).eval(), tokenizer, source)
+
+
+def _device(given: object) -> torch.device:
+    """A device that holds tensors. ConfigError for any other."""
+    try:
+        device = torch.device(given)  # type: ignore[call-overload]  # whatever it is, torch judges it
+        torch.empty(1, device=device).cpu()
+    except Exception as error:
+        why = str(error).partition("\n")[0]
+        raise ConfigError(f"device {shown(given)} cannot hold a model: {why}") from error
+    return cast("torch.device", device)
 
 
 def _model_in(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
@@ -120,11 +143,7 @@ def wrap(model: PreTrainedModel, tokenizer: Any = None, name: str = "model") -> 
     Raises ConfigError for what is no such model, and UnsupportedModelError when its rotary positions depend on the
     longest request of a batch.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise ConfigError(
-            f"the model must be a transformers PreTrainedModel, got {type(model).__name__}: give the model that a "
-            "wrapper or torch.compile has inside, or load a folder with hybridkv.runner.load"
-        )
+    require_model(model)
     config = model.config.get_text_config()
     scaling: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kinds = {one.get("rope_type") for one in (scaling, *scaling.values()) if isinstance(one, dict)}
@@ -135,6 +154,15 @@ def wrap(model: PreTrainedModel, tokenizer: Any = None, name: str = "model") -> 
         )
     _tell_of_quantized_cache(model, name)
     return LoadedModel(name, model.eval(), tokenizer, _eos(model))
+
+
+def require_model(model: object) -> None:
+    """Raise ConfigError for what is no model of transformers."""
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"the model must be a transformers PreTrainedModel, got {type(model).__name__}: give the model that a "
+            "wrapper or torch.compile has inside, or load a folder with hybridkv.runner.load"
+        )
 
 
 def _tell_of_quantized_cache(model: PreTrainedModel, name: str) -> None:

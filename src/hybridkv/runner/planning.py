@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from hybridkv.arguments import instance, integer, integers
 from hybridkv.cache.placement import placement_named
 from hybridkv.errors import CapacityError, ConfigError
+from hybridkv.frozen import one_of, or_none
 from hybridkv.plan import Plan, make_plan
 from hybridkv.plan.capacity import longest_that, unit_bytes, units_for
 from hybridkv.plan.planner import DEFAULT_LAYOUT, NATURAL
@@ -39,12 +41,13 @@ def plan_within(
     Raises ConfigError for a limit that is none or above the model's, and for a model without a limit of which any
     length fits; CapacityError when the length asked for, or a single token, does not fit.
     """
+    instance("the loaded model", loaded, LoadedModel)
     if max_model_len is not None:
         require_count(max_model_len=max_model_len)
     model = planner_model(
         loaded.model, block_size=block_size, name=loaded.name, num_speculative_tokens=num_speculative_tokens
     )
-    memory_bytes = parse_bytes(DEFAULT_MEMORY if memory is None else memory)
+    memory_bytes = _bytes_of(DEFAULT_MEMORY if memory is None else memory)
 
     def planned(tokens: int | None) -> Plan:
         return make_plan(model, memory_bytes, max_model_len=tokens, max_in_flight_tokens=max_in_flight_tokens)
@@ -81,6 +84,10 @@ def plan_for(
     Raises ConfigError when a request is longer than the model allows, and for an unknown layout or placement;
     CapacityError, saying how much is needed, when the longest does not fit.
     """
+    instance("the loaded model", loaded, LoadedModel)
+    instance("layout", layout, str)
+    or_none(one_of(str))("placement", placement)
+    lengths = integers("lengths", lengths, 1).tolist()
     if not lengths:
         raise ConfigError("no prompts: give at least one")
     if placement is not None and layout == NATURAL:
@@ -100,7 +107,7 @@ def plan_for(
         return make_plan(model, memory_bytes, max_model_len=limit, layout=layout, placement=placement)
 
     if memory is not None:
-        return planned(parse_bytes(memory))
+        return planned(_bytes_of(memory))
     memory_bytes = sum(layer.spec.page_size_bytes for layer in model.layers) * 2
     while True:  # the plan's blocks depend on the memory: twice or three times
         try:
@@ -112,6 +119,11 @@ def plan_for(
         if lacking <= 0:
             return made
         memory_bytes += lacking * unit_bytes(made.config)
+
+
+def _bytes_of(memory: int | str) -> int:
+    """Bytes of a size. ConfigError for what is none."""
+    return parse_bytes(memory if isinstance(memory, str) else integer("memory", memory))
 
 
 def _kept_blocks(plan: Plan, lengths: Sequence[int]) -> list[int]:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from hybridkv.arguments import instance, integer
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.models import Model
 from hybridkv.plan.config import KVCacheConfig
@@ -23,6 +24,8 @@ from hybridkv.runner.attention_gather import GatherBatch
 from hybridkv.runner.continuation import continuations
 from hybridkv.runner.cross_attention import CrossAttention, CrossLayer
 from hybridkv.runner.encoder_decoder import decode
+from hybridkv.runner.inputs import require_callable
+from hybridkv.runner.load import require_model
 from hybridkv.runner.logprobs import LogprobRows, logprobs_of
 from hybridkv.runner.probe import cache_arguments, page_layout, probe, set_attention, state_layout
 from hybridkv.runner.reach import Reach
@@ -37,6 +40,7 @@ from hybridkv.runner.step_context import StepContext
 from hybridkv.runner.verify import Draws, check_drafts
 from hybridkv.specs import Keeps, KVCacheSpec
 from hybridkv.step import Csr, Step, StepResult
+from hybridkv.units import MOST_COUNT
 from hybridkv.worker import BlockCopier, MultiGroupBlockTable, PagedStorage
 
 Int64 = NDArray[np.int64]
@@ -68,6 +72,14 @@ class ModelRunner:
         max_encoder_tokens: int = 0,
         observer: Observer | None = None,
     ) -> None:
+        require_model(model)
+        instance("config", config, KVCacheConfig)
+        instance("planned", planned, Model)
+        max_running = integer("max_running", max_running, 1, MOST_COUNT)
+        max_model_len = integer("max_model_len", max_model_len, 1, MOST_COUNT)
+        max_batched_tokens = integer("max_batched_tokens", max_batched_tokens, 1, MOST_COUNT)
+        max_encoder_tokens = integer("max_encoder_tokens", max_encoder_tokens, 0, MOST_COUNT)
+        require_callable(observer=observer)
         step_context.require_free(model)
         attention_gather.check_attention(model)
         probed = probe(model)
@@ -144,7 +156,7 @@ class ModelRunner:
         error passes through; tables and row state have followed the Step, so that after ``Scheduler.fail(step.id)``
         the next Step can run. O(tokens) beside the model.
         """
-        self._check(step)
+        self._check(instance("step", step, Step))
         states = self._state_batches(step)
         self.tables.apply(step)
         for rows in (self._rows, self._logprobs):

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import ClassVar, Self
 
+from hybridkv.arguments import integer
 from hybridkv.errors import ConfigError
+from hybridkv.frozen import or_none, settle
 from hybridkv.specs.base import Keeps, KVCacheSpec
 from hybridkv.specs.limits import RequestLimits
 from hybridkv.units import ceil_div, dtype_bytes, dtype_name
@@ -28,6 +30,8 @@ class AttentionSpec(KVCacheSpec):
 
     def __post_init__(self) -> None:
         super(AttentionSpec, self).__post_init__()
+        settle(self, integer, "num_kv_heads", "head_size")
+        settle(self, or_none(integer), "head_size_v")
         for name in ("num_kv_heads", "head_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -58,6 +62,10 @@ class FullAttentionSpec(AttentionSpec):
 
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super(FullAttentionSpec, self).__post_init__()
+        settle(self, or_none(integer), "sliding_window", "attention_chunk_size")
 
     @property
     def uniform_key(self) -> Hashable:
@@ -130,6 +138,7 @@ class SinkFullAttentionSpec(FullAttentionSpec):
 
     def __post_init__(self) -> None:
         super(SinkFullAttentionSpec, self).__post_init__()
+        settle(self, integer, "sink_len")
         if self.sink_len < 1:
             raise ConfigError(
                 f"sink_len must be at least 1 token, got {self.sink_len}: without a sink, use full attention"
@@ -150,6 +159,7 @@ class SlidingWindowSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super(SlidingWindowSpec, self).__post_init__()
+        settle(self, integer, "sliding_window")
         if self.sliding_window < 1:
             raise ConfigError(f"sliding_window must be at least 1 token, got {self.sliding_window}")
 
@@ -191,6 +201,7 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super(ChunkedLocalAttentionSpec, self).__post_init__()
+        settle(self, integer, "attention_chunk_size")
         if self.attention_chunk_size < 1:
             raise ConfigError(f"attention_chunk_size must be at least 1 token, got {self.attention_chunk_size}")
 

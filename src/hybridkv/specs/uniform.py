@@ -6,9 +6,12 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from hybridkv.arguments import instance
 from hybridkv.errors import ConfigError
+from hybridkv.frozen import each, settle
 from hybridkv.specs.base import Keeps, KVCacheSpec
 from hybridkv.specs.limits import RequestLimits
+from hybridkv.units import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +25,7 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
 
     def __post_init__(self) -> None:
         super(UniformTypeKVCacheSpecs, self).__post_init__()
+        settle(self, each(_named_spec), "layers")
         if self.page_size_padded is not None:
             raise ConfigError("the pages of a uniform type are padded layer by layer: drop page_size_padded")
         if not self.is_uniform_type(self.kv_cache_specs) or self.block_size != self.layers[0][1].block_size:
@@ -78,10 +82,12 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         Full attention, MLA and sink attention count as one kind. Raises ConfigError for no layers and for a
         kind that nobody described (``uniform_key`` is None).
         """
+        if not isinstance(kv_cache_specs, Mapping):
+            raise ConfigError(f"layers must be specs by name, got {shown(kv_cache_specs)}")
         if not kv_cache_specs:
             raise ConfigError("a uniform type needs at least one layer")
         for name, spec in kv_cache_specs.items():
-            if spec.uniform_key is None:
+            if instance(f"layer {name}", spec, KVCacheSpec).uniform_key is None:  # type: ignore[type-abstract]
                 raise ConfigError(
                     f"layer {name}: {type(spec).__name__} is not a known kind of spec: give it a uniform_key"
                 )
@@ -94,3 +100,10 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
             return None
         block_size = next(iter(kv_cache_specs.values())).block_size
         return cls(block_size=block_size, layers=tuple(kv_cache_specs.items()))
+
+
+def _named_spec(name: str, given: object) -> tuple[str, KVCacheSpec]:
+    """A layer's name and its spec."""
+    if not isinstance(given, list | tuple) or len(given) != 2:
+        raise ConfigError(f"{name} must be pairs of a name and a spec, got {shown(given)}")
+    return instance(name, given[0], str), instance(name, given[1], KVCacheSpec)  # type: ignore[type-abstract]

@@ -14,13 +14,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hybridkv.arguments import instance
 from hybridkv.errors import ConfigError
+from hybridkv.frozen import each, one_of
+from hybridkv.request import Request
 from hybridkv.runner.drafters.drafter import checked_count
 from hybridkv.runner.engine import Engine
+from hybridkv.runner.load import LoadedModel
 
 if TYPE_CHECKING:
-    from hybridkv.request import Request, SamplingParams
-    from hybridkv.runner.load import LoadedModel
+    from hybridkv.request import SamplingParams
 
 
 class DraftModel:
@@ -31,7 +34,7 @@ class DraftModel:
     """
 
     def __init__(self, engine: Engine, num_speculative_tokens: int = 4) -> None:
-        if engine.runner.cross is not None:
+        if instance("engine", engine, Engine).runner.cross is not None:
             raise ConfigError(
                 f"{engine.loaded.name} reads an encoder's input, which drafts have none of: draft with a causal model"
             )
@@ -40,6 +43,7 @@ class DraftModel:
 
     def require(self, target: LoadedModel) -> None:
         """Raise ConfigError for another vocabulary, and where the target is the very model that drafts."""
+        instance("target", target, LoadedModel)
         mine = self.engine.loaded
         if mine.model is target.model:
             raise ConfigError(f"{target.name} cannot draft for itself: load the model a second time")
@@ -58,6 +62,7 @@ class DraftModel:
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
         """What the model draws behind each; up to a stop token of the request, where its output would end."""
+        requests = each(one_of(Request))("requests", requests)
         drafts: list[list[int]] = [[] for _ in requests]
         asked = {}
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
+from hybridkv.arguments import integer
 from hybridkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Drafter(Protocol):
 
 def checked_count(num_speculative_tokens: int) -> int:
     """``num_speculative_tokens``. ConfigError unless it lies in 1 .. MOST_TOKENS."""
+    num_speculative_tokens = integer("num_speculative_tokens", num_speculative_tokens)
     if not 1 <= num_speculative_tokens <= MOST_TOKENS:
         raise ConfigError(f"num_speculative_tokens must lie in 1 .. {MOST_TOKENS}, got {num_speculative_tokens}")
     return num_speculative_tokens

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.arguments import integer
 from hybridkv.errors import ConfigError
+from hybridkv.frozen import each, one_of, settle
+from hybridkv.request import Request
 from hybridkv.runner.drafters.drafter import checked_count
 
 if TYPE_CHECKING:
-    from hybridkv.request import Request
     from hybridkv.runner.load import LoadedModel
 
 Int32 = NDArray[np.int32]
@@ -41,6 +43,7 @@ class NgramDrafter:
     min_ngram: int = 2
 
     def __post_init__(self) -> None:
+        settle(self, integer, "num_speculative_tokens", "max_ngram", "min_ngram")
         checked_count(self.num_speculative_tokens)
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ConfigError(f"n-grams need 1 <= min_ngram <= max_ngram, got {self.min_ngram} and {self.max_ngram}")
@@ -50,7 +53,7 @@ class NgramDrafter:
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
         """What stood behind the longest match; none where nothing matches. O(tokens) a request."""
-        return [self._behind(request.token_ids()) for request in requests]
+        return [self._behind(request.token_ids()) for request in each(one_of(Request))("requests", requests)]
 
     def close(self) -> None:
         """Nothing is held."""

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
+from hybridkv.arguments import instance, integer
 from hybridkv.errors import ConfigError
 from hybridkv.runner.encoder_decoder import auto_class
 from hybridkv.runner.tiny.attention import ATTENTION
@@ -16,6 +17,7 @@ from hybridkv.runner.tiny.encoder_decoder import ENCODER_DECODER
 from hybridkv.runner.tiny.mamba import MAMBA
 from hybridkv.runner.tiny.tokenizer import VOCAB_SIZE
 from hybridkv.runner.tiny.weights import fill
+from hybridkv.units import shown
 
 _COMMON: Final[Mapping[str, Any]] = {
     "vocab_size": VOCAB_SIZE,
@@ -36,18 +38,23 @@ def tiny_model(name: str, seed: int = 0, fields: Mapping[str, Any] | None = None
 
     fields: of its config, in place of the family's own: other sizes, where something else asks for them.
     Raises ConfigError for a name that is in neither TINY_MODELS nor TINY_ENCODER_DECODERS, and for fields that its
-    config does not know.
+    config does not know or that make no model.
     """
-    if name not in _FAMILIES:
+    if instance("the name of a tiny model", name, str) not in _FAMILIES:
         raise ConfigError(f"unknown tiny model {name!r}: use tiny:{', tiny:'.join(_FAMILIES)}")
     family = _FAMILIES[name]
-    given = {} if fields is None else fields
-    if unknown := sorted(set(given) - set(AutoConfig.for_model(family.model_type).to_dict())):
+    seed = integer("seed", seed, -(1 << 63), (1 << 64) - 1)
+    given = {} if fields is None else instance("fields", fields, Mapping)  # type: ignore[type-abstract]
+    if unknown := sorted(map(str, set(given) - set(AutoConfig.for_model(family.model_type).to_dict()))):
         raise ConfigError(f"the config of tiny:{name} has no field {unknown[0]!r}: leave it out")
-    config = AutoConfig.for_model(family.model_type, **{**_COMMON, **family.fields, **given})
     state = torch.random.get_rng_state()
     try:
+        config = AutoConfig.for_model(family.model_type, **{**_COMMON, **family.fields, **given})
         model = auto_class(config).from_config(config, attn_implementation="eager").float().eval()
+    except Exception as error:
+        if not given:
+            raise
+        raise ConfigError(f"tiny:{name} cannot be built with {shown(given)}: {error}") from error
     finally:
         torch.random.set_rng_state(state)  # building drew from the global generator: nobody should notice
     fill(model, torch.Generator().manual_seed(seed))
