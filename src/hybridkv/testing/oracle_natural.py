@@ -185,7 +185,7 @@ class NaturalOracle(Oracle):
                 stops = self.natural.placement.stops(asked, computed, computed + size)
                 return not any(computed < stop < computed + size and stop <= known for stop in stops)
 
-            most = next(size for size in range(most, 0, -1) if is_whole(size))
+            most = next((size for size in range(most, 0, -1) if is_whole(size)), most)
         self.counts["split"] += most < count
         return most
 
