@@ -6,12 +6,13 @@ holds (``check``), requests go on, and at the end nothing is held.
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pytest
+from wrong_values import unnamed_errors, wrong_values
 
 from hybridkv.cache import BlockHasher, BlockPool, KVCacheBlocks, KVCacheManager
 from hybridkv.errors import HybridKVError
@@ -22,7 +23,6 @@ from hybridkv.request_rows import append_tokens
 from hybridkv.schedule import FinishReason, Scheduler, SchedulerLimits
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.testing.configs import full_spec, model_config, natural_model_config, state_spec
-from hybridkv.units import shown
 
 B = 4
 PARTS = 12
@@ -32,23 +32,41 @@ PARTS = 12
 STRANGER = Request("stranger", [1, 2, 3])
 ELSEWHERE = KVCacheManager(model_config(9, (full_spec(B),)), 20)
 
-WRONG: tuple[object, ...] = (
-    *(None, True, False, 0, -1, 1, 7, 2**31, 2**70, -(2**70), 10**5000, 0.5, 1.0, float("nan"), float("inf")),
-    *("", "x", "a", "\ud800", "[/]", b"", b"x", bytearray(b"x"), 1j, object(), Exception("x"), print, int),
-    *([], [0], [-1], [1.5], ["x"], [None], [[1]], [2**70], (), (1,), ("x",), {}, {1: 2}, {"a": [1]}, {"a": 1}),
-    *({"a": "x"}, set(), {1}, frozenset(), range(3), deque([1])),
-    *(np.int64(3), np.int64(-3), np.float32(1.5), np.bool_(True), np.str_("x")),  # noqa: FBT003
-    *(np.array(3), np.array([1, 2]), np.array([0.5]), np.array([[1]]), np.array(["x"]), np.array([None], object)),
-    *(np.array([], np.int32), np.array([-1]), np.array([2**40]), np.array([2**63], np.uint64), np.zeros(3, bool)),
-    *(SamplingParams(), LoraAdapter("a", "b"), Csr.empty(1), FinishReason.STOP, BlockHasher(B), STRANGER, ELSEWHERE),
-    *(StepResult(0, Csr.empty(0)), KVCacheBlocks((np.array([1], np.int32),)), Request("a", range(9))),
-    *(iter, lambda values: (one for one in values)),  # see ``made``
-)
+
+def more_values() -> dict[str, Any]:
+    """Of cache and scheduler, and numbers and arrays at their edges."""
+    return {
+        "7": 7,
+        "2**31": 2**31,
+        "10**5000": 10**5000,
+        "an id in use": "a",
+        "a mapping of drafts": {"a": [1]},
+        "a mapping of text": {"a": "x"},
+        "an iterator": iter((1, 2)),
+        "deque": deque([1]),
+        "bool_": np.bool_(True),  # noqa: FBT003
+        "ids": np.array([1, 2]),
+        "no ids": np.array([], np.int32),
+        "negative ids": np.array([-1]),
+        "large ids": np.array([2**40]),
+        "unsigned ids": np.array([2**63], np.uint64),
+        "no numbers": np.array([None], object),
+        "flags": np.zeros(3, bool),
+        "adapter": LoraAdapter("a", "b"),
+        "lists": Csr.empty(1),
+        "reason": FinishReason.STOP,
+        "hasher": BlockHasher(B),
+        "request": STRANGER,
+        "another of the same id": Request("a", range(9)),
+        "manager": ELSEWHERE,
+        "result": StepResult(0, Csr.empty(0)),
+        "blocks": KVCacheBlocks((np.array([1], np.int32),)),
+    }
 
 
-def made(value: object) -> object:
-    """What is used up when it is read is made anew each time."""
-    return value((1, 2)) if any(value is one for one in WRONG[-2:]) else value  # type: ignore[operator]  # callables
+def wrong() -> list[tuple[str, Any]]:
+    """Names and values, made anew."""
+    return [*wrong_values().items(), *more_values().items()]
 
 
 class World:
@@ -217,11 +235,6 @@ def problem_of(call: Callable[..., Any], valid: Valid, argument: str, value: obj
     return ""
 
 
-def summary(wrong: Sequence[str]) -> str:
-    """One line a call, argument and problem."""
-    return "\n".join({line.rpartition(", for ")[0]: line for line in wrong}.values())
-
-
 def behind(world: World) -> str:
     try:
         world.goes_on()
@@ -235,27 +248,23 @@ def behind(world: World) -> str:
 @pytest.mark.parametrize("surface", [cache_calls, scheduler_calls])
 def test_what_changes_something_takes_it_or_refuses_it_by_name(surface: Surface, layout: str, part: int) -> None:
     """In a world of its own for each value, which must go on behind it. part: of the values, others in each layout."""
-    wrong = []
+    problems = []
     mine = (part + list(CONFIGS).index(layout)) % PARTS
     for place, (_, names) in enumerate(surface(World(layout))):
         for at, argument in enumerate(names):
-            for value in WRONG[(place + at + mine) % PARTS :: PARTS]:
+            for name, value in wrong()[(place + at + mine) % PARTS :: PARTS]:
                 world = World(layout)
                 call, valid = next(one for i, one in enumerate(surface(world)) if i == place)
-                problem = problem_of(call, valid, argument, made(value), world)
+                problem = problem_of(call, valid, argument, value, world)
                 if problem:
-                    wrong.append(f"{call.__name__}({argument}=): {problem}, for {shown(value)}")
-    assert not wrong, summary(wrong)
+                    problems.append(f"{call.__name__}({argument}=): {problem}, for {name}")
+    assert not problems, "\n".join(problems)
 
 
 @pytest.mark.parametrize("surface", [request_calls, constructions])
 def test_what_makes_something_takes_it_or_refuses_it_by_name(surface: Surface) -> None:
-    world, wrong = World("natural"), []
+    world, problems = World("natural"), list[str]()
     for call, valid in surface(world):
-        for argument in valid:
-            for value in WRONG:
-                problem = problem_of(call, valid, argument, made(value))
-                if problem:
-                    wrong.append(f"{call.__name__}({argument}=): {problem}, for {shown(value)}")
-    assert not wrong, summary(wrong)
+        problems += [f"{call.__name__}: {line}" for line in unnamed_errors(call, valid, more_values)]
+    assert not problems, "\n".join(problems)
     assert not behind(world)

@@ -244,7 +244,7 @@ def test_a_plan_is_given_another_length() -> None:
     with pytest.raises(ConfigError, match="max_model_len 12 is below"):
         plan_with_length(summary, small, 12)
     tight = plan_for(Given([request(0, 5, 5, 2)]).summary(), MODEL, 100 * MiB)
-    with pytest.raises(CapacityError, match=r"50 blocks \(100 MiB\) hold one request of 784 tokens, but .* 9,100"):
+    with pytest.raises(CapacityError, match=r"50 slabs \(100 MiB\) hold one request of 784 tokens, but .* 9,100"):
         plan_with_length(summary, tight)
 
 

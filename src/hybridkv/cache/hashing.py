@@ -132,7 +132,9 @@ class BlockHasher:
         seed: str | None = None,
         root: bytes | None = None,
     ) -> None:
-        self.block_size = integer("the hash block, in tokens,", block_size, 1, MOST_COUNT)
+        self.block_size = integer("the hash block", block_size, most=MOST_COUNT)
+        if self.block_size < 1:
+            raise ConfigError(f"the hash block must be at least 1 token, got {block_size}")
         self.algorithm = algorithm
         self._digest = _digest_of(algorithm)
         size = len(self._digest(b"").digest())

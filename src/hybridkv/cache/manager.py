@@ -76,8 +76,8 @@ class KVCacheManager:
     ) -> None:
         instance("kv_cache_config", kv_cache_config, KVCacheConfig)
         max_model_len = integer("max_model_len", max_model_len, 1, MOST_COUNT)
-        dcp_world_size = integer("dcp_world_size", dcp_world_size, 1, MOST_COUNT)
-        pcp_world_size = integer("pcp_world_size", pcp_world_size, 1, MOST_COUNT)
+        dcp_world_size = integer("dcp_world_size", dcp_world_size, most=MOST_COUNT)
+        pcp_world_size = integer("pcp_world_size", pcp_world_size, most=MOST_COUNT)
         options = CacheOptions(
             max_model_len,
             enable_caching=flag("enable_caching", enable_caching),
@@ -87,7 +87,7 @@ class KVCacheManager:
             max_event_blocks=integer("max_event_blocks", max_event_blocks, 1),
             ranks=RequestLimits(max_model_len, dcp=dcp_world_size, pcp=pcp_world_size).cp,
             hasher=None if hasher is None else instance("hasher", hasher, BlockHasher),
-            retention=None if retention is None else integer("retention", retention, 0, MOST_COUNT),
+            retention=None if retention is None else integer("retention", retention, most=MOST_COUNT),
             max_pinned_blocks=integer("max_pinned_blocks", max_pinned_blocks, 0, MOST_COUNT),
             placement=placement,
             max_moved_bytes=None if max_moved_bytes is None else integer("max_moved_bytes", max_moved_bytes, 1),

@@ -63,7 +63,8 @@ class Model:
     dtype_from: str | None = None
 
     def __post_init__(self) -> None:
-        settle(self, text, "name", "model_type", "dtype")
+        settle(self, one_of(str), "name")  # a config may call itself anything: what is printed is escaped
+        settle(self, text, "model_type", "dtype")
         settle(self, each(one_of(Layer)), "layers")
         settle(self, or_none(integer), "max_model_len")
         settle(self, or_none(text), "dtype_from")
