@@ -240,7 +240,7 @@ class Request:
         ConfigError for fewer than the prompt's, more than are known, and, while the request holds blocks,
         fewer than are computed or published: those may be shared already. O(tokens forgotten).
         """
-        num_tokens = integer("num_tokens", num_tokens, 0, MOST_COUNT)
+        num_tokens = integer("num_tokens", num_tokens, most=MOST_COUNT)
         known, computed = self.num_tokens, self.num_computed_tokens
         held = 0 if self._rows is None else self._rows.least_tokens(self.row)
         least = max(self.num_prompt_tokens, min(held, known))
