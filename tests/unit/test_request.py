@@ -35,7 +35,7 @@ class CountingHasher(BlockHasher):
 def test_end_tokens_are_token_ids(token: int) -> None:
     with pytest.raises(ConfigError, match="stop_token_ids must lie in"):
         SamplingParams(stop_token_ids=(1, token))
-    with pytest.raises(ConfigError, match="eos_token_ids must (not be negative|be at most 2147483647)"):
+    with pytest.raises(ConfigError, match=r"eos_token_ids must (not be negative|be at most 2147483647)"):
         Request("a", [1], eos_token_ids=(token,))
 
 
