@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from hybridkv.arguments import instance, instances, integer, text
 from hybridkv.errors import ConfigError
+from hybridkv.frozen import check_fields
 from hybridkv.units import MOST_COUNT
 
 Extra = tuple[tuple[object, ...], ...]
@@ -65,8 +66,9 @@ class MultimodalItem:
         if _is_empty(self.id):
             raise ConfigError("a multimodal item needs an id that names its content, such as a digest of it")
         text("id of a multimodal item", self.id)
-        for name in ("offset", "length"):
-            object.__setattr__(self, name, integer(f"{name} of multimodal item {self.id!r}", getattr(self, name)))
+        check_fields(
+            self, lambda name, value: integer(f"{name} of multimodal item {self.id!r}", value), "offset", "length"
+        )
         if self.offset < 0 or self.length < 1:
             raise ConfigError(
                 f"multimodal item {self.id!r} covers {self.length} tokens from {self.offset}: "
@@ -86,7 +88,7 @@ class EncoderInput:
             raise ConfigError("an encoder input needs a digest of its content: equal content, equal digest")
         if not isinstance(self.digest, bytes):
             text("digest of an encoder input", self.digest)
-        object.__setattr__(self, "num_tokens", integer("num_tokens of an encoder input", self.num_tokens))
+        check_fields(self, lambda name, value: integer(f"{name} of an encoder input", value), "num_tokens")
         if self.num_tokens < 1:
             raise ConfigError(f"an encoder input needs at least 1 token, got {self.num_tokens}")
 

@@ -15,7 +15,7 @@ Check = Callable[[str, object], object]
 """As those of hybridkv.arguments: the value, or ConfigError that names it."""
 
 
-def settle(owner: object, check: Check, *names: str) -> None:
+def check_fields(owner: object, check: Check, *names: str) -> None:
     """The fields ``names`` of ``owner``, each as ``check`` makes of it."""
     for name in names:
         given = getattr(owner, name)

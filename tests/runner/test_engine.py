@@ -186,7 +186,7 @@ def test_plans_of_other_models_and_too_little_memory() -> None:
         plan_for(llama, [5000])
     with pytest.raises(ConfigError, match="no prompts"):
         plan_for(llama, [])
-    with pytest.raises(ConfigError, match="in_flight must be 1 or 2"):
+    with pytest.raises(ConfigError, match="in_flight must be at most 2"):
         EngineOptions(in_flight=3)
 
 

@@ -168,7 +168,7 @@ def test_bad_lines_are_counted_on_demand(tmp_path: Path, here: Call) -> None:
         (("--model", "tiny:llama", "--max-running", "0"), "max_running must be at least 1"),
         (("--model", "tiny:llama", "--token-budget", "-3"), "token_budget must be at least 1"),
         (("--model", "tiny:llama", "--repeat", "0"), "--repeat must be at least 1"),
-        (("--model", "tiny:llama", "--in-flight", "3"), "in_flight must be 1 or 2"),
+        (("--model", "tiny:llama", "--in-flight", "3"), "in_flight must be at most 2"),
         (("--model", "tiny:llama", "--prompts", "no/such/file"), "cannot read the prompts in no/such/file"),
         (
             ("--model", "tiny:mamba", "--layout", "reference", "--placement", "ends"),

@@ -137,7 +137,10 @@ class BlockKeys:
         index = self.indexes[group]
         index.additions += 1
         gone = index.partial.add(parent, Tail(tokens, block))
-        if gone is None or gone in index.partial or self.key_of(gone) is not None:
+        if gone is None:
+            return None
+        if gone in index.partial or self.key_of(gone) is not None:
+            self._note_lost(np.array([gone], np.int32))  # one of its keys: hits that rest on it are looked up anew
             return None
         self.lost[group] += 1
         self._wipe(np.array([gone], np.int32))
@@ -190,6 +193,10 @@ class BlockKeys:
         self._group[where] = _NO_GROUP
         self._step[where] = WRITTEN
         self._passing.difference_update(ids.tolist() if self._passing else ())
+        self._note_lost(ids)
+
+    def _note_lost(self, ids: Int32) -> None:
+        """``ids`` lost a key each, just now."""
         self.evictions += len(ids)
         self._lost_at[ids] = _wrapped(self.evictions)
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from hybridkv.arguments import integer, text
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import each, one_of, or_none, settle
+from hybridkv.frozen import check_fields, each, one_of, or_none
 from hybridkv.specs import Keeps, KVCacheSpec
 
 MOST_LAYERS: Final = 4096
@@ -27,9 +27,9 @@ class Layer:
     index: int
 
     def __post_init__(self) -> None:
-        settle(self, text, "name")
-        settle(self, one_of(KVCacheSpec), "spec")
-        settle(self, integer, "index")
+        check_fields(self, text, "name")
+        check_fields(self, one_of(KVCacheSpec), "spec")
+        check_fields(self, integer, "index")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,13 @@ class Model:
     dtype_from: str | None = None
 
     def __post_init__(self) -> None:
-        settle(self, one_of(str), "name")  # a config may call itself anything: what is printed is escaped
-        settle(self, text, "model_type", "dtype")
-        settle(self, each(one_of(Layer)), "layers")
-        settle(self, or_none(integer), "max_model_len")
-        settle(self, or_none(text), "dtype_from")
-        settle(self, integer, "vocab_size", "parameters", "active_parameters", "block_size", "tp")
-        settle(self, integer, "max_encoder_tokens", "num_speculative_tokens")
+        check_fields(self, one_of(str), "name")  # a config may call itself anything: what is printed is escaped
+        check_fields(self, text, "model_type", "dtype")
+        check_fields(self, each(one_of(Layer)), "layers")
+        check_fields(self, or_none(integer), "max_model_len")
+        check_fields(self, or_none(text), "dtype_from")
+        check_fields(self, integer, "vocab_size", "parameters", "active_parameters", "block_size", "tp")
+        check_fields(self, integer, "max_encoder_tokens", "num_speculative_tokens")
         if not self.layers:
             raise ConfigError(f"{self.name} has no layer that keeps anything in the cache")
         if len(self.layers) > 2 * MOST_LAYERS:  # a decoder layer may keep two things

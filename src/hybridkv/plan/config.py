@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from hybridkv.arguments import flag, integer
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import each, one_of, or_none, settle
+from hybridkv.frozen import check_fields, each, one_of, or_none
 from hybridkv.plan.slabs import SlabLayout
 from hybridkv.specs import KVCacheSpec
 from hybridkv.units import MOST_COUNT, format_count
@@ -40,8 +40,8 @@ class KVCacheTensor:
     block_stride_bytes: int
 
     def __post_init__(self) -> None:
-        settle(self, integer, "size", "offset_bytes", "block_stride_bytes")
-        settle(self, each(one_of(str)), "shared_by")
+        check_fields(self, integer, "size", "offset_bytes", "block_stride_bytes")
+        check_fields(self, each(one_of(str)), "shared_by")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ class KVCacheGroupSpec:
     is_eagle_group: bool = False
 
     def __post_init__(self) -> None:
-        settle(self, each(one_of(str)), "layer_names")
-        settle(self, one_of(KVCacheSpec), "spec")
-        settle(self, flag, "is_eagle_group")
+        check_fields(self, each(one_of(str)), "layer_names")
+        check_fields(self, one_of(KVCacheSpec), "spec")
+        check_fields(self, flag, "is_eagle_group")
         if not self.layer_names:
             raise ConfigError("a group needs at least one layer")
 
@@ -87,10 +87,10 @@ class KVCacheConfig:
     slabs: SlabLayout | None = None
 
     def __post_init__(self) -> None:
-        settle(self, integer, "num_blocks")
-        settle(self, each(one_of(KVCacheTensor)), "tensors")
-        settle(self, each(one_of(KVCacheGroupSpec)), "groups")
-        settle(self, or_none(one_of(SlabLayout)), "slabs")
+        check_fields(self, integer, "num_blocks")
+        check_fields(self, each(one_of(KVCacheTensor)), "tensors")
+        check_fields(self, each(one_of(KVCacheGroupSpec)), "groups")
+        check_fields(self, or_none(one_of(SlabLayout)), "slabs")
         if self.num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1 (the null block), got {self.num_blocks}")
         if not self.groups:

@@ -9,7 +9,7 @@ from typing import Final
 
 from hybridkv.arguments import flag, instance, integer
 from hybridkv.errors import CapacityError, ConfigError
-from hybridkv.frozen import one_of, or_none, settle
+from hybridkv.frozen import check_fields, one_of, or_none
 from hybridkv.models import Model
 from hybridkv.plan.capacity import (
     Capacity,
@@ -55,12 +55,12 @@ class Plan:
     states_kept: str | None = None
 
     def __post_init__(self) -> None:
-        settle(self, one_of(Model), "model")
-        settle(self, one_of(KVCacheConfig), "config")
-        settle(self, integer, "memory_bytes")
-        settle(self, one_of(RequestLimits), "limits")
-        settle(self, one_of(str), "layout")
-        settle(self, or_none(one_of(str)), "states_kept")
+        check_fields(self, one_of(Model), "model")
+        check_fields(self, one_of(KVCacheConfig), "config")
+        check_fields(self, integer, "memory_bytes")
+        check_fields(self, one_of(RequestLimits), "limits")
+        check_fields(self, one_of(str), "layout")
+        check_fields(self, or_none(one_of(str)), "states_kept")
 
     @property
     def max_model_len(self) -> int:

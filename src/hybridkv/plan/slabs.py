@@ -15,7 +15,7 @@ from typing import Final
 
 from hybridkv.arguments import integer
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import each, one_of, settle
+from hybridkv.frozen import check_fields, each, one_of
 
 ALIGNMENT_BYTES: Final = 256
 """Every page starts on a multiple of this: what cudaMalloc guarantees of an address."""
@@ -33,8 +33,8 @@ class SlabClass:
     groups: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        settle(self, integer, "block_bytes", "blocks_per_slab")
-        settle(self, each(integer), "groups")
+        check_fields(self, integer, "block_bytes", "blocks_per_slab")
+        check_fields(self, each(integer), "groups")
         if self.block_bytes < 1 or self.blocks_per_slab < 1 or not self.groups:
             raise ConfigError(
                 f"a class of slabs needs a group and at least one block of one byte, got {len(self.groups)} groups, "
@@ -57,9 +57,9 @@ class SlabLayout:
     kernel_blocks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        settle(self, integer, "slab_bytes", "num_slabs")
-        settle(self, each(one_of(SlabClass)), "classes")
-        settle(self, each(integer), "kernel_blocks")
+        check_fields(self, integer, "slab_bytes", "num_slabs")
+        check_fields(self, each(one_of(SlabClass)), "classes")
+        check_fields(self, each(integer), "kernel_blocks")
         if self.num_slabs < 1:
             raise ConfigError(f"num_slabs must be at least 1 (the null slab), got {self.num_slabs}")
         if sorted(group for one in self.classes for group in one.groups) != list(range(len(self.kernel_blocks))):

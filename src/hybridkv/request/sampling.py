@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, Final
 
 from hybridkv.arguments import flag, integer, real, text
 from hybridkv.errors import ConfigError
+from hybridkv.frozen import Check, check_fields, or_none
 from hybridkv.request.token_ids import MAX_TOKEN_ID, check_ids, is_number
 from hybridkv.units import shown
 
@@ -53,33 +54,21 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, (typed, least, most, rule) in _NUMBERS.items():
-            given = getattr(self, name)
-            value = typed(name, given)
-            if value is None:
-                continue
-            if not least <= value <= most:
+            check_fields(self, typed, name)
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
                 raise ConfigError(f"{name} must be {rule}, got {shown(value)}")
-            self._put(name, given, value)
         if 0 < self.temperature < _LEAST_TEMPERATURE:
             raise ConfigError(
                 f"temperature must be 0 (greedy), or {_LEAST_TEMPERATURE} or more, got {self.temperature}"
             )
-        self._put("stop", self.stop, _strings("stop", self.stop))
-        self._put("stop_token_ids", self.stop_token_ids, _ids("stop_token_ids", self.stop_token_ids))
-        self._put("ignore_eos", self.ignore_eos, flag("ignore_eos", self.ignore_eos))
-
-    def _put(self, name: str, given: object, value: object) -> None:
-        """Replace what was given by what it was taken for."""
-        if value is not given:
-            object.__setattr__(self, name, value)
+        check_fields(self, _strings, "stop")
+        check_fields(self, _ids, "stop_token_ids")
+        check_fields(self, flag, "ignore_eos")
 
     def of_branch(self, number: int) -> SamplingParams:
         """Those of the ``number``-th branch of a request: one output, by a seed of its own."""
         return replace(self, n=1, seed=self.seed + number)
-
-
-def _optional(name: str, value: object) -> int | None:
-    return None if value is None else integer(name, value)
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:
@@ -108,8 +97,8 @@ def _items(value: object) -> tuple[Any, ...] | None:
     return tuple(value)
 
 
-_LOGPROBS: Final = (_optional, 0, MAX_TOKEN_ID, "0 or more and below 2**31, or None (off)")
-_NUMBERS: Final[Mapping[str, tuple[Callable[[str, object], float | None], float, float, str]]] = {
+_LOGPROBS: Final = (or_none(integer), 0, MAX_TOKEN_ID, "0 or more and below 2**31, or None (off)")
+_NUMBERS: Final[Mapping[str, tuple[Check, float, float, str]]] = {
     "temperature": (real, 0, math.inf, "0 (greedy) or more"),
     "top_k": (integer, 0, MAX_TOKEN_ID, "0 (off) or more, below 2**31"),
     "top_p": (real, math.ulp(0), 1, "above 0 and at most 1 (off)"),

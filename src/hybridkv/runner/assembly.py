@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from hybridkv.arguments import flag, integer
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.placement import placement_of
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import settle
+from hybridkv.frozen import check_fields
 from hybridkv.plan import Plan
-from hybridkv.runner.inputs import require_count
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.planning import plan_within
 from hybridkv.runner.probe import planner_model
@@ -33,11 +33,9 @@ class EngineOptions:
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        require_count(max_running=self.max_running, token_budget=self.token_budget)
-        settle(self, integer, "in_flight")
-        settle(self, flag, "prefix_caching")
-        if self.in_flight not in (1, 2):
-            raise ConfigError(f"in_flight must be 1 or 2, got {self.in_flight}")
+        check_fields(self, partial(integer, least=1), "max_running", "token_budget")
+        check_fields(self, partial(integer, least=1, most=2), "in_flight")
+        check_fields(self, flag, "prefix_caching")
 
 
 class Parts(NamedTuple):

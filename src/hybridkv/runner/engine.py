@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 from transformers import PreTrainedModel
 
-from hybridkv.arguments import instance
+from hybridkv.arguments import instance, text
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.frozen import one_of, or_none
 from hybridkv.plan import Plan
@@ -36,7 +36,6 @@ from hybridkv.runner.inputs import (
     require_callable,
     require_drafter,
     require_sampling,
-    require_text,
 )
 from hybridkv.runner.load import LoadedModel, own_mode
 from hybridkv.runner.logprobs import TokenLogprob
@@ -232,7 +231,8 @@ class Engine:
         """A request and its branches, queued."""
         self._require_open()
         require_sampling(sampling)
-        require_text(request_id=request_id, cache_salt=cache_salt)
+        for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
+            or_none(text)(name, value)
         params = sampling if sampling is not None else SamplingParams()
         ids = encode(self.loaded, self.loaded.decoder_start if feed is not None and is_empty(prompt) else prompt)
         tokenizer = self.loaded.tokenizer

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from hybridkv.arguments import instance
+from hybridkv.arguments import instance, text
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request, SamplingParams, token_array
 from hybridkv.runner.load import LoadedModel, wrap
@@ -60,20 +60,6 @@ def require_sampling(sampling: object) -> None:
 
 def _no_sampling(given: object) -> NoReturn:
     raise ConfigError(f"sampling must be SamplingParams or None, got {_kind(given)}")
-
-
-def require_text(**values: object) -> None:
-    """Raise ConfigError, naming it, for a value that is neither text nor None."""
-    for name, value in values.items():
-        if not isinstance(value, str | None):
-            raise ConfigError(f"{name} must be text or None, got {_kind(value)}")
-
-
-def require_count(**values: object) -> None:
-    """Raise ConfigError, naming it, for a value that is no integer of at least 1."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} must be at least 1, a whole number, got {_kind(value)}")
 
 
 def require_callable(**values: object) -> None:
@@ -127,8 +113,8 @@ def encode(
     instance("the loaded model", loaded, LoadedModel)
     instance("what", what, str)
     if isinstance(prompt, str):
-        if not _is_unicode(prompt):
-            raise ConfigError(f"the {what} has surrogates alone, which are no text: decode it another way")
+        if prompt:
+            text(f"the {what}", prompt)
         if loaded.tokenizer is None:
             raise ConfigError(f"a {what} of text needs a tokenizer: load the model with one, or give token ids")
         ids = [int(one) for one in loaded.tokenizer.encode(prompt)]
@@ -142,14 +128,6 @@ def encode(
             f"token id {wrong[0]} lies outside the vocabulary of {loaded.name}: ids are 0 .. {loaded.vocab_size - 1}"
         )
     return ids
-
-
-def _is_unicode(prompt: str) -> bool:
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _token_ids(prompt: object, what: str) -> list[int]:

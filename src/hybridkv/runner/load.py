@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from hybridkv.arguments import flag, instance, integer, text
 from hybridkv.errors import ConfigError, UnsupportedModelError
-from hybridkv.frozen import each, settle
+from hybridkv.frozen import check_fields, each
 from hybridkv.models import read_model
 from hybridkv.models.quantization import kv_dtype
 from hybridkv.runner.encoder_decoder import auto_class
@@ -42,12 +42,12 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        settle(self, text, "name")
+        check_fields(self, text, "name")
         require_model(self.model)
         missing = [one for one in ("encode", "decode") if not callable(getattr(self.tokenizer, one, None))]
         if self.tokenizer is not None and missing:
             raise ConfigError(f"the tokenizer must have {' and '.join(missing)}, got {shown(self.tokenizer)}")
-        settle(self, each(integer), "eos_token_ids")
+        check_fields(self, each(integer), "eos_token_ids")
 
     @property
     def decoder_start(self) -> list[int]:

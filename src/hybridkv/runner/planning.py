@@ -12,7 +12,6 @@ from hybridkv.frozen import one_of, or_none
 from hybridkv.plan import Plan, make_plan
 from hybridkv.plan.capacity import longest_that, unit_bytes, units_for
 from hybridkv.plan.planner import DEFAULT_LAYOUT, NATURAL
-from hybridkv.runner.inputs import require_count
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.probe import planner_model
 from hybridkv.specs import Keeps
@@ -43,7 +42,7 @@ def plan_within(
     """
     instance("the loaded model", loaded, LoadedModel)
     if max_model_len is not None:
-        require_count(max_model_len=max_model_len)
+        max_model_len = integer("max_model_len", max_model_len, 1)
     model = planner_model(
         loaded.model, block_size=block_size, name=loaded.name, num_speculative_tokens=num_speculative_tokens
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Final, Literal
 
 from hybridkv.arguments import flag, integer, real
 from hybridkv.errors import ConfigError
+from hybridkv.frozen import check_fields
 from hybridkv.request import Request
 from hybridkv.step import Csr
 from hybridkv.units import MOST_COUNT, shown
@@ -38,7 +40,7 @@ class SchedulerLimits:
 
     def __post_init__(self) -> None:
         for name, least, most in _COUNTS:
-            object.__setattr__(self, name, integer(name, getattr(self, name), least, most))
+            check_fields(self, partial(integer, least=least, most=most), name)
         real("max_overtaken_seconds", self.max_overtaken_seconds)
         if self.max_overtaken_seconds < 0:
             raise ConfigError(f"max_overtaken_seconds must not be negative, got {self.max_overtaken_seconds}")

@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 
 from hybridkv.arguments import integer
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import or_none, settle
+from hybridkv.frozen import check_fields, or_none
 from hybridkv.specs.base import Keeps, KVCacheSpec
 from hybridkv.specs.limits import RequestLimits
 from hybridkv.units import ceil_div, dtype_bytes, dtype_name
@@ -30,8 +30,8 @@ class AttentionSpec(KVCacheSpec):
 
     def __post_init__(self) -> None:
         super(AttentionSpec, self).__post_init__()
-        settle(self, integer, "num_kv_heads", "head_size")
-        settle(self, or_none(integer), "head_size_v")
+        check_fields(self, integer, "num_kv_heads", "head_size")
+        check_fields(self, or_none(integer), "head_size_v")
         for name in ("num_kv_heads", "head_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -65,7 +65,7 @@ class FullAttentionSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super(FullAttentionSpec, self).__post_init__()
-        settle(self, or_none(integer), "sliding_window", "attention_chunk_size")
+        check_fields(self, or_none(integer), "sliding_window", "attention_chunk_size")
 
     @property
     def uniform_key(self) -> Hashable:
@@ -138,7 +138,7 @@ class SinkFullAttentionSpec(FullAttentionSpec):
 
     def __post_init__(self) -> None:
         super(SinkFullAttentionSpec, self).__post_init__()
-        settle(self, integer, "sink_len")
+        check_fields(self, integer, "sink_len")
         if self.sink_len < 1:
             raise ConfigError(
                 f"sink_len must be at least 1 token, got {self.sink_len}: without a sink, use full attention"
@@ -159,7 +159,7 @@ class SlidingWindowSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super(SlidingWindowSpec, self).__post_init__()
-        settle(self, integer, "sliding_window")
+        check_fields(self, integer, "sliding_window")
         if self.sliding_window < 1:
             raise ConfigError(f"sliding_window must be at least 1 token, got {self.sliding_window}")
 
@@ -201,7 +201,7 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super(ChunkedLocalAttentionSpec, self).__post_init__()
-        settle(self, integer, "attention_chunk_size")
+        check_fields(self, integer, "attention_chunk_size")
         if self.attention_chunk_size < 1:
             raise ConfigError(f"attention_chunk_size must be at least 1 token, got {self.attention_chunk_size}")
 

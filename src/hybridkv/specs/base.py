@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 
 from hybridkv.arguments import integer
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import or_none, settle
+from hybridkv.frozen import check_fields, or_none
 from hybridkv.specs.limits import RequestLimits
 
 
@@ -41,8 +41,8 @@ class KVCacheSpec(ABC):
     page_size_padded: int | None = None
 
     def __post_init__(self) -> None:
-        settle(self, integer, "block_size")
-        settle(self, or_none(integer), "page_size_padded")
+        check_fields(self, integer, "block_size")
+        check_fields(self, or_none(integer), "page_size_padded")
         if self.block_size < 1:
             raise ConfigError(f"block_size must be at least 1 token, got {self.block_size}")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hybridkv.arguments import integer
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import settle
+from hybridkv.frozen import check_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class RequestLimits:
     num_speculative_tokens: int = 0
 
     def __post_init__(self) -> None:
-        settle(self, integer, *RequestLimits.__slots__)
+        check_fields(self, integer, *RequestLimits.__slots__)
         for name in ("max_model_len", "dcp", "pcp"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -9,7 +9,7 @@ from typing import ClassVar, Final
 
 from hybridkv.arguments import integer
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import each, one_of, settle
+from hybridkv.frozen import check_fields, each, one_of
 from hybridkv.specs.base import Keeps, KVCacheSpec
 from hybridkv.specs.limits import RequestLimits
 from hybridkv.units import ceil_div, dtype_bytes, dtype_name
@@ -39,10 +39,10 @@ class MambaSpec(KVCacheSpec):
 
     def __post_init__(self) -> None:
         super(MambaSpec, self).__post_init__()
-        settle(self, each(each(integer)), "shapes")
-        settle(self, each(lambda _, dtype: dtype_name(dtype)), "dtypes")
-        settle(self, integer, "num_speculative_blocks")
-        settle(self, one_of(str), "mamba_type", "cache_mode")
+        check_fields(self, each(each(integer)), "shapes")
+        check_fields(self, each(lambda _, dtype: dtype_name(dtype)), "dtypes")
+        check_fields(self, integer, "num_speculative_blocks")
+        check_fields(self, one_of(str), "mamba_type", "cache_mode")
         if not self.shapes or len(self.shapes) != len(self.dtypes):
             raise ConfigError(
                 f"{len(self.shapes)} state shapes and {len(self.dtypes)} dtypes: give one dtype for each shape"

@@ -8,7 +8,7 @@ from typing import Self
 
 from hybridkv.arguments import instance
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import each, settle
+from hybridkv.frozen import check_fields, each
 from hybridkv.specs.base import Keeps, KVCacheSpec
 from hybridkv.specs.limits import RequestLimits
 from hybridkv.units import shown
@@ -25,7 +25,7 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
 
     def __post_init__(self) -> None:
         super(UniformTypeKVCacheSpecs, self).__post_init__()
-        settle(self, each(_named_spec), "layers")
+        check_fields(self, each(_named_spec), "layers")
         if self.page_size_padded is not None:
             raise ConfigError("the pages of a uniform type are padded layer by layer: drop page_size_padded")
         if not self.is_uniform_type(self.kv_cache_specs) or self.block_size != self.layers[0][1].block_size:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hybridkv.arguments import integer
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import each, one_of, settle
+from hybridkv.frozen import check_fields, each, one_of
 from hybridkv.request import Request
 from hybridkv.runner.drafters.drafter import checked_count
 
@@ -43,7 +43,7 @@ class NgramDrafter:
     min_ngram: int = 2
 
     def __post_init__(self) -> None:
-        settle(self, integer, "num_speculative_tokens", "max_ngram", "min_ngram")
+        check_fields(self, integer, "num_speculative_tokens", "max_ngram", "min_ngram")
         checked_count(self.num_speculative_tokens)
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ConfigError(f"n-grams need 1 <= min_ngram <= max_ngram, got {self.min_ngram} and {self.max_ngram}")
