@@ -21,17 +21,20 @@ def append_tokens(requests: Sequence[Request], tokens: Sequence[int] | NDArray[n
     One batch when all of them hold blocks of one manager, else one by one. ConfigError, and nothing appended, when the
     numbers differ and for what is no token id; HashError where blocks could not be hashed: all others have theirs.
     """
-    instances("requests", requests, Request)
     ids = np.frombuffer(token_array(tokens), np.int32)
+    try:
+        home = requests[0]._rows if requests else None
+        rows = [] if home is None else [request.row for request in requests if request._rows is home]
+    except (AttributeError, TypeError, LookupError):
+        instances("requests", requests, Request)  # says what is none
+        raise
     if len(requests) != len(ids):
         raise ConfigError(f"{len(requests)} requests but {len(ids)} tokens: give one token to each request")
-    home = requests[0]._rows if requests else None
-    rows = [] if home is None else [request.row for request in requests if request._rows is home]
     if home is not None and len(rows) == len(requests):
         failed = list(home.append(np.fromiter(rows, np.int64, len(rows)), ids).values())
     else:
         failed = []
-        for request, token in zip(requests, ids.tolist(), strict=True):
+        for request, token in zip(instances("requests", requests, Request), ids.tolist(), strict=True):
             try:
                 request.append(token)
             except HashError as error:
@@ -104,12 +107,13 @@ class RequestRows:
     def append_one(self, row: int, token: int) -> None:
         """One token behind the known ones of ``row``. HashError, and nothing appended, if it fills a block in vain."""
         n = self.num_tokens.item(row)
-        if (n + 1) % self.tail_tokens:
-            self.tail[row, n % self.tail_tokens] = token
-            self.num_tokens[row] = n + 1
-            return
-        for error in self.append(np.array([row]), np.array([token], np.int32)).values():
-            raise error
+        place = n % self.tail_tokens
+        if place == self.tail_tokens - 1:
+            failed = self._fill(np.array([row]), np.array([token], np.int32))
+            if failed:
+                raise failed[row]
+        self.tail[row, place] = token
+        self.num_tokens[row] = n + 1
 
     def append(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> dict[int, HashError]:
         """``tokens[i]`` behind the known ones of ``rows[i]``; rows distinct. Rows that complete a block are hashed.
@@ -119,7 +123,7 @@ class RequestRows:
         n = self.num_tokens[rows]
         place = n % self.tail_tokens
         n += 1
-        whole = np.flatnonzero(n % self.tail_tokens == 0)
+        whole = np.flatnonzero(place == self.tail_tokens - 1)
         failed = dict[int, HashError]()
         if whole.size:
             failed = self._fill(rows[whole], tokens[whole])
@@ -191,17 +195,10 @@ class RequestRows:
         blocks = self.tail[rows]
         blocks[:, -1] = tokens
         owners = self.owners(rows)
-        hashed = [place for place, request in enumerate(owners) if request.hasher is not None]
-        keys = _hashed([owners[place] for place in hashed], blocks if len(hashed) == len(rows) else blocks[hashed])
-        failed = dict[int, HashError]()
-        for place, key in zip(hashed, keys, strict=True):
-            if isinstance(key, HashError):
-                failed[owners[place].row] = key
-            else:
-                owners[place].hashes.append(key)
+        failed = _hash_blocks(owners, blocks)
         octets, size = blocks.tobytes(), blocks.itemsize * self.tail_tokens
         for i, request in enumerate(owners):
-            if request.row not in failed:
+            if not failed or request.row not in failed:
                 request._tokens.frombytes(octets[i * size : (i + 1) * size])
         return failed
 
@@ -213,22 +210,28 @@ class RequestRows:
         self._free = list(range(old, new))
 
 
-def _hashed(owners: Sequence[Request], blocks: NDArray[np.int32]) -> Sequence[bytes | HashError]:
-    """The hash of one more block of each of ``owners``, or why there is none.
+def _hash_blocks(owners: Sequence[Request], blocks: NDArray[np.int32]) -> dict[int, HashError]:
+    """The hash of one more block to each of ``owners``, of one manager; the rows that have none, and why.
 
     In one call; one by one where the hasher fails on them together.
     """
-    hasher = owners[0].hasher if owners else None  # one for all requests of a manager
+    hasher = owners[0].hasher  # that of the manager
     if hasher is None:
-        return ()
+        return {}
     parents = [request.hashes[-1] if request.hashes else None for request in owners]
     extras = [None if request._extras is None else _next_extra(request, request._extras) for request in owners]
     try:
-        return hasher.hash_rows(parents, blocks, extras)
+        hashed = list(zip(owners, hasher.hash_rows(parents, blocks, extras), strict=True))
     except Exception as error:  # noqa: BLE001 - whatever it is, it is not every request's
         if len(owners) == 1:
-            return [hash_error(owners[0].request_id, error)]
-    return [key for i, request in enumerate(owners) for key in _hashed([request], blocks[i : i + 1])]
+            return {owners[0].row: hash_error(owners[0].request_id, error)}
+        failed = dict[int, HashError]()
+        for i, request in enumerate(owners):
+            failed |= _hash_blocks([request], blocks[i : i + 1])
+        return failed
+    for request, key in hashed:
+        request.hashes.append(key)
+    return {}
 
 
 def _next_extra(request: Request, extras: ExtraKeys) -> Extra | None:

@@ -45,7 +45,7 @@ class Checkpoints:
         placement: Placement | None,
     ) -> None:
         keeps = placement is not None and placement.keeps_states
-        self._groups = tuple(groups) if keeps else ()
+        self.groups = tuple(groups) if keeps else ()
         self._num_groups = num_groups
         self._pool = pool
         self._log = log
@@ -60,7 +60,7 @@ class Checkpoints:
 
     def begin(self, request: Request, hit_tokens: int, computed_tokens: int) -> None:
         """``request`` has a row and goes on behind ``computed_tokens``, of which ``hit_tokens`` were hit."""
-        if not self._groups:
+        if not self.groups:
             return
         row = request.row
         self._next = grown(self._next, row + 1, NEVER)
@@ -88,15 +88,13 @@ class Checkpoints:
 
     def _placement_of(self, request: Request) -> Placement | None:
         """What says where states of ``request`` are kept; None where none are."""
-        return self._placement if self._groups and request.writes_prefix_cache else None
+        return self._placement if self.groups and request.writes_prefix_cache else None
 
     def store(self, requests: Sequence[Request | None], rows: Int64, computed: Int64, end: Int64) -> None:
         """A block for every stop in computed .. end of each row, in order. O(rows) in array operations.
 
         And for those that accepted drafts passed before.
         """
-        if not self._groups:
-            return
         due = end >= self._next[rows]
         if self._late:
             due |= np.isin(rows, list(self._late))
@@ -117,7 +115,7 @@ class Checkpoints:
 
         States at stops among them lie in the row, each in a column of its own; the one behind them all in the first.
         """
-        if not self._groups:
+        if not self.groups:
             return
         for place in np.flatnonzero(certain + kept >= self._next[rows]).tolist():
             request, start, count = requests[rows.item(place)], certain.item(place), kept.item(place)
@@ -129,7 +127,7 @@ class Checkpoints:
             self._next[request.row] = self._next_stop(request, start + count)
 
     def _store_one(self, request: Request, tokens: int, column: int | None = None) -> None:
-        lacking = [group for group in self._groups if group.view(request).labelled(tokens) is None]
+        lacking = [group for group in self.groups if group.view(request).labelled(tokens) is None]
         if not lacking:
             return
         needs = [0] * self._num_groups
@@ -171,7 +169,7 @@ class Checkpoints:
 
         States at stops among its last accepted drafts are kept, too.
         """
-        if not self._groups or self._placement is None:
+        if not self.groups or self._placement is None:
             return
         for stop, column in self._late.pop(request.row, ()):
             self._keep_column(request, stop, column, passing=self._placement.is_passing(request, stop))
@@ -180,7 +178,7 @@ class Checkpoints:
 
     def _keep_column(self, request: Request, tokens: int, column: int, *, passing: bool) -> None:
         """The state after ``tokens`` tokens, which lies in ``column``, stays where it is."""
-        lacking = [group for group in self._groups if group.view(request).labelled(tokens) is None]
+        lacking = [group for group in self.groups if group.view(request).labelled(tokens) is None]
         for group in lacking:
             block = group.rows.cells.item(group.rows.origin.item(request.row) + column)
             self._publish(group, request, tokens, block, WRITTEN)
@@ -194,6 +192,6 @@ class Checkpoints:
         consumed = self._consumed.get(request.row, 0)
         if not consumed or tokens <= consumed:
             return
-        found = [group.view(request).labelled(consumed) for group in self._groups]
+        found = [group.view(request).labelled(consumed) for group in self.groups]
         if self._pool.pass_by([block for block in found if block is not None]):
             del self._consumed[request.row]

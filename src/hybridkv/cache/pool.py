@@ -269,7 +269,7 @@ class BlockPool:
         Those without holder become free: without key to the front in the given order, with key to the back.
         BlockError for a foreign id, the null block or a block that nobody holds; then nothing changes.
         """
-        self.refuse_foreign(ordered)
+        _require_ids(ordered)
         if not ordered.size:
             return
         ids = ordered.astype(np.int64)
@@ -300,8 +300,9 @@ class BlockPool:
         """
         if not instances("parts", parts, np.ndarray):
             return
-        for part in parts:
-            self.refuse_foreign(part)
+        if not {(part.dtype.kind, part.ndim) for part in parts} <= {("i", 1), ("u", 1)}:
+            for part in parts:
+                _require_ids(part)
         ids = np.concatenate(parts).astype(np.int64)
         if not ids.size:
             return
@@ -318,6 +319,7 @@ class BlockPool:
 
     def _held(self, ids: NDArray[np.int64]) -> Int32:
         """How many rows hold each of ``ids``; BlockError unless all are the pool's and held."""
+        self._refuse_foreign(ids)
         held: Int32 = self._ref[ids]
         if np.minimum.reduce(held) < 1:
             raise BlockError(f"double free of block {int(ids[held < 1][0])}: nobody holds it")
@@ -325,8 +327,7 @@ class BlockPool:
 
     def refuse_foreign(self, ids: Int32) -> None:
         """BlockError unless ``ids`` is an array of blocks of this pool, the null block not among them."""
-        if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or ids.ndim != 1:
-            raise BlockError(f"blocks must be an integer array of ids, got {shown(ids)}")
+        _require_ids(ids)
         if ids.size:
             self._refuse_foreign(ids)
 
@@ -419,3 +420,9 @@ class BlockPool:
     def take_events(self) -> list[KVCacheEvent]:
         """Events since the last call, oldest first; empty when they are off."""
         return self.keys.take_events()
+
+
+def _require_ids(ids: object) -> None:
+    """BlockError unless it is an array that may be of block ids."""
+    if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or ids.ndim != 1:
+        raise BlockError(f"blocks must be an integer array of ids, got {shown(ids)}")

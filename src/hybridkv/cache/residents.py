@@ -67,8 +67,13 @@ class Residents:
 
     def rows_held(self, given: Int64 | Sequence[int]) -> Int64:
         """``given`` as int64[n]. ConfigError for what are no rows, CacheError for one that nobody holds. O(n)."""
-        rows = integers("rows", given, 0)
-        if rows.size and (rows.max() >= len(self._next_event) or not self._next_event[rows].all()):
+        plain = isinstance(given, np.ndarray) and given.dtype == np.int64 and given.ndim == 1
+        rows = given if plain else integers("rows", given, 0)
+        if not rows.size:
+            return rows
+        most = np.maximum.reduce(rows.view(np.uint64))  # of a negative one, too
+        if most >= len(self._next_event) or not self._next_event[rows].all():
+            integers("rows", rows, 0)
             held = self.columns.requests
             free = next(row for row in rows.tolist() if row >= len(held) or held[row] is None)
             raise CacheError(f"row {free} is held by nobody: allocate slots for its request first")

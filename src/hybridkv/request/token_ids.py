@@ -25,7 +25,7 @@ def check_ids(ids: Iterable[int], what: str) -> None:
 
 def token_array(tokens: Sequence[int] | NDArray[np.integer]) -> array[int]:
     """A copy of ``tokens`` as 32-bit integers; ConfigError for ids that do not fit."""
-    if isinstance(tokens, bytes | bytearray | str | Mapping | AbstractSet | Iterator):
+    if type(tokens) is not list and isinstance(tokens, bytes | bytearray | str | Mapping | AbstractSet | Iterator):
         raise ConfigError(f"token ids must be a sequence of integers, got {type(tokens).__name__}: tokenize it first")
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):

@@ -64,7 +64,7 @@ def check_result(step: Step, result: StepResult) -> None:
     if len(sampled) != len(step.rows):
         raise WorkerError(f"step {step.id} has {len(step.rows)} rows, its result {len(sampled)}")
     indptr = sampled.indptr
-    if indptr[0] != 0 or indptr[-1] != len(sampled.values) or (np.diff(indptr) < 0).any():
+    if indptr[0] != 0 or indptr[-1] != len(sampled.values) or (indptr[1:] < indptr[:-1]).any():
         raise WorkerError(
             f"step {step.id}: the result has {len(result.sampled.values)} tokens, its indptr ends at {indptr[-1]}"
         )
