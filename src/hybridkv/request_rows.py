@@ -211,25 +211,28 @@ class RequestRows:
 
 
 def _hash_blocks(owners: Sequence[Request], blocks: NDArray[np.int32]) -> dict[int, HashError]:
-    """The hash of one more block to each of ``owners``, of one manager; the rows that have none, and why.
+    """The hash of one more block to each of ``owners`` that has a hasher; the rows that could have none, and why.
 
     In one call; one by one where the hasher fails on them together.
     """
-    hasher = owners[0].hasher  # that of the manager
+    hashed = [request for request in owners if request.hasher is not None]
+    if len(hashed) < len(owners):
+        blocks = blocks[[request.hasher is not None for request in owners]]
+    hasher = hashed[0].hasher if hashed else None  # one for all requests of a manager
     if hasher is None:
         return {}
-    parents = [request.hashes[-1] if request.hashes else None for request in owners]
-    extras = [None if request._extras is None else _next_extra(request, request._extras) for request in owners]
+    parents = [request.hashes[-1] if request.hashes else None for request in hashed]
+    extras = [None if request._extras is None else _next_extra(request, request._extras) for request in hashed]
     try:
-        hashed = list(zip(owners, hasher.hash_rows(parents, blocks, extras), strict=True))
+        keyed = list(zip(hashed, hasher.hash_rows(parents, blocks, extras), strict=True))
     except Exception as error:  # noqa: BLE001 - whatever it is, it is not every request's
-        if len(owners) == 1:
-            return {owners[0].row: hash_error(owners[0].request_id, error)}
+        if len(hashed) == 1:
+            return {hashed[0].row: hash_error(hashed[0].request_id, error)}
         failed = dict[int, HashError]()
-        for i, request in enumerate(owners):
+        for i, request in enumerate(hashed):
             failed |= _hash_blocks([request], blocks[i : i + 1])
         return failed
-    for request, key in hashed:
+    for request, key in keyed:
         request.hashes.append(key)
     return {}
 

@@ -67,8 +67,10 @@ class Residents:
 
     def rows_held(self, given: Int64 | Sequence[int]) -> Int64:
         """``given`` as int64[n]. ConfigError for what are no rows, CacheError for one that nobody holds. O(n)."""
-        plain = isinstance(given, np.ndarray) and given.dtype == np.int64 and given.ndim == 1
-        rows = given if plain else integers("rows", given, 0)
+        if isinstance(given, np.ndarray) and given.dtype == np.int64 and given.ndim == 1:
+            rows = given
+        else:
+            rows = integers("rows", given, 0)
         if not rows.size:
             return rows
         most = np.maximum.reduce(rows.view(np.uint64))  # of a negative one, too
