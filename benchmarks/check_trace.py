@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybridkv.models import read_model
-from hybridkv.replay import ReplayReport, ReplaySettings, TraceFile, plan_for, run_replay
+from hybridkv.simulator import ReplayReport, ReplaySettings, TraceFile, plan_for, replay
 from hybridkv.units import MiB
 
 BLOCK = 16
@@ -101,7 +101,7 @@ def learn(known: dict[tuple[int, tuple[Piece, ...]], int], pieces: list[Piece], 
     return hit
 
 
-def replay(path: Path, *, take_time: bool) -> tuple[ReplayReport, float]:
+def replayed(path: Path, *, take_time: bool) -> tuple[ReplayReport, float]:
     """The report of a replay with memory for every token, and its wall time in seconds."""
     begun = time.perf_counter()
     source = TraceFile(path, trace_block_size=HASH_BLOCK)
@@ -110,7 +110,7 @@ def replay(path: Path, *, take_time: bool) -> tuple[ReplayReport, float]:
     blocks_for_all = (summary.prompt_tokens + summary.output_tokens) // BLOCK + 2 * summary.requests
     memory = int(blocks_for_all * BLOCK * model.kv_bytes_per_token) + MiB
     settings = ReplaySettings(time_scale=1.0 if take_time else 0.0)
-    report = run_replay(source, plan_for(summary, model, memory, layout="reference"), settings, summary=summary)
+    report = replay(source, plan_for(summary, model, memory, layout="reference"), settings, summary=summary)
     return report, time.perf_counter() - begun
 
 
@@ -125,7 +125,7 @@ def main() -> int:
     prompt_tokens, hit_tokens, outputs_return = endless_cache(data)
     print(f"  prompt tokens {prompt_tokens:,}, hit tokens {hit_tokens:,}, hit rate {hit_tokens / prompt_tokens:.4f}")
     print(f"hybridkv replay, {MODEL}, memory for everything")
-    report, wall_s = replay(path, take_time=not outputs_return)
+    report, wall_s = replayed(path, take_time=not outputs_return)
     print(
         f"  prompt tokens {report.prompt_tokens:,}, hit tokens {report.hit_tokens:,}, hit rate {report.hit_rate:.4f}, "
         f"{report.requests:,} requests, {report.steps:,} steps, {report.preemptions} preemptions, {wall_s:.1f} s"

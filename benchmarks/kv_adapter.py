@@ -28,7 +28,7 @@ from hybridkv.cache import (
     KVCacheManager,
     PrefixCacheStats,
 )
-from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec
+from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.request import Request, SamplingParams
 from hybridkv.request_rows import append_tokens
 from hybridkv.schedule import Scheduler, SchedulerLimits

@@ -26,11 +26,11 @@ from ideal_space import IdealSpace
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.placement import placement_of
 from hybridkv.models import Model, read_model
-from hybridkv.plan import Plan
-from hybridkv.plan.comparison import padding_of
-from hybridkv.replay import ReplaySettings, SimulatedClock, TraceFile, plan_for, simulation_of
-from hybridkv.replay.tokens import Pieces
+from hybridkv.planner import Plan
+from hybridkv.planner.comparison import padding_of
 from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.simulator import ReplaySettings, SimulatedClock, TraceFile, plan_for, simulation_of
+from hybridkv.simulator.tokens import Pieces
 
 MODELS = {
     "qwen3.5-35b-a3b": "auto",

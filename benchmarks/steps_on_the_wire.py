@@ -17,7 +17,7 @@ import numpy as np
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.models import read_model
-from hybridkv.plan import plan
+from hybridkv.planner import plan
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.step import Csr, Step, StepResult
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 def scheduler(name: str, layout: str) -> Scheduler:
     """One that has admitted ROWS requests of 64 tokens and computed their prompts."""
-    config = plan(read_model(name), memory="800GiB", max_model_len=4096, layout=layout)
+    config = plan(read_model(name), memory="800GiB", max_model_len=4096, layout=layout).config
     cache = KVCacheManager(config, max_model_len=4096)
     made = Scheduler(cache, SchedulerLimits(max_running=ROWS, max_batched_tokens=64 * ROWS))
     sampling = SamplingParams(max_tokens=2000)

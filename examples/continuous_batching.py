@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hybridkv.request import SamplingParams
-from hybridkv.runner import Completion, Engine, byte_tokenizer, tiny_model
+from hybridkv import Engine, SamplingParams
+from hybridkv.runner import Completion, byte_tokenizer, tiny_model
 
 BEGINNING = "You are a helpful assistant. Answer in one short sentence.\n\n"
 QUESTIONS = ("What is a KV cache?", "What is a block table?", "Who frees a block?", "Why do prefixes repeat?")

@@ -14,10 +14,8 @@ import multiprocessing
 import secrets
 from collections.abc import Sequence
 
-from hybridkv.cache import KVCacheManager
-from hybridkv.plan import plan_from_json, plan_to_json
-from hybridkv.request import Request, SamplingParams
-from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv import KVCacheManager, Request, SamplingParams, Scheduler, SchedulerLimits
+from hybridkv.planner import plan_from_json, plan_to_json
 from hybridkv.wire import Link, Listener, RemoteWorker, StepFailure, connect, serve
 
 LIMITS = SchedulerLimits(max_running=8, max_batched_tokens=256, max_in_flight=2)
@@ -91,7 +89,7 @@ def main() -> None:
         link = listener.accept(timeout_s=60)
 
     plan = plan_from_json(link.recv_bytes().decode())
-    cache = KVCacheManager(plan.config, plan.max_model_len)
+    cache = KVCacheManager(plan)
     scheduler = Scheduler(cache, LIMITS)
     channel = LossyChannel(link)
     worker = RemoteWorker(channel)

@@ -23,7 +23,7 @@ def append_tokens(requests: Sequence[Request], tokens: Sequence[int] | NDArray[n
     """
     ids = np.frombuffer(token_array(tokens), np.int32)
     try:
-        home = requests[0]._rows if requests else None
+        home = requests[0]._rows if len(requests) else None
         rows = [] if home is None else [request.row for request in requests if request._rows is home]
     except (AttributeError, TypeError, LookupError):
         instances("requests", requests, Request)  # says what is none

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hybridkv.models import known_models, read_model
-from hybridkv.plan import make_plan, plan_to_json, read_plan
+from hybridkv.planner import plan, plan_to_json, read_plan
 from hybridkv.units import GiB
 
 HERE = Path(__file__).parent
@@ -24,14 +24,14 @@ SHORTER = {"llama-4-scout": 131_072}
 @pytest.mark.parametrize("name", [known.name for known in known_models()])
 def test_the_plan_is_the_golden_one(name: str) -> None:
     path = HERE / f"{name}.plan.json"
-    made = make_plan(read_model(name), 40 * GiB, max_model_len=SHORTER.get(name), layout="reference")
+    made = plan(read_model(name), 40 * GiB, max_model_len=SHORTER.get(name), layout="reference")
     assert plan_to_json(made) == path.read_text("utf-8")
     assert read_plan(path) == made
 
 
 def test_the_plan_with_a_narrow_cache_is_the_golden_one() -> None:
     path = HERE / "nemotron-3-super-120b-a12b.fp8.plan.json"
-    made = make_plan(read_model("nemotron-3-super-120b-a12b", dtype="fp8"), 40 * GiB, layout="reference")
+    made = plan(read_model("nemotron-3-super-120b-a12b", dtype="fp8"), 40 * GiB, layout="reference")
     assert plan_to_json(made) == path.read_text("utf-8")
 
 

@@ -6,8 +6,8 @@ from itertools import groupby
 import pytest
 
 from hybridkv.models import known_models, read_model
-from hybridkv.plan import KVCacheConfig, Plan, make_plan, plan_from_json, plan_to_json
-from hybridkv.plan.comparison import facts_of, padding_of
+from hybridkv.planner import KVCacheConfig, Plan, plan, plan_from_json, plan_to_json
+from hybridkv.planner.comparison import facts_of, padding_of
 from hybridkv.units import GiB
 
 SHORTER = {"llama-4-scout": 131_072}
@@ -41,9 +41,7 @@ NAMES = [row[0] for row in GOLDEN]
 def natural(name: str, gibibytes: int = 40) -> Plan:
     model, _, dtype = name.partition(".fp8") if name.endswith(".fp8") else (name, "", None)
     narrow = "fp8" if dtype is not None else None
-    return make_plan(
-        read_model(model, dtype=narrow), gibibytes * GiB, max_model_len=SHORTER.get(name), layout="natural"
-    )
+    return plan(read_model(model, dtype=narrow), gibibytes * GiB, max_model_len=SHORTER.get(name), layout="natural")
 
 
 def groups_of(config: KVCacheConfig) -> str:
@@ -111,7 +109,7 @@ def test_gemma_wastes_nothing() -> None:
 @pytest.mark.parametrize("name", ["llama-3-8b", "deepseek-v3", "gpt-oss-120b", "llama-4-scout", "whisper-large-v3"])
 def test_one_class_and_whole_slabs_are_the_reference(name: str) -> None:
     ours = natural(name)
-    reference = make_plan(read_model(name), 40 * GiB, max_model_len=SHORTER.get(name), layout="reference")
+    reference = plan(read_model(name), 40 * GiB, max_model_len=SHORTER.get(name), layout="reference")
     assert ours.config.num_blocks == reference.config.num_blocks
     assert [len(g.layer_names) for g in ours.config.groups] == [len(g.layer_names) for g in reference.config.groups]
     assert [g.spec for g in ours.config.groups] == [g.spec for g in reference.config.groups]

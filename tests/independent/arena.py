@@ -11,7 +11,7 @@ import numpy as np
 from content import Digests, demand, digest
 from numpy.typing import NDArray
 
-from hybridkv.plan import KVCacheConfig
+from hybridkv.planner import KVCacheConfig
 from hybridkv.specs import Keeps, KVCacheSpec
 
 Bytes = NDArray[np.uint8]

@@ -15,7 +15,7 @@ from hybridkv.cache.placement import placement_of
 from hybridkv.errors import CapacityError, ConfigError, UnsupportedModelError
 from hybridkv.extra_keys import EncoderInput, LoraAdapter, MultimodalItem
 from hybridkv.models import Layer, Model, read_model
-from hybridkv.plan import Plan, make_plan
+from hybridkv.planner import Plan, plan
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import (
@@ -224,11 +224,11 @@ def _tight_plan(rng: random.Random, model: Model, options: dict[str, Any]) -> Pl
     memory = 2048.0
     while True:
         try:
-            make_plan(model, int(memory), **options)
+            plan(model, int(memory), **options)
         except CapacityError:
             memory *= 1.2
         else:
-            return make_plan(
+            return plan(
                 model, int(memory * (rng.choice((2, 4)) if more else rng.choice((1, 1.05, 1.3, 2, 4)))), **options
             )
 

@@ -12,7 +12,7 @@ from hybridkv.cache import BatchSlots, KVCacheManager
 from hybridkv.cache.batch import Batch, Needs
 from hybridkv.cache.batch_allocator import BatchAllocator
 from hybridkv.cache.slots import Refusal
-from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec
+from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.request import Request
 from hybridkv.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from hybridkv.testing.strategies import prompts

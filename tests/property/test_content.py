@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
-from hybridkv.plan import KVCacheConfig, plan
+from hybridkv.planner import KVCacheConfig, plan
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.specs import KVCacheSpec
 from hybridkv.step import Step
@@ -84,8 +84,8 @@ MAX_MODEL_LEN = 40
 def planned(facts: dict[str, object], block_size: int, num_blocks: int) -> KVCacheConfig:
     """What the planner makes of a model for ``num_blocks`` blocks."""
     model = read_model(facts, block_size=block_size)
-    large = plan(model, 2**20, max_model_len=MAX_MODEL_LEN)
-    return plan(model, num_blocks * (large.arena_bytes // large.num_blocks), max_model_len=MAX_MODEL_LEN)
+    large = plan(model, 2**20, max_model_len=MAX_MODEL_LEN).config
+    return plan(model, num_blocks * (large.arena_bytes // large.num_blocks), max_model_len=MAX_MODEL_LEN).config
 
 
 def rig_of(config: KVCacheConfig, bounds: SchedulerLimits, worker: FakeWorker | None = None) -> Rig:

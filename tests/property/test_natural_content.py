@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridkv.models import read_model
-from hybridkv.plan import KVCacheConfig, plan
+from hybridkv.planner import KVCacheConfig, plan
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.testing import Rig, RigOptions
 from hybridkv.testing.random_models import PLACEMENTS
@@ -45,7 +45,9 @@ LFM: dict[str, object] = {
 def planned(facts: dict[str, object], slabs: int, kernel_block_size: int | None) -> KVCacheConfig:
     """What the planner makes of a model for ``slabs`` slabs."""
     model = read_model(facts, block_size=4)
-    large = plan(model, 2**18, max_model_len=MAX_MODEL_LEN, layout="natural", kernel_block_size=kernel_block_size)
+    large = plan(
+        model, 2**18, max_model_len=MAX_MODEL_LEN, layout="natural", kernel_block_size=kernel_block_size
+    ).config
     assert large.slabs is not None
     return plan(
         model,
@@ -53,7 +55,7 @@ def planned(facts: dict[str, object], slabs: int, kernel_block_size: int | None)
         max_model_len=MAX_MODEL_LEN,
         layout="natural",
         kernel_block_size=kernel_block_size,
-    )
+    ).config
 
 
 @settings(max_examples=settings().max_examples * 2 // 3)

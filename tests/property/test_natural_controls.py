@@ -7,8 +7,8 @@ from random import Random
 import pytest
 from controls import caught
 
-from hybridkv.plan.config import KVCacheConfig
-from hybridkv.plan.slabs import ALIGNMENT_BYTES, SlabClass
+from hybridkv.planner.config import KVCacheConfig
+from hybridkv.planner.slabs import ALIGNMENT_BYTES, SlabClass
 from hybridkv.specs import KVCacheSpec
 from hybridkv.step import Copy, Step
 from hybridkv.testing import (

@@ -17,7 +17,7 @@ from wrong_values import unnamed_errors, wrong_values
 from hybridkv.cache import BlockHasher, BlockPool, KVCacheBlocks, KVCacheManager
 from hybridkv.errors import HybridKVError
 from hybridkv.extra_keys import EncoderInput, ExtraKeys, LoraAdapter, MultimodalItem
-from hybridkv.plan.config import KVCacheConfig
+from hybridkv.planner.config import KVCacheConfig
 from hybridkv.request import Request, SamplingParams, checked_marks, output_ids, token_array
 from hybridkv.request_rows import append_tokens
 from hybridkv.schedule import FinishReason, Scheduler, SchedulerLimits

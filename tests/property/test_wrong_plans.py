@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from wrong_values import arguments_of, unnamed_errors, untyped_fields
 
-from hybridkv import models, plan, specs
+from hybridkv import models, planner, specs
 from hybridkv.models import Layer, known_model, read_model
-from hybridkv.plan import (
+from hybridkv.planner import (
     capacity_of,
     compare_layouts,
-    make_plan,
+    plan,
     plan_from_json,
     plan_to_json,
     read_plan,
@@ -35,8 +35,8 @@ from hybridkv.specs import (
 
 CONFIG: dict[str, object] = dict(known_model("lfm2-1.2b").config)
 MODEL = read_model(CONFIG)
-PLAN = make_plan(MODEL, "16GiB")
-REFERENCE = make_plan(MODEL, "16GiB", layout="reference")
+PLAN = plan(MODEL, "16GiB")
+REFERENCE = plan(MODEL, "16GiB", layout="reference")
 SLABS: Any = PLAN.config.slabs
 
 ATTENTION: dict[str, Any] = {
@@ -99,9 +99,8 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
     "known_model": (known_model, {"name": "llama-3-8b"}),
-    "make_plan": (make_plan, {**PLANNING, "layout": "natural", "kernel_block_size": 16}),
-    "make_plan, reference": (make_plan, {**PLANNING, "layout": "reference", "kernel_block_size": None}),
-    "plan": (plan.plan, {**PLANNING, "layout": "natural", "kernel_block_size": 16}),
+    "plan": (plan, {**PLANNING, "layout": "natural", "kernel_block_size": 16}),
+    "plan, reference": (plan, {**PLANNING, "layout": "reference", "kernel_block_size": None}),
     "plan_to_json": (plan_to_json, {"plan": PLAN}),
     "plan_from_json": (plan_from_json, {"text": plan_to_json(PLAN)}),
     "read_plan": (read_plan, {"path": Path("none")}),
@@ -110,7 +109,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
         capacity_of,
         {"config": PLAN.config, "memory_bytes": PLAN.memory_bytes, "limits": PLAN.limits},
     ),
-    "compare_layouts": (compare_layouts, {"make": lambda layout: make_plan(MODEL, "16GiB", layout=layout)}),
+    "compare_layouts": (compare_layouts, {"make": lambda layout: plan(MODEL, "16GiB", layout=layout)}),
     "is_uniform_type": (UniformTypeKVCacheSpecs.is_uniform_type, {"kv_cache_specs": {"a": FULL}}),
     "from_specs": (UniformTypeKVCacheSpecs.from_specs, {"kv_cache_specs": {"a": FULL}}),
 }
@@ -146,5 +145,5 @@ def test_functions_refuse_what_is_of_the_wrong_kind(name: str) -> None:
 
 def test_every_name_is_covered() -> None:
     covered = {kind_of(one) for one in VALUES} | {name.partition(",")[0] for name in CALLS} | HANDED_OUT | CONSTANTS
-    assert {*specs.__all__, *models.__all__, *plan.__all__} - covered == set()
+    assert {*specs.__all__, *models.__all__, *planner.__all__} - covered == set()
     assert isinstance(MODEL.layers[0], Layer)

@@ -13,8 +13,8 @@ from dataclasses import replace
 import numpy as np
 from runner_support import EveryLogit
 
-from hybridkv.plan import Plan
-from hybridkv.plan.planner import REFERENCE
+from hybridkv.planner import Plan
+from hybridkv.planner.plan import REFERENCE
 from hybridkv.request import SamplingParams
 from hybridkv.runner import LoadedModel, ModelRunner, plan_for
 from hybridkv.runner.probe import planner_model

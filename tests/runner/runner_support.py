@@ -11,8 +11,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from hybridkv.plan import Plan
-from hybridkv.plan.planner import DEFAULT_LAYOUT
+from hybridkv.planner import Plan
+from hybridkv.planner.plan import DEFAULT_LAYOUT
 from hybridkv.request import SamplingParams
 from hybridkv.runner import TINY_MODELS, Completion, Engine, EngineOptions, LoadedModel, load, plan_for
 from hybridkv.runner.check import forced_logits, generate_greedy

@@ -15,7 +15,7 @@ from runner_support import (
 
 from hybridkv.errors import CapacityError, ConfigError, WorkerError
 from hybridkv.models import read_model
-from hybridkv.plan import make_plan
+from hybridkv.planner import plan
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Completion, Engine, EngineOptions, plan_for
 from hybridkv.schedule import FinishReason
@@ -178,7 +178,7 @@ def test_plans_of_other_models_and_too_little_memory() -> None:
         Engine(loaded_model("qwen2"), plan_for(loaded_model("deepseek_v3"), [32]))
     half = read_model(llama.model.config.to_dict(), dtype="bfloat16", backend="transformers")
     with pytest.raises(ConfigError, match="keeps 128 a token bytes in the plan, 256 a token in the model"):
-        Engine(llama, make_plan(half, "1MiB", max_model_len=32))
+        Engine(llama, plan(half, "1MiB", max_model_len=32))
     with pytest.raises(CapacityError, match=r"request of 100 tokens.* needs 96 KiB \(98304 bytes: 8 slabs"):
         plan_for(llama, [20, 100], memory="50KiB")
     assert plan_for(llama, [20, 100], memory=98304).config.num_blocks == 8

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import Model, read_model
-from hybridkv.plan import make_plan
+from hybridkv.planner import plan
 from hybridkv.runner import TINY_MODELS, tiny_model
 from hybridkv.runner.probe import Probed, cache_arguments, page_layout, planner_model, planner_view, probe, state_layout
 from hybridkv.runner.recurrent import MixerState, RecurrentMixer, StateKind
@@ -96,7 +96,7 @@ def test_the_layout_fits_the_storage_of_a_plan(name: str) -> None:
     model = model_of(name, torch.bfloat16)
     planned = planned_of(model)
     layout = page_layout(planned, probe(model))
-    config = make_plan(planned, memory=8 << 20, max_model_len=256).config
+    config = plan(planned, memory=8 << 20, max_model_len=256).config
     views = PagedStorage(config, layout).views
     assert set(views) == set(layout)
     for layer in planned.layers:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec
+from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.request import Request
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,

@@ -9,7 +9,7 @@ from hybridkv.cache import KVCacheBlocks, KVCacheManager
 from hybridkv.cache.names import MOST_NAMES, ContentNames
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.extra_keys import EncoderInput, MultimodalItem
-from hybridkv.plan.config import KVCacheConfig
+from hybridkv.planner.config import KVCacheConfig
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler
 from hybridkv.step import Csr, StepResult

@@ -11,7 +11,7 @@ import pytest
 from cli_support import run
 
 from hybridkv.cli.outcome import run as entry
-from hybridkv.plan import plan_to_json
+from hybridkv.planner import plan_to_json
 from hybridkv.request import Request, SamplingParams
 from hybridkv.runner import Engine, load, plan_for
 from hybridkv.runner.check import CheckReport, Difference

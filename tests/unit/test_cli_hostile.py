@@ -382,7 +382,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         import hybridkv.no_such_module  # type: ignore[import-not-found]  # noqa: PLC0415, F401
 
-    monkeypatch.setattr(plan, "make_plan", broken)
+    monkeypatch.setattr(plan, "plan", broken)
     monkeypatch.setattr(sys, "argv", ["hybridkv", *PLAN])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):

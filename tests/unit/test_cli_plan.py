@@ -11,7 +11,7 @@ import pytest
 from cli_support import error, run
 
 from hybridkv.models import read_model
-from hybridkv.plan import make_plan, plan_from_json
+from hybridkv.planner import plan, plan_from_json
 
 
 def test_a_plan_for_people() -> None:
@@ -40,7 +40,7 @@ def test_a_plan_for_programs(tmp_path: Path) -> None:
     options = ("--memory", "80GiB", "--tp", "8", "--max-model-len", "8000", "--block-size", "32", "--dtype", "fp32")
     text = run("plan", "llama-3-70b", *options, "--json").stdout
     model = read_model("llama-3-70b", block_size=32, tp=8, dtype="float32")
-    assert plan_from_json(text) == make_plan(model, "80GiB", max_model_len=8000)
+    assert plan_from_json(text) == plan(model, "80GiB", max_model_len=8000)
     path = tmp_path / "plan.json"
     path.write_text(text, "utf-8")
     assert run("plan", "--plan", path, "--json").stdout == text
@@ -57,7 +57,7 @@ def test_a_hybrid_plan_for_people() -> None:
     assert "bytes per token   20,480 B, 64,389,120 B of states" in text
     options = ("--layout", "reference", "--placement", "none", "--kv-dtype", "fp8", "--json")
     found = plan_from_json(run("plan", "qwen3.5-35b-a3b", "--memory", "40GiB", *options).stdout)
-    assert found == make_plan(read_model("qwen3.5-35b-a3b", dtype="fp8"), "40GiB", placement="none", layout="reference")
+    assert found == plan(read_model("qwen3.5-35b-a3b", dtype="fp8"), "40GiB", placement="none", layout="reference")
     # 2096 tokens of half as many bytes are just the state
     assert [group.blocks_per_request for group in found.capacity.groups] == [1, 1, 1, 126]
 
@@ -79,7 +79,7 @@ def test_a_natural_plan_keeps_its_placement() -> None:
     model = read_model("qwen3.5-35b-a3b")
     for name in (None, "align", "interval:64", "none"):
         asked = () if name is None else ("--placement", name)
-        made = make_plan(model, "40GiB", layout="natural", placement=name)
+        made = plan(model, "40GiB", layout="natural", placement=name)
         assert plan_from_json(run(*options, *asked, "--json").stdout) == made
         assert made.placement == name or (name, made.placement) == (None, "ends")
 

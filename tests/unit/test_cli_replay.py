@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cli_support import error, run
 
-from hybridkv.replay import UniformWorkload
+from hybridkv.simulator import UniformWorkload
 
 BASE = ("--model", "llama-3-8b", "--memory", "4GiB")
 CHAT = ("replay", "workload:chat", "--hours", "0.01", *BASE)

@@ -22,7 +22,7 @@ from kinds_support import (
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
-from hybridkv.plan import capacity_of
+from hybridkv.planner import capacity_of
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec, RequestLimits

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hybridkv.cache import BlockStored, KVCacheBlocks, KVCacheManager, SlotPlan
 from hybridkv.cache.index import PrefixIndex
 from hybridkv.models import read_model
-from hybridkv.plan import plan
+from hybridkv.planner import plan
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.step import Csr, Step, StepResult
@@ -140,7 +140,7 @@ def test_d7_two_windows_are_two_groups() -> None:
         "dtype": "float32",
     }
     model = read_model(config)
-    assert plan(model, "1MiB", max_model_len=100).num_blocks > 1
+    assert plan(model, "1MiB", max_model_len=100).config.num_blocks > 1
     cache = cache_of(window(8), window(16))
     start(cache, PROMPT[:64], (64,))
     assert hit_tokens(cache, PROMPT[:65]) == 64

@@ -9,7 +9,7 @@ import pytest
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError, OwnershipError, WorkerError
-from hybridkv.plan.config import KVCacheConfig
+from hybridkv.planner.config import KVCacheConfig
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Outcome, Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec, UniformTypeKVCacheSpecs

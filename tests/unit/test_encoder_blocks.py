@@ -8,8 +8,8 @@ from hybridkv.cache import KVCacheManager, SlotPlan
 from hybridkv.cache.placement import EndsPlacement
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.extra_keys import EncoderInput, LoraAdapter
-from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec
-from hybridkv.plan.natural import natural_config, slab_layout
+from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
+from hybridkv.planner.natural import natural_config, slab_layout
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from hybridkv.cache import BlockHasher, KVCacheManager
 from hybridkv.errors import ConfigError, HashError
 from hybridkv.extra_keys import EncoderInput, Extra, LoraAdapter, MultimodalItem
-from hybridkv.plan.config import KVCacheConfig
+from hybridkv.planner.config import KVCacheConfig
 from hybridkv.request import Request, SamplingParams
 from hybridkv.request_rows import append_tokens
 from hybridkv.schedule import FinishReason, Outcome, Scheduler, SchedulerLimits

@@ -17,7 +17,7 @@ from hybridkv.cache import (
     SlotPlan,
 )
 from hybridkv.errors import BlockError, CacheError, ConfigError, StalePlanError, UnsupportedModelError
-from hybridkv.plan import KVCacheConfig, KVCacheGroupSpec
+from hybridkv.planner import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.request import Request
 from hybridkv.specs import AttentionSpec, Keeps, RequestLimits
 from hybridkv.testing import attention_config

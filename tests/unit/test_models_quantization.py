@@ -9,7 +9,7 @@ from cli_support import error, run
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import known_model, read_model
-from hybridkv.plan import make_plan, plan_from_json, plan_to_json
+from hybridkv.planner import plan, plan_from_json, plan_to_json
 
 LLAMA = {**known_model("llama-3-8b").config, "torch_dtype": "bfloat16"}
 SCHEME: dict[str, object] = {
@@ -186,11 +186,11 @@ def test_a_scheme_inside_the_text_config() -> None:
 
 def test_a_plan_says_where_its_dtype_is_from() -> None:
     model = read_model({**LLAMA, "quantization_config": compressed(SCHEME)})
-    made = make_plan(model, "4GiB")
+    made = plan(model, "4GiB")
     document = plan_to_json(made)
     assert json.loads(document)["model"]["dtype_from"] == "quantization_config.kv_cache_scheme"
     assert plan_from_json(document) == made
-    assert "dtype_from" not in plan_to_json(make_plan(read_model(LLAMA), "4GiB"))
+    assert "dtype_from" not in plan_to_json(plan(read_model(LLAMA), "4GiB"))
 
 
 def test_the_command_says_where_its_dtype_is_from(tmp_path: Path) -> None:

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv import plan as planning
+from hybridkv import planner
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import Layer, Model, read_model
-from hybridkv.plan import capacity_of
-from hybridkv.plan.grouping import group_layers
-from hybridkv.plan.layout import reference_layout
+from hybridkv.planner import capacity_of
+from hybridkv.planner.grouping import group_layers
+from hybridkv.planner.layout import reference_layout
 from hybridkv.request import Request
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
@@ -25,8 +25,8 @@ from hybridkv.specs import (
 )
 from hybridkv.units import GiB
 
-make_plan = partial(planning.make_plan, layout="reference")
-plan = partial(planning.plan, layout="reference")
+plan = partial(planner.plan, layout="reference")
+plan = partial(planner.plan, layout="reference")
 
 TINY: dict[str, object] = {
     "model_type": "llama",
@@ -52,8 +52,8 @@ def test_the_least_memory_of_a_request_holds_it_beside_the_sinks() -> None:
     model = Model("m", "m", (Layer("a", spec, 0),), 40, 50, "bfloat16", 1, 1, 4)
     least = (1 + 3 + 10) * 64  # the null block, three of sinks, ten of 40 tokens
     with pytest.raises(CapacityError, match=f"{least} bytes: 14 blocks"):
-        make_plan(model, least - 1, max_model_len=40)
-    planned = make_plan(model, least, max_model_len=40)
+        plan(model, least - 1, max_model_len=40)
+    planned = plan(model, least, max_model_len=40)
     assert planned.capacity.longest_context == 40
     cache = KVCacheManager(planned.config, 40)
     assert cache.allocate_slots(Request("r", range(40), hasher=cache.hasher), 40) is not None
@@ -61,7 +61,7 @@ def test_the_least_memory_of_a_request_holds_it_beside_the_sinks() -> None:
 
 def test_numbers_by_hand() -> None:
     # 100 tokens are 7 blocks, the null block is an eighth; 5 bytes are left over
-    made = make_plan(tiny(), 20 * BLOCK_BYTES + 5)
+    made = plan(tiny(), 20 * BLOCK_BYTES + 5)
     holds = made.capacity
     assert made.max_model_len == 100
     assert (holds.num_blocks, holds.block_bytes) == (20, BLOCK_BYTES)
@@ -76,7 +76,7 @@ def test_numbers_by_hand() -> None:
 
 
 def test_the_layout_of_one_group() -> None:
-    config = plan(tiny(), 20 * BLOCK_BYTES)
+    config = plan(tiny(), 20 * BLOCK_BYTES).config
     page = BLOCK_BYTES // 3
     assert [tensor.shared_by for tensor in config.tensors] == [(f"model.layers.{i}.self_attn",) for i in range(3)]
     assert [tensor.offset_bytes for tensor in config.tensors] == [0, 20 * page, 40 * page]
@@ -113,19 +113,19 @@ def test_exactly_enough_is_enough_and_a_byte_less_is_not(
     config = {**TINY, "num_hidden_layers": layers, "num_key_value_heads": kv_heads, "max_position_embeddings": length}
     model = read_model(config, block_size=block_size)
     needed = (-(-length // block_size) + 1) * int(model.kv_bytes_per_token) * block_size
-    made = make_plan(model, needed)
+    made = plan(model, needed)
     assert made.config.num_blocks == -(-length // block_size) + 1
     assert made.capacity.longest_context == length
     assert made.capacity.concurrency == 1
     assert made.capacity.unused_bytes == 0
     with pytest.raises(CapacityError, match=f"{needed} bytes"):
-        make_plan(model, needed - 1)
+        plan(model, needed - 1)
 
 
 @given(memory=st.integers(10 * BLOCK_BYTES, 10**7), max_model_len=st.integers(1, 100), block_size=st.integers(1, 32))
 def test_what_is_promised_fits_and_one_block_more_does_not(memory: int, max_model_len: int, block_size: int) -> None:
     model = tiny(block_size=block_size)
-    made = make_plan(model, memory, max_model_len=max_model_len)
+    made = plan(model, memory, max_model_len=max_model_len)
     holds, config = made.capacity, made.config
     per_token = int(model.kv_bytes_per_token)
     assert config.arena_bytes <= memory < config.arena_bytes + block_size * per_token
@@ -147,8 +147,8 @@ def test_too_little_memory_says_what_is_needed_and_what_would_fit() -> None:
     assert str(raised.value).endswith(
         "raise memory (--memory) to that, or lower max_model_len (--max-model-len) to 8176"
     )
-    assert plan(read_model("llama-3-8b"), 513 * 2 * 2**20).num_blocks == 513
-    assert plan(read_model("llama-3-8b"), GiB, max_model_len=8176).num_blocks == 512
+    assert plan(read_model("llama-3-8b"), 513 * 2 * 2**20).config.num_blocks == 513
+    assert plan(read_model("llama-3-8b"), GiB, max_model_len=8176).config.num_blocks == 512
     with pytest.raises(CapacityError, match=r"to that$"):
         plan(read_model("llama-3-8b"), "1MiB")
 
@@ -157,7 +157,7 @@ def test_more_tokens_than_the_model_allows() -> None:
     with pytest.raises(ConfigError, match=r"use at most 100, or raise max_position_embeddings"):
         plan(tiny(), "1MiB", max_model_len=101)
     unlimited = replace(tiny(), max_model_len=None)
-    assert make_plan(unlimited, "1MiB", max_model_len=101).max_model_len == 101
+    assert plan(unlimited, "1MiB", max_model_len=101).max_model_len == 101
     with pytest.raises(ConfigError, match="--max-model-len"):
         plan(unlimited, "1MiB")
 
@@ -190,53 +190,53 @@ def model_of(specs: list[KVCacheSpec], max_encoder_tokens: int = 0) -> Model:
 def test_without_a_layer_that_keeps_every_token_any_length_fits() -> None:
     choices: list[list[KVCacheSpec]] = [[WINDOW, WINDOW], [STATE], [STATE, WINDOW], [CHUNKED, STATE]]
     for specs in choices:
-        holds = make_plan(model_of(specs), "1MiB").capacity
+        holds = plan(model_of(specs), "1MiB").capacity
         assert holds.tokens_that_fit is None
         assert holds.longest_context == 100
-    assert make_plan(model_of([STATE, FULL]), "1MiB").capacity.tokens_that_fit is not None
+    assert plan(model_of([STATE, FULL]), "1MiB").capacity.tokens_that_fit is not None
 
 
 def test_a_hybrid_by_hand() -> None:
     # a token takes 16 bytes, a state 148: blocks of 16 tokens, 256 bytes, of which a state leaves 108 unused
-    holds = make_plan(model_of([FULL, STATE, STATE, STATE]), 256 * 30).capacity
+    holds = plan(model_of([FULL, STATE, STATE, STATE]), 256 * 30).capacity
     assert [group.kind for group in holds.groups] == ["FullAttentionSpec"] + ["MambaSpec"] * 3
     assert [group.padding_bytes for group in holds.groups] == [0, 108, 108, 108]
     assert [group.blocks_per_request for group in holds.groups] == [7, 2, 2, 2]
     assert holds.padding_bytes == 3 * 2 * 108
     assert (holds.num_blocks, holds.tokens_that_fit, holds.concurrency) == (30, (29 - 6) * 16, 29 / 13)
-    none = make_plan(model_of([FULL, STATE, STATE, STATE]), 256 * 30, placement="none").capacity
+    none = plan(model_of([FULL, STATE, STATE, STATE]), 256 * 30, placement="none").capacity
     assert [group.blocks_per_request for group in none.groups] == [7, 1, 1, 1]
 
 
 def test_drafts_need_states() -> None:
     model = replace(model_of([FULL, replace(STATE, num_speculative_blocks=2)]), num_speculative_tokens=2)
-    assert [group.blocks_per_request for group in make_plan(model, "1MiB").capacity.groups] == [7, 4]
+    assert [group.blocks_per_request for group in plan(model, "1MiB").capacity.groups] == [7, 4]
     with pytest.raises(ConfigError, match="3 speculative tokens"):
-        make_plan(replace(model, num_speculative_tokens=3), "1MiB")
+        plan(replace(model, num_speculative_tokens=3), "1MiB")
 
 
 def test_cross_attention_holds_the_encoder_input() -> None:
     model = model_of([FULL, CROSS], max_encoder_tokens=50)
-    assert [group.blocks_per_request for group in make_plan(model, "1MiB").capacity.groups] == [25, 13]
-    shorter = make_plan(model, "1MiB", max_encoder_tokens=4)
+    assert [group.blocks_per_request for group in plan(model, "1MiB").capacity.groups] == [25, 13]
+    shorter = plan(model, "1MiB", max_encoder_tokens=4)
     assert [group.blocks_per_request for group in shorter.capacity.groups] == [25, 1]
     with pytest.raises(ConfigError, match=r"51 exceeds the 50"):
-        make_plan(model, "1MiB", max_encoder_tokens=51)
+        plan(model, "1MiB", max_encoder_tokens=51)
     with pytest.raises(ConfigError, match="must not be negative"):
-        make_plan(model, "1MiB", max_encoder_tokens=-1)
+        plan(model, "1MiB", max_encoder_tokens=-1)
 
 
 def test_a_rank_of_a_context_parallel_group_holds_its_share() -> None:
     model = model_of([FULL, WINDOW, STATE])
-    blocks = [group.blocks_per_request for group in make_plan(model, "1MiB", dcp=2, pcp=2).capacity.groups]
+    blocks = [group.blocks_per_request for group in plan(model, "1MiB", dcp=2, pcp=2).capacity.groups]
     # blocks of 16 tokens cover 64: 100 tokens; the window of 8 and a block for where it starts; states are whole
     assert blocks == [2, 2, 2]
 
 
 def test_windows_managed_as_full_attention_keep_every_token() -> None:
     model = model_of([FULL, WINDOW])
-    assert [g.blocks_per_request for g in make_plan(model, "1MiB").capacity.groups] == [25, 3]
-    (group,) = make_plan(model, "1MiB", windows_as_full=True).capacity.groups
+    assert [g.blocks_per_request for g in plan(model, "1MiB").capacity.groups] == [25, 3]
+    (group,) = plan(model, "1MiB", windows_as_full=True).capacity.groups
     assert (group.layers, group.blocks_per_request) == (2, 25)
 
 
@@ -253,11 +253,11 @@ def test_capacity_is_exact_for_every_kind(
 ) -> None:
     model = model_of(specs, max_encoder_tokens=10)
     try:
-        made = make_plan(model, memory, placement=placement, max_in_flight_tokens=in_flight)
+        made = plan(model, memory, placement=placement, max_in_flight_tokens=in_flight)
     except CapacityError as error:
         needed = int(str(error).partition("bytes: ")[0].rpartition("(")[2])
         assert memory < needed
-        made = make_plan(model, needed, placement=placement, max_in_flight_tokens=in_flight)
+        made = plan(model, needed, placement=placement, max_in_flight_tokens=in_flight)
         assert made.config.num_blocks == 1 + sum(g.blocks_per_request for g in made.capacity.groups)
         return
     holds, config = made.capacity, made.config

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv import plan as planning
+from hybridkv import planner
 from hybridkv.errors import ConfigError, SchemaError
 from hybridkv.models import Layer, known_models, read_model
-from hybridkv.plan import plan_from_json, plan_to_json, read_plan
+from hybridkv.planner import plan_from_json, plan_to_json, read_plan
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -26,19 +26,19 @@ from hybridkv.specs import (
     SlidingWindowSpec,
 )
 
-make_plan = partial(planning.make_plan, layout="reference")
+plan = partial(planner.plan, layout="reference")
 
 Document = dict[str, Any]
 
 
 def document() -> Document:
-    found: Document = json.loads(plan_to_json(make_plan(read_model("qwen2.5-7b"), "40GiB")))
+    found: Document = json.loads(plan_to_json(plan(read_model("qwen2.5-7b"), "40GiB")))
     return found
 
 
 @pytest.mark.parametrize("name", [known.name for known in known_models()])
 def test_a_plan_comes_back_equal(name: str) -> None:
-    made = make_plan(read_model(name, tp=2), "40GiB", max_model_len=400, max_in_flight_tokens=8192)
+    made = plan(read_model(name, tp=2), "40GiB", max_model_len=400, max_in_flight_tokens=8192)
     text = plan_to_json(made)
     again = plan_from_json(text)
     assert again == made
@@ -64,7 +64,7 @@ SPECS: list[KVCacheSpec] = [
 def test_plans_of_every_kind_come_back_equal(specs: list[KVCacheSpec], placement: str) -> None:
     layers = tuple(Layer(f"l{i}", spec, i) for i, spec in enumerate(specs))
     model = replace(read_model("llama-3-8b"), layers=layers, max_encoder_tokens=9)
-    made = make_plan(model, "1MiB", max_model_len=100, placement=placement, dcp=2)
+    made = plan(model, "1MiB", max_model_len=100, placement=placement, dcp=2)
     text = plan_to_json(made)
     assert plan_from_json(text) == made
     assert plan_to_json(plan_from_json(text)) == text
@@ -81,7 +81,7 @@ def test_plans_of_every_kind_come_back_equal(specs: list[KVCacheSpec], placement
     ],
 )
 def test_a_malformed_state_says_where(spec: dict[str, object], said: str) -> None:
-    found = json.loads(plan_to_json(make_plan(read_model("jamba-1.5-mini"), "40GiB")))
+    found = json.loads(plan_to_json(plan(read_model("jamba-1.5-mini"), "40GiB")))
     found["model"]["specs"][0].update(spec)
     with pytest.raises(SchemaError, match=said):
         plan_from_json(json.dumps(found))
@@ -96,7 +96,7 @@ def test_a_malformed_state_says_where(spec: dict[str, object], said: str) -> Non
 )
 def test_every_plan_comes_back_equal(memory: int, block_size: int, tp: int, dtype: str, limited: bool) -> None:
     model = read_model("llama-3-8b", block_size=block_size, tp=tp, dtype=dtype)
-    made = make_plan(model if limited else replace(model, max_model_len=None), memory, max_model_len=4096)
+    made = plan(model if limited else replace(model, max_model_len=None), memory, max_model_len=4096)
     assert plan_from_json(plan_to_json(made)) == made
 
 
@@ -183,7 +183,7 @@ def test_losing_any_field_is_a_named_error(data: st.DataObject) -> None:
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:
-    made = make_plan(read_model("llama-3-8b"), "40GiB")
+    made = plan(read_model("llama-3-8b"), "40GiB")
     path = tmp_path / "plan.json"
     path.write_text(plan_to_json(made), "utf-8")
     assert read_plan(path) == made

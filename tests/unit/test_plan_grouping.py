@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
-from hybridkv.plan.config import NamedSpec
-from hybridkv.plan.grouping import group_layers, group_size, layer_types
-from hybridkv.plan.layout import reference_layout
-from hybridkv.plan.pages import state_block_tokens, unify_pages, windows_as_full, with_placement
+from hybridkv.planner.config import NamedSpec
+from hybridkv.planner.grouping import group_layers, group_size, layer_types
+from hybridkv.planner.layout import reference_layout
+from hybridkv.planner.pages import state_block_tokens, unify_pages, windows_as_full, with_placement
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,

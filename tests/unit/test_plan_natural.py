@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from hybridkv.cache.placement import DEFAULT_PLACEMENT
 from hybridkv.errors import CapacityError, ConfigError, SchemaError
 from hybridkv.models import Layer, Model, read_model
-from hybridkv.plan import KVCacheConfig, Plan, SlabClass, SlabLayout, make_plan, plan_from_json, plan_to_json
-from hybridkv.plan.capacity import blocks_needed, reserved_blocks
-from hybridkv.plan.comparison import facts_of, padding_of
-from hybridkv.plan.natural import natural_config
-from hybridkv.plan.packing import LayerKind, packings, worst_padding
-from hybridkv.plan.planner import DEFAULT_PLACEMENTS
+from hybridkv.planner import KVCacheConfig, Plan, SlabClass, SlabLayout, plan, plan_from_json, plan_to_json
+from hybridkv.planner.capacity import blocks_needed, reserved_blocks
+from hybridkv.planner.comparison import facts_of, padding_of
+from hybridkv.planner.natural import natural_config
+from hybridkv.planner.packing import LayerKind, packings, worst_padding
+from hybridkv.planner.plan import DEFAULT_PLACEMENTS
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -56,7 +56,7 @@ def planned(
     specs: list[KVCacheSpec], memory: int | str = "1MiB", length: int = 20, kernel: int | None = None, dcp: int = 1
 ) -> Plan:
     model = model_of(specs)
-    return make_plan(model, memory, max_model_len=length, layout="natural", kernel_block_size=kernel, dcp=dcp)
+    return plan(model, memory, max_model_len=length, layout="natural", kernel_block_size=kernel, dcp=dcp)
 
 
 def pages(config: KVCacheConfig, group: int, block: int) -> Iterator[tuple[int, int, str]]:
@@ -120,7 +120,7 @@ def test_plans_come_back_equal(specs: list[KVCacheSpec], memory: int, kernel: in
 def test_a_plan_carries_the_placement() -> None:
     model = model_of([FULL, STATE, STATE])
     names = ("ends", "align", "align:64", "interval:8")
-    by_name = {name: make_plan(model, "1MiB", max_model_len=20, layout="natural", placement=name) for name in names}
+    by_name = {name: plan(model, "1MiB", max_model_len=20, layout="natural", placement=name) for name in names}
     assert [made.placement for made in by_name.values()] == list(names)
     assert len({made.config for made in by_name.values()}) == 1
     assert by_name["ends"] == planned([FULL, STATE, STATE])
@@ -128,11 +128,11 @@ def test_a_plan_carries_the_placement() -> None:
         text = plan_to_json(made)
         assert json.loads(text)["placement"] == name
         assert plan_from_json(text) == made
-    none = make_plan(model, "1MiB", max_model_len=20, layout="natural", placement="none")
+    none = plan(model, "1MiB", max_model_len=20, layout="natural", placement="none")
     assert (none.placement, none.states_kept) == ("none", None)
     assert none.config != by_name["ends"].config
     # without recurrent layers there is nothing to place
-    plain = make_plan(model_of([FULL, WINDOW]), "1MiB", max_model_len=20, layout="natural", placement="interval:8")
+    plain = plan(model_of([FULL, WINDOW]), "1MiB", max_model_len=20, layout="natural", placement="interval:8")
     assert (plain.placement, plain) == (None, planned([FULL, WINDOW]))
 
 
@@ -152,7 +152,7 @@ def test_a_plan_that_names_no_placement_is_one_of_the_default() -> None:
 def test_a_placement_that_nothing_follows_is_a_contradiction(
     layout: str, specs: list[KVCacheSpec], placement: str
 ) -> None:
-    made = make_plan(model_of(specs), "1MiB", max_model_len=20, layout=layout, placement=placement)
+    made = plan(model_of(specs), "1MiB", max_model_len=20, layout=layout, placement=placement)
     document = json.loads(plan_to_json(made))
     assert "placement" not in document
     with pytest.raises(SchemaError, match="contradicts itself: placement 'interval:8' is for the layout"):
@@ -250,12 +250,12 @@ def test_exactly_enough_is_enough_and_a_byte_less_is_not(specs: list[KVCacheSpec
 def test_too_little_memory_says_what_would_fit() -> None:
     model = read_model("qwen3.5-35b-a3b")
     with pytest.raises(CapacityError) as raised:
-        make_plan(model, GiB, layout="natural")
+        plan(model, GiB, layout="natural")
     message = str(raised.value)
     assert "2545 slabs of 2.06 MiB, the null slab included" in message
     shorter = int(message.rsplit(" ", 1)[1])
-    assert make_plan(model, GiB, max_model_len=shorter, layout="natural").capacity.longest_context == shorter
-    assert make_plan(model, needed_bytes(message), layout="natural").capacity.longest_context == 262_144
+    assert plan(model, GiB, max_model_len=shorter, layout="natural").capacity.longest_context == shorter
+    assert plan(model, needed_bytes(message), layout="natural").capacity.longest_context == 262_144
 
 
 def splits(layers: int, most: int | None = None) -> Iterator[tuple[int, ...]]:
@@ -328,9 +328,9 @@ def test_a_block_of_kernel_blocks_by_hand() -> None:
     with pytest.raises(ConfigError, match="no multiple of the kernel's 3"):
         planned([FULL], kernel=3)
     with pytest.raises(ConfigError, match="means nothing in the reference layout"):
-        make_plan(model_of([FULL]), "1MiB", max_model_len=9, layout="reference", kernel_block_size=4)
+        plan(model_of([FULL]), "1MiB", max_model_len=9, layout="reference", kernel_block_size=4)
     with pytest.raises(ConfigError, match="unknown layout 'other': use one of reference, natural"):
-        make_plan(model_of([FULL]), "1MiB", max_model_len=9, layout="other")
+        plan(model_of([FULL]), "1MiB", max_model_len=9, layout="other")
 
 
 def test_layers_of_one_uniform_type_are_one_group() -> None:
@@ -398,7 +398,7 @@ def test_slabs_that_cannot_be(wrong: dict[str, Any], said: str) -> None:
     ],
 )
 def test_a_document_that_contradicts_itself(change: Callable[[Any], object], said: str) -> None:
-    found = json.loads(plan_to_json(make_plan(read_model("qwen3.5-35b-a3b"), "40GiB", layout="natural")))
+    found = json.loads(plan_to_json(plan(read_model("qwen3.5-35b-a3b"), "40GiB", layout="natural")))
     change(found["config"])
     with pytest.raises(SchemaError, match=said):
         plan_from_json(json.dumps(found))

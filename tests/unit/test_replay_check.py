@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from hybridkv.replay import UniformWorkload
+from hybridkv.simulator import UniformWorkload
 
 
 @pytest.fixture

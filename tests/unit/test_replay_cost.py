@@ -7,9 +7,9 @@ import pytest
 
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
-from hybridkv.plan import make_plan
-from hybridkv.replay import H100, CacheTraffic, Hardware, ReplayReport, StepCost
-from hybridkv.replay.report import Distribution
+from hybridkv.planner import plan
+from hybridkv.simulator import H100, CacheTraffic, Hardware, ReplayReport, StepCost
+from hybridkv.simulator.report import Distribution
 from hybridkv.step import Cells, Csr, Step
 
 # 1,000 operations and 100 bytes a second, half and a quarter of them reached
@@ -65,7 +65,7 @@ def test_the_time_scale_multiplies() -> None:
 
 
 def test_ranks_share_the_work() -> None:
-    alone, four = (StepCost.of(make_plan(read_model("llama-3-70b", tp=tp), "40GiB")) for tp in (1, 4))
+    alone, four = (StepCost.of(plan(read_model("llama-3-70b", tp=tp), "40GiB")) for tp in (1, 4))
     assert four.parameters == alone.parameters / 4
     assert four.active_parameters == alone.active_parameters / 4
     assert (alone.traffic.token_bytes, four.traffic.token_bytes) == (327_680, 81_920)
@@ -77,7 +77,7 @@ def test_ranks_share_the_work() -> None:
 @pytest.mark.parametrize("scale", [-0.1, float("inf"), float("nan")])
 def test_time_scales_that_cannot_be(scale: float) -> None:
     with pytest.raises(ConfigError, match="time scale must be 0 or more and finite"):
-        StepCost.of(make_plan(read_model("llama-3-8b"), "4GiB"), time_scale=scale)
+        StepCost.of(plan(read_model("llama-3-8b"), "4GiB"), time_scale=scale)
 
 
 def test_percentiles_are_those_of_nearest_rank() -> None:

@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import placement_of
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import Model, read_model
-from hybridkv.plan import Plan
-from hybridkv.replay import (
+from hybridkv.planner import Plan
+from hybridkv.schedule import Outcome, Scheduler, SchedulerLimits
+from hybridkv.simulator import (
     CacheTraffic,
     Hardware,
     Pieces,
@@ -26,10 +26,9 @@ from hybridkv.replay import (
     plan_for,
     plan_with_length,
     replay,
-    run_replay,
+    replay_through,
 )
-from hybridkv.replay.trace import summarise
-from hybridkv.schedule import Outcome, Scheduler, SchedulerLimits
+from hybridkv.simulator.trace import summarise
 from hybridkv.step import Step, StepResult
 from hybridkv.units import GiB, MiB
 
@@ -90,7 +89,7 @@ def watched(
     plan = plan_for(source.summary(), MODEL, (blocks + 1) * BLOCK_BYTES)
     cache = KVCacheManager(plan.config, plan.max_model_len)
     scheduler = Watched(cache, SchedulerLimits(max_running=max_running, max_batched_tokens=budget))
-    return replay(source, scheduler, SECOND), scheduler
+    return replay_through(source, scheduler, SECOND), scheduler
 
 
 def endless(
@@ -98,7 +97,7 @@ def endless(
 ) -> ReplayReport:
     """A replay with memory for everything."""
     plan = plan_for(source.summary(), model, 16 * GiB, layout=layout)
-    return run_replay(source, plan, ReplaySettings(**settings))  # type: ignore[arg-type]  # settings of this file
+    return replay(source, plan, ReplaySettings(**settings))  # type: ignore[arg-type]  # settings of this file
 
 
 # -- hits
@@ -214,7 +213,7 @@ def test_a_request_that_can_never_run_is_named() -> None:
     source = Given([request(0, 4, 2, 1), request(1, 90, 10, 7)])
     plan = plan_for(Given(source.requests[:1]).summary(), MODEL, GiB)
     with pytest.raises(ConfigError, match=r"given, request 7: request '1' has 90 tokens, max_model_len is 6"):
-        run_replay(source, plan, ReplaySettings())
+        replay(source, plan, ReplaySettings())
 
 
 def test_the_longest_request_sets_the_maximum_length() -> None:
@@ -296,9 +295,9 @@ def natural_plan(source: Workload) -> Plan:
 def test_moves_are_those_of_the_steps() -> None:
     source = Workload("api", seed=1, hours=0.02)
     plan = natural_plan(source)
-    cache = KVCacheManager(plan.config, plan.max_model_len, placement=placement_of(plan))
+    cache = KVCacheManager(plan)
     scheduler = Watched(cache, SchedulerLimits(max_running=256, max_batched_tokens=8192))
-    report = replay(source, scheduler, StepCost.of(plan))
+    report = replay_through(source, scheduler, StepCost.of(plan))
     slabs = plan.config.slabs
     assert slabs is not None
     copies = [copy for step in scheduler.steps for copy in step.copies]
@@ -311,7 +310,7 @@ def test_moves_are_those_of_the_steps() -> None:
 
 def test_equal_inputs_give_equal_reports_in_the_natural_layout() -> None:
     source = Workload("api", seed=1, hours=0.01)
-    first, again = (run_replay(source, natural_plan(source), ReplaySettings(max_running=4)) for _ in range(2))
+    first, again = (replay(source, natural_plan(source), ReplaySettings(max_running=4)) for _ in range(2))
     assert first.to_json({}) == again.to_json({})
     assert list(first.refusals) == sorted(first.refusals)
 
@@ -323,7 +322,7 @@ def test_equal_inputs_give_equal_reports() -> None:
     def once() -> str:
         source = Workload("mix", seed=3, limit=60)
         plan = plan_for(source.summary(), MODEL, 3 * GiB)
-        return run_replay(source, plan, ReplaySettings(max_running=16)).to_json({})
+        return replay(source, plan, ReplaySettings(max_running=16)).to_json({})
 
     assert once() == once()
 
@@ -332,7 +331,7 @@ def test_progress_is_told() -> None:
     told: list[Progress] = []
     source = UniformWorkload(conversations=4)
     plan = plan_for(source.summary(), MODEL, GiB)
-    report = run_replay(source, plan, ReplaySettings(), on_progress=told.append)
+    report = replay(source, plan, ReplaySettings(), on_progress=told.append)
     assert [one.steps for one in told] == [*range(64, report.steps + 1, 64), report.steps]
     assert told[-1] == Progress(16, report.steps, 0, 0, told[-1].time_s)
     assert all(a.requests <= b.requests for a, b in pairwise(told))

@@ -8,8 +8,8 @@ import pytest
 from hybridkv.cache.placement import AlignPlacement, EndsPlacement, IntervalPlacement, NoStates, Placement, placement_of
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import known_models, read_model
-from hybridkv.plan import Plan, make_plan, plan_from_json, plan_to_json
-from hybridkv.replay import (
+from hybridkv.planner import Plan, plan, plan_from_json, plan_to_json
+from hybridkv.simulator import (
     ReplayReport,
     ReplaySettings,
     Simulation,
@@ -19,7 +19,7 @@ from hybridkv.replay import (
     Workload,
     plan_for,
     plan_with_length,
-    run_replay,
+    replay,
     simulation_of,
 )
 from hybridkv.units import GiB
@@ -152,7 +152,7 @@ def test_a_generated_workload_in_a_pool_that_evicts(name: str) -> None:
 
 
 def test_a_short_prompt_never_hits_in_blocks_that_cover_a_state() -> None:
-    hits = {name: run_replay(SHORT, planned(name, SHORT), ReplaySettings()).hit_tokens for name in MODELS}
+    hits = {name: replay(SHORT, planned(name, SHORT), ReplaySettings()).hit_tokens for name in MODELS}
     assert hits["qwen3.5-35b-a3b"] == 0
     assert hits["llama-3-8b"] == 5 * 240
     # the first prompt leaves its state at 240, three blocks of 80
@@ -222,23 +222,24 @@ def test_why_nothing_is_shared() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_that_was_written_and_read_gives_the_same_report(name: str, layout: str) -> None:
     length = None if name == "llama-3-8b" else 400
-    plan = make_plan(read_model(name), "200GiB", max_model_len=length, layout=layout)
-    written = plan_with_length(SHORT.summary(), plan_from_json(plan_to_json(plan)))
-    direct = plan_with_length(SHORT.summary(), plan)
+    made = plan(read_model(name), "200GiB", max_model_len=length, layout=layout)
+    written = plan_with_length(SHORT.summary(), plan_from_json(plan_to_json(made)))
+    direct = plan_with_length(SHORT.summary(), made)
     assert written == direct
-    first, other = (run_replay(SHORT, one, ReplaySettings()).to_json({}) for one in (written, direct))
+    first, other = (replay(SHORT, one, ReplaySettings()).to_json({}) for one in (written, direct))
     assert first == other
 
 
 def test_context_parallel_ranks_of_the_plan_are_the_managers() -> None:
     model = read_model("llama-3-8b")
     for dcp, pcp in ((2, 1), (1, 2), (2, 2)):
-        plan = plan_with_length(
-            SHORT.summary(), make_plan(model, "1GiB", max_model_len=400, dcp=dcp, pcp=pcp, layout="reference")
+        made = plan_with_length(
+            SHORT.summary(), plan(model, "1GiB", max_model_len=400, dcp=dcp, pcp=pcp, layout="reference")
         )
-        made = simulation_of(plan, ReplaySettings())
-        assert (made.scheduler.cache.dcp_world_size, made.scheduler.cache.pcp_world_size) == (dcp, pcp)
-        report = finished(SHORT, made)
+        simulation = simulation_of(made, ReplaySettings())
+        cache = simulation.scheduler.cache
+        assert (cache.dcp_world_size, cache.pcp_world_size) == (dcp, pcp)
+        report = finished(SHORT, simulation)
         assert report.groups[0].block_size == 16 * dcp * pcp
         assert report.hit_tokens == SHORT.hit_tokens(16 * dcp * pcp)
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.replay.tokens import HASHED_BLOCK, NEW_OUTPUT, PROMPT_SEGMENT, Pieces, stream_starts, token_ids_at
+from hybridkv.simulator.tokens import HASHED_BLOCK, NEW_OUTPUT, PROMPT_SEGMENT, Pieces, stream_starts, token_ids_at
 
 _segments = st.integers(0, 2**64 - 1)
 _pieces = st.lists(st.tuples(_segments, st.integers(0, 2**31 - 1), st.integers(1, 50)), min_size=1, max_size=6)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from hybridkv.models import Layer, Model, read_model
-from hybridkv.plan import Plan, make_plan
-from hybridkv.replay import CacheTraffic
+from hybridkv.planner import Plan, plan
+from hybridkv.simulator import CacheTraffic
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -55,7 +55,7 @@ def planned(*specs: KVCacheSpec, encoder_tokens: int = 0, **limits: object) -> P
     """A plan of layers of these specs."""
     layers = tuple(Layer(f"layers.{i}", spec, i) for i, spec in enumerate(specs))
     model = Model("m", "m", layers, 1000, 9, "bfloat16", 1, 1, 4, max_encoder_tokens=encoder_tokens)
-    return make_plan(model, "1MiB", **limits)  # type: ignore[arg-type]  # of this file
+    return plan(model, "1MiB", **limits)  # type: ignore[arg-type]  # of this file
 
 
 @pytest.mark.parametrize(
@@ -113,10 +113,10 @@ def test_context_parallel_ranks_share_tokens_but_not_states() -> None:
 
 
 def test_real_models() -> None:
-    qwen = CacheTraffic.of(make_plan(read_model("qwen3.5-35b-a3b"), "40GiB", max_model_len=8192))
+    qwen = CacheTraffic.of(plan(read_model("qwen3.5-35b-a3b"), "40GiB", max_model_len=8192))
     # 10 layers of 2 * 2 heads * 256 * 2 bytes; 64,389,120 bytes of states, read and written
     assert (qwen.token_bytes, qwen.row_bytes) == (20_480, 2 * 64_389_120)
-    gemma = CacheTraffic.of(make_plan(read_model("gemma-3-27b"), "40GiB", max_model_len=8192))
+    gemma = CacheTraffic.of(plan(read_model("gemma-3-27b"), "40GiB", max_model_len=8192))
     assert (gemma.token_bytes, gemma.windows) == (81_920, ((1024, 425_984),))
-    whisper = CacheTraffic.of(make_plan(read_model("whisper-large-v3"), "4GiB"))
+    whisper = CacheTraffic.of(plan(read_model("whisper-large-v3"), "4GiB"))
     assert whisper.row_bytes == 1500 * 163_840

@@ -18,7 +18,7 @@ from hybridkv.cache.slab_candidates import BUCKETS, SlabCandidates
 from hybridkv.cache.slab_holes import SlabHoles
 from hybridkv.cache.slab_space import SlabSpace
 from hybridkv.errors import CacheError
-from hybridkv.plan.slabs import ALIGNMENT_BYTES, SlabClass, SlabLayout
+from hybridkv.planner.slabs import ALIGNMENT_BYTES, SlabClass, SlabLayout
 
 ACTIONS = ("take",) * 4 + ("append",) * 3 + ("prepend",) * 3 + ("room", "room", "remove", "age_first", "lock", "unlock")
 Event = tuple[str, int]

@@ -13,7 +13,7 @@ from hybridkv.cache.free_order import FreeOrder
 from hybridkv.cache.slab_space import SlabSpace
 from hybridkv.cache.space import Room
 from hybridkv.errors import BlockError, CacheError, ConfigError
-from hybridkv.plan.slabs import ALIGNMENT_BYTES, SlabClass, SlabLayout
+from hybridkv.planner.slabs import ALIGNMENT_BYTES, SlabClass, SlabLayout
 
 
 def ids(*blocks: int) -> NDArray[np.int32]:

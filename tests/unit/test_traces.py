@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hybridkv.errors import ConfigError, TraceError
-from hybridkv.replay import Pieces, TraceFile, TraceRequest
-from hybridkv.replay.tokens import HASHED_BLOCK, NEW_OUTPUT, PROMPT_SEGMENT
+from hybridkv.simulator import Pieces, TraceFile, TraceRequest
+from hybridkv.simulator.tokens import HASHED_BLOCK, NEW_OUTPUT, PROMPT_SEGMENT
 
 Record = dict[str, object]
 Write = Callable[..., Path]

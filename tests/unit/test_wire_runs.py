@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from wire_support import same
 
-from hybridkv.plan.config import KVCacheConfig
+from hybridkv.planner.config import KVCacheConfig
 from hybridkv.step import Step, StepResult
 from hybridkv.testing import (
     DigestModel,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hybridkv.errors import ConfigError, TraceError
-from hybridkv.replay import WORKLOADS, TraceRequest, UniformWorkload, Workload
+from hybridkv.simulator import WORKLOADS, TraceRequest, UniformWorkload, Workload
 
 BLOCK = 16
 

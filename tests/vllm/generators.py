@@ -12,7 +12,7 @@ import torch
 from generation import Answer, Tokens
 from rounds import Round
 
-from hybridkv.plan.planner import NATURAL, REFERENCE
+from hybridkv.planner.plan import NATURAL, REFERENCE
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine, LoadedModel, plan_for
 from hybridkv.runner.check import forced_logits, generate_greedy

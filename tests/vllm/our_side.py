@@ -9,7 +9,7 @@ from cases import Case, Group, Kind
 from sides import Ask, Found, Ids, Keys, Slots
 
 from hybridkv.cache import KVCacheBlocks, KVCacheManager
-from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec
+from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.request import Request
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,

@@ -8,7 +8,7 @@ import numpy as np
 from copy_support import Bytes, content, fill
 from hypothesis import strategies as st
 
-from hybridkv.plan.config import KVCacheConfig
+from hybridkv.planner.config import KVCacheConfig
 from hybridkv.specs import FullAttentionSpec, MambaSpec
 from hybridkv.step import Cells, Copy, Csr, Step
 from hybridkv.testing.configs import model_config, natural_model_config

@@ -22,7 +22,7 @@ from attention_support import local_slot
 from tiny_transformer import VOCABULARY, TinyTransformer
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.plan import KVCacheConfig, plan
+from hybridkv.planner import KVCacheConfig, plan
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.step import Csr, Step, StepResult
@@ -84,7 +84,7 @@ class Setting:
             dcp=self.dcp,
             pcp=self.pcp,
             layout=self.layout,
-        )
+        ).config
 
 
 class Worker:

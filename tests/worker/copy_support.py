@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from hybridkv.specs import MambaSpec
 from hybridkv.testing.configs import natural_model_config
 from hybridkv.worker import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybridkv.errors import ConfigError
-from hybridkv.plan import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from hybridkv.planner import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from hybridkv.specs import FullAttentionSpec, MLAAttentionSpec
 from hybridkv.worker import PagedStorage, PagePart
 

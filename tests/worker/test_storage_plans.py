@@ -10,7 +10,7 @@ import torch
 
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import known_models, read_model
-from hybridkv.plan import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, plan
+from hybridkv.planner import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, plan
 from hybridkv.specs import (
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
@@ -53,7 +53,7 @@ def small_plan(name: str, layout: str, kernel_block_size: int | None) -> KVCache
             layout=layout,
             max_encoder_tokens=encoder,
             kernel_block_size=kernel_block_size,
-        )
+        ).config
 
     with pytest.raises(CapacityError) as found:
         planned(1)

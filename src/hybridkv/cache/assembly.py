@@ -42,7 +42,7 @@ from hybridkv.cache.residents import Residents
 from hybridkv.cache.space import ClassedSpace
 from hybridkv.cache.transfers import TransferLog
 from hybridkv.errors import ConfigError
-from hybridkv.plan.config import KVCacheConfig
+from hybridkv.planner.config import KVCacheConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,14 @@ from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.locks import BlockLock
 from hybridkv.cache.pins import Pin
 from hybridkv.cache.placement import Placement
+from hybridkv.cache.planned import managed
 from hybridkv.cache.slots import Admission, Ask, Refusal, SlotPlan
 from hybridkv.cache.space import ClassedSpace
 from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats, cache_statistics
 from hybridkv.cache.transfers import Transfers
 from hybridkv.errors import CacheError, ConfigError
-from hybridkv.plan.config import KVCacheConfig
+from hybridkv.planner import KVCacheConfig, Plan
 from hybridkv.request import Request
-from hybridkv.specs import RequestLimits
 from hybridkv.units import MOST_COUNT
 
 Int32 = NDArray[np.int32]
@@ -35,7 +35,8 @@ Int64 = NDArray[np.int64]
 class KVCacheManager:
     """Blocks for requests, prefix caching included. Not thread safe; Scheduler adds the guard.
 
-    kv_cache_config: groups and number of blocks. max_model_len: most tokens of a request.
+    kv_cache_config: a Plan, whose max_model_len, ranks and placement hold; or its groups and number of blocks alone,
+    and max_model_len, most tokens of a request, beside it.
     enable_caching: look up and publish prefixes; off where some layer cannot be resumed (a state that is
     not kept, cross attention). use_eagle: every attention group whose config flags none drops the last
     block of a hit. log_stats: keep PrefixCacheStats. enable_kv_cache_events: collect events for take_events.
@@ -51,19 +52,20 @@ class KVCacheManager:
     published_ends: in the natural layout, whether hits may end inside a block, which is copied then.
     max_event_blocks: blocks that events waiting for ``take_events`` tell of; beyond it the oldest events are dropped,
     and EventsDropped says so in front of those taken next.
-    Raises ConfigError for limits that cannot work, UnsupportedModelError for a group without policy.
+    Raises ConfigError for limits that cannot work and for what contradicts the plan, UnsupportedModelError for a group
+    without policy.
     """
 
     def __init__(  # noqa: PLR0917 - the signature that users of vLLM know
         self,
-        kv_cache_config: KVCacheConfig,
-        max_model_len: int,
+        kv_cache_config: Plan | KVCacheConfig,
+        max_model_len: int | None = None,
         enable_caching: bool = True,
         use_eagle: bool = False,
         log_stats: bool = False,
         enable_kv_cache_events: bool = False,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
+        dcp_world_size: int | None = None,
+        pcp_world_size: int | None = None,
         *,
         hasher: BlockHasher | None = None,
         retention: int | None = None,
@@ -74,18 +76,21 @@ class KVCacheManager:
         published_ends: bool = True,
         max_event_blocks: int = MAX_EVENT_BLOCKS,
     ) -> None:
-        instance("kv_cache_config", kv_cache_config, KVCacheConfig)
-        max_model_len = integer("max_model_len", max_model_len, 1, MOST_COUNT)
-        dcp_world_size = integer("dcp_world_size", dcp_world_size, most=MOST_COUNT)
-        pcp_world_size = integer("pcp_world_size", pcp_world_size, most=MOST_COUNT)
+        config, limits, placement = managed(
+            kv_cache_config,
+            max_model_len=max_model_len,
+            dcp_world_size=dcp_world_size,
+            pcp_world_size=pcp_world_size,
+            placement=placement,
+        )
         options = CacheOptions(
-            max_model_len,
+            limits.max_model_len,
             enable_caching=flag("enable_caching", enable_caching),
             use_eagle=flag("use_eagle", use_eagle),
             log_stats=flag("log_stats", log_stats),
             enable_events=flag("enable_kv_cache_events", enable_kv_cache_events),
             max_event_blocks=integer("max_event_blocks", max_event_blocks, 1),
-            ranks=RequestLimits(max_model_len, dcp=dcp_world_size, pcp=pcp_world_size).cp,
+            ranks=limits.cp,
             hasher=None if hasher is None else instance("hasher", hasher, BlockHasher),
             retention=None if retention is None else integer("retention", retention, most=MOST_COUNT),
             max_pinned_blocks=integer("max_pinned_blocks", max_pinned_blocks, 0, MOST_COUNT),
@@ -94,11 +99,10 @@ class KVCacheManager:
             space=space,
             published_ends=flag("published_ends", published_ends),
         )
-        parts = assemble(kv_cache_config, options)
+        parts = assemble(config, options)
         storage, records = parts.storage, parts.records
-        self.config = kv_cache_config
-        self.max_model_len = max_model_len
-        self.dcp_world_size, self.pcp_world_size = dcp_world_size, pcp_world_size
+        self.config, self.max_model_len = config, limits.max_model_len
+        self.dcp_world_size, self.pcp_world_size = limits.dcp, limits.pcp
         self.placement, self.hasher = storage.placement, storage.hasher
         self.enable_caching = storage.hasher is not None
         self.block_pool, self.groups, self.sink_blocks = storage.pool, storage.groups, storage.sink_blocks

@@ -26,7 +26,7 @@ from hybridkv.cache.slab_candidates import NO_SLAB
 from hybridkv.cache.slab_holes import FREE, Part, SlabHoles, counters
 from hybridkv.cache.space import Room, Weight
 from hybridkv.errors import BlockError, CacheError
-from hybridkv.plan.slabs import SlabLayout
+from hybridkv.planner.slabs import SlabLayout
 
 Int32 = NDArray[np.int32]
 

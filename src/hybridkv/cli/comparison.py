@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from hybridkv.cli.output import console, floor, table
-from hybridkv.plan import LayoutFacts, Plan, compare_layouts
-from hybridkv.plan.comparison import SHORT_TOKENS
-from hybridkv.plan.planner import LAYOUTS
+from hybridkv.planner import LayoutFacts, Plan, compare_layouts
+from hybridkv.planner.comparison import SHORT_TOKENS
+from hybridkv.planner.plan import LAYOUTS
 from hybridkv.units import format_bytes, format_count
 
 _NOT_THERE: Final = "-"

@@ -18,8 +18,8 @@ from hybridkv.cli.generate_output import GenerateRun, print_document, print_tabl
 from hybridkv.cli.planning import BlockSize, Layout, LayoutOption, PlacementOption, PlanOptions
 from hybridkv.cli.speculation import Speculate, SpeculateOption
 from hybridkv.errors import ConfigError
-from hybridkv.plan import Plan, read_plan
-from hybridkv.plan.planner import DEFAULT_LAYOUT
+from hybridkv.planner import Plan, read_plan
+from hybridkv.planner.plan import DEFAULT_LAYOUT
 from hybridkv.request import SamplingParams, output_ids
 from hybridkv.units import MOST_COUNT
 

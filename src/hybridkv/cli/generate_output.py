@@ -18,7 +18,7 @@ from rich.text import Text
 
 from hybridkv.cli.output import console, table, units_of
 from hybridkv.cli.printable import printable
-from hybridkv.plan import Plan
+from hybridkv.planner import Plan
 from hybridkv.units import format_bytes, format_count
 
 if TYPE_CHECKING:  # these need torch, which is loaded once the command runs

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridkv.cli.printable import printable
-from hybridkv.plan import KVCacheConfig
-from hybridkv.plan.capacity import unit_bytes
+from hybridkv.planner import KVCacheConfig
+from hybridkv.planner.capacity import unit_bytes
 from hybridkv.units import format_bytes, format_count
 
 PIPE_COLUMNS = 400

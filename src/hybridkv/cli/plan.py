@@ -24,7 +24,7 @@ from hybridkv.cli.planning import (
 )
 from hybridkv.errors import ConfigError
 from hybridkv.models import Model
-from hybridkv.plan import Plan, make_plan, plan_to_json
+from hybridkv.planner import Plan, plan, plan_to_json
 from hybridkv.units import format_count
 
 
@@ -94,7 +94,7 @@ def _make(
     if options.memory is None:
         raise ConfigError("--memory is missing: say what one rank has for its cache, for example --memory 40GiB")
     rules = options.rules if layout is None else options.rules_of(layout)
-    return make_plan(
+    return plan(
         options.model(), options.memory, max_model_len=max_model_len, kernel_block_size=kernel_block_size, **rules
     )
 

@@ -14,8 +14,8 @@ import typer
 from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError, SchemaError
 from hybridkv.models import DTYPE_NAMES, Model, read_model
-from hybridkv.plan import Plan, read_plan, read_plan_from
-from hybridkv.plan.planner import ALIGN, DEFAULT_LAYOUT, NATURAL, NO_STATES
+from hybridkv.planner import Plan, read_plan, read_plan_from
+from hybridkv.planner.plan import ALIGN, DEFAULT_LAYOUT, NATURAL, NO_STATES
 
 _STANDARD_INPUT: Final = Path("-")
 
@@ -59,7 +59,7 @@ PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan written by
 
 
 class PlanRules(TypedDict):
-    """Arguments of make_plan and plan_for besides model, memory and limits."""
+    """Arguments of plan and plan_for besides model, memory and limits."""
 
     placement: str | None
     windows_as_full: bool

@@ -31,9 +31,9 @@ from hybridkv.cli.planning import (
 )
 from hybridkv.cli.printable import printable
 from hybridkv.errors import ConfigError
-from hybridkv.plan import Plan
-from hybridkv.plan.capacity import unit_bytes
-from hybridkv.replay import (
+from hybridkv.planner import Plan
+from hybridkv.planner.capacity import unit_bytes
+from hybridkv.simulator import (
     WORKLOADS,
     Progress,
     ReplayReport,
@@ -45,7 +45,7 @@ from hybridkv.replay import (
     Workload,
     plan_for,
     plan_with_length,
-    run_replay,
+    replay,
 )
 from hybridkv.units import format_bytes, format_count
 
@@ -129,7 +129,7 @@ def replay_command(
     plan, own_length = _plan(summary, asked, token_budget)
     begun = time.perf_counter()
     with _progress(summary.requests, begun) as on_progress:
-        report = run_replay(source, plan, settings, summary=summary, on_progress=on_progress)
+        report = replay(source, plan, settings, summary=summary, on_progress=on_progress)
     wall_s = time.perf_counter() - begun
     length_from = "longest request" if max_model_len is None else "--max-model-len"
     if as_json:

@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from hybridkv.arguments import flag, integer
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import placement_of
 from hybridkv.errors import ConfigError
 from hybridkv.frozen import check_fields
-from hybridkv.plan import Plan
+from hybridkv.planner import Plan
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.planning import plan_within
 from hybridkv.runner.probe import planner_model
@@ -84,8 +83,7 @@ def assemble(
         max_in_flight=options.in_flight,
         num_speculative_tokens=drafts,
     )
-    caching, placement = options.prefix_caching, placement_of(plan)
-    cache = KVCacheManager(plan.config, plan.max_model_len, enable_caching=caching, placement=placement)
+    cache = KVCacheManager(plan, enable_caching=options.prefix_caching)
     scheduler = Scheduler(cache, limits)
     runner = ModelRunner(
         loaded.model,

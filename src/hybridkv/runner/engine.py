@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from hybridkv.arguments import instance, text
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.frozen import one_of, or_none
-from hybridkv.plan import Plan
+from hybridkv.planner import Plan
 from hybridkv.request import Request, SamplingParams
 from hybridkv.runner.assembly import EngineOptions, assemble, plan_of
 from hybridkv.runner.completion import Completion, Progress, count_step, raise_first

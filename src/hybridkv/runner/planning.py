@@ -9,9 +9,9 @@ from hybridkv.arguments import instance, integer, integers
 from hybridkv.cache.placement import placement_named
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.frozen import one_of, or_none
-from hybridkv.plan import Plan, make_plan
-from hybridkv.plan.capacity import longest_that, unit_bytes, units_for
-from hybridkv.plan.planner import DEFAULT_LAYOUT, NATURAL
+from hybridkv.planner import Plan, plan
+from hybridkv.planner.capacity import longest_that, unit_bytes, units_for
+from hybridkv.planner.plan import DEFAULT_LAYOUT, NATURAL
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.probe import planner_model
 from hybridkv.specs import Keeps
@@ -49,7 +49,7 @@ def plan_within(
     memory_bytes = _bytes_of(DEFAULT_MEMORY if memory is None else memory)
 
     def planned(tokens: int | None) -> Plan:
-        return make_plan(model, memory_bytes, max_model_len=tokens, max_in_flight_tokens=max_in_flight_tokens)
+        return plan(model, memory_bytes, max_model_len=tokens, max_in_flight_tokens=max_in_flight_tokens)
 
     def fits(tokens: int) -> bool:
         try:
@@ -78,7 +78,7 @@ def plan_for(
     """A plan for requests of ``lengths`` tokens, prompt and output together.
 
     memory: bytes or a size; None for what all of them need side by side, and everything that they leave cached.
-    max_model_len: tokens; None for the longest request. layout, placement: as make_plan has them.
+    max_model_len: tokens; None for the longest request. layout, placement: as plan has them.
     num_speculative_tokens: as plan_within has it.
     Raises ConfigError when a request is longer than the model allows, and for an unknown layout or placement;
     CapacityError, saying how much is needed, when the longest does not fit.
@@ -103,7 +103,7 @@ def plan_for(
     limit = longest if max_model_len is None else max_model_len
 
     def planned(memory_bytes: int) -> Plan:
-        return make_plan(model, memory_bytes, max_model_len=limit, layout=layout, placement=placement)
+        return plan(model, memory_bytes, max_model_len=limit, layout=layout, placement=placement)
 
     if memory is not None:
         return planned(_bytes_of(memory))

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from hybridkv.arguments import instance, integer
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.models import Model
-from hybridkv.plan.config import KVCacheConfig
+from hybridkv.planner.config import KVCacheConfig
 from hybridkv.runner import attention_gather, step_context
 from hybridkv.runner.attention_gather import GatherBatch
 from hybridkv.runner.continuation import continuations

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hybridkv.extra_keys import EncoderInput
-from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-from hybridkv.plan.natural import natural_config, slab_layout
-from hybridkv.plan.slabs import ALIGNMENT_BYTES
+from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from hybridkv.planner.natural import natural_config, slab_layout
+from hybridkv.planner.slabs import ALIGNMENT_BYTES
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,

@@ -18,7 +18,7 @@ from random import Random
 
 import numpy as np
 
-from hybridkv.plan.config import KVCacheConfig
+from hybridkv.planner.config import KVCacheConfig
 from hybridkv.step import Copy, Csr, EncoderRead, NewRow, Step, StepResult
 from hybridkv.testing.model import DIGEST_BYTES, ZERO_STATE, DigestModel
 from hybridkv.testing.oracle_pool import Prefix

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from hybridkv.cache.placement import Placement
-from hybridkv.plan.config import KVCacheConfig
+from hybridkv.planner.config import KVCacheConfig
 from hybridkv.request import Request
 from hybridkv.testing.oracle_cache import Cell, OracleCache, OracleHit, OracleRequest, OracleRow
 from hybridkv.testing.oracle_groups import Extent, OracleGroup, ScratchStateGroup, natural_group

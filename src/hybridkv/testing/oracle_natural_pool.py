@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from hybridkv.plan.slabs import SlabLayout
+from hybridkv.planner.slabs import SlabLayout
 from hybridkv.testing.oracle_pool import OraclePool, Prefix
 from hybridkv.testing.oracle_slabs import REFERENCED, OracleSlabs
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hybridkv.plan.slabs import SlabLayout
+from hybridkv.planner.slabs import SlabLayout
 
 HOLE, REFERENCED, CACHED = "hole", "referenced", "cached"
 _SUPERSEDED = -(2**60)

@@ -11,7 +11,7 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.cache.placement import Placement, placement_named
 from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import EncoderInput
-from hybridkv.plan.config import KVCacheConfig
+from hybridkv.planner.config import KVCacheConfig
 from hybridkv.request import Request
 from hybridkv.schedule import FinishReason, Scheduler
 from hybridkv.specs import Keeps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from hybridkv.plan.config import KVCacheConfig
+from hybridkv.planner.config import KVCacheConfig
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.specs import KVCacheSpec, MambaSpec
 from hybridkv.testing.configs import full_spec, model_config, natural_model_config

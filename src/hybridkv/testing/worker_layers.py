@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hybridkv.errors import ConfigError
-from hybridkv.plan.config import KVCacheConfig, KVCacheTensor
+from hybridkv.planner.config import KVCacheConfig, KVCacheTensor
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,

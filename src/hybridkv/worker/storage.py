@@ -21,7 +21,7 @@ from typing import Final
 import torch
 
 from hybridkv.errors import ConfigError
-from hybridkv.plan.config import KVCacheConfig, KVCacheTensor
+from hybridkv.planner.config import KVCacheConfig, KVCacheTensor
 from hybridkv.specs import (
     AttentionSpec,
     Keeps,

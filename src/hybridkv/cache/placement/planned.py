@@ -5,9 +5,9 @@ from __future__ import annotations
 from hybridkv.cache.placement.named import DEFAULT_PLACEMENT, placement_named
 from hybridkv.cache.placement.stops import Placement
 from hybridkv.errors import ConfigError
-from hybridkv.plan import Plan
-from hybridkv.plan.pages import state_block_tokens
-from hybridkv.plan.planner import NATURAL, NO_STATES
+from hybridkv.planner import Plan
+from hybridkv.planner.pages import state_block_tokens
+from hybridkv.planner.plan import NATURAL, NO_STATES
 
 
 def placement_of(plan: Plan, asked: str | None = None) -> Placement | None:

@@ -8,8 +8,8 @@ but for a group of a uniform type, which is alone: its tensors have the page of 
 
 from __future__ import annotations
 
-from hybridkv.plan.config import KVCacheConfig, KVCacheTensor
-from hybridkv.plan.grouping import Grouping
+from hybridkv.planner.config import KVCacheConfig, KVCacheTensor
+from hybridkv.planner.grouping import Grouping
 
 
 def reference_layout(grouping: Grouping, num_blocks: int) -> KVCacheConfig:

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError
-from hybridkv.plan.slabs import ALIGNMENT_BYTES
+from hybridkv.planner.slabs import ALIGNMENT_BYTES
 from hybridkv.units import MOST_BYTES, ceil_div, round_up, shown
 
 PADDING_TARGETS: Final = (Fraction(1, 100), Fraction(5, 100), Fraction(25, 100), None)

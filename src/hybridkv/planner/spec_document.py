@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Final
 
 from hybridkv.errors import SchemaError
-from hybridkv.plan.node import Node
+from hybridkv.planner.node import Node
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,

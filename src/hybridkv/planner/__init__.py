@@ -5,12 +5,12 @@ natural     Model -> packing (groups, k, slab bytes) -> natural (tensors, slabs)
                                                                     Plan = model + config + limits <-> JSON
 """
 
-from hybridkv.plan.capacity import Capacity, GroupCapacity, capacity_of
-from hybridkv.plan.comparison import LayoutFacts, compare_layouts
-from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-from hybridkv.plan.document import plan_from_json, plan_to_json, read_plan, read_plan_from
-from hybridkv.plan.planner import Plan, make_plan, plan
-from hybridkv.plan.slabs import SlabClass, SlabLayout
+from hybridkv.planner.capacity import Capacity, GroupCapacity, capacity_of
+from hybridkv.planner.comparison import LayoutFacts, compare_layouts
+from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from hybridkv.planner.document import plan_from_json, plan_to_json, read_plan, read_plan_from
+from hybridkv.planner.plan import Plan, plan
+from hybridkv.planner.slabs import SlabClass, SlabLayout
 
 __all__ = [
     "Capacity",
@@ -24,7 +24,6 @@ __all__ = [
     "SlabLayout",
     "capacity_of",
     "compare_layouts",
-    "make_plan",
     "plan",
     "plan_from_json",
     "plan_to_json",

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from hybridkv.errors import ConfigError
-from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, NamedSpec
-from hybridkv.plan.grouping import layer_types
-from hybridkv.plan.packing import LayerKind, Packing, packings
-from hybridkv.plan.slabs import ALIGNMENT_BYTES, SlabClass, SlabLayout
+from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, NamedSpec
+from hybridkv.planner.grouping import layer_types
+from hybridkv.planner.packing import LayerKind, Packing, packings
+from hybridkv.planner.slabs import ALIGNMENT_BYTES, SlabClass, SlabLayout
 from hybridkv.specs import Keeps, KVCacheSpec, RequestLimits, UniformTypeKVCacheSpecs
 from hybridkv.units import ceil_div, round_up
 

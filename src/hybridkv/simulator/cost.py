@@ -6,7 +6,7 @@
 
 tokens: those the step runs. Weights read: all, once a step; of a mixture of experts no more than its tokens can
 choose, ``min(parameters, active parameters * tokens)``. Cache bytes moved are those of one rank, by layer kind:
-hybridkv.replay.traffic.
+hybridkv.simulator.traffic.
 
 Two operations per weight and token is the usual count of a forward (Kaplan et al., arXiv 2001.08361, section
 2.1); the roofline is Williams, Waterman, Patterson, CACM 52(4), 2009. Left out: the operations of attention
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from hybridkv.errors import ConfigError
-from hybridkv.plan import Plan
-from hybridkv.replay.traffic import CacheTraffic
+from hybridkv.planner import Plan
+from hybridkv.simulator.traffic import CacheTraffic
 from hybridkv.step import Step
 
 

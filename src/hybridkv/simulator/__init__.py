@@ -1,6 +1,6 @@
 """Traces and generated workloads, run through the real scheduler and cache manager; only time is modelled.
 
-TraceFile | Workload  ->  TraceRequest  ->  replay(source, scheduler, cost)  ->  ReplayReport
+TraceFile | Workload  ->  TraceRequest  ->  replay(source, plan)  ->  ReplayReport
 
     formats, trace, tokens    the readers, and token ids out of pieces
     workloads, uniform        generators
@@ -9,23 +9,23 @@ TraceFile | Workload  ->  TraceRequest  ->  replay(source, scheduler, cost)  -> 
     setup                     plan, manager, scheduler and loop put together
 """
 
-from hybridkv.replay.cost import H100, Hardware, StepCost
-from hybridkv.replay.formats import TraceRequest
-from hybridkv.replay.loop import Progress, SimulatedClock, replay
-from hybridkv.replay.report import GroupReport, ReplayReport
-from hybridkv.replay.setup import (
+from hybridkv.simulator.cost import H100, Hardware, StepCost
+from hybridkv.simulator.formats import TraceRequest
+from hybridkv.simulator.loop import Progress, SimulatedClock, replay_through
+from hybridkv.simulator.report import GroupReport, ReplayReport
+from hybridkv.simulator.setup import (
     ReplaySettings,
     Simulation,
     plan_for,
     plan_with_length,
-    run_replay,
+    replay,
     simulation_of,
 )
-from hybridkv.replay.tokens import Pieces
-from hybridkv.replay.trace import RequestSource, TraceFile, TraceSummary
-from hybridkv.replay.traffic import CacheTraffic
-from hybridkv.replay.uniform import UniformWorkload
-from hybridkv.replay.workloads import WORKLOADS, Workload
+from hybridkv.simulator.tokens import Pieces
+from hybridkv.simulator.trace import RequestSource, TraceFile, TraceSummary
+from hybridkv.simulator.traffic import CacheTraffic
+from hybridkv.simulator.uniform import UniformWorkload
+from hybridkv.simulator.workloads import WORKLOADS, Workload
 
 __all__ = [
     "H100",
@@ -49,6 +49,6 @@ __all__ = [
     "plan_for",
     "plan_with_length",
     "replay",
-    "run_replay",
+    "replay_through",
     "simulation_of",
 ]

@@ -10,13 +10,13 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.cache.placement import placement_of
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import Model
-from hybridkv.plan import Plan, make_plan
-from hybridkv.plan.planner import DEFAULT_LAYOUT, NO_STATES
-from hybridkv.replay.cost import H100, Hardware, StepCost
-from hybridkv.replay.loop import Progress, SimulatedClock, replay
-from hybridkv.replay.report import ReplayReport
-from hybridkv.replay.trace import RequestSource, TraceSummary
+from hybridkv.planner import Plan, plan
+from hybridkv.planner.plan import DEFAULT_LAYOUT, NO_STATES
 from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.simulator.cost import H100, Hardware, StepCost
+from hybridkv.simulator.loop import Progress, SimulatedClock, replay_through
+from hybridkv.simulator.report import ReplayReport
+from hybridkv.simulator.trace import RequestSource, TraceSummary
 from hybridkv.units import MOST_COUNT, format_bytes, format_count, shown
 
 TOKEN_BUDGET: Final = 8192
@@ -73,12 +73,12 @@ def plan_for(
     """A plan whose maximum length is ``max_model_len`` or, for None, that of the longest request.
 
     The model's own limit does not count here: a replay runs no model. placement, windows_as_full and layout
-    are those of make_plan. token_budget: tokens of a step, which windows and chunks must have room for.
+    are those of plan. token_budget: tokens of a step, which windows and chunks must have room for.
     Raises ConfigError for a maximum below the longest request, CapacityError when memory is too small for one.
     """
     longest = _maximum(summary, max_model_len)
     try:
-        return make_plan(
+        return plan(
             replace(model, max_model_len=longest),
             memory,
             max_model_len=longest,
@@ -155,7 +155,7 @@ class Simulation:
         on_progress: Callable[[Progress], None] | None = None,
     ) -> ReplayReport:
         """Replay ``source``, once."""
-        report = replay(
+        report = replay_through(
             source,
             self.scheduler,
             self.cost,
@@ -198,13 +198,17 @@ def _why_off(plan: Plan, settings: ReplaySettings) -> str:
     return "the layers of this model cannot be resumed in this layout"
 
 
-def run_replay(
+def replay(
     source: RequestSource,
     plan: Plan,
-    settings: ReplaySettings,
+    settings: ReplaySettings = ReplaySettings(),
     *,
     summary: TraceSummary | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> ReplayReport:
-    """Replay ``source`` in a fresh manager of ``plan``. Raises ConfigError for settings that cannot work."""
+    """Run all requests of ``source`` through a fresh scheduler and manager of ``plan``, with time modelled; the report.
+
+    summary: of the source, when it is at hand already. on_progress: called every 64 steps and at the end. Raises
+    ConfigError for settings that cannot work and for a request that can never fit, TraceError for a malformed line.
+    """
     return simulation_of(plan, settings).run(source, summary=summary, on_progress=on_progress)

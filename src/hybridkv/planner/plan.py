@@ -11,7 +11,7 @@ from hybridkv.arguments import flag, instance, integer
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.frozen import check_fields, one_of, or_none
 from hybridkv.models import Model
-from hybridkv.plan.capacity import (
+from hybridkv.planner.capacity import (
     Capacity,
     blocks_needed,
     capacity_of,
@@ -19,12 +19,12 @@ from hybridkv.plan.capacity import (
     tokens_that_fit,
     unit_bytes,
 )
-from hybridkv.plan.config import KVCacheConfig, NamedSpec
-from hybridkv.plan.grouping import group_layers
-from hybridkv.plan.layout import reference_layout
-from hybridkv.plan.natural import NaturalChoice, natural_choices
-from hybridkv.plan.pages import windows_as_full as as_full
-from hybridkv.plan.pages import with_placement
+from hybridkv.planner.config import KVCacheConfig, NamedSpec
+from hybridkv.planner.grouping import group_layers
+from hybridkv.planner.layout import reference_layout
+from hybridkv.planner.natural import NaturalChoice, natural_choices
+from hybridkv.planner.pages import windows_as_full as as_full
+from hybridkv.planner.pages import with_placement
 from hybridkv.specs import KVCacheSpec, MambaSpec, RequestLimits
 from hybridkv.units import MOST_COUNT, format_bytes, format_count, parse_bytes, shown
 
@@ -90,36 +90,6 @@ def _cache_mode(spec: KVCacheSpec) -> str | None:
 
 
 def plan(
-    model: Model,
-    memory: int | str,
-    *,
-    max_model_len: int | None = None,
-    max_in_flight_tokens: int = 0,
-    placement: str | None = None,
-    windows_as_full: bool = False,
-    max_encoder_tokens: int | None = None,
-    dcp: int = 1,
-    pcp: int = 1,
-    layout: str = DEFAULT_LAYOUT,
-    kernel_block_size: int | None = None,
-) -> KVCacheConfig:
-    """The KVCacheConfig of ``make_plan``."""
-    return make_plan(
-        model,
-        memory,
-        max_model_len=max_model_len,
-        max_in_flight_tokens=max_in_flight_tokens,
-        placement=placement,
-        windows_as_full=windows_as_full,
-        max_encoder_tokens=max_encoder_tokens,
-        dcp=dcp,
-        pcp=pcp,
-        layout=layout,
-        kernel_block_size=kernel_block_size,
-    ).config
-
-
-def make_plan(
     model: Model,
     memory: int | str,
     *,

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from hybridkv.replay.tokens import HASHED_BLOCK, NEW_OUTPUT, PROMPT_SEGMENT, Piece, Pieces
+from hybridkv.simulator.tokens import HASHED_BLOCK, NEW_OUTPUT, PROMPT_SEGMENT, Piece, Pieces
 from hybridkv.units import MOST_COUNT, ceil_div, shown
 
 _MAX_SEGMENT: Final = (1 << 64) - 1

@@ -18,12 +18,12 @@ from hybridkv.arguments import instance
 from hybridkv.errors import ConfigError, SchemaError
 from hybridkv.models import Layer, Model
 from hybridkv.models.json_text import DocumentError, parse_json, read_json
-from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-from hybridkv.plan.natural import natural_config
-from hybridkv.plan.node import Node
-from hybridkv.plan.planner import LAYOUTS, NATURAL, NO_STATES, Plan
-from hybridkv.plan.slabs import SlabClass, SlabLayout
-from hybridkv.plan.spec_document import spec_from_json, spec_to_json
+from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from hybridkv.planner.natural import natural_config
+from hybridkv.planner.node import Node
+from hybridkv.planner.plan import LAYOUTS, NATURAL, NO_STATES, Plan
+from hybridkv.planner.slabs import SlabClass, SlabLayout
+from hybridkv.planner.spec_document import spec_from_json, spec_to_json
 from hybridkv.specs import RequestLimits
 from hybridkv.units import shown
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hybridkv.errors import ConfigError
-from hybridkv.replay.formats import TraceRequest
-from hybridkv.replay.tokens import PROMPT_SEGMENT, Piece, Pieces
-from hybridkv.replay.trace import TraceSummary, summarise
+from hybridkv.simulator.formats import TraceRequest
+from hybridkv.simulator.tokens import PROMPT_SEGMENT, Piece, Pieces
+from hybridkv.simulator.trace import TraceSummary, summarise
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from hybridkv.errors import ConfigError, TraceError
-from hybridkv.replay.formats import MalformedLineError, MooncakeFormat, PieceFormat, TraceRequest
+from hybridkv.simulator.formats import MalformedLineError, MooncakeFormat, PieceFormat, TraceRequest
 
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 

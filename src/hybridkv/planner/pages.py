@@ -14,7 +14,7 @@ from math import ceil
 from typing import Final
 
 from hybridkv.errors import ConfigError
-from hybridkv.plan.config import NamedSpec
+from hybridkv.planner.config import NamedSpec
 from hybridkv.specs import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from hybridkv.arguments import flag, integer
 from hybridkv.errors import ConfigError
 from hybridkv.frozen import check_fields, each, one_of, or_none
-from hybridkv.plan.slabs import SlabLayout
+from hybridkv.planner.slabs import SlabLayout
 from hybridkv.specs import KVCacheSpec
 from hybridkv.units import MOST_COUNT, format_count
 

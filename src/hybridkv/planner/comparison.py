@@ -9,7 +9,7 @@ from typing import Final
 
 from hybridkv.arguments import instance
 from hybridkv.errors import CapacityError, ConfigError
-from hybridkv.plan.capacity import (
+from hybridkv.planner.capacity import (
     block_bytes_of,
     blocks_needed,
     copies_that_fit,
@@ -18,8 +18,8 @@ from hybridkv.plan.capacity import (
     unit_bytes,
     units_for,
 )
-from hybridkv.plan.config import KVCacheConfig
-from hybridkv.plan.planner import LAYOUTS, Plan
+from hybridkv.planner.config import KVCacheConfig
+from hybridkv.planner.plan import LAYOUTS, Plan
 from hybridkv.specs import Keeps, RequestLimits
 from hybridkv.units import shown
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from hybridkv.arguments import instance, integer
-from hybridkv.plan.config import KVCacheConfig, KVCacheGroupSpec
+from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.specs import RequestLimits
 
 _ANY_LENGTH: Final = 1 << 62

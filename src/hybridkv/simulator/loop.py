@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from hybridkv.columns import grown
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.extra_keys import EncoderInput
-from hybridkv.replay.cost import StepCost
-from hybridkv.replay.formats import TraceRequest
-from hybridkv.replay.report import Distribution, GroupReport, ReplayReport
-from hybridkv.replay.tokens import token_ids_at
-from hybridkv.replay.trace import RequestSource, TraceSummary
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler
+from hybridkv.simulator.cost import StepCost
+from hybridkv.simulator.formats import TraceRequest
+from hybridkv.simulator.report import Distribution, GroupReport, ReplayReport
+from hybridkv.simulator.tokens import token_ids_at
+from hybridkv.simulator.trace import RequestSource, TraceSummary
 from hybridkv.step import Csr, NewRow, Step, StepResult
 
 _STEPS_PER_PROGRESS: Final = 64
@@ -300,7 +300,7 @@ class _Replay:
             )
 
 
-def replay(
+def replay_through(
     source: RequestSource,
     scheduler: Scheduler,
     cost: StepCost,
@@ -310,7 +310,7 @@ def replay(
     summary: TraceSummary | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> ReplayReport:
-    """Run all requests of ``source`` through ``scheduler``, which must be fresh, and report.
+    """``replay`` with a scheduler of one's own, which must be fresh.
 
     clock: that of the scheduler; without it the scheduler's patience with requests that do not fit is one of
     wall time. encoder_tokens: of every request's encoder input, 0 for none. summary: of the source, when it is

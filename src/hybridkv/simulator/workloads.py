@@ -27,9 +27,9 @@ from typing import Final
 import numpy as np
 
 from hybridkv.errors import ConfigError
-from hybridkv.replay.formats import TraceRequest
-from hybridkv.replay.tokens import PROMPT_SEGMENT, Piece, Pieces
-from hybridkv.replay.trace import TraceSummary, summarise
+from hybridkv.simulator.formats import TraceRequest
+from hybridkv.simulator.tokens import PROMPT_SEGMENT, Piece, Pieces
+from hybridkv.simulator.trace import TraceSummary, summarise
 
 _HOUR_S: Final = 3600.0
 MOST_HOURS: Final = 100.0

@@ -32,7 +32,7 @@ from typing import Self
 
 import numpy as np
 
-from hybridkv.plan import Plan
+from hybridkv.planner import Plan
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,

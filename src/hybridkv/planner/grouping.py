@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridkv.errors import ConfigError
-from hybridkv.plan.config import KVCacheGroupSpec, NamedSpec
-from hybridkv.plan.pages import unify_pages
+from hybridkv.planner.config import KVCacheGroupSpec, NamedSpec
+from hybridkv.planner.pages import unify_pages
 from hybridkv.specs import KVCacheSpec, UniformTypeKVCacheSpecs
 from hybridkv.units import ceil_div
 
