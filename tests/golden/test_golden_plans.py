@@ -38,7 +38,7 @@ def test_the_plan_with_a_narrow_cache_is_the_golden_one() -> None:
 @pytest.mark.parametrize(
     ("name", "block_size", "groups", "tensors"),
     [
-        # contracts.md, section 1, and issue 3: the attention block covers the state
+        # docs/contracts.md, 1: the attention block covers the state
         ("qwen3-next-80b-a3b", 544, 4, 12),
         ("qwen3.5-35b-a3b", 1056, 4, 10),
         ("nemotron-h-8b", 528, 7, 4),

@@ -24,7 +24,7 @@ from hybridkv.step import Step
 torch.set_num_threads(1)
 
 TOLERANCE = 2e-4
-"""Of the logit range: what different chunk plans may differ by in float32 (shared design, models.md)."""
+"""Of the logit range: what different chunk plans may differ by in float32 (docs/models.md)."""
 
 MODELS = ("llama", "qwen2", "deepseek_v3")
 """Where any model does."""

@@ -1,4 +1,4 @@
-"""Who is admitted: priorities, overtaking, states not yet readable, look-ahead; contracts.md sections 6, 9, 10."""
+"""Who is admitted: priorities, overtaking, states not yet readable, look-ahead; docs/contracts.md, 6, 9, 10."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Drafts, step by step: what is proposed, run, accepted, kept and cached (contracts.md, sections 4, 8 and 10)."""
+"""Drafts, step by step: what is proposed, run, accepted, kept and cached (docs/contracts.md, 4, 8 and 10)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""All groups together: contracts.md section 5, and groups that publish nothing."""
+"""All groups together: docs/contracts.md, 5, and groups that publish nothing."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""Block hashes: the vectors of contracts.md section 3, and cbor2 as the judge of our encoder."""
+"""Block hashes: the vectors of docs/contracts.md, 3, and cbor2 as the judge of our encoder."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""KVCacheManager driven without a scheduler: the full-attention lines of contracts.md sections 4, 5 and 9."""
+"""KVCacheManager driven without a scheduler: the full-attention lines of docs/contracts.md, 4, 5 and 9."""
 
 from itertools import count
 

@@ -81,7 +81,7 @@ def test_known_models(name: str, layers: int, kv_bytes_per_token: int, max_model
 @pytest.mark.parametrize(
     ("name", "state_mib", "ssm_dtype"),
     [
-        # goals.md, section 2: conv states of K - 1 columns, the config's SSM dtype
+        # docs/contracts.md, 1: conv states of K - 1 columns, the config's SSM dtype
         ("qwen3-next-80b-a3b", 37.7, "bfloat16"),
         ("qwen3.5-35b-a3b", 61.4, "float32"),
         ("nemotron-h-8b", 49.4, "bfloat16"),

@@ -54,7 +54,7 @@ class Driver:
         return request
 
 
-# -- contracts 2: the free order
+# -- docs/contracts.md, 2: the free order
 
 
 def test_free_order_of_hashed_and_empty_blocks() -> None:
@@ -99,7 +99,7 @@ def test_a_pool_of_one_block() -> None:
     assert (pool.free, pool.usage, pool.reset()) == ([], 0.0, True)
 
 
-# -- contracts 4: one request, one group
+# -- docs/contracts.md, 4: one request, one group
 
 
 def test_full_attention() -> None:
@@ -292,7 +292,7 @@ def test_a_refusal_only_drops() -> None:
     assert (request.tables, driver.cache.pool.free) == ([[0, 0, 3, 4]], [2, 1])
 
 
-# -- contracts 5: all groups together
+# -- docs/contracts.md, 5: all groups together
 
 
 def published_by(*specs: KVCacheSpec, tokens: int, eagle: bool = False) -> list[list[int]]:
@@ -412,7 +412,7 @@ def test_all_groups_touch_before_any_takes() -> None:
     ]
 
 
-# -- contracts 6: where chunks end
+# -- docs/contracts.md, 6: where chunks end
 
 
 def split(

@@ -1,4 +1,4 @@
-"""Measured lines of contracts.md section 1 on grouping, and the sizes that pages and blocks take for it."""
+"""Measured lines of docs/contracts.md, 1, on grouping, and the sizes that pages and blocks take for it."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The pool against the vectors of contracts.md section 2."""
+"""The pool against the vectors of docs/contracts.md, 2."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What is published: contracts.md section 4, and what vLLM 0.32 was measured to publish with EAGLE and retention."""
+"""What is published: docs/contracts.md, 4, and what vLLM 0.32 was measured to publish with EAGLE and retention."""
 
 from typing import Any
 

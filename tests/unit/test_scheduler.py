@@ -1,4 +1,4 @@
-"""The scheduler, step by step: contracts.md sections 6 and 10, for full attention."""
+"""The scheduler, step by step: docs/contracts.md, 6 and 10, for full attention."""
 
 import logging
 import threading

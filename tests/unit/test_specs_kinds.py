@@ -1,4 +1,4 @@
-"""The kinds of contracts.md section 1 beyond full attention: bytes, blocks of a request, merging, uniform type."""
+"""The kinds of docs/contracts.md, 1, beyond full attention: bytes, blocks of a request, merging, uniform type."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

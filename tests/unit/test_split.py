@@ -1,4 +1,4 @@
-"""Where prefill chunks end: contracts.md section 6."""
+"""Where prefill chunks end: docs/contracts.md, 6."""
 
 import pytest
 from kinds_support import cache_of, full, published, state

@@ -1,4 +1,4 @@
-"""Recurrent states in the cache: contracts.md section 4, and labels (section 8, last lines)."""
+"""Recurrent states in the cache: docs/contracts.md, 4, and labels (8, last lines)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Sliding windows and local chunks: contracts.md section 4."""
+"""Sliding windows and local chunks: docs/contracts.md, 4."""
 
 from random import Random
 from typing import Any
@@ -270,7 +270,7 @@ class Counted(PrefixIndex):
 
 
 def test_a_prompt_never_seen_costs_a_look_up_a_window() -> None:
-    """goals.md 3: a failed look-up must not ask for every block, and not anew in every step."""
+    """docs/defects.md, F: a failed look-up must not ask for every block, and not anew in every step."""
     cache = KVCacheManager(cache_of(window(1024, 16)).config, 200_000)
     request = Request("a", np.arange(131_072) % 50_000, hasher=cache.hasher)
     index = Counted()

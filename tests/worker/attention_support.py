@@ -32,7 +32,7 @@ DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.
 
 
 def local_slot(blocks: Sequence[int], position: int, block_size: int, share: ContextShare) -> int:
-    """The formula of the contracts, section 7, one token at a time."""
+    """The formula of docs/contracts.md, 7, one token at a time."""
     cp, i = share.size, share.interleave
     column, o = divmod(position, block_size * cp)
     if (o // i) % cp != share.rank:
@@ -141,7 +141,7 @@ class Scene:
         return table
 
     def seen(self, request: int, query: int) -> list[int]:
-        """The tokens that a request's ``query``-th query sees, by the words of the contracts, section 4."""
+        """The tokens that a request's ``query``-th query sees, by the words of docs/contracts.md, 4."""
         mask, p = self.case.mask, self.lengths[request] - self.counts[request] + query
         if not mask.causal:
             return list(range(self.lengths[request]))

@@ -44,7 +44,7 @@ class SlotCase:
         return position // self.interleave % self.cp == self.rank
 
     def slot(self, row: int, position: int) -> int:
-        """contracts.md, worker: slot(p), with memory blocks as they were before they were split."""
+        """docs/contracts.md, 7: slot(p), with memory blocks as they were before they were split."""
         if not self.is_local(position):
             return -1
         v = self.block_size * self.cp

@@ -90,7 +90,7 @@ def test_the_example_of_the_docstring() -> None:
 
 
 def test_blocks_that_a_window_dropped_are_left_out() -> None:
-    """Sliding, W = 8, bs 4 (contracts: one request, one group): at 25 tokens the first live one is 18, in column 4."""
+    """Sliding, W = 8, bs 4 (docs/contracts.md, 4): at 25 tokens the first live one is 18, in column 4."""
     table = BlockTable(4, 1, 8, 8)
     table.write_cells([0, 0, 0], [4, 5, 6], [5, 6, 7])
     index = table.paged_index([0], [25], [18])

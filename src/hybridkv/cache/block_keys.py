@@ -5,7 +5,7 @@
       +------------------------+--------- evict, clear --------------+
 
 A key is of all tokens of a block, or of its first ones (a tail); a block has its keys in one group. Who holds it is
-the pool's affair. All columns are flat arrays indexed by block (architecture.md, decision 1).
+the pool's affair. All columns are flat arrays indexed by block (docs/design/0001).
 """
 
 from __future__ import annotations

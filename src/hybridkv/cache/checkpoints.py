@@ -5,7 +5,7 @@
     update()     a stop among accepted drafts: the state is in a column of the row, and copied by the row's next step
     release      the running state of a request that ends becomes a checkpoint as it is
 
-A stop is a wish: it is declined where no block can be had (architecture.md, decision 6).
+A stop is a wish: it is declined where no block can be had (docs/design/0009).
 """
 
 from __future__ import annotations

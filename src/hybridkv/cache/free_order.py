@@ -7,7 +7,7 @@
 An entry whose block has moved on (touched, or freed again) is stale: place says another i. Taking skips
 stale entries; when the ring is full the valid ones are written anew, which is amortised O(1) a block.
 Positions are counted on without end and start anew at 0 with that rewriting.
-This is the order of a doubly linked list at the cost of array slices (architecture.md, decision 1).
+This is the order of a doubly linked list at the cost of array slices (docs/design/0001).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     block   [ tail of an entry | written later, or by nobody ]       parent: the key of the tokens before the block
 
-Found by comparing tails, not by hashing them: a parent has at most a few (contracts, 10).
+Found by comparing tails, not by hashing them: a parent has at most a few (docs/contracts.md, 10).
 """
 
 from __future__ import annotations

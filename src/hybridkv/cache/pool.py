@@ -4,7 +4,7 @@
 
 What makes a block cached is the affair of BlockKeys. Where free blocks come from is the space's: a FreeOrder (one size
 of blocks: empty ones are taken before cached ones, cached ones least recently used first) or a SlabSpace (several
-sizes). All metadata are flat arrays indexed by block (architecture.md, decision 1). With slabs the blocks of all
+sizes). All metadata are flat arrays indexed by block (docs/design/0001). With slabs the blocks of all
 classes are numbered in one row here:
 
     class 0 [ 0 .. n0-1 ] class 1 [ n0 .. n0+n1-1 ] ...      ``local`` turns a number into the id within the class

@@ -30,7 +30,7 @@ class Relocator:
         self._transfers = transfers
 
     def follow(self, moves: Int64) -> None:
-        """Blocks of one class moved, int64[m, 2]. One pass over the rows of its groups (architecture.md, 4)."""
+        """Blocks of one class moved, int64[m, 2]. One pass over the rows of its groups (docs/design/0010)."""
         sources, targets = moves[:, 0], moves[:, 1]
         of = self._pool.class_of(int(sources[0]))
         for group in self._groups:

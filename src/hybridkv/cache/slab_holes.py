@@ -4,7 +4,7 @@
     block   of an owned slab: hole (free, no key) | live (referenced or cached); of any other slab: nothing
 
     take    a hole of the slab taken from last, if that is pinned; of a pinned slab, fullest bucket first; a free slab;
-            a hole of an unpinned slab, fullest bucket first (architecture.md, decision 4)
+            a hole of an unpinned slab, fullest bucket first (docs/design/0010)
 
 Blocks of all classes are numbered in one row, as handles: block i of slab s of class c is ``bases[c] + s * ks[c] + i``.
 """

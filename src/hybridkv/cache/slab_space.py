@@ -8,7 +8,7 @@
     give a slab     evict the oldest until a slab is whole or there are holes for one; then the emptiest slab's live
                     blocks, referenced ones too, move into other holes: at most k - 1 moves for k blocks
 
-Rule and measurements: architecture.md, decision 4. What fits can be taken: after each make_room take gives at least one
+Rule and measurements: docs/design/0010. What fits can be taken: after each make_room take gives at least one
 block more. With one class and k = 1 the ids are those of FreeOrder. Keys, rows and holders are the pool's.
 """
 
@@ -133,7 +133,7 @@ class SlabSpace:
         """A line for each invariant that does not hold. ref: holders of each handle. O(handles)."""
         return check_slabs(self, ref)
 
-    # -- will it do (architecture.md, decision 3)
+    # -- will it do (docs/design/0010)
 
     def needed_slabs(self, more: Sequence[int], more_reserved: int = 0) -> int:
         """Slabs for what is referenced and ``more[c]`` blocks of each class c, + ``more_reserved``. O(classes)."""

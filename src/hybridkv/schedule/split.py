@@ -1,6 +1,6 @@
 """Where chunks must end so that recurrent states are kept: in the reference layout (AlignSplit) and in the natural.
 
-Reference layout: states are kept at multiples of their block (contracts, 6).
+Reference layout: states are kept at multiples of their block (docs/contracts.md, 6).
 
 tokens  [ ... | block B | ... | block B | rest ]          a state is kept where a chunk ends at a multiple of B;
                                         ^ last boundary   the last one before the prompt's last token is never jumped

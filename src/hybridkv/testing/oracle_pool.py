@@ -1,4 +1,4 @@
-"""The pool as a plain doubly-ended list (the reference's free order, contracts 2)."""
+"""The pool as a plain doubly-ended list (the reference's free order, docs/contracts.md, 2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Executes what a Step says of blocks: moves, zeroing, copies before the forward and behind it (contracts.md, 10).
+"""Executes what a Step says of blocks: moves, zeroing, copies before the forward and behind it (docs/contracts.md, 10).
 
     moves -> zeroing -> other copies "before" -> forward -> copies "after"
 

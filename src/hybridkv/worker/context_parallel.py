@@ -50,7 +50,7 @@ class ContextShare:
     def tokens_of_block(self, block_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """int64[block_size]: which token of the ``block_size * size`` that a block covers lies in each local slot.
 
-        The inverse of ``off = o // (cp*I) * I + o % I`` (contracts, section 7). WorkerError unless the interleave
+        The inverse of ``off = o // (cp*I) * I + o % I`` (docs/contracts.md, 7). WorkerError unless the interleave
         divides the block: slots of different tokens would be one.
         """
         if block_size < 1 or block_size % self.interleave:

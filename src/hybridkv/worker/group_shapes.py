@@ -78,7 +78,7 @@ def _one_a_group(name: str, values: Sequence[T], groups: int) -> list[T]:
 
 
 def _row_blocks(block_size: int, spec: KVCacheSpec | None, limits: RequestLimits) -> int:
-    """Columns of a row; without a spec those of attention (contracts: worker, block tables and slots)."""
+    """Columns of a row; without a spec those of attention (docs/contracts.md, 7)."""
     if spec is not None:
         return spec.max_row_blocks(limits)
     return max(ceil_div(limits.max_model_len, block_size * limits.cp), 1 + limits.num_speculative_tokens)

@@ -1,4 +1,4 @@
-"""Which column of a row's states goes where, before and after a forward (contracts.md, section 8). Pure numpy.
+"""Which column of a row's states goes where, before and after a forward (docs/contracts.md, 8). Pure numpy.
 
 A row that computes tokens and verifies two drafts behind them; S is its state column, R the tokens before the drafts:
 

@@ -1,4 +1,4 @@
-"""Where recurrent states are kept: a policy of its own, which only says at which token counts (architecture.md, 6)."""
+"""Where recurrent states are kept: a policy of its own, which only says at which token counts (docs/design/0009)."""
 
 from hybridkv.cache.placement.named import DEFAULT_PLACEMENT, placement_named
 from hybridkv.cache.placement.planned import placement_of

@@ -49,7 +49,7 @@ class RunningState:
     """A recurrent state: in the natural layout, and where the reference layout keeps none.
 
     row          [ running | drafts ... ]       rewritten in place; a hit is copied into it
-    checkpoint   a block of nobody's row, labelled with its token count (architecture.md, decision 8)
+    checkpoint   a block of nobody's row, labelled with its token count (docs/contracts.md, 8)
 
     columns: the state's and one for each drafted token. publishes: whether checkpoints are kept at all.
     """

@@ -174,7 +174,7 @@ class AlignedStatePolicy:
         return sorted(one for one in tokens if one and one % self.block_size == 0)
 
     def _crossed(self, row: RowFacts, computed_tokens: int) -> tuple[int, ...]:
-        """The boundary where the last chunk ended, or that its accepted drafts crossed (contracts, 8: after)."""
+        """The boundary where the last chunk ended, or that its accepted drafts crossed (docs/contracts.md, 8)."""
         boundary = computed_tokens // self.block_size * self.block_size
         return (boundary,) if row.held and boundary >= row.label else ()
 
