@@ -133,6 +133,16 @@ Calls = Iterator[tuple[Callable[..., Any], Valid]]
 Surface = Callable[[World], Calls]
 
 
+def opened(cache: KVCacheManager) -> Callable[[int], None]:
+    """A step, opened and closed."""
+
+    def step_of(step: int) -> None:
+        with cache.step(step):
+            pass
+
+    return step_of
+
+
 def cache_calls(world: World) -> Calls:
     """Methods of the manager, with arguments that work."""
     cache, a = world.cache, world.requests["a"]
@@ -167,6 +177,9 @@ def cache_calls(world: World) -> Calls:
     yield cache.next_event, {"row": a.row}
     computed = np.array([a.num_computed_tokens])
     yield cache.store_checkpoints, {"rows": rows, "computed": computed, "end": computed}
+    yield opened(cache), {"step": 1 << 20}
+    yield cache.mark_written, {"step": 1 << 20}
+    yield cache.revoke, {"first_step": 1 << 20}
     yield append_tokens, {"requests": [], "tokens": []}
     pool = cache.block_pool
     for taking in (pool.free_blocks, pool.touch, pool.evict_blocks, pool.lock, pool.unlock, pool.refuse_foreign):

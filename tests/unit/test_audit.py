@@ -253,7 +253,7 @@ def unwritten_for_ever(cache: KVCacheManager) -> None:
 
 def unwritten_without_key(cache: KVCacheManager) -> None:
     pool = cache.block_pool
-    pool.keys._step[free(pool, cached=False)] = cache.publisher.log.in_flight[0]
+    pool.keys._step[free(pool, cached=False)] = cache.write_log.in_flight[0]
 
 
 CORRUPTIONS: tuple[tuple[Callable[[KVCacheManager], None], str], ...] = (

@@ -111,7 +111,7 @@ def test_removed_and_cleared() -> None:
 
 def test_published_then_written() -> None:
     cache = manager(num_blocks=16)
-    log = cache.publisher.log
+    log = cache.write_log
     log.begin(0)
     started(cache, range(9))
     log.end()
@@ -133,7 +133,7 @@ def test_published_then_written() -> None:
 
 def test_a_block_that_moved_to_where_one_of_its_step_was_evicted_has_its_event() -> None:
     cache = manager(num_blocks=16)
-    pool, log = cache.block_pool, cache.publisher.log
+    pool, log = cache.block_pool, cache.write_log
     log.begin(0)
     started(cache, range(9))  # blocks 1, 2, 3
     started(cache, range(50, 59))  # blocks 4, 5, 6
@@ -149,7 +149,7 @@ def test_a_block_that_moved_to_where_one_of_its_step_was_evicted_has_its_event()
 
 def test_a_block_that_was_evicted_before_it_was_written_has_no_events() -> None:
     cache = manager(num_blocks=4)
-    log = cache.publisher.log
+    log = cache.write_log
     log.begin(0)
     first = started(cache, range(9))
     log.end()
@@ -166,7 +166,7 @@ def test_a_block_that_was_evicted_before_it_was_written_has_no_events() -> None:
 
 def test_a_stretch_whose_middle_was_evicted_is_told_in_two_events() -> None:
     cache = manager()
-    log = cache.publisher.log
+    log = cache.write_log
     log.begin(0)
     started(cache, range(13))
     log.end()
@@ -180,7 +180,7 @@ def test_a_stretch_whose_middle_was_evicted_is_told_in_two_events() -> None:
 
 
 def test_steps_are_opened_one_at_a_time() -> None:
-    log = manager().publisher.log
+    log = manager().write_log
     log.begin(0)
     with pytest.raises(CacheError, match="step 1 begins while step 0 is open"):
         log.begin(1)

@@ -166,7 +166,7 @@ def _tails(pool: BlockPool) -> Iterator[str]:
 
 def _unwritten(cache: KVCacheManager) -> Iterator[str]:
     """A block that waits to be written has a key, and its step has it in the log."""
-    pool, log = cache.block_pool, cache.publisher.log
+    pool, log = cache.block_pool, cache.write_log
     for block in range(pool.num_blocks):
         if pool.keys.is_written(block):
             continue

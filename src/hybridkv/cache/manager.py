@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,7 +108,7 @@ class KVCacheManager:
         self.enable_caching = storage.hasher is not None
         self.block_pool, self.groups, self.sink_blocks = storage.pool, storage.groups, storage.sink_blocks
         self.pins, self.locks = records.pins, records.locks
-        self.publisher, self.transfers = records.publisher, records.transfers
+        self.transfers, self.write_log = records.transfers, records.publisher.log
         self.ends, self.checkpoints = records.ends, records.checkpoints
         self.rows = records.residents.columns
         self._residents, self._relocator, self._names = records.residents, records.relocator, records.names
@@ -165,6 +166,30 @@ class KVCacheManager:
         self._residents.refuse_stranger(request)
         instance("hit", hit, CommonHit)
         return self._lookup.is_longest(request, hit, integer("evictions", evictions))
+
+    # -- steps
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """What is allocated inside is of ``step``, a number above those before, and written once it is marked so.
+
+        Thus nothing is copied that the same step is still to write, and events speak of what is there. Whoever drives
+        the manager without a Scheduler opens one for each forward. Outside of any, what is published counts as written
+        at once. CacheError inside another one.
+        """
+        self.write_log.begin(integer("step", step, 0, MOST_COUNT))
+        try:
+            yield
+        finally:
+            self.write_log.end()
+
+    def mark_written(self, step: int) -> None:
+        """``step`` was executed. CacheError for one that never began, or was marked or revoked already."""
+        self.write_log.settle(integer("step", step, 0, MOST_COUNT))
+
+    def revoke(self, first_step: int) -> None:
+        """Steps from ``first_step`` on were not executed: what they published can be hit no longer."""
+        self.write_log.revoke(integer("first_step", first_step, 0, MOST_COUNT))
 
     # -- slots, one request
 

@@ -23,7 +23,10 @@ Int64 = NDArray[np.int64]
 
 
 class Transfer(NamedTuple):
-    """One block of ``group`` to another; ids as the worker knows them. kind: "move", "block" or "state"."""
+    """One block to another; ids as the worker knows them. kind: "move", "block" or "state".
+
+    group: whose block it is; of a move, one of the groups whose blocks have these bytes: they share ids.
+    """
 
     group: int
     source: int

@@ -30,7 +30,7 @@ class Failures:
         What they should have written can be hit no longer; their requests return to the front of the queue with
         0 computed, in order. O(rows of the steps + blocks that they published).
         """
-        self._cache.publisher.log.revoke(failed[0].step.id)
+        self._cache.revoke(failed[0].step.id)
         touched = set[int]()
         for flight in failed:
             touched.update(self._undo(flight))

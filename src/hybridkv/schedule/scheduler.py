@@ -182,16 +182,14 @@ class Scheduler:
         now = self._clock()
         self._empty_inbox()
         draft = Draft(self.limits.max_batched_tokens)
-        log = self.cache.publisher.log
-        log.begin(self._next_id)
         try:
-            preempted = self._schedule_running(draft)
-            self._counts.admit(self._branching.admit(draft, room=not preempted))
-            if not preempted:
-                self._counts.admit(self._admitter.admit(draft, now))
-            self._keep_states(draft)
+            with self.cache.step(self._next_id):
+                preempted = self._schedule_running(draft)
+                self._counts.admit(self._branching.admit(draft, room=not preempted))
+                if not preempted:
+                    self._counts.admit(self._admitter.admit(draft, now))
+                self._keep_states(draft)
         finally:
-            log.end()
             self._speculation.forget()
         self._counts.peak_usage = max(self._counts.peak_usage, self.cache.usage)
         return self._issue(draft)
@@ -301,7 +299,7 @@ class Scheduler:
         flight = self._in_flight[0]
         check_result(flight.step, result)
         self._in_flight.popleft()
-        self.cache.publisher.log.settle(flight.step.id)
+        self.cache.mark_written(flight.step.id)
         self._counts.computed_tokens += flight.step.num_tokens
         self._counts.verify(flight.drafted, result.num_accepted)
         appended = self._results.append(flight, result.sampled)
