@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-newest test-all check lint check-trace find-vllm test-vllm test-vllm-generate clean
+.PHONY: demo test test-newest test-all docs check lint check-trace find-vllm test-vllm test-vllm-generate clean
 
 # torch first and alone: with it in place nothing pulls another build of it
 .venv/runner.stamp: pyproject.toml constraints.txt
@@ -41,6 +41,10 @@ test-newest: .venv/newest/$(NEWEST_TRANSFORMERS).stamp
 	PYTHONPATH=.venv/newest $(BIN)/pytest -n 2 tests/runner/test_tiny.py tests/runner/test_probe_models.py \
 		tests/runner/test_continuation.py tests/runner/test_ways.py tests/runner/test_encoder_decoder.py::test_cold_and_warm
 
+# the documentation site, into site/
+docs: .venv/dev.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -69,4 +73,4 @@ test-vllm-generate: find-vllm
 	$(VLLM_PYTHON) tests/vllm/generate_duel.py
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

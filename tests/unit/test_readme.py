@@ -11,7 +11,8 @@ import pytest
 
 README = Path(__file__).parents[2] / "README.md"
 TEXT = README.read_text("utf-8")
-SNIPPETS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+DOCUMENTS = [README, *sorted((README.parent / "docs").rglob("*.md"))]
+SNIPPETS = [one for path in DOCUMENTS for one in re.findall(r"```python\n(.*?)```", path.read_text("utf-8"), re.DOTALL)]
 COMMANDS = sorted(set(re.findall(r"`hybridkv (\w+)", TEXT)))
 
 

@@ -1,10 +1,10 @@
 """Paged storage: one arena of bytes, and every layer's strided view of its pages.
 
-page, NHD     [ part 0: block_size x heads x width ][ part 1: ... ][ padding ]        (keys, then values)
-page, HND     [ part 0: heads x block_size x width ][ part 1: ... ][ padding ]
-view, NHD     [blocks, block_size, heads, width]     view, HND   [blocks, heads, block_size, width]
-latents       [blocks, block_size, width], in either order: there are no heads
-states        [blocks, *shape]: a block holds one state, whatever its tokens
+    page, NHD     [ part 0: block_size x heads x width ][ part 1: ... ][ padding ]        (keys, then values)
+    page, HND     [ part 0: heads x block_size x width ][ part 1: ... ][ padding ]
+    view, NHD     [blocks, block_size, heads, width]     view, HND   [blocks, heads, block_size, width]
+    latents       [blocks, block_size, width], in either order: there are no heads
+    states        [blocks, *shape]: a block holds one state, whatever its tokens
 
 From block to block it is ``block_stride_bytes``. In the natural layout a block may be made of kernel blocks, each with
 that share of the page of every layer: then a view's first dimension, and its tokens, are those of kernel blocks.
