@@ -68,7 +68,7 @@ def test_there_is_something_to_test() -> None:
 def test_documents_that_code_cites_are_here() -> None:
     wrong = {}
     for path in CODE:
-        text = re.sub(r"\"[\w/{}.-]*\.md\"", "", path.read_text("utf-8"))  # files that a test writes
+        text = re.sub(r"[\"'][\w/{}.-]*\.md[\"']", "", path.read_text("utf-8"))  # files that a test writes
         if missing := list(cited(text)):
             wrong[str(path.relative_to(ROOT))] = missing
     assert wrong == {}
