@@ -15,7 +15,7 @@ from hybridkv.cache.slots import Refusal
 from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.request import Request
 from hybridkv.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
-from hybridkv.testing.strategies import prompts
+from oracles.strategies import prompts
 
 
 def full(size: int) -> KVCacheSpec:

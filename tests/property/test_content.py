@@ -14,19 +14,11 @@ from hybridkv.planner import KVCacheConfig, plan
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.specs import KVCacheSpec
 from hybridkv.step import Step
-from hybridkv.testing import (
-    DigestModel,
-    FakeWorker,
-    Rig,
-    RigOptions,
-    attention_config,
-    digest_model,
-    random_options,
-    random_run,
-)
+from hybridkv.testing import DigestModel, FakeWorker, attention_config, digest_model
 from hybridkv.testing.configs import chunk_spec, full_spec, state_spec, window_spec
 from hybridkv.testing.fake_worker import WorkerRow
-from hybridkv.testing.strategies import limits, prompts
+from oracles import Rig, RigOptions, random_options, random_run
+from oracles.strategies import limits, prompts
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

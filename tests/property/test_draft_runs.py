@@ -17,8 +17,9 @@ from hybridkv.errors import CacheError
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.specs import KVCacheSpec
-from hybridkv.testing import ContentError, Rig, RigOptions
+from hybridkv.testing import ContentError
 from hybridkv.testing.configs import full_spec, state_spec, window_spec
+from oracles import Rig, RigOptions
 
 Int64 = NDArray[np.int64]
 

@@ -12,15 +12,8 @@ from small_models import ENCODER_DECODERS
 from hybridkv.extra_keys import EncoderInput, ExtraKeys
 from hybridkv.request import Request
 from hybridkv.step import NewRow
-from hybridkv.testing import (
-    FakeWorker,
-    Rig,
-    RigOptions,
-    digest_model,
-    random_natural_options,
-    random_options,
-    random_run,
-)
+from hybridkv.testing import FakeWorker, digest_model
+from oracles import Rig, RigOptions, random_natural_options, random_options, random_run
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

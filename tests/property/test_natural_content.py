@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from hybridkv.models import read_model
 from hybridkv.planner import KVCacheConfig, plan
 from hybridkv.schedule import SchedulerLimits
-from hybridkv.testing import Rig, RigOptions
-from hybridkv.testing.random_models import PLACEMENTS
-from hybridkv.testing.strategies import limits, prompts
+from oracles import Rig, RigOptions
+from oracles.random_models import PLACEMENTS
+from oracles.strategies import limits, prompts
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

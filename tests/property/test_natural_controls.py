@@ -11,15 +11,9 @@ from hybridkv.planner.config import KVCacheConfig
 from hybridkv.planner.slabs import ALIGNMENT_BYTES, SlabClass
 from hybridkv.specs import KVCacheSpec
 from hybridkv.step import Copy, Step
-from hybridkv.testing import (
-    FakeWorker,
-    Rig,
-    RigOptions,
-    digest_model,
-    random_natural_options,
-    random_run,
-)
+from hybridkv.testing import FakeWorker, digest_model
 from hybridkv.testing.configs import full_spec, state_spec, window_spec
+from oracles import Rig, RigOptions, random_natural_options, random_run
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import initialize
 
-from hybridkv.testing import Rig, RigOptions, random_natural_options, random_run
 from hybridkv.testing.configs import chunk_spec, full_spec, state_spec, window_spec
-from hybridkv.testing.machines import NaturalMachine
-from hybridkv.testing.strategies import natural_rig_options
+from oracles import Rig, RigOptions, random_natural_options, random_run
+from oracles.machines import NaturalMachine
+from oracles.strategies import natural_rig_options
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

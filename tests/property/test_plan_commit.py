@@ -14,7 +14,8 @@ from hypothesis import settings
 from hybridkv.cache import KVCacheBlocks, KVCacheManager, Refusal, SlotPlan
 from hybridkv.request import Request
 from hybridkv.specs import MambaSpec
-from hybridkv.testing import OracleCache, OracleHit, OracleRequest, model_config, random_specs
+from hybridkv.testing import model_config
+from oracles import OracleCache, OracleHit, OracleRequest, random_specs
 
 MAX_MODEL_LEN = 40
 Pair = tuple[Request, OracleRequest]

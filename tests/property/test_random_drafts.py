@@ -12,8 +12,8 @@ from small_models import DECODERS, ENCODER_DECODERS
 
 from hybridkv.specs import KVCacheSpec
 from hybridkv.step import Step
-from hybridkv.testing import Rig, RigOptions, random_natural_options, random_options, random_run
-from hybridkv.testing.random_run import random_drafts
+from oracles import Rig, RigOptions, random_natural_options, random_options, random_run
+from oracles.random_run import random_drafts
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -10,7 +10,7 @@ from hybridkv.cache.free_order import FreeOrder
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
 from hybridkv.schedule import Scheduler, SchedulerLimits
-from hybridkv.testing import Rig, RigOptions
+from oracles import Rig, RigOptions
 
 
 def live_rig() -> Rig:

@@ -10,9 +10,9 @@ from hybridkv.testing.configs import full_spec as full
 from hybridkv.testing.configs import sink_spec as sink
 from hybridkv.testing.configs import state_spec as state
 from hybridkv.testing.configs import window_spec as window
-from hybridkv.testing.oracle_cache import OracleCache, OracleRequest
-from hybridkv.testing.oracle_pool import OraclePool
-from hybridkv.testing.oracle_step import split_chunk
+from oracles.cache import OracleCache, OracleRequest
+from oracles.pool import OraclePool
+from oracles.steps import split_chunk
 
 
 class Driver:

@@ -10,17 +10,9 @@ from wire_support import same
 
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.step import Step, StepResult
-from hybridkv.testing import (
-    DigestModel,
-    FakeWorker,
-    Rig,
-    RigOptions,
-    digest_model,
-    random_natural_options,
-    random_options,
-    random_run,
-)
+from hybridkv.testing import DigestModel, FakeWorker, digest_model
 from hybridkv.wire import decode_reply, decode_step, encode_reply, encode_step
+from oracles import Rig, RigOptions, random_natural_options, random_options, random_run
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

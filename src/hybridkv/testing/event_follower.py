@@ -10,8 +10,8 @@ import numpy as np
 from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, EventsDropped, KVCacheEvent, KVCacheManager
 from hybridkv.extra_keys import Extra
 from hybridkv.specs import CrossAttentionSpec, MambaSpec
-from hybridkv.testing.comparison import OracleError, same
 from hybridkv.testing.configs import ENCODERS
+from hybridkv.testing.difference import DifferenceError, same
 
 DIGESTS = {encoder.digest for encoder in ENCODERS}
 
@@ -34,11 +34,11 @@ class EventFollower:
         }
 
     def follow(self) -> None:
-        """Take the events since the last call. OracleError unless they tell what the index and the writes say."""
+        """Take the events since the last call. DifferenceError unless they tell what the index and the writes say."""
         self.hear(self._cache.take_events())
 
     def hear(self, events: Iterable[KVCacheEvent]) -> None:
-        """``events``, all since the last call, were taken. OracleError as ``follow``."""
+        """``events``, all since the last call, were taken. DifferenceError as ``follow``."""
         for event in events:
             match event:
                 case BlockStored():
@@ -69,7 +69,7 @@ class EventFollower:
         """The hashes of an event follow from its parent, tokens and extra keys."""
         hasher = self._cache.hasher
         if hasher is None:
-            raise OracleError("a block was stored without caching")
+            raise DifferenceError("a block was stored without caching")
         stride = event.block_size // hasher.block_size
         extras: list[Extra | None] = [None] * (len(event.token_ids) // hasher.block_size)
         for i, extra in enumerate(event.extra_keys or ()):

@@ -20,8 +20,7 @@ import numpy as np
 
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.step import Copy, Csr, EncoderRead, NewRow, Step, StepResult
-from hybridkv.testing.model import DIGEST_BYTES, ZERO_STATE, DigestModel
-from hybridkv.testing.oracle_pool import Prefix
+from hybridkv.testing.model import DIGEST_BYTES, ZERO_STATE, DigestModel, Prefix
 from hybridkv.testing.worker_layers import Layer, cross_layers_of, layers_of
 
 

@@ -8,6 +8,14 @@ from hashlib import blake2b
 DIGEST_BYTES = 8
 ZERO_STATE = bytes(DIGEST_BYTES)
 
+Origin = str | None | tuple[str | None, str]
+"""What tells equal tokens apart: the salt, or the salt and the digest of the encoder's input."""
+Prefix = tuple[Origin, tuple[int, ...]]
+"""What a key stands for: the origin and all tokens up to the end of the block.
+
+In a group of cross attention, instead of tokens: those of the encoder's output, and the block's column.
+"""
+
 
 def _digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=DIGEST_BYTES).digest()

@@ -16,18 +16,19 @@ from hybridkv.request import Request
 from hybridkv.schedule import FinishReason, Scheduler
 from hybridkv.specs import Keeps
 from hybridkv.step import Step, StepResult
-from hybridkv.testing.comparison import Comparison, OracleError, same
-from hybridkv.testing.comparison_natural import NaturalComparison
+from hybridkv.testing.difference import DifferenceError, same
 from hybridkv.testing.event_follower import EventFollower
 from hybridkv.testing.fake_worker import ContentError, FakeWorker
-from hybridkv.testing.oracle import Oracle
-from hybridkv.testing.oracle_cache import OracleCache, OracleRequest
-from hybridkv.testing.oracle_natural import NaturalOracle, branch_of
-from hybridkv.testing.oracle_natural_cache import NaturalCache
-from hybridkv.testing.oracle_step import OracleStep
-from hybridkv.testing.rig_options import RigOptions
-from hybridkv.testing.rig_request import RigRequest
 from hybridkv.testing.worker_layers import digest_model
+from oracles.cache import OracleCache, OracleRequest
+from oracles.comparison import Comparison
+from oracles.comparison_natural import NaturalComparison
+from oracles.natural import NaturalOracle, branch_of
+from oracles.natural_cache import NaturalCache
+from oracles.rig_options import RigOptions
+from oracles.rig_request import RigRequest
+from oracles.scheduler import Oracle
+from oracles.steps import OracleStep
 
 
 class _Flight(NamedTuple):
@@ -41,8 +42,9 @@ class Rig:
     """A scheduler over a manager, a FakeWorker and an Oracle.
 
     config: instead of the one of ``options``. worker: instead of a FakeWorker of its own. now: the clock.
-    Steps reach the worker when their result is asked for, as late as possible. Every method raises OracleError where
-    the library differs from the oracle, ContentError where a step reads wrong content, CacheError where check() fails.
+    Steps reach the worker when their result is asked for, as late as possible. Every method raises DifferenceError
+    where the library differs from the oracle, ContentError where a step reads wrong content, CacheError where check()
+    fails.
     """
 
     def __init__(
@@ -168,7 +170,7 @@ class Rig:
             same("fork refused", known, None)
             return []
         if known is None:
-            raise OracleError(f"{request_id!r} was forked, the oracle does not know it")
+            raise DifferenceError(f"{request_id!r} was forked, the oracle does not know it")
         branches = self._fork_oracle(known, n)
         same("branches", [child.request_id for child in children], [child.request_id for child in branches])
         self.requests.update({child.request_id: (child, one) for child, one in zip(children, branches, strict=True)})
@@ -279,7 +281,7 @@ class Rig:
         return self.comparison.compare_hit(request, self.oracle.cache.hit(list(prompt), asked.origin, reads=reads))
 
     def drain(self, most_steps: int = 10_000) -> None:
-        """Run until nothing is left. OracleError when that takes more than ``most_steps`` steps."""
+        """Run until nothing is left. DifferenceError when that takes more than ``most_steps`` steps."""
         for _ in range(most_steps):
             if self.scheduler.drained:
                 break
@@ -290,7 +292,7 @@ class Rig:
             self.update()
         same("requests left", (self.oracle.num_waiting, self.oracle.running, self.oracle.dead), (0, [], []))
         if not self.scheduler.drained:
-            raise OracleError("nothing is left, but the scheduler is not drained")
+            raise DifferenceError("nothing is left, but the scheduler is not drained")
         same("usage", self.cache.usage, 0.0)
 
     # -- answers

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from hybridkv.extra_keys import EncoderInput
-from hybridkv.testing.rig import Rig
-from hybridkv.testing.rig_options import RigOptions
-from hybridkv.testing.strategies import (
+from oracles.rig import Rig
+from oracles.rig_options import RigOptions
+from oracles.strategies import (
     INPUTS,
     SALTS,
     natural_rig_options,
@@ -111,7 +111,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), seed=st.integers(0, 9))
     def fail(self, data: st.DataObject, seed: int) -> None:
         """A step that is in flight fails."""
-        self.rig.fail(data.draw(st.integers(0, self.rig.num_in_flight - 1)), Random(seed))  # noqa: S311 - garbage for what fails
+        self.rig.fail(data.draw(st.integers(0, self.rig.num_in_flight - 1)), Random(seed))
 
     @precondition(lambda self: self.rig.requests)
     @rule(data=st.data())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hybridkv.testing.oracle_groups import ChunkGroup, OracleGroup, WindowGroup
-from hybridkv.testing.oracle_natural_pool import NaturalPool
-from hybridkv.testing.oracle_pool import Origin, Prefix
+from hybridkv.testing.model import Origin, Prefix
+from oracles.groups import ChunkGroup, OracleGroup, WindowGroup
+from oracles.natural_pool import NaturalPool
 
 USUAL_HASH_BLOCK = 16
 """Tokens, where no attention group publishes."""

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hybridkv.testing.oracle_cache import Cell, OracleRequest
-from hybridkv.testing.oracle_groups import OracleGroup, ScratchStateGroup, StateGroup
+from oracles.cache import Cell, OracleRequest
+from oracles.groups import OracleGroup, ScratchStateGroup, StateGroup
 
 
 @dataclass(eq=False, slots=True)

@@ -9,7 +9,7 @@ from random import Random
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.specs import KVCacheSpec, MambaSpec
 from hybridkv.testing.configs import small_numbers, small_spec
-from hybridkv.testing.rig_options import RigOptions
+from oracles.rig_options import RigOptions
 
 _KINDS = {
     "full": 8,

@@ -17,9 +17,9 @@ from collections.abc import Callable
 
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.testing.model import DigestModel
-from hybridkv.testing.oracle_cache import Cell, OracleCache, OracleHit, OracleRequest
-from hybridkv.testing.oracle_drafts import keep_drafts, tell, verdict
-from hybridkv.testing.oracle_step import Entry, OracleStep, lost_in_flight, split_chunk
+from oracles.cache import Cell, OracleCache, OracleHit, OracleRequest
+from oracles.drafts import keep_drafts, tell, verdict
+from oracles.steps import Entry, OracleStep, lost_in_flight, split_chunk
 
 _NOT_YET = 1 << 60
 MOST_REFUSALS = 16

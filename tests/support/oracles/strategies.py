@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.specs import KVCacheSpec, MambaSpec
 from hybridkv.testing.configs import ENCODERS, small_numbers, small_spec
-from hybridkv.testing.random_models import PLACEMENTS
-from hybridkv.testing.rig_options import RigOptions
+from oracles.random_models import PLACEMENTS
+from oracles.rig_options import RigOptions
 
 SALTS = st.sampled_from((None, None, None, "tenant"))
 INPUTS = st.sampled_from((*ENCODERS, *ENCODERS, None))
@@ -118,5 +118,5 @@ def stop_token_ids(vocabulary: int = 4) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 def _base(number: int, vocabulary: int) -> list[int]:
-    random = Random(number)  # noqa: S311 - any tokens will do, but always the same
+    random = Random(number)
     return [random.randrange(vocabulary) for _ in range(_LONGEST_BASE)]

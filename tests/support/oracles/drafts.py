@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from hybridkv.testing.model import DigestModel
-from hybridkv.testing.oracle_groups import OracleGroup, ScratchStateGroup
-from hybridkv.testing.oracle_step import Entry, OracleStep
+from oracles.groups import OracleGroup, ScratchStateGroup
+from oracles.steps import Entry, OracleStep
 
 
 def verdict(model: DigestModel, entry: Entry, counts: Counter[str]) -> list[int]:

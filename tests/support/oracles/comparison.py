@@ -10,20 +10,11 @@ from hybridkv.extra_keys import EncoderInput
 from hybridkv.request import Request
 from hybridkv.schedule import Scheduler
 from hybridkv.step import EncoderRead, Step
-from hybridkv.testing.oracle import Oracle
-from hybridkv.testing.oracle_cache import OracleHit, OracleRequest
-from hybridkv.testing.oracle_pool import Origin, Prefix
-from hybridkv.testing.oracle_step import OracleStep
-
-
-class OracleError(Exception):
-    """The library did something else than the oracle."""
-
-
-def same(what: str, real: object, expected: object) -> None:
-    """OracleError unless ``real`` is ``expected``."""
-    if real != expected:
-        raise OracleError(f"{what}: {real}, the oracle says {expected}")
+from hybridkv.testing.difference import same
+from hybridkv.testing.model import Origin, Prefix
+from oracles.cache import OracleHit, OracleRequest
+from oracles.scheduler import Oracle
+from oracles.steps import OracleStep
 
 
 def cells_of(step: Step) -> list[list[int]]:

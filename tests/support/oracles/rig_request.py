@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from hybridkv.cache import BlockHasher
 from hybridkv.extra_keys import EncoderInput
 from hybridkv.request import Request, SamplingParams
-from hybridkv.testing.oracle_cache import OracleRequest
-from hybridkv.testing.oracle_pool import Origin
+from hybridkv.testing.model import Origin
+from oracles.cache import OracleRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from typing import cast
 from hybridkv.cache.placement import Placement
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.request import Request
-from hybridkv.testing.oracle_cache import Cell, OracleCache, OracleHit, OracleRequest, OracleRow
-from hybridkv.testing.oracle_groups import Extent, OracleGroup, ScratchStateGroup, natural_group
-from hybridkv.testing.oracle_natural_hits import Finder, hash_block_of
-from hybridkv.testing.oracle_natural_pool import NaturalPool
-from hybridkv.testing.oracle_pool import Origin, Prefix
+from hybridkv.testing.model import Origin, Prefix
+from oracles.cache import Cell, OracleCache, OracleHit, OracleRequest, OracleRow
+from oracles.groups import Extent, OracleGroup, ScratchStateGroup, natural_group
+from oracles.natural_hits import Finder, hash_block_of
+from oracles.natural_pool import NaturalPool
 
 
 class NaturalCache(OracleCache):

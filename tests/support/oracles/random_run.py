@@ -6,7 +6,7 @@ from random import Random
 
 from hybridkv.extra_keys import EncoderInput
 from hybridkv.testing.configs import ENCODERS
-from hybridkv.testing.rig import Rig
+from oracles.rig import Rig
 
 _WEIGHTS = {
     "add": 5.0,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from hybridkv.planner.slabs import SlabLayout
-from hybridkv.testing.oracle_pool import OraclePool, Prefix
-from hybridkv.testing.oracle_slabs import REFERENCED, OracleSlabs
+from hybridkv.testing.model import Prefix
+from oracles.pool import OraclePool
+from oracles.slabs import REFERENCED, OracleSlabs
 
 MOST_TAILS = 4
 """Partial keys of one group behind one parent."""

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.testing.model import DigestModel
-from hybridkv.testing.oracle import Oracle
-from hybridkv.testing.oracle_cache import OracleHit, OracleRequest
-from hybridkv.testing.oracle_drafts import tell
-from hybridkv.testing.oracle_groups import ScratchStateGroup
-from hybridkv.testing.oracle_natural_cache import NaturalCache, as_asked
-from hybridkv.testing.oracle_step import Entry, OracleStep
+from oracles.cache import OracleHit, OracleRequest
+from oracles.drafts import tell
+from oracles.groups import ScratchStateGroup
+from oracles.natural_cache import NaturalCache, as_asked
+from oracles.scheduler import Oracle
+from oracles.steps import Entry, OracleStep
 
 
 class NaturalOracle(Oracle):

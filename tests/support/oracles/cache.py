@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybridkv.specs import KVCacheSpec
-from hybridkv.testing.oracle_groups import Extent, OracleGroup, StateGroup, oracle_group
-from hybridkv.testing.oracle_pool import OraclePool, Origin, Prefix
+from hybridkv.testing.model import Origin, Prefix
+from oracles.groups import Extent, OracleGroup, StateGroup, oracle_group
+from oracles.pool import OraclePool
 
 Cell = tuple[int, int, int]
 """Group, column, block."""

@@ -11,11 +11,12 @@ from hybridkv.cache.view import parent_key
 from hybridkv.request import Request
 from hybridkv.schedule import Scheduler
 from hybridkv.step import Step
-from hybridkv.testing.comparison import Comparison, OracleError, cells_of, same
-from hybridkv.testing.oracle_cache import OracleHit, OracleRequest
-from hybridkv.testing.oracle_natural import NaturalOracle
-from hybridkv.testing.oracle_pool import Prefix
-from hybridkv.testing.oracle_step import OracleStep
+from hybridkv.testing.difference import DifferenceError, same
+from hybridkv.testing.model import Prefix
+from oracles.cache import OracleHit, OracleRequest
+from oracles.comparison import Comparison, cells_of
+from oracles.natural import NaturalOracle
+from oracles.steps import OracleStep
 
 
 class NaturalComparison(Comparison):
@@ -77,7 +78,7 @@ class NaturalComparison(Comparison):
         """Free slabs, and of every class the order of eviction and the holes."""
         space, slabs = self._cache.block_pool.space, self._natural.blocks.slabs
         if not isinstance(space, SlabSpace):
-            raise OracleError(f"the natural layout lies in slabs, not in {type(space).__name__}")
+            raise DifferenceError(f"the natural layout lies in slabs, not in {type(space).__name__}")
         same("free slabs", space.free_slabs(), slabs.free)
         for of in range(len(space.ks)):
             same(f"blocks of class {of} to evict", space.lru(of).tolist(), slabs.lru[of])

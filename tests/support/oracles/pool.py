@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-Origin = str | None | tuple[str | None, str]
-"""What tells equal tokens apart: the salt, or the salt and the digest of the encoder's input."""
-Prefix = tuple[Origin, tuple[int, ...]]
-"""What a key stands for: the origin and all tokens up to the end of the block.
-
-In a group of cross attention, instead of tokens: those of the encoder's output, and the block's column.
-"""
+from hybridkv.testing.model import Prefix
 
 
 class OraclePool:
