@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from oracles import Rig, RigOptions
 
 from hybridkv.cache import BlockPool, KVCacheManager
 from hybridkv.cache.free_order import FreeOrder
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
 from hybridkv.schedule import Scheduler, SchedulerLimits
-from oracles import Rig, RigOptions
 
 
 def live_rig() -> Rig:
@@ -339,7 +339,7 @@ def a_known_request_lost(sched: Scheduler) -> None:
 
 
 def a_turn_lost(sched: Scheduler) -> None:
-    sched._waiting._turns.clear()
+    sched._waiting._queue_keys.clear()
 
 
 def waits_with_a_row(sched: Scheduler) -> None:

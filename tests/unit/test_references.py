@@ -99,3 +99,15 @@ def test_files_and_tests_that_documents_name_are_there(path: Path) -> None:
             assert any(test.startswith(name.removesuffix("...")) for test in TESTS), name
         else:
             assert name in TESTS or f"{name}.py" in NAMES, name
+
+
+@pytest.mark.parametrize("folder", ["cache", "schedule"])
+def test_the_tables_of_modules_have_every_module(folder: str) -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    table = text.partition(f"| in `{folder}/` | |\n")[2].partition("\n\n")[0]
+    told = {name for line in table.splitlines()[1:] for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+    told |= set(re.findall(r"`(\w+)_\*`", table))
+    modules = {path.stem for path in (ROOT / "src" / "hybridkv" / folder).glob("*.py")} - {"__init__"}
+    missing = {name for name in modules if not any(name == one or name.startswith(f"{one}_") for one in told)}
+    assert missing == set()
+    assert {name for name in told if not any(one == name or one.startswith(f"{name}_") for one in modules)} == set()

@@ -106,7 +106,7 @@ class Crowd:
             with closing(self.queue.in_order()) as entries:
                 first = next(entries)
                 self.queue.remove(first.request)
-            self.queue.return_to_front([Waiting(first.request, first.turn)])
+            self.queue.return_to_front([Waiting(first.request, first.queue_key)])
 
     def pass_by(self) -> None:
         """A step looks at some that it does not admit."""
@@ -180,18 +180,18 @@ def test_the_order_is_that_of_a_sorted_list(policy: Policy) -> None:
                     queue.remove(gone[-1].request)
                 assert gone[-1] is model.pop(0)
             case "return":
-                gone.sort(key=lambda entry: entry.turn)
+                gone.sort(key=lambda entry: entry.queue_key)
                 queue.return_to_front(gone)
                 model, gone = [*gone, *model], []
             case "look":
                 place = random.randrange(20)
                 with closing(queue.in_order()) as entries:
                     looked = [entry for entry, _ in zip(entries, range(place), strict=False)]
-                assert [one.turn for one in looked] == [one.turn for one in model[:place]]
-        model.sort(key=lambda entry: entry.turn)
+                assert [one.queue_key for one in looked] == [one.queue_key for one in model[:place]]
+        model.sort(key=lambda entry: entry.queue_key)
         assert len(queue) == len(model)
     assert queue.requests() == tuple(entry.request for entry in model)
-    assert len(queue._turns) <= 2 * len(queue) + 64
+    assert len(queue._queue_keys) <= 2 * len(queue) + 64
 
 
 def test_who_comes_while_others_are_looked_at_is_handed_out_in_its_turn() -> None:

@@ -16,7 +16,7 @@ from hybridkv.cache.planner import SlotPlanner
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.publisher import Publisher
 from hybridkv.cache.residents import Residents
-from hybridkv.cache.slots import NO_BLOCKS, Ask, Refusal, SlotPlan
+from hybridkv.cache.slots import NO_BLOCKS, Refusal, SlotDemand, SlotPlan
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -121,7 +121,7 @@ class BatchAllocator:
         columns = self._residents.columns
         (request,) = columns.owners(np.array([row]))
         new = max(end_tokens - columns.num_computed.item(row), 1)  # 0 at max_model_len
-        plan = self._planner.plan(request, Ask(new, self._no_hit, lookahead_tokens=lookahead))
+        plan = self._planner.plan(request, SlotDemand(new, self._no_hit, lookahead_tokens=lookahead))
         if isinstance(plan, SlotPlan):
             return self._committer.commit(plan)
         self._committer.drop_skipped(request)

@@ -20,7 +20,7 @@ from hybridkv.cache.locks import BlockLock
 from hybridkv.cache.pins import Pin
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.planned import managed
-from hybridkv.cache.slots import Admission, Ask, Refusal, SlotPlan
+from hybridkv.cache.slots import Admission, Refusal, SlotDemand, SlotPlan
 from hybridkv.cache.space import ClassedSpace
 from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats, cache_statistics
 from hybridkv.cache.transfers import Transfers
@@ -257,7 +257,7 @@ class KVCacheManager:
         """
         self._residents.refuse_stranger(request)
         hit = new_computed_blocks
-        ask = Ask(
+        wanted = SlotDemand(
             integer("num_new_tokens", num_new_tokens, most=MOST_COUNT),
             self._lookup.empty if hit is None else instance("new_computed_blocks", hit, KVCacheBlocks),
             integer("num_new_computed_tokens", num_new_computed_tokens, most=MOST_COUNT),
@@ -268,7 +268,7 @@ class KVCacheManager:
         )
         if admission is not None:
             instance("admission", admission, Admission)
-        return self._planner.plan(request, ask, admission)
+        return self._planner.plan(request, wanted, admission)
 
     def commit(self, plan: SlotPlan) -> KVCacheBlocks:
         """Do what ``plan`` says and return the new columns. StalePlanError if anything changed since it was made."""

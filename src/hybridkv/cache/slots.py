@@ -85,7 +85,7 @@ class Admission(NamedTuple):
     reserve_blocks: int = 0
 
 
-class Ask(NamedTuple):
+class SlotDemand(NamedTuple):
     """What allocate_slots is asked for, checked."""
 
     new_tokens: int
@@ -97,72 +97,74 @@ class Ask(NamedTuple):
     encoder_tokens: int = 0
 
 
-def check_ask(request: Request, ask: Ask, groups: Sequence[CacheGroup], *, caching: bool) -> None:
+def check_wanted(request: Request, wanted: SlotDemand, groups: Sequence[CacheGroup], *, caching: bool) -> None:
     """ConfigError when there is nothing to allocate, or what is handed over cannot be adopted.
 
     StalePlanError for a hit whose blocks were evicted since the look-up.
     """
     name = request.request_id
-    if ask.new_tokens <= 0:
-        raise ConfigError(f"nothing to allocate for {name!r}: num_new_tokens is {ask.new_tokens}")
-    if min(ask.external_tokens, ask.lookahead_tokens, ask.encoder_tokens) < 0:
+    if wanted.new_tokens <= 0:
+        raise ConfigError(f"nothing to allocate for {name!r}: num_new_tokens is {wanted.new_tokens}")
+    if min(wanted.external_tokens, wanted.lookahead_tokens, wanted.encoder_tokens) < 0:
         raise ConfigError(f"token counts for {name!r} must not be negative")
-    if ask.encoder_tokens and not any(group.kind.spec.keeps == Keeps.ENCODER for group in groups):
+    if wanted.encoder_tokens and not any(group.kind.spec.keeps == Keeps.ENCODER for group in groups):
         raise ConfigError("num_encoder_tokens needs a group of cross-attention layers; this model has none")
-    if request.encoder is not None and ask.encoder_tokens not in {0, request.num_encoder_tokens}:
+    if request.encoder is not None and wanted.encoder_tokens not in {0, request.num_encoder_tokens}:
         raise ConfigError(
-            f"num_encoder_tokens for {name!r} is {ask.encoder_tokens}, but its encoder input has "
+            f"num_encoder_tokens for {name!r} is {wanted.encoder_tokens}, but its encoder input has "
             f"{request.num_encoder_tokens}: hand over the latter"
         )
-    hit = any(len(ids) for ids in ask.hit.ids) or any(ask.hit.sources)
-    if request.row >= 0 and (hit or ask.external_tokens):
+    hit = any(len(ids) for ids in wanted.hit.ids) or any(wanted.hit.sources)
+    if request.row >= 0 and (hit or wanted.external_tokens):
         raise ConfigError(f"{name!r} holds blocks already: hits and external tokens are adopted by a new row only")
-    if hit and not caching and not ask.hit.is_fork:
+    if hit and not caching and not wanted.hit.is_fork:
         raise ConfigError("hits handed over while caching is off: construct the manager with enable_caching=True")
-    if ask.hit_tokens and not hit:
-        raise ConfigError(f"{ask.hit_tokens} hit tokens without their blocks: hand over new_computed_blocks")
+    if wanted.hit_tokens and not hit:
+        raise ConfigError(f"{wanted.hit_tokens} hit tokens without their blocks: hand over new_computed_blocks")
     if hit:
-        _check_hit(request, ask, groups)
-        if ask.hit.is_stale:
+        _check_hit(request, wanted, groups)
+        if wanted.hit.is_stale:
             raise StalePlanError(f"blocks of the hit handed over for {name!r} were evicted since: look up again")
 
 
-def _check_hit(request: Request, ask: Ask, groups: Sequence[CacheGroup]) -> None:
+def _check_hit(request: Request, wanted: SlotDemand, groups: Sequence[CacheGroup]) -> None:
     """ConfigError unless the blocks of a hit are as many as its tokens say, in as many groups."""
-    if ask.hit_tokens >= request.num_tokens:
-        raise ConfigError(f"a hit of {ask.hit_tokens} tokens leaves nothing to compute of {request.num_tokens}")
-    if len(ask.hit.ids) != len(groups):
-        raise ConfigError(f"a hit needs blocks of {len(groups)} groups, got {len(ask.hit.ids)}")
-    for group, ids in zip(groups, ask.hit.ids, strict=True):
+    if wanted.hit_tokens >= request.num_tokens:
+        raise ConfigError(f"a hit of {wanted.hit_tokens} tokens leaves nothing to compute of {request.num_tokens}")
+    if len(wanted.hit.ids) != len(groups):
+        raise ConfigError(f"a hit needs blocks of {len(groups)} groups, got {len(wanted.hit.ids)}")
+    for group, ids in zip(groups, wanted.hit.ids, strict=True):
         policy = group.policy
-        if policy.by_digest and ask.hit.is_fork:
+        if policy.by_digest and wanted.hit.is_fork:
             continue
         ends_inside = (
-            policy.publishes and not policy.copies and ask.hit_tokens % policy.block_size and not ask.hit.is_fork
+            policy.publishes and not policy.copies and wanted.hit_tokens % policy.block_size and not wanted.hit.is_fork
         )
-        if len(ids) != policy.hit_columns(ask.hit_tokens) or ends_inside:
+        if len(ids) != policy.hit_columns(wanted.hit_tokens) or ends_inside:
             raise ConfigError(
-                f"a hit of {ask.hit_tokens} tokens needs {ask.hit_tokens / policy.block_size:g} blocks in "
+                f"a hit of {wanted.hit_tokens} tokens needs {wanted.hit_tokens / policy.block_size:g} blocks in "
                 f"group {group.number}, got {len(ids)}: hand over what get_computed_blocks returned"
             )
 
 
-def demand_of(request: Request, ask: Ask, in_flight: int, max_model_len: int, edges: tuple[int, ...] | None) -> Demand:
-    """``ask`` in tokens. edges: where the request may be resumed; None when it publishes nothing."""
+def demand_of(
+    request: Request, wanted: SlotDemand, in_flight: int, max_model_len: int, edges: tuple[int, ...] | None
+) -> Demand:
+    """``wanted`` in tokens. edges: where the request may be resumed; None when it publishes nothing."""
     before = request.num_computed_tokens
-    computed = before + ask.hit_tokens + ask.external_tokens
-    end = min(computed + ask.new_tokens, max_model_len)
+    computed = before + wanted.hit_tokens + wanted.external_tokens
+    end = min(computed + wanted.new_tokens, max_model_len)
     certain = min(end, request.num_tokens)
     return Demand(
         processed=before - in_flight,
-        hit=before + ask.hit_tokens,
+        hit=before + wanted.hit_tokens,
         computed=computed,
         end=end,
-        total=min(end + ask.lookahead_tokens, max_model_len),
-        known=0 if edges is None or ask.delayed else certain,
+        total=min(end + wanted.lookahead_tokens, max_model_len),
+        known=0 if edges is None or wanted.delayed else certain,
         certain=certain,
-        encoder=ask.encoder_tokens,
-        by_digest=request.encoder is not None and edges is not None and not ask.delayed,
+        encoder=wanted.encoder_tokens,
+        by_digest=request.encoder is not None and edges is not None and not wanted.delayed,
         edges=edges or (),
     )
 

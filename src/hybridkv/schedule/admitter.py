@@ -10,10 +10,10 @@ from typing import Final
 from hybridkv.cache import KVCacheManager, Reason, Refusal, SlotPlan
 from hybridkv.request import Request
 from hybridkv.schedule.admission import limit_tokens, plan_admission
+from hybridkv.schedule.builder import StepBuilder
 from hybridkv.schedule.chunks import Chunks
-from hybridkv.schedule.departures import Departures
-from hybridkv.schedule.draft import Draft
 from hybridkv.schedule.limits import Finished, FinishReason, SchedulerLimits
+from hybridkv.schedule.row_releaser import RowReleaser
 from hybridkv.schedule.running import RunningRows
 from hybridkv.schedule.waiting import Waiting, WaitingQueue
 
@@ -21,7 +21,7 @@ _MOST_PASSED: Final = 16  # refused requests that a step looks at: each costs a 
 
 
 class Admitter:
-    """Moves requests from ``waiting`` to ``running`` and into the draft of a step. refusals: by reason, so far."""
+    """Moves requests from ``waiting`` to ``running`` and into a step. refusals: by reason, so far."""
 
     def __init__(
         self,
@@ -31,17 +31,17 @@ class Admitter:
         waiting: WaitingQueue,
         running: RunningRows,
         *,
-        departures: Departures,
+        releaser: RowReleaser,
     ) -> None:
         self._cache = cache
         self._limits = limits
         self._chunks = chunks
         self._waiting = waiting
         self._running = running
-        self._departures = departures
+        self._releaser = releaser
         self.refusals: Counter[Reason] = Counter()
 
-    def admit(self, draft: Draft, now: float) -> Iterator[tuple[Request, int]]:
+    def admit(self, builder: StepBuilder, now: float) -> Iterator[tuple[Request, int]]:
         """Admit while budget, rows and blocks last: each request and the tokens it found in the cache.
 
         now: seconds. A refused request is passed by those behind it until it was overtaken ``max_overtaken``
@@ -49,17 +49,17 @@ class Admitter:
         """
         refused: list[Waiting] = []
         with closing(self._waiting.in_order()) as entries:
-            while draft.budget and self._running.seats_taken < self._limits.max_running:
+            while builder.budget and self._running.seats_taken < self._limits.max_running:
                 entry = next(entries, None)
                 if entry is None:
                     return
                 try:
-                    planned = None if entry.unsettled else self._plan(entry, draft.budget)
+                    planned = None if entry.unsettled else self._plan(entry, builder.budget)
                 except Exception as error:  # noqa: BLE001 - a plan changes nothing: what it raises is its request's alone
-                    self._departures.end([Finished(entry.request, FinishReason.ERROR, error)])
+                    self._releaser.end([Finished(entry.request, FinishReason.ERROR, error)])
                     continue
                 if planned is not None:
-                    hit_tokens = self._carry_out(entry, *planned, draft)
+                    hit_tokens = self._carry_out(entry, *planned, builder)
                     self._waiting.remove(entry.request)
                     for passed in refused:
                         passed.overtaken += 1
@@ -86,11 +86,11 @@ class Admitter:
             return None
         return planned
 
-    def _carry_out(self, entry: Waiting, plan: SlotPlan, hit_tokens: int, count: int, draft: Draft) -> int:
+    def _carry_out(self, entry: Waiting, plan: SlotPlan, hit_tokens: int, count: int, builder: StepBuilder) -> int:
         """The request runs from now on; the tokens it hit."""
         request, cache = entry.request, self._cache
         cache.commit(plan)
         request.num_computed_tokens = hit_tokens
-        self._running.admit(request, limit_tokens(cache, request), entry.turn, last=self._limits.policy == "fcfs")
-        draft.add_admitted(request, count, cache.get_blocks(request.request_id), encodes=plan.encodes)
+        self._running.admit(request, limit_tokens(cache, request), entry.queue_key, last=self._limits.policy == "fcfs")
+        builder.add_admitted(request, count, cache.get_blocks(request.request_id), encodes=plan.encodes)
         return hit_tokens

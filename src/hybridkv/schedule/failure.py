@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.schedule.departures import Departures
 from hybridkv.schedule.in_flight import InFlight
+from hybridkv.schedule.row_releaser import RowReleaser
 from hybridkv.schedule.running import RunningRows
 from hybridkv.schedule.waiting import WaitingQueue
 
@@ -17,12 +17,12 @@ class Failures:
     """Undoes steps that brought no result."""
 
     def __init__(
-        self, cache: KVCacheManager, waiting: WaitingQueue, running: RunningRows, departures: Departures
+        self, cache: KVCacheManager, waiting: WaitingQueue, running: RunningRows, releaser: RowReleaser
     ) -> None:
         self._cache = cache
         self._waiting = waiting
         self._running = running
-        self._departures = departures
+        self._releaser = releaser
 
     def take_back(self, failed: Sequence[InFlight], in_flight: Sequence[InFlight]) -> None:
         """``failed``, all from some step on, will not run; ``in_flight`` are those before them.
@@ -36,16 +36,16 @@ class Failures:
             touched.update(self._undo(flight))
         touched.update(self._distrust_moved(failed))
         requests = [request for request in self._running.requests if request.row in touched]
-        self._departures.send_back(requests, in_flight, written=False)
-        self._departures.bury_failed(failed)
+        self._releaser.send_back(requests, in_flight, written=False)
+        self._releaser.free_failed(failed)
 
     def _undo(self, flight: InFlight) -> list[int]:
         """Rows and waiting requests expect nothing more of ``flight``; its rows that still belong to those it held."""
-        self._departures.ended_rows += flight.step.finished_rows.tolist()
+        self._releaser.ended_rows += flight.step.finished_rows.tolist()
         attached = self._running.settle(flight)
         rows = flight.rows[attached]
         if self._cache.placement is not None:  # running states are rewritten in place
-            self._departures.distrust(rows.tolist())
+            self._releaser.distrust(rows.tolist())
         self._cache.rows.retract(rows, flight.step.num_scheduled[attached])
         for request in flight.detached.values():
             self._waiting.settle(request)
@@ -59,5 +59,5 @@ class Failures:
             return set()
         self._cache.block_pool.evict_blocks(np.unique(moved).astype(np.int32))
         rows = set(self._cache.cells_of(moved)[1].tolist())
-        self._departures.distrust(rows)
+        self._releaser.distrust(rows)
         return rows

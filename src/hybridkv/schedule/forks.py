@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from hybridkv.cache import KVCacheManager, SlotPlan
 from hybridkv.request import Request, branch_id
 from hybridkv.schedule.admission import admission_of, limit_tokens
-from hybridkv.schedule.draft import Draft
+from hybridkv.schedule.builder import StepBuilder
 from hybridkv.schedule.limits import SchedulerLimits
 from hybridkv.schedule.running import RunningRows
 from hybridkv.schedule.waiting import Waiting, WaitingQueue
@@ -34,10 +34,10 @@ def branches_of(parent: Request, n: int) -> tuple[Request, ...]:
 
 @dataclass(slots=True)
 class Family:
-    """A parent and its children that wait, in order. turn: when it forked; before its children did."""
+    """A parent and its children that wait, in order. order: when it forked; before its children did."""
 
     parent: Request
-    turn: int
+    order: int
     children: dict[Request, None] = field(default_factory=dict)
 
 
@@ -69,16 +69,16 @@ class Forks:
             self._parent_of[child] = parent.request_id
 
     def running(self, running: RunningRows) -> list[tuple[int, Request]]:
-        """Requests that run and have children that wait for them, by the turn in which they forked. O(running)."""
+        """Requests that run and have children that wait for them, in the order in which they forked. O(running)."""
         if not self._families:
             return []
         found = [self._families[one.request_id] for one in running.requests if one.request_id in self._families]
-        return sorted((family.turn, family.parent) for family in found)
+        return sorted((family.order, family.parent) for family in found)
 
-    def turn_of(self, parent: Request) -> int | None:
+    def order_of(self, parent: Request) -> int | None:
         """When ``parent`` forked, None when no children wait for it."""
         family = self._families.get(parent.request_id)
-        return None if family is None else family.turn
+        return None if family is None else family.order
 
     def requests(self) -> tuple[Request, ...]:
         """All children that wait."""
@@ -110,7 +110,7 @@ class Forks:
 
 
 class Branching:
-    """Moves children from ``forks`` to ``running`` and into the draft of a step, or to the front of ``waiting``.
+    """Moves children from ``forks`` to ``running`` and into a step, or to the front of ``waiting``.
 
     The only one that changes ``forks``.
     """
@@ -143,7 +143,7 @@ class Branching:
         """``child`` ends, if it waits for its parent."""
         self._forks.remove(child)
 
-    def admit(self, draft: Draft, *, room: bool) -> list[tuple[Request, int]]:
+    def admit(self, builder: StepBuilder, *, room: bool) -> list[tuple[Request, int]]:
         """Branch off every parent that is ready: each child admitted, and the tokens it shares.
 
         room: whether anybody may come in; if not, the children wait.
@@ -161,10 +161,10 @@ class Branching:
             late: list[Request] = []
             for child in children:
                 fits = room and not late and child.num_tokens == known and computed == known - 1
-                if fits and self._admit_one(parent, child, draft):
+                if fits and self._admit_one(parent, child, builder):
                     admitted.append((child, computed))
-                    if (turn := self._forks.turn_of(child)) is not None:
-                        heappush(ready, (turn, child))
+                    if (order := self._forks.order_of(child)) is not None:
+                        heappush(ready, (order, child))
                 else:
                     late.append(child)
             self._wait(late)
@@ -177,10 +177,10 @@ class Branching:
     def _wait(self, children: list[Request]) -> None:
         self._waiting.return_to_front([self._waiting.entry(child) for child in children])
 
-    def _admit_one(self, parent: Request, child: Request, draft: Draft) -> bool:
+    def _admit_one(self, parent: Request, child: Request, builder: StepBuilder) -> bool:
         """Give ``child`` a row that begins as the parent's, and its one token; whether it fits."""
         cache, limits, running = self._cache, self._limits, self._running
-        if not draft.budget or running.seats_taken >= limits.max_running:
+        if not builder.budget or running.seats_taken >= limits.max_running:
             return False
         shared, tokens = cache.blocks_to_share(parent)
         plan = cache.plan_slots(
@@ -197,6 +197,6 @@ class Branching:
         cache.commit(plan)
         child.num_computed_tokens = tokens
         entry: Waiting = self._waiting.entry(child)
-        running.admit(child, limit_tokens(cache, child), entry.turn, last=limits.policy == "fcfs")
-        draft.add_admitted(child, 1, cache.get_blocks(child.request_id), encodes=plan.encodes)
+        running.admit(child, limit_tokens(cache, child), entry.queue_key, last=limits.policy == "fcfs")
+        builder.add_admitted(child, 1, cache.get_blocks(child.request_id), encodes=plan.encodes)
         return True

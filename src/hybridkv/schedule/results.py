@@ -15,9 +15,9 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.errors import HashError
 from hybridkv.request import Request
 from hybridkv.schedule.admission import limit_tokens
-from hybridkv.schedule.departures import Departures
 from hybridkv.schedule.in_flight import InFlight
 from hybridkv.schedule.limits import Finished, FinishReason
+from hybridkv.schedule.row_releaser import RowReleaser
 from hybridkv.schedule.running import RunningRows
 from hybridkv.schedule.waiting import WaitingQueue
 from hybridkv.step import Csr
@@ -31,12 +31,12 @@ class Results:
     """Appends what steps sampled; who reached a stop token or its limit departs."""
 
     def __init__(
-        self, cache: KVCacheManager, waiting: WaitingQueue, running: RunningRows, departures: Departures
+        self, cache: KVCacheManager, waiting: WaitingQueue, running: RunningRows, releaser: RowReleaser
     ) -> None:
         self._cache = cache
         self._waiting = waiting
         self._running = running
-        self._departures = departures
+        self._releaser = releaser
 
     def append(self, flight: InFlight, sampled: Csr) -> Csr:
         """Append the ``sampled`` tokens of ``flight`` and end who is done; what was really appended, CSR."""
@@ -54,7 +54,7 @@ class Results:
                 rows, attached & (drafted > 0), drafted, np.minimum(np.diff(sampled.indptr) - 1, appended)
             )
         if ended:
-            self._departures.end(_finished(flight.requests[i], ended[i]) for i in sorted(ended))
+            self._releaser.end(_finished(flight.requests[i], ended[i]) for i in sorted(ended))
         for place, request in flight.detached.items():
             appended[place] = self._append_waiting(request, sampled[place].tolist())
         if appended.sum() == len(sampled.values):
@@ -71,13 +71,13 @@ class Results:
     def _append_several(self, rows: Int64, places: Int64, sampled: Csr, appended: Int64) -> Ended:
         """Token after token of all ``places``, up to where each is done. ``appended``: tokens of each, is filled in."""
         ended: Ended = {}
-        counts, turn = np.diff(sampled.indptr), 0
+        counts, taken = np.diff(sampled.indptr), 0
         while places.size:
-            appended[places] = turn + 1
-            done = self._append_rows(rows[places], places, sampled.values[sampled.indptr[places] + turn], appended)
-            turn += 1
+            appended[places] = taken + 1
+            done = self._append_rows(rows[places], places, sampled.values[sampled.indptr[places] + taken], appended)
+            taken += 1
             ended |= done
-            goes_on = counts[places] > turn
+            goes_on = counts[places] > taken
             if done:
                 goes_on &= ~np.isin(places, list(done))
             places = places[goes_on]
@@ -118,11 +118,11 @@ class Results:
             try:
                 request.append(token)
             except HashError as error:
-                self._departures.end([_finished(request, error)])
+                self._releaser.end([_finished(request, error)])
                 return count - 1
             stopped = token in request.stop_ids
             if stopped or request.num_tokens >= limit_tokens(self._cache, request):
-                self._departures.end([Finished(request, FinishReason.STOP if stopped else FinishReason.LENGTH)])
+                self._releaser.end([Finished(request, FinishReason.STOP if stopped else FinishReason.LENGTH)])
                 return count
         return len(sampled)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hybridkv.request import Request
 from hybridkv.schedule.in_flight import InFlight
-from hybridkv.schedule.waiting import Turn
+from hybridkv.schedule.waiting import QueueKey
 
 Int64 = NDArray[np.int64]
 
@@ -33,7 +33,7 @@ class RunningRows:
     def __init__(self, max_running: int) -> None:
         self.order = np.empty(0, np.int64)
         self.requests: tuple[Request, ...] = ()
-        self._turns: list[Turn] = []
+        self._queue_keys: list[QueueKey] = []
         self.pending = np.zeros(max_running, np.int64)
         self.steps = np.zeros(max_running, np.int64)
         self.limit = np.zeros(max_running, np.int64)
@@ -52,11 +52,11 @@ class RunningRows:
         """Rows that hold blocks."""
         return len(self.requests) + self.num_dead
 
-    def admit(self, request: Request, limit_tokens: int, turn: Turn, *, last: bool = True) -> None:
-        """``request``, which has a row, runs from now on: ``last`` in order, or at its ``turn``."""
+    def admit(self, request: Request, limit_tokens: int, queue_key: QueueKey, *, last: bool = True) -> None:
+        """``request``, which has a row, runs from now on: ``last`` in order, or where its ``queue_key`` says."""
         row, stops = request.row, request.stop_ids
-        place = len(self._turns) if last else bisect(self._turns, turn)
-        self._turns.insert(place, turn)
+        place = len(self._queue_keys) if last else bisect(self._queue_keys, queue_key)
+        self._queue_keys.insert(place, queue_key)
         self.order = np.insert(self.order, place, row)
         self.requests = (*self.requests[:place], request, *self.requests[place:])
         self.pending[row] = self.steps[row] = self.proposed[row] = self.drafted[row] = 0
@@ -73,12 +73,12 @@ class RunningRows:
         keep = ~np.isin(self.order, rows)
         kept = np.flatnonzero(keep).tolist()
         self.requests = tuple(self.requests[place] for place in kept)
-        self._turns = [self._turns[place] for place in kept]
+        self._queue_keys = [self._queue_keys[place] for place in kept]
         self.order = self.order[keep]
 
-    def turn_of(self, request: Request) -> Turn:
-        """The turn with which ``request`` was admitted."""
-        return self._turns[self.requests.index(request)]
+    def queue_key_of(self, request: Request) -> QueueKey:
+        """The queue key with which ``request`` was admitted."""
+        return self._queue_keys[self.requests.index(request)]
 
     def settle(self, flight: InFlight) -> NDArray[np.bool_]:
         """Rows of ``flight`` wait for it no longer; which of them still belong to the request it ran, bool[R]."""
@@ -89,12 +89,12 @@ class RunningRows:
             self.drafted[flight.rows[attached]] = 0
         return attached
 
-    def bury(self, row: int) -> None:
+    def mark_dead(self, row: int) -> None:
         """A row that was removed still has steps in flight."""
         self.dead[row] = True
         self.num_dead += 1
 
-    def exhume(self, row: int) -> None:
+    def unmark_dead(self, row: int) -> None:
         """The last step of a dead row is settled."""
         self.dead[row] = False
         self.num_dead -= 1

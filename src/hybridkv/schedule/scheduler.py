@@ -26,16 +26,16 @@ from hybridkv.request import MOST_OUTPUTS, Request
 from hybridkv.schedule import audit
 from hybridkv.schedule.admission import refuse_impossible, split_of
 from hybridkv.schedule.admitter import Admitter
+from hybridkv.schedule.builder import StepBuilder
 from hybridkv.schedule.chunks import Chunks
 from hybridkv.schedule.counts import Counts
-from hybridkv.schedule.departures import Departures
-from hybridkv.schedule.draft import Draft
 from hybridkv.schedule.failure import Failures
 from hybridkv.schedule.forks import Branching, Forks, branches_of
 from hybridkv.schedule.in_flight import InFlight, check_result
 from hybridkv.schedule.inbox import Inbox
 from hybridkv.schedule.limits import Finished, FinishReason, Outcome, SchedulerLimits, SchedulerStatistics
 from hybridkv.schedule.results import Results
+from hybridkv.schedule.row_releaser import RowReleaser
 from hybridkv.schedule.running import RunningRows
 from hybridkv.schedule.speculation import Speculation
 from hybridkv.schedule.waiting import WaitingQueue
@@ -76,10 +76,10 @@ class Scheduler:
         self._after = -1
         queues = self._waiting, self._running
         self._branching = Branching(self._forks, cache, self.limits, *queues)
-        self._departures = Departures(cache, *queues, inbox=self._inbox, branching=self._branching, counts=self._counts)
-        self._admitter = Admitter(cache, self.limits, self._chunks, *queues, departures=self._departures)
-        self._results = Results(cache, *queues, self._departures)
-        self._failures = Failures(cache, *queues, self._departures)
+        self._releaser = RowReleaser(cache, *queues, inbox=self._inbox, branching=self._branching, counts=self._counts)
+        self._admitter = Admitter(cache, self.limits, self._chunks, *queues, releaser=self._releaser)
+        self._results = Results(cache, *queues, self._releaser)
+        self._failures = Failures(cache, *queues, self._releaser)
 
     # -- from any thread
 
@@ -181,38 +181,38 @@ class Scheduler:
             raise CacheError(f"{len(self._in_flight)} steps are in flight: update or fail the oldest before the next")
         now = self._clock()
         self._empty_inbox()
-        draft = Draft(self.limits.max_batched_tokens)
+        builder = StepBuilder(self.limits.max_batched_tokens)
         try:
             with self.cache.step(self._next_id):
-                preempted = self._schedule_running(draft)
-                self._counts.admit(self._branching.admit(draft, room=not preempted))
+                preempted = self._schedule_running(builder)
+                self._counts.admit(self._branching.admit(builder, room=not preempted))
                 if not preempted:
-                    self._counts.admit(self._admitter.admit(draft, now))
-                self._keep_states(draft)
+                    self._counts.admit(self._admitter.admit(builder, now))
+                self._keep_states(builder)
         finally:
             self._speculation.forget()
         self._counts.peak_usage = max(self._counts.peak_usage, self.cache.usage)
-        return self._issue(draft)
+        return self._issue(builder)
 
-    def _schedule_running(self, draft: Draft) -> bool:
+    def _schedule_running(self, builder: StepBuilder) -> bool:
         """Give running requests their tokens; whether somebody had to be preempted."""
         running, columns = self._running, self.cache.rows
         preempted, start, held = False, 0, self._forks.held_rows(running)
         while True:
             rows = running.order[start:]
-            shares = self._chunks.shares(columns, rows, self._wanted(rows, held), draft.budget)
+            shares = self._chunks.shares(columns, rows, self._wanted(rows, held), builder.budget)
             if not shares.all():
                 some = np.flatnonzero(shares)
                 places, rows, shares = some + start, rows[some], shares[some]
             else:
                 places = None
-            drafts = self._speculation.room(rows, shares, draft.budget)
+            drafts = self._speculation.room(rows, shares, builder.budget)
             counts = shares if drafts is None else shares + drafts
             slots = self.cache.allocate_batch(rows, counts, self.limits.num_lookahead_tokens)
             done = slots.accepted
             if done:
                 tokens = None if drafts is None else self._speculation.tokens_of(rows[:done], drafts[:done])
-                draft.add_running(rows[:done], counts[:done], slots, tokens)
+                builder.add_running(rows[:done], counts[:done], slots, tokens)
             if done == len(rows):
                 return preempted
             start = start + done if places is None else int(places[done])
@@ -242,25 +242,25 @@ class Scheduler:
         logger.debug("request %s is preempted", request.request_id)
         self._counts.preempted += 1
         request.num_preemptions += 1
-        self._departures.send_back([request], self._in_flight, written=True)
+        self._releaser.send_back([request], self._in_flight, written=True)
 
-    def _keep_states(self, draft: Draft) -> None:
+    def _keep_states(self, builder: StepBuilder) -> None:
         """Blocks for the states that the step passes, now that every row has its own."""
-        rows, drafts = draft.rows, draft.drafts
+        rows, drafts = builder.rows, builder.drafts
         computed = self.cache.rows.num_computed[rows]
-        end = computed + draft.counts
+        end = computed + builder.counts
         self.cache.store_checkpoints(rows, computed, end if drafts is None else end - np.diff(drafts.indptr))
 
-    def _issue(self, draft: Draft) -> Step:
-        """Freeze the draft: the Step, and the record of it in flight."""
+    def _issue(self, builder: StepBuilder) -> Step:
+        """Freeze what was built: the Step, and the record of it in flight."""
         running, columns = self._running, self.cache.rows
-        rows, transfers = draft.rows, self.cache.take_transfers()
-        step = draft.freeze(
+        rows, transfers = builder.rows, self.cache.take_transfers()
+        step = builder.freeze(
             self._next_id,
             self._after,
             columns=columns,
             pending=running.pending,
-            ended_rows=self._departures.ended_rows,
+            ended_rows=self._releaser.ended_rows,
             cache=self.cache,
             transfers=transfers,
         )
@@ -274,7 +274,7 @@ class Scheduler:
         if flight.drafted is not None:
             running.drafted[rows] = flight.drafted
         self._in_flight.append(flight)
-        self._departures.ended_rows = []
+        self._releaser.ended_rows = []
         self._after = self._next_id
         self._next_id += 1
         return step
@@ -303,7 +303,7 @@ class Scheduler:
         self._counts.computed_tokens += flight.step.num_tokens
         self._counts.verify(flight.drafted, result.num_accepted)
         appended = self._results.append(flight, result.sampled)
-        self._departures.settle_dead(flight)
+        self._releaser.free_dead(flight)
         self._empty_inbox()
         return Outcome(flight.step.id, flight.requests, appended, self.take_finished())
 
@@ -313,7 +313,7 @@ class Scheduler:
         By the owner's thread only: what another one took, its owner would never hear of.
         """
         self._inbox.claim()
-        return self._departures.take_finished()
+        return self._releaser.take_finished()
 
     def finish(self, request_id: str, reason: FinishReason = FinishReason.STOP) -> bool:
         """End a request for a reason that only the caller can see, such as a stop string. False if it is not here."""
@@ -323,7 +323,7 @@ class Scheduler:
         request = self._inbox.find(instance("request_id", request_id, str))
         if request is None:
             return False
-        self._departures.end([Finished(request, reason)])
+        self._releaser.end([Finished(request, reason)])
         return True
 
     # -- failure
@@ -360,7 +360,7 @@ class Scheduler:
 
     def _empty_inbox(self) -> None:
         """Requests that arrived wait from now on; those to abort end."""
-        self._departures.end(Finished(request, FinishReason.ABORT) for request in self._aborted())
+        self._releaser.end(Finished(request, FinishReason.ABORT) for request in self._aborted())
 
     def _aborted(self) -> Iterator[Request]:
         """Take in what arrived, in order: each request to abort, once it is its turn."""

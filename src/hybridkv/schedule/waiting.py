@@ -10,23 +10,23 @@ from typing import Final, Literal
 from hybridkv.cache import CommonHit
 from hybridkv.request import Request
 
-Turn = tuple[float, float, int]
+QueueKey = tuple[float, float, int]
 """What requests are sorted by; unique."""
 
-_FEW: Final = 64  # turns of entries that left: as many are never looked for
+_FEW: Final = 64  # keys of entries that left: as many are never looked for
 
 
 @dataclass(slots=True)
 class Waiting:
     """One waiting request.
 
-    turn: its place. unsettled: steps in flight that still sample for it (it was preempted meanwhile): it is
+    key: its place. unsettled: steps in flight that still sample for it (it was preempted meanwhile): it is
     admitted when their results are in. hit, evictions: the look-up remembered, and when it was made.
     overtaken: admissions of requests behind it since it was refused, first at ``refused_at`` seconds.
     """
 
     request: Request
-    turn: Turn = (0.0, 0.0, 0)
+    queue_key: QueueKey = (0.0, 0.0, 0)
     unsettled: int = 0
     hit: CommonHit | None = field(default=None, repr=False)
     evictions: int = 0
@@ -40,15 +40,15 @@ class WaitingQueue:
     policy: "fcfs", where a preempted request returns to the front, or "priority": least
     Request.priority first, then the earliest arrival.
 
-    The order is a heap of turns. The turn of an entry that leaves stays there until it comes up, or until more turns
+    The order is a heap of keys. The key of an entry that leaves stays there until it comes up, or until more keys
     are of entries that left than of those that wait.
     """
 
     def __init__(self, policy: Literal["fcfs", "priority"] = "fcfs") -> None:
         self._by_priority = policy == "priority"
         self._entries: dict[Request, Waiting] = {}
-        self._at: dict[Turn, Waiting] = {}
-        self._turns: list[Turn] = []
+        self._at: dict[QueueKey, Waiting] = {}
+        self._queue_keys: list[QueueKey] = []
         self._arrived = 0
         self._returned = 0
 
@@ -60,17 +60,17 @@ class WaitingQueue:
 
         Entries may leave and come meanwhile; one that comes is handed out before those left that are behind it.
         """
-        seen: list[Turn] = []
+        seen: list[QueueKey] = []
         try:
-            while self._turns:
-                entry = self._at.get(turn := heappop(self._turns))
+            while self._queue_keys:
+                entry = self._at.get(key := heappop(self._queue_keys))
                 if entry is not None:
-                    seen.append(turn)
+                    seen.append(key)
                     yield entry
         finally:
-            for turn in seen:
-                if turn in self._at:
-                    heappush(self._turns, turn)
+            for key in seen:
+                if key in self._at:
+                    heappush(self._queue_keys, key)
 
     def append(self, request: Request) -> None:
         """A new request."""
@@ -87,12 +87,12 @@ class WaitingQueue:
         for entry in reversed(entries):
             if not self._by_priority:
                 self._returned -= 1
-                entry.turn = (0.0, 0.0, self._returned)
+                entry.queue_key = (0.0, 0.0, self._returned)
             self._insert(entry)
 
     def _insert(self, entry: Waiting) -> None:
-        self._entries[entry.request] = self._at[entry.turn] = entry
-        heappush(self._turns, entry.turn)
+        self._entries[entry.request] = self._at[entry.queue_key] = entry
+        heappush(self._queue_keys, entry.queue_key)
 
     def find(self, request: Request) -> Waiting | None:
         """The entry of ``request``, None when it does not wait."""
@@ -111,16 +111,16 @@ class WaitingQueue:
         entry = self._entries.pop(request, None)
         if entry is None:
             return
-        del self._at[entry.turn]
-        if len(self._turns) > 2 * len(self._at) + _FEW:
-            self._turns = [turn for turn in self._turns if turn in self._at]
-            heapify(self._turns)
+        del self._at[entry.queue_key]
+        if len(self._queue_keys) > 2 * len(self._at) + _FEW:
+            self._queue_keys = [key for key in self._queue_keys if key in self._at]
+            heapify(self._queue_keys)
 
     def untried(self) -> list[Request]:
         """Those that wait but are in no order, so that nobody would ever try them: none. O(waiting)."""
-        turns = set(self._turns)
-        return [entry.request for turn, entry in self._at.items() if turn not in turns]
+        keys = set(self._queue_keys)
+        return [entry.request for key, entry in self._at.items() if key not in keys]
 
     def requests(self) -> tuple[Request, ...]:
         """All that wait, in order. O(waiting * log waiting)."""
-        return tuple(self._at[turn].request for turn in sorted(self._at))
+        return tuple(self._at[key].request for key in sorted(self._at))

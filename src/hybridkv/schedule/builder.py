@@ -16,7 +16,7 @@ from hybridkv.step import Cells, Csr, EncoderRead, NewRow, Step
 Int64 = NDArray[np.int64]
 
 
-class Draft:
+class StepBuilder:
     """Rows and their shares so far. budget: tokens left."""
 
     def __init__(self, budget: int) -> None:

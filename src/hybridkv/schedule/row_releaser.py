@@ -26,7 +26,7 @@ from hybridkv.schedule.waiting import Waiting, WaitingQueue
 logger = logging.getLogger(__name__)
 
 
-class Departures:
+class RowReleaser:
     """The one that frees rows. ended_rows: those freed since the last Step was issued, for the worker to hear of."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Departures:
                 self._cache.keep_end(request)
             self._cache.free(request)
             request.num_computed_tokens = 0
-            entries.append(Waiting(request, self._running.turn_of(request), unsettled))
+            entries.append(Waiting(request, self._running.queue_key_of(request), unsettled))
         self._running.remove(rows)
         self.ended_rows += rows
         self._waiting.return_to_front(entries)
@@ -102,7 +102,7 @@ class Departures:
             return
         rows.append(request.row)
         if self._running.steps[request.row]:
-            self._running.bury(request.row)
+            self._running.mark_dead(request.row)
         else:
             self._release(request)
 
@@ -111,14 +111,14 @@ class Departures:
         finished, self._finished = tuple(self._finished), []
         return finished
 
-    def settle_dead(self, flight: InFlight) -> None:
+    def free_dead(self, flight: InFlight) -> None:
         """Dead rows of ``flight``, which ran, that no other step holds give their blocks back."""
         running = self._running
         if not running.num_dead:
             return
         mask = flight.attached() & running.dead[flight.rows] & (running.steps[flight.rows] == 0)
         for i in np.flatnonzero(mask).tolist():
-            running.exhume(int(flight.rows[i]))
+            running.unmark_dead(int(flight.rows[i]))
             self._release(flight.requests[i])
 
     def _release(self, request: Request) -> None:
@@ -140,12 +140,12 @@ class Departures:
         """Blocks of ``rows`` may hold anything: of those that are dead nothing more is published."""
         self._distrusted.update(row for row in rows if self._running.dead[row])
 
-    def bury_failed(self, failed: Iterable[InFlight]) -> None:
+    def free_failed(self, failed: Iterable[InFlight]) -> None:
         """Dead rows that only ``failed`` steps held give their blocks back, unpublished."""
         running = self._running
         for flight in failed:
             attached = flight.attached()
             for i, row in enumerate(flight.rows.tolist()):
                 if attached[i] and running.dead[row] and not running.steps[row]:
-                    running.exhume(row)
+                    running.unmark_dead(row)
                     self._free(flight.requests[i])
