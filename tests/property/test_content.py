@@ -7,6 +7,8 @@ import pytest
 from controls import caught
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import Rig, RigOptions, random_options, random_run
+from oracles.strategies import limits, prompts
 
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
@@ -17,8 +19,6 @@ from hybridkv.step import Step
 from hybridkv.testing import DigestModel, FakeWorker, attention_config, digest_model
 from hybridkv.testing.configs import chunk_spec, full_spec, state_spec, window_spec
 from hybridkv.testing.fake_worker import WorkerRow
-from oracles import Rig, RigOptions, random_options, random_run
-from oracles.strategies import limits, prompts
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -85,7 +85,7 @@ def rig_of(config: KVCacheConfig, bounds: SchedulerLimits, worker: FakeWorker | 
     return Rig(options, config=config, worker=worker)
 
 
-@settings(max_examples=2 * settings().max_examples)
+@settings(max_examples=(2 if settings().max_examples > 100 else 1) * settings().max_examples)
 @given(
     st.sampled_from((LLAMA, DEEPSEEK, GEMMA, LFM)),
     st.sampled_from((4, 8)),

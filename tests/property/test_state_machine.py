@@ -6,17 +6,21 @@ from random import Random
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import initialize
-
-from hybridkv.testing.configs import chunk_spec, full_spec, state_spec, window_spec
 from oracles import Rig, RigOptions, random_options, random_run
 from oracles.machines import CacheMachine
 from oracles.strategies import rig_options
 
+from hybridkv.testing.configs import chunk_spec, full_spec, state_spec, window_spec
+
 pytestmark = pytest.mark.usefixtures("quiet")
+
+LONG = settings().max_examples > 100
+HISTORIES = (8 if LONG else 2) * settings().max_examples
+RUNS = (2 if LONG else 1) * settings().max_examples
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=8 * settings().max_examples, stateful_step_count=40)
+TestCacheMachine.settings = settings(max_examples=HISTORIES, stateful_step_count=40)
 
 
 class HybridMachine(CacheMachine):
@@ -28,7 +32,7 @@ class HybridMachine(CacheMachine):
 
 
 TestHybridMachine = HybridMachine.TestCase
-TestHybridMachine.settings = settings(max_examples=8 * settings().max_examples, stateful_step_count=40)
+TestHybridMachine.settings = settings(max_examples=HISTORIES, stateful_step_count=40)
 
 
 # -- seeded runs
@@ -44,7 +48,7 @@ MODELS = {
 
 @pytest.mark.parametrize("model", MODELS)
 def test_random_runs(model: str) -> None:
-    for seed in range(2 * settings().max_examples):
+    for seed in range(RUNS):
         random = Random(f"{model} {seed}")
         random_run(Rig(random_options(random, MODELS[model])), random)
 

@@ -87,7 +87,7 @@ def test_encoder_outputs_and_sinks() -> None:
 
 
 def test_sizes_below_one() -> None:
-    with pytest.raises(ConfigError, match="dcp must be at least 1"):
+    with pytest.raises(ConfigError, match="dcp_world_size must be at least 1"):
         cache_of(full(4), dcp_world_size=0)
 
 
