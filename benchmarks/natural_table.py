@@ -29,7 +29,7 @@ from hybridkv.models import Model, read_model
 from hybridkv.planner import Plan
 from hybridkv.planner.comparison import padding_of
 from hybridkv.schedule import Scheduler, SchedulerLimits
-from hybridkv.simulator import ReplaySettings, SimulatedClock, TraceFile, plan_for, simulation_of
+from hybridkv.simulator import ReplaySettings, SimulatedClock, TraceFile, plan_for_trace, simulation_of
 from hybridkv.simulator.tokens import Pieces
 
 MODELS = {
@@ -85,7 +85,7 @@ def run(cell: Cell, folder: str) -> dict[str, Any]:
     """Replay ``cell``; its result as a line."""
     source = TraceFile(f"{folder}/{cell.workload}.jsonl.gz", limit=cell.limit or None)
     summary = source.summary()
-    plan = plan_for(summary, model_of(cell), f"{cell.memory_gib}GiB", layout=cell.layout)
+    plan = plan_for_trace(summary, model_of(cell), f"{cell.memory_gib}GiB", layout=cell.layout)
     settings = ReplaySettings(time_scale=cell.time_scale, placement=cell.placement)
     begun = time.perf_counter()
     simulation = simulation_of(plan, settings)

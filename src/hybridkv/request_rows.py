@@ -47,7 +47,7 @@ class RequestRows:
     """Columns of the resident requests: what a step reads and writes of all rows at once.
 
     num_tokens, num_computed: int64[capacity]. in_flight: int64[capacity], how many of those computed are of
-    steps not yet settled; 0 in a row that was just handed out. tail: int32[capacity, tail_tokens], the tokens
+    steps in flight; 0 in a row that was just handed out. tail: int32[capacity, tail_tokens], the tokens
     behind a row's last whole hash block (kept until overwritten). requests: who has the row, None when free.
     promised: of a row, the tokens that others may hit. Rows are handed out lowest first; the columns grow by
     doubling, so never keep a reference to them.
@@ -181,7 +181,7 @@ class RequestRows:
         self.num_computed[rows] += tokens
         self.in_flight[rows] += tokens
 
-    def settle(self, rows: NDArray[np.int64], tokens: NDArray[np.integer]) -> None:
+    def complete(self, rows: NDArray[np.int64], tokens: NDArray[np.integer]) -> None:
         """A step that computed ``tokens`` in each of ``rows`` has run."""
         self.in_flight[rows] -= tokens
 

@@ -165,11 +165,11 @@ def _without_extra_keys(patch: pytest.MonkeyPatch) -> None:
 
 
 def _failures_stay_published(patch: pytest.MonkeyPatch) -> None:
-    def settle_all(self: WriteLog, first_step: int) -> None:
+    def mark_all(self: WriteLog, first_step: int) -> None:
         for step in [step for step in self.in_flight if step >= first_step]:
-            self.settle(step)
+            self.mark_written(step)
 
-    patch.setattr(WriteLog, "revoke", settle_all)
+    patch.setattr(WriteLog, "revoke", mark_all)
     patch.setattr(failure.Failures, "_distrust_moved", lambda self, failed: set())  # noqa: ARG005
 
 

@@ -8,6 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from oracles import Rig, RigOptions
 
 from hybridkv.cache.block_rows import BlockRows
 from hybridkv.cache.checkpoints import Checkpoints
@@ -19,7 +20,6 @@ from hybridkv.schedule import SchedulerLimits
 from hybridkv.specs import KVCacheSpec
 from hybridkv.testing import ContentError
 from hybridkv.testing.configs import full_spec, state_spec, window_spec
-from oracles import Rig, RigOptions
 
 Int64 = NDArray[np.int64]
 
@@ -229,8 +229,8 @@ def test_a_mark_among_drafts_that_takes_another_state_is_caught(monkeypatch: pyt
     def other(self: Checkpoints, request: Request, tokens: int, column: int | None = None) -> None:
         store_one(self, request, tokens, None if column is None else (column + 1) % 2)
 
-    def other_too(self: Checkpoints, request: Request, tokens: int, column: int, *, passing: bool) -> None:
-        keep_column(self, request, tokens, column if passing else (column + 1) % 2, passing=passing)
+    def other_too(self: Checkpoints, request: Request, tokens: int, column: int, *, supersedable: bool) -> None:
+        keep_column(self, request, tokens, column if supersedable else (column + 1) % 2, supersedable=supersedable)
 
     monkeypatch.setattr(Checkpoints, "_store_one", other)
     monkeypatch.setattr(Checkpoints, "_keep_column", other_too)

@@ -162,7 +162,7 @@ def cache_calls(world: World) -> Calls:
     yield cache.commit, {"plan": cache.plan_slots(world.request("planned"), 2)}
     yield cache.allocate_batch, {"rows": rows, "num_new_tokens": 1, "num_lookahead_tokens": 0}
     none = np.array([0])
-    yield cache.settle_drafts, {"rows": rows, "drafted": none, "kept": none}
+    yield cache.accept_drafts, {"rows": rows, "drafted": none, "kept": none}
     yield cache.cache_blocks, {"request": a, "num_computed_tokens": 4}
     yield cache.cells_of, {"blocks": np.array([1])}
     yield cache.free, {"request": "nobody"}

@@ -20,7 +20,7 @@ from runner_support import (
 )
 
 from hybridkv.runner import Completion, Engine
-from hybridkv.runner.reach import Reach
+from hybridkv.runner.attention_window import AttentionWindow
 from hybridkv.specs import Keeps
 from hybridkv.step import Step
 
@@ -109,7 +109,7 @@ def paged_layers(engine: Engine) -> Iterator[PagedLayer]:
         if group.spec.keeps is Keeps.STATE:
             continue
         for name, spec in zip(group.layer_names, group.layer_specs, strict=True):
-            reach = Reach.of(spec)
+            reach = AttentionWindow.of(spec)
             kind = "window" if reach.window else "chunk" if reach.chunk else "full"
             column = 0 if kind == "full" else 4
             assert reach.first_seen(np.array([DAMAGED])).item() <= column * group.spec.block_size

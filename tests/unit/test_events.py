@@ -122,7 +122,7 @@ def test_published_then_written() -> None:
     started(cache, range(50, 55))
     log.end()
     assert log.in_flight == (0, 1)
-    log.settle(0)
+    log.mark_written(0)
     assert cache.take_events() == [BlockStored(keys_of(range(8)), None, tuple(range(8)), 4)]
     assert cache.statistics().unwritten_blocks == 1
     log.revoke(1)
@@ -142,7 +142,7 @@ def test_a_block_that_moved_to_where_one_of_its_step_was_evicted_has_its_event()
     log.follow(np.array([4]), np.array([1]))
     log.end()
     cache.take_events()
-    log.settle(0)
+    log.mark_written(0)
     told = [event.block_hashes for event in cache.take_events() if isinstance(event, BlockStored)]
     assert told == [keys_of(range(8))[1:], keys_of(range(50, 58))]
 
@@ -158,9 +158,9 @@ def test_a_block_that_was_evicted_before_it_was_written_has_no_events() -> None:
     started(cache, range(50, 60))
     log.end()
     cache.check()
-    log.settle(0)
+    log.mark_written(0)
     assert cache.take_events() == []  # both blocks belong to step 1 now
-    log.settle(1)
+    log.mark_written(1)
     assert cache.take_events() == [BlockStored(keys_of(range(50, 58)), None, tuple(range(50, 58)), 4)]
 
 
@@ -171,7 +171,7 @@ def test_a_stretch_whose_middle_was_evicted_is_told_in_two_events() -> None:
     started(cache, range(13))
     log.end()
     cache.block_pool.evict_blocks(np.array([2], np.int32))
-    log.settle(0)
+    log.mark_written(0)
     keys = keys_of(range(12))
     assert cache.take_events() == [
         BlockStored(keys[:1], None, (0, 1, 2, 3), 4),
@@ -185,9 +185,9 @@ def test_steps_are_opened_one_at_a_time() -> None:
     with pytest.raises(CacheError, match="step 1 begins while step 0 is open"):
         log.begin(1)
     log.end()
-    log.settle(0)
+    log.mark_written(0)
     with pytest.raises(CacheError, match="step 0 is not in flight"):
-        log.settle(0)
+        log.mark_written(0)
 
 
 def test_off_by_default() -> None:

@@ -135,7 +135,7 @@ def test_who_keeps_states_and_who_keeps_the_end() -> None:
 def test_only_an_end_of_prompt_serves_who_goes_on_alone(placement: Placement, of: Request, tokens: int) -> None:
     own = tokens == of.num_prompt_tokens - 1
     others = tokens in of.marks or tokens == of.branch_tokens
-    assert placement.is_passing(of, tokens) == (isinstance(placement, EndsPlacement) and own and not others)
+    assert placement.is_supersedable(of, tokens) == (isinstance(placement, EndsPlacement) and own and not others)
 
 
 # -- names

@@ -23,7 +23,7 @@ from hybridkv.simulator import (
     TraceSummary,
     UniformWorkload,
     Workload,
-    plan_for,
+    plan_for_trace,
     plan_with_length,
     replay,
     replay_through,
@@ -86,7 +86,7 @@ def request(time_s: float, prompt: int, output: int | tuple[tuple[int, int, int]
 def watched(
     source: Given | Workload, blocks: int, *, max_running: int = 8, budget: int = 512
 ) -> tuple[ReplayReport, Watched]:
-    plan = plan_for(source.summary(), MODEL, (blocks + 1) * BLOCK_BYTES)
+    plan = plan_for_trace(source.summary(), MODEL, (blocks + 1) * BLOCK_BYTES)
     cache = KVCacheManager(plan.config, plan.max_model_len)
     scheduler = Watched(cache, SchedulerLimits(max_running=max_running, max_batched_tokens=budget))
     return replay_through(source, scheduler, SECOND), scheduler
@@ -96,7 +96,7 @@ def endless(
     source: UniformWorkload | Workload, model: Model = MODEL, layout: str = "reference", **settings: object
 ) -> ReplayReport:
     """A replay with memory for everything."""
-    plan = plan_for(source.summary(), model, 16 * GiB, layout=layout)
+    plan = plan_for_trace(source.summary(), model, 16 * GiB, layout=layout)
     return replay(source, plan, ReplaySettings(**settings))  # type: ignore[arg-type]  # settings of this file
 
 
@@ -211,38 +211,38 @@ def test_the_time_scale_changes_time_only() -> None:
 
 def test_a_request_that_can_never_run_is_named() -> None:
     source = Given([request(0, 4, 2, 1), request(1, 90, 10, 7)])
-    plan = plan_for(Given(source.requests[:1]).summary(), MODEL, GiB)
+    plan = plan_for_trace(Given(source.requests[:1]).summary(), MODEL, GiB)
     with pytest.raises(ConfigError, match=r"given, request 7: request '1' has 90 tokens, max_model_len is 6"):
         replay(source, plan, ReplaySettings())
 
 
 def test_the_longest_request_sets_the_maximum_length() -> None:
     summary = Given([request(0, 9000, 100, 1), request(0, 5, 5, 2)]).summary()
-    assert plan_for(summary, MODEL, 4 * GiB).max_model_len == 9100
-    assert plan_for(summary, MODEL, 4 * GiB, 10_000).max_model_len == 10_000
+    assert plan_for_trace(summary, MODEL, 4 * GiB).max_model_len == 9100
+    assert plan_for_trace(summary, MODEL, 4 * GiB, 10_000).max_model_len == 10_000
     with pytest.raises(
         ConfigError, match=r"9000 is below the 9100 tokens of the longest request \(request 1\): raise it"
     ):
-        plan_for(summary, MODEL, 4 * GiB, 9000)
+        plan_for_trace(summary, MODEL, 4 * GiB, 9000)
     with pytest.raises(
         CapacityError, match=r"needs 1\.11 GiB .*raise memory.*request 1, sets the maximum length"
     ) as caught:
-        plan_for(summary, MODEL, GiB)
+        plan_for_trace(summary, MODEL, GiB)
     assert "lower max_model_len" not in str(caught.value)
     with pytest.raises(CapacityError, match="lower max_model_len"):
-        plan_for(summary, MODEL, GiB, 9200)
+        plan_for_trace(summary, MODEL, GiB, 9200)
 
 
 def test_a_plan_is_given_another_length() -> None:
     summary = Given([request(0, 9000, 100, 1)]).summary()
-    small = plan_for(Given([request(0, 5, 5, 2)]).summary(), MODEL, 2 * GiB)
+    small = plan_for_trace(Given([request(0, 5, 5, 2)]).summary(), MODEL, 2 * GiB)
     changed = plan_with_length(summary, small)
     assert isinstance(changed, Plan)
     assert (changed.max_model_len, changed.config) == (9100, small.config)
     assert plan_with_length(summary, small, 9500).max_model_len == 9500
     with pytest.raises(ConfigError, match="max_model_len 12 is below"):
         plan_with_length(summary, small, 12)
-    tight = plan_for(Given([request(0, 5, 5, 2)]).summary(), MODEL, 100 * MiB)
+    tight = plan_for_trace(Given([request(0, 5, 5, 2)]).summary(), MODEL, 100 * MiB)
     with pytest.raises(CapacityError, match=r"50 slabs \(100 MiB\) hold one request of 784 tokens, but .* 9,100"):
         plan_with_length(summary, tight)
 
@@ -289,7 +289,7 @@ def test_rows_and_budget_refuse_nobody() -> None:
 
 def natural_plan(source: Workload) -> Plan:
     # two classes of several blocks a slab, of different bytes, in memory that is soon full
-    return plan_for(source.summary(), read_model("jamba-1.5-mini"), 1500 * MiB, layout="natural")
+    return plan_for_trace(source.summary(), read_model("jamba-1.5-mini"), 1500 * MiB, layout="natural")
 
 
 def test_moves_are_those_of_the_steps() -> None:
@@ -321,7 +321,7 @@ def test_equal_inputs_give_equal_reports_in_the_natural_layout() -> None:
 def test_equal_inputs_give_equal_reports() -> None:
     def once() -> str:
         source = Workload("mix", seed=3, limit=60)
-        plan = plan_for(source.summary(), MODEL, 3 * GiB)
+        plan = plan_for_trace(source.summary(), MODEL, 3 * GiB)
         return replay(source, plan, ReplaySettings(max_running=16)).to_json({})
 
     assert once() == once()
@@ -330,7 +330,7 @@ def test_equal_inputs_give_equal_reports() -> None:
 def test_progress_is_told() -> None:
     told: list[Progress] = []
     source = UniformWorkload(conversations=4)
-    plan = plan_for(source.summary(), MODEL, GiB)
+    plan = plan_for_trace(source.summary(), MODEL, GiB)
     report = replay(source, plan, ReplaySettings(), on_progress=told.append)
     assert [one.steps for one in told] == [*range(64, report.steps + 1, 64), report.steps]
     assert told[-1] == Progress(16, report.steps, 0, 0, told[-1].time_s)

@@ -17,7 +17,7 @@ from hybridkv.simulator import (
     TraceSummary,
     UniformWorkload,
     Workload,
-    plan_for,
+    plan_for_trace,
     plan_with_length,
     replay,
     simulation_of,
@@ -55,7 +55,7 @@ def planned(name: str, workload: UniformWorkload | Workload, memory: int | str =
     """The plan of a known model; of the largest state with an fp8 cache, as it is served."""
     model = read_model(name, dtype="fp8" if name.startswith("nemotron-3-super") else None)
     rules = {"layout": "reference", **rules}
-    return plan_for(workload.summary(), model, memory, **rules)  # type: ignore[arg-type]  # of this file
+    return plan_for_trace(workload.summary(), model, memory, **rules)  # type: ignore[arg-type]  # of this file
 
 
 def tight(name: str, workload: UniformWorkload | Workload, **rules: object) -> Plan:
@@ -279,14 +279,16 @@ def test_every_request_of_an_encoder_decoder_holds_its_encoder_tokens() -> None:
 def test_a_window_has_room_for_a_step() -> None:
     summary = LONG.summary()
     model = read_model("gemma-3-27b")
-    most = plan_for(summary, model, 40 * GiB).limits
+    most = plan_for_trace(summary, model, 40 * GiB).limits
     assert (most.max_in_flight_tokens, most.max_model_len) == (8192, summary.longest_tokens)
-    little = plan_for(summary, model, 40 * GiB, token_budget=256)
+    little = plan_for_trace(summary, model, 40 * GiB, token_budget=256)
     need = sum(group.blocks_per_request for group in little.capacity.groups) + 1
     memory = need * little.capacity.block_bytes
     with pytest.raises(CapacityError, match="too small"):
-        plan_for(summary, model, memory)
-    finished(LONG, simulation_of(plan_for(summary, model, memory, token_budget=256), ReplaySettings(token_budget=256)))
+        plan_for_trace(summary, model, memory)
+    finished(
+        LONG, simulation_of(plan_for_trace(summary, model, memory, token_budget=256), ReplaySettings(token_budget=256))
+    )
 
 
 def test_the_schedulers_patience_is_simulated_time() -> None:

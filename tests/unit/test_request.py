@@ -273,7 +273,7 @@ def test_tokens_in_flight() -> None:
     rows.schedule(both, np.array([3, 4]))
     rows.schedule(both[:1], np.array([2]))
     assert counts() == ([5, 4], [5, 4])
-    rows.settle(both, np.array([3, 4]))
+    rows.complete(both, np.array([3, 4]))
     assert counts() == ([5, 4], [2, 0])
     rows.retract(both[:1], np.array([2]))
     assert counts() == ([3, 4], [0, 0])

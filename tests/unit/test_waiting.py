@@ -97,7 +97,7 @@ class Crowd:
     def ask(self) -> None:
         for request in self.requests[:OPERATIONS]:
             assert self.queue.find(request) is not None
-            assert self.queue.settle(request)
+            assert self.queue.complete(request)
             assert self.scheduler.num_waiting == len(self.requests)
 
     def come_and_return(self) -> None:
@@ -108,7 +108,7 @@ class Crowd:
                 self.queue.remove(first.request)
             self.queue.return_to_front([Waiting(first.request, first.queue_key)])
 
-    def pass_by(self) -> None:
+    def supersede(self) -> None:
         """A step looks at some that it does not admit."""
         for _ in range(OPERATIONS // 10):
             with closing(self.queue.in_order()) as entries:
@@ -130,7 +130,7 @@ class Crowd:
         Crowd.abort_in_one_go,
         Crowd.ask,
         Crowd.come_and_return,
-        Crowd.pass_by,
+        Crowd.supersede,
         Crowd.schedule,
     ],
 )
@@ -173,7 +173,7 @@ def test_the_order_is_that_of_a_sorted_list(policy: Policy) -> None:
                 queue.remove(request)
                 queue.remove(request)
                 assert queue.find(request) is None
-                assert not queue.settle(request)
+                assert not queue.complete(request)
             case "first" if model:
                 with closing(queue.in_order()) as entries:
                     gone.append(next(entries))

@@ -201,4 +201,4 @@ def drop(groups: Sequence[CacheGroup], pool: BlockPool, batch: Batch, columns: I
 def publishable(group: CacheGroup, rows: Int64, known: Int64) -> tuple[Int64, Int64]:
     """First unpublished column of each row and how many can be published at ``known`` tokens; int64[rows] each."""
     first = group.published[rows]
-    return first, np.maximum(group.policy.settled_rows(known) - first, 0)
+    return first, np.maximum(group.policy.decided_rows(known) - first, 0)

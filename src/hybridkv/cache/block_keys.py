@@ -56,7 +56,7 @@ class BlockKeys:
         self._keys = np.full(num_blocks, None, np.object_)  # bytes, or None for a block without key of all its tokens
         self._step = np.full(num_blocks, WRITTEN, np.int32)  # the step that will write a published block
         self._lost_at = np.zeros(num_blocks, np.int32)  # evictions when it last lost its key, modulo 2**32
-        self._passing: set[int] = set()
+        self._supersedable: set[int] = set()
         self._events = events
 
     # -- answers
@@ -192,7 +192,7 @@ class BlockKeys:
         self._keys[where] = None
         self._group[where] = _NO_GROUP
         self._step[where] = WRITTEN
-        self._passing.difference_update(ids.tolist() if self._passing else ())
+        self._supersedable.difference_update(ids.tolist() if self._supersedable else ())
         self._note_lost(ids)
 
     def _note_lost(self, ids: Int32) -> None:
@@ -205,7 +205,7 @@ class BlockKeys:
         for group, count in enumerate(self.per_group()):
             self.lost[group] += count
             self.indexes[group].clear()
-        self._passing.clear()
+        self._supersedable.clear()
         self._keys.fill(None)
         self._group.fill(_NO_GROUP)
         self._step.fill(WRITTEN)
@@ -231,22 +231,22 @@ class BlockKeys:
         for column, empty in ((self._group, _NO_GROUP), (self._step, WRITTEN)):
             column[targets] = column[sources]
             column[sources] = empty
-        if self._passing:
+        if self._supersedable:
             new = dict(moves.tolist())
-            self._passing = {new.get(block, block) for block in self._passing}
+            self._supersedable = {new.get(block, block) for block in self._supersedable}
         self.evictions += 1
         self._lost_at[sources] = _wrapped(self.evictions)
 
     # -- checkpoints that are passed by
 
-    def flag_passing(self, block: int) -> None:
+    def flag_supersedable(self, block: int) -> None:
         """The checkpoint in ``block`` is of use until a later one of the same request is kept."""
-        self._passing.add(block)
+        self._supersedable.add(block)
 
-    def take_passing(self, blocks: Sequence[int]) -> Int32:
+    def take_supersedable(self, blocks: Sequence[int]) -> Int32:
         """Those of ``blocks`` that are flagged, and no longer from now on; int32."""
-        gone = [block for block in blocks if block in self._passing]
-        self._passing.difference_update(gone)
+        gone = [block for block in blocks if block in self._supersedable]
+        self._supersedable.difference_update(gone)
         return np.array(gone, np.int32)
 
     # -- published, then written

@@ -146,8 +146,8 @@ class Checkpoints:
         ]
         for stored in taken:  # taking one may have moved those before it
             self._publish(stored.group, request, tokens, stored.block, self._log.open_step)
-            if self._placement is not None and self._placement.is_passing(request, tokens):
-                self._pool.keys.flag_passing(stored.block)
+            if self._placement is not None and self._placement.is_supersedable(request, tokens):
+                self._pool.keys.flag_supersedable(stored.block)
         self.stored += 1
         self._supersede(request, tokens)
 
@@ -172,18 +172,18 @@ class Checkpoints:
         if not self.groups or self._placement is None:
             return
         for stop, column in self._late.pop(request.row, ()):
-            self._keep_column(request, stop, column, passing=self._placement.is_passing(request, stop))
+            self._keep_column(request, stop, column, supersedable=self._placement.is_supersedable(request, stop))
         if self._placement.ends and tokens:
-            self._keep_column(request, tokens, 0, passing=True)
+            self._keep_column(request, tokens, 0, supersedable=True)
 
-    def _keep_column(self, request: Request, tokens: int, column: int, *, passing: bool) -> None:
+    def _keep_column(self, request: Request, tokens: int, column: int, *, supersedable: bool) -> None:
         """The state after ``tokens`` tokens, which lies in ``column``, stays where it is."""
         lacking = [group for group in self.groups if group.view(request).labelled(tokens) is None]
         for group in lacking:
             block = group.rows.cells.item(group.rows.origin.item(request.row) + column)
             self._publish(group, request, tokens, block, WRITTEN)
-            if passing:
-                self._pool.keys.flag_passing(block)
+            if supersedable:
+                self._pool.keys.flag_supersedable(block)
         if lacking:
             self._supersede(request, tokens)
 
@@ -193,5 +193,5 @@ class Checkpoints:
         if not consumed or tokens <= consumed:
             return
         found = [group.view(request).labelled(consumed) for group in self.groups]
-        if self._pool.pass_by([block for block in found if block is not None]):
+        if self._pool.supersede([block for block in found if block is not None]):
             del self._consumed[request.row]

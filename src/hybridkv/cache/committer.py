@@ -87,7 +87,7 @@ class Committer:
             self._ends.begin(plan.request, plan.computed_tokens)
         new = tuple(self._append(group, row, part) for group, part in work)
         for group, part in work:
-            self._publisher.publish_row(group, plan.request, part.publish, part.settled)
+            self._publisher.publish_row(group, plan.request, part.publish, part.decided)
             self._ends.publish(group, plan.request, plan.known_tokens)
             if part.pending:
                 group.pending[row] = part.pending
@@ -95,7 +95,7 @@ class Committer:
                 group.pending.pop(row, None)
             if not plan.request.writes_prefix_cache:
                 group.published[row] = UNPUBLISHED
-        self._ends.settle(plan.request, plan.known_tokens)
+        self._ends.advance(plan.request, plan.known_tokens)
         self.label(row, plan.certain_tokens)
         return new
 
@@ -118,7 +118,7 @@ class Committer:
         if columns > group.rows.dropped.item(row):
             self._pool.free_blocks(group.rows.drop(row, columns))
 
-    def settle_drafts(self, rows: Int64, drafted: Int64, kept: Int64) -> None:
+    def accept_drafts(self, rows: Int64, drafted: Int64, kept: Int64) -> None:
         """Of the last ``drafted[i]`` tokens that ``rows[i]`` computed only the first ``kept[i]`` are its own.
 
         The state of the last one kept goes on. Rows distinct, their tokens known, no step of theirs in flight.

@@ -48,9 +48,9 @@ class PublishedEnds:
         self._done = grown(self._done, request.row + 1)
         self._next = grown(self._next, request.row + 1, NEVER)
         self._done[request.row] = 0
-        self.settle(request, tokens)
+        self.advance(request, tokens)
 
-    def settle(self, request: Request, known_tokens: int) -> None:
+    def advance(self, request: Request, known_tokens: int) -> None:
         """Ends up to ``known_tokens`` are dealt with."""
         known_tokens = max(known_tokens, self._done.item(request.row))
         self._done[request.row] = known_tokens

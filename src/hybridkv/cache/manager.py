@@ -185,7 +185,7 @@ class KVCacheManager:
 
     def mark_written(self, step: int) -> None:
         """``step`` was executed. CacheError for one that never began, or was marked or revoked already."""
-        self.write_log.settle(integer("step", step, 0, MOST_COUNT))
+        self.write_log.mark_written(integer("step", step, 0, MOST_COUNT))
 
     def revoke(self, first_step: int) -> None:
         """Steps from ``first_step`` on were not executed: what they published can be hit no longer."""
@@ -299,7 +299,7 @@ class KVCacheManager:
 
     # -- drafts
 
-    def settle_drafts(self, rows: Int64, drafted: Int64, kept: Int64) -> None:
+    def accept_drafts(self, rows: Int64, drafted: Int64, kept: Int64) -> None:
         """Of the last ``drafted[i]`` tokens that ``rows[i]`` computed only the first ``kept[i]`` are its own.
 
         int64[R] each; rows distinct, their tokens known, no step in flight. What is kept can be hit, and its state goes
@@ -308,8 +308,8 @@ class KVCacheManager:
         rows = self._residents.rows_held(rows)
         drafted, kept = _one_a_row("drafted", drafted, rows, 0), _one_a_row("kept", kept, rows, 0)
         if (kept > drafted).any() or (drafted > self.rows.num_computed[rows]).any():
-            raise ConfigError("a row keeps at most the drafts that it computed: settle those of the step that has run")
-        self._committer.settle_drafts(rows, drafted, kept)
+            raise ConfigError("a row keeps at most the drafts that it computed: accept those of the step that has run")
+        self._committer.accept_drafts(rows, drafted, kept)
         self._releaser.publish_accepted(rows[kept > 0])
 
     # -- publishing and freeing

@@ -397,11 +397,11 @@ class BlockPool:
         """Blocks that steps from ``first_step`` on should have written lose their keys."""
         self.evict_blocks(self.keys.unwritten(np.unique(ids), first_step))
 
-    def pass_by(self, blocks: Sequence[int]) -> bool:
+    def supersede(self, blocks: Sequence[int]) -> bool:
         """A later checkpoint is kept: those of ``blocks`` flagged are evicted first. False while one is held."""
         if any(self._ref.item(block) for block in blocks):
             return False
-        gone = self.keys.take_passing(blocks)
+        gone = self.keys.take_supersedable(blocks)
         if gone.size:
             self._free.age_first(gone)
         return True

@@ -26,14 +26,14 @@ class Publisher:
         self.log = WriteLog(pool)
 
     def publish_row(
-        self, group: CacheGroup, request: Request, columns: Int64, settled: int, *, written: bool = False
+        self, group: CacheGroup, request: Request, columns: Int64, decided: int, *, written: bool = False
     ) -> None:
-        """The blocks in ``columns`` of ``request`` can be hit from now on; ``settled`` columns are dealt with.
+        """The blocks in ``columns`` of ``request`` can be hit from now on; ``decided`` columns are dealt with.
 
         Columns ascend; null ones are passed over. written: whatever step is open, they are there.
         """
         row = request.row
-        group.published[row] = settled
+        group.published[row] = decided
         if not columns.size:
             return
         ids = group.rows.at(np.full(len(columns), row), columns)

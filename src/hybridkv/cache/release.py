@@ -70,8 +70,8 @@ class Releaser:
         if edges is None:
             return
         for group in self._groups:
-            columns, settled = group.policy.stored_columns(group.facts(row), known, edges)
-            self._publisher.publish_row(group, request, columns, settled, written=written)
+            columns, decided = group.policy.stored_columns(group.facts(row), known, edges)
+            self._publisher.publish_row(group, request, columns, decided, written=written)
         self._pool.advance_epoch()
         self._residents.refresh(row)
 
@@ -89,7 +89,7 @@ class Releaser:
             self.publish_computed(request, known)
             for group in self._groups:
                 self._ends.publish(group, request, known)
-            self._ends.settle(request, known)
+            self._ends.advance(request, known)
             self._residents.refresh(request.row)
 
     def keep_end(self, request: Request) -> None:

@@ -116,10 +116,10 @@ class Residents:
 
     def _promised(self, row: int) -> int:
         """Tokens of ``row`` whose blocks may carry keys."""
-        settled = [
+        decided = [
             (group.published.item(row), group.policy.block_size) for group in self._groups if group.policy.publishes
         ]
-        return max((columns * size for columns, size in settled if columns < UNPUBLISHED), default=0)
+        return max((columns * size for columns, size in decided if columns < UNPUBLISHED), default=0)
 
     def next_event(self, row: int) -> int:
         """Tokens that ``row`` may hold before anything must be done for it."""

@@ -178,7 +178,7 @@ class SlabHoles:
                 return np.empty(0, np.int32)
         self._current[of] = slab
         ids = self._fill(slab, n, of)
-        self._settle(slab, ids.size, of)
+        self._refile(slab, ids.size, of)
         self.referenced[of] += ids.size
         return ids
 
@@ -196,7 +196,7 @@ class SlabHoles:
         self.holes[of] -= ids.size
         return ids
 
-    def _settle(self, slab: int, held: int, of: int) -> None:
+    def _refile(self, slab: int, held: int, of: int) -> None:
         """``held`` more blocks of ``slab`` are referenced; it goes where it belongs now."""
         self.num_held[slab] += held
         self.candidates[of].put(slab, self.num_holes[slab], self.num_held[slab])
@@ -211,7 +211,7 @@ class SlabHoles:
         self.slabs[of] += 1
         self.holes[of] += holes
         self.referenced[of] += n
-        self._settle(slab, n, of)
+        self._refile(slab, n, of)
         self._current[of] = slab
         return np.arange(rows.start, rows.start + n, dtype=np.int32)
 
@@ -335,7 +335,7 @@ class SlabHoles:
         while done < len(held):
             slab = candidates.fullest_pinned() or candidates.fullest_unpinned()
             ids = self._fill(slab, len(held) - done, of)
-            self._settle(slab, int(np.count_nonzero(held[done : done + ids.size])), of)
+            self._refile(slab, int(np.count_nonzero(held[done : done + ids.size])), of)
             targets.append(ids)
             done += ids.size
         return np.concatenate(targets)

@@ -1,6 +1,6 @@
 """Published, then written: what steps in flight have promised to write.
 
-    publish (tokens scheduled) --settle(step)--> written: stored-events are emitted
+    publish (tokens scheduled) --mark_written--> written: stored-events are emitted
                                --revoke(step)--> unpublished: it was never there
 
 Without an open step, published counts as written at once.
@@ -88,16 +88,16 @@ class WriteLog:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Steps that are neither settled nor revoked, oldest first."""
+        """Steps that are neither written nor revoked, oldest first."""
         return tuple(self._ids)
 
-    def settle(self, step: int) -> None:
+    def mark_written(self, step: int) -> None:
         """``step`` was executed: what it published is written. CacheError for a step that never began."""
         if step not in self._ids:
             raise CacheError(f"step {step} is not in flight")
         runs, ids = self._runs.pop(step), self._ids.pop(step)
         for run in runs:
-            self._settle_run(run, step)
+            self._mark_run_written(run, step)
         if ids:
             self._pool.keys.mark_written(np.concatenate(ids), step)
 
@@ -110,7 +110,7 @@ class WriteLog:
         for step in failed:
             del self._ids[step], self._runs[step]
 
-    def _settle_run(self, run: Run, step: int) -> None:
+    def _mark_run_written(self, run: Run, step: int) -> None:
         """One stored-event for each stretch of ``run`` that is written."""
         if not self._pool.keys.events_enabled:
             return

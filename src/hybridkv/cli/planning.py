@@ -59,7 +59,7 @@ PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan written by
 
 
 class PlanRules(TypedDict):
-    """Arguments of plan and plan_for besides model, memory and limits."""
+    """Arguments of plan and plan_for_trace besides model, memory and limits."""
 
     placement: str | None
     windows_as_full: bool

@@ -43,7 +43,7 @@ from hybridkv.simulator import (
     TraceSummary,
     UniformWorkload,
     Workload,
-    plan_for,
+    plan_for_trace,
     plan_with_length,
     replay,
 )
@@ -184,7 +184,7 @@ def _plan(summary: TraceSummary, asked: _Asked, token_budget: int) -> tuple[Plan
                 f"{' and '.join(missing)} missing: for example --model llama-3-8b --memory 40GiB, or --plan FILE"
             )
         model = options.model()
-        plan = plan_for(summary, model, str(options.memory), length, token_budget=token_budget, **options.rules)
+        plan = plan_for_trace(summary, model, str(options.memory), length, token_budget=token_budget, **options.rules)
     own = model.max_model_len
     return plan, own if own is not None and own < plan.max_model_len else None
 

@@ -106,7 +106,7 @@ def plan(
     """Groups, tensors and as many blocks as ``memory`` holds.
 
     memory: bytes, or a size such as ``"40GiB"``, for the cache of one rank. max_model_len: tokens; None for
-    the model's own limit. max_in_flight_tokens: tokens scheduled and not yet settled.
+    the model's own limit. max_in_flight_tokens: tokens of steps in flight.
     placement: where recurrent states are kept; None for DEFAULT_PLACEMENTS. reference: ``align`` (where chunks end) or
     ``none``. natural: what hybridkv.cache.placement reads; the plan keeps the name, and is another for ``none`` only.
     windows_as_full: manage windowed and chunked layers as full attention.

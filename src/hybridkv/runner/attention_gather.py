@@ -27,8 +27,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hybridkv.errors import UnsupportedModelError, WorkerError
+from hybridkv.runner.attention_window import AttentionWindow
 from hybridkv.runner.encoder_decoder import is_encoder_decoder
-from hybridkv.runner.reach import Reach
 from hybridkv.runner.step_context import CONTEXT, StepContext
 from hybridkv.step import Step
 from hybridkv.worker import BlockTable
@@ -103,7 +103,7 @@ class _Builder:
     """
 
     def __init__(
-        self, step: Step, table: BlockTable, reach: Reach, dtype: torch.dtype, context: Int64 | None = None
+        self, step: Step, table: BlockTable, reach: AttentionWindow, dtype: torch.dtype, context: Int64 | None = None
     ) -> None:
         self.table, self.reach, self.dtype, self.device = table, reach, dtype, table.device
         self.size = table.block_size
@@ -178,7 +178,7 @@ class _Builder:
         )
 
 
-def gather_batch(step: Step, table: BlockTable, reach: Reach, dtype: torch.dtype) -> GatherBatch:
+def gather_batch(step: Step, table: BlockTable, reach: AttentionWindow, dtype: torch.dtype) -> GatherBatch:
     """What ``step`` reads and writes through ``table``, whose cells and slots have been committed.
 
     step: at least one row. reach: of the layers' attention. dtype: of its scores. O(tokens + gathered tokens).
@@ -193,7 +193,7 @@ def cross_batch(step: Step, table: BlockTable, tokens: Int64, dtype: torch.dtype
 
     step, dtype: as in gather_batch; each row has at least one token to read. O(tokens + gathered tokens).
     """
-    builder = _Builder(step, table, Reach(), dtype, tokens)
+    builder = _Builder(step, table, AttentionWindow(), dtype, tokens)
     _add_rows(builder, step)
     return builder.build_read()
 

@@ -21,6 +21,7 @@ from hybridkv.models import Model
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.runner import attention_gather, step_context
 from hybridkv.runner.attention_gather import GatherBatch
+from hybridkv.runner.attention_window import AttentionWindow
 from hybridkv.runner.continuation import continuations
 from hybridkv.runner.cross_attention import CrossAttention, CrossLayer
 from hybridkv.runner.encoder_decoder import decode
@@ -28,7 +29,6 @@ from hybridkv.runner.inputs import require_callable
 from hybridkv.runner.load import require_model
 from hybridkv.runner.logprobs import LogprobRows, logprobs_of
 from hybridkv.runner.probe import cache_arguments, page_layout, probe, set_attention, state_layout
-from hybridkv.runner.reach import Reach
 from hybridkv.runner.recurrent import RecurrentMixer
 from hybridkv.runner.relative_bias import segment_biases
 from hybridkv.runner.row_blocks import require_blocks
@@ -113,7 +113,7 @@ class ModelRunner:
         group_of = {name: number for number, group in enumerate(self.config.groups) for name in group.layer_names}
         crossing = [layer for layer in planned.layers if layer.spec.keeps is Keeps.ENCODER]
         attending = [layer for layer in planned.layers if layer.name not in mixers and layer not in crossing]
-        self._reads = {layer.index: (group_of[layer.name], Reach.of(layer.spec)) for layer in attending}
+        self._reads = {layer.index: (group_of[layer.name], AttentionWindow.of(layer.spec)) for layer in attending}
         self._views = {layer.index: self.storage.views[layer.name] for layer in attending}
         self._token_groups = sorted({group for group, _ in self._reads.values()})
         self._state_groups = sorted({group_of[name] for name in mixers})

@@ -54,7 +54,7 @@ class Admitter:
                 if entry is None:
                     return
                 try:
-                    planned = None if entry.unsettled else self._plan(entry, builder.budget)
+                    planned = None if entry.in_flight_steps else self._plan(entry, builder.budget)
                 except Exception as error:  # noqa: BLE001 - a plan changes nothing: what it raises is its request's alone
                     self._releaser.end([Finished(entry.request, FinishReason.ERROR, error)])
                     continue

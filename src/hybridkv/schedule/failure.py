@@ -42,13 +42,13 @@ class Failures:
     def _undo(self, flight: InFlight) -> list[int]:
         """Rows and waiting requests expect nothing more of ``flight``; its rows that still belong to those it held."""
         self._releaser.ended_rows += flight.step.finished_rows.tolist()
-        attached = self._running.settle(flight)
+        attached = self._running.complete(flight)
         rows = flight.rows[attached]
         if self._cache.placement is not None:  # running states are rewritten in place
             self._releaser.distrust(rows.tolist())
         self._cache.rows.retract(rows, flight.step.num_scheduled[attached])
         for request in flight.detached.values():
-            self._waiting.settle(request)
+            self._waiting.complete(request)
         held: list[int] = rows.tolist()
         return held
 

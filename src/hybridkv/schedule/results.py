@@ -41,8 +41,8 @@ class Results:
     def append(self, flight: InFlight, sampled: Csr) -> Csr:
         """Append the ``sampled`` tokens of ``flight`` and end who is done; what was really appended, CSR."""
         running, rows = self._running, flight.rows
-        drafted, attached = flight.drafted, running.settle(flight)
-        self._cache.rows.settle(rows[attached], flight.step.num_scheduled[attached])
+        drafted, attached = flight.drafted, running.complete(flight)
+        self._cache.rows.complete(rows[attached], flight.step.num_scheduled[attached])
         alive = attached & ~running.dead[rows] if running.num_dead else attached
         taken = flight.step.samples & alive
         appended = taken.astype(np.int64)
@@ -50,7 +50,7 @@ class Results:
             ended = self._append_one(rows, np.flatnonzero(taken), sampled, appended)
         else:
             ended = self._append_several(rows, np.flatnonzero(taken), sampled, appended)
-            self._settle_drafts(
+            self._accept_drafts(
                 rows, attached & (drafted > 0), drafted, np.minimum(np.diff(sampled.indptr) - 1, appended)
             )
         if ended:
@@ -103,16 +103,16 @@ class Results:
             ended[places.item(i)] = failed[rows.item(i)]
         return ended
 
-    def _settle_drafts(self, rows: Int64, mask: NDArray[np.bool_], drafted: Int64, kept: Int64) -> None:
+    def _accept_drafts(self, rows: Int64, mask: NDArray[np.bool_], drafted: Int64, kept: Int64) -> None:
         """Of the drafts that the rows of ``mask`` computed, those not ``kept`` were never there."""
         some = np.flatnonzero(mask)
-        self._cache.settle_drafts(rows[some], drafted[some], kept[some])
+        self._cache.accept_drafts(rows[some], drafted[some], kept[some])
 
     # -- requests that were preempted meanwhile
 
     def _append_waiting(self, request: Request, sampled: list[int]) -> int:
         """A result for a request that was preempted after its step was scheduled; how many tokens were appended."""
-        if not self._waiting.settle(request):
+        if not self._waiting.complete(request):
             return 0  # it was aborted since
         for count, token in enumerate(sampled, 1):
             try:

@@ -1,6 +1,6 @@
 """Requests that give up their rows: for good when they end, to wait again when they are preempted or a step failed.
 
-    ended      row free at once, or dead until its last step in flight is settled
+    ended      row free at once, or dead until its last step in flight is complete
     sent back  row free at once; what steps in flight still sample for it is appended where it waits
 
 A row is *distrusted* when a step failed that may have left anything in its blocks: nothing of it is published then.
@@ -60,12 +60,12 @@ class RowReleaser:
         entries = []
         for request, row in zip(requests, rows, strict=True):
             self._branching.orphan(request)
-            unsettled = sum(flight.detach(request, row) for flight in flights)
-            if written and not unsettled:
+            in_flight_steps = sum(flight.detach(request, row) for flight in flights)
+            if written and not in_flight_steps:
                 self._cache.keep_end(request)
             self._cache.free(request)
             request.num_computed_tokens = 0
-            entries.append(Waiting(request, self._running.queue_key_of(request), unsettled))
+            entries.append(Waiting(request, self._running.queue_key_of(request), in_flight_steps))
         self._running.remove(rows)
         self.ended_rows += rows
         self._waiting.return_to_front(entries)

@@ -2,7 +2,7 @@
 
     row     [ scheduled, results in flight | free to schedule | dead: ended, results still in flight ]
 
-A dead row keeps its blocks until the last step that reads or writes them is settled.
+A dead row keeps its blocks until the last step that reads or writes them is complete.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class RunningRows:
         """The queue key with which ``request`` was admitted."""
         return self._queue_keys[self.requests.index(request)]
 
-    def settle(self, flight: InFlight) -> NDArray[np.bool_]:
+    def complete(self, flight: InFlight) -> NDArray[np.bool_]:
         """Rows of ``flight`` wait for it no longer; which of them still belong to the request it ran, bool[R]."""
         attached = flight.attached()
         self.steps[flight.rows[attached]] -= 1
@@ -95,7 +95,7 @@ class RunningRows:
         self.num_dead += 1
 
     def unmark_dead(self, row: int) -> None:
-        """The last step of a dead row is settled."""
+        """The last step of a dead row is complete."""
         self.dead[row] = False
         self.num_dead -= 1
 

@@ -20,14 +20,14 @@ _FEW: Final = 64  # keys of entries that left: as many are never looked for
 class Waiting:
     """One waiting request.
 
-    key: its place. unsettled: steps in flight that still sample for it (it was preempted meanwhile): it is
+    key: its place. in_flight_steps: steps in flight that still sample for it (it was preempted meanwhile): it is
     admitted when their results are in. hit, evictions: the look-up remembered, and when it was made.
     overtaken: admissions of requests behind it since it was refused, first at ``refused_at`` seconds.
     """
 
     request: Request
     queue_key: QueueKey = (0.0, 0.0, 0)
-    unsettled: int = 0
+    in_flight_steps: int = 0
     hit: CommonHit | None = field(default=None, repr=False)
     evictions: int = 0
     overtaken: int = 0
@@ -98,12 +98,12 @@ class WaitingQueue:
         """The entry of ``request``, None when it does not wait."""
         return self._entries.get(request)
 
-    def settle(self, request: Request) -> bool:
+    def complete(self, request: Request) -> bool:
         """A step in flight has nothing more to say about ``request``; whether it waits."""
         entry = self.find(request)
         if entry is None:
             return False
-        entry.unsettled -= 1
+        entry.in_flight_steps -= 1
         return True
 
     def remove(self, request: Request) -> None:

@@ -16,7 +16,7 @@ from hybridkv.simulator.report import GroupReport, ReplayReport
 from hybridkv.simulator.setup import (
     ReplaySettings,
     Simulation,
-    plan_for,
+    plan_for_trace,
     plan_with_length,
     replay,
     simulation_of,
@@ -46,7 +46,7 @@ __all__ = [
     "TraceSummary",
     "UniformWorkload",
     "Workload",
-    "plan_for",
+    "plan_for_trace",
     "plan_with_length",
     "replay",
     "replay_through",

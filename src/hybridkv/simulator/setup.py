@@ -59,7 +59,7 @@ class ReplaySettings:
             )
 
 
-def plan_for(
+def plan_for_trace(
     summary: TraceSummary,
     model: Model,
     memory: int | str,
@@ -103,7 +103,7 @@ def plan_with_length(
 ) -> Plan:
     """``plan`` with its maximum length replaced, by the same rule; its blocks stay as they are.
 
-    Raises ConfigError as plan_for, CapacityError when the plan's blocks do not hold one such request.
+    Raises ConfigError as plan_for_trace, CapacityError when the plan's blocks do not hold one such request.
     """
     longest = _maximum(summary, max_model_len)
     changed = replace(

@@ -14,7 +14,7 @@ class RequestLimits:
     """What bounds the memory of one request.
 
     max_model_len: tokens, prompt and output together.
-    max_in_flight_tokens: tokens scheduled and not yet settled (budget of a step x steps in flight).
+    max_in_flight_tokens: tokens of steps in flight (budget of a step x steps in flight).
     dcp, pcp: decode and prefill context parallel sizes; each rank keeps 1 / (dcp * pcp) of the tokens.
     max_encoder_tokens: of an encoder-decoder model, what its cross attention reads.
     num_speculative_tokens: drafted in one step; a recurrent layer needs a block for each.

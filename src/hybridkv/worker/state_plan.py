@@ -159,9 +159,9 @@ class StateColumns:
         bias, target = edge - certain, edge // self.block_size - 1
         copied = (bias >= 0) & ((target != state) | (bias > 0))
         # an edge in column S itself is the step's very last token, so nothing accepted lies behind it
-        settled = (bias >= 0) & (target == state)
+        in_place = (bias >= 0) & (target == state)
         return StatePlan(
-            "after", at[copied], state[copied], target[copied], bias[copied], np.where(settled, np.int64(1), a)
+            "after", at[copied], state[copied], target[copied], bias[copied], np.where(in_place, np.int64(1), a)
         )
 
     def _last_column(self, tokens: Int64) -> Int64:

@@ -84,7 +84,7 @@ class NaturalComparison(Comparison):
             same(f"blocks of class {of} to evict", space.lru(of).tolist(), slabs.lru[of])
         holes = [block for slab in range(1, space.num_slabs + 1) for block in space.holes_of(slab).tolist()]
         same("holes", sorted(holes), sorted(block for block, state in slabs.state.items() if state == "hole"))
-        same("states that only ends keep", self._cache.block_pool.keys._passing, self._natural.blocks.ends)
+        same("states that only ends keep", self._cache.block_pool.keys._supersedable, self._natural.blocks.ends)
 
     def _compare_index(self) -> None:
         """Full keys as in the reference, and partial ones: of each parent, tokens and blocks, the oldest first."""

@@ -273,7 +273,7 @@ class NaturalCache(OracleCache):
         for group in lacking:
             block = request.rows[group.number].table[column]
             self.publish_state(group, request, block, end, None)
-            if self.is_passing(request, end, ended=ended):
+            if self.is_supersedable(request, end, ended=ended):
                 self.blocks.ends.add(block)
             self.counts["states at ends" if ended else "late at ends"] += 1
         if lacking:
@@ -318,13 +318,13 @@ class NaturalCache(OracleCache):
             self.held[-1] = self.blocks.take(1, group.number)[0]
         for group, (_, place) in zip(lacking, kept, strict=True):
             self.publish_state(group, request, self.held[place], end, step)
-            if self.is_passing(request, end, ended=False):
+            if self.is_supersedable(request, end, ended=False):
                 self.blocks.ends.add(self.held[place])
         if kept:
             self.supersede(request, end)
         return kept
 
-    def is_passing(self, request: OracleRequest, end: int, *, ended: bool) -> bool:
+    def is_supersedable(self, request: OracleRequest, end: int, *, ended: bool) -> bool:
         """Whether only who goes on from ``end`` tokens wants that state: where a request, or its prompt, ended."""
         if ended:
             return True

@@ -50,7 +50,7 @@ class Placement(Protocol):
         """The least stop greater than ``after``, NEVER where there is none. At most O(marks)."""
         ...
 
-    def is_passing(self, request: Request, tokens: int) -> bool:
+    def is_supersedable(self, request: Request, tokens: int) -> bool:
         """Whether the stop at ``tokens`` only serves who goes on from there, once."""
         ...
 
@@ -71,7 +71,7 @@ class NoStates:
         """NEVER."""
         return NEVER
 
-    def is_passing(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - as asked
+    def is_supersedable(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - as asked
         """Never: there are none."""
         return False
 
@@ -109,7 +109,7 @@ class AlignPlacement:
         """The next multiple, or mark: whichever chunk reaches it has a stop."""
         return min((after // self.tokens + 1) * self.tokens, _next(request.marks, after))
 
-    def is_passing(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - as asked
+    def is_supersedable(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - as asked
         """Never: a grid serves whoever comes by."""
         return False
 
@@ -141,7 +141,7 @@ class IntervalPlacement:
         """The next multiple, or mark."""
         return min((after // self.tokens + 1) * self.tokens, _next(request.marks, after))
 
-    def is_passing(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - as asked
+    def is_supersedable(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - as asked
         """Never: a grid serves whoever comes by."""
         return False
 
@@ -167,7 +167,7 @@ class EndsPlacement:
         """The next of them. O(marks)."""
         return _next(_own(request), after)
 
-    def is_passing(self, request: Request, tokens: int) -> bool:
+    def is_supersedable(self, request: Request, tokens: int) -> bool:
         """Before the prompt's last token, unless it is marked or others branched off there."""
         return tokens == request.num_prompt_tokens - 1 and tokens not in {request.branch_tokens, *request.marks}
 

@@ -16,7 +16,7 @@ from hybridkv.cache.policies.policy import (
     natural_policy_of,
     policy_of,
 )
-from hybridkv.cache.policies.reach import Reach
+from hybridkv.cache.policies.publish_rule import PublishRule
 from hybridkv.cache.policies.spans import ChunkSpan, FullSpan, WindowSpan
 from hybridkv.cache.policies.state import AlignedStatePolicy
 from hybridkv.cache.policies.values import (
@@ -49,7 +49,7 @@ __all__ = [
     "Index",
     "Nothing",
     "Policy",
-    "Reach",
+    "PublishRule",
     "RowFacts",
     "RowTokens",
     "RunningState",

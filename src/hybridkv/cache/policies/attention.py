@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from hybridkv.cache.policies.reach import Reach
+from hybridkv.cache.policies.publish_rule import PublishRule
 from hybridkv.cache.policies.spans import Span
 from hybridkv.cache.policies.values import (
     NEW,
@@ -46,12 +46,12 @@ class Finder(Protocol):
 class AttentionPolicy:
     """Column i holds tokens i * block_size .. (i + 1) * block_size - 1; columns before the span are null.
 
-    span: what is read. reach: what is published. finder: where hits may end.
+    span: what is read. publishing: what is published. finder: where hits may end.
     """
 
     block_size: int
     span: Span
-    reach: Reach
+    publishing: PublishRule
     finder: Finder
     publishes: bool = True
     keeps_state: bool = False
@@ -71,7 +71,7 @@ class AttentionPolicy:
     @property
     def append_only(self) -> bool:
         """Whether a row only ever grows, by new blocks, and every full column is published."""
-        return self.span.downward_closed and self.reach.keeps_all
+        return self.span.downward_closed and self.publishing.keeps_all
 
     def columns(self, num_tokens: T) -> T:
         """Columns that a row of ``num_tokens`` tokens has, null ones included. A number or an int64 array."""
@@ -103,13 +103,13 @@ class AttentionPolicy:
         need, drop = held * self.block_size + 1, self.span.drop_tokens(dropped + 1, self.block_size) + 1
         return need + (drop - need) * (drop < need)
 
-    def next_publish(self, settled: T) -> T:
-        """The token count at which more than ``settled`` leading columns can be published or passed over."""
-        return self.reach.next_tokens(settled)
+    def next_publish(self, decided: T) -> T:
+        """The token count at which more than ``decided`` leading columns can be published or passed over."""
+        return self.publishing.next_tokens(decided)
 
-    def settled_rows(self, known_tokens: Int64) -> Int64:
+    def decided_rows(self, known_tokens: Int64) -> Int64:
         """Leading columns that many rows of ``known_tokens`` tokens can publish or pass over."""
-        return self.reach.settled_rows(known_tokens)
+        return self.publishing.decided_rows(known_tokens)
 
     def state_column(self, num_tokens: T) -> T:
         """There is no state; the column of the last token stands for it."""
@@ -124,10 +124,10 @@ class AttentionPolicy:
         return self.span.first_live_token(processed_tokens) // self.block_size
 
     def is_plain(self, columns: Int64, published: Int64, tokens: RowTokens) -> Bool:  # noqa: ARG002 - same
-        """Whether rows need no more than ``columns`` new blocks at their end and a key for every settled column."""
-        if self.reach.keeps_all:
+        """Whether rows need no more than ``columns`` new blocks at their end and a key for every decided column."""
+        if self.publishing.keeps_all:
             return np.ones(len(published), np.bool_)
-        return self.reach.settled_rows(tokens.known) <= published
+        return self.publishing.decided_rows(tokens.known) <= published
 
     def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:
         """What is missing for ``demand``; see GroupPlan."""
@@ -139,9 +139,9 @@ class AttentionPolicy:
             drop = 0
             reuse, append, take = self._begin(NONE if hit is None else hit, columns, demand)
         first = max(row.published, len(reuse))
-        settled = max(first, self.reach.settled(demand.known))
-        publish = self.reach.columns(max(first, drop), settled, demand.edges) if settled > first else _NO_COLUMNS
-        return GroupPlan(drop, reuse, take, append, (), publish, settled)
+        decided = max(first, self.publishing.decided(demand.known))
+        publish = self.publishing.columns(max(first, drop), decided, demand.edges) if decided > first else _NO_COLUMNS
+        return GroupPlan(drop, reuse, take, append, (), publish, decided)
 
     def _begin(self, hit: Int32, columns: int, demand: Demand) -> tuple[Int32, Int32 | None, int]:
         """Columns of a new row: hits, null ones that nobody reads (of an external load), new ones."""
@@ -157,9 +157,9 @@ class AttentionPolicy:
         return hit, append, take - skip
 
     def stored_columns(self, row: RowFacts, computed_tokens: int, edges: tuple[int, ...]) -> tuple[Int64, int]:
-        """Columns to publish when ``computed_tokens`` are there at last, and how many are settled then."""
-        settled = max(row.published, self.reach.settled(computed_tokens))
-        return self.reach.columns(row.published, settled, edges), settled
+        """Columns to publish when ``computed_tokens`` are there at last, and how many are decided then."""
+        decided = max(row.published, self.publishing.decided(computed_tokens))
+        return self.publishing.columns(row.published, decided, edges), decided
 
     def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:  # noqa: ARG002 - the answer of a policy
         """Blocks that ``num_tokens`` tokens hold at most, all in one step."""

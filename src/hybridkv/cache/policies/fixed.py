@@ -95,11 +95,11 @@ class FixedPolicy:
         """Never, once the row has its blocks."""
         return held * 0 + NEVER
 
-    def next_publish(self, settled: T) -> T:
+    def next_publish(self, decided: T) -> T:
         """Never."""
-        return settled * 0 + NEVER
+        return decided * 0 + NEVER
 
-    def settled_rows(self, known_tokens: Int64) -> Int64:
+    def decided_rows(self, known_tokens: Int64) -> Int64:
         """None."""
         return known_tokens * 0
 

@@ -11,7 +11,7 @@ from hybridkv.cache.policies.attention import AttentionPolicy
 from hybridkv.cache.policies.contents import EncoderOutput, Nothing, RunningState
 from hybridkv.cache.policies.exact import TokenHits
 from hybridkv.cache.policies.fixed import FixedPolicy
-from hybridkv.cache.policies.reach import Reach
+from hybridkv.cache.policies.publish_rule import PublishRule
 from hybridkv.cache.policies.spans import ChunkSpan, FullSpan, Span, WindowSpan
 from hybridkv.cache.policies.state import AlignedStatePolicy
 from hybridkv.cache.policies.values import (
@@ -108,11 +108,11 @@ class Policy(Protocol):
         """The token count at which a row needs another block, or may drop one."""
         ...
 
-    def next_publish(self, settled: T) -> T:
-        """The token count at which more than ``settled`` leading columns can be published or passed over."""
+    def next_publish(self, decided: T) -> T:
+        """The token count at which more than ``decided`` leading columns can be published or passed over."""
         ...
 
-    def settled_rows(self, known_tokens: Int64) -> Int64:
+    def decided_rows(self, known_tokens: Int64) -> Int64:
         """Leading columns that many rows of ``known_tokens`` tokens can publish or pass over."""
         ...
 
@@ -132,7 +132,7 @@ class Policy(Protocol):
         ...
 
     def is_plain(self, columns: Int64, published: Int64, tokens: RowTokens) -> Bool:
-        """Whether rows need no more than ``columns`` new blocks at their end and a key for every settled column."""
+        """Whether rows need no more than ``columns`` new blocks at their end and a key for every decided column."""
         ...
 
     def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:
@@ -140,7 +140,7 @@ class Policy(Protocol):
         ...
 
     def stored_columns(self, row: RowFacts, computed_tokens: int, edges: tuple[int, ...]) -> tuple[Int64, int]:
-        """Columns to publish when ``computed_tokens`` are there at last, and how many are settled then."""
+        """Columns to publish when ``computed_tokens`` are there at last, and how many are decided then."""
         ...
 
     def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:
@@ -214,17 +214,19 @@ def policy_of(kind: GroupKind, alignment: int, retention: int | None = None) -> 
     spec, size = kind.inner, kind.block_size
     match spec:
         case FullAttentionSpec():
-            return AttentionPolicy(size, FullSpan(), Reach(size, alignment, past=int(kind.drops)), FullSpan())
+            return AttentionPolicy(size, FullSpan(), PublishRule(size, alignment, past=int(kind.drops)), FullSpan())
         case SlidingWindowSpec():
             window, past = WindowSpan(spec.sliding_window), int(kind.drops)
-            reach = Reach(size, alignment, window.columns_read(size) + past, past, retention)
-            return AttentionPolicy(size, window, reach, window)
+            publishing = PublishRule(size, alignment, window.columns_read(size) + past, past, retention)
+            return AttentionPolicy(size, window, publishing, window)
         case ChunkedLocalAttentionSpec():
             chunk = ChunkSpan(spec.attention_chunk_size)
-            return AttentionPolicy(size, chunk, Reach(size, alignment, past=int(kind.drops)), chunk)
+            return AttentionPolicy(size, chunk, PublishRule(size, alignment, past=int(kind.drops)), chunk)
         case MambaSpec(cache_mode="align"):
             need = None if retention is None else 1
-            return AlignedStatePolicy(size, spec.num_speculative_blocks, Reach(size, alignment, need, 0, retention))
+            return AlignedStatePolicy(
+                size, spec.num_speculative_blocks, PublishRule(size, alignment, need, 0, retention)
+            )
         case MambaSpec():
             return FixedPolicy(size, RunningState(1 + spec.num_speculative_blocks))
         case CrossAttentionSpec() | EncoderOnlyAttentionSpec():
@@ -255,7 +257,7 @@ def natural_policy_of(kind: GroupKind, alignment: int, hash_block: int, *, exact
             return FixedPolicy(size, EncoderOutput(kind.by_digest))
         case _:
             return policy_of(kind, alignment)
-    return AttentionPolicy(size, span, Reach(size, size), TokenHits(span) if exact else span)
+    return AttentionPolicy(size, span, PublishRule(size, size), TokenHits(span) if exact else span)
 
 
 def check_retention(retention: int | None, alignment: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridkv.cache.policies.reach import Reach
+from hybridkv.cache.policies.publish_rule import PublishRule
 from hybridkv.cache.policies.values import (
     NEW,
     NONE,
@@ -37,12 +37,12 @@ _NO_COLUMNS: Int64 = np.empty(0, np.int64)
 class AlignedStatePolicy:
     """States are kept where chunks end, and can be hit where that is a multiple of ``block_size``.
 
-    drafts: blocks for drafted tokens. reach: which boundaries are published.
+    drafts: blocks for drafted tokens. publishing: which boundaries are published.
     """
 
     block_size: int
     drafts: int
-    reach: Reach
+    publishing: PublishRule
     publishes: bool = True
     downward_closed: bool = False
     keeps_state: bool = True
@@ -105,13 +105,13 @@ class AlignedStatePolicy:
         need, drop = (held - self.drafts) * self.block_size + 1, (dropped + 1) * self.block_size + 2
         return need + (drop - need) * (drop < need)
 
-    def next_publish(self, settled: T) -> T:
-        """The token count at which more than ``settled`` leading columns can be published or passed over."""
-        return self.reach.next_tokens(settled)
+    def next_publish(self, decided: T) -> T:
+        """The token count at which more than ``decided`` leading columns can be published or passed over."""
+        return self.publishing.next_tokens(decided)
 
-    def settled_rows(self, known_tokens: Int64) -> Int64:
+    def decided_rows(self, known_tokens: Int64) -> Int64:
         """Leading columns that many rows of ``known_tokens`` tokens can publish or pass over."""
-        return self.reach.settled_rows(known_tokens)
+        return self.publishing.decided_rows(known_tokens)
 
     def droppable(self, processed_tokens: T) -> T:
         """Leading columns that are read no longer: those before the state of ``processed_tokens``."""
@@ -120,11 +120,11 @@ class AlignedStatePolicy:
     def is_plain(self, columns: Int64, published: Int64, tokens: RowTokens) -> Bool:
         """Whether rows need at most one block, and a key for no column but the one that ``known`` ends."""
         computed, end, known = tokens
-        settled, size = self.reach.settled_rows(known), self.block_size
-        ends_here = (settled == published + 1) & (known % size == 0) & (end - known < size)
+        decided, size = self.publishing.decided_rows(known), self.block_size
+        ends_here = (decided == published + 1) & (known % size == 0) & (end - known < size)
         pends = (computed % size == 0) & (computed > known)  # a state of tokens that are not known yet
-        plain: Bool = (columns <= 1) & ((settled <= published) | ends_here) & ~pends
-        return plain if not self.drafts and self.reach.keeps_every_edge else np.zeros(len(plain), np.bool_)
+        plain: Bool = (columns <= 1) & ((decided <= published) | ends_here) & ~pends
+        return plain if not self.drafts and self.publishing.keeps_every_edge else np.zeros(len(plain), np.bool_)
 
     def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:
         """What is missing for ``demand.end`` tokens; look-ahead is ignored, the drafts' blocks are there."""
@@ -144,10 +144,10 @@ class AlignedStatePolicy:
         take = 0 if append is None else int(np.count_nonzero(append == NEW)) - len(vacate)
         stored = self._stored(row, demand)
         first = max(row.published, len(reuse))
-        settled = max(first, self.reach.settled(demand.known))
-        publish = self._columns(stored, max(first, drop), settled, demand.edges)
-        pending = tuple(tokens for tokens in stored if tokens > settled * self.block_size)
-        return GroupPlan(drop, reuse, take, append, vacate, publish, settled, pending)
+        decided = max(first, self.publishing.decided(demand.known))
+        publish = self._columns(stored, max(first, drop), decided, demand.edges)
+        pending = tuple(tokens for tokens in stored if tokens > decided * self.block_size)
+        return GroupPlan(drop, reuse, take, append, vacate, publish, decided, pending)
 
     def _append(self, held: int, state: int, begin: Demand | None) -> Int32 | None:
         """Columns held .. state + drafts: null but for the states, the drafts' and that of an external load."""
@@ -178,17 +178,17 @@ class AlignedStatePolicy:
         boundary = computed_tokens // self.block_size * self.block_size
         return (boundary,) if row.held and boundary >= row.label else ()
 
-    def _columns(self, tokens: Sequence[int], first: int, settled: int, edges: tuple[int, ...]) -> Int64:
-        """Columns first .. settled-1 that end at one of ``tokens``, as far as retention keeps them."""
+    def _columns(self, tokens: Sequence[int], first: int, decided: int, edges: tuple[int, ...]) -> Int64:
+        """Columns first .. decided-1 that end at one of ``tokens``, as far as retention keeps them."""
         ends = [one // self.block_size for one in tokens]
-        columns = np.array([end - 1 for end in ends if first < end <= settled], np.int64)
-        return columns[self.reach.mask(columns, edges)] if len(columns) else _NO_COLUMNS
+        columns = np.array([end - 1 for end in ends if first < end <= decided], np.int64)
+        return columns[self.publishing.mask(columns, edges)] if len(columns) else _NO_COLUMNS
 
     def stored_columns(self, row: RowFacts, computed_tokens: int, edges: tuple[int, ...]) -> tuple[Int64, int]:
-        """Columns to publish when ``computed_tokens`` are there at last, and how many are settled then."""
-        settled = max(row.published, self.reach.settled(computed_tokens))
+        """Columns to publish when ``computed_tokens`` are there at last, and how many are decided then."""
+        decided = max(row.published, self.publishing.decided(computed_tokens))
         stored = sorted({*row.pending, *self._crossed(row, computed_tokens)})
-        return self._columns(stored, row.published, settled, edges), settled
+        return self._columns(stored, row.published, decided, edges), decided
 
     def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:  # noqa: ARG002 - the answer of a policy
         """Blocks that ``num_tokens`` tokens hold at most."""

@@ -150,7 +150,7 @@ class GroupPlan(NamedTuple):
     drop: leading columns that are null from now on. vacate: columns whose blocks move into ``append``.
     append: int32, block ids that move here, 0 for null columns, NEW for each block to take; None stands
     for ``take`` times NEW. take: blocks to take.
-    publish: columns to publish, null ones left out. settled: leading columns that are not asked for again.
+    publish: columns to publish, null ones left out. decided: leading columns that are not asked for again.
     pending: as in RowFacts, from then on.
     """
 
@@ -160,5 +160,5 @@ class GroupPlan(NamedTuple):
     append: Int32 | None
     vacate: tuple[int, ...]
     publish: Int64
-    settled: int
+    decided: int
     pending: tuple[int, ...] = ()

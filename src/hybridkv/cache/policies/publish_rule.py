@@ -19,7 +19,7 @@ from hybridkv.cache.policies.values import NEVER, Int64, T
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class PublishRule:
     """Publishing rule of one group.
 
     block_size: tokens of a column. alignment: common alignment of all groups, tokens. need: columns before
@@ -33,15 +33,15 @@ class Reach:
     past: int = 0
     interval: int | None = None
 
-    def settled(self, known_tokens: int) -> int:
+    def decided(self, known_tokens: int) -> int:
         """Leading columns about which ``known_tokens`` tokens decide: up to the last edge, and ``past``."""
         edge = known_tokens // self.alignment * self.alignment
         if self.past and edge:
             edge = min(known_tokens, edge + self.past * self.block_size)
         return edge // self.block_size
 
-    def settled_rows(self, known_tokens: Int64) -> Int64:
-        """settled() of many rows."""
+    def decided_rows(self, known_tokens: Int64) -> Int64:
+        """decided() of many rows."""
         edge = known_tokens // self.alignment * self.alignment
         if self.past:
             beyond = np.minimum(known_tokens, edge + self.past * self.block_size)
@@ -49,9 +49,9 @@ class Reach:
         columns: Int64 = edge // self.block_size
         return columns
 
-    def next_tokens(self, settled: T) -> T:
-        """The token count at which more than ``settled`` columns are settled. A number or an int64 array."""
-        end = (settled + 1) * self.block_size
+    def next_tokens(self, decided: T) -> T:
+        """The token count at which more than ``decided`` columns are decided. A number or an int64 array."""
+        end = (decided + 1) * self.block_size
         at_edge = -(-end // self.alignment) * self.alignment
         before = end - self.past * self.block_size
         is_past = (before > 0) & (before % self.alignment == 0) & (self.past > 0)

@@ -13,7 +13,7 @@ Int64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class AttentionWindow:
     """What a query at position p sees of the tokens up to p: all of them, or those of its window or chunk.
 
     window W: p-W+1 .. p. chunk C: floor(p/C)*C .. p. At most one of the two.
@@ -23,7 +23,7 @@ class Reach:
     chunk: int | None = None
 
     @classmethod
-    def of(cls, spec: KVCacheSpec) -> Reach:
+    def of(cls, spec: KVCacheSpec) -> AttentionWindow:
         """Of an attention layer."""
         match spec:
             case FullAttentionSpec():  # a window or chunk that is kept whole is masked all the same
