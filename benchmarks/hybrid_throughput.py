@@ -23,11 +23,13 @@ from larger_models import qwen3_next_100m
 from transformers import AttentionInterface
 
 from hybridkv.request import SamplingParams
-from hybridkv.runner import Engine, LoadedModel, attention_gather, load, plan_for, recurrent
+from hybridkv.runner import Engine, LoadedModel, load, plan_for
+from hybridkv.runner.attention import attention_gather
+from hybridkv.runner.attention.step_cache import StepCache
 from hybridkv.runner.check import generate_greedy
 from hybridkv.runner.probe import attention_implementation
-from hybridkv.runner.state_batch import PagedMixer
-from hybridkv.runner.step_cache import StepCache
+from hybridkv.runner.states import recurrent
+from hybridkv.runner.states.state_batch import PagedMixer
 
 PROMPTS, NEW_TOKENS = 16, 64
 

@@ -14,7 +14,7 @@ from history import Tamper, play
 
 from hybridkv.cache import CacheGroup
 from hybridkv.cache.policies.spans import WindowSpan
-from hybridkv.cache.write_log import WriteLog
+from hybridkv.cache.rows.write_log import WriteLog
 from hybridkv.extra_keys import ExtraKeys
 from hybridkv.schedule import failure
 from hybridkv.step import Cells, Step

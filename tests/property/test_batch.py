@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridkv.cache import BatchSlots, KVCacheManager
-from hybridkv.cache.batch import Batch, Needs
-from hybridkv.cache.batch_allocator import BatchAllocator
-from hybridkv.cache.slots import Refusal
+from hybridkv.cache.slots.batch import Batch, Needs
+from hybridkv.cache.slots.batch_allocator import BatchAllocator
+from hybridkv.cache.slots.plan import Refusal
 from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.request import Request
 from hybridkv.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec

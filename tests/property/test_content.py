@@ -7,8 +7,6 @@ import pytest
 from controls import caught
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import Rig, RigOptions, random_options, random_run
-from oracles.strategies import limits, prompts
 
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
@@ -19,6 +17,8 @@ from hybridkv.step import Step
 from hybridkv.testing import DigestModel, FakeWorker, attention_config, digest_model
 from hybridkv.testing.configs import chunk_spec, full_spec, state_spec, window_spec
 from hybridkv.testing.fake_worker import WorkerRow
+from oracles import Rig, RigOptions, random_options, random_run
+from oracles.strategies import limits, prompts
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

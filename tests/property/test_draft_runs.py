@@ -8,18 +8,18 @@ from random import Random
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from oracles import Rig, RigOptions
 
-from hybridkv.cache.block_rows import BlockRows
-from hybridkv.cache.checkpoints import Checkpoints
-from hybridkv.cache.group import CacheGroup
-from hybridkv.cache.release import Releaser
+from hybridkv.cache.rows.block_rows import BlockRows
+from hybridkv.cache.rows.group import CacheGroup
+from hybridkv.cache.slots.checkpoints import Checkpoints
+from hybridkv.cache.slots.release import Releaser
 from hybridkv.errors import CacheError
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.specs import KVCacheSpec
 from hybridkv.testing import ContentError
 from hybridkv.testing.configs import full_spec, state_spec, window_spec
+from oracles import Rig, RigOptions
 
 Int64 = NDArray[np.int64]
 

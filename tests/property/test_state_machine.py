@@ -6,11 +6,11 @@ from random import Random
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import initialize
+
+from hybridkv.testing.configs import chunk_spec, full_spec, state_spec, window_spec
 from oracles import Rig, RigOptions, random_options, random_run
 from oracles.machines import CacheMachine
 from oracles.strategies import rig_options
-
-from hybridkv.testing.configs import chunk_spec, full_spec, state_spec, window_spec
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

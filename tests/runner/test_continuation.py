@@ -15,9 +15,9 @@ from transformers.cache_utils import Cache
 
 from hybridkv.errors import UnsupportedModelError, WorkerError
 from hybridkv.runner import tiny_model
-from hybridkv.runner.continuation import continuation, continuations
 from hybridkv.runner.probe import probe
-from hybridkv.runner.recurrent import (
+from hybridkv.runner.states.continuation import continuation, continuations
+from hybridkv.runner.states.recurrent import (
     Continuation,
     MixerState,
     RecurrentMixer,
@@ -26,7 +26,7 @@ from hybridkv.runner.recurrent import (
     run_decode,
     run_segment,
 )
-from hybridkv.runner.superposition import has_scan, superposed_forward
+from hybridkv.runner.states.superposition import has_scan, superposed_forward
 
 torch.set_num_threads(1)
 
@@ -345,7 +345,7 @@ def test_each_class_and_layout_is_checked_once(monkeypatch: pytest.MonkeyPatch) 
         asked.append(mixer)
         return Continuation.TOKEN
 
-    monkeypatch.setattr("hybridkv.runner.continuation.continuation", counted)
+    monkeypatch.setattr("hybridkv.runner.states.continuation.continuation", counted)
     mixers = (*mixers_of("mamba2"), *mixers_of("lfm2"), replace(mixers_of("lfm2")[0], parts=()))
     assert continuations(mixers) == (Continuation.TOKEN,) * 7
     assert asked == [mixers[0], mixers[3], mixers[6]]

@@ -8,7 +8,7 @@ from runner_support import EngineFactory, drawn, failing, greedy, shared_prompts
 from transformers import PreTrainedModel
 
 from hybridkv.runner import Completion
-from hybridkv.runner.state_batch import PagedMixer
+from hybridkv.runner.states.state_batch import PagedMixer
 from hybridkv.schedule import FinishReason
 
 OUTPUT = 20

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hybridkv.errors import ConfigError, UnsupportedModelError, WorkerError
 from hybridkv.runner import Completion, Engine, byte_tokenizer, tiny_model
 from hybridkv.runner.probe import probe
-from hybridkv.runner.recurrent import RecurrentMixer
+from hybridkv.runner.states.recurrent import RecurrentMixer
 
 PROMPTS = shared_prompts(2, 3)
 OUTPUT = 6

@@ -11,9 +11,9 @@ from runner_support import EngineFactory, failing, greedy, loaded_model, shared_
 from hybridkv.errors import ConfigError
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Completion, Engine, EngineOptions, Increment, LoadedModel, TokenLogprob
-from hybridkv.runner.logprobs import LogprobRows, Targets, logprobs_of
 from hybridkv.runner.probe import attention_implementation
-from hybridkv.runner.verify import Draws
+from hybridkv.runner.sampling.logprobs import LogprobRows, Targets, logprobs_of
+from hybridkv.runner.sampling.verify import Draws
 from hybridkv.schedule import FinishReason
 
 CLOSE = 1e-4

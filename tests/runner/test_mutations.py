@@ -20,7 +20,7 @@ from runner_support import (
 )
 
 from hybridkv.runner import Completion, Engine
-from hybridkv.runner.attention_window import AttentionWindow
+from hybridkv.runner.attention.attention_window import AttentionWindow
 from hybridkv.specs import Keeps
 from hybridkv.step import Step
 

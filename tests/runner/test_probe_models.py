@@ -15,7 +15,7 @@ from hybridkv.models import Model, read_model
 from hybridkv.planner import plan
 from hybridkv.runner import TINY_MODELS, tiny_model
 from hybridkv.runner.probe import Probed, cache_arguments, page_layout, planner_model, planner_view, probe, state_layout
-from hybridkv.runner.recurrent import MixerState, RecurrentMixer, StateKind
+from hybridkv.runner.states.recurrent import MixerState, RecurrentMixer, StateKind
 from hybridkv.specs import Keeps, MambaSpec
 from hybridkv.worker import PagedStorage, PagePart
 

@@ -2,8 +2,8 @@ import numpy as np
 import torch
 
 from hybridkv.request import SamplingParams
-from hybridkv.runner.rows import NONE_DRAWN, RowState
-from hybridkv.runner.verify import NO_DRAFT
+from hybridkv.runner.sampling.rows import NONE_DRAWN, RowState
+from hybridkv.runner.sampling.verify import NO_DRAFT
 from hybridkv.step import Csr, NewRow
 
 

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from hybridkv.request import SamplingParams
-from hybridkv.runner.sampling import SamplingBatch, gumbel, sample, scores, signed_seed
+from hybridkv.runner.sampling.sampler import SamplingBatch, gumbel, sample, scores, signed_seed
 
 VOCABULARY = 40
 

@@ -18,9 +18,9 @@ from hybridkv.errors import WorkerError
 from hybridkv.request import SamplingParams
 from hybridkv.runner.check import forced_logits
 from hybridkv.runner.probe import attention_implementation
-from hybridkv.runner.recurrent import StateKind
-from hybridkv.runner.sampling import SamplingBatch, sample
-from hybridkv.runner.verify import NO_DRAFT, Draws, check_drafts
+from hybridkv.runner.sampling.sampler import SamplingBatch, sample
+from hybridkv.runner.sampling.verify import NO_DRAFT, Draws, check_drafts
+from hybridkv.runner.states.recurrent import StateKind
 from hybridkv.step import Cells, Csr, Step
 
 ONE_OF_EACH_KIND = ("llama", "gemma3", "deepseek_v2", "mamba", "mamba2", "qwen3_next", "lfm2")

@@ -6,7 +6,7 @@ import pytest
 from checked_engine import CheckedEngine
 from runner_support import EngineFactory, generated, greedy, loaded_model, shared_prompts
 
-from hybridkv.runner.recurrent import Continuation
+from hybridkv.runner.states.recurrent import Continuation
 
 OUTPUT = 12
 PROMPTS = shared_prompts(3, 9)

@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from oracles import Rig, RigOptions
 
 from hybridkv.cache import BlockPool, KVCacheManager
-from hybridkv.cache.free_order import FreeOrder
+from hybridkv.cache.blocks.free_order import FreeOrder
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
 from hybridkv.schedule import Scheduler, SchedulerLimits
+from oracles import Rig, RigOptions
 
 
 def live_rig() -> Rig:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridkv.cache.index import PrefixIndex
+from hybridkv.cache.blocks.index import PrefixIndex
 from hybridkv.errors import CacheError
 
 A, B, C = b"a" * 32, b"b" * 32, b"c" * 32

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from slab_model import CACHED, HELD, HOLE, OracleSlabs
 
-from hybridkv.cache.free_order import FreeOrder
-from hybridkv.cache.slab_candidates import BUCKETS, SlabCandidates
-from hybridkv.cache.slab_holes import SlabHoles
-from hybridkv.cache.slab_space import SlabSpace
+from hybridkv.cache.blocks.free_order import FreeOrder
+from hybridkv.cache.blocks.slab_candidates import BUCKETS, SlabCandidates
+from hybridkv.cache.blocks.slab_holes import SlabHoles
+from hybridkv.cache.blocks.slab_space import SlabSpace
 from hybridkv.errors import CacheError
 from hybridkv.planner.slabs import ALIGNMENT_BYTES, SlabClass, SlabLayout
 

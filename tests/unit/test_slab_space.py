@@ -9,9 +9,9 @@ import pytest
 from numpy.typing import NDArray
 from slab_model import OracleSlabs
 
-from hybridkv.cache.free_order import FreeOrder
-from hybridkv.cache.slab_space import SlabSpace
-from hybridkv.cache.space import Room
+from hybridkv.cache.blocks.free_order import FreeOrder
+from hybridkv.cache.blocks.slab_space import SlabSpace
+from hybridkv.cache.blocks.space import Room
 from hybridkv.errors import BlockError, CacheError, ConfigError
 from hybridkv.planner.slabs import ALIGNMENT_BYTES, SlabClass, SlabLayout
 

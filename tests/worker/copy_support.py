@@ -26,7 +26,7 @@ from hybridkv.worker import (
     state_copies,
     state_layers,
 )
-from hybridkv.worker.state_parts import Kind
+from hybridkv.worker.copies.state_parts import Kind
 
 Bytes = NDArray[np.uint8]
 

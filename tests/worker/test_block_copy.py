@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hybridkv.errors import WorkerError
 from hybridkv.step import Copy, Step
 from hybridkv.worker import TORCH, BlockCopier, CopyKernels
-from hybridkv.worker.copy_levels import copy_levels
+from hybridkv.worker.copies.copy_levels import copy_levels
 
 
 def move(group: int, source: int, destination: int) -> Copy:
@@ -56,7 +56,9 @@ def test_moves_then_zeroing_then_copies() -> None:
 
 
 def test_copies_in_one_batch_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridkv.worker.block_copy.copy_levels", lambda places: np.zeros(places.shape[1], np.int64))
+    monkeypatch.setattr(
+        "hybridkv.worker.copies.block_copy.copy_levels", lambda places: np.zeros(places.shape[1], np.int64)
+    )
     with pytest.raises(AssertionError):
         check_step(CHAIN, TORCH)
 

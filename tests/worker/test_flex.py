@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from hybridkv.worker import AttentionMask, ContextShare, PageOrder, paged_attention, paged_batch
-from hybridkv.worker.flex import flex_batch, flex_paged_attention
+from hybridkv.worker.attention.flex import flex_batch, flex_paged_attention
 
 FEWER = settings(max_examples=settings().max_examples // 4)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.worker import BlockTable
-from hybridkv.worker.kernel_blocks import KernelSize, choose_kernel_block_size
+from hybridkv.worker.tables.kernel_blocks import KernelSize, choose_kernel_block_size
 
 
 @pytest.mark.parametrize(

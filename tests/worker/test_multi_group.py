@@ -11,7 +11,7 @@ from hybridkv.request import SamplingParams
 from hybridkv.specs import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from hybridkv.step import SCHEMA_VERSION, Cells, Csr, NewRow, Step
 from hybridkv.worker import MultiGroupBlockTable, SlotKernel, torch_slots
-from hybridkv.worker.kernel_blocks import KernelSize
+from hybridkv.worker.tables.kernel_blocks import KernelSize
 
 
 def tables(groups: int = 2) -> MultiGroupBlockTable:

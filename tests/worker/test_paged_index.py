@@ -11,7 +11,7 @@ from slot_support import SlotCase, slot_cases
 
 from hybridkv.errors import WorkerError
 from hybridkv.worker import BlockTable, ContextShare, PagedIndex
-from hybridkv.worker.paged_index import local_tokens
+from hybridkv.worker.tables.paged_index import local_tokens
 
 
 @dataclass(frozen=True, slots=True)

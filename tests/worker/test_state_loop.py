@@ -255,7 +255,8 @@ def test_wrong_columns_are_noticed(alter: Alter) -> None:
 def test_columns_that_are_gone_are_met(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the look at later columns an edge's state overwrites that of an accepted draft."""
     monkeypatch.setattr(
-        "hybridkv.worker.state_plan._comes_again", lambda _table, row, _column, _held: np.zeros(len(row), np.bool_)
+        "hybridkv.worker.copies.state_plan._comes_again",
+        lambda _table, row, _column, _held: np.zeros(len(row), np.bool_),
     )
     with pytest.raises(AssertionError):
         run((2, 5, 2), 300)

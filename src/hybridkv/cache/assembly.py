@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridkv.cache.batch_allocator import BatchAllocator
+from hybridkv.cache.blocks.pool import BlockPool, Int32
+from hybridkv.cache.blocks.space import ClassedSpace
 from hybridkv.cache.build import (
     build_groups,
     can_resume,
@@ -21,26 +22,25 @@ from hybridkv.cache.build import (
     placement_for,
     pool_of,
 )
-from hybridkv.cache.checkpoints import Checkpoints
-from hybridkv.cache.committer import Committer
-from hybridkv.cache.coordinator import Coordinator
-from hybridkv.cache.ends import PublishedEnds
-from hybridkv.cache.group import CacheGroup
 from hybridkv.cache.hashing import BlockHasher
-from hybridkv.cache.locks import Locks
-from hybridkv.cache.lookup import PrefixLookup
 from hybridkv.cache.names import ContentNames
-from hybridkv.cache.pins import Pins
 from hybridkv.cache.placement import Placement
-from hybridkv.cache.planner import SlotPlanner
 from hybridkv.cache.policies import alignment_of
-from hybridkv.cache.pool import BlockPool, Int32
-from hybridkv.cache.publisher import Publisher
-from hybridkv.cache.release import Releaser
-from hybridkv.cache.relocator import Relocator
-from hybridkv.cache.residents import Residents
-from hybridkv.cache.space import ClassedSpace
-from hybridkv.cache.transfers import TransferLog
+from hybridkv.cache.rows.ends import PublishedEnds
+from hybridkv.cache.rows.group import CacheGroup
+from hybridkv.cache.rows.residents import Residents
+from hybridkv.cache.slots.batch_allocator import BatchAllocator
+from hybridkv.cache.slots.checkpoints import Checkpoints
+from hybridkv.cache.slots.committer import Committer
+from hybridkv.cache.slots.coordinator import Coordinator
+from hybridkv.cache.slots.locks import Locks
+from hybridkv.cache.slots.lookup import PrefixLookup
+from hybridkv.cache.slots.pins import Pins
+from hybridkv.cache.slots.planner import SlotPlanner
+from hybridkv.cache.slots.publisher import Publisher
+from hybridkv.cache.slots.release import Releaser
+from hybridkv.cache.slots.relocator import Relocator
+from hybridkv.cache.slots.transfers import TransferLog
 from hybridkv.errors import ConfigError
 from hybridkv.planner.config import KVCacheConfig
 

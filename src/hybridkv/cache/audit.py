@@ -13,45 +13,47 @@ import numpy as np
 from hybridkv.errors import CacheError
 
 if TYPE_CHECKING:
-    from hybridkv.cache.group import CacheGroup
-    from hybridkv.cache.manager import KVCacheManager
-    from hybridkv.cache.pool import BlockPool
+    from hybridkv.cache.assembly import CacheParts
+    from hybridkv.cache.blocks.pool import BlockPool
+    from hybridkv.cache.rows.group import CacheGroup
     from hybridkv.request import Request
 
 _SHOWN = 8
 
 
-def check_cache(cache: KVCacheManager) -> None:
+def check_cache(parts: CacheParts) -> None:
     """Raise CacheError naming every invariant that does not hold. O(blocks + keys)."""
-    pool = cache.block_pool
+    pool = parts.storage.pool
     found = [
-        *_residents(cache),
-        *_ownership(cache),
+        *_residents(parts),
+        *_ownership(parts),
         *pool.space.check(pool.ref_counts(np.arange(pool.num_blocks, dtype=np.int32))),
         *_free_order(pool),
         *_index(pool),
-        *_unwritten(cache),
-        *(line for group in cache.groups for line in (*_extents(group), *_row_keys(cache, group))),
+        *_unwritten(parts),
+        *(line for group in parts.storage.groups for line in (*_extents(group), *_row_keys(parts, group))),
     ]
     if found:
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise CacheError("the cache is inconsistent: " + "; ".join(found[:_SHOWN]) + more)
 
 
-def _residents(cache: KVCacheManager) -> Iterator[str]:
+def _residents(parts: CacheParts) -> Iterator[str]:
     """Rows and requests name each other; counts agree with what the rows hold."""
-    rows = cache.rows
+    residents, hasher = parts.records.residents, parts.storage.hasher
+    rows = residents.columns
     bound = {row: request for row, request in enumerate(rows.requests) if request is not None}
-    if {id(request) for request in bound.values()} != {id(request) for request in cache.resident_requests()}:
+    if {id(request) for request in bound.values()} != {id(request) for request in residents}:
         yield "the rows and the list of resident requests differ"
     for row, request in bound.items():
         if request.row != row:
             yield f"row {row} belongs to {request.request_id!r}, which says row {request.row}"
-        if cache.hasher is not None and len(request.hashes) != request.num_tokens // cache.hasher.block_size:
+        if hasher is not None and len(request.hashes) != request.num_tokens // hasher.block_size:
             yield f"{request.request_id!r} has {len(request.hashes)} hashes for {request.num_tokens} tokens"
-        if cache.next_event(row) != _next_event(cache, row):
-            yield f"row {row} expects its next event at {cache.next_event(row)} tokens, not {_next_event(cache, row)}"
-    for group in cache.groups:
+        now, right = residents.next_event(row), _next_event(parts, row)
+        if now != right:
+            yield f"row {row} expects its next event at {now} tokens, not {right}"
+    for group in parts.storage.groups:
         yield from _columns(group, bound)
 
 
@@ -76,17 +78,17 @@ def _columns(group: CacheGroup, bound: dict[int, Request]) -> Iterator[str]:
             yield f"row {row} of group {group.number} has no state after {computed} tokens"
 
 
-def _next_event(cache: KVCacheManager, row: int) -> int:
-    soonest = min(group.next_event(row, publishes=cache.enable_caching) for group in cache.groups)
-    return min(soonest, cache.ends.next_end(row))
+def _next_event(parts: CacheParts, row: int) -> int:
+    soonest = min(group.next_event(row, publishes=parts.storage.hasher is not None) for group in parts.storage.groups)
+    return min(soonest, parts.records.ends.next_end(row))
 
 
-def _ownership(cache: KVCacheManager) -> Iterator[str]:
+def _ownership(parts: CacheParts) -> Iterator[str]:
     """Reference counts are the number of rows that hold a block, all in one group, never the null block."""
-    pool = cache.block_pool
+    pool = parts.storage.pool
     total = np.zeros(pool.num_blocks, np.int64)
     owners = np.zeros(pool.num_blocks, np.int64)
-    for group in cache.groups:
+    for group in parts.storage.groups:
         counted = np.zeros(pool.num_blocks, np.int64)
         for row in np.flatnonzero(group.rows.count).tolist():
             ids = group.rows.held(row)
@@ -98,8 +100,8 @@ def _ownership(cache: KVCacheManager) -> Iterator[str]:
                 yield f"row {row} of group {group.number} holds an id outside the pool"
                 continue
             np.add.at(counted, ids, 1)
-        counted[cache.sink_blocks[group.number]] += 1
-        for hold in (*cache.pins, *cache.locks):
+        counted[parts.storage.sink_blocks[group.number]] += 1
+        for hold in (*parts.records.pins, *parts.records.locks):
             counted[hold.blocks[group.number]] += 1
         total += counted
         owners += counted > 0
@@ -164,9 +166,9 @@ def _tails(pool: BlockPool) -> Iterator[str]:
                 yield f"block {tail.block} has a partial key in group {group}, its keys are of group {of}"
 
 
-def _unwritten(cache: KVCacheManager) -> Iterator[str]:
+def _unwritten(parts: CacheParts) -> Iterator[str]:
     """A block that waits to be written has a key, and its step has it in the log."""
-    pool, log = cache.block_pool, cache.write_log
+    pool, log = parts.storage.pool, parts.records.publisher.log
     for block in range(pool.num_blocks):
         if pool.keys.is_written(block):
             continue
@@ -189,12 +191,12 @@ def _extents(group: CacheGroup) -> Iterator[str]:
         yield f"a row of group {group.number} holds more than it has room for"
 
 
-def _row_keys(cache: KVCacheManager, group: CacheGroup) -> Iterator[str]:
+def _row_keys(parts: CacheParts, group: CacheGroup) -> Iterator[str]:
     """Published columns carry the request's own keys, the others none."""
-    for request in cache.resident_requests():
-        row, pool = request.row, cache.block_pool
+    for request in parts.records.residents:
+        row, pool = request.row, parts.storage.pool
         if group.policy.by_digest:
-            yield from _encoder_keys(cache, group, request)
+            yield from _encoder_keys(parts, group, request)
             continue
         if not group.policy.publishes:
             if any(pool.key_of(block) is not None for block in group.rows.held(row).tolist()):
@@ -202,7 +204,7 @@ def _row_keys(cache: KVCacheManager, group: CacheGroup) -> Iterator[str]:
             continue
         keys, published = group.keys(request), group.published.item(row)
         if (
-            cache.enable_caching
+            parts.storage.hasher is not None
             and request.writes_prefix_cache
             and published > min(len(keys), group.rows.count.item(row))
         ):
@@ -216,10 +218,10 @@ def _row_keys(cache: KVCacheManager, group: CacheGroup) -> Iterator[str]:
                 yield f"block {block}, column {column} of {request.request_id!r}, carries another key than its tokens"
 
 
-def _encoder_keys(cache: KVCacheManager, group: CacheGroup, request: Request) -> Iterator[str]:
+def _encoder_keys(parts: CacheParts, group: CacheGroup, request: Request) -> Iterator[str]:
     """A block of the encoder's output carries the key of its column, or none."""
     keys = request.encoder_keys(group.policy.block_size)
     for column, block in enumerate(group.rows.ids(request.row).tolist()):
-        key = cache.block_pool.key_of(block) if 0 < block < cache.block_pool.num_blocks else None
+        key = parts.storage.pool.key_of(block) if 0 < block < parts.storage.pool.num_blocks else None
         if key is not None and (column >= len(keys) or key != keys[column]):
             yield f"block {block} of {request.request_id!r} carries another key than encoder column {column}"

@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from hybridkv.cache.group import CacheGroup
-from hybridkv.cache.index import PrefixIndex
+from hybridkv.cache.blocks.index import PrefixIndex
+from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.blocks.slab_space import SlabSpace
+from hybridkv.cache.blocks.space import ClassedSpace
 from hybridkv.cache.placement import DEFAULT_PLACEMENT, Placement
 from hybridkv.cache.policies import GroupKind, alignment_of, check_retention, natural_policy_of, policy_of
-from hybridkv.cache.pool import BlockPool
-from hybridkv.cache.slab_space import SlabSpace
-from hybridkv.cache.space import ClassedSpace
+from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.errors import ConfigError
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.specs import Keeps

@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 from hybridkv.arguments import flag, instance, instances, integer, integers
 from hybridkv.cache.assembly import CacheOptions, assemble
 from hybridkv.cache.audit import check_cache
-from hybridkv.cache.batch import BatchSlots
-from hybridkv.cache.blocks import KVCacheBlocks
-from hybridkv.cache.coordinator import CommonHit
+from hybridkv.cache.blocks.space import ClassedSpace
 from hybridkv.cache.events import MAX_EVENT_BLOCKS, KVCacheEvent
 from hybridkv.cache.hashing import BlockHasher
-from hybridkv.cache.locks import BlockLock
-from hybridkv.cache.pins import Pin
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.planned import managed
-from hybridkv.cache.slots import Admission, Refusal, SlotDemand, SlotPlan
-from hybridkv.cache.space import ClassedSpace
+from hybridkv.cache.slots.batch import BatchSlots
+from hybridkv.cache.slots.coordinator import CommonHit
+from hybridkv.cache.slots.locks import BlockLock
+from hybridkv.cache.slots.pins import Pin
+from hybridkv.cache.slots.plan import Admission, Refusal, SlotDemand, SlotPlan
+from hybridkv.cache.slots.transfers import Transfers
 from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats, cache_statistics
-from hybridkv.cache.transfers import Transfers
+from hybridkv.cache.values import KVCacheBlocks
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.planner import KVCacheConfig, Plan
 from hybridkv.request import Request
@@ -100,7 +100,7 @@ class KVCacheManager:
             space=space,
             published_ends=flag("published_ends", published_ends),
         )
-        parts = assemble(config, options)
+        parts = self._parts = assemble(config, options)
         storage, records = parts.storage, parts.records
         self.config, self.max_model_len = config, limits.max_model_len
         self.dcp_world_size, self.pcp_world_size = limits.dcp, limits.pcp
@@ -464,7 +464,7 @@ class KVCacheManager:
 
         O(blocks + keys).
         """
-        check_cache(self)
+        check_cache(self._parts)
 
 
 def _id_of(request: Request | str) -> str:

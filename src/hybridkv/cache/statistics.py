@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybridkv.cache.group import CacheGroup
-from hybridkv.cache.pool import BlockPool
+from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.rows.group import CacheGroup
 
 
 @dataclass(slots=True)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
     from hybridkv.runner.completion import Completion
     from hybridkv.runner.engine import Engine
     from hybridkv.runner.load import LoadedModel
-    from hybridkv.runner.logprobs import TokenLogprob
     from hybridkv.runner.prompts import Prompts
+    from hybridkv.runner.sampling.logprobs import TokenLogprob
     from hybridkv.schedule import SchedulerStatistics
 
 SCHEMA: Final = "hybridkv.generate"

@@ -10,9 +10,9 @@ from hybridkv.runner.completion import Completion, Increment
 from hybridkv.runner.engine import Engine
 from hybridkv.runner.inputs import encode
 from hybridkv.runner.load import LoadedModel, load, wrap
-from hybridkv.runner.logprobs import TokenLogprob
 from hybridkv.runner.planning import plan_for, plan_within
 from hybridkv.runner.runner import ModelRunner, Observer
+from hybridkv.runner.sampling.logprobs import TokenLogprob
 from hybridkv.runner.stream import Stream
 from hybridkv.runner.tiny import TINY_ENCODER_DECODERS, TINY_MODELS, byte_tokenizer, tiny_model
 

@@ -22,8 +22,8 @@ from hybridkv.request import SamplingParams
 from hybridkv.runner.completion import Completion
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.probe import attention_implementation
-from hybridkv.runner.sampling import SamplingBatch, scores
-from hybridkv.runner.verify import Draws
+from hybridkv.runner.sampling.sampler import SamplingBatch, scores
+from hybridkv.runner.sampling.verify import Draws
 from hybridkv.schedule import FinishReason
 from hybridkv.step import Step
 

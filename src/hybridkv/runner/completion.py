@@ -9,7 +9,7 @@ import numpy as np
 
 from hybridkv.request import Request
 from hybridkv.runner.detokenize import Detokenizer
-from hybridkv.runner.logprobs import TokenLogprob, tokens_of
+from hybridkv.runner.sampling.logprobs import TokenLogprob, tokens_of
 from hybridkv.schedule import FinishReason, Outcome
 from hybridkv.step import Step, StepResult
 

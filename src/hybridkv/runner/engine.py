@@ -38,8 +38,8 @@ from hybridkv.runner.inputs import (
     require_sampling,
 )
 from hybridkv.runner.load import LoadedModel, own_mode
-from hybridkv.runner.logprobs import TokenLogprob
 from hybridkv.runner.runner import Observer
+from hybridkv.runner.sampling.logprobs import TokenLogprob
 from hybridkv.runner.stream import Stream
 from hybridkv.schedule import Finished, Outcome, SchedulerStatistics
 from hybridkv.step import Step, StepResult

@@ -14,9 +14,9 @@ from transformers.cache_utils import Cache
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import Layer, Model, read_model
-from hybridkv.runner.attention_gather import attention_modules
+from hybridkv.runner.attention.attention_gather import attention_modules
 from hybridkv.runner.encoder_decoder import decode, is_encoder_decoder
-from hybridkv.runner.recurrent import MixerState, RecurrentMixer, StateKind
+from hybridkv.runner.states.recurrent import MixerState, RecurrentMixer, StateKind
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,

@@ -19,25 +19,26 @@ from hybridkv.arguments import instance, integer
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.models import Model
 from hybridkv.planner.config import KVCacheConfig
-from hybridkv.runner import attention_gather, step_context
-from hybridkv.runner.attention_gather import GatherBatch
-from hybridkv.runner.attention_window import AttentionWindow
-from hybridkv.runner.continuation import continuations
-from hybridkv.runner.cross_attention import CrossAttention, CrossLayer
+from hybridkv.runner import step_context
+from hybridkv.runner.attention import attention_gather
+from hybridkv.runner.attention.attention_gather import GatherBatch
+from hybridkv.runner.attention.attention_window import AttentionWindow
+from hybridkv.runner.attention.cross_attention import CrossAttention, CrossLayer
+from hybridkv.runner.attention.relative_bias import segment_biases
+from hybridkv.runner.attention.step_cache import StepCache
 from hybridkv.runner.encoder_decoder import decode
 from hybridkv.runner.inputs import require_callable
 from hybridkv.runner.load import require_model
-from hybridkv.runner.logprobs import LogprobRows, logprobs_of
 from hybridkv.runner.probe import cache_arguments, page_layout, probe, set_attention, state_layout
-from hybridkv.runner.recurrent import RecurrentMixer
-from hybridkv.runner.relative_bias import segment_biases
 from hybridkv.runner.row_blocks import require_blocks
-from hybridkv.runner.rows import NONE_DRAWN, RowState
-from hybridkv.runner.sampling import sample
-from hybridkv.runner.state_batch import PagedMixer, StateBatch, require_class_forwards, state_batch
-from hybridkv.runner.step_cache import StepCache
+from hybridkv.runner.sampling.logprobs import LogprobRows, logprobs_of
+from hybridkv.runner.sampling.rows import NONE_DRAWN, RowState
+from hybridkv.runner.sampling.sampler import sample
+from hybridkv.runner.sampling.verify import Draws, check_drafts
+from hybridkv.runner.states.continuation import continuations
+from hybridkv.runner.states.recurrent import RecurrentMixer
+from hybridkv.runner.states.state_batch import PagedMixer, StateBatch, require_class_forwards, state_batch
 from hybridkv.runner.step_context import StepContext
-from hybridkv.runner.verify import Draws, check_drafts
 from hybridkv.specs import Keeps, KVCacheSpec
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.units import MOST_COUNT

@@ -11,8 +11,8 @@ import torch
 from hybridkv.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
-    from hybridkv.runner.attention_gather import CrossRead, GatherBatch
-    from hybridkv.runner.state_batch import StateBatch
+    from hybridkv.runner.attention.attention_gather import CrossRead, GatherBatch
+    from hybridkv.runner.states.state_batch import StateBatch
 
 CONTEXT: Final = "hybridkv_context"
 """The attribute under which the modules of a model that runs on pages have their StepContext."""

@@ -4,28 +4,28 @@
     forward, in each layer: write_kv(slots) -> paged_attention(table) -> combine_over_ranks, where there are several
     around it: BlockCopier.execute_before, execute_after; StateColumns -> state_copies -> StateCopier
 
-``hybridkv.worker.flex`` is the same attention by torch's FlexAttention.
+``hybridkv.worker.attention.flex`` is the same attention by torch's FlexAttention.
 
 Never imports the cache or the scheduler: a worker could live in another process.
 """
 
-from hybridkv.worker.attention_mask import CAUSAL, AttentionMask
-from hybridkv.worker.block_copy import BlockCopier
-from hybridkv.worker.block_table import BlockTable
-from hybridkv.worker.context_parallel import WHOLE, ContextShare, combine_over_ranks
-from hybridkv.worker.copy_kernels import TORCH, CopyKernels, triton_kernels
-from hybridkv.worker.device_slots import SlotKernel, torch_slots, triton_slots
-from hybridkv.worker.kv_pages import KVPages
-from hybridkv.worker.kv_write import WriteSlots, write_kv, write_latent, write_slots
-from hybridkv.worker.multi_group import MultiGroupBlockTable
-from hybridkv.worker.paged_attention import PagedBatch, paged_attention, paged_batch
-from hybridkv.worker.paged_index import PagedIndex
-from hybridkv.worker.partial_attention import combine_partial, with_sink
-from hybridkv.worker.slot_mapping import SlotLayout, SlotMapper
-from hybridkv.worker.state_copy import StateCopier, state_layers
-from hybridkv.worker.state_parts import StatePart, state_parts
-from hybridkv.worker.state_plan import StateColumns, StateCopies, StatePlan, state_copies
-from hybridkv.worker.storage import PagedStorage, PageOrder, PagePart, parts_of
+from hybridkv.worker.attention.attention_mask import CAUSAL, AttentionMask
+from hybridkv.worker.attention.context_parallel import WHOLE, ContextShare, combine_over_ranks
+from hybridkv.worker.attention.paged_attention import PagedBatch, paged_attention, paged_batch
+from hybridkv.worker.attention.partial_attention import combine_partial, with_sink
+from hybridkv.worker.copies.block_copy import BlockCopier
+from hybridkv.worker.copies.copy_kernels import TORCH, CopyKernels, triton_kernels
+from hybridkv.worker.copies.state_copy import StateCopier, state_layers
+from hybridkv.worker.copies.state_parts import StatePart, state_parts
+from hybridkv.worker.copies.state_plan import StateColumns, StateCopies, StatePlan, state_copies
+from hybridkv.worker.pages.kv_pages import KVPages
+from hybridkv.worker.pages.kv_write import WriteSlots, write_kv, write_latent, write_slots
+from hybridkv.worker.pages.storage import PagedStorage, PageOrder, PagePart, parts_of
+from hybridkv.worker.tables.block_table import BlockTable
+from hybridkv.worker.tables.device_slots import SlotKernel, torch_slots, triton_slots
+from hybridkv.worker.tables.multi_group import MultiGroupBlockTable
+from hybridkv.worker.tables.paged_index import PagedIndex
+from hybridkv.worker.tables.slot_mapping import SlotLayout, SlotMapper
 
 __all__ = [
     "CAUSAL",

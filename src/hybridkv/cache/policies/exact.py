@@ -1,7 +1,7 @@
 """Hits that end at any token: the natural layout's, where a block that is used in part is copied.
 
 A column can give as many of its tokens as some cached block begins with, its *reach*: all where the request's key of
-the column is known, else the longest partial key (hybridkv.cache.partial) that the request's tokens match.
+the column is known, else the longest partial key (hybridkv.cache.blocks.partial) that the request's tokens match.
 
     t served by full attention      every column before t reaches as far as t asks
     by a window of W                the columns of tokens t - W + 1 .. t - 1, at least that of token t - 1

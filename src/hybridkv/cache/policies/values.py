@@ -27,7 +27,7 @@ NONE: Final = np.empty(0, np.int32)
 
 
 class Index(Protocol):
-    """What a request finds in the index of the policy's own group; see hybridkv.cache.view.PrefixView."""
+    """What a request finds in the index of the policy's own group; see hybridkv.cache.rows.view.PrefixView."""
 
     @property
     def additions(self) -> int:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from hybridkv.units import ceil_div
-from hybridkv.worker.copy_kernels import CopyKernels, Shifts
+from hybridkv.worker.copies.copy_kernels import CopyKernels, Shifts
 
 # 8 KiB of 8-byte words a program: 16 loads of 4 bytes or 4 of 16 in flight for each of its 128 threads
 _TILE: Final = 1024

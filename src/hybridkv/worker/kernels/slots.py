@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from hybridkv.units import ceil_div
-from hybridkv.worker.slot_mapping import SlotLayout
+from hybridkv.worker.tables.slot_mapping import SlotLayout
 
 # tokens of a program: a decode step of 1,024 rows still spreads over several
 _TILE: Final = 256

@@ -1,0 +1,307 @@
+"""What blocks carry: the keys under which they can be hit, and which step writes them.
+
+    no key --publish--> to be written by a step --mark_written--> written
+      ^                        |                                     |
+      +------------------------+--------- evict, clear --------------+
+
+A key is of all tokens of a block, or of its first ones (a tail); a block has its keys in one group. Who holds it is
+the pool's affair. All columns are flat arrays indexed by block (docs/design/0001).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache.blocks.index import PrefixIndex
+from hybridkv.cache.blocks.partial import Tail
+from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, EventQueue, KVCacheEvent
+from hybridkv.errors import CacheError
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Bool = NDArray[np.bool_]
+
+WRITTEN: Final = -1
+
+_NO_GROUP: Final = -1
+
+
+def _wrapped(count: int) -> np.int32:
+    """``count`` modulo 2**32 as a signed number, so that differences of close counts are right."""
+    return np.int32((count + (1 << 31)) % (1 << 32) - (1 << 31))
+
+
+class BlockKeys:
+    """Keys of ``num_blocks`` blocks in ``num_groups`` groups.
+
+    events: where events go, None where nobody wants any. silent: groups whose keys make no events.
+    Attributes for reading: indexes (one a group), evictions (keys lost so far, grows with ``clear`` and with moves
+    too: who remembers blocks looks anew), given and lost (blocks that got their first key and that lost their last,
+    so far, per group).
+    """
+
+    def __init__(
+        self, num_blocks: int, num_groups: int = 1, *, events: EventQueue | None = None, silent: Sequence[int] = ()
+    ) -> None:
+        self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
+        self.evictions = 0
+        self.given = [0] * num_groups
+        self.lost = [0] * num_groups
+        self._silent = frozenset(silent)
+        self._group = np.full(num_blocks, _NO_GROUP, np.int16)
+        self._keys = np.full(num_blocks, None, np.object_)  # bytes, or None for a block without key of all its tokens
+        self._step = np.full(num_blocks, WRITTEN, np.int32)  # the step that will write a published block
+        self._lost_at = np.zeros(num_blocks, np.int32)  # evictions when it last lost its key, modulo 2**32
+        self._supersedable: set[int] = set()
+        self._events = events
+
+    # -- answers
+
+    def key_of(self, block: int) -> bytes | None:
+        """The key of all tokens of ``block``, None without one."""
+        key: bytes | None = self._keys.item(block)
+        return key
+
+    def group_of(self, block: int) -> int:
+        """The group of the keys of ``block``, -1 without key."""
+        return self._group.item(block)
+
+    def step_of(self, block: int) -> int:
+        """The step that ``block`` waits for, WRITTEN when for none."""
+        return self._step.item(block)
+
+    def are_on(self, ids: Int32 | Int64) -> Bool:
+        """Which of ``ids`` have a key, bool[len(ids)]."""
+        keyed: Bool = self._group[ids] >= 0
+        return keyed
+
+    def per_group(self) -> list[int]:
+        """Blocks with a key, per group. O(num_blocks)."""
+        counts: list[int] = np.bincount(self._group[self._group >= 0], minlength=len(self.indexes)).tolist()
+        return counts
+
+    def kept_since(self, ids: Int32, evictions: int) -> bool:
+        """Whether none of ``ids`` lost its key since ``self.evictions`` was ``evictions``. No look-up in the index."""
+        if self.evictions == evictions:
+            return True
+        return not bool((self._lost_at[ids] - _wrapped(evictions) > 0).any())
+
+    # -- published
+
+    def publish(self, group: int, ids: Sequence[int] | Int32, keys: Sequence[bytes], step: int = WRITTEN) -> None:
+        """Blocks ``ids`` of ``group`` can be hit under ``keys`` from now on. CacheError when the numbers differ.
+
+        step: the step that writes them; WRITTEN when they are. O(ids).
+        """
+        if len(ids) != len(keys):
+            raise CacheError(f"{len(ids)} blocks but {len(keys)} keys: publish takes one key for each block")
+        if len(ids) == 1:
+            self._publish_one(group, int(ids[0]), keys[0], step)
+            return
+        where = np.asarray(ids, np.int64)
+        tailed = np.count_nonzero(self._group[where] >= 0) if self.indexes[group].partial else 0
+        self.given[group] += len(ids) - int(tailed)
+        self._keys[where] = np.fromiter(keys, np.object_, len(keys))
+        self._group[where] = group
+        if step != WRITTEN:
+            self._step[where] = step
+        self.indexes[group].add(keys, where.tolist())
+
+    def _publish_one(self, group: int, block: int, key: bytes, step: int) -> None:
+        """Publish without arrays of one element."""
+        self._begin(group, block, step)
+        self._keys[block] = key
+        self.indexes[group].add((key,), [block])
+
+    def _begin(self, group: int, block: int, step: int) -> None:
+        """``block`` gets a key in ``group``, its first one or one more."""
+        self.given[group] += self._group.item(block) < 0
+        self._group[block] = group
+        if step != WRITTEN:
+            self._step[block] = step
+
+    def knows_tail(self, group: int, parent: bytes, tokens: bytes) -> bool:
+        """Whether some block of ``group`` is published for ``tokens`` (bytes of int32) behind ``parent``. O(1)."""
+        return any(tail.tokens == tokens for tail in self.indexes[group].partial.of(parent))
+
+    def publish_tail(self, group: int, block: int, parent: bytes, tokens: bytes, step: int = WRITTEN) -> int | None:
+        """``block`` of ``group`` begins with ``tokens``, which are not known behind ``parent`` yet.
+
+        A parent has few tails, so the oldest may have to go: the block that lost its last key by it, else None.
+        """
+        self._begin(group, block, step)
+        index = self.indexes[group]
+        index.additions += 1
+        gone = index.partial.add(parent, Tail(tokens, block))
+        if gone is None:
+            return None
+        if gone in index.partial or self.key_of(gone) is not None:
+            self._note_lost(np.array([gone], np.int32))  # one of its keys: hits that rest on it are looked up anew
+            return None
+        self.lost[group] += 1
+        self._wipe(np.array([gone], np.int32))
+        return gone
+
+    # -- lost
+
+    def evict(self, ids: Int32) -> None:
+        """``ids``, which all have a key, can be hit no longer. CacheError for one whose key nobody knows."""
+        self._forget(ids)
+        self._wipe(ids)
+
+    def _forget(self, ids: Int32) -> None:
+        """The indexes know nothing of ``ids`` any longer; events say so."""
+        where = ids.astype(np.int64)
+        blocks, keys, groups = ids.tolist(), self._keys[where].tolist(), self._group[where].tolist()
+        tailed = self._forget_tails(blocks, groups)
+        for group, count in enumerate(np.bincount(groups).tolist()):
+            self.lost[group] += count
+        if None in keys:
+            if any(key is None and block not in tailed for key, block in zip(keys, blocks, strict=True)):
+                block = next(b for key, b in zip(keys, blocks, strict=True) if key is None and b not in tailed)
+                raise CacheError(f"block {block} belongs to the index of group {self.group_of(block)} but has no key")
+            whole = [i for i, key in enumerate(keys) if key is not None]
+            blocks, keys, groups = ([column[i] for i in whole] for column in (blocks, keys, groups))
+            where = where[whole]
+        if len(self.indexes) == 1:
+            self.indexes[0].remove_many(keys, blocks)
+        else:
+            for block, key, group in zip(blocks, keys, groups, strict=True):
+                self.indexes[group].remove(key, block)
+        self._emit_removed(keys, groups, where)
+
+    def _forget_tails(self, blocks: Sequence[int], groups: Sequence[int]) -> set[int]:
+        """The tails of ``blocks``, of ``groups``, go; which of them had one."""
+        if not any(index.partial for index in self.indexes):
+            return set()
+        tailed = set()
+        for block, group in zip(blocks, groups, strict=True):
+            partial = self.indexes[group].partial
+            if block in partial:
+                partial.remove(block)
+                tailed.add(block)
+        return tailed
+
+    def _wipe(self, ids: Int32) -> None:
+        """The columns of ``ids`` say that they have no key."""
+        where = ids.astype(np.int64)
+        self._keys[where] = None
+        self._group[where] = _NO_GROUP
+        self._step[where] = WRITTEN
+        self._supersedable.difference_update(ids.tolist() if self._supersedable else ())
+        self._note_lost(ids)
+
+    def _note_lost(self, ids: Int32) -> None:
+        """``ids`` lost a key each, just now."""
+        self.evictions += len(ids)
+        self._lost_at[ids] = _wrapped(self.evictions)
+
+    def clear(self) -> None:
+        """No block has a key. O(num_blocks)."""
+        for group, count in enumerate(self.per_group()):
+            self.lost[group] += count
+            self.indexes[group].clear()
+        self._supersedable.clear()
+        self._keys.fill(None)
+        self._group.fill(_NO_GROUP)
+        self._step.fill(WRITTEN)
+        self.emit(AllBlocksCleared())
+        self.evictions += 1
+        self._lost_at.fill(_wrapped(self.evictions))
+
+    # -- moved
+
+    def follow(self, moves: Int64) -> None:
+        """Blocks moved, int64[m, 2] of (source, target): targets carry what sources did, in its place."""
+        sources, targets = moves[:, 0], moves[:, 1]
+        for source, target in moves.tolist():
+            group = self._group.item(source)
+            if group < 0:
+                continue
+            key, index = self.key_of(source), self.indexes[group]
+            if key is not None:
+                index.rename(key, source, target)
+            index.partial.rename(source, target)
+        self._keys[targets] = self._keys[sources]
+        self._keys[sources] = None
+        for column, empty in ((self._group, _NO_GROUP), (self._step, WRITTEN)):
+            column[targets] = column[sources]
+            column[sources] = empty
+        if self._supersedable:
+            new = dict(moves.tolist())
+            self._supersedable = {new.get(block, block) for block in self._supersedable}
+        self.evictions += 1
+        self._lost_at[sources] = _wrapped(self.evictions)
+
+    # -- checkpoints that are passed by
+
+    def flag_supersedable(self, block: int) -> None:
+        """The checkpoint in ``block`` is of use until a later one of the same request is kept."""
+        self._supersedable.add(block)
+
+    def take_supersedable(self, blocks: Sequence[int]) -> Int32:
+        """Those of ``blocks`` that are flagged, and no longer from now on; int32."""
+        gone = [block for block in blocks if block in self._supersedable]
+        self._supersedable.difference_update(gone)
+        return np.array(gone, np.int32)
+
+    # -- published, then written
+
+    def mark_written(self, ids: Int32, step: int) -> Bool:
+        """The step that writes ``ids`` is done. bool[len(ids)]: which of them still wait for that very step.
+
+        One that was evicted in the meantime, or published anew by a later step, is not among them.
+        """
+        now: Bool = self._step[ids] == step
+        self._step[ids[now]] = WRITTEN
+        return now
+
+    def unwritten(self, ids: Int32, first_step: int) -> Int32:
+        """Those of ``ids`` that wait for step ``first_step`` or a later one, int32."""
+        late: Int32 = ids[self._step[ids] >= first_step]
+        return late
+
+    def all_written(self, ids: Int32) -> bool:
+        """Whether each of ``ids`` has been written; the null block is."""
+        return bool((self._step[ids] == WRITTEN).all())
+
+    def is_written(self, block: int) -> bool:
+        """Whether a published block has been written."""
+        return self._step.item(block) == WRITTEN
+
+    def num_unwritten(self) -> int:
+        """Published blocks whose step is in flight. O(num_blocks)."""
+        return int(np.count_nonzero(self._step != WRITTEN))
+
+    # -- events
+
+    @property
+    def events_enabled(self) -> bool:
+        """Whether events are collected."""
+        return self._events is not None
+
+    def emit(self, event: KVCacheEvent) -> None:
+        """Collect an event, if events are on."""
+        if self._events is not None:
+            self._events.put(event)
+
+    def _emit_removed(self, keys: Sequence[bytes], groups: Sequence[int], ids: Int64) -> None:
+        """An event for each of ``keys``, of ``ids`` in ``groups``, that had been written."""
+        if self._events is None:
+            return
+        written = (self._step[ids] == WRITTEN).tolist()
+        self._events.put_removed(
+            [
+                BlockRemoved(block_hashes=(key,), group_idx=group)
+                for key, group, done in zip(keys, groups, written, strict=True)
+                if done and group not in self._silent
+            ]
+        )
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Events since the last call, oldest first; empty when they are off."""
+        return [] if self._events is None else self._events.take()

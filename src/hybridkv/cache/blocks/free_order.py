@@ -1,0 +1,216 @@
+"""The order in which free blocks are taken: a ring of ids with lazy removal.
+
+    ring    [ .. | 4 5 6 7 3 2 1 | .. ]      entry i of the order lies at ring[i % capacity]
+                   ^ head         ^ tail
+    place   block -> the i of its valid entry, NOWHERE when the block is not free
+
+An entry whose block has moved on (touched, or freed again) is stale: place says another i. Taking skips
+stale entries; when the ring is full the valid ones are written anew, which is amortised O(1) a block.
+Positions are counted on without end and start anew at 0 with that rewriting.
+This is the order of a doubly linked list at the cost of array slices (docs/design/0001).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache.blocks.space import Room, Weight
+from hybridkv.errors import BlockError
+
+Int32 = NDArray[np.int32]
+Ids = NDArray[np.int32] | NDArray[np.int64]  # indexing is faster with 64 bits
+
+NOWHERE: Final = np.iinfo(np.int32).min
+_SPAN: Final = 64
+_FARTHEST: Final = np.iinfo(np.int32).max
+
+
+class FreeOrder:
+    """Free blocks out of ``num_blocks``, at first 1 .. num_blocks - 1 (0 is the null block).
+
+    place: where all blocks stand, NOWHERE at first; then the order starts empty, of at most ``num_blocks`` of them,
+    and ids reach as far as ``place``. Orders that never hold the same block may share one.
+    """
+
+    def __init__(self, num_blocks: int, place: Int32 | None = None) -> None:
+        self._capacity = num_blocks + num_blocks // 2 + 64
+        self._ring = np.empty(self._capacity, np.int32)
+        if place is not None:
+            self._place = place
+            self._head = self._tail = self._count = 0
+            return
+        self._ring[: num_blocks - 1] = np.arange(1, num_blocks, dtype=np.int32)
+        self._place = np.arange(-1, num_blocks - 1, dtype=np.int32)
+        self._place[0] = NOWHERE
+        self._head = 0
+        self._tail = num_blocks - 1
+        self._count = num_blocks - 1
+
+    def __len__(self) -> int:
+        """Free blocks."""
+        return self._count
+
+    def __contains__(self, block: int) -> bool:
+        return bool(self._place[block] != NOWHERE)
+
+    @property
+    def num_units(self) -> int:
+        """All but the null block."""
+        return len(self._place) - 1
+
+    def usage(self, reserved: Sequence[int]) -> float:
+        """Blocks held / all but the null block, those reserved left out of both."""
+        usable = self.num_units - sum(reserved)
+        return 1.0 - self._count / usable if usable else 0.0
+
+    def obtainable(self, of: int = 0) -> int:  # noqa: ARG002 - there is one class of blocks
+        """Blocks that can be taken."""
+        return self._count
+
+    def weigh(self, needs: Sequence[int], freed: Sequence[int]) -> Weight:
+        """Blocks to take against those that are free, ``freed`` among them."""
+        return Weight(sum(needs), self._count + sum(freed))
+
+    def units(self, blocks: Sequence[int]) -> int:
+        """Blocks."""
+        return sum(blocks)
+
+    def takes_in_any_order(self, needs: Sequence[int], *, drops: bool) -> bool:  # noqa: ARG002 - as above
+        """There is one order; so where they are all free."""
+        return sum(needs) <= self._count
+
+    def waits(self, needs: Sequence[int], freed: Sequence[int]) -> bool:  # noqa: ARG002 - as above
+        """Never: nothing moves."""
+        return False
+
+    def make_room(self, of: int, ref: Int32) -> Room:  # noqa: ARG002 - as above
+        """BlockError: all that is free can be taken as it is."""
+        raise BlockError("no block is free: plan before taking")
+
+    def check(self, ref: Int32) -> Iterator[str]:  # noqa: ARG002 - as above
+        """Nothing: the pool knows which blocks are free, and compares."""
+        return iter(())
+
+    def is_cached(self, block: int) -> bool:
+        """Whether ``block`` is free: there is one order for all."""
+        return block in self
+
+    def begin_step(self) -> None:
+        """Nothing: nothing moves."""
+
+    def age_first(self, ids: Ids) -> None:
+        """Nothing: the order is that of last use."""
+
+    def lock(self, ids: Ids) -> None:
+        """Nothing: no block ever moves."""
+
+    def unlock(self, ids: Ids) -> None:
+        """Nothing: no block ever moves."""
+
+    def forget_all(self) -> None:
+        """Nothing: the order stays."""
+
+    def take(self, n: int, of: int = 0) -> Int32:  # noqa: ARG002 - as above
+        """The first ``n`` blocks, int32[n]; they are free no longer. The caller knows that there are n."""
+        if n == 1:
+            return np.array([self._take_one()], np.int32)
+        parts: list[Int32] = []
+        missing = span = n
+        while missing:
+            stop = min(self._head + span, self._tail)
+            ids, valid = self._valid(self._head, stop)
+            if ids.size > missing:
+                stop = self._head + int(np.flatnonzero(valid)[missing])
+                ids = ids[:missing]
+            parts.append(ids)
+            self._head = stop
+            missing -= ids.size
+            span = max(2 * span, _SPAN)  # stale entries were among them: look further at once
+        out = parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, np.int32)])
+        self._place[out.astype(np.int64)] = NOWHERE
+        self._count -= n
+        return out
+
+    def _take_one(self) -> int:
+        ring, place, capacity, i = self._ring, self._place, self._capacity, self._head
+        while True:
+            block = ring.item(i % capacity)
+            if place.item(block) == i:
+                break
+            i += 1
+        self._head = i + 1
+        place[block] = NOWHERE
+        self._count -= 1
+        return block
+
+    def first(self) -> int:
+        """The block that would be taken first; it stays. The caller knows that there is one. O(1) amortised."""
+        i = self._head
+        while True:
+            block = self._ring.item(i % self._capacity)
+            if self._place.item(block) == i:
+                self._head = i  # stale entries are passed once
+                return block
+            i += 1
+
+    def rename(self, source: Ids, target: Ids) -> None:
+        """``target[i]``, not free, stands from now on where the free ``source[i]`` stood. O(ids)."""
+        places = self._place[source]
+        self._ring[places % self._capacity] = target
+        self._place[source] = NOWHERE
+        self._place[target] = places
+
+    def remove(self, ids: Ids) -> None:
+        """Blocks that are free are free no longer, wherever they stand. O(ids)."""
+        self._place[ids] = NOWHERE
+        self._count -= len(ids)
+
+    def append(self, ids: Ids) -> None:
+        """``ids`` become the last to be taken, in this order."""
+        n = len(ids)
+        if self._tail + n - self._head > self._capacity or self._tail + n > _FARTHEST:
+            self._compact()
+        self._write(self._tail, ids)
+        self._tail += n
+        self._count += n
+
+    def prepend(self, ids: Ids) -> None:
+        """``ids`` become the first to be taken, in this order."""
+        n = len(ids)
+        if self._tail + n - self._head > self._capacity or n - self._head >= _FARTHEST:
+            self._compact()
+        self._head -= n
+        self._write(self._head, ids)
+        self._count += n
+
+    def order(self) -> Int32:
+        """All free blocks in the order they would be taken. O(ring)."""
+        return self._valid(self._head, self._tail)[0]
+
+    def _valid(self, start: int, stop: int) -> tuple[Int32, NDArray[np.bool_]]:
+        """Ids of the valid entries in start .. stop-1, a new array, and which they are."""
+        first, last = start % self._capacity, stop - start + start % self._capacity
+        if last <= self._capacity:
+            window = self._ring[first:last]
+        else:
+            window = np.concatenate((self._ring[first:], self._ring[: last - self._capacity]))
+        valid = self._place[window.astype(np.int64)] == np.arange(start, stop)
+        return window[valid], valid
+
+    def _write(self, start: int, ids: Ids) -> None:
+        first = start % self._capacity
+        room = self._capacity - first
+        self._ring[first : first + len(ids)] = ids[:room]
+        if len(ids) > room:
+            self._ring[: len(ids) - room] = ids[room:]
+        self._place[ids] = np.arange(start, start + len(ids))
+
+    def _compact(self) -> None:
+        ids = self.order()
+        self._head, self._tail = 0, len(ids)
+        self._ring[: len(ids)] = ids
+        self._place[ids] = np.arange(len(ids))

@@ -1,0 +1,117 @@
+"""The prefix index of one group: block hash -> the block that holds those tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice, repeat
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache.blocks.partial import PartialKeys
+from hybridkv.errors import CacheError
+
+_NONE = np.empty(0, np.int32)
+_FIRST_CHUNK = 32
+_LARGEST_CHUNK = 512  # a hit costs at most so many look-ups in vain
+
+
+class PrefixIndex:
+    """Keys of one group. Two blocks may carry one key: a look-up gives the one that came first.
+
+    _first: key -> block. _others: key -> later blocks with the same key, oldest first; only keys that
+    stand in _first. partial: of tokens that end inside a block. additions: keys added so far, partial ones too.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[bytes, int] = {}
+        self._others: dict[bytes, list[int]] = {}
+        self.partial = PartialKeys()
+        self.additions = 0
+
+    def __len__(self) -> int:
+        """Distinct keys."""
+        return len(self._first)
+
+    def get(self, key: bytes) -> int | None:
+        """The block that got ``key`` first, None for an unknown key."""
+        return self._first.get(key)
+
+    def add(self, keys: Sequence[bytes], blocks: list[int]) -> None:
+        """``blocks[i]`` carries ``keys[i]`` from now on; as many of one as of the other. O(keys)."""
+        self.additions += len(keys)
+        shown = list(map(self._first.setdefault, keys, blocks))
+        if shown == blocks:
+            return
+        for key, block, earlier in zip(keys, blocks, shown, strict=True):
+            if earlier != block:
+                self._others.setdefault(key, []).append(block)
+
+    def remove(self, key: bytes, block: int) -> None:
+        """``block`` carries ``key`` no longer; the next one with the same key shows."""
+        first, others = self._first, self._others
+        if key not in others:
+            if first.pop(key, None) != block:
+                raise CacheError(f"block {block} is not indexed under {key.hex()}")
+            return
+        later = others[key]
+        if first[key] == block:
+            first[key] = later.pop(0)
+        else:
+            later.remove(block)
+        if not later:
+            del others[key]
+
+    def remove_many(self, keys: Sequence[bytes], blocks: list[int]) -> None:
+        """Remove each of ``blocks`` and its key. O(keys)."""
+        if self._others and not self._others.keys().isdisjoint(keys):
+            for key, block in zip(keys, blocks, strict=True):
+                self.remove(key, block)
+            return
+        shown = list(map(self._first.pop, keys, repeat(None)))
+        if shown != blocks:
+            block = next(block for block, found in zip(blocks, shown, strict=True) if block != found)
+            raise CacheError(f"block {block} is not indexed under its key")
+
+    def rename(self, key: bytes, source: int, target: int) -> None:
+        """What ``source`` carried ``target`` carries, in its place."""
+        if self._first.get(key) == source:
+            self._first[key] = target
+            return
+        later = self._others[key]
+        later[later.index(source)] = target
+
+    def leading_run(self, keys: Sequence[bytes], stop: int | None = None) -> NDArray[np.int32]:
+        """Blocks of the leading keys that are all known, at most ``stop``; int32[hits].
+
+        O(hits), whatever the rest is: keys are asked for in chunks, the first one alone.
+        """
+        get = self._first.get
+        left = len(keys) if stop is None else min(stop, len(keys))
+        if left <= 0 or get(keys[0]) is None:
+            return _NONE
+        coming, chunk = iter(keys), _FIRST_CHUNK
+        parts: list[NDArray[np.int32]] = []
+        while left:
+            chunk = min(chunk, left)
+            ids = np.fromiter(map(get, islice(coming, chunk), repeat(0)), np.int32, chunk)  # 0, the null block: no key
+            if not ids.all():
+                parts.append(ids[: int(ids.argmin())])
+                break
+            parts.append(ids)
+            left -= chunk
+            chunk = min(4 * chunk, _LARGEST_CHUNK)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def entries(self) -> Iterator[tuple[bytes, int]]:
+        """Every (key, block), a key's blocks in the order they would be found."""
+        for key, block in self._first.items():
+            yield key, block
+            for later in self._others.get(key, ()):
+                yield key, later
+
+    def clear(self) -> None:
+        """Forget every key."""
+        self._first.clear()
+        self._others.clear()
+        self.partial.clear()

@@ -1,0 +1,428 @@
+"""The pool: who holds each block, which blocks are free and in what order.
+
+    block   null | referenced (ref > 0) | free, cached (ref 0, has a key) | free, empty (ref 0, no key)
+
+What makes a block cached is the affair of BlockKeys. Where free blocks come from is the space's: a FreeOrder (one size
+of blocks: empty ones are taken before cached ones, cached ones least recently used first) or a SlabSpace (several
+sizes). All metadata are flat arrays indexed by block (docs/design/0001). With slabs the blocks of all
+classes are numbered in one row here:
+
+    class 0 [ 0 .. n0-1 ] class 1 [ n0 .. n0+n1-1 ] ...      ``local`` turns a number into the id within the class
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.arguments import flag, instance, instances, integer
+from hybridkv.cache.blocks.block_keys import WRITTEN, BlockKeys
+from hybridkv.cache.blocks.free_order import FreeOrder
+from hybridkv.cache.blocks.space import Space, Weight
+from hybridkv.cache.events import MAX_EVENT_BLOCKS, EventQueue, KVCacheEvent
+from hybridkv.errors import BlockError, CapacityError, ConfigError
+from hybridkv.units import MOST_COUNT, shown
+
+logger = logging.getLogger(__name__)
+
+Int32 = NDArray[np.int32]
+
+_NONE: Final[Int32] = np.empty(0, np.int32)
+
+NULL_BLOCK: Final = 0
+
+
+class BlockPool:
+    """``num_blocks`` blocks, 0 .. num_blocks - 1; block 0 is the null block, never handed out.
+
+    num_groups: how many prefix indexes there are. enable_events: collect what take_events returns,
+    of at most ``max_event_blocks`` blocks.
+    space: where free blocks come from, by default a FreeOrder of all but the null block. classes: the class of
+    each group, by default 0. bases: the first block of each class. silent: groups whose keys make no events.
+    on_move: called with moves, int64[m, 2] of (source, target), once the pool has followed them.
+    Attributes for reading: keys (what the blocks carry), indexes (theirs, one a group), num_reserved (blocks taken for
+    good), epoch (grows with every take, touch and free, and with ``advance_epoch``, so that a plan can tell whether
+    it is stale).
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_groups: int = 1,
+        *,
+        enable_events: bool = False,
+        max_event_blocks: int = MAX_EVENT_BLOCKS,
+        space: Space | None = None,
+        classes: Sequence[int] | None = None,
+        bases: Sequence[int] = (0,),
+        silent: Sequence[int] = (),
+    ) -> None:
+        if integer("num_blocks", num_blocks, most=MOST_COUNT) < 1:
+            raise ConfigError(f"a pool needs at least 1 block (the null block), got {num_blocks}")
+        integer("num_groups", num_groups, 1, MOST_COUNT)
+        flag("enable_events", enable_events)
+        self.num_blocks = num_blocks
+        self.num_reserved = 0
+        events = EventQueue(max_event_blocks) if enable_events else None
+        self.keys = BlockKeys(num_blocks, num_groups, events=events, silent=silent)
+        self.indexes = self.keys.indexes
+        self.epoch = 0
+        self.classes = tuple(classes) if classes is not None else (0,) * num_groups
+        self.bases = tuple(bases)
+        self._group_bases = np.array([self.bases[one] for one in self.classes], np.int32)
+        self.on_move: Callable[[NDArray[np.int64]], None] | None = None
+        self._free: Space = FreeOrder(num_blocks) if space is None else space
+        self._reserved = [0] * len(self.bases)
+        self._ref = np.zeros(num_blocks, np.int32)
+
+    # -- counts
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks that can be taken, cached ones among them."""
+        return len(self._free)
+
+    def get_usage(self) -> float:
+        """Share of what requests can hold that is held; 0 for a pool of the null block alone."""
+        return self._free.usage(self._reserved)
+
+    @property
+    def num_usable(self) -> int:
+        """Units that requests can hold, blocks or slabs: all but the null one and those reserved."""
+        return self._free.num_units - self._free.units(self._reserved)
+
+    def weigh(self, needs: Sequence[int], freed: Sequence[int]) -> Weight:
+        """needs: blocks to take, freed: blocks given back before, by group; in units. O(groups)."""
+        return self._free.weigh(self._by_class(needs), self._by_class(freed))
+
+    def takes_in_any_order(self, needs: Sequence[int], *, drops: bool) -> bool:
+        """Whether ``needs`` blocks, by group, are the same ones in whatever order groups and requests take them.
+
+        drops: blocks are given back in between.
+        """
+        return self._free.takes_in_any_order(self._by_class(needs), drops=drops)
+
+    def waits(self, needs: Sequence[int], freed: Sequence[int]) -> bool:
+        """Whether what fits by weight needs moves that are not to be had now."""
+        return self._free.waits(self._by_class(needs), self._by_class(freed))
+
+    def units(self, blocks: Sequence[int]) -> int:
+        """Units that ``blocks``, by group, need besides those reserved, in an empty pool."""
+        held = [more + kept for more, kept in zip(self._by_class(blocks), self._reserved, strict=True)]
+        return self._free.units(held) - self._free.units(self._reserved)
+
+    def _by_class(self, blocks: Sequence[int]) -> list[int]:
+        counts = [0] * len(self.bases)
+        for of, count in zip(self.classes, blocks, strict=True):
+            counts[of] += count
+        return counts
+
+    def class_of(self, block: int) -> int:
+        """The class of ``block``."""
+        return bisect_right(self.bases, block) - 1
+
+    def local(self, group: int, ids: Int32) -> Int32:
+        """``ids`` as a Step names them: within the class of ``group``, 0 for the null block."""
+        base = self.bases[self.classes[group]]
+        return self._behind(base, ids) if base else ids
+
+    def local_each(self, groups: NDArray[np.integer[Any]], ids: Int32) -> Int32:
+        """As ``local``, each of ``ids`` within the class of its own of ``groups``, which broadcasts."""
+        return self._behind(self._group_bases[groups], ids) if len(self.bases) > 1 else ids
+
+    @staticmethod
+    def _behind(base: int | Int32, ids: Int32) -> Int32:
+        """The null block lies before every base, all other blocks of a class behind its base."""
+        within: Int32 = np.maximum(ids - base, NULL_BLOCK)
+        return within
+
+    def ref_count(self, block: int) -> int:
+        """How many rows hold ``block``."""
+        return self._ref.item(block)
+
+    def ref_counts(self, ids: Int32) -> Int32:
+        """How many rows hold each of ``ids``, int32[len(ids)]."""
+        counts: Int32 = self._ref[ids]
+        return counts
+
+    def count_free(self, ids: Int32) -> int:
+        """How many of ``ids`` nobody holds."""
+        return len(ids) - int(np.count_nonzero(self._ref[ids])) if len(ids) else 0
+
+    def free_order(self) -> list[int]:
+        """Free blocks in the order they would be taken. O(num_blocks)."""
+        ids: list[int] = self._free.order().tolist()
+        return ids
+
+    # -- locks and moves
+
+    def advance_epoch(self) -> None:
+        """Something changed besides the pool that plans rest on: what rows hold, or have published."""
+        self.epoch += 1
+
+    def begin_step(self) -> None:
+        """What is moved from now on belongs to another step."""
+        self._free.begin_step()
+
+    def lock(self, ids: Int32) -> None:
+        """Each of ``ids``, held blocks, stays where it is until it is unlocked as often. BlockError for foreign ids."""
+        self.refuse_foreign(ids)
+        self._free.lock(ids)
+
+    def unlock(self, ids: Int32) -> None:
+        """Undo one lock of each of ``ids``. BlockError for one that is not locked."""
+        self.refuse_foreign(ids)
+        self._free.unlock(ids)
+
+    @property
+    def in_slabs(self) -> bool:
+        """Whether blocks lie in slabs, so that those of slabs that nobody owns do not exist."""
+        return not isinstance(self._free, FreeOrder)
+
+    @property
+    def space(self) -> Space:
+        """Where free blocks come from; for statistics and checks."""
+        return self._free
+
+    # -- take, touch, free
+
+    def reserve(self, n: int, group: int = 0) -> Int32:
+        """Take ``n`` blocks for good, int32[n]: neither usable nor used. CapacityError if n are not free."""
+        of = self.classes[group]
+        if n > self._free.obtainable(of):
+            raise CapacityError(
+                f"{n} blocks are needed for sinks, {self._free.obtainable(of)} of {self.num_blocks} are left: "
+                "plan more blocks"
+            )
+        ids = self.get_new_blocks(n, group) if n else np.empty(0, np.int32)
+        self._free.lock(ids)  # their layers know where they lie
+        self.num_reserved += n
+        self._reserved[of] += n
+        return ids
+
+    def get_new_blocks(self, n: int, group: int = 0) -> Int32:
+        """Take ``n`` blocks for ``group``, int32[n]; each loses its key. BlockError if n cannot be had."""
+        of = self.classes[integer("group", group, 0, len(self.classes) - 1)]
+        if not 0 <= integer("n", n) <= self._free.obtainable(of):
+            raise BlockError(f"{n} blocks asked for, {self._free.obtainable(of)} are free: plan before taking")
+        ids = self._free.take(n, of)
+        if len(ids) < n:
+            ids = np.concatenate((ids, self._take_with_room(n - len(ids), of)))
+        if n == 1:
+            if self.keys.group_of(ids.item(0)) >= 0:
+                self.keys.evict(ids)
+        else:
+            cached = ids[self.keys.are_on(ids)]
+            if cached.size:
+                self.keys.evict(cached)
+        self._ref[ids] = 1
+        self.epoch += 1
+        return ids
+
+    def _take_with_room(self, missing: int, of: int) -> Int32:
+        """``missing`` blocks of class ``of``, room being made for them; those evicted lose their keys together."""
+        taken, evicted = list[Int32](), list[Int32]()
+        while missing:
+            room = self._free.make_room(of, self._ref)
+            evicted.append(room.evicted)
+            if room.moves.size:
+                self._lose(evicted)  # before others come to lie where they were
+                evicted = []
+                self._relocate(room.moves.astype(np.int64))
+            taken.append(self._free.take(missing, of))
+            missing -= len(taken[-1])
+        self._lose(evicted)
+        return np.concatenate(taken)
+
+    def _lose(self, evicted: Sequence[Int32]) -> None:
+        """The blocks of all ``evicted`` can be hit no longer."""
+        ids = np.concatenate(evicted) if evicted else _NONE
+        if ids.size:
+            self.keys.evict(ids)
+
+    def _relocate(self, moves: NDArray[np.int64]) -> None:
+        """Blocks moved, int64[m, 2]: what is known of the sources is true of the targets from now on."""
+        sources, targets = moves[:, 0], moves[:, 1]
+        self.keys.follow(moves)
+        self._ref[targets] = self._ref[sources]
+        self._ref[sources] = 0
+        self.epoch += 1
+        if self.on_move is not None:
+            self.on_move(moves)
+
+    def touch(self, ids: Int32) -> None:
+        """One more holder of each of ``ids`` (distinct); free ones leave the free order. BlockError for foreign ids."""
+        self.refuse_foreign(ids)
+        free = ids[self._ref[ids] == 0]
+        if free.size:
+            self._free.remove(free)
+        self._ref[ids] += 1
+        self.epoch += 1
+
+    def free_blocks(self, ordered: Int32) -> None:
+        """One holder less of each of ``ordered`` (distinct).
+
+        Those without holder become free: without key to the front in the given order, with key to the back.
+        BlockError for a foreign id, the null block or a block that nobody holds; then nothing changes.
+        """
+        _require_ids(ordered)
+        if not ordered.size:
+            return
+        ids = ordered.astype(np.int64)
+        held = self._held(ids)
+        if np.maximum.reduce(held) > 1:
+            self._ref[ids] = held - 1
+            ids = ids[held == 1]
+        else:
+            self._ref[ids] = 0
+        cached = self.keys.are_on(ids)
+        if cached.all():
+            self._free.append(ids)
+        else:
+            self._free.prepend(ids[~cached])
+            self._free.append(ids[cached])
+        self.epoch += 1
+
+    def frees_to_back(self, ids: Int32) -> bool:
+        """Whether freeing ``ids`` puts each at the back of the free order: cached, distinct, held once."""
+        where = ids.astype(np.int64)
+        held_once = (self._ref[where] == 1).all() and self.keys.are_on(where).all()
+        return bool(held_once) and len(np.unique(where)) == len(where)
+
+    def free_many(self, parts: Sequence[Int32]) -> None:
+        """free_blocks of each of ``parts``, in this order; at once when no block has two holders.
+
+        BlockError as free_blocks, and nothing changes unless a block has two holders.
+        """
+        if not instances("parts", parts, np.ndarray):
+            return
+        if not {(part.dtype.kind, part.ndim) for part in parts} <= {("i", 1), ("u", 1)}:
+            for part in parts:
+                _require_ids(part)
+        ids = np.concatenate(parts).astype(np.int64)
+        if not ids.size:
+            return
+        if np.maximum.reduce(self._held(ids)) > 1:
+            for part in parts:
+                self.free_blocks(part)
+            return
+        self._ref[ids] = 0
+        cached = self.keys.are_on(ids)
+        part_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])[~cached]
+        self._free.prepend(ids[~cached][np.argsort(-part_of, kind="stable")])  # a later part goes before an earlier one
+        self._free.append(ids[cached])
+        self.epoch += 1
+
+    def _held(self, ids: NDArray[np.int64]) -> Int32:
+        """How many rows hold each of ``ids``; BlockError unless all are the pool's and held."""
+        self._refuse_foreign(ids)
+        held: Int32 = self._ref[ids]
+        if np.minimum.reduce(held) < 1:
+            raise BlockError(f"double free of block {int(ids[held < 1][0])}: nobody holds it")
+        return held
+
+    def refuse_foreign(self, ids: Int32) -> None:
+        """BlockError unless ``ids`` is an array of blocks of this pool, the null block not among them."""
+        _require_ids(ids)
+        if ids.size:
+            self._refuse_foreign(ids)
+
+    def _refuse_foreign(self, ids: Int32 | NDArray[np.int64]) -> None:
+        if np.minimum.reduce(ids) <= NULL_BLOCK or np.maximum.reduce(ids) >= self.num_blocks:
+            bad = ids[(ids <= NULL_BLOCK) | (ids >= self.num_blocks)]
+            raise BlockError(f"block {int(bad[0])} is none of this pool's 1 .. {self.num_blocks - 1}")
+
+    # -- keys, as far as they decide which free block goes first
+
+    @property
+    def evictions(self) -> int:
+        """Keys lost so far; see BlockKeys."""
+        return self.keys.evictions
+
+    def key_of(self, block: int) -> bytes | None:
+        """The key under which ``block`` can be hit, None when it cannot."""
+        return self.keys.key_of(block)
+
+    def get_cached_block(self, key: bytes, group: int = 0) -> int | None:
+        """The block of ``group`` that holds the tokens behind ``key``."""
+        index = self.indexes[integer("group", group, 0, len(self.indexes) - 1)]
+        return index.get(instance("key", key, bytes))
+
+    def publish(self, group: int, ids: Sequence[int] | Int32, keys: Sequence[bytes], step: int = WRITTEN) -> None:
+        """Blocks ``ids`` of ``group``, held ones, can be hit under ``keys`` from now on. CacheError as BlockKeys.
+
+        step: the step that writes them; WRITTEN when they are. O(ids).
+        """
+        self.keys.publish(group, ids, keys, step)
+
+    def publish_tail(self, group: int, block: int, parent: bytes, tokens: bytes, step: int = WRITTEN) -> bool:
+        """``block`` of ``group`` begins with ``tokens`` (bytes of int32) behind ``parent``, and can be hit there.
+
+        False, and nothing done, when some block is known for these very tokens. A parent has few tails: the
+        oldest goes.
+        """
+        if self.keys.knows_tail(group, parent, tokens):
+            return False
+        keyless = self.keys.publish_tail(group, block, parent, tokens, step)
+        if keyless is not None:
+            self._move_to_front(np.array([keyless], np.int32))
+        return True
+
+    def evict_blocks(self, ids: Int32) -> None:
+        """Blocks of ``ids`` that have a key lose it, and so can be hit no longer; who holds them keeps them.
+
+        A free one is then as one without key.
+        """
+        self.refuse_foreign(ids)
+        if not ids.size:
+            return
+        cached = ids[self.keys.are_on(ids)]
+        if cached.size:
+            self.keys.evict(cached)
+            self._move_to_front(cached)
+
+    def _move_to_front(self, ids: Int32) -> None:
+        """``ids`` have lost their keys: those that are free are the next to be taken."""
+        free = ids[self._ref[ids] == 0]
+        if free.size:
+            self._free.remove(free)
+            self._free.prepend(free)
+        self.epoch += 1
+
+    def unpublish_unwritten(self, ids: Int32, first_step: int) -> None:
+        """Blocks that steps from ``first_step`` on should have written lose their keys."""
+        self.evict_blocks(self.keys.unwritten(np.unique(ids), first_step))
+
+    def supersede(self, blocks: Sequence[int]) -> bool:
+        """A later checkpoint is kept: those of ``blocks`` flagged are evicted first. False while one is held."""
+        if any(self._ref.item(block) for block in blocks):
+            return False
+        gone = self.keys.take_supersedable(blocks)
+        if gone.size:
+            self._free.age_first(gone)
+        return True
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all keys, if no block is in use; the free order stays. Returns whether it was done. O(num_blocks)."""
+        in_use = int(np.count_nonzero(self._ref)) - self.num_reserved
+        if in_use:
+            logger.warning("prefix cache not reset: %d blocks are in use", in_use)
+            return False
+        self._free.forget_all()
+        self.keys.clear()
+        self.epoch += 1
+        return True
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Events since the last call, oldest first; empty when they are off."""
+        return self.keys.take_events()
+
+
+def _require_ids(ids: object) -> None:
+    """BlockError unless it is an array that may be of block ids."""
+    if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or ids.ndim != 1:
+        raise BlockError(f"blocks must be an integer array of ids, got {shown(ids)}")

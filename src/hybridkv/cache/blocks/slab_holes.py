@@ -1,0 +1,341 @@
+"""Whose each slab is, and which of its blocks are holes: what a block that is asked for is taken from.
+
+    slab    null (0) | free, on the stack | owned by a class; pinned when at least one of its blocks is referenced
+    block   of an owned slab: hole (free, no key) | live (referenced or cached); of any other slab: nothing
+
+    take    a hole of the slab taken from last, if that is pinned; of a pinned slab, fullest bucket first; a free slab;
+            a hole of an unpinned slab, fullest bucket first (docs/design/0010)
+
+Blocks of all classes are numbered in one row, as handles: block i of slab s of class c is ``bases[c] + s * ks[c] + i``.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache.blocks.free_order import Ids
+from hybridkv.cache.blocks.slab_candidates import NO_SLAB, SlabCandidates
+from hybridkv.errors import BlockError, ConfigError
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Slabs = list[int] | NDArray[np.int64]  # a list where they are few
+Bool = NDArray[np.bool_]
+
+FREE: Final = -1
+"""Owner of a slab that no class owns."""
+_FEW: Final = 32
+"""Up to as many blocks are dealt with in plain Python: arrays have a fixed cost."""
+_MOST: Final = np.iinfo(np.int32).max
+
+
+class Part(NamedTuple):
+    """Blocks of one class ``of``: handles ``ids`` and the slab of each, as a list where they are few."""
+
+    of: int
+    ids: Ids
+    slabs: Slabs
+
+
+def counters(n: int) -> tuple[array[int], Int32]:
+    """``n`` counts of 0: quick to read and write singly, and the same memory as an array."""
+    single = array("i", [0]) * n
+    return single, np.frombuffer(single, np.int32)
+
+
+class SlabHoles:
+    """``num_slabs`` slabs (0 is the null slab), which class c cuts into ``ks[c]`` blocks. At first all are free.
+
+    For reading: num_blocks, bases, num_free (slabs on the stack), is_hole of each handle; per class referenced and
+    holes (blocks), slabs (owned) and candidates; per slab owner (FREE for none), num_holes and num_held (referenced
+    blocks), with owners, all_holes and all_held on the same memory.
+    """
+
+    def __init__(self, num_slabs: int, ks: Sequence[int]) -> None:
+        self.ks = tuple(ks)
+        *bases, self.num_blocks = accumulate((num_slabs * k for k in ks), initial=0)
+        if self.num_blocks > _MOST:
+            raise ConfigError(
+                f"{num_slabs} slabs make {self.num_blocks} block ids, at most {_MOST} can be told apart: "
+                "plan larger slabs or less memory"
+            )
+        self.bases = tuple(bases)
+        self.referenced, self.holes, self.slabs = [0] * len(ks), [0] * len(ks), [0] * len(ks)
+        self._hole_bytes = bytearray(self.num_blocks)
+        self.is_hole: Bool = np.frombuffer(self._hole_bytes, np.bool_)  # the same memory
+        self.owner, self.owners = counters(num_slabs)
+        self.owners.fill(FREE)
+        self.num_holes, self.all_holes = counters(num_slabs)
+        self.num_held, self.all_held = counters(num_slabs)
+        self.candidates = tuple(SlabCandidates(num_slabs, k) for k in ks)
+        self._current = [NO_SLAB] * len(ks)  # the slab that each class took from last
+        self._stack = np.arange(num_slabs - 1, 0, -1, dtype=np.int64)  # free slabs up to num_free - 1, the top
+        self.num_free = num_slabs - 1
+
+    # -- where blocks lie
+
+    def class_of(self, block: int) -> int:
+        """The class whose handle ``block`` is. O(log classes)."""
+        return bisect_right(self.bases, block) - 1
+
+    def slab_of(self, block: int) -> int:
+        """The slab that ``block`` lies in. O(log classes)."""
+        of = self.class_of(block)
+        return (block - self.bases[of]) // self.ks[of]
+
+    def blocks_of(self, slab: int, of: int) -> slice:
+        """Handles of the blocks of ``slab`` of class ``of``."""
+        first = self.bases[of] + slab * self.ks[of]
+        return slice(first, first + self.ks[of])
+
+    def part(self, of: int, ids: Ids) -> Part:
+        """Blocks ``ids`` of class ``of`` and their slabs. O(ids)."""
+        base, k = self.bases[of], self.ks[of]
+        if len(ids) <= _FEW:
+            return Part(of, ids, [(block - base) // k for block in ids.tolist()])
+        where = np.asarray(ids, np.int64)
+        return Part(of, where, (where - base) // k)
+
+    def parts(self, ids: Ids) -> list[Part]:
+        """``ids`` by class, in the order given. BlockError for one that is no handle. O(ids)."""
+        if not len(ids):
+            return []
+        few = len(ids) <= _FEW
+        low = min(ids.tolist()) if few else int(np.minimum.reduce(ids))
+        high = max(ids.tolist()) if few else int(np.maximum.reduce(ids))
+        if low < 0 or high >= self.num_blocks:
+            raise BlockError(f"block {low if low < 0 else high} is none of the {self.num_blocks} of all slabs")
+        first, last = self.class_of(low), self.class_of(high)
+        if first == last:
+            return [self.part(first, ids)]
+        of_each = np.searchsorted(self.bases, ids, "right") - 1
+        return [self.part(of, ids[of_each == of]) for of in range(first, last + 1) if (of_each == of).any()]
+
+    def find_unowned(self, part: Part) -> int | None:
+        """A block of ``part`` that is a hole or lies in a slab that its class does not own. O(part)."""
+        if isinstance(part.slabs, list):
+            for block, slab in zip(part.ids.tolist(), part.slabs, strict=True):
+                if self._hole_bytes[block] or self.owner[slab] != part.of:
+                    return int(block)
+            return None
+        wrong = self.is_hole[part.ids] | (self.owners[part.slabs] != part.of)
+        return int(part.ids[wrong][0]) if wrong.any() else None
+
+    def free_slabs(self) -> Int64:
+        """Free slabs, the next to be taken last. O(slabs)."""
+        return self._stack[: self.num_free].copy()
+
+    # -- take
+
+    def take(self, n: int, of: int) -> Int32:
+        """``n`` blocks of class ``of``, or all that there are without making room; they are referenced now.
+
+        The same blocks however they are asked for: take(3) is take(1) three times. O(n + slabs touched).
+        """
+        parts: list[Int32] = []
+        while n > 0:
+            ids = self._take_some(n, of)
+            if not ids.size:
+                break
+            parts.append(ids)
+            n -= ids.size
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+    def takes_in_any_order(self, needs: Sequence[int]) -> bool:
+        """Whether ``needs`` blocks, by class, are the same ones in whatever order classes take them.
+
+        They are where all but one class take from their current slabs, and that one needs but free slabs besides.
+        """
+        slabs = []
+        for of, need in enumerate(needs):
+            current = self._current[of]
+            there = self.num_holes[current] if self.owner[current] == of and self.num_held[current] else 0
+            if need > there:
+                slabs.append(-(-(need - there) // self.ks[of]))
+        return len(slabs) < 2 and sum(slabs) <= self.num_free
+
+    def _take_some(self, n: int, of: int) -> Int32:
+        """At most ``n`` blocks of the slab that is next, or of several free ones; none when there are none."""
+        slab = NO_SLAB
+        if self.holes[of]:
+            slab = self._current[of]
+            if not (self.num_holes[slab] and self.num_held[slab]):
+                slab = self.candidates[of].fullest_pinned()
+        if slab == NO_SLAB:
+            if self.num_free:
+                return self._take_slabs(n, of) if n >= 2 * self.ks[of] else self._open_slab(min(n, self.ks[of]), of)
+            slab = self.candidates[of].fullest_unpinned()
+            if slab == NO_SLAB:
+                return np.empty(0, np.int32)
+        self._current[of] = slab
+        ids = self._fill(slab, n, of)
+        self._refile(slab, ids.size, of)
+        self.referenced[of] += ids.size
+        return ids
+
+    def _fill(self, slab: int, n: int, of: int) -> Int32:
+        """At most ``n`` holes of ``slab``, lowest first, are none any more."""
+        rows = self.blocks_of(slab, of)
+        if n == 1:
+            block = self._hole_bytes.find(1, rows.start, rows.stop)
+            self._hole_bytes[block] = 0
+            ids = np.array([block], np.int32)
+        else:
+            ids = (np.flatnonzero(self.is_hole[rows])[:n] + rows.start).astype(np.int32)
+            self.is_hole[ids] = False
+        self.num_holes[slab] -= ids.size
+        self.holes[of] -= ids.size
+        return ids
+
+    def _refile(self, slab: int, held: int, of: int) -> None:
+        """``held`` more blocks of ``slab`` are referenced; it goes where it belongs now."""
+        self.num_held[slab] += held
+        self.candidates[of].put(slab, self.num_holes[slab], self.num_held[slab])
+
+    def _open_slab(self, n: int, of: int) -> Int32:
+        """The first ``n`` blocks of a free slab; if there are more, the others become holes."""
+        self.num_free -= 1
+        slab, holes = self._stack.item(self.num_free), self.ks[of] - n
+        rows = self.blocks_of(slab, of)
+        self.is_hole[rows.start + n : rows.stop] = True
+        self.owner[slab], self.num_holes[slab] = of, holes
+        self.slabs[of] += 1
+        self.holes[of] += holes
+        self.referenced[of] += n
+        self._refile(slab, n, of)
+        self._current[of] = slab
+        return np.arange(rows.start, rows.start + n, dtype=np.int32)
+
+    def _take_slabs(self, n: int, of: int) -> Int32:
+        """All blocks of as many free slabs as ``n`` blocks fill, or as there are."""
+        k = self.ks[of]
+        count = min(n // k, self.num_free)
+        self.num_free -= count
+        slabs = self._stack[self.num_free : self.num_free + count][::-1]
+        self.owners[slabs] = of
+        self.all_held[slabs] = k
+        self.slabs[of] += count
+        self.referenced[of] += count * k
+        self._current[of] = slabs.item(-1)
+        return self._all_blocks(slabs, of).astype(np.int32)
+
+    def _all_blocks(self, slabs: Int64, of: int) -> Int64:
+        blocks: Int64 = ((slabs * self.ks[of] + self.bases[of])[:, None] + np.arange(self.ks[of])).ravel()
+        return blocks
+
+    # -- give back
+
+    def hold(self, part: Part, more: int) -> None:
+        """Each block of ``part``, cached, is referenced (``more`` 1), or the other way round (-1). O(part)."""
+        self.referenced[part.of] += more * len(part.ids)
+        self._count(part, held=more)
+
+    def make_holes(self, part: Part, *, held: bool) -> Slabs:
+        """Blocks of ``part``, referenced or else cached, become holes. O(part).
+
+        The slabs that are whole now, in the order in which they became so; they are nobody's, and not on the stack yet.
+        """
+        of, k = part.of, self.ks[part.of]
+        self.is_hole[part.ids] = True
+        self.holes[of] += len(part.ids)
+        if held:
+            self.referenced[of] -= len(part.ids)
+        touched = self._count(part, held=-1 if held else 0, holes=1)
+        whole: Slabs
+        if isinstance(touched, list):
+            whole = [slab for slab in touched if self.num_holes[slab] == k]
+        else:
+            whole = touched[self.all_holes[touched] == k]
+        if k > 1 and len(whole) > 1:  # the last block of each decides, and it is the last to name its slab
+            whole = list(dict.fromkeys(whole[::-1] if isinstance(whole, list) else whole[::-1].tolist()))[::-1]
+        if len(whole):
+            self._disown(whole, of)
+        return whole
+
+    def _count(self, part: Part, held: int = 0, holes: int = 0) -> Slabs:
+        """Each block of ``part`` adds ``held`` and ``holes`` to its slab. The slabs, some perhaps more than once."""
+        candidates, slabs = self.candidates[part.of], part.slabs
+        if isinstance(slabs, list):
+            for slab in slabs:
+                self.num_held[slab] += held
+                self.num_holes[slab] += holes
+                candidates.put(slab, self.num_holes[slab], self.num_held[slab])
+            return slabs
+        last = np.empty(len(slabs), np.bool_)  # neighbours in a row mostly share a slab: count runs
+        last[-1] = True
+        np.not_equal(slabs[1:], slabs[:-1], out=last[:-1])
+        ends = np.flatnonzero(last)
+        slabs, runs = slabs[ends], np.diff(ends, prepend=-1).astype(np.int32)
+        if held:
+            np.add.at(self.all_held, slabs, held * runs)
+        if holes:
+            np.add.at(self.all_holes, slabs, runs)
+        if self.ks[part.of] > 1:
+            candidates.put_many(slabs, self.all_holes[slabs], self.all_held[slabs])
+        return slabs
+
+    def _disown(self, slabs: Slabs, of: int) -> None:
+        """``slabs`` of class ``of``, all holes, are nobody's."""
+        if isinstance(slabs, list):
+            for slab in slabs:
+                self.is_hole[self.blocks_of(slab, of)] = False
+                self.owner[slab], self.num_holes[slab] = FREE, 0
+        else:
+            self.is_hole[self._all_blocks(slabs, of)] = False
+            self.owners[slabs] = FREE
+            self.all_holes[slabs] = 0
+        self.slabs[of] -= len(slabs)
+        self.holes[of] -= len(slabs) * self.ks[of]
+        if self.owner[self._current[of]] != of:
+            self._current[of] = NO_SLAB
+
+    def push(self, slabs: Slabs) -> None:
+        """``slabs``, nobody's, are free, to be taken before those that are, the first of them first. O(slabs)."""
+        self._stack[self.num_free : self.num_free + len(slabs)] = slabs[::-1]
+        self.num_free += len(slabs)
+
+    def push_below(self, slabs: Sequence[int]) -> None:
+        """``slabs``, nobody's, are free, to be taken after those that are, the first of them first. O(free slabs)."""
+        self._stack[len(slabs) : len(slabs) + self.num_free] = self.free_slabs()
+        self._stack[: len(slabs)] = slabs[::-1]
+        self.num_free += len(slabs)
+
+    # -- move
+
+    def empty(self, victim: int, of: int, sources: Int32, held: Bool) -> Int32:
+        """The live blocks ``sources`` of ``victim`` move into other holes of class ``of``; the hole for each, int32[n].
+
+        held: which of them are referenced. The slab is free then, the next to be taken. O(k).
+        """
+        self.candidates[of].drop(victim)
+        targets = self._find_targets(held, of)
+        self.num_held[victim] = 0
+        self.holes[of] += len(sources)  # which the victim has in place of the targets
+        self._disown([victim], of)
+        self.push([victim])
+        return targets
+
+    def _find_targets(self, held: Bool, of: int) -> Int32:
+        """A hole for each block: of the fullest pinned slab, else of the fullest unpinned one.
+
+        Slab by slab, which is what block by block comes to: a slab that is chosen gets fuller, and remains the choice.
+        """
+        candidates = self.candidates[of]
+        targets: list[Int32] = []
+        done = 0
+        while done < len(held):
+            slab = candidates.fullest_pinned() or candidates.fullest_unpinned()
+            ids = self._fill(slab, len(held) - done, of)
+            self._refile(slab, int(np.count_nonzero(held[done : done + ids.size])), of)
+            targets.append(ids)
+            done += ids.size
+        return np.concatenate(targets)

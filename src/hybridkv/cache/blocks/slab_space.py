@@ -1,0 +1,396 @@
+"""The space of a pool with slabs: what is free, what goes first, and which class gives a slab to which.
+
+    block of an owned slab   referenced | cached (free, has a key, stands in its class's LRU) | hole (free, no key)
+
+    take a block    slab_holes; when nothing is left make room and ask again
+    make room       the other class with the oldest cached block gives a slab if that is older than 1.1 times the own
+                    oldest one, or there is no own one; else the own oldest one is evicted
+    give a slab     evict the oldest until a slab is whole or there are holes for one; then the emptiest slab's live
+                    blocks, referenced ones too, move into other holes: at most k - 1 moves for k blocks
+
+Rule and measurements: docs/design/0010. What fits can be taken: after each make_room take gives at least one
+block more. With one class and k = 1 the ids are those of FreeOrder. Keys, rows and holders are the pool's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache.blocks.free_order import NOWHERE, FreeOrder, Ids
+from hybridkv.cache.blocks.slab_audit import check_slabs
+from hybridkv.cache.blocks.slab_candidates import NO_SLAB
+from hybridkv.cache.blocks.slab_holes import FREE, Part, SlabHoles, counters
+from hybridkv.cache.blocks.space import Room, Weight
+from hybridkv.errors import BlockError, CacheError
+from hybridkv.planner.slabs import SlabLayout
+
+Int32 = NDArray[np.int32]
+
+AGELESS: Final = -(2**60)
+"""Stamp of a block that is older than any other."""
+
+
+def _room(evicted: list[int], moves: Int32 | None = None) -> Room:
+    return Room(np.array(evicted, np.int32), np.empty((0, 2), np.int32) if moves is None else moves)
+
+
+class SlabSpace:
+    """The slabs of ``layout``. At first all are free, slab 1 to be taken first.
+
+    max_moved_bytes: once so much, at least 1, was moved since ``begin_step``, what needs more moves waits; None: no
+    bound.
+
+    For reading: num_blocks (what arrays over handles need), num_slabs (usable: without the null slab), ks and bases of
+    the classes, class_of_group; per class referenced and holes (blocks), slabs (owned), moved_blocks and transfers
+    (slabs given to other classes), both so far; now (releases so far).
+    """
+
+    def __init__(self, layout: SlabLayout, max_moved_bytes: int | None = None) -> None:
+        total = layout.num_slabs
+        self._block_bytes = [one.block_bytes for one in layout.classes]
+        self._max_moved_bytes, self._moved_bytes = max_moved_bytes, 0
+        self.ks = tuple(one.blocks_per_slab for one in layout.classes)
+        self.num_slabs = total - 1
+        self.class_of_group = tuple(
+            next(of for of, one in enumerate(layout.classes) if group in one.groups)
+            for group in range(len(layout.kernel_blocks))
+        )
+        self._holes = SlabHoles(total, self.ks)
+        self.num_blocks, self.bases = self._holes.num_blocks, self._holes.bases
+        self.referenced, self.holes, self.slabs = self._holes.referenced, self._holes.holes, self._holes.slabs
+        self.moved_blocks, self.transfers = [0] * len(self.ks), [0] * len(self.ks)
+        self.now = 0
+        self._place = np.full(self.num_blocks, NOWHERE, np.int32)  # of a cached block in its class's LRU
+        self._lru = [FreeOrder(total * k, self._place) for k in self.ks]
+        self._stamp = np.zeros(self.num_blocks, np.int64)
+        self._locks = np.zeros(self.num_blocks, np.int32)
+        self._slab_locks, self._all_slab_locks = counters(total)
+        self._locked_slabs = [0] * len(self.ks)
+
+    # -- counts
+
+    def __len__(self) -> int:
+        """Blocks of owned slabs that are not referenced."""
+        return sum(self.holes) + sum(self.cached)
+
+    @property
+    def cached(self) -> list[int]:
+        """Cached blocks of each class. O(classes)."""
+        return [len(lru) for lru in self._lru]
+
+    @property
+    def num_units(self) -> int:
+        """Usable slabs."""
+        return self.num_slabs
+
+    def usage(self, reserved: Sequence[int]) -> float:
+        """Slabs that referenced blocks would fill / usable ones, those ``reserved`` left out of both; 0 without any."""
+        usable = self.num_slabs - self.units(reserved)
+        filled = sum((held - kept) / k for held, kept, k in zip(self.referenced, reserved, self.ks, strict=True))
+        return filled / usable if usable else 0.0
+
+    def order(self) -> Int32:
+        """Blocks of owned slabs that nobody holds: holes, then those cached, class by class. O(blocks)."""
+        parts: list[Ids] = []
+        for of, k in enumerate(self.ks):
+            first = self.bases[of]
+            holes = np.flatnonzero(self._holes.is_hole[first : first + (self.num_slabs + 1) * k]) + first
+            parts += [holes, self.lru(of)]
+        return np.concatenate(parts).astype(np.int32)
+
+    def is_cached(self, block: int) -> bool:
+        """Whether ``block`` waits to be evicted."""
+        return self._place.item(block) != NOWHERE
+
+    def lru(self, of: int) -> Int32:
+        """Cached blocks of class ``of``, the next to be evicted first. O(blocks of the class)."""
+        ids: Int32 = self._lru[of].order()
+        return ids
+
+    def free_slabs(self) -> list[int]:
+        """Free slabs, the next to be taken last. O(slabs)."""
+        slabs: list[int] = self._holes.free_slabs().tolist()
+        return slabs
+
+    def owner(self, slab: int) -> int:
+        """The class that owns ``slab``, -1 for a free one and for the null slab."""
+        return self._holes.owner[slab]
+
+    def holes_of(self, slab: int) -> Int32:
+        """Holes of ``slab``, ascending; none of a free one. O(k)."""
+        of = self.owner(slab)
+        if of == FREE:
+            return np.empty(0, np.int32)
+        rows = self._holes.blocks_of(slab, of)
+        ids: Int32 = (np.flatnonzero(self._holes.is_hole[rows]) + rows.start).astype(np.int32)
+        return ids
+
+    def check(self, ref: Int32) -> Iterator[str]:
+        """A line for each invariant that does not hold. ref: holders of each handle. O(handles)."""
+        return check_slabs(self, ref)
+
+    # -- will it do (docs/design/0010)
+
+    def needed_slabs(self, more: Sequence[int], more_reserved: int = 0) -> int:
+        """Slabs for what is referenced and ``more[c]`` blocks of each class c, + ``more_reserved``. O(classes)."""
+        return sum(self._wants(more)) + more_reserved
+
+    def fits(self, more: Sequence[int]) -> bool:
+        """Whether ``more[c]`` blocks of each class c can be taken, with make_room whenever take falls short.
+
+        Exact: without locks it says needed_slabs(more) <= num_slabs; a class that has slabs beyond its want can give
+        them, but none with a locked block. Whatever fits without moves fits. O(classes).
+        """
+        missing, found = 0, self._holes.num_free
+        for of, want in enumerate(self._wants(more)):
+            if want > self.slabs[of]:
+                missing += want - self.slabs[of]
+            else:
+                found += min(self.slabs[of] - want, self._unlocked_slabs(of))
+        return missing <= found
+
+    def fits_without_moves(self, more: Sequence[int]) -> bool:
+        """Whether holes, free slabs and each class's own cached blocks suffice for ``more[c]`` of each. O(classes)."""
+        wants = zip(self._wants(more), self.slabs, strict=True)
+        return sum(max(0, want - slabs) for want, slabs in wants) <= self._holes.num_free
+
+    def weigh(self, needs: Sequence[int], freed: Sequence[int]) -> Weight:
+        """Slabs that all referenced blocks fill then, against all slabs: exact, as live blocks can be packed."""
+        return Weight(self.needed_slabs(_less(needs, freed)), self.num_slabs)
+
+    def waits(self, needs: Sequence[int], freed: Sequence[int]) -> bool:
+        """Whether what fits by weight needs moves that locked blocks, or the bound of this step, forbid."""
+        more = _less(needs, freed)
+        return not self.fits(more) or (self._is_spent and not self.fits_without_moves(more))
+
+    def units(self, blocks: Sequence[int]) -> int:
+        """Slabs that ``blocks``, by class, fill in an empty pool."""
+        return sum(-(-count // k) for count, k in zip(blocks, self.ks, strict=True))
+
+    def obtainable(self, of: int) -> int:
+        """Blocks of class ``of`` that can be taken when all that is cached goes and what is referenced is packed."""
+        others = sum(
+            -(-held // k) for one, (held, k) in enumerate(zip(self.referenced, self.ks, strict=True)) if one != of
+        )
+        return (self.num_slabs - others) * self.ks[of] - self.referenced[of]
+
+    def takes_in_any_order(self, needs: Sequence[int], *, drops: bool) -> bool:
+        """Where all classes but one take from their current slabs, and that one needs but free slabs besides."""
+        return not drops and self._holes.takes_in_any_order(needs)
+
+    @property
+    def _is_spent(self) -> bool:
+        return self._max_moved_bytes is not None and self._moved_bytes >= self._max_moved_bytes
+
+    def _wants(self, more: Sequence[int]) -> list[int]:
+        return [-(-(held + n) // k) for held, n, k in zip(self.referenced, more, self.ks, strict=True)]
+
+    def _unlocked_slabs(self, of: int) -> int:
+        return self.slabs[of] - self._locked_slabs[of]
+
+    # -- take, hold, release
+
+    def take(self, n: int, of: int) -> Int32:
+        """``n`` blocks of class ``of``, or fewer when room has to be made first; they are referenced now.
+
+        The same blocks however they are asked for: take(3) is take(1) three times. O(n + slabs touched).
+        """
+        return self._holes.take(n, of)
+
+    def remove(self, ids: Ids) -> None:
+        """Cached blocks ``ids`` (distinct, of any classes) are referenced again. O(ids)."""
+        for part in self._cached_parts(ids):
+            self._lru[part.of].remove(part.ids)
+            self._holes.hold(part, 1)
+
+    def append(self, ids: Ids) -> None:
+        """Referenced blocks ``ids`` (distinct, of any classes), which have keys, are cached: each the youngest so far.
+
+        Each is a release: ``now`` grows by 1 and is the block's stamp, so that the youngest is of age 0. O(ids)
+        amortised.
+        """
+        parts = self._referenced_parts(ids)
+        self._refuse_locked(ids)
+        if len(ids) == 1:
+            self._stamp[ids.item(0)] = self.now + 1
+        else:
+            self._stamp[ids] = np.arange(self.now + 1, self.now + 1 + len(ids))
+        self.now += len(ids)
+        for part in parts:
+            self._lru[part.of].append(part.ids)
+            self._holes.hold(part, -1)
+
+    def prepend(self, ids: Ids) -> None:
+        """Referenced blocks ``ids`` (distinct, of any classes), which have no keys, become holes.
+
+        Slabs that are whole then are free: of them the one whose last block stands first in ``ids`` is taken first.
+        O(ids).
+        """
+        parts = self._referenced_parts(ids)
+        self._refuse_locked(ids)
+        whole = [self._holes.make_holes(part, held=True) for part in parts]
+        if len(whole) == 1:
+            self._holes.push(whole[0])
+        elif whole:
+            last = {self._holes.slab_of(block): i for i, block in enumerate(ids.tolist())}
+            self._holes.push(sorted((slab for slabs in whole for slab in slabs), key=last.__getitem__))
+
+    def age_first(self, ids: Ids) -> None:
+        """Cached blocks ``ids`` are the next of their classes to be evicted, in this order, and ageless. O(ids)."""
+        for part in self._cached_parts(ids):
+            self._lru[part.of].remove(part.ids)
+            self._lru[part.of].prepend(part.ids)
+            self._stamp[part.ids] = AGELESS
+
+    def forget_all(self) -> None:
+        """All cached blocks become holes, class by class and oldest first.
+
+        Slabs that are whole then are taken after those that are free already, in the order in which they became so.
+        O(handles).
+        """
+        whole: list[int] = []
+        for of, lru in enumerate(self._lru):
+            ids = lru.order()
+            lru.remove(ids)
+            whole.extend(self._holes.make_holes(self._holes.part(of, ids), held=False))
+        self._holes.push_below(whole)
+
+    def _cached_parts(self, ids: Ids) -> list[Part]:
+        """``ids`` by class. BlockError, before anything changes, unless all are cached. O(ids)."""
+        parts = self._holes.parts(ids)
+        for part in parts:
+            if (block := self._find(part, cached=False)) is not None:
+                raise BlockError(f"block {block} is not cached: nobody could have hit it")
+        return parts
+
+    def _referenced_parts(self, ids: Ids) -> list[Part]:
+        """``ids`` by class. BlockError, before anything changes, unless all are referenced. O(ids)."""
+        parts = self._holes.parts(ids)
+        for part in parts:
+            if (block := self._find(part, cached=True)) is not None:
+                raise BlockError(f"block {block} is cached: nobody holds it")
+            if (block := self._holes.find_unowned(part)) is not None:
+                raise BlockError(f"block {block} is free: nobody holds it")
+        return parts
+
+    def _find(self, part: Part, *, cached: bool) -> int | None:
+        """A block of ``part`` that is cached, or else one that is not. O(part)."""
+        if isinstance(part.slabs, list):
+            place = self._place.item
+            return next((int(block) for block in part.ids.tolist() if (place(block) != NOWHERE) == cached), None)
+        found = (self._place[part.ids] != NOWHERE) == cached
+        return int(part.ids[found][0]) if found.any() else None
+
+    # -- locks
+
+    def lock(self, ids: Ids) -> None:
+        """Referenced blocks ``ids`` (distinct) stay where they are, and referenced, until unlocked as often. O(ids)."""
+        for of, where, slabs in self._referenced_parts(ids):
+            touched = np.unique(slabs)
+            self._locked_slabs[of] += int(np.count_nonzero(self._all_slab_locks[touched] == 0))
+            np.add.at(self._all_slab_locks, slabs, 1)
+            self._locks[where] += 1
+
+    def unlock(self, ids: Ids) -> None:
+        """One lock less on each of ``ids`` (distinct). BlockError for one that is not locked. O(ids)."""
+        if not self._locks[ids].all():
+            raise BlockError(f"block {int(ids[self._locks[ids] == 0][0])} is not locked: unlock what was locked")
+        for of, where, slabs in self._referenced_parts(ids):
+            self._locks[where] -= 1
+            np.add.at(self._all_slab_locks, slabs, -1)
+            touched = np.unique(slabs)
+            self._locked_slabs[of] -= int(np.count_nonzero(self._all_slab_locks[touched] == 0))
+
+    def _refuse_locked(self, ids: Ids) -> None:
+        """BlockError if one of ``ids`` is locked: free it could be taken, and overwritten under the transfer."""
+        if any(self._locked_slabs) and self._locks[ids].any():
+            raise BlockError(
+                f"block {int(ids[self._locks[ids] > 0][0])} is locked: unlock it before its last holder goes"
+            )
+
+    # -- room
+
+    def begin_step(self) -> None:
+        """What is moved from now on belongs to another step."""
+        self._moved_bytes = 0
+
+    def make_room(self, of: int, ref: Int32) -> Room:
+        """Evict, or evict and move, until class ``of`` can take a block: to be called when take fell short.
+
+        ref: holders of each handle, to tell what is referenced; the caller moves its entries with the blocks.
+        CacheError when nobody has anything to give, which ``fits`` foretells. O(classes + k), O(1) a block amortised.
+        """
+        giver, own = self._oldest_giver(of), self._oldest_stamp(of)
+        if giver is not None and (own is None or self._much_older(giver, own)):
+            return self._reclaim(giver, ref)
+        if own is not None:
+            return _room([self._evict(of)])
+        giver = max(self._givers(of), key=lambda one: (self.holes[one] // self.ks[one], -one), default=None)
+        if giver is None:
+            raise CacheError(f"no class has a slab for class {of}: ask fits() and plan before taking")
+        return self._reclaim(giver, ref)
+
+    def _givers(self, of: int) -> Iterator[int]:
+        """Other classes that have a slab's worth of blocks that nobody holds, and a slab without locked blocks."""
+        for one, k in enumerate(self.ks):
+            if one != of and self.holes[one] + len(self._lru[one]) >= k and self._unlocked_slabs(one):
+                yield one
+
+    def _oldest_giver(self, of: int) -> int | None:
+        stamps = [(stamp, one) for one in self._givers(of) if (stamp := self._oldest_stamp(one)) is not None]
+        return min(stamps)[1] if stamps else None
+
+    def _oldest_stamp(self, of: int) -> int | None:
+        lru = self._lru[of]
+        return self._stamp.item(lru.first()) if len(lru) else None
+
+    def _much_older(self, giver: int, own: int) -> bool:
+        """Whether the oldest cached block of ``giver`` is more than 1.1 times as old as one of stamp ``own``."""
+        if self._is_spent and self.ks[giver] > 1:
+            return False
+        stamp = self._stamp.item(self._lru[giver].first())
+        return 10 * (self.now - stamp) > 11 * (self.now - own)
+
+    def _evict(self, of: int) -> int:
+        """The oldest cached block becomes a hole; if its slab is whole then, that is free."""
+        ids = self._lru[of].take(1)
+        self._holes.push(self._holes.make_holes(self._holes.part(of, ids), held=False))
+        return ids.item(0)
+
+    def _reclaim(self, giver: int, ref: Int32) -> Room:
+        """Class ``giver`` gives a slab."""
+        self.transfers[giver] += 1
+        evicted: list[int] = []
+        free = self._holes.num_free
+        while self.holes[giver] < self.ks[giver]:
+            evicted.append(self._evict(giver))
+            if self._holes.num_free > free:
+                return _room(evicted)
+        return _room(evicted, self._empty(self._victim(giver), giver, ref))
+
+    def _victim(self, giver: int) -> int:
+        """The slab to be emptied: unlocked, of the emptiest bucket; a full one only if all with holes are locked."""
+        slab = self._holes.candidates[giver].emptiest(self._slab_locks)
+        if slab != NO_SLAB:
+            return slab
+        return int(np.flatnonzero((self._holes.owners == giver) & (self._all_slab_locks == 0))[0])
+
+    def _empty(self, victim: int, of: int, ref: Int32) -> Int32:
+        """The live blocks of ``victim`` move into other holes of class ``of``; the slab is free then. The moves."""
+        rows = self._holes.blocks_of(victim, of)
+        sources = (np.flatnonzero(~self._holes.is_hole[rows]) + rows.start).astype(np.int32)
+        held = ref[sources] > 0
+        targets = self._holes.empty(victim, of, sources, held)
+        self._lru[of].rename(sources[~held], targets[~held])
+        self._stamp[targets] = self._stamp[sources]
+        self.moved_blocks[of] += len(sources)
+        self._moved_bytes += len(sources) * self._block_bytes[of]
+        return np.stack((sources, targets), axis=1)
+
+
+def _less(needs: Sequence[int], freed: Sequence[int]) -> list[int]:
+    return [more - less for more, less in zip(needs, freed, strict=True)]

@@ -1,0 +1,1 @@
+"""What a request holds, group by group, and what of it is published."""

@@ -1,0 +1,148 @@
+"""Requests that hold blocks: their rows, and the token count at which each next needs attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.arguments import instance, integers
+from hybridkv.cache.names import ContentNames
+from hybridkv.cache.policies import UNPUBLISHED
+from hybridkv.cache.rows.ends import PublishedEnds
+from hybridkv.cache.rows.group import CacheGroup
+from hybridkv.columns import grown
+from hybridkv.errors import CacheError, ConfigError
+from hybridkv.request import Hasher, Request
+from hybridkv.request_rows import RequestRows
+
+Int64 = NDArray[np.int64]
+
+_NEVER: Final = np.iinfo(np.int64).max
+
+
+class Residents:
+    """Who holds which row. columns: counts and tail tokens of all rows.
+
+    hasher: of all requests, None without prefix caching. tail_tokens: of a hash block.
+    A row's next event is the least of: the tokens at which some group needs a block, those at which some group
+    can publish one (with prefix caching), and its next published end. Below it there is nothing to do for the row.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        ends: PublishedEnds,
+        names: ContentNames,
+        *,
+        hasher: Hasher | None,
+        tail_tokens: int,
+    ) -> None:
+        self.columns = RequestRows(tail_tokens, promised=self._promised)
+        self._groups = groups
+        self._ends = ends
+        self._names = names
+        self._hasher = hasher
+        self._publishes = hasher is not None
+        self._by_id: dict[str, Request] = {}
+        self._next_event = np.zeros(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(tuple(self._by_id.values()))
+
+    def get(self, request_id: str) -> Request | None:
+        """The resident of that id."""
+        return self._by_id.get(request_id)
+
+    def row_of(self, request: Request) -> int:
+        """The row of ``request``. CacheError when it holds none here."""
+        if self._by_id.get(instance("request", request, Request).request_id) is not request:
+            raise CacheError(f"request {request.request_id!r} holds no blocks here: allocate slots first")
+        return request.row
+
+    def rows_held(self, given: Int64 | Sequence[int]) -> Int64:
+        """``given`` as int64[n]. ConfigError for what are no rows, CacheError for one that nobody holds. O(n)."""
+        if isinstance(given, np.ndarray) and given.dtype == np.int64 and given.ndim == 1:
+            rows = given
+        else:
+            rows = integers("rows", given, 0)
+        if not rows.size:
+            return rows
+        most = np.maximum.reduce(rows.view(np.uint64))  # of a negative one, too
+        if most >= len(self._next_event) or not self._next_event[rows].all():
+            integers("rows", rows, 0)
+            held = self.columns.requests
+            free = next(row for row in rows.tolist() if row >= len(held) or held[row] is None)
+            raise CacheError(f"row {free} is held by nobody: allocate slots for its request first")
+        return rows
+
+    def refuse_stranger(self, request: Request) -> None:
+        """ConfigError, CacheError for a request that was made for another manager, or cannot be served by this one."""
+        if instance("request", request, Request).row < 0:
+            self._names.refuse(request)
+        if request.hasher is not self._hasher:
+            raise ConfigError(
+                f"request {request.request_id!r} was hashed by another hasher: construct it with hasher=cache.hasher"
+            )
+        if request.row >= 0 and request._rows is not self.columns:
+            raise CacheError(f"request {request.request_id!r} holds blocks of another manager: free it there first")
+
+    def bind(self, request: Request) -> int:
+        """Give ``request`` a row in every group. CacheError when its id is taken."""
+        if request.request_id in self._by_id:
+            raise CacheError(f"another request {request.request_id!r} holds blocks: request ids must be unique")
+        row = self.columns.bind(request)
+        self._names.know(request)
+        self._by_id[request.request_id] = request
+        if self.columns.capacity > len(self._next_event):
+            self._next_event = grown(self._next_event, self.columns.capacity)
+            for group in self._groups:
+                group.ensure_rows(self.columns.capacity)
+        return row
+
+    def release(self, request: Request) -> None:
+        """``request``, whose blocks were given back, holds no row any longer."""
+        row = self.row_of(request)
+        del self._by_id[request.request_id]
+        for group in self._groups:
+            group.clear(row)
+        self._next_event[row] = 0
+        self.columns.release(request)
+
+    def _promised(self, row: int) -> int:
+        """Tokens of ``row`` whose blocks may carry keys."""
+        decided = [
+            (group.published.item(row), group.policy.block_size) for group in self._groups if group.policy.publishes
+        ]
+        return max((columns * size for columns, size in decided if columns < UNPUBLISHED), default=0)
+
+    def next_event(self, row: int) -> int:
+        """Tokens that ``row`` may hold before anything must be done for it."""
+        return self._next_event.item(row)
+
+    def due(self, rows: Int64, total_tokens: Int64) -> Int64:
+        """Indices of the ``rows`` for which something must be done at ``total_tokens``."""
+        return np.flatnonzero(total_tokens >= self._next_event[rows])
+
+    def ends_due(self, rows: Int64, end_tokens: Int64) -> NDArray[np.bool_]:
+        """Which of ``rows`` have an end to publish at ``end_tokens``, bool[rows]."""
+        due: NDArray[np.bool_] = end_tokens >= self._ends.next_ends(rows)
+        return due
+
+    def refresh(self, row: int) -> None:
+        """Find the next event of one row, without arrays of one element."""
+        soonest = min(group.next_event(row, publishes=self._publishes) for group in self._groups)
+        self._next_event[row] = min(soonest, self._ends.next_end(row))
+
+    def refresh_many(self, rows: Int64) -> None:
+        """Find the next events of ``rows``, all at once."""
+        soonest = np.full(len(rows), _NEVER)
+        for group in self._groups:
+            np.minimum(soonest, group.next_events(rows, publishes=self._publishes), out=soonest)
+        np.minimum(soonest, self._ends.next_ends(rows), out=soonest)
+        self._next_event[rows] = soonest

@@ -1,0 +1,204 @@
+"""Slots for all rows of a step at once.
+
+One vector question decides who needs anything: total tokens against each row's next event. Those who do
+(one in block_size for a decoding row) are served in (request, group) order, so block ids are those of one
+call after the other; a property test holds the two together. Rows that need no more than to drop columns,
+take blocks and publish full ones are served with array operations, as far as the order cannot be told from
+that of single calls; the others one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.policies import RowTokens
+from hybridkv.cache.rows.group import CacheGroup
+from hybridkv.cache.slots.plan import Reason
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+
+class BatchSlots(NamedTuple):
+    """New cells of a batch. accepted: the leading rows that got their slots; from there on all are refused.
+
+    owner, group, column, block: int32[cells], owner the index into the rows handed in; in the order taken.
+    reason: why the first one was refused, None where none was.
+    """
+
+    accepted: int
+    owner: Int32
+    group: Int32
+    column: Int32
+    block: Int32
+    reason: Reason | None = None
+
+
+_NONE = np.empty(0, np.int32)
+
+
+def nothing_new(accepted: int) -> BatchSlots:
+    """All rows have the blocks they need."""
+    return BatchSlots(accepted, _NONE, _NONE, _NONE, _NONE)
+
+
+def one_by_one(accepted: int, cells: Sequence[tuple[int, int, int, Int32]]) -> BatchSlots:
+    """Cells given as (owner, group, first column, blocks); null blocks are left out."""
+    if not cells:
+        return nothing_new(accepted)
+    counts = [len(blocks) for *_, blocks in cells]
+    owner, group, first = (np.repeat(np.array([cell[i] for cell in cells], np.int32), counts) for i in range(3))
+    block = np.concatenate([blocks for *_, blocks in cells])
+    column = first + np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
+    held = block != 0
+    return BatchSlots(accepted, owner[held], group[held], column[held], block[held])
+
+
+def missing_columns(groups: Sequence[CacheGroup], rows: Int64, total: Int64) -> Int64:
+    """int64[rows, groups]: blocks that each row lacks for ``total`` tokens."""
+    missing = np.empty((len(rows), len(groups)), np.int64)
+    for g, group in enumerate(groups):
+        missing[:, g] = group.policy.columns(total) - group.rows.count[rows]
+    return np.maximum(missing, 0, out=missing)
+
+
+def take(groups: Sequence[CacheGroup], pool: BlockPool, rows: Int64, missing: Int64, index: Int64) -> BatchSlots:
+    """Give every row its missing blocks. index: the rows' places in the batch."""
+    total = int(missing.sum())
+    if not total:
+        return nothing_new(0)
+    if len(groups) == 1:
+        ids = pool.get_new_blocks(total)
+        owner, column = groups[0].rows.extend_many(rows, missing[:, 0], ids)
+        return BatchSlots(0, index[owner].astype(np.int32), np.zeros(total, np.int32), column.astype(np.int32), ids)
+    of_group = np.repeat(np.tile(np.arange(len(groups), dtype=np.int32), len(rows)), missing.ravel())
+    ids = _take_classes(pool, of_group)
+    of_row, of_column = np.empty(total, np.int32), np.empty(total, np.int32)
+    for g, group in enumerate(groups):
+        mine = np.flatnonzero(of_group == g)
+        owner, column = group.rows.extend_many(rows, missing[:, g], ids[mine])
+        of_row[mine], of_column[mine] = index[owner], column
+    return BatchSlots(0, of_row, of_group, of_column, ids)
+
+
+def _take_classes(pool: BlockPool, of_group: Int32) -> Int32:
+    """A block for each of ``of_group``, int32; within a class in order."""
+    if len(pool.bases) == 1:
+        return pool.get_new_blocks(len(of_group))
+    ids = np.empty(len(of_group), np.int32)
+    of_class = np.array(pool.classes)[of_group]
+    for of in np.unique(of_class).tolist():
+        mine = np.flatnonzero(of_class == of)
+        ids[mine] = pool.get_new_blocks(len(mine), pool.classes.index(of))
+    return ids
+
+
+def concat(accepted: int, parts: Sequence[BatchSlots], reason: Reason | None = None) -> BatchSlots:
+    """All cells in order."""
+    parts = [part for part in parts if len(part.block)]
+    if not parts:
+        return nothing_new(accepted)._replace(reason=reason)
+    if len(parts) == 1:
+        return parts[0]._replace(accepted=accepted, reason=reason)
+    owner = np.concatenate([part.owner for part in parts])
+    group = np.concatenate([part.group for part in parts])
+    column = np.concatenate([part.column for part in parts])
+    block = np.concatenate([part.block for part in parts])
+    return BatchSlots(accepted, owner, group, column, block, reason)
+
+
+class Batch(NamedTuple):
+    """Rows that something is due for, and what they ask for. All int64[rows].
+
+    place: their places in the batch. The others: tokens, as in policies.values.Demand.
+    """
+
+    place: Int64
+    rows: Int64
+    processed: Int64
+    computed: Int64
+    end: Int64
+    total: Int64
+    known: Int64
+
+    def part(self, first: int, last: int) -> Batch:
+        """Rows first .. last-1."""
+        return Batch(*(column[first:last] for column in self))
+
+
+class Needs(NamedTuple):
+    """What the rows of a Batch need.
+
+    missing: int64[rows, groups], blocks. plain: bool[rows], nothing but columns to drop, blocks to take and
+    full ones to publish. drop: int64[rows, groups], columns.
+    """
+
+    missing: Int64
+    plain: NDArray[np.bool_]
+    drop: Int64
+
+    def part(self, first: int, last: int) -> Needs:
+        """Rows first .. last-1."""
+        return Needs(self.missing[first:last], self.plain[first:last], self.drop[first:last])
+
+
+def needs_of(groups: Sequence[CacheGroup], batch: Batch) -> Needs:
+    """Needs of all rows, whatever the rows before them do."""
+    shape = (len(batch.rows), len(groups))
+    missing, drop, plain = np.empty(shape, np.int64), np.empty(shape, np.int64), np.ones(shape[0], np.bool_)
+    for g, group in enumerate(groups):
+        rows, policy = group.rows, group.policy
+        held, dropped = rows.count[batch.rows], rows.dropped[batch.rows]
+        asked = batch.end if policy.keeps_state else batch.total
+        missing[:, g] = np.maximum(policy.columns(asked) - held, 0)
+        drop[:, g] = np.minimum(np.maximum(policy.droppable(batch.processed), dropped), held)
+        if policy.publishes:
+            tokens = RowTokens(batch.computed, batch.end, batch.known)
+            plain &= policy.is_plain(missing[:, g], group.published[batch.rows], tokens)
+            if group.pending:
+                plain &= ~np.isin(batch.rows, list(group.pending))
+        else:
+            missing[:, g] = 0
+    return Needs(missing, plain, drop)
+
+
+def drop(groups: Sequence[CacheGroup], pool: BlockPool, batch: Batch, columns: Int64) -> bool:
+    """Drop ``columns`` of each row and group, if single calls would lead to the same; whether it was done.
+
+    They would when every block goes to the back of the free order: it has a key and no other holder.
+    """
+    parts: list[tuple[CacheGroup, Int64, Int64]] = []
+    owners, numbers, blocks = [], [], []
+    for g, group in enumerate(groups):
+        some = np.flatnonzero(columns[:, g] > group.rows.dropped[batch.rows])
+        if not some.size:
+            continue
+        rows, upto = batch.rows[some], columns[some, g]
+        owner, ids = group.rows.columns_before(rows, upto)
+        parts.append((group, rows, upto))
+        owners.append(some[owner])
+        numbers.append(np.full(len(ids), g))
+        blocks.append(ids)
+    if not parts:
+        return True
+    ids, owner = np.concatenate(blocks), np.concatenate(owners)
+    order = np.lexsort((np.concatenate(numbers), owner))
+    ids = ids[order]
+    ids = ids[ids != 0]
+    if not pool.frees_to_back(ids):
+        return False
+    for group, rows, upto in parts:
+        group.rows.drop_rows(rows, upto)
+    pool.free_blocks(ids)
+    return True
+
+
+def publishable(group: CacheGroup, rows: Int64, known: Int64) -> tuple[Int64, Int64]:
+    """First unpublished column of each row and how many can be published at ``known`` tokens; int64[rows] each."""
+    first = group.published[rows]
+    return first, np.maximum(group.policy.decided_rows(known) - first, 0)

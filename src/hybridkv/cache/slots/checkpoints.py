@@ -1,0 +1,197 @@
+"""Recurrent states kept for reuse in the natural layout: where the placement stops, and where requests end.
+
+    schedule()   every row has its slots; then, with what room is left, a block for each stop that the step passes
+    forward      writes the running state there as well, labelled with its token count
+    update()     a stop among accepted drafts: the state is in a column of the row, and copied by the row's next step
+    release      the running state of a request that ends becomes a checkpoint as it is
+
+A stop is a wish: it is declined where no block can be had (docs/design/0009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache.blocks.block_keys import WRITTEN
+from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.placement import Placement
+from hybridkv.cache.policies import NEVER
+from hybridkv.cache.rows.group import CacheGroup
+from hybridkv.cache.rows.write_log import WriteLog
+from hybridkv.cache.slots.transfers import TransferLog
+from hybridkv.columns import grown
+from hybridkv.request import Request
+
+Int64 = NDArray[np.int64]
+
+
+class Checkpoints:
+    """groups: those that keep states; none of them, or a placement that keeps none, is nothing to do.
+
+    stored, declined: stops so far that found a block and that did not.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        num_groups: int,
+        pool: BlockPool,
+        *,
+        log: WriteLog,
+        transfers: TransferLog,
+        placement: Placement | None,
+    ) -> None:
+        keeps = placement is not None and placement.keeps_states
+        self.groups = tuple(groups) if keeps else ()
+        self._num_groups = num_groups
+        self._pool = pool
+        self._log = log
+        self._transfers = transfers
+        self._placement = placement
+        self._next = np.full(64, NEVER)
+        self._consumed: dict[int, int] = {}
+        self._late: dict[int, list[tuple[int, int]]] = {}
+        self.stored = self.declined = 0
+
+    # -- rows
+
+    def begin(self, request: Request, hit_tokens: int, computed_tokens: int) -> None:
+        """``request`` has a row and goes on behind ``computed_tokens``, of which ``hit_tokens`` were hit."""
+        if not self.groups:
+            return
+        row = request.row
+        self._next = grown(self._next, row + 1, NEVER)
+        self._consumed.pop(row, None)
+        self._late.pop(row, None)
+        if 0 < hit_tokens < request.num_prompt_tokens - 1:
+            self._consumed[row] = hit_tokens
+        self._next[row] = self._next_stop(request, computed_tokens)
+
+    # -- stops
+
+    def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
+        """Token counts in start + 1 .. end, known ones, at which a state of ``request`` should be kept."""
+        placement = self._placement_of(request)
+        return (
+            ()
+            if placement is None
+            else tuple(stop for stop in placement.stops(request, start, end) if stop <= request.num_tokens)
+        )
+
+    def _next_stop(self, request: Request, after_tokens: int) -> int:
+        """The next of them, NEVER without one."""
+        placement = self._placement_of(request)
+        return NEVER if placement is None else placement.next_stop(request, after_tokens)
+
+    def _placement_of(self, request: Request) -> Placement | None:
+        """What says where states of ``request`` are kept; None where none are."""
+        return self._placement if self.groups and request.writes_prefix_cache else None
+
+    def store(self, requests: Sequence[Request | None], rows: Int64, computed: Int64, end: Int64) -> None:
+        """A block for every stop in computed .. end of each row, in order. O(rows) in array operations.
+
+        And for those that accepted drafts passed before.
+        """
+        due = end >= self._next[rows]
+        if self._late:
+            due |= np.isin(rows, list(self._late))
+        for place in np.flatnonzero(due).tolist():
+            request = requests[rows.item(place)]
+            if request is not None:
+                self._store_row(request, computed.item(place), end.item(place))
+
+    def _store_row(self, request: Request, computed: int, end: int) -> None:
+        for stop, column in self._late.pop(request.row, ()):
+            self._store_one(request, stop, column)
+        for stop in self.stops(request, computed, end):
+            self._store_one(request, stop)
+        self._next[request.row] = self._next_stop(request, end)
+
+    def pass_drafts(self, requests: Sequence[Request | None], rows: Int64, certain: Int64, kept: Int64) -> None:
+        """Of the drafts behind ``certain[i]`` tokens the first ``kept[i]`` of ``rows[i]`` were accepted.
+
+        States at stops among them lie in the row, each in a column of its own; the one behind them all in the first.
+        """
+        if not self.groups:
+            return
+        for place in np.flatnonzero(certain + kept >= self._next[rows]).tolist():
+            request, start, count = requests[rows.item(place)], certain.item(place), kept.item(place)
+            if request is None:
+                continue
+            late = [(stop, (stop - start) % count) for stop in self.stops(request, start, start + count)]
+            if late:
+                self._late[request.row] = late
+            self._next[request.row] = self._next_stop(request, start + count)
+
+    def _store_one(self, request: Request, tokens: int, column: int | None = None) -> None:
+        lacking = [group for group in self.groups if group.view(request).labelled(tokens) is None]
+        if not lacking:
+            return
+        needs = [0] * self._num_groups
+        for group in lacking:
+            needs[group.number] = 1
+        none = [0] * self._num_groups
+        weight = self._pool.weigh(needs, none)
+        if weight.needed > weight.free or self._pool.waits(needs, none):
+            self.declined += 1
+            return
+        taken = [
+            self._transfers.store(
+                group, request.row, tokens, self._pool.get_new_blocks(1, group.number).item(0), column
+            )
+            for group in lacking
+        ]
+        for stored in taken:  # taking one may have moved those before it
+            self._publish(stored.group, request, tokens, stored.block, self._log.open_step)
+            if self._placement is not None and self._placement.is_supersedable(request, tokens):
+                self._pool.keys.flag_supersedable(stored.block)
+        self.stored += 1
+        self._supersede(request, tokens)
+
+    def _publish(self, group: CacheGroup, request: Request, tokens: int, block: int, step: int) -> None:
+        """``block`` is the state after ``tokens`` tokens."""
+        column, inside = divmod(tokens, group.policy.block_size)
+        if inside:
+            parent, tail = group.view(request).tail(tokens)
+            self._pool.publish_tail(group.number, block, parent, tail, step)
+        else:
+            self._pool.publish(group.number, (block,), (request.hashes[column - 1],), step)
+        if step != WRITTEN:
+            self._log.record(np.array([block], np.int32), [], step)
+
+    # -- ends
+
+    def keep_end(self, request: Request, tokens: int) -> None:
+        """The running state of ``request``, written, is that after ``tokens`` tokens, and its row will be freed.
+
+        States at stops among its last accepted drafts are kept, too.
+        """
+        if not self.groups or self._placement is None:
+            return
+        for stop, column in self._late.pop(request.row, ()):
+            self._keep_column(request, stop, column, supersedable=self._placement.is_supersedable(request, stop))
+        if self._placement.ends and tokens:
+            self._keep_column(request, tokens, 0, supersedable=True)
+
+    def _keep_column(self, request: Request, tokens: int, column: int, *, supersedable: bool) -> None:
+        """The state after ``tokens`` tokens, which lies in ``column``, stays where it is."""
+        lacking = [group for group in self.groups if group.view(request).labelled(tokens) is None]
+        for group in lacking:
+            block = group.rows.cells.item(group.rows.origin.item(request.row) + column)
+            self._publish(group, request, tokens, block, WRITTEN)
+            if supersedable:
+                self._pool.keys.flag_supersedable(block)
+        if lacking:
+            self._supersede(request, tokens)
+
+    def _supersede(self, request: Request, tokens: int) -> None:
+        """A checkpoint at ``tokens`` is kept: the one that ``request`` went on from has done its duty."""
+        consumed = self._consumed.get(request.row, 0)
+        if not consumed or tokens <= consumed:
+            return
+        found = [group.view(request).labelled(consumed) for group in self.groups]
+        if self._pool.supersede([block for block in found if block is not None]):
+            del self._consumed[request.row]

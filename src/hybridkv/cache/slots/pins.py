@@ -1,0 +1,90 @@
+"""Cached prefixes that are kept whoever needs room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.slots.coordinator import CommonHit
+from hybridkv.errors import CacheError, CapacityError
+
+Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pin:
+    """A prefix that stays. tokens: how many of those asked for are cached. blocks: int32 ids, per group."""
+
+    number: int
+    tokens: int
+    blocks: tuple[Int32, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all groups."""
+        return sum(len(ids) for ids in self.blocks)
+
+
+class Pins:
+    """Pins that are held; together at most ``max_blocks`` blocks, those in several pins counted for each."""
+
+    def __init__(self, pool: BlockPool, max_blocks: int) -> None:
+        self.max_blocks = max_blocks
+        self._pool = pool
+        self._held: dict[int, Pin] = {}
+        self._next = 0
+
+    def __iter__(self) -> Iterator[Pin]:
+        return iter(tuple(self._held.values()))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all pins."""
+        return sum(pin.num_blocks for pin in self._held.values())
+
+    def holds(self, group: int, ids: Int32) -> Int32:
+        """How many pins hold each of ``ids``, int32[len(ids)]. O(pinned blocks)."""
+        counts = np.zeros(len(ids), np.int32)
+        for pin in self._held.values():
+            counts += np.isin(ids, pin.blocks[group])
+        return counts
+
+    def add(self, hit: CommonHit, drops: Sequence[bool]) -> Pin:
+        """Hold the blocks of ``hit``. CapacityError, and nothing held, beyond the limit.
+
+        drops: per group, whether it drops for EAGLE: then the block that a look-up sees past the hit is held too.
+        """
+        blocks = tuple(
+            np.union1d(part.blocks, part.seen) if past else part.blocks
+            for part, past in zip(hit.groups, drops, strict=True)
+        )
+        pin = Pin(self._next, hit.tokens, tuple(ids[ids != 0] for ids in blocks))
+        if self.num_blocks + pin.num_blocks > self.max_blocks:
+            raise CapacityError(
+                f"a pin of {pin.tokens} tokens needs {pin.num_blocks} blocks, {self.num_blocks} of "
+                f"{self.max_blocks} are pinned: release a pin or raise max_pinned_blocks"
+            )
+        for ids in pin.blocks:
+            self._pool.touch(ids)
+        self._held[pin.number] = pin
+        self._next += 1
+        return pin
+
+    def follow(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        """Blocks moved from ``sources`` to ``targets``: pins name the latter. O(pinned blocks)."""
+        new = dict(zip(sources.tolist(), targets.tolist(), strict=True))
+        for pin in self._held.values():
+            for ids in pin.blocks:
+                ids[:] = [new.get(block, block) for block in ids.tolist()]
+
+    def release(self, pin: Pin) -> None:
+        """Its blocks can be evicted again, the last one first. CacheError for a pin that is not held."""
+        if self._held.get(pin.number) is not pin:
+            raise CacheError(f"pin {pin.number} is not held here: release a pin once, where it was made")
+        del self._held[pin.number]
+        for ids in pin.blocks:
+            self._pool.free_blocks(ids[::-1])

@@ -1,0 +1,156 @@
+"""Blocks that a step must move and copy before its forward, and what is held until it is on its way.
+
+moves     made while slots were allocated: the tables name the targets already
+copies    a hit that ends inside a block, or at a state: source -> the row's own block
+held      sources of copies and new checkpoints, so that nothing else of the same step overwrites them;
+steps run in order, so a later one may
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.rows.group import CacheGroup
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+
+class Transfer(NamedTuple):
+    """One block to another; ids as the worker knows them. kind: "move", "block" or "state".
+
+    group: whose block it is; of a move, one of the groups whose blocks have these bytes: they share ids.
+    """
+
+    group: int
+    source: int
+    target: int
+    kind: str
+
+
+class Checkpoint(NamedTuple):
+    """A state to be stored: of the request in ``row``, after ``tokens`` tokens, in ``block`` of ``group``."""
+
+    row: int
+    group: int
+    tokens: int
+    block: int
+
+
+class Transfers(NamedTuple):
+    """What a step must do besides its rows: transfers in order, then the checkpoints that its forward stores.
+
+    moved: the pool's numbers of the blocks that moves ended in.
+    """
+
+    copies: tuple[Transfer, ...]
+    checkpoints: tuple[Checkpoint, ...]
+    moved: Int64
+
+
+@dataclass(slots=True)
+class _Copy:
+    group: CacheGroup
+    source: int
+    row: int
+    column: int
+
+
+@dataclass(slots=True)
+class Stored:
+    """A checkpoint of the step that is being made. block: where it lies, whatever moves.
+
+    column: of the row, from which it is copied before the forward; None: the forward writes it.
+    """
+
+    group: CacheGroup
+    row: int
+    tokens: int
+    block: int
+    column: int | None = None
+
+
+class TransferLog:
+    """Collects until ``take``. Blocks are the pool's numbers; whoever moves them tells ``follow``."""
+
+    def __init__(self, groups: Sequence[CacheGroup], pool: BlockPool) -> None:
+        self._pool = pool
+        self._first_group = [pool.classes.index(of) for of in range(len(pool.bases))] if groups else []
+        self._moves: list[Int64] = []
+        self._copies: list[_Copy] = []
+        self._stored: list[Stored] = []
+
+    @property
+    def held(self) -> list[int]:
+        """Blocks held for the step, sources first."""
+        return [copy.source for copy in self._copies] + [stored.block for stored in self._stored]
+
+    def owe_copy(self, group: CacheGroup, source: int, row: int, column: int) -> None:
+        """``column`` of ``row`` begins as ``source``, which the caller has touched."""
+        self._copies.append(_Copy(group, source, row, column))
+
+    def store(self, group: CacheGroup, row: int, tokens: int, block: int, column: int | None = None) -> Stored:
+        """The forward stores a state in ``block``, which the caller has taken; or it is copied from ``column``."""
+        stored = Stored(group, row, tokens, block, column)
+        self._stored.append(stored)
+        return stored
+
+    def follow(self, moves: Int64) -> None:
+        """Blocks moved, int64[m, 2]."""
+        self._moves.append(moves)
+        new = dict(moves.tolist())
+        for copy in self._copies:
+            copy.source = new.get(copy.source, copy.source)
+        for stored in self._stored:
+            stored.block = new.get(stored.block, stored.block)
+
+    def forget(self, row: int) -> None:
+        """``row`` is given back before its step: its copies are not made."""
+        gone = [copy.source for copy in self._copies if copy.row == row]
+        self._copies = [copy for copy in self._copies if copy.row != row]
+        for source in gone:
+            self._pool.free_blocks(np.array([source], np.int32))
+
+    def take(self) -> Transfers:
+        """All of it, and nothing is held any longer. O(transfers)."""
+        held = self.held
+        copies = [transfer for moves in self._moves for transfer in self._moved(moves)]
+        copies += [self._copied(copy) for copy in self._copies]
+        copies += [self._kept(one, one.column) for one in self._stored if one.column is not None]
+        checkpoints = tuple(
+            Checkpoint(one.row, one.group.number, one.tokens, self._local(one.group, one.block))
+            for one in self._stored
+            if one.column is None
+        )
+        moved = np.concatenate([moves[:, 1] for moves in self._moves]) if self._moves else np.empty(0, np.int64)
+        self._moves, self._copies, self._stored = [], [], []
+        self._pool.begin_step()
+        for block in held:
+            self._pool.free_blocks(np.array([block], np.int32))
+        return Transfers(tuple(copies), checkpoints, moved)
+
+    def _moved(self, moves: Int64) -> list[Transfer]:
+        of = self._pool.class_of(int(moves[0, 0]))
+        base, group = self._pool.bases[of], self._first_group[of]
+        return [Transfer(group, source - base, target - base, "move") for source, target in moves.tolist()]
+
+    def _copied(self, copy: _Copy) -> Transfer:
+        target = self._block_at(copy.group, copy.row, copy.column)
+        kind = "state" if copy.group.policy.keeps_state else "block"
+        return Transfer(copy.group.number, self._local(copy.group, copy.source), target, kind)
+
+    def _kept(self, one: Stored, column: int) -> Transfer:
+        source = self._block_at(one.group, one.row, column)
+        return Transfer(one.group.number, source, self._local(one.group, one.block), "state")
+
+    def _block_at(self, group: CacheGroup, row: int, column: int) -> int:
+        return self._local(group, group.rows.at(np.array([row]), np.array([column])).item(0))
+
+    def _local(self, group: CacheGroup, block: int) -> int:
+        return block - self._pool.bases[self._pool.classes[group.number]]

@@ -1,0 +1,1 @@
+"""Attention layers of a model on gathered pages."""

@@ -1,0 +1,1 @@
+"""Tokens out of logits: drawn, verified, with their log probabilities."""

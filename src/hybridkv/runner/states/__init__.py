@@ -1,0 +1,1 @@
+"""Recurrent layers that go on from a state."""

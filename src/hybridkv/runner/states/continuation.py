@@ -1,0 +1,120 @@
+"""Self-check at load: how a recurrent mixer goes on from a state over several tokens.
+
+A mixer may take a state and silently start from zero. So one mixer of every class runs on noise, in float32:
+
+    prompt     from the state at a cut, in the way that is checked, over the rest; against one call over all tokens
+    disturbed  from a state that no token led to, large enough to matter to any output; against token by token
+
+The first of native, superposition and token by token that agrees in both is taken.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from hybridkv.errors import UnsupportedModelError
+from hybridkv.runner.states.recurrent import Continuation, MixerState, RecurrentMixer, States, run_segment
+from hybridkv.runner.states.superposition import has_scan
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE: Final = 2e-4
+"""Largest difference in float32, as a share of the largest value."""
+
+_TOKENS: Final = 72
+"""More than a chunk of the delta rule's kernels (64)."""
+_CUT: Final = 29
+
+Result = tuple[torch.Tensor, States]
+
+
+def continuations(mixers: Sequence[RecurrentMixer]) -> tuple[Continuation, ...]:
+    """How each of ``mixers`` continues; one of every class and state layout is checked, the others are alike.
+
+    Raises UnsupportedModelError as ``continuation`` does.
+    """
+    found: dict[tuple[type, tuple[MixerState, ...]], Continuation] = {}
+    for mixer in mixers:
+        key = type(mixer.module), mixer.parts
+        if key not in found:
+            found[key] = continuation(mixer)
+    return tuple(found[type(mixer.module), mixer.parts] for mixer in mixers)
+
+
+def continuation(mixer: RecurrentMixer) -> Continuation:
+    """How ``mixer`` continues: the first of native, superposition and token by token that agrees in both comparisons.
+
+    Where token by token differs from a prompt in one call in plain transformers too (NemotronH and Zamba2 bound the
+    step size in prompts only), native needs to agree with the prompt alone, and the log tells. Works on a copy of the
+    mixer in float32; about 100 forwards. Raises UnsupportedModelError, with the differences, where nothing agrees.
+    """
+    name = type(mixer.module).__name__
+    check = _Check(mixer)
+    prompt = {how: check.prompt(how) for how in _ways(mixer)}
+    for how, difference in prompt.items():
+        if difference > TOLERANCE:
+            continue
+        if check.disturbed(how) <= TOLERANCE:
+            return how
+        if how is Continuation.NATIVE and (apart := prompt[Continuation.TOKEN]) > TOLERANCE:
+            logger.warning(
+                "%s: a prompt in one call and token by token differ by %.1e of the largest value, without any cache of "
+                "ours: what a request decodes depends on where its prompt ends",
+                name,
+                apart,
+            )
+            return how
+    measured = ", ".join(f"{how} {difference:.1e}" for how, difference in prompt.items())
+    raise UnsupportedModelError(
+        f"{name} does not continue from its own state: over several tokens it differs from one call over all of them "
+        f"({measured} of the largest value): not supported"
+    )
+
+
+def _ways(mixer: RecurrentMixer) -> list[Continuation]:
+    return [how for how in Continuation if how is not Continuation.SUPERPOSITION or has_scan(mixer.module)]
+
+
+class _Check:
+    """The inputs and states of one mixer's check."""
+
+    def __init__(self, mixer: RecurrentMixer) -> None:
+        device = next(mixer.module.parameters()).device
+        parts = tuple(replace(part, dtype=torch.float32) for part in mixer.parts)
+        self._mixer = replace(mixer, module=copy.deepcopy(mixer.module).float().eval(), parts=parts)
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(1, _TOKENS, mixer.width, generator=generator).to(device)
+        self._rest = hidden[:, _CUT:]
+        with torch.inference_mode():
+            out, end = run_segment(self._mixer, hidden, None, Continuation.NATIVE)
+            self._whole = out[:, _CUT:], end
+            _, self._cut = run_segment(self._mixer, hidden[:, :_CUT], None, Continuation.NATIVE)
+        self._noise = tuple(
+            state + state.square().mean().sqrt().clamp_min(1) * torch.randn(state.shape, generator=generator).to(device)
+            for state in self._cut
+        )
+
+    def prompt(self, how: Continuation) -> float:
+        """The largest difference between a prompt in two calls and in one."""
+        return _difference(self._run(self._cut, how), self._whole)
+
+    def disturbed(self, how: Continuation) -> float:
+        """The largest difference from token by token, from the disturbed state."""
+        return _difference(self._run(self._noise, how), self._run(self._noise, Continuation.TOKEN))
+
+    def _run(self, states: States, how: Continuation) -> Result:
+        with torch.inference_mode():
+            return run_segment(self._mixer, self._rest, states, how)
+
+
+def _difference(ours: Result, reference: Result) -> float:
+    """The largest of outputs and states, each as a share of its largest value; NaN counts as infinite."""
+    pairs = zip((ours[0], *ours[1]), (reference[0], *reference[1]), strict=True)
+    shares = [float((a - b).abs().max() / b.abs().max().clamp_min(torch.finfo(b.dtype).tiny)) for a, b in pairs]
+    return max(share if share == share else float("inf") for share in shares)  # noqa: PLR0124  # NaN is not itself

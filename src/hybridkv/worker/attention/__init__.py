@@ -1,0 +1,1 @@
+"""Attention over pages, in parts and over ranks."""

@@ -1,0 +1,193 @@
+"""Attention over pages, in plain torch: what faster kernels must give, and a way to run without them.
+
+    flattened queries   [ a a a | b | c c ]        query_start_loc 0 3 4 6
+    request a           positions seq_len - 3 .. seq_len - 1 over the tokens 0 .. seq_len - 1 of its row of blocks
+
+Scores, sums and outputs are float32 (float64 for float64 queries), whatever the pages hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from hybridkv.errors import WorkerError
+from hybridkv.units import ceil_div
+from hybridkv.worker.attention.attention_mask import CAUSAL, AttentionMask
+from hybridkv.worker.attention.context_parallel import WHOLE, ContextShare
+from hybridkv.worker.attention.partial_attention import with_sink
+from hybridkv.worker.pages.kv_pages import KVPages
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedBatch:
+    """Who reads which tokens in one group: made once a step by ``paged_batch``, used by every layer.
+
+    query_start_loc: request r's queries are tokens query_start_loc[r] .. query_start_loc[r + 1] - 1 of the step.
+    seq_lens: tokens of each request that may be read; its queries are the last of them. block_table:
+    int64[requests, columns]. block_size: slots of a block on this rank. num_blocks: ids lie below it. share: which
+    tokens those slots hold.
+    """
+
+    query_start_loc: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    block_table: torch.Tensor
+    block_size: int
+    num_blocks: int
+    share: ContextShare
+
+    @property
+    def num_tokens(self) -> int:
+        """Queries of all requests."""
+        return self.query_start_loc[-1]
+
+    @property
+    def covered_tokens(self) -> int:
+        """Tokens of a block on all ranks."""
+        return self.block_size * self.share.size
+
+    def columns_read(self, request: int, mask: AttentionMask) -> torch.Tensor:
+        """int64[n]: the columns of a request's row that its queries see anything of; others may have been dropped."""
+        length, covered, device = self.seq_lens[request], self.covered_tokens, self.block_table.device
+        first = length - (self.query_start_loc[request + 1] - self.query_start_loc[request])
+        end = ceil_div(length, covered)
+        live = min(mask.first_seen(max(first, 0)) // covered, end)
+        kept = min(ceil_div(mask.first_tokens, covered), live)
+        return torch.cat((torch.arange(kept, device=device), torch.arange(live, end, device=device)))
+
+    def positions_in(self, columns: torch.Tensor) -> torch.Tensor:
+        """int64[n, block_size]: which token of a request lies in each slot of its ``columns``, int64[n]."""
+        inside = self.share.tokens_of_block(self.block_size, columns.device)
+        return columns[:, None] * self.covered_tokens + inside
+
+
+def paged_batch(
+    query_start_loc: Sequence[int],
+    seq_lens: Sequence[int],
+    block_table: torch.Tensor,
+    *,
+    block_size: int,
+    num_blocks: int,
+    share: ContextShare = WHOLE,
+) -> PagedBatch:
+    """A PagedBatch, checked; block_table: int[requests, columns], a row for each request.
+
+    Raises WorkerError for counts that do not match, rows with fewer columns than their tokens need, ids out of range,
+    and an interleave that does not divide the block. O(cells of the table), and a wait for its device.
+    """
+    starts, lengths = tuple(int(start) for start in query_start_loc), tuple(int(length) for length in seq_lens)
+    if block_table.dim() != 2 or not len(starts) - 1 == len(lengths) == len(block_table):
+        raise WorkerError(
+            f"{len(starts)} query starts, {len(lengths)} lengths and a table of shape {tuple(block_table.shape)}: give "
+            "a length and a row for each request, and one start more"
+        )
+    if starts[0] != 0 or any(start > end for start, end in pairwise(starts)):
+        raise WorkerError(f"query_start_loc must begin with 0 and never fall, got {list(starts)}")
+    share.tokens_of_block(block_size)  # raises where the interleave does not divide the block
+    if lengths:
+        held = block_table.shape[1] * block_size * share.size
+        if min(lengths) < 0 or max(lengths) > held:
+            raise WorkerError(
+                f"seq_lens must lie in 0 .. {held}, the tokens of a row of the table: got {list(lengths)}"
+            )
+    table = block_table.to(torch.int64)
+    if table.numel() and (int(table.min()) < 0 or int(table.max()) >= num_blocks):
+        raise WorkerError(f"block ids must lie in 0 .. {num_blocks - 1}, got {int(table.min())} .. {int(table.max())}")
+    return PagedBatch(starts, lengths, table, block_size, num_blocks, share)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    pages: KVPages,
+    batch: PagedBatch,
+    scale: float,
+    *,
+    mask: AttentionMask = CAUSAL,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What every query attends to among the tokens of this rank: (out, lse), in float32 or float64.
+
+    query: [tokens, heads, width], heads a multiple of the KV heads: neighbouring ones share a KV head. scale: of the
+    scores. softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2, arXiv 2408.00118, section 2).
+    sink_logits: [heads], see ``with_sink``; on one rank only.
+    out: [tokens, heads, width of a value]; lse: [tokens, heads], natural logarithm of the sum of all exponentials; a
+    query that sees no token gets 0 and -inf.
+    Raises WorkerError for shapes that do not match, and for sinks on one rank of several. O(tokens * tokens that the
+    mask lets any query of the request see), in time and in memory of the largest request.
+    """
+    check_call(query, pages, batch, mask, softcap=softcap, sink_logits=sink_logits)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    out = torch.zeros((*query.shape[:2], pages.values.shape[3]), dtype=dtype, device=query.device)
+    lse = torch.full(query.shape[:2], -torch.inf, dtype=dtype, device=query.device)
+    for request, length in enumerate(batch.seq_lens):
+        tokens = slice(batch.query_start_loc[request], batch.query_start_loc[request + 1])
+        count = tokens.stop - tokens.start
+        if not count:
+            continue
+        columns = batch.columns_read(request, mask)
+        positions = batch.positions_in(columns).flatten()
+        blocks = batch.block_table[request, columns]
+        seen = mask.sees(torch.arange(length - count, length, device=positions.device)[:, None], positions[None])
+        seen &= positions < length
+        keys, values = (view[blocks].flatten(0, 1).to(dtype) for view in (pages.keys, pages.values))
+        out[tokens], lse[tokens] = _attend(query[tokens].to(dtype) * scale, keys, values, seen, softcap)
+    return (out, lse) if sink_logits is None else with_sink(out, lse, sink_logits)
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One request. query: [n, heads, width], scaled; keys, values: [m, kv heads, ...]; seen: bool[n, m].
+
+    What is not seen may hold anything, NaN included: a block's former owner must not reach anybody.
+    """
+    n, heads, width = query.shape
+    shared = query.reshape(n, keys.shape[1], heads // keys.shape[1], width)
+    scores = torch.einsum("nkgw,mkw->nkgm", shared, keys)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    # where nothing is seen every score is -inf, and so are all differences: weights of 0
+    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])
+    values = values.masked_fill(~seen.any(0)[:, None, None], 0)
+    out = torch.einsum("nkgm,mkw->nkgw", weights, values)
+    return out.reshape(n, heads, -1), lse.reshape(n, heads)
+
+
+def check_call(
+    query: torch.Tensor,
+    pages: KVPages,
+    batch: PagedBatch,
+    mask: AttentionMask,
+    *,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+) -> None:
+    """Raise WorkerError unless the arguments of ``paged_attention`` fit together."""
+    if sink_logits is not None and batch.share.size > 1:
+        raise WorkerError("each rank would count the sinks: combine what the ranks give, then call with_sink")
+    if (pages.num_blocks, pages.block_size) != (batch.num_blocks, batch.block_size):
+        raise WorkerError(
+            f"the batch is of {batch.num_blocks} blocks of {batch.block_size} tokens, the pages are "
+            f"{pages.num_blocks} of {pages.block_size}"
+        )
+    width, kv_heads = pages.keys.shape[3], pages.num_kv_heads
+    if query.dim() != 3 or len(query) != batch.num_tokens or query.shape[2] != width or query.shape[1] % kv_heads:
+        raise WorkerError(
+            f"queries of shape {tuple(query.shape)}: give {batch.num_tokens} tokens, a multiple of {kv_heads} heads, "
+            f"and a width of {width}"
+        )
+    if softcap is not None and softcap <= 0:
+        raise WorkerError(f"softcap must be positive, got {softcap}; None for no cap")
+    counts = [end - start for start, end in pairwise(batch.query_start_loc)]
+    short = [r for r, (count, length) in enumerate(zip(counts, batch.seq_lens, strict=True)) if count > length]
+    if mask.causal and short:
+        raise WorkerError(
+            f"request {short[0]} has {counts[short[0]]} queries but {batch.seq_lens[short[0]]} tokens: seq_lens count "
+            "the queries' own tokens"
+        )

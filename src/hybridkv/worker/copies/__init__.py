@@ -1,0 +1,1 @@
+"""Blocks and states that are moved and copied."""

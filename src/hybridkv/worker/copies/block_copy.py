@@ -1,0 +1,134 @@
+"""Executes what a Step says of blocks: moves, zeroing, copies before the forward and behind it (docs/contracts.md, 10).
+
+    moves -> zeroing -> other copies "before" -> forward -> copies "after"
+
+A copy takes all bytes of a block, in every layer of its group. Copies keep their order where one depends on another,
+and run together where none does.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hybridkv.errors import WorkerError
+from hybridkv.step import Step
+from hybridkv.worker.copies.byte_blocks import byte_blocks
+from hybridkv.worker.copies.copy_kernels import TORCH, CopyKernels
+from hybridkv.worker.copies.copy_levels import copy_levels
+from hybridkv.worker.pages.storage import PagedStorage
+
+Int64 = NDArray[np.int64]
+
+_STAGES: Final = ("before", "after")
+_KINDS: Final = ("move", "block", "state")
+
+
+class BlockCopier:
+    """Moves, copies and zeroes blocks of ``storage``. kernels: TORCH or ``triton_kernels()``.
+
+    Every call checks the whole Step before it writes. Copies of one level are one batch for each class of the natural
+    layout, where a block lies in one piece; in the reference layout each group counts as a class, its layers stacked.
+    """
+
+    def __init__(self, storage: PagedStorage, *, kernels: CopyKernels = TORCH) -> None:
+        slabs = storage.config.slabs
+        self._kernels = kernels
+        self._device = storage.arena.device
+        self._classes = byte_blocks(storage)
+        self._class_of = np.empty(len(storage.config.groups), np.int64)
+        for number, blocks in enumerate(self._classes):
+            self._class_of[list(blocks.groups)] = number
+        self._null_blocks = np.array([blocks.null_blocks for blocks in self._classes])
+        self._num_blocks = np.array([blocks.num_blocks for blocks in self._classes])
+        self._spacing = np.array([blocks.spacing for blocks in self._classes])
+        self._shared_bytes = 1 if slabs is None else slabs.slab_bytes
+
+    def check(self, step: Step) -> None:
+        """Raise WorkerError for unknown groups and blocks, null blocks, unknown stages or kinds, late moves."""
+        self._checked(step)
+
+    def execute_before(self, step: Step) -> None:
+        """Moves, zeroing, then the other copies of stage "before". O(bytes).
+
+        Raises WorkerError as ``check``, with nothing written.
+        """
+        copies, moved, late = self._checked(step)
+        self._copy(copies[moved])
+        self._zero(step.zero.astype(np.int64))
+        self._copy(copies[~moved & ~late])
+
+    def execute_after(self, step: Step) -> None:
+        """Copies of stage "after". O(bytes). Raises WorkerError as ``execute_before``."""
+        copies, _, late = self._checked(step)
+        self._copy(copies[late])
+
+    # -- checks
+
+    def _checked(self, step: Step) -> tuple[Int64, NDArray[np.bool_], NDArray[np.bool_]]:
+        """(group, source, destination) of every copy, int64[n, 3]; which are moves, which come after the forward."""
+        for copy in step.copies:
+            if copy.stage not in _STAGES or copy.kind not in _KINDS:
+                raise WorkerError(f"Step {step.id}: {copy} must have a stage of {_STAGES} and a kind of {_KINDS}")
+            if copy.kind == "move" and copy.stage == "after":
+                raise WorkerError(f"Step {step.id}: {copy} comes after a forward that reads its target: move before")
+        copies = np.array([(one.group, one.source, one.destination) for one in step.copies], np.int64).reshape(-1, 3)
+        self._check_blocks(step, np.concatenate((copies[:, :2], copies[:, ::2], step.zero.astype(np.int64))))
+        moved = np.array([one.kind == "move" for one in step.copies], np.bool_)
+        return copies, moved, np.array([one.stage == "after" for one in step.copies], np.bool_)
+
+    def _check_blocks(self, step: Step, named: Int64) -> None:
+        """named: (group, block), int64[n, 2]."""
+        group, block = named[:, 0], named[:, 1]
+        unknown = np.flatnonzero((group < 0) | (group >= len(self._class_of)))
+        if len(unknown):
+            raise WorkerError(
+                f"Step {step.id}: group {group[unknown[0]]} does not exist: groups are 0 .. {len(self._class_of) - 1}"
+            )
+        of = self._class_of[group]
+        wrong = np.flatnonzero((block < self._null_blocks[of]) | (block >= self._num_blocks[of]))
+        if len(wrong):
+            i = wrong[0]
+            raise WorkerError(
+                f"Step {step.id}: block {block[i]} of group {group[i]} is none to copy or zero: blocks are "
+                f"{self._null_blocks[of[i]]} .. {self._num_blocks[of[i]] - 1}, lower ones are null"
+            )
+
+    # -- execution
+
+    def _copy(self, copies: Int64) -> None:
+        """Copies in their order, int64[n, 3], as few batches: level by level, in each one class at a time."""
+        copies = copies[copies[:, 1] != copies[:, 2]]
+        if not len(copies):
+            return
+        of = self._class_of[copies[:, 0]]
+        level = copy_levels(self._places(of, copies[:, 1:]))
+        order = np.lexsort((of, level))
+        of, level = of[order], level[order]
+        edges = (np.flatnonzero((np.diff(level) != 0) | (np.diff(of) != 0)) + 1).tolist()
+        blocks = torch.from_numpy(copies[order, 1:].T.copy()).to(self._device)
+        for first, end in zip((0, *edges), (*edges, len(copies)), strict=True):
+            for stack in self._classes[of[first]].stacks:
+                self._kernels.copy_blocks(stack, blocks[0, first:end], blocks[1, first:end])
+
+    def _places(self, of: Int64, blocks: Int64) -> Int64:
+        """int64[2, n], equal where two blocks have bytes in common. of: int64[n], the classes; blocks: int64[n, 2].
+
+        Where a slab goes from one class to another within a Step, blocks of both lie in the same bytes: there order is
+        kept slab by slab.
+        """
+        place: Int64 = blocks.T * self._spacing[of]
+        slab = place // self._shared_bytes
+        slabs, users = np.unique(np.unique(np.stack((slab.ravel(), np.tile(of, 2))), axis=1)[0], return_counts=True)
+        return np.where(np.isin(slab, slabs[users > 1]), -1 - slab, place)
+
+    def _zero(self, zero: Int64) -> None:
+        """zero: (group, block), int64[n, 2], in any order."""
+        of = self._class_of[zero[:, 0]]
+        for number in np.unique(of).tolist():
+            blocks = torch.from_numpy(np.unique(zero[of == number, 1])).to(self._device)
+            for stack in self._classes[number].stacks:
+                self._kernels.zero_blocks(stack, blocks)

@@ -1,0 +1,1 @@
+"""The arena, every layer's view of it, and writes into its pages."""

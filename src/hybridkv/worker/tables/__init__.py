@@ -1,0 +1,1 @@
+"""Block tables and slots: where a token lies."""

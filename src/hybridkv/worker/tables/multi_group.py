@@ -1,0 +1,290 @@
+"""The block tables of all groups, and the order in which Steps are applied to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hybridkv.errors import WorkerError
+from hybridkv.specs import KVCacheSpec
+from hybridkv.specs.limits import RequestLimits
+from hybridkv.step import SCHEMA_VERSION, Step
+from hybridkv.worker.tables.block_table import BlockTable
+from hybridkv.worker.tables.device_slots import SlotKernel, torch_slots
+from hybridkv.worker.tables.group_shapes import group_shapes
+from hybridkv.worker.tables.index_arrays import Ids
+from hybridkv.worker.tables.kernel_blocks import KernelSize
+
+Int32 = NDArray[np.int32]
+
+
+class MultiGroupBlockTable:
+    """One BlockTable a group; rows are the same in all of them.
+
+    max_num_reqs, max_num_batched_tokens, pin_memory, device, cp_kv_cache_interleave_size, num_speculative_tokens and
+    the ranks: as in BlockTable. max_model_len: tokens of the longest request.
+    block_sizes: tokens of a memory block, one a group. kernel_block_sizes: how they are split, one entry a group (a
+    size, a list of supported sizes, or None), or a single entry for all groups.
+    max_num_blocks: columns in memory blocks, one number a group, in place of the widths below.
+    num_blocks: block ids must lie below it, one number for all groups or one a group; None for no bound but int32.
+    specs: what each group keeps. Without them every group is taken for attention, ``max(ceil(max_model_len /
+    (block_size * ranks)), 1 + num_speculative_tokens)`` columns wide. With them widths are ``spec.max_row_blocks``,
+    and a group whose blocks hold no tokens of the request itself (recurrent states, an encoder's output) is whole on
+    every rank and is passed over by the slot mapping here; blocks of states are never split.
+    max_encoder_tokens: what cross attention reads.
+
+    ``[i]`` is group i's table. ``last_step_id``: the Step applied last, -1 before any.
+    Raises ConfigError for sizes and numbers of entries that cannot work.
+    """
+
+    def __init__(  # noqa: PLR0917  # the positions are those of vLLM's tables, whose users know them
+        self,
+        max_num_reqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        pin_memory: bool,
+        device: torch.device | str,
+        block_sizes: Sequence[int],
+        kernel_block_sizes: Sequence[KernelSize] | None = None,
+        num_speculative_tokens: int = 0,
+        max_num_blocks: Sequence[int] | None = None,
+        cp_kv_cache_interleave_size: int = 1,
+        *,
+        num_blocks: int | Sequence[int] | None = None,
+        specs: Sequence[KVCacheSpec] | None = None,
+        max_encoder_tokens: int = 0,
+        dcp_world_size: int = 1,
+        dcp_rank: int = 0,
+        pcp_world_size: int = 1,
+        pcp_rank: int = 0,
+    ) -> None:
+        limits = RequestLimits(
+            max_model_len=max_model_len,
+            dcp=dcp_world_size,
+            pcp=pcp_world_size,
+            max_encoder_tokens=max_encoder_tokens,
+            num_speculative_tokens=num_speculative_tokens,
+        )
+        rows = max_num_reqs * (1 + num_speculative_tokens if limits.cp > 1 else 1)
+        shapes = group_shapes(block_sizes, kernel_block_sizes, max_num_blocks, num_blocks, specs, limits)
+        self._tables = tuple(
+            BlockTable(
+                shape.block_size,
+                # what is whole on every rank is kept as by a single one, in as many rows as the others have
+                max_num_reqs if shape.holds_tokens else rows,
+                shape.width,
+                max_num_batched_tokens,
+                pin_memory,
+                device,
+                shape.kernel_block_size,
+                cp_kv_cache_interleave_size,
+                num_speculative_tokens,
+                num_blocks=shape.num_blocks,
+                dcp_world_size=dcp_world_size if shape.holds_tokens else 1,
+                dcp_rank=dcp_rank if shape.holds_tokens else 0,
+                pcp_world_size=pcp_world_size if shape.holds_tokens else 1,
+                pcp_rank=pcp_rank if shape.holds_tokens else 0,
+            )
+            for shape in shapes
+        )
+        self._mapped = tuple(t for t, shape in zip(self._tables, shapes, strict=True) if shape.holds_tokens)
+        self.max_num_reqs = max_num_reqs
+        self.num_rows = rows
+        self.last_step_id = -1
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def __getitem__(self, group: int) -> BlockTable:
+        return self._tables[group]
+
+    def __iter__(self) -> Iterator[BlockTable]:
+        return iter(self._tables)
+
+    # -- Steps
+
+    def apply(self, step: Step) -> None:
+        """Write what ``step`` changes: finished rows are cleared, new rows begin empty, cells are written in order.
+
+        Takes a Step whose ``after`` has been applied and whose id is new. Raises WorkerError, with nothing
+        changed, for any other (the worker missed one, or got one twice), for a newer schema, and for rows, groups,
+        columns and ids out of range.
+        O(rows + cells).
+        """
+        if step.schema_version > SCHEMA_VERSION:
+            raise WorkerError(
+                f"Step {step.id} has schema version {step.schema_version}, this worker reads up to {SCHEMA_VERSION}: "
+                "update the worker, or send older Steps"
+            )
+        if not step.after <= self.last_step_id < step.id:
+            raise WorkerError(
+                f"Step {step.id} follows Step {step.after}, the last one here was {self.last_step_id}: Steps must "
+                "arrive once each and in order; fail this one and start the worker anew"
+            )
+        self._check(step)
+        beginning = np.asarray([new.row for new in step.new_rows], np.int64)
+        for table in self._tables:
+            table.clear_rows(step.finished_rows)
+            table.clear_rows(beginning)
+        cells = step.cells
+        if len(self._tables) == 1:
+            self._tables[0].write_cells(cells.row, cells.column, cells.block)
+        else:
+            for group in np.unique(cells.group).tolist():
+                mine = cells.group == group
+                self._tables[group].write_cells(cells.row[mine], cells.column[mine], cells.block[mine])
+        self.last_step_id = step.id
+
+    def _check(self, step: Step) -> None:
+        """Everything that could be out of range, before anything is written. O(rows + cells)."""
+        cells = step.cells
+        widths = np.asarray([table.max_num_kv_blocks_per_req for table in self._tables])
+        new_rows = np.asarray([new.row for new in step.new_rows], np.int64)
+        for name, rows in (
+            ("rows", step.rows),
+            ("finished_rows", step.finished_rows),
+            ("new_rows", new_rows),
+            ("cells.row", cells.row),
+        ):
+            _check_range(step, name, rows, self.max_num_reqs)
+        _check_range(step, "cells.group", cells.group, len(self._tables))
+        if len({len(cells.group), len(cells.row), len(cells.column), len(cells.block)}) != 1:
+            raise WorkerError(f"Step {step.id}: the columns of cells differ in length")
+        limits = np.asarray([table.id_limit for table in self._tables])[cells.group]
+        over = (cells.block < 0) | (cells.block >= limits)
+        if over.any():
+            at = int(np.flatnonzero(over)[0])
+            raise WorkerError(
+                f"Step {step.id}: cells.block must lie in 0 .. {limits[at] - 1} in group {cells.group[at]}, "
+                f"got {cells.block[at]}"
+            )
+        over = (cells.column < 0) | (cells.column >= widths[cells.group])
+        if over.any():
+            at = int(np.flatnonzero(over)[0])
+            raise WorkerError(
+                f"Step {step.id}: column {cells.column[at]} of row {cells.row[at]} lies outside the "
+                f"{widths[cells.group[at]]} columns of group {cells.group[at]}"
+            )
+
+    # -- the calls of BlockTable, ids as one list a group
+
+    def append_row(self, block_ids: Sequence[Ids], row_idx: int) -> None:
+        """Append ``block_ids[g]`` to row ``row_idx`` of every group g."""
+        for table, ids in self._per_group(block_ids, row_idx, replacing=False):
+            table.append_row(ids, row_idx)
+
+    def add_row(self, block_ids: Sequence[Ids], row_idx: int) -> None:
+        """Replace row ``row_idx`` of every group g by ``block_ids[g]``."""
+        for table, ids in self._per_group(block_ids, row_idx, replacing=True):
+            table.add_row(ids, row_idx)
+
+    def append_rows(self, rows: Ids, block_ids: Sequence[Ids]) -> None:
+        """Append ``block_ids[g][i]`` to row ``rows[i]`` of every group g."""
+        self._check_groups(len(block_ids))
+        pairs = list(zip(self._tables, block_ids, strict=True))
+        for table, ids in pairs:
+            table.check_append_rows(rows, ids)
+        for table, ids in pairs:
+            table.append_rows(rows, ids)
+
+    def add_rows(self, rows: Ids, block_ids: Sequence[Ids]) -> None:
+        """Empty the rows named in every group, then append ``block_ids[g][i]`` to row ``rows[i]`` of group g."""
+        self._check_groups(len(block_ids))
+        pairs = list(zip(self._tables, block_ids, strict=True))
+        for table, ids in pairs:
+            table.check_add_rows(rows, ids)
+        for table, ids in pairs:
+            table.add_rows(rows, ids)
+
+    def move_row(self, src: int, tgt: int) -> None:
+        """Row ``src`` to row ``tgt`` in every group."""
+        for table in self._tables:
+            table.move_row(src, tgt)
+
+    def swap_row(self, src: int, tgt: int) -> None:
+        """Exchange two rows in every group."""
+        for table in self._tables:
+            table.swap_row(src, tgt)
+
+    def move_rows(self, src: Ids, tgt: Ids) -> None:
+        """Rows ``src[i]`` to rows ``tgt[i]`` in every group, in order."""
+        for table in self._tables:
+            table.move_rows(src, tgt)
+
+    def swap_rows(self, src: Ids, tgt: Ids) -> None:
+        """Exchange rows ``src[i]`` and ``tgt[i]`` in every group, in order."""
+        for table in self._tables:
+            table.swap_rows(src, tgt)
+
+    def copy_rows(self, src: Ids, tgt: Ids) -> None:
+        """Rows ``tgt[i]`` get the blocks of rows ``src[i]`` in every group, in order."""
+        for table in self._tables:
+            table.copy_rows(src, tgt)
+
+    def clear_rows(self, rows: Ids) -> None:
+        """Rows without blocks, in every group."""
+        for table in self._tables:
+            table.clear_rows(rows)
+
+    def clear(self) -> None:
+        """No row of any group has blocks."""
+        for table in self._tables:
+            table.clear()
+
+    def compute_slot_mapping(self, req_indices: Ids, positions: Ids) -> None:
+        """Slots of every token in every group that holds tokens, on the host. Raises WorkerError before any is written.
+
+        O(tokens * groups).
+        """
+        if self._mapped:
+            rows, at = self._narrowest.slots.check(req_indices, positions)
+            for table in self._mapped:
+                table.map_tokens(rows, at)
+
+    def compute_slot_mapping_on_device(
+        self,
+        req_indices: torch.Tensor,
+        positions: torch.Tensor,
+        kernel: SlotKernel = torch_slots,
+        *,
+        check_ranges: bool = True,
+    ) -> None:
+        """Slots of every token in every group that holds tokens, on the device, as BlockTable's call of that name."""
+        if self._mapped:
+            self._narrowest.slots.check_on_device(req_indices, positions, ranges=check_ranges)
+            for table in self._mapped:
+                table.compute_slot_mapping_on_device(req_indices, positions, kernel, check_ranges=False)
+
+    def commit_block_table(self, num_reqs: int) -> int:
+        """Send the changed cells of the first ``num_reqs`` rows of every group; how many."""
+        return sum(table.commit_block_table(num_reqs) for table in self._tables)
+
+    def commit_slot_mapping(self, num_tokens: int) -> None:
+        """Send the first ``num_tokens`` slots of every group that holds tokens."""
+        for table in self._mapped:
+            table.commit_slot_mapping(num_tokens)
+
+    @property
+    def _narrowest(self) -> BlockTable:
+        """The table in which the fewest positions have a slot: what fits there fits everywhere."""
+        return min(self._mapped, key=lambda table: table.layout.row_tokens)
+
+    def _check_groups(self, lists: int) -> None:
+        if lists != len(self._tables):
+            raise WorkerError(f"{lists} lists of block ids for {len(self._tables)} groups: give one a group")
+
+    def _per_group(self, block_ids: Sequence[Ids], row: int, *, replacing: bool) -> list[tuple[BlockTable, Ids]]:
+        """Each table with its ids, once all of them have been checked."""
+        self._check_groups(len(block_ids))
+        pairs = list(zip(self._tables, block_ids, strict=True))
+        for table, ids in pairs:
+            table.check_row(ids, row, replacing=replacing)
+        return pairs
+
+
+def _check_range(step: Step, name: str, values: NDArray[np.integer], end: int) -> None:
+    if len(values) and (values.min() < 0 or values.max() >= end):
+        raise WorkerError(f"Step {step.id}: {name} must lie in 0 .. {end - 1}, got {values.min()} .. {values.max()}")
