@@ -21,6 +21,7 @@ from hybridkv.planner.config import KVCacheConfig
 from hybridkv.request import Request, SamplingParams, checked_marks, output_ids, token_array
 from hybridkv.request_rows import append_tokens
 from hybridkv.schedule import FinishReason, Scheduler, SchedulerLimits
+from hybridkv.specs import RequestLimits
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.testing.configs import full_spec, model_config, natural_model_config, state_spec
 
@@ -164,7 +165,9 @@ def cache_calls(world: World) -> Calls:
     none = np.array([0])
     yield cache.accept_drafts, {"rows": rows, "drafted": none, "kept": none}
     yield cache.cache_blocks, {"request": a, "num_computed_tokens": 4}
-    yield cache.cells_of, {"blocks": np.array([1])}
+    yield cache.forget_moved, {"moved": np.array([], np.int64)}
+    yield cache.refuse_drafts, {"num_drafts": 0}
+    yield cache.peak_blocks, {"limits": RequestLimits(100), "max_in_flight": 1}
     yield cache.free, {"request": "nobody"}
     yield cache.free_many, {"requests": []}
     yield cache.lock, {"request": "a"}

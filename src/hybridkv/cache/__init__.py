@@ -6,10 +6,12 @@ from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.cache.slots.batch import BatchSlots
+from hybridkv.cache.slots.cells import cells_of, cells_of_row
 from hybridkv.cache.slots.coordinator import CommonHit
 from hybridkv.cache.slots.locks import BlockLock
 from hybridkv.cache.slots.pins import Pin
 from hybridkv.cache.slots.plan import Admission, Reason, Refusal, SlotPlan
+from hybridkv.cache.slots.states import RowSpans, StateMoves
 from hybridkv.cache.slots.transfers import Checkpoint, Transfer, Transfers
 from hybridkv.cache.statistics import CacheStatistics, GroupStatistics, PrefixCacheStats
 from hybridkv.cache.values import BlockView, KVCacheBlocks
@@ -37,7 +39,11 @@ __all__ = [
     "PrefixCacheStats",
     "Reason",
     "Refusal",
+    "RowSpans",
     "SlotPlan",
+    "StateMoves",
     "Transfer",
     "Transfers",
+    "cells_of",
+    "cells_of_row",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -17,16 +18,20 @@ from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.planned import managed
 from hybridkv.cache.slots.batch import BatchSlots
+from hybridkv.cache.slots.cells import join_cells, named_cells, rotated_cells
 from hybridkv.cache.slots.coordinator import CommonHit
 from hybridkv.cache.slots.locks import BlockLock
 from hybridkv.cache.slots.pins import Pin
 from hybridkv.cache.slots.plan import Admission, Refusal, SlotDemand, SlotPlan
+from hybridkv.cache.slots.states import RowSpans, StateMoves, state_moves, with_transfers
 from hybridkv.cache.slots.transfers import Transfers
 from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats, cache_statistics
 from hybridkv.cache.values import KVCacheBlocks
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.planner import KVCacheConfig, Plan
 from hybridkv.request import Request
+from hybridkv.specs import Keeps, RequestLimits
+from hybridkv.step import Cells
 from hybridkv.units import MOST_COUNT
 
 Int32 = NDArray[np.int32]
@@ -158,7 +163,7 @@ class KVCacheManager:
         return self._lookup.blocks_to_share(request)
 
     def is_longest_hit(self, request: Request, hit: CommonHit, evictions: int) -> bool:
-        """Whether a hit found when ``block_pool.evictions`` was ``evictions`` is still the longest.
+        """Whether a hit found when ``evictions`` were ``evictions`` is still the longest.
 
         It is while none of the blocks it rests on lost its key and none of the keys that bounded it is known.
         O(those keys) look-ups, one a group for full attention, and one array comparison over the blocks.
@@ -345,9 +350,88 @@ class KVCacheManager:
         """
         return self.transfers.take()
 
-    def cells_of(self, blocks: Int64) -> tuple[Int32, Int32, Int32]:
-        """(group, row, column) of every cell that holds one of ``blocks``, the pool's numbers."""
-        return self._relocator.cells_of(integers("blocks", blocks, 0))
+    # -- the fields of a Step that are the cache's
+
+    def step_cells(self, rows: Int64, new: Sequence[Cells], moved: Int64) -> Cells:
+        """``new`` cells of a step of ``rows`` as the worker names them, with all others that have changed.
+
+        moved: see Transfers. Ids are those within each group's class, behind the step's moves.
+        """
+        cells = join_cells(rotated_cells(self.groups, rows) + list(new))
+        return named_cells(self.groups, self.block_pool, self._relocator, cells, moved)
+
+    def step_states(self, spans: RowSpans, transfers: Transfers) -> StateMoves:
+        """What a step does to states: of its rows, and what ``transfers`` ask for."""
+        return with_transfers(state_moves(self.groups, self.block_pool, spans), transfers, spans.rows)
+
+    def forget_moved(self, moved: Int64) -> set[int]:
+        """A step that failed moved to the blocks ``moved``: nothing of them can be hit; the rows that hold one."""
+        moved = integers("moved", moved, 0)
+        if not moved.size:
+            return set()
+        self.block_pool.evict_blocks(np.unique(moved).astype(np.int32))
+        return set(self._relocator.cells_of(moved)[1].tolist())
+
+    def forget_accepted(self, rows: Int64) -> None:
+        """``rows`` run again: where accepted drafts left their states is known from the tables from now on."""
+        for group in self.groups:
+            group.forget_accepted(rows)
+
+    # -- bounds
+
+    def refuse_drafts(self, num_drafts: int) -> None:
+        """ConfigError unless every recurrent group can keep the states of ``num_drafts`` drafts of a row."""
+        drafts = integer("num_drafts", num_drafts, 0, MOST_COUNT)
+        for group in self.groups if drafts else ():
+            most = group.kind.num_drafts
+            if most is None:
+                continue
+            if most < drafts:
+                raise ConfigError(
+                    f"num_speculative_tokens is {drafts}, but group {group.number} has {most} speculative state "
+                    "blocks: read the model with num_speculative_tokens="
+                )
+            if group.policy.publishes and not group.policy.copies and group.policy.block_size <= drafts:
+                raise ConfigError(
+                    f"num_speculative_tokens is {drafts}: states kept every {group.policy.block_size} tokens (group "
+                    f"{group.number}) need fewer drafts than that"
+                )
+
+    def peak_blocks(self, limits: RequestLimits, max_in_flight: int) -> int:
+        """Most blocks, or slabs, that one request within ``limits`` holds at once, steps in flight included."""
+        instance("limits", limits, RequestLimits)
+        integer("max_in_flight", max_in_flight, 1, MOST_COUNT)
+        return self.block_pool.units([group.peak_blocks(limits, max_in_flight) for group in self.groups])
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks, or slabs, that anybody can hold: without the null one and sinks."""
+        return self.block_pool.num_usable
+
+    @property
+    def evictions(self) -> int:
+        """Keys lost so far: with it a hit is remembered, see is_longest_hit."""
+        return self.block_pool.evictions
+
+    @property
+    def reads_encoder(self) -> bool:
+        """Whether some layer reads an encoder's output."""
+        return any(group.kind.spec.keeps is Keeps.ENCODER for group in self.groups)
+
+    @property
+    def drops_for_eagle(self) -> bool:
+        """Whether some group drops the last block of a hit."""
+        return any(group.kind.drops for group in self.groups)
+
+    @property
+    def state_alignment(self) -> int:
+        """Reference layout: tokens between the places where all states can be kept; 0 where none are."""
+        kept = [one.policy.block_size for one in self.groups if one.policy.keeps_state and one.policy.publishes]
+        return math.lcm(*kept) if kept and self.placement is None else 0
+
+    def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
+        """Natural layout: token counts in start + 1 .. end at which states of ``request`` should be kept, ascending."""
+        return self.checkpoints.stops(request, start, end)
 
     def free(self, request: Request | str) -> None:
         """Give back what a request holds, last block first; what is published stays findable.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Collection
 
 from hybridkv.cache import Admission, CommonHit, KVCacheManager, Refusal, SlotPlan
@@ -13,7 +12,7 @@ from hybridkv.schedule.chunks import Chunks, Split
 from hybridkv.schedule.limits import SchedulerLimits
 from hybridkv.schedule.split import AlignSplit, StopSplit
 from hybridkv.schedule.waiting import Waiting
-from hybridkv.specs import Keeps, RequestLimits
+from hybridkv.specs import RequestLimits
 from hybridkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -37,14 +36,14 @@ def most_of(cache: KVCacheManager, limits: SchedulerLimits, request: Request, to
 
 def admission_of(cache: KVCacheManager, limits: SchedulerLimits, request: Request, *, alone: bool) -> Admission:
     """All known tokens of ``request`` must fit, and the watermark besides unless it is ``alone``."""
-    reserve = 0 if alone else int(limits.watermark * cache.block_pool.num_usable)
+    reserve = 0 if alone else int(limits.watermark * cache.usable_blocks)
     return Admission(most_of(cache, limits, request, request.num_tokens), limits.max_in_flight, reserve)
 
 
 def refuse_impossible(cache: KVCacheManager, limits: SchedulerLimits, request: Request) -> None:
     """ConfigError or CapacityError for a request that could not run even alone."""
     cache.refuse_stranger(request)
-    if request.num_encoder_tokens and not any(group.kind.spec.keeps == Keeps.ENCODER for group in cache.groups):
+    if request.num_encoder_tokens and not cache.reads_encoder:
         raise ConfigError(f"request {request.request_id!r} has an encoder input, but the model has no cross attention")
     if request.row >= 0 or request.num_computed_tokens:
         raise ConfigError(f"request {request.request_id!r} runs or has run before: make a new Request of its tokens")
@@ -55,7 +54,7 @@ def refuse_impossible(cache: KVCacheManager, limits: SchedulerLimits, request: R
         )
     tokens = limit_tokens(cache, request) - 1  # the last token of all is never computed
     most = most_of(cache, limits, request, tokens)
-    needed = cache.block_pool.units([group.peak_blocks(most, limits.max_in_flight) for group in cache.groups])
+    needed = cache.peak_blocks(most, limits.max_in_flight)
     usable = cache.promised_blocks
     if needed <= usable:
         return
@@ -84,7 +83,7 @@ def plan_admission(
     All its known tokens must fit, and the watermark besides unless it is ``alone``, so that it is not
     preempted at once. The look-up is remembered in ``entry`` and made anew only when it may have changed.
     """
-    request, evictions = entry.request, cache.block_pool.evictions
+    request, evictions = entry.request, cache.evictions
     if entry.hit is None or not cache.is_longest_hit(request, entry.hit, entry.evictions):
         entry.hit, entry.evictions = cache.look_up(request), evictions
         request.branch_tokens = entry.hit.branch_tokens
@@ -132,8 +131,7 @@ def split_of(cache: KVCacheManager, limits: SchedulerLimits, forking: Collection
     forking: ids of requests that branch before the last of their known tokens.
     """
     if cache.placement is not None:
-        return StopSplit(cache.checkpoints.stops, limits.segments, forking)
-    sizes = [group.policy.block_size for group in cache.groups if group.policy.keeps_state and group.policy.publishes]
-    if not sizes:
+        return StopSplit(cache.stops, limits.segments, forking)
+    if not cache.state_alignment:
         return None
-    return AlignSplit(math.lcm(*sizes), limits.max_batched_tokens, any(group.kind.drops for group in cache.groups))
+    return AlignSplit(cache.state_alignment, limits.max_batched_tokens, cache.drops_for_eagle)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache import BatchSlots, KVCacheBlocks, KVCacheManager, Transfers
+from hybridkv.cache import BatchSlots, KVCacheBlocks, KVCacheManager, RowSpans, Transfers, cells_of, cells_of_row
 from hybridkv.request import Request
 from hybridkv.request_rows import RequestRows
-from hybridkv.schedule.cells import cells_of, cells_of_row, join_cells, named_cells, rotated_cells
-from hybridkv.schedule.states import RowSpans, state_moves, with_transfers
 from hybridkv.schedule.tokens import gather_tokens, with_drafts
 from hybridkv.step import Cells, Csr, EncoderRead, NewRow, Step
 
@@ -83,8 +81,7 @@ class StepBuilder:
         computed = columns.num_computed[rows]
         certain = counts if drafts is None else counts - np.diff(drafts.indptr)
         tokens = gather_tokens(columns, rows, computed, certain)
-        moves = state_moves(cache.groups, cache.block_pool, RowSpans(rows, computed, certain, drafts))
-        moves = with_transfers(moves, transfers, rows)
+        moves = cache.step_states(RowSpans(rows, computed, certain, drafts), transfers)
         return Step(
             id=step_id,
             after=after,
@@ -94,7 +91,7 @@ class StepBuilder:
             samples=computed + certain == columns.num_tokens[rows] + pending[rows],
             token_ids=tokens if drafts is None else with_drafts(tokens, drafts),
             drafts=Csr.empty(len(rows)) if drafts is None else drafts,
-            cells=named_cells(cache, join_cells(rotated_cells(cache, rows) + self._cells), transfers.moved),
+            cells=cache.step_cells(rows, self._cells, transfers.moved),
             finished_rows=np.array(ended_rows, np.int32),
             new_rows=tuple(_new_row(request, encodes=encodes) for request, encodes in self._admitted),
             zero=moves.zero,

@@ -55,9 +55,6 @@ class Failures:
     def _distrust_moved(self, failed: Sequence[InFlight]) -> set[int]:
         """Where the moves of ``failed`` ended may be anything: those blocks lose their keys. Rows that hold one."""
         moved = np.concatenate([flight.moved for flight in failed])
-        if not moved.size:
-            return set()
-        self._cache.block_pool.evict_blocks(np.unique(moved).astype(np.int32))
-        rows = set(self._cache.cells_of(moved)[1].tolist())
+        rows = self._cache.forget_moved(moved)
         self._releaser.distrust(rows)
         return rows

@@ -269,8 +269,7 @@ class Scheduler:
         running.steps[rows] += 1
         flight = InFlight(step, rows, self._requests_of(rows), transfers.moved)
         if self.limits.num_speculative_tokens:
-            for group in self.cache.groups:
-                group.forget_accepted(rows)
+            self.cache.forget_accepted(rows)
         if flight.drafted is not None:
             running.drafted[rows] = flight.drafted
         self._in_flight.append(flight)

@@ -20,7 +20,6 @@ from hybridkv.request import Request, token_array
 from hybridkv.schedule.limits import SchedulerLimits
 from hybridkv.schedule.running import RunningRows
 from hybridkv.schedule.tokens import share_budget
-from hybridkv.specs import MambaSpec
 from hybridkv.step import Csr
 from hybridkv.units import shown
 
@@ -30,11 +29,11 @@ Int64 = NDArray[np.int64]
 class Speculation:
     """Proposals. How many drafts a row has, proposed and in flight, is in ``running``.
 
-    ConfigError where states of so many drafts cannot be kept, see refuse_drafts.
+    ConfigError where states of so many drafts cannot be kept, see KVCacheManager.refuse_drafts.
     """
 
     def __init__(self, cache: KVCacheManager, running: RunningRows, limits: SchedulerLimits) -> None:
-        refuse_drafts(cache, limits.num_speculative_tokens)
+        cache.refuse_drafts(limits.num_speculative_tokens)
         self._cache = cache
         self._running = running
         self._most = limits.num_speculative_tokens
@@ -89,24 +88,6 @@ class Speculation:
         if self._any:
             self._running.proposed[:] = 0
             self._any = False
-
-
-def refuse_drafts(cache: KVCacheManager, drafts: int) -> None:
-    """ConfigError unless every recurrent group can keep the states of ``drafts`` drafts of a row."""
-    for group in cache.groups if drafts else ():
-        spec = group.kind.inner
-        if not isinstance(spec, MambaSpec):
-            continue
-        if spec.num_speculative_blocks < drafts:
-            raise ConfigError(
-                f"num_speculative_tokens is {drafts}, but group {group.number} has {spec.num_speculative_blocks} "
-                "speculative state blocks: read the model with num_speculative_tokens="
-            )
-        if group.policy.publishes and not group.policy.copies and group.policy.block_size <= drafts:
-            raise ConfigError(
-                f"num_speculative_tokens is {drafts}: states kept every {group.policy.block_size} tokens (group "
-                f"{group.number}) need fewer drafts than that"
-            )
 
 
 def _check_drafts(drafts: Mapping[str, Sequence[int]]) -> None:

@@ -177,6 +177,11 @@ class GroupKind:
         return self.spec.keeps is Keeps.STATE
 
     @property
+    def num_drafts(self) -> int | None:
+        """Of how many drafts of a row its states can be kept; None where no state is kept at all."""
+        return self.inner.num_speculative_blocks if isinstance(self.inner, MambaSpec) else None
+
+    @property
     def by_digest(self) -> bool:
         """Whether its blocks are found under the digest of the encoder's input: cross attention, natural layout."""
         return self.spec.keeps is Keeps.ENCODER and self.checkpoints is not None

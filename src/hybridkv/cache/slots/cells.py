@@ -1,11 +1,16 @@
-"""Cells of the block tables that a step writes."""
+"""Cells of the block tables that a step writes: what its rows got, states that changed places, blocks that moved."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache import BatchSlots, KVCacheManager
+from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.rows.group import CacheGroup
+from hybridkv.cache.slots.batch import BatchSlots
+from hybridkv.cache.slots.relocator import Relocator
 from hybridkv.step import Cells
 
 Int32 = NDArray[np.int32]
@@ -27,10 +32,10 @@ def cells_of_row(row: int, ids: tuple[Int32, ...]) -> list[Cells]:
     return parts
 
 
-def rotated_cells(cache: KVCacheManager, rows: Int64) -> list[Cells]:
+def rotated_cells(groups: Sequence[CacheGroup], rows: Int64) -> list[Cells]:
     """The cells of states that changed places since the worker was told, of those ``rows``."""
     parts = []
-    for group in cache.groups:
+    for group in groups:
         some = rows[group.rotated[rows] > 0] if group.policy.rotates else rows[:0]
         if some.size:
             pairs = np.stack((np.zeros_like(some), group.rotated[some]), axis=1).ravel()
@@ -54,18 +59,20 @@ def join_cells(parts: list[Cells]) -> Cells:
     )
 
 
-def named_cells(cache: KVCacheManager, cells: Cells, moved: Int64) -> Cells:
+def named_cells(
+    groups: Sequence[CacheGroup], pool: BlockPool, relocator: Relocator, cells: Cells, moved: Int64
+) -> Cells:
     """``cells`` as the worker names them: ids within each group's class, after the step's moves.
 
     moved: blocks that moves ended in; the cells of all rows that hold one are written as well, first.
     """
     if moved.size:
-        group, row, column = cache.cells_of(moved)
+        group, row, column = relocator.cells_of(moved)
         group, row = np.concatenate((group, cells.group)), np.concatenate((row, cells.row))
         column = np.concatenate((column, cells.column))
         block = np.empty(len(group), np.int32)
-        for one in cache.groups:
+        for one in groups:
             mine = np.flatnonzero(group == one.number)
             block[mine] = one.rows.at(row[mine].astype(np.int64), column[mine].astype(np.int64))
         cells = Cells(group, row, column, block)
-    return Cells(cells.group, cells.row, cells.column, cache.block_pool.local_each(cells.group, cells.block))
+    return Cells(cells.group, cells.row, cells.column, pool.local_each(cells.group, cells.block))

@@ -11,7 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache import BlockPool, CacheGroup, Transfers
+from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.rows.group import CacheGroup
+from hybridkv.cache.slots.transfers import Transfers
 from hybridkv.step import Copy, Csr
 
 Int32 = NDArray[np.int32]
