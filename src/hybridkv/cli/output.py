@@ -45,7 +45,7 @@ def floor(number: float) -> str:
 
 def units_of(config: KVCacheConfig) -> str:
     """What the pool gives out: 8,192 blocks of 2 MiB, or slabs."""
-    unit = "block" if config.slabs is None else "slab"
+    unit = config.unit
     return f"{format_count(config.num_blocks)} {unit}s of {format_bytes(unit_bytes(config))}"
 
 

@@ -204,7 +204,7 @@ def _settings(plan: Plan, settings: ReplaySettings, length_from: str, source: Re
         "encoder_tokens": plan.limits.max_encoder_tokens,
         "memory_bytes": plan.memory_bytes,
         "num_blocks": plan.config.num_blocks,
-        "unit": "block" if plan.config.slabs is None else "slab",
+        "unit": plan.config.unit,
         "unit_bytes": unit_bytes(plan.config),
         "max_model_len": plan.max_model_len,
         "max_model_len_from": length_from,

@@ -109,6 +109,11 @@ class KVCacheConfig:
         return self.num_blocks * k
 
     @property
+    def unit(self) -> str:
+        """What num_blocks counts, in a word."""
+        return "block" if self.slabs is None else "slab"
+
+    @property
     def arena_bytes(self) -> int:
         """Bytes that all tensors need together."""
         if self.slabs is not None:

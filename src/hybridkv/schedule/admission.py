@@ -58,7 +58,7 @@ def refuse_impossible(cache: KVCacheManager, limits: SchedulerLimits, request: R
     usable = cache.promised_blocks
     if needed <= usable:
         return
-    unit = "block" if cache.config.slabs is None else "slab"
+    unit = cache.config.unit
     unit_bytes = cache.config.arena_bytes // cache.config.num_blocks
     size = f", {format_bytes((needed + 1) * unit_bytes)} with the null {unit}" if unit_bytes else ""
     raise CapacityError(

@@ -113,7 +113,7 @@ def plan_with_length(
     )
     fit = changed.capacity.tokens_that_fit
     if fit is not None and fit < longest:
-        unit = "block" if plan.config.slabs is None else "slab"
+        unit = plan.config.unit
         raise CapacityError(
             f"the plan's {format_count(plan.config.num_blocks)} {unit}s ({format_bytes(plan.memory_bytes)}) hold one "
             f"request of {format_count(fit)} tokens, but the maximum length is {format_count(longest)} "
