@@ -176,7 +176,7 @@ class KVCacheManager:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """What is allocated inside is of ``step``, a number above those before, and written once it is marked so.
+        """What is allocated inside is of ``step``, a number above those in flight, and written once marked so.
 
         Thus nothing is copied that the same step is still to write, and events speak of what is there. Whoever drives
         the manager without a Scheduler opens one for each forward. Outside of any, what is published counts as written

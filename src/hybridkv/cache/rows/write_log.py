@@ -39,15 +39,14 @@ class WriteLog:
         self._runs: dict[int, list[Run]] = {}
         self._ids: dict[int, list[NDArray[np.int32]]] = {}
         self.open_step = WRITTEN
-        self._latest = -1
 
     def begin(self, step: int) -> None:
-        """What is published from now on is written by ``step``. CacheError if another is open, or was as late."""
+        """What is published from now on is written by ``step``. CacheError if another is open, or as late."""
         if self.open_step != WRITTEN:
             raise CacheError(f"step {step} begins while step {self.open_step} is open: end that one first")
-        if step <= self._latest:
-            raise CacheError(f"step {step} begins behind step {self._latest}: number steps in their order")
-        self._latest = step
+        latest = max(self._ids, default=-1)
+        if step <= latest:
+            raise CacheError(f"step {step} begins behind step {latest}, which is in flight: number steps in order")
         self.open_step = step
         self._runs[step], self._ids[step] = [], []
 
