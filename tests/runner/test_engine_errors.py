@@ -401,7 +401,7 @@ def test_logits_that_are_no_numbers_are_refused(make_engine: EngineFactory) -> N
 def test_a_scheduler_that_is_stuck_can_go_on(make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(LLAMA, PROMPTS, OUTPUT)
     name = engine.add(PROMPTS[0], greedy(OUTPUT))
-    monkeypatch.setattr(engine.scheduler._admitter, "admit", lambda *_: [])
+    monkeypatch.setattr(engine.scheduler._admission, "admit", lambda *_, **__: None)
     with pytest.raises(CacheError, match="1 requests wait and 0 run, but 9 steps in a row were empty"):
         drained(engine)
     monkeypatch.undo()

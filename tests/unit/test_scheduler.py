@@ -12,7 +12,7 @@ from hybridkv.cache import AllBlocksCleared, BlockHasher, BlockStored, KVCacheMa
 from hybridkv.errors import CacheError, CapacityError, ConfigError, OwnershipError, WorkerError
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import FinishReason, Outcome, Scheduler, SchedulerLimits
-from hybridkv.schedule.in_flight import InFlight
+from hybridkv.schedule.running import InFlight
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.testing import attention_config
 

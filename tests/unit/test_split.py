@@ -6,7 +6,7 @@ from kinds_support import cache_of, full, published, state
 from hybridkv.cache import KVCacheManager
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
-from hybridkv.schedule.split import AlignSplit
+from hybridkv.schedule.chunks import AlignSplit
 from hybridkv.step import Csr, Step, StepResult
 
 

@@ -1,137 +1,230 @@
-"""Who may come in: whether a request can run at all, and whether it fits now."""
+"""Who may come in, whether it fits now, and its first step: branches first, then waiting requests in order.
+
+One that does not fit lets others pass, within bounds.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections import Counter
+from contextlib import closing
+from heapq import heappop, heappush
+from typing import Final
 
-from hybridkv.cache import Admission, CommonHit, KVCacheManager, Refusal, SlotPlan
+from hybridkv.cache import Admission, KVCacheBlocks, KVCacheManager, Reason, Refusal, SlotPlan
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.request import Request
-from hybridkv.schedule.chunks import Chunks, Split
-from hybridkv.schedule.limits import SchedulerLimits
-from hybridkv.schedule.split import AlignSplit, StopSplit
-from hybridkv.schedule.waiting import Waiting
+from hybridkv.schedule.builder import StepBuilder
+from hybridkv.schedule.forks import Forks
+from hybridkv.schedule.limits import Finished, FinishReason, SchedulerLimits
+from hybridkv.schedule.row_releaser import RowReleaser
+from hybridkv.schedule.running import RunningRows
+from hybridkv.schedule.waiting import QueueKey, Waiting, WaitingQueue
 from hybridkv.specs import RequestLimits
 from hybridkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-
-def limit_tokens(cache: KVCacheManager, request: Request) -> int:
-    """Most tokens that ``request`` may have, prompt and output."""
-    return min(request.num_prompt_tokens + request.sampling.max_tokens, cache.max_model_len)
+_MOST_PASSED: Final = 16  # refused requests that a step looks at: each costs a look-up
 
 
-def most_of(cache: KVCacheManager, limits: SchedulerLimits, request: Request, tokens: int) -> RequestLimits:
-    """What bounds the blocks of ``request`` while it computes ``tokens`` tokens, room for drafts included."""
-    return RequestLimits(
-        max_model_len=max(min(tokens + limits.num_lookahead_tokens, cache.max_model_len), 1),
-        max_in_flight_tokens=(limits.max_batched_tokens + limits.num_lookahead_tokens) * limits.max_in_flight,
-        dcp=cache.dcp_world_size,
-        pcp=cache.pcp_world_size,
-        max_encoder_tokens=request.num_encoder_tokens,
-    )
+class AdmissionControl:
+    """Moves requests from ``forks`` and ``waiting`` to ``running`` and into a step.
 
+    prompt_tokens, hit_tokens: of first admissions, so far. refusals: by reason, so far.
+    """
 
-def admission_of(cache: KVCacheManager, limits: SchedulerLimits, request: Request, *, alone: bool) -> Admission:
-    """All known tokens of ``request`` must fit, and the watermark besides unless it is ``alone``."""
-    reserve = 0 if alone else int(limits.watermark * cache.usable_blocks)
-    return Admission(most_of(cache, limits, request, request.num_tokens), limits.max_in_flight, reserve)
+    def __init__(
+        self,
+        cache: KVCacheManager,
+        limits: SchedulerLimits,
+        waiting: WaitingQueue,
+        running: RunningRows,
+        *,
+        forks: Forks,
+        releaser: RowReleaser,
+    ) -> None:
+        self._cache = cache
+        self._limits = limits
+        self._waiting = waiting
+        self._running = running
+        self._forks = forks
+        self._releaser = releaser
+        self.prompt_tokens = self.hit_tokens = 0
+        self.refusals: Counter[Reason] = Counter()
 
+    # -- ever
 
-def refuse_impossible(cache: KVCacheManager, limits: SchedulerLimits, request: Request) -> None:
-    """ConfigError or CapacityError for a request that could not run even alone."""
-    cache.refuse_stranger(request)
-    if request.num_encoder_tokens and not cache.reads_encoder:
-        raise ConfigError(f"request {request.request_id!r} has an encoder input, but the model has no cross attention")
-    if request.row >= 0 or request.num_computed_tokens:
-        raise ConfigError(f"request {request.request_id!r} runs or has run before: make a new Request of its tokens")
-    if request.num_tokens >= cache.max_model_len:
-        raise ConfigError(
-            f"request {request.request_id!r} has {request.num_tokens} tokens, max_model_len is "
-            f"{cache.max_model_len}: shorten the prompt or raise max_model_len"
+    def refuse_impossible(self, request: Request) -> None:
+        """ConfigError or CapacityError for a request that could not run even alone."""
+        cache = self._cache
+        cache.refuse_stranger(request)
+        if request.num_encoder_tokens and not cache.reads_encoder:
+            raise ConfigError(
+                f"request {request.request_id!r} has an encoder input, but the model has no cross attention"
+            )
+        if request.row >= 0 or request.num_computed_tokens:
+            raise ConfigError(
+                f"request {request.request_id!r} runs or has run before: make a new Request of its tokens"
+            )
+        if request.num_tokens >= cache.max_model_len:
+            raise ConfigError(
+                f"request {request.request_id!r} has {request.num_tokens} tokens, max_model_len is "
+                f"{cache.max_model_len}: shorten the prompt or raise max_model_len"
+            )
+        tokens = self._running.limit_tokens(request) - 1  # the last token of all is never computed
+        needed = cache.peak_blocks(self._bounds(request, tokens), self._limits.max_in_flight)
+        usable = cache.promised_blocks
+        if needed <= usable:
+            return
+        unit = cache.config.unit
+        unit_bytes = cache.config.arena_bytes // cache.config.num_blocks
+        size = f", {format_bytes((needed + 1) * unit_bytes)} with the null {unit}" if unit_bytes else ""
+        raise CapacityError(
+            f"request {request.request_id!r} may reach {tokens} tokens: {needed} {unit}s{size}; the pool has {usable}: "
+            "give it more memory, or lower max_tokens"
         )
-    tokens = limit_tokens(cache, request) - 1  # the last token of all is never computed
-    most = most_of(cache, limits, request, tokens)
-    needed = cache.peak_blocks(most, limits.max_in_flight)
-    usable = cache.promised_blocks
-    if needed <= usable:
-        return
-    unit = cache.config.unit
-    unit_bytes = cache.config.arena_bytes // cache.config.num_blocks
-    size = f", {format_bytes((needed + 1) * unit_bytes)} with the null {unit}" if unit_bytes else ""
-    raise CapacityError(
-        f"request {request.request_id!r} may reach {tokens} tokens: {needed} {unit}s{size}; the pool has {usable}: "
-        "give it more memory, or lower max_tokens"
-    )
 
+    def _bounds(self, request: Request, tokens: int) -> RequestLimits:
+        """What bounds the blocks of ``request`` while it computes ``tokens`` tokens, room for drafts included."""
+        cache, limits = self._cache, self._limits
+        return RequestLimits(
+            max_model_len=max(min(tokens + limits.num_lookahead_tokens, cache.max_model_len), 1),
+            max_in_flight_tokens=(limits.max_batched_tokens + limits.num_lookahead_tokens) * limits.max_in_flight,
+            dcp=cache.dcp_world_size,
+            pcp=cache.pcp_world_size,
+            max_encoder_tokens=request.num_encoder_tokens,
+        )
 
-def plan_admission(
-    cache: KVCacheManager,
-    limits: SchedulerLimits,
-    chunks: Chunks,
-    entry: Waiting,
-    budget_tokens: int,
-    *,
-    alone: bool,
-) -> tuple[SlotPlan, int, int] | Refusal | None:
-    """Slots for the first chunk of a waiting request, its hit and its new tokens; why not, while it does not fit.
+    # -- now
 
-    None when the step's budget is too small for a chunk.
+    def admit(self, builder: StepBuilder, now: float, *, room: bool) -> None:
+        """Admit while budget, rows and blocks last. now: seconds. room: whether anybody may come in.
 
-    All its known tokens must fit, and the watermark besides unless it is ``alone``, so that it is not
-    preempted at once. The look-up is remembered in ``entry`` and made anew only when it may have changed.
-    """
-    request, evictions = entry.request, cache.evictions
-    if entry.hit is None or not cache.is_longest_hit(request, entry.hit, entry.evictions):
-        entry.hit, entry.evictions = cache.look_up(request), evictions
-        request.branch_tokens = entry.hit.branch_tokens
-    planned = _plan_hit(cache, limits, chunks, request, entry.hit, budget_tokens=budget_tokens, alone=alone)
-    if (
-        isinstance(planned, Refusal) and alone and any(entry.hit.sources)
-    ):  # what is copied may be in the way of the copy
-        planned = _plan_hit(cache, limits, chunks, request, None, budget_tokens=budget_tokens, alone=alone)
-    return planned
+        A refused request is passed by those behind it until it was overtaken ``max_overtaken`` times or has waited
+        ``max_overtaken_seconds`` since it was first refused. Branches whose parent is ready and that do not come in
+        wait like others from now on.
+        """
+        if self._forks:
+            self._admit_branches(builder, room=room)
+        if room:
+            self._admit_waiting(builder, now)
 
+    def _admit_branches(self, builder: StepBuilder, *, room: bool) -> None:
+        """Branch off every parent that is ready."""
+        ready = self._forks.running()  # sorted, so it is a heap
+        while ready:
+            _, parent = heappop(ready)
+            computed, known = parent.num_computed_tokens, parent.num_tokens
+            if self._running.steps[parent.row] or computed < known - 1:
+                continue
+            late: list[Waiting] = []
+            for child in self._forks.take(parent):
+                entry = self._waiting.entry(child)
+                fits = room and not late and child.num_tokens == known and computed == known - 1
+                if not (fits and self._admit_branch(parent, entry, builder)):
+                    late.append(entry)
+                elif (order := self._forks.order_of(child)) is not None:
+                    heappush(ready, (order, child))
+            self._waiting.return_to_front(late)
 
-def _plan_hit(
-    cache: KVCacheManager,
-    limits: SchedulerLimits,
-    chunks: Chunks,
-    request: Request,
-    hit: CommonHit | None,
-    *,
-    budget_tokens: int,
-    alone: bool,
-) -> tuple[SlotPlan, int, int] | Refusal | None:
-    """plan_admission behind ``hit``."""
-    hit_tokens = 0 if hit is None else hit.tokens
-    count = chunks.first(request, hit_tokens, budget_tokens)
-    if not count:
-        return None
-    plan = cache.plan_slots(
-        request,
-        count,
-        hit_tokens,
-        None if hit is None else cache.blocks_of(hit),
-        num_lookahead_tokens=limits.num_lookahead_tokens,
-        num_encoder_tokens=request.num_encoder_tokens,
-        admission=admission_of(cache, limits, request, alone=alone),
-    )
-    if isinstance(plan, Refusal):
-        logger.debug("request %s is not admitted: %s", request.request_id, plan)
+    def _admit_branch(self, parent: Request, entry: Waiting, builder: StepBuilder) -> bool:
+        """Give a child a row that begins as the parent's, and its one token; whether it fits."""
+        if not builder.budget or not self._running.has_seat:
+            return False
+        plan, _ = self._plan(entry.request, *self._cache.blocks_to_share(parent), builder, alone=False)
+        if plan is None:
+            return False
+        self._begin(plan, entry.queue_key, builder)
+        return True
+
+    def _admit_waiting(self, builder: StepBuilder, now: float) -> None:
+        refused: list[Waiting] = []
+        with closing(self._waiting.in_order()) as entries:
+            while builder.budget and self._running.has_seat:
+                entry = next(entries, None)
+                if entry is None:
+                    return
+                try:
+                    plan = None if entry.in_flight_steps else self._plan_behind_hit(entry, builder)
+                except Exception as error:  # noqa: BLE001 - a plan changes nothing: what it raises is its request's alone
+                    self._releaser.end([Finished(entry.request, FinishReason.ERROR, error)])
+                    continue
+                if plan is not None:
+                    self._begin(plan, entry.queue_key, builder)
+                    self._waiting.remove(entry.request)
+                    for passed in refused:
+                        passed.overtaken += 1
+                    if not all(self._may_be_overtaken(passed, now) for passed in refused):
+                        return
+                    continue
+                refused.append(entry)
+                if len(refused) == _MOST_PASSED or not self._may_be_overtaken(entry, now):
+                    return
+
+    def _may_be_overtaken(self, entry: Waiting, now: float) -> bool:
+        if entry.refused_at is None:
+            entry.refused_at = now
+        waited = now - entry.refused_at
+        return entry.overtaken < self._limits.max_overtaken and waited < self._limits.max_overtaken_seconds
+
+    # -- one request
+
+    def _plan_behind_hit(self, entry: Waiting, builder: StepBuilder) -> SlotPlan | None:
+        """Slots for the first chunk of a waiting request; None while it does not fit.
+
+        The look-up is remembered in ``entry`` and made anew only when it may have changed.
+        """
+        cache, request, evictions = self._cache, entry.request, self._cache.evictions
+        if entry.hit is None or not cache.is_longest_hit(request, entry.hit, entry.evictions):
+            entry.hit, entry.evictions = cache.look_up(request), evictions
+            request.branch_tokens = entry.hit.branch_tokens
+        alone = not self._running.seats_taken
+        plan, refusal = self._plan(request, cache.blocks_of(entry.hit), entry.hit.tokens, builder, alone=alone)
+        if refusal is not None and alone and any(entry.hit.sources):  # what is copied may be in the way of the copy
+            plan, refusal = self._plan(request, None, 0, builder, alone=alone)
+        if refusal is not None:
+            self.refusals[refusal.reason] += 1
         return plan
-    return plan, hit_tokens, count
 
+    def _plan(
+        self, request: Request, hit: KVCacheBlocks | None, hit_tokens: int, builder: StepBuilder, *, alone: bool
+    ) -> tuple[SlotPlan | None, Refusal | None]:
+        """Slots for the first chunk of ``request`` behind ``hit``, or why not; neither if the budget is too small.
 
-def split_of(cache: KVCacheManager, limits: SchedulerLimits, forking: Collection[str]) -> Split | None:
-    """How chunks are cut for states that are kept; None where they may end anywhere.
+        All its known tokens must fit, and the watermark besides unless it is ``alone``, so that it is not
+        preempted at once.
+        """
+        cache, limits = self._cache, self._limits
+        count = builder.first_chunk(request, hit_tokens)
+        if not count:
+            return None, None
+        plan = cache.plan_slots(
+            request,
+            count,
+            hit_tokens,
+            hit,
+            num_lookahead_tokens=limits.num_lookahead_tokens,
+            num_encoder_tokens=request.num_encoder_tokens,
+            admission=Admission(
+                self._bounds(request, request.num_tokens),
+                limits.max_in_flight,
+                0 if alone else int(limits.watermark * cache.usable_blocks),
+            ),
+        )
+        if isinstance(plan, Refusal):
+            logger.debug("request %s is not admitted: %s", request.request_id, plan)
+            return None, plan
+        return plan, None
 
-    forking: ids of requests that branch before the last of their known tokens.
-    """
-    if cache.placement is not None:
-        return StopSplit(cache.stops, limits.segments, forking)
-    if not cache.state_alignment:
-        return None
-    return AlignSplit(cache.state_alignment, limits.max_batched_tokens, cache.drops_for_eagle)
+    def _begin(self, plan: SlotPlan, queue_key: QueueKey, builder: StepBuilder) -> None:
+        """The request of ``plan`` runs from now on."""
+        request = plan.request
+        self._cache.commit(plan)
+        request.num_computed_tokens = plan.hit_tokens
+        self._running.admit(request, queue_key)
+        builder.add_admitted(plan)
+        if request.first_hit_tokens is None:
+            request.first_hit_tokens = plan.hit_tokens
+            self.prompt_tokens += request.num_prompt_tokens
+            self.hit_tokens += min(plan.hit_tokens, request.num_prompt_tokens)

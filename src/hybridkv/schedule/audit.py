@@ -9,9 +9,8 @@ import numpy as np
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import CacheError
 from hybridkv.schedule.forks import Forks
-from hybridkv.schedule.in_flight import InFlight
 from hybridkv.schedule.inbox import Inbox
-from hybridkv.schedule.running import RunningRows
+from hybridkv.schedule.running import InFlight, RunningRows
 from hybridkv.schedule.waiting import WaitingQueue
 
 
@@ -27,15 +26,15 @@ def check_rows(cache: KVCacheManager, running: RunningRows) -> None:
 
 def check_in_flight(cache: KVCacheManager, running: RunningRows, in_flight: Iterable[InFlight]) -> None:
     """Rows expect exactly what the steps in flight will bring."""
-    steps, pending, drafted = (np.zeros_like(running.steps) for _ in range(3))
+    steps, pending, num_drafts = (np.zeros_like(running.steps) for _ in range(3))
     for flight in in_flight:
-        attached = flight.attached()
-        steps[flight.rows[attached]] += 1
-        pending[flight.rows[attached & flight.step.samples]] += 1
-        if flight.drafted is not None:
-            drafted[flight.rows[attached]] += flight.drafted[attached]
+        held = flight.held()
+        steps[flight.rows[held]] += 1
+        pending[flight.rows[held & flight.step.samples]] += 1
+        if flight.num_drafts is not None:
+            num_drafts[flight.rows[held]] += flight.num_drafts[held]
     live = sorted(request.row for request in cache.resident_requests())
-    pairs = (steps, running.steps), (pending, running.pending), (drafted, running.drafted)
+    pairs = (steps, running.steps), (pending, running.pending), (num_drafts, running.num_drafts)
     if not all(np.array_equal(found[live], expected[live]) for found, expected in pairs):
         raise CacheError("the steps in flight differ from what the rows expect of them")
 

@@ -1,95 +1,115 @@
-"""The step being scheduled, and the Step that is made of it."""
+"""The step being scheduled: who gets how much of its budget, and the Step that is made of it."""
 
 from __future__ import annotations
+
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache import BatchSlots, KVCacheBlocks, KVCacheManager, RowSpans, Transfers, cells_of, cells_of_row
+from hybridkv.cache import BatchSlots, KVCacheManager, RowSpans, SlotPlan, Transfers, cells_of, cells_of_row
 from hybridkv.request import Request
 from hybridkv.request_rows import RequestRows
-from hybridkv.schedule.tokens import gather_tokens, with_drafts
+from hybridkv.schedule.chunks import Split, share_budget
 from hybridkv.step import Cells, Csr, EncoderRead, NewRow, Step
 
 Int64 = NDArray[np.int64]
 
+SAMPLED_BY_WORKER: Final = -1
+
 
 class StepBuilder:
-    """Rows and their shares so far. budget: tokens left."""
+    """Rows and their shares so far. budget: tokens left. split: where chunks must end, None where they may anywhere."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, cache: KVCacheManager, split: Split | None, budget: int) -> None:
         self.budget = budget
+        self._cache = cache
+        self._split = split
         self._rows: list[Int64] = []
         self._counts: list[Int64] = []
-        self._drafts: list[Csr | None] = []
+        self._draft_tokens: list[Csr | None] = []
         self._cells: list[Cells] = []
         self._admitted: list[tuple[Request, bool]] = []
 
-    def add_running(self, rows: Int64, counts: Int64, slots: BatchSlots, drafts: Csr | None) -> None:
-        """Rows that ran before get ``counts`` tokens, ``drafts`` among them, and their new blocks."""
+    # -- the budget
+
+    def first_chunk(self, request: Request, computed: int) -> int:
+        """Tokens of the first chunk of ``request`` behind ``computed`` ones; 0: wait for a larger budget."""
+        asked = min(request.num_tokens - computed, self.budget)
+        return asked if self._split is None else self._split.share(request, computed, asked)
+
+    def shares(self, rows: Int64, wanted: Int64) -> Int64:
+        """Tokens of each of ``rows``, first come first served, int64[rows]. A Python call a row while one prefills."""
+        if self._split is None or self._split.is_idle or (wanted <= 1).all():
+            return share_budget(wanted, self.budget)
+        shares, left = np.zeros_like(wanted), self.budget
+        for place, request in enumerate(self._cache.rows.owners(rows)):
+            asked = min(wanted.item(place), left)
+            if asked:
+                shares[place] = self._split.share(request, request.num_computed_tokens, asked)
+                left -= shares.item(place)
+        return shares
+
+    # -- rows
+
+    def add_running(self, rows: Int64, counts: Int64, slots: BatchSlots, draft_tokens: Csr | None) -> None:
+        """Rows that ran before get ``counts`` tokens, ``draft_tokens`` among them, and their new blocks."""
         self._rows.append(rows)
         self._counts.append(counts)
-        self._drafts.append(drafts)
+        self._draft_tokens.append(draft_tokens)
         if len(slots.block):
             self._cells.append(cells_of(rows, slots))
         self.budget -= int(counts.sum())
 
-    def add_admitted(self, request: Request, count: int, blocks: KVCacheBlocks, *, encodes: bool) -> None:
-        """A row begins: all its blocks, ``count`` tokens. encodes: its encoder must run."""
+    def add_admitted(self, plan: SlotPlan) -> None:
+        """A row begins as ``plan``, which is carried out, says: all its blocks, the tokens behind its hit."""
+        request, count = plan.request, plan.certain_tokens - plan.hit_tokens
         self._rows.append(np.array([request.row]))
         self._counts.append(np.array([count]))
-        self._drafts.append(None)
-        self._cells += cells_of_row(request.row, blocks.ids)
-        self._admitted.append((request, encodes))
+        self._draft_tokens.append(None)
+        self._cells += cells_of_row(request.row, self._cache.get_blocks(request.request_id).ids)
+        self._admitted.append((request, plan.encodes))
         self.budget -= count
 
-    @property
-    def rows(self) -> Int64:
-        """int64[R], in the order of the batch."""
-        return _joined(self._rows)
+    # -- the Step
 
-    @property
-    def counts(self) -> Int64:
-        """int64[R], tokens of each row, drafts included."""
-        return _joined(self._counts)
-
-    @property
-    def drafts(self) -> Csr | None:
-        """Those of each row; None when nobody has any."""
-        if all(part is None for part in self._drafts):
-            return None
+    def spans(self) -> RowSpans:
+        """What each row computes for certain and its drafts, in the order of the batch."""
+        rows, counts = _joined(self._rows), _joined(self._counts)
+        computed = self._cache.rows.num_computed[rows]
+        if all(part is None for part in self._draft_tokens):
+            return RowSpans(rows, computed, counts)
         parts = [
-            Csr.empty(len(rows)) if part is None else part for rows, part in zip(self._rows, self._drafts, strict=True)
+            Csr.empty(len(some)) if part is None else part
+            for some, part in zip(self._rows, self._draft_tokens, strict=True)
         ]
-        counts = np.concatenate([np.diff(part.indptr) for part in parts])
-        indptr = np.concatenate(([0], np.cumsum(counts)))
-        return Csr(indptr, np.concatenate([part.values for part in parts]))
+        num_drafts = np.concatenate([np.diff(part.indptr) for part in parts])
+        indptr = np.concatenate(([0], np.cumsum(num_drafts)))
+        drafts = Csr(indptr, np.concatenate([part.values for part in parts]))
+        return RowSpans(rows, computed, counts - num_drafts, drafts)
 
     def freeze(
         self,
         step_id: int,
         after: int,
+        spans: RowSpans,
         *,
-        columns: RequestRows,
         pending: Int64,
         ended_rows: list[int],
-        cache: KVCacheManager,
         transfers: Transfers,
     ) -> Step:
-        """The Step. pending: per row, tokens that steps in flight sample. transfers: the cache's moves and copies."""
-        rows, counts, drafts = self.rows, self.counts, self.drafts
-        computed = columns.num_computed[rows]
-        certain = counts if drafts is None else counts - np.diff(drafts.indptr)
-        tokens = gather_tokens(columns, rows, computed, certain)
-        moves = cache.step_states(RowSpans(rows, computed, certain, drafts), transfers)
+        """The Step of ``spans``. pending: per row, tokens that steps in flight sample. transfers: the cache's."""
+        cache, (rows, computed, certain, drafts) = self._cache, spans
+        tokens = _gather_tokens(cache.rows, rows, computed, certain)
+        moves = cache.step_states(spans, transfers)
         return Step(
             id=step_id,
             after=after,
             rows=rows.astype(np.int32),
             num_computed=computed.astype(np.int32),
-            num_scheduled=counts.astype(np.int32),
-            samples=computed + certain == columns.num_tokens[rows] + pending[rows],
-            token_ids=tokens if drafts is None else with_drafts(tokens, drafts),
+            num_scheduled=_joined(self._counts).astype(np.int32),
+            samples=computed + certain == cache.rows.num_tokens[rows] + pending[rows],
+            token_ids=tokens if drafts is None else _with_drafts(tokens, drafts),
             drafts=Csr.empty(len(rows)) if drafts is None else drafts,
             cells=cache.step_cells(rows, self._cells, transfers.moved),
             finished_rows=np.array(ended_rows, np.int32),
@@ -119,3 +139,44 @@ def _new_row(request: Request, *, encodes: bool) -> NewRow:
         sampling=request.sampling,
         encoder=read,
     )
+
+
+def _with_drafts(tokens: Csr, drafts: Csr) -> Csr:
+    """Each row of ``drafts`` behind the same row of ``tokens``. O(tokens) in array operations."""
+    indptr = tokens.indptr + drafts.indptr
+    values = np.empty(len(tokens.values) + len(drafts.values), np.int32)
+    is_draft = np.zeros(len(values), np.bool_)
+    counts = np.diff(drafts.indptr)
+    behind = np.arange(len(drafts.values)) - np.repeat(drafts.indptr[:-1], counts)
+    is_draft[np.repeat(indptr[1:] - counts, counts) + behind] = True
+    values[is_draft], values[~is_draft] = drafts.values, tokens.values
+    return Csr(indptr, values)
+
+
+def _gather_tokens(requests: RequestRows, rows: Int64, computed: Int64, counts: Int64) -> Csr:
+    """Tokens computed[i] .. computed[i] + counts[i] - 1 of each row; -1 for one that is not known yet.
+
+    A decoding row costs a share of a few array operations, any other one a Python call.
+    """
+    indptr = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(counts, out=indptr[1:])
+    ahead = requests.num_tokens[rows] - computed
+    if indptr[-1] == len(rows):
+        values = requests.last_tokens(rows)
+        other = ahead != 1
+        if not other.any():
+            return Csr(indptr, values)
+    else:
+        values = np.empty(int(indptr[-1]), np.int32)
+        other = (counts != 1) | (ahead != 1)
+        single = np.flatnonzero(~other)
+        values[indptr[single]] = requests.last_tokens(rows[single])
+    for i in np.flatnonzero(other).tolist():
+        start, count = int(computed[i]), int(counts[i])
+        if ahead[i] <= 0:
+            values[indptr[i] : indptr[i + 1]] = SAMPLED_BY_WORKER
+            continue
+        request = requests.requests[int(rows[i])]
+        if request is not None:
+            values[indptr[i] : indptr[i + 1]] = request.token_ids(start, start + count)
+    return Csr(indptr, values)

@@ -10,17 +10,12 @@ room, the parent is gone or past), they wait in front like any other request, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 
-from hybridkv.cache import KVCacheManager, SlotPlan
 from hybridkv.request import Request, branch_id
-from hybridkv.schedule.admission import admission_of, limit_tokens
-from hybridkv.schedule.builder import StepBuilder
-from hybridkv.schedule.limits import SchedulerLimits
 from hybridkv.schedule.running import RunningRows
-from hybridkv.schedule.waiting import Waiting, WaitingQueue
+from hybridkv.schedule.waiting import WaitingQueue
 
 
 def branches_of(parent: Request, n: int) -> tuple[Request, ...]:
@@ -42,9 +37,15 @@ class Family:
 
 
 class Forks:
-    """Children that wait for their parents. Adding and removing one is O(1)."""
+    """Children that wait for their parents, which wait or run. Adding and removing one is O(1).
 
-    def __init__(self) -> None:
+    shares_in_part: whether a branch can begin inside a block; else no child waits for its parent.
+    """
+
+    def __init__(self, waiting: WaitingQueue, running: RunningRows, *, shares_in_part: bool) -> None:
+        self._waiting = waiting
+        self._running = running
+        self._shares_in_part = shares_in_part
         self._families: dict[str, Family] = {}  # by the parent's id
         self._parent_of: dict[Request, str] = {}
         self._forked = 0
@@ -60,20 +61,28 @@ class Forks:
         """Children that wait."""
         return len(self._parent_of)
 
-    def add(self, parent: Request, children: Iterable[Request]) -> None:
-        """``children`` branch off ``parent``, which waits or runs."""
-        self._forked += 1
-        family = self._families.setdefault(parent.request_id, Family(parent, self._forked))
-        for child in children:
-            family.children[child] = None
-            self._parent_of[child] = parent.request_id
+    def add(self, parent: Request, children: Sequence[Request]) -> None:
+        """``children`` wait for ``parent``, or in the queue where no blocks can be shared in part."""
+        if not self._shares_in_part:
+            for child in children:
+                self._waiting.append(child)
+        elif children:
+            self._forked += 1
+            family = self._families.setdefault(parent.request_id, Family(parent, self._forked))
+            for child in children:
+                family.children[child] = None
+                self._parent_of[child] = parent.request_id
 
-    def running(self, running: RunningRows) -> list[tuple[int, Request]]:
+    def running(self) -> list[tuple[int, Request]]:
         """Requests that run and have children that wait for them, in the order in which they forked. O(running)."""
         if not self._families:
             return []
-        found = [self._families[one.request_id] for one in running.requests if one.request_id in self._families]
+        found = [self._families[one.request_id] for one in self._running.requests if one.request_id in self._families]
         return sorted((family.order, family.parent) for family in found)
+
+    def held_rows(self) -> list[int]:
+        """Rows of parents that wait for their steps in flight. O(running)."""
+        return [parent.row for _, parent in self.running() if self._running.steps[parent.row]]
 
     def order_of(self, parent: Request) -> int | None:
         """When ``parent`` forked, None when no children wait for it."""
@@ -94,6 +103,10 @@ class Forks:
             del self._parent_of[child]
         return list(family.children)
 
+    def queue_children(self, parent: Request) -> None:
+        """``parent`` gives up its row, or ends: its children wait in front of the queue."""
+        self._waiting.return_to_front([self._waiting.entry(child) for child in self.take(parent)])
+
     def remove(self, child: Request) -> None:
         """``child`` ends, if it waits here."""
         parent_id = self._parent_of.pop(child, None)
@@ -103,100 +116,3 @@ class Forks:
         del children[child]
         if not children:
             del self._families[parent_id]
-
-    def held_rows(self, running: RunningRows) -> list[int]:
-        """Rows of parents that wait for their steps in flight. O(running)."""
-        return [parent.row for _, parent in self.running(running) if running.steps[parent.row]]
-
-
-class Branching:
-    """Moves children from ``forks`` to ``running`` and into a step, or to the front of ``waiting``.
-
-    The only one that changes ``forks``.
-    """
-
-    def __init__(
-        self,
-        forks: Forks,
-        cache: KVCacheManager,
-        limits: SchedulerLimits,
-        waiting: WaitingQueue,
-        running: RunningRows,
-    ) -> None:
-        self._forks = forks
-        self._cache = cache
-        self._limits = limits
-        self._waiting = waiting
-        self._running = running
-
-    def add(self, parent: Request, children: Sequence[Request]) -> None:
-        """``children`` wait for ``parent``, or behind it where no blocks can be shared in part."""
-        if not children:
-            return
-        if self._cache.placement is not None:
-            self._forks.add(parent, children)
-            return
-        for child in children:
-            self._waiting.append(child)
-
-    def remove(self, child: Request) -> None:
-        """``child`` ends, if it waits for its parent."""
-        self._forks.remove(child)
-
-    def admit(self, builder: StepBuilder, *, room: bool) -> list[tuple[Request, int]]:
-        """Branch off every parent that is ready: each child admitted, and the tokens it shares.
-
-        room: whether anybody may come in; if not, the children wait.
-        """
-        admitted: list[tuple[Request, int]] = []
-        ready = self._forks.running(self._running)  # sorted, so it is a heap
-        while ready:
-            _, parent = heappop(ready)
-            if self._running.steps[parent.row]:
-                continue
-            computed, known = parent.num_computed_tokens, parent.num_tokens
-            if computed < known - 1:
-                continue
-            children = self._forks.take(parent)
-            late: list[Request] = []
-            for child in children:
-                fits = room and not late and child.num_tokens == known and computed == known - 1
-                if fits and self._admit_one(parent, child, builder):
-                    admitted.append((child, computed))
-                    if (order := self._forks.order_of(child)) is not None:
-                        heappush(ready, (order, child))
-                else:
-                    late.append(child)
-            self._wait(late)
-        return admitted
-
-    def orphan(self, parent: Request) -> None:
-        """``parent`` is gone: its children wait."""
-        self._wait(self._forks.take(parent))
-
-    def _wait(self, children: list[Request]) -> None:
-        self._waiting.return_to_front([self._waiting.entry(child) for child in children])
-
-    def _admit_one(self, parent: Request, child: Request, builder: StepBuilder) -> bool:
-        """Give ``child`` a row that begins as the parent's, and its one token; whether it fits."""
-        cache, limits, running = self._cache, self._limits, self._running
-        if not builder.budget or running.seats_taken >= limits.max_running:
-            return False
-        shared, tokens = cache.blocks_to_share(parent)
-        plan = cache.plan_slots(
-            child,
-            1,
-            tokens,
-            shared,
-            num_lookahead_tokens=limits.num_lookahead_tokens,
-            num_encoder_tokens=child.num_encoder_tokens,
-            admission=admission_of(cache, limits, child, alone=False),
-        )
-        if not isinstance(plan, SlotPlan):
-            return False
-        cache.commit(plan)
-        child.num_computed_tokens = tokens
-        entry: Waiting = self._waiting.entry(child)
-        running.admit(child, limit_tokens(cache, child), entry.queue_key, last=limits.policy == "fcfs")
-        builder.add_admitted(child, 1, cache.get_blocks(child.request_id), encodes=plan.encodes)
-        return True

@@ -12,15 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.errors import HashError
-from hybridkv.request import Request
-from hybridkv.schedule.admission import limit_tokens
-from hybridkv.schedule.in_flight import InFlight
+from hybridkv.errors import HashError, WorkerError
+from hybridkv.request import MAX_TOKEN_ID, Request
 from hybridkv.schedule.limits import Finished, FinishReason
 from hybridkv.schedule.row_releaser import RowReleaser
-from hybridkv.schedule.running import RunningRows
+from hybridkv.schedule.running import InFlight, RunningRows
 from hybridkv.schedule.waiting import WaitingQueue
-from hybridkv.step import Csr
+from hybridkv.step import Csr, Step, StepResult
 
 Int64 = NDArray[np.int64]
 Ended = dict[int, FinishReason | HashError]
@@ -41,21 +39,21 @@ class Results:
     def append(self, flight: InFlight, sampled: Csr) -> Csr:
         """Append the ``sampled`` tokens of ``flight`` and end who is done; what was really appended, CSR."""
         running, rows = self._running, flight.rows
-        drafted, attached = flight.drafted, running.complete(flight)
-        self._cache.rows.complete(rows[attached], flight.step.num_scheduled[attached])
-        alive = attached & ~running.dead[rows] if running.num_dead else attached
+        num_drafts, held = flight.num_drafts, running.complete(flight)
+        self._cache.rows.complete(rows[held], flight.step.num_scheduled[held])
+        alive = held & ~running.dead[rows] if running.num_dead else held
         taken = flight.step.samples & alive
         appended = taken.astype(np.int64)
-        if drafted is None:
+        if num_drafts is None:
             ended = self._append_one(rows, np.flatnonzero(taken), sampled, appended)
         else:
             ended = self._append_several(rows, np.flatnonzero(taken), sampled, appended)
-            self._accept_drafts(
-                rows, attached & (drafted > 0), drafted, np.minimum(np.diff(sampled.indptr) - 1, appended)
-            )
+            kept = np.minimum(np.diff(sampled.indptr) - 1, appended)
+            some = np.flatnonzero(held & (num_drafts > 0))
+            self._cache.accept_drafts(rows[some], num_drafts[some], kept[some])  # what is not kept was never there
         if ended:
             self._releaser.end(_finished(flight.requests[i], ended[i]) for i in sorted(ended))
-        for place, request in flight.detached.items():
+        for place, request in flight.released.items():
             appended[place] = self._append_waiting(request, sampled[place].tolist())
         if appended.sum() == len(sampled.values):
             return sampled
@@ -103,15 +101,10 @@ class Results:
             ended[places.item(i)] = failed[rows.item(i)]
         return ended
 
-    def _accept_drafts(self, rows: Int64, mask: NDArray[np.bool_], drafted: Int64, kept: Int64) -> None:
-        """Of the drafts that the rows of ``mask`` computed, those not ``kept`` were never there."""
-        some = np.flatnonzero(mask)
-        self._cache.accept_drafts(rows[some], drafted[some], kept[some])
-
-    # -- requests that were preempted meanwhile
+    # -- requests that wait again meanwhile
 
     def _append_waiting(self, request: Request, sampled: list[int]) -> int:
-        """A result for a request that was preempted after its step was scheduled; how many tokens were appended."""
+        """A result for a request that gave up its row after its step was scheduled; how many tokens were appended."""
         if not self._waiting.complete(request):
             return 0  # it was aborted since
         for count, token in enumerate(sampled, 1):
@@ -121,7 +114,7 @@ class Results:
                 self._releaser.end([_finished(request, error)])
                 return count - 1
             stopped = token in request.stop_ids
-            if stopped or request.num_tokens >= limit_tokens(self._cache, request):
+            if stopped or request.num_tokens >= self._running.limit_tokens(request):
                 self._releaser.end([Finished(request, FinishReason.STOP if stopped else FinishReason.LENGTH)])
                 return count
         return len(sampled)
@@ -137,3 +130,61 @@ def _heads(lists: Csr, counts: Int64) -> Csr:
     np.cumsum(counts, out=indptr[1:])
     place = np.arange(int(indptr[-1])) - np.repeat(indptr[:-1], counts)
     return Csr(indptr, lists.values[np.repeat(lists.indptr[:-1], counts) + place])
+
+
+def check_result(step: Step, result: StepResult) -> None:
+    """WorkerError unless ``result`` has the accepted drafts and one token, 0 or more, for each row that samples."""
+    if type(result.id) is not int or type(result.schema_version) is not int:
+        raise WorkerError(f"step {step.id}: id and schema_version of its result must be integers")
+    if result.schema_version > step.schema_version:
+        raise WorkerError(
+            f"the result of step {result.id} has schema {result.schema_version}, newer than {step.schema_version}: "
+            "upgrade hybridkv on this side"
+        )
+    if result.id != step.id:
+        raise WorkerError(f"the result of step {result.id} came where step {step.id} is next: hand results in in order")
+    sampled = result.sampled
+    if not isinstance(sampled, Csr) or not _is_row(sampled.indptr) or not _is_row(sampled.values):
+        raise WorkerError(f"step {step.id}: the result must hold sampled tokens as a Csr of integer arrays")
+    if len(sampled) != len(step.rows):
+        raise WorkerError(f"step {step.id} has {len(step.rows)} rows, its result {len(sampled)}")
+    indptr = sampled.indptr
+    if indptr[0] != 0 or indptr[-1] != len(sampled.values) or (indptr[1:] < indptr[:-1]).any():
+        raise WorkerError(
+            f"step {step.id}: the result has {len(result.sampled.values)} tokens, its indptr ends at {indptr[-1]}"
+        )
+    _check_counts(step, result)
+    if (sampled.values > MAX_TOKEN_ID).any():
+        raise WorkerError(f"step {step.id}: sampled tokens must be integers up to 2**31 - 1")
+    if sampled.values.size and sampled.values.min() < 0:
+        raise WorkerError(f"step {step.id}: token {sampled.values.min()} was sampled: ids are 0 or more")
+
+
+def _is_row(values: object) -> bool:
+    return isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu"
+
+
+def _check_counts(step: Step, result: StepResult) -> None:
+    """WorkerError unless rows have as many tokens as they sample and accept, and accepted drafts are the drafts."""
+    counts = np.diff(result.sampled.indptr)
+    if result.num_accepted is not None and not np.array_equal(result.num_accepted, counts):
+        raise WorkerError(f"step {step.id}: num_accepted of the result must be the number of its tokens of each row")
+    if not len(step.drafts.values):
+        if not np.array_equal(counts, step.samples):
+            raise WorkerError(f"step {step.id}: the result must hold one token for each row that samples, none else")
+        return
+    if result.num_accepted is None:
+        raise WorkerError(f"step {step.id} has drafts: its result must say num_accepted")
+    num_drafts = np.diff(step.drafts.indptr)
+    if not (np.array_equal(counts > 0, step.samples) and (counts <= num_drafts + 1).all()):
+        raise WorkerError(
+            f"step {step.id}: the result must hold 1 .. drafts + 1 tokens for each row that samples, none else"
+        )
+    kept = np.maximum(counts - 1, 0)
+    owner = np.repeat(np.arange(len(kept)), kept)
+    place = np.arange(len(owner)) - np.repeat(np.cumsum(kept) - kept, kept)
+    sampled = result.sampled.values[result.sampled.indptr[owner] + place]
+    wrong = owner[sampled != step.drafts.values[step.drafts.indptr[owner] + place]]
+    if wrong.size:
+        row = step.rows[wrong[0]]
+        raise WorkerError(f"step {step.id}: tokens accepted of row {row} are not its drafts: accept equal ones only")

@@ -20,23 +20,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.arguments import instance, integer
-from hybridkv.cache import KVCacheManager, Reason
+from hybridkv.cache import KVCacheManager, Reason, RowSpans
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import MOST_OUTPUTS, Request
 from hybridkv.schedule import audit
-from hybridkv.schedule.admission import refuse_impossible, split_of
-from hybridkv.schedule.admitter import Admitter
+from hybridkv.schedule.admission import AdmissionControl
 from hybridkv.schedule.builder import StepBuilder
-from hybridkv.schedule.chunks import Chunks
-from hybridkv.schedule.counts import Counts
-from hybridkv.schedule.failure import Failures
-from hybridkv.schedule.forks import Branching, Forks, branches_of
-from hybridkv.schedule.in_flight import InFlight, check_result
+from hybridkv.schedule.chunks import split_of
+from hybridkv.schedule.forks import Forks, branches_of
 from hybridkv.schedule.inbox import Inbox
 from hybridkv.schedule.limits import Finished, FinishReason, Outcome, SchedulerLimits, SchedulerStatistics
-from hybridkv.schedule.results import Results
+from hybridkv.schedule.results import Results, check_result
 from hybridkv.schedule.row_releaser import RowReleaser
-from hybridkv.schedule.running import RunningRows
+from hybridkv.schedule.running import InFlight, RunningRows
 from hybridkv.schedule.speculation import Speculation
 from hybridkv.schedule.waiting import WaitingQueue
 from hybridkv.step import Step, StepResult
@@ -64,22 +60,21 @@ class Scheduler:
         self.cache = instance("cache", cache, KVCacheManager)
         self.limits = SchedulerLimits() if limits is None else instance("limits", limits, SchedulerLimits)
         self._clock = clock
-        self._forks = Forks()
-        self._chunks = Chunks(split_of(cache, self.limits, self._forks))
-        self._waiting = WaitingQueue(self.limits.policy)
-        self._running = RunningRows(self.limits.max_running)
-        self._speculation = Speculation(cache, self._running, self.limits)
         self._inbox = Inbox()
-        self._counts = Counts()
+        self._waiting = WaitingQueue(self.limits.policy)
+        self._running = RunningRows(self.limits, cache.max_model_len)
+        queues = self._waiting, self._running
+        self._forks = Forks(*queues, shares_in_part=cache.placement is not None)
+        self._split = split_of(cache, self.limits, self._forks)
+        self._speculation = Speculation(cache, self._running, self.limits)
+        self._releaser = RowReleaser(cache, *queues, self._inbox, self._forks)
+        self._admission = AdmissionControl(cache, self.limits, *queues, forks=self._forks, releaser=self._releaser)
+        self._results = Results(cache, *queues, self._releaser)
         self._in_flight: deque[InFlight] = deque()
         self._next_id = 0
         self._after = -1
-        queues = self._waiting, self._running
-        self._branching = Branching(self._forks, cache, self.limits, *queues)
-        self._releaser = RowReleaser(cache, *queues, inbox=self._inbox, branching=self._branching, counts=self._counts)
-        self._admitter = Admitter(cache, self.limits, self._chunks, *queues, releaser=self._releaser)
-        self._results = Results(cache, *queues, self._releaser)
-        self._failures = Failures(cache, *queues, self._releaser)
+        self._computed_tokens = 0
+        self._peak_usage = 0.0
 
     # -- from any thread
 
@@ -89,7 +84,7 @@ class Scheduler:
         ConfigError if it can never run: hashed by another hasher, an id in use, a prompt as long as
         max_model_len; CapacityError if the pool is too small for it alone.
         """
-        refuse_impossible(self.cache, self.limits, instance("request", request, Request))
+        self._admission.refuse_impossible(instance("request", request, Request))
         branches = branches_of(request, request.sampling.n - 1)
         self._inbox.add(request, branches)
         return branches
@@ -109,7 +104,7 @@ class Scheduler:
             raise ConfigError(f"cannot fork {parent_id!r}: name a request that waits or runs")
         children = branches_of(parent, n)
         self._inbox.know(children)
-        self._branching.add(parent, children)
+        self._forks.add(parent, children)
         return children
 
     def abort(self, request_id: str) -> bool:
@@ -126,11 +121,21 @@ class Scheduler:
 
     def statistics(self) -> SchedulerStatistics:
         """Counts so far."""
-        return self._counts.statistics(
+        speculation, admission, releaser = self._speculation, self._admission, self._releaser
+        return SchedulerStatistics(
             steps=self._next_id,
-            waiting=len(self._waiting) + len(self._forks) + self._inbox.num_arriving,
+            waiting=self.num_waiting,
             running=len(self._running),
-            refusals=self._admitter.refusals,
+            requests_finished=releaser.num_finished,
+            preemptions=releaser.num_preempted,
+            failed_steps=releaser.failed_steps,
+            prompt_tokens=admission.prompt_tokens,
+            hit_tokens=admission.hit_tokens,
+            computed_tokens=self._computed_tokens,
+            peak_usage=self._peak_usage,
+            drafted_by_position=tuple(speculation.drafted.tolist()),
+            accepted_by_position=tuple(speculation.accepted.tolist()),
+            refusals={str(reason): count for reason, count in admission.refusals.items()},
         )
 
     # -- answers
@@ -138,7 +143,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that wait, those just added among them."""
-        return self.statistics().waiting
+        return len(self._waiting) + len(self._forks) + self._inbox.num_arriving
 
     @property
     def num_running(self) -> int:
@@ -181,48 +186,46 @@ class Scheduler:
             raise CacheError(f"{len(self._in_flight)} steps are in flight: update or fail the oldest before the next")
         now = self._clock()
         self._empty_inbox()
-        builder = StepBuilder(self.limits.max_batched_tokens)
+        builder = StepBuilder(self.cache, self._split, self.limits.max_batched_tokens)
         try:
             with self.cache.step(self._next_id):
                 preempted = self._schedule_running(builder)
-                self._counts.admit(self._branching.admit(builder, room=not preempted))
-                if not preempted:
-                    self._counts.admit(self._admitter.admit(builder, now))
-                self._keep_states(builder)
+                self._admission.admit(builder, now, room=not preempted)
+                spans = builder.spans()  # now that every row has its own blocks, some for the states that they pass
+                self.cache.store_checkpoints(spans.rows, spans.computed, spans.computed + spans.certain)
         finally:
             self._speculation.forget()
-        self._counts.peak_usage = max(self._counts.peak_usage, self.cache.usage)
-        return self._issue(builder)
+        self._peak_usage = max(self._peak_usage, self.cache.usage)
+        return self._issue(builder, spans)
 
     def _schedule_running(self, builder: StepBuilder) -> bool:
         """Give running requests their tokens; whether somebody had to be preempted."""
-        running, columns = self._running, self.cache.rows
-        preempted, start, held = False, 0, self._forks.held_rows(running)
+        preempted, start, held = False, 0, self._forks.held_rows()
         while True:
-            rows = running.order[start:]
-            shares = self._chunks.shares(columns, rows, self._wanted(rows, held), builder.budget)
+            rows = self._running.order[start:]
+            shares = builder.shares(rows, self._wanted(rows, held))
             if not shares.all():
                 some = np.flatnonzero(shares)
                 places, rows, shares = some + start, rows[some], shares[some]
             else:
                 places = None
-            drafts = self._speculation.room(rows, shares, builder.budget)
-            counts = shares if drafts is None else shares + drafts
+            num_drafts = self._speculation.room(rows, shares, builder.budget)
+            counts = shares if num_drafts is None else shares + num_drafts
             slots = self.cache.allocate_batch(rows, counts, self.limits.num_lookahead_tokens)
             done = slots.accepted
             if done:
-                tokens = None if drafts is None else self._speculation.tokens_of(rows[:done], drafts[:done])
-                builder.add_running(rows[:done], counts[:done], slots, tokens)
+                drafts = None if num_drafts is None else self._speculation.tokens_of(rows[:done], num_drafts[:done])
+                builder.add_running(rows[:done], counts[:done], slots, drafts)
             if done == len(rows):
                 return preempted
             start = start + done if places is None else int(places[done])
-            if drafts is not None and drafts[done]:
-                running.proposed[rows[done]] = 0  # nobody gives way to drafts
+            if num_drafts is not None and num_drafts[done]:
+                self._speculation.drop(rows.item(done))  # nobody gives way to drafts
                 continue
             if slots.reason is Reason.FRAGMENTED:
                 start += 1  # its blocks are there, but not in this step
                 continue
-            self._preempt_last()
+            self._releaser.preempt_last(self._in_flight)
             preempted = True
 
     def _wanted(self, rows: Int64, held: list[int]) -> Int64:
@@ -231,47 +234,27 @@ class Scheduler:
         known = columns.num_tokens[rows] + running.pending[rows]
         wanted: Int64 = np.minimum(known, running.limit[rows] - 1) - columns.num_computed[rows]
         if self.limits.num_speculative_tokens:
-            wanted[running.drafted[rows] > 0] = 0
+            wanted[running.num_drafts[rows] > 0] = 0
         if held:
             wanted[np.isin(rows, held)] = 0
         return wanted
 
-    def _preempt_last(self) -> None:
-        """The last in order gives its blocks back and waits."""
-        request = self._running.requests[-1]
-        logger.debug("request %s is preempted", request.request_id)
-        self._counts.preempted += 1
-        request.num_preemptions += 1
-        self._releaser.send_back([request], self._in_flight, written=True)
-
-    def _keep_states(self, builder: StepBuilder) -> None:
-        """Blocks for the states that the step passes, now that every row has its own."""
-        rows, drafts = builder.rows, builder.drafts
-        computed = self.cache.rows.num_computed[rows]
-        end = computed + builder.counts
-        self.cache.store_checkpoints(rows, computed, end if drafts is None else end - np.diff(drafts.indptr))
-
-    def _issue(self, builder: StepBuilder) -> Step:
+    def _issue(self, builder: StepBuilder, spans: RowSpans) -> Step:
         """Freeze what was built: the Step, and the record of it in flight."""
-        running, columns = self._running, self.cache.rows
-        rows, transfers = builder.rows, self.cache.take_transfers()
+        rows, transfers = spans.rows, self.cache.take_transfers()
         step = builder.freeze(
             self._next_id,
             self._after,
-            columns=columns,
-            pending=running.pending,
+            spans,
+            pending=self._running.pending,
             ended_rows=self._releaser.ended_rows,
-            cache=self.cache,
             transfers=transfers,
         )
-        columns.schedule(rows, step.num_scheduled.astype(np.int64))
-        running.pending[rows] += step.samples
-        running.steps[rows] += 1
+        self.cache.rows.schedule(rows, step.num_scheduled.astype(np.int64))
         flight = InFlight(step, rows, self._requests_of(rows), transfers.moved)
+        self._running.schedule(flight)
         if self.limits.num_speculative_tokens:
             self.cache.forget_accepted(rows)
-        if flight.drafted is not None:
-            running.drafted[rows] = flight.drafted
         self._in_flight.append(flight)
         self._releaser.ended_rows = []
         self._after = self._next_id
@@ -299,12 +282,12 @@ class Scheduler:
         check_result(flight.step, result)
         self._in_flight.popleft()
         self.cache.mark_written(flight.step.id)
-        self._counts.computed_tokens += flight.step.num_tokens
-        self._counts.verify(flight.drafted, result.num_accepted)
+        self._computed_tokens += flight.step.num_tokens
+        self._speculation.verify(flight.num_drafts, result.num_accepted)
         appended = self._results.append(flight, result.sampled)
         self._releaser.free_dead(flight)
         self._empty_inbox()
-        return Outcome(flight.step.id, flight.requests, appended, self.take_finished())
+        return Outcome(flight.step.id, flight.requests, appended, self._releaser.take_finished())
 
     def take_finished(self) -> tuple[Finished, ...]:
         """Who ended since the last update or call: aborts, and whom the caller finished, in between.
@@ -339,11 +322,10 @@ class Scheduler:
         if not failed or failed[0].step.id != step_id:
             raise CacheError(f"step {step_id} is not in flight: there is nothing to fail")
         logger.warning("step %d and %d after it failed: %s", step_id, len(failed) - 1, error)
-        self._counts.failed_steps += len(failed)
         for _ in failed:
             self._in_flight.pop()
         self._after = failed[0].step.after
-        self._failures.take_back(failed, self._in_flight)
+        self._releaser.take_back(failed, self._in_flight)
         self._empty_inbox()
 
     # -- invariants
@@ -359,7 +341,8 @@ class Scheduler:
 
     def _empty_inbox(self) -> None:
         """Requests that arrived wait from now on; those to abort end."""
-        self._releaser.end(Finished(request, FinishReason.ABORT) for request in self._aborted())
+        if self._inbox:
+            self._releaser.end(Finished(request, FinishReason.ABORT) for request in self._aborted())
 
     def _aborted(self) -> Iterator[Request]:
         """Take in what arrived, in order: each request to abort, once it is its turn."""
@@ -367,6 +350,6 @@ class Scheduler:
             request = item.request
             if not item.abort:
                 self._waiting.append(request)
-                self._branching.add(request, item.children)
+                self._forks.add(request, item.children)
             elif self._inbox.find(request.request_id) is request:
                 yield request

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request, token_array
+from hybridkv.schedule.chunks import share_budget
 from hybridkv.schedule.limits import SchedulerLimits
 from hybridkv.schedule.running import RunningRows
-from hybridkv.schedule.tokens import share_budget
 from hybridkv.step import Csr
 from hybridkv.units import shown
 
@@ -27,8 +27,9 @@ Int64 = NDArray[np.int64]
 
 
 class Speculation:
-    """Proposals. How many drafts a row has, proposed and in flight, is in ``running``.
+    """Drafts proposed for the next step. How many are in flight is in ``running``.
 
+    drafted, accepted: drafts that the model verified so far, and those it accepted, int64[position in the row].
     ConfigError where states of so many drafts cannot be kept, see KVCacheManager.refuse_drafts.
     """
 
@@ -37,7 +38,9 @@ class Speculation:
         self._cache = cache
         self._running = running
         self._most = limits.num_speculative_tokens
+        self._proposed = np.zeros(limits.max_running, np.int64)
         self._tokens = np.zeros((limits.max_running, self._most), np.int32)
+        self.drafted = self.accepted = np.zeros(0, np.int64)
         self._any = False
 
     def propose(self, drafts: Mapping[str, Sequence[int]], find: Callable[[str], Request | None]) -> None:
@@ -51,7 +54,7 @@ class Speculation:
         prompts = np.array([request.num_prompt_tokens for request, _ in taken], np.int64)
         counts = np.array([len(tokens) for _, tokens in taken], np.int64)
         counts[(self._cache.rows.num_computed[rows] < prompts) | ~self._decodes(rows)] = 0
-        self._running.proposed[rows] = counts
+        self._proposed[rows] = counts
         for i in np.flatnonzero(counts).tolist():
             request, tokens = taken[i]
             self._tokens[request.row, : len(tokens)] = tokens
@@ -73,7 +76,7 @@ class Speculation:
         if not self._any:
             return None
         most = self._running.limit[rows] - 1 - self._cache.rows.num_tokens[rows]
-        asked = np.minimum(self._running.proposed[rows], most)
+        asked = np.minimum(self._proposed[rows], most)
         asked[(asked < 0) | (shares != 1) | ~self._decodes(rows)] = 0
         return share_budget(asked, budget - int(shares.sum())) if asked.any() else None
 
@@ -83,11 +86,24 @@ class Speculation:
         np.cumsum(counts, out=indptr[1:])
         return Csr(indptr, self._tokens[rows][np.arange(self._most) < counts[:, None]])
 
+    def drop(self, row: int) -> None:
+        """The drafts of ``row`` do not fit."""
+        self._proposed[row] = 0
+
     def forget(self) -> None:
         """No proposal outlives the step it was made for."""
         if self._any:
-            self._running.proposed[:] = 0
+            self._proposed[:] = 0
             self._any = False
+
+    def verify(self, num_drafts: Int64 | None, accepted: NDArray[np.int32] | None) -> None:
+        """A step brought its result: drafts of each row, and tokens accepted with the one sampled behind them."""
+        if num_drafts is None or accepted is None:
+            return
+        position = np.arange(max(len(self.drafted), num_drafts.max()))[:, None]
+        more = len(position) - len(self.drafted)
+        self.drafted = np.pad(self.drafted, (0, more)) + (position < num_drafts).sum(axis=1)
+        self.accepted = np.pad(self.accepted, (0, more)) + (position < accepted - 1).sum(axis=1)
 
 
 def _check_drafts(drafts: Mapping[str, Sequence[int]]) -> None:
