@@ -21,7 +21,7 @@ from hybridkv.schedule.waiting import WaitingQueue
 from hybridkv.step import Csr, Step, StepResult
 
 Int64 = NDArray[np.int64]
-Ended = dict[int, FinishReason | HashError]
+Ended = dict[int, tuple[FinishReason, HashError | None]]
 """Who is done, by place in the step, and why."""
 
 
@@ -52,7 +52,7 @@ class Results:
             some = np.flatnonzero(held & (num_drafts > 0))
             self._cache.accept_drafts(rows[some], num_drafts[some], kept[some])  # what is not kept was never there
         if ended:
-            self._releaser.end(_finished(flight.requests[i], ended[i]) for i in sorted(ended))
+            self._releaser.end(Finished(flight.requests[i], *ended[i]) for i in sorted(ended))
         for place, request in flight.released.items():
             appended[place] = self._append_waiting(request, sampled[place].tolist())
         if appended.sum() == len(sampled.values):
@@ -93,12 +93,12 @@ class Results:
         if not (failed or done.any()):
             return {}
         ended: Ended = {
-            places.item(i): FinishReason.STOP if stopped[i] else FinishReason.LENGTH
+            places.item(i): (FinishReason.STOP if stopped[i] else FinishReason.LENGTH, None)
             for i in np.flatnonzero(done).tolist()
         }
         for i in np.flatnonzero(np.isin(rows, list(failed))).tolist():
             appended[places[i]] -= 1
-            ended[places.item(i)] = failed[rows.item(i)]
+            ended[places.item(i)] = FinishReason.ERROR, failed[rows.item(i)]
         return ended
 
     # -- requests that wait again meanwhile
@@ -111,17 +111,13 @@ class Results:
             try:
                 request.append(token)
             except HashError as error:
-                self._releaser.end([_finished(request, error)])
+                self._releaser.end([Finished(request, FinishReason.ERROR, error)])
                 return count - 1
             stopped = token in request.stop_ids
             if stopped or request.num_tokens >= self._running.limit_tokens(request):
                 self._releaser.end([Finished(request, FinishReason.STOP if stopped else FinishReason.LENGTH)])
                 return count
         return len(sampled)
-
-
-def _finished(request: Request, why: FinishReason | HashError) -> Finished:
-    return Finished(request, FinishReason.ERROR, why) if isinstance(why, HashError) else Finished(request, why)
 
 
 def _heads(lists: Csr, counts: Int64) -> Csr:
