@@ -107,6 +107,7 @@ class NewRow:
 
     token_ids: int32[n], all tokens known: the prompt and, for a resumed request, its outputs.
     num_prompt_tokens: how many of them are the prompt. encoder: None without cross attention.
+    held_ids: with ``sampling.min_tokens``, the tokens that are not drawn before so many outputs.
     """
 
     row: int
@@ -115,6 +116,7 @@ class NewRow:
     num_prompt_tokens: int
     sampling: SamplingParams
     encoder: EncoderRead | None = None
+    held_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,41 +6,48 @@ from hybridkv.runner.sampling.rows import NONE_DRAWN, RowState
 from hybridkv.runner.sampling.verify import NO_DRAFT
 from hybridkv.step import Csr, NewRow
 
+VOCABULARY = 20
+
 
 def new(tokens: list[int], params: SamplingParams) -> NewRow:
     return NewRow(1, "r", np.asarray(tokens, np.int32), len(tokens), params)
 
 
-def seen(rows: RowState) -> list[int] | None:
-    mask = rows.batch(np.array([1], np.int32), np.array([9]), np.array([NO_DRAFT])).seen[0]
-    return None if mask is None else torch.nonzero(mask).flatten().tolist()
+def seen(rows: RowState, at: tuple[int, ...] = (1,), before: tuple[int, ...] = (NO_DRAFT,)) -> list[list[int] | None]:
+    """Of each draw the tokens that its penalties change; None where it changes nothing at all."""
+    edits = rows.batch(np.array(at, np.int32), np.arange(len(at)), np.array(before)).edits
+    found: list[list[int] | None] = [None] * len(at)
+    if edits is not None and edits.rows:
+        logits = torch.ones(len(at), VOCABULARY)
+        changed, _ = edits.apply(logits)
+        for place, row in enumerate(edits.rows):
+            found[row] = torch.nonzero(changed[place] != 1).flatten().tolist()
+    return found
 
 
 def test_a_row_that_begins_remembers_nothing_of_the_one_before() -> None:
-    rows = RowState(3, 20, "cpu")
+    rows = RowState(3, VOCABULARY)
     rows.begin(new([4, 2, 4], SamplingParams(temperature=0.5, top_k=3, repetition_penalty=2.0, seed=-1)))
     rows.drawn(np.array([1, 2, 0], np.int32), Csr.from_lists([[7], [], [8]]))
-    assert (seen(rows), rows.last_token.tolist()) == ([2, 4, 7], [8, 7, NONE_DRAWN])
+    assert (seen(rows), rows.last_token.tolist()) == ([[2, 4, 7]], [8, 7, NONE_DRAWN])
     batch = rows.batch(np.array([1, 2], np.int32), np.array([9, 3]), np.array([NO_DRAFT] * 2))
     assert (batch.temperature.tolist(), batch.top_k.tolist(), batch.seed.tolist()) == ([0.5, 0], [3, 0], [-1, 0])
-    assert (batch.penalty.tolist(), batch.position.tolist()) == ([2.0, 1.0], [9, 3])
+    assert batch.position.tolist() == [9, 3]
     # begins again without having been finished: a resumed request
     rows.begin(new([5], SamplingParams()))
-    assert (seen(rows), rows.last_token[1]) == (None, NONE_DRAWN)
+    assert (seen(rows), rows.last_token[1]) == ([None], NONE_DRAWN)
     rows.begin(new([5, 6], SamplingParams(repetition_penalty=1.5)))
-    assert seen(rows) == [5, 6]
+    assert seen(rows) == [[5, 6]]
     rows.drawn(np.array([1], np.int32), Csr.from_lists([[3]]))
     rows.end(np.array([1], np.int32))
-    assert (seen(rows), rows.last_token[1]) == (None, NONE_DRAWN)
+    assert (seen(rows), rows.last_token[1]) == ([None], NONE_DRAWN)
 
 
 def test_a_draw_has_seen_the_drafts_in_front_of_it_and_a_row_those_that_were_accepted() -> None:
-    rows = RowState(3, 20, "cpu")
+    rows = RowState(3, VOCABULARY)
     rows.begin(new([4, 2], SamplingParams(repetition_penalty=2.0)))
-    at, before = np.array([0, 1, 1, 1, 2], np.int32), np.array([NO_DRAFT, NO_DRAFT, 9, 5, NO_DRAFT])
-    masks = rows.batch(at, np.arange(5), before).seen
-    found = [None if mask is None else torch.nonzero(mask).flatten().tolist() for mask in masks]
+    found = seen(rows, (0, 1, 1, 1, 2), (NO_DRAFT, NO_DRAFT, 9, 5, NO_DRAFT))
     assert found == [None, [2, 4], [2, 4, 9], [2, 4, 5, 9], None]
-    assert seen(rows) == [2, 4]
+    assert seen(rows) == [[2, 4]]
     rows.drawn(np.array([1], np.int32), Csr.from_lists([[9, 6]]))
-    assert (seen(rows), rows.last_token[1]) == ([2, 4, 6, 9], 6)
+    assert (seen(rows), rows.last_token[1]) == ([[2, 4, 6, 9]], 6)

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from hybridkv.request import SamplingParams
+from hybridkv.runner.sampling.edits import Edits, RowEdits
 from hybridkv.runner.sampling.sampler import SamplingBatch, gumbel, sample, scores, signed_seed
 
 VOCABULARY = 40
@@ -24,13 +25,16 @@ def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def batch(params: list[SamplingParams], seen: list[list[int]] | None = None) -> SamplingBatch:
-    masks: list[torch.Tensor | None] = [None] * len(params)
-    if seen is not None:
-        masks = [torch.zeros(VOCABULARY, dtype=torch.bool) for _ in params]
-        for mask, tokens in zip(masks, seen, strict=True):
-            assert mask is not None
-            mask[tokens] = True
-    return SamplingBatch.of(params, [5] * len(params), masks)
+    edits = Edits()
+    for row, tokens in enumerate(seen or []):
+        edits.add(row, RowEdits(params[row], tokens, [], np.empty(0, np.int64)))
+    return SamplingBatch.of(params, [5] * len(params), edits)
+
+
+def drawn(logits: torch.Tensor, one: SamplingBatch) -> torch.Tensor:
+    tokens, wrong = sample(logits, one)
+    assert not wrong
+    return tokens
 
 
 @pytest.mark.parametrize(
@@ -77,12 +81,12 @@ def test_rows_of_any_kind_are_drawn_as_if_alone() -> None:
     ]
     logits, seen = logits_of(6, 1), [[i, i + 4] for i in range(6)]
     before = logits.clone()
-    together = sample(logits, batch(params, seen))
+    together = drawn(logits, batch(params, seen))
     assert torch.equal(logits, before)
     for i in range(6):
-        assert sample(logits[i : i + 1], batch(params[i : i + 1], seen[i : i + 1])).item() == together[i]
+        assert drawn(logits[i : i + 1], batch(params[i : i + 1], seen[i : i + 1])).item() == together[i]
     order = [4, 2, 0, 5, 1, 3]
-    shuffled = sample(logits[order], batch([params[i] for i in order], [seen[i] for i in order]))
+    shuffled = drawn(logits[order], batch([params[i] for i in order], [seen[i] for i in order]))
     assert torch.equal(shuffled, together[order])
     assert together[0] == logits[0].argmax()
 
@@ -92,7 +96,7 @@ def test_the_least_temperature_draws_the_best_token(filters: dict[str, Any]) -> 
     logits = torch.cat([logits_of(4), 1e38 * logits_of(4).clamp(-1, 1)])
     logits[4:, 7] = 2e38
     one = batch([SamplingParams(temperature=1e-200, **filters)] * 8)
-    assert torch.equal(sample(logits, one), logits.argmax(dim=-1))
+    assert torch.equal(drawn(logits, one), logits.argmax(dim=-1))
 
 
 @pytest.mark.parametrize("penalty", [1e-6, 1e6])
@@ -121,23 +125,41 @@ def test_noise_differs_by_seed_position_and_token() -> None:
     assert [signed_seed(s) for s in (0, -1, 2**63, 2**64 + 3)] == [0, -1, -(2**63), 3]
 
 
+def rising(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """Tokens below the last one are less likely, the more so the longer it goes on."""
+    logits[: output[-1] if output else prompt[-1]] -= 0.05 * len(output)
+    return logits
+
+
 SAMPLED = [
     SamplingParams(temperature=1.0, seed=11, max_tokens=24, ignore_eos=True),
     SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=12, max_tokens=24, ignore_eos=True),
     SamplingParams(temperature=1.2, min_p=0.02, repetition_penalty=1.3, seed=13, max_tokens=24, ignore_eos=True),
     SamplingParams(repetition_penalty=1.5, max_tokens=24, ignore_eos=True),
     SamplingParams(temperature=0.9, seed=14, max_tokens=24, ignore_eos=True),
+    SamplingParams(presence_penalty=2.0, frequency_penalty=2.0, max_tokens=24, ignore_eos=True),
+    SamplingParams(
+        temperature=0.7,
+        seed=15,
+        max_tokens=24,
+        min_tokens=8,
+        repetition_penalty=1.2,
+        frequency_penalty=0.3,
+        logit_bias={40: 1.0, 41: 1.0, 42: 1.0},
+        bad_words=((40, 41), (41, 40), (42,)),
+        logits_processors=(rising,),
+    ),
 ]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_sampled_runs_do_not_depend_on_what_runs_beside_them(name: str, make_engine: EngineFactory) -> None:
     loaded = loaded_model(name)
-    prompts = shared_prompts(5, 9)
+    prompts = shared_prompts(len(SAMPLED), 9)
     alone = []
     for prompt, params in zip(prompts, SAMPLED, strict=True):
         alone.append(make_engine(loaded, [prompt], 24).generate([prompt], params)[0].token_ids)
-    assert len(set(alone)) == 5
+    assert len(set(alone)) == len(SAMPLED)
     settings: list[dict[str, int]] = [
         {},
         {"in_flight": 2},

@@ -202,10 +202,8 @@ def plain_batch(seeds: NDArray[np.int64], positions: NDArray[np.int64]) -> Sampl
         top_k=np.zeros(len(seeds), np.int64),
         top_p=ones,
         min_p=0 * ones,
-        penalty=ones,
         seed=seeds,
         position=positions,
-        seen=[None] * len(seeds),
     )
 
 
@@ -227,10 +225,10 @@ def chi_square(draw_again: bool) -> float:
         draws = Draws(np.repeat(np.arange(len(rows)), 3), place, known[at] + place, place, draft)
         behind = np.where(place == 0, tokens[at, known[at] - 1], draws.before)
         logits = chain[torch.from_numpy(behind)]
-        drawn = sample(logits, plain_batch(seeds[at], draws.position)).numpy()
+        drawn = sample(logits, plain_batch(seeds[at], draws.position))[0].numpy()
         kept = draws.kept(drawn)
         if draw_again:
-            other = sample(logits, plain_batch(seeds[at] + ROWS, draws.position)).numpy()
+            other = sample(logits, plain_batch(seeds[at] + ROWS, draws.position))[0].numpy()
             drawn = np.where(drawn == draft, drawn, other)
         appended = draws.appended(drawn, kept, len(rows))
         for i, row in enumerate(rows.tolist()):

@@ -108,6 +108,17 @@ def test_a_message_lists_so_much_and_no_more_on_both_ways() -> None:
     assert len(decode_step(data).new_rows[0].sampling.stop_token_ids) == most
     with pytest.raises(WireError, match=r"may have 524,288 items together, not 524,289"):
         with_ids(most + 1)
+    rest = most + 1  # no stop string
+    words = ((5,),) * (rest // 2)  # a word and its token
+    for sampling, held in (
+        (replace(few.sampling, logit_bias=tuple((token, 1.0) for token in range(rest))), ()),
+        (replace(few.sampling, bad_words=words), ()),
+        (few.sampling, (3,) * rest),
+    ):
+        data_of_arrays = encode_step(replace(step, new_rows=(replace(new, sampling=sampling, held_ids=held), few)))
+        assert decode_step(data_of_arrays).new_rows[0].sampling == sampling
+        with pytest.raises(WireError, match=r"may have 524,288 items together, not 524,289"):
+            encode_step(replace(step, new_rows=(replace(new, sampling=sampling, held_ids=(*held, 3)), few)))
     one_more = data.replace(b"stop_token_ids" + head(4, most), b"stop_token_ids" + head(4, most + 1) + b"\3")
     assert len(one_more) == len(data) + 1
     with pytest.raises(WireError, match=r"lists of a message may have 524,288 items together, not 524,289"):

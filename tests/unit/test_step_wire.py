@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import fields, replace
 from fractions import Fraction
+from hashlib import sha256
 from typing import Any
 
 import cbor2
@@ -68,6 +69,7 @@ CHANGED: dict[type, dict[str, Any]] = {
         "num_prompt_tokens": 2,
         "sampling": SamplingParams(),
         "encoder": None,  # the example has one
+        "held_ids": (2, 0),
     },
     EncoderRead: {"digest": "audio", "num_tokens": 31, "encodes": False},
     SamplingParams: {
@@ -84,6 +86,12 @@ CHANGED: dict[type, dict[str, Any]] = {
         "logprobs": 0,
         "prompt_logprobs": 2,
         "n": 2,
+        "presence_penalty": -1.5,
+        "frequency_penalty": 0.1,
+        "min_tokens": 3,
+        "logit_bias": ((3, -2.5), (7, 0.1)),
+        "bad_words": ((5,), (5, 6, 7)),
+        "logits_processors": None,  # see below
     },
     Cells: {name: np.array([8, 7], np.int32) for name in ("group", "row", "column", "block")},
     Copy: {"stage": "after", "group": 3, "source": 9, "destination": 9, "kind": "block"},
@@ -279,6 +287,14 @@ def int64(*values: int) -> CBORTag:
     return CBORTag(79, np.array(values, "<i8").tobytes())
 
 
+def float64(*values: float) -> CBORTag:
+    return CBORTag(86, np.array(values, "<f8").tobytes())
+
+
+def biases(*pairs: tuple[int, float]) -> dict[str, CBORTag]:
+    return {"token": int32(*(token for token, _ in pairs)), "bias": float64(*(bias for _, bias in pairs))}
+
+
 def table(rows: object, columns: object, *values: int) -> CBORTag:
     return CBORTag(40, [[rows, columns], int32(*values)])
 
@@ -327,6 +343,23 @@ WRONG: list[tuple[str, object, str]] = [
     ("new_rows.0.sampling.min_p", -0.5, "sampling: min_p must be between"),
     ("new_rows.0.sampling.max_tokens", 0, "sampling: max_tokens must be at least 1"),
     ("new_rows.0.sampling.stop_token_ids", [-1], "sampling: stop_token_ids must lie in"),
+    ("new_rows.0.sampling.presence_penalty", 2.5, "sampling: presence_penalty must be between -2 and 2"),
+    ("new_rows.0.sampling.min_tokens", 17, "sampling: min_tokens must be at most max_tokens, 16, got 17"),
+    # fields that are there only where they say something
+    ("new_rows.0.sampling.presence_penalty", 0.0, "sampling: presence_penalty: .*what its absence says"),
+    ("new_rows.0.sampling.min_tokens", 0, "sampling: min_tokens: .*what its absence says"),
+    ("new_rows.0.sampling.bad_words", {"indptr": int64(0), "values": int32()}, "bad_words: .*what its absence says"),
+    ("new_rows.0.held_ids", int32(), "held_ids: .*what its absence says"),
+    ("new_rows.0.held_ids", [1], "held_ids: must be int32"),
+    ("new_rows.0.sampling.bad_words", [[1]], "bad_words: must be a map, got list"),
+    ("new_rows.0.sampling.bad_words", {"indptr": int64(0, 0), "values": int32()}, "each of bad_words must be text or"),
+    ("new_rows.0.sampling.logit_bias", {3: 1.0}, "logit_bias: has a field whose name is no text|lacks 'bias'"),
+    ("new_rows.0.sampling.logit_bias", biases((3, 1.0), (3, 2.0)), "logit_bias: token must ascend"),
+    ("new_rows.0.sampling.logit_bias", biases((4, 1.0), (3, 2.0)), "logit_bias: token must ascend"),
+    ("new_rows.0.sampling.logit_bias", biases((-4, 1.0)), "token ids of logit_bias must lie in 0"),
+    ("new_rows.0.sampling.logit_bias", biases((4, float("nan"))), "logit_bias of token 4 must be a number"),
+    ("new_rows.0.sampling.logit_bias", {"token": int32(4), "bias": float64()}, "token and bias must have one length"),
+    ("new_rows.0.sampling.logits_processors", [], "logits_processors: are functions, which no message holds"),
     # what one field says of another
     ("id", -1, "id: must be 0 or more"),
     ("after", -2, "after: must be -1 or more"),
@@ -574,12 +607,31 @@ def forged(**values: object) -> SamplingParams:
         ({"encoder": EncoderRead("", 3, encodes=True)}, "encoder: digest: must be bytes or text that names something"),
         ({"encoder": EncoderRead(5, 3, encodes=True)}, "encoder: digest: must be text, got int"),  # type: ignore[arg-type]  # on purpose
         ({"num_prompt_tokens": 9}, "num_prompt_tokens is 9, but there are 4 tokens"),
+        (
+            {"sampling": SamplingParams(logits_processors=(divmod,))},
+            "logits_processors: are functions, which no message",
+        ),
+        ({"sampling": SamplingParams(bad_words=((3,), "word"))}, "bad_words: must be token ids, and are text"),
+        ({"held_ids": (2**31,)}, "held_ids: must be integers of 32 bits"),
     ],
 )
 def test_a_row_that_cannot_be_written_is_not_sent(changes: dict[str, Any], message: str) -> None:
     new = replace(example_step().new_rows[0], **changes)
     with pytest.raises(HybridKVError, match=rf"^step: new_rows: \[0\]: .*{message}"):
         encode_step(example_step(new_rows=(new,)))
+
+
+def test_requests_that_ask_for_nothing_new_have_the_bytes_they_had() -> None:
+    """A worker of before reads them. The digest is that of the code before the fields of Record.later."""
+    plain = encode_step(example_step())
+    digest = "6e41aaeda30afb9df55daa7b954246e7a67dc40c42714694f48cb3d5d8893946"
+    assert (len(plain), sha256(plain).hexdigest()) == (780, digest)
+    new = example_step().new_rows[0]
+    asked = replace(new, sampling=replace(new.sampling, presence_penalty=1.0), held_ids=(4,))
+    tree = cbor2.loads(encode_step(example_step(new_rows=(asked, new))))
+    assert [set(row) - set(tree["new_rows"][1]) for row in tree["new_rows"]] == [{"held_ids"}, set()]
+    first, second = (set(row["sampling"]) for row in tree["new_rows"])
+    assert first - second == {"presence_penalty"}
 
 
 def test_a_row_without_an_encoder_has_none_behind_the_wire() -> None:

@@ -15,6 +15,7 @@ INT32 = st.integers(-(2**31), 2**31 - 1)
 COUNT = st.integers(0, 2**31 - 1)
 NAME = st.text(max_size=8)
 NUMBER = st.floats(allow_nan=False)
+PENALTY = st.just(0.0) | st.floats(-2, 2)
 
 
 def same(one: object, other: object) -> bool:
@@ -42,6 +43,7 @@ def csr_of(draw: st.DrawFn, counts: list[int]) -> Csr:
 @st.composite
 def samplings(draw: st.DrawFn) -> SamplingParams:
     some = st.one_of(st.none(), st.integers(0, 99))
+    most = draw(st.integers(1, 2**40))
     return SamplingParams(
         temperature=draw(st.just(0.0) | st.floats(1e-200, allow_infinity=False)),
         top_k=draw(COUNT),
@@ -49,13 +51,18 @@ def samplings(draw: st.DrawFn) -> SamplingParams:
         min_p=draw(st.floats(0, 1)),
         repetition_penalty=draw(st.floats(1e-6, 1e6)),
         seed=draw(st.integers(-(2**80), 2**80)),
-        max_tokens=draw(st.integers(1, 2**40)),
+        max_tokens=most,
         stop_token_ids=tuple(draw(st.lists(COUNT, max_size=3))),
         stop=tuple(draw(st.lists(NAME.filter(bool), max_size=2))),
         ignore_eos=draw(st.booleans()),
         logprobs=draw(some),
         prompt_logprobs=draw(some),
         n=draw(st.integers(1, 9)),
+        presence_penalty=draw(PENALTY),
+        frequency_penalty=draw(PENALTY),
+        min_tokens=draw(st.just(0) | st.integers(0, most)),
+        logit_bias=draw(st.dictionaries(COUNT, st.floats(-1e30, 1e30), max_size=3)),
+        bad_words=tuple(map(tuple, draw(st.lists(st.lists(COUNT, min_size=1, max_size=3), max_size=2)))),
     )
 
 
@@ -71,6 +78,7 @@ def new_rows(draw: st.DrawFn) -> NewRow:
         draw(st.integers(0, tokens)),
         draw(samplings()),
         draw(st.one_of(st.none(), read)),
+        tuple(draw(st.lists(COUNT, max_size=2))),
     )
 
 

@@ -3,19 +3,22 @@
 from hybridkv.request.branches import branch_id, output_ids
 from hybridkv.request.protocols import Columns, Hasher
 from hybridkv.request.request import Request, hash_error
-from hybridkv.request.sampling import MOST_OUTPUTS, SamplingParams
+from hybridkv.request.sampling import MOST_BIAS, MOST_OUTPUTS, LogitsProcessor, SamplingParams, takes_prompt
 from hybridkv.request.token_ids import MAX_TOKEN_ID, checked_marks, token_array
 
 __all__ = [
     "MAX_TOKEN_ID",
+    "MOST_BIAS",
     "MOST_OUTPUTS",
     "Columns",
     "Hasher",
+    "LogitsProcessor",
     "Request",
     "SamplingParams",
     "branch_id",
     "checked_marks",
     "hash_error",
     "output_ids",
+    "takes_prompt",
     "token_array",
 ]

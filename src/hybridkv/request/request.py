@@ -202,6 +202,11 @@ class Request:
         asked = self.sampling.stop_token_ids
         return asked if self.sampling.ignore_eos else (*self.eos_token_ids, *asked)
 
+    @property
+    def held_ids(self) -> tuple[int, ...]:
+        """Tokens that are not drawn before ``min_tokens`` outputs: all that could end it, ignored ones, too."""
+        return (*self.eos_token_ids, *self.sampling.stop_token_ids) if self.sampling.min_tokens else ()
+
     # -- tokens
 
     def token_ids(self, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:

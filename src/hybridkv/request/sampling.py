@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from inspect import signature
 from numbers import Integral
+from types import NoneType
 from typing import Any, Final
 
 from hybridkv.arguments import flag, integer, real, text
@@ -18,23 +21,42 @@ _LEAST_TEMPERATURE: Final = 1e-200
 """Float32 logits over it are finite in float64. It is far below what still draws anything but the best token."""
 _MOST_SEED: Final = (1 << 255) - 1  # a branch's is larger, and must go on the wire, too
 _MOST_TOKENS: Final = (1 << 63) - 1
+MOST_BIAS: Final = 1e30  # float32 holds its sum with a logit
+_ID_DIGITS: Final = 10
 MOST_OUTPUTS: Final = 1 << 14  # each is a request of its own
+
+LogitsProcessor = Callable[..., Any]
+"""(output ids, logits) -> logits, or (prompt ids, output ids, logits) -> logits: lists, and float32[vocabulary]."""
+Word = str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn and when to stop. Names and meaning as in vLLM and transformers.
 
+    What changes the logits of a draw comes in this order: bad_words, min_tokens, logit_bias, logits_processors,
+    repetition, frequency and presence penalty, temperature, top_k, top_p, min_p.
+
     temperature: 0 is greedy; else at least 1e-200. top_k: 0 is off. top_p, min_p: probabilities; 1 and 0 are off.
     repetition_penalty: 1 is off; counts prompt and output (CTRL, arXiv 1909.05858); 1e-6 to 1e6.
+    frequency_penalty, presence_penalty: taken off the logit of a token for each time that it is in the output, and once
+    if it is there; -2 to 2, 0 is off.
     seed: with the position of a token it alone decides the draw, whatever runs beside it.
     max_tokens: most output tokens. stop_token_ids: each ends the output and is part of it.
     stop: strings that end the output; found by whoever turns tokens into text. One alone, of either kind, is taken as
     a tuple of one; any iterable becomes a tuple.
+    min_tokens: before so many output tokens neither an end token of the model (ignored or not) nor one of
+    stop_token_ids is drawn, and no stop string ends the output; at most max_tokens.
     ignore_eos: go on behind the model's end token.
     n: outputs wanted of one prompt, at most 16384, each by a seed of its own: seed, seed + 1, ...
     logprobs, prompt_logprobs: how many log probabilities are wanted with each output token, and with each
     token of the prompt (which must then be computed); None is none.
+    logit_bias: token id -> what is added to its logit, at most 1e30 either way; kept as pairs, by ascending id.
+    bad_words: each text, or the token ids that it has: where the output ends in all of them but the last, that one is
+    not drawn. An engine turns text into ids, at the beginning of a word and inside of one.
+    logits_processors: functions of output ids and logits, or of prompt ids, output ids and logits; what they return
+    takes the place of those logits. They may be asked of tokens that are only proposed and never come, and again of
+    the same ones: their arguments alone must decide. They stay in this process.
     Raises ConfigError for values of another type or outside their range; numbers of numpy are taken as Python's.
     """
 
@@ -51,10 +73,20 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[Word, ...] = ()
+    logits_processors: tuple[LogitsProcessor, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, (typed, least, most, rule) in _NUMBERS.items():
-            check_fields(self, typed, name)
+        for name, (kind, least, most, rule) in _NUMBERS.items():
+            value = getattr(self, name)
+            plain = type(value) is kind
+            if plain and (value is None or least <= value <= most):
+                continue  # as nearly always: all else here costs more
+            check_fields(self, _CHECKS[kind], name)
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ConfigError(f"{name} must be {rule}, got {shown(value)}")
@@ -65,6 +97,22 @@ class SamplingParams:
         check_fields(self, _strings, "stop")
         check_fields(self, _ids, "stop_token_ids")
         check_fields(self, flag, "ignore_eos")
+        for name, check in _EDITS.items():
+            if type(given := getattr(self, name)) is not tuple or given:
+                check_fields(self, check, name)
+        if self.min_tokens > self.max_tokens:
+            raise ConfigError(f"min_tokens must be at most max_tokens, {self.max_tokens}, got {shown(self.min_tokens)}")
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """``logit_bias`` as it is kept: pairs, by ascending token id."""
+        return tuple(self.logit_bias)  # type: ignore[arg-type]  # a mapping only until it is checked
+
+    @property
+    def named_tokens(self) -> set[int]:
+        """Token ids that logit_bias and bad_words name: whoever has a vocabulary checks them. O(those)."""
+        words = (word for word in self.bad_words if not isinstance(word, str))
+        return {token for token, _ in self.biases}.union(*words)
 
     def of_branch(self, number: int) -> SamplingParams:
         """Those of the ``number``-th branch of a request: one output, by a seed of its own."""
@@ -88,6 +136,65 @@ def _ids(name: str, value: object) -> tuple[int, ...]:
     return given if all(type(one) is int for one in given) else tuple(map(int, given))
 
 
+def _biases(name: str, value: object) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    given = tuple(value.items()) if isinstance(value, Mapping) else _items(value)
+    if given is None or not all(isinstance(one, tuple | list) and len(one) == 2 for one in given):
+        raise ConfigError(f"{name} must map token ids to what is added to their logits, got {shown(value)}")
+    found: dict[int, float] = {}
+    for token, bias in given:
+        # JSON's keys are strings
+        whole = int(token) if isinstance(token, str) and token.isdecimal() and len(token) <= _ID_DIGITS else token
+        added = real(f"{name} of token {shown(token)}", bias)
+        if abs(added) > MOST_BIAS:
+            raise ConfigError(f"{name} must lie between {-MOST_BIAS:g} and {MOST_BIAS:g}, got {shown(added)}")
+        (at,) = _ids(f"token ids of {name}", (whole,))
+        if at in found:
+            raise ConfigError(f"{name} has token {at} twice")
+        found[at] = added
+    return tuple(sorted(found.items()))
+
+
+def _words(name: str, value: object) -> tuple[Word, ...]:
+    if value is None:
+        return ()
+    given = (value,) if isinstance(value, str) else _items(value)
+    if given is None:
+        raise ConfigError(f"{name} must be a list of words, got {shown(value)}")
+    words: list[Word] = []
+    for one in given:
+        word: Word | None = text(name, one) if isinstance(one, str) else _items(one)
+        if not word:
+            raise ConfigError(f"each of {name} must be text or a list of token ids, and not empty, got {shown(one)}")
+        words.append(word if isinstance(word, str) else _ids(name, word))
+    return tuple(words)
+
+
+def _processors(name: str, value: object) -> tuple[LogitsProcessor, ...]:
+    if value is None:
+        return ()
+    given = (value,) if callable(value) else _items(value)
+    if given is None or not all(callable(one) for one in given):
+        raise ConfigError(f"{name} must be a list of functions, got {shown(value)}")
+    for one in given:
+        takes_prompt(one)
+    return given
+
+
+def takes_prompt(processor: LogitsProcessor) -> bool:
+    """Whether it is called with prompt ids, too. ConfigError for one that takes neither two arguments nor three."""
+    for count in (2, 3):
+        try:
+            signature(processor).bind(*[None] * count)
+        except (TypeError, ValueError):
+            continue
+        return count == 3
+    raise ConfigError(
+        f"logits_processors must take (output ids, logits) or (prompt ids, output ids, logits), got {shown(processor)}"
+    )
+
+
 def _items(value: object) -> tuple[Any, ...] | None:
     """What ``value`` holds; None where it is no collection of single things."""
     if isinstance(value, tuple):
@@ -97,17 +204,27 @@ def _items(value: object) -> tuple[Any, ...] | None:
     return tuple(value)
 
 
-_LOGPROBS: Final = (or_none(integer), 0, MAX_TOKEN_ID, "0 or more and below 2**31, or None (off)")
-_NUMBERS: Final[Mapping[str, tuple[Check, float, float, str]]] = {
-    "temperature": (real, 0, math.inf, "0 (greedy) or more"),
-    "top_k": (integer, 0, MAX_TOKEN_ID, "0 (off) or more, below 2**31"),
-    "top_p": (real, math.ulp(0), 1, "above 0 and at most 1 (off)"),
-    "min_p": (real, 0, 1, "between 0 (off) and 1"),
-    "repetition_penalty": (real, 1e-6, 1e6, "above 0 (1 is off), between 1e-6 and 1e6"),  # float32 holds the product
-    "seed": (integer, -_MOST_SEED, _MOST_SEED, "of at most 255 bits"),
-    "max_tokens": (integer, 1, _MOST_TOKENS, "at least 1, and below 2**63"),
-    "n": (integer, 1, MOST_OUTPUTS, f"at least 1 and at most {MOST_OUTPUTS}"),
+_EDITS: Final[Mapping[str, Check]] = {
+    "logit_bias": _biases,
+    "bad_words": _words,
+    "logits_processors": _processors,
+}
+_CHECKS: Final[Mapping[type, Check]] = {float: real, int: integer, NoneType: or_none(integer)}
+"""Of the type of each number's default."""
+_LOGPROBS: Final = (NoneType, 0, MAX_TOKEN_ID, "0 or more and below 2**31, or None (off)")
+_NUMBERS: Final[Mapping[str, tuple[type, float, float, str]]] = {
+    "temperature": (float, 0, sys.float_info.max, "0 (greedy) or more"),
+    "top_k": (int, 0, MAX_TOKEN_ID, "0 (off) or more, below 2**31"),
+    "top_p": (float, math.ulp(0), 1, "above 0 and at most 1 (off)"),
+    "min_p": (float, 0, 1, "between 0 (off) and 1"),
+    "repetition_penalty": (float, 1e-6, 1e6, "above 0 (1 is off), between 1e-6 and 1e6"),  # float32 holds the product
+    "seed": (int, -_MOST_SEED, _MOST_SEED, "of at most 255 bits"),
+    "presence_penalty": (float, -2, 2, "between -2 and 2 (0 is off)"),
+    "frequency_penalty": (float, -2, 2, "between -2 and 2 (0 is off)"),
+    "min_tokens": (int, 0, _MOST_TOKENS, "0 (off) or more, and below 2**63"),
+    "max_tokens": (int, 1, _MOST_TOKENS, "at least 1, and below 2**63"),
+    "n": (int, 1, MOST_OUTPUTS, f"at least 1 and at most {MOST_OUTPUTS}"),
     "logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
 }
-"""Of each number: its type, the least and the most that it may be, and how that is said."""
+"""Of each number: the type of its default, the least and the most that it may be, and how that is said."""

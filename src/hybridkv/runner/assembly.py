@@ -14,7 +14,7 @@ from hybridkv.planner import Plan
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.planning import plan_within
 from hybridkv.runner.probe import planner_model
-from hybridkv.runner.runner import ModelRunner, Observer, require_fit
+from hybridkv.runner.runner import ModelRunner, Observer, Undrawn, require_fit
 from hybridkv.schedule import Scheduler, SchedulerLimits
 
 
@@ -69,7 +69,13 @@ def plan_of(
 
 
 def assemble(
-    loaded: LoadedModel, plan: Plan, options: EngineOptions, *, drafts: int, observer: Observer | None
+    loaded: LoadedModel,
+    plan: Plan,
+    options: EngineOptions,
+    *,
+    drafts: int,
+    observer: Observer | None,
+    undrawn: Undrawn | None = None,
 ) -> Parts:
     """Cache, scheduler and runner of ``plan``; from here on the model runs on pages.
 
@@ -94,5 +100,6 @@ def assemble(
         max_batched_tokens=limits.max_batched_tokens,
         max_encoder_tokens=plan.limits.max_encoder_tokens,
         observer=observer,
+        undrawn=undrawn,
     )
     return Parts(cache, scheduler, runner)

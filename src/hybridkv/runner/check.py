@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -20,8 +20,11 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from hybridkv.request import SamplingParams
 from hybridkv.runner.completion import Completion
+from hybridkv.runner.inputs import with_word_ids
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.probe import attention_implementation
+from hybridkv.runner.sampling.edits import Edits, RowEdits
+from hybridkv.runner.sampling.rows import row_edits
 from hybridkv.runner.sampling.sampler import SamplingBatch, scores
 from hybridkv.runner.sampling.verify import Draws
 from hybridkv.schedule import FinishReason
@@ -119,7 +122,9 @@ def check_completions(
     with attention_implementation(loaded.model, "eager"), torch.inference_mode():
         inputs = [None] * len(completions) if encoders is None else encoders
         for completion, params, encoder in zip(completions, sampling, inputs, strict=True):
-            differences += _differences(_Reference(loaded.model, encoder), completion, params, recorder)
+            asked = with_word_ids(params, loaded)
+            reference = _Reference(loaded.model, encoder, (*loaded.eos_token_ids, *params.stop_token_ids))
+            differences += _differences(reference, completion, asked, recorder)
             ends += _wrong_end(loaded, completion, params)
     tokens = sum(len(one.token_ids) for one in completions)
     return CheckReport(len(completions), tokens, tuple(differences), tuple(ends))
@@ -127,10 +132,14 @@ def check_completions(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Reference:
-    """Plain transformers. encoder: what the encoder of ``model`` reads, None for a model without."""
+    """Plain transformers. encoder: what the encoder of ``model`` reads, None for a model without.
+
+    held: tokens that do not come before min_tokens.
+    """
 
     model: PreTrainedModel
     encoder: torch.Tensor | None
+    held: tuple[int, ...]
 
 
 def _differences(
@@ -139,7 +148,8 @@ def _differences(
     ours = completion.token_ids
     if not ours:
         return []
-    if params.temperature > 0:
+    plain = replace(params, repetition_penalty=1.0)
+    if params.temperature > 0 or RowEdits.wanted(plain):
         return list(_forced(reference, completion, params, recorder))
     expected = generate_greedy(
         reference.model,
@@ -206,7 +216,7 @@ def _forced(
     """Differences from ``start`` on, by teacher forcing. expected_first: what ``generate`` said at ``start``."""
     prompt, ours = completion.prompt_token_ids, completion.token_ids
     logits = forced_logits(reference.model, prompt, ours, encoder=reference.encoder)
-    best = scores(logits, _sampling_of(params, prompt, ours, logits)).topk(2, dim=-1)
+    best = scores(logits, _sampling_of(params, prompt, ours, logits, reference.held)).topk(2, dim=-1)
     expected = best.indices[:, 0].tolist()
     if expected_first is not None:
         expected[start] = expected_first
@@ -243,17 +253,16 @@ def forced_logits(
 
 
 def _sampling_of(
-    params: SamplingParams, prompt: Sequence[int], output: Sequence[int], logits: torch.Tensor
+    params: SamplingParams, prompt: Sequence[int], output: Sequence[int], logits: torch.Tensor, held: Sequence[int]
 ) -> SamplingBatch:
     """One row for every token of ``output``, each with the tokens before it seen."""
-    seen: list[torch.Tensor | None] = [None] * len(output)
-    if params.repetition_penalty != 1:
-        grown = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-        grown[:, torch.tensor(list(prompt), device=logits.device)] = True
-        for at, token in enumerate(output[:-1]):
-            grown[at + 1 :, token] = True
-        seen = list(grown)
-    return SamplingBatch.of([params] * len(output), range(len(prompt), len(prompt) + len(output)), seen)
+    edits = Edits()
+    if RowEdits.wanted(params):
+        own = row_edits(params, prompt, len(prompt), held, vocabulary=logits.shape[-1])
+        for at, token in enumerate(output):
+            edits.add(at, own)
+            own.add([token])
+    return SamplingBatch.of([params] * len(output), range(len(prompt), len(prompt) + len(output)), edits)
 
 
 def _wrong_end(loaded: LoadedModel, completion: Completion, params: SamplingParams) -> list[str]:
@@ -266,9 +275,12 @@ def _wrong_end(loaded: LoadedModel, completion: Completion, params: SamplingPara
     if stops & set(output[:-1]):
         return [f"{name} went on behind a stop token"]
     whole = ""
+    unstopped = 0
     if params.stop and loaded.tokenizer is not None:
         whole = loaded.tokenizer.decode(list(output), skip_special_tokens=True)
-    stopped = bool(stops & set(output[-1:])) or any(one in whole for one in params.stop)
+        unstopped = len(loaded.tokenizer.decode(list(output[: params.min_tokens]), skip_special_tokens=True))
+    found = [one for one in params.stop if whole.find(one, max(0, unstopped + 1 - len(one))) >= 0]
+    stopped = bool(stops & set(output[-1:])) or bool(found)
     if stopped != (completion.finish_reason is FinishReason.STOP):
         return [f"{name} ended by {completion.finish_reason}, but its output {'holds' if stopped else 'has no'} stop"]
     return []

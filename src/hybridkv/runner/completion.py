@@ -108,8 +108,15 @@ class Progress:
             outputs = [value for position, value in found if position >= self.request.num_prompt_tokens]
             self.logprobs += outputs[:appended]
 
-    def add_text(self) -> FinishReason | None:
-        """Decode the tokens that are new; why the output ends here: a stop string, or an error of the tokenizer."""
+    def add_text(self, undrawn: Exception | None = None) -> FinishReason | None:
+        """Decode the tokens that are new; why the output ends here: a stop string, or an error of the tokenizer.
+
+        undrawn: why the last of them could not be drawn, which ends it, too.
+        """
+        if undrawn is not None and self.error is None:
+            undrawn.add_note(f"request {self.request.request_id!r} ended: no token of it could be drawn")
+            self.error = undrawn
+            return FinishReason.ABORT
         if self.detokenizer is None or self.error is not None:
             return None
         done = self.request.num_prompt_tokens + self.detokenizer.num_tokens

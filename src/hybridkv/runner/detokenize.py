@@ -30,16 +30,18 @@ _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 class Detokenizer:
     """The text of one request's output.
 
-    tokenizer: has ``decode(ids, skip_special_tokens=)``. stop: strings that end the output.
+    tokenizer: has ``decode(ids, skip_special_tokens=)``. stop: strings that end the output, where they end behind the
+    text of its first ``min_tokens`` tokens.
     ``text``: what is certain so far; ``finish`` adds what was held back. ``num_tokens``: taken in, up to the one that
     completes a stop string. A token costs one decode of at most _LONG_TOKENS tokens, however long the output; inside
     bytes that are no UTF-8, one of all of them for each whole character.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:  # noqa: ANN401  # transformers' tokenizers share no typed base
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), min_tokens: int = 0) -> None:  # noqa: ANN401  # transformers' tokenizers share no typed base
         self._tokenizer = tokenizer
         self._stop = tuple(one for one in stop if one)
         self._longest = max((len(one) for one in self._stop), default=0)
+        self._min_tokens, self._unstopped = min_tokens, 0  # the latter: characters of the first min_tokens tokens
         self._window: list[int] = []
         self._tail = self._read = 0  # tokens of the window in front of its tail, and of its pending tokens
         self._seen = ""  # what of the window's text is shown
@@ -56,6 +58,8 @@ class Detokenizer:
             self._window.append(token)
             if not self._ends_inside_a_character():
                 self._show()
+            if self.num_tokens <= self._min_tokens:
+                self._unstopped = len(self.text)
         return self.stopped
 
     @property
@@ -118,7 +122,10 @@ class Detokenizer:
         self._tail = self._read = len(self._window)
 
     def _cut(self, start: int) -> None:
-        found = [at for one in self._stop if (at := self.text.find(one, start)) >= 0]
+        if self.num_tokens <= self._min_tokens:
+            return
+        behind = self._unstopped + 1  # where the first stop string may end
+        found = [at for one in self._stop if (at := self.text.find(one, max(start, behind - len(one)))) >= 0]
         if found:
             self.text = self.text[: min(found)]
             self.stopped = True

@@ -22,20 +22,21 @@ from hybridkv.planner import Plan
 from hybridkv.request import Request, SamplingParams
 from hybridkv.runner.assembly import EngineOptions, assemble, plan_of
 from hybridkv.runner.completion import Completion, Progress, count_step, raise_first
-from hybridkv.runner.detokenize import Detokenizer
 from hybridkv.runner.encoder_inputs import EncoderFeed, Given, InputName, encoder_feed, one_input_each
 from hybridkv.runner.inputs import (
     as_list,
+    detokenizer_of,
     drafts_by_request,
     encode,
     is_empty,
     loaded_of,
     number_in,
     one_each,
-    refuse_more_logprobs,
+    refuse_what_it_lacks,
     require_callable,
     require_drafter,
     require_sampling,
+    with_word_ids,
 )
 from hybridkv.runner.load import LoadedModel, own_mode
 from hybridkv.runner.runner import Observer
@@ -95,7 +96,15 @@ class Engine:
             if speculate is not None:
                 speculate.require(self.loaded)
             self.plan = plan_of(self.loaded, plan, memory, max_model_len, options=self.options, drafts=drafts)
-            parts = assemble(self.loaded, self.plan, self.options, drafts=drafts, observer=observer)
+            self._undrawn: dict[str, Exception] = {}
+            parts = assemble(
+                self.loaded,
+                self.plan,
+                self.options,
+                drafts=drafts,
+                observer=observer,
+                undrawn=self._undrawn.setdefault,
+            )
             self.cache, self.scheduler, self.runner = parts
             undo.callback(self.runner.detach)
             if speculate is not None:
@@ -233,12 +242,9 @@ class Engine:
         require_sampling(sampling)
         for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
             or_none(text)(name, value)
-        params = sampling if sampling is not None else SamplingParams()
+        params = with_word_ids(sampling if sampling is not None else SamplingParams(), self.loaded)
         ids = encode(self.loaded, self.loaded.decoder_start if feed is not None and is_empty(prompt) else prompt)
-        tokenizer = self.loaded.tokenizer
-        if params.stop and tokenizer is None:
-            raise ConfigError("stop strings need a tokenizer: load the model with one, or use stop_token_ids")
-        refuse_more_logprobs(params, self.loaded)
+        refuse_what_it_lacks(params, self.loaded)
         request = Request(
             str(self._next_id) if request_id is None else request_id,
             ids,
@@ -251,7 +257,7 @@ class Engine:
         )
         of_prompt: list[TokenLogprob] = []
         added = [
-            Progress(one, None if tokenizer is None else Detokenizer(tokenizer, params.stop), prompt_logprobs=of_prompt)
+            Progress(one, detokenizer_of(self.loaded, params), prompt_logprobs=of_prompt)
             for one in (request, *self.scheduler.add(request))
         ]
         for one in added:
@@ -378,9 +384,10 @@ class Engine:
         """Counts and log probabilities of all rows; then their text, which may end them; then completions."""
         ended = {one.request: one for one in outcome.finished}
         grown = count_step(self._live, step, result, outcome)
+        undrawn = {request_id: self._undrawn.pop(request_id) for request_id in [*self._undrawn]}
         try:
             for live in grown:
-                reason = live.add_text()
+                reason = live.add_text(undrawn.get(live.request.request_id))
                 if reason is None:
                     continue
                 if live.request not in ended:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from hybridkv.arguments import instance, text
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request, SamplingParams, token_array
+from hybridkv.runner.detokenize import Detokenizer
 from hybridkv.runner.load import LoadedModel, wrap
 from hybridkv.units import shown
 
@@ -94,11 +96,52 @@ def number_in(request_id: str) -> int:
     return int(number) if number.isdecimal() and len(number) <= _MOST_DIGITS else -1
 
 
-def refuse_more_logprobs(params: SamplingParams, loaded: LoadedModel) -> None:
-    """Raise ConfigError where more log probabilities are wanted than there are tokens."""
+def refuse_what_it_lacks(params: SamplingParams, loaded: LoadedModel) -> None:
+    """Raise ConfigError for stop strings without a tokenizer, and where tokens are meant that are not there."""
+    if params.stop and loaded.tokenizer is None:
+        raise ConfigError("stop strings need a tokenizer: load the model with one, or use stop_token_ids")
     for name, wanted in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if wanted is not None and wanted > loaded.vocab_size:
             raise ConfigError(f"{name} is {wanted}, but {loaded.name} has {loaded.vocab_size} tokens: ask for fewer")
+    most = max(params.named_tokens, default=0)
+    if most >= loaded.vocab_size:
+        raise ConfigError(
+            f"logit_bias and bad_words name token {most}, which lies outside the vocabulary of {loaded.name}: "
+            f"ids are 0 .. {loaded.vocab_size - 1}"
+        )
+
+
+def detokenizer_of(loaded: LoadedModel, params: SamplingParams) -> Detokenizer | None:
+    """Of one output; None without a tokenizer."""
+    tokenizer = loaded.tokenizer
+    return None if tokenizer is None else Detokenizer(tokenizer, params.stop, params.min_tokens)
+
+
+def with_word_ids(params: SamplingParams, loaded: LoadedModel) -> SamplingParams:
+    """``params`` with bad words as the ids of their tokens: at the beginning of a word, and behind a space.
+
+    Behind a space as vLLM has it: where that begins with another token, and is as many.
+    Raises ConfigError for text without a tokenizer, and for a word of no token.
+    """
+    if not any(isinstance(word, str) for word in params.bad_words):
+        return params
+    if loaded.tokenizer is None:
+        raise ConfigError("bad_words of text need a tokenizer: load the model with one, or give their token ids")
+    found: list[tuple[int, ...]] = []
+    for word in params.bad_words:
+        if not isinstance(word, str):
+            found.append(word)
+            continue
+        bare, spaced = (
+            tuple(map(int, loaded.tokenizer.encode(before + word.lstrip(), add_special_tokens=False)))
+            for before in ("", " ")
+        )
+        if not bare:
+            raise ConfigError(f"bad_words has {word!r}, which is no token: leave it out")
+        found.append(bare)
+        if len(spaced) == len(bare) and spaced[0] != bare[0]:
+            found.append(spaced)
+    return replace(params, bad_words=tuple(dict.fromkeys(found)))
 
 
 def encode(

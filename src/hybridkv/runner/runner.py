@@ -47,6 +47,8 @@ from hybridkv.worker import BlockCopier, MultiGroupBlockTable, PagedStorage
 Int64 = NDArray[np.int64]
 Observer = Callable[[Step, torch.Tensor], None]
 """Called before sampling with the Step and float32[n, vocabulary], what ``Draws.of(step)`` are drawn from."""
+Undrawn = Callable[[str, Exception], object]
+"""Called with a request's id, and why no token of it could be drawn: the one that its row gets means nothing."""
 
 
 class ModelRunner:
@@ -57,6 +59,7 @@ class ModelRunner:
     max_model_len: tokens of the longest request. max_batched_tokens: tokens of the largest Step.
     max_encoder_tokens: that cross attention reads of a request; ``cross`` is its side, None for a model without.
     observer: sees the logits of every Step (see Observer); None for nobody.
+    undrawn: is told where the edits of a request's logits fail (hybridkv.runner.sampling.edits); None: the Step fails.
     Raises ConfigError when a forward caches other bytes than planned, and for a model that another runner holds;
     UnsupportedModelError for a model that cannot run on pages, or whose mixers were patched.
     """
@@ -72,6 +75,7 @@ class ModelRunner:
         max_batched_tokens: int,
         max_encoder_tokens: int = 0,
         observer: Observer | None = None,
+        undrawn: Undrawn | None = None,
     ) -> None:
         require_model(model)
         instance("config", config, KVCacheConfig)
@@ -80,7 +84,7 @@ class ModelRunner:
         max_model_len = integer("max_model_len", max_model_len, 1, MOST_COUNT)
         max_batched_tokens = integer("max_batched_tokens", max_batched_tokens, 1, MOST_COUNT)
         max_encoder_tokens = integer("max_encoder_tokens", max_encoder_tokens, 0, MOST_COUNT)
-        require_callable(observer=observer)
+        require_callable(observer=observer, undrawn=undrawn)
         step_context.require_free(model)
         attention_gather.check_attention(model)
         probed = probe(model)
@@ -88,6 +92,7 @@ class ModelRunner:
         require_class_forwards(mixers.values())
         self.continues = dict(zip(mixers, continuations(list(mixers.values())), strict=True))
         self.model, self.config, self.observer = model, config, observer
+        self._undrawn, self._request_of_row = undrawn, dict[int, str]()
         self._device = model.device
         self.storage = PagedStorage(config, page_layout(planned, probed), self._device)
         self._copier = BlockCopier(self.storage)
@@ -103,7 +108,7 @@ class ModelRunner:
             max_encoder_tokens=max_encoder_tokens,
         )
         self._vocabulary: int = model.get_input_embeddings().num_embeddings
-        self._rows = RowState(max_running, self._vocabulary, self._device)
+        self._rows = RowState(max_running, self._vocabulary)
         self._logprobs = LogprobRows(max_running)
         self._context = StepContext()
         self._give_pages(planned, mixers)
@@ -164,6 +169,7 @@ class ModelRunner:
             rows.end(step.finished_rows)
             for new in step.new_rows:
                 rows.begin(new)
+        self._request_of_row |= {new.row: new.request_id for new in step.new_rows}
         self.tables.commit_block_table(self.tables.max_num_reqs)
         self._copier.execute_before(step)
         if self.cross is not None:
@@ -175,8 +181,9 @@ class ModelRunner:
         logits, of_prompts = behind[: len(draws)].float(), behind[len(draws) :]
         if self.observer is not None:
             self.observer(step, logits)
-        drawn = self._drawn(step, draws, logits)
+        drawn, wrong = self._drawn(step, draws, logits)
         kept = draws.kept(drawn)
+        self._tell(step, draws, {draw: error for draw, error in wrong.items() if kept[draw]})
         sampled = draws.appended(drawn, kept, len(step))
         self._rows.drawn(step.rows, sampled)
         prompts = replace(prompts, source=np.arange(len(prompts)))
@@ -195,6 +202,7 @@ class ModelRunner:
         if len(step) and step.num_scheduled.min() < 1:
             raise WorkerError(f"Step {step.id} schedules a row without tokens")
         check_drafts(step)
+        self._rows.check(step.new_rows)
         tokens = step.token_ids.values
         if len(tokens) and (tokens.max() >= self._vocabulary or tokens.min() < NONE_DRAWN):
             raise WorkerError(f"Step {step.id}: token ids must lie in 0 .. {self._vocabulary - 1}")
@@ -274,10 +282,10 @@ class ModelRunner:
 
     # -- behind it
 
-    def _drawn(self, step: Step, draws: Draws, logits: torch.Tensor) -> Int64:
-        """The token of each of ``draws``, int64[n]. WorkerError for logits that are NaN."""
+    def _drawn(self, step: Step, draws: Draws, logits: torch.Tensor) -> tuple[Int64, dict[int, Exception]]:
+        """The token of each of ``draws``, int64[n], and whose edits failed. WorkerError for logits that are NaN."""
         if not len(draws):
-            return np.empty(0, np.int64)
+            return np.empty(0, np.int64), {}
         wrong = torch.nonzero(logits.isnan().any(dim=-1)).flatten().tolist()
         if wrong:
             raise WorkerError(
@@ -286,8 +294,15 @@ class ModelRunner:
             )
         batch = self._rows.batch(step.rows[draws.row], draws.position, draws.before)
         with torch.inference_mode():
-            drawn: Int64 = sample(logits, batch).cpu().numpy()
-        return drawn
+            drawn, failed = sample(logits, batch)
+        return drawn.cpu().numpy(), failed
+
+    def _tell(self, step: Step, draws: Draws, wrong: Mapping[int, Exception]) -> None:
+        """Whose draws could not be: those behind a draft that was refused count for nothing, and are not in it."""
+        for draw, error in wrong.items():
+            if self._undrawn is None:
+                raise error
+            self._undrawn(self._request_of_row[step.rows.item(draws.row.item(draw))], error)
 
 
 def require_fit(planned: Model, config: KVCacheConfig) -> None:

@@ -138,6 +138,7 @@ def _new_row(request: Request, *, encodes: bool) -> NewRow:
         num_prompt_tokens=request.num_prompt_tokens,
         sampling=request.sampling,
         encoder=read,
+        held_ids=request.held_ids,
     )
 
 

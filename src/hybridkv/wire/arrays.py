@@ -1,6 +1,6 @@
 """numpy arrays as CBOR typed arrays (RFC 8746), little-endian.
 
-one dimension    tag 64 uint8 | 78 int32 | 79 int64 | 85 float32, around the bytes
+one dimension    tag 64 uint8 | 78 int32 | 79 int64 | 85 float32 | 86 float64, around the bytes
 two dimensions   tag 40 [[rows, columns], typed array], row after row
 
 Truth values travel as uint8, 0 and 1: the RFC has no typed array of them.
@@ -25,6 +25,7 @@ _WIRE_FORMS: Final[dict[str, tuple[int, np.dtype[Any]]]] = {
     "int32": (78, np.dtype("<i4")),
     "int64": (79, np.dtype("<i8")),
     "float32": (85, np.dtype("<f4")),
+    "float64": (86, np.dtype("<f8")),
 }
 _MAX_DIMENSION: Final = (1 << 31) - 1
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import operator
 import struct
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Generic, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 
 import cbor2
 import numpy as np
@@ -20,6 +20,8 @@ from hybridkv.errors import ConfigError, WireError
 from hybridkv.wire.reader import BYTES, MAP, NEGATIVE, TEXT, UNSIGNED, Reader, not_canonical
 
 T = TypeVar("T")
+_Field = tuple[bytes, int, str, Callable[[Reader], Any] | None]
+"""Of a record: its name as bytes (and the text of a mark), how many, its name, how its value is read."""
 
 _MAX_BITS: Final = 256
 """More than any count or seed; Python refuses to print integers of some thousands of digits in a message."""
@@ -262,10 +264,26 @@ class TupleOf(Generic[T]):
         return tuple(items)
 
 
+class Local:
+    """What stays in its process: anything but the value that a record leaves out. why: said where it is sent."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def pack(self, _: object) -> NoReturn:
+        """WireError."""
+        raise WireError(self._why)
+
+    def read(self, _: Reader) -> NoReturn:
+        """WireError."""
+        raise WireError(self._why)
+
+
 class Record(Generic[T]):
     """An instance of the dataclass ``made``: a map from the names of ``fields`` to their values.
 
     marks: names and texts that every such map has as well, and ``made`` is not told.
+    later: fields that a map has only where they are not the value beside their codec, so that older ones read the rest.
     check: raises WireError for an instance whose fields do not fit each other; asked on both ways, so that what packs
     is read. ``read`` raises WireError for a missing or unknown field as well, and for values that the class refuses.
     """
@@ -276,19 +294,30 @@ class Record(Generic[T]):
         fields: Mapping[str, Codec[Any]],
         check: Callable[[T], None] | None = None,
         marks: Mapping[str, str] | None = None,
+        later: Mapping[str, tuple[Codec[Any], object]] | None = None,
     ) -> None:
         self.fields: Final = dict(fields)
         self._made, self._check, self._marks = made, check, dict(marks or {})
-        keys = sorted((cbor2.dumps(name), name) for name in (*self.fields, *self._marks))  # in the order of 4.2.1
-        self._order: list[tuple[bytes, int, str, Callable[[Reader], Any] | None]] = []
-        for key, name in keys:
-            whole = key if name in self.fields else key + cbor2.dumps(self._marks[name])
-            read = self.fields[name].read if name in self.fields else None
-            self._order.append((whole, len(whole), name, read))
+        self._later = dict(later or {})
+        self._order = self._ordered({**self.fields, **dict.fromkeys(self._marks)})
+        codecs = {name: codec for name, (codec, _) in self._later.items()}
+        self._whole_order = self._ordered({**self.fields, **dict.fromkeys(self._marks), **codecs})
+
+    def _ordered(self, names: Mapping[str, Codec[Any] | None]) -> list[_Field]:
+        """In the order of 4.2.1."""
+        found: list[_Field] = []
+        for key, name in sorted((cbor2.dumps(name), name) for name in names):
+            codec = names[name]
+            whole = key if codec is not None else key + cbor2.dumps(self._marks[name])
+            found.append((whole, len(whole), name, None if codec is None else codec.read))
+        return found
 
     def pack(self, value: T) -> dict[str, object]:
         """A map."""
         items = {name: _at(name, codec.pack, getattr(value, name)) for name, codec in self.fields.items()}
+        for name, (codec, absent) in self._later.items():
+            if (one := getattr(value, name)) != absent:
+                items[name] = _at(name, codec.pack, one)
         if self._check is not None:
             self._check(value)
         return {**self._marks, **items}
@@ -299,22 +328,8 @@ class Record(Generic[T]):
         if length < 0:
             raise unexpected("a map", reader)
         begin = reader.at
-        if length != len(self._order):
-            raise self._misnamed(reader, length)
-        data, name, named = reader.data, "", False
-        values: dict[str, Any] = {}
-        try:
-            for key, size, name, read in self._order:
-                if not data.startswith(key, reader.at):
-                    break
-                reader.at += size
-                if read is not None:
-                    values[name] = read(reader)
-            else:
-                named = True
-        except WireError as error:
-            raise WireError(f"{name}: {error}") from None
-        if not named:
+        values = self._values(reader, self._order if length == len(self._order) else self._whole_order)
+        if values is None or len(values) + len(self._marks) != length:
             reader.at = begin
             raise self._misnamed(reader, length)
         try:
@@ -325,9 +340,29 @@ class Record(Generic[T]):
             self._check(made)
         return made
 
+    def _values(self, reader: Reader, order: Sequence[_Field]) -> dict[str, Any] | None:
+        """Values by name; None where a field lacks that must be there."""
+        data, name, values = reader.data, "", dict[str, Any]()
+        try:
+            for key, size, name, read in order:
+                if not data.startswith(key, reader.at):
+                    if name in self._later:
+                        continue
+                    return None
+                reader.at += size
+                if read is not None:
+                    values[name] = read(reader)
+            for name in self._later.keys() & values.keys() if self._later else ():
+                if values[name] == self._later[name][1]:
+                    raise not_canonical("a field that says what its absence says")
+        except WireError as error:
+            raise WireError(f"{name}: {error}") from None
+        return values
+
     def _misnamed(self, reader: Reader, length: int) -> WireError:
         """What is wrong with the names of a map of ``length`` fields, the first of which is next. O(its items)."""
         missing, unknown, last = {name for _, _, name, _ in self._order}, "", b""
+        known = missing | set(self._later)
         for _ in range(length):
             begin = reader.at
             name = reader.take_bytes(TEXT)
@@ -336,7 +371,7 @@ class Record(Generic[T]):
             if (key := reader.data[begin : reader.at]) <= last:
                 return not_canonical("a field out of order, or twice")
             text, last = name.decode(errors="replace"), key
-            if text not in missing:
+            if text not in known:
                 unknown = unknown or text[:40]
             missing.discard(text)
             reader.skip()

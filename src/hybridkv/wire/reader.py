@@ -20,7 +20,7 @@ MAP: Final = 5
 TAG: Final = 6
 
 MOST_LISTED: Final = 1 << 19
-"""Items of all lists of a message together: rows that begin, their stop ids and stop strings. An item of a list costs
+"""Items of all lists of a message together: rows that begin, and what their sampling lists. An item of a list costs
 its reader a hundred times what one of an array does. A thousand rows may begin with 500 stop ids each."""
 MOST_SKIPPED: Final = 1 << 18
 """Items of a message that are only passed over, to say what is wrong with it."""
@@ -71,10 +71,14 @@ class Reader:
         length = self.take(LIST)
         if length > len(self.data) - self.at:
             raise self.cut()
-        self._listed += max(0, length)
+        self.count_listed(max(0, length))
+        return length
+
+    def count_listed(self, items: int) -> None:
+        """``items`` more that are made one by one. WireError for more than all lists may have."""
+        self._listed += items
         if self._listed > MOST_LISTED:
             raise WireError(f"the lists of a message may have {MOST_LISTED:,} items together, not {self._listed:,}")
-        return length
 
     def pass_over(self, size: int) -> int:
         """Go on by ``size`` bytes, which must be there; where they begin."""

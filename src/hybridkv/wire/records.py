@@ -7,16 +7,18 @@ on sizes that only the worker has; whether a Step is next, on what it applied be
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybridkv.errors import WireError
 from hybridkv.request import SamplingParams
 from hybridkv.step import SCHEMA_VERSION, Cells, Copy, Csr, EncoderRead, Logprobs, NewRow, Step, StepResult
 from hybridkv.wire.arrays import Array
-from hybridkv.wire.codecs import Boolean, Digest, Integer, Nullable, Real, Record, Text, TupleOf
+from hybridkv.wire.codecs import Boolean, Digest, Integer, Local, Nullable, Real, Record, Text, TupleOf
 from hybridkv.wire.reader import MOST_LISTED, Reader
 
 STAGES: Final = ("before", "after")
@@ -108,6 +110,74 @@ def _numbers(copy: Copy) -> tuple[int, int, int, int, int]:
     return STAGES.index(copy.stage), group, source, destination, COPY_KINDS.index(copy.kind)
 
 
+class Ids:
+    """A tuple of token ids as int32[n]."""
+
+    _array = Array("int32")
+
+    def pack(self, ids: tuple[int, ...]) -> object:
+        """A typed array. O(ids)."""
+        return self._array.pack(_int32s(ids))
+
+    def read(self, reader: Reader) -> tuple[int, ...]:
+        """The ids, in order. O(ids)."""
+        ids = self._array.read(reader)
+        reader.count_listed(len(ids))
+        return tuple(ids.tolist())
+
+
+class Words:
+    """Tuples of token ids as lists; text is no such word: which tokens it has is for a tokenizer to say."""
+
+    def pack(self, words: tuple[str | tuple[int, ...], ...]) -> object:
+        """Two typed arrays. O(ids)."""
+        ids = [word for word in words if not isinstance(word, str)]
+        if len(ids) != len(words):
+            raise WireError("must be token ids, and are text: an Engine encodes them, or give the ids of each word")
+        ends = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+        return _CSR.pack(Csr(ends, _int32s([token for word in ids for token in word])))
+
+    def read(self, reader: Reader) -> tuple[tuple[int, ...], ...]:
+        """The words, in order. O(ids)."""
+        lists = _CSR.read(reader)
+        reader.count_listed(len(lists) + len(lists.values))
+        return tuple(tuple(lists[i].tolist()) for i in range(len(lists)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Biases:
+    token: NDArray[np.int32]
+    bias: NDArray[np.float64]
+
+
+class Biases:
+    """Pairs of a token id and a number, as two columns, by ascending id."""
+
+    def pack(self, biases: tuple[tuple[int, float], ...]) -> object:
+        """Two typed arrays. O(biases)."""
+        return _BIASES.pack(_Biases(_int32s([token for token, _ in biases]), np.array([bias for _, bias in biases])))
+
+    def read(self, reader: Reader) -> tuple[tuple[int, float], ...]:
+        """The pairs. O(biases)."""
+        read = _BIASES.read(reader)
+        reader.count_listed(len(read.token))
+        return tuple(zip(read.token.tolist(), read.bias.tolist(), strict=True))
+
+
+def _check_biases(biases: _Biases) -> None:
+    if len(biases.token) != len(biases.bias):
+        raise WireError("token and bias must have one length")
+    if (np.diff(biases.token.astype(np.int64)) <= 0).any():
+        raise WireError("token must ascend")
+
+
+def _int32s(values: Sequence[int]) -> NDArray[np.int32]:
+    try:
+        return np.array(values, np.int32)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise WireError(f"must be integers of 32 bits ({error})") from None
+
+
 # -- what one value says of itself
 
 
@@ -127,13 +197,22 @@ def _check_new_row(new: NewRow) -> None:
         raise WireError(f"num_prompt_tokens is {new.num_prompt_tokens}, but there are {len(new.token_ids)} tokens")
 
 
+def _listed(new: NewRow) -> int:
+    """Items of lists in a row, itself counted: as many as its reader makes one by one."""
+    asked = new.sampling
+    found = 1 + len(asked.stop) + len(asked.stop_token_ids) + len(new.held_ids) + len(asked.logit_bias)
+    return found + (sum(map(len, asked.bad_words), len(asked.bad_words)) if asked.bad_words else 0)
+
+
 def _check_step(step: Step) -> None:
     rows = len(step.rows)
     if step.after >= step.id:
         raise WireError(f"after must lie below id {step.id}, got {step.after}")
-    listed = sum(1 + len(new.sampling.stop) + len(new.sampling.stop_token_ids) for new in step.new_rows)
+    listed = sum(map(_listed, step.new_rows))
     if listed > MOST_LISTED:
-        raise WireError(f"new_rows, stop and stop_token_ids may have {MOST_LISTED:,} items together, not {listed:,}")
+        raise WireError(
+            f"new_rows and what their sampling lists may have {MOST_LISTED:,} items together, not {listed:,}"
+        )
     for name in ("num_computed", "num_scheduled", "samples", "token_ids", "drafts"):
         if len(getattr(step, name)) != rows:
             raise WireError(f"{name} is for {len(getattr(step, name))} rows, but there are {rows}")
@@ -184,6 +263,10 @@ class _Version(Integer):
 _VERSION: Final = _Version()
 _CSR: Final = Record(Csr, {"indptr": Array("int64"), "values": Array("int32")}, _check_csr)
 _CELLS: Final = Record(Cells, dict.fromkeys(("group", "row", "column", "block"), Array("int32")), _check_cells)
+_BIASES: Final = Record(_Biases, {"token": Array("int32"), "bias": Array("float64")}, _check_biases)
+_LOCAL: Final = (
+    "are functions, which no message holds: run them where the Engine is, or say it by logit_bias and bad_words"
+)
 _SAMPLING: Final = Record(
     SamplingParams,
     {
@@ -201,6 +284,14 @@ _SAMPLING: Final = Record(
         "prompt_logprobs": Nullable(Integer()),
         "n": Integer(),
     },
+    later={
+        "presence_penalty": (Real(), 0.0),
+        "frequency_penalty": (Real(), 0.0),
+        "min_tokens": (Integer(), 0),
+        "logit_bias": (Biases(), ()),
+        "bad_words": (Words(), ()),
+        "logits_processors": (Local(_LOCAL), ()),
+    },
 )
 _ENCODER: Final = Record(EncoderRead, {"digest": Digest(), "num_tokens": Integer(minimum=1), "encodes": Boolean()})
 _NEW_ROW: Final = Record(
@@ -214,6 +305,7 @@ _NEW_ROW: Final = Record(
         "encoder": Nullable(_ENCODER),
     },
     _check_new_row,
+    later={"held_ids": (Ids(), ())},
 )
 _LOGPROBS: Final = Record(
     Logprobs,

@@ -10,14 +10,17 @@ positions of the target's request: both draw with the same noise, so a draft agr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from hybridkv.arguments import instance
 from hybridkv.errors import ConfigError
 from hybridkv.frozen import each, one_of
-from hybridkv.request import Request
+from hybridkv.request import MOST_BIAS, LogitsProcessor, Request, takes_prompt
 from hybridkv.runner.drafters.drafter import checked_count
 from hybridkv.runner.engine import Engine
 from hybridkv.runner.load import LoadedModel
@@ -86,10 +89,24 @@ class DraftModel:
 
 
 def _drafting(request: Request, count: int) -> SamplingParams:
-    """How ``count`` drafts of ``request`` are drawn."""
+    """How ``count`` drafts of ``request`` are drawn: its output is prompt here.
+
+    So what depends on the output goes on from there: penalties on its tokens as biases, which a repetition penalty then
+    sees as well, and a presence penalty twice where a draft comes again; a word that must not come is known only within
+    the drafts. A draft that the request itself would not draw is refused, and costs nothing else.
+    """
+    own, prompt = request.sampling, request.num_prompt_tokens
+    biases, outputs = dict(own.biases), request.num_output_tokens
+    if own.presence_penalty or own.frequency_penalty:
+        for token, times in Counter(request.output_token_ids).items():
+            taken = own.frequency_penalty * times + own.presence_penalty
+            biases[token] = min(max(biases.get(token, 0.0) - taken, -MOST_BIAS), MOST_BIAS)
     return replace(
-        request.sampling,
+        own,
         max_tokens=count,
+        min_tokens=min(max(own.min_tokens - outputs, 0), count),
+        logit_bias=biases,
+        logits_processors=tuple(_behind(one, prompt) for one in own.logits_processors),
         ignore_eos=True,  # of the drafting model
         stop_token_ids=request.stop_ids,
         stop=(),
@@ -97,3 +114,22 @@ def _drafting(request: Request, count: int) -> SamplingParams:
         logprobs=None,
         prompt_logprobs=None,
     )
+
+
+def _behind(function: LogitsProcessor, num_prompt: int) -> LogitsProcessor:
+    """``function`` for a request of whose prompt all but ``num_prompt`` tokens are the target's output.
+
+    Where it fails, the logits stay as they are: the target says so, if it comes there.
+    """
+    whole = takes_prompt(function)
+
+    def edited(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        given = (prompt[num_prompt:] + output, logits.clone())
+        try:
+            made = function(prompt[:num_prompt], *given) if whole else function(*given)
+            fits = made.shape == logits.shape and bool(made.max().isfinite())
+        except Exception:  # noqa: BLE001  # the caller's; it must not end the drafter
+            return logits
+        return made if fits else logits
+
+    return edited

@@ -1,11 +1,12 @@
 """How tokens are chosen: greedy and sampled, all rows at once, whatever runs beside them.
 
-    logits -> repetition penalty -> / temperature -> top-k -> top-p -> min-p -> + noise -> argmax
+    logits -> edits -> / temperature -> top-k -> top-p -> min-p -> + noise -> argmax
 
-The order of the filters is transformers'. Sampling is the Gumbel-max trick: adding independent Gumbel noise
-to log-probabilities and taking the largest draws from their softmax (Maddison et al., arXiv 1411.0030,
-section 2.1). The noise of a token is a hash of (seed, position, token id) alone, so neither the batch nor a
-preemption can change a draw. The hash is SplitMix64's finaliser (Steele et al., OOPSLA 2014, figure 16).
+Edits are biases, penalties and the like (hybridkv.runner.sampling.edits). The order of the filters is transformers'.
+Sampling is the Gumbel-max trick: adding independent Gumbel noise to log-probabilities and taking the largest draws
+from their softmax (Maddison et al., arXiv 1411.0030, section 2.1). The noise of a token is a hash of (seed, position,
+token id) alone, so neither the batch nor a preemption can change a draw. The hash is SplitMix64's finaliser (Steele et
+al., OOPSLA 2014, figure 16).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from hybridkv.request import SamplingParams
+from hybridkv.runner.sampling.edits import Edits
 
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
@@ -31,24 +33,22 @@ _MIX_2: Final = 0x94D049BB133111EB - _WORD
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
-    """One entry a row. temperature, top_p, min_p, penalty: float64[R]; top_k, seed, position: int64[R].
+    """One entry a row. temperature, top_p, min_p: float64[R]; top_k, seed, position: int64[R].
 
-    position: of the token to draw, counted from the start of the request.
-    seen: for rows with a repetition penalty, bool[vocabulary] of the tokens in prompt and output; else None.
+    position: of the token to draw, counted from the start of the request. edits: of the rows' logits; None for none.
     """
 
     temperature: Float64
     top_k: Int64
     top_p: Float64
     min_p: Float64
-    penalty: Float64
     seed: Int64
     position: Int64
-    seen: Sequence[torch.Tensor | None]
+    edits: Edits | None = None
 
     @classmethod
     def of(
-        cls, params: Sequence[SamplingParams], positions: Sequence[int], seen: Sequence[torch.Tensor | None]
+        cls, params: Sequence[SamplingParams], positions: Sequence[int], edits: Edits | None = None
     ) -> SamplingBatch:
         """A batch from one SamplingParams a row."""
         return cls(
@@ -56,10 +56,9 @@ class SamplingBatch:
             top_k=np.asarray([one.top_k for one in params], np.int64),
             top_p=np.asarray([one.top_p for one in params], np.float64),
             min_p=np.asarray([one.min_p for one in params], np.float64),
-            penalty=np.asarray([one.repetition_penalty for one in params], np.float64),
             seed=np.asarray([signed_seed(one.seed) for one in params], np.int64),
             position=np.asarray(positions, np.int64),
-            seen=seen,
+            edits=edits,
         )
 
 
@@ -68,26 +67,59 @@ def signed_seed(seed: int) -> int:
     return (seed + (1 << 63)) % _WORD - (1 << 63)
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """The token of every row, int64[R]. logits: float32[R, vocabulary], left as they are. O(R * vocabulary)."""
-    return scores(logits, batch).argmax(dim=-1)
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, dict[int, Exception]]:
+    """The token of every row, int64[R], and what went wrong with the edits of a row, by row.
+
+    logits: float32[R, vocabulary], left as they are. O(R * vocabulary). The token of a row that went wrong is drawn
+    from its logits as they are.
+    """
+    drawn = logits.argmax(dim=-1)
+    parts, wrong = _changed(logits, batch)
+    for at, changed in parts:
+        drawn[at] = changed.argmax(dim=-1)
+    return drawn, wrong
 
 
 def scores(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """What the choice is the argmax of, [R, vocabulary]: float32 where all rows are greedy, else float64.
 
-    A greedy row's scores are its logits after the penalty, a sampled row's are scaled logits plus noise, -inf
-    for tokens that a filter removed.
+    A greedy row's scores are its edited logits, a sampled row's are scaled logits plus noise, -inf
+    for tokens that a filter removed. Raises what went wrong with the edits of the first row of which some did.
     """
-    out = _penalised(logits, batch)
+    parts, wrong = _changed(logits, batch)
+    if wrong:
+        raise wrong[min(wrong)]
+    out = logits.double() if (batch.temperature > 0).any() else logits.clone()
+    for at, changed in parts:
+        out[at] = changed.to(out.dtype)
+    return out
+
+
+def _changed(
+    logits: torch.Tensor, batch: SamplingBatch
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], dict[int, Exception]]:
+    """Scores of the rows that are edited or sampled: (rows, scores) of some at a time, the last of a row count.
+
+    And what went wrong, by row.
+    """
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    wrong: dict[int, Exception] = {}
+    edits = batch.edits
+    if edits is not None and edits.rows:
+        edited, wrong = edits.apply(logits)
+        parts.append((torch.tensor(edits.rows, device=logits.device), edited))
     sampled = np.flatnonzero(batch.temperature > 0)
-    if not len(sampled):
-        return out
-    at = torch.from_numpy(sampled).to(logits.device)
-    scaled = out[at].double() / _column(batch.temperature[sampled], logits.device)
-    scaled = _filtered(scaled, batch, sampled)
-    noise = gumbel(batch.seed[sampled], batch.position[sampled], logits.shape[-1], logits.device)
-    return out.double().index_copy(0, at, scaled + noise)
+    if len(sampled):
+        at = torch.from_numpy(sampled).to(logits.device)
+        chosen = logits[at]
+        if edits is not None and edits.rows:
+            _, places, of_edited = np.intersect1d(sampled, edits.rows, assume_unique=True, return_indices=True)
+            chosen[torch.from_numpy(places).to(at)] = edited[torch.from_numpy(of_edited).to(at)]
+        scaled = chosen.double() / _column(batch.temperature[sampled], logits.device)
+        scaled = _filtered(scaled, batch, sampled)
+        noise = gumbel(batch.seed[sampled], batch.position[sampled], logits.shape[-1], logits.device)
+        parts.append((at, scaled + noise))
+    return parts, wrong
 
 
 def gumbel(seed: Int64, position: Int64, vocabulary: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -110,19 +142,6 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
     """A logical shift to the right."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _penalised(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Logits of tokens already seen divided by the penalty where positive, multiplied where negative."""
-    rows = [i for i in np.flatnonzero(batch.penalty != 1).tolist() if batch.seen[i] is not None]
-    if not rows:
-        return logits
-    at = torch.as_tensor(rows, device=logits.device)
-    chosen = logits[at]
-    penalty = _column(batch.penalty[rows], logits.device).to(logits.dtype)
-    seen = torch.stack([seen for i in rows if (seen := batch.seen[i]) is not None])
-    changed = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
-    return logits.index_copy(0, at, torch.where(seen, changed, chosen))
 
 
 def _filtered(scaled: torch.Tensor, batch: SamplingBatch, rows: Int64) -> torch.Tensor:
