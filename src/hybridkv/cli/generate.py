@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +13,25 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from hybridkv.cli.generate_output import GenerateRun, print_document, print_tables
+from hybridkv.cli.generate_output import (
+    GenerateRun,
+    lines_of,
+    print_document,
+    print_tables,
+    require_writable,
+    write_lines,
+)
+from hybridkv.cli.loading import ModelOption, TrustOption, load_quietly
 from hybridkv.cli.planning import BlockSize, Layout, LayoutOption, PlacementOption, PlanOptions
+from hybridkv.cli.sampling import (
+    MaxNewTokensOption,
+    SeedOption,
+    StopOption,
+    SystemOption,
+    TemperatureOption,
+    TopPOption,
+    sampling_of,
+)
 from hybridkv.cli.speculation import Speculate, SpeculateOption
 from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan, read_plan
@@ -37,16 +53,12 @@ MOST_RUNNING: Final = 1 << 16
 MOST_ROUNDS: Final = 1 << 16
 """All outputs are kept to the end."""
 
-ModelOption = Annotated[
-    str, typer.Option("--model", help="A folder with safetensors and tokenizer, or tiny:NAME: tiny:? lists the names.")
-]
 PromptsOption = Annotated[
     Path | None, typer.Option(help="JSON lines with prompt, encoder, sampling and marks, or text; a few built-in ones.")
 ]
+MessagesOption = Annotated[Path | None, typer.Option(help="JSON lines of conversations, by the chat template.")]
+OutputOption = Annotated[Path | None, typer.Option(help="Write all requests there, outputs whole, as JSON lines.")]
 MemoryOption = Annotated[str | None, typer.Option(help="For the cache: 64MiB, or bytes; enough for all prompts.")]
-TrustOption = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code that model folders hold; else none ever runs.")
-]
 CheckOption = Annotated[bool, typer.Option("--check", help="Compare with plain transformers; exit 1 if it differs.")]
 
 
@@ -60,9 +72,13 @@ def generate_command(
     model: ModelOption,
     trust_remote_code: TrustOption = False,
     prompts: PromptsOption = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(max=MOST_COUNT, help="Of each request, unless its sampling says max_tokens.")
-    ] = 32,
+    messages: MessagesOption = None,
+    system: SystemOption = None,
+    max_new_tokens: MaxNewTokensOption = 32,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = 0,
+    stop: StopOption = None,
     block_size: BlockSize = None,
     memory: MemoryOption = None,
     layout: LayoutOption = None,
@@ -78,6 +94,8 @@ def generate_command(
     speculate: SpeculateOption = None,
     check: CheckOption = False,
     skip_bad_lines: Annotated[bool, typer.Option("--skip-bad-lines", help="Count malformed lines, go on.")] = False,
+    output: OutputOption = None,
+    whole: Annotated[bool, typer.Option("--whole", help="Print whole outputs, not their beginnings.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
     """Generate with an unmodified Hugging Face model: continuous batching on the paged cache."""
@@ -85,18 +103,29 @@ def generate_command(
     if repeat < 1:
         raise ConfigError(f"--repeat must be at least 1, got {repeat}")
     asked = None if speculate is None else Speculate.parse(speculate)
-    defaults = SamplingParams(max_tokens=max_new_tokens)
-    _quiet_transformers()
+    if prompts is not None and messages is not None:
+        raise ConfigError("--prompts and --messages name what is run, each by itself: drop one of them")
+    if system is not None and messages is None:
+        raise ConfigError("--system begins conversations: name a file of them with --messages")
+    require_writable(output)
+    defaults = sampling_of(max_new_tokens, temperature, top_p, seed, stop)
     from hybridkv.runner.assembly import EngineOptions  # noqa: PLC0415  # torch takes seconds: only this command pays
 
     options = EngineOptions(max_running, token_budget, in_flight, prefix_caching)
-    loaded = _load(model, trust_remote_code=trust_remote_code)
-    found = _prompts(loaded, prompts, defaults, skip_bad_lines=skip_bad_lines)
+    loaded = load_quietly(model, trust_remote_code=trust_remote_code)
+    if messages is None:
+        found = _prompts(loaded, prompts, defaults, skip_bad_lines=skip_bad_lines)
+    else:
+        found = _conversations(loaded, messages, defaults, system=system, skip_bad_lines=skip_bad_lines)
     drafter = None if asked is None else asked.drafter(_lengths(found), options, trust_remote_code=trust_remote_code)
     plan = _plan(loaded, found, plan_file, rules, drafts=0 if asked is None else asked.drafts)
     run = _run(loaded, plan, found, options, repeat=repeat, check=check, drafter=drafter)
-    show = print_document if as_json else print_tables
-    show(run)
+    if output is not None:
+        write_lines(output, lines_of(run))
+    if as_json:
+        print_document(run)
+    else:
+        print_tables(run, whole=whole)
     return 0 if run.report is None or run.report.ok else CHECK_FAILED
 
 
@@ -119,25 +148,6 @@ def _rules(plan_file: Path | None, *, layout: Layout | None, placement: str | No
 # -- the run
 
 
-def _quiet_transformers() -> None:
-    """No chatter on standard error: what matters here arrives as an exception."""
-    from transformers.utils import logging as chatter  # noqa: PLC0415  # see generate_command
-
-    chatter.set_verbosity_error()
-    chatter.disable_progress_bar()
-    warnings.filterwarnings("ignore", module=r"transformers\..*")
-
-
-def _load(source: str, *, trust_remote_code: bool) -> LoadedModel:
-    import torch  # noqa: PLC0415  # see generate_command
-
-    from hybridkv.runner.load import TINY, load  # noqa: PLC0415  # same
-
-    if source.startswith(TINY):
-        torch.set_num_threads(1)  # such a model is done before threads have met
-    return load(source, trust_remote_code=trust_remote_code)
-
-
 def _prompts(loaded: LoadedModel, path: Path | None, defaults: SamplingParams, *, skip_bad_lines: bool) -> Prompts:
     from hybridkv.runner.inputs import encode  # noqa: PLC0415  # see generate_command
     from hybridkv.runner.prompts import built_in_prompts, read_prompts  # noqa: PLC0415  # same
@@ -155,6 +165,17 @@ def _prompts(loaded: LoadedModel, path: Path | None, defaults: SamplingParams, *
     if path is None:
         return built_in_prompts(checked, defaults, hear)
     return read_prompts(path, checked, defaults, vocab_size=loaded.vocab_size, skip_bad_lines=skip_bad_lines, hear=hear)
+
+
+def _conversations(
+    loaded: LoadedModel, path: Path, defaults: SamplingParams, *, system: str | None, skip_bad_lines: bool
+) -> Prompts:
+    from hybridkv.runner.encoder_decoder import is_encoder_decoder  # noqa: PLC0415  # see generate_command
+    from hybridkv.runner.prompts import read_conversations  # noqa: PLC0415  # same
+
+    if is_encoder_decoder(loaded.model):
+        raise ConfigError(f"{loaded.name} is an encoder-decoder: give --prompts with what its encoder reads")
+    return read_conversations(path, loaded, defaults, system=system, skip_bad_lines=skip_bad_lines)
 
 
 def _hear(loaded: LoadedModel, folder: Path) -> Hear | None:

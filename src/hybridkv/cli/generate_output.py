@@ -9,15 +9,18 @@ probability, as many as were asked for. Version 1 had neither.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from rich.table import Table
 from rich.text import Text
 
 from hybridkv.cli.output import console, table, units_of
-from hybridkv.cli.printable import printable
+from hybridkv.cli.printable import printable, printable_lines
+from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan
 from hybridkv.units import format_bytes, format_count
 
@@ -92,6 +95,35 @@ def _request_document(one: Completion, number: int) -> dict[str, object]:
     }
 
 
+def lines_of(run: GenerateRun) -> Iterator[str]:
+    """A JSON line for each request, as the document has it; of a conversation with its messages, answer included."""
+    asked = [one for one in run.prompts.prompts for _ in range(one.sampling.n)]
+    for number, done in enumerate(run.rounds):
+        for prompt, one in zip(asked, done, strict=True):
+            line = _request_document(one, number)
+            if prompt.messages is not None:
+                line["messages"] = [*prompt.messages, {"role": "assistant", "content": one.text}]
+            yield json.dumps(line)
+
+
+def require_writable(path: Path | None) -> None:
+    """Raise ConfigError where ``write_lines`` could make no file: said before a run, not behind it."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK)):
+        raise ConfigError(f"cannot write to {path}: name a file in a folder that is there and may be written")
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """Make or replace the file at ``path``, all of it or nothing. ConfigError where that cannot be."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write to {path}: {error.strerror or error}") from error
+
+
 def _logprobs_document(found: Sequence[TokenLogprob] | None) -> list[dict[str, object]] | None:
     return None if found is None else [asdict(one) for one in found]
 
@@ -107,8 +139,8 @@ def _check_document(report: CheckReport) -> dict[str, object]:
     }
 
 
-def print_tables(run: GenerateRun) -> None:
-    """Print a run for people: its requests, round by round, then what the cache did."""
+def print_tables(run: GenerateRun, *, whole: bool = False) -> None:
+    """Print a run for people: its requests, round by round, then what the cache did. whole: all of each output, too."""
     out, plan = console(), run.plan
     for number in range(len(run.rounds)):
         which = f", round {number + 1} of {len(run.rounds)}" if len(run.rounds) > 1 else ""
@@ -116,6 +148,10 @@ def print_tables(run: GenerateRun) -> None:
         title = f"{run.loaded.name}: {plan.model.model_type}, {plan.layout} layout{states}{which}"
         out.print(Text(printable(title), style="bold"))
         out.print(_round_table(run.rounds[number]))
+        for one in run.rounds[number] if whole else ():
+            out.print(Text(f"output of {printable(one.request_id)}", style="bold"))
+            text = " ".join(map(str, one.token_ids)) if one.text is None else one.text
+            out.print(Text(printable_lines(text) + "\n"), soft_wrap=True)
     stats = run.engine.statistics()
     made = sum(len(one.token_ids) for done in run.rounds for one in done)
     lines = {

@@ -10,7 +10,12 @@ prompt is then the decoder's, and may be left out:
     {"encoder": "translate English to German: That is good."}
     {"encoder": "features.npy", "prompt": [50258, 50259, 50359, 50363]}
 
-A file is JSON lines when its name ends in .jsonl or .json, or its first line that is not blank
+Conversations are JSON lines, too: messages in place of the prompt, or nothing but a list of them:
+
+    {"messages": [{"role": "user", "content": "Who was Ada Lovelace?"}], "sampling": {"max_tokens": 64}}
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who was Ada Lovelace?"}]
+
+A file of prompts is JSON lines when its name ends in .jsonl or .json, or its first line that is not blank
 begins with ``{``.
 """
 
@@ -24,7 +29,9 @@ from typing import Final
 
 from hybridkv.errors import ConfigError, TraceError
 from hybridkv.request import SamplingParams, checked_marks
+from hybridkv.runner.chat import Message, chat_ids, checked_messages, require_chat
 from hybridkv.runner.encoder_inputs import EncoderFeed
+from hybridkv.runner.load import LoadedModel
 
 Encode = Callable[[str | Sequence[int]], list[int]]
 Hear = Callable[[str | Sequence[int]], EncoderFeed]
@@ -32,7 +39,8 @@ Hear = Callable[[str | Sequence[int]], EncoderFeed]
 
 _KEYS: Final = ("prompt", "sampling", "marks")
 _HEARD: Final = "encoder"
-_SAMPLING_KEYS: Final = tuple(field.name for field in fields(SamplingParams))
+_CHAT_KEYS: Final = ("messages", "sampling", "marks")
+_SAMPLING_KEYS: Final = tuple(field.name for field in fields(SamplingParams) if field.name != "logits_processors")
 
 _STORY: Final = (
     "The archive kept every letter the lighthouse keepers had written: the weather, the ships that passed, the oil "
@@ -51,13 +59,14 @@ BUILT_IN: Final = (
 class Prompt:
     """One prompt, encoded. marks: token counts, ascending, where its prefix should be resumable.
 
-    encoder: of an encoder-decoder, what its encoder reads.
+    encoder: of an encoder-decoder, what its encoder reads. messages: that it was made of; None for none.
     """
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     marks: tuple[int, ...] = ()
     encoder: EncoderFeed | None = None
+    messages: tuple[Message, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +99,63 @@ def read_prompts(
     vocabulary; with ``skip_bad_lines`` such lines are counted. ConfigError when the file cannot be read,
     TraceError when it holds no prompt.
     """
+    lines = _lines(path)
+    as_json = Path(path).suffix in (".jsonl", ".json") or next((x for x in lines if x.strip()), b"").startswith(b"{")
+
+    def prompt(line: str) -> Prompt:
+        return _parse(line, encode, defaults, vocab_size, hear) if as_json else _plain(line, encode, defaults, hear)
+
+    return _read(path, lines, prompt, skip_bad_lines=skip_bad_lines)
+
+
+def read_conversations(
+    path: str | Path,
+    loaded: LoadedModel,
+    defaults: SamplingParams,
+    *,
+    system: str | None = None,
+    skip_bad_lines: bool = False,
+) -> Prompts:
+    """The conversations in ``path``, by the chat template of ``loaded``. system: put in front of those without one.
+
+    defaults, skip_bad_lines: as read_prompts has them. Raises as it does, and ConfigError for a model without a chat
+    template.
+    """
+    require_chat(loaded)
+
+    def conversation(line: str) -> Prompt:
+        record = _json(line)
+        if isinstance(record, list):
+            record = {"messages": record}
+        if not isinstance(record, dict):
+            raise ConfigError('a line must be an object such as {"messages": [...]}, or a list of messages')
+        _refuse_unknown(record, _CHAT_KEYS, "key")
+        messages = checked_messages(record.get("messages"), system)
+        sampling = _sampling(record.get("sampling"), defaults, loaded.vocab_size)
+        marks = checked_marks(record.get("marks", ()))
+        return Prompt(tuple(chat_ids(loaded, messages)), sampling, marks, messages=tuple(messages))
+
+    return _read(path, _lines(path), conversation, skip_bad_lines=skip_bad_lines)
+
+
+def _lines(path: str | Path) -> list[bytes]:
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        return Path(path).read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigError(f"cannot read the prompts in {path}: {error.strerror or error}") from error
-    as_json = Path(path).suffix in (".jsonl", ".json") or next((x for x in lines if x.strip()), b"").startswith(b"{")
+
+
+def _read(
+    path: str | Path, lines: Sequence[bytes], prompt: Callable[[str], Prompt], *, skip_bad_lines: bool
+) -> Prompts:
+    """What ``prompt`` makes of the lines that are not blank."""
     found: list[Prompt] = []
     bad: list[str] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            text = line.decode("utf-8").rstrip("\r")
-            if as_json:
-                found.append(_parse(text, encode, defaults, vocab_size, hear))
-            else:
-                found.append(_plain(text, encode, defaults, hear))
+            found.append(prompt(line.decode("utf-8").rstrip("\r")))
         except (ConfigError, UnicodeDecodeError) as error:
             message = f"{path}, line {number}: {error}"
             if not skip_bad_lines:
@@ -125,10 +175,7 @@ def _plain(text: str, encode: Encode, defaults: SamplingParams, hear: Hear | Non
 
 def _parse(text: str, encode: Encode, defaults: SamplingParams, vocab_size: int, hear: Hear | None) -> Prompt:
     """One JSON line. Raises ConfigError saying what is wrong."""
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets nested as deep
-        raise ConfigError(f"not JSON: {error}") from None
+    record = _json(text)
     if not isinstance(record, dict):
         raise ConfigError('a line must be an object such as {"prompt": "text"}')
     _refuse_unknown(record, _KEYS if hear is None else (*_KEYS, _HEARD), "key")
@@ -136,6 +183,14 @@ def _parse(text: str, encode: Encode, defaults: SamplingParams, vocab_size: int,
     prompt = _text_or_ids(record.get("prompt", None if hear is None else ""), "prompt")
     marks = checked_marks(record.get("marks", ()))
     return Prompt(tuple(encode(prompt)), _sampling(record.get("sampling"), defaults, vocab_size), marks, heard)
+
+
+def _json(text: str) -> object:
+    try:
+        made: object = json.loads(text)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets nested as deep
+        raise ConfigError(f"not JSON: {error}") from None
+    return made
 
 
 def _text_or_ids(given: object, name: str) -> str | list[int]:
@@ -156,9 +211,9 @@ def _sampling(given: object, defaults: SamplingParams, vocab_size: int) -> Sampl
         raise ConfigError("sampling must be an object")
     _refuse_unknown(given, _SAMPLING_KEYS, "sampling key")
     made = replace(defaults, **given)
-    outside = [one for one in made.stop_token_ids if not 0 <= one < vocab_size]
-    if outside:
-        raise ConfigError(f"stop token id {outside[0]} lies outside the vocabulary: ids are 0 .. {vocab_size - 1}")
+    for what, ids in (("stop token id", made.stop_token_ids), ("token of logit_bias or bad_words", made.named_tokens)):
+        if (most := max(ids, default=0)) >= vocab_size:
+            raise ConfigError(f"{what} {most} lies outside the vocabulary: ids are 0 .. {vocab_size - 1}")
     return made
 
 

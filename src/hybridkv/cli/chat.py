@@ -1,0 +1,150 @@
+"""`hybridkv chat`: a conversation with a model, whose cache keeps what was said.
+
+A turn is a request of all that was said so far, by the chat template. What the turns before it computed is found in the
+cache; how much that was is said behind each answer.
+"""
+
+from __future__ import annotations
+
+import io
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from hybridkv.cli.loading import ModelOption, TrustOption, load_quietly
+from hybridkv.cli.outcome import INTERRUPTED
+from hybridkv.cli.printable import printable, printable_lines
+from hybridkv.cli.sampling import (
+    MaxNewTokensOption,
+    SeedOption,
+    StopOption,
+    SystemOption,
+    TemperatureOption,
+    TopPOption,
+    sampling_of,
+)
+from hybridkv.errors import ConfigError
+from hybridkv.units import format_count
+
+if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
+    from hybridkv.request import SamplingParams
+    from hybridkv.runner.chat import Message
+    from hybridkv.runner.completion import Completion
+    from hybridkv.runner.engine import Engine
+
+EXIT: Final = "/exit"
+FORGET: Final = "/new"
+_HELP: Final = f"{EXIT}, an end of file or Ctrl-C ends the conversation, {FORGET} begins another."
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("chat", epilog=_HELP)(chat_command)
+
+
+def chat_command(
+    *,
+    model: ModelOption,
+    trust_remote_code: TrustOption = False,
+    system: SystemOption = None,
+    max_new_tokens: MaxNewTokensOption = 256,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = 0,
+    stop: StopOption = None,
+    memory: Annotated[str | None, typer.Option(help="For the cache: 64MiB, or bytes; 1GiB.")] = None,
+) -> int:
+    """Talk with a model: its answers as they come, and how much of each turn was in the cache."""
+    sampling = sampling_of(max_new_tokens, temperature, top_p, seed, stop)
+    loaded = load_quietly(model, trust_remote_code=trust_remote_code)
+    from hybridkv.runner.chat import require_chat  # noqa: PLC0415  # torch takes seconds: only this command pays
+    from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
+
+    require_chat(loaded)
+    with Engine(loaded, memory=memory) as engine, _interruptible():
+        try:
+            _talk(engine, sampling, system)
+        except KeyboardInterrupt:
+            print(flush=True)
+            return INTERRUPTED
+    return 0
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, which leaves a terminal as it was, instead of ending the process at once."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _talk(engine: Engine, sampling: SamplingParams, system: str | None) -> None:
+    """Turns, until nothing more is said."""
+    said: list[Message] = []
+    for line in _lines():
+        if line == EXIT:
+            return
+        if line == FORGET:
+            said = []
+            continue
+        try:
+            said = _turn(engine, sampling, [*said, {"role": "user", "content": line}], system)
+        except ConfigError as error:  # such as a conversation that has grown too long: it stays as it was
+            print(f"error: {printable(str(error))} ({FORGET} begins another conversation)", file=sys.stderr, flush=True)
+
+
+def _lines() -> Iterator[str]:
+    """What the user says, a line at a time; from a terminal with a prompt and, where there is one, a line editor."""
+    if sys.stdin is None:
+        return
+    asks = sys.stdin.isatty() and sys.stdout.isatty()
+    if asks:
+        with suppress(ImportError):
+            import readline  # noqa: F401, PLC0415  # input() edits lines from then on
+    elif isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    while True:
+        try:
+            line = input("> ") if asks else sys.stdin.readline()
+        except EOFError:
+            print(flush=True)
+            return
+        if not (asks or line):
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _turn(engine: Engine, sampling: SamplingParams, said: list[Message], system: str | None) -> list[Message]:
+    """Print an answer as it comes; what was said with it. ConfigError, and nothing run, for what cannot be asked."""
+    from hybridkv.runner.chat import ASSISTANT, chat_ids, checked_messages  # noqa: PLC0415  # see chat_command
+
+    ids = chat_ids(engine.loaded, checked_messages(said, system))
+    begun, done = time.perf_counter(), None
+    with engine.stream(ids, sampling) as stream:
+        for part in stream:
+            print(printable_lines(part.text or ""), end="", flush=True)
+            done = part.completion or done
+    if done is None:
+        return said
+    print(f"\n{_summary(done, time.perf_counter() - begun)}", flush=True)
+    return [*said, {"role": ASSISTANT, "content": done.text or ""}]
+
+
+def _summary(done: Completion, seconds: float) -> str:
+    """What a turn found and made."""
+    hit, prompt, made = done.hit_tokens, len(done.prompt_token_ids), len(done.token_ids)
+    cut = "" if done.finish_reason == "stop" else f", ended by {done.finish_reason}"
+    return (
+        f"[{format_count(hit)} of {format_count(prompt)} prompt tokens were in the cache; "
+        f"{format_count(made)} new in {seconds:.1f} s{cut}]"
+    )

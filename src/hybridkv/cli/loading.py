@@ -1,0 +1,33 @@
+"""The model that a command runs: its options, and how it is loaded."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:  # it needs torch, which is loaded once a command runs
+    from hybridkv.runner.load import LoadedModel
+
+ModelOption = Annotated[
+    str, typer.Option("--model", help="A folder with safetensors and tokenizer, or tiny:NAME: tiny:? lists the names.")
+]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that model folders hold; else none ever runs.")
+]
+
+
+def load_quietly(source: str, *, trust_remote_code: bool) -> LoadedModel:
+    """As hybridkv.runner.load has it, with no chatter on standard error: what matters there is an exception."""
+    import torch  # noqa: PLC0415  # takes seconds: only who runs a model pays
+    from transformers.utils import logging as chatter  # noqa: PLC0415  # same
+
+    from hybridkv.runner.load import TINY, load  # noqa: PLC0415  # same
+
+    chatter.set_verbosity_error()
+    chatter.disable_progress_bar()
+    warnings.filterwarnings("ignore", module=r"transformers\..*")
+    if source.startswith(TINY):
+        torch.set_num_threads(1)  # such a model is done before threads have met
+    return load(source, trust_remote_code=trust_remote_code)

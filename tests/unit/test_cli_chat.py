@@ -1,0 +1,263 @@
+"""Conversations on the command line: files of them through `generate`, and `chat` through pipes and a terminal."""
+
+import io
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridkv.cli.outcome import run as entry
+from hybridkv.request import SamplingParams
+from hybridkv.runner import Engine, load
+
+Capture = pytest.CaptureFixture[str]
+Call = Callable[..., tuple[int, str, str]]
+
+ASK = {"role": "user", "content": "What is a prefix cache?"}
+GENERATE = ("generate", "--model", "tiny:llama")
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Call:
+    """Runs a command in this process, which has torch loaded already: (exit code, stdout, stderr)."""
+
+    def call(*arguments: str | Path, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["hybridkv", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode(errors="surrogateescape"))))
+        code = entry()
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+def conversations(tmp_path: Path, *lines: Any) -> Path:  # noqa: ANN401  # any JSON
+    path = tmp_path / "conversations.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), "utf-8")
+    return path
+
+
+def generated(prompt: str, sampling: SamplingParams) -> str:
+    with Engine(load("tiny:llama"), memory="1MiB") as engine:
+        (done,) = engine.generate([prompt], sampling)
+    assert done.text is not None
+    return done.text
+
+
+# -- files
+
+
+def test_conversations_go_through_the_chat_template(tmp_path: Path, here: Call) -> None:
+    file = conversations(tmp_path, [ASK], {"messages": [SYSTEM, ASK], "sampling": {"max_tokens": 5}}, [ASK])
+    output = tmp_path / "out.jsonl"
+    options = ("--temperature", "0.7", "--top-p", "0.9", "--seed", "3", "--stop", "a", "--stop", "e")
+    files = ("--messages", file, "--system", "Rhyme.", "--output", output)
+    code, out, _ = here(*GENERATE, *files, *options, "--max-new-tokens", "50", "--json", "--check")
+    assert code == 0
+    document, written = json.loads(out), [json.loads(line) for line in output.read_text("utf-8").splitlines()]
+    sampling = SamplingParams(temperature=0.7, top_p=0.9, seed=3, stop=("a", "e"), max_tokens=50)
+    expected = generated("system: Rhyme.\nuser: What is a prefix cache?\nassistant: ", sampling)
+    assert "a" not in expected
+    assert [one["text"] for one in written] == [expected, written[1]["text"], expected]
+    assert len(written[1]["token_ids"]) == 5
+    assert written[1]["messages"] == [SYSTEM, ASK, {"role": "assistant", "content": written[1]["text"]}]
+    assert written[0]["messages"][0] == {"role": "system", "content": "Rhyme."}
+    assert [{**one, "messages": None} for one in written] == [{**one, "messages": None} for one in document["requests"]]
+    assert document["check"]["ok"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["conversations.jsonl", "out.jsonl"]
+
+
+def test_whole_outputs_are_printed_when_asked(tmp_path: Path, here: Call) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a prompt\n", "utf-8")
+    arguments = (*GENERATE, "--prompts", prompts, "--max-new-tokens", "80")
+    text = generated("a prompt", SamplingParams(max_tokens=80))
+    whole = "\n".join(one if one.isprintable() else repr(one)[1:-1] for one in text.split("\n"))
+    assert len(text) > 44
+    assert whole in here(*arguments, "--whole")[1]
+    assert whole not in here(*arguments)[1]
+
+
+def test_outputs_without_a_conversation_have_none(tmp_path: Path, here: Call) -> None:
+    output = tmp_path / "out.jsonl"
+    output.write_text("before", "utf-8")
+    assert here(*GENERATE, "--max-new-tokens", "3", "--repeat", "2", "--output", output)[0] == 0
+    written = [json.loads(line) for line in output.read_text("utf-8").splitlines()]
+    assert [one["round"] for one in written] == [0] * 4 + [1] * 4
+    assert all("messages" not in one and len(one["token_ids"]) == 3 for one in written)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ([], "messages must be a list of role and content, and not empty"),
+        ({"messages": "hello"}, "messages must be a list of role and content"),
+        ({"prompt": "hello"}, "unknown key 'prompt': known are messages, sampling, marks"),
+        (["hello"], 'a message must have "role" and "content"'),
+        ([{"role": "user"}], 'a message must have "role" and "content"'),
+        ([{"role": "user", "content": 5}], "content of a message must be text, got 5"),
+        ([{"role": "", "content": "a"}], "role of a message must be text, and not empty"),
+        ([ASK, {"role": "assistant", "content": "It is"}], "there is nothing to answer"),
+        (
+            {"messages": [ASK], "sampling": {"logit_bias": {"900": 1}}},
+            "token of logit_bias or bad_words 900 lies outside",
+        ),
+        ({"messages": [ASK], "sampling": {"logits_processors": []}}, "unknown sampling key 'logits_processors'"),
+        (5, "a line must be an object such as"),
+    ],
+)
+def test_a_conversation_that_is_none_is_one_line(line: Any, message: str, tmp_path: Path, here: Call) -> None:  # noqa: ANN401  # same
+    file = conversations(tmp_path, [ASK], line)
+    code, out, err = here(*GENERATE, "--messages", file)
+    assert (code, out) == (2, "")
+    assert f"line 2: {message}" in err or message in err
+    assert "line 2" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--messages", "a", "--prompts", "b"), "drop one of them"),
+        (("--system", "a"), "name a file of them with --messages"),
+        (("--messages", "no/such/file"), "cannot read the prompts in no/such/file"),
+        (("--output", "no/such/folder/file"), "cannot write to no/such/folder/file"),
+        (("--temperature", "-1"), "temperature must be 0 (greedy) or more"),
+        (("--top-p", "1.5"), "top_p must be above 0"),
+        (("--stop", ""), "stop must be a list of strings that are not empty"),
+    ],
+)
+def test_options_that_cannot_be_are_one_line(arguments: tuple[str, ...], message: str, here: Call) -> None:
+    code, out, err = here(*GENERATE, *arguments)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert message in err
+
+
+def test_a_folder_without_a_chat_template_has_no_conversations(tmp_path: Path, here: Call) -> None:
+    tiny = load("tiny:llama")
+    tiny.model.save_pretrained(tmp_path)
+    tiny.tokenizer.chat_template = None
+    tiny.tokenizer.save_pretrained(tmp_path)
+    for command in (("generate", "--messages", conversations(tmp_path, [ASK])), ("chat",)):
+        code, _, err = here(*command, "--model", tmp_path)
+        assert (code, "has no chat template: use a chat model" in err) == (2, True)
+
+
+# -- talking
+
+CHAT = ("chat", "--model", "tiny:llama", "--memory", "2MiB", "--max-new-tokens", "12")
+
+
+def test_a_conversation_is_remembered_and_hit(here: Call) -> None:
+    code, out, err = here(
+        *CHAT, "--system", "Rhyme.", stdin="hello\n\n  and \udcff again \n/new\nhello\n/exit\nunread\n"
+    )
+    assert (code, err) == (0, "")
+    answers, summaries = out.splitlines()[::2], out.splitlines()[1::2]
+    sampling = SamplingParams(max_tokens=12)
+    first = "system: Rhyme.\nuser: hello\nassistant: "
+    second = f"{first}{generated(first, sampling)}\nuser: and \ufffd again\nassistant: "
+    assert answers == [repr(generated(one, sampling))[1:-1].replace("\\'", "'") for one in (first, second, first)]
+    tokens = [len(one.encode()) for one in (first, second)]
+    # all of the turn before, but for the last token of its answer, which nobody computed
+    hits = [0, tokens[0] + 11, tokens[0] - 1]
+    for hit, prompt, summary in zip(hits, [*tokens, tokens[0]], summaries, strict=True):
+        assert summary.startswith(f"[{hit} of {prompt} prompt tokens were in the cache; 12 new in ")
+
+
+def test_what_is_too_long_is_said_and_the_conversation_goes_on(here: Call) -> None:
+    code, out, err = here(*CHAT, stdin=f"{'x' * 5000}\nhello\n")
+    assert code == 0
+    assert err.startswith("error: ")
+    assert "/new begins another conversation" in err
+    assert "[0 of 23 prompt tokens" in out
+
+
+class Terminal:
+    """`hybridkv chat` behind a pseudo terminal."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._ours, self.theirs = pty.openpty()
+        self.before = termios.tcgetattr(self.theirs)
+        self.process = subprocess.Popen(  # noqa: S603  # our own command
+            [sys.executable, "-m", "hybridkv", *CHAT, *arguments],
+            stdin=self.theirs,
+            stdout=self.theirs,
+            stderr=self.theirs,
+            start_new_session=True,
+            preexec_fn=self._control,  # noqa: PLW1509  # no threads here
+        )
+        self.said, self._read = "", 0
+
+    def _control(self) -> None:
+        import fcntl  # noqa: PLC0415  # in the child
+
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def until(self, text: str, timeout_s: float = 120) -> None:
+        """Read on, until it has said ``text`` behind what was read before."""
+        end = time.monotonic() + timeout_s
+        while (at := self.said.find(text, self._read)) < 0:
+            assert time.monotonic() < end, self.said
+            if select.select([self._ours], [], [], 0.2)[0]:
+                self.said += os.read(self._ours, 4096).decode(errors="replace")
+        self._read = at + len(text)
+
+    def ends_by(self, key: str) -> int:
+        """Its exit status. The key is pressed again where it came before the line editor listened for signals."""
+        for _ in range(20):
+            self.type(key)
+            try:
+                return self.process.wait(5)
+            except subprocess.TimeoutExpired:
+                continue
+        raise AssertionError(self.said)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+        os.close(self.theirs)
+
+
+@pytest.mark.parametrize("leaves", ["prompt", "answer"])
+def test_a_terminal_is_left_as_it_was(leaves: str) -> None:
+    """By Ctrl-C at the prompt, and inside of an answer."""
+    terminal = Terminal(*(("--max-new-tokens", "400") if leaves == "answer" else ()))
+    try:
+        terminal.until("> ")
+        terminal.type("hello\n")
+        if leaves == "prompt":
+            terminal.until("prompt tokens were in the cache")
+            terminal.until("> ")
+        else:
+            terminal.until("hello\r\n")
+            terminal.until("hRG")
+        assert terminal.ends_by("\x03") == 128 + signal.SIGINT
+        assert termios.tcgetattr(terminal.theirs) == terminal.before
+        assert "Traceback" not in terminal.said
+    finally:
+        terminal.close()
+
+
+def test_the_end_of_a_terminal_is_the_end() -> None:
+    terminal = Terminal()
+    try:
+        terminal.until("> ")
+        assert terminal.ends_by("\x04") == 0
+    finally:
+        terminal.close()
