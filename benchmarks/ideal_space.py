@@ -6,13 +6,13 @@ real memory could be cut like this, since blocks of several sizes would leave ho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache.blocks.free_order import NOWHERE, FreeOrder
-from hybridkv.cache.blocks.space import Ids, Room, Weight
+from hybridkv.cache.blocks.space import Bool, Ids, Room, Weight
 from hybridkv.errors import BlockError
 
 Int32 = NDArray[np.int32]
@@ -25,8 +25,9 @@ _NO_MOVES = np.empty((0, 2), np.int32)
 class IdealSpace:
     """``memory_bytes`` for blocks of ``block_bytes[c]`` bytes in class c: hybridkv.cache.blocks.space.ClassedSpace."""
 
-    def __init__(self, memory_bytes: int, block_bytes: Sequence[int]) -> None:
+    def __init__(self, memory_bytes: int, block_bytes: Sequence[int], class_of_group: Sequence[int]) -> None:
         self._bytes = tuple(block_bytes)
+        self.class_of_group = tuple(class_of_group)
         counts = [memory_bytes // size + 1 for size in self._bytes]
         self.bases = tuple(sum(counts[:of]) for of in range(len(counts)))
         self.num_blocks = sum(counts)
@@ -67,9 +68,9 @@ class IdealSpace:
         held = [ref + n - f for ref, n, f in zip(self._referenced, needs, freed, strict=True)]
         return Weight(self.units(held), self.num_units)
 
-    def takes_in_any_order(self, needs: Sequence[int], *, drops: bool) -> bool:
+    def takes_in_any_order(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
         """Where nothing must be evicted."""
-        return not drops and self._used() + self.units(needs) <= self.num_units
+        return self._used() + self.units(needs) <= self.num_units and not drops()
 
     def waits(self, needs: Sequence[int], freed: Sequence[int]) -> bool:  # noqa: ARG002 - nothing moves
         """Never: nothing moves."""
@@ -131,14 +132,9 @@ class IdealSpace:
     def unlock(self, ids: Ids) -> None:
         """Nothing: nothing moves."""
 
-    def check(self, ref: Int32) -> Iterator[str]:  # noqa: ARG002 - a measurement checks nothing
+    def check(self, ref: Int32, keyed: Bool) -> Iterator[str]:  # noqa: ARG002 - a measurement checks nothing
         """Nothing is checked in a measurement."""
         return iter(())
-
-    def is_cached(self, block: int) -> bool:
-        """Whether it waits to be evicted."""
-        of = int(np.searchsorted(self.bases, block, side="right")) - 1
-        return block - self.bases[of] in self._lru[of]
 
     def forget_all(self) -> None:
         """Cached blocks have no keys any longer."""

@@ -123,7 +123,11 @@ def _ideal(plan: Plan, settings: ReplaySettings, clock: SimulatedClock) -> Sched
         plan.config,
         plan.max_model_len,
         placement=placement_of(plan, settings.placement),
-        space=IdealSpace(plan.memory_bytes, sizes),
+        space=IdealSpace(
+            plan.memory_bytes,
+            sizes,
+            [slabs.classes.index(slabs.class_of(group)) for group in range(len(plan.config.groups))],
+        ),
     )
     limits = SchedulerLimits(max_running=settings.max_running, max_batched_tokens=settings.token_budget)
     return Scheduler(cache, limits, clock=clock)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from hybridkv.cache import BatchSlots, KVCacheManager
 from hybridkv.cache.slots.batch import Batch, Needs
-from hybridkv.cache.slots.batch_allocator import BatchAllocator
 from hybridkv.cache.slots.plan import Refusal
+from hybridkv.cache.slots.slots import Slots
 from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.request import Request
 from hybridkv.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
@@ -171,9 +171,9 @@ def check_batches(both: tuple[Twin, Twin], data: st.DataObject) -> None:
 def test_a_batch_is_its_rows_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways are met: rows served together, rows that drop among them, and rows served one by one."""
     MET.clear()
-    serve, each = BatchAllocator._serve, BatchAllocator._each
+    serve, each = Slots._serve, Slots._each
 
-    def count_served(self: BatchAllocator, rows: Batch, needs: Needs) -> BatchSlots | None:
+    def count_served(self: Slots, rows: Batch, needs: Needs) -> BatchSlots | None:
         before = np.stack([group.rows.dropped[rows.rows] for group in self._groups], axis=1)
         dropped = int((needs.drop > before).any(axis=1).sum())
         slots = serve(self, rows, needs)
@@ -182,12 +182,12 @@ def test_a_batch_is_its_rows_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None
             MET["dropped together"] += dropped
         return slots
 
-    def count_each(self: BatchAllocator, rows: Batch, lookahead: int) -> tuple[Refusal | None, BatchSlots]:
+    def count_each(self: Slots, rows: Batch, lookahead: int) -> tuple[Refusal | None, BatchSlots]:
         MET["alone"] += len(rows.rows)
         return each(self, rows, lookahead)
 
-    monkeypatch.setattr(BatchAllocator, "_serve", count_served)
-    monkeypatch.setattr(BatchAllocator, "_each", count_each)
+    monkeypatch.setattr(Slots, "_serve", count_served)
+    monkeypatch.setattr(Slots, "_each", count_each)
     check_batches()
     assert MET["together"] > 400, MET
     assert MET["dropped together"] > 65, MET

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hybridkv.cache.rows.block_rows import BlockRows
 from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.cache.slots.checkpoints import Checkpoints
-from hybridkv.cache.slots.release import Releaser
+from hybridkv.cache.slots.slots import Slots
 from hybridkv.errors import CacheError
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import SchedulerLimits
@@ -203,12 +203,12 @@ def test_the_state_of_a_wrong_accepted_position_is_caught(layout: str, monkeypat
 def test_a_draft_that_is_published_is_caught(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind accepted drafts one more is published: under the token that took its place, which is not computed yet."""
 
-    def one_more(self: Releaser, rows: Int64) -> None:
+    def one_more(self: Slots, rows: Int64) -> None:
         for request in self._residents.columns.owners(rows):
             with suppress(CacheError):  # all were accepted: there is no block behind them
                 self.publish_computed(request, request.num_computed_tokens + 1)
 
-    monkeypatch.setattr(Releaser, "publish_accepted", one_more)
+    monkeypatch.setattr(Slots, "_publish_accepted", one_more)
     assert runs_until_caught(layout)
 
 

@@ -11,7 +11,7 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.testing import attention_config
 
 ROOT = Path(hybridkv.__file__).parent
-PARTS = {"block_pool", "groups", "checkpoints", "transfers", "pins", "locks", "ends", "write_log"}
+PARTS = {"block_pool", "groups", "checkpoints", "transfers", "pins", "locks", "write_log"}
 """Attributes of a manager that are parts of it, and no answers."""
 
 

@@ -636,10 +636,10 @@ def test_prompts_are_integers_in_a_row(prompt: object) -> None:
 def test_a_negative_token_is_not_appended() -> None:
     cache = manager()
     one = request(cache, range(5))
-    with pytest.raises(ConfigError, match="token for 'request 100' must not be negative"):
+    with pytest.raises(ConfigError, match=f"token for {one.request_id!r} must not be negative"):
         one.append(-1)
     cache.allocate_slots(one, 5)
-    with pytest.raises(ConfigError, match="token for 'request 100' must not be negative"):
+    with pytest.raises(ConfigError, match=f"token for {one.request_id!r} must not be negative"):
         one.append(-1)
     assert one.num_tokens == 5
 

@@ -6,12 +6,10 @@ from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.cache.slots.batch import BatchSlots
-from hybridkv.cache.slots.cells import cells_of, cells_of_row
-from hybridkv.cache.slots.coordinator import CommonHit
-from hybridkv.cache.slots.locks import BlockLock
-from hybridkv.cache.slots.pins import Pin
+from hybridkv.cache.slots.holds import BlockLock, Pin
+from hybridkv.cache.slots.lookup import CommonHit
 from hybridkv.cache.slots.plan import Admission, Reason, Refusal, SlotPlan
-from hybridkv.cache.slots.states import RowSpans, StateMoves
+from hybridkv.cache.slots.step_fields import RowSpans, StateMoves, cells_of, cells_of_row
 from hybridkv.cache.slots.transfers import Checkpoint, Transfer, Transfers
 from hybridkv.cache.statistics import CacheStatistics, GroupStatistics, PrefixCacheStats
 from hybridkv.cache.values import BlockView, KVCacheBlocks

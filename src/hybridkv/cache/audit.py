@@ -23,15 +23,15 @@ _SHOWN = 8
 
 def check_cache(parts: CacheParts) -> None:
     """Raise CacheError naming every invariant that does not hold. O(blocks + keys)."""
-    pool = parts.storage.pool
+    pool = parts.pool
     found = [
         *_residents(parts),
         *_ownership(parts),
-        *pool.space.check(pool.ref_counts(np.arange(pool.num_blocks, dtype=np.int32))),
+        *_space(pool),
         *_free_order(pool),
         *_index(pool),
         *_unwritten(parts),
-        *(line for group in parts.storage.groups for line in (*_extents(group), *_row_keys(parts, group))),
+        *(line for group in parts.groups for line in (*_extents(group), *_row_keys(parts, group))),
     ]
     if found:
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
@@ -40,7 +40,7 @@ def check_cache(parts: CacheParts) -> None:
 
 def _residents(parts: CacheParts) -> Iterator[str]:
     """Rows and requests name each other; counts agree with what the rows hold."""
-    residents, hasher = parts.records.residents, parts.storage.hasher
+    residents, hasher = parts.residents, parts.hasher
     rows = residents.columns
     bound = {row: request for row, request in enumerate(rows.requests) if request is not None}
     if {id(request) for request in bound.values()} != {id(request) for request in residents}:
@@ -53,7 +53,7 @@ def _residents(parts: CacheParts) -> Iterator[str]:
         now, right = residents.next_event(row), _next_event(parts, row)
         if now != right:
             yield f"row {row} expects its next event at {now} tokens, not {right}"
-    for group in parts.storage.groups:
+    for group in parts.groups:
         yield from _columns(group, bound)
 
 
@@ -70,25 +70,26 @@ def _columns(group: CacheGroup, bound: dict[int, Request]) -> Iterator[str]:
         dropped = group.rows.dropped.item(row)
         if not group.rows.base.item(row) <= dropped <= held or group.rows.ids(row)[:dropped].any():
             yield f"row {row} of group {group.number} holds a block in a column it has dropped"
-        if not group.policy.keeps_state and not group.rows.ids(row)[dropped:].all():
+        if not group.kind.keeps_state and not group.rows.ids(row)[dropped:].all():
             yield f"row {row} of group {group.number} has a null column that it has not dropped"
-        if not group.policy.keeps_state and dropped > group.policy.droppable(computed):
+        if not group.kind.keeps_state and dropped > group.policy.droppable(computed):
             yield f"row {row} of group {group.number} dropped {dropped} columns, some of which are still read"
-        if group.policy.keeps_state and computed and not group.rows.ids(row)[group.policy.state_column(computed)]:
+        states = group.policy.states
+        if states is not None and computed and not group.rows.ids(row)[states.column(computed)]:
             yield f"row {row} of group {group.number} has no state after {computed} tokens"
 
 
 def _next_event(parts: CacheParts, row: int) -> int:
-    soonest = min(group.next_event(row, publishes=parts.storage.hasher is not None) for group in parts.storage.groups)
-    return min(soonest, parts.records.ends.next_end(row))
+    soonest = min(group.next_event(row, publishes=parts.hasher is not None) for group in parts.groups)
+    return min(soonest, parts.publisher.next_end(row))
 
 
 def _ownership(parts: CacheParts) -> Iterator[str]:
     """Reference counts are the number of rows that hold a block, all in one group, never the null block."""
-    pool = parts.storage.pool
+    pool = parts.pool
     total = np.zeros(pool.num_blocks, np.int64)
     owners = np.zeros(pool.num_blocks, np.int64)
-    for group in parts.storage.groups:
+    for group in parts.groups:
         counted = np.zeros(pool.num_blocks, np.int64)
         for row in np.flatnonzero(group.rows.count).tolist():
             ids = group.rows.held(row)
@@ -100,8 +101,8 @@ def _ownership(parts: CacheParts) -> Iterator[str]:
                 yield f"row {row} of group {group.number} holds an id outside the pool"
                 continue
             np.add.at(counted, ids, 1)
-        counted[parts.storage.sink_blocks[group.number]] += 1
-        for hold in (*parts.records.pins, *parts.records.locks):
+        counted[parts.sink_blocks[group.number]] += 1
+        for hold in (*parts.pins, *parts.locks):
             counted[hold.blocks[group.number]] += 1
         total += counted
         owners += counted > 0
@@ -111,26 +112,22 @@ def _ownership(parts: CacheParts) -> Iterator[str]:
         yield f"block {block} is held in {owners[block]} groups"
 
 
+def _space(pool: BlockPool) -> Iterator[str]:
+    """What the space itself promises, of the blocks that are held and that have keys."""
+    every = np.arange(pool.num_blocks, dtype=np.int32)
+    yield from pool.space.check(pool.ref_counts(every), pool.keys.are_on(every))
+
+
 def _free_order(pool: BlockPool) -> Iterator[str]:
-    """Free are exactly the blocks that nobody holds, each once; empty ones come before cached ones."""
+    """Nobody holds what is free, each block is free once, and as many are counted."""
     order = np.asarray(pool.free_order(), np.int64)
-    held = pool.ref_counts(np.arange(pool.num_blocks, dtype=np.int32)) > 0
-    free = order if pool.in_slabs else np.flatnonzero(~held[1:]) + 1
+    unheld = np.flatnonzero(pool.ref_counts(np.arange(1, pool.num_blocks, dtype=np.int32)) == 0) + 1
     if len(np.unique(order)) != len(order):
         yield "a block stands twice in the free order"
-    for block in np.setdiff1d(order, free).tolist():
+    for block in np.setdiff1d(order, unheld).tolist():
         yield f"block {block} is held or null but stands in the free order"
-    for block in np.setdiff1d(free, order).tolist():
-        yield f"block {block} is held by nobody but not in the free order"
     if len(order) != pool.get_num_free_blocks():
         yield f"{pool.get_num_free_blocks()} blocks are counted as free, {len(order)} stand in the free order"
-    cached = np.array([pool.keys.group_of(block) >= 0 for block in order.tolist()], np.bool_)
-    if pool.in_slabs:
-        for block, has_key in zip(order.tolist(), cached.tolist(), strict=True):
-            if has_key != pool.space.is_cached(block):
-                yield f"block {block} is free; it has a key: {has_key}, it waits to be evicted: {not has_key}"
-    elif cached.size and not (np.diff(cached.astype(np.int8)) >= 0).all():
-        yield "a cached block would be taken before an empty one"
 
 
 def _index(pool: BlockPool) -> Iterator[str]:
@@ -168,7 +165,7 @@ def _tails(pool: BlockPool) -> Iterator[str]:
 
 def _unwritten(parts: CacheParts) -> Iterator[str]:
     """A block that waits to be written has a key, and its step has it in the log."""
-    pool, log = parts.storage.pool, parts.records.publisher.log
+    pool, log = parts.pool, parts.log
     for block in range(pool.num_blocks):
         if pool.keys.is_written(block):
             continue
@@ -193,18 +190,18 @@ def _extents(group: CacheGroup) -> Iterator[str]:
 
 def _row_keys(parts: CacheParts, group: CacheGroup) -> Iterator[str]:
     """Published columns carry the request's own keys, the others none."""
-    for request in parts.records.residents:
-        row, pool = request.row, parts.storage.pool
-        if group.policy.by_digest:
+    for request in parts.residents:
+        row, pool = request.row, parts.pool
+        if group.kind.by_digest:
             yield from _encoder_keys(parts, group, request)
             continue
-        if not group.policy.publishes:
+        if not group.kind.publishes:
             if any(pool.key_of(block) is not None for block in group.rows.held(row).tolist()):
                 yield f"row {row} of group {group.number}, which publishes nothing, holds a block with a key"
             continue
         keys, published = group.keys(request), group.published.item(row)
         if (
-            parts.storage.hasher is not None
+            parts.hasher is not None
             and request.writes_prefix_cache
             and published > min(len(keys), group.rows.count.item(row))
         ):
@@ -222,6 +219,6 @@ def _encoder_keys(parts: CacheParts, group: CacheGroup, request: Request) -> Ite
     """A block of the encoder's output carries the key of its column, or none."""
     keys = request.encoder_keys(group.policy.block_size)
     for column, block in enumerate(group.rows.ids(request.row).tolist()):
-        key = parts.storage.pool.key_of(block) if 0 < block < parts.storage.pool.num_blocks else None
+        key = parts.pool.key_of(block) if 0 < block < parts.pool.num_blocks else None
         if key is not None and (column >= len(keys) or key != keys[column]):
             yield f"block {block} of {request.request_id!r} carries another key than encoder column {column}"

@@ -15,15 +15,22 @@ from hybridkv.cache.audit import check_cache
 from hybridkv.cache.blocks.space import ClassedSpace
 from hybridkv.cache.events import MAX_EVENT_BLOCKS, KVCacheEvent
 from hybridkv.cache.hashing import BlockHasher
+from hybridkv.cache.layouts import layout_of
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.planned import managed
 from hybridkv.cache.slots.batch import BatchSlots
-from hybridkv.cache.slots.cells import join_cells, named_cells, rotated_cells
-from hybridkv.cache.slots.coordinator import CommonHit
-from hybridkv.cache.slots.locks import BlockLock
-from hybridkv.cache.slots.pins import Pin
+from hybridkv.cache.slots.holds import BlockLock, Pin
+from hybridkv.cache.slots.lookup import CommonHit
 from hybridkv.cache.slots.plan import Admission, Refusal, SlotDemand, SlotPlan
-from hybridkv.cache.slots.states import RowSpans, StateMoves, state_moves, with_transfers
+from hybridkv.cache.slots.step_fields import (
+    RowSpans,
+    StateMoves,
+    join_cells,
+    named_cells,
+    rotated_cells,
+    state_moves,
+    with_transfers,
+)
 from hybridkv.cache.slots.transfers import Transfers
 from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats, cache_statistics
 from hybridkv.cache.values import KVCacheBlocks
@@ -89,36 +96,38 @@ class KVCacheManager:
             pcp_world_size=pcp_world_size,
             placement=placement,
         )
-        options = CacheOptions(
-            limits.max_model_len,
-            enable_caching=flag("enable_caching", enable_caching),
-            use_eagle=flag("use_eagle", use_eagle),
-            log_stats=flag("log_stats", log_stats),
-            enable_events=flag("enable_kv_cache_events", enable_kv_cache_events),
-            max_event_blocks=integer("max_event_blocks", max_event_blocks, 1),
-            ranks=limits.cp,
-            hasher=None if hasher is None else instance("hasher", hasher, BlockHasher),
-            retention=None if retention is None else integer("retention", retention, most=MOST_COUNT),
-            max_pinned_blocks=integer("max_pinned_blocks", max_pinned_blocks, 0, MOST_COUNT),
+        retention = None if retention is None else integer("retention", retention, most=MOST_COUNT)
+        layout = layout_of(
+            config,
             placement=placement,
+            retention=retention,
             max_moved_bytes=None if max_moved_bytes is None else integer("max_moved_bytes", max_moved_bytes, 1),
             space=space,
             published_ends=flag("published_ends", published_ends),
         )
-        parts = self._parts = assemble(config, options)
-        storage, records = parts.storage, parts.records
+        options = CacheOptions(
+            limits.max_model_len,
+            enable_caching=flag("enable_caching", enable_caching),
+            use_eagle=flag("use_eagle", use_eagle),
+            enable_events=flag("enable_kv_cache_events", enable_kv_cache_events),
+            max_event_blocks=integer("max_event_blocks", max_event_blocks, 1),
+            ranks=limits.cp,
+            hasher=None if hasher is None else instance("hasher", hasher, BlockHasher),
+            retention=retention,
+            max_pinned_blocks=integer("max_pinned_blocks", max_pinned_blocks, 0, MOST_COUNT),
+        )
+        parts = self._parts = assemble(config, layout, options)
         self.config, self.max_model_len = config, limits.max_model_len
         self.dcp_world_size, self.pcp_world_size = limits.dcp, limits.pcp
-        self.placement, self.hasher = storage.placement, storage.hasher
-        self.enable_caching = storage.hasher is not None
-        self.block_pool, self.groups, self.sink_blocks = storage.pool, storage.groups, storage.sink_blocks
-        self.pins, self.locks = records.pins, records.locks
-        self.transfers, self.write_log = records.transfers, records.publisher.log
-        self.ends, self.checkpoints = records.ends, records.checkpoints
-        self.rows = records.residents.columns
-        self._residents, self._relocator, self._names = records.residents, records.relocator, records.names
-        self._lookup, self._planner, self._committer = parts.lookup, parts.planner, parts.committer
-        self._batches, self._releaser = parts.batches, parts.releaser
+        self.placement, self.hasher = layout.placement, parts.hasher
+        self.enable_caching = parts.hasher is not None
+        self.block_pool, self.groups, self.sink_blocks = parts.pool, parts.groups, parts.sink_blocks
+        self.pins, self.locks, self.write_log = parts.pins, parts.locks, parts.log
+        self.transfers, self.checkpoints = parts.transfers, parts.checkpoints
+        self.rows = parts.residents.columns
+        self._layout, self._residents, self._lookup = layout, parts.residents, parts.lookup
+        self._planner, self._slots = parts.planner, parts.slots
+        self._stats = PrefixCacheStats() if flag("log_stats", log_stats) else None
 
     # -- look-up
 
@@ -126,7 +135,7 @@ class KVCacheManager:
         """ConfigError, CacheError for a request that cannot be served here.
 
         One that is hashed by another hasher, holds blocks of another manager, or names content that had another number
-        of tokens before (hybridkv.cache.names).
+        of tokens before (hybridkv.cache.rows.residents).
         """
         self._residents.refuse_stranger(request)
 
@@ -145,7 +154,12 @@ class KVCacheManager:
 
     def look_up(self, request: Request) -> CommonHit:
         """find_hit, counted in the statistics."""
-        return self._lookup.look_up(request)
+        hit = self._lookup.find(request)
+        if self._stats is not None and self.enable_caching and request.reads_prefix_cache:
+            self._stats.requests += 1
+            self._stats.queries += request.num_tokens
+            self._stats.hits += hit.tokens
+        return hit
 
     def find_hit(self, request: Request) -> CommonHit:
         """get_computed_blocks without statistics, and why the hit is not longer."""
@@ -221,22 +235,22 @@ class KVCacheManager:
         if mine and plain and num_new_tokens > 0 and num_lookahead_tokens >= 0:
             total = self.rows.num_computed.item(request.row) + num_new_tokens + num_lookahead_tokens
             if total < self._residents.next_event(request.row):
-                self._committer.label(request.row, total - num_lookahead_tokens)
+                self._slots.label(request.row, total - num_lookahead_tokens)
                 return self._lookup.empty
-        plan = self.plan_slots(
+        self._residents.refuse_stranger(request)
+        new = self._slots.allocate_one(
             request,
-            num_new_tokens,
-            num_new_computed_tokens,
-            new_computed_blocks,
-            num_lookahead_tokens,
-            delay_cache_blocks,
-            num_encoder_tokens,
-            num_external_computed_tokens=num_external_computed_tokens,
+            self._demand_of(
+                num_new_tokens,
+                num_new_computed_tokens,
+                new_computed_blocks,
+                num_lookahead_tokens,
+                delay_cache_blocks,
+                num_encoder_tokens,
+                num_external_computed_tokens,
+            ),
         )
-        if isinstance(plan, SlotPlan):
-            return self.commit(plan)
-        self.drop_skipped(request)
-        return None
+        return None if isinstance(new, Refusal) else KVCacheBlocks(new, self.block_pool)
 
     def plan_slots(  # noqa: PLR0917 - as allocate_slots
         self,
@@ -261,28 +275,48 @@ class KVCacheManager:
         of another hasher; CacheError for one that holds blocks of another manager.
         """
         self._residents.refuse_stranger(request)
-        hit = new_computed_blocks
-        wanted = SlotDemand(
-            integer("num_new_tokens", num_new_tokens, most=MOST_COUNT),
-            self._lookup.empty if hit is None else instance("new_computed_blocks", hit, KVCacheBlocks),
-            integer("num_new_computed_tokens", num_new_computed_tokens, most=MOST_COUNT),
-            integer("num_external_computed_tokens", num_external_computed_tokens, most=MOST_COUNT),
-            integer("num_lookahead_tokens", num_lookahead_tokens, most=MOST_COUNT),
-            flag("delay_cache_blocks", delay_cache_blocks),
-            integer("num_encoder_tokens", num_encoder_tokens, most=MOST_COUNT),
+        wanted = self._demand_of(
+            num_new_tokens,
+            num_new_computed_tokens,
+            new_computed_blocks,
+            num_lookahead_tokens,
+            delay_cache_blocks,
+            num_encoder_tokens,
+            num_external_computed_tokens,
         )
         if admission is not None:
             instance("admission", admission, Admission)
         return self._planner.plan(request, wanted, admission)
 
+    def _demand_of(  # noqa: PLR0917 - as allocate_slots
+        self,
+        new_tokens: int,
+        hit_tokens: int,
+        hit: KVCacheBlocks | None,
+        lookahead_tokens: int,
+        delayed: bool,
+        encoder_tokens: int,
+        external_tokens: int,
+    ) -> SlotDemand:
+        """The same, checked."""
+        return SlotDemand(
+            integer("num_new_tokens", new_tokens, most=MOST_COUNT),
+            self._lookup.empty if hit is None else instance("new_computed_blocks", hit, KVCacheBlocks),
+            integer("num_new_computed_tokens", hit_tokens, most=MOST_COUNT),
+            integer("num_external_computed_tokens", external_tokens, most=MOST_COUNT),
+            integer("num_lookahead_tokens", lookahead_tokens, most=MOST_COUNT),
+            flag("delay_cache_blocks", delayed),
+            integer("num_encoder_tokens", encoder_tokens, most=MOST_COUNT),
+        )
+
     def commit(self, plan: SlotPlan) -> KVCacheBlocks:
         """Do what ``plan`` says and return the new columns. StalePlanError if anything changed since it was made."""
-        return KVCacheBlocks(self._committer.commit(instance("plan", plan, SlotPlan)), self.block_pool)
+        return KVCacheBlocks(self._slots.commit(instance("plan", plan, SlotPlan)), self.block_pool)
 
     def drop_skipped(self, request: Request) -> None:
         """Give back what ``request`` reads no longer: windows and states before its processed tokens."""
         self._residents.refuse_stranger(request)
-        self._committer.drop_skipped(request)
+        self._slots.drop_skipped(request)
 
     # -- slots, all rows of a step
 
@@ -300,7 +334,7 @@ class KVCacheManager:
         else:
             num_new_tokens = integer("num_new_tokens", num_new_tokens, 1, MOST_COUNT)
         num_lookahead_tokens = integer("num_lookahead_tokens", num_lookahead_tokens, 0, MOST_COUNT)
-        return self._batches.allocate(rows, num_new_tokens, num_lookahead_tokens)
+        return self._slots.allocate(rows, num_new_tokens, num_lookahead_tokens)
 
     # -- drafts
 
@@ -314,8 +348,7 @@ class KVCacheManager:
         drafted, kept = _one_a_row("drafted", drafted, rows, 0), _one_a_row("kept", kept, rows, 0)
         if (kept > drafted).any() or (drafted > self.rows.num_computed[rows]).any():
             raise ConfigError("a row keeps at most the drafts that it computed: accept those of the step that has run")
-        self._committer.accept_drafts(rows, drafted, kept)
-        self._releaser.publish_accepted(rows[kept > 0])
+        self._slots.accept_drafts(rows, drafted, kept)
 
     # -- publishing and freeing
 
@@ -324,14 +357,17 @@ class KVCacheManager:
 
         CacheError, and nothing published, for a request that holds no blocks for them.
         """
-        self._releaser.publish_computed(request, integer("num_computed_tokens", num_computed_tokens, 0))
+        self._slots.publish_computed(request, integer("num_computed_tokens", num_computed_tokens, 0))
 
     def keep_end(self, request: Request) -> None:
         """``request`` ends or is preempted, and no step in flight holds it: its computed tokens can be hit to the last.
 
         In the natural layout; nothing in the reference layout. CacheError for a request that holds no blocks.
         """
-        self._releaser.keep_end(request)
+        if self._layout.keeps_ends:
+            self._slots.keep_end(request)
+        else:
+            self._residents.row_of(request)
 
     # -- the natural layout: what a step must do besides its rows
 
@@ -358,7 +394,7 @@ class KVCacheManager:
         moved: see Transfers. Ids are those within each group's class, behind the step's moves.
         """
         cells = join_cells(rotated_cells(self.groups, rows) + list(new))
-        return named_cells(self.groups, self.block_pool, self._relocator, cells, moved)
+        return named_cells(self.groups, self.block_pool, self.transfers, cells, moved)
 
     def step_states(self, spans: RowSpans, transfers: Transfers) -> StateMoves:
         """What a step does to states: of its rows, and what ``transfers`` ask for."""
@@ -370,7 +406,7 @@ class KVCacheManager:
         if not moved.size:
             return set()
         self.block_pool.evict_blocks(np.unique(moved).astype(np.int32))
-        return set(self._relocator.cells_of(moved)[1].tolist())
+        return set(self.transfers.cells_of(moved)[1].tolist())
 
     def forget_accepted(self, rows: Int64) -> None:
         """``rows`` run again: where accepted drafts left their states is known from the tables from now on."""
@@ -391,7 +427,7 @@ class KVCacheManager:
                     f"num_speculative_tokens is {drafts}, but group {group.number} has {most} speculative state "
                     "blocks: read the model with num_speculative_tokens="
                 )
-            if group.policy.publishes and not group.policy.copies and group.policy.block_size <= drafts:
+            if group.kind.publishes and not group.policy.hits.copies and group.policy.block_size <= drafts:
                 raise ConfigError(
                     f"num_speculative_tokens is {drafts}: states kept every {group.policy.block_size} tokens (group "
                     f"{group.number}) need fewer drafts than that"
@@ -424,10 +460,20 @@ class KVCacheManager:
         return any(group.kind.drops for group in self.groups)
 
     @property
+    def rewrites_states(self) -> bool:
+        """Whether running states are rewritten in place, so that a step that failed leaves them broken."""
+        return self._layout.rewrites_states
+
+    @property
+    def shares_in_part(self) -> bool:
+        """Whether a branch can begin with blocks that its parent has filled in part."""
+        return self._layout.shares_in_part
+
+    @property
     def state_alignment(self) -> int:
-        """Reference layout: tokens between the places where all states can be kept; 0 where none are."""
-        kept = [one.policy.block_size for one in self.groups if one.policy.keeps_state and one.policy.publishes]
-        return math.lcm(*kept) if kept and self.placement is None else 0
+        """Tokens between the places where all states can be kept, and shared as they are; 0 where none are."""
+        kept = [one for one in self.groups if one.kind.keeps_state and one.kind.publishes]
+        return math.lcm(*(one.policy.block_size for one in kept if not one.policy.hits.copies)) if kept else 0
 
     def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
         """Natural layout: token counts in start + 1 .. end at which states of ``request`` should be kept, ascending."""
@@ -438,18 +484,19 @@ class KVCacheManager:
 
         A request that holds nothing, or an unknown id, is a no-op.
         """
-        self._releaser.free(_id_of(request))
+        self._slots.free([_id_of(request)])
 
     def free_many(self, requests: Sequence[Request]) -> None:
         """Free each of ``requests``, in this order, in one go where they share no block."""
-        self._releaser.free_many([one.request_id for one in instances("requests", requests, Request)])
+        self._slots.free([one.request_id for one in instances("requests", requests, Request)])
 
     def reset_prefix_cache(self) -> bool:
         """Forget all keys, if no block is in use. Returns whether it was done."""
         done = self.block_pool.reset_prefix_cache()
         if done:
-            self._lookup.count_reset()
-            self._names.forget()
+            if self._stats is not None:
+                self._stats.reset = True
+            self._residents.names.forget()
         return done
 
     # -- locks
@@ -529,7 +576,10 @@ class KVCacheManager:
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
         """Statistics since the last call; None when they are off."""
-        return self._lookup.take_stats()
+        if self._stats is None:
+            return None
+        stats, self._stats = self._stats, PrefixCacheStats()
+        return stats
 
     def statistics(self) -> CacheStatistics:
         """What the cache holds now. O(num_blocks)."""

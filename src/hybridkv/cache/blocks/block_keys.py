@@ -16,8 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.blocks.index import PrefixIndex
-from hybridkv.cache.blocks.partial import Tail
+from hybridkv.cache.blocks.index import PrefixIndex, Tail
 from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, EventQueue, KVCacheEvent
 from hybridkv.errors import CacheError
 

@@ -12,7 +12,7 @@ This is the order of a doubly linked list at the cost of array slices (docs/desi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -22,6 +22,7 @@ from hybridkv.cache.blocks.space import Room, Weight
 from hybridkv.errors import BlockError
 
 Int32 = NDArray[np.int32]
+Bool = NDArray[np.bool_]
 Ids = NDArray[np.int32] | NDArray[np.int64]  # indexing is faster with 64 bits
 
 NOWHERE: Final = np.iinfo(np.int32).min
@@ -79,7 +80,7 @@ class FreeOrder:
         """Blocks."""
         return sum(blocks)
 
-    def takes_in_any_order(self, needs: Sequence[int], *, drops: bool) -> bool:  # noqa: ARG002 - as above
+    def takes_in_any_order(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:  # noqa: ARG002 - as above
         """There is one order; so where they are all free."""
         return sum(needs) <= self._count
 
@@ -91,13 +92,14 @@ class FreeOrder:
         """BlockError: all that is free can be taken as it is."""
         raise BlockError("no block is free: plan before taking")
 
-    def check(self, ref: Int32) -> Iterator[str]:  # noqa: ARG002 - as above
-        """Nothing: the pool knows which blocks are free, and compares."""
-        return iter(())
-
-    def is_cached(self, block: int) -> bool:
-        """Whether ``block`` is free: there is one order for all."""
-        return block in self
+    def check(self, ref: Int32, keyed: Bool) -> Iterator[str]:
+        """Free are exactly the blocks that nobody holds, and empty ones come before cached ones."""
+        order = self.order()
+        free = np.flatnonzero(ref[1:] == 0) + 1
+        for block in np.setdiff1d(free, order).tolist():
+            yield f"block {block} is held by nobody but not in the free order"
+        if (np.diff(keyed[order].astype(np.int8)) < 0).any():
+            yield "a cached block would be taken before an empty one"
 
     def begin_step(self) -> None:
         """Nothing: nothing moves."""

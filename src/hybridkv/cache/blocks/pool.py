@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from hybridkv.arguments import flag, instance, instances, integer
 from hybridkv.cache.blocks.block_keys import WRITTEN, BlockKeys
 from hybridkv.cache.blocks.free_order import FreeOrder
-from hybridkv.cache.blocks.space import Space, Weight
+from hybridkv.cache.blocks.space import ClassedSpace, Space, Weight
 from hybridkv.cache.events import MAX_EVENT_BLOCKS, EventQueue, KVCacheEvent
 from hybridkv.errors import BlockError, CapacityError, ConfigError
 from hybridkv.units import MOST_COUNT, shown
@@ -31,10 +31,18 @@ from hybridkv.units import MOST_COUNT, shown
 logger = logging.getLogger(__name__)
 
 Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
 
 _NONE: Final[Int32] = np.empty(0, np.int32)
 
 NULL_BLOCK: Final = 0
+
+
+class Taken(NamedTuple):
+    """Blocks that were taken, int32[n], and what was moved for them: int64[m, 2] of (source, target), in order."""
+
+    ids: Int32
+    moves: Sequence[Int64]
 
 
 class BlockPool:
@@ -42,9 +50,8 @@ class BlockPool:
 
     num_groups: how many prefix indexes there are. enable_events: collect what take_events returns,
     of at most ``max_event_blocks`` blocks.
-    space: where free blocks come from, by default a FreeOrder of all but the null block. classes: the class of
-    each group, by default 0. bases: the first block of each class. silent: groups whose keys make no events.
-    on_move: called with moves, int64[m, 2] of (source, target), once the pool has followed them.
+    space: where free blocks come from, by default a FreeOrder of all but the null block. silent: groups whose keys
+    make no events.
     Attributes for reading: keys (what the blocks carry), indexes (theirs, one a group), num_reserved (blocks taken for
     good), epoch (grows with every take, touch and free, and with ``advance_epoch``, so that a plan can tell whether
     it is stale).
@@ -57,9 +64,7 @@ class BlockPool:
         *,
         enable_events: bool = False,
         max_event_blocks: int = MAX_EVENT_BLOCKS,
-        space: Space | None = None,
-        classes: Sequence[int] | None = None,
-        bases: Sequence[int] = (0,),
+        space: ClassedSpace | None = None,
         silent: Sequence[int] = (),
     ) -> None:
         if integer("num_blocks", num_blocks, most=MOST_COUNT) < 1:
@@ -72,10 +77,9 @@ class BlockPool:
         self.keys = BlockKeys(num_blocks, num_groups, events=events, silent=silent)
         self.indexes = self.keys.indexes
         self.epoch = 0
-        self.classes = tuple(classes) if classes is not None else (0,) * num_groups
-        self.bases = tuple(bases)
+        self.classes = (0,) * num_groups if space is None else space.class_of_group
+        self.bases = (0,) if space is None else space.bases
         self._group_bases = np.array([self.bases[one] for one in self.classes], np.int32)
-        self.on_move: Callable[[NDArray[np.int64]], None] | None = None
         self._free: Space = FreeOrder(num_blocks) if space is None else space
         self._reserved = [0] * len(self.bases)
         self._ref = np.zeros(num_blocks, np.int32)
@@ -99,12 +103,12 @@ class BlockPool:
         """needs: blocks to take, freed: blocks given back before, by group; in units. O(groups)."""
         return self._free.weigh(self._by_class(needs), self._by_class(freed))
 
-    def takes_in_any_order(self, needs: Sequence[int], *, drops: bool) -> bool:
+    def takes_in_any_order(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
         """Whether ``needs`` blocks, by group, are the same ones in whatever order groups and requests take them.
 
-        drops: blocks are given back in between.
+        drops: whether blocks are given back in between; asked where that makes a difference.
         """
-        return self._free.takes_in_any_order(self._by_class(needs), drops=drops)
+        return self._free.takes_in_any_order(self._by_class(needs), drops)
 
     def waits(self, needs: Sequence[int], freed: Sequence[int]) -> bool:
         """Whether what fits by weight needs moves that are not to be had now."""
@@ -179,11 +183,6 @@ class BlockPool:
         self._free.unlock(ids)
 
     @property
-    def in_slabs(self) -> bool:
-        """Whether blocks lie in slabs, so that those of slabs that nobody owns do not exist."""
-        return not isinstance(self._free, FreeOrder)
-
-    @property
     def space(self) -> Space:
         """Where free blocks come from; for statistics and checks."""
         return self._free
@@ -205,13 +204,20 @@ class BlockPool:
         return ids
 
     def get_new_blocks(self, n: int, group: int = 0) -> Int32:
-        """Take ``n`` blocks for ``group``, int32[n]; each loses its key. BlockError if n cannot be had."""
+        """Take ``n`` blocks for ``group``, int32[n]; each loses its key. BlockError if n cannot be had.
+
+        For who names no other block: what is moved for them is lost. Others ``take``.
+        """
+        return self.take(n, group).ids
+
+    def take(self, n: int, group: int = 0) -> Taken:
+        """get_new_blocks, and what was moved for them: whoever names one of those blocks must follow. BlockError."""
         of = self.classes[integer("group", group, 0, len(self.classes) - 1)]
         if not 0 <= integer("n", n) <= self._free.obtainable(of):
             raise BlockError(f"{n} blocks asked for, {self._free.obtainable(of)} are free: plan before taking")
-        ids = self._free.take(n, of)
+        ids, moves = self._free.take(n, of), list[Int64]()
         if len(ids) < n:
-            ids = np.concatenate((ids, self._take_with_room(n - len(ids), of)))
+            ids = np.concatenate((ids, self._take_with_room(n - len(ids), of, moves)))
         if n == 1:
             if self.keys.group_of(ids.item(0)) >= 0:
                 self.keys.evict(ids)
@@ -221,9 +227,9 @@ class BlockPool:
                 self.keys.evict(cached)
         self._ref[ids] = 1
         self.epoch += 1
-        return ids
+        return Taken(ids, moves)
 
-    def _take_with_room(self, missing: int, of: int) -> Int32:
+    def _take_with_room(self, missing: int, of: int, moves: list[Int64]) -> Int32:
         """``missing`` blocks of class ``of``, room being made for them; those evicted lose their keys together."""
         taken, evicted = list[Int32](), list[Int32]()
         while missing:
@@ -232,7 +238,8 @@ class BlockPool:
             if room.moves.size:
                 self._lose(evicted)  # before others come to lie where they were
                 evicted = []
-                self._relocate(room.moves.astype(np.int64))
+                moves.append(room.moves.astype(np.int64))
+                self._relocate(moves[-1])
             taken.append(self._free.take(missing, of))
             missing -= len(taken[-1])
         self._lose(evicted)
@@ -244,15 +251,13 @@ class BlockPool:
         if ids.size:
             self.keys.evict(ids)
 
-    def _relocate(self, moves: NDArray[np.int64]) -> None:
+    def _relocate(self, moves: Int64) -> None:
         """Blocks moved, int64[m, 2]: what is known of the sources is true of the targets from now on."""
         sources, targets = moves[:, 0], moves[:, 1]
         self.keys.follow(moves)
         self._ref[targets] = self._ref[sources]
         self._ref[sources] = 0
         self.epoch += 1
-        if self.on_move is not None:
-            self.on_move(moves)
 
     def touch(self, ids: Int32) -> None:
         """One more holder of each of ``ids`` (distinct); free ones leave the free order. BlockError for foreign ids."""
@@ -317,7 +322,7 @@ class BlockPool:
         self._free.append(ids[cached])
         self.epoch += 1
 
-    def _held(self, ids: NDArray[np.int64]) -> Int32:
+    def _held(self, ids: Int64) -> Int32:
         """How many rows hold each of ``ids``; BlockError unless all are the pool's and held."""
         self._refuse_foreign(ids)
         held: Int32 = self._ref[ids]
@@ -331,7 +336,7 @@ class BlockPool:
         if ids.size:
             self._refuse_foreign(ids)
 
-    def _refuse_foreign(self, ids: Int32 | NDArray[np.int64]) -> None:
+    def _refuse_foreign(self, ids: Int32 | Int64) -> None:
         if np.minimum.reduce(ids) <= NULL_BLOCK or np.maximum.reduce(ids) >= self.num_blocks:
             bad = ids[(ids <= NULL_BLOCK) | (ids >= self.num_blocks)]
             raise BlockError(f"block {int(bad[0])} is none of this pool's 1 .. {self.num_blocks - 1}")

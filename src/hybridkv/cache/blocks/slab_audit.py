@@ -21,12 +21,16 @@ Bool = NDArray[np.bool_]
 Int32 = NDArray[np.int32]
 
 
-def check_slabs(space: SlabSpace, ref: Int32) -> Iterator[str]:
-    """Every invariant of ``space`` that does not hold. ref: holders of each handle. O(handles)."""
+def check_slabs(space: SlabSpace, ref: Int32, keyed: Bool) -> Iterator[str]:
+    """Every invariant of ``space`` that does not hold. O(handles).
+
+    ref: holders of each handle. keyed: which have a key.
+    """
     if len(ref) != space.num_blocks:
         yield f"holders of {len(ref)} blocks were given, the space has {space.num_blocks}"
         return
     yield from _stack(space)
+    yield from _keys(space, keyed)
     for of, (base, k) in enumerate(zip(space.bases, space.ks, strict=True)):
         rows = slice(base, base + k * (space.num_slabs + 1))
         hole = space._holes.is_hole[rows].reshape(-1, k)
@@ -54,6 +58,14 @@ def _stack(space: SlabSpace) -> Iterator[str]:
     ):
         wrong = np.flatnonzero((space._holes.owners < 0) & (counts != 0))
         yield from (f"slab {slab} is nobody's and counts {counts[slab]} {name}" for slab in wrong.tolist())
+
+
+def _keys(space: SlabSpace, keyed: Bool) -> Iterator[str]:
+    """What waits to be evicted has a key, and what has one and no holder waits."""
+    for block in space.order().tolist():
+        waits = space._place.item(block) != NOWHERE
+        if waits != keyed[block]:
+            yield f"block {block} is free; it has a key: {not waits}, it waits to be evicted: {waits}"
 
 
 def _blocks(space: SlabSpace, of: int, hole: Bool, cached: Bool, held: Bool) -> Iterator[str]:

@@ -14,7 +14,7 @@ block more. With one class and k = 1 the ids are those of FreeOrder. Keys, rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -28,6 +28,7 @@ from hybridkv.cache.blocks.space import Room, Weight
 from hybridkv.errors import BlockError, CacheError
 from hybridkv.planner.slabs import SlabLayout
 
+Bool = NDArray[np.bool_]
 Int32 = NDArray[np.int32]
 
 AGELESS: Final = -(2**60)
@@ -102,10 +103,6 @@ class SlabSpace:
             parts += [holes, self.lru(of)]
         return np.concatenate(parts).astype(np.int32)
 
-    def is_cached(self, block: int) -> bool:
-        """Whether ``block`` waits to be evicted."""
-        return self._place.item(block) != NOWHERE
-
     def lru(self, of: int) -> Int32:
         """Cached blocks of class ``of``, the next to be evicted first. O(blocks of the class)."""
         ids: Int32 = self._lru[of].order()
@@ -129,9 +126,9 @@ class SlabSpace:
         ids: Int32 = (np.flatnonzero(self._holes.is_hole[rows]) + rows.start).astype(np.int32)
         return ids
 
-    def check(self, ref: Int32) -> Iterator[str]:
-        """A line for each invariant that does not hold. ref: holders of each handle. O(handles)."""
-        return check_slabs(self, ref)
+    def check(self, ref: Int32, keyed: Bool) -> Iterator[str]:
+        """A line for each invariant that does not hold; see Space. O(handles)."""
+        return check_slabs(self, ref, keyed)
 
     # -- will it do (docs/design/0010)
 
@@ -178,9 +175,9 @@ class SlabSpace:
         )
         return (self.num_slabs - others) * self.ks[of] - self.referenced[of]
 
-    def takes_in_any_order(self, needs: Sequence[int], *, drops: bool) -> bool:
+    def takes_in_any_order(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
         """Where all classes but one take from their current slabs, and that one needs but free slabs besides."""
-        return not drops and self._holes.takes_in_any_order(needs)
+        return self._holes.takes_in_any_order(needs) and not drops()
 
     @property
     def _is_spent(self) -> bool:

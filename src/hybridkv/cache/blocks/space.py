@@ -5,13 +5,14 @@ Blocks are the pool's numbers, classes those of the plan's slabs (one, 0, withou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
+Bool = NDArray[np.bool_]
 Ids = NDArray[np.int32] | NDArray[np.int64]
 
 
@@ -61,8 +62,11 @@ class Space(Protocol):
         """Units that ``blocks``, by class, take in an empty pool."""
         ...
 
-    def takes_in_any_order(self, needs: Sequence[int], *, drops: bool) -> bool:
-        """Whether taking ``needs`` blocks, by class, gives the same whatever the order; drops: and with releases."""
+    def takes_in_any_order(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
+        """Whether taking ``needs`` blocks, by class, gives the same whatever the order.
+
+        drops: says whether blocks are released in between; not asked where that makes no difference.
+        """
         ...
 
     def waits(self, needs: Sequence[int], freed: Sequence[int]) -> bool:
@@ -105,12 +109,11 @@ class Space(Protocol):
         """Blocks that were locked may move again."""
         ...
 
-    def check(self, ref: Int32) -> Iterator[str]:
-        """A line for each invariant of its own that does not hold. ref: holders of every block. O(blocks)."""
-        ...
+    def check(self, ref: Int32, keyed: Bool) -> Iterator[str]:
+        """A line for each invariant of its own that does not hold. O(blocks).
 
-    def is_cached(self, block: int) -> bool:
-        """Whether ``block`` is free and has a key, as far as the space knows. For checks."""
+        ref: holders of every block. keyed: which blocks have a key.
+        """
         ...
 
     def forget_all(self) -> None:
@@ -119,7 +122,10 @@ class Space(Protocol):
 
 
 class ClassedSpace(Space, Protocol):
-    """A space of several classes of blocks. num_blocks: numbers that blocks have; bases: the first of each class."""
+    """A space of several classes of blocks.
+
+    num_blocks: numbers that blocks have. bases: the first of each class. class_of_group: of each group of layers.
+    """
 
     @property
     def num_blocks(self) -> int:
@@ -129,4 +135,9 @@ class ClassedSpace(Space, Protocol):
     @property
     def bases(self) -> tuple[int, ...]:
         """The first number of each class."""
+        ...
+
+    @property
+    def class_of_group(self) -> tuple[int, ...]:
+        """The class of each group."""
         ...

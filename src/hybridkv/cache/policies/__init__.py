@@ -1,24 +1,16 @@
 """One policy per layer type: what its blocks mean, answered with values.
 
 A policy is frozen and pure. It sees the hashes of a request and the index of its own group, never the
-pool, the other groups or the coordinator.
+pool or the other groups.
 """
 
 from hybridkv.cache.policies.attention import AttentionPolicy
-from hybridkv.cache.policies.contents import EncoderOutput, Nothing, RunningState
-from hybridkv.cache.policies.exact import TokenHits
-from hybridkv.cache.policies.fixed import FixedPolicy
-from hybridkv.cache.policies.policy import (
-    GroupKind,
-    Policy,
-    alignment_of,
-    check_retention,
-    natural_policy_of,
-    policy_of,
-)
+from hybridkv.cache.policies.fixed import EncoderOutput, FixedPolicy, Nothing, RunningState
+from hybridkv.cache.policies.hits import AnyHits, BlockHits, Hits, LabelHits, NoHits, StateHits, TokenHits
+from hybridkv.cache.policies.policy import GroupKind, Policy, inner_of, keeps_tokens
 from hybridkv.cache.policies.publish_rule import PublishRule
-from hybridkv.cache.policies.spans import ChunkSpan, FullSpan, WindowSpan
-from hybridkv.cache.policies.state import AlignedStatePolicy
+from hybridkv.cache.policies.spans import ChunkSpan, FullSpan, Span, WindowSpan
+from hybridkv.cache.policies.state import AlignedStatePolicy, AlignedStates, RunningStates, StateColumns
 from hybridkv.cache.policies.values import (
     NEVER,
     NEW,
@@ -37,7 +29,10 @@ __all__ = [
     "NEW",
     "UNPUBLISHED",
     "AlignedStatePolicy",
+    "AlignedStates",
+    "AnyHits",
     "AttentionPolicy",
+    "BlockHits",
     "ChunkSpan",
     "Demand",
     "EncoderOutput",
@@ -46,18 +41,23 @@ __all__ = [
     "GroupKind",
     "GroupPlan",
     "Hit",
+    "Hits",
     "Index",
+    "LabelHits",
+    "NoHits",
     "Nothing",
     "Policy",
     "PublishRule",
     "RowFacts",
     "RowTokens",
     "RunningState",
+    "RunningStates",
     "Search",
+    "Span",
+    "StateColumns",
+    "StateHits",
     "TokenHits",
     "WindowSpan",
-    "alignment_of",
-    "check_retention",
-    "natural_policy_of",
-    "policy_of",
+    "inner_of",
+    "keeps_tokens",
 ]

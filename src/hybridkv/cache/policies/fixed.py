@@ -1,6 +1,6 @@
 """Layers whose blocks are all taken when a row begins and stay to its end, whatever it computes.
 
-row     [ b0 | b1 | ... ]       no column is added or dropped; ``contents`` says what the blocks hold
+    row     [ b0 | b1 | ... ]       no column is added or dropped; ``contents`` says how many there are
 
 Columns have no keys of the decoder's tokens. Those of an encoder's output get theirs, of its digest, when they are
 taken, and a row may begin with the blocks of another.
@@ -8,100 +8,112 @@ taken, and a row may begin with the blocks of another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from hybridkv.cache.policies.contents import Contents
+from hybridkv.cache.policies.hits import Hits
+from hybridkv.cache.policies.state import RunningStates
 from hybridkv.cache.policies.values import (
     NEVER,
+    NO_COLUMNS,
     NONE,
     Bool,
     Demand,
     GroupPlan,
-    Hit,
-    Index,
     Int32,
     Int64,
     RowFacts,
     RowTokens,
-    Search,
     T,
 )
 
-_NO_COLUMNS: Int64 = np.empty(0, np.int64)
+
+class Contents(Protocol):
+    """What the blocks of a row hold. columns: how many every row has for the decoder's tokens.
+
+    by_digest: whether all blocks of a row, or none, are found under the digest of the encoder's input.
+    """
+
+    @property
+    def columns(self) -> int:
+        """See the class."""
+        ...
+
+    @property
+    def by_digest(self) -> bool:
+        """See the class."""
+        ...
+
+    def blocks(self, encoder_tokens: int, block_size: int) -> int:
+        """Blocks that a row takes when it begins."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunningState:
+    """A recurrent state: in the natural layout, and where the reference layout keeps none.
+
+        row          [ running | drafts ... ]       rewritten in place; a hit is copied into it
+        checkpoint   a block of nobody's row, labelled with its token count (docs/contracts.md, 8)
+
+    columns: the state's and one for each drafted token.
+    """
+
+    columns: int
+    by_digest: bool = False
+
+    def blocks(self, encoder_tokens: int, block_size: int) -> int:  # noqa: ARG002 - the answer of contents
+        """Always as many."""
+        return self.columns
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderOutput:
+    """Cross attention: keys and values of the encoder's output, written once.
+
+    by_digest: natural layout: shared by requests of one encoder input, whatever their prompts. A prefix hit needs
+    nothing of it, since the decoder's own keys carry the digest; what is missing is encoded again.
+    """
+
+    by_digest: bool = False
+    columns: int = 0
+
+    def blocks(self, encoder_tokens: int, block_size: int) -> int:
+        """``ceil(encoder tokens / block_size)``."""
+        return -(-encoder_tokens // block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """Encoder-only attention: no block."""
+
+    by_digest: bool = False
+    columns: int = 0
+
+    def blocks(self, encoder_tokens: int, block_size: int) -> int:  # noqa: ARG002 - as above
+        """None."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
 class FixedPolicy:
-    """block_size: tokens of a block, or between two keys of a request. contents: how many blocks, what can be hit."""
+    """block_size: tokens of a block, or between two keys of a request. contents: how many blocks."""
 
     block_size: int
     contents: Contents
-    downward_closed: bool = False
-    append_only: bool = False
-    rotates: bool = True
-
-    @property
-    def publishes(self) -> bool:
-        """Whether anything of it can be hit."""
-        return self.contents.publishes
-
-    @property
-    def copies(self) -> bool:
-        """Whether a hit is copied: where there can be one."""
-        return self.contents.publishes
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether blocks are states, overwritten in place."""
-        return self.contents.keeps_state
-
-    @property
-    def by_digest(self) -> bool:
-        """Whether all blocks of a row, or none, are found under the digest of the encoder's input."""
-        return self.contents.by_digest
+    hits: Hits
+    states: RunningStates | None = None
+    publishing: None = None
 
     def columns(self, num_tokens: T) -> T:
         """What the decoder's tokens ask for, however many they are."""
         return num_tokens * 0 + self.contents.columns
 
-    def hit_columns(self, num_tokens: int) -> int:  # noqa: ARG002 - the answer of a policy
-        """None: what is hit is copied."""
-        return 0
-
-    def state_column(self, num_tokens: T) -> T:
-        """The first one."""
-        return num_tokens * 0
-
-    def draft_columns(self, certain: Int64, drafts: Int64, position: Int64) -> Int64:  # noqa: ARG002 - as above
-        """A column each."""
-        return position
-
-    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:  # noqa: ARG002 - as above
-        """What the contents say; columns have no keys."""
-        return self.contents.longest_hit(index, search)
-
-    def source(self, index: Index, num_tokens: int) -> int:
-        """The block to copy."""
-        return self.contents.source(index, num_tokens)
-
-    def trim(self, hit: Hit, tokens: int) -> Hit:  # noqa: ARG002 - as above
-        """A prefix of a hit is none: the search must be made anew."""
-        return hit
-
-    def next_need(self, held: T, dropped: T) -> T:  # noqa: ARG002 - as above
+    def next_need(self, held: T, dropped: T) -> T:  # noqa: ARG002 - the answer of a policy
         """Never, once the row has its blocks."""
         return held * 0 + NEVER
-
-    def next_publish(self, decided: T) -> T:
-        """Never."""
-        return decided * 0 + NEVER
-
-    def decided_rows(self, known_tokens: Int64) -> Int64:
-        """None."""
-        return known_tokens * 0
 
     def droppable(self, processed_tokens: T) -> T:
         """Nothing."""
@@ -114,17 +126,17 @@ class FixedPolicy:
     def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:
         """All blocks at once, for a row that has none: those of ``hit``, or as many new ones."""
         if row.held:
-            return GroupPlan(0, NONE, 0, None, (), _NO_COLUMNS, row.published)
+            return GroupPlan(0, NONE, 0, None, (), NO_COLUMNS, row.published)
         if hit is not None and len(hit):
-            return GroupPlan(0, hit, 0, None, (), _NO_COLUMNS, len(hit))
+            return GroupPlan(0, hit, 0, None, (), NO_COLUMNS, len(hit))
         take = self.contents.blocks(demand.encoder, self.block_size)
         if not (self.contents.by_digest and demand.by_digest):
-            return GroupPlan(0, NONE, take, None, (), _NO_COLUMNS, row.published)
+            return GroupPlan(0, NONE, take, None, (), NO_COLUMNS, row.published)
         return GroupPlan(0, NONE, take, None, (), np.arange(take), take)
 
     def stored_columns(self, row: RowFacts, computed_tokens: int, edges: tuple[int, ...]) -> tuple[Int64, int]:  # noqa: ARG002 - as above
         """Nothing."""
-        return _NO_COLUMNS, row.published
+        return NO_COLUMNS, row.published
 
     def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:  # noqa: ARG002 - as above
         """All blocks."""

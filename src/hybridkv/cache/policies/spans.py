@@ -15,7 +15,6 @@ class FullSpan:
     """Every earlier token."""
 
     downward_closed: bool = True
-    ends_inside: bool = False
 
     def first_needed(self, tokens: int, block_size: int) -> int:  # noqa: ARG002 - the answer of a span
         """The first token that must be cached for a hit of ``tokens``."""
@@ -45,7 +44,6 @@ class WindowSpan:
 
     window: int
     downward_closed: bool = False
-    ends_inside: bool = False
 
     def first_needed(self, tokens: int, block_size: int) -> int:  # noqa: ARG002 - the answer of a span
         """The first token that must be cached for a hit of ``tokens``: at least the last one, as a proof."""
@@ -94,7 +92,6 @@ class ChunkSpan:
 
     chunk: int
     downward_closed: bool = False
-    ends_inside: bool = False
 
     def first_needed(self, tokens: int, block_size: int) -> int:
         """The first token that must be cached for a hit of ``tokens``: none, where chunk and block begin.

@@ -1,36 +1,100 @@
-"""Recurrent layers of the reference layout: one state, overwritten in place; so sharing one is copying it.
+"""Recurrent layers: where their states lie, and the columns of the reference layout's.
 
-align    columns as in attention, of ``block_size`` tokens; all null but those that hold a state:
+A state is overwritten in place; so sharing one is copying it.
 
-         [ . . . S | . D ]       S: read by the next step      D: where that step leaves its state
-         [ . . . . . D x x ]     x: one block for each drafted token
+    align    columns as in attention, of ``block_size`` tokens; all null but those that hold a state:
+
+             [ . . . S | . D ]       S: read by the next step      D: where that step leaves its state
+             [ . . . . . D x x ]     x: one block for each drafted token
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
+from hybridkv.cache.policies.hits import StateHits
 from hybridkv.cache.policies.publish_rule import PublishRule
 from hybridkv.cache.policies.values import (
     NEW,
+    NO_COLUMNS,
     NONE,
     Bool,
     Demand,
     GroupPlan,
-    Hit,
-    Index,
     Int32,
     Int64,
     RowFacts,
     RowTokens,
-    Search,
     T,
 )
 
-_NO_COLUMNS: Int64 = np.empty(0, np.int64)
+
+class StateColumns(Protocol):
+    """Where the states of a row lie.
+
+    rotates: an accepted one changes places with column 0; else it is read where it is.
+    """
+
+    @property
+    def rotates(self) -> bool:
+        """See the class."""
+        ...
+
+    def column(self, num_tokens: T) -> T:
+        """The column that holds the state after ``num_tokens`` tokens. A number or an int64 array."""
+        ...
+
+    def draft_columns(self, certain: Int64, drafts: Int64, position: Int64) -> Int64:
+        """Where the state behind the ``position``-th draft goes in a step of ``drafts``, int64[n]; 0: behind none.
+
+        certain: tokens that are no drafts.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStates:
+    """Natural layout, and states that are not kept: one in column 0, rewritten in place, and one a draft behind it."""
+
+    rotates: bool = True
+
+    def column(self, num_tokens: T) -> T:
+        """The first one."""
+        return num_tokens * 0
+
+    def draft_columns(self, certain: Int64, drafts: Int64, position: Int64) -> Int64:  # noqa: ARG002 - as StateColumns
+        """A column each."""
+        return position
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedStates:
+    """Reference layout: a state lies in the column of its last token. block_size: tokens of a column."""
+
+    block_size: int
+    rotates: bool = False
+
+    def column(self, num_tokens: T) -> T:
+        """That of the last token."""
+        return -(-num_tokens // self.block_size) - 1
+
+    def draft_columns(self, certain: Int64, drafts: Int64, position: Int64) -> Int64:
+        """Behind the column of the step's end, but for a state at an edge: that goes where it can be published.
+
+        Fewer drafts than ``block_size``, so there is one edge at most, E:
+
+            S, E before it         [ E | certain | draft | .. ]        S: the column of the last draft
+            S, which ends at E     [ .. | E | draft | certain ]        the last one's place is the first one's
+        """
+        size, last = self.block_size, self.column(certain + drafts)
+        tokens = certain + position
+        given_up = (position == 0) & ((certain + drafts) % size == 0)
+        free = np.where(given_up, last + drafts, last + position)
+        return np.where(tokens % size == 0, tokens // size - 1, free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,75 +107,17 @@ class AlignedStatePolicy:
     block_size: int
     drafts: int
     publishing: PublishRule
-    publishes: bool = True
-    downward_closed: bool = False
-    keeps_state: bool = True
-    by_digest: bool = False
-    copies: bool = False
-    append_only: bool = False
-    rotates: bool = False
+    hits: StateHits
+    states: AlignedStates
 
     def columns(self, num_tokens: T) -> T:
         """Columns that a row of ``num_tokens`` tokens has, null ones and drafts' included."""
         return -(-num_tokens // self.block_size) + self.drafts
 
-    def hit_columns(self, num_tokens: int) -> int:
-        """Columns of a hit: all null but the last."""
-        return num_tokens // self.block_size
-
-    def state_column(self, num_tokens: T) -> T:
-        """The column that holds the state after ``num_tokens`` tokens."""
-        return -(-num_tokens // self.block_size) - 1
-
-    def draft_columns(self, certain: Int64, drafts: Int64, position: Int64) -> Int64:
-        """Behind the column of the step's end, but for a state at an edge: that goes where it can be published.
-
-        Fewer drafts than ``block_size``, so there is one edge at most, E:
-
-            S, E before it         [ E | certain | draft | .. ]        S: the column of the last draft
-            S, which ends at E     [ .. | E | draft | certain ]        the last one's place is the first one's
-        """
-        size, last = self.block_size, self.state_column(certain + drafts)
-        tokens = certain + position
-        given_up = (position == 0) & ((certain + drafts) % size == 0)
-        free = np.where(given_up, last + drafts, last + position)
-        return np.where(tokens % size == 0, tokens // size - 1, free)
-
-    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:
-        """The right-most state at or before the end. O(boundaries behind it)."""
-        size, step = self.block_size, search.alignment // self.block_size
-        edge = min(search.end_tokens // size, len(keys)) // step * step
-        missing: list[int] = []
-        while edge > 0:
-            block = index.get(keys[edge - 1])
-            if block is not None:
-                blocks = np.zeros(edge, np.int32)
-                blocks[-1] = block
-                return Hit(edge * size, blocks, tuple(missing), blocks[-1:])
-            missing.append((edge - 1) * size)
-            edge -= step
-        return Hit(0, NONE, tuple(missing))
-
-    def source(self, index: Index, num_tokens: int) -> int:  # noqa: ARG002 - the answer of a policy
-        """None: what is hit is held by the row itself."""
-        return 0
-
-    def trim(self, hit: Hit, tokens: int) -> Hit:  # noqa: ARG002 - the answer of a policy
-        """A state serves its own token count only: the search must be made anew."""
-        return hit
-
     def next_need(self, held: T, dropped: T) -> T:
         """The token count at which a row needs another block, or may drop one."""
         need, drop = (held - self.drafts) * self.block_size + 1, (dropped + 1) * self.block_size + 2
         return need + (drop - need) * (drop < need)
-
-    def next_publish(self, decided: T) -> T:
-        """The token count at which more than ``decided`` leading columns can be published or passed over."""
-        return self.publishing.next_tokens(decided)
-
-    def decided_rows(self, known_tokens: Int64) -> Int64:
-        """Leading columns that many rows of ``known_tokens`` tokens can publish or pass over."""
-        return self.publishing.decided_rows(known_tokens)
 
     def droppable(self, processed_tokens: T) -> T:
         """Leading columns that are read no longer: those before the state of ``processed_tokens``."""
@@ -138,7 +144,7 @@ class AlignedStatePolicy:
                 reuse = reuse.copy()
                 reuse[: self.droppable(demand.computed)] = 0
             held, behind = len(reuse), range(0)
-        state = self.state_column(demand.end)
+        state = self.states.column(demand.end)
         vacate = tuple(column for column in behind if column < state) if state + self.drafts >= held else ()
         append = self._append(held, state, demand if not row.held else None)
         take = 0 if append is None else int(np.count_nonzero(append == NEW)) - len(vacate)
@@ -157,7 +163,7 @@ class AlignedStatePolicy:
         append = np.full(count, NEW, np.int32)
         append[: max(state - held, 0)] = 0
         if begin is not None and begin.computed > begin.hit:
-            append[self.state_column(begin.computed) - held] = NEW
+            append[self.states.column(begin.computed) - held] = NEW
         return append
 
     def _stored(self, row: RowFacts, demand: Demand) -> list[int]:
@@ -182,7 +188,7 @@ class AlignedStatePolicy:
         """Columns first .. decided-1 that end at one of ``tokens``, as far as retention keeps them."""
         ends = [one // self.block_size for one in tokens]
         columns = np.array([end - 1 for end in ends if first < end <= decided], np.int64)
-        return columns[self.publishing.mask(columns, edges)] if len(columns) else _NO_COLUMNS
+        return columns[self.publishing.mask(columns, edges)] if len(columns) else NO_COLUMNS
 
     def stored_columns(self, row: RowFacts, computed_tokens: int, edges: tuple[int, ...]) -> tuple[Int64, int]:
         """Columns to publish when ``computed_tokens`` are there at last, and how many are decided then."""

@@ -25,9 +25,11 @@ UNPUBLISHED: Final = 1 << 40
 
 NONE: Final = np.empty(0, np.int32)
 
+NO_COLUMNS: Final = np.empty(0, np.int64)
+
 
 class Index(Protocol):
-    """What a request finds in the index of the policy's own group; see hybridkv.cache.rows.view.PrefixView."""
+    """What a request finds in the index of the policy's own group; see hybridkv.cache.rows.group.PrefixView."""
 
     @property
     def additions(self) -> int:

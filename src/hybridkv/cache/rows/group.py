@@ -1,17 +1,19 @@
-"""One group at work: its policy, its rows and its index."""
+"""One group at work: its policy, its rows, and what a request finds in its index."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
+import cbor2
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.blocks.index import PrefixIndex
+from hybridkv.cache.blocks.index import PrefixIndex, Tail
 from hybridkv.cache.policies import GroupKind, Policy, RowFacts
 from hybridkv.cache.rows.block_rows import BlockRows
-from hybridkv.cache.rows.view import PrefixView
 from hybridkv.columns import grown
+from hybridkv.errors import CacheError
 from hybridkv.request import Request
 from hybridkv.specs import RequestLimits
 
@@ -52,7 +54,7 @@ class CacheGroup:
         stride = self.key_stride
         if stride == 1:
             return request.hashes
-        return request.hashes[stride - 1 :: stride] if self.policy.publishes else ()
+        return request.hashes[stride - 1 :: stride] if self.kind.publishes else ()
 
     def key_run(self, request: Request, first: int, last: int) -> list[bytes]:
         """Keys of columns first .. last-1."""
@@ -61,7 +63,7 @@ class CacheGroup:
 
     def keys_at(self, request: Request, columns: Int64) -> list[bytes]:
         """Keys of ``columns``, ascending: of the tokens up to their ends, or of the encoder's input."""
-        if self.policy.by_digest:
+        if self.kind.by_digest:
             of_encoder = request.encoder_keys(self.policy.block_size)
             return [of_encoder[column] for column in columns.tolist()]
         first, last = columns.item(0), columns.item(-1) + 1
@@ -72,7 +74,7 @@ class CacheGroup:
 
     def encoded(self, request: Request) -> Int32:
         """The blocks that hold the encoder's output of ``request`` under its digest: all, or none. O(blocks)."""
-        keys = request.encoder_keys(self.policy.block_size) if self.policy.by_digest else []
+        keys = request.encoder_keys(self.policy.block_size) if self.kind.by_digest else []
         # freed last block first, evicted in that order: the last one is the first to be gone
         if not keys or self.index.get(keys[-1]) is None:
             return _NONE
@@ -124,7 +126,8 @@ class CacheGroup:
 
     def accept(self, rows: Int64, columns: Int64) -> None:
         """The states of ``rows`` go on from those in ``columns``."""
-        if self.policy.rotates:
+        states = self.policy.states
+        if states is not None and states.rotates:
             self.rows.swap_first(rows, columns)
             self.rotated[rows] = columns
         else:
@@ -138,15 +141,15 @@ class CacheGroup:
     def next_event(self, row: int, *, publishes: bool) -> int:
         """The token count at which ``row`` needs, drops or can publish a block."""
         soonest = self.policy.next_need(self.rows.count.item(row), self.rows.dropped.item(row))
-        if publishes:
-            soonest = min(soonest, self.policy.next_publish(self.published.item(row)))
+        if publishes and self.policy.publishing is not None:
+            soonest = min(soonest, self.policy.publishing.next_tokens(self.published.item(row)))
         return soonest
 
     def next_events(self, rows: Int64, *, publishes: bool) -> Int64:
         """next_event of many rows, int64[len(rows)]."""
         soonest = self.policy.next_need(self.rows.count[rows], self.rows.dropped[rows])
-        if publishes:
-            soonest = np.minimum(soonest, self.policy.next_publish(self.published[rows]))
+        if publishes and self.policy.publishing is not None:
+            soonest = np.minimum(soonest, self.policy.publishing.next_tokens(self.published[rows]))
         return soonest
 
     def held_blocks(self) -> int:
@@ -159,5 +162,107 @@ class CacheGroup:
     def peak_blocks(self, limits: RequestLimits, steps: int = 1) -> int:
         """Most blocks that a request of ``limits.max_model_len`` tokens holds at once, ``steps`` in flight."""
         most = self.policy.most_columns(limits.max_model_len, limits.max_encoder_tokens)
-        bound = self.kind.spec.max_request_blocks(limits) + (steps - 1 if self.policy.keeps_state else 0)
+        bound = self.kind.spec.max_request_blocks(limits) + (steps - 1 if self.kind.keeps_state else 0)
         return min(most, bound)
+
+
+class PrefixView:
+    """Keys of ``request`` in blocks of ``stride`` hash blocks, ``block_size`` tokens, looked up in ``index``."""
+
+    __slots__ = ("_block_size", "_index", "_request", "_stride", "get", "leading_run")
+
+    def __init__(self, index: PrefixIndex, request: Request, stride: int, block_size: int) -> None:
+        self._index = index
+        self._request = request
+        self._stride = stride
+        self._block_size = block_size
+        self.get = index.get
+        self.leading_run = index.leading_run
+
+    @property
+    def additions(self) -> int:
+        """Keys that the index was ever given."""
+        return self._index.additions
+
+    def reach(self, column: int) -> tuple[int, int]:
+        """How many tokens of ``column`` a cached block begins with, and that block; 0 and 0 without one. O(1)."""
+        whole = self._whole(column)
+        if whole is not None:
+            return self._block_size, whole
+        return max(((tail.length, tail.block) for tail in self._tails(column)), default=(0, 0), key=itemgetter(0))
+
+    def source(self, column: int, tokens: int) -> int:
+        """The block that begins with the first ``tokens`` tokens of ``column``. CacheError where reach is less."""
+        whole = self._whole(column)
+        if whole is not None:
+            return whole
+        for tail in self._tails(column):
+            if tail.length >= tokens:
+                return tail.block
+        raise CacheError(f"no block begins with {tokens} tokens of column {column}: look up again")
+
+    def begins(self, block: int, column: int, tokens: int) -> bool:
+        """Whether ``block`` begins with the first ``tokens`` tokens of ``column``."""
+        return block == self._whole(column) or any(
+            tail.block == block and tail.length >= tokens for tail in self._tails(column)
+        )
+
+    def is_state(self, block: int, tokens: int) -> bool:
+        """Whether ``block`` is a state after ``tokens`` tokens."""
+        column, rest = divmod(tokens, self._block_size)
+        if not rest:
+            return bool(column) and block == self._index.get(self._request.hashes[column - 1])
+        return any(tail.block == block and tail.length == rest for tail in self._tails(column))
+
+    def label(self, end_tokens: int, alignment: int) -> int:
+        """The greatest token count up to ``end_tokens`` that a state is labelled with, 0 for none."""
+        size, partial, index = self._block_size, self._index.partial, self._index
+        if not len(index) and not partial:
+            return 0
+        hashes: Sequence[bytes] = self._request.hashes
+        for column in range(end_tokens // size, -1, -1):
+            found = [column * size + tail.length for tail in self._tails(column)] if partial else []
+            fitting = [label for label in found if label <= end_tokens and label % alignment == 0]
+            if fitting:
+                return max(fitting)
+            if column and column * size % alignment == 0 and index.get(hashes[column - 1]) is not None:
+                return column * size
+        return 0
+
+    def labelled(self, tokens: int) -> int | None:
+        """The block of the state after ``tokens`` tokens."""
+        column, rest = divmod(tokens, self._block_size)
+        if not rest:
+            return self._index.get(self._request.hashes[column - 1]) if column else None
+        return next((tail.block for tail in self._tails(column) if tail.length == rest), None)
+
+    def tail(self, tokens: int) -> tuple[bytes, bytes]:
+        """Parent and tail of the partial key of the first ``tokens`` tokens."""
+        column = tokens // self._block_size
+        parent = parent_key(self._request, column * self._stride, self._stride)
+        return parent, self._request.token_ids(column * self._block_size, tokens).tobytes()
+
+    def _whole(self, column: int) -> int | None:
+        place = (column + 1) * self._stride - 1
+        return self._index.get(self._request.hashes[place]) if place < len(self._request.hashes) else None
+
+    def _tails(self, column: int) -> Sequence[Tail]:
+        """Those that the request's own tokens begin with, oldest first."""
+        partial = self._index.partial
+        if not partial:
+            return ()
+        tails = partial.of(parent_key(self._request, column * self._stride, self._stride))
+        if not tails:
+            return ()
+        start = column * self._block_size
+        own = self._request.token_ids(start, start + self._block_size).tobytes()
+        return [tail for tail in tails if own.startswith(tail.tokens)]
+
+
+def parent_key(request: Request, first: int, count: int) -> bytes:
+    """What the tails of hash blocks first .. first + count - 1 are found behind: the key before, and extra keys."""
+    if request.hasher is None:
+        raise CacheError(f"request {request.request_id!r} has no keys: construct it with hasher=cache.hasher")
+    parent = request.hashes[first - 1] if first else request.hasher.root
+    extras = request.extra_keys(first, count)
+    return parent if extras is None else parent + cbor2.dumps(extras, canonical=True)

@@ -1,4 +1,4 @@
-"""Requests that hold blocks: their rows, and the token count at which each next needs attention."""
+"""Requests that hold blocks: their rows, when each next needs attention, and what they call content."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.arguments import instance, integers
-from hybridkv.cache.names import ContentNames
 from hybridkv.cache.policies import UNPUBLISHED
-from hybridkv.cache.rows.ends import PublishedEnds
 from hybridkv.cache.rows.group import CacheGroup
+from hybridkv.cache.rows.publishing import Publisher
 from hybridkv.columns import grown
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import Hasher, Request
@@ -22,9 +21,15 @@ Int64 = NDArray[np.int64]
 
 _NEVER: Final = np.iinfo(np.int64).max
 
+MOST_NAMES: Final = 1 << 16
+"""Names that are remembered; the one not seen for longest goes first."""
+
+_Name = tuple[str, str | bytes, str | None]
+"""Of what; the name; the salt, since under another one nothing is shared."""
+
 
 class Residents:
-    """Who holds which row. columns: counts and tail tokens of all rows.
+    """Who holds which row of ``groups``. columns: counts and tail tokens of all rows. names: what callers call content.
 
     hasher: of all requests, None without prefix caching. tail_tokens: of a hash block.
     A row's next event is the least of: the tokens at which some group needs a block, those at which some group
@@ -32,18 +37,12 @@ class Residents:
     """
 
     def __init__(
-        self,
-        groups: Sequence[CacheGroup],
-        ends: PublishedEnds,
-        names: ContentNames,
-        *,
-        hasher: Hasher | None,
-        tail_tokens: int,
+        self, groups: Sequence[CacheGroup], publisher: Publisher, *, hasher: Hasher | None, tail_tokens: int
     ) -> None:
         self.columns = RequestRows(tail_tokens, promised=self._promised)
-        self._groups = groups
-        self._ends = ends
-        self._names = names
+        self.groups = tuple(groups)
+        self.names = ContentNames()
+        self._publisher = publisher
         self._hasher = hasher
         self._publishes = hasher is not None
         self._by_id: dict[str, Request] = {}
@@ -84,7 +83,7 @@ class Residents:
     def refuse_stranger(self, request: Request) -> None:
         """ConfigError, CacheError for a request that was made for another manager, or cannot be served by this one."""
         if instance("request", request, Request).row < 0:
-            self._names.refuse(request)
+            self.names.refuse(request)
         if request.hasher is not self._hasher:
             raise ConfigError(
                 f"request {request.request_id!r} was hashed by another hasher: construct it with hasher=cache.hasher"
@@ -97,11 +96,11 @@ class Residents:
         if request.request_id in self._by_id:
             raise CacheError(f"another request {request.request_id!r} holds blocks: request ids must be unique")
         row = self.columns.bind(request)
-        self._names.know(request)
+        self.names.know(request)
         self._by_id[request.request_id] = request
         if self.columns.capacity > len(self._next_event):
             self._next_event = grown(self._next_event, self.columns.capacity)
-            for group in self._groups:
+            for group in self.groups:
                 group.ensure_rows(self.columns.capacity)
         return row
 
@@ -109,7 +108,7 @@ class Residents:
         """``request``, whose blocks were given back, holds no row any longer."""
         row = self.row_of(request)
         del self._by_id[request.request_id]
-        for group in self._groups:
+        for group in self.groups:
             group.clear(row)
         self._next_event[row] = 0
         self.columns.release(request)
@@ -117,7 +116,7 @@ class Residents:
     def _promised(self, row: int) -> int:
         """Tokens of ``row`` whose blocks may carry keys."""
         decided = [
-            (group.published.item(row), group.policy.block_size) for group in self._groups if group.policy.publishes
+            (group.published.item(row), group.policy.block_size) for group in self.groups if group.kind.publishes
         ]
         return max((columns * size for columns, size in decided if columns < UNPUBLISHED), default=0)
 
@@ -131,18 +130,59 @@ class Residents:
 
     def ends_due(self, rows: Int64, end_tokens: Int64) -> NDArray[np.bool_]:
         """Which of ``rows`` have an end to publish at ``end_tokens``, bool[rows]."""
-        due: NDArray[np.bool_] = end_tokens >= self._ends.next_ends(rows)
+        due: NDArray[np.bool_] = end_tokens >= self._publisher.next_ends(rows)
         return due
 
     def refresh(self, row: int) -> None:
         """Find the next event of one row, without arrays of one element."""
-        soonest = min(group.next_event(row, publishes=self._publishes) for group in self._groups)
-        self._next_event[row] = min(soonest, self._ends.next_end(row))
+        soonest = min(group.next_event(row, publishes=self._publishes) for group in self.groups)
+        self._next_event[row] = min(soonest, self._publisher.next_end(row))
 
     def refresh_many(self, rows: Int64) -> None:
         """Find the next events of ``rows``, all at once."""
         soonest = np.full(len(rows), _NEVER)
-        for group in self._groups:
+        for group in self.groups:
             np.minimum(soonest, group.next_events(rows, publishes=self._publishes), out=soonest)
-        np.minimum(soonest, self._ends.next_ends(rows), out=soonest)
+        np.minimum(soonest, self._publisher.next_ends(rows), out=soonest)
         self._next_event[rows] = soonest
+
+
+class ContentNames:
+    """name -> tokens of its content, of requests that began. Any thread may ask ``refuse``.
+
+    Callers name multimodal items and what encoders read. A name stands in the keys of blocks in place of the content,
+    so it must mean one content. How many tokens that has is all that can be checked of it: a name that comes with
+    another number is refused, and not served what the first one left.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: dict[_Name, int] = {}
+
+    def refuse(self, request: Request) -> None:
+        """ConfigError for a request in which a name comes with another number of tokens. O(its names)."""
+        for name, tokens in _names(request):
+            known = self._tokens.get(name, tokens)
+            if known != tokens:
+                raise ConfigError(
+                    f"{name[0]} {name[1]!r} of request {request.request_id!r} has {tokens} tokens, it had {known} "
+                    "before: a name means one content, so give content that differs another name"
+                )
+
+    def know(self, request: Request) -> None:
+        """``request`` begins: blocks may be kept under its names from now on."""
+        for name, tokens in _names(request):
+            self._tokens.pop(name, None)
+            self._tokens[name] = tokens
+            if len(self._tokens) > MOST_NAMES:
+                del self._tokens[next(iter(self._tokens))]
+
+    def forget(self) -> None:
+        """No block is kept under any name."""
+        self._tokens.clear()
+
+
+def _names(request: Request) -> Iterator[tuple[_Name, int]]:
+    for item in request.multimodal:
+        yield ("multimodal item", item.id, request.cache_salt), item.length
+    if request.encoder is not None:
+        yield ("encoder input", request.encoder.digest, request.cache_salt), request.encoder.num_tokens

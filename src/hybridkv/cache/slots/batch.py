@@ -19,6 +19,7 @@ from hybridkv.cache.blocks.pool import BlockPool
 from hybridkv.cache.policies import RowTokens
 from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.cache.slots.plan import Reason
+from hybridkv.cache.slots.transfers import TransferLog
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -67,35 +68,23 @@ def missing_columns(groups: Sequence[CacheGroup], rows: Int64, total: Int64) -> 
     return np.maximum(missing, 0, out=missing)
 
 
-def take(groups: Sequence[CacheGroup], pool: BlockPool, rows: Int64, missing: Int64, index: Int64) -> BatchSlots:
-    """Give every row its missing blocks. index: the rows' places in the batch."""
+def take(groups: Sequence[CacheGroup], transfers: TransferLog, rows: Int64, missing: Int64, index: Int64) -> BatchSlots:
+    """Give every row its missing blocks, which can be taken in any order. index: the rows' places in the batch."""
     total = int(missing.sum())
     if not total:
         return nothing_new(0)
     if len(groups) == 1:
-        ids = pool.get_new_blocks(total)
+        ids = transfers.new_blocks(total, 0)
         owner, column = groups[0].rows.extend_many(rows, missing[:, 0], ids)
         return BatchSlots(0, index[owner].astype(np.int32), np.zeros(total, np.int32), column.astype(np.int32), ids)
     of_group = np.repeat(np.tile(np.arange(len(groups), dtype=np.int32), len(rows)), missing.ravel())
-    ids = _take_classes(pool, of_group)
+    ids = transfers.new_blocks_each(of_group)
     of_row, of_column = np.empty(total, np.int32), np.empty(total, np.int32)
     for g, group in enumerate(groups):
         mine = np.flatnonzero(of_group == g)
         owner, column = group.rows.extend_many(rows, missing[:, g], ids[mine])
         of_row[mine], of_column[mine] = index[owner], column
     return BatchSlots(0, of_row, of_group, of_column, ids)
-
-
-def _take_classes(pool: BlockPool, of_group: Int32) -> Int32:
-    """A block for each of ``of_group``, int32; within a class in order."""
-    if len(pool.bases) == 1:
-        return pool.get_new_blocks(len(of_group))
-    ids = np.empty(len(of_group), np.int32)
-    of_class = np.array(pool.classes)[of_group]
-    for of in np.unique(of_class).tolist():
-        mine = np.flatnonzero(of_class == of)
-        ids[mine] = pool.get_new_blocks(len(mine), pool.classes.index(of))
-    return ids
 
 
 def concat(accepted: int, parts: Sequence[BatchSlots], reason: Reason | None = None) -> BatchSlots:
@@ -154,10 +143,10 @@ def needs_of(groups: Sequence[CacheGroup], batch: Batch) -> Needs:
     for g, group in enumerate(groups):
         rows, policy = group.rows, group.policy
         held, dropped = rows.count[batch.rows], rows.dropped[batch.rows]
-        asked = batch.end if policy.keeps_state else batch.total
+        asked = batch.end if group.kind.keeps_state else batch.total
         missing[:, g] = np.maximum(policy.columns(asked) - held, 0)
         drop[:, g] = np.minimum(np.maximum(policy.droppable(batch.processed), dropped), held)
-        if policy.publishes:
+        if group.kind.publishes:
             tokens = RowTokens(batch.computed, batch.end, batch.known)
             plain &= policy.is_plain(missing[:, g], group.published[batch.rows], tokens)
             if group.pending:
@@ -196,9 +185,3 @@ def drop(groups: Sequence[CacheGroup], pool: BlockPool, batch: Batch, columns: I
         group.rows.drop_rows(rows, upto)
     pool.free_blocks(ids)
     return True
-
-
-def publishable(group: CacheGroup, rows: Int64, known: Int64) -> tuple[Int64, Int64]:
-    """First unpublished column of each row and how many can be published at ``known`` tokens; int64[rows] each."""
-    first = group.published[rows]
-    return first, np.maximum(group.policy.decided_rows(known) - first, 0)

@@ -29,7 +29,7 @@ Int64 = NDArray[np.int64]
 
 
 class Checkpoints:
-    """groups: those that keep states; none of them, or a placement that keeps none, is nothing to do.
+    """groups: all; nothing is done where none keeps states for reuse, or ``placement`` keeps none.
 
     stored, declined: stops so far that found a block and that did not.
     """
@@ -37,16 +37,15 @@ class Checkpoints:
     def __init__(
         self,
         groups: Sequence[CacheGroup],
-        num_groups: int,
         pool: BlockPool,
         *,
         log: WriteLog,
         transfers: TransferLog,
-        placement: Placement | None,
+        placement: Placement,
     ) -> None:
-        keeps = placement is not None and placement.keeps_states
-        self.groups = tuple(groups) if keeps else ()
-        self._num_groups = num_groups
+        kept = [group for group in groups if group.kind.keeps_state] if placement.keeps_states else []
+        self.groups = tuple(kept)
+        self._num_groups = len(groups)
         self._pool = pool
         self._log = log
         self._transfers = transfers
@@ -74,21 +73,17 @@ class Checkpoints:
 
     def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
         """Token counts in start + 1 .. end, known ones, at which a state of ``request`` should be kept."""
-        placement = self._placement_of(request)
-        return (
-            ()
-            if placement is None
-            else tuple(stop for stop in placement.stops(request, start, end) if stop <= request.num_tokens)
-        )
+        if not self._keeps_for(request):
+            return ()
+        return tuple(stop for stop in self._placement.stops(request, start, end) if stop <= request.num_tokens)
 
     def _next_stop(self, request: Request, after_tokens: int) -> int:
         """The next of them, NEVER without one."""
-        placement = self._placement_of(request)
-        return NEVER if placement is None else placement.next_stop(request, after_tokens)
+        return self._placement.next_stop(request, after_tokens) if self._keeps_for(request) else NEVER
 
-    def _placement_of(self, request: Request) -> Placement | None:
-        """What says where states of ``request`` are kept; None where none are."""
-        return self._placement if self.groups and request.writes_prefix_cache else None
+    def _keeps_for(self, request: Request) -> bool:
+        """Whether any state of ``request`` is kept."""
+        return bool(self.groups) and request.writes_prefix_cache
 
     def store(self, requests: Sequence[Request | None], rows: Int64, computed: Int64, end: Int64) -> None:
         """A block for every stop in computed .. end of each row, in order. O(rows) in array operations.
@@ -140,13 +135,13 @@ class Checkpoints:
             return
         taken = [
             self._transfers.store(
-                group, request.row, tokens, self._pool.get_new_blocks(1, group.number).item(0), column
+                group, request.row, tokens, self._transfers.new_blocks(1, group.number).item(0), column
             )
             for group in lacking
         ]
         for stored in taken:  # taking one may have moved those before it
             self._publish(stored.group, request, tokens, stored.block, self._log.open_step)
-            if self._placement is not None and self._placement.is_supersedable(request, tokens):
+            if self._placement.is_supersedable(request, tokens):
                 self._pool.keys.flag_supersedable(stored.block)
         self.stored += 1
         self._supersede(request, tokens)
@@ -169,7 +164,7 @@ class Checkpoints:
 
         States at stops among its last accepted drafts are kept, too.
         """
-        if not self.groups or self._placement is None:
+        if not self.groups:
             return
         for stop, column in self._late.pop(request.row, ()):
             self._keep_column(request, stop, column, supersedable=self._placement.is_supersedable(request, stop))

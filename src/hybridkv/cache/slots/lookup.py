@@ -1,56 +1,67 @@
-"""Look-ups: what a request can begin with, which is there already."""
+"""Look-ups: what a request can begin with, which is there already; what all groups agree on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.policies import Hit, Search
 from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.cache.rows.residents import Residents
-from hybridkv.cache.slots.coordinator import CommonHit, Coordinator
-from hybridkv.cache.statistics import PrefixCacheStats
 from hybridkv.cache.values import KVCacheBlocks
 from hybridkv.request import Hasher, Request
 
 _NONE = np.empty(0, np.int32)
 
 
-class PrefixLookup:
-    """Finds, never adopts. hasher: of the requests, None without prefix caching. log_stats: count look-ups.
+class CommonHit(NamedTuple):
+    """The longest prefix that every group has.
 
-    empty: no block in every group.
+    groups: one Hit a group, in the order of the groups. uncached_tokens: how much further the first group
+    asked would go (full attention, where there is any): a state or window kept there would have helped.
+    missing, seen, additions: as in Hit, of the whole search, by group but for the blocks on which it rests.
+    sources: by group, the block to copy the end of the hit from: the last column, used in part, or a state; 0: none.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[CacheGroup],
-        pool: BlockPool,
-        coordinator: Coordinator,
-        residents: Residents,
-        *,
-        hasher: Hasher | None,
-        log_stats: bool,
-    ) -> None:
+    tokens: int
+    groups: tuple[Hit, ...]
+    uncached_tokens: int = 0
+    missing: tuple[tuple[int, ...], ...] = ()
+    seen: tuple[NDArray[np.int32], ...] = ()
+    additions: tuple[int, ...] = ()
+    sources: tuple[int, ...] = ()
+
+    @property
+    def branch_tokens(self) -> int:
+        """Where other requests went on with the same tokens, 0 when nowhere."""
+        return self.tokens + self.uncached_tokens if self.uncached_tokens else 0
+
+
+class PrefixLookup:
+    """Finds, never adopts. alignment: tokens of which every hit is a multiple.
+
+    hasher: of the requests, None without prefix caching. empty: no block in every group.
+
+    Groups without keys are asked first (they agree to all or to nothing), then those of which every prefix of a hit is
+    one, then the others.
+    """
+
+    def __init__(self, residents: Residents, pool: BlockPool, alignment: int, hasher: Hasher | None) -> None:
+        groups = residents.groups
         self.empty = KVCacheBlocks((_NONE,) * len(groups), pool)
-        self._groups = tuple(groups)
+        self._groups = groups
         self._pool = pool
-        self._coordinator = coordinator
         self._residents = residents
         self._hasher = hasher
-        self._stats = PrefixCacheStats() if log_stats else None
+        self._alignment = alignment
+        self._asked = sorted(groups, key=_turn)
+        none = (Hit(0, _NONE),) * len(groups)
+        self._no_hit = CommonHit(0, none, 0, ((),) * len(groups), (), (-1,) * len(groups), (0,) * len(groups))
 
     # -- cached prefixes
-
-    def look_up(self, request: Request) -> CommonHit:
-        """``find``, counted in the statistics."""
-        hit = self.find(request)
-        if self._stats is not None and self._hasher is not None and request.reads_prefix_cache:
-            self._stats.requests += 1
-            self._stats.queries += request.num_tokens
-            self._stats.hits += hit.tokens
-        return hit
 
     def find(self, request: Request) -> CommonHit:
         """The longest cached prefix of all but the last token of ``request``. O(blocks of the hit).
@@ -59,13 +70,13 @@ class PrefixLookup:
         """
         self._residents.refuse_stranger(request)
         reads = self._hasher is not None and request.reads_prefix_cache
-        return self._coordinator.longest_common_hit(request, request.num_tokens - 1 if reads else 0)
+        return self._longest(request, request.num_tokens - 1 if reads else 0)
 
     def find_written(self, request: Request) -> CommonHit:
         """The longest prefix of all tokens of ``request`` that is cached and written. O(blocks of the prefix)."""
-        hit = self._coordinator.longest_common_hit(request, 0 if self._hasher is None else request.num_tokens)
+        hit = self._longest(request, 0 if self._hasher is None else request.num_tokens)
         while not all(self._pool.keys.all_written(part.blocks) for part in hit.groups):
-            hit = self._coordinator.longest_common_hit(request, hit.tokens - 1)
+            hit = self._longest(request, hit.tokens - 1)
         return hit
 
     def is_longest(self, request: Request, hit: CommonHit, evictions: int) -> bool:
@@ -79,6 +90,54 @@ class PrefixLookup:
         if any(group.knows_any(request, columns) for group, columns in zip(self._groups, hit.missing, strict=True)):
             return False
         return all(self._pool.keys.kept_since(ids, evictions) for ids in hit.seen)
+
+    def _longest(self, request: Request, limit_tokens: int) -> CommonHit:
+        """The longest prefix of at most ``limit_tokens`` tokens that every group has.
+
+        Each group may lower the candidate; all are asked in turn until they agree (a fixed point: the
+        candidate only falls). A group that drops for EAGLE looks one column past the candidate, once; it
+        does so anew after a group that did not drop has lowered the candidate. O(blocks of the longest hit).
+        """
+        candidate = limit_tokens // self._alignment * self._alignment
+        if not candidate:
+            return self._no_hit
+        hits: dict[int, Hit] = {}
+        views = {group.number: group.view(request) for group in self._groups}
+        missing: dict[int, list[int]] = {group.number: [] for group in self._groups}
+        additions = [-1] * len(self._groups)
+        dropped: set[int] = set()
+        seen: list[NDArray[np.int32]] = []
+        longest, agreed = 0, False
+        ahead = limit_tokens if len(self._groups) == 1 else request.num_tokens
+        while candidate and not agreed:
+            agreed = True
+            for group in self._asked:
+                before, past = hits.get(group.number), int(group.kind.drops and group.number not in dropped)
+                if before is not None and group.policy.hits.downward_closed:
+                    hit = _trimmed(before, min(before.tokens, candidate), group.policy.block_size)
+                else:
+                    search = Search(candidate, ahead if past else limit_tokens, self._alignment, past, longest)
+                    hit = group.policy.hits.longest(views[group.number], group.keys(request), search)
+                    missing[group.number] += hit.missing
+                    additions[group.number] = max(additions[group.number], hit.additions)
+                    seen.append(hit.seen)
+                    dropped.update((group.number,) if past else ())
+                hits[group.number] = hit
+                if hit.tokens < candidate:
+                    candidate, agreed = hit.tokens, False
+                    if not past:
+                        dropped.clear()
+                if group.kind.publishes and not longest:
+                    longest = candidate
+        found = tuple(tuple(missing[group.number]) for group in self._groups)
+        asked = self._no_hit._replace(
+            uncached_tokens=longest - candidate, missing=found, seen=tuple(seen), additions=tuple(additions)
+        )
+        if not candidate:
+            return asked
+        sources = tuple(group.policy.hits.source(views[group.number], candidate) for group in self._groups)
+        asked = asked._replace(tokens=candidate, groups=tuple(hits[group.number] for group in self._groups))
+        return asked._replace(sources=sources, seen=(*seen, np.array([s for s in sources if s], np.int32)))
 
     # -- blocks to begin with
 
@@ -98,22 +157,17 @@ class PrefixLookup:
         ids, sources = [], []
         for group in self._groups:
             held = group.rows.ids(row)
-            full = len(held) if group.policy.by_digest else group.policy.hit_columns(tokens)
+            full = len(held) if group.kind.by_digest else group.policy.hits.columns(tokens)
             ids.append(held[:full])
-            partial = len(held) > full and (group.policy.keeps_state or tokens % group.policy.block_size)
+            partial = len(held) > full and (group.kind.keeps_state or tokens % group.policy.block_size)
             sources.append(int(held[full]) if partial and tokens else 0)
         return KVCacheBlocks(tuple(ids), self._pool, sources=tuple(sources), parent=request), tokens
 
-    # -- statistics
 
-    def count_reset(self) -> None:
-        """All keys were forgotten."""
-        if self._stats is not None:
-            self._stats.reset = True
+def _turn(group: CacheGroup) -> tuple[bool, bool, int]:
+    return group.kind.publishes, not group.policy.hits.downward_closed, group.number
 
-    def take_stats(self) -> PrefixCacheStats | None:
-        """Statistics since the last call; None when they are off."""
-        if self._stats is None:
-            return None
-        stats, self._stats = self._stats, PrefixCacheStats()
-        return stats
+
+def _trimmed(hit: Hit, tokens: int, block_size: int) -> Hit:
+    """The first ``tokens`` of a hit of which every prefix is one."""
+    return hit._replace(tokens=tokens, blocks=hit.blocks[: tokens // block_size])

@@ -1,4 +1,4 @@
-"""Slots for one request: what is missing is planned without touching anything, then committed as planned.
+"""What a request needs, decided without touching anything; slots.py carries it out.
 
 tokens  [ computed before | hit | external | new | lookahead ]
         0                                        ^ end       ^ total
@@ -12,16 +12,23 @@ from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from hybridkv.cache.blocks.block_keys import WRITTEN
 from hybridkv.cache.blocks.pool import BlockPool
 from hybridkv.cache.policies import Demand, GroupPlan, RowFacts
 from hybridkv.cache.rows.group import CacheGroup
+from hybridkv.cache.rows.publishing import Publisher
+from hybridkv.cache.rows.residents import Residents
+from hybridkv.cache.rows.write_log import WriteLog
 from hybridkv.cache.values import KVCacheBlocks
-from hybridkv.errors import ConfigError, StalePlanError
+from hybridkv.errors import CacheError, ConfigError, StalePlanError
 from hybridkv.request import Request
 from hybridkv.specs import Keeps, RequestLimits
 
-NO_BLOCKS = np.empty(0, np.int32)
+Int32 = NDArray[np.int32]
+
+_NO_BLOCKS = np.empty(0, np.int32)
 
 
 class Reason(StrEnum):
@@ -97,7 +104,134 @@ class SlotDemand(NamedTuple):
     encoder_tokens: int = 0
 
 
-def check_wanted(request: Request, wanted: SlotDemand, groups: Sequence[CacheGroup], *, caching: bool) -> None:
+class SlotPlanner:
+    """Adds up what the policies of all groups say, and touches nothing. max_model_len: most tokens of a request."""
+
+    def __init__(
+        self, pool: BlockPool, residents: Residents, *, publisher: Publisher, log: WriteLog, max_model_len: int
+    ) -> None:
+        groups = residents.groups
+        self.max_model_len = max_model_len
+        self._groups = groups
+        self._encoded = tuple(group for group in groups if group.kind.spec.keeps is Keeps.ENCODER)
+        self._pool = pool
+        self._rows = residents.columns
+        self._publisher = publisher
+        self._log = log
+
+    def plan(self, request: Request, wanted: SlotDemand, admission: Admission | None = None) -> SlotPlan | Refusal:
+        """One GroupPlan a group, or why not. ConfigError for a demand that makes no sense."""
+        groups, pool, row = self._groups, self._pool, request.row
+        _check_wanted(request, wanted, groups, caching=self._publisher.publishes)
+        self._check_hit(request, wanted)
+        in_flight = self._rows.in_flight.item(row) if row >= 0 else 0
+        demand = _demand_of(request, wanted, in_flight, self.max_model_len, self._publisher.edges(request))
+        if row < 0 and demand.by_digest:
+            for group in self._encoded:  # the keys to publish: a hasher may fail here, and not when the plan is done
+                request.encoder_keys(group.policy.block_size)
+        facts = [group.facts(row) for group in groups]
+        adopted = self._adopted(request, wanted)
+        plans = tuple(
+            group.policy.plan(known, ids, demand) for group, known, ids in zip(groups, facts, adopted, strict=True)
+        )
+        sources = self._sources(wanted)
+        freed = _freed_blocks(groups, facts, plans, row, pool)
+        needs = _needed_blocks(plans, sources, pool)
+        needed, free = pool.weigh(needs, freed)
+        if needed > free:
+            return Refusal(Reason.NO_SPACE, _largest_group(plans), needed, free)
+        step = self._log.open_step
+        blocked = None
+        if step != WRITTEN and not wanted.hit.is_fork:  # what a fork shares was written before
+            blocked = _unwritten_prefix(groups, plans, sources, pool, step)
+        if blocked is not None:
+            return Refusal(Reason.PREFIX_NOT_WRITTEN, blocked, needed, free)
+        if admission is not None:
+            kept = _needed_blocks(plans, (0,) * len(plans), pool)  # sources are held for this step alone
+            later = _later_blocks(groups, plans, admission)
+            in_all = pool.weigh([now + then for now, then in zip(kept, later, strict=True)], freed).needed
+            if in_all + admission.reserve_blocks > free:
+                return Refusal(Reason.ADMISSION_LIMIT, _largest_group(plans), in_all + admission.reserve_blocks, free)
+        if pool.waits(needs, freed):
+            return Refusal(Reason.FRAGMENTED, _largest_group(plans), needed, free)
+        return SlotPlan(
+            pool.epoch,
+            request,
+            demand.total,
+            demand.certain,
+            plans,
+            sources,
+            demand.hit,
+            demand.computed,
+            demand.known,
+            begins=row < 0,
+            encodes=any(plan.take for plan, group in zip(plans, groups, strict=True) if group in self._encoded),
+        )
+
+    def _adopted(self, request: Request, wanted: SlotDemand) -> Sequence[Int32]:
+        """Blocks that a new row begins with, by group: those handed over, and the encoder's output if it is there.
+
+        All groups have it or none, so that what is published is never written again.
+        """
+        reads = self._publisher.publishes and wanted.encoder_tokens and not request.skip_reading_prefix_cache
+        if not reads or request.row >= 0 or wanted.hit.is_fork:
+            return wanted.hit.ids
+        found = {group: group.encoded(request) for group in self._encoded}
+        if not all(len(ids) for ids in found.values()):
+            return wanted.hit.ids
+        return [found.get(group, ids) for group, ids in zip(self._groups, wanted.hit.ids, strict=True)]
+
+    def _check_hit(self, request: Request, wanted: SlotDemand) -> None:
+        """BlockError for blocks that are not the pool's, ConfigError unless the request's tokens are what they hold.
+
+        Of each group the last whole block is looked at, whose key is of all tokens before, and what is copied. Of a
+        fork, the tokens and extra keys of the parent.
+        """
+        hit = wanted.hit
+        if not (wanted.hit_tokens or any(hit.sources)):
+            return
+        for ids in hit.ids:
+            self._pool.refuse_foreign(ids[ids != 0])
+        if hit.parent is not None:
+            own = request.begins_as(hit.parent, wanted.hit_tokens)
+        else:
+            sources = hit.sources or (0,) * len(self._groups)
+            own = all(
+                self._holds(group, request, ids, source, wanted.hit_tokens)
+                for group, ids, source in zip(self._groups, hit.ids, sources, strict=True)
+            )
+        if not own:
+            raise ConfigError(
+                f"the hit handed over for {request.request_id!r} holds other tokens: hand over what "
+                "get_computed_blocks returned for this request"
+            )
+
+    def _holds(self, group: CacheGroup, request: Request, ids: Int32, source: int, tokens: int) -> bool:
+        """Whether a hit of ``tokens`` tokens of ``request`` may begin with ``ids`` and be copied from ``source``."""
+        if len(ids) and ids[-1] and self._pool.key_of(int(ids[-1])) != group.keys(request)[len(ids) - 1]:
+            return False
+        view, policy = group.view(request), group.policy
+        try:
+            found = policy.hits.source(view, tokens)
+        except CacheError:  # nothing is known that its last column could be copied from
+            return False
+        if source == found or not (source and found):
+            return source == found
+        if group.kind.keeps_state:
+            return view.is_state(source, tokens)
+        return view.begins(source, *divmod(tokens, policy.block_size))
+
+    def _sources(self, wanted: SlotDemand) -> tuple[int, ...]:
+        """What is copied, by group: a state only where no later one is loaded from elsewhere."""
+        sources = wanted.hit.sources or (0,) * len(self._groups)
+        if not wanted.external_tokens:
+            return sources
+        return tuple(
+            0 if group.kind.keeps_state else source for group, source in zip(self._groups, sources, strict=True)
+        )
+
+
+def _check_wanted(request: Request, wanted: SlotDemand, groups: Sequence[CacheGroup], *, caching: bool) -> None:
     """ConfigError when there is nothing to allocate, or what is handed over cannot be adopted.
 
     StalePlanError for a hit whose blocks were evicted since the look-up.
@@ -122,12 +256,12 @@ def check_wanted(request: Request, wanted: SlotDemand, groups: Sequence[CacheGro
     if wanted.hit_tokens and not hit:
         raise ConfigError(f"{wanted.hit_tokens} hit tokens without their blocks: hand over new_computed_blocks")
     if hit:
-        _check_hit(request, wanted, groups)
+        _check_hit_size(request, wanted, groups)
         if wanted.hit.is_stale:
             raise StalePlanError(f"blocks of the hit handed over for {name!r} were evicted since: look up again")
 
 
-def _check_hit(request: Request, wanted: SlotDemand, groups: Sequence[CacheGroup]) -> None:
+def _check_hit_size(request: Request, wanted: SlotDemand, groups: Sequence[CacheGroup]) -> None:
     """ConfigError unless the blocks of a hit are as many as its tokens say, in as many groups."""
     if wanted.hit_tokens >= request.num_tokens:
         raise ConfigError(f"a hit of {wanted.hit_tokens} tokens leaves nothing to compute of {request.num_tokens}")
@@ -135,19 +269,22 @@ def _check_hit(request: Request, wanted: SlotDemand, groups: Sequence[CacheGroup
         raise ConfigError(f"a hit needs blocks of {len(groups)} groups, got {len(wanted.hit.ids)}")
     for group, ids in zip(groups, wanted.hit.ids, strict=True):
         policy = group.policy
-        if policy.by_digest and wanted.hit.is_fork:
+        if group.kind.by_digest and wanted.hit.is_fork:
             continue
         ends_inside = (
-            policy.publishes and not policy.copies and wanted.hit_tokens % policy.block_size and not wanted.hit.is_fork
+            group.kind.publishes
+            and not policy.hits.copies
+            and wanted.hit_tokens % policy.block_size
+            and not wanted.hit.is_fork
         )
-        if len(ids) != policy.hit_columns(wanted.hit_tokens) or ends_inside:
+        if len(ids) != policy.hits.columns(wanted.hit_tokens) or ends_inside:
             raise ConfigError(
                 f"a hit of {wanted.hit_tokens} tokens needs {wanted.hit_tokens / policy.block_size:g} blocks in "
                 f"group {group.number}, got {len(ids)}: hand over what get_computed_blocks returned"
             )
 
 
-def demand_of(
+def _demand_of(
     request: Request, wanted: SlotDemand, in_flight: int, max_model_len: int, edges: tuple[int, ...] | None
 ) -> Demand:
     """``wanted`` in tokens. edges: where the request may be resumed; None when it publishes nothing."""
@@ -169,7 +306,7 @@ def demand_of(
     )
 
 
-def needed_blocks(plans: Sequence[GroupPlan], sources: Sequence[int], pool: BlockPool) -> list[int]:
+def _needed_blocks(plans: Sequence[GroupPlan], sources: Sequence[int], pool: BlockPool) -> list[int]:
     """Blocks that ``plans`` use up, by group: those taken, and hits and sources that nobody holds now."""
     needs = []
     for plan, source in zip(plans, sources, strict=True):
@@ -178,23 +315,23 @@ def needed_blocks(plans: Sequence[GroupPlan], sources: Sequence[int], pool: Bloc
     return needs
 
 
-def freed_blocks(
+def _freed_blocks(
     groups: Sequence[CacheGroup], facts: Sequence[RowFacts], plans: Sequence[GroupPlan], row: int, pool: BlockPool
 ) -> list[int]:
     """Blocks of dropped columns that nobody else holds, by group."""
     freed = []
     for group, before, plan in zip(groups, facts, plans, strict=True):
-        gone = group.rows.span(row, before.dropped, plan.drop) if plan.drop > before.dropped else NO_BLOCKS
+        gone = group.rows.span(row, before.dropped, plan.drop) if plan.drop > before.dropped else _NO_BLOCKS
         freed.append(int(np.count_nonzero(pool.ref_counts(gone[gone != 0]) == 1)) if len(gone) else 0)
     return freed
 
 
-def largest_group(plans: Sequence[GroupPlan]) -> int:
+def _largest_group(plans: Sequence[GroupPlan]) -> int:
     """The group that takes most."""
     return max(range(len(plans)), key=lambda group: plans[group].take)
 
 
-def later_blocks(groups: Sequence[CacheGroup], plans: Sequence[GroupPlan], admission: Admission) -> list[int]:
+def _later_blocks(groups: Sequence[CacheGroup], plans: Sequence[GroupPlan], admission: Admission) -> list[int]:
     """What an admitted request may need besides, up to its peak, by group."""
     return [
         max(group.peak_blocks(admission.full, admission.steps) - int(np.count_nonzero(plan.reuse)) - plan.take, 0)
@@ -202,12 +339,12 @@ def later_blocks(groups: Sequence[CacheGroup], plans: Sequence[GroupPlan], admis
     ]
 
 
-def unwritten_prefix(
+def _unwritten_prefix(
     groups: Sequence[CacheGroup], plans: Sequence[GroupPlan], sources: Sequence[int], pool: BlockPool, step: int
 ) -> int | None:
     """The first group whose hit is a state, or is copied, and has yet to be written by ``step``, now scheduled."""
     for group, plan, source in zip(groups, plans, sources, strict=True):
-        copied = int(plan.reuse[-1]) if group.policy.keeps_state and len(plan.reuse) else source
+        copied = int(plan.reuse[-1]) if group.kind.keeps_state and len(plan.reuse) else source
         if copied and pool.keys.step_of(copied) == step:
             return group.number
     return None

@@ -1,9 +1,9 @@
 """Blocks that a step must move and copy before its forward, and what is held until it is on its way.
 
-moves     made while slots were allocated: the tables name the targets already
+moves     made while blocks were taken: whoever names a block that moved is told at once
 copies    a hit that ends inside a block, or at a state: source -> the row's own block
 held      sources of copies and new checkpoints, so that nothing else of the same step overwrites them;
-steps run in order, so a later one may
+          steps run in order, so a later one may
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from hybridkv.cache.blocks.pool import BlockPool
 from hybridkv.cache.rows.group import CacheGroup
+from hybridkv.cache.rows.write_log import WriteLog
+from hybridkv.cache.slots.holds import Pins
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -77,10 +79,17 @@ class Stored:
 
 
 class TransferLog:
-    """Collects until ``take``. Blocks are the pool's numbers; whoever moves them tells ``follow``."""
+    """Collects until ``take``. Blocks are the pool's numbers.
 
-    def __init__(self, groups: Sequence[CacheGroup], pool: BlockPool) -> None:
+    All blocks of rows and checkpoints are taken here, since taking may move others: rows, the steps in flight
+    (``log``), pins and the step that is being made then name them anew.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup], pool: BlockPool, log: WriteLog, pins: Pins) -> None:
+        self._groups = tuple(groups)
         self._pool = pool
+        self._log = log
+        self._pins = pins
         self._first_group = [pool.classes.index(of) for of in range(len(pool.bases))] if groups else []
         self._moves: list[Int64] = []
         self._copies: list[_Copy] = []
@@ -96,13 +105,39 @@ class TransferLog:
         self._copies.append(_Copy(group, source, row, column))
 
     def store(self, group: CacheGroup, row: int, tokens: int, block: int, column: int | None = None) -> Stored:
-        """The forward stores a state in ``block``, which the caller has taken; or it is copied from ``column``."""
+        """The forward stores a state in ``block``, new and of nobody's row; or it is copied from ``column``."""
         stored = Stored(group, row, tokens, block, column)
         self._stored.append(stored)
         return stored
 
-    def follow(self, moves: Int64) -> None:
-        """Blocks moved, int64[m, 2]."""
+    def new_blocks(self, n: int, group: int) -> Int32:
+        """Take ``n`` blocks for ``group``, int32[n]. BlockError if n cannot be had."""
+        taken = self._pool.take(n, group)
+        for moves in taken.moves:
+            self._follow(moves)
+        return taken.ids
+
+    def new_blocks_each(self, of_group: Int32) -> Int32:
+        """A block for each of ``of_group``, int32; within a class in order. Nothing moves: see takes_in_any_order."""
+        pool = self._pool
+        if len(pool.bases) == 1:
+            return self.new_blocks(len(of_group), 0)
+        ids = np.empty(len(of_group), np.int32)
+        of_class = np.array(pool.classes)[of_group]
+        for of in np.unique(of_class).tolist():
+            mine = np.flatnonzero(of_class == of)
+            ids[mine] = self.new_blocks(len(mine), pool.classes.index(of))
+        return ids
+
+    def _follow(self, moves: Int64) -> None:
+        """Blocks of one class moved, int64[m, 2]. One pass over the rows of its groups (docs/design/0010)."""
+        sources, targets = moves[:, 0], moves[:, 1]
+        of = self._pool.class_of(int(sources[0]))
+        for group in self._groups:
+            if self._pool.classes[group.number] == of:
+                group.rows.rewrite(sources, targets)
+        self._log.follow(sources, targets)
+        self._pins.follow(sources, targets)
         self._moves.append(moves)
         new = dict(moves.tolist())
         for copy in self._copies:
@@ -135,6 +170,16 @@ class TransferLog:
             self._pool.free_blocks(np.array([block], np.int32))
         return Transfers(tuple(copies), checkpoints, moved)
 
+    def cells_of(self, blocks: Int64) -> tuple[Int32, Int32, Int32]:
+        """(group, row, column) of every cell that holds one of ``blocks``, int32 each."""
+        parts = []
+        for group in self._groups if blocks.size else ():
+            rows, columns = group.rows.find(blocks)
+            parts.append(np.stack([np.full(len(rows), group.number), rows, columns]))
+        found = np.concatenate(parts, axis=1) if parts else np.empty((3, 0))
+        group_of, row, column = found.astype(np.int32)
+        return group_of, row, column
+
     def _moved(self, moves: Int64) -> list[Transfer]:
         of = self._pool.class_of(int(moves[0, 0]))
         base, group = self._pool.bases[of], self._first_group[of]
@@ -142,7 +187,7 @@ class TransferLog:
 
     def _copied(self, copy: _Copy) -> Transfer:
         target = self._block_at(copy.group, copy.row, copy.column)
-        kind = "state" if copy.group.policy.keeps_state else "block"
+        kind = "state" if copy.group.kind.keeps_state else "block"
         return Transfer(copy.group.number, self._local(copy.group, copy.source), target, kind)
 
     def _kept(self, one: Stored, column: int) -> Transfer:

@@ -1,0 +1,337 @@
+"""The two layouts as the cache sees them: what is kept for reuse, where hits end, where free blocks come from.
+
+Made once, from the config; nothing else in the cache knows which of the two it is.
+
+    ReferenceLayout   vLLM's: blocks of one size; a state is kept in the block of the tokens that it ends
+    NaturalLayout     blocks of several sizes in slabs; hits end at any token; states are kept where a placement stops
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.blocks.slab_space import SlabSpace
+from hybridkv.cache.blocks.space import ClassedSpace
+from hybridkv.cache.placement import DEFAULT_PLACEMENT, Placement
+from hybridkv.cache.policies import (
+    AlignedStatePolicy,
+    AlignedStates,
+    AnyHits,
+    AttentionPolicy,
+    BlockHits,
+    ChunkSpan,
+    EncoderOutput,
+    FixedPolicy,
+    FullSpan,
+    GroupKind,
+    LabelHits,
+    NoHits,
+    Nothing,
+    Policy,
+    PublishRule,
+    RunningState,
+    RunningStates,
+    Span,
+    StateHits,
+    TokenHits,
+    WindowSpan,
+    inner_of,
+    keeps_tokens,
+)
+from hybridkv.errors import ConfigError, UnsupportedModelError
+from hybridkv.planner.config import KVCacheConfig
+from hybridkv.specs import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    Keeps,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+_KEYS_APART: Final = 16  # tokens, where there is no attention whose blocks would say it
+
+
+class Layout(Protocol):
+    """placement: where states are kept; None where the specs say it themselves.
+
+    rewrites_states: running states are rewritten in place, so that a failed step leaves them broken. shares_in_part: a
+    branch can begin with blocks that its parent has half filled. keeps_ends: what a request has computed stays to the
+    last token when it ends; publishes_ends: so does what lies before other ends inside blocks.
+    """
+
+    @property
+    def placement(self) -> Placement | None:
+        """See the class."""
+        ...
+
+    @property
+    def rewrites_states(self) -> bool:
+        """See the class."""
+        ...
+
+    @property
+    def shares_in_part(self) -> bool:
+        """See the class."""
+        ...
+
+    @property
+    def keeps_ends(self) -> bool:
+        """See the class."""
+        ...
+
+    @property
+    def publishes_ends(self) -> bool:
+        """See the class."""
+        ...
+
+    def publishes(self, spec: KVCacheSpec) -> bool:
+        """Whether anything of a group of ``spec`` can be hit."""
+        ...
+
+    def is_by_digest(self, spec: KVCacheSpec) -> bool:
+        """Whether blocks of a group of ``spec`` are found under the digest of the encoder's input."""
+        ...
+
+    def hash_block(self, kinds: Sequence[GroupKind]) -> int:
+        """Tokens between two keys of a request: the greatest number that divides all blocks that have keys."""
+        ...
+
+    def alignment(self, kinds: Sequence[GroupKind]) -> int:
+        """Tokens of which every hit is a multiple."""
+        ...
+
+    def policies(self, kinds: Sequence[GroupKind], hash_block: int) -> tuple[Policy, ...]:
+        """One a kind.
+
+        ConfigError for a hash block that does not divide the blocks, or a retention that cannot be kept;
+        UnsupportedModelError for a kind of layer that has none.
+        """
+        ...
+
+    def pool(self, config: KVCacheConfig, *, enable_events: bool, max_event_blocks: int) -> BlockPool:
+        """The blocks of ``config``."""
+        ...
+
+
+def layout_of(
+    config: KVCacheConfig,
+    *,
+    placement: Placement | None = None,
+    retention: int | None = None,
+    max_moved_bytes: int | None = None,
+    space: ClassedSpace | None = None,
+    published_ends: bool = True,
+) -> Layout:
+    """The layout of ``config``; see KVCacheManager. ConfigError for a placement in the reference layout."""
+    if config.slabs is None:
+        if placement is not None:
+            raise ConfigError(
+                f"placement {placement.name} needs the natural layout; in the reference layout the specs say where "
+                "states are kept: plan with placement= instead"
+            )
+        return ReferenceLayout(retention)
+    return NaturalLayout(
+        DEFAULT_PLACEMENT if placement is None else placement,
+        SlabSpace(config.slabs, max_moved_bytes) if space is None else space,
+        retention,
+        published_ends,
+    )
+
+
+def kinds_of(config: KVCacheConfig, layout: Layout, ranks: int, *, use_eagle: bool) -> tuple[GroupKind, ...]:
+    """What each group is. Recurrent groups never drop for EAGLE; where no group is flagged, ``use_eagle`` flags all."""
+    flagged = any(group.is_eagle_group for group in config.groups)
+    return tuple(
+        GroupKind(
+            group.spec,
+            publishes=layout.publishes(group.spec),
+            by_digest=layout.is_by_digest(group.spec),
+            drops=(group.is_eagle_group or (use_eagle and not flagged)) and keeps_tokens(group.spec),
+            ranks=ranks,
+        )
+        for group in config.groups
+    )
+
+
+def can_resume(kinds: Sequence[GroupKind]) -> bool:
+    """Whether a prefix can be hit at all: every group that keeps anything keeps it for reuse."""
+    return any(kind.publishes for kind in kinds) and all(
+        kind.publishes or kind.by_digest or kind.spec.keeps == Keeps.NOTHING for kind in kinds
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceLayout:
+    """retention: tokens between the windows and states kept, 0 for those of each request's own edges, None for all."""
+
+    retention: int | None = None
+    placement: None = None
+    rewrites_states: bool = False
+    shares_in_part: bool = False
+    keeps_ends: bool = False
+    publishes_ends: bool = False
+
+    def publishes(self, spec: KVCacheSpec) -> bool:
+        """Tokens, and states if their spec keeps them."""
+        inner = inner_of(spec)
+        return inner.cache_mode == "align" if isinstance(inner, MambaSpec) else keeps_tokens(spec)
+
+    def is_by_digest(self, spec: KVCacheSpec) -> bool:  # noqa: ARG002 - the answer of a layout
+        """Never: the encoder's output is not shared."""
+        return False
+
+    def hash_block(self, kinds: Sequence[GroupKind]) -> int:
+        """Of all groups that publish."""
+        return math.gcd(*(kind.block_size for kind in kinds if kind.publishes)) or kinds[0].block_size
+
+    def alignment(self, kinds: Sequence[GroupKind]) -> int:
+        """The least common multiple of the blocks that can be hit."""
+        return math.lcm(*(kind.block_size for kind in kinds if kind.publishes))
+
+    def policies(self, kinds: Sequence[GroupKind], hash_block: int) -> tuple[Policy, ...]:
+        """One a kind."""
+        alignment = self.alignment(kinds)
+        _check_retention(self.retention, alignment)
+        for number, kind in enumerate(kinds):
+            if kind.publishes:
+                _check_hash_block(number, kind, hash_block)
+        return tuple(self._policy(kind, alignment) for kind in kinds)
+
+    def _policy(self, kind: GroupKind, alignment: int) -> Policy:
+        spec, size, past = kind.inner, kind.block_size, int(kind.drops)
+        match spec:
+            case SlidingWindowSpec():
+                window = WindowSpan(spec.sliding_window)
+                publishing = PublishRule(size, alignment, window.columns_read(size) + past, past, self.retention)
+                return AttentionPolicy(size, window, publishing, BlockHits(window, size))
+            case MambaSpec(cache_mode="align"):
+                need = None if self.retention is None else 1
+                publishing = PublishRule(size, alignment, need, 0, self.retention)
+                states = AlignedStates(size)
+                return AlignedStatePolicy(size, spec.num_speculative_blocks, publishing, StateHits(size), states)
+            case MambaSpec():
+                return FixedPolicy(size, RunningState(1 + spec.num_speculative_blocks), NoHits(), RunningStates())
+            case CrossAttentionSpec():
+                return FixedPolicy(size, EncoderOutput(), NoHits())
+            case EncoderOnlyAttentionSpec():
+                return FixedPolicy(size, Nothing(), AnyHits())
+            case _:
+                span = _span_of(spec)
+                return AttentionPolicy(size, span, PublishRule(size, alignment, past=past), BlockHits(span, size))
+
+    def pool(self, config: KVCacheConfig, *, enable_events: bool, max_event_blocks: int) -> BlockPool:
+        """Blocks of one size in one order."""
+        return BlockPool(
+            config.num_blocks, len(config.groups), enable_events=enable_events, max_event_blocks=max_event_blocks
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NaturalLayout:
+    """space: of this cache alone. retention: is checked, but all is kept. publishes_ends: hits end inside blocks."""
+
+    placement: Placement
+    space: ClassedSpace
+    retention: int | None = None
+    publishes_ends: bool = True
+    rewrites_states: bool = True
+    shares_in_part: bool = True
+    keeps_ends: bool = True
+
+    def publishes(self, spec: KVCacheSpec) -> bool:
+        """Tokens, and states if the placement keeps any."""
+        return self.placement.keeps_states if spec.keeps is Keeps.STATE else keeps_tokens(spec)
+
+    def is_by_digest(self, spec: KVCacheSpec) -> bool:
+        """What cross attention reads."""
+        return spec.keeps is Keeps.ENCODER
+
+    def hash_block(self, kinds: Sequence[GroupKind]) -> int:
+        """Of those that publish tokens: states have no blocks of tokens."""
+        return math.gcd(*_token_blocks(kinds)) or _KEYS_APART
+
+    def alignment(self, kinds: Sequence[GroupKind]) -> int:
+        """1 where hits end at any token."""
+        return 1 if self._is_exact(kinds) else math.lcm(*_token_blocks(kinds))
+
+    def _is_exact(self, kinds: Sequence[GroupKind]) -> bool:
+        """Whether hits may end inside a block: unless a group drops for EAGLE, which drops blocks."""
+        return self.publishes_ends and not any(kind.drops for kind in kinds)
+
+    def policies(self, kinds: Sequence[GroupKind], hash_block: int) -> tuple[Policy, ...]:
+        """One a kind; every full block is published."""
+        _check_retention(self.retention, self.alignment(kinds))
+        for number, kind in enumerate(kinds):
+            if kind.publishes and not kind.keeps_state:
+                _check_hash_block(number, kind, hash_block)
+        exact = self._is_exact(kinds)
+        return tuple(self._policy(kind, hash_block, exact=exact) for kind in kinds)
+
+    def _policy(self, kind: GroupKind, hash_block: int, *, exact: bool) -> Policy:
+        spec, size = kind.inner, kind.block_size
+        match spec:
+            case MambaSpec():
+                contents = RunningState(1 + spec.num_speculative_blocks)
+                return FixedPolicy(hash_block, contents, LabelHits() if kind.publishes else NoHits(), RunningStates())
+            case CrossAttentionSpec():
+                return FixedPolicy(size, EncoderOutput(by_digest=True), AnyHits())
+            case EncoderOnlyAttentionSpec():
+                return FixedPolicy(size, Nothing(), AnyHits())
+            case SlidingWindowSpec():
+                span: Span = WindowSpan(spec.sliding_window)
+            case _:
+                span = _span_of(spec)
+        hits = TokenHits(span, size) if exact else BlockHits(span, size)
+        return AttentionPolicy(size, span, PublishRule(size, size), hits)
+
+    def pool(self, config: KVCacheConfig, *, enable_events: bool, max_event_blocks: int) -> BlockPool:
+        """Blocks of ``space``. Events are of the decoder's tokens: states and encoder outputs make none."""
+        keeps = [group.spec.keeps for group in config.groups]
+        return BlockPool(
+            self.space.num_blocks,
+            len(keeps),
+            enable_events=enable_events,
+            max_event_blocks=max_event_blocks,
+            space=self.space,
+            silent=[number for number, kept in enumerate(keeps) if kept in {Keeps.STATE, Keeps.ENCODER}],
+        )
+
+
+def _span_of(spec: KVCacheSpec) -> Span:
+    """What attention layers of ``spec`` read. UnsupportedModelError for a kind of layer that has no policy."""
+    match spec:
+        case FullAttentionSpec():
+            return FullSpan()
+        case ChunkedLocalAttentionSpec():
+            return ChunkSpan(spec.attention_chunk_size)
+        case _:
+            raise UnsupportedModelError(
+                f"{type(spec).__name__} has no cache policy: see hybridkv.specs for those that do"
+            )
+
+
+def _token_blocks(kinds: Sequence[GroupKind]) -> list[int]:
+    return [kind.block_size for kind in kinds if kind.publishes and not kind.keeps_state]
+
+
+def _check_hash_block(number: int, kind: GroupKind, hash_block: int) -> None:
+    if kind.block_size % hash_block:
+        raise ConfigError(
+            f"group {number} has blocks of {kind.block_size} tokens, no multiple of the hash block "
+            f"{hash_block}: choose a hash block that divides every block size"
+        )
+
+
+def _check_retention(retention: int | None, alignment: int) -> None:
+    """ConfigError for an interval that is no multiple of the common alignment."""
+    if retention is not None and (retention < 0 or retention % alignment):
+        raise ConfigError(
+            f"retention must be None, 0 or a multiple of the common alignment of {alignment} tokens, got {retention}"
+        )

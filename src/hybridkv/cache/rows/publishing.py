@@ -1,0 +1,251 @@
+"""Publishing: which blocks of a row get keys, and when.
+
+    tokens  [ block | block | blo:ck | ... ]      full blocks, as soon as their tokens are scheduled
+                                 ^ end            P - 1 of the prompt, marked positions (natural layout): the block can
+                                                  be hit up to here, and is copied when it is
+
+    transfer complete --publish_computed--> full blocks can be hit
+    drafts accepted   --publish_accepted--> full blocks, and ends
+    ended, preempted  --publish_last------> so can the last, unfinished one (natural layout)
+
+A block with an end goes on being filled by its request: what a partial key speaks of is not written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache.blocks.block_keys import WRITTEN
+from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.policies import NEVER, UNPUBLISHED, GroupPlan
+from hybridkv.cache.rows.group import CacheGroup
+from hybridkv.cache.rows.write_log import Run, WriteLog
+from hybridkv.columns import grown
+from hybridkv.request import Request
+from hybridkv.request_rows import RequestRows
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoints:
+    """Where requests are likely to be resumed: what retention keeps.
+
+    alignment: tokens of which every hit is a multiple. drops: some group drops the last block of a hit.
+    retention: see KVCacheManager; None asks for nothing, since all is kept.
+    """
+
+    alignment: int
+    drops: bool
+    retention: int | None
+
+    def edges(self, request: Request) -> tuple[int, ...]:
+        """In tokens: by the same prompt, and where others branched off.
+
+        The last token is always computed, so the same prompt resumes at the last edge before it; with EAGLE
+        one edge earlier, and that depends on whether the prompt goes on.
+        """
+        if self.retention is None:
+            return ()
+        prompt, step = request.num_prompt_tokens, self.alignment
+        dropped = [max((tokens // step - 1) * step, 0) for tokens in (prompt - 1, prompt)]
+        edges = dropped if self.drops else [prompt - 1]
+        return (*edges, request.branch_tokens) if request.branch_tokens else tuple(edges)
+
+
+class Publisher:
+    """The one that gives keys to the blocks of rows. log: what steps in flight have promised to write.
+
+    resume: where requests may be resumed; None without prefix caching: nothing is published then.
+    ends_in: groups whose blocks can be used in part; none in the reference layout.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        pool: BlockPool,
+        log: WriteLog,
+        resume: ResumePoints | None,
+        ends_in: Sequence[CacheGroup],
+    ) -> None:
+        self.publishes = resume is not None
+        self._groups = tuple(groups)
+        self._pool = pool
+        self._log = log
+        self._resume = resume
+        self._ends_in = tuple(ends_in)
+        self._ended = np.zeros(64, np.int64)
+        self._next_end = np.full(64, NEVER)
+
+    def edges(self, request: Request) -> tuple[int, ...] | None:
+        """Where ``request`` may be resumed, in tokens, if retention asks for it; None when it publishes nothing."""
+        return self._resume.edges(request) if self._resume is not None and request.writes_prefix_cache else None
+
+    # -- full blocks
+
+    def publish_plans(self, request: Request, plans: Sequence[GroupPlan], known_tokens: int) -> None:
+        """What a step of ``request`` fills, group after group, and its ends up to ``known_tokens``."""
+        for group, plan in zip(self._groups, plans, strict=True):
+            self._publish_columns(group, request, plan.publish, plan.decided)
+            if group in self._ends_in:
+                self._publish_ends(group, request, known_tokens)
+            if not request.writes_prefix_cache:
+                group.published[request.row] = UNPUBLISHED
+        self._pass_ends(request, known_tokens)
+
+    def publish_computed(self, request: Request, num_computed_tokens: int, *, written: bool = False) -> None:
+        """The full blocks of the first ``num_computed_tokens`` tokens, which hold blocks, can be hit from now on.
+
+        written: whatever step is open, the blocks are there. Nothing for a request that publishes nothing.
+        """
+        edges = self.edges(request)
+        if edges is None:
+            return
+        known = min(num_computed_tokens, request.num_tokens)
+        for group in self._groups:
+            columns, decided = group.policy.stored_columns(group.facts(request.row), known, edges)
+            self._publish_columns(group, request, columns, decided, written=written)
+        self._pool.advance_epoch()
+
+    def publish_accepted(self, request: Request) -> None:
+        """Accepted drafts of ``request`` are computed, and written: what they fill can be hit from now on.
+
+        Not only from the next step on, when windows may have given it back.
+        """
+        known = request.num_computed_tokens
+        self.publish_computed(request, known)
+        for group in self._ends_in:
+            self._publish_ends(group, request, known)
+        self._pass_ends(request, known)
+
+    def _publish_columns(
+        self, group: CacheGroup, request: Request, columns: Int64, decided: int, *, written: bool = False
+    ) -> None:
+        """The blocks in ``columns`` of ``request`` can be hit from now on; ``decided`` columns are dealt with.
+
+        Columns ascend; null ones are passed over. written: whatever step is open, they are there.
+        """
+        row = request.row
+        group.published[row] = decided
+        if not columns.size:
+            return
+        ids = group.rows.at(np.full(len(columns), row), columns)
+        held = ids != 0
+        if not held.all():
+            ids, columns = ids[held], columns[held]
+            if not ids.size:
+                return
+        step = WRITTEN if written else self._log.open_step
+        self._pool.publish(group.number, ids, group.keys_at(request, columns), step)
+        tells = self._log.wants_runs and not group.kind.by_digest  # events are of the decoder's tokens
+        self._log.record(ids, _runs(group, request, columns, ids) if tells else [], step)
+
+    def publish_rows(self, requests: RequestRows, rows: Int64, known: Int64) -> None:
+        """What each of ``rows`` can publish at ``known`` tokens, in order within a group. Ends are not looked at."""
+        for group in self._groups:
+            rule = group.policy.publishing
+            if rule is None or not self.publishes:
+                continue
+            first = group.published[rows]
+            counts = np.maximum(rule.decided_rows(known) - first, 0)
+            ready = np.flatnonzero(counts)
+            if ready.size:
+                self._publish_ready(group, requests, rows[ready], first[ready], counts[ready])
+
+    def _publish_ready(
+        self, group: CacheGroup, requests: RequestRows, rows: Int64, first: Int64, counts: Int64
+    ) -> None:
+        group.published[rows] = first + counts
+        if counts.max() == 1:  # decoding rows
+            columns, of = first, rows
+        else:
+            of = np.repeat(rows, counts)
+            columns = np.arange(len(of)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+        ids = group.rows.at(of, columns)
+        if not ids.all():
+            held = ids != 0
+            of, columns, ids = of[held], columns[held], ids[held]
+        if not ids.size:
+            return
+        owners, stride = requests.owners(of), group.key_stride
+        places = ((columns + 1) * stride - 1).tolist()
+        keys = [request.hashes[place] for request, place in zip(owners, places, strict=True)]
+        self._pool.publish(group.number, ids, keys, self._log.open_step)
+        runs = _rows_runs(group, owners, columns, ids) if self._log.wants_runs else []
+        self._log.record(ids, runs, self._log.open_step)
+
+    # -- ends inside blocks
+
+    def begin(self, request: Request, tokens: int) -> None:
+        """``request`` begins with ``tokens`` computed: ends up to there are others' affair."""
+        self._ended = grown(self._ended, request.row + 1)
+        self._next_end = grown(self._next_end, request.row + 1, NEVER)
+        self._ended[request.row] = 0
+        self._pass_ends(request, tokens)
+
+    def next_end(self, row: int) -> int:
+        """The token count at which ``row`` has an end to publish."""
+        return self._next_end.item(row) if row < len(self._next_end) else NEVER
+
+    def next_ends(self, rows: Int64) -> Int64:
+        """next_end of many resident rows, int64[rows]."""
+        ahead: Int64 = self._next_end[rows]
+        return ahead
+
+    def publish_last(self, request: Request, tokens: int) -> None:
+        """``request`` ends, or is preempted, with ``tokens`` computed, all of them written."""
+        for group in self._ends_in:
+            self._publish_end(group, request, tokens, WRITTEN)
+
+    def _pass_ends(self, request: Request, known_tokens: int) -> None:
+        """Ends up to ``known_tokens`` are dealt with."""
+        known_tokens = max(known_tokens, self._ended.item(request.row))
+        self._ended[request.row] = known_tokens
+        ahead = [end for end in _ends_of(request) if end > known_tokens] if self._ends_in else []
+        self._next_end[request.row] = ahead[0] if ahead and request.writes_prefix_cache else NEVER
+
+    def _publish_ends(self, group: CacheGroup, request: Request, known_tokens: int) -> None:
+        """The ends up to ``known_tokens`` of ``group`` that were not dealt with."""
+        if known_tokens < self.next_end(request.row):
+            return
+        ended = self._ended.item(request.row)
+        for end in _ends_of(request):
+            if ended < end <= known_tokens:
+                self._publish_end(group, request, end, self._log.open_step)
+
+    def _publish_end(self, group: CacheGroup, request: Request, end: int, step: int) -> None:
+        column, inside = divmod(end, group.policy.block_size)
+        rows = group.rows
+        if not inside or not rows.base.item(request.row) <= column < rows.count.item(request.row):
+            return
+        block = rows.cells.item(rows.origin.item(request.row) + column)
+        if not block:
+            return
+        parent, tail = group.view(request).tail(end)
+        if self._pool.publish_tail(group.number, block, parent, tail, step) and step != WRITTEN:
+            self._log.record(np.array([block], np.int32), [], step)
+
+
+def _ends_of(request: Request) -> list[int]:
+    """Where ``request`` says that it may be resumed, ascending: before its prompt's last token, and its marks."""
+    return sorted({request.num_prompt_tokens - 1, *request.marks} - {0})
+
+
+def _rows_runs(group: CacheGroup, owners: Sequence[Request], columns: Int64, ids: Int32) -> list[Run]:
+    """Stretches of neighbouring columns of one request."""
+    rows = np.array([request.row for request in owners])
+    cuts = (np.flatnonzero((np.diff(columns) != 1) | (np.diff(rows) != 0)) + 1).tolist()
+    starts, stops = [0, *cuts], [*cuts, len(columns)]
+    return [Run(group, owners[a], int(columns[a]), ids[a:b]) for a, b in zip(starts, stops, strict=True)]
+
+
+def _runs(group: CacheGroup, request: Request, columns: Int64, ids: Int32) -> list[Run]:
+    """Stretches of neighbouring columns."""
+    cuts = (np.flatnonzero(np.diff(columns) != 1) + 1).tolist()
+    starts, stops = [0, *cuts], [*cuts, len(columns)]
+    return [Run(group, request, int(columns[a]), ids[a:b]) for a, b in zip(starts, stops, strict=True)]

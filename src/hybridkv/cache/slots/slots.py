@@ -1,0 +1,306 @@
+"""Slots of requests: what is planned is carried out, whole steps at once, and given back in the end.
+
+plan_slots -> SlotPlan --commit--> rows hold blocks --release--> nobody's; what is published stays findable
+allocate   all rows of a step: array operations where they lead to the same, plan and commit elsewhere
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.policies import NEW, GroupPlan
+from hybridkv.cache.rows.group import CacheGroup
+from hybridkv.cache.rows.publishing import Publisher
+from hybridkv.cache.rows.residents import Residents
+from hybridkv.cache.slots import batch
+from hybridkv.cache.slots.batch import Batch, BatchSlots, Needs
+from hybridkv.cache.slots.checkpoints import Checkpoints
+from hybridkv.cache.slots.plan import Refusal, SlotDemand, SlotPlan, SlotPlanner
+from hybridkv.cache.slots.transfers import TransferLog
+from hybridkv.cache.values import KVCacheBlocks
+from hybridkv.errors import CacheError, StalePlanError
+from hybridkv.request import Request
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+_NONE = np.empty(0, np.int32)
+
+
+class Slots:
+    """The one that changes rows and holds of running requests. planner: decides what it does.
+
+    The last one told of a row is ``residents``, which then finds its next event.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        residents: Residents,
+        *,
+        planner: SlotPlanner,
+        publisher: Publisher,
+        transfers: TransferLog,
+        checkpoints: Checkpoints,
+    ) -> None:
+        self._groups = residents.groups
+        self._states = tuple(group for group in residents.groups if group.kind.keeps_state)
+        self._publishing = tuple(group for group in residents.groups if group.kind.publishes)
+        self._pool = pool
+        self._residents = residents
+        self._requests = residents.columns
+        self._planner = planner
+        self._publisher = publisher
+        self._transfers = transfers
+        self._checkpoints = checkpoints
+        self._no_hit = KVCacheBlocks((_NONE,) * len(residents.groups), pool)
+
+    # -- one request
+
+    def allocate_one(self, request: Request, wanted: SlotDemand) -> tuple[Int32, ...] | Refusal:
+        """Plan and commit: the new columns of each group, or why not.
+
+        When they do not fit, columns that are read no longer are given back all the same.
+        """
+        plan = self._planner.plan(request, wanted)
+        if isinstance(plan, Refusal):
+            self.drop_skipped(request)
+            return plan
+        return self.commit(plan)
+
+    def commit(self, plan: SlotPlan) -> tuple[Int32, ...]:
+        """Carry out ``plan``; the new columns of each group, null and moved ones included.
+
+        StalePlanError, and nothing changed, if anything changed since it was made.
+        """
+        request = plan.request
+        if plan.epoch != self._pool.epoch:
+            raise StalePlanError(f"the pool changed since slots for {request.request_id!r} were planned: plan again")
+        row = request.row if request.row >= 0 else self._residents.bind(request)
+        new = self._carry_out(plan, row)
+        if plan.begins:
+            self._checkpoints.begin(request, plan.hit_tokens, plan.computed_tokens)
+        self._pool.advance_epoch()
+        self._residents.refresh(row)
+        return new
+
+    def _carry_out(self, plan: SlotPlan, row: int) -> tuple[Int32, ...]:
+        """All groups drop before any touches, and touch before any takes.
+
+        So what one frees the others may take, and what one hits nobody evicts.
+        """
+        work = tuple(zip(self._groups, plan.groups, strict=True))
+        for group, part in work:
+            self._drop(group, row, part.drop)
+        for place, (group, part) in enumerate(work):
+            if part.reuse.size:
+                self._pool.touch(part.reuse[part.reuse != 0])
+                group.rows.extend(row, part.reuse)
+            if plan.sources and plan.sources[place]:
+                self._pool.touch(np.array([plan.sources[place]], np.int32))
+                self._transfers.owe_copy(group, plan.sources[place], row, group.policy.hits.columns(plan.hit_tokens))
+        if plan.begins:
+            self._publisher.begin(plan.request, plan.computed_tokens)
+        new = tuple(self._append(group, row, part) for group, part in work)
+        self._publisher.publish_plans(plan.request, plan.groups, plan.known_tokens)
+        for group, part in work:
+            if part.pending:
+                group.pending[row] = part.pending
+            else:
+                group.pending.pop(row, None)
+        self.label(row, plan.certain_tokens)
+        return new
+
+    def _append(self, group: CacheGroup, row: int, part: GroupPlan) -> Int32:
+        """New columns of ``row``: taken, moved from other columns, or null."""
+        if part.append is None and not part.take:
+            return _NONE
+        ids = self._transfers.new_blocks(part.take, group.number) if part.take else _NONE
+        if part.append is not None:
+            if part.vacate:
+                ids = np.concatenate((group.rows.vacate(row, part.vacate), ids))
+            columns = part.append.copy()
+            columns[columns == NEW] = ids
+            ids = columns
+        group.rows.extend(row, ids)
+        return ids
+
+    def _drop(self, group: CacheGroup, row: int, columns: int) -> None:
+        """Columns before ``columns`` are given back, the last one first."""
+        if columns > group.rows.dropped.item(row):
+            self._pool.free_blocks(group.rows.drop(row, columns))
+
+    def accept_drafts(self, rows: Int64, drafted: Int64, kept: Int64) -> None:
+        """Of the last ``drafted[i]`` tokens that ``rows[i]`` computed only the first ``kept[i]`` are its own.
+
+        The state of the last one kept goes on. Rows distinct, their tokens known, no step of theirs in flight.
+        """
+        certain = self._requests.num_computed[rows] - drafted
+        self._requests.num_computed[rows] = certain + kept
+        for group in self._groups:
+            if group.policy.states is not None:
+                group.accept(rows, group.policy.states.draft_columns(certain, drafted, kept))
+        self._checkpoints.pass_drafts(self._requests.requests, rows, certain, kept)
+        self._publish_accepted(rows[kept > 0])
+
+    def _publish_accepted(self, rows: Int64) -> None:
+        """A Python call a row that fills something."""
+        if not self._publisher.publishes:
+            return
+        rows = rows[self._residents.due(rows, self._requests.num_computed[rows])]
+        for request in self._requests.owners(rows):
+            self._refuse_short(request, request.num_computed_tokens)
+            self._publisher.publish_accepted(request)
+            self._residents.refresh(request.row)
+
+    def drop_skipped(self, request: Request) -> None:
+        """Give back what ``request`` reads no longer: windows and states before its processed tokens."""
+        if request.row < 0:
+            return
+        row = self._residents.row_of(request)
+        processed = self._requests.num_computed.item(row) - self._requests.in_flight.item(row)
+        for group in self._groups:
+            self._drop(group, row, min(group.policy.droppable(processed), group.rows.count.item(row)))
+        self._residents.refresh(row)
+
+    def label(self, row: int, end_tokens: int) -> None:
+        """The states of ``row`` are those after ``end_tokens`` tokens, drafts left out, once its step has run."""
+        for group in self._states:
+            group.label[row] = min(end_tokens, self._requests.num_tokens.item(row))
+
+    def _label_rows(self, rows: Int64, end_tokens: Int64) -> None:
+        """label() of many rows."""
+        for group in self._states:
+            group.label[rows] = np.minimum(end_tokens, self._requests.num_tokens[rows])
+
+    # -- all rows of a step
+
+    def allocate(self, rows: Int64, num_new_tokens: Int64 | int, num_lookahead_tokens: int) -> BatchSlots:
+        """Slots for ``rows``, distinct; see KVCacheManager.allocate_batch."""
+        columns, most = self._requests, self._planner.max_model_len
+        end = np.minimum(columns.num_computed[rows] + num_new_tokens, most)
+        total = np.minimum(end + num_lookahead_tokens, most)
+        due = self._residents.due(rows, total)
+        slots = batch.nothing_new(len(rows))
+        if due.size:
+            some = rows[due]
+            computed = columns.num_computed[some]
+            processed = computed - columns.in_flight[some]
+            known = np.minimum(end[due], columns.num_tokens[some])
+            asked = Batch(due, some, processed, computed, end[due], total[due], known)
+            slots = self._allocate_due(asked, len(rows), num_lookahead_tokens)
+            self._pool.advance_epoch()
+        self._label_rows(rows[: slots.accepted], end[: slots.accepted])
+        return slots
+
+    def _allocate_due(self, due: Batch, accepted: int, lookahead: int) -> BatchSlots:
+        """Slots for the rows of ``due``. accepted: rows of the whole batch, unless one is refused.
+
+        Runs of plain rows are served together; a row that is not, and a run that does not fit or whose order
+        could be told, one by one.
+        """
+        needs = batch.needs_of(self._groups, due)
+        needs = needs._replace(plain=needs.plain & ~self._residents.ends_due(due.rows, due.end))
+        parts: list[BatchSlots] = []
+        for first, last in _runs(needs.plain):
+            served = self._serve(due.part(first, last), needs.part(first, last)) if needs.plain[first] else None
+            if served is None:
+                refusal, cells = self._each(due.part(first, last), lookahead)
+                parts.append(cells)
+                if refusal is not None:
+                    return batch.concat(cells.accepted, parts, refusal.reason)
+            else:
+                parts.append(served)
+        return batch.concat(accepted, parts)
+
+    def _serve(self, rows: Batch, needs: Needs) -> BatchSlots | None:
+        """All rows at once; None, and nothing done, where that is not the same as one by one."""
+        if not self._pool.takes_in_any_order(needs.missing.sum(axis=0).tolist(), lambda: self._drops(rows.rows, needs)):
+            return None
+        if not batch.drop(self._groups, self._pool, rows, needs.drop):
+            return None
+        slots = batch.take(self._groups, self._transfers, rows.rows, needs.missing, rows.place)
+        self._publisher.publish_rows(self._requests, rows.rows, rows.known)
+        self._residents.refresh_many(rows.rows)
+        return slots
+
+    def _drops(self, rows: Int64, needs: Needs) -> bool:
+        """Whether any row gives a column back."""
+        return any(
+            bool((needs.drop[:, place] > group.rows.dropped[rows]).any()) for place, group in enumerate(self._groups)
+        )
+
+    def _each(self, rows: Batch, lookahead: int) -> tuple[Refusal | None, BatchSlots]:
+        """Row after row: the refusal that ended it, None when none did, and the new cells of those before."""
+        cells: list[tuple[int, int, int, Int32]] = []
+        for place, row, end in zip(rows.place.tolist(), rows.rows.tolist(), rows.end.tolist(), strict=True):
+            held = [group.rows.count.item(row) for group in self._groups]
+            blocks = self._allocate_one(row, end, lookahead)
+            if isinstance(blocks, Refusal):
+                return blocks, batch.one_by_one(place, cells)
+            cells += [(place, g, held[g], ids) for g, ids in enumerate(blocks) if len(ids)]
+        return None, batch.one_by_one(0, cells)
+
+    def _allocate_one(self, row: int, end_tokens: int, lookahead: int) -> tuple[Int32, ...] | Refusal:
+        """allocate_one for the request in ``row``."""
+        (request,) = self._requests.owners(np.array([row]))
+        new = max(end_tokens - self._requests.num_computed.item(row), 1)  # 0 at max_model_len
+        return self.allocate_one(request, SlotDemand(new, self._no_hit, lookahead_tokens=lookahead))
+
+    # -- published late, and given back
+
+    def publish_computed(self, request: Request, num_computed_tokens: int, *, written: bool = False) -> None:
+        """The full blocks of the first ``num_computed_tokens`` tokens can be hit from now on.
+
+        written: whatever step is open, the blocks are there. CacheError, and nothing published, for a request that
+        holds no blocks for them.
+        """
+        row = self._residents.row_of(request)
+        if self._publisher.publishes:
+            self._refuse_short(request, num_computed_tokens)
+            self._publisher.publish_computed(request, num_computed_tokens, written=written)
+            self._residents.refresh(row)
+
+    def _refuse_short(self, request: Request, num_computed_tokens: int) -> None:
+        """CacheError for a resident that holds no blocks for so many tokens."""
+        known = min(num_computed_tokens, request.num_tokens)
+        if any(group.policy.columns(known) > group.rows.count.item(request.row) for group in self._publishing):
+            raise CacheError(f"{request.request_id!r} holds no blocks for {known} tokens: allocate slots first")
+
+    def keep_end(self, request: Request) -> None:
+        """``request`` ends or is preempted, and no step in flight holds it: its computed tokens can be hit to the last.
+
+        CacheError for a request that holds no blocks.
+        """
+        self._residents.row_of(request)
+        if self._publisher.edges(request) is None:
+            return
+        computed = request.num_computed_tokens
+        self.publish_computed(request, computed, written=True)
+        self._publisher.publish_last(request, min(computed, request.num_tokens))
+        if computed <= request.num_tokens:
+            self._checkpoints.keep_end(request, computed)
+        self._pool.advance_epoch()
+
+    def free(self, request_ids: Sequence[str]) -> None:
+        """Give back what each of ``request_ids`` holds, in this order, the last block first.
+
+        In one go where they share no block. A request that holds nothing is passed over.
+        """
+        found = dict.fromkeys(map(self._residents.get, request_ids))
+        residents = [resident for resident in found if resident is not None]
+        for resident in residents:
+            self._transfers.forget(resident.row)
+        self._pool.free_many([group.rows.held(resident.row)[::-1] for resident in residents for group in self._groups])
+        for resident in residents:
+            self._residents.release(resident)
+
+
+def _runs(plain: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Stretches of rows that are plain, and of those that are not."""
+    cuts = (np.flatnonzero(np.diff(plain)) + 1).tolist()
+    return list(zip([0, *cuts], [*cuts, len(plain)], strict=True)) if len(plain) else []
