@@ -8,6 +8,7 @@ from controls import caught
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridkv.cache.blocks.pool import Taken
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
 from hybridkv.planner import KVCacheConfig, plan
@@ -296,16 +297,16 @@ def test_a_block_that_two_rows_hold_is_caught() -> None:
     def make(random: Random) -> Rig:
         rig = Rig(replace(some_options(random, (full_spec(4),)), num_blocks=20, caching=False))
         pool = rig.cache.block_pool
-        take, last = pool.get_new_blocks, [1]
+        take, last = pool.take, [1]
 
         def twice(n: int, group: int = 0) -> object:
-            ids = take(n, group)
+            ids, moves = take(n, group)
             if n and pool.ref_count(last[0]) and random.random() < 0.2:
                 ids[0] = last[0]
             last[0] = int(ids[-1]) if n else last[0]
-            return ids
+            return Taken(ids, moves)
 
-        pool.get_new_blocks = twice  # type: ignore[method-assign,assignment]  # broken on purpose
+        pool.take = twice  # type: ignore[method-assign,assignment]  # broken on purpose
         rig.check = lambda: None  # type: ignore[method-assign]  # only the content is asked
         rig._compare_step = lambda *_: None  # type: ignore[method-assign]  # same
         rig._check_content = lambda: None  # type: ignore[method-assign]  # same

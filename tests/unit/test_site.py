@@ -59,3 +59,9 @@ def test_documents_files_and_the_api_are_in_it(site: Path) -> None:
     anchors = {one.rpartition(".")[2] for one in IDS.findall(text)}
     assert {*hybridkv.__all__} - anchors == set()
     assert {"allocate_slots", "take_transfers", "get_computed_blocks", "schedule", "generate"} <= anchors
+
+
+def test_diagrams_of_docstrings_keep_their_columns(site: Path) -> None:
+    """What has columns stands in a block of code: a paragraph would squash it."""
+    text = "".join(path.read_text("utf-8") for path in (site / "api").rglob("*.html"))
+    assert re.findall(r"<p>[^<]*\S {2,}\S[^<]*", text) == []

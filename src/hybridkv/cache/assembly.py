@@ -91,7 +91,7 @@ def assemble(config: KVCacheConfig, layout: Layout, options: CacheOptions) -> Ca
     caching = hasher is not None
     pins, locks, log = Pins(pool, options.max_pinned_blocks), Locks(pool), WriteLog(pool)
     resume = ResumePoints(alignment, any(kind.drops for kind in kinds), options.retention) if caching else None
-    holding_tokens = [group for group in groups if group.kind.publishes and not group.kind.keeps_state]
+    holding_tokens = [group for group in groups if group.kind.publishes and group.states is None]
     ends_in = holding_tokens if caching and layout.publishes_ends else []
     publisher = Publisher(groups, pool, log, resume, ends_in)
     residents = Residents(groups, publisher, hasher=hasher, tail_tokens=hash_block)

@@ -70,11 +70,11 @@ def _columns(group: CacheGroup, bound: dict[int, Request]) -> Iterator[str]:
         dropped = group.rows.dropped.item(row)
         if not group.rows.base.item(row) <= dropped <= held or group.rows.ids(row)[:dropped].any():
             yield f"row {row} of group {group.number} holds a block in a column it has dropped"
-        if not group.kind.keeps_state and not group.rows.ids(row)[dropped:].all():
+        if group.states is None and not group.rows.ids(row)[dropped:].all():
             yield f"row {row} of group {group.number} has a null column that it has not dropped"
-        if not group.kind.keeps_state and dropped > group.policy.droppable(computed):
+        if group.states is None and dropped > group.policy.droppable(computed):
             yield f"row {row} of group {group.number} dropped {dropped} columns, some of which are still read"
-        states = group.policy.states
+        states = group.states
         if states is not None and computed and not group.rows.ids(row)[states.column(computed)]:
             yield f"row {row} of group {group.number} has no state after {computed} tokens"
 
@@ -144,7 +144,7 @@ def _index(pool: BlockPool) -> Iterator[str]:
                 yield f"block {block} is indexed in group {group}, its key is of group {pool.keys.group_of(block)}"
     yield from _tails(pool)
     for block in range(pool.num_blocks):
-        tailed = any(block in index.partial for index in pool.indexes)
+        tailed = any(index.has_tail(block) for index in pool.indexes)
         if (pool.key_of(block) is None and not tailed) != (pool.keys.group_of(block) < 0):
             yield f"block {block} has a key without group, or a group without key"
         if pool.key_of(block) is not None and block not in seen:
@@ -154,9 +154,9 @@ def _index(pool: BlockPool) -> Iterator[str]:
 def _tails(pool: BlockPool) -> Iterator[str]:
     """A block with partial keys is in the group that has them, and as many are counted as there are."""
     for group, index in enumerate(pool.indexes):
-        entries = list(index.partial.entries())
-        if len(index.partial) != len(entries):
-            yield f"group {group} counts {len(index.partial)} partial keys, it has {len(entries)}"
+        entries = list(index.tails())
+        if index.num_tails != len(entries):
+            yield f"group {group} counts {index.num_tails} partial keys, it has {len(entries)}"
         for _, tail in entries:
             of = pool.keys.group_of(tail.block)
             if of != group:

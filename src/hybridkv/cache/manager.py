@@ -472,7 +472,7 @@ class KVCacheManager:
     @property
     def state_alignment(self) -> int:
         """Tokens between the places where all states can be kept, and shared as they are; 0 where none are."""
-        kept = [one for one in self.groups if one.kind.keeps_state and one.kind.publishes]
+        kept = [one for one in self.groups if one.states is not None and one.kind.publishes]
         return math.lcm(*(one.policy.block_size for one in kept if not one.policy.hits.copies)) if kept else 0
 
     def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
@@ -484,11 +484,11 @@ class KVCacheManager:
 
         A request that holds nothing, or an unknown id, is a no-op.
         """
-        self._slots.free([_id_of(request)])
+        self._slots.free(_id_of(request))
 
     def free_many(self, requests: Sequence[Request]) -> None:
         """Free each of ``requests``, in this order, in one go where they share no block."""
-        self._slots.free([one.request_id for one in instances("requests", requests, Request)])
+        self._slots.free_many([one.request_id for one in instances("requests", requests, Request)])
 
     def reset_prefix_cache(self) -> bool:
         """Forget all keys, if no block is in use. Returns whether it was done."""

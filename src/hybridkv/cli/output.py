@@ -11,7 +11,6 @@ from rich.table import Table
 
 from hybridkv.cli.printable import printable
 from hybridkv.planner import KVCacheConfig
-from hybridkv.planner.capacity import unit_bytes
 from hybridkv.units import format_bytes, format_count
 
 PIPE_COLUMNS = 400
@@ -46,7 +45,7 @@ def floor(number: float) -> str:
 def units_of(config: KVCacheConfig) -> str:
     """What the pool gives out: 8,192 blocks of 2 MiB, or slabs."""
     unit = config.unit
-    return f"{format_count(config.num_blocks)} {unit}s of {format_bytes(unit_bytes(config))}"
+    return f"{format_count(config.num_blocks)} {unit}s of {format_bytes(config.unit_bytes)}"
 
 
 def exact_bytes(size_bytes: int) -> str:

@@ -32,7 +32,6 @@ from hybridkv.cli.planning import (
 from hybridkv.cli.printable import printable
 from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan
-from hybridkv.planner.capacity import unit_bytes
 from hybridkv.simulator import (
     WORKLOADS,
     Progress,
@@ -205,7 +204,7 @@ def _settings(plan: Plan, settings: ReplaySettings, length_from: str, source: Re
         "memory_bytes": plan.memory_bytes,
         "num_blocks": plan.config.num_blocks,
         "unit": plan.config.unit,
-        "unit_bytes": unit_bytes(plan.config),
+        "unit_bytes": plan.config.unit_bytes,
         "max_model_len": plan.max_model_len,
         "max_model_len_from": length_from,
         **{name: value for name, value in asdict(settings).items() if name != "placement"},

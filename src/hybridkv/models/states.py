@@ -1,8 +1,8 @@
 """Recurrent mixers: the state tensors that one rank keeps, as vLLM or transformers lays them out, and their weights.
 
-             conv state                                       recurrent state
-vllm         [K - 1 + drafts, channels], the model's dtype     the config's SSM dtype, else the model's
-transformers [channels, K], the model's dtype                  float32
+                 conv state                                       recurrent state
+    vllm         [K - 1 + drafts, channels], the model's dtype     the config's SSM dtype, else the model's
+    transformers [channels, K], the model's dtype                  float32
 
 K: width of the causal convolution. Sources: Mamba (arXiv 2312.00752), Mamba-2 (arXiv 2405.21060), gated delta
 networks (arXiv 2412.06464), Kimi Linear (arXiv 2510.26692).

@@ -64,11 +64,6 @@ def blocks_needed(groups: Sequence[KVCacheGroupSpec], limits: RequestLimits) -> 
     return tuple(group.spec.max_request_blocks(limits) for group in groups)
 
 
-def units_for(config: KVCacheConfig, blocks: Sequence[int]) -> int:
-    """Blocks, or fewest slabs, that hold ``blocks[i]`` blocks of every group i. O(groups)."""
-    return sum(blocks) if config.slabs is None else config.slabs.slabs_for(tuple(blocks))
-
-
 def longest_that(fits: Callable[[int], bool]) -> int | None:
     """The largest n that fits where no smaller one does not; None where any fits. Doubling, then bisection."""
     if fits(_ANY_LENGTH):
@@ -92,7 +87,7 @@ def tokens_that_fit(config: KVCacheConfig, limits: RequestLimits) -> int | None:
 
     def fits(tokens: int) -> bool:
         needed = blocks_needed(config.groups, replace(limits, max_model_len=tokens))
-        return units_for(config, _sum(sinks, needed)) < config.num_blocks
+        return config.units_for(_sum(sinks, needed)) < config.num_blocks
 
     return longest_that(fits)
 
@@ -111,7 +106,7 @@ def copies_that_fit(config: KVCacheConfig, limits: RequestLimits, blocks: Sequen
     sinks = reserved_blocks(config.groups, limits)
 
     def units(copies: int) -> int:
-        return units_for(config, [own + copies * each for own, each in zip(sinks, blocks, strict=True)])
+        return config.units_for([own + copies * each for own, each in zip(sinks, blocks, strict=True)])
 
     usable = config.num_blocks - 1
     free = usable - units(0)
@@ -135,7 +130,7 @@ def capacity_of(config: KVCacheConfig, memory_bytes: int, limits: RequestLimits)
     # a pool without room for one token still has to be reported
     needed = blocks_needed(config.groups, replace(limits, max_model_len=max(1, longest)))
     groups = tuple(
-        _group_capacity(group, block_bytes_of(config, at), blocks)
+        _group_capacity(group, config.block_bytes_of(at), blocks)
         for at, (group, blocks) in enumerate(zip(config.groups, needed, strict=True))
     )
     return Capacity(
@@ -143,25 +138,13 @@ def capacity_of(config: KVCacheConfig, memory_bytes: int, limits: RequestLimits)
         arena_bytes=config.arena_bytes,
         unused_bytes=memory_bytes - config.arena_bytes,
         num_blocks=config.num_blocks,
-        block_bytes=unit_bytes(config),
+        block_bytes=config.unit_bytes,
         padding_bytes=sum(group.padding_bytes * group.blocks_per_request for group in groups),
         tokens_that_fit=fit,
         longest_context=longest,
         concurrency=copies_that_fit(config, limits, needed)[1],
         groups=groups,
     )
-
-
-def unit_bytes(config: KVCacheConfig) -> int:
-    """Bytes of a block, or of a slab."""
-    if config.slabs is not None:
-        return config.slabs.slab_bytes
-    return sum(tensor.block_stride_bytes for tensor in config.tensors)
-
-
-def block_bytes_of(config: KVCacheConfig, group: int) -> int:
-    """Bytes that one block of ``group`` takes, padding included."""
-    return unit_bytes(config) if config.slabs is None else config.slabs.class_of(group).block_bytes
 
 
 def _sum(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:

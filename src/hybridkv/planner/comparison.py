@@ -10,13 +10,10 @@ from typing import Final
 from hybridkv.arguments import instance
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.planner.capacity import (
-    block_bytes_of,
     blocks_needed,
     copies_that_fit,
     longest_that,
     reserved_blocks,
-    unit_bytes,
-    units_for,
 )
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.planner.plan import LAYOUTS, Plan
@@ -87,13 +84,13 @@ def facts_of(plan: Plan) -> LayoutFacts:
         attention_block_tokens=tuple(sorted(attention)),
         groups=len(config.groups),
         units=config.num_blocks,
-        unit_bytes=unit_bytes(config),
+        unit_bytes=config.unit_bytes,
         blocks_per_slab=tuple(slabs.class_of(at).blocks_per_slab if slabs else 1 for at in range(len(config.groups))),
         padding=float(padding_of(config)),
         unused_bytes=holds.unused_bytes,
         longest_context=holds.longest_context,
         concurrency=holds.concurrency,
-        short_request_bytes=units_for(config, short) * unit_bytes(config),
+        short_request_bytes=config.units_for(short) * config.unit_bytes,
         short_requests=copies_that_fit(config, limits, short)[1],
         attention_tokens=_attention_tokens(config, limits),
         states=_states(config, limits),
@@ -102,7 +99,7 @@ def facts_of(plan: Plan) -> LayoutFacts:
 
 def padding_of(config: KVCacheConfig) -> Fraction:
     """Bytes beyond content over content, of the group that loses most."""
-    return max(Fraction(block_bytes_of(config, at), group.content_bytes) - 1 for at, group in enumerate(config.groups))
+    return max(Fraction(config.block_bytes_of(at), group.content_bytes) - 1 for at, group in enumerate(config.groups))
 
 
 def _attention_tokens(config: KVCacheConfig, limits: RequestLimits) -> int | None:
@@ -115,7 +112,7 @@ def _attention_tokens(config: KVCacheConfig, limits: RequestLimits) -> int | Non
     def fits(tokens: int) -> bool:
         needed = blocks_needed(config.groups, replace(limits, max_model_len=tokens))
         blocks = [own + n * keep for own, n, keep in zip(sinks, needed, keeping, strict=True)]
-        return units_for(config, blocks) < config.num_blocks
+        return config.units_for(blocks) < config.num_blocks
 
     return longest_that(fits)
 

@@ -13,6 +13,7 @@ every layer has a tensor of its own, all tensors run through the whole arena, an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridkv.arguments import flag, integer
@@ -105,13 +106,39 @@ class KVCacheConfig:
 
     def blocks_of(self, group: int) -> int:
         """Ids that blocks of ``group`` have: 0 .. this - 1, those of the null block or slab included."""
-        k = 1 if self.slabs is None else self.slabs.class_of(group).blocks_per_slab
-        return self.num_blocks * k
+        return self.num_blocks * self.null_blocks_of(group)
+
+    def null_blocks_of(self, group: int) -> int:
+        """Blocks of the null block or slab: requests have ids of ``group`` from this one on."""
+        return 1 if self.slabs is None else self.slabs.class_of(group).blocks_per_slab
+
+    def owner_of(self, group: int) -> int:
+        """The first group whose blocks have the bytes of ``group``'s under the same ids: that of its class."""
+        return group if self.slabs is None else self.slabs.class_of(group).groups[0]
+
+    def block_bytes_of(self, group: int) -> int:
+        """Bytes that one block of ``group`` takes, padding included."""
+        return self.unit_bytes if self.slabs is None else self.slabs.class_of(group).block_bytes
+
+    def kernel_blocks_of(self, group: int) -> int:
+        """Equal pieces that a kernel sees of a block of ``group``."""
+        return 1 if self.slabs is None else self.slabs.kernel_blocks[group]
 
     @property
     def unit(self) -> str:
         """What num_blocks counts, in a word."""
         return "block" if self.slabs is None else "slab"
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a block, or of a slab."""
+        return (
+            sum(tensor.block_stride_bytes for tensor in self.tensors) if self.slabs is None else self.slabs.slab_bytes
+        )
+
+    def units_for(self, blocks: Sequence[int]) -> int:
+        """Blocks, or fewest slabs, that hold ``blocks[i]`` blocks of every group i. O(groups)."""
+        return sum(blocks) if self.slabs is None else self.slabs.slabs_for(tuple(blocks))
 
     @property
     def arena_bytes(self) -> int:

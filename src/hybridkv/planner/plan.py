@@ -17,7 +17,6 @@ from hybridkv.planner.capacity import (
     capacity_of,
     reserved_blocks,
     tokens_that_fit,
-    unit_bytes,
 )
 from hybridkv.planner.config import KVCacheConfig, NamedSpec
 from hybridkv.planner.grouping import group_layers
@@ -225,7 +224,7 @@ def _too_small(
 
     config: what the memory holds, or the null block alone. needed: blocks or slabs, that of null included.
     """
-    unit, each_bytes = config.unit, unit_bytes(config)
+    unit, each_bytes = config.unit, config.unit_bytes
     fit = tokens_that_fit(config, limits)
     shorter = f", or lower max_model_len (--max-model-len) to {fit}" if fit else ""
     return CapacityError(

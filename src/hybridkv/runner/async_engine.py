@@ -1,8 +1,8 @@
 """AsyncEngine: an Engine behind asyncio.
 
-event loop   stream() -> Reader -----> arrivals        parts -> async for
-                                          |              ^
-one thread                       turn: open streams, one step, take what is new
+    event loop   stream() -> Reader -----> arrivals        parts -> async for
+                                              |              ^
+    one thread                       turn: open streams, one step, take what is new
 
 The thread owns the engine; the loop hands it readers and takes parts back between its turns. A reader holds at most
 ``max_unread`` increments. Behind that nothing is taken for it: what its request outputs meanwhile comes later in one

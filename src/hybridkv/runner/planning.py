@@ -10,7 +10,7 @@ from hybridkv.cache.placement import placement_named
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.frozen import one_of, or_none
 from hybridkv.planner import Plan, plan
-from hybridkv.planner.capacity import longest_that, unit_bytes, units_for
+from hybridkv.planner.capacity import longest_that
 from hybridkv.planner.plan import DEFAULT_LAYOUT, NATURAL
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.probe import planner_model
@@ -114,10 +114,10 @@ def plan_for(
         except CapacityError:
             memory_bytes *= 2
             continue
-        lacking = units_for(made.config, _kept_blocks(made, lengths)) + 1 - made.config.num_blocks
+        lacking = made.config.units_for(_kept_blocks(made, lengths)) + 1 - made.config.num_blocks
         if lacking <= 0:
             return made
-        memory_bytes += lacking * unit_bytes(made.config)
+        memory_bytes += lacking * made.config.unit_bytes
 
 
 def _bytes_of(memory: int | str) -> int:

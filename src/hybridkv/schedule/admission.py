@@ -78,7 +78,7 @@ class AdmissionControl:
         if needed <= usable:
             return
         unit = cache.config.unit
-        unit_bytes = cache.config.arena_bytes // cache.config.num_blocks
+        unit_bytes = cache.config.unit_bytes
         size = f", {format_bytes((needed + 1) * unit_bytes)} with the null {unit}" if unit_bytes else ""
         raise CapacityError(
             f"request {request.request_id!r} may reach {tokens} tokens: {needed} {unit}s{size}; the pool has {usable}: "

@@ -2,11 +2,11 @@
 
 TraceFile | Workload  ->  TraceRequest  ->  replay(source, plan)  ->  ReplayReport
 
-    formats, trace, tokens    the readers, and token ids out of pieces
-    workloads, uniform        generators
-    cost, traffic             modelled time, and the bytes of the cache in it
-    loop, report              the loop, what came of it
-    setup                     plan, manager, scheduler and loop put together
+formats, trace, tokens    the readers, and token ids out of pieces
+workloads, uniform        generators
+cost, traffic             modelled time, and the bytes of the cache in it
+loop, report              the loop, what came of it
+setup                     plan, manager, scheduler and loop put together
 """
 
 from hybridkv.simulator.cost import H100, Hardware, StepCost

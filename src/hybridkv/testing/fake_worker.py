@@ -242,7 +242,7 @@ class FakeWorker:
         """All bytes of a block, whatever they are: it belongs to one group of the class at a time."""
         if self._config.slabs is None:
             raise ContentError(f"block {source} of group {group} is copied whole, but the layout has no slabs")
-        size = self._config.slabs.class_of(group).block_bytes
+        size = self._config.block_bytes_of(group)
         for block in (source, destination):
             self._refuse_foreign(group, block)
         self.storage[destination * size : (destination + 1) * size] = self.storage[source * size : (source + 1) * size]
@@ -268,7 +268,7 @@ class FakeWorker:
         for i, group, label, block in step.state_writes.tolist():
             if not step.num_computed[i] < label <= step.num_computed[i] + step.num_scheduled[i]:
                 raise ContentError(f"step {step.id} writes the state at {label}, which it does not pass")
-            where = group if self._config.slabs is None else self._config.slabs.class_of(group).groups[0]
+            where = self._config.owner_of(group)
             if (where, block) in written:
                 raise ContentError(f"step {step.id} writes the state in block {block} of group {group} twice")
             written.add((where, block))
@@ -392,5 +392,4 @@ class FakeWorker:
 
 def _ids_of(config: KVCacheConfig, group: int) -> range:
     """Blocks that requests may get: not the null block, or any block of the null slab."""
-    first = 1 if config.slabs is None else config.slabs.class_of(group).blocks_per_slab
-    return range(first, config.blocks_of(group))
+    return range(config.null_blocks_of(group), config.blocks_of(group))

@@ -61,9 +61,8 @@ def cross_layers_of(config: KVCacheConfig) -> tuple[Layer, ...]:
 
 def _layers(config: KVCacheConfig, wanted: Callable[[KVCacheSpec], bool]) -> tuple[Layer, ...]:
     tensors = {name: tensor for tensor in config.tensors for name in tensor.shared_by}
-    parts = config.slabs.kernel_blocks if config.slabs else (1,) * len(config.groups)
     return tuple(
-        _layer(name, number, group.spec, tensors[name], parts[number])
+        _layer(name, number, group.spec, tensors[name], config.kernel_blocks_of(number))
         for number, group in enumerate(config.groups)
         for name in group.layer_names
         if wanted(group.spec)

@@ -1,7 +1,7 @@
 """numpy arrays as CBOR typed arrays (RFC 8746), little-endian.
 
-one dimension    tag 64 uint8 | 78 int32 | 79 int64 | 85 float32 | 86 float64, around the bytes
-two dimensions   tag 40 [[rows, columns], typed array], row after row
+    one dimension    tag 64 uint8 | 78 int32 | 79 int64 | 85 float32 | 86 float64, around the bytes
+    two dimensions   tag 40 [[rows, columns], typed array], row after row
 
 Truth values travel as uint8, 0 and 1: the RFC has no typed array of them.
 """

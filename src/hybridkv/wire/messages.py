@@ -1,9 +1,9 @@
 """Steps and the replies to them as bytes.
 
-message      one CBOR map: "kind", "schema_version", and the fields of the dataclass by name
-kinds        "step"; replies are "result", "failure" and "unreadable"
-arrays       typed arrays (hybridkv.wire.arrays); lists of lists and cells are maps of such columns
-copies       int32[C, 5]: stage, group, source, destination, kind; words as places in STAGES and COPY_KINDS
+    message      one CBOR map: "kind", "schema_version", and the fields of the dataclass by name
+    kinds        "step"; replies are "result", "failure" and "unreadable"
+    arrays       typed arrays (hybridkv.wire.arrays); lists of lists and cells are maps of such columns
+    copies       int32[C, 5]: stage, group, source, destination, kind; words as places in STAGES and COPY_KINDS
 
 A message has one encoding: RFC 8949, 4.2.1, core deterministic. Any other bytes are refused where they stand, so that
 whatever is decoded encodes to what was read: nothing behind a message, no field twice. Only what a record has is

@@ -91,7 +91,7 @@ class NaturalComparison(Comparison):
         super()._compare_index()
         for group, index in enumerate(self._cache.block_pool.indexes):
             real: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
-            for parent, tail in index.partial.entries():
+            for parent, tail in index.tails():
                 tokens = tuple(np.frombuffer(tail.tokens, np.int32).tolist())
                 real.setdefault(parent, []).append((tokens, tail.block))
             expected = {

@@ -102,7 +102,7 @@ class BlockKeys:
             self._publish_one(group, int(ids[0]), keys[0], step)
             return
         where = np.asarray(ids, np.int64)
-        tailed = np.count_nonzero(self._group[where] >= 0) if self.indexes[group].partial else 0
+        tailed = np.count_nonzero(self._group[where] >= 0) if self.indexes[group].num_tails else 0
         self.given[group] += len(ids) - int(tailed)
         self._keys[where] = np.fromiter(keys, np.object_, len(keys))
         self._group[where] = group
@@ -125,7 +125,7 @@ class BlockKeys:
 
     def knows_tail(self, group: int, parent: bytes, tokens: bytes) -> bool:
         """Whether some block of ``group`` is published for ``tokens`` (bytes of int32) behind ``parent``. O(1)."""
-        return any(tail.tokens == tokens for tail in self.indexes[group].partial.of(parent))
+        return any(tail.tokens == tokens for tail in self.indexes[group].tails_of(parent))
 
     def publish_tail(self, group: int, block: int, parent: bytes, tokens: bytes, step: int = WRITTEN) -> int | None:
         """``block`` of ``group`` begins with ``tokens``, which are not known behind ``parent`` yet.
@@ -134,11 +134,10 @@ class BlockKeys:
         """
         self._begin(group, block, step)
         index = self.indexes[group]
-        index.additions += 1
-        gone = index.partial.add(parent, Tail(tokens, block))
+        gone = index.add_tail(parent, Tail(tokens, block))
         if gone is None:
             return None
-        if gone in index.partial or self.key_of(gone) is not None:
+        if index.has_tail(gone) or self.key_of(gone) is not None:
             self._note_lost(np.array([gone], np.int32))  # one of its keys: hits that rest on it are looked up anew
             return None
         self.lost[group] += 1
@@ -175,13 +174,11 @@ class BlockKeys:
 
     def _forget_tails(self, blocks: Sequence[int], groups: Sequence[int]) -> set[int]:
         """The tails of ``blocks``, of ``groups``, go; which of them had one."""
-        if not any(index.partial for index in self.indexes):
+        if not any(index.num_tails for index in self.indexes):
             return set()
         tailed = set()
         for block, group in zip(blocks, groups, strict=True):
-            partial = self.indexes[group].partial
-            if block in partial:
-                partial.remove(block)
+            if self.indexes[group].remove_tails(block):
                 tailed.add(block)
         return tailed
 
@@ -221,10 +218,7 @@ class BlockKeys:
             group = self._group.item(source)
             if group < 0:
                 continue
-            key, index = self.key_of(source), self.indexes[group]
-            if key is not None:
-                index.rename(key, source, target)
-            index.partial.rename(source, target)
+            self.indexes[group].rename(self.key_of(source), source, target)
         self._keys[targets] = self._keys[sources]
         self._keys[sources] = None
         for column, empty in ((self._group, _NO_GROUP), (self._step, WRITTEN)):

@@ -41,88 +41,20 @@ class Tail(NamedTuple):
         return len(self.tokens) // _TOKEN_BYTES
 
 
-class PartialKeys:
-    """parent -> its tails, oldest first; and the parent of every block that has one (a block has one place)."""
-
-    def __init__(self) -> None:
-        self._tails: dict[bytes, list[Tail]] = {}
-        self._parent: dict[int, bytes] = {}
-        self._entries = 0
-
-    def __len__(self) -> int:
-        return self._entries
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._parent
-
-    def of(self, parent: bytes) -> list[Tail]:
-        """The tails behind ``parent``, oldest first; not to be changed."""
-        return self._tails.get(parent, _NO_TAILS)
-
-    def add(self, parent: bytes, tail: Tail) -> int | None:
-        """One more entry; the block whose oldest entry had to go, if one had to. The same tail must not be there."""
-        tails = self._tails.setdefault(parent, [])
-        gone = None
-        if len(tails) == MOST_TAILS:
-            gone = tails.pop(0).block
-            self._entries -= 1
-            if all(other.block != gone for other in tails):
-                del self._parent[gone]
-        tails.append(tail)
-        self._entries += 1
-        self._parent[tail.block] = parent
-        return gone
-
-    def remove(self, block: int) -> int:
-        """All entries of ``block``; how many there were."""
-        parent = self._parent.pop(block, None)
-        if parent is None:
-            return 0
-        tails = self._tails[parent]
-        kept = [tail for tail in tails if tail.block != block]
-        if kept:
-            self._tails[parent] = kept
-        else:
-            del self._tails[parent]
-        gone = len(tails) - len(kept)
-        self._entries -= gone
-        return gone
-
-    def rename(self, source: int, target: int) -> None:
-        """What ``source`` carried ``target`` carries, in its place."""
-        parent = self._parent.pop(source, None)
-        if parent is None:
-            return
-        self._parent[target] = parent
-        self._tails[parent] = [Tail(t.tokens, target) if t.block == source else t for t in self._tails[parent]]
-
-    def entries(self) -> Iterator[tuple[bytes, Tail]]:
-        """Every (parent, tail), a parent's oldest first."""
-        for parent, tails in self._tails.items():
-            for tail in tails:
-                yield parent, tail
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._tails.clear()
-        self._parent.clear()
-        self._entries = 0
-
-
-_NO_TAILS: list[Tail] = []
-
-
 class PrefixIndex:
     """Keys of one group. Two blocks may carry one key: a look-up gives the one that came first.
 
     _first: key -> block. _others: key -> later blocks with the same key, oldest first; only keys that
-    stand in _first. partial: of tokens that end inside a block. additions: keys added so far, partial ones too.
+    stand in _first. _tails: parent -> its tails, oldest first; _parent: of every block that has one (a block has one
+    place). num_tails: of all parents. additions: keys added so far, tails too.
     """
 
     def __init__(self) -> None:
         self._first: dict[bytes, int] = {}
         self._others: dict[bytes, list[int]] = {}
-        self.partial = PartialKeys()
+        self._tails: dict[bytes, list[Tail]] = {}
+        self._parent: dict[int, bytes] = {}
+        self.num_tails = 0
         self.additions = 0
 
     def __len__(self) -> int:
@@ -169,13 +101,18 @@ class PrefixIndex:
             block = next(block for block, found in zip(blocks, shown, strict=True) if block != found)
             raise CacheError(f"block {block} is not indexed under its key")
 
-    def rename(self, key: bytes, source: int, target: int) -> None:
-        """What ``source`` carried ``target`` carries, in its place."""
-        if self._first.get(key) == source:
-            self._first[key] = target
-            return
-        later = self._others[key]
-        later[later.index(source)] = target
+    def rename(self, key: bytes | None, source: int, target: int) -> None:
+        """What ``source`` carried, ``key`` and tails, ``target`` carries in its place."""
+        if key is not None:
+            if self._first.get(key) == source:
+                self._first[key] = target
+            else:
+                later = self._others[key]
+                later[later.index(source)] = target
+        parent = self._parent.pop(source, None)
+        if parent is not None:
+            self._parent[target] = parent
+            self._tails[parent] = [Tail(t.tokens, target) if t.block == source else t for t in self._tails[parent]]
 
     def leading_run(self, keys: Sequence[bytes], stop: int | None = None) -> NDArray[np.int32]:
         """Blocks of the leading keys that are all known, at most ``stop``; int32[hits].
@@ -210,4 +147,51 @@ class PrefixIndex:
         """Forget every key."""
         self._first.clear()
         self._others.clear()
-        self.partial.clear()
+        self._tails.clear()
+        self._parent.clear()
+        self.num_tails = 0
+
+    # -- tokens that end inside a block
+
+    def tails_of(self, parent: bytes) -> Sequence[Tail]:
+        """The tails behind ``parent``, oldest first."""
+        return self._tails.get(parent, ())
+
+    def has_tail(self, block: int) -> bool:
+        """Whether ``block`` is known for its first tokens."""
+        return block in self._parent
+
+    def add_tail(self, parent: bytes, tail: Tail) -> int | None:
+        """One more; the block whose oldest one had to go, if one had to. The same tail must not be there."""
+        self.additions += 1
+        tails = self._tails.setdefault(parent, [])
+        gone = None
+        if len(tails) == MOST_TAILS:
+            gone = tails.pop(0).block
+            self.num_tails -= 1
+            if all(other.block != gone for other in tails):
+                del self._parent[gone]
+        tails.append(tail)
+        self.num_tails += 1
+        self._parent[tail.block] = parent
+        return gone
+
+    def remove_tails(self, block: int) -> bool:
+        """All of ``block``; whether there were any."""
+        parent = self._parent.pop(block, None)
+        if parent is None:
+            return False
+        tails = self._tails[parent]
+        kept = [tail for tail in tails if tail.block != block]
+        if kept:
+            self._tails[parent] = kept
+        else:
+            del self._tails[parent]
+        self.num_tails -= len(tails) - len(kept)
+        return True
+
+    def tails(self) -> Iterator[tuple[bytes, Tail]]:
+        """Every (parent, tail), a parent's oldest first."""
+        for parent, tails in self._tails.items():
+            for tail in tails:
+                yield parent, tail

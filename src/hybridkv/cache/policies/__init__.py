@@ -5,12 +5,19 @@ pool or the other groups.
 """
 
 from hybridkv.cache.policies.attention import AttentionPolicy
-from hybridkv.cache.policies.fixed import EncoderOutput, FixedPolicy, Nothing, RunningState
-from hybridkv.cache.policies.hits import AnyHits, BlockHits, Hits, LabelHits, NoHits, StateHits, TokenHits
-from hybridkv.cache.policies.policy import GroupKind, Policy, inner_of, keeps_tokens
+from hybridkv.cache.policies.fixed import (
+    AnyHits,
+    EncoderOutput,
+    FixedPolicy,
+    LabelHits,
+    NoHits,
+    Nothing,
+    RunningState,
+)
+from hybridkv.cache.policies.policy import GroupKind, Hits, Policy, inner_of, keeps_tokens
 from hybridkv.cache.policies.publish_rule import PublishRule
-from hybridkv.cache.policies.spans import ChunkSpan, FullSpan, Span, WindowSpan
-from hybridkv.cache.policies.state import AlignedStatePolicy, AlignedStates, RunningStates, StateColumns
+from hybridkv.cache.policies.spans import BlockHits, ChunkSpan, FullSpan, Span, TokenHits, WindowSpan
+from hybridkv.cache.policies.state import AlignedStatePolicy, AlignedStates, RunningStates, StateColumns, StateHits
 from hybridkv.cache.policies.values import (
     NEVER,
     NEW,

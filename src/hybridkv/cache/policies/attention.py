@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridkv.cache.policies.hits import Hits
 from hybridkv.cache.policies.publish_rule import PublishRule
-from hybridkv.cache.policies.spans import Span
+from hybridkv.cache.policies.spans import BlockHits, Span, TokenHits
 from hybridkv.cache.policies.values import (
     NEW,
     NO_COLUMNS,
@@ -34,7 +33,7 @@ class AttentionPolicy:
     block_size: int
     span: Span
     publishing: PublishRule
-    hits: Hits
+    hits: BlockHits | TokenHits
     states: None = None
 
     def columns(self, num_tokens: T) -> T:

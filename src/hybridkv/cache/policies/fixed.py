@@ -8,12 +8,12 @@ taken, and a row may begin with the blocks of another.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from hybridkv.cache.policies.hits import Hits
 from hybridkv.cache.policies.state import RunningStates
 from hybridkv.cache.policies.values import (
     NEVER,
@@ -22,10 +22,13 @@ from hybridkv.cache.policies.values import (
     Bool,
     Demand,
     GroupPlan,
+    Hit,
+    Index,
     Int32,
     Int64,
     RowFacts,
     RowTokens,
+    Search,
     T,
 )
 
@@ -98,12 +101,73 @@ class Nothing:
 
 
 @dataclass(frozen=True, slots=True)
+class LabelHits:
+    """Checkpoints: states in blocks of nobody's row, labelled with their token counts (docs/contracts.md, 8)."""
+
+    copies: bool = True
+    downward_closed: bool = False
+
+    def columns(self, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
+        """None: what is hit is copied."""
+        return 0
+
+    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:  # noqa: ARG002 - as above
+        """The last label at or before the end. O(blocks behind it)."""
+        additions = index.additions
+        return Hit(index.label(search.end_tokens, search.alignment), NONE, additions=additions)
+
+    def source(self, index: Index, num_tokens: int) -> int:
+        """The checkpoint."""
+        return index.labelled(num_tokens) or 0
+
+
+@dataclass(frozen=True, slots=True)
+class NoHits:
+    """States that are not kept, and encoder outputs that are not shared: the others' prefixes are worth nothing."""
+
+    copies: bool = False
+    downward_closed: bool = False
+
+    def columns(self, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
+        """None."""
+        return 0
+
+    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:  # noqa: ARG002 - as above
+        """None."""
+        return Hit(0, NONE)
+
+    def source(self, index: Index, num_tokens: int) -> int:  # noqa: ARG002 - as above
+        """None."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class AnyHits:
+    """Layers that keep nothing, or whose blocks are looked up apart: every hit of the others is agreed to."""
+
+    copies: bool = False
+    downward_closed: bool = False
+
+    def columns(self, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
+        """None."""
+        return 0
+
+    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:  # noqa: ARG002 - as above
+        """Whatever the others say."""
+        return Hit(search.end_tokens, NONE)
+
+    def source(self, index: Index, num_tokens: int) -> int:  # noqa: ARG002 - as above
+        """None."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
 class FixedPolicy:
     """block_size: tokens of a block, or between two keys of a request. contents: how many blocks."""
 
     block_size: int
     contents: Contents
-    hits: Hits
+    hits: LabelHits | NoHits | AnyHits
     states: RunningStates | None = None
     publishing: None = None
 

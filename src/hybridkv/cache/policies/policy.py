@@ -2,14 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hybridkv.cache.policies.hits import Hits
 from hybridkv.cache.policies.publish_rule import PublishRule
 from hybridkv.cache.policies.state import StateColumns
-from hybridkv.cache.policies.values import Bool, Demand, GroupPlan, Int32, Int64, RowFacts, RowTokens, T
+from hybridkv.cache.policies.values import (
+    Bool,
+    Demand,
+    GroupPlan,
+    Hit,
+    Index,
+    Int32,
+    Int64,
+    RowFacts,
+    RowTokens,
+    Search,
+    T,
+)
 from hybridkv.specs import Keeps, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
+
+
+class Hits(Protocol):
+    """copies: whether a hit may end inside a block, or at a state, which is copied then.
+
+    downward_closed: whether a prefix of a hit is a hit.
+    """
+
+    @property
+    def copies(self) -> bool:
+        """See the class."""
+        ...
+
+    @property
+    def downward_closed(self) -> bool:
+        """See the class."""
+        ...
+
+    def columns(self, num_tokens: int) -> int:
+        """Columns of a hit of ``num_tokens`` tokens, null ones included."""
+        ...
+
+    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:
+        """The longest cached prefix; keys: one a full column."""
+        ...
+
+    def source(self, index: Index, num_tokens: int) -> int:
+        """The block to copy the end of a hit of ``num_tokens`` from; 0 where nothing is copied.
+
+        CacheError where there is none to copy.
+        """
+        ...
 
 
 class Policy(Protocol):

@@ -1,4 +1,8 @@
-"""What an attention layer reads of the tokens before it, and so what a hit must hold: all, a window, or a chunk."""
+"""What an attention layer reads of the tokens before it, all, a window, or a chunk; and so where its hits may end.
+
+BlockHits     at the edges of blocks                       [ block | block ]
+TokenHits     at any token: a block used in part is copied [ block | blo:ck ]
+"""
 
 from __future__ import annotations
 
@@ -148,3 +152,102 @@ def _proof(index: Index, keys: Sequence[bytes], start: int, search: Search, bloc
 
 
 Span = FullSpan | WindowSpan | ChunkSpan
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHits:
+    """Finds what layers that read ``span`` need, up to the edge of a block."""
+
+    span: Span
+    block_size: int
+    copies: bool = False
+
+    @property
+    def downward_closed(self) -> bool:
+        """Where every earlier token is read."""
+        return self.span.downward_closed
+
+    def columns(self, num_tokens: int) -> int:
+        """Full ones."""
+        return num_tokens // self.block_size
+
+    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:
+        """What the span finds."""
+        return self.span.longest_hit(index, keys, search, self.block_size)
+
+    def source(self, index: Index, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
+        """None: blocks are shared whole."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenHits:
+    """Hits that end at any token: the natural layout's, where a block that is used in part is copied.
+
+    A column can give as many of its tokens as some cached block begins with, its *reach*: all where the request's key
+    of the column is known, else the longest partial key (hybridkv.cache.blocks.index) that the request's tokens match.
+
+        t served by full attention      every column before t reaches as far as t asks
+        by a window of W                the columns of tokens t - W + 1 .. t - 1, at least that of token t - 1
+        by a chunk                      those of its chunk before t; where t begins one, that t was seen must be proved
+    """
+
+    span: Span
+    block_size: int
+    copies: bool = True
+
+    @property
+    def downward_closed(self) -> bool:
+        """Where every earlier token is read."""
+        return self.span.downward_closed
+
+    def columns(self, num_tokens: int) -> int:
+        """Full ones."""
+        return num_tokens // self.block_size
+
+    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:
+        """The largest end that is served.
+
+        No end between a column's reach and the column's own can be, so the candidate falls from column to column.
+        O(columns read).
+        """
+        block_size = self.block_size
+        end, missing, seen = search.end_tokens, list[int](), list[Int32]()
+        first, run = -1, NONE
+        while end > 0:
+            start = self.span.first_needed(end, block_size)
+            if start == end:  # a chunk and a block begin: nothing is read, but the prefix must have been seen
+                if end <= search.proven_tokens:
+                    return Hit(end, np.zeros(end // block_size, np.int32), tuple(missing), _joined(seen))
+                start = end - 1
+                proof = True
+            else:
+                proof = False
+            column, last = start // block_size, end // block_size
+            if column != first or len(run) < last - column:
+                first, run = column, index.leading_run(keys[column:last])
+                seen.append(run)
+            at = min(column + len(run), last)  # the first column that is not known whole, or that of the end
+            wanted = end - at * block_size
+            reached, begun = index.reach(at) if wanted > 0 else (0, 0)
+            if begun:
+                seen.append(np.array([begun], np.int32))
+            if at == last and reached >= wanted:
+                read = np.zeros(last - column, np.int32) if proof else run[: last - column]
+                blocks = np.concatenate((np.zeros(column, np.int32), read))
+                return Hit(end, blocks, tuple(missing), _joined(seen))
+            end = at * block_size + reached
+            missing.append(end)
+        return Hit(0, NONE, tuple(missing), _joined(seen))
+
+    def source(self, index: Index, num_tokens: int) -> int:
+        """The block to copy the last column from, where it is used in part and read."""
+        column, rest = divmod(num_tokens, self.block_size)
+        read = rest and self.span.first_needed(num_tokens, self.block_size) < num_tokens
+        return index.source(column, rest) if read else 0
+
+
+def _joined(parts: list[Int32]) -> Int32:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else NONE

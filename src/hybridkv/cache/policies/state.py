@@ -16,7 +16,6 @@ from typing import Protocol
 
 import numpy as np
 
-from hybridkv.cache.policies.hits import StateHits
 from hybridkv.cache.policies.publish_rule import PublishRule
 from hybridkv.cache.policies.values import (
     NEW,
@@ -25,10 +24,13 @@ from hybridkv.cache.policies.values import (
     Bool,
     Demand,
     GroupPlan,
+    Hit,
+    Index,
     Int32,
     Int64,
     RowFacts,
     RowTokens,
+    Search,
     T,
 )
 
@@ -95,6 +97,38 @@ class AlignedStates:
         given_up = (position == 0) & ((certain + drafts) % size == 0)
         free = np.where(given_up, last + drafts, last + position)
         return np.where(tokens % size == 0, tokens // size - 1, free)
+
+
+@dataclass(frozen=True, slots=True)
+class StateHits:
+    """The states of the reference layout, each in the column that it ends."""
+
+    block_size: int
+    copies: bool = False
+    downward_closed: bool = False
+
+    def columns(self, num_tokens: int) -> int:
+        """All null but the last."""
+        return num_tokens // self.block_size
+
+    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:
+        """The right-most state at or before the end. O(boundaries behind it)."""
+        size, step = self.block_size, search.alignment // self.block_size
+        edge = min(search.end_tokens // size, len(keys)) // step * step
+        missing: list[int] = []
+        while edge > 0:
+            block = index.get(keys[edge - 1])
+            if block is not None:
+                blocks = np.zeros(edge, np.int32)
+                blocks[-1] = block
+                return Hit(edge * size, blocks, tuple(missing), blocks[-1:])
+            missing.append((edge - 1) * size)
+            edge -= step
+        return Hit(0, NONE, tuple(missing))
+
+    def source(self, index: Index, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
+        """None: what is hit is held by the row itself."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,8 +64,8 @@ class Index(Protocol):
 class Search(NamedTuple):
     """What a group is asked for: a hit of at most ``end_tokens`` tokens.
 
-    tokens  [ hit, at most end | past: looked at, then dropped | ... ]
-            0                  ^ end_tokens                    ^ limit_tokens: nothing behind is looked at
+        tokens  [ hit, at most end | past: looked at, then dropped | ... ]
+                0                  ^ end_tokens                    ^ limit_tokens: nothing behind is looked at
 
     alignment: tokens of which the hit must be a multiple. past: columns behind the hit that must be cached
     as well (EAGLE: 1). proven_tokens: another group has shown that so many tokens were seen before.
@@ -146,8 +146,8 @@ class RowTokens(NamedTuple):
 class GroupPlan(NamedTuple):
     """What a request needs in one group, and the columns of its row after the commit.
 
-    [ null: dropped | held, vacated ones null | reuse: hits, touched | append ]
-    0               ^ drop                    ^ held                 ^
+        [ null: dropped | held, vacated ones null | reuse: hits, touched | append ]
+        0               ^ drop                    ^ held                 ^
 
     drop: leading columns that are null from now on. vacate: columns whose blocks move into ``append``.
     append: int32, block ids that move here, 0 for null columns, NEW for each block to take; None stands

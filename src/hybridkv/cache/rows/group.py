@@ -26,7 +26,8 @@ _NONE: Int32 = np.empty(0, np.int32)
 class CacheGroup:
     """What the manager keeps of one group.
 
-    number: position in the config. kind: its spec and flags. rows: block tables of the resident requests.
+    number: position in the config. kind: its spec and flags. states: where a row's lie; None where blocks hold tokens.
+    rows: block tables of the resident requests.
     published: int64[rows], how many leading columns of a row are published or passed over. label:
     int64[rows], token count of the state that a row's last step leaves. pending: row -> token counts of its
     states that could not be published yet. accepted: int64[rows], the column of the state of a row's last accepted
@@ -38,6 +39,7 @@ class CacheGroup:
         self.number = number
         self.kind = kind
         self.policy = policy
+        self.states = policy.states
         self.index = index
         self.rows = BlockRows()
         self.published = np.zeros(len(self.rows.start), np.int64)
@@ -126,8 +128,7 @@ class CacheGroup:
 
     def accept(self, rows: Int64, columns: Int64) -> None:
         """The states of ``rows`` go on from those in ``columns``."""
-        states = self.policy.states
-        if states is not None and states.rotates:
+        if self.states is not None and self.states.rotates:
             self.rows.swap_first(rows, columns)
             self.rotated[rows] = columns
         else:
@@ -162,7 +163,7 @@ class CacheGroup:
     def peak_blocks(self, limits: RequestLimits, steps: int = 1) -> int:
         """Most blocks that a request of ``limits.max_model_len`` tokens holds at once, ``steps`` in flight."""
         most = self.policy.most_columns(limits.max_model_len, limits.max_encoder_tokens)
-        bound = self.kind.spec.max_request_blocks(limits) + (steps - 1 if self.kind.keeps_state else 0)
+        bound = self.kind.spec.max_request_blocks(limits) + (steps - 1 if self.states is not None else 0)
         return min(most, bound)
 
 
@@ -216,12 +217,12 @@ class PrefixView:
 
     def label(self, end_tokens: int, alignment: int) -> int:
         """The greatest token count up to ``end_tokens`` that a state is labelled with, 0 for none."""
-        size, partial, index = self._block_size, self._index.partial, self._index
-        if not len(index) and not partial:
+        size, index = self._block_size, self._index
+        if not len(index) and not index.num_tails:
             return 0
         hashes: Sequence[bytes] = self._request.hashes
         for column in range(end_tokens // size, -1, -1):
-            found = [column * size + tail.length for tail in self._tails(column)] if partial else []
+            found = [column * size + tail.length for tail in self._tails(column)]
             fitting = [label for label in found if label <= end_tokens and label % alignment == 0]
             if fitting:
                 return max(fitting)
@@ -248,10 +249,9 @@ class PrefixView:
 
     def _tails(self, column: int) -> Sequence[Tail]:
         """Those that the request's own tokens begin with, oldest first."""
-        partial = self._index.partial
-        if not partial:
+        if not self._index.num_tails:
             return ()
-        tails = partial.of(parent_key(self._request, column * self._stride, self._stride))
+        tails = self._index.tails_of(parent_key(self._request, column * self._stride, self._stride))
         if not tails:
             return ()
         start = column * self._block_size

@@ -143,7 +143,7 @@ def needs_of(groups: Sequence[CacheGroup], batch: Batch) -> Needs:
     for g, group in enumerate(groups):
         rows, policy = group.rows, group.policy
         held, dropped = rows.count[batch.rows], rows.dropped[batch.rows]
-        asked = batch.end if group.kind.keeps_state else batch.total
+        asked = batch.end if group.states is not None else batch.total
         missing[:, g] = np.maximum(policy.columns(asked) - held, 0)
         drop[:, g] = np.minimum(np.maximum(policy.droppable(batch.processed), dropped), held)
         if group.kind.publishes:

@@ -43,7 +43,7 @@ class Checkpoints:
         transfers: TransferLog,
         placement: Placement,
     ) -> None:
-        kept = [group for group in groups if group.kind.keeps_state] if placement.keeps_states else []
+        kept = [group for group in groups if group.states is not None] if placement.keeps_states else []
         self.groups = tuple(kept)
         self._num_groups = len(groups)
         self._pool = pool

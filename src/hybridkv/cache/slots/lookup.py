@@ -159,7 +159,7 @@ class PrefixLookup:
             held = group.rows.ids(row)
             full = len(held) if group.kind.by_digest else group.policy.hits.columns(tokens)
             ids.append(held[:full])
-            partial = len(held) > full and (group.kind.keeps_state or tokens % group.policy.block_size)
+            partial = len(held) > full and (group.states is not None or tokens % group.policy.block_size)
             sources.append(int(held[full]) if partial and tokens else 0)
         return KVCacheBlocks(tuple(ids), self._pool, sources=tuple(sources), parent=request), tokens
 

@@ -217,7 +217,7 @@ class SlotPlanner:
             return False
         if source == found or not (source and found):
             return source == found
-        if group.kind.keeps_state:
+        if group.states is not None:
             return view.is_state(source, tokens)
         return view.begins(source, *divmod(tokens, policy.block_size))
 
@@ -227,7 +227,7 @@ class SlotPlanner:
         if not wanted.external_tokens:
             return sources
         return tuple(
-            0 if group.kind.keeps_state else source for group, source in zip(self._groups, sources, strict=True)
+            0 if group.states is not None else source for group, source in zip(self._groups, sources, strict=True)
         )
 
 
@@ -344,7 +344,7 @@ def _unwritten_prefix(
 ) -> int | None:
     """The first group whose hit is a state, or is copied, and has yet to be written by ``step``, now scheduled."""
     for group, plan, source in zip(groups, plans, sources, strict=True):
-        copied = int(plan.reuse[-1]) if group.kind.keeps_state and len(plan.reuse) else source
+        copied = int(plan.reuse[-1]) if group.states is not None and len(plan.reuse) else source
         if copied and pool.keys.step_of(copied) == step:
             return group.number
     return None

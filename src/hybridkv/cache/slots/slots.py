@@ -48,7 +48,7 @@ class Slots:
         checkpoints: Checkpoints,
     ) -> None:
         self._groups = residents.groups
-        self._states = tuple(group for group in residents.groups if group.kind.keeps_state)
+        self._states = tuple(group for group in residents.groups if group.states is not None)
         self._publishing = tuple(group for group in residents.groups if group.kind.publishes)
         self._pool = pool
         self._residents = residents
@@ -142,8 +142,8 @@ class Slots:
         certain = self._requests.num_computed[rows] - drafted
         self._requests.num_computed[rows] = certain + kept
         for group in self._groups:
-            if group.policy.states is not None:
-                group.accept(rows, group.policy.states.draft_columns(certain, drafted, kept))
+            if group.states is not None:
+                group.accept(rows, group.states.draft_columns(certain, drafted, kept))
         self._checkpoints.pass_drafts(self._requests.requests, rows, certain, kept)
         self._publish_accepted(rows[kept > 0])
 
@@ -286,11 +286,18 @@ class Slots:
             self._checkpoints.keep_end(request, computed)
         self._pool.advance_epoch()
 
-    def free(self, request_ids: Sequence[str]) -> None:
-        """Give back what each of ``request_ids`` holds, in this order, the last block first.
+    def free(self, request_id: str) -> None:
+        """Give back what a request holds, group after group, the last block first; nothing if it holds nothing."""
+        resident = self._residents.get(request_id)
+        if resident is None:
+            return
+        self._transfers.forget(resident.row)
+        for group in self._groups:
+            self._pool.free_blocks(group.rows.held(resident.row)[::-1])
+        self._residents.release(resident)
 
-        In one go where they share no block. A request that holds nothing is passed over.
-        """
+    def free_many(self, request_ids: Sequence[str]) -> None:
+        """Give back what each of ``request_ids`` holds, in this order, in one go where they share no block."""
         found = dict.fromkeys(map(self._residents.get, request_ids))
         residents = [resident for resident in found if resident is not None]
         for resident in residents:

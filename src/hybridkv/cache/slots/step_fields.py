@@ -43,7 +43,7 @@ def rotated_cells(groups: Sequence[CacheGroup], rows: Int64) -> list[Cells]:
     """The cells of states that changed places since the worker was told, of those ``rows``."""
     parts = []
     for group in groups:
-        states = group.policy.states
+        states = group.states
         some = rows[group.rotated[rows] > 0] if states is not None and states.rotates else rows[:0]
         if some.size:
             pairs = np.stack((np.zeros_like(some), group.rotated[some]), axis=1).ravel()
@@ -135,7 +135,7 @@ def state_moves(groups: Sequence[CacheGroup], pool: BlockPool, spans: RowSpans) 
     A state is copied when it leaves its column, so that what was published is never written again. A row with drafts,
     or behind accepted ones, reads its state where it is, and writes to other columns.
     """
-    keeping = [(group, group.policy.states) for group in groups if group.policy.states is not None]
+    keeping = [(group, group.states) for group in groups if group.states is not None]
     rows = spans.rows
     if not keeping or not len(rows):
         return StateMoves(_NO_ZERO, (), np.empty((0, len(groups)), np.int32), _NO_WRITES)

@@ -187,7 +187,7 @@ class TransferLog:
 
     def _copied(self, copy: _Copy) -> Transfer:
         target = self._block_at(copy.group, copy.row, copy.column)
-        kind = "state" if copy.group.kind.keeps_state else "block"
+        kind = "state" if copy.group.states is not None else "block"
         return Transfer(copy.group.number, self._local(copy.group, copy.source), target, kind)
 
     def _kept(self, one: Stored, column: int) -> Transfer:

@@ -1,7 +1,7 @@
 """Copies within stacked views of blocks: what a device must be able to do, and how torch does it.
 
-stack of blocks     [layers, blocks, elements]             one array of every block of every layer
-stack of columns    [layers, blocks, columns, channels]    the conv states of the same
+    stack of blocks     [layers, blocks, elements]             one array of every block of every layer
+    stack of columns    [layers, blocks, columns, channels]    the conv states of the same
 
 Elements are integers of the width of what is stored, so that every bit is kept. One call is one batch: it writes no
 block that another copy of the batch reads or writes (its callers see to that), so copies may run in any order.

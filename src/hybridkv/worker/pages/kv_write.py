@@ -1,6 +1,6 @@
 """Writing keys and values where the slots say: ``slot = block * block_size + offset``, -1 for tokens that go nowhere.
 
-slots [ 30 31 -1 12 ], block_size 4   ->   tokens 0 1 3 to blocks 7 7 3 at offsets 2 3 0
+    slots [ 30 31 -1 12 ], block_size 4   ->   tokens 0 1 3 to blocks 7 7 3 at offsets 2 3 0
 
 A step's slots are checked and taken apart once for a group, and used by every layer of it.
 """

@@ -128,8 +128,7 @@ class PagedStorage:
     ) -> tuple[torch.Tensor, ...]:
         views = []
         start = tensor.offset_bytes
-        slabs, spec = self.config.slabs, self.config.groups[group].spec
-        pieces = 1 if slabs is None else slabs.kernel_blocks[group]
+        spec, pieces = self.config.groups[group].spec, self.config.kernel_blocks_of(group)
         blocks, stride_bytes = self.config.blocks_of(group) * pieces, tensor.block_stride_bytes // pieces
         tokens = None if spec.keeps is Keeps.STATE else spec.block_size // pieces
         for part in parts:
