@@ -166,8 +166,8 @@ def cache_calls(world: World) -> Calls:
     yield cache.accept_drafts, {"rows": rows, "drafted": none, "kept": none}
     yield cache.cache_blocks, {"request": a, "num_computed_tokens": 4}
     yield cache.forget_moved, {"moved": np.array([], np.int64)}
-    yield cache.refuse_drafts, {"num_drafts": 0}
-    yield cache.peak_blocks, {"limits": RequestLimits(100), "max_in_flight": 1}
+    yield cache.bounds.refuse_drafts, {"num_drafts": 0}
+    yield cache.bounds.peak_blocks, {"limits": RequestLimits(100), "max_in_flight": 1}
     yield cache.free, {"request": "nobody"}
     yield cache.free_many, {"requests": []}
     yield cache.lock, {"request": "a"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,6 +12,7 @@ from hybridkv.arguments import flag, instance, instances, integer, integers
 from hybridkv.cache.assembly import CacheOptions, assemble
 from hybridkv.cache.audit import check_cache
 from hybridkv.cache.blocks.space import ClassedSpace
+from hybridkv.cache.bounds import CacheBounds
 from hybridkv.cache.events import MAX_EVENT_BLOCKS, KVCacheEvent
 from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.layouts import layout_of
@@ -37,7 +37,6 @@ from hybridkv.cache.values import KVCacheBlocks
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.planner import KVCacheConfig, Plan
 from hybridkv.request import Request
-from hybridkv.specs import Keeps, RequestLimits
 from hybridkv.step import Cells
 from hybridkv.units import MOST_COUNT
 
@@ -127,6 +126,7 @@ class KVCacheManager:
         self.rows = parts.residents.columns
         self._layout, self._residents, self._lookup = layout, parts.residents, parts.lookup
         self._planner, self._slots = parts.planner, parts.slots
+        self.bounds = CacheBounds(parts.groups, parts.pool, layout, parts.pins.max_blocks)
         self._stats = PrefixCacheStats() if flag("log_stats", log_stats) else None
 
     # -- look-up
@@ -413,67 +413,10 @@ class KVCacheManager:
         for group in self.groups:
             group.forget_accepted(rows)
 
-    # -- bounds
-
-    def refuse_drafts(self, num_drafts: int) -> None:
-        """ConfigError unless every recurrent group can keep the states of ``num_drafts`` drafts of a row."""
-        drafts = integer("num_drafts", num_drafts, 0, MOST_COUNT)
-        for group in self.groups if drafts else ():
-            most = group.kind.num_drafts
-            if most is None:
-                continue
-            if most < drafts:
-                raise ConfigError(
-                    f"num_speculative_tokens is {drafts}, but group {group.number} has {most} speculative state "
-                    "blocks: read the model with num_speculative_tokens="
-                )
-            if group.kind.publishes and not group.policy.hits.copies and group.policy.block_size <= drafts:
-                raise ConfigError(
-                    f"num_speculative_tokens is {drafts}: states kept every {group.policy.block_size} tokens (group "
-                    f"{group.number}) need fewer drafts than that"
-                )
-
-    def peak_blocks(self, limits: RequestLimits, max_in_flight: int) -> int:
-        """Most blocks, or slabs, that one request within ``limits`` holds at once, steps in flight included."""
-        instance("limits", limits, RequestLimits)
-        integer("max_in_flight", max_in_flight, 1, MOST_COUNT)
-        return self.block_pool.units([group.peak_blocks(limits, max_in_flight) for group in self.groups])
-
-    @property
-    def usable_blocks(self) -> int:
-        """Blocks, or slabs, that anybody can hold: without the null one and sinks."""
-        return self.block_pool.num_usable
-
     @property
     def evictions(self) -> int:
         """Keys lost so far: with it a hit is remembered, see is_longest_hit."""
         return self.block_pool.evictions
-
-    @property
-    def reads_encoder(self) -> bool:
-        """Whether some layer reads an encoder's output."""
-        return any(group.kind.spec.keeps is Keeps.ENCODER for group in self.groups)
-
-    @property
-    def drops_for_eagle(self) -> bool:
-        """Whether some group drops the last block of a hit."""
-        return any(group.kind.drops for group in self.groups)
-
-    @property
-    def rewrites_states(self) -> bool:
-        """Whether running states are rewritten in place, so that a step that failed leaves them broken."""
-        return self._layout.rewrites_states
-
-    @property
-    def shares_in_part(self) -> bool:
-        """Whether a branch can begin with blocks that its parent has filled in part."""
-        return self._layout.shares_in_part
-
-    @property
-    def state_alignment(self) -> int:
-        """Tokens between the places where all states can be kept, and shared as they are; 0 where none are."""
-        kept = [one for one in self.groups if one.states is not None and one.kind.publishes]
-        return math.lcm(*(one.policy.block_size for one in kept if not one.policy.hits.copies)) if kept else 0
 
     def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
         """Natural layout: token counts in start + 1 .. end at which states of ``request`` should be kept, ascending."""
@@ -530,11 +473,6 @@ class KVCacheManager:
     def unpin(self, pin: Pin) -> None:
         """``pin`` may be evicted again. CacheError for a pin that is not held."""
         self.pins.release(instance("pin", pin, Pin))
-
-    @property
-    def promised_blocks(self) -> int:
-        """Blocks that requests can count on: all but the null block, sinks and what may be pinned."""
-        return self.block_pool.num_usable - self.pins.max_blocks
 
     # -- answers
 

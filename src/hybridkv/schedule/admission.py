@@ -59,7 +59,7 @@ class AdmissionControl:
         """ConfigError or CapacityError for a request that could not run even alone."""
         cache = self._cache
         cache.refuse_stranger(request)
-        if request.num_encoder_tokens and not cache.reads_encoder:
+        if request.num_encoder_tokens and not cache.bounds.reads_encoder:
             raise ConfigError(
                 f"request {request.request_id!r} has an encoder input, but the model has no cross attention"
             )
@@ -73,8 +73,8 @@ class AdmissionControl:
                 f"{cache.max_model_len}: shorten the prompt or raise max_model_len"
             )
         tokens = self._running.limit_tokens(request) - 1  # the last token of all is never computed
-        needed = cache.peak_blocks(self._bounds(request, tokens), self._limits.max_in_flight)
-        usable = cache.promised_blocks
+        needed = cache.bounds.peak_blocks(self._bounds(request, tokens), self._limits.max_in_flight)
+        usable = cache.bounds.promised_blocks
         if needed <= usable:
             return
         unit = cache.config.unit
@@ -209,7 +209,7 @@ class AdmissionControl:
             admission=Admission(
                 self._bounds(request, request.num_tokens),
                 limits.max_in_flight,
-                0 if alone else int(limits.watermark * cache.usable_blocks),
+                0 if alone else int(limits.watermark * cache.bounds.usable_blocks),
             ),
         )
         if isinstance(plan, Refusal):

@@ -98,11 +98,11 @@ class StopSplit:
 
 def split_of(cache: KVCacheManager, limits: SchedulerLimits, forking: Collection[str]) -> Split | None:
     """How chunks are cut for states that are kept; None where they may end anywhere. forking: see StopSplit."""
-    if cache.placement is not None:
+    if cache.bounds.shares_in_part:
         return StopSplit(cache.stops, limits.segments, forking)
-    if not cache.state_alignment:
+    if not cache.bounds.state_alignment:
         return None
-    return AlignSplit(cache.state_alignment, limits.max_batched_tokens, cache.drops_for_eagle)
+    return AlignSplit(cache.bounds.state_alignment, limits.max_batched_tokens, cache.bounds.drops_for_eagle)
 
 
 def share_budget(wanted: Int64, budget: int) -> Int64:

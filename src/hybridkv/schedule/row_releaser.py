@@ -166,7 +166,7 @@ class RowReleaser:
         for request in flight.released.values():
             self._waiting.complete(request)
         numbers: list[int] = rows.tolist()
-        if self._rewrites_states:
+        if self._cache.bounds.rewrites_states:
             self._distrust(numbers)
         return numbers
 
@@ -179,8 +179,3 @@ class RowReleaser:
     def _distrust(self, rows: Iterable[int]) -> None:
         """Blocks of ``rows`` may hold anything: of those that are dead nothing more is published."""
         self._distrusted.update(row for row in rows if self._running.dead[row])
-
-    @property
-    def _rewrites_states(self) -> bool:
-        """Whether running states are rewritten in place, so that a failed step leaves none as it was."""
-        return self._cache.placement is not None

@@ -64,7 +64,7 @@ class Scheduler:
         self._waiting = WaitingQueue(self.limits.policy)
         self._running = RunningRows(self.limits, cache.max_model_len)
         queues = self._waiting, self._running
-        self._forks = Forks(*queues, shares_in_part=cache.placement is not None)
+        self._forks = Forks(*queues, shares_in_part=cache.bounds.shares_in_part)
         self._split = split_of(cache, self.limits, self._forks)
         self._speculation = Speculation(cache, self._running, self.limits)
         self._releaser = RowReleaser(cache, *queues, self._inbox, self._forks)

@@ -34,7 +34,7 @@ class Speculation:
     """
 
     def __init__(self, cache: KVCacheManager, running: RunningRows, limits: SchedulerLimits) -> None:
-        cache.refuse_drafts(limits.num_speculative_tokens)
+        cache.bounds.refuse_drafts(limits.num_speculative_tokens)
         self._cache = cache
         self._running = running
         self._most = limits.num_speculative_tokens

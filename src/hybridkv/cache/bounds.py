@@ -1,0 +1,61 @@
+"""What can be asked of a cache at all: facts of its groups, its layout and its size, which no step changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hybridkv.arguments import instance, integer
+from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.layouts import Layout
+from hybridkv.cache.rows.group import CacheGroup
+from hybridkv.errors import ConfigError
+from hybridkv.specs import Keeps, RequestLimits
+from hybridkv.units import MOST_COUNT
+
+
+class CacheBounds:
+    """reads_encoder: some layer reads an encoder's output. drops_for_eagle: some group drops the last block of a hit.
+
+    rewrites_states: running states are rewritten in place, so that a step that failed leaves them broken.
+    shares_in_part: a branch can begin with blocks that its parent has filled in part.
+    state_alignment: tokens between the places where all states can be kept, and shared as they are; 0 where none are.
+    usable_blocks: blocks, or slabs, that anybody can hold: without the null one and sinks. promised_blocks: those that
+    requests can count on, what may be pinned left out.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup], pool: BlockPool, layout: Layout, max_pinned_blocks: int) -> None:
+        kept = [one for one in groups if one.states is not None and one.kind.publishes and not one.policy.hits.copies]
+        self.reads_encoder = any(group.kind.spec.keeps is Keeps.ENCODER for group in groups)
+        self.drops_for_eagle = any(group.kind.drops for group in groups)
+        self.rewrites_states = layout.rewrites_states
+        self.shares_in_part = layout.shares_in_part
+        self.state_alignment = math.lcm(*(group.policy.block_size for group in kept)) if kept else 0
+        self.usable_blocks = pool.num_usable
+        self.promised_blocks = pool.num_usable - max_pinned_blocks
+        self._groups = tuple(groups)
+        self._pool = pool
+
+    def refuse_drafts(self, num_drafts: int) -> None:
+        """ConfigError unless every recurrent group can keep the states of ``num_drafts`` drafts of a row."""
+        drafts = integer("num_drafts", num_drafts, 0, MOST_COUNT)
+        for group in self._groups if drafts else ():
+            most = group.kind.num_drafts
+            if most is None:
+                continue
+            if most < drafts:
+                raise ConfigError(
+                    f"num_speculative_tokens is {drafts}, but group {group.number} has {most} speculative state "
+                    "blocks: read the model with num_speculative_tokens="
+                )
+            if group.kind.publishes and not group.policy.hits.copies and group.policy.block_size <= drafts:
+                raise ConfigError(
+                    f"num_speculative_tokens is {drafts}: states kept every {group.policy.block_size} tokens (group "
+                    f"{group.number}) need fewer drafts than that"
+                )
+
+    def peak_blocks(self, limits: RequestLimits, max_in_flight: int) -> int:
+        """Most blocks, or slabs, that one request within ``limits`` holds at once, steps in flight included."""
+        instance("limits", limits, RequestLimits)
+        integer("max_in_flight", max_in_flight, 1, MOST_COUNT)
+        return self._pool.units([group.peak_blocks(limits, max_in_flight) for group in self._groups])
