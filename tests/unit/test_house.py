@@ -1,6 +1,7 @@
 """What import-linter cannot see of who may know what."""
 
 import ast
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 import hybridkv
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.policies import Policy
 from hybridkv.testing import attention_config
 
 ROOT = Path(hybridkv.__file__).parent
@@ -37,3 +39,63 @@ def test_a_reach_past_the_manager_is_seen() -> None:
         "self._cache.groups",
         "cache.block_pool",
     ]
+
+
+MANY_ARGUMENTS = {
+    "KVCacheManager": "the signature that users of vLLM know",
+    "BlockTable": "vllm-ascend's",
+    "MultiGroupBlockTable": "vllm-ascend's",
+    "Request": "what a request is, for users to say",
+    "ExtraKeys": "one argument a kind of extra key",
+    "Engine": "what users compose an engine of",
+    "ModelRunner": "what users compose a runner of",
+}
+"""Constructors of more than six, and why."""
+
+
+def constructors(source: str) -> Iterator[tuple[str, int]]:
+    """Classes and how many arguments their constructors have."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                    yield node.name, len(method.args.args) + len(method.args.kwonlyargs) - 1
+
+
+def test_constructors_of_many_arguments_have_a_reason() -> None:
+    found = {name for path in ROOT.rglob("*.py") for name, count in constructors(path.read_text("utf-8")) if count > 6}
+    assert found == set(MANY_ARGUMENTS)
+
+
+def test_a_policy_is_asked_at_most_twelve_questions() -> None:
+    questions = [name for name, _ in inspect.getmembers(Policy) if not name.startswith("_")]
+    assert 10 < len(questions) <= 12
+
+
+def test_the_cache_has_at_most_fifteen_rooms() -> None:
+    rooms = {
+        path.stem for path in (ROOT / "cache").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert len(rooms - {"__init__"}) <= 15
+
+
+@pytest.mark.parametrize("folder", ["cache", "schedule"])
+def test_the_layout_is_known_in_one_place(folder: str) -> None:
+    """Who reads ``slabs`` of a config knows which layout it is; a plan's own placement is read beside the plan."""
+    places = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "slabs" and ast.unparse(node.value).endswith("config")
+    }
+    assert places <= {"cache/layouts.py", "cache/placement/planned.py"}
+
+
+def test_nobody_else_asks_which_placement_there_is() -> None:
+    asks = [
+        path.name
+        for path in (ROOT / "schedule").rglob("*.py")
+        if "placement"
+        in {node.attr for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Attribute)}
+    ]
+    assert asks == []

@@ -36,6 +36,7 @@ from hybridkv.schedule.running import InFlight, RunningRows
 from hybridkv.schedule.speculation import Speculation
 from hybridkv.schedule.waiting import WaitingQueue
 from hybridkv.step import Step, StepResult
+from hybridkv.units import MOST_COUNT, shown
 
 logger = logging.getLogger(__name__)
 
@@ -317,7 +318,9 @@ class Scheduler:
         with 0 computed, in order. CacheError for a step that is not in flight.
         """
         self._inbox.claim()
-        integer("step_id", step_id)
+        integer("step_id", step_id, most=MOST_COUNT)
+        if not isinstance(error, BaseException | str):
+            raise ConfigError(f"error must be an exception or a message, got {shown(error)}")
         failed = [flight for flight in self._in_flight if flight.step.id >= step_id]
         if not failed or failed[0].step.id != step_id:
             raise CacheError(f"step {step_id} is not in flight: there is nothing to fail")
