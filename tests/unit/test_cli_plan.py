@@ -174,8 +174,8 @@ def test_a_mistake_is_one_line_that_says_what_to_change(arguments: tuple[str, ..
 
 def test_an_unsupported_model_says_what_its_layers_keep(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "minimax", "num_hidden_layers": 32}), "utf-8")
-    assert "its layers keep lightning attention states" in error("plan", path, "--memory", "40GiB")
+    path.write_text(json.dumps({"model_type": "deepseek_v4", "num_hidden_layers": 32}), "utf-8")
+    assert "its layers keep compressed keys and values" in error("plan", path, "--memory", "40GiB")
 
 
 def test_a_newer_plan_is_refused_by_name(tmp_path: Path) -> None:

@@ -18,12 +18,16 @@ from hybridkv.cli.planning import (
     PlacementOption,
     PlanFile,
     PlanOptions,
+    SetFields,
+    StateDtype,
     TensorParallel,
     WindowsAsFull,
     load_plan,
 )
+from hybridkv.cli.printable import printable
 from hybridkv.errors import ConfigError
 from hybridkv.models import Model
+from hybridkv.models.reading import ASSUMED
 from hybridkv.planner import Plan, plan, plan_to_json
 from hybridkv.units import format_count
 
@@ -46,6 +50,8 @@ def plan_command(
     tp: TensorParallel = None,
     block_size: BlockSize = None,
     dtype: DtypeOption = None,
+    state_dtype: StateDtype = None,
+    fields: SetFields = None,
     layout: LayoutOption = None,
     placement: PlacementOption = None,
     windows_as_full: WindowsAsFull = None,
@@ -57,7 +63,9 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as a document that --plan reads.")] = False,
 ) -> None:
     """Plan the KV cache of a model: groups, pages, blocks, and the requests that fit."""
-    options = PlanOptions(config, memory, tp, block_size, dtype, layout, placement, windows_as_full)
+    options = PlanOptions(
+        config, memory, tp, block_size, dtype, layout, placement, windows_as_full, fields, state_dtype
+    )
     own = {"--max-model-len": max_model_len, "--kernel-block-size": kernel_block_size}
     if compare:
         refused = {"--layout": layout, "--plan": plan_file, "--json": as_json or None, **own}
@@ -133,6 +141,21 @@ def show_plan(plan: Plan) -> None:
     }
     for name, value in lines.items():
         out.print(f"{name:<17} {value}", soft_wrap=True)
+    for title, facts in _read(model).items():
+        out.print(f"\n{title}")
+        for fact in facts:
+            out.print(printable(f"  {fact}"), soft_wrap=True)
+
+
+def _read(model: Model) -> dict[str, list[str]]:
+    """What was read from where and what was assumed, for people; nothing where a family has a reader of its own."""
+    said: dict[str, list[str]] = {}
+    for fact in model.read_from:
+        if fact.source == ASSUMED:
+            said.setdefault("assumed", []).append(f"{fact.what} {fact.value}: {fact.field}")
+        else:
+            said.setdefault("read", []).append(f"{fact.what} {fact.value}: {fact.field} ({fact.source})")
+    return dict(sorted(said.items(), reverse=True))
 
 
 def _per_token(model: Model) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -14,8 +14,10 @@ import typer
 from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError, SchemaError
 from hybridkv.models import DTYPE_NAMES, Model, read_model
+from hybridkv.models.json_text import DocumentError, parse_json
 from hybridkv.planner import Plan, read_plan, read_plan_from
 from hybridkv.planner.plan import ALIGN, DEFAULT_LAYOUT, NATURAL, NO_STATES
+from hybridkv.units import shown
 
 _STANDARD_INPUT: Final = Path("-")
 
@@ -55,6 +57,17 @@ PlacementOption = Annotated[
 WindowsAsFull = Annotated[
     bool | None, typer.Option("--windows-as-full", help="Manage windowed layers as full attention.")
 ]
+SetFields = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="A field of the language model's config, instead of what it says; may be given more than once.",
+        metavar="FIELD=VALUE",
+    ),
+]
+StateDtype = Annotated[
+    CacheDtype | None, typer.Option("--state-dtype", help="Of recurrent states; auto: the config's.")
+]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan written by `hybridkv plan --json`; - is stdin.")]
 
 
@@ -68,7 +81,7 @@ class PlanRules(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What was given; None for what was not. config: where the model is described."""
+    """What was given; None for what was not. config: where the model is described. fields: as FIELD=VALUE."""
 
     config: str | None = None
     memory: str | None = None
@@ -78,15 +91,18 @@ class PlanOptions:
     layout: Layout | None = None
     placement: str | None = None
     windows_as_full: bool | None = None
+    fields: Sequence[str] | None = None
+    state_dtype: CacheDtype | None = None
 
     def refuse_beside_plan(self, own: Mapping[str, object], *, placed: bool = True) -> None:
         """ConfigError when anything was given that a plan file holds. own: the command's names of such options.
 
         placed: --placement is among them; the natural layout leaves it open.
         """
-        shared = ["memory", "tp", "block_size", "dtype", "layout", "windows_as_full"]
+        shared = ["memory", "tp", "block_size", "dtype", "state_dtype", "layout", "windows_as_full"]
         shared[-1:-1] = ["placement"] if placed else []
         values = {**own, **{"--" + name.replace("_", "-"): getattr(self, name) for name in shared}}
+        values["--set"] = self.fields or None
         given = [name for name, value in values.items() if value is not None]
         if given:
             raise ConfigError(f"--plan holds everything already: drop {', '.join(given)}, or drop --plan")
@@ -98,6 +114,8 @@ class PlanOptions:
             block_size=16 if self.block_size is None else self.block_size,
             tp=1 if self.tp is None else self.tp,
             dtype=DTYPE_NAMES.get(self.dtype or "auto"),
+            fields=dict(map(_field, self.fields or ())),
+            state_dtype=DTYPE_NAMES.get(self.state_dtype or "auto"),
         )
 
     @property
@@ -117,6 +135,17 @@ class PlanOptions:
                 f"--layout {NATURAL}"
             )
         return PlanRules(placement=name, windows_as_full=bool(self.windows_as_full), layout=layout)
+
+
+def _field(given: str) -> tuple[str, object]:
+    """The name and the value of FIELD=VALUE: JSON, or else text."""
+    name, mark, value = given.partition("=")
+    if not name or not mark:
+        raise ConfigError(f"--set {shown(given)} is no FIELD=VALUE: for example --set num_key_value_heads=8")
+    try:
+        return name, parse_json(value)
+    except DocumentError:
+        return name, value
 
 
 def load_plan(path: Path) -> Plan:

@@ -25,6 +25,8 @@ from hybridkv.cli.planning import (
     PlacementOption,
     PlanFile,
     PlanOptions,
+    SetFields,
+    StateDtype,
     TensorParallel,
     WindowsAsFull,
     load_plan,
@@ -91,6 +93,8 @@ def replay_command(
     ] = _DEFAULT.time_scale,
     block_size: BlockSize = None,
     dtype: DtypeOption = None,
+    state_dtype: StateDtype = None,
+    fields: SetFields = None,
     layout: LayoutOption = None,
     placement: PlacementOption = None,
     windows_as_full: WindowsAsFull = None,
@@ -111,7 +115,9 @@ def replay_command(
     asked = _Asked(
         workload={"--seed": seed, "--hours": hours, "--rate": rate, "--marks": marks or None},
         trace={"--trace-block-size": trace_block_size, "--skip-bad-lines": skip_bad_lines or None},
-        planning=PlanOptions(model, memory, tp, block_size, dtype, layout, placement, windows_as_full),
+        planning=PlanOptions(
+            model, memory, tp, block_size, dtype, layout, placement, windows_as_full, fields, state_dtype
+        ),
         plan_file=plan_file,
         max_model_len=max_model_len,
         limit=limit,

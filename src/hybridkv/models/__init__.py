@@ -2,13 +2,14 @@
 
     name | config.json | folder | dict  ->  read_model  ->  Model(layers=(Layer(name, spec), ...), facts)
 
-One module per family (``llama``, ``deepseek``); ``families`` says which model types they read;
-``catalog`` holds the public models known by name, one JSON file each with its source.
+One module per family (``llama``, ``deepseek``); ``general`` reads every other model type by the fields that configs
+share, ``reading`` notes what came from where; ``catalog`` holds the public models known by name, one JSON file each
+with its source.
 """
 
 from hybridkv.models.catalog import KnownModel, known_model, known_models
 from hybridkv.models.fields import DTYPE_NAMES
-from hybridkv.models.model import Layer, Model
+from hybridkv.models.model import Layer, Model, ReadFact
 from hybridkv.models.reader import read_model
 
-__all__ = ["DTYPE_NAMES", "KnownModel", "Layer", "Model", "known_model", "known_models", "read_model"]
+__all__ = ["DTYPE_NAMES", "KnownModel", "Layer", "Model", "ReadFact", "known_model", "known_models", "read_model"]

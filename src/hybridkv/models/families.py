@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 from hybridkv.errors import UnsupportedModelError
 from hybridkv.models.fields import Fields
-from hybridkv.models.model import Layer
+from hybridkv.models.model import Layer, ReadFact
 from hybridkv.models.weights import Weights
 from hybridkv.units import shown
 
@@ -16,13 +16,16 @@ SUPPORTED_LAYERS: Final = ("full_attention", "sliding_attention", "chunked_atten
 """Attention layers of a decoder."""
 
 NOT_YET: Final = {
-    "deepseek_v32": "sparse attention with an indexer cache",
-    "gemma3n": "layers that share keys and values",
-    "gemma3n_text": "layers that share keys and values",
-    "gemma4": "layers that share keys and values",
-    "minimax": "lightning attention states",
-    "recurrent_gemma": "recurrent states inside its modules",
-    "rwkv": "RWKV states",
+    "blt": "bytes, patches and the hidden states of three models",
+    "cpmant": "the tokens of a prompt of its own before every request's",
+    "deepseek_v4": "compressed keys and values, and the tokens that are not compressed yet",
+    "gemma4_assistant": "nothing: they read keys and values of the model that they draft for",
+    "gemma4_unified_assistant": "nothing: they read keys and values of the model that they draft for",
+    "openai-gpt": "nothing: every token is computed anew",
+    "qwen4_exp_text": "an indexer's keys of which some are compressed",
+    "reformer": "buckets of hidden states",
+    "xlm": "nothing: every token is computed anew",
+    "xlnet": "hidden states of the last tokens",
 }
 """Model types whose layers keep something that cannot be planned yet."""
 
@@ -32,7 +35,8 @@ class ReadOptions:
     """How layers are sized. block_size: tokens. dtype: of keys and values, canonical name.
 
     backend: whose state layout. state_dtype: of recurrent states, where a config names no other.
-    num_speculative_tokens: drafts a step that states have room for.
+    num_speculative_tokens: drafts a step that states have room for. every_state: dtype of all states, whatever a config
+    says; None for what it says.
     """
 
     block_size: int
@@ -41,6 +45,7 @@ class ReadOptions:
     backend: str
     state_dtype: str
     num_speculative_tokens: int = 0
+    every_state: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +53,18 @@ class FamilyFacts:
     """What a family makes of a config.
 
     weights: of the whole model. max_encoder_tokens: as in Model. rope_scales: whether a rotary scaling of the
-    config makes its positions more than ``max_position_embeddings``.
+    config makes its positions more than ``max_position_embeddings``. positions: the field that says how many there are;
+    None for the usual ones. fields: the config with the defaults of its class; None where the config is enough.
+    read_from: as in Model.
     """
 
     layers: tuple[Layer, ...]
     weights: Weights
     max_encoder_tokens: int = 0
     rope_scales: bool = True
+    positions: str | None = None
+    fields: Fields | None = None
+    read_from: tuple[ReadFact, ...] = ()
 
 
 class Family(Protocol):
@@ -64,24 +74,24 @@ class Family(Protocol):
         """Layers and parameters. Raises ConfigError and UnsupportedModelError."""
 
 
+class NotingFamily(Protocol):
+    """A family that notes what it read from where; given: fields that the caller said."""
+
+    def __call__(self, fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
+        """Layers, and what was read from where. Raises ConfigError and UnsupportedModelError."""
+
+
 def layer_name(index: int) -> str:
     """The attention module of decoder layer ``index``, as a causal language model calls it."""
     return f"model.layers.{index}.self_attn"
 
 
-def refuse_model_type(fields: Fields, model_type: str | None, known: Sequence[str]) -> UnsupportedModelError:
-    """The error for a model type that no family reads; a known reason and the layer types are named."""
-    if model_type is None:
-        return UnsupportedModelError(f"config of {fields.name}: model_type is missing; known: {', '.join(known)}")
-    types = fields.names("layer_types") or ()
-    counted = ", ".join(f"{kind} ({types.count(kind)})" for kind in dict.fromkeys(types))
-    reason = f": its layers keep {NOT_YET[model_type]}" if model_type in NOT_YET else ""
-    if counted:
-        reason += f"; its layers are {counted}"
-    return UnsupportedModelError(
-        f"model type {shown(model_type)} of {fields.name} is not supported yet{reason}; known model types: "
-        f"{', '.join(known)}"
-    )
+def refuse_not_yet(model_type: str, name: str) -> None:
+    """UnsupportedModelError for a model type whose layers keep what cannot be planned."""
+    if model_type in NOT_YET:
+        raise UnsupportedModelError(
+            f"model type {shown(model_type)} of {name} is not supported yet: its layers keep {NOT_YET[model_type]}"
+        )
 
 
 def ranges(indices: Sequence[int]) -> str:

@@ -138,15 +138,16 @@ def config_dtype(fields: Fields) -> str | None:
     return None
 
 
-def max_model_len(fields: Fields, *, rope_scales: bool = True) -> int | None:
+def max_model_len(fields: Fields, *, rope_scales: bool = True, said_by: str | None = None) -> int | None:
     """Most tokens the positions allow, None where the config sets no limit.
 
-    ``max_position_embeddings``, else Whisper's ``max_target_positions`` or Kimi's ``model_max_length``. It is longer
-    where a rotary scaling says so, unless ``rope_scales`` is off: yarn reaches ``original_max_position_embeddings *
-    factor``, linear and dynamic scaling ``max_position_embeddings * factor``; others (llama3, longrope) have it in
-    the field already.
+    That is the field ``said_by``; without one, ``max_position_embeddings``, else Whisper's
+    ``max_target_positions`` or Kimi's ``model_max_length``. It is longer where a rotary scaling says so, unless
+    ``rope_scales`` is off: yarn reaches ``original_max_position_embeddings * factor``, linear and dynamic scaling
+    ``max_position_embeddings * factor``; others (llama3, longrope) have it in the field already.
     """
-    known = ("max_position_embeddings", "max_target_positions", "model_max_length")
+    usual = ("max_position_embeddings", "max_target_positions", "model_max_length")
+    known = usual if said_by is None else (said_by,)
     key = next((one for one in known if fields.values.get(one) is not None), None)
     if key is None:
         return None

@@ -33,6 +33,23 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadFact:
+    """One thing that a plan's bytes depend on, and what says it.
+
+    what: in words. value: as text. field: of the config; of an assumption, the reason. source: the config, the default
+    of its class, the caller, or an assumption.
+    """
+
+    what: str
+    value: str
+    field: str
+    source: str
+
+    def __post_init__(self) -> None:
+        check_fields(self, one_of(str), "what", "value", "field", "source")
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """A model as its config describes it; specs are those of one of ``tp`` ranks.
 
@@ -42,7 +59,8 @@ class Model:
     or is that of the weights. block_size: tokens. tp: tensor parallel ranks.
     max_encoder_tokens: most tokens that the encoder of an encoder-decoder model hands over, 0 without one.
     num_speculative_tokens: drafts a step that the recurrent layers have room for.
-    parameters: weights of the whole model, multi-token prediction modules left out.
+    read_from: what was read from where and what was assumed, by the reader of model types without one of their own.
+    parameters: weights of the whole model, multi-token prediction modules left out; 0 where nobody counted them.
     active_parameters: the weights that one token is multiplied with: all but the input embedding (a
     look-up) and the routed experts it does not choose. A forward of one token costs about
     ``2 * active_parameters`` floating point operations besides attention; only cost models use it.
@@ -61,6 +79,7 @@ class Model:
     max_encoder_tokens: int = 0
     num_speculative_tokens: int = 0
     dtype_from: str | None = None
+    read_from: tuple[ReadFact, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, one_of(str), "name")  # a config may call itself anything: what is printed is escaped
@@ -68,6 +87,7 @@ class Model:
         check_fields(self, each(one_of(Layer)), "layers")
         check_fields(self, or_none(integer), "max_model_len")
         check_fields(self, or_none(text), "dtype_from")
+        check_fields(self, each(one_of(ReadFact)), "read_from")
         check_fields(self, integer, "vocab_size", "parameters", "active_parameters", "block_size", "tp")
         check_fields(self, integer, "max_encoder_tokens", "num_speculative_tokens")
         if not self.layers:

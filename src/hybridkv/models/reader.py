@@ -8,20 +8,23 @@ from pathlib import Path
 from typing import Final
 
 from hybridkv.arguments import instance, integer
-from hybridkv.errors import ConfigError
+from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models.attention import refuse_layer_types
 from hybridkv.models.catalog import known_model
 from hybridkv.models.deepseek import deepseek
 from hybridkv.models.delta import kimi_linear, lfm2, olmo_hybrid, qwen3_next, qwen35, qwen35_moe
 from hybridkv.models.encoder_decoder import t5, whisper
-from hybridkv.models.families import Family, ReadOptions, refuse_model_type
+from hybridkv.models.families import Family, NotingFamily, ReadOptions, refuse_not_yet
 from hybridkv.models.fields import DTYPE_NAMES, Fields, config_dtype, max_model_len
+from hybridkv.models.general import general
 from hybridkv.models.hybrids import bamba, falcon_h1, granite_hybrid, jamba, nemotron_h
 from hybridkv.models.json_text import DocumentError, read_json
 from hybridkv.models.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from hybridkv.models.mamba import mamba, mamba2
 from hybridkv.models.model import Model
+from hybridkv.models.other_states import inkling, lfm2_moe, minimax, recurrent_gemma, rwkv, xlstm, zaya
 from hybridkv.models.quantization import SIDECAR, KVDtype, kv_dtype
+from hybridkv.models.reading import text_parts
 from hybridkv.models.windowed import gemma2, gemma3, gpt_oss, llama4
 from hybridkv.models.zamba import zamba, zamba2
 from hybridkv.units import MOST_BYTES, MOST_COUNT, dtype_bytes, dtype_name, shown
@@ -61,13 +64,19 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "zamba": zamba,
     "zamba2": zamba2,
 }
-TEXT_PARTS: Final = {
-    "gemma3": "gemma3_text",
-    "llama4": "llama4_text",
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
+OTHER_STATES: Final[Mapping[str, NotingFamily]] = {
+    "inkling_text": inkling,
+    "lfm2_moe": lfm2_moe,
+    "minimax": minimax,
+    "recurrent_gemma": recurrent_gemma,
+    "rwkv": rwkv,
+    "xlstm": xlstm,
+    "zaya": zaya,
 }
-"""What the language model is called in configs that leave the name of their text part out, or give the whole's."""
+LANGUAGE_PARTS: Final = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
+"""Where a config keeps that of its language model."""
+MOST_NESTED: Final = 4
+"""Of LANGUAGE_PARTS in one another."""
 ENCODER_DECODERS: Final = (whisper, t5)
 
 
@@ -79,6 +88,8 @@ def read_model(
     dtype: str | None = None,
     backend: str = "vllm",
     num_speculative_tokens: int = 0,
+    fields: Mapping[str, object] | None = None,
+    state_dtype: str | None = None,
 ) -> Model:
     """Layers and specs of one of ``tp`` ranks, from a Hugging Face config.
 
@@ -88,6 +99,9 @@ def read_model(
     keep the dtype of the weights.
     backend: whose layout recurrent states have, ``vllm`` or ``transformers``; attention is the same in both.
     num_speculative_tokens: drafts a step for which states have room.
+    fields: of the language model's config, instead of what it says: what a ConfigError asks for.
+    state_dtype: of all recurrent states, None for what the config says; ``vllm`` only.
+    A model type without a reader of its own is read by the fields that configs share: ``Model.read_from`` says how.
     Raises ConfigError for a source or a size that cannot work, UnsupportedModelError for a model with
     layers that cannot be planned yet, naming them, and for a KV cache quantized in another way than to 8-bit floats.
     """
@@ -99,33 +113,39 @@ def read_model(
         raise ConfigError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
     _check_counts(block_size, tp, num_speculative_tokens)
     name, config = _load(source)
-    fields = text_fields(config, name)
-    model_type = fields.text("model_type")
-    model_type = TEXT_PARTS.get(model_type, model_type) if model_type is not None else None
-    family = FAMILIES.get(model_type) if model_type is not None else None
-    if model_type is None or family is None:
-        raise refuse_model_type(fields, model_type, sorted(FAMILIES))
-    crossed = fields.flag("is_encoder_decoder") or fields.flag("add_cross_attention")
-    if crossed and family not in ENCODER_DECODERS:
-        refuse_layer_types(["cross_attention"] * fields.layers("num_hidden_layers"), name)
+    given = _given(fields)
+    part = text_fields(config, name, given)
+    model_type = part.text("model_type")
+    if model_type is None:
+        raise UnsupportedModelError(f"config of {name}: model_type is missing: add it, or say --set model_type=NAME")
+    refuse_not_yet(model_type, name)
+    family = FAMILIES.get(model_type)
+    crossed = part.flag("is_encoder_decoder") or part.flag("add_cross_attention")
+    if crossed and family is not None and family not in ENCODER_DECODERS:
+        refuse_layer_types(["cross_attention"] * part.layers("num_hidden_layers"), name)
     quantized = _quantized(source, config, name) if dtype is None else None
-    said = config_dtype(fields) if quantized is None else quantized.name
+    said = config_dtype(part) if quantized is None else quantized.name
     asked = said if dtype is None else dtype_name(DTYPE_NAMES.get(str(dtype), dtype))
     cache_dtype = asked or ASSUMED_DTYPE
-    state_dtype = config_dtype(fields) or (cache_dtype if dtype_bytes(cache_dtype) > 1 else ASSUMED_DTYPE)
-    facts = family(fields, ReadOptions(block_size, tp, cache_dtype, backend, state_dtype, num_speculative_tokens))
+    of_states = config_dtype(part) or (cache_dtype if dtype_bytes(cache_dtype) > 1 else ASSUMED_DTYPE)
+    every_state = _every_state(state_dtype, backend)
+    options = ReadOptions(block_size, tp, cache_dtype, backend, of_states, num_speculative_tokens, every_state)
+    noting = OTHER_STATES.get(model_type, general)
+    facts = noting(part, options, tuple(given)) if family is None else family(part, options)
+    described = facts.fields or part
     if facts.weights.every > MOST_BYTES:
-        raise fields.fail(f"its sizes make {shown(facts.weights.every)} parameters: correct them")
+        raise part.fail(f"its sizes make {shown(facts.weights.every)} parameters: correct them")
     if asked is None:
         logger.warning("the config of %s names no dtype: %s is assumed, else say dtype= (--dtype)", name, ASSUMED_DTYPE)
     return Model(
         name=name,
         model_type=model_type,
         layers=facts.layers,
-        max_model_len=max_model_len(fields, rope_scales=facts.rope_scales),
-        vocab_size=fields.integer("vocab_size"),
+        max_model_len=max_model_len(described, rope_scales=facts.rope_scales, said_by=facts.positions),
+        vocab_size=described.integer("vocab_size"),
         dtype=cache_dtype,
         dtype_from=None if quantized is None else quantized.said_by,
+        read_from=facts.read_from,
         parameters=facts.weights.every,
         active_parameters=facts.weights.active,
         block_size=block_size,
@@ -148,20 +168,49 @@ def _check_counts(block_size: int, tp: int, num_speculative_tokens: int) -> None
             raise ConfigError(f"{what} must be at most {MOST_COUNT}, got {shown(value)}")
 
 
-def text_fields(config: Mapping[str, object], name: str) -> Fields:
-    """The part of a config that describes the language model: ``text_config`` where there is one.
+def _given(fields: Mapping[str, object] | None) -> dict[str, object]:
+    """Fields that the caller said."""
+    if fields is None:
+        return {}
+    if not isinstance(fields, Mapping) or not all(isinstance(key, str) for key in fields):
+        raise ConfigError(f"fields must be values by the names of a config's fields, got {shown(fields)}")
+    return dict(fields)
 
-    The dtype of the whole model holds where the part names none.
+
+def _every_state(dtype: str | None, backend: str) -> str | None:
+    """The dtype of all states that was asked for."""
+    if dtype is None:
+        return None
+    if backend != "vllm":
+        raise ConfigError(f"state_dtype is for the vllm backend: the states of {backend} have dtypes of their own")
+    return dtype_name(DTYPE_NAMES.get(str(dtype), dtype))
+
+
+def text_fields(config: Mapping[str, object], name: str, given: Mapping[str, object] | None = None) -> Fields:
+    """The part of a config that describes the language model, with ``given`` in place of what it says.
+
+    It is in LANGUAGE_PARTS, or the whole config. The dtype of the whole holds where the part names none.
     """
-    inner = Fields(config, name).mapping("text_config")
-    if not inner:
-        return Fields(config, name)
-    outer_dtype = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
-    own_dtype = any(inner.get(key) is not None for key in ("dtype", "torch_dtype"))
-    merged = dict(inner) if own_dtype else {**inner, **outer_dtype}
-    if merged.get("model_type") is None and config.get("model_type") is not None:
-        merged["model_type"] = config["model_type"]
-    return Fields(merged, name)
+    part = dict(config)
+    for _ in range(MOST_NESTED):
+        key = next((one for one in LANGUAGE_PARTS if Fields(part, name).mapping(one)), None)
+        if key is None:
+            break
+        inner = Fields(part, name).mapping(key)
+        outer_dtype = {one: part[one] for one in ("dtype", "torch_dtype") if part.get(one) is not None}
+        own_dtype = any(inner.get(one) is not None for one in ("dtype", "torch_dtype"))
+        merged = dict(inner) if own_dtype else {**inner, **outer_dtype}
+        outer_type = part.get("model_type")
+        if (images := part.get("vision_config")) is not None:
+            merged.setdefault("vision_config", images)  # says how many tokens cross attention reads of an image
+        if merged.get("model_type") is None and outer_type is not None:
+            merged["model_type"] = outer_type
+        part = merged
+    named = part.get("model_type")
+    if isinstance(named, str):
+        # some parts leave their own name out, or give the whole's
+        part["model_type"] = text_parts().get(named, named)
+    return Fields({**part, **(given or {})}, name)
 
 
 def _quantized(source: str | Path | Mapping[str, object], config: Mapping[str, object], name: str) -> KVDtype | None:

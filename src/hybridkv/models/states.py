@@ -193,10 +193,11 @@ def _spec(
         named = fields.text("mamba_ssm_cache_dtype") or fields.text("mamba_ssm_dtype")
         ssm_dtype = dtype_name(named or recurrent_dtype or options.state_dtype)
     states = (conv_shape,) if recurrent is None else (conv_shape, recurrent)
+    dtypes = (options.state_dtype, ssm_dtype) if options.every_state is None else (options.every_state,) * 2
     return MambaSpec(
         block_size=options.block_size,
         shapes=states,
-        dtypes=(options.state_dtype, ssm_dtype)[: len(states)],
+        dtypes=dtypes[: len(states)],
         mamba_type=mamba_type,
         num_speculative_blocks=options.num_speculative_tokens,
     )

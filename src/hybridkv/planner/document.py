@@ -16,7 +16,7 @@ from typing import BinaryIO, Final
 
 from hybridkv.arguments import instance
 from hybridkv.errors import ConfigError, SchemaError
-from hybridkv.models import Layer, Model
+from hybridkv.models import Layer, Model, ReadFact
 from hybridkv.models.json_text import DocumentError, parse_json, read_json
 from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from hybridkv.planner.natural import natural_config
@@ -38,6 +38,10 @@ def plan_to_json(plan: Plan) -> str:
     facts = {one.name: getattr(plan.model, one.name) for one in fields(Model) if one.name != "layers"}
     if plan.model.dtype_from is None:
         del facts["dtype_from"]
+    if plan.model.read_from:
+        facts["read_from"] = [asdict(fact) for fact in plan.model.read_from]
+    else:
+        del facts["read_from"]
     layers = [{"name": one.name, "index": one.index, "spec": specs.index(one.spec)} for one in plan.model.layers]
     document = {
         "schema": SCHEMA,
@@ -156,7 +160,12 @@ def _model(node: Node) -> Model:
         max_encoder_tokens=node.integer("max_encoder_tokens", default=0),
         num_speculative_tokens=node.integer("num_speculative_tokens", default=0),
         dtype_from=node.text("dtype_from") if node.has("dtype_from") else None,
+        read_from=_read_from(node) if node.has("read_from") else (),
     )
+
+
+def _read_from(node: Node) -> tuple[ReadFact, ...]:
+    return tuple(ReadFact(*(one.text(field.name) for field in fields(ReadFact))) for one in node.children("read_from"))
 
 
 def _limits(node: Node) -> RequestLimits:

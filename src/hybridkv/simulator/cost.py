@@ -61,11 +61,17 @@ class StepCost:
     def of(cls, plan: Plan, *, hardware: Hardware = H100, time_scale: float = 1.0) -> Self:
         """Cost of the plan's model, its tensor parallel ranks at work side by side.
 
-        time_scale: multiplies durations; 0 is a machine that takes no time. ConfigError for a negative one.
+        time_scale: multiplies durations; 0 is a machine that takes no time. ConfigError for a negative one, and for a
+        model whose weights nobody counted.
         """
         if not 0 <= time_scale < float("inf"):
             raise ConfigError(f"the time scale must be 0 or more and finite, got {time_scale}")
         model = plan.model
+        if not model.parameters and time_scale:
+            raise ConfigError(
+                f"nobody counted the weights of {model.name}, which take the time of a step: say --set parameters=N "
+                "and --set active_parameters=N, or --time-scale 0"
+            )
         parameters, active = model.parameters / model.tp, model.active_parameters / model.tp
         return cls(parameters, active, CacheTraffic.of(plan), hardware, time_scale)
 

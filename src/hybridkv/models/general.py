@@ -1,0 +1,473 @@
+"""The general reader: a decoder by the fields that configs share, whatever its model type.
+
+    layers, heads, KV heads, the width of a head      by their usual names
+    what each layer keeps                             layer_types, or a rule that its config class has
+    latent attention, an indexer beside it            kv_lora_rank and qk_rope_head_dim; index_head_dim
+    layers that share keys and values, cross attention
+
+It never guesses: a fact that bytes depend on and that no field says is a ConfigError that names the field. Of a model
+type that nobody described, every field that looks like another mechanism is refused. Rules are those of transformers'
+config classes (5.19); tests hold them against what transformers' models keep.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from hybridkv.errors import UnsupportedModelError
+from hybridkv.models.attention import Heads, refuse_layer_types
+from hybridkv.models.families import FamilyFacts, ReadOptions, ranges
+from hybridkv.models.fields import Fields
+from hybridkv.models.model import MOST_LAYERS, Layer
+from hybridkv.models.reading import Reading, class_defaults
+from hybridkv.models.weights import Weights
+from hybridkv.specs import AttentionSpec, KVCacheSpec, MLAAttentionSpec
+from hybridkv.units import shown
+
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
+CHUNKED: Final = "chunked_attention"
+INDEXED: Final = ("indexed_attention", "minimax_m3_sparse")
+NOTHING: Final = ("mlp", "moe")
+KINDS: Final = (FULL, SLIDING, CHUNKED, *INDEXED, *NOTHING)
+
+LAYERS: Final = (
+    *("decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_transformer_layers",
+)
+HEADS: Final = (
+    *("decoder_attention_heads", "num_decoder_attention_heads", "num_attention_heads", "n_head", "n_heads"),
+    *("num_heads", "attention_heads", "num_query_heads"),
+)
+KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads")
+WIDTH: Final = ("head_dim", "attention_head_dim", "kv_channels", "d_kv", "d_head", "dim_head")
+HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "emb_dim", "model_dim")
+POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "model_max_length")
+SOURCES: Final = ("max_source_positions", "max_position_embeddings")
+LAYER_TYPES: Final = ("layer_types", "layers_block_type")
+WINDOW: Final = ("sliding_window", "sliding_window_size", "attention_window_size")
+
+UNDERSTOOD: Final = (
+    *(*LAYERS, *HEADS, *KV_HEADS, *WIDTH, *HIDDEN, *POSITIONS, *SOURCES, *LAYER_TYPES, *WINDOW),
+    *("v_head_dim", "kv_lora_rank", "qk_rope_head_dim", "index_head_dim", "indexer_types", "num_kv_shared_layers"),
+    *("use_sliding_window", "max_window_layers", "attention_chunk_size", "per_layer_config", "cross_attention_layers"),
+)
+"""Fields that mean the same in every model type."""
+READ: Final = (
+    *(*UNDERSTOOD, "vocab_size", "is_encoder_decoder", "add_cross_attention", "tie_word_embeddings"),
+    *("global_attn_every_n_layers", "sliding_window_pattern", "multi_query", "new_decoder_architecture", "attn_config"),
+    *("num_layers_per_stack", "H_cycles", "L_cycles", "attention_k_eq_v", "use_bidirectional_attention"),
+    *("local_attention", "conv_L_cache", "attention_hidden_size", "lru_width", "conv1d_width", "block_types"),
+    *("cca_time0", "cca_time1", "swa_num_key_value_heads", "swa_num_attention_heads", "swa_head_dim"),
+    *("conv_kernel_size", "qk_dim_factor", "v_dim_factor", "num_blocks"),
+)
+"""Fields of transformers' config classes that bytes may depend on: the table of defaults knows these."""
+
+_OTHER_MECHANISMS: Final = re.compile(
+    r"ssm|mamba|conv|rwkv|recurrent|lru|linear_|lora|latent|index|compress|retention|delta|hyena|lightning|cross_att"
+    r"|shar|reuse|chunk|local|window|block_type|layer_pattern|hybrid|sparse_att|memory|mem_len|state|lsh|per_layer"
+    r"|attn_layer|attention_layer|attention_type|global_|num_mem|key_value_map|kv_map|k_eq_v|mtp_|prefix|ngram|patch"
+)
+_HARMLESS: Final = re.compile(
+    r"expert|moe|initializ|cls_|chunk_size_feed_forward|embedding|dropout|bias|rope|position|vocab|q_lora_rank"
+)
+_PLACES: Final = re.compile(r"pattern|every|block_type|attn_layer|attention_layer|global_")
+"""Where layers of which type are: what layer_types says, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shapes:
+    """Of one layer. value_dim: width of a value where it is not that of a key. window: of a windowed layer."""
+
+    heads: Heads
+    value_dim: int | None = None
+    window: int | None = None
+
+
+def general(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
+    """Layers of the model type in ``fields``; given: fields that the caller said. Weights are not counted.
+
+    Raises ConfigError for a fact that cannot be read, naming what supplies it, and UnsupportedModelError for what
+    layers keep beside attention.
+    """
+    model_type = fields.text("model_type") or ""
+    known = class_defaults(model_type)
+    reading = Reading(fields, known or {}, given)
+    if known is None:
+        if reading.key(LAYERS) is None:
+            raise UnsupportedModelError(
+                f"model type {shown(model_type)} of {fields.name} is not known, and nothing like num_hidden_layers "
+                "says how many layers it has"
+            )
+        _refuse_other_mechanisms(fields, model_type)
+        reading.assume("layers", "an ordinary decoder", f"no model type {model_type!r} is known here, its fields are")
+    if fields.flag("add_cross_attention") and not fields.flag("is_encoder_decoder"):
+        raise UnsupportedModelError(
+            f"{fields.name} has cross attention (add_cross_attention), but no field says what it reads: not supported"
+        )
+    if fields.values.get("is_decoder") is False and not fields.flag("is_encoder_decoder"):
+        reading.assume("use", "a decoder", "is_decoder is false, where the model might read both ways and keep nothing")
+    count = layer_count(reading)
+    types = layer_types(reading, count, known=known is not None)
+    shapes = _shapes(reading, types, options, known=known is not None)
+    kept = _shared(reading, count)
+    images = set(fields.integers("cross_attention_layers") or ())
+    layers = [layer for i in range(kept) for layer in _layers_of(reading, i, types[i], shapes[i], options)]
+    layers = [_cross(one, shapes[one.index], reading, options) if one.index in images else one for one in layers]
+    longest = _image_tokens(reading) if images else 0
+    if fields.flag("is_encoder_decoder"):
+        layers = [one for layer in layers for one in (layer, _cross(layer, shapes[layer.index], reading, options))]
+        longest = reading.required("tokens of the encoder", SOURCES)
+    return facts(reading, layers, max_encoder_tokens=longest)
+
+
+def facts(reading: Reading, layers: Sequence[Layer], *, max_encoder_tokens: int = 0) -> FamilyFacts:
+    """What is handed on, with the weights that the caller counted and everything that was noted."""
+    every = reading.fields.integer("parameters", 0, minimum=0, most=1 << 62)
+    active = reading.fields.integer("active_parameters", every, minimum=0, most=1 << 62)
+    if not every:
+        reading.assume("parameters", "not counted", "a replay needs them: --set parameters=N")
+    key = reading.key(POSITIONS)
+    if key is None:
+        reading.assume("longest request", "no limit", f"there is none of {', '.join(POSITIONS[:3])}")
+    return FamilyFacts(
+        tuple(layers),
+        Weights(every, active),
+        max_encoder_tokens=max_encoder_tokens,
+        positions=key,
+        fields=reading.fields,
+        read_from=tuple(reading.facts),
+    )
+
+
+def layer_count(reading: Reading) -> int:
+    """How many layers the cache has."""
+    model_type = reading.fields.text("model_type")
+    if model_type == "longcat_flash":
+        return 2 * reading.required("layers, of two attentions each", ("num_layers",), most=MOST_LAYERS // 2)
+    if not any(reading.own.values.get(key) is not None for key in LAYERS):
+        # the one fact without which a config describes no model: no default of a class stands for it
+        raise reading.missing("number of layers", "num_hidden_layers")
+    count = reading.required("layers", LAYERS, most=MOST_LAYERS)
+    if model_type == "hrm_text" and reading.fields.values.get("num_layers_per_stack") is None:
+        high, low = (reading.required(what, (what,)) for what in ("H_cycles", "L_cycles"))
+        reading.assume(
+            "layers", count * high * (low + 1), f"{count} layers run {high} * ({low} + 1) times, each with a cache"
+        )
+        return count * high * (low + 1)
+    return count
+
+
+def layer_types(reading: Reading, count: int, *, known: bool) -> tuple[str, ...]:
+    """What every layer is, one of KINDS. Raises UnsupportedModelError for others, ConfigError where nothing says it."""
+    key = reading.key(LAYER_TYPES)
+    if key is not None:
+        found = reading.fields.layer_types(key, count, ())
+        refuse_layer_types(found, reading.name, KINDS)
+        for kind in dict.fromkeys(found):
+            reading.say(
+                f"{kind} layers", ranges([i for i, one in enumerate(found) if one == kind]), key, reading.source(key)
+            )
+        return _last_is_full(reading, found)
+    if any(reading.is_made_by_class(one) for one in LAYER_TYPES):
+        return _last_is_full(reading, _made_by_class(reading, count))
+    window = _window(reading)
+    if window is not None and not known:
+        raise reading.missing("which layers have the window", "layer_types", '["sliding_attention", ...]')
+    kind = FULL if window is None else SLIDING
+    if window is None and reading.key(("attention_chunk_size",)) is not None:
+        kind = CHUNKED
+    if reading.key(("index_head_dim",)) is not None and reading.key(("kv_lora_rank",)) is not None:
+        kind = INDEXED[0]
+    reading.assume("layers", f"{count} of {kind}", "there are no layer_types")
+    return (kind,) * count
+
+
+def _last_is_full(reading: Reading, types: tuple[str, ...]) -> tuple[str, ...]:
+    """Gemma 4 makes the last layer one of full attention whatever its config says."""
+    if str(reading.fields.text("model_type")).startswith("gemma4") and types[-1] != FULL:
+        reading.assume("last layer", FULL, "as its config class makes it")
+        return (*types[:-1], FULL)
+    return types
+
+
+_PERIODS: Final[Mapping[str, tuple[str, int]]] = {
+    "afmoe": ("global_attn_every_n_layers", 4),
+    "cohere2": ("sliding_window_pattern", 4),
+    "exaone4": ("sliding_window_pattern", 4),
+    "exaone_moe": ("sliding_window_pattern", 4),
+    "gemma3n_text": ("", 5),
+    "gemma4_text": ("", 6),
+    "gemma4_unified_text": ("", 6),
+    "olmo3": ("", 4),
+    "vaultgemma": ("", 2),
+}
+"""Config classes that make every n-th layer one of full attention, by a field or always, without layer_types."""
+_SWITCHED: Final = ("qwen2_moe", "smollm3")
+"""Config classes with windows in no layer unless use_sliding_window."""
+_ALL_OF: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("laguna", "minimax_m3_vl_text", "dots1", *_SWITCHED), FULL),
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), INDEXED[0]),
+}
+"""Config classes that make all layers alike."""
+
+
+def _made_by_class(reading: Reading, count: int) -> tuple[str, ...]:
+    """Layer types where the config leaves out what its class makes: a rule known here, else ConfigError."""
+    model_type = reading.fields.text("model_type") or ""
+    if model_type in _PERIODS:
+        field, period = _PERIODS[model_type]
+        if field and field in reading.fields:
+            period = reading.required("every n-th layer is full", (field,))
+        reading.assume("layers", f"every {period}th of {FULL}, others of {SLIDING}", "as its config class makes them")
+        return tuple(SLIDING if (i + 1) % period else FULL for i in range(count))
+    if model_type == "dots1" and (window := _window(reading)) is not None:
+        first = reading.required("first layer with a window", ("max_window_layers",), minimum=0)
+        reading.assume("layers", f"windows of {window} from layer {first} on", "as its config class makes them")
+        return tuple(SLIDING if i >= first else FULL for i in range(count))
+    kind = _ALL_OF.get(model_type)
+    if kind is not None and not (model_type in _SWITCHED and reading.fields.flag("use_sliding_window")):
+        reading.assume("layers", f"{count} of {kind}", "as its config class makes them")
+        return (kind,) * count
+    raise reading.missing("what each layer is", "layer_types", '["full_attention", ...]')
+
+
+def _window(reading: Reading) -> int | None:
+    """The window; None where there is none, or a switch turns it off."""
+    key = reading.key(WINDOW)
+    if key is None or (reading.declares(("use_sliding_window",)) and not reading.fields.flag("use_sliding_window")):
+        return None
+    return reading.integer("window", (key,))
+
+
+def heads_of(reading: Reading, options: ReadOptions, *, known: bool = True) -> Heads:
+    """Attention heads, KV heads and the width of a head, of layers that differ from others in nothing."""
+    fields = reading.fields
+    heads = reading.required("attention heads", HEADS)
+    kv_heads = _kv_heads(reading, heads, options, known=known)
+    width = reading.integer("width of a head", WIDTH)
+    if width is None:
+        hidden = reading.required("hidden size", HIDDEN)
+        if hidden % heads:
+            raise fields.fail(
+                f"{heads} attention heads do not divide the hidden size {hidden}: say the width of a head with "
+                "--set head_dim=N (fields=)"
+            )
+        width = hidden // heads
+        reading.assume("width of a head", width, "hidden size / attention heads")
+    return Heads(heads, kv_heads, width)
+
+
+def _kv_heads(reading: Reading, heads: int, options: ReadOptions, *, known: bool) -> int:
+    fields = reading.fields
+    model_type = fields.text("model_type")
+    if model_type in {"falcon", "gpt_bigcode"}:
+        many = model_type == "falcon" and fields.flag("new_decoder_architecture")
+        if many and options.backend == "transformers":
+            reading.assume("KV heads", heads, "transformers' Falcon keeps a copy for every attention head")
+            return heads
+        if not many and reading.flag("multi-query attention", "multi_query"):
+            reading.assume("KV heads", 1, "multi_query")
+            return 1
+        if model_type == "gpt_bigcode":
+            reading.assume("KV heads", heads, "one for each attention head")
+            return heads
+    if model_type == "dbrx":
+        inner = Reading(Fields(fields.mapping("attn_config"), fields.name), {"kv_n_heads": 1})
+        return reading.note("KV heads", inner.required("KV heads", ("kv_n_heads",)), "attn_config")
+    found = reading.integer("KV heads", KV_HEADS)
+    if found is not None:
+        return found
+    if not known and not reading.declares(KV_HEADS):
+        raise reading.missing("KV heads", KV_HEADS[0])
+    reading.assume("KV heads", heads, "one for each attention head: no field says otherwise")
+    return heads
+
+
+_PER_LAYER: Final = ("head_dim", "num_key_value_heads", "num_attention_heads", "v_head_dim", "sliding_window")
+
+
+def _shapes(reading: Reading, types: Sequence[str], options: ReadOptions, *, known: bool) -> list[_Shapes]:
+    """Of every layer. Latent attention has none of its own."""
+    fields = reading.fields
+    if reading.key(("kv_lora_rank",)) is not None:
+        count = reading.required("attention heads", HEADS)
+        return [_Shapes(Heads(count, count, 1))] * len(types)
+    heads = heads_of(reading, options, known=known)
+    value = reading.integer("width of a value", ("v_head_dim",))
+    window = _layer_window(reading) if SLIDING in types else None
+    common = _Shapes(heads, None if value == heads.head_dim else value, window)
+    shapes = [common] * len(types)
+    changes = _changes(reading, types)
+    if fields.text("model_type") == "mimo_v2_flash":
+        if fields.integer("swa_num_key_value_heads", 2 * heads.kv_heads) != 2 * heads.kv_heads:
+            raise reading.refuse_value("swa_num_key_value_heads", fields.values["swa_num_key_value_heads"])
+        reading.assume(
+            "KV heads of windowed layers", 2 * heads.kv_heads, "twice those of the others, as its class has them"
+        )
+        wide = replace(common, heads=replace(heads, kv_heads=2 * heads.kv_heads))
+        shapes = [wide if kind == SLIDING else common for kind in types]
+    for index, change in changes.items():
+        was = shapes[index]
+        of = was.heads
+        shapes[index] = _Shapes(
+            Heads(
+                change.get("num_attention_heads", of.heads),
+                change.get("num_key_value_heads", of.kv_heads),
+                change.get("head_dim", of.head_dim),
+            ),
+            change.get("v_head_dim", was.value_dim),
+            change.get("sliding_window", was.window),
+        )
+    return shapes
+
+
+def _layer_window(reading: Reading) -> int:
+    """The window of layers that have one."""
+    if reading.key(("local_attention",)) is not None:
+        span = reading.required("local attention", ("local_attention",), minimum=2)
+        reading.assume("window", span // 2, "half of local_attention")
+        return span // 2
+    window = reading.required("window", WINDOW)
+    if str(reading.fields.text("model_type")).startswith("gemma4"):
+        both = reading.fields.values.get("use_bidirectional_attention")
+        if both == "all":
+            reading.assume("window", window // 2 + 1, "half, as attention goes both ways")
+            return window // 2 + 1
+    return window
+
+
+def _changes(reading: Reading, types: Sequence[str]) -> dict[int, dict[str, int]]:
+    """What some layers have otherwise, by layer: ``per_layer_config``, lists, Gemma 4's global layers."""
+    fields = reading.fields
+    changes: dict[int, dict[str, int]] = {}
+    given = fields.mapping("per_layer_config")
+    for key, value in given.items():
+        if not key.isdecimal() or int(key) >= len(types) or not isinstance(value, dict) or value.get("skip"):
+            raise reading.refuse_value("per_layer_config", {key: value})
+        inner = Fields(value, fields.name)
+        changes[int(key)] = {one: inner.integer(one) for one in _PER_LAYER if value.get(one) is not None}
+    if given:
+        reading.say(
+            "layers that differ", ranges(sorted(changes)), "per_layer_config", reading.source("per_layer_config")
+        )
+    elif str(fields.text("model_type")).startswith("gemma4"):
+        width = fields.integer("global_head_dim", 512)
+        own: dict[str, int] = {"head_dim": width}
+        kv_heads = fields.optional("num_global_key_value_heads")
+        if kv_heads is not None and (fields.text("model_type") != "gemma4_text" or fields.flag("attention_k_eq_v")):
+            own["num_key_value_heads"] = kv_heads
+        changes = {i: own for i, kind in enumerate(types) if kind == FULL}
+        source = reading.source("global_head_dim")
+        reading.say(f"width of a head in {FULL} layers", str(width), "global_head_dim", source)
+    return changes
+
+
+def _shared(reading: Reading, count: int) -> int:
+    """How many layers keep something: the last ones may read what others keep."""
+    shared = reading.integer(
+        "last layers that read other layers' keys and values", ("num_kv_shared_layers",), minimum=0
+    )
+    if not shared:
+        return count
+    if shared >= count:
+        raise reading.fields.fail(
+            f"num_kv_shared_layers {shared} leaves none of {count} layers a cache: correct one of them"
+        )
+    return count - shared
+
+
+def _layers_of(reading: Reading, index: int, kind: str, shapes: _Shapes, options: ReadOptions) -> list[Layer]:
+    """Entries in the cache of layer ``index``: none, one, or two where an indexer keeps keys of its own."""
+    name = f"model.layers.{index}.self_attn"
+    if kind in NOTHING:
+        return []
+    if reading.key(("kv_lora_rank",)) is None:
+        layers = [Layer(name, spec_of(kind, shapes.heads, reading, options, shapes), index)]
+    else:
+        if kind in {SLIDING, CHUNKED}:
+            refuse_layer_types([kind], reading.name, (FULL, *INDEXED))
+        width = reading.required("latent", ("kv_lora_rank",)) + reading.required(
+            "its rotary part", ("qk_rope_head_dim",)
+        )
+        # the latent is not split, but the heads that read it are
+        shapes.heads.full(reading.fields, options)
+        layers = [
+            Layer(name, MLAAttentionSpec(block_size=options.block_size, head_size=width, dtype=options.dtype), index)
+        ]
+    if kind in INDEXED and _has_indexer(reading, index):
+        layers.append(Layer(f"{name}.indexer", _indexer(reading, options), index))
+    return layers
+
+
+def spec_of(
+    kind: str, heads: Heads, reading: Reading, options: ReadOptions, shapes: _Shapes | None = None
+) -> AttentionSpec:
+    """Keys and values of a layer of ``kind``."""
+    window = None if shapes is None else shapes.window
+    spec = heads.of_type(kind if kind in {SLIDING, CHUNKED} else FULL, reading.fields, options, window=window)
+    value = None if shapes is None else shapes.value_dim
+    return spec if value is None else replace(spec, head_size_v=value)
+
+
+def _has_indexer(reading: Reading, index: int) -> bool:
+    """Whether layer ``index`` keeps an indexer's keys, or reads those of a layer before."""
+    if reading.is_made_by_class("indexer_types"):
+        raise reading.missing("which layers have an indexer", "indexer_types", '["full", "shared", ...]')
+    types = reading.fields.names("indexer_types")
+    if types is None:
+        return True
+    if index >= len(types) or types[index] not in {"full", "shared"}:
+        raise reading.refuse_value("indexer_types", list(types))
+    return types[index] == "full"
+
+
+def _indexer(reading: Reading, options: ReadOptions) -> KVCacheSpec:
+    """One key a token. vLLM keeps it in 8 bits, with a float32 scale for every 128 of them."""
+    width = reading.required("key of the indexer", ("index_head_dim",))
+    scaled = options.backend == "vllm" and reading.key(("kv_lora_rank",)) is not None
+    if scaled:
+        reading.assume(
+            "keys of the indexer", f"{width + width // 128 * 4} bytes", "8-bit floats with scales, as vLLM keeps them"
+        )
+        return MLAAttentionSpec(block_size=options.block_size, head_size=width + width // 128 * 4, dtype="uint8")
+    return MLAAttentionSpec(block_size=options.block_size, head_size=width, dtype=options.dtype)
+
+
+def _cross(layer: Layer, shapes: _Shapes, reading: Reading, options: ReadOptions) -> Layer:
+    """The cross attention beside ``layer``, which keeps the encoder's tokens in as many heads."""
+    return Layer(f"{layer.name}.cross", shapes.heads.cross(reading.fields, options), layer.index)
+
+
+def _image_tokens(reading: Reading) -> int:
+    """Tokens of the one image that a request's cross attention reads: of all its tiles, each with one of its own."""
+    images = Fields(reading.fields.mapping("vision_config"), reading.name)
+    if "image_size" not in images or "patch_size" not in images:
+        return reading.required("tokens that cross attention reads", ("max_source_positions",))
+    patches = (images.integer("image_size") // images.integer("patch_size")) ** 2
+    tokens = (patches + 1) * images.integer("max_num_tiles", 1)
+    reading.assume("tokens that cross attention reads", tokens, "one image of as many tiles as vision_config allows")
+    return tokens
+
+
+def _refuse_other_mechanisms(fields: Fields, model_type: str) -> None:
+    """UnsupportedModelError for a model type that nobody described with fields of something other than attention."""
+    placed = fields.values.get(LAYER_TYPES[0]) is not None
+    odd = [
+        key
+        for key, value in fields.values.items()
+        if value not in (None, False, 0, "", [], {})
+        and key not in UNDERSTOOD
+        and _OTHER_MECHANISMS.search(key.lower())
+        and not _HARMLESS.search(key.lower())
+        and not (placed and _PLACES.search(key.lower()))
+        and not (key in {"index_topk", "index_n_heads"} and "index_head_dim" in fields)
+    ]
+    if odd:
+        raise UnsupportedModelError(
+            f"model type {shown(model_type)} of {fields.name} is not known, and {', '.join(odd[:4])} look like "
+            "something that its layers keep beside keys and values: not supported yet"
+        )

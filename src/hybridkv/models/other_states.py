@@ -1,0 +1,203 @@
+"""Decoders with states of other kinds: lightning attention, RWKV, xLSTM, RG-LRU, convolutions beside attention.
+
+States lie as transformers (5.19) keeps them, whatever the backend: the mixers of other engines are not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from hybridkv.errors import ConfigError
+from hybridkv.models.attention import Heads, refuse_layer_types
+from hybridkv.models.families import FamilyFacts, ReadOptions
+from hybridkv.models.fields import Fields
+from hybridkv.models.general import FULL, WIDTH, WINDOW, facts, heads_of, layer_count, spec_of
+from hybridkv.models.model import Layer
+from hybridkv.models.reading import Reading, class_defaults
+from hybridkv.models.states import ShortConv
+from hybridkv.specs import KVCacheSpec, MambaSpec
+from hybridkv.units import round_up
+
+LINEAR: Final = "linear_attention"
+_F32: Final = "float32"
+
+
+def lfm2_moe(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
+    """LFM2 with mixtures of experts: attention, or gated short convolutions."""
+    reading = _reading(fields, given)
+    count = layer_count(reading)
+    types = _types(reading, count, (FULL, "conv"))
+    heads = heads_of(reading, options)
+    mixer = ShortConv(
+        reading.required("hidden size", ("hidden_size",)),
+        reading.required("width of the convolution", ("conv_L_cache",)),
+    )
+    specs: dict[str, KVCacheSpec] = {FULL: heads.full(fields, options), "conv": mixer.spec(fields, options)}
+    return facts(reading, [Layer(f"model.layers.{i}.{kind}", specs[kind], i) for i, kind in enumerate(types)])
+
+
+def minimax(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
+    """MiniMax-Text-01: a matrix of head width x head width for every head (lightning attention), or attention."""
+    reading = _reading(fields, given)
+    count = layer_count(reading)
+    types = _types(reading, count, (FULL, LINEAR))
+    heads = heads_of(reading, options)
+    matrix = (_per_rank(heads.heads, options, "heads", reading), heads.head_dim, heads.head_dim)
+    specs: dict[str, KVCacheSpec] = {
+        FULL: heads.full(fields, options),
+        LINEAR: _state(options, LINEAR, (matrix, options.state_dtype)),
+    }
+    return facts(reading, [Layer(f"model.layers.{i}.self_attn", specs[kind], i) for i, kind in enumerate(types)])
+
+
+def recurrent_gemma(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
+    """RecurrentGemma (arXiv 2404.07839): windows between RG-LRU layers, each with a convolution."""
+    reading = _reading(fields, given)
+    _one_rank(options, reading)
+    count = layer_count(reading)
+    pattern = reading.fields.names("block_types")
+    if not pattern:
+        raise reading.missing("what each layer is", "block_types", '["recurrent", "recurrent", "attention"]')
+    refuse_layer_types(pattern, reading.name, ("recurrent", "attention"))
+    reading.say("layers", f"{' '.join(pattern)} in turn", "block_types", reading.source("block_types"))
+    heads = heads_of(reading, options)
+    width = reading.integer("width of the recurrence", ("lru_width",)) or reading.required(
+        "hidden size", ("hidden_size",)
+    )
+    columns = reading.required("width of the convolution", ("conv1d_width",), minimum=2) - 1
+    window = reading.required("window", WINDOW)
+    specs: dict[str, KVCacheSpec] = {
+        "attention": heads.sliding(fields, options, window),
+        "recurrent": _state(options, LINEAR, ((width, columns), options.state_dtype), ((width,), _F32)),
+    }
+    kinds = [pattern[i % len(pattern)] for i in range(count)]
+    return facts(reading, [Layer(f"model.layers.{i}.temporal_block", specs[kind], i) for i, kind in enumerate(kinds)])
+
+
+def rwkv(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
+    """RWKV-4: the last input of both blocks, and three sums of the attention in float32."""
+    reading = _reading(fields, given)
+    _one_rank(options, reading)
+    count = layer_count(reading)
+    hidden = reading.required("hidden size", ("hidden_size",))
+    inner = reading.integer("width of the attention", ("attention_hidden_size",)) or hidden
+    inputs = ((hidden,), options.state_dtype)
+    state = _state(options, LINEAR, inputs, inputs, *[((inner,), _F32)] * 3)
+    return facts(reading, [Layer(f"rwkv.blocks.{i}", state, i) for i in range(count)])
+
+
+def xlstm(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
+    """The xLSTM (arXiv 2405.04517): a matrix memory, its normalizer and a running maximum for every head."""
+    reading = _reading(fields, given)
+    _one_rank(options, reading)
+    count = layer_count(reading)
+    hidden, heads = (reading.required(what, (what,)) for what in ("hidden_size", "num_heads"))
+    widths = [round_up(int(hidden * (fields.number(key) or default)), 64) for key, default in _FACTORS.items()]
+    if any(width % heads for width in widths):
+        raise fields.fail(
+            f"{heads} heads do not divide keys of {widths[0]} and values of {widths[1]}: correct one of them"
+        )
+    keys, values = (width // heads for width in widths)
+    shapes = ((heads, keys, values), (heads, keys), (heads, 1))
+    state = _state(options, LINEAR, *[(shape, options.state_dtype) for shape in shapes])
+    return facts(reading, [Layer(f"backbone.blocks.{i}", state, i) for i in range(count)])
+
+
+_FACTORS: Final = {"qk_dim_factor": 0.5, "v_dim_factor": 1.0}
+
+
+def zaya(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
+    """ZAYA1: attention whose queries and keys pass convolutions, and half of each value is the token's before."""
+    reading = _reading(fields, given)
+    _one_rank(options, reading)
+    count = layer_count(reading)
+    types = _types(reading, count, ("hybrid", "hybrid_sliding"))
+    heads = heads_of(reading, options)
+    first, second = (reading.required("width of a convolution", (key,)) for key in ("cca_time0", "cca_time1"))
+    own = heads.kv_heads * heads.head_dim
+    conv = (own + heads.heads * heads.head_dim, first + second - 2)
+    state = _state(options, "short_conv", (conv, options.state_dtype), ((own // 2,), options.state_dtype))
+    return facts(reading, _hybrids(reading, types, dict.fromkeys(types, heads), dict.fromkeys(types, state), options))
+
+
+def inkling(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
+    """Inkling: convolutions over keys, values and behind both blocks, in float32; windowed layers have other heads."""
+    reading = _reading(fields, given)
+    _one_rank(options, reading)
+    count = layer_count(reading)
+    types = _types(reading, count, ("hybrid", "hybrid_sliding"))
+    hidden, kernel = (reading.required(what, (what,)) for what in ("hidden_size", "conv_kernel_size"))
+    heads = {"hybrid": heads_of(reading, options)}
+    heads["hybrid_sliding"] = Heads(
+        reading.required("attention heads of windowed layers", ("swa_num_attention_heads",)),
+        reading.required("KV heads of windowed layers", ("swa_num_key_value_heads",)),
+        reading.required("width of a head of windowed layers", ("swa_head_dim", *WIDTH)),
+    )
+    states: dict[str, KVCacheSpec] = {}
+    for kind, of in heads.items():
+        own = ((of.kv_heads * of.head_dim, kernel), _F32)
+        block = ((hidden, kernel), _F32)
+        states[kind] = _state(options, "short_conv", own, own, block, block)
+    return facts(reading, _hybrids(reading, types, heads, states, options))
+
+
+def _hybrids(
+    reading: Reading,
+    types: Sequence[str],
+    heads: dict[str, Heads],
+    states: dict[str, KVCacheSpec],
+    options: ReadOptions,
+) -> list[Layer]:
+    """Attention and a state in every layer."""
+    layers: list[Layer] = []
+    if "hybrid_sliding" in types:
+        reading.required("window", WINDOW)
+    for i, kind in enumerate(types):
+        if kind == "hybrid_sliding":
+            window = reading.required("window", WINDOW)
+            spec: KVCacheSpec = heads[kind].sliding(reading.fields, options, window)
+        else:
+            spec = spec_of(FULL, heads[kind], reading, options)
+        layers += [Layer(f"model.layers.{i}.self_attn", spec, i), Layer(f"model.layers.{i}.conv", states[kind], i)]
+    return layers
+
+
+def _reading(fields: Fields, given: Sequence[str]) -> Reading:
+    return Reading(fields, class_defaults(fields.text("model_type") or "") or {}, given)
+
+
+def _types(reading: Reading, count: int, kinds: Sequence[str]) -> tuple[str, ...]:
+    """layer_types, which only the config says."""
+    key = reading.key(("layer_types", "layers_block_type"))
+    if key is None:
+        raise reading.missing("what each layer is", "layer_types", f'["{kinds[0]}", "{kinds[1]}", ...]')
+    types = reading.fields.layer_types(key, count, ())
+    refuse_layer_types(types, reading.name, kinds)
+    for kind in dict.fromkeys(types):
+        reading.say(f"{kind} layers", str(types.count(kind)), key, reading.source(key))
+    return types
+
+
+def _one_rank(options: ReadOptions, reading: Reading) -> None:
+    if options.tp != 1:
+        raise ConfigError(
+            f"how the states of {reading.name} are split over tp={options.tp} ranks is not known: use tp=1"
+        )
+
+
+def _per_rank(count: int, options: ReadOptions, what: str, reading: Reading) -> int:
+    if count % options.tp:
+        raise ConfigError(f"tp={options.tp} does not divide the {count} {what} of {reading.name}: use a divisor")
+    return count // options.tp
+
+
+def _state(options: ReadOptions, mamba_type: str, *states: tuple[tuple[int, ...], str]) -> MambaSpec:
+    """The state of ``states``, shapes and dtypes in the order in which they lie in a page."""
+    return MambaSpec(
+        block_size=options.block_size,
+        shapes=tuple(shape for shape, _ in states),
+        dtypes=tuple(options.every_state or dtype for _, dtype in states),
+        mamba_type=mamba_type,
+        num_speculative_blocks=options.num_speculative_tokens,
+    )

@@ -1,0 +1,217 @@
+"""The general reader: what it takes from where, what it says of it, and what it refuses by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_support import error, run
+
+from hybridkv.errors import ConfigError, UnsupportedModelError
+from hybridkv.models import ReadFact, read_model
+from hybridkv.models.reading import ASSUMED, CONFIG, DEFAULT, GIVEN
+from hybridkv.planner import plan, plan_from_json, plan_to_json
+from hybridkv.simulator.cost import StepCost
+from hybridkv.specs import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+
+STRANGER: dict[str, object] = {
+    "model_type": "stranger",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "vocab_size": 100,
+    "dtype": "float16",
+}
+MIXTRAL = {**STRANGER, "model_type": "mixtral"}
+LATENT = {**STRANGER, "model_type": "deepseek_v32", "kv_lora_rank": 32, "qk_rope_head_dim": 8, "index_head_dim": 128}
+
+
+def without(config: dict[str, object], *keys: str) -> dict[str, object]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def test_a_model_type_that_nobody_described_is_read_by_its_fields() -> None:
+    model = read_model(STRANGER)
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="float16")
+    assert [layer.spec for layer in model.layers] == [spec] * 4
+    assert ReadFact("KV heads", "2", "num_key_value_heads", CONFIG) in model.read_from
+    assert ReadFact("width of a head", "8", "hidden size / attention heads", ASSUMED) in model.read_from
+    assert any(fact.source == ASSUMED and "'stranger'" in fact.field for fact in model.read_from)
+
+
+@pytest.mark.parametrize(
+    ("names", "values"),
+    [
+        (("n_embd", "n_layer", "n_head", "n_head_kv", "n_positions"), (64, 4, 8, 2, 256)),
+        (("d_model", "n_layers", "n_heads", "num_kv_heads", "max_seq_len"), (64, 4, 8, 2, 256)),
+    ],
+)
+def test_fields_of_other_names(names: tuple[str, ...], values: tuple[int, ...]) -> None:
+    model = read_model(
+        {"model_type": "stranger", "vocab_size": 9, "dtype": "float16", **dict(zip(names, values, strict=True))}
+    )
+    assert (model.layers, model.max_model_len) == (read_model(STRANGER).layers, 256)
+    assert {fact.field for fact in model.read_from if fact.source == CONFIG} == set(names[:4])
+
+
+@pytest.mark.parametrize(
+    ("config", "option"),
+    [
+        (without(STRANGER, "num_key_value_heads"), "--set num_key_value_heads=N"),
+        (without(STRANGER, "num_attention_heads"), "--set num_attention_heads=N"),
+        (without(STRANGER, "hidden_size"), "--set hidden_size=N"),
+        (without(MIXTRAL, "num_hidden_layers"), "--set num_hidden_layers=N"),
+        ({**STRANGER, "hidden_size": 60}, "--set head_dim=N"),
+        ({**STRANGER, "sliding_window": 32}, "--set layer_types="),
+        ({**STRANGER, "model_type": "cwm"}, "--set layer_types="),
+        (without({**LATENT, "model_type": "hy_v4"}, "indexer_types"), "--set indexer_types="),
+        (without(LATENT, "qk_rope_head_dim", "model_type") | {"model_type": "stranger"}, "--set qk_rope_head_dim=N"),
+    ],
+)
+def test_what_cannot_be_read_is_asked_for_by_its_option(config: dict[str, object], option: str) -> None:
+    with pytest.raises(ConfigError, match=r"bytes|say the width") as caught:
+        read_model(config)
+    assert option in str(caught.value)
+
+
+def test_what_the_caller_says_counts() -> None:
+    config = without(STRANGER, "num_key_value_heads")
+    model = read_model(config, fields={"num_key_value_heads": 4, "head_dim": 16})
+    assert {layer.spec for layer in model.layers} == {
+        FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=16, dtype="float16")
+    }
+    assert ReadFact("KV heads", "4", "num_key_value_heads", GIVEN) in model.read_from
+    # of a family with a reader of its own, too, and of the part inside
+    nested = {"model_type": "llava", "text_config": {**STRANGER, "model_type": "llama", "intermediate_size": 8}}
+    assert read_model(nested, fields={"num_key_value_heads": 1}).kv_bytes_per_token * 2 == (
+        read_model(nested).kv_bytes_per_token
+    )
+    with pytest.raises(ConfigError, match="fields must be values by the names"):
+        read_model(config, fields=["num_key_value_heads"])  # type: ignore[arg-type]  # on purpose
+
+
+def test_a_default_of_the_class_is_named_as_one() -> None:
+    model = read_model(without(MIXTRAL, "num_key_value_heads", "hidden_size") | {"num_attention_heads": 32})
+    assert ReadFact("KV heads", "8", "num_key_value_heads", DEFAULT) in model.read_from
+    assert model.layers[0].spec == FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype="float16")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"ssm_state_size": 16},
+        {"linear_num_key_heads": 4},
+        {"index_topk": 8},
+        {"compress_ratio": 4},
+        {"kv_share_map": [0, 0]},
+        {"mem_len": 16},
+        {"conv_kernel": 4},
+        {"block_types": ["recurrent"]},
+        {"local_window": 16},
+        {"mla_latent": 16},
+        {"cross_attention_interval": 2},
+        {"sliding_window_pattern": 2},
+    ],
+)
+def test_fields_that_look_like_another_mechanism_are_refused_by_name(odd: dict[str, object]) -> None:
+    with pytest.raises(UnsupportedModelError, match=next(iter(odd))):
+        read_model({**STRANGER, **odd})
+    if "pattern" in next(iter(odd)):
+        read_model({**STRANGER, **odd, "layer_types": ["full_attention"] * 4})
+    # an absent mechanism is none
+    read_model({**STRANGER, **dict.fromkeys(odd)})
+
+
+def test_fields_of_experts_and_positions_are_none_of_these() -> None:
+    read_model(
+        {**STRANGER, "num_shared_experts": 2, "moe_layer_freq": 1, "rope_local_base_freq": 1e4, "max_window_layers": 9}
+    )
+
+
+@pytest.mark.parametrize(
+    ("types", "named"),
+    [
+        (
+            ["full_attention", "linear_attention", "full_attention", "conv"],
+            r"layers 1 \(linear_attention\); 3 \(conv\)",
+        ),
+        (["mystery"] * 4, r"layers 0-3 \(mystery\)"),
+    ],
+)
+def test_layers_of_other_types_are_refused_by_name(types: list[str], named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        read_model({**STRANGER, "layer_types": types})
+
+
+def test_layers_that_read_other_layers_keys_keep_none() -> None:
+    types = ["sliding_attention", "full_attention"] * 2
+    model = read_model({**STRANGER, "layer_types": types, "sliding_window": 32, "num_kv_shared_layers": 1})
+    assert [(layer.index, type(layer.spec)) for layer in model.layers] == [
+        (0, SlidingWindowSpec),
+        (1, FullAttentionSpec),
+        (2, SlidingWindowSpec),
+    ]
+    with pytest.raises(ConfigError, match="num_kv_shared_layers 4 leaves none of 4 layers"):
+        read_model({**STRANGER, "num_kv_shared_layers": 4})
+
+
+def test_an_indexer_keeps_keys_beside_the_latent() -> None:
+    """As vLLM keeps them: 8-bit floats and a float32 for every 128 of them; transformers keeps the model's dtype."""
+    model = read_model(LATENT)
+    latent, keys = (layer.spec for layer in model.layers[:2])
+    assert latent == MLAAttentionSpec(block_size=16, head_size=40, dtype="float16")
+    assert keys == MLAAttentionSpec(block_size=16, head_size=132, dtype="uint8")
+    assert model.kv_bytes_per_token == 4 * (40 * 2 + 132)
+    assert read_model(LATENT, backend="transformers").kv_bytes_per_token == 4 * (40 * 2 + 128 * 2)
+
+
+def test_states_are_as_wide_as_is_asked() -> None:
+    wide = read_model("nemotron-h-8b", state_dtype="fp32")
+    assert wide.state_bytes == 2 * read_model("nemotron-h-8b").state_bytes
+    assert {spec.dtypes for spec in (x.spec for x in wide.layers) if isinstance(spec, MambaSpec)} == {("float32",) * 2}
+    assert wide.kv_bytes_per_token == read_model("nemotron-h-8b").kv_bytes_per_token
+    with pytest.raises(ConfigError, match="state_dtype is for the vllm backend"):
+        read_model("nemotron-h-8b", state_dtype="fp32", backend="transformers")
+    with pytest.raises(ConfigError, match="unknown cache dtype"):
+        read_model("nemotron-h-8b", state_dtype="int3")
+
+
+def test_a_plan_keeps_what_was_read_from_where() -> None:
+    made = plan(read_model(MIXTRAL), "1MiB")
+    document = json.loads(plan_to_json(made))
+    assert {"what": "KV heads", "value": "2", "field": "num_key_value_heads", "source": CONFIG} in (
+        document["model"]["read_from"]
+    )
+    assert plan_from_json(plan_to_json(made)) == made
+    # families with a reader of their own say nothing, as before
+    assert "read_from" not in json.loads(plan_to_json(plan(read_model("llama-3-8b"), "40GiB")))["model"]
+
+
+def test_on_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(without(STRANGER, "num_key_value_heads")), "utf-8")
+    assert "--set num_key_value_heads=N" in error("plan", path, "--memory", "1MiB")
+    text = run("plan", path, "--memory", "1MiB", "--set", "num_key_value_heads=2").stdout
+    assert "  KV heads 2: num_key_value_heads (given)\n" in text
+    assert "  width of a head 8: hidden size / attention heads\n" in text
+    assert text.index("\nread\n") < text.index("\nassumed\n")
+    types = '["full_attention", "sliding_attention", "sliding_attention", "full_attention"]'
+    options = ("--set", "num_key_value_heads=2", "--set", "sliding_window=16", "--set", f"layer_types={types}")
+    assert "x SlidingWindowSpec" in run("plan", path, "--memory", "1MiB", *options).stdout
+    assert "--set 'num_key_value_heads' is no FIELD=VALUE" in error(
+        "plan", path, "--memory", "1MiB", "--set", "num_key_value_heads"
+    )
+    assert "drop --set" in error("plan", "--plan", path, "--set", "a=1")
+    states = run("plan", "nemotron-h-8b", "--memory", "40GiB", "--state-dtype", "fp32").stdout
+    assert f"{read_model('nemotron-h-8b', state_dtype='fp32').state_bytes:,} B of states" in states
+
+
+def test_time_needs_weights_that_somebody_counted() -> None:
+    made = plan(read_model(MIXTRAL), "1MiB")
+    with pytest.raises(ConfigError, match="--set parameters=N"):
+        StepCost.of(made)
+    assert StepCost.of(made, time_scale=0).parameters == 0
+    counted = read_model(MIXTRAL, fields={"parameters": 1000, "active_parameters": 500})
+    assert (counted.parameters, counted.active_parameters) == (1000, 500)
+    assert StepCost.of(plan(counted, "1MiB")).active_parameters == 500
