@@ -57,7 +57,7 @@ class PrefixLookup:
         self._residents = residents
         self._hasher = hasher
         self._alignment = alignment
-        self._asked = sorted(groups, key=_turn)
+        self._asked = sorted(groups, key=_search_order)
         none = (Hit(0, _NONE),) * len(groups)
         self._no_hit = CommonHit(0, none, 0, ((),) * len(groups), (), (-1,) * len(groups), (0,) * len(groups))
 
@@ -164,7 +164,7 @@ class PrefixLookup:
         return KVCacheBlocks(tuple(ids), self._pool, sources=tuple(sources), parent=request), tokens
 
 
-def _turn(group: CacheGroup) -> tuple[bool, bool, int]:
+def _search_order(group: CacheGroup) -> tuple[bool, bool, int]:
     return group.kind.publishes, not group.policy.hits.downward_closed, group.number
 
 
