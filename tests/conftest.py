@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that is no folder is looked up on the hub: not by tests
+
 SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 
 # the same examples in every run: CI fails for what changed, not by chance

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from hybridkv.cli.loading import ModelOption, TrustOption, load_quietly
+from hybridkv.cli.loading import ModelOption, TrustOption, bars_for_terminals, load_quietly
 from hybridkv.cli.outcome import INTERRUPTED
 from hybridkv.cli.printable import printable, printable_lines
 from hybridkv.cli.sampling import (
@@ -61,6 +61,7 @@ def chat_command(
 ) -> int:
     """Talk with a model: its answers as they come, and how much of each turn was in the cache."""
     sampling = sampling_of(max_new_tokens, temperature, top_p, seed, stop)
+    bars_for_terminals()
     loaded = load_quietly(model, trust_remote_code=trust_remote_code)
     from hybridkv.runner.chat import require_chat  # noqa: PLC0415  # torch takes seconds: only this command pays
     from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same

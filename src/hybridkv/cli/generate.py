@@ -21,7 +21,7 @@ from hybridkv.cli.generate_output import (
     require_writable,
     write_lines,
 )
-from hybridkv.cli.loading import ModelOption, TrustOption, load_quietly
+from hybridkv.cli.loading import ModelOption, TrustOption, bars_for_terminals, load_quietly
 from hybridkv.cli.planning import BlockSize, Layout, LayoutOption, PlacementOption, PlanOptions
 from hybridkv.cli.sampling import (
     MaxNewTokensOption,
@@ -109,6 +109,7 @@ def generate_command(
         raise ConfigError("--system begins conversations: name a file of them with --messages")
     require_writable(output)
     defaults = sampling_of(max_new_tokens, temperature, top_p, seed, stop)
+    bars_for_terminals()
     from hybridkv.runner.assembly import EngineOptions  # noqa: PLC0415  # torch takes seconds: only this command pays
 
     options = EngineOptions(max_running, token_budget, in_flight, prefix_caching)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,11 +13,21 @@ if TYPE_CHECKING:  # it needs torch, which is loaded once a command runs
     from hybridkv.runner.load import LoadedModel
 
 ModelOption = Annotated[
-    str, typer.Option("--model", help="A folder with safetensors and tokenizer, or tiny:NAME: tiny:? lists the names.")
+    str,
+    typer.Option(
+        "--model",
+        help="A folder or .gguf file, ORG/NAME on the hub, or tiny:NAME (tiny:? lists).",
+    ),
 ]
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that model folders hold; else none ever runs.")
 ]
+
+
+def bars_for_terminals() -> None:
+    """Bars of what takes long, a file fetched or dequantized, are no part of other output: before torch is imported."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # read at its import
 
 
 def load_quietly(source: str, *, trust_remote_code: bool) -> LoadedModel:

@@ -1,4 +1,4 @@
-"""A model and its tokenizer: from a folder with safetensors, or a tiny random one."""
+"""A model and its tokenizer: from a folder with safetensors, a GGUF file, the hub, or a tiny random one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from hybridkv.frozen import check_fields, each
 from hybridkv.models import read_model
 from hybridkv.models.quantization import kv_dtype
 from hybridkv.runner.encoder_decoder import auto_class
-from hybridkv.runner.folder import CONFIG, require_no_code, require_plain_weights
+from hybridkv.runner.folder import require_no_code, require_plain_weights
 from hybridkv.runner.probe import require_runnable
+from hybridkv.runner.source import ModelFiles, files_of
 from hybridkv.runner.tiny import byte_tokenizer, tiny_model
 from hybridkv.units import shown
 
@@ -67,10 +68,13 @@ class LoadedModel:
 def load(
     source: str | Path, *, seed: int = 0, device: torch.device | str = "cpu", trust_remote_code: bool = False
 ) -> LoadedModel:
-    """``tiny:NAME`` (weights from ``seed``) or a folder with config.json, safetensors and a tokenizer.
+    """``tiny:NAME`` (weights from ``seed``), a folder with config.json, safetensors and a tokenizer, or a GGUF file.
 
+    A GGUF file, or a folder with nothing else, needs gguf and accelerate; its weights are dequantized, to float32.
+    ORG/NAME, where no such folder is, is a name on the hub: its data is fetched to the hub's local cache, or found
+    there without a network. Nothing else is downloaded.
     trust_remote_code: run the Python code in the folder that its config or tokenizer names; else none ever runs, and a
-    tokenizer that is such code is refused. Nothing is downloaded.
+    tokenizer that is such code is refused.
     Raises ConfigError for what cannot be loaded, UnsupportedModelError for a model that the planner refuses (before its
     weights are read) or whose positions depend on what runs beside it.
     """
@@ -79,22 +83,17 @@ def load(
     where = _device(device)
     if source.startswith(TINY):
         return wrap(tiny_model(source.removeprefix(TINY), seed).to(where), byte_tokenizer(), source)
-    folder = Path(source)
-    if not folder.is_dir():
-        raise ConfigError(f"--model {source!r} is neither a folder nor tiny:NAME: give a folder with config.json")
-    if not (folder / CONFIG).is_file():
-        raise ConfigError(f"{source} has no config.json: give the folder of a Hugging Face model")
-    # of any dtype: the model's own is that of its weights, which are not read yet
-    require_runnable(read_model(folder, backend="transformers", dtype="float32"))
-    require_plain_weights(folder)
-    if not trust_remote_code:
-        require_no_code(folder)
-    model = _model_in(folder, trust_remote_code=trust_remote_code)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise ConfigError(f"cannot load the tokenizer in {source}: {error}") from error
-    return wrap(model.to(where).eval(), tokenizer, source)
+    files = files_of(source, code=trust_remote_code)
+    if files.gguf is None:
+        # of any dtype: the model's own is that of its weights, which are not read yet
+        require_runnable(read_model(files.folder, backend="transformers", dtype="float32"))
+        require_plain_weights(files.folder)
+        if not trust_remote_code:
+            require_no_code(files.folder)
+    # a GGUF file holds data alone
+    options = _Reading(files, trust_remote_code=trust_remote_code and files.gguf is None)
+    model = options.model()
+    return wrap(model.to(where).eval(), options.tokenizer(), source)
 
 
 def _device(given: object) -> torch.device:
@@ -108,33 +107,56 @@ def _device(given: object) -> torch.device:
     return cast("torch.device", device)
 
 
-def _model_in(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
-    """The model in ``folder``, every weight from its files: transformers itself would make up those that lack."""
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-        model, report = auto_class(config).from_pretrained(
-            folder,
-            config=config,
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-            dtype="auto",
-            attn_implementation="eager",
-            use_safetensors=True,
-            weights_only=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    except Exception as error:  # whatever a folder makes transformers raise is what is wrong with it
-        raise ConfigError(f"cannot load the model in {folder}: {error}") from error
-    lacking = sorted(report["missing_keys"]) or sorted(str(one) for one in report["mismatched_keys"])
-    if lacking:
-        what = "lacks" if report["missing_keys"] else "has in another shape"
-        raise ConfigError(
-            f"{folder} {what} {len(lacking)} of the weights that its config asks for, the first {lacking[0]}: save the "
-            "model there again"
-        )
-    loaded: PreTrainedModel = model
-    return loaded
+class _Reading:
+    """transformers reads ``files``: these and no others."""
+
+    def __init__(self, files: ModelFiles, *, trust_remote_code: bool) -> None:
+        self._files, self._where = files, files.folder if files.gguf is None else files.folder / files.gguf
+        self._options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+        if files.gguf is not None:
+            self._options["gguf_file"] = files.gguf
+
+    def model(self) -> PreTrainedModel:
+        """The model, every weight from its files: transformers itself would make up those that lack."""
+        weights: dict[str, Any] = {"use_safetensors": True, "dtype": "auto"}
+        try:
+            config = AutoConfig.from_pretrained(self._files.folder, **self._options)
+            if self._files.gguf is not None:
+                weights = {"dtype": torch.float32}
+                fields = {**config.to_dict(), "_name_or_path": str(self._where)}
+                require_runnable(read_model(fields, backend="transformers", dtype="float32"))
+            model, report = auto_class(config).from_pretrained(
+                self._files.folder,
+                config=config,
+                attn_implementation="eager",
+                weights_only=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **weights,
+                **self._options,
+            )
+        except UnsupportedModelError:
+            raise
+        except Exception as error:  # whatever files make transformers raise is what is wrong with them
+            raise ConfigError(f"cannot load the model in {self._where}: {error}") from error
+        lacking = sorted(report["missing_keys"]) or sorted(str(one) for one in report["mismatched_keys"])
+        if lacking:
+            what = "lacks" if report["missing_keys"] else "has in another shape"
+            raise ConfigError(
+                f"{self._where} {what} {len(lacking)} of the weights that its config asks for, the first {lacking[0]}: "
+                "save the model there again"
+            )
+        loaded: PreTrainedModel = model
+        if self._files.gguf is not None:  # dequantized: plain weights from here on
+            vars(loaded.config).pop("quantization_config", None)
+        return loaded
+
+    def tokenizer(self) -> Any:  # noqa: ANN401  # transformers' tokenizers share no typed base
+        """The tokenizer that is there."""
+        try:
+            return AutoTokenizer.from_pretrained(self._files.folder, **self._options)
+        except Exception as error:
+            raise ConfigError(f"cannot load the tokenizer in {self._where}: {error}") from error
 
 
 def wrap(model: PreTrainedModel, tokenizer: Any = None, name: str = "model") -> LoadedModel:  # noqa: ANN401  # transformers' tokenizers share no typed base
