@@ -36,6 +36,34 @@ def test_runs_equal_plain_transformers(name: str, make_engine: EngineFactory) ->
     assert report.ok
 
 
+def lower_case(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    logits[65:91] -= 2 + len(output) / 8
+    return logits
+
+
+EDITED = [
+    SamplingParams(presence_penalty=1.5, frequency_penalty=0.5, max_tokens=16, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=3, repetition_penalty=2.5, bad_words=("a", "e ", (70, 71)), max_tokens=16),
+    SamplingParams(logit_bias={67: 50.0, 256: 40.0}, stop=("CCC",), min_tokens=6, max_tokens=16),
+    SamplingParams(logits_processors=(lower_case,), frequency_penalty=0.3, max_tokens=16, ignore_eos=True),
+]
+
+
+def test_what_is_asked_of_draws_is_checked_too(make_engine: EngineFactory) -> None:
+    loaded, prompts, recorder = loaded_model("llama"), shared_prompts(4, 8), LogitRecorder()
+    engine = make_engine(loaded, prompts, 16, observer=recorder, token_budget=30)  # type: ignore[arg-type]  # as above
+    done = engine.generate(prompts, EDITED)
+    engine.close()
+    assert (len(done[2].token_ids), done[2].text) == (7, "CCCC")
+    report = check_completions(loaded, done, EDITED, recorder)
+    assert report == CheckReport(4, 16 * 3 + 7, (), ())
+    # of each request: what it would have been without what it asked for
+    for which, params in enumerate(EDITED):
+        plain = replace(PARAMS[0], temperature=params.temperature, seed=params.seed, stop=params.stop)
+        report = check_completions(loaded, [done[which]], [plain], recorder)
+        assert not report.ok, which
+
+
 @pytest.mark.parametrize("which", range(4))
 def test_a_wrong_token_is_found(which: int, make_engine: EngineFactory) -> None:
     done, recorder = run("llama", make_engine)

@@ -26,6 +26,7 @@ from hybridkv.runner.sampling.rows import RowState
 from hybridkv.runner.sampling.sampler import sample, scores
 from hybridkv.runner.sampling.verify import NO_DRAFT
 from hybridkv.step import Csr, NewRow
+from hybridkv.wire import decode_step, encode_step
 
 VOCABULARY = 12
 """So small that tokens, words and drafts meet."""
@@ -255,6 +256,19 @@ def test_a_draft_model_follows_what_its_target_asks(make_engine: EngineFactory) 
     assert engine.drafter is drafter
     for one in done:
         assert one.accepted_tokens >= one.drafted_tokens - 3, one  # bad words that begin before the drafts
+
+
+def test_a_worker_behind_the_wire_draws_the_same(make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, prompts = loaded_model("llama"), shared_prompts(4, 5)
+    (end,) = loaded.eos_token_ids
+    held = SamplingParams(logit_bias={end: 9.0}, min_tokens=4, frequency_penalty=0.5, max_tokens=20)
+    asked = [*EVERY[:3], replace(held, bad_words=("a", "bc"))]
+    here = make_engine(loaded, prompts, 20).generate(prompts, asked)
+    engine = make_engine(loaded, prompts, 20)
+    execute = engine.runner.execute
+    monkeypatch.setattr(engine.runner, "execute", lambda step: execute(decode_step(encode_step(step))))
+    assert [one.token_ids for one in engine.generate(prompts, asked)] == [one.token_ids for one in here]
+    assert len(here[3].token_ids) > 4
 
 
 def test_branches_count_their_own_outputs(make_engine: EngineFactory) -> None:
