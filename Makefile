@@ -1,4 +1,4 @@
-# `make demo` and `make test` do everything on a machine with Python 3.11+, make and gcc.
+# `make demo` and `make test` do everything on a machine with Python 3.11+ and make; nothing is compiled.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt

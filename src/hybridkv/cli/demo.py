@@ -10,7 +10,7 @@ import typer
 
 COMMANDS: Final = (
     ("plan", "llama-3-8b", "--memory", "40GiB"),
-    ("replay", "workload:chat", "--hours", "0.1", "--model", "llama-3-8b", "--memory", "40GiB"),
+    ("replay", "workload:chat", "--hours", "0.05", "--model", "llama-3-8b", "--memory", "40GiB"),
     ("generate", "--model", "tiny:llama", "--repeat", "2", "--check"),
 )
 
@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
     @app.command("demo")
     def demo_command() -> None:
         """Plan a real model, replay a workload, and generate cold and warm, compared with plain transformers."""
-        for name in ("torch", "transformers"):  # of the last command: those before take a minute
+        for name in ("torch", "transformers"):  # of the last command: those before take half a minute
             if find_spec(name) is None:
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         for words in COMMANDS:
