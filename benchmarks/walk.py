@@ -3,8 +3,9 @@
     python walk.py
 
 A natural cache of attention, a window and recurrent states, eight requests that decode, and one at a time: a request
-that is let in with a hit inside a block; a step in which all decode and nobody crosses a block, and one in which one
-does; a step that keeps a state; an abort. What is counted are Python calls into hybridkv, in the steps that do it.
+that is let in with a hit inside a block; a step in which all decode and nobody crosses a block, and one in which all
+do; a step that keeps a state; an abort; and the admission again without states, its ``schedule`` alone. What is
+counted are Python calls into hybridkv, in the steps that do it.
 """
 
 from __future__ import annotations
@@ -59,11 +60,10 @@ class Walk:
 class World:
     """A scheduler with eight requests that decode. Every sampled token is 7."""
 
-    def __init__(self) -> None:
-        specs = (full_spec(BLOCK), window_spec(BLOCK, 48), state_spec(BLOCK, mode="none"))
-        self.cache = KVCacheManager(
-            natural_model_config(400, specs, [8, 8, 1]), 4096, placement=EndsPlacement(), log_stats=True
-        )
+    def __init__(self, *, states: bool = True) -> None:
+        specs = (full_spec(BLOCK), window_spec(BLOCK, 48), *([state_spec(BLOCK, mode="none")] if states else []))
+        config = natural_model_config(400, specs, [8, 8, 1][: len(specs)])
+        self.cache = KVCacheManager(config, 4096, placement=EndsPlacement(), log_stats=True)
         self.scheduler = Scheduler(self.cache, SchedulerLimits(max_running=64, max_batched_tokens=4096))
         for number in range(8):
             self.add(f"r{number}", [100 * number + i for i in range(96)], 2000)
@@ -109,6 +109,12 @@ def walks() -> dict[str, Walk]:
     world.add("kept", list(range(9000, 9100)), 2000)
     walked("admission that keeps a state", world.step)
     walked("abort", lambda: world.scheduler.abort("hit"))
+    plain = World(states=False)
+    plain.add("first", list(range(5000, 5100)), 1)
+    plain.step()
+    plain.step()
+    plain.add("hit", [*range(5000, 5099), 1, 2, 3], 2000)
+    walked("no states, a hit, schedule alone", plain.scheduler.schedule)
     return found
 
 

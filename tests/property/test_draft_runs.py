@@ -204,7 +204,7 @@ def test_a_draft_that_is_published_is_caught(layout: str, monkeypatch: pytest.Mo
     """Behind accepted drafts one more is published: under the token that took its place, which is not computed yet."""
 
     def one_more(self: Slots, rows: Int64) -> None:
-        for request in self._residents.columns.owners(rows):
+        for request in self._residents.request_rows.owners(rows):
             with suppress(CacheError):  # all were accepted: there is no block behind them
                 self.publish_computed(request, request.num_computed_tokens + 1)
 

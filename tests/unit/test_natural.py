@@ -4,17 +4,25 @@ from random import Random
 
 import numpy as np
 import pytest
+from ideal_space import IdealSpace
 
 from hybridkv.cache import KVCacheManager, Reason, Refusal, SlotPlan
 from hybridkv.cache.placement import AlignPlacement, EndsPlacement, IntervalPlacement, NoStates, Placement
-from hybridkv.errors import CacheError, ConfigError
+from hybridkv.errors import BlockError, CacheError, ConfigError
 from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.planner.natural import natural_config, slab_layout
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec
 from hybridkv.step import Csr, Step, StepResult
-from hybridkv.testing.configs import attention_config, full_spec, state_spec
+from hybridkv.testing.configs import (
+    attention_config,
+    full_spec,
+    model_config,
+    natural_model_config,
+    state_spec,
+    window_spec,
+)
 
 B = 4
 
@@ -420,6 +428,27 @@ def test_a_bound_of_bytes_under_which_nothing_ever_moves_is_refused(bound: objec
         cache_of(max_moved_bytes=bound)
 
 
+@pytest.mark.parametrize(("option", "value"), [("max_moved_bytes", 1), ("published_ends", False), ("space", "any")])
+def test_what_means_nothing_in_the_reference_layout_is_refused(option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match="mean nothing in the reference layout"):
+        cache_of(model_config(8, (full_spec(B),)), None, **{option: value})
+
+
+def test_blocks_taken_past_the_manager_never_move_those_of_others() -> None:
+    """Whoever takes them from the pool tells no row: what would need room is refused, and nothing is done."""
+    cache = cache_of(natural_model_config(6, (full_spec(16), window_spec(16, 48), state_spec(16)), [8, 8, 1]))
+    held = [Request(name, tokens(40, first), hasher=cache.hasher) for name, first in (("a", 100), ("b", 200))]
+    for one in held:
+        assert cache.allocate_slots(one, 40) is not None
+    cache.free(held[0])
+    cache.block_pool.free_blocks(cache.block_pool.get_new_blocks(1, 2))
+    before = cache.block_pool.free_order(), cache.get_block_ids("b")
+    with pytest.raises(BlockError, match="without making room"):
+        cache.block_pool.get_new_blocks(3, 2)
+    assert (cache.block_pool.free_order(), cache.get_block_ids("b")) == before
+    cache.check()
+
+
 def test_the_least_bound_of_bytes_lets_every_request_end() -> None:
     """Two requests run and neither has its next block without a move: at 0 bytes a step both would wait for ever."""
     loop = Loop(cache_of(config_of((full_spec(B), state_spec(B)), (2, 3), 5), max_moved_bytes=1), max_running=8)
@@ -503,3 +532,24 @@ def test_what_a_failed_step_may_have_overwritten_is_not_kept(fails: bool) -> Non
     sched.check()
     hit = cache.find_hit(Request("b", tokens(20), hasher=cache.hasher)).tokens
     assert hit == (0 if fails else 12)
+
+
+# -- another space
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_cache_runs_over_a_space_that_no_file_of_it_knows(seed: int) -> None:
+    """An ideal pool, memory by the byte: where free blocks come from is behind one seam."""
+    random = Random(seed)
+    config = config_of((full_spec(B), state_spec(B)), (3, 1), 12)
+    sizes = [config.block_bytes_of(group) for group in range(len(config.groups))]
+    loop = Loop(cache_of(config, space=IdealSpace(config.arena_bytes, sizes, (0, 1))), max_running=4)
+    prompts = [[random.randrange(50) for _ in range(random.randint(1, 30))] for _ in range(4)]
+    for number in range(12):
+        prompt = random.choice(prompts)
+        loop.add(f"r{number}", prompt[: random.randint(1, len(prompt))], random.randint(1, 9))
+        for _ in range(random.randint(0, 3)):
+            loop.step()
+    loop.run()
+    assert loop.cache.usage == 0
+    assert loop.cache.evictions > 0

@@ -1,6 +1,7 @@
 """The cache: which block holds which tokens, which tokens are there already, and what goes first."""
 
 from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.bounds import CacheBounds
 from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventsDropped, KVCacheEvent
 from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.manager import KVCacheManager
@@ -24,6 +25,7 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "BlockView",
+    "CacheBounds",
     "CacheGroup",
     "CacheStatistics",
     "Checkpoint",

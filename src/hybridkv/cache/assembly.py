@@ -38,7 +38,6 @@ class CacheOptions:
     max_event_blocks: int
     ranks: int
     hasher: BlockHasher | None
-    retention: int | None
     max_pinned_blocks: int
 
 
@@ -90,7 +89,7 @@ def assemble(config: KVCacheConfig, layout: Layout, options: CacheOptions) -> Ca
 
     caching = hasher is not None
     pins, locks, log = Pins(pool, options.max_pinned_blocks), Locks(pool), WriteLog(pool)
-    resume = ResumePoints(alignment, any(kind.drops for kind in kinds), options.retention) if caching else None
+    resume = ResumePoints(alignment, any(kind.drops for kind in kinds), layout.retention) if caching else None
     holding_tokens = [group for group in groups if group.kind.publishes and group.states is None]
     ends_in = holding_tokens if caching and layout.publishes_ends else []
     publisher = Publisher(groups, pool, log, resume, ends_in)

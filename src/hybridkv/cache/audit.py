@@ -41,7 +41,7 @@ def check_cache(parts: CacheParts) -> None:
 def _residents(parts: CacheParts) -> Iterator[str]:
     """Rows and requests name each other; counts agree with what the rows hold."""
     residents, hasher = parts.residents, parts.hasher
-    rows = residents.columns
+    rows = residents.request_rows
     bound = {row: request for row, request in enumerate(rows.requests) if request is not None}
     if {id(request) for request in bound.values()} != {id(request) for request in residents}:
         yield "the rows and the list of resident requests differ"

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from hybridkv.arguments import instance, integer
-from hybridkv.cache.blocks.pool import BlockPool
-from hybridkv.cache.layouts import Layout
-from hybridkv.cache.rows.group import CacheGroup
+from hybridkv.cache.assembly import CacheParts
 from hybridkv.errors import ConfigError
 from hybridkv.specs import Keeps, RequestLimits
 from hybridkv.units import MOST_COUNT
@@ -19,20 +16,23 @@ class CacheBounds:
 
     rewrites_states: running states are rewritten in place, so that a step that failed leaves them broken.
     shares_in_part: a branch can begin with blocks that its parent has filled in part.
+    keeps_checkpoints: states are kept where the placement stops (KVCacheManager.stops).
     state_alignment: tokens between the places where all states can be kept, and shared as they are; 0 where none are.
     usable_blocks: blocks, or slabs, that anybody can hold: without the null one and sinks. promised_blocks: those that
     requests can count on, what may be pinned left out.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], pool: BlockPool, layout: Layout, max_pinned_blocks: int) -> None:
+    def __init__(self, parts: CacheParts) -> None:
+        groups, pool, layout = parts.groups, parts.pool, parts.layout
         kept = [one for one in groups if one.states is not None and one.kind.publishes and not one.policy.hits.copies]
         self.reads_encoder = any(group.kind.spec.keeps is Keeps.ENCODER for group in groups)
         self.drops_for_eagle = any(group.kind.drops for group in groups)
         self.rewrites_states = layout.rewrites_states
         self.shares_in_part = layout.shares_in_part
+        self.keeps_checkpoints = bool(parts.checkpoints.groups)
         self.state_alignment = math.lcm(*(group.policy.block_size for group in kept)) if kept else 0
         self.usable_blocks = pool.num_usable
-        self.promised_blocks = pool.num_usable - max_pinned_blocks
+        self.promised_blocks = pool.num_usable - parts.pins.max_blocks
         self._groups = tuple(groups)
         self._pool = pool
 

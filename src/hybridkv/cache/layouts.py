@@ -59,7 +59,7 @@ _KEYS_APART: Final = 16  # tokens, where there is no attention whose blocks woul
 
 
 class Layout(Protocol):
-    """placement: where states are kept; None where the specs say it themselves.
+    """placement: where states are kept; None where the specs say it themselves. retention: see KVCacheManager.
 
     rewrites_states: running states are rewritten in place, so that a failed step leaves them broken. shares_in_part: a
     branch can begin with blocks that its parent has half filled. keeps_ends: what a request has computed stays to the
@@ -68,6 +68,11 @@ class Layout(Protocol):
 
     @property
     def placement(self) -> Placement | None:
+        """See the class."""
+        ...
+
+    @property
+    def retention(self) -> int | None:
         """See the class."""
         ...
 
@@ -129,12 +134,17 @@ def layout_of(
     space: ClassedSpace | None = None,
     published_ends: bool = True,
 ) -> Layout:
-    """The layout of ``config``; see KVCacheManager. ConfigError for a placement in the reference layout."""
+    """The layout of ``config``; see KVCacheManager. ConfigError for what means nothing in the reference layout."""
     if config.slabs is None:
         if placement is not None:
             raise ConfigError(
                 f"placement {placement.name} needs the natural layout; in the reference layout the specs say where "
                 "states are kept: plan with placement= instead"
+            )
+        if max_moved_bytes is not None or space is not None or not published_ends:
+            raise ConfigError(
+                "max_moved_bytes, space and published_ends mean nothing in the reference layout, whose blocks have one "
+                "size and are shared whole: leave them out, or plan with the natural layout"
             )
         return ReferenceLayout(retention)
     return NaturalLayout(

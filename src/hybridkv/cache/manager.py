@@ -112,7 +112,6 @@ class KVCacheManager:
             max_event_blocks=integer("max_event_blocks", max_event_blocks, 1),
             ranks=limits.cp,
             hasher=None if hasher is None else instance("hasher", hasher, BlockHasher),
-            retention=retention,
             max_pinned_blocks=integer("max_pinned_blocks", max_pinned_blocks, 0, MOST_COUNT),
         )
         parts = self._parts = assemble(config, layout, options)
@@ -123,10 +122,10 @@ class KVCacheManager:
         self.block_pool, self.groups, self.sink_blocks = parts.pool, parts.groups, parts.sink_blocks
         self.pins, self.locks, self.write_log = parts.pins, parts.locks, parts.log
         self.transfers, self.checkpoints = parts.transfers, parts.checkpoints
-        self.rows = parts.residents.columns
+        self.rows = parts.residents.request_rows
         self._layout, self._residents, self._lookup = layout, parts.residents, parts.lookup
         self._planner, self._slots = parts.planner, parts.slots
-        self.bounds = CacheBounds(parts.groups, parts.pool, layout, parts.pins.max_blocks)
+        self.bounds = CacheBounds(parts)
         self._stats = PrefixCacheStats() if flag("log_stats", log_stats) else None
 
     # -- look-up
@@ -384,7 +383,7 @@ class KVCacheManager:
 
         Whoever drives the manager without a Scheduler calls it before every forward.
         """
-        return self.transfers.take()
+        return self.transfers.take_transfers()
 
     # -- the fields of a Step that are the cache's
 

@@ -134,7 +134,7 @@ def _kept_blocks(plan: Plan, lengths: Sequence[int]) -> list[int]:
             drafts = len(lengths) * plan.model.num_speculative_tokens
         if group.spec.keeps is Keeps.ENCODER:
             kept.append(len(lengths) * ceil_div(plan.limits.max_encoder_tokens, size))
-        elif group.spec.keeps is Keeps.STATE and plan.config.slabs is not None:
+        elif group.spec.keeps is Keeps.STATE and plan.layout == NATURAL:
             kept.append(len(lengths) * _STATES_OF_A_REQUEST + drafts)
         else:
             kept.append(sum(ceil_div(length, size) + 1 for length in lengths) + drafts)

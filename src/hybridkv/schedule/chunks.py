@@ -98,7 +98,7 @@ class StopSplit:
 
 def split_of(cache: KVCacheManager, limits: SchedulerLimits, forking: Collection[str]) -> Split | None:
     """How chunks are cut for states that are kept; None where they may end anywhere. forking: see StopSplit."""
-    if cache.bounds.shares_in_part:
+    if cache.bounds.keeps_checkpoints or cache.bounds.shares_in_part:  # branches cut chunks, too
         return StopSplit(cache.stops, limits.segments, forking)
     if not cache.bounds.state_alignment:
         return None

@@ -26,7 +26,7 @@ Ended = dict[int, tuple[FinishReason, HashError | None]]
 
 
 class Results:
-    """Appends what steps sampled; who reached a stop token or its limit departs."""
+    """Appends what steps sampled; who reached a stop token or its limit ends."""
 
     def __init__(
         self, cache: KVCacheManager, waiting: WaitingQueue, running: RunningRows, releaser: RowReleaser

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class RowReleaser:
-    """The one that frees rows. ended_rows: those freed since the last Step was issued, for the worker to hear of.
+    """The one that frees rows. For the worker to hear of: rows freed since the last Step.
 
     num_finished, num_preempted, failed_steps: so far.
     """
@@ -38,7 +38,7 @@ class RowReleaser:
         inbox: Inbox,
         forks: Forks,
     ) -> None:
-        self.ended_rows: list[int] = []
+        self._ended_rows: list[int] = []
         self.num_finished = self.num_preempted = self.failed_steps = 0
         self._cache = cache
         self._waiting = waiting
@@ -74,7 +74,7 @@ class RowReleaser:
             request.num_computed_tokens = 0
             entries.append(Waiting(request, self._running.queue_key_of(request), in_flight_steps))
         self._running.remove(rows)
-        self.ended_rows += rows
+        self._ended_rows += rows
         self._waiting.return_to_front(entries)
 
     # -- for good
@@ -113,6 +113,11 @@ class RowReleaser:
         else:
             self._free(request)
 
+    def take_ended_rows(self) -> list[int]:
+        """Rows freed since the last call, in order."""
+        ended, self._ended_rows = self._ended_rows, []
+        return ended
+
     def take_finished(self) -> tuple[Finished, ...]:
         """Who ended since the last call."""
         finished, self._finished = tuple(self._finished), []
@@ -134,7 +139,7 @@ class RowReleaser:
             self._cache.cache_blocks(request, request.num_computed_tokens)
             self._cache.keep_end(request)
         self._distrusted.discard(request.row)
-        self.ended_rows.append(request.row)
+        self._ended_rows.append(request.row)
         self._cache.free(request)
         self._inbox.forget(request)
 
@@ -159,7 +164,7 @@ class RowReleaser:
 
     def _undo(self, flight: InFlight) -> list[int]:
         """Rows and waiting requests expect nothing more of ``flight``; its rows that still belong to those it held."""
-        self.ended_rows += flight.step.finished_rows.tolist()
+        self._ended_rows += flight.step.finished_rows.tolist()
         held = self._running.complete(flight)
         rows = flight.rows[held]
         self._cache.rows.retract(rows, flight.step.num_scheduled[held])

@@ -248,7 +248,7 @@ class Scheduler:
             self._after,
             spans,
             pending=self._running.pending,
-            ended_rows=self._releaser.ended_rows,
+            ended_rows=self._releaser.take_ended_rows(),
             transfers=transfers,
         )
         self.cache.rows.schedule(rows, step.num_scheduled.astype(np.int64))
@@ -257,7 +257,6 @@ class Scheduler:
         if self.limits.num_speculative_tokens:
             self.cache.forget_accepted(rows)
         self._in_flight.append(flight)
-        self._releaser.ended_rows = []
         self._after = self._next_id
         self._next_id += 1
         return step

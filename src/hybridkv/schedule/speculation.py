@@ -30,7 +30,7 @@ class Speculation:
     """Drafts proposed for the next step. How many are in flight is in ``running``.
 
     drafted, accepted: drafts that the model verified so far, and those it accepted, int64[position in the row].
-    ConfigError where states of so many drafts cannot be kept, see KVCacheManager.refuse_drafts.
+    ConfigError where states of so many drafts cannot be kept, see CacheBounds.refuse_drafts.
     """
 
     def __init__(self, cache: KVCacheManager, running: RunningRows, limits: SchedulerLimits) -> None:

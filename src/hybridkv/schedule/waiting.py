@@ -20,7 +20,7 @@ _FEW: Final = 64  # keys of entries that left: as many are never looked for
 class Waiting:
     """One waiting request.
 
-    key: its place. in_flight_steps: steps in flight that still sample for it (it was preempted meanwhile): it is
+    queue_key: its place. in_flight_steps: steps in flight that still sample for it (it was preempted meanwhile): it is
     admitted when their results are in. hit, evictions: the look-up remembered, and when it was made.
     overtaken: admissions of requests behind it since it was refused, first at ``refused_at`` seconds.
     """

@@ -174,8 +174,7 @@ class _Replay:
         self.live: dict[str, _Live] = {}
         self.rows = _Rows()
         self.copies = [0] * len(scheduler.cache.groups)
-        slabs = scheduler.cache.config.slabs
-        self.block_bytes = [slabs.class_of(g).block_bytes if slabs else 0 for g in range(len(self.copies))]
+        self.block_bytes = [scheduler.cache.config.block_bytes_of(group) for group in range(len(self.copies))]
         self.moves = self.moved_bytes = 0
         self.first_token_s = array("d")
         self.per_token_s = array("d")

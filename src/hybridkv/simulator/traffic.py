@@ -34,12 +34,8 @@ import numpy as np
 
 from hybridkv.planner import Plan
 from hybridkv.specs import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
     Keeps,
-    KVCacheSpec,
     SinkFullAttentionSpec,
-    SlidingWindowSpec,
 )
 from hybridkv.step import Step
 
@@ -69,7 +65,7 @@ class CacheTraffic:
         tokens = rows = 0.0
         for spec in (layer.spec for layer in plan.model.layers):
             token_bytes = spec.content_bytes / spec.block_size
-            window, chunk = _mask(spec)
+            window, chunk = spec.mask
             if window is not None:
                 windows[window] += token_bytes / limits.cp
             elif chunk is not None:
@@ -95,19 +91,6 @@ class CacheTraffic:
         for chunk, token_bytes in self.chunks:
             moved += token_bytes * int((computed % chunk + scheduled).sum())
         return moved + sum(self.copy_bytes[copy.group] for copy in step.copies)
-
-
-def _mask(spec: KVCacheSpec) -> tuple[int | None, int | None]:
-    """(window, chunk) beyond which a kernel reads nothing."""
-    match spec:
-        case FullAttentionSpec():
-            return spec.sliding_window, spec.attention_chunk_size
-        case SlidingWindowSpec():
-            return spec.sliding_window, None
-        case ChunkedLocalAttentionSpec():
-            return None, spec.attention_chunk_size
-        case _:
-            return None, None
 
 
 def _spans(token_bytes: Mapping[int, float]) -> Spans:

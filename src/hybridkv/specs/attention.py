@@ -72,6 +72,11 @@ class FullAttentionSpec(AttentionSpec):
         """Full attention, MLA and sink attention keep the same tokens, whatever the kernel masks."""
         return "full"
 
+    @property
+    def mask(self) -> tuple[int | None, int | None]:
+        """A window or chunk that is kept whole is masked all the same."""
+        return self.sliding_window, self.attention_chunk_size
+
     def max_request_blocks(self, limits: RequestLimits) -> int:
         """``ceil(max_model_len / (dcp * pcp) / block_size)``."""
         return ceil_div(ceil_div(limits.max_model_len, limits.cp), self.block_size)
@@ -168,6 +173,11 @@ class SlidingWindowSpec(AttentionSpec):
         """The window."""
         return "sliding", self.sliding_window
 
+    @property
+    def mask(self) -> tuple[int | None, int | None]:
+        """The window."""
+        return self.sliding_window, None
+
     def max_request_blocks(self, limits: RequestLimits) -> int:
         """Blocks of ``min(sliding_window - 1 + in flight, max_model_len)`` tokens, and one: windows start anywhere."""
         tokens = min(self.sliding_window - 1 + limits.max_in_flight_tokens, limits.max_model_len)
@@ -209,6 +219,11 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
     def uniform_key(self) -> Hashable:
         """The chunk."""
         return "chunked", self.attention_chunk_size
+
+    @property
+    def mask(self) -> tuple[int | None, int | None]:
+        """The chunk."""
+        return None, self.attention_chunk_size
 
     def max_request_blocks(self, limits: RequestLimits) -> int:
         """Blocks of ``min(attention_chunk_size + in flight, max_model_len)`` tokens.

@@ -72,6 +72,11 @@ class KVCacheSpec(ABC):
         """Blocks that belong to the layers, whoever runs, on ``ranks`` context parallel ranks."""
         return 0
 
+    @property
+    def mask(self) -> tuple[int | None, int | None]:
+        """Beyond which window or chunk, in tokens, a query reads nothing, whatever is kept; at most one of the two."""
+        return None, None
+
     def layer_spec(self, name: str) -> KVCacheSpec:  # noqa: ARG002 - specs that hold several layers tell them apart
         """What layer ``name`` keeps, where this is the spec of its group."""
         return self

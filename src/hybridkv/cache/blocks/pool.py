@@ -197,17 +197,24 @@ class BlockPool:
                 f"{n} blocks are needed for sinks, {self._free.obtainable(of)} of {self.num_blocks} are left: "
                 "plan more blocks"
             )
-        ids = self.get_new_blocks(n, group) if n else np.empty(0, np.int32)
+        ids = self.take(n, group).ids if n else np.empty(0, np.int32)
         self._free.lock(ids)  # their layers know where they lie
         self.num_reserved += n
         self._reserved[of] += n
         return ids
 
     def get_new_blocks(self, n: int, group: int = 0) -> Int32:
-        """Take ``n`` blocks for ``group``, int32[n]; each loses its key. BlockError if n cannot be had.
+        """Take ``n`` blocks for ``group``, int32[n]; each loses its key.
 
-        For who names no other block: what is moved for them is lost. Others ``take``.
+        BlockError if n cannot be had, or, in slabs, not without making room: others' blocks might move, and nobody
+        would tell their rows. A manager's own blocks come from ``take``.
         """
+        needs = [0] * len(self.classes)
+        needs[integer("group", group, 0, len(self.classes) - 1)] = max(integer("n", n), 0)
+        if needs[group] <= self._free.obtainable(self.classes[group]) and not self.takes_in_any_order(
+            needs, lambda: False
+        ):
+            raise BlockError(f"{n} blocks cannot be had without making room in slabs: allocate them for a request")
         return self.take(n, group).ids
 
     def take(self, n: int, group: int = 0) -> Taken:

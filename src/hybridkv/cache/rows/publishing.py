@@ -53,8 +53,8 @@ class ResumePoints:
         if self.retention is None:
             return ()
         prompt, step = request.num_prompt_tokens, self.alignment
-        dropped = [max((tokens // step - 1) * step, 0) for tokens in (prompt - 1, prompt)]
-        edges = dropped if self.drops else [prompt - 1]
+        asked = (prompt - 1, prompt) if self.drops else ()
+        edges = [max((tokens // step - 1) * step, 0) for tokens in asked] or [prompt - 1]
         return (*edges, request.branch_tokens) if request.branch_tokens else tuple(edges)
 
 
@@ -147,9 +147,9 @@ class Publisher:
 
     def publish_rows(self, requests: RequestRows, rows: Int64, known: Int64) -> None:
         """What each of ``rows`` can publish at ``known`` tokens, in order within a group. Ends are not looked at."""
-        for group in self._groups:
+        for group in self._groups if self.publishes else ():
             rule = group.policy.publishing
-            if rule is None or not self.publishes:
+            if rule is None:
                 continue
             first = group.published[rows]
             counts = np.maximum(rule.decided_rows(known) - first, 0)

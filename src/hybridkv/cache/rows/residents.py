@@ -29,7 +29,7 @@ _Name = tuple[str, str | bytes, str | None]
 
 
 class Residents:
-    """Who holds which row of ``groups``. columns: counts and tail tokens of all rows. names: what callers call content.
+    """Who holds which row of ``groups``. request_rows: counts and tail tokens of all. names: what callers call content.
 
     hasher: of all requests, None without prefix caching. tail_tokens: of a hash block.
     A row's next event is the least of: the tokens at which some group needs a block, those at which some group
@@ -39,7 +39,7 @@ class Residents:
     def __init__(
         self, groups: Sequence[CacheGroup], publisher: Publisher, *, hasher: Hasher | None, tail_tokens: int
     ) -> None:
-        self.columns = RequestRows(tail_tokens, promised=self._promised)
+        self.request_rows = RequestRows(tail_tokens, promised=self._promised)
         self.groups = tuple(groups)
         self.names = ContentNames()
         self._publisher = publisher
@@ -75,7 +75,7 @@ class Residents:
         most = np.maximum.reduce(rows.view(np.uint64))  # of a negative one, too
         if most >= len(self._next_event) or not self._next_event[rows].all():
             integers("rows", rows, 0)
-            held = self.columns.requests
+            held = self.request_rows.requests
             free = next(row for row in rows.tolist() if row >= len(held) or held[row] is None)
             raise CacheError(f"row {free} is held by nobody: allocate slots for its request first")
         return rows
@@ -88,20 +88,20 @@ class Residents:
             raise ConfigError(
                 f"request {request.request_id!r} was hashed by another hasher: construct it with hasher=cache.hasher"
             )
-        if request.row >= 0 and request._rows is not self.columns:
+        if request.row >= 0 and request._rows is not self.request_rows:
             raise CacheError(f"request {request.request_id!r} holds blocks of another manager: free it there first")
 
     def bind(self, request: Request) -> int:
         """Give ``request`` a row in every group. CacheError when its id is taken."""
         if request.request_id in self._by_id:
             raise CacheError(f"another request {request.request_id!r} holds blocks: request ids must be unique")
-        row = self.columns.bind(request)
+        row = self.request_rows.bind(request)
         self.names.know(request)
         self._by_id[request.request_id] = request
-        if self.columns.capacity > len(self._next_event):
-            self._next_event = grown(self._next_event, self.columns.capacity)
+        if self.request_rows.capacity > len(self._next_event):
+            self._next_event = grown(self._next_event, self.request_rows.capacity)
             for group in self.groups:
-                group.ensure_rows(self.columns.capacity)
+                group.ensure_rows(self.request_rows.capacity)
         return row
 
     def release(self, request: Request) -> None:
@@ -111,7 +111,7 @@ class Residents:
         for group in self.groups:
             group.clear(row)
         self._next_event[row] = 0
-        self.columns.release(request)
+        self.request_rows.release(request)
 
     def _promised(self, row: int) -> int:
         """Tokens of ``row`` whose blocks may carry keys."""

@@ -60,14 +60,6 @@ def one_by_one(accepted: int, cells: Sequence[tuple[int, int, int, Int32]]) -> B
     return BatchSlots(accepted, owner[held], group[held], column[held], block[held])
 
 
-def missing_columns(groups: Sequence[CacheGroup], rows: Int64, total: Int64) -> Int64:
-    """int64[rows, groups]: blocks that each row lacks for ``total`` tokens."""
-    missing = np.empty((len(rows), len(groups)), np.int64)
-    for g, group in enumerate(groups):
-        missing[:, g] = group.policy.columns(total) - group.rows.count[rows]
-    return np.maximum(missing, 0, out=missing)
-
-
 def take(groups: Sequence[CacheGroup], transfers: TransferLog, rows: Int64, missing: Int64, index: Int64) -> BatchSlots:
     """Give every row its missing blocks, which can be taken in any order. index: the rows' places in the batch."""
     total = int(missing.sum())

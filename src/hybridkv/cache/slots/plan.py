@@ -115,7 +115,7 @@ class SlotPlanner:
         self._groups = groups
         self._encoded = tuple(group for group in groups if group.kind.spec.keeps is Keeps.ENCODER)
         self._pool = pool
-        self._rows = residents.columns
+        self._request_rows = residents.request_rows
         self._publisher = publisher
         self._log = log
 
@@ -124,7 +124,7 @@ class SlotPlanner:
         groups, pool, row = self._groups, self._pool, request.row
         _check_wanted(request, wanted, groups, caching=self._publisher.publishes)
         self._check_hit(request, wanted)
-        in_flight = self._rows.in_flight.item(row) if row >= 0 else 0
+        in_flight = self._request_rows.in_flight.item(row) if row >= 0 else 0
         demand = _demand_of(request, wanted, in_flight, self.max_model_len, self._publisher.edges(request))
         if row < 0 and demand.by_digest:
             for group in self._encoded:  # the keys to publish: a hasher may fail here, and not when the plan is done

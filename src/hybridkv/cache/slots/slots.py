@@ -1,6 +1,6 @@
 """Slots of requests: what is planned is carried out, whole steps at once, and given back in the end.
 
-plan_slots -> SlotPlan --commit--> rows hold blocks --release--> nobody's; what is published stays findable
+plan_slots -> SlotPlan --commit--> rows hold blocks --free-----> nobody's; what is published stays findable
 allocate   all rows of a step: array operations where they lead to the same, plan and commit elsewhere
 """
 
@@ -52,7 +52,7 @@ class Slots:
         self._publishing = tuple(group for group in residents.groups if group.kind.publishes)
         self._pool = pool
         self._residents = residents
-        self._requests = residents.columns
+        self._request_rows = residents.request_rows
         self._planner = planner
         self._publisher = publisher
         self._transfers = transfers
@@ -139,20 +139,20 @@ class Slots:
 
         The state of the last one kept goes on. Rows distinct, their tokens known, no step of theirs in flight.
         """
-        certain = self._requests.num_computed[rows] - drafted
-        self._requests.num_computed[rows] = certain + kept
+        certain = self._request_rows.num_computed[rows] - drafted
+        self._request_rows.num_computed[rows] = certain + kept
         for group in self._groups:
             if group.states is not None:
                 group.accept(rows, group.states.draft_columns(certain, drafted, kept))
-        self._checkpoints.pass_drafts(self._requests.requests, rows, certain, kept)
+        self._checkpoints.pass_drafts(self._request_rows.requests, rows, certain, kept)
         self._publish_accepted(rows[kept > 0])
 
     def _publish_accepted(self, rows: Int64) -> None:
         """A Python call a row that fills something."""
         if not self._publisher.publishes:
             return
-        rows = rows[self._residents.due(rows, self._requests.num_computed[rows])]
-        for request in self._requests.owners(rows):
+        rows = rows[self._residents.due(rows, self._request_rows.num_computed[rows])]
+        for request in self._request_rows.owners(rows):
             self._refuse_short(request, request.num_computed_tokens)
             self._publisher.publish_accepted(request)
             self._residents.refresh(request.row)
@@ -162,7 +162,7 @@ class Slots:
         if request.row < 0:
             return
         row = self._residents.row_of(request)
-        processed = self._requests.num_computed.item(row) - self._requests.in_flight.item(row)
+        processed = self._request_rows.num_computed.item(row) - self._request_rows.in_flight.item(row)
         for group in self._groups:
             self._drop(group, row, min(group.policy.droppable(processed), group.rows.count.item(row)))
         self._residents.refresh(row)
@@ -170,27 +170,27 @@ class Slots:
     def label(self, row: int, end_tokens: int) -> None:
         """The states of ``row`` are those after ``end_tokens`` tokens, drafts left out, once its step has run."""
         for group in self._states:
-            group.label[row] = min(end_tokens, self._requests.num_tokens.item(row))
+            group.label[row] = min(end_tokens, self._request_rows.num_tokens.item(row))
 
     def _label_rows(self, rows: Int64, end_tokens: Int64) -> None:
         """label() of many rows."""
         for group in self._states:
-            group.label[rows] = np.minimum(end_tokens, self._requests.num_tokens[rows])
+            group.label[rows] = np.minimum(end_tokens, self._request_rows.num_tokens[rows])
 
     # -- all rows of a step
 
     def allocate(self, rows: Int64, num_new_tokens: Int64 | int, num_lookahead_tokens: int) -> BatchSlots:
         """Slots for ``rows``, distinct; see KVCacheManager.allocate_batch."""
-        columns, most = self._requests, self._planner.max_model_len
-        end = np.minimum(columns.num_computed[rows] + num_new_tokens, most)
+        requests, most = self._request_rows, self._planner.max_model_len
+        end = np.minimum(requests.num_computed[rows] + num_new_tokens, most)
         total = np.minimum(end + num_lookahead_tokens, most)
         due = self._residents.due(rows, total)
         slots = batch.nothing_new(len(rows))
         if due.size:
             some = rows[due]
-            computed = columns.num_computed[some]
-            processed = computed - columns.in_flight[some]
-            known = np.minimum(end[due], columns.num_tokens[some])
+            computed = requests.num_computed[some]
+            processed = computed - requests.in_flight[some]
+            known = np.minimum(end[due], requests.num_tokens[some])
             asked = Batch(due, some, processed, computed, end[due], total[due], known)
             slots = self._allocate_due(asked, len(rows), num_lookahead_tokens)
             self._pool.advance_epoch()
@@ -217,15 +217,15 @@ class Slots:
                 parts.append(served)
         return batch.concat(accepted, parts)
 
-    def _serve(self, rows: Batch, needs: Needs) -> BatchSlots | None:
+    def _serve(self, due: Batch, needs: Needs) -> BatchSlots | None:
         """All rows at once; None, and nothing done, where that is not the same as one by one."""
-        if not self._pool.takes_in_any_order(needs.missing.sum(axis=0).tolist(), lambda: self._drops(rows.rows, needs)):
+        if not self._pool.takes_in_any_order(needs.missing.sum(axis=0).tolist(), lambda: self._drops(due.rows, needs)):
             return None
-        if not batch.drop(self._groups, self._pool, rows, needs.drop):
+        if not batch.drop(self._groups, self._pool, due, needs.drop):
             return None
-        slots = batch.take(self._groups, self._transfers, rows.rows, needs.missing, rows.place)
-        self._publisher.publish_rows(self._requests, rows.rows, rows.known)
-        self._residents.refresh_many(rows.rows)
+        slots = batch.take(self._groups, self._transfers, due.rows, needs.missing, due.place)
+        self._publisher.publish_rows(self._request_rows, due.rows, due.known)
+        self._residents.refresh_many(due.rows)
         return slots
 
     def _drops(self, rows: Int64, needs: Needs) -> bool:
@@ -234,10 +234,10 @@ class Slots:
             bool((needs.drop[:, place] > group.rows.dropped[rows]).any()) for place, group in enumerate(self._groups)
         )
 
-    def _each(self, rows: Batch, lookahead: int) -> tuple[Refusal | None, BatchSlots]:
+    def _each(self, due: Batch, lookahead: int) -> tuple[Refusal | None, BatchSlots]:
         """Row after row: the refusal that ended it, None when none did, and the new cells of those before."""
         cells: list[tuple[int, int, int, Int32]] = []
-        for place, row, end in zip(rows.place.tolist(), rows.rows.tolist(), rows.end.tolist(), strict=True):
+        for place, row, end in zip(due.place.tolist(), due.rows.tolist(), due.end.tolist(), strict=True):
             held = [group.rows.count.item(row) for group in self._groups]
             blocks = self._allocate_one(row, end, lookahead)
             if isinstance(blocks, Refusal):
@@ -247,8 +247,8 @@ class Slots:
 
     def _allocate_one(self, row: int, end_tokens: int, lookahead: int) -> tuple[Int32, ...] | Refusal:
         """allocate_one for the request in ``row``."""
-        (request,) = self._requests.owners(np.array([row]))
-        new = max(end_tokens - self._requests.num_computed.item(row), 1)  # 0 at max_model_len
+        (request,) = self._request_rows.owners(np.array([row]))
+        new = max(end_tokens - self._request_rows.num_computed.item(row), 1)  # 0 at max_model_len
         return self.allocate_one(request, SlotDemand(new, self._no_hit, lookahead_tokens=lookahead))
 
     # -- published late, and given back

@@ -79,7 +79,7 @@ class Stored:
 
 
 class TransferLog:
-    """Collects until ``take``. Blocks are the pool's numbers.
+    """Collects until ``take_transfers``. Blocks are the pool's numbers.
 
     All blocks of rows and checkpoints are taken here, since taking may move others: rows, the steps in flight
     (``log``), pins and the step that is being made then name them anew.
@@ -152,7 +152,7 @@ class TransferLog:
         for source in gone:
             self._pool.free_blocks(np.array([source], np.int32))
 
-    def take(self) -> Transfers:
+    def take_transfers(self) -> Transfers:
         """All of it, and nothing is held any longer. O(transfers)."""
         held = self.held
         copies = [transfer for moves in self._moves for transfer in self._moved(moves)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from hybridkv.specs import KVCacheSpec
 
 Int64 = NDArray[np.int64]
 
@@ -25,15 +25,7 @@ class AttentionWindow:
     @classmethod
     def of(cls, spec: KVCacheSpec) -> AttentionWindow:
         """Of an attention layer."""
-        match spec:
-            case FullAttentionSpec():  # a window or chunk that is kept whole is masked all the same
-                return cls(spec.sliding_window, spec.attention_chunk_size)
-            case SlidingWindowSpec():
-                return cls(window=spec.sliding_window)
-            case ChunkedLocalAttentionSpec():
-                return cls(chunk=spec.attention_chunk_size)
-            case _:
-                return cls()
+        return cls(*spec.mask)
 
     def first_seen(self, positions: Int64) -> Int64:
         """The first token that each query sees, int64 of the same shape."""
