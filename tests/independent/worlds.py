@@ -191,7 +191,8 @@ def _world(rng: random.Random) -> World:
     ranks: dict[str, int] = rng.choice(({}, {}, {}, {"dcp": 2}, {"dcp": 2, "pcp": 2}))
     plan_options: dict[str, Any] = {
         "max_model_len": rng.randint(24, 120),
-        "max_in_flight_tokens": (limits.max_batched_tokens + limits.num_lookahead_tokens) * limits.max_in_flight,
+        "max_batched_tokens": limits.max_batched_tokens + limits.num_lookahead_tokens,
+        "max_in_flight": limits.max_in_flight,
         "layout": layout,
         "placement": placement,
         "windows_as_full": rng.random() < 0.1,

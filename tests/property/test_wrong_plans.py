@@ -8,7 +8,7 @@ import pytest
 from wrong_values import arguments_of, unnamed_errors, untyped_fields
 
 from hybridkv import models, planner, specs
-from hybridkv.models import Layer, known_model, read_model
+from hybridkv.models import Layer, ReadFact, known_model, read_model
 from hybridkv.planner import (
     capacity_of,
     compare_layouts,
@@ -66,6 +66,7 @@ VALUES: list[Any] = [
     *SPECS,
     LIMITS,
     MODEL.layers[0],
+    ReadFact("KV heads", "8", "num_key_value_heads", "config"),
     MODEL,
     PLAN.config.tensors[0],
     PLAN.config.groups[0],
@@ -79,7 +80,9 @@ PLANNING: dict[str, Any] = {
     "model": MODEL,
     "memory": "16GiB",
     "max_model_len": 100,
-    "max_in_flight_tokens": 10,
+    "max_batched_tokens": 10,
+    "max_in_flight": 1,
+    "prefill_checkpoints": 0,
     "placement": None,
     "windows_as_full": False,
     "max_encoder_tokens": 0,
@@ -96,6 +99,8 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
             "dtype": "bf16",
             "backend": "vllm",
             "num_speculative_tokens": 1,
+            "fields": {"num_key_value_heads": 8},
+            "state_dtype": "bf16",
         },
     ),
     "known_model": (known_model, {"name": "llama-3-8b"}),
@@ -115,7 +120,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 HANDED_OUT = {"Capacity", "GroupCapacity", "LayoutFacts", "KnownModel", "known_models", "AttentionSpec", "KVCacheSpec"}
 """Nobody hands these in: they are results, take no arguments, or are abstract."""
-CONSTANTS = {"CACHE_MODES", "DTYPE_NAMES", "MAMBA_TYPES", "Keeps"}
+CONSTANTS = {"BATCHED_TOKENS", "CACHE_MODES", "DTYPE_NAMES", "MAMBA_TYPES", "Keeps"}
 
 
 def kind_of(value: object) -> str:

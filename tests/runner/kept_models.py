@@ -11,7 +11,6 @@ from hybridkv.models import Model, read_model
 from hybridkv.specs import AttentionSpec, ChunkedLocalAttentionSpec, Keeps, KVCacheSpec, MambaSpec, SlidingWindowSpec
 
 _LFM2_TYPES = ["conv", "conv", "full_attention", "conv"] * 8
-_QSA = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048}
 
 REPAIRS: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [9, 18, 27]},
@@ -29,7 +28,6 @@ REPAIRS: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"layer_types": _LFM2_TYPES},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
-    "qwen4_exp_text": {**_QSA, "indexer_compress_ratio": 4},
     "reformer": {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
 }

@@ -76,8 +76,8 @@ def test_the_longest_request_is_the_models_or_what_the_memory_holds() -> None:
 def test_steps_in_flight_count_against_windows() -> None:
     loaded = loaded_model("mistral")
     limit = loaded.model.config.max_position_embeddings
-    assert plan_within(loaded, "64KiB").max_model_len == limit  # a window is all that it keeps
-    assert 0 < plan_within(loaded, "64KiB", max_in_flight_tokens=64).max_model_len < limit
+    assert plan_within(loaded, "64KiB", max_batched_tokens=0).max_model_len == limit  # a window is all that it keeps
+    assert 0 < plan_within(loaded, "64KiB", max_batched_tokens=64).max_model_len < limit
     with Engine(loaded, memory="64KiB", options=EngineOptions(token_budget=64)) as engine:
         assert engine.plan.max_model_len < limit
 

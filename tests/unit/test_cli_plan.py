@@ -92,8 +92,26 @@ def test_layouts_side_by_side() -> None:
     assert re.search(r"states that fit +661 +665 *\n", text)
     assert max(map(len, text.splitlines())) <= 80
     # what gemma's 8 empty layer slots cost is enough for a request to fit
-    narrow = run("plan", "gemma-3-27b", "--memory", "4000MiB", "--max-model-len", "45776", "--compare").stdout
+    still = ("--max-batched-tokens", "0")
+    narrow = run("plan", "gemma-3-27b", "--memory", "4000MiB", "--max-model-len", "45776", "--compare", *still).stdout
     assert re.search(r"longest context +does not fit +45,776 *\n", narrow)
+
+
+def test_windows_count_the_tokens_in_flight_and_states_their_rule() -> None:
+    text = run("plan", "gemma-3-27b", "--memory", "40GiB", "--layout", "reference").stdout
+    assert "windows           with 8,192 tokens in flight\n" in text
+    assert "concurrency       2.81 requests" in text
+    options = ("--memory", "40GiB", "--layout", "reference", "--max-batched-tokens", "2048")
+    assert "concurrency       3.50 requests" in run("plan", "gemma-3-27b", *options).stdout
+    text = run("plan", "nemotron-h-8b", "--memory", "40GiB", "--layout", "reference").stdout
+    assert "states a request  2: one read and one written\n" in text
+    text = run("plan", "nemotron-h-8b", *options, "--prefill-checkpoints", "1").stdout
+    assert "states a request  3: one read and one written, 1 inside a step of a prompt\n" in text
+    assert "concurrency       145.97 requests" in text
+    assert "--prefill-checkpoints" in error(
+        "plan", "llama-3-8b", *options[:2], "--compare", "--prefill-checkpoints", "1"
+    )
+    assert "drop --max-batched-tokens" in error("plan", "--plan", "p.json", "--max-batched-tokens", "1")
 
 
 def test_windows_managed_as_full_attention() -> None:

@@ -156,6 +156,13 @@ def test_layers_that_read_other_layers_keys_keep_none() -> None:
         read_model({**STRANGER, "num_kv_shared_layers": 4})
 
 
+def test_layers_that_draft_are_left_out_and_said() -> None:
+    model = read_model({**STRANGER, "num_nextn_predict_layers": 2})
+    assert model.layers == read_model(STRANGER).layers
+    (said,) = [fact for fact in model.read_from if "prediction" in fact.what]
+    assert (said.value, said.source) == ("2 left out", ASSUMED)
+
+
 def test_an_indexer_keeps_keys_beside_the_latent() -> None:
     """As vLLM keeps them: 8-bit floats and a float32 for every 128 of them; transformers keeps the model's dtype."""
     model = read_model(LATENT)

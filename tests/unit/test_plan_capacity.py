@@ -162,7 +162,7 @@ def test_more_tokens_than_the_model_allows() -> None:
         plan(unlimited, "1MiB")
 
 
-@pytest.mark.parametrize("wrong", [{"max_model_len": 0}, {"max_model_len": -1}, {"max_in_flight_tokens": -1}])
+@pytest.mark.parametrize("wrong", [{"max_model_len": 0}, {"max_model_len": -1}, {"max_batched_tokens": -1}])
 def test_limits_that_cannot_work(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         plan(tiny(), "1MiB", **wrong)  # type: ignore[arg-type]  # numbers only
@@ -228,14 +228,17 @@ def test_cross_attention_holds_the_encoder_input() -> None:
 
 def test_a_rank_of_a_context_parallel_group_holds_its_share() -> None:
     model = model_of([FULL, WINDOW, STATE])
-    blocks = [group.blocks_per_request for group in plan(model, "1MiB", dcp=2, pcp=2).capacity.groups]
+    blocks = [
+        group.blocks_per_request for group in plan(model, "1MiB", max_batched_tokens=0, dcp=2, pcp=2).capacity.groups
+    ]
     # blocks of 16 tokens cover 64: 100 tokens; the window of 8 and a block for where it starts; states are whole
     assert blocks == [2, 2, 2]
 
 
 def test_windows_managed_as_full_attention_keep_every_token() -> None:
     model = model_of([FULL, WINDOW])
-    assert [g.blocks_per_request for g in plan(model, "1MiB").capacity.groups] == [25, 3]
+    made = plan(model, "1MiB", max_batched_tokens=0)
+    assert [group.blocks_per_request for group in made.capacity.groups] == [25, 3]
     (group,) = plan(model, "1MiB", windows_as_full=True).capacity.groups
     assert (group.layers, group.blocks_per_request) == (2, 25)
 
@@ -253,11 +256,11 @@ def test_capacity_is_exact_for_every_kind(
 ) -> None:
     model = model_of(specs, max_encoder_tokens=10)
     try:
-        made = plan(model, memory, placement=placement, max_in_flight_tokens=in_flight)
+        made = plan(model, memory, placement=placement, max_batched_tokens=in_flight)
     except CapacityError as error:
         needed = int(str(error).partition("bytes: ")[0].rpartition("(")[2])
         assert memory < needed
-        made = plan(model, needed, placement=placement, max_in_flight_tokens=in_flight)
+        made = plan(model, needed, placement=placement, max_batched_tokens=in_flight)
         assert made.config.num_blocks == 1 + sum(g.blocks_per_request for g in made.capacity.groups)
         return
     holds, config = made.capacity, made.config

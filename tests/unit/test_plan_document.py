@@ -38,7 +38,7 @@ def document() -> Document:
 
 @pytest.mark.parametrize("name", [known.name for known in known_models()])
 def test_a_plan_comes_back_equal(name: str) -> None:
-    made = plan(read_model(name, tp=2), "40GiB", max_model_len=400, max_in_flight_tokens=8192)
+    made = plan(read_model(name, tp=2), "40GiB", max_model_len=400, max_batched_tokens=8192)
     text = plan_to_json(made)
     again = plan_from_json(text)
     assert again == made

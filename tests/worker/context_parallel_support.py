@@ -80,7 +80,7 @@ class Setting:
             model,
             "2MiB",
             max_model_len=LONGEST,
-            max_in_flight_tokens=BUDGET,
+            max_batched_tokens=BUDGET,
             dcp=self.dcp,
             pcp=self.pcp,
             layout=self.layout,

@@ -29,6 +29,8 @@ from hybridkv.errors import ConfigError
 from hybridkv.models import Model
 from hybridkv.models.reading import ASSUMED
 from hybridkv.planner import Plan, plan, plan_to_json
+from hybridkv.planner.plan import NO_STATES
+from hybridkv.specs import BATCHED_TOKENS, Keeps
 from hybridkv.units import format_count
 
 
@@ -55,6 +57,15 @@ def plan_command(
     layout: LayoutOption = None,
     placement: PlacementOption = None,
     windows_as_full: WindowsAsFull = None,
+    max_batched_tokens: Annotated[
+        int | None, typer.Option(help=f"Tokens of the largest step, which windows keep besides; {BATCHED_TOKENS}.")
+    ] = None,
+    prefill_checkpoints: Annotated[
+        int | None,
+        typer.Option(
+            help="Reference layout: states that a Mamba-2 layer writes inside a step of a prompt; 0, vLLM's 1."
+        ),
+    ] = None,
     kernel_block_size: Annotated[
         int | None, typer.Option(help="Natural layout: tokens that attention kernels read as one block; the block.")
     ] = None,
@@ -66,17 +77,20 @@ def plan_command(
     options = PlanOptions(
         config, memory, tp, block_size, dtype, layout, placement, windows_as_full, fields, state_dtype
     )
-    own = {"--max-model-len": max_model_len, "--kernel-block-size": kernel_block_size}
+    bounds = {"max_model_len": max_model_len, "max_batched_tokens": max_batched_tokens}
+    of_layout = {"prefill_checkpoints": prefill_checkpoints, "kernel_block_size": kernel_block_size}
     if compare:
-        refused = {"--layout": layout, "--plan": plan_file, "--json": as_json or None, **own}
-        _refuse_beside_compare({name: value for name, value in refused.items() if name != "--max-model-len"})
-        show_comparison(partial(_make, options, max_model_len=max_model_len))
+        _refuse_beside_compare(
+            {"--layout": layout, "--plan": plan_file, "--json": as_json or None, **_as_options(of_layout)}
+        )
+        show_comparison(partial(_make, options, given=bounds))
         return
+    given = {**bounds, **of_layout}
     if plan_file is not None:
-        options.refuse_beside_plan({"CONFIG": config, **own})
+        options.refuse_beside_plan({"CONFIG": config, **_as_options(given)})
         made = load_plan(plan_file)
     else:
-        made = _make(options, max_model_len=max_model_len, kernel_block_size=kernel_block_size)
+        made = _make(options, given=given)
     if as_json:
         print(plan_to_json(made), end="")
     else:
@@ -89,22 +103,20 @@ def _refuse_beside_compare(options: Mapping[str, object]) -> None:
         raise ConfigError(f"--compare plans both layouts and prints a table: drop {', '.join(given)}")
 
 
-def _make(
-    options: PlanOptions,
-    layout: str | None = None,
-    *,
-    max_model_len: int | None,
-    kernel_block_size: int | None = None,
-) -> Plan:
-    """The plan of ``options``. layout: instead of theirs."""
+def _as_options(given: Mapping[str, object]) -> dict[str, object]:
+    """Arguments of plan by the names that they have on the command line."""
+    return {"--" + name.replace("_", "-"): value for name, value in given.items()}
+
+
+def _make(options: PlanOptions, layout: str | None = None, *, given: Mapping[str, int | None]) -> Plan:
+    """The plan of ``options``. layout: instead of theirs. given: other arguments of plan, None for its defaults."""
     if options.config is None:
         raise ConfigError("CONFIG is missing: give a config.json, a folder with one or a known name, or --plan FILE")
     if options.memory is None:
         raise ConfigError("--memory is missing: say what one rank has for its cache, for example --memory 40GiB")
     rules = options.rules if layout is None else options.rules_of(layout)
-    return plan(
-        options.model(), options.memory, max_model_len=max_model_len, kernel_block_size=kernel_block_size, **rules
-    )
+    said = {name: value for name, value in given.items() if value is not None}
+    return plan(options.model(), options.memory, **rules, **said)
 
 
 def show_plan(plan: Plan) -> None:
@@ -138,6 +150,7 @@ def show_plan(plan: Plan) -> None:
         "tokens that fit": "any number" if holds.tokens_that_fit is None else format_count(holds.tokens_that_fit),
         "longest context": f"{format_count(holds.longest_context)} tokens",
         "concurrency": f"{floor(holds.concurrency)} requests of {format_count(holds.longest_context)} tokens",
+        **_rules(plan),
     }
     for name, value in lines.items():
         out.print(f"{name:<17} {value}", soft_wrap=True)
@@ -156,6 +169,21 @@ def _read(model: Model) -> dict[str, list[str]]:
         else:
             said.setdefault("read", []).append(f"{fact.what} {fact.value}: {fact.field} ({fact.source})")
     return dict(sorted(said.items(), reverse=True))
+
+
+def _rules(plan: Plan) -> dict[str, str]:
+    """What a request holds of windows and states, where there are any, and by which rule."""
+    said = {}
+    if any(group.spec.keeps is Keeps.WINDOW for group in plan.config.groups):
+        said["windows"] = f"with {format_count(plan.limits.max_in_flight_tokens)} tokens in flight"
+    states = list(zip(plan.config.groups, plan.capacity.groups, strict=True))
+    held = {one.blocks_per_request for group, one in states if group.spec.keeps is Keeps.STATE}
+    if held:
+        rule = "the one that is rewritten" if plan.placement == NO_STATES else "one read and one written"
+        drafts, inside = plan.limits.num_speculative_tokens, plan.limits.prefill_checkpoints
+        more = [f"{drafts} of drafts"] * bool(drafts) + [f"{inside} inside a step of a prompt"] * bool(inside)
+        said["states a request"] = f"{max(held)}: {', '.join((rule, *more))}"
+    return said
 
 
 def _per_token(model: Model) -> str:

@@ -47,6 +47,7 @@ WIDTH: Final = ("head_dim", "attention_head_dim", "kv_channels", "d_kv", "d_head
 HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "emb_dim", "model_dim")
 POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "model_max_length")
 SOURCES: Final = ("max_source_positions", "max_position_embeddings")
+DRAFTING: Final = ("num_nextn_predict_layers", "num_mtp_layers")
 LAYER_TYPES: Final = ("layer_types", "layers_block_type")
 WINDOW: Final = ("sliding_window", "sliding_window_size", "attention_window_size")
 
@@ -54,6 +55,7 @@ UNDERSTOOD: Final = (
     *(*LAYERS, *HEADS, *KV_HEADS, *WIDTH, *HIDDEN, *POSITIONS, *SOURCES, *LAYER_TYPES, *WINDOW),
     *("v_head_dim", "kv_lora_rank", "qk_rope_head_dim", "index_head_dim", "indexer_types", "num_kv_shared_layers"),
     *("use_sliding_window", "max_window_layers", "attention_chunk_size", "per_layer_config", "cross_attention_layers"),
+    *DRAFTING,
 )
 """Fields that mean the same in every model type."""
 READ: Final = (
@@ -130,6 +132,11 @@ def facts(reading: Reading, layers: Sequence[Layer], *, max_encoder_tokens: int 
     active = reading.fields.integer("active_parameters", every, minimum=0, most=1 << 62)
     if not every:
         reading.assume("parameters", "not counted", "a replay needs them: --set parameters=N")
+    drafting = reading.key(DRAFTING)
+    if drafting is not None and (layers_left_out := reading.fields.integer(drafting, minimum=0)):
+        reading.assume(
+            "multi-token prediction layers", f"{layers_left_out} left out", f"{drafting}: they draft, where they run"
+        )
     key = reading.key(POSITIONS)
     if key is None:
         reading.assume("longest request", "no limit", f"there is none of {', '.join(POSITIONS[:3])}")

@@ -49,7 +49,7 @@ def plan_to_json(plan: Plan) -> str:
         "layout": plan.layout,
         **({} if plan.states_kept is None else {"placement": plan.states_kept}),
         "memory_bytes": plan.memory_bytes,
-        "limits": asdict(plan.limits),
+        "limits": {key: value for key, value in asdict(plan.limits).items() if value or key != "prefill_checkpoints"},
         "model": {**facts, "specs": [spec_to_json(spec) for spec in specs], "layers": layers},
         "config": {
             "num_blocks": plan.config.num_blocks,
@@ -169,7 +169,7 @@ def _read_from(node: Node) -> tuple[ReadFact, ...]:
 
 
 def _limits(node: Node) -> RequestLimits:
-    later = ("max_encoder_tokens", "num_speculative_tokens")
+    later = ("max_encoder_tokens", "num_speculative_tokens", "prefill_checkpoints")
     return RequestLimits(
         **{one.name: node.integer(one.name, default=0 if one.name in later else None) for one in fields(RequestLimits)}
     )

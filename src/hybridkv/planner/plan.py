@@ -24,7 +24,7 @@ from hybridkv.planner.layout import reference_layout
 from hybridkv.planner.natural import NaturalChoice, natural_choices
 from hybridkv.planner.pages import windows_as_full as as_full
 from hybridkv.planner.pages import with_placement
-from hybridkv.specs import KVCacheSpec, MambaSpec, RequestLimits
+from hybridkv.specs import BATCHED_TOKENS, KVCacheSpec, MambaSpec, RequestLimits
 from hybridkv.units import MOST_COUNT, format_bytes, format_count, parse_bytes, shown
 
 REFERENCE: Final = "reference"
@@ -93,7 +93,9 @@ def plan(
     memory: int | str,
     *,
     max_model_len: int | None = None,
-    max_in_flight_tokens: int = 0,
+    max_batched_tokens: int = BATCHED_TOKENS,
+    max_in_flight: int = 1,
+    prefill_checkpoints: int = 0,
     placement: str | None = None,
     windows_as_full: bool = False,
     max_encoder_tokens: int | None = None,
@@ -105,7 +107,10 @@ def plan(
     """Groups, tensors and as many blocks as ``memory`` holds.
 
     memory: bytes, or a size such as ``"40GiB"``, for the cache of one rank. max_model_len: tokens; None for
-    the model's own limit. max_in_flight_tokens: tokens of steps in flight.
+    the model's own limit.
+    max_batched_tokens: of the largest step, max_in_flight: steps at once, as SchedulerLimits has them. Windows and
+    chunks keep the tokens of all steps in flight besides their own, as in vLLM; 0 tokens count none.
+    prefill_checkpoints: as RequestLimits has it; reference layout only.
     placement: where recurrent states are kept; None for DEFAULT_PLACEMENTS. reference: ``align`` (where chunks end) or
     ``none``. natural: what hybridkv.cache.placement reads; the plan keeps the name, and is another for ``none`` only.
     windows_as_full: manage windowed and chunked layers as full attention.
@@ -129,12 +134,15 @@ def plan(
     memory_bytes = parse_bytes(memory if isinstance(memory, str) else integer("memory", memory))
     limits = RequestLimits(
         _longest(model, max_model_len),
-        max_in_flight_tokens,
+        integer("max_batched_tokens", max_batched_tokens, 0, MOST_COUNT) * integer("max_in_flight", max_in_flight, 1),
         dcp=dcp,
         pcp=pcp,
         max_encoder_tokens=_longest_input(model, max_encoder_tokens),
         num_speculative_tokens=model.num_speculative_tokens,
+        prefill_checkpoints=prefill_checkpoints,
     )
+    if prefill_checkpoints and layout == NATURAL:
+        raise ConfigError(f"prefill_checkpoints mean nothing in the {NATURAL} layout: leave them out")
     wanted = DEFAULT_PLACEMENTS.get(layout, ALIGN) if placement is None else placement
     mode = ALIGN if layout == NATURAL and wanted != NO_STATES else wanted
     layers = with_placement([(layer.name, layer.spec) for layer in model.layers], mode)

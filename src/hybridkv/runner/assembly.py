@@ -60,7 +60,8 @@ def plan_of(
             loaded,
             memory,
             max_model_len=max_model_len,
-            max_in_flight_tokens=options.token_budget * options.in_flight,
+            max_batched_tokens=options.token_budget,
+            max_in_flight=options.in_flight,
             num_speculative_tokens=drafts,
         )
     if memory is not None or max_model_len is not None:

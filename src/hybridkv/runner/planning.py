@@ -14,7 +14,7 @@ from hybridkv.planner.capacity import longest_that
 from hybridkv.planner.plan import DEFAULT_LAYOUT, NATURAL
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.probe import planner_model
-from hybridkv.specs import Keeps
+from hybridkv.specs import BATCHED_TOKENS, Keeps
 from hybridkv.units import ceil_div, parse_bytes
 
 DEFAULT_MEMORY: Final = "1GiB"
@@ -28,14 +28,15 @@ def plan_within(
     memory: int | str | None = None,
     *,
     max_model_len: int | None = None,
-    max_in_flight_tokens: int = 0,
+    max_batched_tokens: int = BATCHED_TOKENS,
+    max_in_flight: int = 1,
     block_size: int = 16,
     num_speculative_tokens: int = 0,
 ) -> Plan:
     """A plan that fills ``memory``, bytes or a size; None for DEFAULT_MEMORY.
 
     max_model_len: tokens of prompt and output together; None for the model's own limit, or for the longest request
-    that fits where that is shorter. max_in_flight_tokens: tokens of all steps in flight.
+    that fits where that is shorter. max_batched_tokens, max_in_flight: as plan has them.
     num_speculative_tokens: drafts of a request in a step, for whose states there is to be room.
     Raises ConfigError for a limit that is none or above the model's, and for a model without a limit of which any
     length fits; CapacityError when the length asked for, or a single token, does not fit.
@@ -49,7 +50,13 @@ def plan_within(
     memory_bytes = _bytes_of(DEFAULT_MEMORY if memory is None else memory)
 
     def planned(tokens: int | None) -> Plan:
-        return plan(model, memory_bytes, max_model_len=tokens, max_in_flight_tokens=max_in_flight_tokens)
+        return plan(
+            model,
+            memory_bytes,
+            max_model_len=tokens,
+            max_batched_tokens=max_batched_tokens,
+            max_in_flight=max_in_flight,
+        )
 
     def fits(tokens: int) -> bool:
         try:
@@ -103,7 +110,15 @@ def plan_for(
     limit = longest if max_model_len is None else max_model_len
 
     def planned(memory_bytes: int) -> Plan:
-        return plan(model, memory_bytes, max_model_len=limit, layout=layout, placement=placement)
+        # a step may hold a whole prompt, and no more than that of one request
+        return plan(
+            model,
+            memory_bytes,
+            max_model_len=limit,
+            max_batched_tokens=limit,
+            layout=layout,
+            placement=placement,
+        )
 
     if memory is not None:
         return planned(_bytes_of(memory))

@@ -11,6 +11,7 @@ from hybridkv.arguments import flag, integer, real
 from hybridkv.errors import ConfigError
 from hybridkv.frozen import check_fields
 from hybridkv.request import Request
+from hybridkv.specs import BATCHED_TOKENS
 from hybridkv.step import Csr
 from hybridkv.units import MOST_COUNT, shown
 
@@ -28,7 +29,7 @@ class SchedulerLimits:
     """
 
     max_running: int = 256
-    max_batched_tokens: int = 8192
+    max_batched_tokens: int = BATCHED_TOKENS
     max_in_flight: int = 1
     watermark: float = 0.0
     policy: Literal["fcfs", "priority"] = "fcfs"

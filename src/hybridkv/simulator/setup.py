@@ -82,7 +82,7 @@ def plan_for_trace(
             replace(model, max_model_len=longest),
             memory,
             max_model_len=longest,
-            max_in_flight_tokens=token_budget,
+            max_batched_tokens=token_budget,
             placement=placement,
             windows_as_full=windows_as_full,
             layout=layout,

@@ -29,11 +29,12 @@ from hybridkv.specs.attention import (
     SlidingWindowSpec,
 )
 from hybridkv.specs.base import Keeps, KVCacheSpec
-from hybridkv.specs.limits import RequestLimits
+from hybridkv.specs.limits import BATCHED_TOKENS, RequestLimits
 from hybridkv.specs.state import CACHE_MODES, MAMBA_TYPES, MambaSpec
 from hybridkv.specs.uniform import UniformTypeKVCacheSpecs
 
 __all__ = [
+    "BATCHED_TOKENS",
     "CACHE_MODES",
     "MAMBA_TYPES",
     "AttentionSpec",

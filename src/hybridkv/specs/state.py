@@ -67,9 +67,11 @@ class MambaSpec(KVCacheSpec):
         return "mamba", self.num_speculative_blocks, self.cache_mode
 
     def max_request_blocks(self, limits: RequestLimits) -> int:
-        """``none``: the state and one for each draft. ``align``: one more, that which the step reads."""
+        """``none``: the state and one a draft. ``align``: one more, that which the step reads, and checkpoints."""
         self._check_drafts(limits)
-        return (2 if self.cache_mode == "align" else 1) + self.num_speculative_blocks
+        if self.cache_mode == "none":
+            return 1 + self.num_speculative_blocks
+        return 2 + self.num_speculative_blocks + (limits.prefill_checkpoints if self.mamba_type == "mamba2" else 0)
 
     def max_row_blocks(self, limits: RequestLimits) -> int:
         """``none``: as many as are held. ``align``: a column for every block of the request, and the drafts'."""
