@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
-from hybridkv.runner import Engine, byte_tokenizer, tiny_model, wrap
+from hybridkv.runner import Engine, EngineOptions, byte_tokenizer, tiny_model, wrap
 from hybridkv.runner.probe import cache_arguments
 
 PROMPTS = shared_prompts(3, 2)
@@ -74,7 +74,8 @@ def test_positions_reach_a_model_whose_forward_hands_on_what_it_gets(name: str, 
     model.get_submodule("model" if name != "mamba" else "backbone").register_forward_pre_hook(
         lambda _module, _args, kwargs: given.append(kwargs.get("position_ids")), with_kwargs=True
     )
-    with Engine(model, tokenizer=byte_tokenizer(), memory="2MiB", max_model_len=256) as engine:
+    options = EngineOptions(self_check=False)  # which runs the model alone as well
+    with Engine(model, options=options, tokenizer=byte_tokenizer(), memory="2MiB", max_model_len=256) as engine:
         done = engine.generate(PROMPTS, greedy(OUTPUT))
     assert [one.token_ids for one in done] == [generated(loaded_model(name), one, OUTPUT) for one in PROMPTS]
     assert all((one is None) == (name == "mamba") for one in given)

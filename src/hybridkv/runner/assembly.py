@@ -15,6 +15,7 @@ from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.planning import plan_within
 from hybridkv.runner.probe import planner_model
 from hybridkv.runner.runner import ModelRunner, Observer, Undrawn, require_fit
+from hybridkv.runner.self_check import require_same
 from hybridkv.schedule import Scheduler, SchedulerLimits
 
 
@@ -23,6 +24,7 @@ class EngineOptions:
     """How an engine runs. max_running: requests at once. token_budget: tokens of a step.
 
     in_flight: steps scheduled ahead of their results, 1 or 2. prefix_caching: share blocks of equal prefixes.
+    self_check: first compare the model on pages with plain forwards, some 15 short ones (hybridkv.runner.self_check).
     Raises ConfigError for counts that are none.
     """
 
@@ -30,11 +32,12 @@ class EngineOptions:
     token_budget: int = 2048
     in_flight: int = 1
     prefix_caching: bool = True
+    self_check: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self, partial(integer, least=1), "max_running", "token_budget")
         check_fields(self, partial(integer, least=1, most=2), "in_flight")
-        check_fields(self, flag, "prefix_caching")
+        check_fields(self, flag, "prefix_caching", "self_check")
 
 
 class Parts(NamedTuple):
@@ -84,6 +87,8 @@ def assemble(
     """
     planned = planner_model(loaded.model, block_size=plan.model.block_size, name=loaded.name)
     require_fit(planned, plan.config)
+    if options.self_check:
+        require_same(loaded, plan)
     limits = SchedulerLimits(
         max_running=options.max_running,
         max_batched_tokens=options.token_budget,

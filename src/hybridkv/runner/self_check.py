@@ -1,0 +1,223 @@
+"""Self-check at load: the model on pages says what it says alone.
+
+Any model whose attention goes through transformers' interface can be run; whether it is run rightly cannot be read in
+its config. So a few prompts run on pages of their own, and the logits behind them are compared with plain forwards':
+
+    cold      two prompts in one step, so that neither may see the other
+    chunked   the same in chunks that end inside blocks, while others run
+    warm      prompts that begin as earlier ones: full blocks are shared, and one that is hit in part is copied
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import torch
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.errors import UnsupportedModelError
+from hybridkv.planner import Plan
+from hybridkv.request import Request, SamplingParams
+from hybridkv.runner import step_context
+from hybridkv.runner.encoder_decoder import is_encoder_decoder
+from hybridkv.runner.load import LoadedModel
+from hybridkv.runner.planning import plan_for
+from hybridkv.runner.probe import attention_implementation, planner_model, probe
+from hybridkv.runner.runner import ModelRunner
+from hybridkv.runner.sampling.verify import Draws
+from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.specs import ChunkedLocalAttentionSpec, SlidingWindowSpec
+from hybridkv.step import Step
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE: Final = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+"""Largest difference of two logits, as a share of the largest one. In half precision tokens find other experts."""
+
+_TOKENS: Final = 41
+_LONGEST: Final = 320
+"""Prompts reach past a window, if it ends before so many tokens."""
+_CHUNK: Final = 29
+_SEED: Final = 11
+_FEWEST: Final = 8
+
+_Kind = tuple[type, str, torch.dtype, str, str | None, int]
+_COMPARED: Final[dict[_Kind, None]] = {}
+"""Those that said the same; the oldest goes first."""
+_MOST_KINDS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The first ``tokens`` of a prompt, in a regime. wave: those of one run together, the next behind them."""
+
+    regime: str
+    wave: int
+    prompt: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """worst: by regime, the largest difference, as a share of the largest logit, and behind how many tokens.
+
+    bound: differences up to it are rounding. context: by how much the last logits differ where other tokens come before
+    the last few: what is not above ``bound`` would hide a wrong context.
+    """
+
+    worst: Mapping[str, tuple[float, int]]
+    bound: float
+    context: float
+
+    @property
+    def wrong(self) -> str:
+        """What differs, "" for nothing."""
+        said = [
+            f"{regime} {most:.2g} behind token {at}"
+            for regime, (most, at) in self.worst.items()
+            if not most <= self.bound
+        ]
+        return ", ".join(said)
+
+
+def require_same(loaded: LoadedModel, plan: Plan) -> None:
+    """Raise UnsupportedModelError, with what differs, for a model that says something else on pages than alone.
+
+    Some ten short forwards, once in a process for models that are alike but for their weights. Encoder-decoders, and
+    plans for requests of a few tokens, are not compared. A line in the log where the weights are such that a wrong
+    context would not show.
+    """
+    length = min(_length(plan), plan.max_model_len - 1)
+    if is_encoder_decoder(loaded.model) or length < _FEWEST:
+        return
+    kind = _kind_of(loaded, plan)
+    if kind is not None and kind in _COMPARED:
+        return
+    step_context.require_free(loaded.model)
+    probe(loaded.model)  # what cannot run on pages at all is refused for that
+    name, report = type(loaded.model).__name__, compare(loaded, plan, length)
+    if report.wrong:
+        raise UnsupportedModelError(
+            f"{name} says something else on pages than alone: largest difference of two logits, as a share of the "
+            f"largest one: {report.wrong} (bound {report.bound:.2g}); some layer does more than attend over what it "
+            "keeps"
+        )
+    if report.context <= report.bound:
+        logger.info("%s: a wrong context would not show in its logits (%.2g)", name, report.context)
+    elif kind is not None:
+        _COMPARED[kind] = None
+        if len(_COMPARED) > _MOST_KINDS:
+            del _COMPARED[next(iter(_COMPARED))]
+
+
+def _kind_of(loaded: LoadedModel, plan: Plan) -> _Kind | None:
+    """What decides how a model runs, its weights left out; None for one with code of its own on some module."""
+    for module in loaded.model.modules():
+        hooks = (module._forward_hooks, module._forward_pre_hooks)
+        if any(hooks) or "forward" in vars(module):
+            return None
+    config = loaded.model.config.to_json_string(use_diff=False)
+    return type(loaded.model), config, loaded.model.dtype, plan.layout, plan.placement, plan.model.block_size
+
+
+def _length(plan: Plan) -> int:
+    """Tokens of a prompt: past the longest window or chunk that is not long."""
+    spans = [
+        spec.sliding_window if isinstance(spec, SlidingWindowSpec) else spec.attention_chunk_size
+        for group in plan.config.groups
+        for spec in group.layer_specs
+        if isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec)
+    ]
+    return max([_TOKENS, *(span + _TOKENS // 3 for span in spans if span + _TOKENS // 3 <= _LONGEST)])
+
+
+def compare(loaded: LoadedModel, plan: Plan, length: int) -> Report:
+    """Prompts of up to ``length`` tokens, at least 8, plain and on pages laid out as ``plan`` has them."""
+    model, draw = loaded.model, np.random.default_rng(_SEED)
+    first, second, other = (draw.integers(0, loaded.vocab_size, length).tolist() for _ in range(3))
+    prompts, third = (first, second[: length // 2]), length // 3
+    ends = sorted({third, third + 1, length - 1, length})
+    asked = [Asked("cold", 0, 0, third), Asked("cold", 0, 1, third // 2)]
+    asked += [Asked("chunked", 1, prompt, len(tokens)) for prompt, tokens in enumerate(prompts)]
+    asked += [Asked("warm", 2 + wave, 0, end) for wave, end in enumerate(ends)]
+    with torch.inference_mode():
+        plain = [_plain(loaded, tokens) for tokens in prompts]
+        with attention_implementation(model, "eager"):
+            noise = difference(_plain(loaded, first), plain[0])
+        elsewhere = _plain(loaded, [*other[: length - length // 8], *first[length - length // 8 :]])
+    context = difference(elsewhere[-1], plain[0][-1])
+    worst = dict[str, tuple[float, int]]()
+    for one, logits in _on_pages(loaded, plan, prompts, asked).items():
+        found = difference(logits, plain[one.prompt][one.tokens - 1])
+        worst[one.regime] = max(worst.get(one.regime, (0.0, 0)), (found, one.tokens))
+    return Report(worst, max(TOLERANCE.get(model.dtype, 2e-1), 4 * noise), context)
+
+
+def _plain(loaded: LoadedModel, prompt: Sequence[int]) -> torch.Tensor:
+    """float32[tokens, vocabulary]."""
+    ids = torch.tensor([list(prompt)], device=loaded.model.device)
+    logits: torch.Tensor = loaded.model(input_ids=ids, use_cache=False).logits[0].float()
+    return logits
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference of two logits, as a share of the largest one."""
+    return float((one - other).abs().max() / other.abs().max().clamp(min=1e-12))
+
+
+def _on_pages(
+    loaded: LoadedModel, plan: Plan, prompts: Sequence[Sequence[int]], asked: Sequence[Asked]
+) -> dict[Asked, torch.Tensor]:
+    """The logits behind each, float32[vocabulary], from a runner of its own."""
+    lengths = [len(prompt) + 1 for prompt in prompts] * 3
+    small = plan_for(loaded, lengths, block_size=plan.model.block_size, layout=plan.layout, placement=plan.placement)
+    limits = SchedulerLimits(max_running=2, max_batched_tokens=_CHUNK)
+    noted = _Noted()
+    runner = ModelRunner(
+        loaded.model,
+        small.config,
+        planner_model(loaded.model, block_size=small.model.block_size, name=loaded.name),
+        max_running=limits.max_running,
+        max_model_len=small.max_model_len,
+        max_batched_tokens=limits.max_batched_tokens,
+        observer=noted,
+    )
+    try:
+        cache = KVCacheManager(small)
+        scheduler = Scheduler(cache, limits)
+        for wave in sorted({one.wave for one in asked}):
+            for one in asked:
+                if one.wave == wave:
+                    request = Request(
+                        f"{one.regime} {one.prompt} {one.tokens}",
+                        prompts[one.prompt][: one.tokens],
+                        SamplingParams(max_tokens=1, ignore_eos=True),
+                        hasher=cache.hasher,
+                        cache_salt=one.regime,
+                    )
+                    noted.asked[request.request_id] = one
+                    scheduler.add(request)
+            while not scheduler.drained:
+                step = scheduler.schedule()
+                scheduler.update(runner.execute(step))
+    finally:
+        runner.detach()
+    return noted.logits
+
+
+@dataclass(slots=True)
+class _Noted:
+    """An Observer: what the tokens of each of ``asked``, by request id, were drawn from."""
+
+    asked: dict[str, Asked] = field(default_factory=dict)
+    logits: dict[Asked, torch.Tensor] = field(default_factory=dict)
+    rows: dict[int, str] = field(default_factory=dict)
+
+    def __call__(self, step: Step, logits: torch.Tensor) -> None:
+        self.rows |= {new.row: new.request_id for new in step.new_rows}
+        for row, one in zip(step.rows[Draws.of(step).row].tolist(), logits, strict=True):
+            self.logits[self.asked[self.rows[row]]] = one.cpu()

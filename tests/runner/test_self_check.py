@@ -1,0 +1,112 @@
+"""The self-check at load: who says something else on pages than alone is refused, with what differs."""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from hybridkv.errors import UnsupportedModelError
+from hybridkv.planner import Plan
+from hybridkv.runner import Engine, EngineOptions, LoadedModel, self_check
+from hybridkv.runner.tiny import tiny_model
+
+MEMORY = "4MiB"
+
+
+@pytest.fixture(autouse=True)
+def nothing_compared_yet() -> Iterator[None]:
+    self_check._COMPARED.clear()
+    yield
+    self_check._COMPARED.clear()
+
+
+def engine(model: PreTrainedModel, **options: bool) -> Engine:
+    return Engine(model, options=EngineOptions(**options), memory=MEMORY, max_model_len=64)
+
+
+def shifted(model: LlamaForCausalLM) -> None:
+    """Every token sees a share of the one before it in the batch, cached or not."""
+
+    def mix(_: object, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (args[0] + 0.5 * args[0].roll(1, dims=1), *args[1:])
+
+    model.model.layers[1].register_forward_pre_hook(mix)
+
+
+def own_positions(model: LlamaForCausalLM) -> None:
+    """Positions from the width of the input, not those that are handed over."""
+
+    def count(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden = args[0]
+        return args, kwargs | {"position_ids": torch.arange(hidden.shape[1])[None]}
+
+    model.model.rotary_emb.register_forward_pre_hook(count, with_kwargs=True)
+
+
+def averaged(model: LlamaForCausalLM) -> None:
+    """A layer that takes the mean of all tokens of its input off each."""
+    model.model.layers[0].mlp.register_forward_hook(lambda _layer, _args, out: out - out.mean(dim=1, keepdim=True))
+
+
+@pytest.mark.parametrize("break_it", [shifted, own_positions, averaged], ids=lambda one: one.__name__)
+def test_a_layer_that_does_more_than_attend_is_refused(break_it: Callable[[LlamaForCausalLM], None]) -> None:
+    model = tiny_model("llama", 0)
+    break_it(model)
+    with pytest.raises(UnsupportedModelError, match=r"something else on pages than alone: .* behind token \d+ .*bound"):
+        engine(model)
+    assert model.config._attn_implementation != "hybridkv_gather"
+    assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+    engine(model, self_check=False).close()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2"])
+def test_what_says_the_same_runs(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hybridkv"), engine(tiny_model(name, 0)) as made:
+        assert len(made.generate([[1, 2, 3]])[0].token_ids) > 0
+    assert "would not show" not in caplog.text
+    assert len(self_check._COMPARED) == 1
+
+
+def test_models_that_are_alike_are_compared_once_unless_they_have_code_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared = []
+    compare = self_check.compare
+
+    def counted(loaded: LoadedModel, plan: Plan, length: int) -> self_check.Report:
+        compared.append(loaded)
+        return compare(loaded, plan, length)
+
+    monkeypatch.setattr(self_check, "compare", counted)
+    for seed in (0, 1):
+        engine(tiny_model("llama", seed)).close()
+    assert len(compared) == 1
+    engine(tiny_model("mistral", 0)).close()
+    assert len(compared) == 2
+    broken = tiny_model("llama", 0)
+    shifted(broken)
+    with pytest.raises(UnsupportedModelError):
+        engine(broken)
+
+
+def test_weights_that_would_hide_a_wrong_context_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=97,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            pad_token_id=0,
+        )
+    ).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    with caplog.at_level(logging.INFO, "hybridkv"):
+        engine(model).close()
+    assert "a wrong context would not show in its logits" in caplog.text
+    assert not self_check._COMPARED
