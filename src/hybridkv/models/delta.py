@@ -35,7 +35,7 @@ def qwen35(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """Qwen3.5, dense."""
     count = fields.layers("num_hidden_layers")
     mlp = gated_mlp(fields.integer("hidden_size"), fields.integer("intermediate_size", 12288))
-    return _qwen(fields, options, Weights.dense(count * mlp))
+    return _qwen(fields, options, Weights.dense(count * mlp), kv_heads=4)
 
 
 def qwen35_moe(fields: Fields, options: ReadOptions) -> FamilyFacts:
@@ -109,13 +109,13 @@ def lfm2(fields: Fields, options: ReadOptions) -> FamilyFacts:
     return FamilyFacts(layers, language_model(weights, embedding=embedding, tied=tied))
 
 
-def _qwen(fields: Fields, options: ReadOptions, rest: Weights) -> FamilyFacts:
-    """Layers of Qwen3-Next and Qwen3.5; rest: the weights of all MLPs."""
+def _qwen(fields: Fields, options: ReadOptions, rest: Weights, *, kv_heads: int = 2) -> FamilyFacts:
+    """Layers of Qwen3-Next and Qwen3.5; rest: the weights of all MLPs. kv_heads: where the config leaves them out."""
     count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     interval = fields.integer("full_attention_interval", 4)
     default = [LINEAR if (i + 1) % interval else FULL for i in range(count)]
     types = fields.layer_types("layer_types", count, default)
-    heads: Heads = read_heads(fields, kv_heads=2, head_dim=256)
+    heads: Heads = read_heads(fields, kv_heads=kv_heads, head_dim=256)
     mixer = DeltaNet(
         hidden=hidden,
         key_heads=fields.integer("linear_num_key_heads", 16),

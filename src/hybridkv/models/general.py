@@ -334,7 +334,8 @@ def _shapes(reading: Reading, types: Sequence[str], options: ReadOptions, *, kno
 
 def _layer_window(reading: Reading) -> int:
     """The window of layers that have one."""
-    if reading.key(("local_attention",)) is not None:
+    # ModernBERT's decoder says a window, or else a span of which it is half
+    if reading.own.values.get(WINDOW[0]) is None and reading.key(("local_attention",)) is not None:
         span = reading.required("local attention", ("local_attention",), minimum=2)
         reading.assume("window", span // 2, "half of local_attention")
         return span // 2
