@@ -1,6 +1,7 @@
 """`hybridkv generate` as a user runs it: as a process where that matters, else through the same entry."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -126,6 +127,11 @@ def test_a_second_round_is_warm(here: Call) -> None:
     code, out, _ = here("--model", "tiny:llama", "--repeat", "2", "--max-new-tokens", "8")
     for said in ("round 2 of 2", "hit tokens 1      320 of 654", "hit tokens 2      650 of 654"):
         assert said in out
+    # times stand by themselves: two runs differ in one line
+    assert re.search(r"^took +\d+\.\d\d s, then \d+\.\d\d s$", out, re.MULTILINE)
+    assert [line for line in out.splitlines() if line.startswith("hit tokens") and " s" in line] == []
+    assert max(map(len, out.splitlines())) <= 80
+    assert not any(word in out for word in ("slab", "null"))
 
 
 def test_marks_reach_the_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Call) -> None:
@@ -290,7 +296,7 @@ def test_drafts_change_no_output_and_are_counted(tmp_path: Path, here: Call) -> 
     assert plain["statistics"]["drafted_by_position"] == []
     code, out, _ = here(*arguments[:-2], "--speculate", "draft:tiny:mamba:2")
     assert (code, "by position 100% 100%" in out) == (0, True)
-    assert "drafts            24 of 24 accepted (100.0%)" in out
+    assert "drafts            24 of 24 accepted (100.00%)" in out
 
 
 def test_an_encoder_decoder_hears_text_and_encodes_equal_text_once(here: Call, tmp_path: Path) -> None:

@@ -295,7 +295,7 @@ def test_names_are_printed_in_any_encoding(environment: dict[str, str], tmp_path
     (folder / "config.json").write_text(json.dumps({**LLAMA, "_name_or_path": "Größe"}), "utf-8")
     code, out, err = process("plan", folder, "--memory", "64MiB", environment=environment)
     assert (code, err) == (0, "")
-    assert "longest context" in out
+    assert "longest request" in out
     for path in (bytes(folder) + b"\xff", b"\xff[/]"):
         assert_one_line(process("plan", path, "--memory", "1GiB", environment=environment))
 

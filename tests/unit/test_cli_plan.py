@@ -18,22 +18,47 @@ def test_a_plan_for_people() -> None:
     text = run("plan", "llama-3-70b", "--memory", "40GiB").stdout
     for said in (
         "llama-3-70b: llama, 80 layers, bfloat16 cache, tp 1",
-        "80 x FullAttentionSpec",
-        "65,536",
-        "5,242,880 B (5 MiB)",
-        "327,680 B",
-        "0 B left over, 0 B inside blocks",
-        "8,192 of 5,242,880 B (5 MiB), the null slab included",
-        "131,056",
-        "8,192 tokens",
         # 8191 blocks for requests of 512: not 16
-        "15.99 requests of 8,192 tokens",
+        "requests          15.99 at once, of 8,192 tokens each, sharing nothing\n",
+        "tokens            131,056, where one request has them all\n",
+        "a token takes     320 KiB\n",
+        "memory            40 GiB; 0 B left over\n",
+        "padding           0 B in the 512 blocks of a longest request\n",
+        "given out in      8,192 pieces of 5 MiB, one of them always empty\n",
     ):
         assert said in text
     assert "\x1b" not in text
     # nothing is cut or wrapped in a pipe: one line a row
-    assert re.search(r"0 +80 x FullAttentionSpec +16 +65,536 +5,242,880 +0", text)
+    assert re.search(r"0 +80 x full attention +16 +64 KiB +5 MiB +0 B +1 *\n", text)
+    # what a reader wants first comes first
+    assert text.splitlines()[1].startswith("requests ")
+    assert text.splitlines()[2].startswith("tokens ")
+
+
+INSIDE = ("slab", "null", "Spec", "admission_limit", "stops kept")
+"""Words of the code and of JSON documents."""
+
+
+@pytest.mark.parametrize("layout", ["natural", "reference"])
+@pytest.mark.parametrize("model", ["llama-3-8b", "gemma-3-27b", "nemotron-3-super-120b-a12b", "whisper-large-v3"])
+def test_plans_fit_a_terminal_and_speak_to_readers(model: str, layout: str) -> None:
+    text = run("plan", model, "--memory", "40GiB", "--layout", layout).stdout
     assert max(map(len, text.splitlines())) <= 80
+    assert [word for word in INSIDE if word in text] == []
+
+
+@pytest.mark.parametrize("command", ["plan", "replay", "generate", "chat", "models", "demo"])
+def test_help_has_panels_and_defaults(command: str) -> None:
+    text = run(command, "--help").stdout
+    assert max(map(len, text.splitlines())) <= 80
+    assert "╭─" in text
+    assert [word for word in INSIDE if word in text] == []
+    if command in {"plan", "replay", "generate"}:
+        for panel in ("The model", "Its cache", "What is asked", "What is shown"):
+            assert f"─ {panel} ─" in text
+        assert re.search(r"Tokens of a block\.[^─]*?\[default: \(16\)\]", text)
+        # a default stands in its brackets alone
+        assert re.search(r"; \d+\.", text) is None
 
 
 def test_a_plan_for_programs(tmp_path: Path) -> None:
@@ -52,9 +77,11 @@ def test_a_plan_for_programs(tmp_path: Path) -> None:
 def test_a_hybrid_plan_for_people() -> None:
     text = run("plan", "qwen3.5-35b-a3b", "--memory", "40GiB", "--layout", "reference").stdout
     # 2,146,304 bytes of state in a page of 1056 tokens of 2048 bytes, in each of 10 layers
-    assert re.search(r"0 +10 x MambaSpec +1,056 +2,162,688 +21,463,040 +163,840", text)
-    assert re.search(r"3 +10 x FullAttentionSpec +1,056 +2,162,688 +21,626,880 +0", text)
-    assert "bytes per token   20,480 B, 64,389,120 B of states" in text
+    assert re.search(r"0 +10 x recurrent state +1,056 +2\.06 MiB +20\.47 MiB +160 KiB *\n", text)
+    assert re.search(r"3 +10 x full attention +1,056 +2\.06 MiB +20\.62 MiB +0 B *\n", text)
+    assert "a token takes     20 KiB\n" in text
+    assert "a state takes     61.41 MiB\n" in text
+    assert re.search(r"given out in +1,985 blocks of 20\.62 MiB, one of them always empty\n", text)
     options = ("--layout", "reference", "--placement", "none", "--kv-dtype", "fp8", "--json")
     found = plan_from_json(run("plan", "qwen3.5-35b-a3b", "--memory", "40GiB", *options).stdout)
     assert found == plan(read_model("qwen3.5-35b-a3b", dtype="fp8"), "40GiB", placement="none", layout="reference")
@@ -65,9 +92,9 @@ def test_a_hybrid_plan_for_people() -> None:
 def test_a_natural_plan_for_people_and_programs(tmp_path: Path) -> None:
     options = ("gemma-3-27b", "--memory", "40GiB", "--layout", "natural")
     text = run("plan", *options).stdout
-    assert re.search(r"0 +10 x SlidingWindowSpec +16 +131,072 +1,310,720 +0 +1 *\n", text)
-    assert re.search(r"5 +2 x SlidingWindowSpec +16 +131,072 +262,144 +0 +5 *\n", text)
-    assert "slabs             32,768 of 1,310,720 B (1.25 MiB), the null slab included" in text
+    assert re.search(r"0 +10 x window +16 +128 KiB +1\.25 MiB +0 B +1 *\n", text)
+    assert re.search(r"5 +2 x window +16 +128 KiB +256 KiB +0 B +5 *\n", text)
+    assert "given out in      32,768 pieces of 1.25 MiB, one of them always empty\n" in text
     path = tmp_path / "plan.json"
     path.write_text(run("plan", *options, "--json").stdout, "utf-8")
     assert run("plan", "--plan", path).stdout == text
@@ -87,27 +114,27 @@ def test_a_natural_plan_keeps_its_placement() -> None:
 def test_layouts_side_by_side() -> None:
     text = run("plan", "qwen3.5-35b-a3b", "--memory", "40GiB", "--compare").stdout
     assert re.search(r"attention block, tokens +1,056 +16 *\n", text)
-    assert re.search(r"blocks a unit, by group +1 x4 +1, 196 *\n", text)
+    assert re.search(r"blocks in one, by group +1 x4 +1, 196 *\n", text)
     assert re.search(r"padding +0\.76% +0\.31% *\n", text)
     assert re.search(r"states that fit +661 +665 *\n", text)
     assert max(map(len, text.splitlines())) <= 80
     # what gemma's 8 empty layer slots cost is enough for a request to fit
     still = ("--max-batched-tokens", "0")
     narrow = run("plan", "gemma-3-27b", "--memory", "4000MiB", "--max-model-len", "45776", "--compare", *still).stdout
-    assert re.search(r"longest context +does not fit +45,776 *\n", narrow)
+    assert re.search(r"longest request, tokens +does not fit +45,776 *\n", narrow)
 
 
 def test_windows_count_the_tokens_in_flight_and_states_their_rule() -> None:
     text = run("plan", "gemma-3-27b", "--memory", "40GiB", "--layout", "reference").stdout
     assert "windows           with 8,192 tokens in flight\n" in text
-    assert "concurrency       2.81 requests" in text
+    assert "requests          2.81 at once" in text
     options = ("--memory", "40GiB", "--layout", "reference", "--max-batched-tokens", "2048")
-    assert "concurrency       3.50 requests" in run("plan", "gemma-3-27b", *options).stdout
+    assert "requests          3.50 at once" in run("plan", "gemma-3-27b", *options).stdout
     text = run("plan", "nemotron-h-8b", "--memory", "40GiB", "--layout", "reference").stdout
     assert "states a request  2: one read and one written\n" in text
     text = run("plan", "nemotron-h-8b", *options, "--prefill-checkpoints", "1").stdout
     assert "states a request  3: one read and one written, 1 inside a step of a prompt\n" in text
-    assert "concurrency       145.97 requests" in text
+    assert "requests          145.97 at once" in text
     assert "--prefill-checkpoints" in error(
         "plan", "llama-3-8b", *options[:2], "--compare", "--prefill-checkpoints", "1"
     )
@@ -116,10 +143,10 @@ def test_windows_count_the_tokens_in_flight_and_states_their_rule() -> None:
 
 def test_windows_managed_as_full_attention() -> None:
     text = run("plan", "gpt-oss-120b", "--memory", "40GiB", "--windows-as-full").stdout
-    assert re.search(r"0 +36 x FullAttentionSpec +16 +32,768", text)
-    assert "36,864 B, 36,864 B in windows" in text
+    assert re.search(r"0 +36 x full attention +16 +32 KiB", text)
+    assert "36 KiB, 36 KiB in windows" in text
     text = run("plan", "whisper-large-v3", "--memory", "4GiB").stdout
-    assert "163,840 B, 163,840 B an encoder token" in text
+    assert "160 KiB, 160 KiB of an encoder's" in text
 
 
 def test_a_folder_is_planned(tmp_path: Path) -> None:
@@ -151,7 +178,7 @@ def test_a_folder_is_planned(tmp_path: Path) -> None:
             "blocks of 16 tokens are no multiple of the kernel's 5",
         ),
         (("plan", "llama-3-8b", "--memory", "4GiB", "--compare", "--layout", "natural", "--json"), "drop --layout, --"),
-        (("plan", "llama-3-8b", "--memory", "1MiB", "--compare"), "slabs of 2 MiB, the null slab included"),
+        (("plan", "llama-3-8b", "--memory", "1MiB", "--compare"), "513 pieces of 2 MiB, one of them always empty"),
         (("plan", "--compare"), "CONFIG is missing"),
         (
             ("plan", "llama-3-8b", "--memory", "4GiB", "--placement", "all"),
@@ -204,8 +231,9 @@ def test_a_newer_plan_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_models_are_listed_with_facts_and_sources() -> None:
     text = run("models").stdout
-    for said in ("llama-3-8b", "llama-3-70b", "qwen2.5-7b", "deepseek-v3", "327,680", "70,272", "verified: "):
+    for said in ("llama-3-8b", "llama-3-70b", "qwen2.5-7b", "deepseek-v3", " 320 KiB ", "68.62 KiB", "verified: "):
         assert said in text
+    assert max(len(line) for line in text.splitlines() if "iB" in line) <= 80
     listed = json.loads(run("models", "--json").stdout)
     assert (listed["schema"], listed["version"]) == ("hybridkv.models", 1)
     by_name = {one["name"]: one for one in listed["models"]}

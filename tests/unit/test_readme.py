@@ -36,6 +36,21 @@ def test_command_exists(command: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_output_shown_is_what_the_command_prints() -> None:
+    """The README shows the end of it, and leaves lines out; what it shows is there, in order, to the character."""
+    pytest.importorskip("torch")
+    block = re.search(r"^    \$ hybridkv (generate .*)\n((?:    .*\n|\n)+)", TEXT, re.MULTILINE)
+    assert block is not None
+    done = subprocess.run(  # noqa: S603 - our own command line
+        [sys.executable, "-m", "hybridkv", *block[1].split()], capture_output=True, text=True, timeout=120, check=True
+    )
+    shown = [line.removeprefix("    ").rstrip() for line in block[2].splitlines() if line.strip()]
+    printed = [line.rstrip() for line in done.stdout.splitlines()]
+    assert len(shown) > 8
+    rest = iter(printed)
+    assert [line for line in shown if line not in rest] == []
+
+
 @pytest.mark.parametrize("link", re.findall(r"\]\((?!http)([^)#]+)", TEXT))
 def test_link_leads_somewhere(link: str) -> None:
     assert (README.parent / link).exists()

@@ -14,7 +14,7 @@ app = typer.Typer(
     help="Plan, share, schedule and simulate the KV cache of hybrid LLMs.",
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    rich_markup_mode="rich",
 )
 
 
@@ -27,7 +27,7 @@ def _top(
         print(f"hybridkv {version('hybridkv')}")
         raise typer.Exit
     if context.invoked_subcommand is None:
-        print(context.get_help())
+        print(context.get_help())  # panels are printed by it, and nothing is returned
 
 
 for _command in (plan, generate, chat, replay, models, demo):

@@ -18,6 +18,7 @@ import typer
 
 from hybridkv.cli.loading import ModelOption, TrustOption, bars_for_terminals, load_quietly
 from hybridkv.cli.outcome import INTERRUPTED
+from hybridkv.cli.panels import CACHE
 from hybridkv.cli.printable import printable, printable_lines
 from hybridkv.cli.sampling import (
     MaxNewTokensOption,
@@ -57,7 +58,9 @@ def chat_command(
     top_p: TopPOption = 1.0,
     seed: SeedOption = 0,
     stop: StopOption = None,
-    memory: Annotated[str | None, typer.Option(help="For the cache: 64MiB, or bytes; 1GiB.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="For the cache: 64MiB, or bytes.", show_default="1GiB", rich_help_panel=CACHE)
+    ] = None,
 ) -> int:
     """Talk with a model: its answers as they come, and how much of each turn was in the cache."""
     sampling = sampling_of(max_new_tokens, temperature, top_p, seed, stop)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from hybridkv.cli.output import console, floor, table
+from hybridkv.cli.output import console, floor, share, table
 from hybridkv.planner import LayoutFacts, Plan, compare_layouts
 from hybridkv.planner.comparison import SHORT_TOKENS
 from hybridkv.planner.plan import LAYOUTS
@@ -50,17 +50,16 @@ def _count(number: int | None) -> str:
 
 
 _ROWS: Final[dict[str, Callable[[LayoutFacts], str]]] = {
-    "attention block, tokens": lambda f: ", ".join(map(format_count, f.attention_block_tokens)) or _NOT_THERE,
-    "groups": lambda f: format_count(f.groups),
-    "unit given out": lambda f: format_bytes(f.unit_bytes),
-    "units": lambda f: format_count(f.units),
-    "blocks a unit, by group": lambda f: _counted(f.blocks_per_slab),
-    "padding": lambda f: f"{f.padding:.2%}",
-    "left over": lambda f: format_bytes(f.unused_bytes),
-    "longest context": lambda f: format_count(f.longest_context),
-    "requests of that length": lambda f: floor(f.concurrency),
-    f"a {SHORT_TOKENS}-token request": lambda f: format_bytes(f.short_request_bytes),
-    "such requests": lambda f: floor(f.short_requests),
+    "longest request, tokens": lambda f: format_count(f.longest_context),
+    "such requests at once": lambda f: floor(f.concurrency),
+    f"requests of {format_count(SHORT_TOKENS)} tokens": lambda f: floor(f.short_requests),
+    "one of these takes": lambda f: format_bytes(f.short_request_bytes),
     "attention tokens that fit": lambda f: _count(f.attention_tokens),
     "states that fit": lambda f: _count(f.states),
+    "attention block, tokens": lambda f: ", ".join(map(format_count, f.attention_block_tokens)) or _NOT_THERE,
+    "groups": lambda f: format_count(f.groups),
+    "padding": lambda f: share(f.padding),
+    "left over": lambda f: format_bytes(f.unused_bytes),
+    "memory is given out in": lambda f: f"{format_count(f.units)} x {format_bytes(f.unit_bytes)}",
+    "blocks in one, by group": lambda f: _counted(f.blocks_per_slab),
 }

@@ -22,6 +22,7 @@ from hybridkv.cli.generate_output import (
     write_lines,
 )
 from hybridkv.cli.loading import ModelOption, TrustOption, bars_for_terminals, load_quietly
+from hybridkv.cli.panels import CACHE, OUTPUT, REQUESTS, RUN
 from hybridkv.cli.planning import BlockSize, Layout, LayoutOption, PlacementOption, PlanOptions
 from hybridkv.cli.sampling import (
     MaxNewTokensOption,
@@ -54,12 +55,26 @@ MOST_ROUNDS: Final = 1 << 16
 """All outputs are kept to the end."""
 
 PromptsOption = Annotated[
-    Path | None, typer.Option(help="JSON lines with prompt, encoder, sampling and marks, or text; a few built-in ones.")
+    Path | None,
+    typer.Option(
+        help="JSON lines with prompt, encoder, sampling and marks, or text.",
+        show_default="a few built-in ones",
+        rich_help_panel=REQUESTS,
+    ),
 ]
-MessagesOption = Annotated[Path | None, typer.Option(help="JSON lines of conversations, by the chat template.")]
-OutputOption = Annotated[Path | None, typer.Option(help="Write all requests there, outputs whole, as JSON lines.")]
-MemoryOption = Annotated[str | None, typer.Option(help="For the cache: 64MiB, or bytes; enough for all prompts.")]
-CheckOption = Annotated[bool, typer.Option("--check", help="Compare with plain transformers; exit 1 if it differs.")]
+MessagesOption = Annotated[
+    Path | None, typer.Option(help="JSON lines of conversations, by the chat template.", rich_help_panel=REQUESTS)
+]
+OutputOption = Annotated[
+    Path | None, typer.Option(help="Write all requests there, outputs whole, as JSON lines.", rich_help_panel=OUTPUT)
+]
+MemoryOption = Annotated[
+    str | None,
+    typer.Option(help="For the cache: 64MiB, or bytes.", show_default="enough for all prompts", rich_help_panel=CACHE),
+]
+CheckOption = Annotated[
+    bool, typer.Option("--check", help="Compare with plain transformers; exit 1 if it differs.", rich_help_panel=OUTPUT)
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -83,20 +98,40 @@ def generate_command(
     memory: MemoryOption = None,
     layout: LayoutOption = None,
     placement: PlacementOption = None,
-    plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan of this model from --json.")] = None,
-    max_running: Annotated[int, typer.Option(max=MOST_RUNNING, help="Requests at once.")] = 64,
-    token_budget: Annotated[int, typer.Option(max=MOST_COUNT, help="Tokens of a step.")] = 2048,
-    prefix_caching: Annotated[bool, typer.Option(help="Share the blocks of equal prefixes.")] = True,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", help="A plan of this model from --json.", rich_help_panel=CACHE)
+    ] = None,
+    max_running: Annotated[
+        int, typer.Option(max=MOST_RUNNING, metavar="N", help="Requests at once.", rich_help_panel=RUN)
+    ] = 64,
+    token_budget: Annotated[
+        int, typer.Option(max=MOST_COUNT, metavar="N", help="Tokens of a step.", rich_help_panel=RUN)
+    ] = 2048,
+    prefix_caching: Annotated[
+        bool, typer.Option(help="Share the blocks of equal prefixes.", rich_help_panel=RUN)
+    ] = True,
     repeat: Annotated[
-        int, typer.Option(max=MOST_ROUNDS, help="Rounds over the prompts: the second finds a warm cache.")
+        int,
+        typer.Option(
+            max=MOST_ROUNDS,
+            metavar="N",
+            help="Rounds over the prompts: the second finds a warm cache.",
+            rich_help_panel=RUN,
+        ),
     ] = 1,
-    in_flight: Annotated[int, typer.Option(help="Steps scheduled ahead of their results, 1 or 2.")] = 1,
+    in_flight: Annotated[
+        int, typer.Option(metavar="N", help="Steps scheduled ahead of their results, 1 or 2.", rich_help_panel=RUN)
+    ] = 1,
     speculate: SpeculateOption = None,
     check: CheckOption = False,
-    skip_bad_lines: Annotated[bool, typer.Option("--skip-bad-lines", help="Count malformed lines, go on.")] = False,
+    skip_bad_lines: Annotated[
+        bool, typer.Option("--skip-bad-lines", help="Count malformed lines, go on.", rich_help_panel=REQUESTS)
+    ] = False,
     output: OutputOption = None,
-    whole: Annotated[bool, typer.Option("--whole", help="Print whole outputs, not their beginnings.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Print whole outputs, not their beginnings.", rich_help_panel=OUTPUT)
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.", rich_help_panel=OUTPUT)] = False,
 ) -> int:
     """Generate with an unmodified Hugging Face model: continuous batching on the paged cache."""
     rules = _rules(plan_file, block_size=block_size, memory=memory, layout=layout, placement=placement)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from rich.table import Table
 from rich.text import Text
 
-from hybridkv.cli.output import console, table, units_of
+from hybridkv.cli.output import console, print_facts, share, table
 from hybridkv.cli.printable import printable, printable_lines
 from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
 
 SCHEMA: Final = "hybridkv.generate"
 VERSION: Final = 2
-_SHOWN_CHARACTERS: Final = 44
+_SHOWN_CHARACTERS: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,29 +155,27 @@ def print_tables(run: GenerateRun, *, whole: bool = False) -> None:
     stats = run.engine.statistics()
     made = sum(len(one.token_ids) for done in run.rounds for one in done)
     lines = {
-        "memory": f"{format_bytes(plan.config.arena_bytes)}, {units_of(plan.config)}",
-        "peak usage": f"{stats.peak_usage:.1%}",
+        "memory": f"{format_bytes(plan.config.arena_bytes)}, {share(stats.peak_usage)} of it in use at most",
         "computed tokens": f"{format_count(stats.computed_tokens)} in {format_count(stats.steps)} steps",
         "preemptions": format_count(stats.preemptions),
     }
-    for number, (done, seconds) in enumerate(zip(run.rounds, run.seconds, strict=True), start=1):
+    for number, done in enumerate(run.rounds, start=1):
         which = f" {number}" if len(run.rounds) > 1 else ""
         hits, asked = sum(one.hit_tokens for one in done), sum(len(one.prompt_token_ids) for one in done)
-        lines[f"hit tokens{which}"] = (
-            f"{format_count(hits)} of {format_count(asked)} prompt tokens were not recomputed ({seconds:.2f} s)"
-        )
+        lines[f"hit tokens{which}"] = f"{format_count(hits)} of {format_count(asked)} prompt tokens were not recomputed"
     if (cross := run.engine.runner.cross) is not None:
         heard = len(run.prompts.prompts) * len(run.rounds)
         lines["encoder runs"] = f"{format_count(cross.encoded)} for {format_count(heard)} inputs"
-    lines["output tokens"] = f"{format_count(made)}, {made / max(sum(run.seconds), 1e-9):.0f} a second"
+    seconds = sum(run.seconds)
+    lines["output tokens"] = f"{format_count(made)}, {format_count(round(made / max(seconds, 1e-9)))} a second"
+    lines["took"] = ", then ".join(f"{one:.2f} s" for one in run.seconds)
     if stats.drafted_tokens:
         lines["drafts"] = _drafts(stats)
     if run.prompts.bad_lines:
         lines["bad lines"] = f"{run.prompts.bad_lines} left out; the first: {run.prompts.first_bad}"
     if run.report is not None:
         lines["check"] = _verdict(run.report)
-    for name, value in lines.items():
-        out.print(printable(f"{name:<17} {value}"), soft_wrap=True)
+    print_facts(lines)
 
 
 def _drafts(stats: SchedulerStatistics) -> str:
@@ -186,17 +184,17 @@ def _drafts(stats: SchedulerStatistics) -> str:
     shares = " ".join(f"{accepted / drafted:.0%}" for accepted, drafted in pairs if drafted)
     return (
         f"{format_count(stats.accepted_tokens)} of {format_count(stats.drafted_tokens)} accepted "
-        f"({stats.accepted_tokens / stats.drafted_tokens:.1%}); by position {shares}"
+        f"({share(stats.accepted_tokens / stats.drafted_tokens)}); by position {shares}"
     )
 
 
 def _round_table(done: list[Completion]) -> Table:
     """Text goes in as Text: rich would read markup and emoji codes in a string."""
-    rows = table(*("request", "output", "end", "prompt", "hit", "ran", "preempted"), numbers_from=3)
+    rows = table(*("request", "output", "end", "prompt", "hit", "ran"), numbers_from=3)
     for one in done:
         shown = repr(one.text if one.text is not None else list(one.token_ids))
         cut = shown if len(shown) <= _SHOWN_CHARACTERS else shown[: _SHOWN_CHARACTERS - 3] + "..."
-        counts = (len(one.prompt_token_ids), one.hit_tokens, one.computed_tokens, one.preemptions)
+        counts = (len(one.prompt_token_ids), one.hit_tokens, one.computed_tokens)
         rows.add_row(one.request_id, Text(cut), str(one.finish_reason), *map(format_count, counts))
     return rows
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hybridkv.cli.panels import MODEL
+
 if TYPE_CHECKING:  # it needs torch, which is loaded once a command runs
     from hybridkv.runner.load import LoadedModel
 
@@ -17,10 +19,16 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         help="A folder or .gguf file, ORG/NAME on the hub, or tiny:NAME (tiny:? lists).",
+        rich_help_panel=MODEL,
     ),
 ]
 TrustOption = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code that model folders hold; else none ever runs.")
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run Python code that model folders hold; else none ever runs.",
+        rich_help_panel=MODEL,
+    ),
 ]
 
 

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from hybridkv.cli.output import console, table
+from hybridkv.cli.panels import OUTPUT
 from hybridkv.models import KnownModel, Model, known_models, read_model
-from hybridkv.units import MiB, format_count
+from hybridkv.units import format_bytes, format_count
 
 
 def register(app: typer.Typer) -> None:
@@ -18,7 +19,9 @@ def register(app: typer.Typer) -> None:
 
 
 def models_command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything that is known as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print everything that is known as JSON.", rich_help_panel=OUTPUT)
+    ] = False,
 ) -> None:
     """List the models known by name, with their facts and sources."""
     read = [(known, read_model(known.name)) for known in known_models()]
@@ -27,20 +30,19 @@ def models_command(
         print(json.dumps(document, indent=2))
         return
     out = console()
-    columns = ("name", "dtype", "layers", "KV B/token", "state MiB", "context", "parameters", "active")
-    listing = table(*columns, numbers_from=2)
+    columns = ("name", "a token", "a state", "context", "weights", "active")
+    listing = table(*columns)
     for known, model in read:
         listing.add_row(
             known.name,
-            model.dtype,
-            str(len(model.layers)),
-            format_count(int(model.kv_bytes_per_token)),
-            f"{model.state_bytes / MiB:.1f}" if model.state_bytes else "",
+            format_bytes(int(model.kv_bytes_per_token)),
+            format_bytes(model.state_bytes) if model.state_bytes else "",
             format_count(model.max_model_len or 0),
-            f"{model.parameters / 1e9:.2f}e9",
-            f"{model.active_parameters / 1e9:.2f}e9",
+            f"{model.parameters / 1e9:.1f}",
+            f"{model.active_parameters / 1e9:.1f}",
         )
     out.print(listing)
+    out.print("a token, a state: what the cache keeps of it. weights, active: 1,000,000,000 parameters\n")
     for known, _ in read:
         mark = "verified" if known.verified else "NOT verified"
         out.print(f"{known.name}: {known.source}", soft_wrap=True)

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
+from typing import Final
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from hybridkv.cli.printable import printable
-from hybridkv.planner import KVCacheConfig
-from hybridkv.units import format_bytes, format_count
 
-PIPE_COLUMNS = 400
+PIPE_COLUMNS: Final = 400
+_NAME_COLUMNS: Final = 17
+_KINDS: Final = {
+    "FullAttentionSpec": "full attention",
+    "SlidingWindowSpec": "window",
+    "ChunkedLocalAttentionSpec": "chunks",
+    "SinkFullAttentionSpec": "full attention, sinks",
+    "MLAAttentionSpec": "MLA",
+    "SlidingWindowMLASpec": "MLA in a window",
+    "MambaSpec": "recurrent state",
+    "CrossAttentionSpec": "cross attention",
+    "EncoderOnlyAttentionSpec": "encoder",
+    "UniformTypeKVCacheSpecs": "attention, mixed widths",
+}
 
 
 def console() -> Console:
@@ -42,13 +55,18 @@ def floor(number: float) -> str:
     return f"{math.floor(number * 100) / 100:.2f}"
 
 
-def units_of(config: KVCacheConfig) -> str:
-    """What the pool gives out: 8,192 blocks of 2 MiB, or slabs."""
-    unit = config.unit
-    return f"{format_count(config.num_blocks)} {unit}s of {format_bytes(config.unit_bytes)}"
+def share(part: float) -> str:
+    """Of a whole, in percent."""
+    return f"{part:.2%}"
 
 
-def exact_bytes(size_bytes: int) -> str:
-    """Exact, and readable where the two differ."""
-    readable = format_bytes(size_bytes)
-    return readable if readable.endswith(" B") else f"{format_count(size_bytes)} B ({readable})"
+def in_words(kind: str) -> str:
+    """A kind of layer for people. kind: the name of its spec's class, as documents have it."""
+    return _KINDS.get(kind, kind)
+
+
+def print_facts(facts: Mapping[str, str]) -> None:
+    """One a line: what it is, then what there is to say of it."""
+    out = console()
+    for name, value in facts.items():
+        out.print(printable(f"{name:<{_NAME_COLUMNS}} {value}"), soft_wrap=True)

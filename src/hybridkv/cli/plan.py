@@ -7,9 +7,12 @@ from functools import partial
 from typing import Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from hybridkv.cli.comparison import show_comparison
-from hybridkv.cli.output import console, exact_bytes, floor, table
+from hybridkv.cli.output import console, floor, in_words, print_facts, table
+from hybridkv.cli.panels import CACHE, OUTPUT, REQUESTS
 from hybridkv.cli.planning import (
     BlockSize,
     DtypeOption,
@@ -31,7 +34,7 @@ from hybridkv.models.reading import ASSUMED
 from hybridkv.planner import Plan, plan, plan_to_json
 from hybridkv.planner.plan import NO_STATES
 from hybridkv.specs import BATCHED_TOKENS, Keeps
-from hybridkv.units import format_count
+from hybridkv.units import format_bytes, format_count
 
 
 def register(app: typer.Typer) -> None:
@@ -48,7 +51,10 @@ def plan_command(
         ),
     ] = None,
     memory: Memory = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Tokens of the longest request; the model's limit.")] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(help="Tokens of the longest request.", show_default="the model's limit", rich_help_panel=REQUESTS),
+    ] = None,
     tp: TensorParallel = None,
     block_size: BlockSize = None,
     dtype: DtypeOption = None,
@@ -58,20 +64,36 @@ def plan_command(
     placement: PlacementOption = None,
     windows_as_full: WindowsAsFull = None,
     max_batched_tokens: Annotated[
-        int | None, typer.Option(help=f"Tokens of the largest step, which windows keep besides; {BATCHED_TOKENS}.")
+        int | None,
+        typer.Option(
+            help="Tokens of the largest step, which windows keep besides.",
+            show_default=format_count(BATCHED_TOKENS),
+            rich_help_panel=REQUESTS,
+        ),
     ] = None,
     prefill_checkpoints: Annotated[
         int | None,
         typer.Option(
-            help="Reference layout: states that a Mamba-2 layer writes inside a step of a prompt; 0, vLLM's 1."
+            help="Reference layout: states that a Mamba-2 layer writes inside a step of a prompt; vLLM's 1.",
+            show_default="0",
+            rich_help_panel=CACHE,
         ),
     ] = None,
     kernel_block_size: Annotated[
-        int | None, typer.Option(help="Natural layout: tokens that attention kernels read as one block; the block.")
+        int | None,
+        typer.Option(
+            help="Natural layout: tokens that attention kernels read as one block.",
+            show_default="the block",
+            rich_help_panel=CACHE,
+        ),
     ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Show the layouts side by side.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Show the layouts side by side.", rich_help_panel=OUTPUT)
+    ] = False,
     plan_file: PlanFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as a document that --plan reads.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the plan as a document that --plan reads.", rich_help_panel=OUTPUT)
+    ] = False,
 ) -> None:
     """Plan the KV cache of a model: groups, pages, blocks, and the requests that fit."""
     options = PlanOptions(
@@ -120,44 +142,52 @@ def _make(options: PlanOptions, layout: str | None = None, *, given: Mapping[str
 
 
 def show_plan(plan: Plan) -> None:
-    """Print a plan for people: its groups, then what it holds."""
+    """Print a plan for people: what fits, what it takes, then the groups that share blocks."""
     model, holds = plan.model, plan.capacity
     out = console()
-    slabs = plan.config.slabs
-    groups = table(
-        *("group", "layers", "tokens", "page (B)", "block (B)", "padding (B)", *(("k",) if slabs else ())),
-        numbers_from=2,
-        title=f"{model.name}: {model.model_type}, {len(model.layers)} layers, {model.dtype} cache, tp {model.tp}",
+    title = f"{model.name}: {model.model_type}, {len(model.layers)} layers, {model.dtype} cache, tp {model.tp}"
+    out.print(Text(printable(title), style="bold"), soft_wrap=True)
+    longest = f"{format_count(holds.longest_context)} tokens"
+    fit = "any number" if holds.tokens_that_fit is None else format_count(holds.tokens_that_fit)
+    blocks = sum(one.blocks_per_request for one in holds.groups)
+    piece = "block" if plan.config.slabs is None else "piece"
+    print_facts(
+        {
+            "requests": f"{floor(holds.concurrency)} at once, of {longest} each, sharing nothing",
+            "tokens": f"{fit}, where one request has them all",
+            "longest request": longest,
+            "a token takes": _per_token(model),
+            **({"a state takes": format_bytes(model.state_bytes)} if model.state_bytes else {}),
+            **_rules(plan),
+            "memory": f"{format_bytes(holds.memory_bytes)}; {format_bytes(holds.unused_bytes)} left over",
+            "padding": f"{format_bytes(holds.padding_bytes)} in the {format_count(blocks)} blocks of a longest request",
+            "given out in": f"{format_count(holds.num_blocks)} {piece}s of {format_bytes(holds.block_bytes)}, "
+            "one of them always empty",
+            **({} if model.dtype_from is None else {"keys and values": f"{model.dtype}, by {model.dtype_from}"}),
+        }
     )
-    for at, group in enumerate(holds.groups):
-        groups.add_row(
-            str(at),
-            f"{group.layers} x {group.kind}",
-            *map(format_count, (group.block_size, group.page_bytes, group.block_bytes, group.padding_bytes)),
-            *((format_count(slabs.class_of(at).blocks_per_slab),) if slabs else ()),
-        )
-    out.print(groups)
-    unit = "slab" if slabs else "block"
-    lines = {
-        **({} if model.dtype_from is None else {"keys and values": f"{model.dtype}, by {model.dtype_from}"}),
-        "memory": exact_bytes(holds.memory_bytes),
-        "used by blocks": exact_bytes(holds.arena_bytes),
-        "padding lost": f"{exact_bytes(holds.unused_bytes)} left over, "
-        f"{exact_bytes(holds.padding_bytes)} inside blocks",
-        "bytes per token": _per_token(model),
-        unit + "s": f"{format_count(holds.num_blocks)} of {exact_bytes(holds.block_bytes)}, the null {unit} included",
-        "blocks a request": format_count(sum(one.blocks_per_request for one in holds.groups)),
-        "tokens that fit": "any number" if holds.tokens_that_fit is None else format_count(holds.tokens_that_fit),
-        "longest context": f"{format_count(holds.longest_context)} tokens",
-        "concurrency": f"{floor(holds.concurrency)} requests of {format_count(holds.longest_context)} tokens",
-        **_rules(plan),
-    }
-    for name, value in lines.items():
-        out.print(f"{name:<17} {value}", soft_wrap=True)
+    out.print(_groups(plan))
     for title, facts in _read(model).items():
         out.print(f"\n{title}")
         for fact in facts:
             out.print(printable(f"  {fact}"), soft_wrap=True)
+
+
+def _groups(plan: Plan) -> Table:
+    """Of each group its layers and blocks; of layers that share pieces, how many blocks one holds."""
+    slabs = plan.config.slabs
+    columns = ("group", "layers", "tokens", "a layer", "a block", "padding")
+    shown = table(*columns, *(("in a piece",) if slabs else ()), numbers_from=2)
+    for at, group in enumerate(plan.capacity.groups):
+        sizes = (group.page_bytes, group.block_bytes, group.padding_bytes)
+        shown.add_row(
+            str(at),
+            f"{group.layers} x {in_words(group.kind)}",
+            format_count(group.block_size),
+            *map(format_bytes, sizes),
+            *((format_count(slabs.class_of(at).blocks_per_slab),) if slabs else ()),
+        )
+    return shown
 
 
 def _read(model: Model) -> dict[str, list[str]]:
@@ -187,12 +217,10 @@ def _rules(plan: Plan) -> dict[str, str]:
 
 
 def _per_token(model: Model) -> str:
-    """What a token takes, and what a request takes besides."""
+    """What a token takes, and for whom it is taken only while it is in reach."""
     parts = {
         "": int(model.kv_bytes_per_token),
         "in windows": int(model.window_bytes_per_token),
-        "an encoder token": int(model.encoder_bytes_per_token),
-        "of states": model.state_bytes,
+        "of an encoder's": int(model.encoder_bytes_per_token),
     }
-    said = [f"{format_count(size)} B {what}".rstrip() for what, size in parts.items() if size]
-    return ", ".join(said) or "0 B"
+    return ", ".join(f"{format_bytes(size)} {what}".rstrip() for what, size in parts.items() if size) or "0 B"

@@ -12,6 +12,7 @@ from typing import Annotated, Final, TypedDict
 import typer
 
 from hybridkv.cache.placement import placement_named
+from hybridkv.cli.panels import CACHE, MODEL
 from hybridkv.errors import ConfigError, SchemaError
 from hybridkv.models import DTYPE_NAMES, Model, read_model
 from hybridkv.models.json_text import DocumentError, parse_json
@@ -39,36 +40,71 @@ class Layout(StrEnum):
     NATURAL = "natural"
 
 
-Memory = Annotated[str | None, typer.Option(help="For the cache of one rank: 40GiB, 512MiB, or bytes.")]
-TensorParallel = Annotated[int | None, typer.Option(help="Tensor parallel ranks; 1.")]
-BlockSize = Annotated[int | None, typer.Option(help="Tokens of a block; 16.")]
-DtypeOption = Annotated[
-    CacheDtype | None, typer.Option("--dtype", "--kv-dtype", help="Of keys and values; auto: the config's.")
+Memory = Annotated[
+    str | None, typer.Option(help="For the cache of one rank: 40GiB, 512MiB, or bytes.", rich_help_panel=CACHE)
 ]
-LayoutOption = Annotated[Layout | None, typer.Option(help=f"How pages are sized and placed; {DEFAULT_LAYOUT}.")]
+TensorParallel = Annotated[
+    int | None, typer.Option(help="Tensor parallel ranks.", show_default="1", rich_help_panel=MODEL)
+]
+BlockSize = Annotated[int | None, typer.Option(help="Tokens of a block.", show_default="16", rich_help_panel=CACHE)]
+DtypeOption = Annotated[
+    CacheDtype | None,
+    typer.Option(
+        "--dtype",
+        "--kv-dtype",
+        metavar="DTYPE",
+        help="Of keys and values: auto, bf16, fp16, fp32, fp8.",
+        show_default="that of the config",
+        rich_help_panel=CACHE,
+    ),
+]
+LayoutOption = Annotated[
+    Layout | None,
+    typer.Option(
+        help="natural: blocks keep their own sizes. reference: vLLM's, all of one size.",
+        show_default=DEFAULT_LAYOUT,
+        rich_help_panel=CACHE,
+    ),
+]
 PlacementOption = Annotated[
     str | None,
     typer.Option(
-        help="Where recurrent states are kept. Natural layout: none, ends, interval:N, align, align:N; ends. "
-        "Reference layout: align, none; align.",
-        metavar="<none|ends|interval:N|align[:N]>",
+        help="Where recurrent states are kept. Natural layout: none, ends, interval:N, align, align:N. Reference "
+        "layout: align, none.",
+        show_default="ends; of the reference layout align",
+        rich_help_panel=CACHE,
+        metavar="PLACEMENT",
     ),
 ]
 WindowsAsFull = Annotated[
-    bool | None, typer.Option("--windows-as-full", help="Manage windowed layers as full attention.")
+    bool | None,
+    typer.Option("--windows-as-full", help="Manage windowed layers as full attention.", rich_help_panel=CACHE),
 ]
 SetFields = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         help="A field of the language model's config, instead of what it says; may be given more than once.",
+        rich_help_panel=MODEL,
         metavar="FIELD=VALUE",
     ),
 ]
 StateDtype = Annotated[
-    CacheDtype | None, typer.Option("--state-dtype", help="Of recurrent states; auto: the config's.")
+    CacheDtype | None,
+    typer.Option(
+        "--state-dtype",
+        metavar="DTYPE",
+        help="Of recurrent states, as --dtype.",
+        show_default="that of the config",
+        rich_help_panel=CACHE,
+    ),
 ]
-PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan written by `hybridkv plan --json`; - is stdin.")]
+PlanFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan", help="A plan written by `hybridkv plan --json`; - is standard input.", rich_help_panel=MODEL
+    ),
+]
 
 
 class PlanRules(TypedDict):

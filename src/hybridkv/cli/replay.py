@@ -16,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from hybridkv.cache.placement import placement_of
-from hybridkv.cli.output import console, table, units_of
+from hybridkv.cli.output import console, in_words, print_facts, share, table
+from hybridkv.cli.panels import MODEL, OUTPUT, REQUESTS, RUN
 from hybridkv.cli.planning import (
     BlockSize,
     DtypeOption,
@@ -54,6 +55,13 @@ _WORKLOAD: Final = "workload:"
 _UNIFORM: Final = "uniform"
 _SECONDS_PER_LINE: Final = 10.0
 _DEFAULT: Final = ReplaySettings()
+_PUT_OFF: Final = {
+    "no_space": "memory full",
+    "fragmented": "memory not in one piece",
+    "admission_limit": "no room to grow",
+    "prefix_not_written": "its beginning not written",
+}
+"""Why a request could not begin in a step, by the name that documents have."""
 
 
 def register(app: typer.Typer) -> None:
@@ -82,14 +90,19 @@ def replay_command(
             metavar="TRACE|workload:NAME",
         ),
     ],
-    model: Annotated[str | None, typer.Option(help="A config.json, a folder with one, or a known name.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A config.json, a folder with one, or a known name.", rich_help_panel=MODEL)
+    ] = None,
     memory: Memory = None,
     plan_file: PlanFile = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Tokens; that of the longest request.")] = None,
-    max_running: Annotated[int, typer.Option(help="Requests at once.")] = _DEFAULT.max_running,
-    token_budget: Annotated[int, typer.Option(help="Tokens of a step.")] = _DEFAULT.token_budget,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(help="Tokens of the longest request.", show_default="that of the trace", rich_help_panel=REQUESTS),
+    ] = None,
+    max_running: Annotated[int, typer.Option(help="Requests at once.", rich_help_panel=RUN)] = _DEFAULT.max_running,
+    token_budget: Annotated[int, typer.Option(help="Tokens of a step.", rich_help_panel=RUN)] = _DEFAULT.token_budget,
     time_scale: Annotated[
-        float, typer.Option(help="Multiplies the modelled durations; 0: steps take no time.")
+        float, typer.Option(help="Multiplies the modelled durations; 0: steps take no time.", rich_help_panel=RUN)
     ] = _DEFAULT.time_scale,
     block_size: BlockSize = None,
     dtype: DtypeOption = None,
@@ -98,18 +111,36 @@ def replay_command(
     layout: LayoutOption = None,
     placement: PlacementOption = None,
     windows_as_full: WindowsAsFull = None,
-    trace_block_size: Annotated[int | None, typer.Option(help="Tokens of a Mooncake hash id; 512.")] = None,
+    trace_block_size: Annotated[
+        int | None, typer.Option(help="Tokens of a Mooncake hash id.", show_default="512", rich_help_panel=REQUESTS)
+    ] = None,
     tp: TensorParallel = None,
-    seed: Annotated[int | None, typer.Option(help="Of a workload; 0.")] = None,
-    hours: Annotated[float | None, typer.Option(help="Of arrivals of a workload; 1.")] = None,
-    rate: Annotated[float | None, typer.Option(help="Multiplies the arrivals of a workload; 1.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of a workload.", show_default="0", rich_help_panel=REQUESTS)] = None,
+    hours: Annotated[
+        float | None, typer.Option(help="Of arrivals of a workload.", show_default="1", rich_help_panel=REQUESTS)
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Multiplies the arrivals of a workload.", show_default="1", rich_help_panel=REQUESTS),
+    ] = None,
     marks: Annotated[
-        bool, typer.Option("--marks", help="Of a workload: mark where the shared beginning of each prompt ends.")
+        bool,
+        typer.Option(
+            "--marks",
+            help="Of a workload: mark where the shared beginning of each prompt ends.",
+            rich_help_panel=REQUESTS,
+        ),
     ] = False,
-    limit: Annotated[int | None, typer.Option(help="Replay the first N requests only.")] = None,
-    skip_bad_lines: Annotated[bool, typer.Option("--skip-bad-lines", help="Count malformed lines, go on.")] = False,
-    no_prefix_caching: Annotated[bool, typer.Option("--no-prefix-caching", help="Share nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    limit: Annotated[
+        int | None, typer.Option(help="Replay the first N requests only.", show_default="all", rich_help_panel=REQUESTS)
+    ] = None,
+    skip_bad_lines: Annotated[
+        bool, typer.Option("--skip-bad-lines", help="Count malformed lines, go on.", rich_help_panel=REQUESTS)
+    ] = False,
+    no_prefix_caching: Annotated[
+        bool, typer.Option("--no-prefix-caching", help="Share nothing.", rich_help_panel=RUN)
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.", rich_help_panel=OUTPUT)] = False,
 ) -> None:
     """Replay requests through the scheduler and the cache manager; only time is modelled."""
     asked = _Asked(
@@ -132,19 +163,21 @@ def replay_command(
     source = _source(trace, asked)
     summary = source.summary()
     plan, own_length = _plan(summary, asked, token_budget)
+    length_from = "longest request" if max_model_len is None else "--max-model-len"
+    if not as_json:
+        _show_plan(plan, settings)
+        set_by = f"that of {summary.longest_at}" if max_model_len is None else f"set by {length_from}"
+        beyond = f"; {plan.model.name} is made for {format_count(own_length)}" if own_length else ""
+        print_facts({"longest request": f"{format_count(plan.max_model_len)} tokens, {set_by}{beyond}"})
+        sys.stdout.flush()
     begun = time.perf_counter()
     with _progress(summary.requests, begun) as on_progress:
         report = replay(source, plan, settings, summary=summary, on_progress=on_progress)
-    wall_s = time.perf_counter() - begun
-    length_from = "longest request" if max_model_len is None else "--max-model-len"
     if as_json:
         print(report.to_json(_settings(plan, settings, length_from, source)), end="")
         return
     _show(report, plan, settings, summary)
-    set_by = f"the longest request, {summary.longest_at}" if max_model_len is None else length_from
-    beyond = f"; the config of {plan.model.name} allows {format_count(own_length)}" if own_length else ""
-    _line("maximum length", f"{format_count(plan.max_model_len)} tokens, set by {set_by}{beyond}")
-    _line("took", f"{wall_s:.1f} s here for {report.simulated_s:,.1f} s simulated")
+    print_facts({"took": f"{time.perf_counter() - begun:.1f} s here for {report.simulated_s:,.1f} s simulated"})
 
 
 def _source(trace: str, asked: _Asked) -> RequestSource:
@@ -224,18 +257,23 @@ def _placement(plan: Plan, settings: ReplaySettings) -> str | None:
     return plan.placement if placement is None or plan.placement is None else placement.name
 
 
-def _show(report: ReplayReport, plan: Plan, settings: ReplaySettings, summary: TraceSummary) -> None:
-    """The report for people."""
+def _show_plan(plan: Plan, settings: ReplaySettings) -> None:
+    """What the requests will find, for people."""
     model = plan.model
-    sizes = sorted({group.block_size for group in report.groups})
+    sizes = sorted({group.spec.block_size for group in plan.config.groups})
     _print(
-        f"{model.name}, tp {model.tp}, {format_bytes(plan.memory_bytes)}: {units_of(plan.config)}, "
-        f"blocks of {' or '.join(map(format_count, sizes))} tokens; up to {settings.max_running} requests and "
-        f"{format_count(settings.token_budget)} tokens a step"
+        f"{model.name}, tp {model.tp}, {format_bytes(plan.memory_bytes)}: "
+        f"blocks of {' or '.join(map(format_count, sizes))} tokens"
     )
     placement = _placement(plan, settings)
     states = "no recurrent states" if placement is None else f"placement {placement}"
     _print(f"layout {plan.layout}, {states}, {model.dtype} cache")
+    running, budget = format_count(settings.max_running), format_count(settings.token_budget)
+    _print(f"up to {running} requests and {budget} tokens a step")
+
+
+def _show(report: ReplayReport, plan: Plan, settings: ReplaySettings, summary: TraceSummary) -> None:
+    """The report for people."""
     if report.caching_off is not None:
         _print(f"prefix caching is off: {report.caching_off}")
     counts = table("", report.source)
@@ -244,24 +282,24 @@ def _show(report: ReplayReport, plan: Plan, settings: ReplaySettings, summary: T
         "requests": format_count(report.requests),
         "prompt tokens": format_count(report.prompt_tokens),
         "hit tokens": format_count(report.hit_tokens),
-        "hit rate": f"{report.hit_rate:.4f}",
+        "hit rate": share(report.hit_rate),
         "computed tokens": format_count(report.computed_tokens),
         "output tokens": format_count(report.output_tokens),
         "preemptions": format_count(report.preemptions),
-        "peak usage": f"{report.peak_usage:.2%}",
+        "memory in use, at most": share(report.peak_usage),
         "steps": format_count(report.steps),
         "requests per step": f"{report.mean_running:.1f}",
         "time to first token, mean": f"{first.mean:,.3f} s",
-        "  p50 / p90 / p99": f"{first.p50:,.3f} / {first.p90:,.3f} / {first.p99:,.3f} s",
+        "  half / 90% / 99% within": f"{first.p50:,.3f} / {first.p90:,.3f} / {first.p99:,.3f} s",
         "time per output token, mean": f"{later.mean * 1000:,.1f} ms",
-        " p50 / p90 / p99": f"{later.p50 * 1000:,.1f} / {later.p90 * 1000:,.1f} / {later.p99 * 1000:,.1f} ms",
+        " half / 90% / 99% within": f"{later.p50 * 1000:,.1f} / {later.p90 * 1000:,.1f} / {later.p99 * 1000:,.1f} ms",
     }
-    rows |= {f"not admitted, {reason}": format_count(count) for reason, count in report.refusals.items()}
+    rows |= {f"put off, {_PUT_OFF.get(reason, reason)}": format_count(n) for reason, n in report.refusals.items()}
     if plan.config.slabs is not None:
         rows["blocks moved"] = f"{format_count(report.moves)}, {format_bytes(report.moved_bytes)}"
-        if placement is not None:
+        if _placement(plan, settings) is not None:
             stored, declined = format_count(report.checkpoints), format_count(report.declined_checkpoints)
-            rows["stops kept"] = f"{stored}, {declined} declined"
+            rows["states kept"] = f"{stored}, no room for {declined}"
     if report.bad_lines:
         rows["bad lines left out"] = format_count(report.bad_lines)
     for name, value in rows.items():
@@ -269,7 +307,7 @@ def _show(report: ReplayReport, plan: Plan, settings: ReplaySettings, summary: T
     console().print(counts)
     _show_groups(report)
     if summary.first_bad is not None:
-        _line("first bad line", summary.first_bad)
+        print_facts({"first bad line": summary.first_bad})
 
 
 def _show_groups(report: ReplayReport) -> None:
@@ -277,12 +315,8 @@ def _show_groups(report: ReplayReport) -> None:
     groups = table("group", "layers", "tokens", "published", "evicted", "cached", "copied", numbers_from=2)
     for at, group in enumerate(report.groups):
         counts = (group.block_size, group.published, group.evictions, group.cached_blocks, group.copies)
-        groups.add_row(str(at), f"{group.layers} x {group.kind}", *map(format_count, counts))
+        groups.add_row(str(at), f"{group.layers} x {in_words(group.kind)}", *map(format_count, counts))
     console().print(groups)
-
-
-def _line(name: str, value: str) -> None:
-    _print(f"{name:<16} {value}")
 
 
 def _print(text: str) -> None:

@@ -6,16 +6,30 @@ from typing import Annotated
 
 import typer
 
+from hybridkv.cli.panels import REQUESTS
 from hybridkv.request import SamplingParams
 from hybridkv.units import MOST_COUNT
 
-TemperatureOption = Annotated[float, typer.Option(help="0 draws the most probable token.")]
-TopPOption = Annotated[float, typer.Option("--top-p", help="Draw from the most probable tokens of this share.")]
-SeedOption = Annotated[int, typer.Option(help="Of the draws: equal seeds, equal outputs.")]
-StopOption = Annotated[list[str] | None, typer.Option(help="Text that ends an output; may be given several times.")]
-SystemOption = Annotated[str | None, typer.Option(help="A conversation's first message, where it has none such.")]
+TemperatureOption = Annotated[float, typer.Option(help="0 draws the most probable token.", rich_help_panel=REQUESTS)]
+TopPOption = Annotated[
+    float, typer.Option("--top-p", help="Draw from the most probable tokens of this share.", rich_help_panel=REQUESTS)
+]
+SeedOption = Annotated[int, typer.Option(help="Of the draws: equal seeds, equal outputs.", rich_help_panel=REQUESTS)]
+StopOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Text that ends an output; may be given several times.", rich_help_panel=REQUESTS),
+]
+SystemOption = Annotated[
+    str | None, typer.Option(help="A conversation's first message, where it has none such.", rich_help_panel=REQUESTS)
+]
 MaxNewTokensOption = Annotated[
-    int, typer.Option(max=MOST_COUNT, help="Of each request, unless its sampling says max_tokens.")
+    int,
+    typer.Option(
+        max=MOST_COUNT,
+        metavar="N",
+        help="Of each request, unless its sampling says max_tokens.",
+        rich_help_panel=REQUESTS,
+    ),
 ]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from hybridkv.cli.panels import RUN
 from hybridkv.errors import ConfigError
 from hybridkv.units import shown
 
@@ -23,9 +24,10 @@ _DRAFT: Final = "draft"
 SpeculateOption = Annotated[
     str | None,
     typer.Option(
-        help="Draft K tokens a step, verified together: by the request's own text, or by a smaller model. "
-        f"K: {DEFAULT_DRAFTS}.",
-        metavar="<ngram[:K]|draft:DIR[:K]>",
+        help="Draft K tokens a step, verified together: ngram[:K] by the request's own text, draft:DIR[:K] by a "
+        f"smaller model. K: {DEFAULT_DRAFTS}.",
+        metavar="DRAFTS",
+        rich_help_panel=RUN,
     ),
 ]
 

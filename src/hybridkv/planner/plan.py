@@ -232,12 +232,12 @@ def _too_small(
 
     config: what the memory holds, or the null block alone. needed: blocks or slabs, that of null included.
     """
-    unit, each_bytes = config.unit, config.unit_bytes
+    unit, each_bytes = "block" if config.slabs is None else "piece", config.unit_bytes
     fit = tokens_that_fit(config, limits)
     shorter = f", or lower max_model_len (--max-model-len) to {fit}" if fit else ""
     return CapacityError(
         f"{format_bytes(memory_bytes)} ({memory_bytes} bytes) of memory is too small: one request of "
         f"{format_count(limits.max_model_len)} tokens of {model.name} needs {format_bytes(needed * each_bytes)} "
-        f"({needed * each_bytes} bytes: {needed} {unit}s of {format_bytes(each_bytes)}, the null {unit} "
-        f"included): raise memory (--memory) to that{shorter}"
+        f"({needed * each_bytes} bytes: {needed} {unit}s of {format_bytes(each_bytes)}, one of them always empty): "
+        f"raise memory (--memory) to that{shorter}"
     )
