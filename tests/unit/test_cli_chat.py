@@ -202,6 +202,7 @@ class Terminal:
     def _control(self) -> None:
         import fcntl  # noqa: PLC0415  # in the child
 
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a background shell ignores it
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     def type(self, text: str) -> None:

@@ -77,6 +77,13 @@ def continuation(mixer: RecurrentMixer) -> Continuation:
     )
 
 
+def depends_on_calls(mixers: Sequence[RecurrentMixer]) -> bool:
+    """Whether a prompt in one call and token by token differ for one of ``mixers``, without any cache of ours."""
+    kinds = {(type(mixer.module), mixer.parts): mixer for mixer in mixers}
+    checks = map(_Check, kinds.values())
+    return any(one.prompt(Continuation.NATIVE) <= TOLERANCE < one.prompt(Continuation.TOKEN) for one in checks)
+
+
 def _ways(mixer: RecurrentMixer) -> list[Continuation]:
     return [how for how in Continuation if how is not Continuation.SUPERPOSITION or has_scan(mixer.module)]
 
