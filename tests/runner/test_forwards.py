@@ -9,8 +9,9 @@ from transformers import LlamaForCausalLM, MambaForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hybridkv.errors import ConfigError, UnsupportedModelError
+from hybridkv.errors import ConfigError
 from hybridkv.runner import Engine, EngineOptions, byte_tokenizer, tiny_model, wrap
+from hybridkv.runner.forwards import Forwards
 from hybridkv.runner.probe import cache_arguments
 
 PROMPTS = shared_prompts(3, 2)
@@ -31,7 +32,7 @@ class NoPositions(LlamaForCausalLM):  # type: ignore[misc]  # transformers is no
     def forward(
         self,
         input_ids: torch.Tensor,
-        past_key_values: Cache,
+        past_key_values: Cache | None = None,
         *,
         use_cache: bool,
         logits_to_keep: torch.Tensor | int = 0,
@@ -99,10 +100,12 @@ def test_a_forward_that_names_nothing_is_given_positions_where_there_is_attentio
         assert ("position_ids" in arguments) == wanted
 
 
-def test_attention_without_positions_is_refused() -> None:
+def test_a_model_that_takes_no_positions_runs_row_by_row() -> None:
     model = as_class("llama", NoPositions)
-    with pytest.raises(UnsupportedModelError, match="forward of NoPositions takes no position_ids"):
-        Engine(model, memory="2MiB", max_model_len=256)
+    with Engine(model, memory="2MiB", max_model_len=256) as engine:
+        assert engine.runner.forwards is Forwards.BY_ROW
+        found = [one.token_ids for one in engine.generate(PROMPTS, greedy(OUTPUT))]
+    assert found == [generated(loaded_model("llama"), one, OUTPUT) for one in PROMPTS]
     assert model.config._attn_implementation == "eager"
 
 

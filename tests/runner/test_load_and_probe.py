@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import Layer, read_model
 from hybridkv.runner import TINY_ENCODER_DECODERS, Engine, byte_tokenizer, load, tiny_model, wrap
-from hybridkv.runner.attention.attention_gather import check_attention
+from hybridkv.runner.attention.attention_gather import eager_function
 from hybridkv.runner.encoder_inputs import Given
 from hybridkv.runner.probe import page_layout, planner_model, probe, require_runnable
 from hybridkv.specs import EncoderOnlyAttentionSpec
@@ -147,7 +147,7 @@ def test_attention_without_an_eager_function_is_refused() -> None:
         layer_idx, is_causal = 0, True
 
     with pytest.raises(UnsupportedModelError, match="has no eager_attention_forward"):
-        check_attention(torch.nn.Sequential(Odd()))
+        eager_function(Odd())
 
 
 @pytest.mark.parametrize("number", ["float", "int"])

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from hybridkv.errors import UnsupportedModelError
 from hybridkv.planner import Plan
 from hybridkv.runner import Engine, EngineOptions, LoadedModel, self_check
+from hybridkv.runner.forwards import Forwards
 from hybridkv.runner.tiny import tiny_model
 
 MEMORY = "4MiB"
@@ -76,9 +77,9 @@ def test_models_that_are_alike_are_compared_once_unless_they_have_code_of_their_
     compared = []
     compare = self_check.compare
 
-    def counted(loaded: LoadedModel, plan: Plan, length: int) -> self_check.Report:
+    def counted(loaded: LoadedModel, plan: Plan, length: int, forwards: Forwards) -> self_check.Report:
         compared.append(loaded)
-        return compare(loaded, plan, length)
+        return compare(loaded, plan, length, forwards)
 
     monkeypatch.setattr(self_check, "compare", counted)
     for seed in (0, 1):

@@ -87,8 +87,7 @@ def assemble(
     """
     planned = planner_model(loaded.model, block_size=plan.model.block_size, name=loaded.name)
     require_fit(planned, plan.config)
-    if options.self_check:
-        require_same(loaded, plan)
+    forwards = require_same(loaded, plan) if options.self_check else None
     limits = SchedulerLimits(
         max_running=options.max_running,
         max_batched_tokens=options.token_budget,
@@ -107,5 +106,6 @@ def assemble(
         max_encoder_tokens=plan.limits.max_encoder_tokens,
         observer=observer,
         undrawn=undrawn,
+        forwards=forwards,
     )
     return Parts(cache, scheduler, runner)

@@ -248,7 +248,7 @@ def forced_logits(
         heard = {model.main_input_name: encoder.to(model.device)}
         every: torch.Tensor = model(decoder_input_ids=ids, use_cache=False, **heard).logits[0].float()
         return every[-len(output) :]
-    logits: torch.Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=len(output)).logits[0].float()
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0, -len(output) :].float()
     return logits
 
 

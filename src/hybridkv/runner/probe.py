@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from transformers import PreTrainedModel
@@ -46,12 +46,14 @@ _RUNNABLE: Final = (
 @contextmanager
 def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
     """``model`` with the attention function ``name`` for a while; UnsupportedModelError when it cannot switch."""
-    before = model.config._attn_implementation
-    set_attention(model, name)
+    before = {id(one.config): (one, one.config._attn_implementation) for one in _with_configs(model)}
     try:
+        set_attention(model, name)
         yield
     finally:
-        set_attention(model, before)
+        for part, own in before.values():
+            if part.config._attn_implementation != own:
+                part.set_attn_implementation(own)
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
@@ -59,7 +61,7 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
 
     The stacks of T5 have configs of their own, which a switch of the whole does not reach.
     """
-    for part in {id(one.config): one for one in model.modules() if isinstance(one, PreTrainedModel)}.values():
+    for part in {id(one.config): one for one in _with_configs(model)}.values():
         if part.config._attn_implementation == name:
             continue
         part.set_attn_implementation(name)
@@ -70,6 +72,11 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
             )
 
 
+def _with_configs(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Parts of ``model`` that have a config."""
+    return (one for one in model.modules() if isinstance(one, PreTrainedModel))
+
+
 class ProbeCache(Cache):  # type: ignore[misc]  # transformers is not typed
     """Keeps nothing but the shapes and dtypes of what each layer hands over, and which module did."""
 
@@ -77,6 +84,7 @@ class ProbeCache(Cache):  # type: ignore[misc]  # transformers is not typed
         super().__init__(layers=[])
         self.attention: dict[int, tuple[PagePart, ...]] = {}
         self.callers: list[_Call] = []
+        self.ran: set[torch.nn.Module] = set()
         self.states: dict[tuple[_Call, int], dict[tuple[StateKind, int], MixerState]] = {}
 
     def update(
@@ -129,6 +137,10 @@ class ProbeCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """Nothing is cached."""
 
+    def update_indexer(self, *_args: object, **_kwargs: object) -> NoReturn:
+        """Pages have no room for them."""
+        raise UnsupportedModelError("an indexer's keys are kept beside keys and values: not supported")
+
     def is_recording_past(self, layer_idx: int) -> bool:
         """Nothing is."""
         del layer_idx
@@ -171,18 +183,21 @@ class Probed:
     """What a model keeps. attention: the parts of a token by layer index. mixers: the modules that keep states.
 
     cross: the parts of a token of the encoder's output by layer index, none without cross attention.
+    takes_positions: whether the forward could be told where tokens stand. ran: modules that took part.
     """
 
     attention: Mapping[int, tuple[PagePart, ...]]
     mixers: tuple[RecurrentMixer, ...]
     cross: Mapping[int, tuple[PagePart, ...]] = field(default_factory=dict)
+    takes_positions: bool = True
+    ran: frozenset[torch.nn.Module] = frozenset()
 
 
 def probe(model: PreTrainedModel) -> Probed:
     """What every layer of ``model`` keeps, from a forward over PROBE_TOKENS tokens.
 
     Raises UnsupportedModelError for a model that caches through anything but ``update``, ``update_conv_state``
-    and ``update_recurrent_state`` of the cache it is given, and for attention in a model that takes no positions.
+    and ``update_recurrent_state`` of the cache it is given.
     """
     cache, crossed = ProbeCache(), ProbeCache()
     with attention_implementation(model, "eager"), _callers(model, cache), torch.inference_mode():
@@ -194,12 +209,7 @@ def probe(model: PreTrainedModel) -> Probed:
             ) from error
     if not cache.attention and not cache.states:
         raise UnsupportedModelError(f"{type(model).__name__} cached nothing in a forward: not supported")
-    if cache.attention and not takes_positions:
-        raise UnsupportedModelError(
-            f"the forward of {type(model).__name__} takes no position_ids, without which its attention does not know "
-            "where the tokens of several requests stand: give it that argument"
-        )
-    return Probed(cache.attention, cache.mixers(), crossed.attention)
+    return Probed(cache.attention, cache.mixers(), crossed.attention, takes_positions, frozenset(cache.ran))
 
 
 def _forward(model: PreTrainedModel, cache: ProbeCache, crossed: ProbeCache) -> bool:
@@ -215,17 +225,31 @@ def _forward(model: PreTrainedModel, cache: ProbeCache, crossed: ProbeCache) -> 
     return "position_ids" in arguments
 
 
-def cache_arguments(model: PreTrainedModel, cache: Cache, positions: torch.Tensor) -> dict[str, Any]:
+def cache_arguments(model: PreTrainedModel, cache: Cache, positions: torch.Tensor | None) -> dict[str, Any]:
     """``cache`` and int64[rows, tokens] ``positions`` under the names that the forward of ``model`` has for them.
 
     Models of recurrent layers alone call the cache ``cache_params`` and know no positions. A forward that hands on
-    whatever it gets is given positions where there is attention.
+    whatever it gets is given positions where there is attention. positions: None where the model makes its own.
     """
     known, hands_on = _parameters(model)
     arguments: dict[str, Any] = {"cache_params" if "cache_params" in known else "past_key_values": cache}
-    if "position_ids" in known or (hands_on and any(attention_modules(model))):
+    if positions is not None and ("position_ids" in known or (hands_on and any(attention_modules(model)))):
         arguments["position_ids"] = positions
     return arguments
+
+
+def logits_behind(
+    model: PreTrainedModel, tokens: torch.Tensor, keep: torch.Tensor, arguments: Mapping[str, Any]
+) -> torch.Tensor:
+    """Logits [k, vocabulary] of a forward over int64[tokens] ``tokens`` behind those at int64[k] ``keep``.
+
+    A forward that knows no ``logits_to_keep`` computes all of them.
+    """
+    if "logits_to_keep" in _parameters(model)[0]:
+        behind: torch.Tensor = model(input_ids=tokens[None], use_cache=True, logits_to_keep=keep, **arguments).logits[0]
+        return behind
+    every: torch.Tensor = model(input_ids=tokens[None], use_cache=True, **arguments).logits[0]
+    return every[keep]
 
 
 def _parameters(model: PreTrainedModel) -> tuple[set[str], bool]:
@@ -245,9 +269,13 @@ def _parameters(model: PreTrainedModel) -> tuple[set[str], bool]:
 
 @contextmanager
 def _callers(model: PreTrainedModel, cache: ProbeCache) -> Iterator[None]:
-    """Keep in ``cache.callers`` which modules of ``model`` that were handed the cache are running, outermost first."""
+    """Keep in ``cache.callers`` which modules of ``model`` that were handed the cache are running, outermost first.
+
+    And in ``cache.ran`` all that ran.
+    """
 
     def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache.ran.add(module)
         parameters = list(inspect.signature(module.forward).parameters)
         named = dict(zip(parameters, args, strict=False)) | kwargs
         name = next((name for name, value in named.items() if value is cache), None)

@@ -1,7 +1,8 @@
 """ModelRunner: Steps into tokens, on an unmodified transformers model.
 
 Step -> tables.apply -> moves, zeroing, copies -> slots
-     -> [1, tokens] forward: StepCache writes pages, the gather backend attends, PagedMixers go on from states
+     -> [1, tokens] forward, or one a row (forwards): StepCache writes pages, the gather backend attends, PagedMixers go
+        on from states
      -> logits of the rows that sample -> tokens, drafts verified -> StepResult
 """
 
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hybridkv.arguments import instance, integer
 from hybridkv.errors import ConfigError, WorkerError
+from hybridkv.frozen import one_of
 from hybridkv.models import Model
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.runner import step_context
@@ -25,11 +27,20 @@ from hybridkv.runner.attention.attention_gather import GatherBatch
 from hybridkv.runner.attention.attention_window import AttentionWindow
 from hybridkv.runner.attention.cross_attention import CrossAttention, CrossLayer
 from hybridkv.runner.attention.relative_bias import segment_biases
+from hybridkv.runner.attention.row_cache import RowCache
 from hybridkv.runner.attention.step_cache import StepCache
 from hybridkv.runner.encoder_decoder import decode
+from hybridkv.runner.forwards import Forwards, forwards_of, rows_of
 from hybridkv.runner.inputs import require_callable
 from hybridkv.runner.load import require_model
-from hybridkv.runner.probe import cache_arguments, page_layout, probe, set_attention, state_layout
+from hybridkv.runner.probe import (
+    cache_arguments,
+    logits_behind,
+    page_layout,
+    probe,
+    set_attention,
+    state_layout,
+)
 from hybridkv.runner.row_blocks import require_blocks
 from hybridkv.runner.sampling.logprobs import LogprobRows, logprobs_of
 from hybridkv.runner.sampling.rows import NONE_DRAWN, RowState
@@ -59,6 +70,7 @@ class ModelRunner:
     max_model_len: tokens of the longest request. max_batched_tokens: tokens of the largest Step.
     max_encoder_tokens: that cross attention reads of a request; ``cross`` is its side, None for a model without.
     observer: sees the logits of every Step (see Observer); None for nobody.
+    forwards: how its Steps are run; None for what a forward shows it can do.
     undrawn: is told where the edits of a request's logits fail (hybridkv.runner.sampling.edits); None: the Step fails.
     Raises ConfigError when a forward caches other bytes than planned, and for a model that another runner holds;
     UnsupportedModelError for a model that cannot run on pages, or whose mixers were patched.
@@ -76,6 +88,7 @@ class ModelRunner:
         max_encoder_tokens: int = 0,
         observer: Observer | None = None,
         undrawn: Undrawn | None = None,
+        forwards: Forwards | None = None,
     ) -> None:
         require_model(model)
         instance("config", config, KVCacheConfig)
@@ -86,8 +99,8 @@ class ModelRunner:
         max_encoder_tokens = integer("max_encoder_tokens", max_encoder_tokens, 0, MOST_COUNT)
         require_callable(observer=observer, undrawn=undrawn)
         step_context.require_free(model)
-        attention_gather.check_attention(model)
         probed = probe(model)
+        self.forwards = forwards_of(model, probed) if forwards is None else one_of(Forwards)("forwards", forwards)
         mixers = state_layout(planned, probed)
         require_class_forwards(mixers.values())
         self.continues = dict(zip(mixers, continuations(list(mixers.values())), strict=True))
@@ -135,7 +148,7 @@ class ModelRunner:
         """From here on the model runs on pages."""
         attention_gather.register()
         self._own_attention: str = self.model.config._attn_implementation
-        set_attention(self.model, attention_gather.NAME)
+        set_attention(self.model, attention_gather.NAME if self.forwards is Forwards.TOGETHER else "eager")
         step_context.attach(self.model, self._context)
         for mixer in self._mixers:
             mixer.install()
@@ -234,6 +247,19 @@ class ModelRunner:
 
     def _forward(self, step: Step, tokens: Int64, wanted: Int64, states: Mapping[int, StateBatch]) -> torch.Tensor:
         """Logits behind each of the tokens at ``wanted``: [n, vocabulary]."""
+        if self.forwards is Forwards.TOGETHER:
+            return self._run(step, tokens, wanted, states)
+        parts, places, first = [], [], 0
+        for one in rows_of(step):
+            behind = first + one.num_tokens
+            mine = np.flatnonzero((first <= wanted) & (wanted < behind))
+            parts.append(self._run(one, tokens[first:behind], wanted[mine] - first, self._state_batches(one)))
+            places.append(mine)
+            first = behind
+        return torch.cat(parts)[self._tensor(np.argsort(np.concatenate(places)))]
+
+    def _run(self, step: Step, tokens: Int64, wanted: Int64, states: Mapping[int, StateBatch]) -> torch.Tensor:
+        """One forward over all of ``step``: as ``_forward``."""
         scheduled = step.num_scheduled.astype(np.int64)
         inside = np.arange(len(tokens)) - np.repeat(np.cumsum(scheduled) - scheduled, scheduled)
         positions = np.repeat(step.num_computed.astype(np.int64), scheduled) + inside
@@ -252,17 +278,15 @@ class ModelRunner:
 
     def _call(self, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         """The model over a flattened step: logits behind the tokens ``keep``, [n, vocabulary]."""
+        if self.forwards is Forwards.BY_ROW:
+            row = RowCache(
+                self._views, self._context, positions, {layer: reach for layer, (_, reach) in self._reads.items()}
+            )
+            return logits_behind(self.model, tokens, keep, cache_arguments(self.model, row, None))
         cache = StepCache(self._views, self._context, positions)
         if self.cross is not None:
             return decode(self.model, tokens, positions, None, caches=(cache, self.cross.cache()), keep=keep)
-        out = self.model(
-            input_ids=tokens[None],
-            use_cache=True,
-            logits_to_keep=keep,
-            **cache_arguments(self.model, cache, positions[None]),
-        )
-        logits: torch.Tensor = out.logits[0]
-        return logits
+        return logits_behind(self.model, tokens, keep, cache_arguments(self.model, cache, positions[None]))
 
     def _state_batches(self, step: Step) -> dict[int, StateBatch]:
         """By group of states."""

@@ -19,11 +19,12 @@ import numpy as np
 import torch
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.errors import UnsupportedModelError
+from hybridkv.errors import HybridKVError, UnsupportedModelError
 from hybridkv.planner import Plan
 from hybridkv.request import Request, SamplingParams
 from hybridkv.runner import step_context
 from hybridkv.runner.encoder_decoder import is_encoder_decoder
+from hybridkv.runner.forwards import Forwards, forwards_of
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.planning import plan_for
 from hybridkv.runner.probe import attention_implementation, planner_model, probe
@@ -47,8 +48,8 @@ _SEED: Final = 11
 _FEWEST: Final = 8
 
 _Kind = tuple[type, str, torch.dtype, str, str | None, int]
-_COMPARED: Final[dict[_Kind, None]] = {}
-"""Those that said the same; the oldest goes first."""
+_COMPARED: Final[dict[_Kind, Forwards]] = {}
+"""Those that said the same, and how they did; the oldest goes first."""
 _MOST_KINDS: Final = 64
 
 
@@ -67,12 +68,13 @@ class Report:
     """worst: by regime, the largest difference, as a share of the largest logit, and behind how many tokens.
 
     bound: differences up to it are rounding. context: by how much the last logits differ where other tokens come before
-    the last few: what is not above ``bound`` would hide a wrong context.
+    the last few: what is not above ``bound`` would hide a wrong context. failed: what the model raised, "" for nothing.
     """
 
     worst: Mapping[str, tuple[float, int]]
     bound: float
     context: float
+    failed: str = ""
 
     @property
     def wrong(self) -> str:
@@ -82,39 +84,63 @@ class Report:
             for regime, (most, at) in self.worst.items()
             if not most <= self.bound
         ]
-        return ", ".join(said)
+        return ", ".join(said) or self.failed
 
 
-def require_same(loaded: LoadedModel, plan: Plan) -> None:
-    """Raise UnsupportedModelError, with what differs, for a model that says something else on pages than alone.
+def require_same(loaded: LoadedModel, plan: Plan) -> Forwards | None:
+    """How ``loaded`` says the same on pages as alone: rows together, else row by row. None where nothing was compared.
 
-    Some ten short forwards, once in a process for models that are alike but for their weights. Encoder-decoders, and
-    plans for requests of a few tokens, are not compared. A line in the log where the weights are such that a wrong
-    context would not show.
+    Some ten short forwards each way, once in a process for models that are alike but for their weights.
+    Encoder-decoders, and plans for requests of a few tokens, are not compared. A line in the log where the weights are
+    such that a wrong context would not show, and for rows that run one by one.
+    Raises UnsupportedModelError, with what differs, for a model that says something else either way.
     """
     length = min(_length(plan), plan.max_model_len - 1)
     if is_encoder_decoder(loaded.model) or length < _FEWEST:
-        return
+        return None
     kind = _kind_of(loaded, plan)
     if kind is not None and kind in _COMPARED:
-        return
+        return _COMPARED[kind]
     step_context.require_free(loaded.model)
     probed = probe(loaded.model)  # what cannot run on pages at all is refused for that
-    name, report = type(loaded.model).__name__, compare(loaded, plan, length)
+    first = forwards_of(loaded.model, probed)
+    name, report = type(loaded.model).__name__, _tried(loaded, plan, length, first)
+    if report.wrong and not report.failed and depends_on_calls(probed.mixers):
+        return first  # alone, too: its mixers were compared one by one, and the log tells
+    if report.wrong and first is Forwards.TOGETHER:
+        first, report = Forwards.BY_ROW, _tried(loaded, plan, length, Forwards.BY_ROW)
+    _require_right(name, report)
+    if first is Forwards.BY_ROW:
+        logger.info("%s: each row of a step runs in a forward of its own", name)
+    if report.context <= report.bound:
+        logger.info("%s: a wrong context would not show in its logits (%.2g)", name, report.context)
+    elif kind is not None:
+        _COMPARED[kind] = first
+        if len(_COMPARED) > _MOST_KINDS:
+            del _COMPARED[next(iter(_COMPARED))]
+    return first
+
+
+def _require_right(name: str, report: Report) -> None:
+    """UnsupportedModelError for what is wrong."""
+    if report.failed:
+        raise UnsupportedModelError(f"{name} does not run on pages: not supported ({report.failed})")
     if report.wrong:
-        if depends_on_calls(probed.mixers):  # alone, too: its mixers were compared one by one, and the log tells
-            return
         raise UnsupportedModelError(
             f"{name} says something else on pages than alone: largest difference of two logits, as a share of the "
             f"largest one: {report.wrong} (bound {report.bound:.2g}); some layer does more than attend over what it "
             "keeps"
         )
-    if report.context <= report.bound:
-        logger.info("%s: a wrong context would not show in its logits (%.2g)", name, report.context)
-    elif kind is not None:
-        _COMPARED[kind] = None
-        if len(_COMPARED) > _MOST_KINDS:
-            del _COMPARED[next(iter(_COMPARED))]
+
+
+def _tried(loaded: LoadedModel, plan: Plan, length: int, forwards: Forwards) -> Report:
+    """``compare``; a Report that is wrong where the model raises."""
+    try:
+        return compare(loaded, plan, length, forwards)
+    except (HybridKVError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - a model that was handed what it does not expect raises anything
+        return Report({}, 0.0, 0.0, failed=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
 def _kind_of(loaded: LoadedModel, plan: Plan) -> _Kind | None:
@@ -138,7 +164,7 @@ def _length(plan: Plan) -> int:
     return max([_TOKENS, *(span + _TOKENS // 3 for span in spans if span + _TOKENS // 3 <= _LONGEST)])
 
 
-def compare(loaded: LoadedModel, plan: Plan, length: int) -> Report:
+def compare(loaded: LoadedModel, plan: Plan, length: int, forwards: Forwards) -> Report:
     """Prompts of up to ``length`` tokens, at least 8, plain and on pages laid out as ``plan`` has them."""
     model, draw = loaded.model, np.random.default_rng(_SEED)
     first, second, other = (draw.integers(0, loaded.vocab_size, length).tolist() for _ in range(3))
@@ -154,7 +180,7 @@ def compare(loaded: LoadedModel, plan: Plan, length: int) -> Report:
         elsewhere = _plain(loaded, [*other[: length - length // 8], *first[length - length // 8 :]])
     context = difference(elsewhere[-1], plain[0][-1])
     worst = dict[str, tuple[float, int]]()
-    for one, logits in _on_pages(loaded, plan, prompts, asked).items():
+    for one, logits in _on_pages(loaded, plan, prompts, asked, forwards).items():
         found = difference(logits, plain[one.prompt][one.tokens - 1])
         worst[one.regime] = max(worst.get(one.regime, (0.0, 0)), (found, one.tokens))
     return Report(worst, max(TOLERANCE.get(model.dtype, 2e-1), 4 * noise), context)
@@ -173,7 +199,7 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _on_pages(
-    loaded: LoadedModel, plan: Plan, prompts: Sequence[Sequence[int]], asked: Sequence[Asked]
+    loaded: LoadedModel, plan: Plan, prompts: Sequence[Sequence[int]], asked: Sequence[Asked], forwards: Forwards
 ) -> dict[Asked, torch.Tensor]:
     """The logits behind each, float32[vocabulary], from a runner of its own."""
     lengths = [len(prompt) + 1 for prompt in prompts] * 3
@@ -188,6 +214,7 @@ def _on_pages(
         max_model_len=small.max_model_len,
         max_batched_tokens=limits.max_batched_tokens,
         observer=noted,
+        forwards=forwards,
     )
     try:
         cache = KVCacheManager(small)

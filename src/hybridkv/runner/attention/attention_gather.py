@@ -23,12 +23,11 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hybridkv.errors import UnsupportedModelError, WorkerError
 from hybridkv.runner.attention.attention_window import AttentionWindow
-from hybridkv.runner.encoder_decoder import is_encoder_decoder
 from hybridkv.runner.step_context import CONTEXT, StepContext
 from hybridkv.step import Step
 from hybridkv.worker import BlockTable
@@ -285,18 +284,6 @@ def eager_function(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor,
         )
     function: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = found
     return function
-
-
-def check_attention(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError unless every attention module of ``model`` can run on gathered contexts.
-
-    Of an encoder-decoder, those of the decoder: what is not causal there is cross attention.
-    """
-    crosses = is_encoder_decoder(model)
-    for module in attention_modules(model.get_decoder() if crosses else model):
-        eager_function(module)
-        if not (module.is_causal or crosses):
-            raise UnsupportedModelError(f"{type(module).__name__} attends in both directions: not supported")
 
 
 def attention_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -40,7 +40,7 @@ class StepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """False: what is asked for is a mask of padding, and there is none."""
         return False
 
-    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor | int:
         """What makes positions of places in the step: int64[tokens], position less place, other in every row.
 
         Models are handed positions, but Llama 4 makes them anew as ``arange(tokens)`` plus this, to scale the queries

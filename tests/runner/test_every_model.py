@@ -1,0 +1,99 @@
+"""Every causal language model of transformers that an engine runs, small, in six regimes against plain transformers."""
+
+import re
+from pathlib import Path
+
+import pytest
+from every_model import BEGIN, END, LONGEST, MEMORY, MODEL_TYPES, configs, context, tried
+from regimes import Regimes
+from runner_support import TOLERANCE, EngineFactory, shared_prompts
+from shrunk_models import small_model
+
+from hybridkv.errors import HybridKVError, UnsupportedModelError
+from hybridkv.runner import Engine
+from hybridkv.runner.attention.attention_gather import NAME
+from hybridkv.runner.forwards import Forwards
+from hybridkv.runner.load import wrap
+from hybridkv.runner.probe import attention_implementation
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+PROMPTS, PREFIX, LONGEST_TAIL, OUTPUT = 5, 8, 16, 16
+NEAR_TIES = 2
+
+SAMPLE = {
+    "bloom": Forwards.BY_ROW,  # ALiBi made of a mask's length
+    "cohere2": Forwards.TOGETHER,  # windows, full layers without positions, scaled logits
+    "falcon": Forwards.BY_ROW,  # one KV head, attention of its own
+    "gemma4_text": Forwards.BY_ROW,  # layers that share keys and values, soft caps, sandwich norms
+    "got_ocr2": Forwards.BY_ROW,  # the text part of a model of images
+    "gpt2": Forwards.TOGETHER,  # learned positions
+    "gptj": Forwards.BY_ROW,  # partial rotary
+    "lfm2_moe": Forwards.TOGETHER,  # states, experts
+    "minicpm3": Forwards.TOGETHER,  # MLA
+    "olmo2": Forwards.TOGETHER,  # QK norm
+    "qwen3_moe": Forwards.TOGETHER,  # experts
+    "roberta": Forwards.BY_ROW,  # positions that begin at another number
+}
+"""One of each kind, and how it runs: CI; the rest is `make test-all`'s."""
+
+
+def _runs() -> list[str]:
+    """What the document says."""
+    rows = DOCUMENT.read_text("utf-8").split(BEGIN)[1].split(END)[0].split("| does not run |")[0]
+    return re.findall(r"^\| ([^ |]+) \| \d", rows, re.MULTILINE)
+
+
+ALL = [pytest.param(one, marks=() if one in SAMPLE else pytest.mark.thorough) for one in _runs()]
+
+
+@pytest.mark.parametrize("model_type", ALL)
+def test_six_regimes_of_any_model_equal_plain_transformers(model_type: str, make_engine: EngineFactory) -> None:
+    model = small_model(model_type)
+    assert context(model) > 10 * TOLERANCE
+    prompts = shared_prompts(PROMPTS, 1, PREFIX, LONGEST_TAIL)
+    regimes = Regimes(make_engine, wrap(model, None, model_type), prompts, OUTPUT, failing=(6, 14))
+    found = regimes.compare()
+    assert found.tokens == (len(found.regimes) + 1) * PROMPTS * OUTPUT
+    assert found.near_ties <= NEAR_TIES
+
+
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_how_a_step_becomes_forwards_is_seen_at_load(model_type: str) -> None:
+    with Engine(small_model(model_type), memory=MEMORY, max_model_len=LONGEST) as engine:
+        assert engine.runner.forwards is SAMPLE[model_type]
+
+
+@pytest.mark.parametrize("model_type", [pytest.param(one, marks=pytest.mark.thorough) for one in MODEL_TYPES])
+def test_the_document_says_which_models_run(model_type: str) -> None:
+    assert (tried(model_type).outcome == "runs") == (model_type in _runs())
+
+
+def test_at_least_149_model_types_run() -> None:
+    assert len(_runs()) >= 149
+    assert set(SAMPLE) <= set(_runs())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "match"),
+    [
+        ("bigbird_pegasus", "attends in both directions"),
+        ("deepseek_v32", "an indexer's keys are kept beside keys and values"),
+        ("moshi", "says something else on pages than alone"),
+        ("openai-gpt", "layers keep nothing"),
+        ("zaya", "does not run on pages: not supported"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(model_type: str, match: str) -> None:
+    model = small_model(model_type)
+    own = {id(one): one._attn_implementation for one in configs(model)}
+    with pytest.raises(HybridKVError, match=match):
+        Engine(model, memory=MEMORY, max_model_len=LONGEST)
+    assert {id(one): one._attn_implementation for one in configs(model)} == own
+
+
+def test_an_attention_that_cannot_be_switched_leaves_every_part_as_it_was() -> None:
+    model = small_model("got_ocr2")  # its whole has no attention of its own to switch, its text part has
+    own = [one._attn_implementation for one in configs(model)]
+    with pytest.raises(UnsupportedModelError, match="AttentionInterface"), attention_implementation(model, NAME):
+        pass
+    assert [one._attn_implementation for one in configs(model)] == own
