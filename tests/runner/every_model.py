@@ -23,7 +23,8 @@ from hybridkv.errors import HybridKVError
 from hybridkv.models import read_model
 from hybridkv.models.families import NOT_YET
 from hybridkv.runner import Engine
-from hybridkv.runner.self_check import TOLERANCE, difference
+from hybridkv.runner.self_check import TOLERANCE
+from hybridkv.runner.states.continuation import difference
 
 BEGIN, END = "<!-- of engines, written by tests/runner/every_model.py -->", "<!-- end -->"
 MODEL_TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))

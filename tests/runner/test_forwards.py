@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hybridkv.errors import ConfigError
 from hybridkv.runner import Engine, EngineOptions, byte_tokenizer, tiny_model, wrap
 from hybridkv.runner.forwards import Forwards
-from hybridkv.runner.probe import cache_arguments
+from hybridkv.runner.model_call import ModelCall
 
 PROMPTS = shared_prompts(3, 2)
 OUTPUT = 8
@@ -96,7 +96,7 @@ class Wrapping(PreTrainedModel):  # type: ignore[misc]  # transformers is not ty
 def test_a_forward_that_names_nothing_is_given_positions_where_there_is_attention() -> None:
     positions = torch.arange(3)[None]
     for name, wanted in (("llama", True), ("mamba", False)):
-        arguments = cache_arguments(Wrapping(loaded_model(name).model), Cache(layers=[]), positions)
+        arguments = ModelCall.of(Wrapping(loaded_model(name).model)).arguments(Cache(layers=[]), positions)
         assert ("position_ids" in arguments) == wanted
 
 

@@ -14,7 +14,8 @@ from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import Model, read_model
 from hybridkv.planner import plan
 from hybridkv.runner import TINY_MODELS, tiny_model
-from hybridkv.runner.probe import Probed, cache_arguments, page_layout, planner_model, planner_view, probe, state_layout
+from hybridkv.runner.model_call import ModelCall
+from hybridkv.runner.probe import Probed, page_layout, planner_model, planner_view, probe, state_layout
 from hybridkv.runner.states.recurrent import MixerState, RecurrentMixer, StateKind
 from hybridkv.specs import Keeps, MambaSpec
 from hybridkv.worker import PagedStorage, PagePart
@@ -42,7 +43,7 @@ def own_cache(model: PreTrainedModel, tokens: int) -> DynamicCache:
     held = DynamicCache(config=model.config)
     positions = torch.arange(tokens)[None]
     with torch.inference_mode():
-        model(input_ids=positions + 40, use_cache=True, **cache_arguments(model, held, positions))
+        model(input_ids=positions + 40, use_cache=True, **ModelCall.of(model).arguments(held, positions))
     return held
 
 

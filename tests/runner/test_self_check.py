@@ -1,7 +1,7 @@
 """The self-check at load: who says something else on pages than alone is refused, with what differs."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from hybridkv.errors import UnsupportedModelError
 from hybridkv.planner import Plan
 from hybridkv.runner import Engine, EngineOptions, LoadedModel, self_check
 from hybridkv.runner.forwards import Forwards
+from hybridkv.runner.states.continuation import difference
 from hybridkv.runner.tiny import tiny_model
 
 MEMORY = "4MiB"
@@ -77,9 +78,9 @@ def test_models_that_are_alike_are_compared_once_unless_they_have_code_of_their_
     compared = []
     compare = self_check.compare
 
-    def counted(loaded: LoadedModel, plan: Plan, length: int, forwards: Forwards) -> self_check.Report:
+    def counted(loaded: LoadedModel, plan: Plan, alone: self_check.Alone, forwards: Forwards) -> self_check.Report:
         compared.append(loaded)
-        return compare(loaded, plan, length, forwards)
+        return compare(loaded, plan, alone, forwards)
 
     monkeypatch.setattr(self_check, "compare", counted)
     for seed in (0, 1):
@@ -91,6 +92,40 @@ def test_models_that_are_alike_are_compared_once_unless_they_have_code_of_their_
     shifted(broken)
     with pytest.raises(UnsupportedModelError):
         engine(broken)
+
+
+def counts_behind_its_cache(model: LlamaForCausalLM) -> None:
+    """Positions from one length of the cache, which a step of several requests does not have."""
+
+    def count(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        past, tokens = kwargs.get("past_key_values"), kwargs["input_ids"].shape[1]
+        before = 0 if past is None else int(past.get_seq_length())
+        return args, kwargs | {"position_ids": (torch.arange(tokens) + before)[None]}
+
+    model.model.register_forward_pre_hook(count, with_kwargs=True)
+
+
+def test_rows_that_run_one_by_one_say_why_and_the_model_speaks_alone_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, alone, plain = tiny_model("llama", 0), list[Sequence[int]](), self_check._plain
+    counts_behind_its_cache(model)
+
+    def counted(loaded: LoadedModel, prompt: Sequence[int]) -> torch.Tensor:
+        alone.append(prompt)
+        return plain(loaded, prompt)
+
+    monkeypatch.setattr(self_check, "_plain", counted)
+    with caplog.at_level(logging.INFO, "hybridkv"), engine(model) as made:
+        assert made.runner.forwards is Forwards.BY_ROW
+    assert "in a forward of its own (together: " in caplog.text
+    assert len(alone) == 4
+
+
+def test_logits_that_are_no_numbers_differ() -> None:
+    nan = torch.tensor([float("nan"), 1.0])
+    assert difference(nan, torch.ones(2)) == difference(torch.ones(2), nan) == float("inf")
+    assert difference(torch.ones(2), torch.full((2,), 2.0)) == 0.5
 
 
 def test_weights_that_would_hide_a_wrong_context_are_told(caplog: pytest.LogCaptureFixture) -> None:

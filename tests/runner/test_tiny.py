@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hybridkv.errors import ConfigError
 from hybridkv.runner import TINY_ENCODER_DECODERS, TINY_MODELS, tiny_model
-from hybridkv.runner.probe import cache_arguments
+from hybridkv.runner.model_call import ModelCall
 
 torch.set_num_threads(1)
 
@@ -49,7 +49,8 @@ def model_and_tokens(name: str) -> tuple[PreTrainedModel, torch.Tensor]:
 def extend(model: PreTrainedModel, tokens: torch.Tensor, cached: DynamicCache, start: int) -> torch.Tensor:
     """Logits [rows, tokens, vocabulary] of ``tokens`` behind what is cached."""
     positions = torch.arange(start, start + tokens.shape[1])[None].expand(tokens.shape)
-    logits: torch.Tensor = model(input_ids=tokens, use_cache=True, **cache_arguments(model, cached, positions)).logits
+    arguments = ModelCall.of(model).arguments(cached, positions)
+    logits: torch.Tensor = model(input_ids=tokens, use_cache=True, **arguments).logits
     return logits
 
 

@@ -24,7 +24,8 @@ def test_a_plan_for_people() -> None:
         "a token takes     320 KiB\n",
         "memory            40 GiB; 0 B left over\n",
         "padding           0 B in the 512 blocks of a longest request\n",
-        "given out in      8,192 pieces of 5 MiB, one of them always empty\n",
+        "given out in      8,192 slabs of 5 MiB, one of them always empty\n",
+        "a slab holds      as many blocks of one group as fit\n",
     ):
         assert said in text
     assert "\x1b" not in text
@@ -35,7 +36,7 @@ def test_a_plan_for_people() -> None:
     assert text.splitlines()[2].startswith("tokens ")
 
 
-INSIDE = ("slab", "null", "Spec", "admission_limit", "stops kept")
+INSIDE = ("null", "Spec", "admission_limit", "stops kept")
 """Words of the code and of JSON documents."""
 
 
@@ -94,7 +95,7 @@ def test_a_natural_plan_for_people_and_programs(tmp_path: Path) -> None:
     text = run("plan", *options).stdout
     assert re.search(r"0 +10 x window +16 +128 KiB +1\.25 MiB +0 B +1 *\n", text)
     assert re.search(r"5 +2 x window +16 +128 KiB +256 KiB +0 B +5 *\n", text)
-    assert "given out in      32,768 pieces of 1.25 MiB, one of them always empty\n" in text
+    assert "given out in      32,768 slabs of 1.25 MiB, one of them always empty\n" in text
     path = tmp_path / "plan.json"
     path.write_text(run("plan", *options, "--json").stdout, "utf-8")
     assert run("plan", "--plan", path).stdout == text
@@ -178,7 +179,7 @@ def test_a_folder_is_planned(tmp_path: Path) -> None:
             "blocks of 16 tokens are no multiple of the kernel's 5",
         ),
         (("plan", "llama-3-8b", "--memory", "4GiB", "--compare", "--layout", "natural", "--json"), "drop --layout, --"),
-        (("plan", "llama-3-8b", "--memory", "1MiB", "--compare"), "513 pieces of 2 MiB, one of them always empty"),
+        (("plan", "llama-3-8b", "--memory", "1MiB", "--compare"), "513 slabs of 2 MiB, one of them always empty"),
         (("plan", "--compare"), "CONFIG is missing"),
         (
             ("plan", "llama-3-8b", "--memory", "4GiB", "--placement", "all"),

@@ -12,6 +12,7 @@ from hybridkv.models.reading import ASSUMED, CONFIG, DEFAULT, GIVEN
 from hybridkv.planner import plan, plan_from_json, plan_to_json
 from hybridkv.simulator.cost import StepCost
 from hybridkv.specs import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+from hybridkv.units import format_bytes
 
 STRANGER: dict[str, object] = {
     "model_type": "stranger",
@@ -205,13 +206,13 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert text.index("\nread\n") < text.index("\nassumed\n")
     types = '["full_attention", "sliding_attention", "sliding_attention", "full_attention"]'
     options = ("--set", "num_key_value_heads=2", "--set", "sliding_window=16", "--set", f"layer_types={types}")
-    assert "x SlidingWindowSpec" in run("plan", path, "--memory", "1MiB", *options).stdout
+    assert "x window" in run("plan", path, "--memory", "1MiB", *options).stdout
     assert "--set 'num_key_value_heads' is no FIELD=VALUE" in error(
         "plan", path, "--memory", "1MiB", "--set", "num_key_value_heads"
     )
     assert "drop --set" in error("plan", "--plan", path, "--set", "a=1")
     states = run("plan", "nemotron-h-8b", "--memory", "40GiB", "--state-dtype", "fp32").stdout
-    assert f"{read_model('nemotron-h-8b', state_dtype='fp32').state_bytes:,} B of states" in states
+    assert f"a state takes     {format_bytes(read_model('nemotron-h-8b', state_dtype='fp32').state_bytes)}\n" in states
 
 
 def test_time_needs_weights_that_somebody_counted() -> None:

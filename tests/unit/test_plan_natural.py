@@ -252,7 +252,7 @@ def test_too_little_memory_says_what_would_fit() -> None:
     with pytest.raises(CapacityError) as raised:
         plan(model, GiB, layout="natural")
     message = str(raised.value)
-    assert "2545 slabs of 2.06 MiB, the null slab included" in message
+    assert "2545 slabs of 2.06 MiB, one of them always empty" in message
     shorter = int(message.rsplit(" ", 1)[1])
     assert plan(model, GiB, max_model_len=shorter, layout="natural").capacity.longest_context == shorter
     assert plan(model, needed_bytes(message), layout="natural").capacity.longest_context == 262_144

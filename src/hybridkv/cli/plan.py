@@ -150,7 +150,7 @@ def show_plan(plan: Plan) -> None:
     longest = f"{format_count(holds.longest_context)} tokens"
     fit = "any number" if holds.tokens_that_fit is None else format_count(holds.tokens_that_fit)
     blocks = sum(one.blocks_per_request for one in holds.groups)
-    piece = "block" if plan.config.slabs is None else "piece"
+    unit = plan.config.unit
     print_facts(
         {
             "requests": f"{floor(holds.concurrency)} at once, of {longest} each, sharing nothing",
@@ -161,8 +161,9 @@ def show_plan(plan: Plan) -> None:
             **_rules(plan),
             "memory": f"{format_bytes(holds.memory_bytes)}; {format_bytes(holds.unused_bytes)} left over",
             "padding": f"{format_bytes(holds.padding_bytes)} in the {format_count(blocks)} blocks of a longest request",
-            "given out in": f"{format_count(holds.num_blocks)} {piece}s of {format_bytes(holds.block_bytes)}, "
-            "one of them always empty",
+            "given out in": f"{format_count(holds.num_blocks)} {unit}s of {format_bytes(holds.block_bytes)}"
+            ", one of them always empty",
+            **({"a slab holds": "as many blocks of one group as fit"} if plan.config.slabs else {}),
             **({} if model.dtype_from is None else {"keys and values": f"{model.dtype}, by {model.dtype_from}"}),
         }
     )
@@ -174,10 +175,10 @@ def show_plan(plan: Plan) -> None:
 
 
 def _groups(plan: Plan) -> Table:
-    """Of each group its layers and blocks; of layers that share pieces, how many blocks one holds."""
+    """Of each group its layers and blocks; of layers that share slabs, how many blocks one holds."""
     slabs = plan.config.slabs
     columns = ("group", "layers", "tokens", "a layer", "a block", "padding")
-    shown = table(*columns, *(("in a piece",) if slabs else ()), numbers_from=2)
+    shown = table(*columns, *(("in a slab",) if slabs else ()), numbers_from=2)
     for at, group in enumerate(plan.capacity.groups):
         sizes = (group.page_bytes, group.block_bytes, group.padding_bytes)
         shown.add_row(

@@ -232,7 +232,7 @@ def _too_small(
 
     config: what the memory holds, or the null block alone. needed: blocks or slabs, that of null included.
     """
-    unit, each_bytes = "block" if config.slabs is None else "piece", config.unit_bytes
+    unit, each_bytes = config.unit, config.unit_bytes
     fit = tokens_that_fit(config, limits)
     shorter = f", or lower max_model_len (--max-model-len) to {fit}" if fit else ""
     return CapacityError(

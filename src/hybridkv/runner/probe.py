@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import Layer, Model, read_model
-from hybridkv.runner.attention.attention_gather import attention_modules
 from hybridkv.runner.encoder_decoder import decode, is_encoder_decoder
+from hybridkv.runner.model_call import ModelCall
 from hybridkv.runner.states.recurrent import MixerState, RecurrentMixer, StateKind
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
@@ -220,51 +220,9 @@ def _forward(model: PreTrainedModel, cache: ProbeCache, crossed: ProbeCache) -> 
         encoded = torch.zeros((1, PROBE_TOKENS, model.config.hidden_size), dtype=model.dtype, device=model.device)
         decode(model, ids, positions, encoded, caches=(cache, crossed))
         return True
-    arguments = cache_arguments(model, cache, positions[None])
-    model(input_ids=ids[None], use_cache=True, **arguments)
-    return "position_ids" in arguments
-
-
-def cache_arguments(model: PreTrainedModel, cache: Cache, positions: torch.Tensor | None) -> dict[str, Any]:
-    """``cache`` and int64[rows, tokens] ``positions`` under the names that the forward of ``model`` has for them.
-
-    Models of recurrent layers alone call the cache ``cache_params`` and know no positions. A forward that hands on
-    whatever it gets is given positions where there is attention. positions: None where the model makes its own.
-    """
-    known, hands_on = _parameters(model)
-    arguments: dict[str, Any] = {"cache_params" if "cache_params" in known else "past_key_values": cache}
-    if positions is not None and ("position_ids" in known or (hands_on and any(attention_modules(model)))):
-        arguments["position_ids"] = positions
-    return arguments
-
-
-def logits_behind(
-    model: PreTrainedModel, tokens: torch.Tensor, keep: torch.Tensor, arguments: Mapping[str, Any]
-) -> torch.Tensor:
-    """Logits [k, vocabulary] of a forward over int64[tokens] ``tokens`` behind those at int64[k] ``keep``.
-
-    A forward that knows no ``logits_to_keep`` computes all of them.
-    """
-    if "logits_to_keep" in _parameters(model)[0]:
-        behind: torch.Tensor = model(input_ids=tokens[None], use_cache=True, logits_to_keep=keep, **arguments).logits[0]
-        return behind
-    every: torch.Tensor = model(input_ids=tokens[None], use_cache=True, **arguments).logits[0]
-    return every[keep]
-
-
-def _parameters(model: PreTrainedModel) -> tuple[set[str], bool]:
-    """What the forward of ``model`` takes by name, and whether it takes anything else, too.
-
-    One that does, in a subclass or on the instance, hands it on to the forward that it replaced: to the next class's.
-    """
-    classes = [vars(one) for one in type(model).__mro__ if issubclass(one, PreTrainedModel)]
-    known: set[str] = set()
-    for forward in (model.forward, *(one["forward"] for one in classes if "forward" in one)):
-        parameters = inspect.signature(forward).parameters
-        known |= set(parameters)
-        if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
-            return known, False
-    return known, True
+    call = ModelCall.of(model)
+    model(input_ids=ids[None], use_cache=True, **call.arguments(cache, positions[None]))
+    return call.takes_positions
 
 
 @contextmanager

@@ -33,9 +33,8 @@ from hybridkv.runner.encoder_decoder import decode
 from hybridkv.runner.forwards import Forwards, forwards_of, rows_of
 from hybridkv.runner.inputs import require_callable
 from hybridkv.runner.load import require_model
+from hybridkv.runner.model_call import ModelCall
 from hybridkv.runner.probe import (
-    cache_arguments,
-    logits_behind,
     page_layout,
     probe,
     set_attention,
@@ -105,6 +104,7 @@ class ModelRunner:
         require_class_forwards(mixers.values())
         self.continues = dict(zip(mixers, continuations(list(mixers.values())), strict=True))
         self.model, self.config, self.observer = model, config, observer
+        self._model_call = ModelCall.of(model)
         self._undrawn, self._request_of_row = undrawn, dict[int, str]()
         self._device = model.device
         self.storage = PagedStorage(config, page_layout(planned, probed), self._device)
@@ -282,11 +282,11 @@ class ModelRunner:
             row = RowCache(
                 self._views, self._context, positions, {layer: reach for layer, (_, reach) in self._reads.items()}
             )
-            return logits_behind(self.model, tokens, keep, cache_arguments(self.model, row, None))
+            return self._model_call.logits_behind(tokens, keep, row, None)
         cache = StepCache(self._views, self._context, positions)
         if self.cross is not None:
             return decode(self.model, tokens, positions, None, caches=(cache, self.cross.cache()), keep=keep)
-        return logits_behind(self.model, tokens, keep, cache_arguments(self.model, cache, positions[None]))
+        return self._model_call.logits_behind(tokens, keep, cache, positions)
 
     def _state_batches(self, step: Step) -> dict[int, StateBatch]:
         """By group of states."""

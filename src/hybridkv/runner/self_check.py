@@ -30,9 +30,8 @@ from hybridkv.runner.planning import plan_for
 from hybridkv.runner.probe import attention_implementation, planner_model, probe
 from hybridkv.runner.runner import ModelRunner
 from hybridkv.runner.sampling.verify import Draws
-from hybridkv.runner.states.continuation import depends_on_calls
+from hybridkv.runner.states.continuation import depends_on_calls, difference
 from hybridkv.schedule import Scheduler, SchedulerLimits
-from hybridkv.specs import ChunkedLocalAttentionSpec, SlidingWindowSpec
 from hybridkv.step import Step
 
 logger = logging.getLogger(__name__)
@@ -63,17 +62,34 @@ class Asked:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Alone:
+    """What the model says without pages. logits: float32[tokens, vocabulary] behind every token of each of ``prompts``.
+
+    bound: differences up to it are rounding. context: by how much the last logits differ where other tokens come before
+    the last few: what is not above ``bound`` would hide a wrong context.
+    """
+
+    prompts: tuple[list[int], ...]
+    logits: tuple[torch.Tensor, ...]
+    bound: float
+    context: float
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest prompt."""
+        return len(self.prompts[0])
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """worst: by regime, the largest difference, as a share of the largest logit, and behind how many tokens.
 
-    bound: differences up to it are rounding. context: by how much the last logits differ where other tokens come before
-    the last few: what is not above ``bound`` would hide a wrong context. failed: what the model raised, "" for nothing.
+    bound: differences up to it are rounding. failed: what the model raised, "" for nothing.
     """
 
     worst: Mapping[str, tuple[float, int]]
     bound: float
-    context: float
     failed: str = ""
 
     @property
@@ -104,16 +120,19 @@ def require_same(loaded: LoadedModel, plan: Plan) -> Forwards | None:
     step_context.require_free(loaded.model)
     probed = probe(loaded.model)  # what cannot run on pages at all is refused for that
     first = forwards_of(loaded.model, probed)
-    name, report = type(loaded.model).__name__, _tried(loaded, plan, length, first)
+    name, alone = type(loaded.model).__name__, said_alone(loaded, length)
+    report = _tried(loaded, plan, alone, first)
     if report.wrong and not report.failed and depends_on_calls(probed.mixers):
         return first  # alone, too: its mixers were compared one by one, and the log tells
+    together = ""
     if report.wrong and first is Forwards.TOGETHER:
-        first, report = Forwards.BY_ROW, _tried(loaded, plan, length, Forwards.BY_ROW)
+        together = f" (together: {report.wrong})"
+        first, report = Forwards.BY_ROW, _tried(loaded, plan, alone, Forwards.BY_ROW)
     _require_right(name, report)
     if first is Forwards.BY_ROW:
-        logger.info("%s: each row of a step runs in a forward of its own", name)
-    if report.context <= report.bound:
-        logger.info("%s: a wrong context would not show in its logits (%.2g)", name, report.context)
+        logger.info("%s: each row of a step runs in a forward of its own%s", name, together)
+    if alone.context <= report.bound:
+        logger.info("%s: a wrong context would not show in its logits (%.2g)", name, alone.context)
     elif kind is not None:
         _COMPARED[kind] = first
         if len(_COMPARED) > _MOST_KINDS:
@@ -133,14 +152,14 @@ def _require_right(name: str, report: Report) -> None:
         )
 
 
-def _tried(loaded: LoadedModel, plan: Plan, length: int, forwards: Forwards) -> Report:
+def _tried(loaded: LoadedModel, plan: Plan, alone: Alone, forwards: Forwards) -> Report:
     """``compare``; a Report that is wrong where the model raises."""
     try:
-        return compare(loaded, plan, length, forwards)
+        return compare(loaded, plan, alone, forwards)
     except (HybridKVError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # noqa: BLE001 - a model that was handed what it does not expect raises anything
-        return Report({}, 0.0, 0.0, failed=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        return Report({}, alone.bound, failed=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
 def _kind_of(loaded: LoadedModel, plan: Plan) -> _Kind | None:
@@ -155,35 +174,37 @@ def _kind_of(loaded: LoadedModel, plan: Plan) -> _Kind | None:
 
 def _length(plan: Plan) -> int:
     """Tokens of a prompt: past the longest window or chunk that is not long."""
-    spans = [
-        spec.sliding_window if isinstance(spec, SlidingWindowSpec) else spec.attention_chunk_size
-        for group in plan.config.groups
-        for spec in group.layer_specs
-        if isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec)
-    ]
-    return max([_TOKENS, *(span + _TOKENS // 3 for span in spans if span + _TOKENS // 3 <= _LONGEST)])
+    masks = (spec.mask for group in plan.config.groups for spec in group.layer_specs)
+    ends = [span + _TOKENS // 3 for mask in masks for span in mask if span is not None]
+    return max([_TOKENS, *(end for end in ends if end <= _LONGEST)])
 
 
-def compare(loaded: LoadedModel, plan: Plan, length: int, forwards: Forwards) -> Report:
-    """Prompts of up to ``length`` tokens, at least 8, plain and on pages laid out as ``plan`` has them."""
-    model, draw = loaded.model, np.random.default_rng(_SEED)
+def said_alone(loaded: LoadedModel, length: int) -> Alone:
+    """What ``loaded`` says to prompts of up to ``length`` tokens, at least 8. Raises what the model raises."""
+    draw = np.random.default_rng(_SEED)
     first, second, other = (draw.integers(0, loaded.vocab_size, length).tolist() for _ in range(3))
-    prompts, third = (first, second[: length // 2]), length // 3
-    ends = sorted({third, third + 1, length - 1, length})
-    asked = [Asked("cold", 0, 0, third), Asked("cold", 0, 1, third // 2)]
-    asked += [Asked("chunked", 1, prompt, len(tokens)) for prompt, tokens in enumerate(prompts)]
-    asked += [Asked("warm", 2 + wave, 0, end) for wave, end in enumerate(ends)]
+    prompts = (first, second[: length // 2])
     with torch.inference_mode():
-        plain = [_plain(loaded, tokens) for tokens in prompts]
-        with attention_implementation(model, "eager"):
-            noise = difference(_plain(loaded, first), plain[0])
+        logits = tuple(_plain(loaded, tokens) for tokens in prompts)
+        with attention_implementation(loaded.model, "eager"):
+            noise = difference(_plain(loaded, first), logits[0])
         elsewhere = _plain(loaded, [*other[: length - length // 8], *first[length - length // 8 :]])
-    context = difference(elsewhere[-1], plain[0][-1])
+    bound = max(TOLERANCE.get(loaded.model.dtype, 2e-1), 4 * noise)
+    return Alone(prompts, logits, bound, context=difference(elsewhere[-1], logits[0][-1]))
+
+
+def compare(loaded: LoadedModel, plan: Plan, alone: Alone, forwards: Forwards) -> Report:
+    """The prompts of ``alone`` on pages laid out as ``plan`` has them."""
+    length = alone.length
+    third, ends = length // 3, sorted({length // 3, length // 3 + 1, length - 1, length})
+    asked = [Asked("cold", 0, 0, third), Asked("cold", 0, 1, third // 2)]
+    asked += [Asked("chunked", 1, prompt, len(tokens)) for prompt, tokens in enumerate(alone.prompts)]
+    asked += [Asked("warm", 2 + wave, 0, end) for wave, end in enumerate(ends)]
     worst = dict[str, tuple[float, int]]()
-    for one, logits in _on_pages(loaded, plan, prompts, asked, forwards).items():
-        found = difference(logits, plain[one.prompt][one.tokens - 1])
+    for one, logits in _on_pages(loaded, plan, alone.prompts, asked, forwards).items():
+        found = difference(logits, alone.logits[one.prompt][one.tokens - 1])
         worst[one.regime] = max(worst.get(one.regime, (0.0, 0)), (found, one.tokens))
-    return Report(worst, max(TOLERANCE.get(model.dtype, 2e-1), 4 * noise), context)
+    return Report(worst, alone.bound)
 
 
 def _plain(loaded: LoadedModel, prompt: Sequence[int]) -> torch.Tensor:
@@ -191,11 +212,6 @@ def _plain(loaded: LoadedModel, prompt: Sequence[int]) -> torch.Tensor:
     ids = torch.tensor([list(prompt)], device=loaded.model.device)
     logits: torch.Tensor = loaded.model(input_ids=ids, use_cache=False).logits[0].float()
     return logits
-
-
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference of two logits, as a share of the largest one."""
-    return float((one - other).abs().max() / other.abs().max().clamp(min=1e-12))
 
 
 def _on_pages(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -120,8 +121,13 @@ class _Check:
             return run_segment(self._mixer, self._rest, states, how)
 
 
+def difference(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    """The largest difference of two values, as a share of the largest of ``reference``; NaN is infinitely far off."""
+    largest = reference.abs().max().clamp_min(torch.finfo(reference.dtype).tiny)
+    share = float((ours - reference).abs().max() / largest)
+    return float("inf") if math.isnan(share) else share
+
+
 def _difference(ours: Result, reference: Result) -> float:
-    """The largest of outputs and states, each as a share of its largest value; NaN counts as infinite."""
-    pairs = zip((ours[0], *ours[1]), (reference[0], *reference[1]), strict=True)
-    shares = [float((a - b).abs().max() / b.abs().max().clamp_min(torch.finfo(b.dtype).tiny)) for a, b in pairs]
-    return max(share if share == share else float("inf") for share in shares)  # noqa: PLR0124  # NaN is not itself
+    """The largest ``difference`` of outputs and states."""
+    return max(map(difference, (ours[0], *ours[1]), (reference[0], *reference[1])))
