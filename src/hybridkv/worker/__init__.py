@@ -1,8 +1,10 @@
 """What runs beside the model: block tables fed by Steps, slots, copies, the arena with every layer's view, attention.
 
-    Step -> MultiGroupBlockTable.apply -> commit_block_table -> compute_slot_mapping -> commit_slot_mapping -> forward
-    forward, in each layer: write_kv(slots) -> paged_attention(table) -> combine_over_ranks, where there are several
-    around it: BlockCopier.execute_before, execute_after; StateColumns -> state_copies -> StateCopier
+    Step -> MultiGroupBlockTable.apply -> BlockCopier.execute_before -> step_batch -> forward -> execute_after
+    forward, in each layer: write_kv(slots) -> paged_attention(reads) -> combine_over_ranks, where there are several
+    states: where the Step says; InPlaceStates around a forward whose kernels go on in place
+
+docs/build-an-engine.md walks through it, with an engine of one file: examples/bare_engine.py.
 
 ``hybridkv.worker.attention.flex`` is the same attention by torch's FlexAttention.
 
@@ -15,12 +17,14 @@ from hybridkv.worker.attention.paged_attention import PagedBatch, paged_attentio
 from hybridkv.worker.attention.partial_attention import combine_partial, with_sink
 from hybridkv.worker.copies.block_copy import BlockCopier
 from hybridkv.worker.copies.copy_kernels import TORCH, CopyKernels, triton_kernels
+from hybridkv.worker.copies.in_place_states import InPlaceStates
 from hybridkv.worker.copies.state_copy import StateCopier, state_layers
 from hybridkv.worker.copies.state_parts import StatePart, state_parts
 from hybridkv.worker.copies.state_plan import StateColumns, StateCopies, StatePlan, state_copies
 from hybridkv.worker.pages.kv_pages import KVPages
 from hybridkv.worker.pages.kv_write import WriteSlots, write_kv, write_latent, write_slots
 from hybridkv.worker.pages.storage import PagedStorage, PageOrder, PagePart, parts_of
+from hybridkv.worker.step_batch import GroupBatch, StepBatch, step_batch
 from hybridkv.worker.tables.block_table import BlockTable
 from hybridkv.worker.tables.device_slots import SlotKernel, torch_slots, triton_slots
 from hybridkv.worker.tables.multi_group import MultiGroupBlockTable
@@ -36,6 +40,8 @@ __all__ = [
     "BlockTable",
     "ContextShare",
     "CopyKernels",
+    "GroupBatch",
+    "InPlaceStates",
     "KVPages",
     "MultiGroupBlockTable",
     "PageOrder",
@@ -51,6 +57,7 @@ __all__ = [
     "StateCopies",
     "StatePart",
     "StatePlan",
+    "StepBatch",
     "WriteSlots",
     "combine_over_ranks",
     "combine_partial",
@@ -60,6 +67,7 @@ __all__ = [
     "state_copies",
     "state_layers",
     "state_parts",
+    "step_batch",
     "torch_slots",
     "triton_kernels",
     "triton_slots",

@@ -13,9 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError, WorkerError
+from hybridkv.specs import MambaSpec
 from hybridkv.worker.copies.copy_kernels import TORCH, CopyKernels, Shifts, stack_layers
-from hybridkv.worker.copies.state_parts import StatePart
+from hybridkv.worker.copies.state_parts import StatePart, state_parts
 from hybridkv.worker.copies.state_plan import StateCopies
+from hybridkv.worker.pages.storage import PagedStorage
 
 Int64 = NDArray[np.int64]
 State = tuple[StatePart, torch.Tensor]
@@ -49,6 +51,22 @@ class StateCopier:
         self._columns = min((part.columns for part, _ in states if part.kind == "conv"), default=None)
         self._conv = _stacks(layers, "conv")
         self._temporal = _stacks(layers, "temporal")
+
+    @classmethod
+    def of_group(
+        cls, storage: PagedStorage, group: int, *, columns_axis: int = 0, kernels: CopyKernels = TORCH
+    ) -> StateCopier:
+        """Of the recurrent layers of ``group``, whose pages hold what their specs say, in that order.
+
+        columns_axis: of conv states, as ``state_parts`` has it. Raises ConfigError for a group of other layers.
+        """
+        planned = storage.config.groups[group]
+        layers = []
+        for name, spec in zip(planned.layer_names, planned.layer_specs, strict=True):
+            if not isinstance(spec, MambaSpec):
+                raise ConfigError(f"layer {name!r} of group {group} keeps no recurrent states: name a group of states")
+            layers.append(list(zip(state_parts(spec, columns_axis), storage.views[name], strict=True)))
+        return cls(layers, null_blocks=storage.config.null_blocks_of(group), kernels=kernels)
 
     def copy(self, copies: StateCopies) -> None:
         """Copy the states of ``copies`` in every layer. O(bytes copied); launches do not grow with rows or layers.

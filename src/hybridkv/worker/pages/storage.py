@@ -84,8 +84,8 @@ def parts_of(spec: KVCacheSpec) -> tuple[PagePart, ...]:
 class PagedStorage:
     """The arena of ``config`` on ``device`` and its views.
 
-    layout: for every layer the parts of its page, in order (``parts_of`` makes them from a spec). order: of tokens and
-    heads within a block, for every part with heads. ``arena``: uint8[arena_bytes], zeros at first.
+    layout: for every layer the parts of its page, in order; None for what its spec says (``parts_of``). order: of
+    tokens and heads within a block, for every part with heads. ``arena``: uint8[arena_bytes], zeros at first.
     ``views[layer]``: a tensor for each part, of the shapes above; no copies, O(layers). Blocks are the ids of
     the layer's group, those of the null block or slab included.
     Raises ConfigError for a layer without a tensor or without parts, for parts that do not fill the
@@ -95,11 +95,12 @@ class PagedStorage:
     def __init__(
         self,
         config: KVCacheConfig,
-        layout: Mapping[str, Sequence[PagePart]],
+        layout: Mapping[str, Sequence[PagePart]] | None = None,
         device: torch.device | str = "cpu",
         *,
         order: PageOrder = PageOrder.NHD,
     ) -> None:
+        layout = _layout_of(config) if layout is None else layout
         tensors = {name: tensor for tensor in config.tensors for name in tensor.shared_by}
         for name in (name for group in config.groups for name in group.layer_names):
             if name not in tensors or name not in layout:
@@ -144,6 +145,15 @@ class PagedStorage:
             views.append(whole.as_strided((blocks, *inner), (stride_bytes // size, *strides), start // size))
             start += math.prod(inner) * size
         return tuple(views)
+
+
+def _layout_of(config: KVCacheConfig) -> dict[str, tuple[PagePart, ...]]:
+    """The parts of every layer's page, by its spec."""
+    return {
+        name: parts_of(spec)
+        for group in config.groups
+        for name, spec in zip(group.layer_names, group.layer_specs, strict=True)
+    }
 
 
 def _block_shape(shape: tuple[int, ...], tokens: int | None, order: PageOrder) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from hybridkv.errors import WorkerError
+from hybridkv.planner.config import KVCacheConfig
 from hybridkv.specs import KVCacheSpec
 from hybridkv.specs.limits import RequestLimits
 from hybridkv.step import SCHEMA_VERSION, Step
@@ -94,6 +95,38 @@ class MultiGroupBlockTable:
         self.max_num_reqs = max_num_reqs
         self.num_rows = rows
         self.last_step_id = -1
+
+    @classmethod
+    def of_config(
+        cls,
+        config: KVCacheConfig,
+        *,
+        max_num_reqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        device: torch.device | str = "cpu",
+        max_encoder_tokens: int = 0,
+    ) -> MultiGroupBlockTable:
+        """The tables of ``config``'s groups on one rank; blocks are split as it says. Pinned where a GPU reads them."""
+        groups = range(len(config.groups))
+        specs = [group.spec for group in config.groups]
+        return cls(
+            max_num_reqs,
+            max_model_len,
+            max_num_batched_tokens,
+            torch.device(device).type == "cuda",
+            device,
+            [spec.block_size for spec in specs],
+            [specs[group].block_size // config.kernel_blocks_of(group) for group in groups],
+            num_blocks=[config.blocks_of(group) for group in groups],
+            specs=specs,
+            max_encoder_tokens=max_encoder_tokens,
+        )
+
+    @property
+    def token_groups(self) -> tuple[int, ...]:
+        """Groups whose blocks hold tokens of the request itself: those that have slots."""
+        return tuple(group for group, table in enumerate(self._tables) if table in self._mapped)
 
     def __len__(self) -> int:
         return len(self._tables)

@@ -1,0 +1,347 @@
+"""docs/build-an-engine.md says what breaks if a worker leaves something out, or does it in another order: so it does.
+
+Every omission is a worker of examples/bare_engine.py with one thing wrong. Either its tokens are not those of a dense
+forward, or an error names what is missing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest.mock import patch
+
+import bare_engine
+import numpy as np
+import pytest
+import torch
+from bare_engine import Attention, InPlace, Worker, draw, step_batch
+from bare_support import REGIMES, Run, run
+
+from hybridkv.errors import HybridKVError
+from hybridkv.request import SamplingParams
+from hybridkv.step import Cells, Step, StepResult
+from hybridkv.worker import AttentionMask, StepBatch
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "build-an-engine.md"
+
+Change = Callable[[Step], Step]
+NO_ZERO = np.empty((0, 2), np.int32)
+
+
+def reading(change: Change) -> type[Worker]:
+    """A worker that reads ``change`` of every Step."""
+
+    class Reading(Worker):
+        def execute(self, step: Step) -> StepResult:
+            return super().execute(change(step))
+
+    return Reading
+
+
+def without_copies(kind: str) -> type[Worker]:
+    return reading(lambda step: replace(step, copies=tuple(one for one in step.copies if one.kind != kind)))
+
+
+# -- Steps and rows
+
+
+class AppliesEachTwice(Worker):
+    def execute(self, step: Step) -> StepResult:
+        self.tables.apply(step)
+        return super().execute(step)
+
+
+class LosesOne(Worker):
+    def execute(self, step: Step) -> StepResult:
+        return super().execute(step) if step.id != 3 else super().execute(replace(step, id=4))
+
+
+class KeepsOldRows(Worker):
+    """What it once knew of a row stays."""
+
+    def execute(self, step: Step) -> StepResult:
+        known = dict(self.sampling)
+        new = tuple(replace(one, sampling=known.get(one.row, one.sampling)) for one in step.new_rows)
+        return super().execute(replace(step, new_rows=new, finished_rows=step.finished_rows[:0]))
+
+
+class AppliesLate(Worker):
+    def forward(self, step: Step) -> list[torch.Tensor]:
+        self.tables.last_step_id = step.after
+        logits = super().forward(step)
+        self.tables.last_step_id = step.id
+        return logits
+
+    def execute(self, step: Step) -> StepResult:
+        with patch.object(self.tables, "apply", lambda _: None):
+            result = super().execute(step)
+        self.tables.apply(step)
+        return result
+
+
+def of_new_rows_only(step: Step) -> Step:
+    kept = np.isin(step.cells.row, [new.row for new in step.new_rows])
+    columns = (one[kept] for one in (step.cells.group, step.cells.row, step.cells.column, step.cells.block))
+    return replace(step, cells=Cells(*columns))
+
+
+class WritesCellsOnce(Worker):
+    """A cell of a row is never written again."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]  # as they come
+        self.written: set[tuple[int, int, int]] = set()
+
+    def execute(self, step: Step) -> StepResult:
+        begin = {new.row for new in step.new_rows}
+        self.written = {cell for cell in self.written if cell[1] not in begin}
+        cells = step.cells
+        keys = list(zip(cells.group.tolist(), cells.row.tolist(), cells.column.tolist(), strict=True))
+        kept = np.array([key not in self.written for key in keys], np.bool_)
+        self.written |= set(keys)
+        fewer = Cells(*(one[kept] for one in (cells.group, cells.row, cells.column, cells.block)))
+        return super().execute(replace(step, cells=fewer))
+
+
+# -- before the forward
+
+
+class CopiesBehindTheForward(Worker):
+    def before(self, step: Step) -> None:
+        super().before(replace(step, copies=()))
+
+    def forward(self, step: Step) -> list[torch.Tensor]:
+        logits = super().forward(step)
+        self.copier.execute_before(replace(step, zero=NO_ZERO))
+        return logits
+
+
+class ZeroesFirst(Worker):
+    def before(self, step: Step) -> None:
+        super().before(replace(step, copies=()))
+        super().before(replace(step, zero=NO_ZERO))
+
+
+class MovesLast(Worker):
+    def before(self, step: Step) -> None:
+        moves = tuple(one for one in step.copies if one.kind == "move")
+        super().before(replace(step, copies=tuple(one for one in step.copies if one.kind != "move")))
+        super().before(replace(step, zero=NO_ZERO, copies=moves))
+
+
+# -- the forward
+
+
+class ForgetsWhatItSampled(Worker):
+    def tokens(self, step: Step) -> torch.Tensor:
+        self.last_token[:] = 0
+        return super().tokens(step)
+
+
+class CountsFromTheChunk(Worker):
+    """Positions within the step, not within the request."""
+
+    def forward(self, step: Step) -> list[torch.Tensor]:
+        computed = torch.from_numpy(np.repeat(step.num_computed, step.num_scheduled))
+
+        def batch(*given: object) -> StepBatch:
+            made = step_batch(*given)  # type: ignore[arg-type]  # as it comes
+            return replace(made, positions=made.positions - computed)
+
+        with patch.object(bare_engine, "step_batch", batch):
+            return super().forward(step)
+
+
+class AttendsBeforeItWrites(Worker):
+    def attend(
+        self, batch: StepBatch, layer: Attention, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        with patch.object(bare_engine, "write_kv", lambda *_: None):
+            out = super().attend(batch, layer, query, keys, values)
+        super().attend(batch, layer, query, keys, values)
+        return out
+
+
+class SeesNoWindow(Worker):
+    def attend(
+        self, batch: StepBatch, layer: Attention, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        with patch.object(bare_engine, "AttentionMask", lambda **_: AttentionMask()):
+            return super().attend(batch, layer, query, keys, values)
+
+
+class ReadsWhereTheRowBegan(Worker):
+    """A row's states stay where they were in its first Step."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]  # as they come
+        self.began: dict[int, np.ndarray] = {}
+
+    def execute(self, step: Step) -> StepResult:
+        for new in step.new_rows:
+            self.began.pop(new.row, None)
+        for row, read in zip(step.rows.tolist(), step.state_read, strict=True):
+            self.began.setdefault(row, read)
+        read = np.array([self.began[row] for row in step.rows.tolist()], np.int32).reshape(step.state_read.shape)
+        return super().execute(replace(step, state_read=read))
+
+
+def some_writes(kept: Callable[[int, int], bool]) -> type[Worker]:
+    """Of the states written those of which ``kept`` says so. It is asked with tokens, and where the certain ones end."""
+
+    def change(step: Step) -> Step:
+        ends = step.num_computed + step.num_scheduled - np.diff(step.drafts.indptr)
+        mask = [kept(tokens, int(ends[i])) for i, _, tokens, _ in step.state_writes.tolist()]
+        return replace(step, state_writes=step.state_writes[np.array(mask, np.bool_)])
+
+    return reading(change)
+
+
+def all_at_the_end(step: Step) -> Step:
+    writes = step.state_writes.copy()
+    writes[:, 2] = (step.num_computed + step.num_scheduled)[writes[:, 0]]
+    return replace(step, state_writes=writes)
+
+
+# -- sampling and the result
+
+
+class AcceptsAll(Worker):
+    def sample(self, step: Step, i: int, logits: torch.Tensor) -> list[int]:
+        drafts = step.drafts[i].tolist()
+        sampling = self.sampling[int(step.rows[i])]
+        end = int(step.num_computed[i] + step.num_scheduled[i])
+        return [*drafts, draw(logits[-1], sampling, end)] if drafts else super().sample(step, i, logits)
+
+
+class DrawsBehindTheLastOne(Worker):
+    def sample(self, step: Step, i: int, logits: torch.Tensor) -> list[int]:
+        return super().sample(step, i, logits[-1:])
+
+
+class DrawsForEverybody(Worker):
+    def execute(self, step: Step) -> StepResult:
+        return super().execute(replace(step, samples=np.ones_like(step.samples)))
+
+
+class DoesNotCount(Worker):
+    def execute(self, step: Step) -> StepResult:
+        return replace(super().execute(step), num_accepted=None)
+
+
+# -- states in place
+
+
+class NotBefore(InPlace):
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]  # as they come
+        follow = self.states.before
+
+        def before(step: Step) -> Step:
+            with patch.object(self.states, "_copiers", {}):
+                return follow(step)
+
+        self.before = before
+
+
+class NotAfter(InPlace):
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]  # as they come
+        follow = self.states.after
+
+        def after(step: Step, accepted: np.ndarray) -> None:
+            with patch.object(self.states, "_copiers", {}):
+                follow(step, accepted)
+
+        self.after = after
+
+
+class NothingAccepted(InPlace):
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]  # as they come
+        follow = self.states.after
+        self.after = lambda step, accepted: follow(step, np.ones_like(accepted))
+
+
+class KeepsColumns(InPlace):
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]  # as they come
+        follow = self.states.before
+        self.before = lambda step: follow(replace(step, finished_rows=step.finished_rows[:0], new_rows=()))
+
+
+def in_place(states: type[InPlace]) -> type[Worker]:
+    class Broken(Worker):
+        def __init__(self, model: object, planned: object, limits: object, _: object) -> None:
+            super().__init__(model, planned, limits, states)  # type: ignore[arg-type]  # as they come
+
+    return Broken
+
+
+@dataclass(frozen=True)
+class Omission:
+    """worker: with something wrong. layout, regime: where it shows. error: what it says; None for wrong tokens."""
+
+    worker: type[Worker]
+    layout: str
+    regime: str
+    error: str | None = None
+
+
+OMISSIONS = {
+    "step-twice": Omission(AppliesEachTwice, "natural", "hits", "Steps must arrive once each and in order"),
+    "step-lost": Omission(LosesOne, "natural", "hits", "Steps must arrive once each and in order"),
+    "new-rows": Omission(KeepsOldRows, "natural", "all"),
+    "cells": Omission(reading(of_new_rows_only), "natural", "hits", "has blocks for .* tokens in group"),
+    "cells-late": Omission(AppliesLate, "natural", "hits", "has blocks for 0 tokens in group"),
+    "cells-again": Omission(WritesCellsOnce, "natural", "all"),
+    "moves": Omission(without_copies("move"), "natural", "all"),
+    "moves-last": Omission(MovesLast, "natural", "all"),
+    "zero": Omission(reading(lambda step: replace(step, zero=NO_ZERO)), "natural", "preemption"),
+    "zero-in-place": Omission(reading(lambda step: replace(step, zero=NO_ZERO)), "in place", "preemption"),
+    "zero-first": Omission(ZeroesFirst, "natural", "all"),
+    "copies-of-blocks": Omission(without_copies("block"), "natural", "hits"),
+    "copies-of-states": Omission(without_copies("state"), "natural", "hits"),
+    "copies-of-states-reference": Omission(without_copies("state"), "reference", "preemption"),
+    "copies-late": Omission(CopiesBehindTheForward, "natural", "hits"),
+    "last-token": Omission(ForgetsWhatItSampled, "natural", "ahead"),
+    "num-computed": Omission(CountsFromTheChunk, "natural", "plain"),
+    "write-late": Omission(AttendsBeforeItWrites, "natural", "plain"),
+    "window": Omission(SeesNoWindow, "natural", "plain"),
+    "state-read": Omission(ReadsWhereTheRowBegan, "natural", "drafts"),
+    "state-read-reference": Omission(ReadsWhereTheRowBegan, "reference", "hits"),
+    "checkpoints": Omission(some_writes(lambda tokens, end: tokens >= end), "natural", "hits"),
+    "states-of-drafts": Omission(some_writes(lambda tokens, end: tokens <= end), "natural", "drafts"),
+    "labels": Omission(reading(all_at_the_end), "natural", "hits"),
+    "drafts": Omission(AcceptsAll, "natural", "drafts"),
+    "draws": Omission(DrawsBehindTheLastOne, "natural", "drafts"),
+    "samples": Omission(DrawsForEverybody, "natural", "hits", "row"),
+    "num-accepted": Omission(DoesNotCount, "natural", "drafts", "num_accepted"),
+    "in-place-before": Omission(in_place(NotBefore), "in place", "hits"),
+    "in-place-after": Omission(in_place(NotAfter), "in place", "drafts"),
+    "in-place-accepted": Omission(in_place(NothingAccepted), "in place", "drafts"),
+    "in-place-drop": Omission(in_place(KeepsColumns), "in place", "preemption", "."),
+}
+
+
+@pytest.mark.parametrize("name", OMISSIONS)
+def test_it_shows(name: str) -> None:
+    one = OMISSIONS[name]
+    if one.error is None:
+        assert run(one.layout, REGIMES[one.regime], one.worker).wrong > 0
+        return
+    with pytest.raises(HybridKVError, match=one.error):
+        run(one.layout, REGIMES[one.regime], one.worker)
+
+
+def test_the_page_names_every_omission() -> None:
+    named = set(re.findall(r"`\[([a-z-]+)\]`", DOCUMENT.read_text("utf-8")))
+    assert named == set(OMISSIONS)
+
+
+def test_rows_that_ended_need_no_attention_but_to_let_go() -> None:
+    """What the page says may be left out."""
+    came = run("natural", REGIMES["all"], reading(lambda step: replace(step, finished_rows=step.finished_rows[:0])))
+    assert came.wrong == 0
