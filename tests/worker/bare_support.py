@@ -9,6 +9,7 @@ from random import Random
 from bare_engine import DRAFTS, VOCABULARY, Hybrid, InPlace, Named, Worker, draw, serve, wrong
 
 from hybridkv import KVCacheManager, Request, SamplingParams, Scheduler, SchedulerLimits, plan
+from hybridkv.planner import Plan
 from hybridkv.schedule import SchedulerStatistics
 
 LAYOUTS: dict[str, tuple[str, type[Named | InPlace]]] = {
@@ -21,7 +22,10 @@ MAX_MODEL_LEN, BUDGET = 120, 40
 
 @dataclass(frozen=True)
 class Regime:
-    """What a run is like. hits: half of the prompts have one beginning, and all come twice."""
+    """What a run is like.
+
+    hits: half of the prompts have one beginning. mixed: lengths of any size come and go; else all go on once more.
+    """
 
     memory: str = "1MiB"
     hits: bool = False
@@ -29,6 +33,8 @@ class Regime:
     in_flight: int = 1
     temperature: float = 0.0
     max_tokens: int = 16
+    mixed: bool = False
+    seed: int = 1
 
 
 REGIMES = {
@@ -37,6 +43,7 @@ REGIMES = {
     "preemption": Regime(memory="88KiB", max_tokens=48),
     "drafts": Regime(drafts=True),
     "ahead": Regime(in_flight=2, hits=True, temperature=0.8),
+    "crowded": Regime(memory="72KiB", hits=True, max_tokens=40, mixed=True, seed=6),
     "all": Regime(memory="88KiB", hits=True, drafts=True, temperature=0.8, max_tokens=40),
 }
 
@@ -73,44 +80,57 @@ def guesses(request: Request) -> list[int]:
     return [one if random.random() < 0.7 else random.randrange(VOCABULARY) for one in right[done : done + count]]
 
 
-def run(layout: str, regime: Regime, worker_of: type[Worker] = Worker, seed: int = 1) -> Run:
-    """Six requests, or four twice, through a ``worker_of``."""
-    random = Random(seed)
-    name, states = LAYOUTS[layout]
+def given(regime: Regime, random: Random) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts, and how each goes on."""
+    common = [random.randrange(VOCABULARY) for _ in range(36)]
+    return [
+        (
+            (common if regime.hits and n % 2 else [])
+            + [random.randrange(VOCABULARY) for _ in range(random.randint(2 if regime.mixed else 20, 50))],
+            SamplingParams(
+                max_tokens=random.randint(1, regime.max_tokens) if regime.mixed else regime.max_tokens,
+                temperature=regime.temperature,
+                seed=n,
+            ),
+        )
+        for n in range(12 if regime.mixed else 4 if regime.hits else 6)
+    ]
+
+
+def control(layout: str, regime: Regime) -> tuple[Plan, Scheduler]:
+    """All but the worker."""
     planned = plan(
         model().described(),
         regime.memory,
         max_model_len=MAX_MODEL_LEN,
         max_batched_tokens=BUDGET,
         max_in_flight=regime.in_flight,
-        layout=name,
+        layout=LAYOUTS[layout][0],
     )
-    manager = KVCacheManager(planned, enable_caching=regime.hits)
     limits = SchedulerLimits(
         max_running=4,
         max_batched_tokens=BUDGET,
         max_in_flight=regime.in_flight,
         num_speculative_tokens=DRAFTS if regime.drafts else 0,
     )
-    scheduler, worker = Scheduler(manager, limits, clock=lambda: 0.0), worker_of(model(), planned, limits, states)
-    common = [random.randrange(VOCABULARY) for _ in range(36)]
-    prompts = [
-        (common if regime.hits and n % 2 else [])
-        + [random.randrange(VOCABULARY) for _ in range(random.randint(20, 50))]
-        for n in range(4 if regime.hits else 6)
-    ]
-    wrong_tokens = 0
-    for turn in range(2 if regime.hits else 1):
+    manager = KVCacheManager(planned, enable_caching=regime.hits)
+    return planned, Scheduler(manager, limits, clock=lambda: 0.0)
+
+
+def run(layout: str, regime: Regime, worker_of: type[Worker] = Worker) -> Run:
+    """The requests of a regime, in two turns where prefixes are hit and lengths are not mixed."""
+    planned, scheduler = control(layout, regime)
+    worker = worker_of(model(), planned, scheduler.limits, LAYOUTS[layout][1])
+    asked, wrong_tokens = given(regime, Random(regime.seed)), 0
+    for turn in range(2 if regime.hits and not regime.mixed else 1):
         requests = [
-            Request(
-                f"{turn}.{n}",
-                prompt,
-                SamplingParams(max_tokens=regime.max_tokens, temperature=regime.temperature, seed=n),
-                hasher=manager.hasher,
-            )
-            for n, prompt in enumerate(prompts)
+            Request(f"{turn}.{n}", prompt, sampling, hasher=scheduler.cache.hasher)
+            for n, (prompt, sampling) in enumerate(asked)
         ]
         serve(scheduler, worker, requests, guesses if regime.drafts else None)
         wrong_tokens += sum(len(wrong(model(), request)) for request in requests)
+        asked = [
+            ([*request.token_ids().tolist()[: MAX_MODEL_LEN - 50], turn], request.sampling) for request in requests
+        ]
     scheduler.check()
     return Run(wrong_tokens, scheduler.statistics(), worker)

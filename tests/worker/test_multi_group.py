@@ -10,6 +10,7 @@ from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.request import SamplingParams
 from hybridkv.specs import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from hybridkv.step import SCHEMA_VERSION, Cells, Csr, NewRow, Step
+from hybridkv.testing.configs import natural_model_config
 from hybridkv.worker import MultiGroupBlockTable, SlotKernel, torch_slots
 from hybridkv.worker.tables.kernel_blocks import KernelSize
 
@@ -340,3 +341,17 @@ def test_no_group_is_written_when_one_does_not_fit() -> None:
         with pytest.raises(WorkerError):
             call()
         assert [one.num_blocks_per_row.tolist() for one in t] == [[0] * 4] * 2
+
+
+def test_tables_of_a_plan() -> None:
+    specs = [full(4, 8), mamba(16, "align"), cross(4)]
+    config = natural_model_config(6, specs, [2, 1, 4], kernel_blocks=[2, 1, 1])
+    t = MultiGroupBlockTable.of_config(
+        config, max_num_reqs=3, max_model_len=61, max_num_batched_tokens=32, max_encoder_tokens=20
+    )
+    assert [one.kv_block_size for one in t] == [4, 16, 4]
+    assert [one.block_size for one in t] == [2, 16, 4]
+    assert [one.max_num_kv_blocks_per_req for one in t] == [16, 4, 5]
+    assert [one.id_limit for one in t] == [12, 6, 24]
+    assert {one.num_rows for one in t} == {3}
+    assert t.token_groups == (0,)

@@ -76,3 +76,15 @@ def test_plans_that_do_not_fit_the_model_are_refused() -> None:
     huge = KVCacheConfig(1, (KVCacheTensor(1 << 60, ("a", "b"), 0, PAGE),), config().groups)
     with pytest.raises(ConfigError, match="cannot allocate"):
         PagedStorage(huge, {"a": PARTS, "b": PARTS})
+
+
+def test_without_a_layout_the_specs_say_what_pages_hold() -> None:
+    explicit, by_spec = PagedStorage(config(), {"a": PARTS, "b": PARTS}), PagedStorage(config())
+    for name in ("a", "b"):
+        for one, other in zip(explicit.views[name], by_spec.views[name], strict=True):
+            assert (one.shape, one.stride(), one.storage_offset()) == (
+                other.shape,
+                other.stride(),
+                other.storage_offset(),
+            )
+            assert one.dtype == other.dtype

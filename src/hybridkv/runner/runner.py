@@ -109,15 +109,12 @@ class ModelRunner:
         self._device = model.device
         self.storage = PagedStorage(config, page_layout(planned, probed), self._device)
         self._copier = BlockCopier(self.storage)
-        self.tables = MultiGroupBlockTable(
-            max_running,
-            max_model_len,
-            max_batched_tokens,
-            self._device.type == "cuda",
-            self._device,
-            [group.spec.block_size for group in config.groups],
-            num_blocks=[config.blocks_of(group) for group in range(len(config.groups))],
-            specs=[group.spec for group in config.groups],
+        self.tables = MultiGroupBlockTable.of_config(
+            config,
+            max_num_reqs=max_running,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_batched_tokens,
+            device=self._device,
             max_encoder_tokens=max_encoder_tokens,
         )
         self._vocabulary: int = model.get_input_embeddings().num_embeddings
