@@ -10,8 +10,25 @@ from attention_support import Case, Scene, assert_close, cases, sunk
 from hypothesis import given, settings
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
-from hybridkv.worker import AttentionMask, ContextShare, PageOrder, paged_attention, paged_batch
+from hybridkv.worker import WHOLE, AttentionMask, ContextShare, KVPages, PageOrder, paged_attention, paged_batch
 from hybridkv.worker.attention.flex import flex_batch, flex_paged_attention
+
+SUNK = Case(
+    requests=((9, 4), (0, 5)),
+    shared=0,
+    block_size=4,
+    kv_heads=2,
+    group=2,
+    widths=(8, 8),
+    order=PageOrder.HND,
+    dtype=torch.bfloat16,
+    mask=AttentionMask(window=6),
+    softcap=None,
+    sinks=True,
+    ranks=1,
+    interleave=1,
+    seed=3,
+)
 
 FEWER = settings(max_examples=settings().max_examples // 4)
 
@@ -35,6 +52,21 @@ def test_flex_gives_what_one_softmax_a_query_gives(case: Case) -> None:
     batch = flex_batch(scene.batch(share), case.mask)
     got = flex_paged_attention(scene.query, scene.pages(share), batch, case.scale, softcap=case.softcap)
     assert_close(got, scene.expected(share))
+
+
+@pytest.mark.usefixtures("operation_by_operation")
+def test_float8_pages_times_their_scales() -> None:
+    scene = Scene(replace(SUNK, dtype=torch.float32))
+    held = scene.pages(WHOLE)
+    pages = KVPages(held.keys.to(torch.float8_e4m3fn), held.values.to(torch.float8_e4m3fn), 0.75, 3.0)
+    batch = scene.batch()
+    got = flex_paged_attention(
+        scene.query, pages, flex_batch(batch, SUNK.mask), SUNK.scale, softcap=2.0, sink_logits=scene.sinks
+    )
+    expected = paged_attention(
+        scene.query, pages, batch, SUNK.scale, mask=SUNK.mask, softcap=2.0, sink_logits=scene.sinks
+    )
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
 
 
 @FEWER
@@ -63,22 +95,7 @@ def test_blocks_that_requests_share_are_gathered_once() -> None:
 
 @pytest.mark.usefixtures("operation_by_operation")
 def test_sinks_bfloat16_and_nothing_to_read() -> None:
-    case = Case(
-        requests=((9, 4), (0, 5)),
-        shared=0,
-        block_size=4,
-        kv_heads=2,
-        group=2,
-        widths=(8, 8),
-        order=PageOrder.HND,
-        dtype=torch.bfloat16,
-        mask=AttentionMask(window=6),
-        softcap=None,
-        sinks=True,
-        ranks=1,
-        interleave=1,
-        seed=3,
-    )
+    case = SUNK
     scene = Scene(case)
     pages, batch = scene.pages(ContextShare()), flex_batch(scene.batch(), case.mask)
     out, lse = flex_paged_attention(scene.query, pages, batch, case.scale, sink_logits=scene.sinks)

@@ -54,6 +54,21 @@ def test_the_slots_of_the_contract() -> None:
     assert values.sum() == -keys.sum() == -36
 
 
+def test_float8_is_divided_by_its_scale_and_rounded() -> None:
+    keys, values = views(PageOrder.NHD, torch.float8_e4m3fn)
+    states = torch.tensor([1.0, -1.0, 1.06, 1e6, -1e6, 2**-10, 0.3, 17.0]).expand(1, HEADS, 8)
+    pages = KVPages(keys, values, key_scale=0.5, value_scale=4.0)
+    write_kv(slots_of(6), pages, states, states[..., :6].bfloat16())
+    # steps of 1/8 of the power of two below; the smallest number is 2 ** -9
+    assert keys[1, 2, 1].tolist() == [2.0, -2.0, 2.0, 448.0, -448.0, 2**-9, 0.625, 32.0]
+    assert values[1, 2, 1].tolist() == [0.25, -0.25, 0.25, 448.0, -448.0, 0.0]
+    latents = torch.zeros(BLOCKS, SIZE, 10).to(torch.float8_e4m3fn)
+    write_latent(slots_of(9), latents, torch.full((1, 8), 3.0), torch.full((1, 2), -5.0), scale=2.0)
+    assert latents[2, 1].tolist() == [1.5] * 8 + [-2.5] * 2
+    with pytest.raises(WorkerError, match="keys of shape"):
+        write_kv(slots_of(6), pages, states.int(), states[..., :6])
+
+
 def test_latents_and_their_rotary_parts_lie_side_by_side() -> None:
     pages = torch.zeros(BLOCKS, SIZE, 10, dtype=torch.bfloat16)
     latent, rotary = torch.randn(3, 8).bfloat16(), torch.randn(3, 2).bfloat16()

@@ -1,5 +1,6 @@
 """Paged attention against one softmax a query and head, in float64, over pages that hold NaN wherever nothing is."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -183,6 +184,19 @@ def test_cross_attention_reads_more_queries_than_tokens_and_none_at_all() -> Non
     assert not out[8].any()
 
 
+@given(cases(ranks=(1, 2)))
+def test_float8_pages_times_their_scales(case: Case) -> None:
+    scene, share = Scene(replace(case, dtype=torch.float32)), ContextShare(case.ranks, 0, case.interleave)
+    pages = scene.pages(share)
+    eights = KVPages(pages.keys.to(torch.float8_e4m3fn), pages.values.to(torch.float8_e4m3fn), 0.75, 3.0)
+    meant = KVPages(eights.keys.float() * 0.75, eights.values.float() * 3.0)
+    got, expected = (
+        paged_attention(scene.query, held, scene.batch(share), case.scale, mask=case.mask, softcap=case.softcap)
+        for held in (eights, meant)
+    )
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+
+
 # -- parts
 
 
@@ -268,6 +282,8 @@ def test_ranks_of_two_kinds_number_as_one() -> None:
         (lambda: AttentionMask(causal=False, window=3), "needs causal=True"),
         (lambda: KVPages(torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 2, 8)), "pages of keys"),
         (lambda: KVPages(torch.zeros(2, 4, 8), torch.zeros(2, 4, 8)), "pages of keys"),
+        (lambda: KVPages(torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8), 0.0), "key_scale must be a positive"),
+        (lambda: KVPages(torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8), 1.0, math.nan), "value_scale must be a pos"),
         (lambda: KVPages.of_views((torch.zeros(2, 4, 8),)), "no keys and values"),
         (lambda: KVPages.of_latent(torch.zeros(2, 4, 8), 9), "no latents of 9"),
     ],

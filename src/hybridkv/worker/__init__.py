@@ -6,7 +6,8 @@
 
 docs/build-an-engine.md walks through it, with an engine of one file: examples/bare_engine.py.
 
-``hybridkv.worker.attention.flex`` is the same attention by torch's FlexAttention.
+``hybridkv.worker.attention.flex`` is the same attention by torch's FlexAttention; ``triton_paged_attention`` and
+``triton_write_kv`` do the same on a GPU by kernels of ours (``hybridkv[gpu]``).
 
 Never imports the cache or the scheduler: a worker could live in another process.
 """
@@ -15,6 +16,7 @@ from hybridkv.worker.attention.attention_mask import CAUSAL, AttentionMask
 from hybridkv.worker.attention.context_parallel import WHOLE, ContextShare, combine_over_ranks
 from hybridkv.worker.attention.paged_attention import PagedBatch, paged_attention, paged_batch
 from hybridkv.worker.attention.partial_attention import combine_partial, with_sink
+from hybridkv.worker.attention.triton_attention import TritonBatch, triton_batch, triton_paged_attention
 from hybridkv.worker.copies.block_copy import BlockCopier
 from hybridkv.worker.copies.copy_kernels import TORCH, CopyKernels, triton_kernels
 from hybridkv.worker.copies.in_place_states import InPlaceStates
@@ -22,7 +24,14 @@ from hybridkv.worker.copies.state_copy import StateCopier, state_layers
 from hybridkv.worker.copies.state_parts import StatePart, state_parts
 from hybridkv.worker.copies.state_plan import StateColumns, StateCopies, StatePlan, state_copies
 from hybridkv.worker.pages.kv_pages import KVPages
-from hybridkv.worker.pages.kv_write import WriteSlots, write_kv, write_latent, write_slots
+from hybridkv.worker.pages.kv_write import (
+    WriteSlots,
+    triton_write_kv,
+    triton_write_latent,
+    write_kv,
+    write_latent,
+    write_slots,
+)
 from hybridkv.worker.pages.storage import PagedStorage, PageOrder, PagePart, parts_of
 from hybridkv.worker.step_batch import GroupBatch, StepBatch, step_batch
 from hybridkv.worker.tables.block_table import BlockTable
@@ -58,6 +67,7 @@ __all__ = [
     "StatePart",
     "StatePlan",
     "StepBatch",
+    "TritonBatch",
     "WriteSlots",
     "combine_over_ranks",
     "combine_partial",
@@ -69,8 +79,12 @@ __all__ = [
     "state_parts",
     "step_batch",
     "torch_slots",
+    "triton_batch",
     "triton_kernels",
+    "triton_paged_attention",
     "triton_slots",
+    "triton_write_kv",
+    "triton_write_latent",
     "with_sink",
     "write_kv",
     "write_latent",

@@ -4,5 +4,7 @@ import os
 
 import torch
 
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it was before Triton 3.9, which warns that it will change
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

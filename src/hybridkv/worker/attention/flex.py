@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from hybridkv.units import ceil_div
 from hybridkv.worker.attention.attention_mask import CAUSAL, AttentionMask
-from hybridkv.worker.attention.paged_attention import PagedBatch, check_call
+from hybridkv.worker.attention.paged_attention import PagedBatch, check_batch, check_layer
 from hybridkv.worker.attention.partial_attention import with_sink
 from hybridkv.worker.pages.kv_pages import KVPages
 
@@ -77,24 +77,25 @@ def flex_paged_attention(
     log-sum-exps (on GPUs); by itself, torch runs it operation by operation, with all scores in memory.
     Raises WorkerError for shapes that do not match.
     """
-    check_call(query, pages, batch.batch, batch.mask, softcap=softcap, sink_logits=sink_logits)
+    check_layer(query, pages, batch.batch, softcap=softcap, sink_logits=sink_logits)
+    check_batch(batch.batch, batch.mask)
     dtype = torch.promote_types(query.dtype, torch.float32)
     if batch.block_mask is None:
         out = torch.zeros((*query.shape[:2], pages.values.shape[3]), dtype=dtype, device=query.device)
         lse = torch.full(query.shape[:2], -torch.inf, dtype=dtype, device=query.device)
     else:
-        keys, values = (_gathered(view, batch).to(query.dtype) for view in (pages.keys, pages.values))
+        keys, values = (_gathered(view, batch, query.dtype) for view in (pages.keys, pages.values))
         made, aux = kernel(
             query.transpose(0, 1)[None].contiguous(),
             keys,
             values,
             score_mod=None if softcap is None else _capped(softcap),
             block_mask=batch.block_mask,
-            scale=scale,
+            scale=scale * pages.key_scale,
             enable_gqa=query.shape[1] != pages.num_kv_heads,
             return_aux=AuxRequest(lse=True),
         )
-        out, lse = made[0].transpose(0, 1).to(dtype), aux.lse[0].transpose(0, 1).to(dtype)
+        out, lse = made[0].transpose(0, 1).to(dtype) * pages.value_scale, aux.lse[0].transpose(0, 1).to(dtype)
     return (out, lse) if sink_logits is None else with_sink(out, lse, sink_logits)
 
 
@@ -128,9 +129,9 @@ def _block_mask(batch: PagedBatch, mask: AttentionMask, column_of: torch.Tensor)
     )
 
 
-def _gathered(view: torch.Tensor, batch: FlexBatch) -> torch.Tensor:
+def _gathered(view: torch.Tensor, batch: FlexBatch, dtype: torch.dtype) -> torch.Tensor:
     """[1, kv heads, slots, width] of the blocks read; 0 where nobody's token lies: NaN times a weight of 0 is NaN."""
-    copied = view[batch.blocks].masked_fill(batch.stale[..., None, None], 0)
+    copied = view[batch.blocks].to(dtype).masked_fill(batch.stale[..., None, None], 0)
     return copied.flatten(0, 1).transpose(0, 1)[None].contiguous()
 
 

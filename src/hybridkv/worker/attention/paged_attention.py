@@ -119,7 +119,8 @@ def paged_attention(
     Raises WorkerError for shapes that do not match, and for sinks on one rank of several. O(tokens * tokens that the
     mask lets any query of the request see), in time and in memory of the largest request.
     """
-    check_call(query, pages, batch, mask, softcap=softcap, sink_logits=sink_logits)
+    check_layer(query, pages, batch, softcap=softcap, sink_logits=sink_logits)
+    check_batch(batch, mask)
     dtype = torch.promote_types(query.dtype, torch.float32)
     out = torch.zeros((*query.shape[:2], pages.values.shape[3]), dtype=dtype, device=query.device)
     lse = torch.full(query.shape[:2], -torch.inf, dtype=dtype, device=query.device)
@@ -134,7 +135,8 @@ def paged_attention(
         seen = mask.sees(torch.arange(length - count, length, device=positions.device)[:, None], positions[None])
         seen &= positions < length
         keys, values = (view[blocks].flatten(0, 1).to(dtype) for view in (pages.keys, pages.values))
-        out[tokens], lse[tokens] = _attend(query[tokens].to(dtype) * scale, keys, values, seen, softcap)
+        scaled = query[tokens].to(dtype) * (scale * pages.key_scale)
+        out[tokens], lse[tokens] = _attend(scaled, keys, values * pages.value_scale, seen, softcap)
     return (out, lse) if sink_logits is None else with_sink(out, lse, sink_logits)
 
 
@@ -159,16 +161,15 @@ def _attend(
     return out.reshape(n, heads, -1), lse.reshape(n, heads)
 
 
-def check_call(
+def check_layer(
     query: torch.Tensor,
     pages: KVPages,
     batch: PagedBatch,
-    mask: AttentionMask,
     *,
     softcap: float | None,
     sink_logits: torch.Tensor | None,
 ) -> None:
-    """Raise WorkerError unless the arguments of ``paged_attention`` fit together."""
+    """Raise WorkerError unless a layer's queries and pages fit a batch. O(1)."""
     if sink_logits is not None and batch.share.size > 1:
         raise WorkerError("each rank would count the sinks: combine what the ranks give, then call with_sink")
     if (pages.num_blocks, pages.block_size) != (batch.num_blocks, batch.block_size):
@@ -184,6 +185,10 @@ def check_call(
         )
     if softcap is not None and softcap <= 0:
         raise WorkerError(f"softcap must be positive, got {softcap}; None for no cap")
+
+
+def check_batch(batch: PagedBatch, mask: AttentionMask) -> None:
+    """Raise WorkerError unless every query of a batch is among its request's tokens, where the mask is causal."""
     counts = [end - start for start, end in pairwise(batch.query_start_loc)]
     short = [r for r, (count, length) in enumerate(zip(counts, batch.seq_lens, strict=True)) if count > length]
     if mask.causal and short:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +16,14 @@ class KVPages:
     """Views of a layer's pages, tokens first whatever their order in memory.
 
     keys: [blocks, block_size, kv heads, width]; values: the same but for the width. Of a latent, values are the
-    first columns of the keys. Raises ConfigError for shapes that do not match.
+    first columns of the keys. key_scale, value_scale: what is stored times these is what is meant, for float8.
+    Raises ConfigError for shapes that do not match, and for scales that are not positive.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
+    key_scale: float = 1.0
+    value_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if self.keys.dim() != 4 or self.keys.shape[:3] != self.values.shape[:3]:
@@ -27,6 +31,9 @@ class KVPages:
                 f"pages of keys {tuple(self.keys.shape)} and of values {tuple(self.values.shape)}: give "
                 "[blocks, block_size, kv heads, width] of both, equal but for the width"
             )
+        for name in ("key_scale", "value_scale"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be a positive number, got {getattr(self, name)}; 1 for none")
 
     @classmethod
     def of_views(cls, views: tuple[torch.Tensor, ...], order: PageOrder = PageOrder.NHD) -> KVPages:

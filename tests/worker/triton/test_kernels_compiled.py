@@ -1,0 +1,174 @@
+"""Attention and writes compiled for Ampere and Hopper: the interpreter takes more than the compiler does.
+
+In a process of its own, for GPUs that need not be there: in this one Triton may be set to interpret. The arguments are
+those of real calls, recorded instead of launched.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridkv.worker import AttentionMask, KVPages, TritonBatch, paged_batch, triton_batch, triton_paged_attention
+
+# bytes of shared memory that a program may take
+SHARED = {80: 163 << 10, 90: 227 << 10}
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer, the queries of its one request, and the GPU; with all that a mask can have, or with none."""
+
+    capability: int
+    heads: tuple[int, int]
+    widths: tuple[int, int]
+    queries: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    fp8: bool = False
+    latent: bool = False
+    everything: bool = False
+
+
+SHAPES = {
+    "decode": Shape(90, (32, 8), (128, 128)),
+    "prefill with everything": Shape(90, (32, 8), (192, 128), queries=64, everything=True),
+    "latents": Shape(80, (128, 1), (576, 512), latent=True),
+    "float8 by bits": Shape(80, (8, 2), (64, 64), fp8=True),
+    "float8 by instruction": Shape(90, (8, 2), (64, 64), fp8=True),
+    "float32": Shape(80, (8, 2), (64, 64), dtype=torch.float32),
+}
+
+
+class Recorder:
+    """In a kernel's place: keeps what it would have been launched with."""
+
+    def __init__(self, kernel: Any) -> None:  # noqa: ANN401 - Triton is not typed
+        self.kernel = kernel
+        self.arguments: dict[str, Any] = {}
+        self.constants: set[str] = set()
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        def launch(*positional: object, **constants: object) -> None:
+            self.arguments = dict(zip(self.kernel.arg_names, positional, strict=False)) | constants
+            self.constants = set(constants)
+
+        return launch
+
+    def compiled(self, capability: int) -> dict[str, Any]:
+        """Shared memory, and instructions that matter, as a launch of these arguments would compile it."""
+        import triton  # noqa: PLC0415 - only in the process that compiles
+        from triton.backends.compiler import GPUTarget  # noqa: PLC0415 - as above
+        from triton.compiler import ASTSource  # noqa: PLC0415 - as above
+
+        signature, constants, attributes = {}, {}, {}
+        for i, name in enumerate(self.kernel.arg_names):
+            value = self.arguments[name]
+            plain = name in {"window", "chunk", "first_tokens"}
+            if name in self.constants or (isinstance(value, int) and value == 1 and not plain):
+                signature[name], constants[i,] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[name] = POINTERS[value.dtype]
+                attributes[i,] = [["tt.divisibility", 16]]
+            else:
+                signature[name] = "fp32" if isinstance(value, float) else "i32"
+                if isinstance(value, int) and value % 16 == 0 and not plain:
+                    attributes[i,] = [["tt.divisibility", 16]]
+        options = {name: self.arguments[name] for name in ("num_warps", "num_stages") if name in self.arguments}
+        source = ASTSource(self.kernel, signature, constants, attributes)
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        ptx: str = made.asm["ptx"]
+        return {
+            "shared": made.metadata.shared,
+            "tensor cores": "mma.sync" in ptx or "wgmma" in ptx,
+            "asynchronous copies": "cp.async" in ptx,
+            "float8": "e4m3x2" in ptx,
+            "stores": "st.global" in ptx,
+        }
+
+
+def layer(shape: Shape) -> tuple[torch.Tensor, KVPages, TritonBatch]:
+    heads, kv_heads = shape.heads
+    cache = torch.float8_e4m3fn if shape.fp8 else shape.dtype
+    keys, values = (torch.zeros(4, 16, kv_heads, width).to(cache) for width in shape.widths)
+    pages = KVPages(keys, keys[..., : shape.widths[1]] if shape.latent else values)
+    table = torch.zeros(1, 8, dtype=torch.int32)
+    paged = paged_batch([0, shape.queries], [128], table, block_size=16, num_blocks=4)
+    mask = AttentionMask(window=40, chunk=64, first_tokens=4) if shape.everything else AttentionMask()
+    batch = triton_batch(paged, mask, num_heads=heads, pages=pages, dtype=shape.dtype, splits=2)
+    tiles = replace(batch.tiles, native_fp8=shape.capability >= 89)
+    return torch.zeros(shape.queries, heads, shape.widths[0], dtype=shape.dtype), pages, replace(batch, tiles=tiles)
+
+
+def compile_attention(shape: Shape, kernels: tuple[Any, ...]) -> list[dict[str, Any]]:
+    from hybridkv.worker.kernels import attention  # noqa: PLC0415 - only in the process that compiles
+
+    recorders = [Recorder(kernel) for kernel in kernels]
+    attention.attention_kernel, attention.combine_kernel = recorders
+    attention.INTERPRETED = True  # type: ignore[misc] # so that a batch is made on a CPU
+    query, pages, batch = layer(shape)
+    attention.INTERPRETED = False  # type: ignore[misc] # as on a GPU
+    with_everything: dict[str, Any] = {"softcap": 30.0, "sink_logits": torch.zeros(shape.heads[0])}
+    triton_paged_attention(query, pages, batch, 0.1, **with_everything if shape.everything else {})
+    return [recorder.compiled(shape.capability) for recorder in recorders]
+
+
+def compile_writes() -> list[dict[str, Any]]:
+    from hybridkv.worker import triton_write_kv  # noqa: PLC0415 - only in the process that compiles
+    from hybridkv.worker.kernels import kv_write  # noqa: PLC0415 - as above
+
+    recorder = Recorder(kv_write.write_kernel)
+    kv_write.write_kernel = recorder
+    made = []
+    for cache, capability in ((torch.bfloat16, 90), (torch.float8_e4m3fn, 80)):
+        pages = KVPages(torch.zeros(4, 16, 8, 128).to(cache), torch.zeros(4, 16, 8, 128).to(cache))
+        states = torch.zeros(2, 8, 128, dtype=torch.bfloat16)
+        triton_write_kv(torch.zeros(2, dtype=torch.int64), pages, states, states)
+        made.append(recorder.compiled(capability))
+    return made
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("compiled")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
+    command = [sys.executable, str(Path(__file__))]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=600)  # noqa: S603 - this very file
+    made: dict[str, list[dict[str, Any]]] = json.loads(ran.stdout)
+    return made
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_attention_compiles_for_gpus(name: str, compiled: dict[str, list[dict[str, Any]]]) -> None:
+    shape = SHAPES[name]
+    kernel, combining = compiled[name]
+    assert 0 < kernel["shared"] <= SHARED[shape.capability]
+    assert kernel["tensor cores"]
+    assert kernel["asynchronous copies"]
+    assert kernel["float8"] == (shape.fp8 and shape.capability >= 89)
+    assert combining["stores"]
+
+
+def test_writes_compile_for_gpus(compiled: dict[str, list[dict[str, Any]]]) -> None:
+    assert all(kernel["stores"] for kernel in compiled["writes"])
+
+
+if __name__ == "__main__":
+    from hybridkv.worker.kernels import attention
+
+    kernels = (attention.attention_kernel, attention.combine_kernel)
+    made = {name: compile_attention(shape, kernels) for name, shape in SHAPES.items()}
+    print(json.dumps(made | {"writes": compile_writes()}))  # noqa: T201 - what the tests read
