@@ -369,13 +369,13 @@ def main() -> None:
     model = Hybrid()
     limits = SchedulerLimits(max_running=4, max_batched_tokens=48, num_speculative_tokens=DRAFTS)
     for layout, states in (("natural", Named), ("reference", Named), ("reference", InPlace)):
-        planned = plan(model.described(), "100KiB", max_model_len=120, max_batched_tokens=48, layout=layout)
+        planned = plan(model.described(), "88KiB", max_model_len=120, max_batched_tokens=48, layout=layout)
         cache = KVCacheManager(planned)
         scheduler, worker = Scheduler(cache, limits), Worker(model, planned, limits, states)
-        prompts = [[*range(40), *(7 * n + k * k % 11 for k in range(6 + n))] for n in range(6)]
+        prompts = [[*range(40), *(7 * n + k * k % 11 for k in range(6 + n))] for n in range(4)]
         asked = []
         for turn in range(2):
-            sampling = SamplingParams(max_tokens=40, temperature=0.7 * turn, seed=turn)
+            sampling = SamplingParams(max_tokens=28, temperature=0.7 * turn, seed=turn)
             requests = [Request(f"{turn}.{n}", one, sampling, hasher=cache.hasher) for n, one in enumerate(prompts)]
             serve(scheduler, worker, requests, ngram)
             asked += requests

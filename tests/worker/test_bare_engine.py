@@ -72,7 +72,7 @@ def test_it_says_so_itself(capsys: pytest.CaptureFixture[str]) -> None:
     bare_engine.main()
     told = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in told] == ["natural, Named", "reference, Named", "reference, InPlace"]
-    assert all("12 outputs as dense" in line and " 0 preemptions" not in line and " 0 of " not in line for line in told)
+    assert all(": 8 outputs as dense in " in line for line in told)
 
 
 def test_it_is_short_and_stands_alone() -> None:

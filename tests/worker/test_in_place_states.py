@@ -10,7 +10,7 @@ from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.models import Layer, Model
 from hybridkv.planner import KVCacheConfig
 from hybridkv.specs import FullAttentionSpec
-from hybridkv.step import Csr
+from hybridkv.step import Cells, Csr, Step
 from hybridkv.worker import InPlaceStates, MultiGroupBlockTable, PagedStorage, StateCopier, StateCopies
 
 
@@ -66,6 +66,31 @@ def test_blocks_are_those_of_the_columns_from_the_state_on() -> None:
         scheduler.update(StepResult(step.id, Csr.from_lists([[7] * count]), accepted))
     assert columns == [0, 1, 1, 1, 1]
     assert biases == [[0], [0], [0], [1], [1]]
+
+
+def test_behind_a_row_there_are_null_blocks() -> None:
+    config = planned()
+    storage = PagedStorage(config)
+    tables = MultiGroupBlockTable.of_config(config, max_num_reqs=2, max_model_len=60, max_num_batched_tokens=64)
+    states = InPlaceStates(storage, tables, DRAFTS)
+    group = next(g for g, one in enumerate(config.groups) if "0" in one.layer_names)
+    tables[group].add_row([5, 6, 7, 8, 9], 1)
+    tables[group].add_row([3, 4], 1)  # whose columns behind hold old ids
+    none = np.empty(0, np.int32)
+    step = Step(
+        id=0,
+        after=-1,
+        rows=np.array([1], np.int32),
+        num_computed=np.array([16], np.int32),
+        num_scheduled=np.array([2], np.int32),
+        samples=np.array([False]),
+        token_ids=Csr.from_lists([[1, 2]]),
+        drafts=Csr.empty(1),
+        cells=Cells.empty(),
+        finished_rows=none,
+    )
+    blocks, bias = states.blocks(step, group)
+    assert (blocks.tolist(), bias.tolist()) == ([[4, 0, 0, 0]], [0])
 
 
 @pytest.mark.parametrize("layout", ["reference", "natural"])
