@@ -25,6 +25,7 @@ from transformers import AttentionInterface
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine, LoadedModel, load, plan_for
 from hybridkv.runner.attention import attention_gather
+from hybridkv.runner.attention.dense import dense_attention
 from hybridkv.runner.attention.step_cache import StepCache
 from hybridkv.runner.check import generate_greedy
 from hybridkv.runner.probe import attention_implementation
@@ -108,12 +109,11 @@ def share_outside(steps: int) -> None:
         engine.scheduler.num_waiting or engine.scheduler.statistics().computed_tokens < sum(map(len, asked)) + PROMPTS
     ):
         engine.step()
-    forward, update, attend, eager, mixers, own = (Clock() for _ in range(6))
-    own_eager = attention_gather.eager_function
+    forward, update, attend, dense, mixers, own = (Clock() for _ in range(6))
     with (
         patch.object(engine.runner.model, "forward", forward.around(engine.runner.model.forward)),
         patch.object(StepCache, "update", update.around(StepCache.update)),
-        patch.object(attention_gather, "eager_function", lambda module: eager.around(own_eager(module))),
+        patch.object(attention_gather, "dense_attention", dense.around(dense_attention)),
         patch.object(PagedMixer, "__call__", mixers.around(PagedMixer.__call__)),
         patch.object(recurrent, "_call", own.around(recurrent._call)),
     ):
@@ -127,7 +127,7 @@ def share_outside(steps: int) -> None:
     parts = {
         "scheduling, tables, batches, sampling": whole - forward.seconds,
         "keys and values written and gathered": update.seconds,
-        "attention split and joined": attend.seconds - eager.seconds,
+        "attention split and joined": attend.seconds - dense.seconds,
         "states gathered and written": mixers.seconds - own.seconds,
     }
     print(f"{loaded.name}: {parameters / 1e6:.0f}M parameters, {PROMPTS} requests decode, {steps} steps")

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hybridkv.runner.attention.attention_gather import attention_modules
+from hybridkv.runner.attention.attention_modules import attention_modules
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,9 +14,11 @@ from transformers.cache_utils import Cache
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import Layer, Model, read_model
+from hybridkv.runner.attention.attention_form import FormNotes
 from hybridkv.runner.encoder_decoder import decode, is_encoder_decoder
 from hybridkv.runner.model_call import ModelCall
 from hybridkv.runner.states.recurrent import MixerState, RecurrentMixer, StateKind
+from hybridkv.runner.step_context import StepContext
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -78,10 +80,14 @@ def _with_configs(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 class ProbeCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """Keeps nothing but the shapes and dtypes of what each layer hands over, and which module did."""
+    """Keeps nothing but the shapes and dtypes of what each layer hands over, and which module did.
+
+    updated: the index of the layer that cached tokens last.
+    """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
+        self.updated: int | None = None
         self.attention: dict[int, tuple[PagePart, ...]] = {}
         self.callers: list[_Call] = []
         self.ran: set[torch.nn.Module] = set()
@@ -91,6 +97,7 @@ class ProbeCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Note [1, heads, tokens, width] of keys and values and hand them back."""
+        self.updated = layer_idx
         self.attention[layer_idx] = tuple(
             PagePart((states.shape[1], states.shape[3]), states.dtype) for states in (key_states, value_states)
         )
@@ -210,6 +217,24 @@ def probe(model: PreTrainedModel) -> Probed:
     if not cache.attention and not cache.states:
         raise UnsupportedModelError(f"{type(model).__name__} cached nothing in a forward: not supported")
     return Probed(cache.attention, cache.mixers(), crossed.attention, takes_positions, frozenset(cache.ran))
+
+
+def forms_of(model: PreTrainedModel, context: StepContext) -> FormNotes:
+    """What the attention of ``model``, which runs with ``context``, computes: from a forward over PROBE_TOKENS tokens.
+
+    Of an encoder-decoder nothing is known.
+    """
+    cache = ProbeCache()
+    notes = FormNotes(lambda: cache.updated)
+    if is_encoder_decoder(model):
+        return notes
+    context.noting = notes
+    try:
+        with _callers(model, cache), torch.inference_mode():
+            _forward(model, cache, cache)
+    finally:
+        context.noting = None
+    return notes
 
 
 def _forward(model: PreTrainedModel, cache: ProbeCache, crossed: ProbeCache) -> bool:

@@ -9,7 +9,7 @@ Step -> tables.apply -> moves, zeroing, copies -> slots
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,9 +23,9 @@ from hybridkv.models import Model
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.runner import step_context
 from hybridkv.runner.attention import attention_gather
-from hybridkv.runner.attention.attention_gather import GatherBatch
 from hybridkv.runner.attention.attention_window import AttentionWindow
 from hybridkv.runner.attention.cross_attention import CrossAttention, CrossLayer
+from hybridkv.runner.attention.gather_batch import GatherBatch, gather_batch
 from hybridkv.runner.attention.relative_bias import segment_biases
 from hybridkv.runner.attention.row_cache import RowCache
 from hybridkv.runner.attention.step_cache import StepCache
@@ -35,6 +35,7 @@ from hybridkv.runner.inputs import require_callable
 from hybridkv.runner.load import require_model
 from hybridkv.runner.model_call import ModelCall
 from hybridkv.runner.probe import (
+    forms_of,
     page_layout,
     probe,
     set_attention,
@@ -59,6 +60,15 @@ Observer = Callable[[Step, torch.Tensor], None]
 """Called before sampling with the Step and float32[n, vocabulary], what ``Draws.of(step)`` are drawn from."""
 Undrawn = Callable[[str, Exception], object]
 """Called with a request's id, and why no token of it could be drawn: the one that its row gets means nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """How a layer reads: through which group, how far back, and whether its context must come in one piece."""
+
+    group: int
+    reach: AttentionWindow
+    whole: bool
 
 
 class ModelRunner:
@@ -129,9 +139,11 @@ class ModelRunner:
         group_of = {name: number for number, group in enumerate(self.config.groups) for name in group.layer_names}
         crossing = [layer for layer in planned.layers if layer.spec.keeps is Keeps.ENCODER]
         attending = [layer for layer in planned.layers if layer.name not in mixers and layer not in crossing]
-        self._reads = {layer.index: (group_of[layer.name], AttentionWindow.of(layer.spec)) for layer in attending}
+        self._reads = {
+            layer.index: _Read(group_of[layer.name], AttentionWindow.of(layer.spec), whole=True) for layer in attending
+        }
         self._views = {layer.index: self.storage.views[layer.name] for layer in attending}
-        self._token_groups = sorted({group for group, _ in self._reads.values()})
+        self._token_groups = sorted({read.group for read in self._reads.values()})
         self._state_groups = sorted({group_of[name] for name in mixers})
         self._mixers = [
             PagedMixer(mixer, self.continues[name], self.storage.views[name], self._context, group_of[name])
@@ -147,6 +159,10 @@ class ModelRunner:
         self._own_attention: str = self.model.config._attn_implementation
         set_attention(self.model, attention_gather.NAME if self.forwards is Forwards.TOGETHER else "eager")
         step_context.attach(self.model, self._context)
+        if self.forwards is Forwards.TOGETHER:
+            notes = forms_of(self.model, self._context)
+            self._context.forms = notes.forms
+            self._reads |= {layer: replace(self._reads[layer], whole=False) for layer in notes.layers}
         for mixer in self._mixers:
             mixer.install()
         for bias in self._biases:
@@ -277,7 +293,7 @@ class ModelRunner:
         """The model over a flattened step: logits behind the tokens ``keep``, [n, vocabulary]."""
         if self.forwards is Forwards.BY_ROW:
             row = RowCache(
-                self._views, self._context, positions, {layer: reach for layer, (_, reach) in self._reads.items()}
+                self._views, self._context, positions, {layer: read.reach for layer, read in self._reads.items()}
             )
             return self._model_call.logits_behind(tokens, keep, row, None)
         cache = StepCache(self._views, self._context, positions)
@@ -291,10 +307,10 @@ class ModelRunner:
         return {group: state_batch(step, group, self._device) for group in groups}
 
     def _gather_batches(self, step: Step) -> dict[int, GatherBatch]:
-        """By layer index; layers of a group that reach as far back share one."""
+        """By layer index; layers that read alike share one."""
         made = {
-            (group, reach): attention_gather.gather_batch(step, self.tables[group], reach, self.model.dtype)
-            for group, reach in set(self._reads.values())
+            read: gather_batch(step, self.tables[read.group], read.reach, self.model.dtype, whole=read.whole)
+            for read in set(self._reads.values())
         }
         return {layer: made[read] for layer, read in self._reads.items()}
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 
 from hybridkv.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
-    from hybridkv.runner.attention.attention_gather import CrossRead, GatherBatch
+    from hybridkv.runner.attention.attention_form import AttentionForm
+    from hybridkv.runner.attention.attention_gather import CrossRead
+    from hybridkv.runner.attention.attention_modules import Attended
+    from hybridkv.runner.attention.gather_batch import GatherBatch
     from hybridkv.runner.states.state_batch import StateBatch
+
+Noting = Callable[[torch.nn.Module, "Attended", Mapping[str, Any]], torch.Tensor]
+"""(module, what it attends with, what else it hands to its attention) -> what it attends to."""
 
 CONTEXT: Final = "hybridkv_context"
 """The attribute under which the modules of a model that runs on pages have their StepContext."""
@@ -25,6 +31,8 @@ class StepContext:
     states: a StateBatch for every group of states; none while no Step runs.
     cross: what the cross attention of every layer index reads; crossing: which layer's is about to attend.
     positions: int64[tokens] of the Step's tokens, None while none runs.
+    forms: of the modules whose attention is known; the others run their own. noting: runs in place of any attention,
+    while a runner looks at the model.
     """
 
     attention: Mapping[int, GatherBatch] = field(default_factory=dict)
@@ -33,6 +41,8 @@ class StepContext:
     positions: torch.Tensor | None = None
     layer: int | None = None
     crossing: int | None = None
+    forms: Mapping[torch.nn.Module, AttentionForm] = field(default_factory=dict)
+    noting: Noting | None = None
 
     def begin(
         self,

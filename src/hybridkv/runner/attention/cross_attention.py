@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hybridkv.errors import WorkerError
-from hybridkv.runner.attention.attention_gather import CrossRead, cross_batch
+from hybridkv.runner.attention.attention_gather import CrossRead
+from hybridkv.runner.attention.gather_batch import cross_batch
 from hybridkv.runner.encoder_decoder import decode, encode
 from hybridkv.runner.encoder_inputs import EncoderInputs
 from hybridkv.runner.probe import ProbeCache, attention_implementation

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hybridkv.runner.attention.attention_gather import Segment
+from hybridkv.runner.attention.gather_batch import Segment
 from hybridkv.runner.step_context import StepContext
 
 

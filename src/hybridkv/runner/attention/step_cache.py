@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from transformers.cache_utils import Cache
 
-from hybridkv.runner.attention.attention_gather import GatherBatch, gathered
+from hybridkv.runner.attention.gather_batch import GatherBatch, gathered
 from hybridkv.runner.step_context import StepContext
 
 

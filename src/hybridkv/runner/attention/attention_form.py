@@ -1,0 +1,116 @@
+"""Which formula the attention of a module is: read from what it hands over, proven on noise against its own function.
+
+A modelling file brings an eager attention of its own, which need not be softmax(scale * q . k) . v: it caps scores
+(Gemma 2), has a sink beside the keys (gpt-oss), adds a bias (T5), or does what nobody foresaw. A form is taken for a
+module when both give the same for scores so large that a cap, a sink or a wrong scale shows; where none does, the
+module's own function runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+
+from hybridkv.runner.attention.attention_modules import Attended, Eager, eager_function
+from hybridkv.runner.attention.dense import dense_attention
+from hybridkv.runner.states.continuation import difference
+from hybridkv.worker import with_sink
+
+_TOLERANCE: Final = 1e-4
+"""Largest difference in float32, as a share of the largest value."""
+_LOUD: Final = 6.0
+"""Noise of this spread in queries: weights far from even, scores beyond what a cap leaves alone."""
+_QUERIES: Final = 5
+_PAST: Final = 6
+_KNOWN: Final = {"position_ids", "cache_position", "s_aux"}
+"""Tensors that a form accounts for; with any other handed over, the module's own function runs."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionForm:
+    """scale: of the scores. softcap: of what is scaled, None for none. sinks: a logit for each head, None for none."""
+
+    scale: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+def form_of(module: torch.nn.Module, eager: Eager, states: Attended, handed: Mapping[str, Any]) -> AttentionForm | None:
+    """The form of ``module``, which called its attention with ``handed`` besides; None where none is proven.
+
+    states: of such a call; their shapes count, and their dtype not: the comparison is made in float32. One short call
+    of ``eager``, and one of dense_attention for each form that comes into question.
+    """
+    if any(isinstance(one, torch.Tensor) and name not in _KNOWN for name, one in handed.items()):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    keys, device = _PAST + _QUERIES, states.query.device
+    query, key, value = (
+        torch.randn(2, one.shape[1], tokens, one.shape[3], generator=generator).to(device)
+        for one, tokens in zip(states, (_QUERIES, keys, keys), strict=True)
+    )
+    noise = Attended(query * _LOUD, key, value)
+    mask = torch.full((_QUERIES, keys), torch.finfo(torch.float32).min, device=device).triu(_PAST + 1)[None, None]
+    with torch.inference_mode():
+        try:
+            wanted = eager(module, *noise, mask, **handed)[0].float()
+        except Exception:  # noqa: BLE001 - whatever it wants that it was not given here
+            return None
+        asked = _forms(module, query.shape[3], handed)
+        return next((one for one in asked if _same(one, noise, mask, wanted)), None)
+
+
+def _forms(module: torch.nn.Module, width: int, handed: Mapping[str, Any]) -> list[AttentionForm]:
+    """Those that ``module`` could mean, the plainest first."""
+    scaling = handed.get("scaling")
+    softcaps = {handed.get("softcap"), getattr(module, "attn_logit_softcapping", None)} - {None}
+    scale = width**-0.5 if scaling is None else float(scaling)
+    forms = [AttentionForm(scale), *(AttentionForm(scale, float(str(one))) for one in softcaps)]
+    sinks = handed.get("s_aux", getattr(module, "sinks", None))
+    if isinstance(sinks, torch.Tensor):
+        forms += [replace(one, sinks=sinks.detach()) for one in forms]
+    return forms
+
+
+def _same(form: AttentionForm, noise: Attended, mask: torch.Tensor, wanted: torch.Tensor) -> bool:
+    out, lse = (one.transpose(1, 2) for one in dense_attention(noise, form.scale, mask=mask, softcap=form.softcap))
+    found = out.flatten(0, 1)
+    if form.sinks is not None:
+        if form.sinks.shape != found.shape[1:2]:
+            return False
+        found, _ = with_sink(found, lse.flatten(0, 1), form.sinks)
+    return wanted.shape == out.shape and difference(found.view(out.shape), wanted) <= _TOLERANCE
+
+
+class FormNotes:
+    """Takes the place of every attention in a forward whose cache says which layer it updated last.
+
+    updated: that layer, of a forward that runs.
+    """
+
+    def __init__(self, updated: Callable[[], int | None]) -> None:
+        self._updated = updated
+        self._found: dict[torch.nn.Module, AttentionForm | None] = {}
+        self._modules_of: dict[int | None, set[torch.nn.Module]] = {}
+
+    def __call__(self, module: torch.nn.Module, states: Attended, handed: Mapping[str, Any]) -> torch.Tensor:
+        """Note the form of ``module``, and attend."""
+        eager = eager_function(module)
+        if module not in self._found:
+            self._found[module] = form_of(module, eager, states, handed)
+        self._modules_of.setdefault(self._updated(), set()).add(module)
+        return eager(module, *states, None, **handed)[0]
+
+    @property
+    def forms(self) -> dict[torch.nn.Module, AttentionForm]:
+        """By module; the others run their own attention."""
+        return {module: form for module, form in self._found.items() if form is not None}
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """By index, those all of whose attention is known: its context may come in parts."""
+        known = set(self.forms)
+        return frozenset(layer for layer, some in self._modules_of.items() if layer is not None and some <= known)
