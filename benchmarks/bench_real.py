@@ -112,9 +112,8 @@ def of_transformers(name: str, model: str, prompts: Answers, new: int, dtype: st
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
-    asked = GenerationConfig(
-        max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=loaded.config.eos_token_id
-    )
+    # no token is the end of an answer; asking for so many new ones would forbid the one that is
+    asked = GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=-1)
 
     def batch(some: Answers) -> Answers:
         longest = max(map(len, some))
@@ -148,7 +147,7 @@ def vllm(model: str, prompts: Answers, new: int, dtype: str) -> Run:
 
     longest = max(map(len, prompts)) + new
     engine = LLM(model=model, dtype=dtype, max_model_len=max(1024, longest), enforce_eager=True, max_num_seqs=64)
-    asked = SamplingParams(max_tokens=new, min_tokens=new, temperature=0, ignore_eos=True)
+    asked = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)
     engine.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=2), use_tqdm=False)
 
     def run() -> Answers:
