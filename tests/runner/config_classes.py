@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 
+import transformers
 from kept_models import WRAPPERS
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
@@ -55,7 +56,7 @@ def defaults_of(config: PreTrainedConfig) -> dict[str, object]:
         if name not in own and (name != "layer_types" or made.get(name) is None):
             continue
         if (
-            name in {"layer_types", "layers_block_type", "indexer_types"}
+            name in {"layer_types", "layers_block_type", "indexer_types", "mlp_layer_types"}
             and value is None
             and made.get(name) is not None
         ):
@@ -68,7 +69,7 @@ def defaults_of(config: PreTrainedConfig) -> dict[str, object]:
 
 
 def classes() -> dict[str, dict[str, object]]:
-    """text_parts: by the model type of the whole. defaults: by model type."""
+    """written_with: versions. text_parts: by the model type of the whole. defaults: by model type."""
     parts: dict[str, object] = {}
     defaults: dict[str, object] = {}
     for model_type in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}):
@@ -82,12 +83,18 @@ def classes() -> dict[str, dict[str, object]]:
         measured = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type in WRAPPERS
         if measured and described.model_type and described.model_type not in {*NOT_YET, *FAMILIES}:
             defaults[described.model_type] = defaults_of(described)
-    return {"text_parts": parts, "defaults": dict(sorted(defaults.items()))}
+    written = {"transformers": transformers.__version__}
+    return {"written_with": written, "text_parts": parts, "defaults": dict(sorted(defaults.items()))}
 
 
-if __name__ == "__main__":
+def document() -> str:
+    """The file's text: a line for each class."""
     lines = []
     for title, entries in classes().items():
         inner = ",\n".join(f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items())
         lines.append(f"  {json.dumps(title)}: {{\n{inner}\n  }}")
-    Path(sys.argv[1]).write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(document(), "utf-8")

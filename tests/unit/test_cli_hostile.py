@@ -148,7 +148,16 @@ def places(config: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401  # JSON
             yield from places(value)
 
 
-@pytest.mark.parametrize("name", [one.name for one in known_models()])
+DESCRIBED = (
+    *("deepseek-v3", "falcon-h1-7b", "gemma-3-27b", "gemma-4-e2b", "glm-5.2", "gpt-oss-120b", "jamba-1.5-mini"),
+    *("kimi-linear-48b-a3b", "lfm2-1.2b", "llama-3-8b", "llama-4-scout", "mimo-v2-flash", "minimax-text-01"),
+    *("nemotron-3-super-120b-a12b", "qwen3-next-80b-a3b", "qwen3.5-35b-a3b", "whisper-large-v3"),
+)
+"""One of every reader and recipe; of the others, one of each model type, for thorough runs."""
+OTHERS = {one.config["model_type"]: one.name for one in known_models() if one.name not in DESCRIBED}.values()
+
+
+@pytest.mark.parametrize("name", [*DESCRIBED, *(pytest.param(one, marks=pytest.mark.thorough) for one in OTHERS)])
 def test_whatever_a_config_says(name: str, here: Call, tmp_path: Path) -> None:
     """One value after the other is replaced, by two of HOSTILE in turn."""
     path = tmp_path / "config.json"

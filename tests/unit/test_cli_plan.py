@@ -163,7 +163,7 @@ def test_a_folder_is_planned(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (("plan", "llama-3-8b", "--memory", "1GiB"), "1075838976 bytes"),
-        (("plan", "llama-3-80b", "--memory", "1GiB"), "did you mean llama-3-8b or llama-3-70b"),
+        (("plan", "llama-3-80b", "--memory", "1GiB"), "did you mean llama-3-8b, llama-3-70b"),
         (("plan", "llama-3-8b", "--memory", "-4GiB"), "not a size"),
         (("plan", "llama-3-8b", "--memory", "4GiB", "--tp", "3"), "use one of 1, 2, 4, 8, 16, 32"),
         (("plan", "llama-3-8b", "--memory", "4GiB", "--block-size", "-16"), "at least 1 token, got -16"),
@@ -232,9 +232,13 @@ def test_a_newer_plan_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_models_are_listed_with_facts_and_sources() -> None:
     text = run("models").stdout
-    for said in ("llama-3-8b", "llama-3-70b", "qwen2.5-7b", "deepseek-v3", " 320 KiB ", "68.62 KiB", "verified: "):
+    for said in ("llama-3-8b", "llama-3-70b", "qwen2.5-7b", "deepseek-v3", " 320 KiB ", "68.62 KiB", "  read in "):
         assert said in text
     assert max(len(line) for line in text.splitlines() if "iB" in line) <= 80
+    some = run("models", "GPT-OSS").stdout
+    assert "gpt-oss-20b: https://huggingface.co/openai/gpt-oss-20b/blob/main/config.json" in some
+    assert "llama" not in some
+    assert "did you mean qwen3-8b" in error("models", "qwen3-8c")
     listed = json.loads(run("models", "--json").stdout)
     assert (listed["schema"], listed["version"]) == ("hybridkv.models", 1)
     by_name = {one["name"]: one for one in listed["models"]}

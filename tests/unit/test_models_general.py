@@ -213,10 +213,13 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert "drop --set" in error("plan", "--plan", path, "--set", "a=1")
     states = run("plan", "nemotron-h-8b", "--memory", "40GiB", "--state-dtype", "fp32").stdout
     assert f"a state takes     {format_bytes(read_model('nemotron-h-8b', state_dtype='fp32').state_bytes)}\n" in states
+    drafting = run("plan", "glm-4.5", "--memory", "80GiB", "--mtp-layers", "1").stdout
+    assert "  multi-token prediction layers 1, each as layer 91: num_nextn_predict_layers\n" in drafting
 
 
 def test_time_needs_weights_that_somebody_counted() -> None:
-    made = plan(read_model(MIXTRAL), "1MiB")
+    made = plan(read_model(STRANGER), "1MiB")
+    assert made.model.parameters == 0
     with pytest.raises(ConfigError, match="--set parameters=N"):
         StepCost.of(made)
     assert StepCost.of(made, time_scale=0).parameters == 0

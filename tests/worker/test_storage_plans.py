@@ -33,10 +33,8 @@ KINDS = (
     "whisper-large-v3",
 )
 """One of every kind of layer, with small pages; the others are for thorough runs."""
-MODELS = [
-    model.name if model.name in KINDS else pytest.param(model.name, marks=pytest.mark.thorough)
-    for model in known_models()
-]
+OF_EACH_TYPE = {str(model.config["model_type"]): model.name for model in known_models() if model.name not in KINDS}
+MODELS = [*KINDS, *(pytest.param(name, marks=pytest.mark.thorough) for name in OF_EACH_TYPE.values())]
 
 
 @cache

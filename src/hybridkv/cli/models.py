@@ -9,8 +9,8 @@ import typer
 
 from hybridkv.cli.output import console, table
 from hybridkv.cli.panels import OUTPUT
-from hybridkv.models import KnownModel, Model, known_models, read_model
-from hybridkv.units import format_bytes, format_count
+from hybridkv.models import KnownModel, Model, known_model, known_models, read_model
+from hybridkv.units import format_bytes
 
 
 def register(app: typer.Typer) -> None:
@@ -19,34 +19,41 @@ def register(app: typer.Typer) -> None:
 
 
 def models_command(
+    text: Annotated[
+        str, typer.Argument(help="Only models with this in their names, each with its source.", metavar="TEXT")
+    ] = "",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print everything that is known as JSON.", rich_help_panel=OUTPUT)
     ] = False,
 ) -> None:
     """List the models known by name, with their facts and sources."""
-    read = [(known, read_model(known.name)) for known in known_models()]
+    read = [(known, read_model(known.name)) for known in known_models() if text.lower() in known.name]
+    if not read:
+        known_model(text)  # says what is spelled alike
     if as_json:
         document = {"schema": "hybridkv.models", "version": 1, "models": [_facts(*pair) for pair in read]}
         print(json.dumps(document, indent=2))
         return
     out = console()
-    columns = ("name", "a token", "a state", "context", "weights", "active")
+    columns = ("name", "a token", "in windows", "a state", "weights", "active")
     listing = table(*columns)
     for known, model in read:
         listing.add_row(
             known.name,
             format_bytes(int(model.kv_bytes_per_token)),
+            format_bytes(int(model.window_bytes_per_token)) if model.window_bytes_per_token else "",
             format_bytes(model.state_bytes) if model.state_bytes else "",
-            format_count(model.max_model_len or 0),
-            f"{model.parameters / 1e9:.1f}",
-            f"{model.active_parameters / 1e9:.1f}",
+            f"{model.parameters / 1e9:.1f}" if model.parameters else "",
+            f"{model.active_parameters / 1e9:.1f}" if model.parameters else "",
         )
     out.print(listing)
-    out.print("a token, a state: what the cache keeps of it. weights, active: 1,000,000,000 parameters\n")
+    out.print("a token: while its request lives; in windows: besides, while a window reads it")
+    out.print("a state: of one request. weights, active: 1,000,000,000 parameters\n")
     for known, _ in read:
-        mark = "verified" if known.verified else "NOT verified"
         out.print(f"{known.name}: {known.source}", soft_wrap=True)
-        out.print(f"  {mark}: {known.verification}", soft_wrap=True)
+        out.print(f"  {'read' if known.verified else 'read in part'} in {known.read_in}", soft_wrap=True)
+        if known.verification:
+            out.print(f"  {known.verification}", soft_wrap=True)
 
 
 def _facts(known: KnownModel, model: Model) -> dict[str, object]:
@@ -54,6 +61,7 @@ def _facts(known: KnownModel, model: Model) -> dict[str, object]:
         "name": known.name,
         "title": known.title,
         "source": known.source,
+        "read_in": known.read_in,
         "verified": known.verified,
         "verification": known.verification,
         "model_type": model.model_type,

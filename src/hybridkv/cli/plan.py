@@ -18,6 +18,7 @@ from hybridkv.cli.planning import (
     DtypeOption,
     LayoutOption,
     Memory,
+    MtpLayers,
     PlacementOption,
     PlanFile,
     PlanOptions,
@@ -59,6 +60,7 @@ def plan_command(
     block_size: BlockSize = None,
     dtype: DtypeOption = None,
     state_dtype: StateDtype = None,
+    mtp_layers: MtpLayers = None,
     fields: SetFields = None,
     layout: LayoutOption = None,
     placement: PlacementOption = None,
@@ -97,7 +99,7 @@ def plan_command(
 ) -> None:
     """Plan the KV cache of a model: groups, pages, blocks, and the requests that fit."""
     options = PlanOptions(
-        config, memory, tp, block_size, dtype, layout, placement, windows_as_full, fields, state_dtype
+        config, memory, tp, block_size, dtype, layout, placement, windows_as_full, fields, state_dtype, mtp_layers
     )
     bounds = {"max_model_len": max_model_len, "max_batched_tokens": max_batched_tokens}
     of_layout = {"prefill_checkpoints": prefill_checkpoints, "kernel_block_size": kernel_block_size}

@@ -99,6 +99,16 @@ StateDtype = Annotated[
         rich_help_panel=CACHE,
     ),
 ]
+MtpLayers = Annotated[
+    int | None,
+    typer.Option(
+        "--mtp-layers",
+        help="Multi-token prediction layers that draft, with caches of their own.",
+        show_default="0",
+        rich_help_panel=CACHE,
+        metavar="N",
+    ),
+]
 PlanFile = Annotated[
     Path | None,
     typer.Option(
@@ -129,13 +139,14 @@ class PlanOptions:
     windows_as_full: bool | None = None
     fields: Sequence[str] | None = None
     state_dtype: CacheDtype | None = None
+    mtp_layers: int | None = None
 
     def refuse_beside_plan(self, own: Mapping[str, object], *, placed: bool = True) -> None:
         """ConfigError when anything was given that a plan file holds. own: the command's names of such options.
 
         placed: --placement is among them; the natural layout leaves it open.
         """
-        shared = ["memory", "tp", "block_size", "dtype", "state_dtype", "layout", "windows_as_full"]
+        shared = ["memory", "tp", "block_size", "dtype", "state_dtype", "mtp_layers", "layout", "windows_as_full"]
         shared[-1:-1] = ["placement"] if placed else []
         values = {**own, **{"--" + name.replace("_", "-"): getattr(self, name) for name in shared}}
         values["--set"] = self.fields or None
@@ -152,6 +163,7 @@ class PlanOptions:
             dtype=DTYPE_NAMES.get(self.dtype or "auto"),
             fields=dict(map(_field, self.fields or ())),
             state_dtype=DTYPE_NAMES.get(self.state_dtype or "auto"),
+            mtp_layers=self.mtp_layers or 0,
         )
 
     @property

@@ -23,6 +23,7 @@ from hybridkv.cli.planning import (
     DtypeOption,
     LayoutOption,
     Memory,
+    MtpLayers,
     PlacementOption,
     PlanFile,
     PlanOptions,
@@ -107,6 +108,7 @@ def replay_command(
     block_size: BlockSize = None,
     dtype: DtypeOption = None,
     state_dtype: StateDtype = None,
+    mtp_layers: MtpLayers = None,
     fields: SetFields = None,
     layout: LayoutOption = None,
     placement: PlacementOption = None,
@@ -147,7 +149,7 @@ def replay_command(
         workload={"--seed": seed, "--hours": hours, "--rate": rate, "--marks": marks or None},
         trace={"--trace-block-size": trace_block_size, "--skip-bad-lines": skip_bad_lines or None},
         planning=PlanOptions(
-            model, memory, tp, block_size, dtype, layout, placement, windows_as_full, fields, state_dtype
+            model, memory, tp, block_size, dtype, layout, placement, windows_as_full, fields, state_dtype, mtp_layers
         ),
         plan_file=plan_file,
         max_model_len=max_model_len,

@@ -4,7 +4,7 @@
 
 One module per family (``llama``, ``deepseek``); ``general`` reads every other model type by the fields that configs
 share, ``reading`` notes what came from where; ``catalog`` holds the public models known by name, one JSON file each
-with its source.
+in ``published`` with its source.
 """
 
 from hybridkv.models.catalog import KnownModel, known_model, known_models

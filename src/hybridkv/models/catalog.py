@@ -1,4 +1,4 @@
-"""Public models known by name: one JSON file each, with the fields of its config.json and where they come from."""
+"""Public models known by name: a JSON file each in ``published/``, with fields of its config.json and their source."""
 
 from __future__ import annotations
 
@@ -8,43 +8,70 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Final
 
 from hybridkv.arguments import instance
 from hybridkv.errors import ConfigError
 from hybridkv.units import shown
 
+HUB: Final = "https://huggingface.co/"
+FILE: Final = "/blob/main/config.json"
+
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A public model. config: the fields of its config.json that are read.
+    """A public model. config: the fields of its config.json that decide about its cache and weights.
 
-    verified: every field was found in a public copy of the source; ``verification`` says where, or what
-    is from memory.
+    source: where that file is. read_in: where its fields were read: a repository or a package, and the file there.
+    verified: every field was found there. ``verification`` says what differs, or what is from memory.
     """
 
     name: str
     title: str
     source: str
+    read_in: str
     verified: bool
     verification: str
     config: Mapping[str, object]
+
+    @property
+    def hub(self) -> str:
+        """What the hub calls it: organisation/model."""
+        return self.source.removeprefix(HUB).removesuffix(FILE)
 
 
 @cache
 def known_models() -> tuple[KnownModel, ...]:
     """All known models, by name. Reads the package's JSON files once."""
-    found = [one for one in files("hybridkv.models").iterdir() if one.name.endswith(".json")]
+    found = [one for one in files("hybridkv.models").joinpath("published").iterdir() if one.name.endswith(".json")]
     return tuple(sorted((KnownModel(**json.loads(one.read_text("utf-8"))) for one in found), key=lambda m: m.name))
 
 
+@cache
+def _by_name() -> Mapping[str, KnownModel]:
+    """By all that a model is called, in lower case: its name, and the hub's with and without its organisation."""
+    every = known_models()
+    calls = {one.hub.lower(): one for one in every} | {one.hub.lower().rsplit("/", 1)[-1]: one for one in every}
+    return calls | {one.name: one for one in every}
+
+
 def known_model(name: str) -> KnownModel:
-    """The model of that name. Raises ConfigError with close names for any other."""
-    by_name = {one.name: one for one in known_models()}
-    found = by_name.get(instance("the name of a model", name, str).lower())
+    """The model of that name, or of that name on the hub, in any case. ConfigError with close names for any other."""
+    asked = instance("the name of a model", name, str).lower()
+    found = _by_name().get(asked)
     if found is not None:
         return found
-    close = difflib.get_close_matches(name.lower().rsplit("/", 1)[-1], by_name, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known names: {', '.join(by_name)}"
+    close = _close(asked.rstrip("/").rsplit("/", 1)[-1])
+    hint = f"did you mean {' or '.join(', '.join(close).rsplit(', ', 1))}? " if close else ""
     raise ConfigError(
-        f"{shown(name)} is neither a file, a folder nor a known model: {hint} (`hybridkv models` lists them)"
+        f"{shown(name)} is neither a file, a folder nor a known model: {hint}(`hybridkv models` lists them)"
     )
+
+
+def _close(asked: str) -> list[str]:
+    """At most three names: what is asked is a variant of, those that begin so, those spelled alike."""
+    names = [one.name for one in known_models()]
+    variant = sorted((one for one in names if asked.startswith(one)), key=len, reverse=True)
+    begun = [one for one in names if len(asked) > 2 and one.startswith(asked)]
+    alike = difflib.get_close_matches(asked, list(_by_name()), n=6, cutoff=0.6)
+    return list(dict.fromkeys([*variant, *begun, *(_by_name()[one].name for one in alike)]))[:3]

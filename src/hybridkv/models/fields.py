@@ -50,9 +50,9 @@ class Fields:
             raise self.fail(f"{key} must be at most {most}, got {shown(value)}")
         return value
 
-    def layers(self, key: str, default: int | None = None) -> int:
+    def layers(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
         """A number of layers: at most as many as a Model has, since every one costs time and memory."""
-        return self.integer(key, default, most=MOST_LAYERS)
+        return self.integer(key, default, minimum=minimum, most=MOST_LAYERS)
 
     def number(self, key: str) -> float | None:
         """A finite number above 0 that is no truth value; None for anything else, which transformers decides about."""

@@ -13,26 +13,32 @@ config classes (5.19); tests hold them against what transformers' models keep.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from hybridkv.errors import UnsupportedModelError
 from hybridkv.models.attention import Heads, refuse_layer_types
+from hybridkv.models.counting import COUNTED, Attention, count
 from hybridkv.models.families import FamilyFacts, ReadOptions, ranges
 from hybridkv.models.fields import Fields
+from hybridkv.models.kinds import (
+    CHUNKED,
+    FULL,
+    INDEXED,
+    LAYER_TYPES,
+    NOTHING,
+    SLIDING,
+    WINDOW,
+    layer_types,
+)
 from hybridkv.models.model import MOST_LAYERS, Layer
+from hybridkv.models.mtp import FIELDS as MTP_FIELDS
+from hybridkv.models.mtp import MTP, mtp_layers
 from hybridkv.models.reading import Reading, class_defaults
 from hybridkv.models.weights import Weights
 from hybridkv.specs import AttentionSpec, KVCacheSpec, MLAAttentionSpec
 from hybridkv.units import shown
-
-FULL: Final = "full_attention"
-SLIDING: Final = "sliding_attention"
-CHUNKED: Final = "chunked_attention"
-INDEXED: Final = ("indexed_attention", "minimax_m3_sparse")
-NOTHING: Final = ("mlp", "moe")
-KINDS: Final = (FULL, SLIDING, CHUNKED, *INDEXED, *NOTHING)
 
 LAYERS: Final = (
     *("decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -47,15 +53,11 @@ WIDTH: Final = ("head_dim", "attention_head_dim", "kv_channels", "d_kv", "d_head
 HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "emb_dim", "model_dim")
 POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "model_max_length")
 SOURCES: Final = ("max_source_positions", "max_position_embeddings")
-DRAFTING: Final = ("num_nextn_predict_layers", "num_mtp_layers")
-LAYER_TYPES: Final = ("layer_types", "layers_block_type")
-WINDOW: Final = ("sliding_window", "sliding_window_size", "attention_window_size")
-
 UNDERSTOOD: Final = (
     *(*LAYERS, *HEADS, *KV_HEADS, *WIDTH, *HIDDEN, *POSITIONS, *SOURCES, *LAYER_TYPES, *WINDOW),
     *("v_head_dim", "kv_lora_rank", "qk_rope_head_dim", "index_head_dim", "indexer_types", "num_kv_shared_layers"),
     *("use_sliding_window", "max_window_layers", "attention_chunk_size", "per_layer_config", "cross_attention_layers"),
-    *DRAFTING,
+    *MTP_FIELDS,
 )
 """Fields that mean the same in every model type."""
 READ: Final = (
@@ -65,6 +67,7 @@ READ: Final = (
     *("local_attention", "conv_L_cache", "attention_hidden_size", "lru_width", "conv1d_width", "block_types"),
     *("cca_time0", "cca_time1", "swa_num_key_value_heads", "swa_num_attention_heads", "swa_head_dim"),
     *("conv_kernel_size", "qk_dim_factor", "v_dim_factor", "num_blocks"),
+    *COUNTED,
 )
 """Fields of transformers' config classes that bytes may depend on: the table of defaults knows these."""
 
@@ -90,7 +93,7 @@ class _Shapes:
 
 
 def general(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
-    """Layers of the model type in ``fields``; given: fields that the caller said. Weights are not counted.
+    """Layers of the model type in ``fields``; given: fields that the caller said.
 
     Raises ConfigError for a fact that cannot be read, naming what supplies it, and UnsupportedModelError for what
     layers keep beside attention.
@@ -112,10 +115,10 @@ def general(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> 
         )
     if fields.values.get("is_decoder") is False and not fields.flag("is_encoder_decoder"):
         reading.assume("use", "a decoder", "is_decoder is false, where the model might read both ways and keep nothing")
-    count = layer_count(reading)
-    types = layer_types(reading, count, known=known is not None)
+    number = layer_count(reading)
+    types = layer_types(reading, number, known=known is not None)
     shapes = _shapes(reading, types, options, known=known is not None)
-    kept = _shared(reading, count)
+    kept = _shared(reading, number)
     images = set(fields.integers("cross_attention_layers") or ())
     layers = [layer for i in range(kept) for layer in _layers_of(reading, i, types[i], shapes[i], options)]
     layers = [_cross(one, shapes[one.index], reading, options) if one.index in images else one for one in layers]
@@ -123,20 +126,28 @@ def general(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> 
     if fields.flag("is_encoder_decoder"):
         layers = [one for layer in layers for one in (layer, _cross(layer, shapes[layer.index], reading, options))]
         longest = reading.required("tokens of the encoder", SOURCES)
-    return facts(reading, layers, max_encoder_tokens=longest)
+    indexers = {one.index for one in layers if one.name.endswith(".indexer")}
+    attentions = [
+        Attention(shape.heads, shape.value_dim or shape.heads.head_dim, kind, kept=i < kept, indexer=i in indexers)
+        for i, (kind, shape) in enumerate(zip(types, shapes, strict=True))
+    ]
+    plain = known is not None and not images and not longest
+    return facts(reading, layers, max_encoder_tokens=longest, weights=count(reading, attentions) if plain else None)
 
 
-def facts(reading: Reading, layers: Sequence[Layer], *, max_encoder_tokens: int = 0) -> FamilyFacts:
-    """What is handed on, with the weights that the caller counted and everything that was noted."""
-    every = reading.fields.integer("parameters", 0, minimum=0, most=1 << 62)
-    active = reading.fields.integer("active_parameters", every, minimum=0, most=1 << 62)
+def facts(
+    reading: Reading, layers: Sequence[Layer], *, max_encoder_tokens: int = 0, weights: Weights | None = None
+) -> FamilyFacts:
+    """What is handed on, with everything that was noted; the caller's fields come before the ``weights`` counted."""
+    counted = weights or Weights()
+    every = reading.fields.integer("parameters", counted.every, minimum=0, most=1 << 62)
+    default = counted.active if every == counted.every else every
+    active = reading.fields.integer("active_parameters", default, minimum=0, most=1 << 62)
     if not every:
         reading.assume("parameters", "not counted", "a replay needs them: --set parameters=N")
-    drafting = reading.key(DRAFTING)
-    if drafting is not None and (layers_left_out := reading.fields.integer(drafting, minimum=0)):
-        reading.assume(
-            "multi-token prediction layers", f"{layers_left_out} left out", f"{drafting}: they draft, where they run"
-        )
+    drafting, left_out = mtp_layers(reading.fields)
+    if left_out:
+        reading.assume(MTP, f"{left_out} left out", f"{drafting}: they draft, where they run")
     key = reading.key(POSITIONS)
     if key is None:
         reading.assume("longest request", "no limit", f"there is none of {', '.join(POSITIONS[:3])}")
@@ -166,88 +177,6 @@ def layer_count(reading: Reading) -> int:
         )
         return count * high * (low + 1)
     return count
-
-
-def layer_types(reading: Reading, count: int, *, known: bool) -> tuple[str, ...]:
-    """What every layer is, one of KINDS. Raises UnsupportedModelError for others, ConfigError where nothing says it."""
-    key = reading.key(LAYER_TYPES)
-    if key is not None:
-        found = reading.fields.layer_types(key, count, ())
-        refuse_layer_types(found, reading.name, KINDS)
-        for kind in dict.fromkeys(found):
-            reading.say(
-                f"{kind} layers", ranges([i for i, one in enumerate(found) if one == kind]), key, reading.source(key)
-            )
-        return _last_is_full(reading, found)
-    if any(reading.is_made_by_class(one) for one in LAYER_TYPES):
-        return _last_is_full(reading, _made_by_class(reading, count))
-    window = _window(reading)
-    if window is not None and not known:
-        raise reading.missing("which layers have the window", "layer_types", '["sliding_attention", ...]')
-    kind = FULL if window is None else SLIDING
-    if window is None and reading.key(("attention_chunk_size",)) is not None:
-        kind = CHUNKED
-    if reading.key(("index_head_dim",)) is not None and reading.key(("kv_lora_rank",)) is not None:
-        kind = INDEXED[0]
-    reading.assume("layers", f"{count} of {kind}", "there are no layer_types")
-    return (kind,) * count
-
-
-def _last_is_full(reading: Reading, types: tuple[str, ...]) -> tuple[str, ...]:
-    """Gemma 4 makes the last layer one of full attention whatever its config says."""
-    if str(reading.fields.text("model_type")).startswith("gemma4") and types[-1] != FULL:
-        reading.assume("last layer", FULL, "as its config class makes it")
-        return (*types[:-1], FULL)
-    return types
-
-
-_PERIODS: Final[Mapping[str, tuple[str, int]]] = {
-    "afmoe": ("global_attn_every_n_layers", 4),
-    "cohere2": ("sliding_window_pattern", 4),
-    "exaone4": ("sliding_window_pattern", 4),
-    "exaone_moe": ("sliding_window_pattern", 4),
-    "gemma3n_text": ("", 5),
-    "gemma4_text": ("", 6),
-    "gemma4_unified_text": ("", 6),
-    "olmo3": ("", 4),
-    "vaultgemma": ("", 2),
-}
-"""Config classes that make every n-th layer one of full attention, by a field or always, without layer_types."""
-_SWITCHED: Final = ("qwen2_moe", "smollm3")
-"""Config classes with windows in no layer unless use_sliding_window."""
-_ALL_OF: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("laguna", "minimax_m3_vl_text", "dots1", *_SWITCHED), FULL),
-    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), INDEXED[0]),
-}
-"""Config classes that make all layers alike."""
-
-
-def _made_by_class(reading: Reading, count: int) -> tuple[str, ...]:
-    """Layer types where the config leaves out what its class makes: a rule known here, else ConfigError."""
-    model_type = reading.fields.text("model_type") or ""
-    if model_type in _PERIODS:
-        field, period = _PERIODS[model_type]
-        if field and field in reading.fields:
-            period = reading.required("every n-th layer is full", (field,))
-        reading.assume("layers", f"every {period}th of {FULL}, others of {SLIDING}", "as its config class makes them")
-        return tuple(SLIDING if (i + 1) % period else FULL for i in range(count))
-    if model_type == "dots1" and (window := _window(reading)) is not None:
-        first = reading.required("first layer with a window", ("max_window_layers",), minimum=0)
-        reading.assume("layers", f"windows of {window} from layer {first} on", "as its config class makes them")
-        return tuple(SLIDING if i >= first else FULL for i in range(count))
-    kind = _ALL_OF.get(model_type)
-    if kind is not None and not (model_type in _SWITCHED and reading.fields.flag("use_sliding_window")):
-        reading.assume("layers", f"{count} of {kind}", "as its config class makes them")
-        return (kind,) * count
-    raise reading.missing("what each layer is", "layer_types", '["full_attention", ...]')
-
-
-def _window(reading: Reading) -> int | None:
-    """The window; None where there is none, or a switch turns it off."""
-    key = reading.key(WINDOW)
-    if key is None or (reading.declares(("use_sliding_window",)) and not reading.fields.flag("use_sliding_window")):
-        return None
-    return reading.integer("window", (key,))
 
 
 def heads_of(reading: Reading, options: ReadOptions, *, known: bool = True) -> Heads:
@@ -424,13 +353,26 @@ def spec_of(
 def _has_indexer(reading: Reading, index: int) -> bool:
     """Whether layer ``index`` keeps an indexer's keys, or reads those of a layer before."""
     if reading.is_made_by_class("indexer_types"):
-        raise reading.missing("which layers have an indexer", "indexer_types", '["full", "shared", ...]')
+        if (
+            reading.fields.text("model_type") != "glm_moe_dsa"
+            or reading.own.values.get("index_topk_pattern") is not None
+        ):
+            raise reading.missing("which layers have an indexer", "indexer_types", '["full", "shared", ...]')
+        every, first = (reading.fields.integer(key, most, minimum=0) for key, most in _INDEXERS.items())
+        reading.assume(
+            "layers with an indexer", f"every {max(every, 1)} from {first} on", "as its config class makes them"
+        )
+        return max(index - first + 1, 0) % max(every, 1) == 0
     types = reading.fields.names("indexer_types")
     if types is None:
         return True
     if index >= len(types) or types[index] not in {"full", "shared"}:
         raise reading.refuse_value("indexer_types", list(types))
     return types[index] == "full"
+
+
+_INDEXERS: Final = {"index_topk_freq": 1, "index_skip_topk_offset": 2}
+"""Of GLM-5: how often a layer has an indexer of its own, and from which one on, with their defaults."""
 
 
 def _indexer(reading: Reading, options: ReadOptions) -> KVCacheSpec:

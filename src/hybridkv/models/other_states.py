@@ -10,24 +10,25 @@ from typing import Final
 
 from hybridkv.errors import ConfigError
 from hybridkv.models.attention import Heads, refuse_layer_types
+from hybridkv.models.counting import Attention, count
 from hybridkv.models.families import FamilyFacts, ReadOptions
 from hybridkv.models.fields import Fields
-from hybridkv.models.general import FULL, WIDTH, WINDOW, facts, heads_of, layer_count, spec_of
+from hybridkv.models.general import WIDTH, facts, heads_of, layer_count, spec_of
+from hybridkv.models.kinds import FULL, LINEAR, WINDOW
 from hybridkv.models.model import Layer
 from hybridkv.models.reading import Reading, class_defaults
 from hybridkv.models.states import ShortConv
 from hybridkv.specs import KVCacheSpec, MambaSpec
 from hybridkv.units import round_up
 
-LINEAR: Final = "linear_attention"
 _F32: Final = "float32"
 
 
 def lfm2_moe(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
     """LFM2 with mixtures of experts: attention, or gated short convolutions."""
     reading = _reading(fields, given)
-    count = layer_count(reading)
-    types = _types(reading, count, (FULL, "conv"))
+    number = layer_count(reading)
+    types = _types(reading, number, (FULL, "conv"))
     heads = heads_of(reading, options)
     mixer = ShortConv(
         reading.required("hidden size", ("hidden_size",)),
@@ -40,22 +41,23 @@ def lfm2_moe(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) ->
 def minimax(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
     """MiniMax-Text-01: a matrix of head width x head width for every head (lightning attention), or attention."""
     reading = _reading(fields, given)
-    count = layer_count(reading)
-    types = _types(reading, count, (FULL, LINEAR))
+    types = _types(reading, layer_count(reading), (FULL, LINEAR))
     heads = heads_of(reading, options)
     matrix = (_per_rank(heads.heads, options, "heads", reading), heads.head_dim, heads.head_dim)
     specs: dict[str, KVCacheSpec] = {
         FULL: heads.full(fields, options),
         LINEAR: _state(options, LINEAR, (matrix, options.state_dtype)),
     }
-    return facts(reading, [Layer(f"model.layers.{i}.self_attn", specs[kind], i) for i, kind in enumerate(types)])
+    weights = count(reading, [Attention(heads, heads.head_dim, kind) for kind in types])
+    layers = [Layer(f"model.layers.{i}.self_attn", specs[kind], i) for i, kind in enumerate(types)]
+    return facts(reading, layers, weights=weights)
 
 
 def recurrent_gemma(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
     """RecurrentGemma (arXiv 2404.07839): windows between RG-LRU layers, each with a convolution."""
     reading = _reading(fields, given)
     _one_rank(options, reading)
-    count = layer_count(reading)
+    number = layer_count(reading)
     pattern = reading.fields.names("block_types")
     if not pattern:
         raise reading.missing("what each layer is", "block_types", '["recurrent", "recurrent", "attention"]')
@@ -71,7 +73,7 @@ def recurrent_gemma(fields: Fields, options: ReadOptions, given: Sequence[str] =
         "attention": heads.sliding(fields, options, window),
         "recurrent": _state(options, LINEAR, ((width, columns), options.state_dtype), ((width,), _F32)),
     }
-    kinds = [pattern[i % len(pattern)] for i in range(count)]
+    kinds = [pattern[i % len(pattern)] for i in range(number)]
     return facts(reading, [Layer(f"model.layers.{i}.temporal_block", specs[kind], i) for i, kind in enumerate(kinds)])
 
 
@@ -79,19 +81,19 @@ def rwkv(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> Fam
     """RWKV-4: the last input of both blocks, and three sums of the attention in float32."""
     reading = _reading(fields, given)
     _one_rank(options, reading)
-    count = layer_count(reading)
+    number = layer_count(reading)
     hidden = reading.required("hidden size", ("hidden_size",))
     inner = reading.integer("width of the attention", ("attention_hidden_size",)) or hidden
     inputs = ((hidden,), options.state_dtype)
     state = _state(options, LINEAR, inputs, inputs, *[((inner,), _F32)] * 3)
-    return facts(reading, [Layer(f"rwkv.blocks.{i}", state, i) for i in range(count)])
+    return facts(reading, [Layer(f"rwkv.blocks.{i}", state, i) for i in range(number)])
 
 
 def xlstm(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
     """The xLSTM (arXiv 2405.04517): a matrix memory, its normalizer and a running maximum for every head."""
     reading = _reading(fields, given)
     _one_rank(options, reading)
-    count = layer_count(reading)
+    number = layer_count(reading)
     hidden, heads = (reading.required(what, (what,)) for what in ("hidden_size", "num_heads"))
     widths = [round_up(int(hidden * (fields.number(key) or default)), 64) for key, default in _FACTORS.items()]
     if any(width % heads for width in widths):
@@ -101,7 +103,7 @@ def xlstm(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> Fa
     keys, values = (width // heads for width in widths)
     shapes = ((heads, keys, values), (heads, keys), (heads, 1))
     state = _state(options, LINEAR, *[(shape, options.state_dtype) for shape in shapes])
-    return facts(reading, [Layer(f"backbone.blocks.{i}", state, i) for i in range(count)])
+    return facts(reading, [Layer(f"backbone.blocks.{i}", state, i) for i in range(number)])
 
 
 _FACTORS: Final = {"qk_dim_factor": 0.5, "v_dim_factor": 1.0}
@@ -111,8 +113,8 @@ def zaya(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> Fam
     """ZAYA1: attention whose queries and keys pass convolutions, and half of each value is the token's before."""
     reading = _reading(fields, given)
     _one_rank(options, reading)
-    count = layer_count(reading)
-    types = _types(reading, count, ("hybrid", "hybrid_sliding"))
+    number = layer_count(reading)
+    types = _types(reading, number, ("hybrid", "hybrid_sliding"))
     heads = heads_of(reading, options)
     first, second = (reading.required("width of a convolution", (key,)) for key in ("cca_time0", "cca_time1"))
     own = heads.kv_heads * heads.head_dim
@@ -125,8 +127,8 @@ def inkling(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> 
     """Inkling: convolutions over keys, values and behind both blocks, in float32; windowed layers have other heads."""
     reading = _reading(fields, given)
     _one_rank(options, reading)
-    count = layer_count(reading)
-    types = _types(reading, count, ("hybrid", "hybrid_sliding"))
+    number = layer_count(reading)
+    types = _types(reading, number, ("hybrid", "hybrid_sliding"))
     hidden, kernel = (reading.required(what, (what,)) for what in ("hidden_size", "conv_kernel_size"))
     heads = {"hybrid": heads_of(reading, options)}
     heads["hybrid_sliding"] = Heads(
@@ -167,12 +169,12 @@ def _reading(fields: Fields, given: Sequence[str]) -> Reading:
     return Reading(fields, class_defaults(fields.text("model_type") or "") or {}, given)
 
 
-def _types(reading: Reading, count: int, kinds: Sequence[str]) -> tuple[str, ...]:
+def _types(reading: Reading, number: int, kinds: Sequence[str]) -> tuple[str, ...]:
     """layer_types, which only the config says."""
     key = reading.key(("layer_types", "layers_block_type"))
     if key is None:
         raise reading.missing("what each layer is", "layer_types", f'["{kinds[0]}", "{kinds[1]}", ...]')
-    types = reading.fields.layer_types(key, count, ())
+    types = reading.fields.layer_types(key, number, ())
     refuse_layer_types(types, reading.name, kinds)
     for kind in dict.fromkeys(types):
         reading.say(f"{kind} layers", str(types.count(kind)), key, reading.source(key))

@@ -22,6 +22,7 @@ from hybridkv.models.json_text import DocumentError, read_json
 from hybridkv.models.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from hybridkv.models.mamba import mamba, mamba2
 from hybridkv.models.model import Model
+from hybridkv.models.mtp import with_mtp
 from hybridkv.models.other_states import inkling, lfm2_moe, minimax, recurrent_gemma, rwkv, xlstm, zaya
 from hybridkv.models.quantization import SIDECAR, KVDtype, kv_dtype
 from hybridkv.models.reading import text_parts
@@ -45,12 +46,14 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gpt_oss": gpt_oss,
     "granitemoehybrid": granite_hybrid,
     "jamba": jamba,
+    "kimi_k2": deepseek,
     "kimi_linear": kimi_linear,
     "lfm2": lfm2,
     "llama": LLAMA,
     "llama4_text": llama4,
     "mamba": mamba,
     "mamba2": mamba2,
+    "mimo": QWEN2,
     "mistral": MISTRAL,
     "nemotron_h": nemotron_h,
     "olmo_hybrid": olmo_hybrid,
@@ -90,6 +93,7 @@ def read_model(
     num_speculative_tokens: int = 0,
     fields: Mapping[str, object] | None = None,
     state_dtype: str | None = None,
+    mtp_layers: int = 0,
 ) -> Model:
     """Layers and specs of one of ``tp`` ranks, from a Hugging Face config.
 
@@ -101,6 +105,7 @@ def read_model(
     num_speculative_tokens: drafts a step for which states have room.
     fields: of the language model's config, instead of what it says: what a ConfigError asks for.
     state_dtype: of all recurrent states, None for what the config says; ``vllm`` only.
+    mtp_layers: multi-token prediction layers that draft, each with tokens of its own; no more than the config has.
     A model type without a reader of its own is read by the fields that configs share: ``Model.read_from`` says how.
     Raises ConfigError for a source or a size that cannot work, UnsupportedModelError for a model with
     layers that cannot be planned yet, naming them, and for a KV cache quantized in another way than to 8-bit floats.
@@ -111,7 +116,8 @@ def read_model(
     num_speculative_tokens = integer("num_speculative_tokens", num_speculative_tokens)
     if instance("backend", backend, str) not in BACKENDS:
         raise ConfigError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
-    _check_counts(block_size, tp, num_speculative_tokens)
+    mtp_layers = integer("mtp_layers", mtp_layers)
+    _check_counts(block_size, tp, num_speculative_tokens, mtp_layers)
     name, config = _load(source)
     given = _given(fields)
     part = text_fields(config, name, given)
@@ -133,6 +139,10 @@ def read_model(
     noting = OTHER_STATES.get(model_type, general)
     facts = noting(part, options, tuple(given)) if family is None else family(part, options)
     described = facts.fields or part
+    layers, read_from = facts.layers, facts.read_from
+    if mtp_layers:
+        layers, drafting = with_mtp(layers, described, mtp_layers)
+        read_from = (*(one for one in read_from if one.what != drafting.what), drafting)
     if facts.weights.every > MOST_BYTES:
         raise part.fail(f"its sizes make {shown(facts.weights.every)} parameters: correct them")
     if asked is None:
@@ -140,12 +150,12 @@ def read_model(
     return Model(
         name=name,
         model_type=model_type,
-        layers=facts.layers,
+        layers=layers,
         max_model_len=max_model_len(described, rope_scales=facts.rope_scales, said_by=facts.positions),
         vocab_size=described.integer("vocab_size"),
         dtype=cache_dtype,
         dtype_from=None if quantized is None else quantized.said_by,
-        read_from=facts.read_from,
+        read_from=read_from,
         parameters=facts.weights.every,
         active_parameters=facts.weights.active,
         block_size=block_size,
@@ -155,15 +165,17 @@ def read_model(
     )
 
 
-def _check_counts(block_size: int, tp: int, num_speculative_tokens: int) -> None:
+def _check_counts(block_size: int, tp: int, num_speculative_tokens: int, mtp_layers: int) -> None:
     """ConfigError for those that cannot work with any model."""
     if block_size < 1:
         raise ConfigError(f"block_size must be at least 1 token, got {shown(block_size)}: 16 is usual")
     if tp < 1:
         raise ConfigError(f"tp must be at least 1, got {shown(tp)}")
-    if num_speculative_tokens < 0:
-        raise ConfigError(f"num_speculative_tokens must not be negative, got {shown(num_speculative_tokens)}")
-    for what, value in (("block_size", block_size), ("tp", tp), ("num_speculative_tokens", num_speculative_tokens)):
+    drafting = {"num_speculative_tokens": num_speculative_tokens, "mtp_layers": mtp_layers}
+    for what, value in drafting.items():
+        if value < 0:
+            raise ConfigError(f"{what} must not be negative, got {shown(value)}")
+    for what, value in {"block_size": block_size, "tp": tp, **drafting}.items():
         if value > MOST_COUNT:
             raise ConfigError(f"{what} must be at most {MOST_COUNT}, got {shown(value)}")
 
@@ -201,6 +213,8 @@ def text_fields(config: Mapping[str, object], name: str, given: Mapping[str, obj
         own_dtype = any(inner.get(one) is not None for one in ("dtype", "torch_dtype"))
         merged = dict(inner) if own_dtype else {**inner, **outer_dtype}
         outer_type = part.get("model_type")
+        if (tied := part.get("tie_word_embeddings")) is not None:
+            merged["tie_word_embeddings"] = tied  # the head is the whole's
         if (images := part.get("vision_config")) is not None:
             merged.setdefault("vision_config", images)  # says how many tokens cross attention reads of an image
         if merged.get("model_type") is None and outer_type is not None:

@@ -1,0 +1,79 @@
+"""docs/models.md: the public models known by name, what they keep, and where their configs were read.
+
+python tests/runner/published_table.py docs/models.md
+"""
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybridkv.models import KnownModel, Model, known_models, read_model
+from hybridkv.specs import AttentionSpec, ChunkedLocalAttentionSpec, Keeps, SlidingWindowSpec
+
+BEGIN, END = "<!-- of names, written by tests/runner/published_table.py -->", "<!-- end -->"
+
+
+def table() -> Iterator[str]:
+    """In Markdown: a line for each model."""
+    yield "| name | model type | KiB a token | KiB a token in windows | KiB of state | parameters, 10^9 | read in |"
+    yield "|---|---|--:|---|--:|--:|---|"
+    for known in known_models():
+        model = read_model(known.name)
+        cells = (known.name, model.model_type, tokens(model), windows(model), _kib(model.state_bytes), weights(model))
+        yield f"| {' | '.join(cells)} | {source(known)} |"
+
+
+def tokens(model: Model) -> str:
+    """Of the request, and of the encoder."""
+    encoder = f" + {_kib(int(model.encoder_bytes_per_token))} of the encoder" if model.max_encoder_tokens else ""
+    return _kib(int(model.kv_bytes_per_token)) + encoder
+
+
+def windows(model: Model) -> str:
+    """What a token takes while it is read, and how long that is."""
+    sizes = sorted({_window(one.spec) for one in model.layers if one.spec.keeps is Keeps.WINDOW})
+    if not sizes:
+        return "-"
+    return f"{_kib(int(model.window_bytes_per_token))} for {', '.join(f'{one:,}' for one in sizes)}"
+
+
+def _window(spec: object) -> int:
+    assert isinstance(spec, AttentionSpec)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return spec.attention_chunk_size
+    assert isinstance(spec, SlidingWindowSpec)
+    return spec.sliding_window
+
+
+def weights(model: Model) -> str:
+    """All, and those that a token uses where these are fewer by more than the embedding."""
+    every, active = map(_billions, (model.parameters, model.active_parameters))
+    return every if model.active_parameters > model.parameters / 2 else f"{every}, {active} active"
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.3g}" if count < 1e11 else f"{count / 1e9:.0f}"
+
+
+def source(known: KnownModel) -> str:
+    """Where it was read, and the hub's name."""
+    part = "" if known.verified else "in part: "
+    return f"[{known.hub}](https://huggingface.co/{known.hub}): {part}{known.read_in}"
+
+
+def _kib(count: int) -> str:
+    return f"{count / 1024:,.0f}" if count >= 1 << 20 else f"{count / 1024:g}" if count else "-"
+
+
+def main(document: str) -> None:
+    """Put the table between its marks in ``document``."""
+    logging.disable()
+    path = Path(document)
+    before, rest = path.read_text("utf-8").split(BEGIN)
+    _, after = rest.split(END, 1)
+    path.write_text(f"{before}{BEGIN}\n" + "\n".join(table()) + f"\n{END}{after}", "utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
