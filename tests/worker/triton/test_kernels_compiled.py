@@ -76,17 +76,16 @@ class Recorder:
 
         signature, constants, attributes = {}, {}, {}
         for i, name in enumerate(self.kernel.arg_names):
-            value = self.arguments[name]
-            plain = name in {"window", "chunk", "first_tokens"}
+            value, plain = self.arguments[name], self.kernel.params[i].do_not_specialize
             if name in self.constants or (isinstance(value, int) and value == 1 and not plain):
                 signature[name], constants[i,] = "constexpr", value
             elif isinstance(value, torch.Tensor):
                 signature[name] = POINTERS[value.dtype]
-                attributes[i,] = [["tt.divisibility", 16]]
             else:
                 signature[name] = "fp32" if isinstance(value, float) else "i32"
-                if isinstance(value, int) and value % 16 == 0 and not plain:
-                    attributes[i,] = [["tt.divisibility", 16]]
+            whole = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+            if whole and signature[name] != "constexpr" and not plain:
+                attributes[i,] = [["tt.divisibility", 16]]
         options = {name: self.arguments[name] for name in ("num_warps", "num_stages") if name in self.arguments}
         source = ASTSource(self.kernel, signature, constants, attributes)
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -99,31 +98,59 @@ class Recorder:
             "stores": "st.global" in ptx,
         }
 
+    def compiled_for(self) -> list[str]:
+        """What Triton looks at to find out whether it has compiled for these arguments."""
+        from triton._C.libtriton import native_specialize_impl  # noqa: PLC0415 - only in the process that compiles
+        from triton.backends.compiler import BaseBackend  # noqa: PLC0415 - as above
 
-def layer(shape: Shape) -> tuple[torch.Tensor, KVPages, TritonBatch]:
+        keys = []
+        for name, parameter in zip(self.kernel.arg_names, self.kernel.params, strict=True):
+            value, looked_at = self.arguments[name], not parameter.do_not_specialize
+            key = (
+                value
+                if name in self.constants
+                else native_specialize_impl(BaseBackend, value, *(False, looked_at, True))
+            )
+            keys.append(f"{name} {key}")
+        return keys
+
+
+def layer(shape: Shape, requests: int = 1, columns: int = 8) -> tuple[torch.Tensor, KVPages, TritonBatch]:
     heads, kv_heads = shape.heads
     cache = torch.float8_e4m3fn if shape.fp8 else shape.dtype
     keys, values = (torch.zeros(4, 16, kv_heads, width).to(cache) for width in shape.widths)
     pages = KVPages(keys, keys[..., : shape.widths[1]] if shape.latent else values)
-    table = torch.zeros(1, 8, dtype=torch.int32)
-    paged = paged_batch([0, shape.queries], [128], table, block_size=16, num_blocks=4)
+    table = torch.zeros(requests, columns, dtype=torch.int32)
+    starts = range(0, requests * shape.queries + 1, shape.queries)
+    paged = paged_batch(starts, [16 * columns] * requests, table, block_size=16, num_blocks=4)
     mask = AttentionMask(window=40, chunk=64, first_tokens=4) if shape.everything else AttentionMask()
     batch = triton_batch(paged, mask, num_heads=heads, pages=pages, dtype=shape.dtype, splits=2)
     tiles = replace(batch.tiles, native_fp8=shape.capability >= 89)
-    return torch.zeros(shape.queries, heads, shape.widths[0], dtype=shape.dtype), pages, replace(batch, tiles=tiles)
+    query = torch.zeros(requests * shape.queries, heads, shape.widths[0], dtype=shape.dtype)
+    return query, pages, replace(batch, tiles=tiles)
 
 
-def compile_attention(shape: Shape, kernels: tuple[Any, ...]) -> list[dict[str, Any]]:
+def record_attention(
+    shape: Shape, kernels: tuple[Any, ...], requests: int = 1, columns: int = 8
+) -> tuple[Recorder, Recorder]:
     from hybridkv.worker.kernels import attention  # noqa: PLC0415 - only in the process that compiles
 
-    recorders = [Recorder(kernel) for kernel in kernels]
+    recorders = Recorder(kernels[0]), Recorder(kernels[1])
     attention.attention_kernel, attention.combine_kernel = recorders
     attention.INTERPRETED = True  # type: ignore[misc] # so that a batch is made on a CPU
-    query, pages, batch = layer(shape)
+    query, pages, batch = layer(shape, requests, columns)
     attention.INTERPRETED = False  # type: ignore[misc] # as on a GPU
     with_everything: dict[str, Any] = {"softcap": 30.0, "sink_logits": torch.zeros(shape.heads[0])}
     triton_paged_attention(query, pages, batch, 0.1, **with_everything if shape.everything else {})
-    return [recorder.compiled(shape.capability) for recorder in recorders]
+    return recorders
+
+
+def steps(kernels: tuple[Any, ...]) -> list[list[str]]:
+    """Of one layer, in steps of other numbers of requests and other widths of the table."""
+    recorded = [
+        record_attention(SHAPES["decode"], kernels, r, c) for r, c in ((1, 1), (2, 16), (3, 9), (4, 10), (5, 11))
+    ]
+    return [[key for recorder in recorders for key in recorder.compiled_for()] for recorders in recorded]
 
 
 def compile_writes() -> list[dict[str, Any]]:
@@ -142,17 +169,17 @@ def compile_writes() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("compiled")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
     command = [sys.executable, str(Path(__file__))]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=600)  # noqa: S603 - this very file
-    made: dict[str, list[dict[str, Any]]] = json.loads(ran.stdout)
+    made: dict[str, Any] = json.loads(ran.stdout)
     return made
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_attention_compiles_for_gpus(name: str, compiled: dict[str, list[dict[str, Any]]]) -> None:
+def test_attention_compiles_for_gpus(name: str, compiled: dict[str, Any]) -> None:
     shape = SHAPES[name]
     kernel, combining = compiled[name]
     assert 0 < kernel["shared"] <= SHARED[shape.capability]
@@ -162,7 +189,13 @@ def test_attention_compiles_for_gpus(name: str, compiled: dict[str, list[dict[st
     assert combining["stores"]
 
 
-def test_writes_compile_for_gpus(compiled: dict[str, list[dict[str, Any]]]) -> None:
+def test_steps_of_other_sizes_are_not_compiled_anew(compiled: dict[str, Any]) -> None:
+    """That would take seconds, in the middle of serving: a table's width, addresses within what was sent at once."""
+    first, *others = compiled["steps"]
+    assert others == [first] * 4
+
+
+def test_writes_compile_for_gpus(compiled: dict[str, Any]) -> None:
     assert all(kernel["stores"] for kernel in compiled["writes"])
 
 
@@ -170,5 +203,6 @@ if __name__ == "__main__":
     from hybridkv.worker.kernels import attention
 
     kernels = (attention.attention_kernel, attention.combine_kernel)
-    made = {name: compile_attention(shape, kernels) for name, shape in SHAPES.items()}
-    print(json.dumps(made | {"writes": compile_writes()}))  # noqa: T201 - what the tests read
+    recorded = {name: record_attention(shape, kernels) for name, shape in SHAPES.items()}
+    made = {name: [one.compiled(SHAPES[name].capability) for one in both] for name, both in recorded.items()}
+    print(json.dumps(made | {"writes": compile_writes(), "steps": steps(kernels)}))  # noqa: T201 - what the tests read

@@ -140,8 +140,9 @@ class TritonBatch:
         """``batch`` in the memory of this one, which a captured CUDA graph reads; returns it, and this one is stale.
 
         As many queries of each request as before, tables at most as wide; lengths may be any: a tile's keys are
-        divided among its splits on the device. Never waits for the device. Raises WorkerError for what does not fit,
-        with nothing written. O(cells of the table).
+        divided among its splits on the device. A graph of more requests than there are is filled up with requests of
+        one token in the null block. Never waits for the device. Raises WorkerError for what does not fit, with nothing
+        written. O(cells of the table).
         """
         check_batch(batch, self.mask)
         was, table = self.batch, batch.block_table

@@ -28,6 +28,18 @@ _PARTS: Final = 16
 _LOG2E: Final = math.log2(math.e)
 # behind every token: no window, no chunk
 _NOWHERE: Final = 1 << 30
+# what differs between steps, or layers of one shape: a kernel compiled for its alignment would be compiled once more
+_OF_A_STEP: Final = (
+    "table",
+    "starts",
+    "lengths",
+    "work",
+    "combined",
+    "table_stride",
+    "window",
+    "chunk",
+    "first_tokens",
+)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton is not typed
@@ -79,7 +91,7 @@ def _natural(largest: tl.tensor, total: tl.tensor) -> tl.tensor:
     return tl.where(total > 0, (largest + tl.log2(tl.where(total > 0, total, 1.0))) * 0.6931471805599453, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["window", "chunk", "first_tokens"])  # type: ignore[untyped-decorator]  # as above
+@triton.jit(do_not_specialize=_OF_A_STEP)  # type: ignore[untyped-decorator]  # Triton is not typed
 def attention_kernel(  # noqa: C901, PLR0912, PLR0915, PLR0917 - a kernel is one function without keywords
     query: tl.tensor,
     keys: tl.tensor,
@@ -260,7 +272,7 @@ def attention_kernel(  # noqa: C901, PLR0912, PLR0915, PLR0917 - a kernel is one
             tl.store(to + out_b[None, :], sum_b * whole[:, None], mask=live[:, None] & (out_b < value_width)[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # Triton is not typed
+@triton.jit(do_not_specialize=_OF_A_STEP)  # type: ignore[untyped-decorator]  # Triton is not typed
 def combine_kernel(  # noqa: PLR0917 - a kernel has no keywords
     part_out: tl.tensor,
     part_lse: tl.tensor,
@@ -338,7 +350,7 @@ def launch_attention(
     scale *= pages.key_scale
     factor, cap = (scale * _LOG2E, 0.0) if softcap is None else (2 * scale * _LOG2E / softcap, softcap * _LOG2E)
     parts = (batch.parts, shape.num_kv_heads, tiles.rows)
-    part_out = torch.empty((*parts, shape.value_width), device=out.device) if batch.parts else out
+    part_out = torch.empty((*parts, shape.value_width), device=out.device) if batch.parts else lse
     part_lse = torch.empty(parts, device=out.device) if batch.parts else lse
     sinks = lse if sink_logits is None else sink_logits.contiguous()
     keys, values = pages.keys, pages.values

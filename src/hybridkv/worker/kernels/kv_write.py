@@ -65,7 +65,7 @@ def _put(  # noqa: PLR0917 - a kernel has no keywords
     tl.store(to + head * view_head + column * view_column, held, mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # Triton is not typed
+@triton.jit(do_not_specialize=["slots"])  # type: ignore[untyped-decorator]  # Triton is not typed
 def write_kernel(  # noqa: PLR0917 - a kernel has no keywords
     slots: tl.tensor,
     limit: tl.tensor,
