@@ -93,7 +93,7 @@ class Recorder:
         return {
             "shared": made.metadata.shared,
             "tensor cores": "mma.sync" in ptx or "wgmma" in ptx,
-            "asynchronous copies": "cp.async" in ptx,
+            "asynchronous copies": "cp.async.cg" in ptx,  # of 16 bytes each
             "float8": "e4m3x2" in ptx,
             "stores": "st.global" in ptx,
         }

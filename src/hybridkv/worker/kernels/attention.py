@@ -407,7 +407,8 @@ def launch_attention(
         compute=_DTYPES[torch.float32 if INTERPRETED and shape.compute == torch.bfloat16 else shape.compute],
         block_n=tiles.keys,
         num_warps=tiles.warps,
-        num_stages=2,
+        # while a tile is computed with, the next one is on its way, and the block numbers of the one after that
+        num_stages=3,
         **alike,
     )
     if batch.parts:
