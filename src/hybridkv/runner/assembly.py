@@ -25,6 +25,7 @@ class EngineOptions:
 
     in_flight: steps scheduled ahead of their results, 1 or 2. prefix_caching: share blocks of equal prefixes.
     self_check: first compare the model on pages with plain forwards, some 15 short ones (hybridkv.runner.self_check).
+    image_bytes: of the features of images kept on the device; beyond it those read longest ago are made anew.
     Raises ConfigError for counts that are none.
     """
 
@@ -33,10 +34,12 @@ class EngineOptions:
     in_flight: int = 1
     prefix_caching: bool = True
     self_check: bool = True
+    image_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         check_fields(self, partial(integer, least=1), "max_running", "token_budget")
         check_fields(self, partial(integer, least=1, most=2), "in_flight")
+        check_fields(self, partial(integer, least=0), "image_bytes")
         check_fields(self, flag, "prefix_caching", "self_check")
 
 

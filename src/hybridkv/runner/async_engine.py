@@ -26,6 +26,7 @@ from hybridkv.request import SamplingParams
 from hybridkv.runner.completion import Completion, Increment
 from hybridkv.runner.encoder_inputs import Given, one_input_each
 from hybridkv.runner.engine import Engine, engine_closed
+from hybridkv.runner.images.prompt_images import Images, images_each
 from hybridkv.runner.inputs import one_each
 from hybridkv.runner.stream import Stream
 from hybridkv.schedule import SchedulerStatistics
@@ -117,6 +118,7 @@ class AsyncEngine:
         marks: Sequence[int] = (),
         encoder: Given | None = None,
         encoder_digest: bytes | str | None = None,
+        images: Images | None = None,
     ) -> AsyncGenerator[Increment, None]:
         """Increments of a prompt's output, as ``Engine.stream`` has them; the request is queued with the first ask.
 
@@ -132,6 +134,7 @@ class AsyncEngine:
             marks=marks,
             encoder=encoder,
             encoder_digest=encoder_digest,
+            images=images,
         )
         reader = _Reader(queued, self._max_unread)
         self._enter(reader)
@@ -149,10 +152,12 @@ class AsyncEngine:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         encoders: Sequence[Given] | None = None,
+        images: Sequence[Images | None] | None = None,
     ) -> list[Completion]:
         """As ``Engine.generate``. When one request fails, or the caller is cancelled, all are aborted."""
-        pairs = zip(one_each(prompts, sampling), one_input_each(prompts, encoders), strict=True)
-        tasks = [asyncio.create_task(self._completions(*one, given)) for one, given in pairs]
+        inputs, pictures = one_input_each(prompts, encoders), images_each(prompts, images)
+        each = zip(one_each(prompts, sampling), inputs, pictures, strict=True)
+        tasks = [asyncio.create_task(self._completions(*one, given, shown)) for one, given, shown in each]
         try:
             done = await asyncio.gather(*tasks)
         finally:
@@ -162,11 +167,15 @@ class AsyncEngine:
         return [completion for outputs in done for completion in outputs]
 
     async def _completions(
-        self, prompt: str | Sequence[int], sampling: SamplingParams | None, encoder: Given | None
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None,
+        encoder: Given | None,
+        images: Images | None,
     ) -> list[Completion]:
         """All outputs of one prompt, in their order."""
         done: dict[int, Completion] = {}
-        async for part in self.stream(prompt, sampling, encoder=encoder):
+        async for part in self.stream(prompt, sampling, encoder=encoder, images=images):
             if part.completion is not None:
                 done[part.output] = part.completion
         return [done[output] for output in sorted(done)]

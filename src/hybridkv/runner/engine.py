@@ -23,6 +23,7 @@ from hybridkv.request import Request, SamplingParams
 from hybridkv.runner.assembly import EngineOptions, assemble, plan_of
 from hybridkv.runner.completion import Completion, Progress, count_step, raise_first
 from hybridkv.runner.encoder_inputs import EncoderFeed, Given, InputName, encoder_feed, one_input_each
+from hybridkv.runner.images.prompt_images import Images, PromptImages, images_each
 from hybridkv.runner.inputs import (
     as_list,
     detokenizer_of,
@@ -144,6 +145,7 @@ class Engine:
         marks: Sequence[int] = (),
         encoder: Given | None = None,
         encoder_digest: bytes | str | None = None,
+        images: Images | None = None,
     ) -> str:
         """Queue a prompt, text or token ids; its request id. Branches have the ids of ``output_ids``.
 
@@ -152,12 +154,17 @@ class Engine:
         is then the decoder's, its start token included; an empty one is that token alone. encoder_digest: the caller's
         own name of that content, under this salt and for as long as the engine lives: what was computed for it is found
         under that name when the request is long gone. Without one the content is hashed.
-        Raises ConfigError for what is no prompt or no sampling, text without tokenizer, an empty prompt, ids outside
-        the vocabulary, stop strings without tokenizer, more log probabilities than there are tokens, marks that are no
-        token counts and an id in use; CapacityError when it could never fit; CacheError once the engine is closed.
+        images: of a multimodal model, in the order of their placeholders: pictures, with a prompt of text, for the
+        processor that it was loaded with; or what a processor made of them, by name (``pixel_values``,
+        ``image_grid_thw``), with its token ids. Blocks with images are shared by their content.
+        Raises ConfigError for what is no prompt or no sampling, text without tokenizer, an empty prompt, images that do
+        not fit it or the model, ids outside the vocabulary, stop strings without tokenizer, more log probabilities than
+        there are tokens, marks that are no token counts and an id in use; CapacityError when it could never fit;
+        CacheError once the engine is closed.
         """
         feed = self._feed(encoder, encoder_digest, cache_salt)
-        return self._add(prompt, sampling, request_id, cache_salt, marks, feed=feed)[0].request.request_id
+        added = self._add(prompt, sampling, request_id, cache_salt, marks, feed=feed, images=images)
+        return added[0].request.request_id
 
     def stream(
         self,
@@ -169,10 +176,11 @@ class Engine:
         marks: Sequence[int] = (),
         encoder: Given | None = None,
         encoder_digest: bytes | str | None = None,
+        images: Images | None = None,
     ) -> Stream:
         """Queue a prompt as ``add`` does, to be read as it grows; see Stream."""
         feed = self._feed(encoder, encoder_digest, cache_salt)
-        added = self._add(prompt, sampling, request_id, cache_salt, marks, feed=feed)
+        added = self._add(prompt, sampling, request_id, cache_salt, marks, feed=feed, images=images)
         for one in added:
             one.streamed = True
         return Stream(added, self._run, self._leave)
@@ -195,10 +203,12 @@ class Engine:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         encoders: Sequence[Given] | None = None,
+        images: Sequence[Images | None] | None = None,
     ) -> list[Completion]:
         """Run ``prompts`` to their ends, in their order, all ``n`` outputs of one in a row.
 
         sampling: one for all, or one each. encoders: of an encoder-decoder, what its encoder reads, one each.
+        images: as ``add`` has them, for each prompt; None for one without.
         Requests added before run beside them; ``step`` hands those out.
         When a prompt is refused, as by ``add``, none of them runs. Whatever else is raised, by a forward or by the
         tokenizer, ends all of them, and nothing of them is handed out later.
@@ -207,8 +217,9 @@ class Engine:
         added: list[Progress] = []
         try:
             pairs = one_each(prompts, sampling)
-            for (prompt, params), given in zip(pairs, one_input_each(prompts, encoders), strict=True):
-                added += self._add(prompt, params, feed=self._feed(given))
+            each = zip(pairs, one_input_each(prompts, encoders), images_each(prompts, images), strict=True)
+            for (prompt, params), given, pictures in each:
+                added += self._add(prompt, params, feed=self._feed(given), images=pictures)
             # behind the last request, steps that were scheduled ahead still hold its blocks
             while any(one.completion is None for one in added) or (self._in_flight and not self._live):
                 self._run()
@@ -236,6 +247,7 @@ class Engine:
         marks: Sequence[int] = (),
         *,
         feed: EncoderFeed | None = None,
+        images: Images | None = None,
     ) -> list[Progress]:
         """A request and its branches, queued."""
         self._require_open()
@@ -243,8 +255,8 @@ class Engine:
         for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
             or_none(text)(name, value)
         params = with_word_ids(sampling if sampling is not None else SamplingParams(), self.loaded)
-        ids = encode(self.loaded, self.loaded.decoder_start if feed is not None and is_empty(prompt) else prompt)
         refuse_what_it_lacks(params, self.loaded)
+        ids, pictures = self._ids(prompt, images, starts=feed is not None)
         request = Request(
             str(self._next_id) if request_id is None else request_id,
             ids,
@@ -254,6 +266,7 @@ class Engine:
             eos_token_ids=self.loaded.eos_token_ids,
             marks=as_list(marks),
             encoder=None if feed is None else feed.read,
+            multimodal=() if pictures is None else pictures.items,
         )
         of_prompt: list[TokenLogprob] = []
         added = [
@@ -264,8 +277,18 @@ class Engine:
             self._live[one.request.request_id] = one
             if feed is not None and self.runner.cross is not None:
                 self.runner.cross.inputs.hold(feed)
+            if pictures is not None and self.runner.images is not None:
+                self.runner.images.begin(one.request.request_id, pictures)
         self._next_id = max(self._next_id, number_in(request.request_id) + 1)
         return added
+
+    def _ids(
+        self, prompt: str | Sequence[int], images: Images | None, *, starts: bool
+    ) -> tuple[list[int], PromptImages | None]:
+        """A prompt's tokens, and its images. starts: whether an empty one is the decoder's start."""
+        if images is None or (isinstance(images, Sequence) and not images):
+            return encode(self.loaded, self.loaded.decoder_start if starts and is_empty(prompt) else prompt), None
+        return self.runner.take_images(self.options.image_bytes).of_prompt(self.loaded, prompt, images)
 
     def _feed(
         self, given: Given | None, digest: bytes | str | None = None, cache_salt: str | None = None
@@ -284,6 +307,8 @@ class Engine:
         del self._live[live.request.request_id]
         if live.request.encoder is not None and self.runner.cross is not None:
             self.runner.cross.inputs.release(live.request.encoder.digest)
+        if self.runner.images is not None:
+            self.runner.images.end(live.request.request_id)
 
     # -- the loop
 
@@ -334,12 +359,16 @@ class Engine:
         self._in_flight.append(step)
         if self.runner.cross is not None:
             self.runner.cross.hold_inputs(step)
+        if self.runner.images is not None:
+            self.runner.images.launched(step)
 
     def _land(self) -> None:
         """The oldest Step has run or failed."""
         step = self._in_flight.popleft()
         if self.runner.cross is not None:
             self.runner.cross.release_inputs(step)
+        if self.runner.images is not None:
+            self.runner.images.landed(step)
 
     def _schedule_ahead(self) -> None:
         while len(self._in_flight) < self.options.in_flight:

@@ -35,12 +35,14 @@ class LoadedModel:
     """What generates. name: as it was asked for. tokenizer: a transformers tokenizer, None for ids only.
 
     eos_token_ids: what ends an output, from the generation config or the config.
+    processor: makes token ids and pixels of a text and its pictures, as those of transformers do; None without.
     """
 
     name: str
     model: PreTrainedModel
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
+    processor: Any = None
 
     def __post_init__(self) -> None:
         check_fields(self, text, "name")
@@ -49,6 +51,8 @@ class LoadedModel:
         if self.tokenizer is not None and missing:
             raise ConfigError(f"the tokenizer must have {' and '.join(missing)}, got {shown(self.tokenizer)}")
         check_fields(self, each(integer), "eos_token_ids")
+        if self.processor is not None and not callable(self.processor):
+            raise ConfigError(f"the processor must take a text and its pictures, got {shown(self.processor)}")
 
     @property
     def decoder_start(self) -> list[int]:
@@ -160,8 +164,16 @@ class _Reading:
             raise ConfigError(f"cannot load the tokenizer in {self._where}: {error}") from error
 
 
-def wrap(model: PreTrainedModel, tokenizer: Any = None, name: str = "model") -> LoadedModel:  # noqa: ANN401  # transformers' tokenizers share no typed base
+def wrap(
+    model: PreTrainedModel,
+    tokenizer: Any = None,  # noqa: ANN401  # transformers' tokenizers share no typed base
+    name: str = "model",
+    *,
+    processor: Any = None,  # noqa: ANN401  # nor do its processors
+) -> LoadedModel:
     """A LoadedModel of a model at hand, which trains no longer: causal, or an encoder and a decoder that generate.
+
+    processor: of a multimodal model, for prompts with pictures.
 
     Raises ConfigError for what is no such model, and UnsupportedModelError when its rotary positions depend on the
     longest request of a batch.
@@ -176,7 +188,7 @@ def wrap(model: PreTrainedModel, tokenizer: Any = None, name: str = "model") -> 
             "them: not supported yet"
         )
     _tell_of_quantized_cache(model, name)
-    return LoadedModel(name, model.eval(), tokenizer, _eos(model))
+    return LoadedModel(name, model.eval(), tokenizer, _eos(model), processor)
 
 
 def require_model(model: object) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hybridkv.runner.attention.attention_modules import attention_modules
+
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,16 +49,21 @@ class ModelCall:
         return arguments
 
     def logits_behind(
-        self, tokens: torch.Tensor, keep: torch.Tensor, cache: Cache, positions: torch.Tensor | None
+        self,
+        tokens: torch.Tensor,
+        keep: torch.Tensor,
+        cache: Cache,
+        positions: torch.Tensor | None,
+        more: Mapping[str, Any] = _NOTHING,
     ) -> torch.Tensor:
         """Logits [k, vocabulary] of a forward over int64[tokens] ``tokens`` behind those at int64[k] ``keep``.
 
-        positions: int64[tokens], as in ``arguments``.
+        positions: int64[tokens], as in ``arguments``. more: arguments beside these, or in their place.
         """
         arguments = self.arguments(cache, None if positions is None else positions[None])
         if self.keeps_logits:
             arguments["logits_to_keep"] = keep
-        logits: torch.Tensor = self.model(input_ids=tokens[None], use_cache=True, **arguments).logits[0]
+        logits: torch.Tensor = self.model(input_ids=tokens[None], use_cache=True, **{**arguments, **more}).logits[0]
         return logits if self.keeps_logits else logits[keep]
 
 

@@ -31,6 +31,8 @@ from hybridkv.runner.attention.row_cache import RowCache
 from hybridkv.runner.attention.step_cache import StepCache
 from hybridkv.runner.encoder_decoder import decode
 from hybridkv.runner.forwards import Forwards, forwards_of, rows_of
+from hybridkv.runner.images.image_call import kept_attention
+from hybridkv.runner.images.step_images import ImageRead, StepImages
 from hybridkv.runner.inputs import require_callable
 from hybridkv.runner.load import require_model
 from hybridkv.runner.model_call import ModelCall
@@ -78,6 +80,7 @@ class ModelRunner:
     gives it its own attention back. planned: the model that ``config`` was planned for. max_running: rows.
     max_model_len: tokens of the longest request. max_batched_tokens: tokens of the largest Step.
     max_encoder_tokens: that cross attention reads of a request; ``cross`` is its side, None for a model without.
+    images: its side of the images in prompts, None before the first (``take_images``).
     observer: sees the logits of every Step (see Observer); None for nobody.
     forwards: how its Steps are run; None for what a forward shows it can do.
     undrawn: is told where the edits of a request's logits fail (hybridkv.runner.sampling.edits); None: the Step fails.
@@ -131,6 +134,7 @@ class ModelRunner:
         self._rows = RowState(max_running, self._vocabulary)
         self._logprobs = LogprobRows(max_running)
         self._context = StepContext()
+        self.images: StepImages | None = None
         self._give_pages(planned, mixers)
         self._attach()
 
@@ -157,7 +161,8 @@ class ModelRunner:
         """From here on the model runs on pages."""
         attention_gather.register()
         self._own_attention: str = self.model.config._attn_implementation
-        set_attention(self.model, attention_gather.NAME if self.forwards is Forwards.TOGETHER else "eager")
+        with kept_attention(self.model):
+            set_attention(self.model, attention_gather.NAME if self.forwards is Forwards.TOGETHER else "eager")
         step_context.attach(self.model, self._context)
         if self.forwards is Forwards.TOGETHER:
             notes = forms_of(self.model, self._context)
@@ -168,6 +173,12 @@ class ModelRunner:
         for bias in self._biases:
             bias.install()
         self._attached = True
+
+    def take_images(self, max_bytes: int) -> StepImages:
+        """Its side of images, made with the first call. max_bytes: of features kept. ConfigError as ImageCall.of."""
+        if self.images is None:
+            self.images = StepImages(self.model, max_bytes)
+        return self.images
 
     def detach(self) -> None:
         """Give the model its own attention and recurrent mixers back; nothing runs here any more. Again: nothing."""
@@ -281,25 +292,29 @@ class ModelRunner:
             self.tables[group].compute_slot_mapping(owners, positions)
             self.tables[group].commit_slot_mapping(len(tokens))
         at = self._tensor(positions)
+        images = None if self.images is None else self.images.read(step, tokens, positions)
         cross = None if self.cross is None else self.cross.reads(step)
         self._context.begin(self._gather_batches(step), states, cross, at)
         try:
             with torch.inference_mode():
-                return self._call(self._tensor(tokens), at, self._tensor(wanted))
+                return self._call(self._tensor(tokens), at, self._tensor(wanted), images)
         finally:
             self._context.end()
 
-    def _call(self, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    def _call(
+        self, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, images: ImageRead | None
+    ) -> torch.Tensor:
         """The model over a flattened step: logits behind the tokens ``keep``, [n, vocabulary]."""
+        more = {} if images is None else images.arguments()
         if self.forwards is Forwards.BY_ROW:
             row = RowCache(
                 self._views, self._context, positions, {layer: read.reach for layer, read in self._reads.items()}
             )
-            return self._model_call.logits_behind(tokens, keep, row, None)
+            return self._model_call.logits_behind(tokens, keep, row, None, more)
         cache = StepCache(self._views, self._context, positions)
         if self.cross is not None:
             return decode(self.model, tokens, positions, None, caches=(cache, self.cross.cache()), keep=keep)
-        return self._model_call.logits_behind(tokens, keep, cache, positions)
+        return self._model_call.logits_behind(tokens, keep, cache, positions, more)
 
     def _state_batches(self, step: Step) -> dict[int, StateBatch]:
         """By group of states."""
