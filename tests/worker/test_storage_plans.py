@@ -33,7 +33,9 @@ KINDS = (
     "whisper-large-v3",
 )
 """One of every kind of layer, with small pages; the others are for thorough runs."""
-OF_EACH_TYPE = {str(model.config["model_type"]): model.name for model in known_models() if model.name not in KINDS}
+OF_EACH_TYPE = {
+    str(model.config["model_type"]): model.name for model in reversed(known_models()) if model.name not in KINDS
+}
 MODELS = [*KINDS, *(pytest.param(name, marks=pytest.mark.thorough) for name in OF_EACH_TYPE.values())]
 
 
