@@ -9,7 +9,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hybridkv.errors import UnsupportedModelError
-from hybridkv.planner import Plan
 from hybridkv.runner import Engine, EngineOptions, LoadedModel, self_check
 from hybridkv.runner.forwards import Forwards
 from hybridkv.runner.states.continuation import difference
@@ -25,8 +24,8 @@ def nothing_compared_yet() -> Iterator[None]:
     self_check._COMPARED.clear()
 
 
-def engine(model: PreTrainedModel, **options: bool) -> Engine:
-    return Engine(model, options=EngineOptions(**options), memory=MEMORY, max_model_len=64)
+def engine(model: PreTrainedModel, *, self_check: bool = True) -> Engine:
+    return Engine(model, options=EngineOptions(self_check=self_check), memory=MEMORY, max_model_len=64)
 
 
 def shifted(model: LlamaForCausalLM) -> None:
@@ -78,9 +77,9 @@ def test_models_that_are_alike_are_compared_once_unless_they_have_code_of_their_
     compared = []
     compare = self_check.compare
 
-    def counted(loaded: LoadedModel, plan: Plan, alone: self_check.Alone, forwards: Forwards) -> self_check.Report:
+    def counted(loaded: LoadedModel, alone: self_check.Alone, trial: self_check.Trial) -> self_check.Report:
         compared.append(loaded)
-        return compare(loaded, plan, alone, forwards)
+        return compare(loaded, alone, trial)
 
     monkeypatch.setattr(self_check, "compare", counted)
     for seed in (0, 1):

@@ -107,9 +107,12 @@ def generate_command(
     token_budget: Annotated[
         int, typer.Option(max=MOST_COUNT, metavar="N", help="Tokens of a step.", rich_help_panel=RUN)
     ] = 2048,
-    prefix_caching: Annotated[
-        bool, typer.Option(help="Share the blocks of equal prefixes.", rich_help_panel=RUN)
-    ] = True,
+    no_prefix_caching: Annotated[
+        bool, typer.Option("--no-prefix-caching", help="Share nothing.", rich_help_panel=RUN)
+    ] = False,
+    attention: Annotated[
+        str, typer.Option(metavar="NAME", help="gather, eager, triton, flex or torch.", rich_help_panel=RUN)
+    ] = "gather",
     repeat: Annotated[
         int,
         typer.Option(
@@ -147,7 +150,7 @@ def generate_command(
     bars_for_terminals()
     from hybridkv.runner.assembly import EngineOptions  # noqa: PLC0415  # torch takes seconds: only this command pays
 
-    options = EngineOptions(max_running, token_budget, in_flight, prefix_caching)
+    options = EngineOptions(max_running, token_budget, in_flight, not no_prefix_caching, attention=attention)
     loaded = load_quietly(model, trust_remote_code=trust_remote_code)
     if messages is None:
         found = _prompts(loaded, prompts, defaults, skip_bad_lines=skip_bad_lines)

@@ -11,6 +11,7 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.frozen import check_fields
 from hybridkv.planner import Plan
+from hybridkv.runner.attention.paged import AttentionBackend, attention_backend
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.planning import plan_within
 from hybridkv.runner.probe import planner_model
@@ -24,6 +25,7 @@ class EngineOptions:
     """How an engine runs. max_running: requests at once. token_budget: tokens of a step.
 
     in_flight: steps scheduled ahead of their results, 1 or 2. prefix_caching: share blocks of equal prefixes.
+    attention: what attends over the pages (AttentionBackend).
     self_check: first compare the model on pages with plain forwards, some 15 short ones (hybridkv.runner.self_check).
     image_bytes: of the features of images kept on the device; beyond it those read longest ago are made anew.
     Raises ConfigError for counts that are none.
@@ -35,12 +37,14 @@ class EngineOptions:
     prefix_caching: bool = True
     self_check: bool = True
     image_bytes: int = 256 << 20
+    attention: AttentionBackend | str = AttentionBackend.GATHER
 
     def __post_init__(self) -> None:
         check_fields(self, partial(integer, least=1), "max_running", "token_budget")
         check_fields(self, partial(integer, least=1, most=2), "in_flight")
         check_fields(self, partial(integer, least=0), "image_bytes")
         check_fields(self, flag, "prefix_caching", "self_check")
+        check_fields(self, attention_backend, "attention")
 
 
 class Parts(NamedTuple):
@@ -90,7 +94,7 @@ def assemble(
     """
     planned = planner_model(loaded.model, block_size=plan.model.block_size, name=loaded.name)
     require_fit(planned, plan.config)
-    forwards = require_same(loaded, plan) if options.self_check else None
+    forwards = require_same(loaded, plan, AttentionBackend(options.attention)) if options.self_check else None
     limits = SchedulerLimits(
         max_running=options.max_running,
         max_batched_tokens=options.token_budget,
@@ -110,5 +114,6 @@ def assemble(
         observer=observer,
         undrawn=undrawn,
         forwards=forwards,
+        attention=options.attention,
     )
     return Parts(cache, scheduler, runner)

@@ -82,12 +82,13 @@ def _with_configs(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 class ProbeCache(Cache):  # type: ignore[misc]  # transformers is not typed
     """Keeps nothing but the shapes and dtypes of what each layer hands over, and which module did.
 
-    updated: the index of the layer that cached tokens last.
+    updated, keys: the index of the layer that cached tokens last, and which.
     """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.updated: int | None = None
+        self.keys: torch.Tensor | None = None
         self.attention: dict[int, tuple[PagePart, ...]] = {}
         self.callers: list[_Call] = []
         self.ran: set[torch.nn.Module] = set()
@@ -97,7 +98,7 @@ class ProbeCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Note [1, heads, tokens, width] of keys and values and hand them back."""
-        self.updated = layer_idx
+        self.updated, self.keys = layer_idx, key_states
         self.attention[layer_idx] = tuple(
             PagePart((states.shape[1], states.shape[3]), states.dtype) for states in (key_states, value_states)
         )
@@ -225,7 +226,7 @@ def forms_of(model: PreTrainedModel, context: StepContext) -> FormNotes:
     Of an encoder-decoder nothing is known.
     """
     cache = ProbeCache()
-    notes = FormNotes(lambda: cache.updated)
+    notes = FormNotes(cache)
     if is_encoder_decoder(model):
         return notes
     context.noting = notes

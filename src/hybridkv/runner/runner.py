@@ -8,6 +8,7 @@ Step -> tables.apply -> moves, zeroing, copies -> slots
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -23,9 +24,18 @@ from hybridkv.models import Model
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.runner import step_context
 from hybridkv.runner.attention import attention_gather
+from hybridkv.runner.attention.attention_form import FormNotes
 from hybridkv.runner.attention.attention_window import AttentionWindow
 from hybridkv.runner.attention.cross_attention import CrossAttention, CrossLayer
 from hybridkv.runner.attention.gather_batch import GatherBatch, gather_batch
+from hybridkv.runner.attention.paged import (
+    KERNELS,
+    AttentionBackend,
+    LayerHeads,
+    PagedStep,
+    attention_backend,
+    require_backend,
+)
 from hybridkv.runner.attention.relative_bias import segment_biases
 from hybridkv.runner.attention.row_cache import RowCache
 from hybridkv.runner.attention.step_cache import StepCache
@@ -55,7 +65,10 @@ from hybridkv.runner.step_context import StepContext
 from hybridkv.specs import Keeps, KVCacheSpec
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.units import MOST_COUNT
-from hybridkv.worker import BlockCopier, MultiGroupBlockTable, PagedStorage
+from hybridkv.worker import AttentionMask, BlockCopier, KVPages, MultiGroupBlockTable, PagedStorage
+from hybridkv.worker.step_batch import group_batch
+
+logger = logging.getLogger(__name__)
 
 Int64 = NDArray[np.int64]
 Observer = Callable[[Step, torch.Tensor], None]
@@ -66,11 +79,15 @@ Undrawn = Callable[[str, Exception], object]
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """How a layer reads: through which group, how far back, and whether its context must come in one piece."""
+    """How a layer reads: through which group, how far back, and whether its context must come in one piece.
+
+    heads: of a layer that a kernel reads from pages, None of one whose contexts are gathered.
+    """
 
     group: int
     reach: AttentionWindow
-    whole: bool
+    whole: bool = True
+    heads: LayerHeads | None = None
 
 
 class ModelRunner:
@@ -83,6 +100,8 @@ class ModelRunner:
     images: its side of the images in prompts, None before the first (``take_images``).
     observer: sees the logits of every Step (see Observer); None for nobody.
     forwards: how its Steps are run; None for what a forward shows it can do.
+    attention: what attends, in layers that it can run (hybridkv.runner.attention.paged); the others' contexts are
+    gathered.
     undrawn: is told where the edits of a request's logits fail (hybridkv.runner.sampling.edits); None: the Step fails.
     Raises ConfigError when a forward caches other bytes than planned, and for a model that another runner holds;
     UnsupportedModelError for a model that cannot run on pages, or whose mixers were patched.
@@ -101,6 +120,7 @@ class ModelRunner:
         observer: Observer | None = None,
         undrawn: Undrawn | None = None,
         forwards: Forwards | None = None,
+        attention: AttentionBackend | str = AttentionBackend.GATHER,
     ) -> None:
         require_model(model)
         instance("config", config, KVCacheConfig)
@@ -117,6 +137,8 @@ class ModelRunner:
         require_class_forwards(mixers.values())
         self.continues = dict(zip(mixers, continuations(list(mixers.values())), strict=True))
         self.model, self.config, self.observer = model, config, observer
+        self.attention = attention_backend("attention", attention)
+        require_backend(self.attention, model.device)
         self._model_call = ModelCall.of(model)
         self._undrawn, self._request_of_row = undrawn, dict[int, str]()
         self._device = model.device
@@ -143,10 +165,9 @@ class ModelRunner:
         group_of = {name: number for number, group in enumerate(self.config.groups) for name in group.layer_names}
         crossing = [layer for layer in planned.layers if layer.spec.keeps is Keeps.ENCODER]
         attending = [layer for layer in planned.layers if layer.name not in mixers and layer not in crossing]
-        self._reads = {
-            layer.index: _Read(group_of[layer.name], AttentionWindow.of(layer.spec), whole=True) for layer in attending
-        }
+        self._reads = {layer.index: _Read(group_of[layer.name], AttentionWindow.of(layer.spec)) for layer in attending}
         self._views = {layer.index: self.storage.views[layer.name] for layer in attending}
+        self._pages = dict[int, KVPages]()
         self._token_groups = sorted({read.group for read in self._reads.values()})
         self._state_groups = sorted({group_of[name] for name in mixers})
         self._mixers = [
@@ -164,10 +185,8 @@ class ModelRunner:
         with kept_attention(self.model):
             set_attention(self.model, attention_gather.NAME if self.forwards is Forwards.TOGETHER else "eager")
         step_context.attach(self.model, self._context)
-        if self.forwards is Forwards.TOGETHER:
-            notes = forms_of(self.model, self._context)
-            self._context.forms = notes.forms
-            self._reads |= {layer: replace(self._reads[layer], whole=False) for layer in notes.layers}
+        if self.forwards is Forwards.TOGETHER and self.attention is not AttentionBackend.EAGER:
+            self._read_by(forms_of(self.model, self._context))
         for mixer in self._mixers:
             mixer.install()
         for bias in self._biases:
@@ -179,6 +198,20 @@ class ModelRunner:
         if self.images is None:
             self.images = StepImages(self.model, max_bytes)
         return self.images
+
+    def _read_by(self, notes: FormNotes) -> None:
+        """Layers whose attention is known read parts of contexts, or pages where there is a kernel for it."""
+        self._context.forms = notes.forms
+        self._reads |= {layer: replace(self._reads[layer], whole=False) for layer in notes.layers}
+        if self.attention not in KERNELS:
+            return
+        for layer, (queries, dtype) in notes.heads.items():
+            self._pages[layer] = KVPages.of_views(self._views[layer])
+            heads = LayerHeads.of(queries, self._pages[layer], dtype)
+            self._reads[layer] = replace(self._reads[layer], heads=heads)
+        gathered = len(self._reads) - len(self._pages)
+        if gathered:
+            logger.info("%s: contexts of %d layers are gathered all the same", type(self.model).__name__, gathered)
 
     def detach(self) -> None:
         """Give the model its own attention and recurrent mixers back; nothing runs here any more. Again: nothing."""
@@ -294,7 +327,7 @@ class ModelRunner:
         at = self._tensor(positions)
         images = None if self.images is None else self.images.read(step, tokens, positions)
         cross = None if self.cross is None else self.cross.reads(step)
-        self._context.begin(self._gather_batches(step), states, cross, at)
+        self._context.begin(self._attention_of(step), states, cross, at)
         try:
             with torch.inference_mode():
                 return self._call(self._tensor(tokens), at, self._tensor(wanted), images)
@@ -321,12 +354,21 @@ class ModelRunner:
         groups = self._state_groups if step.num_tokens else []
         return {group: state_batch(step, group, self._device) for group in groups}
 
-    def _gather_batches(self, step: Step) -> dict[int, GatherBatch]:
+    def _attention_of(self, step: Step) -> dict[int, GatherBatch | PagedStep]:
         """By layer index; layers that read alike share one."""
-        made = {
-            read: gather_batch(step, self.tables[read.group], read.reach, self.model.dtype, whole=read.whole)
-            for read in set(self._reads.values())
-        }
+        groups = {read.group for read in self._reads.values() if read.heads is not None}
+        batches = {group: group_batch(step, group, self.tables[group]) for group in groups}
+        made: dict[_Read, GatherBatch | PagedStep] = {}
+        for layer, read in self._reads.items():
+            if read in made:
+                continue
+            if read.heads is None:
+                table = self.tables[read.group]
+                made[read] = gather_batch(step, table, read.reach, self.model.dtype, whole=read.whole)
+            else:
+                batch, mask = batches[read.group], AttentionMask(window=read.reach.window, chunk=read.reach.chunk)
+                attend = KERNELS[self.attention](batch.reads, mask, read.heads, self._pages[layer])
+                made[read] = PagedStep(batch.slots, self._pages, attend)
         return {layer: made[read] for layer, read in self._reads.items()}
 
     def _tensor(self, values: Int64) -> torch.Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -23,6 +23,7 @@ from hybridkv.errors import HybridKVError, UnsupportedModelError
 from hybridkv.planner import Plan
 from hybridkv.request import Request, SamplingParams
 from hybridkv.runner import step_context
+from hybridkv.runner.attention.paged import AttentionBackend
 from hybridkv.runner.encoder_decoder import is_encoder_decoder
 from hybridkv.runner.forwards import Forwards, forwards_of
 from hybridkv.runner.load import LoadedModel
@@ -46,7 +47,7 @@ _CHUNK: Final = 29
 _SEED: Final = 11
 _FEWEST: Final = 8
 
-_Kind = tuple[type, str, torch.dtype, str, str | None, int]
+_Kind = tuple[type, str, torch.dtype, str, str | None, int, AttentionBackend]
 _COMPARED: Final[dict[_Kind, Forwards]] = {}
 """Those that said the same, and how they did; the oldest goes first."""
 _MOST_KINDS: Final = 64
@@ -103,10 +104,20 @@ class Report:
         return ", ".join(said) or self.failed
 
 
-def require_same(loaded: LoadedModel, plan: Plan) -> Forwards | None:
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How a model is run on pages: laid out as ``plan`` has them, and by what."""
+
+    plan: Plan
+    forwards: Forwards
+    attention: AttentionBackend
+
+
+def require_same(loaded: LoadedModel, plan: Plan, attention: AttentionBackend) -> Forwards | None:
     """How ``loaded`` says the same on pages as alone: rows together, else row by row. None where nothing was compared.
 
-    Some ten short forwards each way, once in a process for models that are alike but for their weights.
+    attention: what attends. Some ten short forwards each way, once in a process for models that are alike but for
+    their weights.
     Encoder-decoders, and plans for requests of a few tokens, are not compared. A line in the log where the weights are
     such that a wrong context would not show, and for rows that run one by one.
     Raises UnsupportedModelError, with what differs, for a model that says something else either way.
@@ -114,30 +125,30 @@ def require_same(loaded: LoadedModel, plan: Plan) -> Forwards | None:
     length = min(_length(plan), plan.max_model_len - 1)
     if is_encoder_decoder(loaded.model) or length < _FEWEST:
         return None
-    kind = _kind_of(loaded, plan)
+    kind = _kind_of(loaded, plan, attention)
     if kind is not None and kind in _COMPARED:
         return _COMPARED[kind]
     step_context.require_free(loaded.model)
     probed = probe(loaded.model)  # what cannot run on pages at all is refused for that
-    first = forwards_of(loaded.model, probed)
+    trial = Trial(plan, forwards_of(loaded.model, probed), attention)
     name, alone = type(loaded.model).__name__, said_alone(loaded, length)
-    report = _tried(loaded, plan, alone, first)
+    report = _tried(loaded, alone, trial)
     if report.wrong and not report.failed and depends_on_calls(probed.mixers):
-        return first  # alone, too: its mixers were compared one by one, and the log tells
+        return trial.forwards  # alone, too: its mixers were compared one by one, and the log tells
     together = ""
-    if report.wrong and first is Forwards.TOGETHER:
-        together = f" (together: {report.wrong})"
-        first, report = Forwards.BY_ROW, _tried(loaded, plan, alone, Forwards.BY_ROW)
+    if report.wrong and trial.forwards is Forwards.TOGETHER:
+        together, trial = f" (together: {report.wrong})", replace(trial, forwards=Forwards.BY_ROW)
+        report = _tried(loaded, alone, trial)
     _require_right(name, report)
-    if first is Forwards.BY_ROW:
+    if trial.forwards is Forwards.BY_ROW:
         logger.info("%s: each row of a step runs in a forward of its own%s", name, together)
     if alone.context <= report.bound:
         logger.info("%s: a wrong context would not show in its logits (%.2g)", name, alone.context)
     elif kind is not None:
-        _COMPARED[kind] = first
+        _COMPARED[kind] = trial.forwards
         if len(_COMPARED) > _MOST_KINDS:
             del _COMPARED[next(iter(_COMPARED))]
-    return first
+    return trial.forwards
 
 
 def _require_right(name: str, report: Report) -> None:
@@ -152,24 +163,24 @@ def _require_right(name: str, report: Report) -> None:
         )
 
 
-def _tried(loaded: LoadedModel, plan: Plan, alone: Alone, forwards: Forwards) -> Report:
+def _tried(loaded: LoadedModel, alone: Alone, trial: Trial) -> Report:
     """``compare``; a Report that is wrong where the model raises."""
     try:
-        return compare(loaded, plan, alone, forwards)
+        return compare(loaded, alone, trial)
     except (HybridKVError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # noqa: BLE001 - a model that was handed what it does not expect raises anything
         return Report({}, alone.bound, failed=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
-def _kind_of(loaded: LoadedModel, plan: Plan) -> _Kind | None:
+def _kind_of(loaded: LoadedModel, plan: Plan, attention: AttentionBackend) -> _Kind | None:
     """What decides how a model runs, its weights left out; None for one with code of its own on some module."""
     for module in loaded.model.modules():
         hooks = (module._forward_hooks, module._forward_pre_hooks)
         if any(hooks) or "forward" in vars(module):
             return None
     config = loaded.model.config.to_json_string(use_diff=False)
-    return type(loaded.model), config, loaded.model.dtype, plan.layout, plan.placement, plan.model.block_size
+    return type(loaded.model), config, loaded.model.dtype, plan.layout, plan.placement, plan.model.block_size, attention
 
 
 def _length(plan: Plan) -> int:
@@ -193,15 +204,15 @@ def said_alone(loaded: LoadedModel, length: int) -> Alone:
     return Alone(prompts, logits, bound, context=difference(elsewhere[-1], logits[0][-1]))
 
 
-def compare(loaded: LoadedModel, plan: Plan, alone: Alone, forwards: Forwards) -> Report:
-    """The prompts of ``alone`` on pages laid out as ``plan`` has them."""
+def compare(loaded: LoadedModel, alone: Alone, trial: Trial) -> Report:
+    """The prompts of ``alone`` on pages."""
     length = alone.length
     third, ends = length // 3, sorted({length // 3, length // 3 + 1, length - 1, length})
     asked = [Asked("cold", 0, 0, third), Asked("cold", 0, 1, third // 2)]
     asked += [Asked("chunked", 1, prompt, len(tokens)) for prompt, tokens in enumerate(alone.prompts)]
     asked += [Asked("warm", 2 + wave, 0, end) for wave, end in enumerate(ends)]
     worst = dict[str, tuple[float, int]]()
-    for one, logits in _on_pages(loaded, plan, alone.prompts, asked, forwards).items():
+    for one, logits in _on_pages(loaded, alone.prompts, asked, trial).items():
         found = difference(logits, alone.logits[one.prompt][one.tokens - 1])
         worst[one.regime] = max(worst.get(one.regime, (0.0, 0)), (found, one.tokens))
     return Report(worst, alone.bound)
@@ -215,10 +226,10 @@ def _plain(loaded: LoadedModel, prompt: Sequence[int]) -> torch.Tensor:
 
 
 def _on_pages(
-    loaded: LoadedModel, plan: Plan, prompts: Sequence[Sequence[int]], asked: Sequence[Asked], forwards: Forwards
+    loaded: LoadedModel, prompts: Sequence[Sequence[int]], asked: Sequence[Asked], trial: Trial
 ) -> dict[Asked, torch.Tensor]:
     """The logits behind each, float32[vocabulary], from a runner of its own."""
-    lengths = [len(prompt) + 1 for prompt in prompts] * 3
+    plan, lengths = trial.plan, [len(prompt) + 1 for prompt in prompts] * 3
     small = plan_for(loaded, lengths, block_size=plan.model.block_size, layout=plan.layout, placement=plan.placement)
     limits = SchedulerLimits(max_running=2, max_batched_tokens=_CHUNK)
     noted = _Noted()
@@ -230,7 +241,8 @@ def _on_pages(
         max_model_len=small.max_model_len,
         max_batched_tokens=limits.max_batched_tokens,
         observer=noted,
-        forwards=forwards,
+        forwards=trial.forwards,
+        attention=trial.attention,
     )
     try:
         cache = KVCacheManager(small)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hybridkv.runner.attention.attention_gather import CrossRead
     from hybridkv.runner.attention.attention_modules import Attended
     from hybridkv.runner.attention.gather_batch import GatherBatch
+    from hybridkv.runner.attention.paged import PagedStep
     from hybridkv.runner.states.state_batch import StateBatch
 
 Noting = Callable[[torch.nn.Module, "Attended", Mapping[str, Any]], torch.Tensor]
@@ -26,7 +27,7 @@ CONTEXT: Final = "hybridkv_context"
 
 @dataclass(slots=True, eq=False)
 class StepContext:
-    """attention: a GatherBatch for every layer index that caches tokens. layer: whose keys were written last.
+    """attention: how every layer index that caches tokens attends. layer: whose keys were written last.
 
     states: a StateBatch for every group of states; none while no Step runs.
     cross: what the cross attention of every layer index reads; crossing: which layer's is about to attend.
@@ -35,7 +36,7 @@ class StepContext:
     while a runner looks at the model.
     """
 
-    attention: Mapping[int, GatherBatch] = field(default_factory=dict)
+    attention: Mapping[int, GatherBatch | PagedStep] = field(default_factory=dict)
     states: Mapping[int, StateBatch] = field(default_factory=dict)
     cross: Mapping[int, CrossRead] = field(default_factory=dict)
     positions: torch.Tensor | None = None
@@ -46,7 +47,7 @@ class StepContext:
 
     def begin(
         self,
-        attention: Mapping[int, GatherBatch],
+        attention: Mapping[int, GatherBatch | PagedStep],
         states: Mapping[int, StateBatch],
         cross: Mapping[int, CrossRead] | None = None,
         positions: torch.Tensor | None = None,
@@ -68,8 +69,13 @@ class StepContext:
         """A copy of a model that runs on pages would never run again: ConfigError instead."""
         raise ConfigError("an engine holds this model: close the engine before the model is copied or pickled")
 
-    def attention_batch(self) -> GatherBatch:
+    def attention_batch(self) -> GatherBatch | PagedStep:
         """Of the layer whose keys were written last. WorkerError before any, and while no Step runs."""
+        return self.attention[self.updated_layer]
+
+    @property
+    def updated_layer(self) -> int:
+        """The layer whose keys were written last. WorkerError before any, and while no Step runs."""
         if not self.attention:
             raise WorkerError(
                 "an engine holds this model, whose attention runs in its steps alone: generate with the engine, or "
@@ -77,7 +83,7 @@ class StepContext:
             )
         if self.layer is None:
             raise WorkerError("attention without keys of its own layer: not supported")
-        return self.attention[self.layer]
+        return self.layer
 
 
 def require_free(model: torch.nn.Module) -> None:

@@ -60,11 +60,15 @@ def step_batch(step: Step, tables: MultiGroupBlockTable) -> StepBatch:
     tables.commit_block_table(tables.num_rows)
     tables.compute_slot_mapping(owners, positions)
     tables.commit_slot_mapping(step.num_tokens)
-    groups = {group: _group_batch(step, group, tables[group]) for group in tables.token_groups}
+    groups = {group: group_batch(step, group, tables[group]) for group in tables.token_groups}
     return StepBatch(torch.from_numpy(positions).to(tables[0].device), groups)
 
 
-def _group_batch(step: Step, group: int, table: BlockTable) -> GroupBatch:
+def group_batch(step: Step, group: int, table: BlockTable) -> GroupBatch:
+    """``step`` in ``group``, whose ``table`` has committed its cells and the slots of the step's tokens.
+
+    Raises WorkerError for rows without blocks for their tokens, and as ``write_slots`` does. O(tokens + cells read).
+    """
     lengths = step.num_computed.astype(np.int64) + step.num_scheduled
     share, num_blocks = table.layout.share, table.id_limit * table.blocks_per_kv_block
     room = table.num_blocks_per_row[step.rows].astype(np.int64) * (table.block_size * share.size)

@@ -8,9 +8,9 @@ module's own function runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -85,23 +85,31 @@ def _same(form: AttentionForm, noise: Attended, mask: torch.Tensor, wanted: torc
     return wanted.shape == out.shape and difference(found.view(out.shape), wanted) <= _TOLERANCE
 
 
+class Cached(Protocol):
+    """A cache that says what it was handed last: by which layer, and which keys."""
+
+    updated: int | None
+    keys: torch.Tensor | None
+
+
 class FormNotes:
-    """Takes the place of every attention in a forward whose cache says which layer it updated last.
+    """Takes the place of every attention in a forward with ``cache``, which hands back what it is handed."""
 
-    updated: that layer, of a forward that runs.
-    """
-
-    def __init__(self, updated: Callable[[], int | None]) -> None:
-        self._updated = updated
+    def __init__(self, cache: Cached) -> None:
+        self._cache = cache
         self._found: dict[torch.nn.Module, AttentionForm | None] = {}
         self._modules_of: dict[int | None, set[torch.nn.Module]] = {}
+        self._heads: dict[int | None, set[tuple[int, torch.dtype] | None]] = {}
 
     def __call__(self, module: torch.nn.Module, states: Attended, handed: Mapping[str, Any]) -> torch.Tensor:
         """Note the form of ``module``, and attend."""
-        eager = eager_function(module)
+        eager, cached = eager_function(module), self._cache.keys
         if module not in self._found:
             self._found[module] = form_of(module, eager, states, handed)
-        self._modules_of.setdefault(self._updated(), set()).add(module)
+        self._modules_of.setdefault(self._cache.updated, set()).add(module)
+        same = cached is not None and states.key.shape == cached.shape and states.key.data_ptr() == cached.data_ptr()
+        heads = (states.query.shape[1], states.query.dtype) if same else None
+        self._heads.setdefault(self._cache.updated, set()).add(heads)
         return eager(module, *states, None, **handed)[0]
 
     @property
@@ -114,3 +122,12 @@ class FormNotes:
         """By index, those all of whose attention is known: its context may come in parts."""
         known = set(self.forms)
         return frozenset(layer for layer, some in self._modules_of.items() if layer is not None and some <= known)
+
+    @property
+    def heads(self) -> dict[int, tuple[int, torch.dtype]]:
+        """Query heads and their dtype by index, of those ``layers`` that attend to the keys as they were cached.
+
+        A kernel may read those from pages.
+        """
+        one = {layer: next(iter(found)) for layer, found in self._heads.items() if len(found) == 1}
+        return {layer: found for layer, found in one.items() if layer in self.layers and found is not None}

@@ -23,6 +23,7 @@ from hybridkv.runner.attention.attention_form import AttentionForm
 from hybridkv.runner.attention.attention_modules import Attended, eager_function
 from hybridkv.runner.attention.dense import dense_attention
 from hybridkv.runner.attention.gather_batch import GatherBatch, Past, Segment, gathered
+from hybridkv.runner.attention.paged import PagedStep
 from hybridkv.runner.step_context import CONTEXT, StepContext
 from hybridkv.worker import with_sink
 
@@ -74,6 +75,8 @@ def attend(
         kwargs.pop("position_bias", None)
         return _eager(module, Attended(query, *read.contexts()), read.batch, kwargs), None
     batch, form = context.attention_batch(), context.forms.get(module)
+    if isinstance(batch, PagedStep):
+        return batch.read(context.updated_layer, query, context.forms[module]), None
     if form is None:
         return _eager(module, states, batch, kwargs), None
     return _by_parts(states, batch, form), None

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from hybridkv.runner.attention.gather_batch import Segment
+from hybridkv.errors import WorkerError
+from hybridkv.runner.attention.gather_batch import GatherBatch, Segment
 from hybridkv.runner.step_context import StepContext
 
 
@@ -37,7 +38,10 @@ class SegmentBias:
         positions = self._context.positions
         if positions is None:
             return self._own(query_length, key_length, **known)
-        return [self._of(segment, positions) for segment in self._context.attention_batch().segments]
+        batch = self._context.attention_batch()
+        if not isinstance(batch, GatherBatch):
+            raise WorkerError("a layer with biases of its own reads pages, and the kernels have no biases")
+        return [self._of(segment, positions) for segment in batch.segments]
 
     def _of(self, segment: Segment, positions: torch.Tensor) -> torch.Tensor:
         queries, length = positions[segment.tokens].view(segment.rows, segment.queries), segment.length

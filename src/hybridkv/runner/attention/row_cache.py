@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from hybridkv.runner.attention.attention_window import AttentionWindow
+from hybridkv.runner.attention.gather_batch import GatherBatch
 from hybridkv.runner.attention.step_cache import StepCache
 from hybridkv.runner.step_context import StepContext
 
@@ -59,4 +60,4 @@ class RowCache(StepCache):
 
     def _length(self, layer_idx: int) -> int:
         batch = self._context.attention.get(layer_idx)
-        return self._computed + self._tokens if batch is None else batch.segments[0].length
+        return batch.segments[0].length if isinstance(batch, GatherBatch) else self._computed + self._tokens

@@ -8,6 +8,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from hybridkv.runner.attention.gather_batch import GatherBatch, gathered
+from hybridkv.runner.attention.paged import PagedStep
 from hybridkv.runner.step_context import StepContext
 
 
@@ -30,10 +31,16 @@ class StepCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values [1, heads, tokens, width]; the contexts [1, heads, gathered tokens, width] back."""
+        """Write keys and values [1, heads, tokens, width]; the contexts [1, heads, gathered tokens, width] back.
+
+        What a kernel reads from pages comes back as it is.
+        """
         keys, values = self._views[layer_idx]
         self._context.layer = layer_idx
         batch = self._context.attention_batch()
+        if isinstance(batch, PagedStep):
+            batch.write(layer_idx, key_states, value_states)
+            return key_states, value_states
         return _through(keys, key_states, batch), _through(values, value_states, batch)
 
     def has_previous_state(self, *_args: object, **_kwargs: object) -> bool:

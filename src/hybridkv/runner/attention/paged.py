@@ -1,0 +1,155 @@
+"""Attention that reads pages where they lie: kernels of the worker behind the attention function of transformers.
+
+    StepCache.update    writes the step's keys and values into their slots, and hands them on as they are
+    attend              a kernel reads the pages of the layer that was updated last
+
+A layer runs this way whose formula is known and whose keys reach its attention as they were cached; one that makes
+others of them first (some expand latents) is handed gathered contexts, whatever backend was asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from hybridkv.errors import ConfigError
+from hybridkv.runner.attention.attention_form import AttentionForm
+from hybridkv.units import shown
+from hybridkv.worker import AttentionMask, KVPages, PagedBatch, paged_attention
+from hybridkv.worker.attention.flex import flex_batch, flex_paged_attention
+from hybridkv.worker.attention.triton_attention import triton_batch, triton_paged_attention
+from hybridkv.worker.pages.kv_write import WriteSlots, write_kv
+
+
+class AttentionBackend(StrEnum):
+    """What runs the attention of a model on pages.
+
+    gather: contexts are copied out of their pages, dense kernels run on them. eager: the same, by the function of the
+    model's own modelling file. triton: a kernel of this library reads the pages (a GPU, or Triton's interpreter).
+    flex: torch's FlexAttention over the distinct blocks that are read, compiled on a GPU. torch: the plain formula,
+    request by request: slow, and what the kernels must give.
+    """
+
+    GATHER = "gather"
+    EAGER = "eager"
+    TRITON = "triton"
+    FLEX = "flex"
+    TORCH = "torch"
+
+
+def attention_backend(name: str, value: object) -> AttentionBackend:
+    """``value`` as one of them; ConfigError, which names them, for any other."""
+    try:
+        return AttentionBackend(value)  # type: ignore[arg-type]  # whatever it is, the enumeration judges it
+    except ValueError as error:
+        raise ConfigError(f"{name} must be one of {', '.join(AttentionBackend)}, got {shown(value)}") from error
+
+
+Attend = Callable[[torch.Tensor, KVPages, AttentionForm], torch.Tensor]
+"""Queries [tokens, heads, width] over the pages of a layer: [tokens, heads, width of a value]."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerHeads:
+    """What layers must have in common to share what a kernel prepares. queries: their heads, of ``dtype``.
+
+    keys, values: (KV heads, width).
+    """
+
+    queries: int
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, queries: int, pages: KVPages, dtype: torch.dtype) -> LayerHeads:
+        """Of a layer."""
+        return cls(queries, tuple(pages.keys.shape[2:]), tuple(pages.values.shape[2:]), dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedStep:
+    """A Step in layers of one group, mask and LayerHeads. slots: of its tokens. pages: by layer index. attend: reads.
+
+    Made once a Step.
+    """
+
+    slots: WriteSlots
+    pages: Mapping[int, KVPages]
+    attend: Attend
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Keys and values [1, heads, tokens, width] of the step's tokens."""
+        pages = self.pages[layer]
+        write_kv(self.slots, pages, key[0].transpose(0, 1), value[0].transpose(0, 1))
+
+    def read(self, layer: int, query: torch.Tensor, form: AttentionForm) -> torch.Tensor:
+        """What queries [1, heads, tokens, width] attend to: [1, tokens, heads, width of a value]."""
+        return self.attend(query[0].transpose(0, 1), self.pages[layer], form).to(query.dtype)[None]
+
+
+Prepare = Callable[[PagedBatch, AttentionMask, LayerHeads, KVPages], Attend]
+"""For a Step's reads under a mask, in layers like that of the pages."""
+
+
+def _torch(reads: PagedBatch, mask: AttentionMask, _heads: LayerHeads, _pages: KVPages) -> Attend:
+    def attend(query: torch.Tensor, pages: KVPages, form: AttentionForm) -> torch.Tensor:
+        out, _ = paged_attention(
+            query, pages, reads, form.scale, mask=mask, softcap=form.softcap, sink_logits=form.sinks
+        )
+        return out
+
+    return attend
+
+
+def _flex(reads: PagedBatch, mask: AttentionMask, _heads: LayerHeads, pages: KVPages) -> Attend:
+    made, kernel = flex_batch(reads, mask), _flex_kernel(pages.keys.device.type)
+
+    def attend(query: torch.Tensor, pages: KVPages, form: AttentionForm) -> torch.Tensor:
+        kept: dict[str, Any] = {"softcap": form.softcap, "sink_logits": form.sinks}
+        return flex_paged_attention(query, pages, made, form.scale, kernel=kernel, **kept)[0]
+
+    return attend
+
+
+@functools.cache
+def _flex_kernel(device: str) -> Callable[..., Any]:
+    """Compiled where its compiled form gives log-sum-exps."""
+    kernel: Callable[..., Any] = flex_attention
+    return torch.compile(kernel, dynamic=True) if device == "cuda" else kernel
+
+
+def _triton(reads: PagedBatch, mask: AttentionMask, heads: LayerHeads, pages: KVPages) -> Attend:
+    made = triton_batch(reads, mask, num_heads=heads.queries, pages=pages, dtype=heads.dtype)
+
+    def attend(query: torch.Tensor, pages: KVPages, form: AttentionForm) -> torch.Tensor:
+        kept: dict[str, Any] = {"softcap": form.softcap, "sink_logits": form.sinks}
+        return triton_paged_attention(query, pages, made, form.scale, **kept)[0]
+
+    return attend
+
+
+KERNELS: Final[Mapping[AttentionBackend, Prepare]] = {
+    AttentionBackend.TORCH: _torch,
+    AttentionBackend.FLEX: _flex,
+    AttentionBackend.TRITON: _triton,
+}
+"""Backends that read pages."""
+
+
+def require_backend(backend: AttentionBackend, device: torch.device) -> None:
+    """Raise ConfigError where ``backend`` cannot run on ``device``."""
+    if backend is not AttentionBackend.TRITON:
+        return
+    try:
+        import triton  # noqa: PLC0415 - optional
+    except ImportError as error:
+        raise ConfigError("attention=triton needs Triton: pip install 'hybridkv[gpu]', or use gather") from error
+    if device.type == "cpu" and not triton.knobs.runtime.interpret:
+        raise ConfigError("Triton has no compiler for CPUs: use attention=gather, or set TRITON_INTERPRET=1")

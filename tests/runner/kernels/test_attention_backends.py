@@ -1,0 +1,173 @@
+"""Models whose attention reads pages, by every kernel, against the same models alone."""
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from scripted import ScriptedDrafter
+from transformers import PreTrainedModel
+
+from hybridkv.errors import ConfigError
+from hybridkv.request import SamplingParams
+from hybridkv.runner import Engine, EngineOptions
+from hybridkv.runner.attention import paged
+from hybridkv.runner.attention.attention_form import AttentionForm
+from hybridkv.runner.attention.paged import AttentionBackend, LayerHeads, PagedStep
+from hybridkv.runner.check import generate_greedy
+from hybridkv.runner.drafters import Drafter
+from hybridkv.runner.tiny import tiny_model
+from hybridkv.worker import AttentionMask, KVPages, PagedBatch
+
+OUTPUT = 6
+KERNELS = [AttentionBackend.TORCH, AttentionBackend.FLEX, AttentionBackend.TRITON]
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # as it is on a CPU
+SAMPLING = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
+MODELS = ["llama", "gemma2", "gemma3", "gpt_oss", "llama4", "qwen3_next"]
+"""Grouped heads, soft caps, windows, sinks, chunks, and states beside attention."""
+
+
+FAULTS = ["nothing written", "window one short", "no sinks", "heads swapped", "wrong scale"]
+
+
+def prompts(model: PreTrainedModel) -> list[list[int]]:
+    """Two that begin alike, and one that repeats itself."""
+    draw = torch.Generator().manual_seed(3)
+    first, other = (torch.randint(1, model.config.vocab_size, (50,), generator=draw).tolist() for _ in range(2))
+    return [first, [*first[:40], *other[:9]], other[:7] * 5]
+
+
+def alone(model: PreTrainedModel, asked: Sequence[list[int]]) -> list[tuple[int, ...]]:
+    with torch.inference_mode():
+        return [tuple(generate_greedy(model, one, OUTPUT)) for one in asked]
+
+
+def engine(
+    model: PreTrainedModel,
+    backend: AttentionBackend | str,
+    *,
+    token_budget: int = 2048,
+    speculate: Drafter | None = None,
+) -> Engine:
+    options = EngineOptions(attention=backend, self_check=False, token_budget=token_budget)
+    return Engine(model, options=options, memory="8MiB", max_model_len=128, speculate=speculate)
+
+
+def pairs(names: Sequence[str], fast: str) -> list[Any]:
+    """Each of ``names`` with every kernel; the interpreter takes seconds: all but ``fast`` are for `make test-all`."""
+    return [
+        pytest.param(
+            backend,
+            name,
+            marks=[pytest.mark.thorough] if backend is AttentionBackend.TRITON and name != fast else [],
+            id=f"{backend}-{name}",
+        )
+        for backend in KERNELS
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize(("backend", "name"), pairs(MODELS, "gpt_oss"))
+def test_tokens_are_those_of_the_model_alone(backend: AttentionBackend, name: str) -> None:
+    """Cold and warm, with a budget that cuts prompts in two."""
+    model = tiny_model(name, 0)
+    asked = prompts(model)
+    wanted = alone(model, asked)
+    with engine(model, backend, token_budget=37) as made:
+        for _ in ("cold", "warm"):
+            assert [one.token_ids for one in made.generate(asked, SAMPLING)] == wanted
+        assert made.runner._pages.keys() == made.runner._reads.keys()
+
+
+@pytest.mark.parametrize(("backend", "_"), pairs(["drafts"], ""))
+def test_drafts(backend: AttentionBackend, _: str) -> None:
+    """Two right ones, then a wrong one: rows of several queries, whose last keys are written over."""
+    model = tiny_model("gemma3", 0)
+    asked = prompts(model)
+    wanted = alone(model, asked)
+    drafter = ScriptedDrafter(lambda _request, _asked: (2, 3), 3)
+    with engine(model, backend, speculate=drafter) as made:
+        first = made.generate(asked, SAMPLING)
+        drafter.learn((one, SAMPLING) for one in first)
+        second = made.generate(asked, SAMPLING)
+        assert [one.token_ids for one in first] == [one.token_ids for one in second] == wanted
+        statistics = made.statistics()
+        assert 0 < statistics.accepted_tokens < statistics.drafted_tokens
+
+
+def test_layers_that_attend_to_other_keys_than_they_cache_are_gathered(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("deepseek_v3", 0)
+    asked = prompts(model)
+    wanted = alone(model, asked)
+    with caplog.at_level(logging.INFO, "hybridkv"), engine(model, AttentionBackend.TORCH) as made:
+        assert [one.token_ids for one in made.generate(asked, SAMPLING)] == wanted
+    assert "contexts of 3 layers are gathered all the same" in caplog.text
+
+
+def test_eager_runs_the_models_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, called = tiny_model("llama", 0), list[int]()
+    asked = prompts(model)
+    wanted = alone(model, asked)
+    with engine(model, "eager") as made:
+        own = sys.modules[type(model).__module__]
+        eager = own.eager_attention_forward
+
+        def noted(*args: object, **kept: object) -> object:
+            called.append(1)
+            return eager(*args, **kept)
+
+        monkeypatch.setattr(own, "eager_attention_forward", noted)
+        assert [one.token_ids for one in made.generate(asked, SAMPLING)] == wanted
+    assert called
+
+
+@pytest.mark.parametrize(("backend", "fault"), pairs(FAULTS, "heads swapped"))
+def test_faults_show(backend: AttentionBackend, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("gpt_oss", 0)
+    asked = prompts(model)
+    wanted = alone(model, asked)
+    prepare = paged.KERNELS[backend]
+
+    def faulty(reads: PagedBatch, mask: AttentionMask, heads: LayerHeads, pages: KVPages) -> paged.Attend:
+        if fault == "window one short" and mask.window is not None:
+            mask = replace(mask, window=mask.window - 1)
+        attend = prepare(reads, mask, heads, pages)
+
+        def wrong(query: torch.Tensor, pages: KVPages, form: AttentionForm) -> torch.Tensor:
+            if fault == "no sinks":
+                form = replace(form, sinks=None)
+            if fault == "wrong scale":
+                form = replace(form, scale=form.scale * 1.5)
+            return attend(query.flip(1) if fault == "heads swapped" else query, pages, form)
+
+        return wrong
+
+    monkeypatch.setattr(paged, "KERNELS", {backend: faulty})
+    monkeypatch.setattr("hybridkv.runner.runner.KERNELS", {backend: faulty})
+    if fault == "nothing written":
+        monkeypatch.setattr(PagedStep, "write", lambda *_: None)
+    with engine(model, backend) as made:
+        assert [one.token_ids for one in made.generate(asked, SAMPLING)] != wanted
+
+
+def test_names_of_backends() -> None:
+    with pytest.raises(ConfigError, match="attention must be one of gather, eager, triton, flex, torch, got 'paged'"):
+        EngineOptions(attention="paged")
+    assert EngineOptions(attention="flex").attention is AttentionBackend.FLEX
+
+
+def test_triton_without_a_gpu_or_its_interpreter_is_refused_at_the_start() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    asked = "generate", "--model", "tiny:llama", "--attention", "triton", "--memory", "2MiB"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(  # noqa: S603 - this library
+        [sys.executable, "-m", "hybridkv", *asked], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode
+    assert "Triton has no compiler for CPUs: use attention=gather, or set TRITON_INTERPRET=1" in done.stderr
