@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-newest test-real test-all docs check lint check-trace find-vllm test-vllm test-vllm-generate clean
+.PHONY: demo test test-newest test-real bench-real test-all docs check lint check-trace find-vllm test-vllm test-vllm-generate clean
 
 # torch first and alone: with it in place nothing pulls another build of it
 .venv/runner.stamp: pyproject.toml constraints.txt
@@ -46,6 +46,11 @@ REAL_MODEL ?= .venv/real/SmolLM2-135M-Instruct
 test-real: .venv/dev.stamp
 	$(BIN)/python examples/real_model.py $(REAL_MODEL)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/runner $(BIN)/python tests/runner/real_regimes.py $(REAL_MODEL) docs/models.md
+
+# the same model beside vLLM (VLLM_PYTHON=...) and transformers: processor seconds on one thread; some minutes
+bench-real: .venv/dev.stamp
+	$(BIN)/python examples/real_model.py $(REAL_MODEL)
+	$(BIN)/python benchmarks/bench_real.py $(REAL_MODEL) --json bench_real.json
 
 # the documentation site, into site/
 docs: .venv/dev.stamp
