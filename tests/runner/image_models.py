@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from hybridkv.runner import LoadedModel, wrap
+from hybridkv.runner import Engine, LoadedModel, wrap
 from hybridkv.runner.tiny.weights import fill
 
+_GRIDS = ("qwen", "glm")
 IMAGE, VIDEO, START, END, VOCABULARY = 260, 261, 262, 263, 300
 _TEXT: Mapping[str, Any] = {
     "hidden_size": 64,
@@ -46,6 +47,14 @@ _QWEN3_VISION = {
 }
 _QWEN3_TEXT = {**_TEXT, "rope_parameters": {**_ROPE, "mrope_interleaved": True}}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "partial_rotary_factor": 1.0,
+}
 _CLIP = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -75,6 +84,47 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
             "window_size": 16,
             "fullatt_block_indexes": [1],
         },
+    },
+    "qwen3_5": {
+        **_MARKS,
+        "text_config": {**_TEXT, **_DELTA, "rope_parameters": {**_ROPE, "mrope_interleaved": True}},
+        "vision_config": {name: value for name, value in _QWEN3_VISION.items() if name != "deepstack_visual_indexes"},
+    },
+    "qwen3_5_moe": {
+        **_MARKS,
+        "text_config": {
+            **_TEXT,
+            **_DELTA,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "rope_parameters": {**_ROPE, "mrope_interleaved": True},
+        },
+        "vision_config": {name: value for name, value in _QWEN3_VISION.items() if name != "deepstack_visual_indexes"},
+    },
+    "glm4v": {
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "image_start_token_id": START,
+        "image_end_token_id": END,
+        "text_config": {**_TEXT, "rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0}},
+        "vision_config": {
+            **_PATCHES,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "image_size": 32,
+        },
+    },
+    "aya_vision": {
+        "image_token_id": IMAGE,
+        "image_token_index": IMAGE,
+        "downsample_factor": 2,
+        "vision_feature_layer": -1,
+        "text_config": {**_LLAMA, "model_type": "cohere2", "sliding_window": 24},
+        "vision_config": {**_CLIP, "model_type": "siglip_vision_model"},
     },
     "llava": {
         "image_token_index": IMAGE,
@@ -119,7 +169,7 @@ class Size:
 def pixels(model_type: str, sizes: Sequence[Size], seeds: Sequence[int]) -> dict[str, torch.Tensor]:
     """What a processor makes of pictures whose content is drawn by ``seeds``; of its own size where it has one."""
     draws = [torch.Generator().manual_seed(1000 + seed) for seed in seeds]
-    if model_type.startswith("qwen"):
+    if model_type.startswith(_GRIDS):
         grid = torch.tensor([[1, 2 * size.rows, 2 * size.columns] for size in sizes])
         parts = [
             torch.randn(int(one.prod()), 3 * 2 * 4 * 4, generator=draw) for one, draw in zip(grid, draws, strict=True)
@@ -138,11 +188,11 @@ def pixels(model_type: str, sizes: Sequence[Size], seeds: Sequence[int]) -> dict
 
 def placeholders(model_type: str, size: Size) -> list[int]:
     """Of one picture, as the processor writes it into a prompt."""
-    if model_type.startswith("qwen"):
+    if model_type.startswith(_GRIDS):
         return [START, *[IMAGE] * (size.rows * size.columns), END]
     if model_type == "mistral3":
         return [*([IMAGE] * size.columns + [START]) * (size.rows - 1), *[IMAGE] * size.columns, END]
-    return [IMAGE] * (4 if model_type == "internvl" else 16)
+    return [IMAGE] * (4 if model_type in {"internvl", "aya_vision"} else 16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,7 +220,7 @@ def prompt_of(model_type: str, parts: Sequence[Sequence[int] | tuple[Size, int]]
 def _inputs(loaded: LoadedModel, prompt: ImagePrompt, ids: Sequence[int]) -> dict[str, Any]:
     tokens = torch.tensor([ids])
     given = {} if prompt.images is None else dict(prompt.images)
-    if given and loaded.name.startswith("qwen"):
+    if given and loaded.name.startswith(_GRIDS):
         given["mm_token_type_ids"] = (tokens == IMAGE).int()
     return {"input_ids": tokens, **given}
 
@@ -193,3 +243,12 @@ def logits_behind(loaded: LoadedModel, prompt: ImagePrompt, output: Sequence[int
     with torch.inference_mode():
         logits: torch.Tensor = loaded.model(**_inputs(loaded, prompt, [*prompt.ids, *output])).logits[0]
     return logits[len(prompt.ids) - 1 : -1].float()
+
+
+def require_nothing_held(engine: Engine) -> None:
+    """No block, no image and no feature is left behind."""
+    assert engine.cache.usage == 0
+    engine.scheduler.check()
+    engine.cache.check()
+    images = engine.runner.images
+    assert images is None or (len(images.store) == 0 and images.store.nbytes == 0)

@@ -1,7 +1,6 @@
 """Images in prompts against plain transformers: every regime, what is shared and what is not, and what is refused."""
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,17 +9,13 @@ import numpy as np
 import pytest
 import torch
 from image_models import (
-    END,
-    IMAGE,
-    START,
     ImagePrompt,
     Size,
     generated,
     image_model,
     logits_behind,
-    pixels,
-    placeholders,
     prompt_of,
+    require_nothing_held,
 )
 from runner_support import (
     TOLERANCE,
@@ -29,22 +24,20 @@ from runner_support import (
     drained,
     failing,
     greedy,
-    loaded_model,
     relative_difference,
 )
 
-from hybridkv.errors import ConfigError
 from hybridkv.planner.plan import REFERENCE
-from hybridkv.runner import AsyncEngine, Completion, Engine, wrap
+from hybridkv.runner import AsyncEngine, Completion, Engine
 from hybridkv.runner.drafters import NgramDrafter
-from hybridkv.runner.images import image_call, prompt_images, step_images
+from hybridkv.runner.images import prompt_images, step_images
 from hybridkv.runner.images.image_call import COMPARED, ImageCall
 from hybridkv.runner.images.prompt_images import PromptImages
 
 OUTPUT = 12
 WIDE, TALL, SMALL = Size(3, 4), Size(5, 2), Size(2, 2)
 HEAD, MIDDLE, TAIL = list(range(40, 60)), list(range(60, 67)), list(range(70, 77))
-IN_CI = ("llava", "mistral3", "qwen3_vl")
+IN_CI = ("mistral3", "qwen3_5", "qwen3_vl")
 MODELS = [pytest.param(name, marks=() if name in IN_CI else pytest.mark.thorough) for name in COMPARED]
 
 
@@ -91,14 +84,6 @@ class Compared:
         moved = relative_difference(self.seen.of(done), self.logits[number])
         assert moved.max() <= TOLERANCE, (self.name, number, moved)
         assert done.token_ids == self.expected[number], (self.name, number)
-
-
-def require_nothing_held(engine: Engine) -> None:
-    assert engine.cache.usage == 0
-    engine.scheduler.check()
-    engine.cache.check()
-    images = engine.runner.images
-    assert images is None or (len(images.store) == 0 and images.store.nbytes == 0)
 
 
 def cold(compared: Compared) -> None:
@@ -255,114 +240,6 @@ def test_streams_and_tasks_take_images(make_engine: EngineFactory) -> None:
             return await front.generate([one.ids for one in compared.prompts], greedy(OUTPUT), images=images)
 
     assert [one.token_ids for one in asyncio.run(asked())] == compared.expected
-
-
-# -- a processor
-
-
-def processor(*, text: list[str], images: list[int], return_tensors: str) -> dict[str, Any]:
-    """As transformers' have it: "#" in a text is a picture, here a number; other characters are ids."""
-    assert return_tensors == "pt"
-    ids: list[int] = []
-    for one in text[0]:
-        ids += placeholders("qwen3_vl", WIDE) if one == "#" else [ord(one)]
-    tokens = torch.tensor([ids])
-    return {
-        "input_ids": tokens,
-        "attention_mask": torch.ones_like(tokens),
-        "mm_token_type_ids": (tokens == IMAGE).int(),
-        **pixels("qwen3_vl", [WIDE] * len(images), images),
-    }
-
-
-def test_pictures_go_through_the_processor_of_the_model() -> None:
-    loaded = image_model("qwen3_vl")
-    prompt = prompt_of("qwen3_vl", [[65, 66], (WIDE, 1), [67], (WIDE, 2), [68]])
-    expected = generated(loaded, prompt, OUTPUT)
-    with Engine(wrap(loaded.model, processor=processor), memory="1MiB", max_model_len=128) as engine:
-        (done,) = engine.generate(["AB#C#D"], greedy(OUTPUT), images=[[1, 2]])
-    assert done.prompt_token_ids == tuple(prompt.ids)
-    assert done.token_ids == expected
-
-
-# -- what is refused
-
-
-GIVEN = prompt_of("qwen3_vl", [HEAD, (WIDE, 1), TAIL])
-PIXELS: dict[str, Any] = GIVEN.images or {}
-GRID = PIXELS["image_grid_thw"]
-
-
-@pytest.mark.parametrize(
-    ("ids", "images", "match"),
-    [
-        (HEAD, PIXELS, "has 0 placeholders .token 260., but its 1 images fill 12"),
-        ([*GIVEN.ids, IMAGE], PIXELS, "has 13 placeholders"),
-        ([*HEAD, START, *[IMAGE] * 6, 1, *[IMAGE] * 6, END], PIXELS, "do not stand as the images' sizes say"),
-        (GIVEN.ids, {**PIXELS, "pixel_values_videos": PIXELS["pixel_values"]}, "leave out pixel_values_videos"),
-        (GIVEN.ids, {"image_grid_thw": GRID}, "takes images as image_grid_thw, pixel_values, got image_grid_thw"),
-        (GIVEN.ids, {**PIXELS, "image_grid_thw": GRID * 2}, "has 48 patches, but image_grid_thw asks for 384"),
-        (GIVEN.ids, {**PIXELS, "image_grid_thw": GRID[0]}, r"must be \[images, 3\]"),
-        (GIVEN.ids, {**PIXELS, "image_grid_thw": -GRID}, r"must be \[images, 3\]"),
-        (
-            GIVEN.ids,
-            {**PIXELS, "pixel_values": PIXELS["pixel_values"] * math.nan},
-            "pixel_values must hold numbers",
-        ),
-        (GIVEN.ids, {**PIXELS, "pixel_values": "a cat"}, "pixel_values must be one tensor"),
-        (GIVEN.ids, {**PIXELS, "pixel_values": PIXELS["pixel_values"][:, :5]}, "does not take this image"),
-        (GIVEN.ids, ["a cat"], "pictures need the processor of qwen3_vl"),
-        (GIVEN.ids, "a cat", "must be a list of pictures"),
-    ],
-)
-def test_images_that_do_not_fit_are_refused_by_name(
-    ids: list[int],
-    images: Any,  # noqa: ANN401  # wrong ones, too
-    match: str,
-    make_engine: EngineFactory,
-) -> None:
-    engine = make_engine(image_model("qwen3_vl"), [GIVEN.ids], OUTPUT)
-    with pytest.raises(ConfigError, match=match):
-        engine.add(ids, greedy(OUTPUT), images=images)
-    assert engine.idle
-    require_nothing_held(engine)
-    (done,) = engine.generate([HEAD], greedy(OUTPUT))
-    assert len(done.token_ids) == OUTPUT
-
-
-def test_models_without_images_say_so(make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(loaded_model("llama"), [GIVEN.ids], OUTPUT)
-    with pytest.raises(ConfigError, match="LlamaForCausalLM takes no images"):
-        engine.add(HEAD, greedy(OUTPUT), images=PIXELS)
-    monkeypatch.setattr(image_call, "COMPARED", ("llava",))
-    engine = make_engine(image_model("qwen3_vl"), [GIVEN.ids], OUTPUT)
-    with pytest.raises(ConfigError, match=r"images of qwen3_vl were not compared .* images run with llava"):
-        engine.add(GIVEN.ids, greedy(OUTPUT), images=PIXELS)
-
-
-def test_as_many_images_as_prompts(make_engine: EngineFactory) -> None:
-    engine = make_engine(image_model("qwen3_vl"), [GIVEN.ids], OUTPUT)
-    with pytest.raises(ConfigError, match="images of 2 prompts for 1"):
-        engine.generate([GIVEN.ids], greedy(OUTPUT), images=[PIXELS, None])
-    with pytest.raises(ConfigError, match="must be a list with an entry for each prompt"):
-        engine.generate([GIVEN.ids], greedy(OUTPUT), images=PIXELS)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("wrong", ["a", 3])
-def test_a_processor_must_be_one(wrong: object) -> None:
-    with pytest.raises(ConfigError, match="the processor must take a text and its pictures"):
-        wrap(image_model("qwen3_vl").model, processor=wrong)
-
-
-def test_what_a_processor_raises_is_said() -> None:
-    def fails(**_: object) -> None:
-        raise ValueError("no such picture")
-
-    with Engine(wrap(image_model("qwen3_vl").model, processor=fails), memory="1MiB", max_model_len=128) as engine:
-        with pytest.raises(ConfigError, match="does not take these images: no such picture"):
-            engine.add("a", images=[1])
-        with pytest.raises(ConfigError, match="pictures need a prompt of text"):
-            engine.add([1], images=[1])
 
 
 # -- controls: what would be wrong shows

@@ -15,7 +15,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedModel,
+)
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 
@@ -25,9 +33,11 @@ def is_encoder_decoder(model: torch.nn.Module) -> bool:
 
 
 def auto_class(config: Any) -> Any:  # noqa: ANN401  # configs and auto classes of transformers are not typed
-    """Transformers' class that builds the generating model of ``config``."""
+    """Transformers' class that builds the generating model of ``config``: of a multimodal one the whole, if need be."""
     if not getattr(config, "is_encoder_decoder", False):
-        return AutoModelForCausalLM
+        kind = type(config)
+        of_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+        return AutoModelForImageTextToText if of_images else AutoModelForCausalLM
     return AutoModelForSpeechSeq2Seq if config.model_type == "whisper" else AutoModelForSeq2SeqLM
 
 

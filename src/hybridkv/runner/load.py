@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from hybridkv.arguments import flag, instance, integer, text
 from hybridkv.errors import ConfigError, UnsupportedModelError
@@ -27,6 +27,7 @@ from hybridkv.units import shown
 logger = logging.getLogger(__name__)
 
 TINY: Final = "tiny:"
+_PROCESSORS: Final = ("processor_config.json", "preprocessor_config.json")
 _LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
 
 
@@ -79,6 +80,7 @@ def load(
     there without a network. Nothing else is downloaded.
     trust_remote_code: run the Python code in the folder that its config or tokenizer names; else none ever runs, and a
     tokenizer that is such code is refused.
+    The processor of a multimodal model's folder comes along, where what it needs (pillow, torchvision) is installed.
     Raises ConfigError for what cannot be loaded, UnsupportedModelError for a model that the planner refuses (before its
     weights are read) or whose positions depend on what runs beside it.
     """
@@ -97,7 +99,7 @@ def load(
     # a GGUF file holds data alone
     options = _Reading(files, trust_remote_code=trust_remote_code and files.gguf is None)
     model = options.model()
-    return wrap(model.to(where).eval(), options.tokenizer(), source)
+    return wrap(model.to(where).eval(), options.tokenizer(), source, processor=options.processor(model))
 
 
 def _device(given: object) -> torch.device:
@@ -162,6 +164,17 @@ class _Reading:
             return AutoTokenizer.from_pretrained(self._files.folder, **self._options)
         except Exception as error:
             raise ConfigError(f"cannot load the tokenizer in {self._where}: {error}") from error
+
+    def processor(self, model: PreTrainedModel) -> Any:  # noqa: ANN401  # nor do its processors
+        """Of ``model``, if it takes images and its folder has one; None, and a line in the log, where none is made."""
+        named = any((self._files.folder / name).is_file() for name in _PROCESSORS)
+        if not named or not hasattr(model, "get_image_features"):
+            return None
+        try:
+            return AutoProcessor.from_pretrained(self._files.folder, **self._options)
+        except Exception as error:  # noqa: BLE001 - its text runs without, and images that were processed elsewhere
+            logger.warning("%s: no pictures, its processor cannot be made here: %s", self._where, error)
+            return None
 
 
 def wrap(

@@ -21,7 +21,19 @@ from transformers import PreTrainedModel
 
 from hybridkv.errors import ConfigError
 
-COMPARED: Final = ("internvl", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe")
+COMPARED: Final = (
+    "aya_vision",
+    "glm4v",
+    "internvl",
+    "llava",
+    "mistral3",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)
 """Model types whose images were compared with plain transformers in every regime (tests/runner/test_images.py)."""
 
 

@@ -35,7 +35,7 @@ _PIXELS: Final = "pixel_values"
 class Picture:
     """One image as its model takes it. values: on the CPU, by name. digest: SHA-256 of names, dtypes, shapes, bytes.
 
-    kind: what decides how many placeholders it fills: the shapes, and whole numbers, which are sizes.
+    kind: what decides how many placeholders it fills: the shapes, and a digest of whole numbers, which are sizes.
     """
 
     values: Mapping[str, torch.Tensor]
@@ -189,14 +189,15 @@ def _by_image(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.T
 
 
 def _picture(values: dict[str, torch.Tensor]) -> Picture:
-    digest, kind = hashlib.sha256(), []
+    content, sizes, shapes = hashlib.sha256(), hashlib.sha256(), []
     for name in sorted(values):
         value = values[name].contiguous()
-        said = f"{name} {value.dtype} {tuple(value.shape)}"
-        digest.update(said.encode())
-        digest.update(value.flatten().view(torch.uint8).numpy().data)
-        kind.append(said if value.is_floating_point() else f"{said} {value.tolist()}")
-    return Picture(values, digest.hexdigest(), "; ".join(kind))
+        shapes.append(f"{name} {str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}")
+        octets = value.flatten().view(torch.uint8).numpy().data
+        for digest in (content,) if value.is_floating_point() else (content, sizes):
+            digest.update(shapes[-1].encode())
+            digest.update(octets)
+    return Picture(values, content.hexdigest(), f"{', '.join(shapes)}, sizes {sizes.hexdigest()[:16]}")
 
 
 def _positions(call: ImageCall, ids: Sequence[int], pictures: Sequence[Picture]) -> Int64 | None:
