@@ -242,7 +242,7 @@ def logits_behind(loaded: LoadedModel, prompt: ImagePrompt, output: Sequence[int
     """float32[output, vocabulary]: what each of ``output`` is chosen from in one plain forward. The model is free."""
     with torch.inference_mode():
         logits: torch.Tensor = loaded.model(**_inputs(loaded, prompt, [*prompt.ids, *output])).logits[0]
-    return logits[len(prompt.ids) - 1 : -1].float()
+    return logits[len(prompt.ids) - 1 : -1].float().clone()
 
 
 def require_nothing_held(engine: Engine) -> None:

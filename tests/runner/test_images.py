@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from image_models import (
+    IMAGE,
     ImagePrompt,
     Size,
     generated,
@@ -28,8 +29,9 @@ from runner_support import (
 )
 
 from hybridkv.planner.plan import REFERENCE
-from hybridkv.runner import AsyncEngine, Completion, Engine
+from hybridkv.runner import AsyncEngine, Completion, Engine, assembly
 from hybridkv.runner.drafters import NgramDrafter
+from hybridkv.runner.forwards import Forwards
 from hybridkv.runner.images import prompt_images, step_images
 from hybridkv.runner.images.image_call import COMPARED, ImageCall
 from hybridkv.runner.images.prompt_images import PromptImages
@@ -158,6 +160,46 @@ def test_every_regime_equals_plain_transformers(name: str, make_engine: EngineFa
     for regime in REGIMES:
         make_engine.close()
         regime(compared)
+
+
+@pytest.mark.parametrize("attention", ["eager", "torch"])
+def test_every_backend_reads_images(attention: str, make_engine: EngineFactory) -> None:
+    compared = Compared("qwen3_vl", make_engine)
+    engine = compared.engine(attention=attention, token_budget=13)
+    compared.run(engine)
+    compared.run(engine)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
+def test_row_by_row_reads_the_same(name: str, make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = Compared(name, make_engine)
+    model = compared.loaded.model
+    if hasattr(model.model, "rope_deltas"):  # what generate leaves there would move rows of text
+        monkeypatch.setattr(model.model, "rope_deltas", None)
+    monkeypatch.setattr(assembly, "require_same", lambda *_: Forwards.BY_ROW)
+    engine = compared.engine(token_budget=13)
+    assert engine.runner.forwards is Forwards.BY_ROW
+    compared.run(engine)
+
+
+def test_placeholders_that_were_sampled_are_tokens_like_others(make_engine: EngineFactory) -> None:
+    """While another row's images run in the same steps."""
+    compared = Compared("qwen3_vl", make_engine)
+    drawn = [IMAGE] * OUTPUT
+    plain = logits_behind(compared.loaded, ImagePrompt(HEAD, None), drawn)
+    plain[:, IMAGE] += 100
+    engine = compared.engine(token_budget=13, prefix_caching=False)
+    first = engine.add(HEAD, replace(greedy(OUTPUT), logit_bias={IMAGE: 100.0}))
+    for one in compared.prompts:
+        engine.add(one.ids, greedy(OUTPUT), images=one.images)
+    done = {one.request_id: one for one in drained(engine)}
+    assert done[first].token_ids == tuple(drawn)
+    seen = compared.seen.of(done[first])
+    seen[:, IMAGE] = plain[:, IMAGE] = 0  # whether an observer sees the bias is not the question
+    assert relative_difference(seen, plain).max() <= TOLERANCE
+    for number in range(len(compared.prompts)):
+        compared.check(number, done[str(int(first) + 1 + number)])
+    require_nothing_held(engine)
 
 
 # -- what is shared
