@@ -1,0 +1,25 @@
+"""The benchmark for GPUs runs on any machine with models of nothing: what it prints and writes is what a GPU will."""
+
+import json
+from pathlib import Path
+
+import bench_gpu
+import pytest
+
+
+@pytest.mark.parametrize("model", ["llama-1b", "qwen3-next-like", "nemotron-h-like"])
+def test_every_engine_and_share_of_hits(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "found.json"
+    asked = ["--tiny", "--models", model, "--attention", "gather", "--json", str(path)]
+    monkeypatch.setattr("sys.argv", ["bench_gpu.py", *asked])
+    bench_gpu.main()
+    rows = json.loads(path.read_text("utf-8"))["rows"]
+    assert [(row["engine"], row["hits"]) for row in rows] == [
+        ("hybridkv, gather", 0),
+        ("static", 0),
+        ("hybridkv, gather", 90),
+    ]
+    assert all(row["seconds"] > 0 and not row["why"] for row in rows)
+    assert capsys.readouterr().out.count(model) == len(rows)
