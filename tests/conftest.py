@@ -1,5 +1,7 @@
 """Hypothesis profiles: HYPOTHESIS_PROFILE=long (20,000 examples) or thorough for runs by hand; a line about the GPU."""
 
+import triton_here  # isort: skip  # noqa: F401 - before anything that imports Triton, as transformers does
+
 import logging
 import os
 from collections.abc import Iterator

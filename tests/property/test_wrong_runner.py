@@ -246,7 +246,7 @@ def test_a_bad_request_is_its_own_callers_alone() -> None:
                 async def aborted(**given: Any) -> None:  # noqa: ANN401  # same
                     server.abort(**given)
 
-                batch = {"prompts": [PROMPT], "sampling": SAMPLING, "encoders": None}
+                batch = {"prompts": [PROMPT], "sampling": SAMPLING, "encoders": None, "images": None}
                 calls: list[tuple[Any, dict[str, Any]]] = [(streamed, {name: ADD[name]}) for name in ADD]
                 calls += [(server.generate, {name: batch[name]}) for name in batch]
                 calls.append((aborted, {"request_id": "nobody"}))

@@ -1,5 +1,3 @@
-import triton_here  # isort: skip  # noqa: F401 - before anything that imports Triton
-
 from collections.abc import Iterator
 
 import pytest

@@ -155,8 +155,8 @@ class AsyncEngine:
         images: Sequence[Images | None] | None = None,
     ) -> list[Completion]:
         """As ``Engine.generate``. When one request fails, or the caller is cancelled, all are aborted."""
-        inputs, pictures = one_input_each(prompts, encoders), images_each(prompts, images)
-        each = zip(one_each(prompts, sampling), inputs, pictures, strict=True)
+        pairs = one_each(prompts, sampling)
+        each = zip(pairs, one_input_each(prompts, encoders), images_each(prompts, images), strict=True)
         tasks = [asyncio.create_task(self._completions(*one, given, shown)) for one, given, shown in each]
         try:
             done = await asyncio.gather(*tasks)

@@ -1,1 +1,0 @@
-import triton_here  # noqa: F401
