@@ -80,8 +80,14 @@ MUTANTS = {
 }
 
 
+IN_CI = list(MUTANTS)[::4]
+"""The interpreter takes a second for each: the rest is `make test-all`'s."""
+
+
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # what the interpreter says of a fault
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=() if one in IN_CI else pytest.mark.thorough) for one in MUTANTS]
+)
 def test_a_fault_in_the_kernel_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new, case = MUTANTS[name]
     changed = mutant(kernels, old, new, tmp_path)
