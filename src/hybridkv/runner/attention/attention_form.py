@@ -66,9 +66,9 @@ def form_of(module: torch.nn.Module, eager: Eager, states: Attended, handed: Map
 def _forms(module: torch.nn.Module, width: int, handed: Mapping[str, Any]) -> list[AttentionForm]:
     """Those that ``module`` could mean, the plainest first."""
     scaling = handed.get("scaling")
-    softcaps = {handed.get("softcap"), getattr(module, "attn_logit_softcapping", None)} - {None}
+    softcaps = (handed.get("softcap"), getattr(module, "attn_logit_softcapping", None))
     scale = width**-0.5 if scaling is None else float(scaling)
-    forms = [AttentionForm(scale), *(AttentionForm(scale, float(str(one))) for one in softcaps)]
+    forms = [AttentionForm(scale), *(AttentionForm(scale, float(one)) for one in softcaps if one is not None)]
     sinks = handed.get("s_aux", getattr(module, "sinks", None))
     if isinstance(sinks, torch.Tensor):
         forms += [replace(one, sinks=sinks.detach()) for one in forms]
