@@ -23,7 +23,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """How many tests of a GPU ran: where there is none, they are skipped, and nothing else says so loudly."""
     ran = [one for kind in ("passed", "failed") for one in terminalreporter.getreports(kind) if "gpu" in one.keywords]
-    skipped = [one for one in terminalreporter.getreports("skipped") if "gpu" in one.keywords]
+    reports = terminalreporter.getreports("skipped")
+    skipped = [one for one in reports if "gpu" in getattr(one, "keywords", ())]  # whole modules have no keywords
     if ran or skipped:
         terminalreporter.write_line(f"gpu tests: {len(ran)} ran, {len(skipped)} skipped for want of a GPU")
 

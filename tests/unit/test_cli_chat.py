@@ -106,7 +106,7 @@ def test_outputs_without_a_conversation_have_none(tmp_path: Path, here: Call) ->
         ({"prompt": "hello"}, "unknown key 'prompt': known are messages, sampling, marks"),
         (["hello"], 'a message must have "role" and "content"'),
         ([{"role": "user"}], 'a message must have "role" and "content"'),
-        ([{"role": "user", "content": 5}], "content of a message must be text, got 5"),
+        ([{"role": "user", "content": 5}], "content of a message must be text, or a list of parts, got 5"),
         ([{"role": "", "content": "a"}], "role of a message must be text, and not empty"),
         ([ASK, {"role": "assistant", "content": "It is"}], "there is nothing to answer"),
         (

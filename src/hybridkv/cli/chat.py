@@ -1,7 +1,7 @@
 """`hybridkv chat`: a conversation with a model, whose cache keeps what was said.
 
 A turn is a request of all that was said so far, by the chat template. What the turns before it computed is found in the
-cache; how much that was is said behind each answer.
+cache; how much that was is said behind each answer. Pictures are read once, when they are shown to the model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -40,7 +41,11 @@ if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
 
 EXIT: Final = "/exit"
 FORGET: Final = "/new"
-_HELP: Final = f"{EXIT}, an end of file or Ctrl-C ends the conversation, {FORGET} begins another."
+SHOW: Final = "/image"
+_HELP: Final = (
+    f"{EXIT}, an end of file or Ctrl-C ends the conversation, {FORGET} begins another, {SHOW} FILE adds a picture to "
+    "what is said next."
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -94,16 +99,41 @@ def _interruptible() -> Iterator[None]:
 def _talk(engine: Engine, sampling: SamplingParams, system: str | None) -> None:
     """Turns, until nothing more is said."""
     said: list[Message] = []
+    pictures: list[dict[str, Any]] = []
     for line in _lines():
+        command, _, rest = line.partition(" ")
         if line == EXIT:
             return
         if line == FORGET:
-            said = []
-            continue
-        try:
-            said = _turn(engine, sampling, [*said, {"role": "user", "content": line}], system)
-        except ConfigError as error:  # such as a conversation that has grown too long: it stays as it was
-            print(f"error: {printable(str(error))} ({FORGET} begins another conversation)", file=sys.stderr, flush=True)
+            said, pictures = [], []
+        elif command == SHOW:
+            pictures += _shown(engine, rest.strip())
+        else:
+            content = [*pictures, {"type": "text", "text": line}] if pictures else line
+            pictures = []
+            try:
+                said = _turn(engine, sampling, [*said, {"role": "user", "content": content}], system)
+            except ConfigError as error:  # such as a conversation that has grown too long: it stays as it was
+                _complain(error, f" ({FORGET} begins another conversation)")
+
+
+def _shown(engine: Engine, name: str) -> list[dict[str, Any]]:
+    """The picture in the file ``name`` as a part of a message; none, and why not is said, where it cannot be one."""
+    from hybridkv.runner.chat import require_pictures  # noqa: PLC0415  # see chat_command
+    from hybridkv.runner.images.picture_files import open_picture  # noqa: PLC0415  # same
+
+    try:
+        require_pictures(engine.loaded)
+        picture = open_picture(name, Path())
+    except ConfigError as error:
+        _complain(error)
+        return []
+    print(f"[{printable(name)}, {picture.width} x {picture.height}, goes with what you say next]", flush=True)
+    return [{"type": "image", "image": picture}]
+
+
+def _complain(error: ConfigError, hint: str = "") -> None:
+    print(f"error: {printable(str(error))}{hint}", file=sys.stderr, flush=True)
 
 
 def _lines() -> Iterator[str]:
@@ -130,25 +160,34 @@ def _lines() -> Iterator[str]:
 
 def _turn(engine: Engine, sampling: SamplingParams, said: list[Message], system: str | None) -> list[Message]:
     """Print an answer as it comes; what was said with it. ConfigError, and nothing run, for what cannot be asked."""
-    from hybridkv.runner.chat import ASSISTANT, chat_ids, checked_messages  # noqa: PLC0415  # see chat_command
+    from hybridkv.runner.chat import ASSISTANT, chat_prompt, checked_messages  # noqa: PLC0415  # see chat_command
 
-    ids = chat_ids(engine.loaded, checked_messages(said, system))
-    begun, done = time.perf_counter(), None
-    with engine.stream(ids, sampling) as stream:
+    ids, images = chat_prompt(engine.loaded, checked_messages(said, system))
+    begun, done, encoded = time.perf_counter(), None, _encoded(engine)
+    with engine.stream(ids, sampling, images=images) as stream:
         for part in stream:
             print(printable_lines(part.text or ""), end="", flush=True)
             done = part.completion or done
     if done is None:
         return said
-    print(f"\n{_summary(done, time.perf_counter() - begun)}", flush=True)
+    pictures = sum(
+        part["type"] == "image" for one in said if isinstance(one["content"], list) for part in one["content"]
+    )
+    seen = f"vision ran {_encoded(engine) - encoded} times for {pictures} pictures; " if pictures else ""
+    print(f"\n{_summary(done, time.perf_counter() - begun, seen)}", flush=True)
     return [*said, {"role": ASSISTANT, "content": done.text or ""}]
 
 
-def _summary(done: Completion, seconds: float) -> str:
-    """What a turn found and made."""
+def _encoded(engine: Engine) -> int:
+    """How often the model's vision part ran so far."""
+    return 0 if engine.runner.images is None else engine.runner.images.store.encoded
+
+
+def _summary(done: Completion, seconds: float, seen: str) -> str:
+    """What a turn found and made. seen: of its pictures."""
     hit, prompt, made = done.hit_tokens, len(done.prompt_token_ids), len(done.token_ids)
     cut = "" if done.finish_reason == "stop" else f", ended by {done.finish_reason}"
     return (
-        f"[{format_count(hit)} of {format_count(prompt)} prompt tokens were in the cache; "
+        f"[{format_count(hit)} of {format_count(prompt)} prompt tokens were in the cache; {seen}"
         f"{format_count(made)} new in {seconds:.1f} s{cut}]"
     )

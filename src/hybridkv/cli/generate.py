@@ -63,7 +63,10 @@ PromptsOption = Annotated[
     ),
 ]
 MessagesOption = Annotated[
-    Path | None, typer.Option(help="JSON lines of conversations, by the chat template.", rich_help_panel=REQUESTS)
+    Path | None,
+    typer.Option(
+        help="JSON lines of conversations, pictures among them, by the chat template.", rich_help_panel=REQUESTS
+    ),
 ]
 OutputOption = Annotated[
     Path | None, typer.Option(help="Write all requests there, outputs whole, as JSON lines.", rich_help_panel=OUTPUT)
@@ -274,7 +277,9 @@ def _run(
         sampling = [one.of_branch(number) for one in asked for number in range(one.n)] * repeat
         heard = [None if one.encoder is None else one.encoder.values for one in found.prompts]
         encoders = [one for one, params in zip(heard, asked, strict=True) for _ in range(params.n)] * repeat
-        report = check_completions(loaded, [one for done in rounds for one in done], sampling, recorder, encoders)
+        images = [one.images for one in found.prompts for _ in range(one.sampling.n)] * repeat
+        done = [one for each in rounds for one in each]
+        report = check_completions(loaded, done, sampling, recorder, encoders, images=images)
     return GenerateRun(loaded, plan, found, rounds, engine, report, seconds)
 
 
@@ -283,7 +288,9 @@ def _round(engine: Engine, found: Prompts, advance: Callable[[], None]) -> list[
     ids = []
     for one in found.prompts:
         given, digest = (None, None) if one.encoder is None else (one.encoder.values[0], one.encoder.read.digest)
-        added = engine.add(one.token_ids, one.sampling, marks=one.marks, encoder=given, encoder_digest=digest)
+        added = engine.add(
+            one.token_ids, one.sampling, marks=one.marks, encoder=given, encoder_digest=digest, images=one.images
+        )
         ids += output_ids(added, one.sampling.n)
     done: dict[str, Completion] = {}
     while not engine.idle:

@@ -1,30 +1,43 @@
-"""Conversations as token ids, by the chat template of a tokenizer.
+"""Conversations as token ids, by the chat template of a tokenizer; with pictures, by that of a model's processor.
 
 [{"role": "system", "content": ...}, {"role": "user", "content": ...}, ...]  ->  text of the template  ->  ids
+
+A content is text, or a list of parts, as OpenAI's chat API and transformers have them:
+
+    {"type": "text", "text": "What is this?"}
+    {"type": "image_url", "image_url": {"url": "sunset.png"}}
+    {"type": "image", "path": "sunset.png"}                       or url, or image, which may be a picture in hand
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 from hybridkv.arguments import instance, text
 from hybridkv.errors import ConfigError
+from hybridkv.runner.images.image_call import ImageCall
+from hybridkv.runner.images.picture_files import is_picture, open_picture, require_pillow
+from hybridkv.runner.images.prompt_images import Images, require_processor
 from hybridkv.runner.inputs import encode
 from hybridkv.runner.load import LoadedModel
 from hybridkv.units import shown
 
-Message = dict[str, str]
-"""role and content, both text."""
+Message = dict[str, Any]
+"""role: text. content: text, or a list of parts: {"type": "text", "text": ...}, {"type": "image", "image": ...}."""
 
 SYSTEM: Final = "system"
 USER: Final = "user"
 ASSISTANT: Final = "assistant"
 
+_IMAGE_KEYS: Final = ("path", "url", "image")
+
 
 def checked_messages(given: object, system: str | None = None) -> list[Message]:
     """``given`` as messages, behind one of the ``system`` where there is one and it begins with none.
 
+    A content without pictures becomes text, its parts with line breaks between them; a picture stays what names it.
     Raises ConfigError for what is no list of messages, for an empty one, and for one that the assistant ends.
     """
     if not isinstance(given, Sequence) or isinstance(given, str | bytes) or not given:
@@ -40,10 +53,40 @@ def checked_messages(given: object, system: str | None = None) -> list[Message]:
 def _checked(given: object) -> Message:
     if not isinstance(given, Mapping) or set(given) != {"role", "content"}:
         raise ConfigError(f'a message must have "role" and "content" and nothing else, got {shown(given)}')
-    role, content = given["role"], given["content"]
+    role, content = text("role of a message", given["role"]), given["content"]
+    if isinstance(content, list | tuple) and content:
+        parts = [_part(one) for one in content]
+        pictures = any(one["type"] == "image" for one in parts)
+        return {"role": role, "content": parts if pictures else "\n".join(one["text"] for one in parts)}
     if not isinstance(content, str):
-        raise ConfigError(f"content of a message must be text, got {shown(content)}")
-    return {"role": text("role of a message", role), "content": text("content", content) if content else ""}
+        raise ConfigError(f"content of a message must be text, or a list of parts, got {shown(content)}")
+    return {"role": role, "content": _said("content", content)}
+
+
+def _part(given: object) -> dict[str, Any]:
+    """One of a content. ConfigError for kinds that are not known, and pictures that nothing names."""
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or kind not in {"text", "image", "image_url"}:
+        raise ConfigError(f'a part of a content must be of type "text", "image" or "image_url", got {shown(given)}')
+    if kind == "text":
+        return {"type": "text", "text": _said("text of a part", given.get("text"))}
+    if kind == "image_url":
+        said = given.get("image_url")
+        named = said.get("url") if isinstance(said, Mapping) else said
+    else:
+        named = next((given[key] for key in _IMAGE_KEYS if key in given), None)
+    if isinstance(named, str):
+        text("name of an image", named)
+    elif not is_picture(named):  # a list of names, say, which a processor would open itself
+        raise ConfigError(
+            f'a part must name its image, as {{"type": "image", "path": "a.png"}} does, got {shown(given)}'
+        )
+    return {"type": "image", "image": named}
+
+
+def _said(name: str, given: object) -> str:
+    """Text, which may be empty."""
+    return "" if given == "" else text(name, given)
 
 
 def require_chat(loaded: LoadedModel) -> None:
@@ -55,14 +98,68 @@ def require_chat(loaded: LoadedModel) -> None:
         raise ConfigError(f"the tokenizer of {loaded.name} has no chat template: use a chat model, or give prompts")
 
 
+def require_pictures(loaded: LoadedModel) -> None:
+    """Raise ConfigError where messages to ``loaded`` cannot have pictures: for its model, a processor, or pillow."""
+    ImageCall.of(instance("the loaded model", loaded, LoadedModel).model)
+    require_pillow()
+    require_processor(loaded)
+
+
 def chat_ids(loaded: LoadedModel, messages: Sequence[Message]) -> list[int]:
     """Token ids of ``messages`` and of what the assistant's answer begins with. O(characters).
 
-    Raises ConfigError as require_chat, and for messages that the template refuses.
+    Raises ConfigError as require_chat, and for messages that the template refuses or that have pictures.
     """
+    if any(_has_pictures(one) for one in messages):
+        raise ConfigError("messages with pictures are more than token ids: ask chat_prompt for ids and images")
     require_chat(loaded)
     try:
         ids = loaded.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
     except Exception as error:  # whatever a template raises is what it says of the messages
         raise ConfigError(f"the chat template of {loaded.name} refuses the messages: {error}") from error
     return encode(loaded, ids, what="conversation")
+
+
+def chat_prompt(
+    loaded: LoadedModel, messages: Sequence[Message], folder: Path | None = None
+) -> tuple[list[int], Images | None]:
+    """As ``chat_ids``, and the images among ``messages`` as ``Engine.add`` takes them; None where there are none.
+
+    folder: as open_picture has it: None reads no files. Pictures in hand are taken as they are. What the processor
+    says of each token's kind comes along: plain transformers asks for it.
+    Raises ConfigError as chat_ids, require_pictures and open_picture do. O(characters + pixels).
+    """
+    if not any(_has_pictures(one) for one in messages):
+        return chat_ids(loaded, messages), None
+    require_pictures(loaded)
+    opened = [{**one, "content": _opened(one["content"], folder)} for one in messages]
+    processor = loaded.processor
+    template = getattr(processor, "chat_template", None) or getattr(loaded.tokenizer, "chat_template", None)
+    try:
+        made = processor.apply_chat_template(
+            opened,
+            chat_template=template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+    except Exception as error:  # whatever it does not like
+        raise ConfigError(f"the processor of {loaded.name} refuses the messages: {error}") from error
+    images = dict(made)
+    return encode(loaded, images.pop("input_ids")[0], what="conversation"), images
+
+
+def _has_pictures(message: Message) -> bool:
+    return not isinstance(message["content"], str)
+
+
+def _opened(content: str | list[dict[str, Any]], folder: Path | None) -> list[dict[str, Any]]:
+    """Parts, which every processor's template takes, with pictures in hand."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    named = [one["type"] == "image" and isinstance(one["image"], str) for one in content]
+    return [
+        {**one, "image": open_picture(one["image"], folder)} if has_name else one
+        for one, has_name in zip(content, named, strict=True)
+    ]

@@ -10,16 +10,19 @@ were measured to differ by at that position; everything else is an error of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Final
 
 import torch
+from torch.nn import functional
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from hybridkv.request import SamplingParams
 from hybridkv.runner.completion import Completion
+from hybridkv.runner.images.prompt_images import OF_TEXT, TOKEN_KINDS, Images
 from hybridkv.runner.inputs import with_word_ids
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.probe import attention_implementation
@@ -33,6 +36,7 @@ from hybridkv.step import Step
 NEAR_TIE_FACTOR: Final = 4.0
 
 _KEPT_LOGITS: Final = 1024
+_NOTHING: Final[Mapping[str, torch.Tensor]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,19 +115,24 @@ def check_completions(
     sampling: Sequence[SamplingParams],
     recorder: LogitRecorder,
     encoders: Sequence[torch.Tensor | None] | None = None,
+    *,
+    images: Sequence[Images | None] | None = None,
 ) -> CheckReport:
     """Compare every completion, run with ``sampling[i]`` and observed by ``recorder``, with plain transformers.
 
-    encoders: of encoder-decoders, what each one's encoder read (EncoderFeed.values).
+    encoders: of encoder-decoders, what each one's encoder read (EncoderFeed.values). images: what a processor made of
+    each one's pictures, with its kinds of tokens.
     One ``generate`` a greedy request, one forward a sampled one; the model's own attention is in place meanwhile.
     """
     differences: list[Difference] = []
     ends: list[str] = []
     with attention_implementation(loaded.model, "eager"), torch.inference_mode():
         inputs = [None] * len(completions) if encoders is None else encoders
-        for completion, params, encoder in zip(completions, sampling, inputs, strict=True):
+        seen = [None] * len(completions) if images is None else images
+        for completion, params, encoder, pictures in zip(completions, sampling, inputs, seen, strict=True):
             asked = with_word_ids(params, loaded)
-            reference = _Reference(loaded.model, encoder, (*loaded.eos_token_ids, *params.stop_token_ids))
+            held = (*loaded.eos_token_ids, *params.stop_token_ids)
+            reference = _Reference(loaded.model, encoder, held, _tensors(pictures, loaded.model))
             differences += _differences(reference, completion, asked, recorder)
             ends += _wrong_end(loaded, completion, params)
     tokens = sum(len(one.token_ids) for one in completions)
@@ -134,12 +143,21 @@ def check_completions(
 class _Reference:
     """Plain transformers. encoder: what the encoder of ``model`` reads, None for a model without.
 
-    held: tokens that do not come before min_tokens.
+    held: tokens that do not come before min_tokens. images: beside the prompt, by name.
     """
 
     model: PreTrainedModel
     encoder: torch.Tensor | None
     held: tuple[int, ...]
+    images: Mapping[str, torch.Tensor]
+
+
+def _tensors(images: Images | None, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """``images`` where ``model`` is, floats in its dtype; nothing for none."""
+    if not isinstance(images, Mapping):
+        return {}
+    found = {name: torch.as_tensor(value, device=model.device) for name, value in images.items()}
+    return {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in found.items()}
 
 
 def _differences(
@@ -157,6 +175,7 @@ def _differences(
         len(ours),
         params.repetition_penalty,
         encoder=reference.encoder,
+        images=reference.images,
     )
     first = next((i for i, (a, b) in enumerate(zip(ours, expected, strict=True)) if a != b), None)
     if first is None:
@@ -171,10 +190,12 @@ def generate_greedy(
     penalty: float = 1.0,
     *,
     encoder: torch.Tensor | None = None,
+    images: Mapping[str, torch.Tensor] = _NOTHING,
 ) -> list[int]:
     """``count`` tokens of ``model.generate`` behind ``prompt``, without an end token.
 
-    encoder: of an encoder-decoder, what its encoder reads; the prompt is then the decoder's.
+    encoder: of an encoder-decoder, what its encoder reads; the prompt is then the decoder's. images: what a processor
+    made of the prompt's pictures.
     """
     ids = torch.tensor([list(prompt)], device=model.device)
     config = GenerationConfig(
@@ -182,7 +203,8 @@ def generate_greedy(
     )
     with _plain_generation_config(model):
         if encoder is None:
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+            given = {**images, "attention_mask": torch.ones_like(ids)}
+            out = model.generate(ids, generation_config=config, **given)
         else:
             config.decoder_start_token_id = prompt[0]  # else generate puts one in front
             # Whisper's own generate cuts sound into windows and suppresses tokens: this is the plain loop
@@ -215,7 +237,7 @@ def _forced(
 ) -> Iterator[Difference]:
     """Differences from ``start`` on, by teacher forcing. expected_first: what ``generate`` said at ``start``."""
     prompt, ours = completion.prompt_token_ids, completion.token_ids
-    logits = forced_logits(reference.model, prompt, ours, encoder=reference.encoder)
+    logits = forced_logits(reference.model, prompt, ours, encoder=reference.encoder, images=reference.images)
     best = scores(logits, _sampling_of(params, prompt, ours, logits, reference.held)).topk(2, dim=-1)
     expected = best.indices[:, 0].tolist()
     if expected_first is not None:
@@ -237,18 +259,27 @@ def _forced(
 
 
 def forced_logits(
-    model: PreTrainedModel, prompt: Sequence[int], output: Sequence[int], *, encoder: torch.Tensor | None = None
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    *,
+    encoder: torch.Tensor | None = None,
+    images: Mapping[str, torch.Tensor] = _NOTHING,
 ) -> torch.Tensor:
     """Logits that predict each token of ``output``, float32[len(output), vocabulary]: one forward without cache.
 
-    encoder: as generate_greedy has it.
+    encoder, images: as generate_greedy has them.
     """
     ids = torch.tensor([[*prompt, *output[:-1]]], device=model.device)
     if encoder is not None:
         heard = {model.main_input_name: encoder.to(model.device)}
         every: torch.Tensor = model(decoder_input_ids=ids, use_cache=False, **heard).logits[0].float()
         return every[-len(output) :]
-    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0, -len(output) :].float()
+    behind = ids.shape[1] - len(prompt)
+    given = {name: value for name, value in images.items() if name not in OF_TEXT}
+    # what was generated is text
+    given |= {name: functional.pad(images[name], (0, behind)) for name in TOKEN_KINDS if name in images}
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False, **given).logits[0, -len(output) :].float()
     return logits
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 TINY: Final = "tiny:"
 _PROCESSORS: Final = ("processor_config.json", "preprocessor_config.json")
+_PICTURE_PACKAGES: Final = (("PIL", "pillow"), ("torchvision", "torchvision"))
 _LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
 
 
@@ -37,6 +39,7 @@ class LoadedModel:
 
     eos_token_ids: what ends an output, from the generation config or the config.
     processor: makes token ids and pixels of a text and its pictures, as those of transformers do; None without.
+    no_processor: why, where that is known.
     """
 
     name: str
@@ -44,6 +47,7 @@ class LoadedModel:
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
     processor: Any = None
+    no_processor: str = ""
 
     def __post_init__(self) -> None:
         check_fields(self, text, "name")
@@ -99,7 +103,9 @@ def load(
     # a GGUF file holds data alone
     options = _Reading(files, trust_remote_code=trust_remote_code and files.gguf is None)
     model = options.model()
-    return wrap(model.to(where).eval(), options.tokenizer(), source, processor=options.processor(model))
+    processor, why_not = options.processor(model)
+    loaded = wrap(model.to(where).eval(), options.tokenizer(), source, processor=processor)
+    return replace(loaded, no_processor=why_not)
 
 
 def _device(given: object) -> torch.device:
@@ -165,16 +171,26 @@ class _Reading:
         except Exception as error:
             raise ConfigError(f"cannot load the tokenizer in {self._where}: {error}") from error
 
-    def processor(self, model: PreTrainedModel) -> Any:  # noqa: ANN401  # nor do its processors
-        """Of ``model``, if it takes images and its folder has one; None, and a line in the log, where none is made."""
-        named = any((self._files.folder / name).is_file() for name in _PROCESSORS)
-        if not named or not hasattr(model, "get_image_features"):
-            return None
+    def processor(self, model: PreTrainedModel) -> tuple[Any, str]:
+        """Of ``model``, if it takes images and its folder has one; else None, and why (said in the log, too)."""
+        if not hasattr(model, "get_image_features"):
+            return None, ""
+        if not any((self._files.folder / name).is_file() for name in _PROCESSORS):
+            return None, f"its folder has no {' or '.join(_PROCESSORS)}"
         try:
-            return AutoProcessor.from_pretrained(self._files.folder, **self._options)
+            return AutoProcessor.from_pretrained(self._files.folder, **self._options), ""
         except Exception as error:  # noqa: BLE001 - its text runs without, and images that were processed elsewhere
-            logger.warning("%s: no pictures, its processor cannot be made here: %s", self._where, error)
-            return None
+            why_not = _lacking(error)
+            logger.warning("%s: no pictures, its processor cannot be made here: %s", self._where, why_not)
+            return None, f"it cannot be made here: {why_not}"
+
+
+def _lacking(error: Exception) -> str:
+    """What stopped a processor: the package that is missing, or the error itself in one line."""
+    said = " ".join(str(error).split())
+    missing = [(module, pip) for module, pip in _PICTURE_PACKAGES if find_spec(module) is None]
+    lacks = [pip for module, pip in missing if f"the {module.lower()} library" in said.lower()]
+    return f"pip install {' '.join(lacks)}" if lacks else said
 
 
 def wrap(

@@ -15,6 +15,10 @@ Conversations are JSON lines, too: messages in place of the prompt, or nothing b
     {"messages": [{"role": "user", "content": "Who was Ada Lovelace?"}], "sampling": {"max_tokens": 64}}
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who was Ada Lovelace?"}]
 
+whose content may be a list of parts, pictures among them (hybridkv.runner.chat), of files beside the conversations:
+
+    [{"role": "user", "content": [{"type": "image", "path": "ada.png"}, {"type": "text", "text": "Who was she?"}]}]
+
 A file of prompts is JSON lines when its name ends in .jsonl or .json, or its first line that is not blank
 begins with ``{``.
 """
@@ -29,8 +33,9 @@ from typing import Final
 
 from hybridkv.errors import ConfigError, TraceError
 from hybridkv.request import SamplingParams, checked_marks
-from hybridkv.runner.chat import Message, chat_ids, checked_messages, require_chat
+from hybridkv.runner.chat import Message, chat_prompt, checked_messages, require_chat
 from hybridkv.runner.encoder_inputs import EncoderFeed
+from hybridkv.runner.images.prompt_images import Images
 from hybridkv.runner.load import LoadedModel
 
 Encode = Callable[[str | Sequence[int]], list[int]]
@@ -59,7 +64,8 @@ BUILT_IN: Final = (
 class Prompt:
     """One prompt, encoded. marks: token counts, ascending, where its prefix should be resumable.
 
-    encoder: of an encoder-decoder, what its encoder reads. messages: that it was made of; None for none.
+    encoder: of an encoder-decoder, what its encoder reads. messages: that it was made of; None for none. images: of
+    these, what the model's processor made of them.
     """
 
     token_ids: tuple[int, ...]
@@ -67,6 +73,7 @@ class Prompt:
     marks: tuple[int, ...] = ()
     encoder: EncoderFeed | None = None
     messages: tuple[Message, ...] | None = None
+    images: Images | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +125,7 @@ def read_conversations(
 ) -> Prompts:
     """The conversations in ``path``, by the chat template of ``loaded``. system: put in front of those without one.
 
+    Pictures are read here, from where the file is; what is made of them is kept, once for each conversation.
     defaults, skip_bad_lines: as read_prompts has them. Raises as it does, and ConfigError for a model without a chat
     template.
     """
@@ -133,7 +141,8 @@ def read_conversations(
         messages = checked_messages(record.get("messages"), system)
         sampling = _sampling(record.get("sampling"), defaults, loaded.vocab_size)
         marks = checked_marks(record.get("marks", ()))
-        return Prompt(tuple(chat_ids(loaded, messages)), sampling, marks, messages=tuple(messages))
+        ids, images = chat_prompt(loaded, messages, Path(path).parent)
+        return Prompt(tuple(ids), sampling, marks, messages=tuple(messages), images=images)
 
     return _read(path, _lines(path), conversation, skip_bad_lines=skip_bad_lines)
 

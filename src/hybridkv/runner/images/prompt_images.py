@@ -27,7 +27,10 @@ Int64 = NDArray[np.int64]
 Images = Mapping[str, Any] | Sequence[Any]
 """Of one prompt: what a processor made of all of them, by name; or the pictures themselves, for the model's own."""
 
-_OF_TEXT: Final = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
+TOKEN_KINDS: Final = frozenset({"mm_token_type_ids", "token_type_ids"})
+"""What a processor says of each token: text, or of an image."""
+OF_TEXT: Final = TOKEN_KINDS | {"input_ids", "attention_mask"}
+"""What a processor says of the text around images."""
 _PIXELS: Final = "pixel_values"
 
 
@@ -97,7 +100,7 @@ def prompt_images(
     else:
         values = _processed(loaded, prompt, given)
         ids = encode(loaded, _only(values, "input_ids"))
-    pictures = _pictures(loaded, call, {name: value for name, value in values.items() if name not in _OF_TEXT})
+    pictures = _pictures(loaded, call, {name: value for name, value in values.items() if name not in OF_TEXT})
     counts = [tokens_of(one) for one in pictures]
     places = np.flatnonzero(np.asarray(ids) == call.token_id)
     if len(places) != sum(counts):
@@ -121,17 +124,23 @@ def prompt_images(
     )
 
 
+def require_processor(loaded: LoadedModel) -> None:
+    """Raise ConfigError where ``loaded`` has none, saying why where that is known."""
+    if loaded.processor is None:
+        because = f" ({loaded.no_processor})" if loaded.no_processor else ""
+        raise ConfigError(
+            f"pictures need the processor of {loaded.name}, which was loaded without one{because}: wrap the model with "
+            "processor=..., or give its output (pixel_values and the like) with token ids"
+        )
+
+
 def _processed(loaded: LoadedModel, prompt: str | Sequence[int], pictures: object) -> dict[str, Any]:
     """What the processor makes of a prompt and its pictures."""
     if isinstance(pictures, str | bytes) or not isinstance(pictures, Sequence):
         raise ConfigError(
             f"images must be a list of pictures, or what a processor made of them, by name; got {shown(pictures)}"
         )
-    if loaded.processor is None:
-        raise ConfigError(
-            f"pictures need the processor of {loaded.name}, which was loaded without one: wrap the model with "
-            "processor=..., or give its output (pixel_values and the like) with token ids"
-        )
+    require_processor(loaded)
     if not isinstance(prompt, str):
         raise ConfigError("pictures need a prompt of text: for token ids give what the processor made of the pictures")
     try:
