@@ -102,6 +102,41 @@ def test_a_batch_with_a_prompt_that_is_refused_aborts_the_others() -> None:
     run(work)
 
 
+def test_the_engine_answers_between_steps() -> None:
+    async def work() -> None:
+        async with engines() as (front, engine):
+            parts = front.stream(PROMPTS[0], greedy(200))
+            await anext(parts)
+            assert await front.between_steps(lambda one: (one is engine, one.scheduler.num_running)) == (True, 1)
+            with pytest.raises(ZeroDivisionError):
+                await front.between_steps(lambda _: 1 // 0)
+            await parts.aclose()
+            ends = [front.ended]
+        assert [*ends, front.ended] == [False, True]
+        with pytest.raises(CacheError, match="closed"):
+            await front.between_steps(id)
+
+    run(work)
+
+
+def test_a_stream_begins_with_the_prompts_log_probabilities() -> None:
+    asked = replace(greedy(5), prompt_logprobs=2, n=2)
+    with Engine(LLAMA, memory="2MiB", max_model_len=256) as plain:
+        expected = plain.generate([PROMPTS[0]], asked)
+
+    async def work() -> list[Increment]:
+        async with engines() as (front, _):
+            return await read(front, PROMPTS[0], asked)
+
+    parts = run(work)
+    for output, whole in enumerate(expected):
+        first, *others = [one for one in parts if one.output == output]
+        assert first.prompt_logprobs is not None
+        assert whole.prompt_logprobs is not None
+        assert [one.token_id for one in first.prompt_logprobs] == [one.token_id for one in whole.prompt_logprobs]
+        assert {one.prompt_logprobs for one in others} == {None}
+
+
 # -- slow readers
 
 

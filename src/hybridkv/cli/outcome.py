@@ -29,6 +29,11 @@ _EXTRAS: Final = {
     "transformers": ("running a model", "torch and transformers", "cli,runner"),
     "safetensors": ("running a model", "safetensors", "cli,runner"),
     "tokenizers": ("running a model", "tokenizers", "cli,runner"),
+    "fastapi": ("serving a model", "fastapi", "cli,runner,serve"),
+    "starlette": ("serving a model", "fastapi", "cli,runner,serve"),
+    "pydantic": ("serving a model", "fastapi", "cli,runner,serve"),
+    "uvicorn": ("serving a model", "uvicorn", "cli,runner,serve"),
+    "prometheus_client": ("serving a model", "prometheus_client", "cli,runner,serve"),
 }
 """Of a module of an extra: what needs it, what that needs, and the extras to install."""
 

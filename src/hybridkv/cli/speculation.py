@@ -1,9 +1,9 @@
-"""What `generate --speculate` names: who proposes tokens, and how many of them."""
+"""What `--speculate` names: who proposes tokens, and how many of them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -14,8 +14,10 @@ from hybridkv.errors import ConfigError
 from hybridkv.units import shown
 
 if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
+    from hybridkv.planner import Plan
     from hybridkv.runner.assembly import EngineOptions
     from hybridkv.runner.drafters import Drafter
+    from hybridkv.runner.load import LoadedModel
 
 DEFAULT_DRAFTS: Final = 4
 _NGRAM: Final = "ngram"
@@ -59,11 +61,27 @@ class Speculate:
         has it.
         Raises ConfigError for a number of drafts that cannot be, and as ``load`` and ``plan_for`` do.
         """
-        from hybridkv.runner import Engine, load, plan_for  # noqa: PLC0415  # torch takes seconds: who drafts pays
+        from hybridkv.runner import plan_for  # noqa: PLC0415  # torch takes seconds: who drafts pays
+
+        return self._drafter(lambda loaded: plan_for(loaded, lengths), options, trust_remote_code=trust_remote_code)
+
+    def drafter_of_a_server(self, options: EngineOptions, *, trust_remote_code: bool = False) -> Drafter:
+        """As ``drafter``, where nobody knows who will come: a draft model has plan_within's own memory."""
+        from hybridkv.runner import plan_within  # noqa: PLC0415  # see drafter
+
+        def plan(loaded: LoadedModel) -> Plan:
+            return plan_within(loaded, max_batched_tokens=options.token_budget, max_in_flight=options.in_flight)
+
+        return self._drafter(plan, options, trust_remote_code=trust_remote_code)
+
+    def _drafter(
+        self, plan: Callable[[LoadedModel], Plan], options: EngineOptions, *, trust_remote_code: bool
+    ) -> Drafter:
+        from hybridkv.runner import Engine, load  # noqa: PLC0415  # see drafter
         from hybridkv.runner.drafters import DraftModel, NgramDrafter  # noqa: PLC0415  # same
 
         if self.source is None:
             return NgramDrafter(self.drafts)
         loaded = load(self.source, trust_remote_code=trust_remote_code)
         own = replace(options, prefix_caching=True)
-        return DraftModel(Engine(loaded, plan_for(loaded, lengths), own), self.drafts)
+        return DraftModel(Engine(loaded, plan(loaded), own), self.drafts)

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self
+from typing import Self, TypeVar
 
 from hybridkv.arguments import instance, integer
 from hybridkv.errors import CacheError
@@ -30,6 +30,8 @@ from hybridkv.runner.images.prompt_images import Images, images_each
 from hybridkv.runner.inputs import one_each
 from hybridkv.runner.stream import Stream
 from hybridkv.schedule import SchedulerStatistics
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,6 +193,20 @@ class AsyncEngine:
         """The scheduler's counts so far; from any thread."""
         return self._engine.statistics()
 
+    @property
+    def ended(self) -> bool:
+        """Nothing runs here any more: it was closed, or its thread died."""
+        return self._closed or (self._turns is not None and self._turns.done())
+
+    async def between_steps(self, ask: Callable[[Engine], T]) -> T:
+        """What ``ask`` finds or does with the engine, in its thread while no step runs. It must be quick.
+
+        Raises what ``ask`` does, and CacheError once the engine is closed.
+        """
+        if self.ended:
+            raise self._over()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, ask, self._engine)
+
     async def close(self) -> None:
         """End every request (streams raise CacheError), and close the engine. Again: nothing.
 
@@ -218,7 +234,7 @@ class AsyncEngine:
     # -- on the event loop
 
     def _enter(self, reader: _Reader) -> None:
-        if self._closed or (self._turns is not None and self._turns.done()):
+        if self.ended:
             raise self._over()
         self._readers.add(reader)
         self._arrivals.append(reader)

@@ -11,7 +11,9 @@ A content is text, or a list of parts, as OpenAI's chat API and transformers hav
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, Final
 
@@ -105,19 +107,41 @@ def require_pictures(loaded: LoadedModel) -> None:
     require_processor(loaded)
 
 
-def chat_ids(loaded: LoadedModel, messages: Sequence[Message]) -> list[int]:
+def chat_ids(
+    loaded: LoadedModel,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    names: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Token ids of ``messages`` and of what the assistant's answer begins with. O(characters).
 
-    Raises ConfigError as require_chat, and for messages that the template refuses or that have pictures.
+    tools: functions that the template may offer to the model, as JSON schemas; names: others that the template reads.
+    Raises ConfigError as require_chat, for messages that the template refuses or that have pictures, and for what the
+    template does not read.
     """
     if any(_has_pictures(one) for one in messages):
         raise ConfigError("messages with pictures are more than token ids: ask chat_prompt for ids and images")
     require_chat(loaded)
+    read = {**(names or {}), **({} if tools is None else {"tools": list(tools)})}
+    _refuse_unread(loaded, read, names or {})
     try:
-        ids = loaded.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        ids = loaded.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=False, **read
+        )
     except Exception as error:  # whatever a template raises is what it says of the messages
         raise ConfigError(f"the chat template of {loaded.name} refuses the messages: {error}") from error
     return encode(loaded, ids, what="conversation")
+
+
+def _refuse_unread(loaded: LoadedModel, read: Iterable[str], names: Iterable[str]) -> None:
+    """Raise ConfigError for what the chat template never mentions, and for ``names`` that are the tokenizer's own."""
+    own = {"messages", *signature(loaded.tokenizer.apply_chat_template).parameters}
+    if taken := sorted(own.intersection(names)):
+        raise ConfigError(f"a chat template cannot be given {taken[0]!r} by name: leave it out")
+    words = set(re.findall(r"\w+", str(loaded.tokenizer.chat_template)))
+    if unread := sorted(set(read) - words):
+        raise ConfigError(f"the chat template of {loaded.name} reads no {unread[0]!r}: leave it out")
 
 
 def chat_prompt(

@@ -47,7 +47,8 @@ class Increment:
 
     token_ids: maybe none in the last one. text: whole characters, maybe none, and nothing that may turn out to be a
     stop string; None without a tokenizer. completion: in the last one. output: which of the ``n`` outputs, from 0.
-    logprobs: of its tokens; None where they were not asked for.
+    logprobs: of its tokens; prompt_logprobs: in the first one, as a Completion has them; None where they were not
+    asked for.
     """
 
     request_id: str
@@ -56,6 +57,7 @@ class Increment:
     completion: Completion | None = None
     output: int = 0
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -203,7 +205,7 @@ class Cursor:
     def __init__(self, progress: Progress, output: int = 0) -> None:
         self._progress, self._output = progress, output
         self._tokens = self._characters = 0
-        self._ended = False
+        self._begun = self._ended = False
 
     @property
     def ended(self) -> bool:
@@ -234,10 +236,13 @@ class Cursor:
         logprobs = None
         if request.sampling.logprobs is not None:
             logprobs = tuple(self._progress.logprobs[self._tokens : self._tokens + len(tokens)])
+        of_prompt = None
+        if request.sampling.prompt_logprobs is not None and not self._begun:
+            of_prompt = tuple(self._progress.prompt_logprobs)
         self._tokens += len(tokens)
         self._characters += len(text or "")
-        self._ended = done is not None
-        return Increment(self.request_id, tokens, text, done, self._output, logprobs)
+        self._begun, self._ended = True, done is not None
+        return Increment(self.request_id, tokens, text, done, self._output, logprobs, of_prompt)
 
     def _new_text(self, done: Completion | None) -> str | None:
         if done is not None:

@@ -1,0 +1,106 @@
+"""`hybridkv serve`: a model over HTTP, in OpenAI's forms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from hybridkv.cli.loading import ModelOption, TrustOption, bars_for_terminals, load_quietly
+from hybridkv.cli.panels import CACHE, REQUESTS, RUN
+from hybridkv.cli.speculation import Speculate, SpeculateOption
+from hybridkv.units import MOST_COUNT, format_bytes, format_count
+
+if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
+    from hybridkv.runner.engine import Engine
+    from hybridkv.serve.front import ServeOptions
+
+MOST_RUNNING: Final = 1 << 16
+_MOST_PORT: Final = (1 << 16) - 1
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("serve")(serve_command)
+
+
+def serve_command(
+    *,
+    model: ModelOption,
+    trust_remote_code: TrustOption = False,
+    memory: Annotated[
+        str | None, typer.Option(help="For the cache: 8GiB, or bytes.", show_default="1GiB", rich_help_panel=CACHE)
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            max=MOST_COUNT,
+            metavar="N",
+            help="Tokens of prompt and output together.",
+            show_default="the model's, or what fits",
+            rich_help_panel=CACHE,
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Where to listen.", rich_help_panel=RUN)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=_MOST_PORT, help="0 is any free one.", rich_help_panel=RUN)] = 8000,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(help="What clients call it.", show_default="that of --model", rich_help_panel=REQUESTS),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="Lines of KEY, or KEY SALT for a tenant.", show_default="no keys", rich_help_panel=REQUESTS),
+    ] = None,
+    max_waiting: Annotated[
+        int,
+        typer.Option(
+            max=MOST_COUNT, metavar="N", help="Outputs that may wait; more are answered 429.", rich_help_panel=REQUESTS
+        ),
+    ] = 256,
+    max_running: Annotated[
+        int, typer.Option(max=MOST_RUNNING, metavar="N", help="Requests at once.", rich_help_panel=RUN)
+    ] = 64,
+    token_budget: Annotated[
+        int, typer.Option(max=MOST_COUNT, metavar="N", help="Tokens of a step.", rich_help_panel=RUN)
+    ] = 2048,
+    no_prefix_caching: Annotated[
+        bool, typer.Option("--no-prefix-caching", help="Share nothing.", rich_help_panel=RUN)
+    ] = False,
+    attention: Annotated[
+        str, typer.Option(metavar="NAME", help="gather, eager, triton, flex or torch.", rich_help_panel=RUN)
+    ] = "gather",
+    speculate: SpeculateOption = None,
+) -> int:
+    """Serve a model over HTTP in OpenAI's forms, until SIGTERM or Ctrl-C: the first drains, the second ends at once."""
+    asked = None if speculate is None else Speculate.parse(speculate)
+    bars_for_terminals()
+    from hybridkv.runner.assembly import EngineOptions  # noqa: PLC0415  # torch takes seconds: only this command pays
+    from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
+    from hybridkv.serve.app import create_app  # noqa: PLC0415  # same
+    from hybridkv.serve.front import ServeOptions  # noqa: PLC0415  # same
+    from hybridkv.serve.keys import ApiKeys  # noqa: PLC0415  # same
+    from hybridkv.serve.server import Server, listen  # noqa: PLC0415  # same
+
+    keys = None if api_key_file is None else ApiKeys.read(api_key_file)
+    served = ServeOptions(served_model_name, max_waiting, keys)
+    options = EngineOptions(max_running, token_budget, prefix_caching=not no_prefix_caching, attention=attention)
+    listening = listen(host, port)  # what cannot be should show before a model is loaded
+    loaded = load_quietly(model, trust_remote_code=trust_remote_code)
+    drafter = None if asked is None else asked.drafter_of_a_server(options, trust_remote_code=trust_remote_code)
+    engine = Engine(loaded, options=options, memory=memory, max_model_len=max_model_len, speculate=drafter)
+    shown_host, shown_port = listening.getsockname()[:2]
+    at = f"http://[{shown_host}]:{shown_port}" if ":" in shown_host else f"http://{shown_host}:{shown_port}"
+    app = create_app(engine, served)
+    Server(app, lambda: print(_ready(engine, served, at), flush=True)).run(sockets=[listening])
+    print("drained: all that was asked has been answered", flush=True)
+    return 0
+
+
+def _ready(engine: Engine, served: ServeOptions, at: str) -> str:
+    """One line: what is served, where, and with which room."""
+    plan = engine.plan
+    return (
+        f"serving {served.name or engine.loaded.name} at {at}: {format_bytes(plan.memory_bytes)} for "
+        f"{format_count(plan.max_model_len)} tokens a request, {engine.options.max_running} at once"
+    )

@@ -1,0 +1,110 @@
+"""All routes of a server as one ASGI application."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any, Final
+
+from fastapi import FastAPI, Request, Response
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hybridkv.arguments import instance
+from hybridkv.runner.engine import Engine
+from hybridkv.serve import chats, completions
+from hybridkv.serve.bodies import ChatBody, CompletionBody
+from hybridkv.serve.errors import ApiError, ErrorBody, answer_errors
+from hybridkv.serve.front import Front, ServeOptions
+from hybridkv.serve.generation import answer
+from hybridkv.serve.keys import KeyGate
+from hybridkv.serve.operations import add_operations
+
+MOST_BODY_BYTES: Final = 32 << 20
+_ERRORS: Final[dict[int | str, dict[str, Any]]] = {
+    status: {"model": ErrorBody, "description": said}
+    for status, said in (
+        (400, "What the body says cannot be."),
+        (401, "No known API key."),
+        (403, "Not for this API key."),
+        (404, "No such model."),
+        (413, "The body is too long."),
+        (429, "The queue is full: ask again after Retry-After seconds."),
+        (503, "The engine has ended, or the server drains."),
+    )
+}
+_EVENTS: Final = {"text/event-stream": {"schema": {"type": "string"}}}
+
+
+def create_app(engine: Engine, options: ServeOptions | None = None) -> FastAPI:
+    """``engine`` served; its lifespan closes it. engine: has not run yet, and is used by nobody else from here on.
+
+    ``app.state.front`` is what its routes share.
+    """
+    front = Front(instance("engine", engine, Engine), options or ServeOptions())
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with front:
+            yield
+
+    app = FastAPI(
+        title="hybridkv",
+        version=version("hybridkv"),
+        lifespan=lifespan,
+        docs_url=None,  # pages that fetch scripts from elsewhere
+        redoc_url=None,
+        responses=_ERRORS,
+        middleware=[Middleware(KeyGate, keys=front.options.keys), Middleware(LengthGate)],
+        telemetry={"tracing": False},
+    )
+    app.state.front = front
+    answer_errors(app)
+    add_operations(app, front)
+    _add_generation(app, front)
+    return app
+
+
+class LengthGate:
+    """Refuses bodies of more than MOST_BODY_BYTES: by what they say, or where they turn out to be."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As an ASGI application."""
+        said = Headers(scope=scope).get("content-length", "") if scope["type"] == "http" else ""
+        if said.isdecimal() and int(said) > MOST_BODY_BYTES:
+            refused = ApiError(413, f"the body has {said} bytes, at most {MOST_BODY_BYTES} are read")
+            await refused.response()(scope, receive, send)
+            return
+        read = 0
+
+        async def counted() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > MOST_BODY_BYTES:
+                raise HTTPException(413, f"at most {MOST_BODY_BYTES} bytes of a body are read")
+            return message
+
+        await self._app(scope, counted, send)
+
+
+def _add_generation(app: FastAPI, front: Front) -> None:
+    @app.post("/v1/completions", response_model=completions.CompletionAnswer, responses={200: {"content": _EVENTS}})
+    async def complete(body: CompletionBody, request: Request) -> Response:
+        """Text behind prompts."""
+        asked = await completions.ask(front, body, front.salt(request, body.cache_salt))
+        form = completions.CompletionForm(front, body, asked)
+        return await answer(front, request, asked, form, stream=bool(body.stream))
+
+    @app.post("/v1/chat/completions", response_model=chats.ChatAnswer, responses={200: {"content": _EVENTS}})
+    async def chat(body: ChatBody, request: Request) -> Response:
+        """The next turn of a conversation."""
+        asked = await chats.ask(front, body, front.salt(request, body.cache_salt))
+        form = chats.ChatForm(front, body, asked)
+        return await answer(front, request, asked, form, stream=bool(body.stream))

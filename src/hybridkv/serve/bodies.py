@@ -1,0 +1,255 @@
+"""What clients may ask for, field by field. A field that is not here is refused by its name.
+
+Some fields of OpenAI's ask for nothing at some value, and clients send them: those are taken at that value alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from hybridkv.errors import ConfigError
+from hybridkv.request import SamplingParams
+
+MOST_LOGPROBS: Final = 20
+_MOST_STOPS: Final = 16
+_MOST_STOP_CHARACTERS: Final = 256
+_MOST_STOP_IDS: Final = 1024
+
+StopString = Annotated[str, Field(min_length=1, max_length=_MOST_STOP_CHARACTERS)]
+Text = Annotated[str, Field(min_length=1)]
+Ids = list[int]
+
+
+class Body(BaseModel):
+    """A body of named fields, each of its own type: no number is taken for text, or text for a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    says_nothing: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    """Of a field that is not offered: the values at which it asks for nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_says_nothing(cls, given: Any) -> Any:  # noqa: ANN401  # whatever JSON says
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if not cls._says_nothing(name, value)}
+
+    @classmethod
+    def _says_nothing(cls, name: object, value: object) -> bool:
+        neutral = cls.says_nothing.get(name) if isinstance(name, str) else None
+        return neutral is not None and (
+            value is None or any(type(one) is type(value) and one == value for one in neutral)
+        )
+
+
+class StreamOptions(Body):
+    """include_usage: a last chunk with the counts. continuous_usage_stats: counts so far with every chunk."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    says_nothing = {"include_obfuscation": (False,)}
+
+
+class SamplingBody(Body):
+    """What all bodies that generate share.
+
+    top_k: 0 and -1 are off. cache_salt: requests of other salts share nothing with this one. return_token_ids: the ids
+    of prompt and output beside their text.
+    """
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=_MOST_STOPS)] | None = None
+    stop_token_ids: Annotated[Ids, Field(max_length=_MOST_STOP_IDS)] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = None
+    cache_salt: Text | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    def sampling(self, seed: int, max_tokens: int, **more: Any) -> SamplingParams:  # noqa: ANN401  # of several types
+        """As an engine has it. seed, max_tokens: where the body says none. ConfigError for values that cannot be."""
+        said = {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": self.logit_bias,
+            "seed": seed if self.seed is None else self.seed,
+            "n": self.n,
+            "stop": self.stop,
+            "stop_token_ids": self.stop_token_ids,
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            "max_tokens": max_tokens,
+            **more,
+        }
+        return SamplingParams(**{name: value for name, value in said.items() if value is not None})
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> SamplingBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options are for streams: leave them out, or ask for stream")
+        return self
+
+
+class CompletionBody(SamplingBody):
+    """Of /v1/completions. prompt: a text, token ids, or a list of either.
+
+    logprobs: so many of the most probable tokens, with each token's own. echo: the prompt in front of the output;
+    with max_tokens 0 the prompt alone.
+    """
+
+    says_nothing = {
+        "best_of": (1,),
+        "suffix": (),
+        "user": (),
+        "response_format": ({"type": "text"},),
+        "add_special_tokens": (True,),
+        "skip_special_tokens": (True,),
+    }
+
+    prompt: str | Ids | list[str] | list[Ids]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    @property
+    def prompts(self) -> list[str | Ids]:
+        """One by one. ConfigError for none."""
+        given = self.prompt
+        if not given:
+            raise ConfigError("prompt is empty: give it at least one token")
+        if isinstance(given, str):
+            return [given]
+        several = [one for one in given if not isinstance(one, int)]
+        return list(several) if several else [[one for one in given if isinstance(one, int)]]
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class FunctionCall(Body):
+    """arguments: JSON, as text."""
+
+    name: Text
+    arguments: str
+
+
+class ToolCall(Body):
+    """What an assistant called."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Body):
+    """One turn. content: text, or pieces of it; none where an assistant only called tools."""
+
+    says_nothing = {
+        "refusal": (),
+        "audio": (),
+        "annotations": ([],),
+        "function_call": (),
+    }
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: Text | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ChatMessage:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message without tool_calls needs content")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are an assistant's")
+        return self
+
+
+class FunctionTool(Body):
+    """A function that may be called. parameters: a JSON schema; all of it is for the chat template."""
+
+    name: Text
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    says_nothing = {"strict": (False,)}
+
+
+class Tool(Body):
+    """What may be called."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class ConversationBody(Body):
+    """A conversation for the tokenizer's chat template.
+
+    tools: handed to the template, unless tool_choice is "none"; a call in the answer is text of the answer.
+    chat_template_kwargs: names of the template's own, such as enable_thinking.
+    """
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+
+
+class ChatBody(SamplingBody, ConversationBody):
+    """Of /v1/chat/completions. logprobs: with each token its own; top_logprobs: and so many of the most probable."""
+
+    says_nothing = {
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        "parallel_tool_calls": (True,),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "user": (),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "echo": (False,),
+        "skip_special_tokens": (True,),
+    }
+
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of the output. ConfigError where the two names of it say different things."""
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise ConfigError(f"max_tokens {old} and max_completion_tokens {new} differ: give one of them")
+        return old if new is None else new
+
+    @model_validator(mode="after")
+    def _top_logprobs_with_logprobs(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs need logprobs: true")
+        return self

@@ -1,0 +1,135 @@
+"""What went wrong, in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``, with its status.
+
+400 what the body says cannot be    401, 403 the key    404 no such model or route    413 too long a body
+429 the queue is full               500 the forward failed    503 the engine has ended
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Final
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from typing_extensions import TypedDict
+
+from hybridkv.errors import CacheError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+INVALID: Final = "invalid_request_error"
+_KINDS: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+_MOST_CHARACTERS: Final = 1000
+
+
+class ErrorFields(TypedDict):
+    """Of an error: what it says, its kind, the field of the body that it is about, and a name for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    """What an error is answered with."""
+
+    error: ErrorFields
+
+
+class ApiError(Exception):
+    """An answer other than 200. param: the field it is about; code: a name for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, headers
+
+    @property
+    def body(self) -> ErrorBody:
+        """In OpenAI's form."""
+        # what a client sent may hold lone surrogates, which no JSON in UTF-8 can
+        message = str(self).encode("utf-8", "backslashreplace").decode()
+        if len(message) > _MOST_CHARACTERS:
+            message = f"{message[:_MOST_CHARACTERS]} ..."
+        fields: ErrorFields = {
+            "message": message,
+            "type": _KINDS.get(self.status, INVALID),
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": fields}
+
+    def response(self) -> JSONResponse:
+        """As an answer."""
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def api_error(error: Exception) -> ApiError:
+    """``error`` of an engine as an answer: its own words where a client can mend it. Others are logged."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ConfigError):
+        return ApiError(400, str(error))
+    if isinstance(error, CacheError):
+        return ApiError(503, str(error))
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, f"the request failed: {type(error).__name__}")
+
+
+def answer_errors(app: FastAPI) -> None:
+    """Whatever ``app`` raises is answered in this form."""
+    app.add_exception_handler(ApiError, _of_engine)
+    app.add_exception_handler(ConfigError, _of_engine)
+    app.add_exception_handler(CacheError, _of_engine)
+    app.add_exception_handler(RequestValidationError, _of_body)
+    app.add_exception_handler(HTTPException, _of_route)
+    app.add_exception_handler(Exception, _of_engine)
+
+
+async def _of_engine(_: Request, error: Exception) -> JSONResponse:
+    return api_error(error).response()
+
+
+async def _of_route(request: Request, error: Exception) -> JSONResponse:
+    """No such route, no such method, a body that is too long or broken off."""
+    status, detail, headers = 500, "", None
+    if isinstance(error, HTTPException):
+        status, detail, headers = error.status_code, error.detail, error.headers
+    what = f"{request.method} {request.url.path}"
+    return ApiError(status, f"{what}: {detail}", headers=headers).response()
+
+
+async def _of_body(_: Request, error: Exception) -> JSONResponse:
+    """The first thing that is wrong with a body, by the name of its field."""
+    first = error.errors()[0] if isinstance(error, RequestValidationError) else {}
+    name = ".".join(str(one) for one in first.get("loc", ()) if one != "body")
+    kind, said = first.get("type", ""), first.get("msg", "").removeprefix("Value error, ")
+    code = None
+    if kind == "json_invalid":
+        message, name = f"the body is no JSON: {first['ctx']['error']}", ""
+    elif kind == "extra_forbidden":
+        message, code = f"{name} is not offered: leave it out", "not_offered"
+    elif not name:
+        whole = kind in {"missing", "model_attributes_type"}
+        message = "the body must be a JSON object, sent as application/json" if whole else said
+    else:
+        message = f"{name} is missing" if kind == "missing" else f"{name}: {said}"
+    return ApiError(400, message, param=name or None, code=code).response()

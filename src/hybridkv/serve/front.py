@@ -1,0 +1,98 @@
+"""What all routes share: the engine behind asyncio, its tokenizer's thread, its places, its tenants."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
+
+from starlette.requests import Request
+
+from hybridkv.arguments import integer, text
+from hybridkv.errors import ConfigError
+from hybridkv.frozen import check_fields, one_of, or_none
+from hybridkv.runner.async_engine import AsyncEngine
+from hybridkv.runner.engine import Engine
+from hybridkv.serve.errors import ApiError
+from hybridkv.serve.keys import ApiKeys, salt_for, tenant_of
+from hybridkv.serve.places import Places
+from hybridkv.serve.tokens import TokenThread
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """How an engine is served. name: of the model, for clients; None for the engine's.
+
+    max_waiting: outputs that may wait beside those that run; further ones are answered 429.
+    keys: who may ask; None for whoever reaches the server. Raises ConfigError for values that cannot be.
+    """
+
+    name: str | None = None
+    max_waiting: int = 256
+    keys: ApiKeys | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, or_none(text), "name")
+        check_fields(self, partial(integer, least=0), "max_waiting")
+        check_fields(self, or_none(one_of(ApiKeys)), "keys")
+
+
+class Front:
+    """An engine that is served: used as ``async with``, which closes it."""
+
+    def __init__(self, engine: Engine, options: ServeOptions) -> None:
+        self.engine, self.options = AsyncEngine(engine), options
+        self.loaded = engine.loaded
+        self.name = options.name or engine.loaded.name
+        self.max_model_len = engine.plan.max_model_len
+        self.places = Places(engine.options.max_running + options.max_waiting)
+        self.tokens = TokenThread()
+        self.created = int(time.time())
+        self.draining = False
+        self._closing = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        self._closing.callback(self.tokens.close)
+        self._closing.push_async_callback(self.engine.close)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._closing.aclose()
+
+    def require_model(self, asked: str | None) -> None:
+        """ApiError 404 for another model than the one that is served."""
+        if asked not in (None, self.name):
+            raise ApiError(
+                404, f"model {asked!r} is not served here: ask for {self.name!r}", param="model", code="model_not_found"
+            )
+
+    def salt(self, request: Request, asked: str | None) -> str | None:
+        """The salt of what ``request`` asks for."""
+        return salt_for(tenant_of(request), asked, self.options.keys)
+
+    def most_tokens(self, prompts: Sequence[Sequence[int]], asked: int | None, default: int | None = None) -> int:
+        """Most output tokens behind each of ``prompts``: those ``asked`` for.
+
+        Where nothing is asked: ``default``, or all that there is room for. ApiError 400 where they do not fit.
+        """
+        longest = max(len(one) for one in prompts)
+        room, least = self.max_model_len - longest, max(asked or 1, 1)
+        if room < least:
+            raise ApiError(
+                400,
+                f"a prompt of {longest} tokens and {least} more do not fit: {self.name} has {self.max_model_len} "
+                "tokens for prompt and output together",
+                param="max_tokens" if room > 0 else None,
+                code="context_length_exceeded",
+            )
+        if asked is not None:
+            return asked
+        return room if default is None else min(default, room)
+
+    def require_text(self) -> None:
+        """ConfigError without a tokenizer."""
+        if self.loaded.tokenizer is None:
+            raise ConfigError(f"{self.name} has no tokenizer: ask for token ids, with return_token_ids")

@@ -1,0 +1,89 @@
+"""A server of a tiny model on loopback, beside an engine of the same model that runs alone."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+import torch
+from fastapi import FastAPI
+
+from hybridkv.runner import Engine, EngineOptions, load
+from hybridkv.serve import ServeOptions, Server, create_app, listen
+from hybridkv.serve.front import Front
+
+torch.set_num_threads(1)
+
+LONGEST = 512
+"""max_model_len of the models that are served here."""
+WAIT = 60.0
+
+
+def engine_of(name: str, **options: int) -> Engine:
+    """Of a tiny model of its own: served or alone, its weights are the same."""
+    return Engine(load(f"tiny:{name}"), memory="4MiB", max_model_len=LONGEST, options=EngineOptions(**options))  # type: ignore[arg-type]  # ints by name
+
+
+@dataclass
+class Served:
+    """A server that answers. stop: drains it, and waits until it has ended."""
+
+    app: FastAPI
+    url: str
+    client: httpx2.Client
+    stop: Callable[[], None]
+
+    @property
+    def front(self) -> Front:
+        front: Front = self.app.state.front
+        return front
+
+    def post(self, path: str, **body: object) -> dict[str, Any]:
+        """The answer to ``body``, which is there."""
+        answer = self.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        said: dict[str, Any] = answer.json()
+        return said
+
+    def refused(self, path: str, status: int, **body: object) -> dict[str, Any]:
+        """The error that ``body`` is answered with."""
+        answer = self.client.post(path, json=body)
+        assert answer.status_code == status, answer.text
+        error: dict[str, Any] = answer.json()["error"]
+        return error
+
+
+@contextmanager
+def serving(engine: Engine, options: ServeOptions | None = None) -> Iterator[Served]:
+    """``engine`` behind a real server in a thread."""
+    app = create_app(engine, options)
+    listening = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    answers = threading.Event()
+    server = Server(app, answers.set)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+
+    def stop() -> None:
+        server.should_exit = True
+        thread.join(WAIT)
+        assert not thread.is_alive()
+
+    assert answers.wait(WAIT)
+    with httpx2.Client(base_url=url, timeout=WAIT) as client:
+        try:
+            yield Served(app, url, client, stop)
+        finally:
+            client.close()
+            stop()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until it holds; not for ever."""
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)

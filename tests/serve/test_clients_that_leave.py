@@ -1,0 +1,119 @@
+"""Clients that go away, a queue that is full, a forward that fails, a server that drains."""
+
+import asyncio
+import json
+import threading
+from contextlib import suppress
+from typing import Any
+
+import httpx2
+import pytest
+from serve_support import LONGEST, WAIT, Served, engine_of, serving, until
+
+from hybridkv.serve import ServeOptions
+
+PATH = "/v1/completions"
+LONG: dict[str, Any] = {"prompt": "go on", "max_tokens": LONGEST - 8, "ignore_eos": True}
+
+
+def steps(served: Served) -> int:
+    return served.front.engine.statistics().steps
+
+
+def running(served: Served) -> int:
+    return served.front.engine.statistics().running
+
+
+def test_a_stream_that_is_left_ends_within_a_step(llama: Served) -> None:
+    with llama.client.stream("POST", PATH, json={**LONG, "stream": True, "n": 3}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert running(llama) == 3
+    left = steps(llama)
+    until(lambda: running(llama) == 0)
+    assert steps(llama) - left < 100  # of some 500: the socket's end takes a moment to be heard of
+    assert llama.front.places.taken == 0
+
+
+def test_an_answer_that_nobody_waits_for_ends(llama: Served) -> None:
+    before = llama.front.engine.statistics().requests_finished
+    with suppress(httpx2.TimeoutException):
+        llama.client.post(PATH, json={**LONG, "prompt": ["one", "two"]}, timeout=0.3)
+    until(lambda: running(llama) == 0 and llama.front.places.taken == 0)
+    assert llama.front.engine.statistics().requests_finished == before + 2
+
+
+def test_a_queue_that_is_full_says_when_to_come_again() -> None:
+    with serving(engine_of("llama", max_running=1), ServeOptions(max_waiting=1)) as served:
+        with served.client.stream("POST", PATH, json={**LONG, "stream": True}) as first:
+            lines = first.iter_lines()
+            next(lines)
+            too_many = served.client.post(PATH, json={"prompt": "a", "n": 2})
+            assert (too_many.status_code, too_many.headers["retry-after"]) == (429, "1")
+            error = too_many.json()["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+            waiting = threading.Thread(target=served.post, args=[PATH], kwargs={"prompt": "a", "max_tokens": 1})
+            waiting.start()
+            until(lambda: served.front.places.taken == 2)
+            assert served.refused(PATH, 429, prompt="a")["code"] == "queue_full"
+            assert served.refused(PATH, 400, prompt="a", n=3)["message"].startswith("3 outputs")
+        waiting.join(WAIT)
+        assert not waiting.is_alive()
+
+
+def test_a_forward_that_fails_is_an_error_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of("llama")
+    with serving(engine) as served:
+        execute = engine.runner.execute
+        calls = []
+
+        def failing(*arguments: Any) -> Any:  # noqa: ANN401  # the runner's
+            calls.append(arguments)
+            if len(calls) % 4 == 1:
+                raise RuntimeError("the device is gone: secret")
+            return execute(*arguments)
+
+        monkeypatch.setattr(engine.runner, "execute", failing)
+        assert served.refused(PATH, 500, prompt="a")["message"] == "the request failed: RuntimeError"
+        answer = served.client.post(PATH, json={**LONG, "stream": True, "return_token_ids": True})
+        lines = [one for one in answer.text.split("\n\n") if one]
+        assert answer.status_code == 200
+        assert "token_ids" in lines[0]  # of a step that did not fail
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["type"] == "server_error"
+        monkeypatch.undo()
+        assert served.post(PATH, prompt="a", max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+def test_a_server_that_drains_answers_what_it_has() -> None:
+    with serving(engine_of("llama")) as served:
+        with served.client.stream("POST", PATH, json={**LONG, "max_tokens": 60, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            stopping = threading.Thread(target=served.stop)
+            stopping.start()
+            assert [one for one in lines if one][-1] == "data: [DONE]"
+        stopping.join(WAIT)
+        assert served.front.engine.ended
+        with pytest.raises(httpx2.TransportError):
+            httpx2.get(f"{served.url}/health")
+
+
+def test_readers_that_take_their_time_hold_up_nobody(llama: Served) -> None:
+    async def read(client: httpx2.AsyncClient, wait: float) -> str:
+        text = ""
+        body = {"prompt": f"slowly {wait}", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": True}
+        async with client.stream("POST", PATH, json=body) as answer:
+            async for line in answer.aiter_lines():
+                await asyncio.sleep(wait)
+                if line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+        return text
+
+    async def work() -> tuple[str, str]:
+        async with httpx2.AsyncClient(base_url=llama.url, timeout=WAIT) as client:
+            return await asyncio.gather(read(client, 0.01), read(client, 0))
+
+    slow, fast = asyncio.run(work())
+    asked = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    assert slow == llama.post(PATH, prompt="slowly 0.01", **asked)["choices"][0]["text"]
+    assert fast == llama.post(PATH, prompt="slowly 0", **asked)["choices"][0]["text"]

@@ -1,0 +1,152 @@
+"""`hybridkv serve` as a process of its own, OpenAI's clients that ask it, and how it ends."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
+from openai.types.chat import ChatCompletionUserMessageParam
+from serve_support import WAIT
+
+from hybridkv.request import SamplingParams
+from hybridkv.runner import Engine
+from hybridkv.runner.chat import chat_ids
+
+MODEL = ["--model", "tiny:llama", "--memory", "4MiB", "--max-model-len", "1024", "--port", "0"]
+COMMAND = [sys.executable, "-m", "hybridkv", "serve", *MODEL]
+SAID: ChatCompletionUserMessageParam = {"role": "user", "content": "Why?"}
+LONG = {"prompt": "go on", "max_tokens": 300, "ignore_eos": True, "stream": True}
+
+
+@contextmanager
+def command(*more: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and where it serves."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(  # noqa: S603 - our own command
+        [*COMMAND, *more], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.search(r"^serving (\S+) at (http://\S+):", line)
+            assert found, line
+            yield process, found.group(2)
+        finally:
+            process.kill()
+
+
+def test_openais_client_and_then_a_drain(alone: Engine) -> None:
+    with command("--speculate", "ngram:2", "--served-model-name", "small") as (process, url):
+        with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            _blocking(client, alone)
+        asyncio.run(_asynchronous(url, alone))
+        with httpx2.stream("POST", f"{url}/v1/completions", json={**LONG, "max_tokens": 60}, timeout=WAIT) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            assert [one for one in lines if one][-1] == "data: [DONE]"
+        assert process.wait(WAIT) == 0
+        assert process.stdout is not None
+        assert process.stdout.read() == "drained: all that was asked has been answered\n"
+
+
+def _blocking(client: OpenAI, alone: Engine) -> None:
+    """Models, answers whole and streamed, errors by their classes."""
+    assert [one.id for one in client.models.list()] == ["small"]
+    (expected,) = alone.generate(["one two"], SamplingParams(temperature=0.7, seed=4, max_tokens=9))
+    completion = client.completions.create(model="small", prompt="one two", temperature=0.7, seed=4, max_tokens=9)
+    assert completion.choices[0].text == expected.text
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == len(expected.token_ids)
+    (answer,) = alone.generate([chat_ids(alone.loaded, [dict(SAID)])], SamplingParams(max_tokens=9))
+    chat = client.chat.completions.create(
+        model="small", messages=[SAID], temperature=0, max_tokens=9, logprobs=True, top_logprobs=1
+    )
+    assert chat.choices[0].message.content == answer.text
+    assert chat.choices[0].logprobs is not None
+    assert chat.choices[0].logprobs.content is not None
+    assert len(chat.choices[0].logprobs.content) == len(answer.token_ids)
+    parts = list(
+        client.chat.completions.create(
+            model="small",
+            messages=[SAID],
+            temperature=0,
+            max_tokens=9,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"cache_salt": "mine"},
+        )
+    )
+    assert "".join(one.choices[0].delta.content or "" for one in parts if one.choices) == answer.text
+    usage = parts[-1].usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 0  # of another salt
+    with pytest.raises(NotFoundError, match="served here"):
+        client.completions.create(model="large", prompt="one")
+    with pytest.raises(BadRequestError, match="user is not offered") as refused:
+        client.completions.create(model="small", prompt="one", user="me")
+    assert (refused.value.param, refused.value.code) == ("user", "not_offered")
+
+
+async def _asynchronous(url: str, alone: Engine) -> None:
+    """Answers side by side, and one that is left."""
+    prompts = ["first", "second of them", "third"]
+    expected = alone.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        asking = [
+            client.completions.create(
+                model="small", prompt=one, temperature=0, max_tokens=8, extra_body={"ignore_eos": True}
+            )
+            for one in prompts
+        ]
+        assert [one.choices[0].text for one in await asyncio.gather(*asking)] == [one.text for one in expected]
+        left = await client.completions.create(
+            model="small", prompt="go on", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+        )
+        await anext(aiter(left))
+        await left.close()
+    async with asyncio.timeout(WAIT), httpx2.AsyncClient(base_url=url) as plain:
+        idle = 'num_requests_running{model_name="small"} 0.0'
+        while idle not in (await plain.get("/metrics")).text:  # noqa: ASYNC110  # another process makes it so
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.thorough
+def test_a_second_signal_ends_at_once() -> None:
+    with command() as (process, url):
+        with httpx2.stream("POST", f"{url}/v1/completions", json=LONG, timeout=WAIT) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            next(lines)
+            again = threading.Timer(0.2, process.send_signal, [signal.SIGTERM])
+            again.start()
+            with pytest.raises(httpx2.TransportError):
+                list(lines)
+        assert process.wait(WAIT) == 128 + signal.SIGTERM
+
+
+def refused(*arguments: str) -> str:
+    """What the command says of arguments that cannot be."""
+    done = subprocess.run(  # noqa: S603 - our own command
+        [*COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=2 * WAIT
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    return done.stderr
+
+
+@pytest.mark.thorough
+def test_what_cannot_be_is_said_in_a_line(tmp_path: Path) -> None:
+    assert "cannot read the API keys" in refused("--api-key-file", str(tmp_path / "none"))
+    assert "cannot listen at" in refused("--host", "192.0.2.1")
+    assert "--speculate" in refused("--speculate", "luck")
