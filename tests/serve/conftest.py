@@ -8,14 +8,14 @@ from serve_support import Served, engine_of, serving
 from hybridkv.runner import Engine
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def llama() -> Iterator[Served]:
     """A served model of attention."""
     with serving(engine_of("llama")) as served:
         yield served
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def alone() -> Iterator[Engine]:
     """The same model, asked without a server."""
     with engine_of("llama") as engine:
