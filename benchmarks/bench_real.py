@@ -1,10 +1,11 @@
 """A real model through the engine, beside its peers: processor seconds of the same chats, on one thread.
 
-    python bench_real.py MODEL [--chats 32] [--prompt-tokens 330] [--new-tokens 48] [--dtype float32]
+    python bench_real.py MODEL [--chats 32] [--prompt-tokens 330] [--new-tokens 48] [--dtype float32] [--own]
         [--engines hybridkv,static,...] [--json FILE]
 
 MODEL: a folder with a chat model (examples/real_model.py makes one). The chats share a system prompt, which is as long
-as to make prompts of about ``--prompt-tokens``; answers are greedy and all ``--new-tokens`` long.
+as to make prompts of about ``--prompt-tokens``; answers are greedy and all ``--new-tokens`` long. With ``--own`` each
+chat has a system prompt of its own, so that there is nothing to find before it comes again.
 
     hybridkv     cold, and once more with everything cached (warm)
     ngram:4      hybridkv with drafts looked up in the text, cold
@@ -15,7 +16,8 @@ as to make prompts of about ``--prompt-tokens``; answers are greedy and all ``--
 
 Each runs in a process of its own, which loads the model and answers one short prompt before the clock runs.
 ``same`` counts the chats whose tokens are those of ``sequential``, or of the first engine of the list without it: real
-numbers end in ties that any order of summing breaks its own way.
+numbers end in ties that any order of summing breaks its own way. ``peak``: the most memory that the process ever held,
+model, cache and all, in GiB.
 """
 
 # ruff: noqa: PLC0415 - each engine runs in a process, and maybe a Python, that has not what the others need
@@ -25,6 +27,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 import time
@@ -54,23 +57,23 @@ Run = tuple[dict[str, float], Answers]
 """Processor seconds by what was run, and the tokens of every chat."""
 
 
-def prompts_of(model: str, chats: int, tokens: int) -> Answers:
-    """Token ids of ``chats`` conversations of about ``tokens`` tokens, which share a system prompt."""
+def prompts_of(model: str, chats: int, tokens: int, own: bool) -> Answers:
+    """Token ids of ``chats`` conversations of about ``tokens`` tokens, which share a system prompt but with ``own``."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     asked = [ASKS[at // len(TOPICS) % len(ASKS)].format(TOPICS[at % len(TOPICS)]) for at in range(chats)]
 
-    def ids(rules: int, content: str) -> list[int]:
-        system = " ".join(RULES[at % len(RULES)].format(at + 1) for at in range(rules))
+    def ids(rules: int, first: int, content: str) -> list[int]:
+        system = " ".join(RULES[at % len(RULES)].format(at + 1) for at in range(first, first + rules))
         said = [{"role": "system", "content": system}, {"role": "user", "content": content}]
         found: list[int] = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
         return found
 
     rules = 1
-    while len(ids(rules, asked[0])) < tokens:
+    while len(ids(rules, 0, asked[0])) < tokens:
         rules += 1
-    return [ids(rules, content) for content in asked]
+    return [ids(rules, rules * at if own else 0, content) for at, content in enumerate(asked)]
 
 
 def timed(run: Callable[[], Answers]) -> tuple[float, Answers]:
@@ -172,7 +175,9 @@ def run_one(name: str, given: argparse.Namespace) -> None:
             seconds, answers = of_transformers(name, *what)
         else:
             seconds, answers = hybridkv(*what, drafts=int(name.partition(":")[2] or 0))
-    (given.work / "answers.json").write_text(json.dumps({"seconds": seconds, "answers": answers}), "utf-8")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    found = {"seconds": seconds, "peak_gib": peak, "answers": answers}
+    (given.work / "answers.json").write_text(json.dumps(found), "utf-8")
 
 
 def measured(given: argparse.Namespace, engines: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -188,7 +193,7 @@ def measured(given: argparse.Namespace, engines: Sequence[str]) -> Iterator[tupl
     }
     with TemporaryDirectory() as folder:
         work = Path(folder)
-        prompts = prompts_of(given.model, given.chats, given.prompt_tokens)
+        prompts = prompts_of(given.model, given.chats, given.prompt_tokens, given.own)
         (work / "prompts.json").write_text(json.dumps(prompts), "utf-8")
         for name in engines:
             python = os.environ["VLLM_PYTHON"] if name == "vllm" else sys.executable
@@ -212,6 +217,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--own", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -231,11 +237,12 @@ def main() -> None:
         reference = found.get("sequential", next(iter(found.values())))["answers"]
         same = sum(mine == theirs for mine, theirs in zip(one["answers"], reference, strict=True))
         seconds = "  ".join(f"{what} {value:6.2f} s" for what, value in one["seconds"].items())
-        print(f"{name:<12} {seconds:<32} same {same} of {given.chats}", flush=True)
+        print(f"{name:<12} {seconds:<32} peak {one['peak_gib']:5.2f} GiB  same {same} of {given.chats}", flush=True)
     if given.json is not None:
-        kept = {name: one["seconds"] for name, one in found.items()}
-        asked = {name: getattr(given, name) for name in ("chats", "prompt_tokens", "new_tokens", "dtype", "threads")}
-        given.json.write_text(json.dumps({"asked": asked, "seconds": kept}, indent=1) + "\n", "utf-8")
+        kept = {name: {"seconds": one["seconds"], "peak_gib": one["peak_gib"]} for name, one in found.items()}
+        names = ("chats", "prompt_tokens", "new_tokens", "dtype", "threads", "own")
+        asked = {name: getattr(given, name) for name in names}
+        given.json.write_text(json.dumps({"asked": asked, "engines": kept}, indent=1) + "\n", "utf-8")
     return None
 
 
