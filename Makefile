@@ -25,7 +25,7 @@ test: .venv/dev.stamp
 # also what takes minutes: all models, four context parallel ranks; writes the table of docs/models.md
 test-all: .venv/dev.stamp
 	rm -f models.jsonl
-	HYBRIDKV_MODELS=$(CURDIR)/models.jsonl $(BIN)/pytest -n 2
+	HYPOTHESIS_PROFILE=all HYBRIDKV_MODELS=$(CURDIR)/models.jsonl $(BIN)/pytest -n 2
 	$(BIN)/python tests/runner/models_table.py models.jsonl docs/models.md
 	rm models.jsonl
 

@@ -1,4 +1,4 @@
-"""Hypothesis profiles: HYPOTHESIS_PROFILE=long (20,000 examples) or thorough for runs by hand; a line about the GPU."""
+"""Hypothesis profiles: ci, all (`make test-all`), by hand long (20,000 examples) and thorough; a line about the GPU."""
 
 import triton_here  # isort: skip  # noqa: F401 - before anything that imports Triton, as transformers does
 
@@ -14,7 +14,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that is no folder is look
 SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 
 # the same examples in every run: CI fails for what changed, not by chance
-settings.register_profile("ci", deadline=None, derandomize=True, max_examples=100, suppress_health_check=SLOW)
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=30, suppress_health_check=SLOW)
+settings.register_profile("all", deadline=None, derandomize=True, max_examples=100, suppress_health_check=SLOW)
 settings.register_profile("long", deadline=None, max_examples=600, suppress_health_check=SLOW)
 settings.register_profile("thorough", deadline=None, max_examples=3000, suppress_health_check=SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

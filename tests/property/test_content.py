@@ -8,6 +8,7 @@ from controls import caught
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from how_much import how_many
 from hybridkv.cache.blocks.pool import Taken
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
@@ -131,7 +132,7 @@ def worker_of(options: RigOptions, kind: type[FakeWorker], config: KVCacheConfig
 
 @pytest.mark.parametrize("specs", [None, HYBRID])
 def test_the_controls_without_their_fault_see_nothing(specs: tuple[KVCacheSpec, ...] | None) -> None:
-    for seed in range(EXAMPLES):
+    for seed in range(how_many(EXAMPLES)):
         random = Random(seed)
         options = some_options(random, specs)
         random_run(Rig(options, worker=worker_of(options, FakeWorker)), random)

@@ -9,6 +9,7 @@ import pytest
 from controls import caught
 from small_models import ENCODER_DECODERS
 
+from how_much import how_many
 from hybridkv.extra_keys import EncoderInput, ExtraKeys
 from hybridkv.request import Request
 from hybridkv.step import NewRow
@@ -18,7 +19,7 @@ from oracles import Rig, RigOptions, random_natural_options, random_options, ran
 pytestmark = pytest.mark.usefixtures("quiet")
 
 MODELS = tuple(ENCODER_DECODERS.values())
-RUNS = 12
+RUNS = how_many(12)
 CONTROLS = 60
 
 

@@ -7,6 +7,7 @@ from random import Random
 import pytest
 from controls import caught
 
+from how_much import how_many
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.planner.slabs import ALIGNMENT_BYTES, SlabClass
 from hybridkv.specs import KVCacheSpec
@@ -42,7 +43,7 @@ def worker_of(options: RigOptions, kind: type[FakeWorker], config: KVCacheConfig
 
 
 def test_the_controls_without_their_fault_see_nothing() -> None:
-    for seed in range(WITHOUT_FAULT):
+    for seed in range(how_many(WITHOUT_FAULT)):
         random = Random(seed)
         options = some_options(random)
         random_run(Rig(options, worker=worker_of(options, FakeWorker)), random)

@@ -259,7 +259,7 @@ def behind(world: World) -> str:
     return ""
 
 
-@pytest.mark.parametrize("part", [pytest.param(n, marks=[pytest.mark.thorough] if n > 1 else []) for n in range(PARTS)])
+@pytest.mark.parametrize("part", [pytest.param(n, marks=[pytest.mark.thorough] if n else []) for n in range(PARTS)])
 @pytest.mark.parametrize("layout", list(CONFIGS))
 @pytest.mark.parametrize("surface", [cache_calls, scheduler_calls])
 def test_what_changes_something_takes_it_or_refuses_it_by_name(surface: Surface, layout: str, part: int) -> None:

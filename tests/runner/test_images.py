@@ -39,7 +39,7 @@ from hybridkv.runner.images.prompt_images import PromptImages
 OUTPUT = 12
 WIDE, TALL, SMALL = Size(3, 4), Size(5, 2), Size(2, 2)
 HEAD, MIDDLE, TAIL = list(range(40, 60)), list(range(60, 67)), list(range(70, 77))
-IN_CI = ("mistral3", "qwen3_5", "qwen3_vl")
+IN_CI = ("qwen3_vl",)
 MODELS = [pytest.param(name, marks=() if name in IN_CI else pytest.mark.thorough) for name in COMPARED]
 
 

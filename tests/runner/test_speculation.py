@@ -132,7 +132,7 @@ def test_every_pattern_over_every_edge(name: str, layout: str, make_engine: Engi
 # -- outputs that end inside accepted drafts, or behind them
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("in_flight", [pytest.param(1, marks=pytest.mark.thorough), 2])
 @pytest.mark.parametrize("name", models(*ONE_OF_EACH_KIND))
 def test_outputs_end_inside_and_behind_accepted_drafts(name: str, in_flight: int, make_engine: EngineFactory) -> None:
     """At every place: by a stop token, by a stop string, by their length; and what they leave cached is right.

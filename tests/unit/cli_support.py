@@ -1,21 +1,38 @@
-"""The command line as a user runs it, in a process of its own."""
+"""The command line as a user runs it, but in this process: `test_cli_hostile` and `test_readme` start others."""
 
-import subprocess
+import io
+import os
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
+
+from hybridkv.cli import outcome
 
 
-def run(*arguments: str | Path, code: int = 0, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """``hybridkv`` with ``arguments``; fails unless it exits with ``code``."""
-    done = subprocess.run(  # noqa: S603  # our own command with arguments of the tests
-        [sys.executable, "-m", "hybridkv", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout_s,
-    )
-    assert done.returncode == code, done.stderr
-    return done
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What a command wrote, and how it ended."""
+
+    stdout: str
+    stderr: str
+    returncode: int
+
+
+def run(*arguments: str | Path, code: int = 0) -> Ended:
+    """``hybridkv`` with ``arguments``; fails unless it ends with ``code``."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        redirect_stdout(out),
+        redirect_stderr(err),
+        patch.object(sys, "argv", ["hybridkv", *map(str, arguments)]),
+        patch.dict(os.environ, {"COLUMNS": "80"}),  # as without a terminal
+    ):
+        returncode = outcome.run()
+    ended = Ended(out.getvalue(), err.getvalue(), returncode)
+    assert returncode == code, ended.stderr
+    return ended
 
 
 def error(*arguments: str | Path) -> str:

@@ -35,6 +35,10 @@ MODELS = ["llama", "gemma2", "gemma3", "gpt_oss", "llama4", "qwen3_next"]
 FAULTS = ["nothing written", "window one short", "no sinks", "heads swapped", "wrong scale"]
 
 
+THOROUGH = (AttentionBackend.TRITON, AttentionBackend.FLEX)
+IN_CI = {AttentionBackend.FLEX: ("gpt_oss", "llama4", "drafts", *FAULTS)}
+
+
 def prompts(model: PreTrainedModel) -> list[list[int]]:
     """Two that begin alike, and one that repeats itself."""
     draw = torch.Generator().manual_seed(3)
@@ -59,12 +63,12 @@ def engine(
 
 
 def pairs(names: Sequence[str]) -> list[Any]:
-    """Each of ``names`` with every kernel; Triton's interpreter takes half a minute: for `make test-all`."""
+    """Each of ``names`` with every kernel; what takes long is `make test-all`'s: Triton's interpreter, most of Flex."""
     return [
         pytest.param(
             backend,
             name,
-            marks=[pytest.mark.thorough] if backend is AttentionBackend.TRITON else [],
+            marks=[pytest.mark.thorough] if backend in THOROUGH and name not in IN_CI.get(backend, ()) else [],
             id=f"{backend}-{name}",
         )
         for backend in KERNELS
