@@ -22,9 +22,9 @@ from hybridkv.specs import Keeps
 from hybridkv.step import Cells, Csr, NewRow, Step, StepResult
 
 
-def plan_by_hand(loaded: LoadedModel, tokens: int, rows: int) -> Plan:
+def plan_by_hand(loaded: LoadedModel, tokens: int, rows: int, drafts: int = 0) -> Plan:
     """With room for ``rows`` of ``tokens`` tokens and their states, block ids alike in all groups."""
-    return plan_for(loaded, [tokens] * rows * 4, max_model_len=tokens, layout=REFERENCE)
+    return plan_for(loaded, [tokens] * rows * 4, max_model_len=tokens, layout=REFERENCE, num_speculative_tokens=drafts)
 
 
 class HandRows:
@@ -43,7 +43,7 @@ class HandRows:
         most_drafts: int = 8,
         offset: int = 0,
     ) -> None:
-        plan = plan_by_hand(loaded, max_tokens, len(prompts))
+        plan = plan_by_hand(loaded, max_tokens, len(prompts), most_drafts)
         planned = planner_model(loaded.model, block_size=16, name=loaded.name)
         self.seen = EveryLogit()
         self.runner = ModelRunner(

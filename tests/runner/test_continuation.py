@@ -111,7 +111,6 @@ def test_a_batch_of_single_tokens_is_one_by_one(name: str) -> None:
             before = None if row == 2 else tuple(state[row : row + 1] for state in states)
             alone.append(run_segment(mixer, hidden[row : row + 1], before, Continuation.NATIVE))
         out, after = run_decode(mixer, hidden, states)
-    assert all(a is b for a, b in zip(after, states, strict=True))
     assert apart(out, torch.cat([one for one, _ in alone])) <= TOLERANCE
     for part, state in enumerate(after):
         assert apart(state, torch.cat([one[part] for _, one in alone])) <= TOLERANCE

@@ -58,11 +58,11 @@ from hybridkv.runner.sampling.logprobs import LogprobRows, logprobs_of
 from hybridkv.runner.sampling.rows import NONE_DRAWN, RowState
 from hybridkv.runner.sampling.sampler import sample
 from hybridkv.runner.sampling.verify import Draws, check_drafts
-from hybridkv.runner.states.continuation import continuations
+from hybridkv.runner.states.continuation import continuations, recurrences
 from hybridkv.runner.states.recurrent import RecurrentMixer
 from hybridkv.runner.states.state_batch import PagedMixer, StateBatch, require_class_forwards, state_batch
 from hybridkv.runner.step_context import StepContext
-from hybridkv.specs import Keeps, KVCacheSpec
+from hybridkv.specs import Keeps, KVCacheSpec, MambaSpec
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.units import MOST_COUNT
 from hybridkv.worker import AttentionMask, BlockCopier, KVPages, MultiGroupBlockTable, PagedStorage
@@ -136,6 +136,8 @@ class ModelRunner:
         mixers = state_layout(planned, probed)
         require_class_forwards(mixers.values())
         self.continues = dict(zip(mixers, continuations(list(mixers.values())), strict=True))
+        drafted = any(isinstance(one.spec, MambaSpec) and one.spec.num_speculative_blocks for one in config.groups)
+        self.recurrences = dict(zip(mixers, recurrences(list(mixers.values())), strict=True)) if drafted else {}
         self.model, self.config, self.observer = model, config, observer
         self.attention = attention_backend("attention", attention)
         require_backend(self.attention, model.device)
@@ -171,9 +173,18 @@ class ModelRunner:
         self._token_groups = sorted({read.group for read in self._reads.values()})
         self._state_groups = sorted({group_of[name] for name in mixers})
         self._mixers = [
-            PagedMixer(mixer, self.continues[name], self.storage.views[name], self._context, group_of[name])
+            PagedMixer(
+                mixer,
+                self.continues[name],
+                self.storage.views[name],
+                self._context,
+                group_of[name],
+                recurrence=self.recurrences.get(name),
+            )
             for name, mixer in mixers.items()
         ]
+        by_token = {group_of[name] for name in mixers if self.recurrences.get(name) is None}
+        self._drafts_at_once = set(self._state_groups) - by_token
         cross = [CrossLayer(one.index, group_of[one.name], self.storage.views[one.name]) for one in crossing]
         self.cross = CrossAttention(self.model, cross, self.tables, self._context) if cross else None
         self._biases = segment_biases(self.model.get_decoder(), self._context) if cross else []
@@ -352,7 +363,7 @@ class ModelRunner:
     def _state_batches(self, step: Step) -> dict[int, StateBatch]:
         """By group of states."""
         groups = self._state_groups if step.num_tokens else []
-        return {group: state_batch(step, group, self._device) for group in groups}
+        return {group: state_batch(step, group, self._device, alike=group in self._drafts_at_once) for group in groups}
 
     def _attention_of(self, step: Step) -> dict[int, GatherBatch | PagedStep]:
         """By layer index; layers that read alike share one."""

@@ -6,6 +6,10 @@ A mixer may take a state and silently start from zero. So one mixer of every cla
     disturbed  from a state that no token led to, large enough to matter to any output; against token by token
 
 The first of native, superposition and token by token that agrees in both is taken.
+
+Drafts run in one call where that leaves, behind each of a few tokens of two rows, the states that token by token does:
+
+    drafts     from the cut and from the disturbed state
 """
 
 from __future__ import annotations
@@ -13,14 +17,22 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
 from hybridkv.errors import UnsupportedModelError
-from hybridkv.runner.states.recurrent import Continuation, MixerState, RecurrentMixer, States, run_segment
+from hybridkv.runner.states.every_state import Recurrence, recurrence_of, run_every
+from hybridkv.runner.states.recurrent import (
+    Continuation,
+    MixerState,
+    RecurrentMixer,
+    States,
+    run_decode,
+    run_segment,
+)
 from hybridkv.runner.states.superposition import has_scan
 
 logger = logging.getLogger(__name__)
@@ -31,7 +43,9 @@ TOLERANCE: Final = 2e-4
 _TOKENS: Final = 72
 """More than a chunk of the delta rule's kernels (64)."""
 _CUT: Final = 29
+_DRAFTS: Final = 4
 
+Answer = TypeVar("Answer")
 Result = tuple[torch.Tensor, States]
 
 
@@ -40,12 +54,7 @@ def continuations(mixers: Sequence[RecurrentMixer]) -> tuple[Continuation, ...]:
 
     Raises UnsupportedModelError as ``continuation`` does.
     """
-    found: dict[tuple[type, tuple[MixerState, ...]], Continuation] = {}
-    for mixer in mixers:
-        key = type(mixer.module), mixer.parts
-        if key not in found:
-            found[key] = continuation(mixer)
-    return tuple(found[type(mixer.module), mixer.parts] for mixer in mixers)
+    return _of_each_kind(mixers, continuation)
 
 
 def continuation(mixer: RecurrentMixer) -> Continuation:
@@ -76,6 +85,39 @@ def continuation(mixer: RecurrentMixer) -> Continuation:
         f"{name} does not continue from its own state: over several tokens it differs from one call over all of them "
         f"({measured} of the largest value): not supported"
     )
+
+
+def recurrences(mixers: Sequence[RecurrentMixer]) -> tuple[Recurrence | None, ...]:
+    """How each of ``mixers`` runs drafts in one call, None where token by token; checked as ``continuations`` are."""
+    return _of_each_kind(mixers, recurrence)
+
+
+def recurrence(mixer: RecurrentMixer) -> Recurrence | None:
+    """How ``mixer`` runs drafts in one call; None where it does not, or not as token by token, and the log tells.
+
+    Works on a copy of the mixer in float32; some ten forwards of up to five tokens.
+    """
+    name, check = type(mixer.module).__name__, _Check(mixer)
+    try:
+        found = check.recurrence()
+        apart = float("inf") if found is None else check.drafts(found)
+    except Exception as error:  # noqa: BLE001  # of whatever kernels there are: what cannot do this does it token by token
+        found, apart = None, float("inf")
+        logger.info("%s: several tokens with the state behind each failed: %r", name, error)
+    if found is None or apart > TOLERANCE:
+        logger.info("%s verifies drafts token by token (%.1e of the largest value)", name, apart)
+        return None
+    return found
+
+
+def _of_each_kind(mixers: Sequence[RecurrentMixer], ask: Callable[[RecurrentMixer], Answer]) -> tuple[Answer, ...]:
+    """What is found of each of ``mixers``, asked once for every class and state layout."""
+    found: dict[tuple[type, tuple[MixerState, ...]], Answer] = {}
+    for mixer in mixers:
+        key = type(mixer.module), mixer.parts
+        if key not in found:
+            found[key] = ask(mixer)
+    return tuple(found[type(mixer.module), mixer.parts] for mixer in mixers)
 
 
 def depends_on_calls(mixers: Sequence[RecurrentMixer]) -> bool:
@@ -115,6 +157,24 @@ class _Check:
     def disturbed(self, how: Continuation) -> float:
         """The largest difference from token by token, from the disturbed state."""
         return _difference(self._run(self._noise, how), self._run(self._noise, Continuation.TOKEN))
+
+    def recurrence(self) -> Recurrence | None:
+        """What would run token by token in a call over drafts."""
+        return recurrence_of(self._mixer)
+
+    def drafts(self, found: Recurrence) -> float:
+        """The largest difference of a call over drafts from token by token, in what comes out and in every state."""
+        hidden = torch.cat((self._rest[:, : _DRAFTS + 1], self._rest[:, -_DRAFTS - 1 :]))
+        before = tuple(torch.cat(pair) for pair in zip(self._cut, self._noise, strict=True))
+        with torch.inference_mode():
+            out, behind = run_every(self._mixer, hidden, before, found)
+            states, apart = before, 0.0
+            for token, ours in enumerate(behind):
+                wanted, states = run_decode(
+                    self._mixer, hidden[:, token : token + 1], tuple(state.clone() for state in states)
+                )
+                apart = max(apart, _difference((out[:, token : token + 1], ours), (wanted, states)))
+        return apart
 
     def _run(self, states: States, how: Continuation) -> Result:
         with torch.inference_mode():

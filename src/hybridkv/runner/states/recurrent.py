@@ -9,7 +9,7 @@ instance's may be replaced by one that calls these functions.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -78,15 +78,24 @@ class RecurrentMixer:
 
 
 class StateCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """The transformers Cache of one mixer over one call: ``states`` at first, written in place.
+    """The transformers Cache of one mixer over one call: ``states`` at first, some of them written in place.
 
     continues: whether there is something before the call; without it the states must be zeros.
     """
 
     def __init__(self, mixer: RecurrentMixer, states: States, *, continues: bool) -> None:
         super().__init__(layers=[])
-        self._continues = continues
+        self._parts, self._continues = mixer.parts, continues
         self.layers = _OneLayer(mixer.parts, states)
+
+    @property
+    def states(self) -> States:
+        """As the last call left them."""
+        layer = self.layers
+        return tuple(
+            (layer.conv_states if part.kind is StateKind.CONV else layer.recurrent_states)[part.index]
+            for part in self._parts
+        )
 
     def has_previous_state(self, *_args: object, **_kwargs: object) -> bool:
         """Whether the mixer is to go on from the states."""
@@ -120,9 +129,11 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object
     ) -> torch.Tensor:
-        """Keep [rows, *shape]; it back in the dtype that is kept."""
+        """Keep [rows, *shape] itself, for a copy would be written once more to its block; it back as it is kept."""
         del layer_idx
-        return self.layers.recurrent_states[state_idx].copy_(recurrent_states)
+        kept = self.layers.recurrent_states
+        kept[state_idx] = recurrent_states.to(kept[state_idx].dtype)
+        return kept[state_idx]
 
 
 class _OneLayer(list[Any]):
@@ -139,7 +150,7 @@ class _OneLayer(list[Any]):
         return self
 
 
-def _by_index(kind: StateKind, parts: Sequence[MixerState], states: States) -> Mapping[int, torch.Tensor]:
+def _by_index(kind: StateKind, parts: Sequence[MixerState], states: States) -> dict[int, torch.Tensor]:
     return {part.index: state for part, state in zip(parts, states, strict=True) if part.kind is kind}
 
 
@@ -155,29 +166,30 @@ def run_segment(
         raise WorkerError(f"a segment is one request's [1, tokens, width], got {tuple(hidden.shape)}")
     _check(mixer, hidden, states)
     if states is None:
-        after = mixer.zeros()
-        return _call(mixer, hidden, StateCache(mixer, after, continues=False)), after
-    after = tuple(state.clone() for state in states)
+        cache = StateCache(mixer, mixer.zeros(), continues=False)
+        return _call(mixer, hidden, cache), cache.states
+    cache = StateCache(mixer, tuple(state.clone() for state in states), continues=True)
     if how is Continuation.TOKEN and hidden.shape[1] > 1:
-        cache = StateCache(mixer, after, continues=True)
-        tokens = [_call(mixer, hidden[:, at : at + 1], cache) for at in range(hidden.shape[1])]
-        return torch.cat(tokens, dim=1), after
-    if how is Continuation.SUPERPOSITION and hidden.shape[1] > 1:
+        out = torch.cat([_call(mixer, hidden[:, at : at + 1], cache) for at in range(hidden.shape[1])], dim=1)
+    elif how is Continuation.SUPERPOSITION and hidden.shape[1] > 1:
         forward = superposed_forward(mixer.module, _only_recurrent(mixer, states))
-        return forward(hidden, **{mixer.cache_parameter: StateCache(mixer, after, continues=True)}), after
-    return _call(mixer, hidden, StateCache(mixer, after, continues=True)), after
+        out = forward(hidden, **{mixer.cache_parameter: cache})
+    else:
+        out = _call(mixer, hidden, cache)
+    return out, cache.states
 
 
 def run_decode(mixer: RecurrentMixer, hidden: torch.Tensor, states: States) -> tuple[torch.Tensor, States]:
-    """``mixer`` over one token of each of several requests, as one batch: output [rows, 1, width] and ``states``.
+    """``mixer`` over one token of each of several requests, as one batch: output [rows, 1, width], states behind it.
 
-    hidden: [rows, 1, width]. states: [rows, *shape] each, zeros for a request that begins; **overwritten**, for
-    gathering them made a copy already. Raises WorkerError for shapes or dtypes that are not the mixer's.
+    hidden: [rows, 1, width]. states: [rows, *shape] each, zeros for a request that begins; the mixer may **overwrite**
+    them, for gathering them made a copy already. Raises WorkerError for shapes or dtypes that are not the mixer's.
     """
     if hidden.dim() != 3 or hidden.shape[1] != 1:
         raise WorkerError(f"a decode batch is [rows, 1, width], got {tuple(hidden.shape)}")
     _check(mixer, hidden, states)
-    return _call(mixer, hidden, StateCache(mixer, states, continues=True)), states
+    cache = StateCache(mixer, states, continues=True)
+    return _call(mixer, hidden, cache), cache.states
 
 
 def _call(mixer: RecurrentMixer, hidden: torch.Tensor, cache: StateCache) -> torch.Tensor:

@@ -1,12 +1,13 @@
 """What a step reads and writes of recurrent states in one group, and running a mixer over it.
 
     a step's tokens   [ d0 | d1 x1 x1 | d2 x2 | p p p p p p ]       d: rows that decode, x: their drafts, p: a chunk
-    calls             [d0 d1 d2]  [x1 x2]  [x1]  [p p p p]  [p p]
+    calls             [d0]  [d1 x1 x1]  [d2 x2]  [p p p p]  [p p]
                                                           ^ a state is kept here
+    token by token    [d0 d1 d2]  [x1 x2]  [x1]  [p p p p]  [p p]
 
-Rows that decode are true batches, token by token: the state behind each token is written before the next one runs.
-Every other row is cut where its state is written. A state is read from its block once, goes on from call to call, and
-is only ever written to blocks that the Step names.
+Rows that decode are true batches: those that run equally many tokens in one call, which leaves the states behind each
+token (hybridkv.runner.states.every_state), else token by token. Every other row is cut where its state is written. A
+state is read from its block once, goes on from call to call, and is only ever written to blocks that the Step names.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from hybridkv.errors import UnsupportedModelError, WorkerError
+from hybridkv.runner.states.every_state import Recurrence, run_every
 from hybridkv.runner.states.recurrent import Continuation, RecurrentMixer, States, run_decode, run_segment
 from hybridkv.runner.step_context import StepContext
 from hybridkv.step import Step
@@ -51,11 +53,13 @@ class DecodeRows:
     """Rows that run one certain token and their drafts. read: int64[rows], the blocks of their states.
 
     begins: int64[b], which of them begin, from zeros. waves: the first token of all, the next of those with drafts, ..
+    tokens: places of all tokens, row by row, where every row has one in each wave; else None.
     """
 
     read: torch.Tensor
     begins: torch.Tensor
     waves: tuple[Wave, ...]
+    tokens: slice | torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,21 +77,24 @@ class Chain:
 class StateBatch:
     """One step in one group of states, used by every mixer of it."""
 
-    decode: DecodeRows | None
+    decode: tuple[DecodeRows, ...]
     chains: tuple[Chain, ...]
 
 
-def state_batch(step: Step, group: int, device: torch.device) -> StateBatch:
-    """What ``step`` does to the states of ``group``. O(rows + writes).
+def state_batch(step: Step, group: int, device: torch.device, *, alike: bool = False) -> StateBatch:
+    """What ``step`` does to the states of ``group``. O(rows + writes), each for as many lengths as there are.
 
+    alike: rows that run equally many tokens are together, for mixers that run all of them in one call.
     Raises WorkerError for a row without a state to read, for states written where their row does not get, and where
     the state behind a row's last certain token, or behind one of its drafts, is not written.
     """
     states = _GroupStates(step, group, device)
     decoding = step.num_scheduled == np.diff(step.drafts.indptr) + 1
     single = np.flatnonzero(decoding)
+    lengths = states.scheduled[single]
+    together = [single[lengths == length] for length in np.unique(lengths)] if alike else [single]
     return StateBatch(
-        states.decode(single) if len(single) else None,
+        tuple(states.decode(rows) for rows in together if len(rows)),
         tuple(states.chain(row) for row in np.flatnonzero(~decoding).tolist()),
     )
 
@@ -132,7 +139,10 @@ class _GroupStates:
         lengths = self.scheduled[single]
         waves = [self._wave(single[lengths > at], single[lengths >= at], at) for at in range(int(lengths.max()))]
         begins = np.flatnonzero(self.step.num_computed[single] == 0)
-        return DecodeRows(self._tensor(self.read[single]), self._tensor(begins), tuple(waves))
+        tokens = None
+        if lengths.min() == lengths.max():
+            tokens = self._places((self.first[single, None] + np.arange(lengths[0])).ravel())
+        return DecodeRows(self._tensor(self.read[single]), self._tensor(begins), tuple(waves), tokens)
 
     def _wave(self, rows: Int64, before: Int64, at: int) -> Wave:
         """The ``at``-th token of each of ``rows``. before: the rows of the wave before it."""
@@ -140,10 +150,8 @@ class _GroupStates:
         place[rows] = np.arange(len(rows))
         mine = self.writes[(self.writes[:, 1] == at + 1) & (place[self.writes[:, 0]] >= 0)]
         written = place[mine[:, 0]]
-        tokens = self.first[rows] + at
-        contiguous = len(tokens) == tokens[-1] - tokens[0] + 1
         return Wave(
-            tokens=slice(int(tokens[0]), int(tokens[-1]) + 1) if contiguous else self._tensor(tokens),
+            tokens=self._places(self.first[rows] + at),
             goes_on=None if len(rows) == len(before) else self._tensor(np.searchsorted(before, rows)),
             written=self._tensor(written),
             blocks=self._tensor(mine[:, 2]),
@@ -161,6 +169,12 @@ class _GroupStates:
             for begin, end, count in zip(edges, edges[1:], counts.tolist(), strict=False)
         )
         return Chain(int(self.read[row]) if self.step.num_computed[row] else None, segments)
+
+    def _places(self, tokens: Int64) -> slice | torch.Tensor:
+        """Of ascending ``tokens`` in the step's flattened row."""
+        if len(tokens) == tokens[-1] - tokens[0] + 1:
+            return slice(int(tokens[0]), int(tokens[-1]) + 1)
+        return self._tensor(tokens)
 
     def _tensor(self, values: Int64) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
@@ -180,6 +194,7 @@ class PagedMixer:
     """Stands in for the forward of a recurrent mixer: runs it over a flattened step, from blocks to blocks.
 
     how: the mixer continues. views: its states, [blocks, *shape] each. context: has the StateBatch of ``group``.
+    recurrence: of one that runs drafts in one call; None: token by token.
     """
 
     def __init__(
@@ -189,8 +204,10 @@ class PagedMixer:
         views: Sequence[torch.Tensor],
         context: StepContext,
         group: int,
+        *,
+        recurrence: Recurrence | None = None,
     ) -> None:
-        self._mixer, self._how, self._views = mixer, how, tuple(views)
+        self._mixer, self._how, self._recurrence, self._views = mixer, how, recurrence, tuple(views)
         self._context, self._group = context, group
 
     def install(self) -> None:
@@ -212,8 +229,8 @@ class PagedMixer:
             own: torch.Tensor = type(self._mixer.module).forward(self._mixer.module, hidden_states, *args, **kwargs)
             return own
         out = torch.empty_like(hidden_states)
-        if batch.decode is not None:
-            self._run_decode(batch.decode, hidden_states, out)
+        for rows in batch.decode:
+            self._run_decode(rows, hidden_states, out)
         for chain in batch.chains:
             self._run_chain(chain, hidden_states, out)
         return out
@@ -223,13 +240,23 @@ class PagedMixer:
         if len(rows.begins):
             for state in states:
                 state.index_fill_(0, rows.begins, 0)
+        if self._recurrence is not None and rows.tokens is not None and len(rows.waves) > 1:
+            tokens = hidden[0, rows.tokens].view(len(rows.read), len(rows.waves), -1)
+            result, behind = run_every(self._mixer, tokens, states, self._recurrence)
+            out[0, rows.tokens] = result.flatten(0, 1)
+            for wave, states in zip(rows.waves, behind, strict=True):
+                self._write(wave, states)
+            return
         for wave in rows.waves:
             if wave.goes_on is not None:
                 states = tuple(state.index_select(0, wave.goes_on) for state in states)
             result, states = run_decode(self._mixer, hidden[0, wave.tokens].unsqueeze(1), states)
             out[0, wave.tokens] = result.squeeze(1)
-            for view, state in zip(self._views, states, strict=True):
-                view.index_copy_(0, wave.blocks, state if wave.whole else state.index_select(0, wave.written))
+            self._write(wave, states)
+
+    def _write(self, wave: Wave, states: States) -> None:
+        for view, state in zip(self._views, states, strict=True):
+            view.index_copy_(0, wave.blocks, state if wave.whole else state.index_select(0, wave.written))
 
     def _run_chain(self, chain: Chain, hidden: torch.Tensor, out: torch.Tensor) -> None:
         states: States | None = None

@@ -1,0 +1,200 @@
+"""Several tokens of each of several rows in one call of a mixer, with the states behind every token.
+
+    drafts [rows, tokens, width]   projections, convolution, norms   in one go, by the mixer's own forward
+                                   the recurrence                    token by token: which drafts are accepted is not
+                                                                     known yet, and the next step goes on from any
+    states behind token t          the convolution's last inputs up to t, and what the recurrence left there
+
+The recurrence is the function among the globals of the forward that is handed the recurrent state; it is found by
+running the forward (``recurrence_of``). Modelling modules keep their kernels as such globals, by names of their own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, Final
+
+import torch
+
+from hybridkv.errors import WorkerError
+from hybridkv.runner.states.recurrent import MixerState, RecurrentMixer, StateCache, StateKind, States
+
+_CHUNK: Final = "chunk_size"
+"""What recurrences call the number of tokens that they fill up to."""
+_PROBED: Final = (2, 5)
+"""Rows and tokens of the calls that show the recurrence: unlike each other, and more than one."""
+
+Name = int | str
+"""Of an argument: its place, or its keyword."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """What runs token by token in a mixer's forward; ``core`` is None where it keeps a convolution's inputs alone.
+
+    core: the global that the forward hands its recurrent state to over several tokens. step: the one that runs one
+    token: that of the forward's own decoding where it is called alike, else ``core``. sliced: arguments that have a
+    token each, [rows, tokens, ...].
+    """
+
+    core: str | None = None
+    step: str = ""
+    sliced: frozenset[Name] = frozenset()
+
+
+def recurrence_of(mixer: RecurrentMixer) -> Recurrence | None:
+    """The recurrence of ``mixer``; None where there is more than one, or none is seen. Two short forwards."""
+    recurrent = [part for part in mixer.parts if part.kind is StateKind.RECURRENT]
+    if not isinstance(_own_forward(mixer), FunctionType) or len(recurrent) > 1:
+        return None
+    if not recurrent:
+        return Recurrence()
+    over_several, over_one = (_seen(mixer, tokens) for tokens in (_PROBED[1], 1))
+    if over_several is None:
+        return None
+    core, names, sliced = over_several
+    alike = over_one is not None and over_one[1] == names
+    return Recurrence(core, over_one[0] if alike and over_one is not None else core, sliced)
+
+
+def run_every(
+    mixer: RecurrentMixer, hidden: torch.Tensor, states: States, recurrence: Recurrence
+) -> tuple[torch.Tensor, list[States]]:
+    """``mixer`` over [rows, tokens, width] from ``states``: its output, and the states behind each of the tokens.
+
+    states: [rows, *shape] each, left as they are. Raises WorkerError for a mixer that does not run as it did when its
+    recurrence was looked for.
+    """
+    forward, cache = _own_forward(mixer), _KeepingInputs(mixer, states)
+    own_globals, stepped = forward.__globals__, None
+    if recurrence.core is not None:
+        stepped = _Stepped(own_globals[recurrence.step], recurrence, cache.recurrent, hidden.shape[1])
+        own_globals = {**own_globals, recurrence.core: stepped}
+    out = _run(mixer, own_globals, hidden, cache)
+    behind = [
+        tuple(_behind(part, token, hidden.shape[1], cache, stepped) for part in mixer.parts)
+        for token in range(hidden.shape[1])
+    ]
+    return out, behind
+
+
+def _behind(part: MixerState, token: int, tokens: int, cache: _KeepingInputs, stepped: _Stepped | None) -> torch.Tensor:
+    """The state of one part behind ``token``."""
+    if part.kind is StateKind.RECURRENT:
+        if stepped is None or len(stepped.states) != tokens:
+            raise WorkerError("the mixer did not run its recurrence once: its drafts must run token by token")
+        return stepped.states[token].to(part.dtype)
+    joined = cache.joined.get(part.index)
+    if joined is None:
+        raise WorkerError("the mixer did not hand its inputs to the cache: its drafts must run token by token")
+    end = joined.shape[-1] - tokens + token + 1
+    return joined[..., end - part.shape[-1] : end]
+
+
+def _own_forward(mixer: RecurrentMixer) -> FunctionType:
+    forward: FunctionType = inspect.unwrap(type(mixer.module).forward)
+    return forward
+
+
+def _run(
+    mixer: RecurrentMixer, own_globals: Mapping[str, Any], hidden: torch.Tensor, cache: StateCache
+) -> torch.Tensor:
+    """The forward of the mixer's class with globals of its own: the class and its module stay as they are."""
+    forward = _own_forward(mixer)
+    bound = FunctionType(
+        forward.__code__, dict(own_globals), forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    bound.__kwdefaults__ = forward.__kwdefaults__
+    out: torch.Tensor = bound(mixer.module, hidden, **{mixer.cache_parameter: cache})
+    return out
+
+
+class _KeepingInputs(StateCache):
+    """Remembers the inputs of convolutions, [rows, channels, kept + tokens], and overwrites nothing."""
+
+    def __init__(self, mixer: RecurrentMixer, states: States) -> None:
+        super().__init__(mixer, states, continues=True)
+        self.joined: dict[int, torch.Tensor] = {}
+
+    @property
+    def recurrent(self) -> torch.Tensor:
+        """The one recurrent state."""
+        (state,) = self.layers.recurrent_states.values()
+        return state
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object
+    ) -> torch.Tensor:
+        """What was kept before and [rows, channels, tokens] together."""
+        del layer_idx
+        kept = self.layers.conv_states[state_idx]
+        self.joined[state_idx] = torch.cat((kept, conv_states.to(kept.dtype)), dim=-1)
+        return self.joined[state_idx]
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object
+    ) -> torch.Tensor:
+        """The state behind the last token; it was seen where it was made."""
+        del layer_idx, state_idx
+        return recurrent_states
+
+
+class _Stepped:
+    """Stands in for the recurrence: ``function`` token after token, from ``state`` on."""
+
+    def __init__(self, function: Callable[..., Any], recurrence: Recurrence, state: torch.Tensor, tokens: int) -> None:
+        self._function, self._sliced, self._state, self._tokens = function, recurrence.sliced, state, tokens
+        self.states: list[torch.Tensor] = []
+
+    def __call__(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs, state = [], self._state
+        if _CHUNK in kwargs:
+            kwargs[_CHUNK] = 1
+        for token in range(self._tokens):
+            out, state = self._function(
+                *(self._of_token(at, one, token, state) for at, one in enumerate(args)),
+                **{name: self._of_token(name, one, token, state) for name, one in kwargs.items()},
+            )
+            outputs.append(out)
+            self.states.append(state)
+        return torch.cat(outputs, dim=1), state
+
+    def _of_token(self, name: Name, value: Any, token: int, state: torch.Tensor) -> object:  # noqa: ANN401  # whatever a forward hands over
+        if value is self._state:
+            return state
+        return value[:, token : token + 1] if name in self._sliced else value
+
+
+def _seen(mixer: RecurrentMixer, tokens: int) -> tuple[str, tuple[Name, ...], frozenset[Name]] | None:
+    """The one global that a forward over ``tokens`` hands the state to: its name, its arguments, those of tokens."""
+    states = mixer.zeros(_PROBED[0])
+    cache = _KeepingInputs(mixer, states)
+    own_globals, found = _own_forward(mixer).__globals__, list[tuple[str, tuple[Name, ...], frozenset[Name]]]()
+    shape = (_PROBED[0], tokens)
+
+    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: object, **kwargs: object) -> object:
+            given = dict[Name, object]([*enumerate(args), *kwargs.items()])
+            if any(value is cache.recurrent for value in given.values()):
+                sliced = [
+                    at
+                    for at, value in given.items()
+                    if isinstance(value, torch.Tensor)
+                    and value is not cache.recurrent
+                    and value.dim() > len(shape)
+                    and value.shape[:2] == shape
+                ]
+                found.append((name, tuple(given), frozenset(sliced)))
+            return function(*args, **kwargs)
+
+        return call
+
+    used = {name: own_globals[name] for name in _own_forward(mixer).__code__.co_names if name in own_globals}
+    functions = {name: watched(name, one) for name, one in used.items() if callable(one) and not isinstance(one, type)}
+    hidden = next(mixer.module.parameters()).new_zeros(*shape, mixer.width)
+    with torch.inference_mode():
+        _run(mixer, {**own_globals, **functions}, hidden, cache)
+    return found[0] if len(found) == 1 else None

@@ -1,0 +1,125 @@
+"""Drafts of several rows in one call of a mixer: the states behind every token are those of token by token."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hand_steps import HandRows
+from runner_support import TOLERANCE, generated, greedy, loaded_model, shared_prompts
+from test_continuation import NATIVE, SUPERPOSED, apart, mixers_of, noise, random_states
+
+from hybridkv.errors import WorkerError
+from hybridkv.runner import tiny_model
+from hybridkv.runner.probe import probe
+from hybridkv.runner.states.continuation import recurrence
+from hybridkv.runner.states.every_state import Recurrence, recurrence_of, run_every
+from hybridkv.runner.states.recurrent import RecurrentMixer, run_decode
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_every_state_of_a_batch_is_that_of_token_by_token(name: str) -> None:
+    """Another number of rows and tokens than was looked at, one of the rows from zeros; two mixers of the model."""
+    for mixer in (mixers_of(name)[0], mixers_of(name)[-1]):
+        found = recurrence(mixer)
+        assert found is not None
+        rows, tokens = 3, 4
+        hidden, states = noise(rows, tokens, mixer.width), random_states(mixer, rows)
+        for state in states:
+            state[1] = 0
+        before = [state.clone() for state in states]
+        with torch.inference_mode():
+            out, behind = run_every(mixer, hidden, states, found)
+            assert all(torch.equal(*pair) for pair in zip(states, before, strict=True))
+            for token in range(tokens):
+                wanted, states = run_decode(mixer, hidden[:, token : token + 1], tuple(one.clone() for one in states))
+                assert apart(out[:, token : token + 1], wanted) <= TOLERANCE
+                assert all(apart(*pair) <= TOLERANCE for pair in zip(behind[token], states, strict=True))
+                assert [one.dtype for one in behind[token]] == [part.dtype for part in mixer.parts]
+
+
+@pytest.mark.parametrize("name", SUPERPOSED)
+def test_a_recurrence_that_takes_no_state_goes_token_by_token(name: str) -> None:
+    assert recurrence(mixers_of(name)[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "projection", "calls"),
+    [("qwen3_next", "in_proj_qkvz", 3), ("lfm2", "in_proj", 3), ("mamba2", "in_proj", 3), ("mamba", "in_proj", 5)],
+)
+def test_a_step_calls_a_mixer_once_for_rows_that_run_equally_many_tokens(
+    name: str, projection: str, calls: int
+) -> None:
+    """Rows of 3, 1, 5 and 3 tokens: calls for 1, 3 and 5 of them; token by token one for each of 5 tokens."""
+    loaded = loaded_model(name)
+    prompts = shared_prompts(4, 2)
+    outputs = [generated(loaded, prompt, 12) for prompt in prompts]
+    rows = HandRows(loaded, prompts, [greedy(12)] * 4, max_tokens=128, most_drafts=4)
+    seen: list[tuple[int, ...]] = []
+    mixer = next(module for module in loaded.model.modules() if hasattr(module, projection))
+    hook = getattr(mixer, projection).register_forward_pre_hook(lambda _, given: seen.append(tuple(given[0].shape)))
+    try:
+        rows.step()
+        seen.clear()
+        rows.step([[*outputs[0][1:2], 1], [], list(outputs[2][1:5]), list(outputs[3][1:3])])
+        assert len(seen) == calls
+        assert sum(shape[0] * shape[1] for shape in seen) == 3 + 1 + 5 + 3
+        for _ in range(3):
+            rows.step()  # from the accepted states
+    finally:
+        hook.remove()
+        rows.runner.detach()
+    for prompt, tokens, output in zip(prompts, rows.tokens, outputs, strict=True):
+        assert tuple(tokens[len(prompt) :]) == output[: len(tokens) - len(prompt)]
+    assert [len(tokens) - len(prompt) for prompt, tokens in zip(prompts, rows.tokens, strict=True)] == [6, 5, 9, 7]
+
+
+# -- what is seen, and what is checked
+
+
+def changed(name: str, make: Callable[[type[torch.nn.Module]], type[torch.nn.Module]]) -> RecurrentMixer:
+    """The first mixer of a tiny model, of a class made of its own."""
+    mixer = probe(tiny_model(name)).mixers[0]
+    mixer.module.__class__ = make(type(mixer.module))
+    return mixer
+
+
+def test_a_forward_that_hands_its_state_on_is_not_looked_into(caplog: pytest.LogCaptureFixture) -> None:
+    def wrapped(own: type[torch.nn.Module]) -> type[torch.nn.Module]:
+        class Wrapped(own):  # type: ignore[misc, valid-type]  # made on the spot
+            def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+                out: torch.Tensor = own.forward(self, *args, **kwargs)
+                return out
+
+        return Wrapped
+
+    mixer = changed("qwen3_next", wrapped)
+    assert recurrence_of(mixer) is None
+    with caplog.at_level(logging.INFO, logger="hybridkv"):
+        assert recurrence(mixer) is None
+    assert "Wrapped verifies drafts token by token" in caplog.text
+
+
+def test_what_differs_from_token_by_token_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a recurrence that is called with its tokens in another order, and of one that raises."""
+    mixer = mixers_of("qwen3_next")[0]
+    found = recurrence(mixer)
+    assert found is not None
+    for wrong in (
+        replace(found, sliced=found.sliced - {"beta"}),
+        replace(found, step="l2norm"),
+        Recurrence("l2norm", "l2norm"),
+    ):
+        monkeypatch.setattr("hybridkv.runner.states.continuation.recurrence_of", lambda _, wrong=wrong: wrong)
+        assert recurrence(mixer) is None
+
+
+def test_a_forward_that_runs_another_way_than_before_is_refused() -> None:
+    mixer = mixers_of("qwen3_next")[0]
+    states = random_states(mixer, 2)
+    with torch.inference_mode(), pytest.raises(WorkerError, match="did not run its recurrence once"):
+        run_every(mixer, noise(2, 3, mixer.width), states, Recurrence())
+    lfm2 = mixers_of("lfm2")[0]
+    with torch.inference_mode(), pytest.raises(WorkerError, match="did not hand its inputs to the cache"):
+        run_every(lfm2, noise(2, 1, lfm2.width), random_states(lfm2, 2), Recurrence())
