@@ -114,7 +114,7 @@ def generate_command(
         bool, typer.Option("--no-prefix-caching", help="Share nothing.", rich_help_panel=RUN)
     ] = False,
     attention: Annotated[
-        str, typer.Option(metavar="NAME", help="gather, eager, triton, flex or torch.", rich_help_panel=RUN)
+        str, typer.Option(metavar="NAME", help="gather, eager, triton, flashinfer, flex or torch.", rich_help_panel=RUN)
     ] = "gather",
     repeat: Annotated[
         int,

@@ -29,12 +29,12 @@ from hybridkv.runner.attention.attention_window import AttentionWindow
 from hybridkv.runner.attention.cross_attention import CrossAttention, CrossLayer
 from hybridkv.runner.attention.gather_batch import GatherBatch, gather_batch
 from hybridkv.runner.attention.paged import (
-    KERNELS,
     AttentionBackend,
     LayerHeads,
     PagedStep,
     attention_backend,
-    require_backend,
+    kernel_of,
+    require_layer,
 )
 from hybridkv.runner.attention.relative_bias import segment_biases
 from hybridkv.runner.attention.row_cache import RowCache
@@ -89,6 +89,11 @@ class _Read:
     whole: bool = True
     heads: LayerHeads | None = None
 
+    @property
+    def mask(self) -> AttentionMask:
+        """What a kernel must hide."""
+        return AttentionMask(window=self.reach.window, chunk=self.reach.chunk)
+
 
 class ModelRunner:
     """Owns the worker's side of ``config``: arena, block tables, row state; executes Steps in order.
@@ -140,7 +145,7 @@ class ModelRunner:
         self.recurrences = dict(zip(mixers, recurrences(list(mixers.values())), strict=True)) if drafted else {}
         self.model, self.config, self.observer = model, config, observer
         self.attention = attention_backend("attention", attention)
-        require_backend(self.attention, model.device)
+        self._prepare = kernel_of(self.attention, model.device)
         self._model_call = ModelCall.of(model)
         self._undrawn, self._request_of_row = undrawn, dict[int, str]()
         self._device = model.device
@@ -196,13 +201,20 @@ class ModelRunner:
         with kept_attention(self.model):
             set_attention(self.model, attention_gather.NAME if self.forwards is Forwards.TOGETHER else "eager")
         step_context.attach(self.model, self._context)
+        notes = None
         if self.forwards is Forwards.TOGETHER and self.attention is not AttentionBackend.EAGER:
-            self._read_by(forms_of(self.model, self._context))
+            notes = forms_of(self.model, self._context)
         for mixer in self._mixers:
             mixer.install()
         for bias in self._biases:
             bias.install()
         self._attached = True
+        try:
+            if notes is not None:
+                self._read_by(notes)
+        except ConfigError:
+            self.detach()
+            raise
 
     def take_images(self, max_bytes: int) -> StepImages:
         """Its side of images, made with the first call. max_bytes: of features kept. ConfigError as ImageCall.of."""
@@ -214,12 +226,13 @@ class ModelRunner:
         """Layers whose attention is known read parts of contexts, or pages where there is a kernel for it."""
         self._context.forms = notes.forms
         self._reads |= {layer: replace(self._reads[layer], whole=False) for layer in notes.layers}
-        if self.attention not in KERNELS:
+        if self._prepare is None:
             return
         for layer, (queries, dtype) in notes.heads.items():
             self._pages[layer] = KVPages.of_views(self._views[layer])
             heads = LayerHeads.of(queries, self._pages[layer], dtype)
             self._reads[layer] = replace(self._reads[layer], heads=heads)
+            require_layer(self.attention, layer, heads, self._pages[layer], self._reads[layer].mask)
         gathered = len(self._reads) - len(self._pages)
         if gathered:
             logger.info("%s: contexts of %d layers are gathered all the same", type(self.model).__name__, gathered)
@@ -373,12 +386,12 @@ class ModelRunner:
         for layer, read in self._reads.items():
             if read in made:
                 continue
-            if read.heads is None:
+            if self._prepare is None or read.heads is None:
                 table = self.tables[read.group]
                 made[read] = gather_batch(step, table, read.reach, self.model.dtype, whole=read.whole)
             else:
-                batch, mask = batches[read.group], AttentionMask(window=read.reach.window, chunk=read.reach.chunk)
-                attend = KERNELS[self.attention](batch.reads, mask, read.heads, self._pages[layer])
+                batch = batches[read.group]
+                attend = self._prepare(batch.reads, read.mask, read.heads, self._pages[layer])
                 made[read] = PagedStep(batch.slots, self._pages, attend)
         return {layer: made[read] for layer, read in self._reads.items()}
 

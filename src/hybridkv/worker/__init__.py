@@ -6,8 +6,8 @@
 
 docs/build-an-engine.md walks through it, with an engine of one file: examples/bare_engine.py.
 
-``hybridkv.worker.attention.flex`` is the same attention by torch's FlexAttention; ``triton_paged_attention`` and
-``triton_write_kv`` do the same on a GPU by kernels of ours (``hybridkv[gpu]``).
+``hybridkv.worker.attention.flex`` is the same attention by torch's FlexAttention, ``.flashinfer`` by FlashInfer;
+``triton_paged_attention`` and ``triton_write_kv`` do the same on a GPU by kernels of ours (``hybridkv[gpu]``).
 
 Never imports the cache or the scheduler: a worker could live in another process.
 """
@@ -15,6 +15,7 @@ Never imports the cache or the scheduler: a worker could live in another process
 from hybridkv.worker.attention.attention_mask import CAUSAL, AttentionMask
 from hybridkv.worker.attention.context_parallel import WHOLE, ContextShare, combine_over_ranks
 from hybridkv.worker.attention.paged_attention import PagedBatch, paged_attention, paged_batch
+from hybridkv.worker.attention.paged_index import PagedIndex, paged_index
 from hybridkv.worker.attention.partial_attention import combine_partial, with_sink
 from hybridkv.worker.attention.triton_attention import TritonBatch, triton_batch, triton_paged_attention
 from hybridkv.worker.copies.block_copy import BlockCopier
@@ -37,7 +38,6 @@ from hybridkv.worker.step_batch import GroupBatch, StepBatch, step_batch
 from hybridkv.worker.tables.block_table import BlockTable
 from hybridkv.worker.tables.device_slots import SlotKernel, torch_slots, triton_slots
 from hybridkv.worker.tables.multi_group import MultiGroupBlockTable
-from hybridkv.worker.tables.paged_index import PagedIndex
 from hybridkv.worker.tables.slot_mapping import SlotLayout, SlotMapper
 
 __all__ = [
@@ -73,6 +73,7 @@ __all__ = [
     "combine_partial",
     "paged_attention",
     "paged_batch",
+    "paged_index",
     "parts_of",
     "state_copies",
     "state_layers",

@@ -22,6 +22,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.runner.attention.attention_form import AttentionForm
 from hybridkv.units import shown
 from hybridkv.worker import AttentionMask, KVPages, PagedBatch, paged_attention
+from hybridkv.worker.attention.flashinfer import FlashInfer, flashinfer_paged_attention, flashinfer_refusal
 from hybridkv.worker.attention.flex import flex_batch, flex_paged_attention
 from hybridkv.worker.attention.triton_attention import triton_batch, triton_paged_attention
 from hybridkv.worker.pages.kv_write import WriteSlots, write_kv
@@ -32,13 +33,15 @@ class AttentionBackend(StrEnum):
 
     gather: contexts are copied out of their pages, dense kernels run on them. eager: the same, by the function of the
     model's own modelling file. triton: a kernel of this library reads the pages (a GPU, or Triton's interpreter).
-    flex: torch's FlexAttention over the distinct blocks that are read, compiled on a GPU. torch: the plain formula,
-    request by request: slow, and what the kernels must give.
+    flashinfer: FlashInfer's kernels do, where they are installed (a GPU). flex: torch's FlexAttention over the distinct
+    blocks that are read, compiled on a GPU. torch: the plain formula, request by request: slow, and what the kernels
+    must give.
     """
 
     GATHER = "gather"
     EAGER = "eager"
     TRITON = "triton"
+    FLASHINFER = "flashinfer"
     FLEX = "flex"
     TORCH = "torch"
 
@@ -135,21 +138,52 @@ def _triton(reads: PagedBatch, mask: AttentionMask, heads: LayerHeads, pages: KV
     return attend
 
 
-KERNELS: Final[Mapping[AttentionBackend, Prepare]] = {
-    AttentionBackend.TORCH: _torch,
-    AttentionBackend.FLEX: _flex,
-    AttentionBackend.TRITON: _triton,
-}
-"""Backends that read pages."""
+def _flashinfer(device: torch.device) -> Prepare:
+    wrappers = FlashInfer(device)
+
+    def prepare(reads: PagedBatch, mask: AttentionMask, _heads: LayerHeads, pages: KVPages) -> Attend:
+        made = wrappers.batch(reads, mask, pages)
+
+        def attend(query: torch.Tensor, pages: KVPages, form: AttentionForm) -> torch.Tensor:
+            kept: dict[str, Any] = {"softcap": form.softcap, "sink_logits": form.sinks}
+            return flashinfer_paged_attention(query, pages, made, form.scale, **kept)[0]
+
+        return attend
+
+    return prepare
 
 
-def require_backend(backend: AttentionBackend, device: torch.device) -> None:
-    """Raise ConfigError where ``backend`` cannot run on ``device``."""
-    if backend is not AttentionBackend.TRITON:
-        return
+def _on_triton(device: torch.device) -> Prepare:
     try:
         import triton  # noqa: PLC0415 - optional
     except ImportError as error:
         raise ConfigError("attention=triton needs Triton: pip install 'hybridkv[gpu]', or use gather") from error
     if device.type == "cpu" and not triton.knobs.runtime.interpret:
         raise ConfigError("Triton has no compiler for CPUs: use attention=gather, or set TRITON_INTERPRET=1")
+    return _triton
+
+
+KERNELS: Final[Mapping[AttentionBackend, Callable[[torch.device], Prepare]]] = {
+    AttentionBackend.TORCH: lambda _device: _torch,
+    AttentionBackend.FLEX: lambda _device: _flex,
+    AttentionBackend.TRITON: _on_triton,
+    AttentionBackend.FLASHINFER: _flashinfer,
+}
+"""Of the backends that read pages: what prepares them on a device."""
+
+
+def kernel_of(backend: AttentionBackend, device: torch.device) -> Prepare | None:
+    """Of ``backend`` on ``device``, for one runner; None for what gathers. ConfigError where it cannot run there."""
+    made = KERNELS.get(backend)
+    return None if made is None else made(device)
+
+
+def require_layer(
+    backend: AttentionBackend, layer: int, heads: LayerHeads, pages: KVPages, mask: AttentionMask
+) -> None:
+    """Raise ConfigError where ``backend`` cannot run a layer, by its index: FlashInfer has no kernel for each."""
+    if backend is not AttentionBackend.FLASHINFER:
+        return
+    why = flashinfer_refusal(pages, heads.queries, heads.dtype, mask)
+    if why is not None:
+        raise ConfigError(f"attention=flashinfer cannot run layer {layer} with {why}; use triton or gather")

@@ -26,7 +26,6 @@ from hybridkv.worker.attention.context_parallel import ContextShare
 from hybridkv.worker.tables.device_slots import SlotKernel, torch_slots
 from hybridkv.worker.tables.index_arrays import Ids, as_int64, occurrences, ragged, require_below
 from hybridkv.worker.tables.kernel_blocks import KernelSize, choose_kernel_block_size, id_limit, map_to_kernel_blocks
-from hybridkv.worker.tables.paged_index import PagedIndex, check_contexts, numpy_paged_index, torch_paged_index
 from hybridkv.worker.tables.row_moves import NO_ROW, copied, moved, swapped
 from hybridkv.worker.tables.slot_mapping import SlotLayout
 from hybridkv.worker.tables.table_mirror import TableMirror, zeros_on_host
@@ -229,29 +228,6 @@ class BlockTable:
         """
         self.slots.check_on_device(req_indices, positions, ranges=check_ranges)
         self.slots.compute_on_device(self._mirror.device, req_indices, positions, kernel)
-
-    def paged_index(self, rows: Ids, context_lens: Ids, first_live: Ids | None = None) -> PagedIndex[Int32]:
-        """The pages of the first ``context_lens[i]`` tokens of row ``rows[i]``, from the host table.
-
-        Tokens are counted over all ranks, pages are those of this one. first_live: the first token that is still
-        read; blocks before it are left out. Raises WorkerError for rows out of range and for contexts that the row
-        has no blocks for. O(rows + pages).
-        """
-        at, context = self._checked_rows(rows), as_int64("context_lens", context_lens)
-        first = None if first_live is None else as_int64("first_live", first_live)
-        room = self.num_blocks_per_row[at].astype(np.int64) * (self.block_size * self.layout.share.size)
-        check_contexts(at, context, first, room)
-        return numpy_paged_index(self._host, at, context, first, self.layout)
-
-    def paged_index_on_device(
-        self, rows: torch.Tensor, context_lens: torch.Tensor, first_live: torch.Tensor | None = None
-    ) -> PagedIndex[torch.Tensor]:
-        """``paged_index`` from the committed table, on its device; waits for it.
-
-        rows, context_lens, first_live: int32[n] or int64[n] there. Raises WorkerError for rows out of range and for
-        contexts wider than the table: the device does not know how many blocks a row has. O(rows + pages).
-        """
-        return torch_paged_index(self._mirror.device, rows, context_lens, first_live, self.layout)
 
     # -- host to device
 
