@@ -280,7 +280,6 @@ class Worker:
         if not len(step):
             return StepResult(step.id, Csr.empty(0))
         logits = self.forward(step)
-        self.copier.execute_after(step)
         sampled = [self.sample(step, i, logits[i]) for i in range(len(step))]
         accepted = np.array([len(tokens) for tokens in sampled], np.int32)
         self.states.after(step, np.maximum(accepted, 1))

@@ -17,14 +17,13 @@ from hybridkv.testing.configs import natural_model_config
 from hybridkv.worker import (
     CopyKernels,
     PagedStorage,
-    StateColumns,
+    RowColumns,
     StateCopier,
     StateCopies,
     StatePart,
     StatePlan,
     parts_of,
     state_copies,
-    state_layers,
 )
 from hybridkv.worker.copies.state_parts import Kind
 
@@ -90,7 +89,7 @@ def storage_of(case: StateCase, num_blocks: int, device: str = "cpu") -> tuple[P
     names = config.groups[0].layer_names
     storage = PagedStorage(config, dict.fromkeys(names, parts_of(spec)), device)
     fill(storage, case.seed)
-    return storage, state_layers(storage.views, dict.fromkeys(names, case.parts), names)
+    return storage, [list(zip(case.parts, storage.views[name], strict=True)) for name in names]
 
 
 StateCopierLayers = list[list[tuple[StatePart, torch.Tensor]]]
@@ -217,7 +216,7 @@ def check_states(case: StateCase, kernels: CopyKernels, *, device: str = "cpu", 
 
 def plans_of(case: StateCase) -> tuple[StatePlan, StatePlan]:
     """Before and after the forward, once the remembered columns are there."""
-    columns = StateColumns(case.block_size, len(case.rows), case.drafts)
+    columns = RowColumns(case.block_size, len(case.rows), case.drafts)
     held = {i: row.held for i, row in enumerate(case.rows) if row.held is not None}
     ends = [column * case.block_size + 1 for column in held.values()]
     columns.before(list(held), [0] * len(held), ends, [1] * len(held))

@@ -4,14 +4,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.request import SamplingParams
 from hybridkv.specs import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from hybridkv.step import SCHEMA_VERSION, Cells, Csr, NewRow, Step
 from hybridkv.testing.configs import natural_model_config
-from hybridkv.worker import MultiGroupBlockTable, SlotKernel, torch_slots
+from hybridkv.worker import MultiGroupBlockTable
 from hybridkv.worker.tables.kernel_blocks import KernelSize
 
 
@@ -241,27 +240,12 @@ def test_batched_calls_go_to_every_group() -> None:
     ]
 
 
-@pytest.mark.parametrize("kernel", [torch_slots, None])
-def test_slots_of_every_group_on_the_device(kernel: SlotKernel | None) -> None:
-    t = tables()
-    t.add_row([[7, 3], [5]], 2)
-    t.commit_block_table(4)
-    rows, positions = torch.tensor([2, 2]), torch.tensor([1, 6])
-    if kernel is None:
-        t.compute_slot_mapping_on_device(rows, positions, check_ranges=False)
-    else:
-        t.compute_slot_mapping_on_device(rows, positions, kernel)
-    assert [one.slot_mapping[:3].tolist() for one in t] == [[29, 14, -1], [41, 46, -1]]
-
-
 def test_no_slot_is_written_when_a_position_lies_outside_one_group() -> None:
     t = MultiGroupBlockTable(2, 64, 32, False, "cpu", [4, 4], max_num_blocks=[4, 2])  # noqa: FBT003  # vLLM's positions
     t.add_row([[1, 2, 3], [4, 5]], 0)
     t.commit_block_table(2)
     with pytest.raises(WorkerError, match=r"positions must lie in 0 \.\. 7"):
         t.compute_slot_mapping([0, 0], [1, 8])
-    with pytest.raises(WorkerError, match=r"positions must lie in 0 \.\. 7"):
-        t.compute_slot_mapping_on_device(torch.tensor([0, 0]), torch.tensor([1, 8]))
     for one in t:
         assert (one.slot_mapping_np == -1).all()
         assert (one.slot_mapping == -1).all()

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from slot_support import SlotCase, slot_cases
 
 from hybridkv.errors import ConfigError, WorkerError
-from hybridkv.worker import BlockTable, ContextShare, SlotLayout, torch_slots
+from hybridkv.worker import BlockTable
 
 CASES = settings(max_examples=3 * settings().max_examples)
 
@@ -35,8 +34,7 @@ def on_rank(rank: int, ranks: int, interleave: int, ids: tuple[int, ...] = (7, 3
 def slots_of(table: BlockTable, positions: int) -> str:
     table.compute_slot_mapping([0] * positions, range(positions))
     slots = table.slot_mapping_np[:positions].tolist()
-    rows, at = torch.zeros(positions, dtype=torch.int64), torch.arange(positions)
-    table.compute_slot_mapping_on_device(rows, at)
+    table.commit_slot_mapping(positions)
     assert table.slot_mapping[:positions].tolist() == slots
     return " ".join("." if slot < 0 else str(slot) for slot in slots)
 
@@ -89,18 +87,6 @@ def test_numpy_slots_are_those_of_a_loop(case: SlotCase) -> None:
     assert table.slot_mapping.dtype == torch.int64
 
 
-@CASES
-@given(case=slot_cases(), wide=st.booleans())
-def test_torch_slots_are_those_of_a_loop(case: SlotCase, wide: bool) -> None:
-    table = case.table()
-    rows, positions = (torch.tensor(one, dtype=torch.int64 if wide else torch.int32) for one in split(case))
-    table.compute_slot_mapping_on_device(torch.zeros(40, dtype=torch.int64), torch.zeros(40, dtype=torch.int64))
-    table.compute_slot_mapping_on_device(rows, positions)
-    expected = case.slots()
-    assert table.slot_mapping.tolist() == expected + [-1] * (len(table.slot_mapping) - len(expected))
-    assert (table.slot_mapping_np == -1).all()
-
-
 @settings(max_examples=settings().max_examples // 2)
 @given(case=slot_cases())
 def test_every_token_has_one_rank_and_no_two_share_a_slot(case: SlotCase) -> None:
@@ -136,7 +122,7 @@ def test_slots_do_not_overflow_int32() -> None:
     table.add_row([last], 0)
     table.commit_block_table(1)
     table.compute_slot_mapping([0], [255])
-    table.compute_slot_mapping_on_device(torch.zeros(1, dtype=torch.int32), torch.tensor([255], dtype=torch.int32))
+    table.commit_slot_mapping(1)
     assert table.slot_mapping_np[0] == table.slot_mapping[0].item() == last * 256 + 255
 
 
@@ -194,41 +180,6 @@ def test_what_lies_behind_the_slots_is_minus_one(through_torch: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "positions", "message"),
-    [
-        (torch.tensor([0, 3]), torch.tensor([0, 0]), r"rows must lie in 0 \.\. 2, got 0 \.\. 3"),
-        (torch.tensor([-1]), torch.tensor([0]), "rows must lie"),
-        (torch.tensor([0]), torch.tensor([16]), r"positions must lie in 0 \.\. 15 \(2 columns\), got 16"),
-        (torch.tensor([0]), torch.tensor([-1]), "positions must lie"),
-        (torch.tensor([0]), torch.tensor([0, 1]), "1 rows but 2 positions"),
-        (torch.tensor([0.0]), torch.tensor([0]), "req_indices must be int32 or int64"),
-        (torch.tensor([0]), torch.tensor([[0]]), "positions must be int32 or int64"),
-        (torch.tensor([0]), torch.zeros(1, dtype=torch.int64, device="meta"), "must lie on cpu"),
-        (torch.zeros(9, dtype=torch.int64), torch.zeros(9, dtype=torch.int64), "9 tokens exceed the 8 slots"),
-    ],
-)
-def test_device_tokens_that_do_not_fit_change_nothing(
-    rows: torch.Tensor, positions: torch.Tensor, message: str
-) -> None:
-    table = BlockTable(4, 3, 2, 8, dcp_world_size=2)
-    table.add_row([5, 6], 0)
-    table.commit_block_table(3)
-    table.compute_slot_mapping_on_device(torch.tensor([0, 0]), torch.tensor([2, 8]))
-    with pytest.raises(WorkerError, match=message):
-        table.compute_slot_mapping_on_device(rows, positions)
-    assert table.slot_mapping.tolist() == [21, 24] + [-1] * 6
-
-
-def test_unchecked_tokens_out_of_range_have_no_slot() -> None:
-    table = BlockTable(4, 2, 2, 8)
-    table.add_row([5, 6], 1)
-    table.commit_block_table(2)
-    rows, positions = torch.tensor([1, 2, -1, 1, 1, 1]), torch.tensor([7, 0, 0, 8, -1, 1 << 62])
-    table.compute_slot_mapping_on_device(rows, positions, check_ranges=False)
-    assert table.slot_mapping[:6].tolist() == [27, -1, -1, -1, -1, -1]
-
-
-@pytest.mark.parametrize(
     "call",
     [
         lambda t: t.compute_slot_mapping([0.5], [0]),
@@ -272,20 +223,3 @@ def test_a_single_rank_has_no_use_for_an_interleave() -> None:
     table.add_row([7, 3], 0)
     table.compute_slot_mapping([0] * 8, range(8))
     assert table.slot_mapping_np.tolist() == [28, 29, 30, 31, 12, 13, 14, 15]
-
-
-def test_a_wrong_offset_would_be_noticed() -> None:
-    """The comparison of this file against a kernel that is off by one, and one that forgets the ranks."""
-    case = SlotCase(8, 2, ((3, 1),), (2, 1), (1, 0), 2, ((0, 2), (0, 7), (0, 13)))
-    table = case.table()
-    rows, positions = (torch.tensor(one) for one in split(case))
-
-    def alone(layout: SlotLayout) -> SlotLayout:
-        return SlotLayout(layout.block_size, layout.width, ContextShare())
-
-    table.compute_slot_mapping_on_device(rows, positions)
-    assert table.slot_mapping[:3].tolist() == case.slots()
-    table.compute_slot_mapping_on_device(rows, positions, lambda t, r, p, a, out: torch_slots(t, r, p + 1, a, out))
-    assert table.slot_mapping[:3].tolist() != case.slots()
-    table.compute_slot_mapping_on_device(rows, positions, lambda t, r, p, a, out: torch_slots(t, r, p, alone(a), out))
-    assert table.slot_mapping[:3].tolist() != case.slots()

@@ -21,13 +21,11 @@ from hybridkv.specs import MambaSpec
 from hybridkv.worker import (
     BlockTable,
     PagedStorage,
-    StateColumns,
+    RowColumns,
     StateCopier,
     StatePlan,
     parts_of,
     state_copies,
-    state_layers,
-    state_parts,
 )
 
 MAX_LEN = 200
@@ -64,9 +62,9 @@ class Loop:
         storage = PagedStorage(config, dict.fromkeys(names, parts_of(spec)))
         storage.arena.random_()
         self.views = [[view.numpy() for view in views] for views in storage.views.values()]
-        self.copier = StateCopier(state_layers(storage.views, dict.fromkeys(names, state_parts(spec, 0)), names))
+        self.copier = StateCopier.of_group(storage, 0)
         self.table = BlockTable(block_size, ROWS, MAX_LEN // block_size + 2 + drafts, 1, num_blocks=60)
-        self.columns = StateColumns(block_size, ROWS, drafts)
+        self.columns = RowColumns(block_size, ROWS, drafts)
         self.random = Random(seed)
         self.running: list[Running] = []
         self.done: list[list[int]] = []

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridkv.errors import ConfigError, WorkerError
-from hybridkv.worker import StateColumns, StatePlan, state_copies
+from hybridkv.worker import RowColumns, StatePlan, state_copies
 
 Triple = tuple[int, int, int]
 
@@ -27,7 +27,7 @@ def filled(rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_measured_before_the_forward() -> None:
-    columns = StateColumns(16, 1, 2)
+    columns = RowColumns(16, 1, 2)
     assert triples(columns.before([0], [0], [32], [1])) == []
     asked = [(32, 28, 1), (60, 3, 1), (63, 3, 2), (64, 3, 1), (66, 3, 3)]
     plans = [columns.before([0], [computed], [count], [a]) for computed, count, a in asked]
@@ -40,7 +40,7 @@ def test_measured_before_the_forward() -> None:
     ("computed", "scheduled", "expected"), [(16, 40, (0, 3, 0)), (48, 1, (2, 3, 0)), (32, 20, (1, 3, 0))]
 )
 def test_measured_first_steps_of_hits_and_resumed_requests(computed: int, scheduled: int, expected: Triple) -> None:
-    columns = StateColumns(16, 2, 2)
+    columns = RowColumns(16, 2, 2)
     columns.before([1], [0], [300], [1])  # another request had the row
     columns.drop([1])
     assert triples(columns.before([1], [computed], [scheduled], [1])) == [expected]
@@ -61,7 +61,7 @@ def test_measured_after_the_forward(
     computed: int, a: int, copy: Triple | None, blocks: Triple | None, goes_on: int
 ) -> None:
     """Blocks of 4 tokens, columns 0 .. 4 are blocks 1 .. 5, two drafts a step, S = 1. blocks: temporal, conv, to."""
-    columns = StateColumns(4, 1, 2)
+    columns = RowColumns(4, 1, 2)
     columns.before([0], [computed], [3], [1])
     plan = columns.after([0], [computed], [3], [2], [a])
     assert triples(plan) == ([copy] if copy else [])
@@ -73,7 +73,7 @@ def test_measured_after_the_forward(
 
 def test_measured_tables_of_section_4_name_the_blocks() -> None:
     """Two speculative blocks, chunks of 32 and 28: the worker's row only grows, its stale columns are not read."""
-    columns, row = StateColumns(16, 1, 2), [0, 4, 5, 6]
+    columns, row = RowColumns(16, 1, 2), [0, 4, 5, 6]
     assert len(columns.before([0], [0], [32], [1])) == 0
     found = []
     for new, computed, count, a in (([5, 8], 32, 28, 1), ([], 60, 3, 1), ([10], 63, 3, 3), ([], 66, 3, 1)):
@@ -118,7 +118,7 @@ def after_one(
 @given(data=st.data(), size=st.integers(1, 64), drafts=st.integers(0, 8), rows=st.integers(1, 12))
 def test_batches_are_those_of_single_rows(data: st.DataObject, size: int, drafts: int, rows: int) -> None:
     """Steps of random rows; a remembered column is where the row's last step ended."""
-    columns = StateColumns(size, rows, drafts)
+    columns = RowColumns(size, rows, drafts)
     held: dict[int, int] = {}
     count = st.integers(1, max(2 * size, drafts + 2))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -159,7 +159,7 @@ def plan(stage: str, source: int, destination: int, bias: int, row: int = 0) -> 
 
 def test_an_edge_that_nobody_keeps_is_not_copied() -> None:
     """A prompt's last chunk with drafts passes an edge whose column is null: there is no block to publish."""
-    columns = StateColumns(4, 1, 2)
+    columns = RowColumns(4, 1, 2)
     columns.before([0], [0], [9], [1])
     after = columns.after([0], [0], [9], [2], [2])
     assert triples(after) == [(2, 1, 1)]
@@ -172,7 +172,7 @@ def test_an_edge_that_nobody_keeps_is_not_copied() -> None:
 
 def test_an_edge_whose_block_went_on_is_not_copied() -> None:
     """Column 1 was a draft's; its block is that of column 4 now, where the accepted state may lie."""
-    columns = StateColumns(2, 1, 5)
+    columns = RowColumns(2, 1, 5)
     columns.before([0], [0], [2], [1])
     columns.before([0], [2], [6], [1])
     after = columns.after([0], [2], [6], [5], [2])
@@ -234,9 +234,9 @@ def test_columns_without_a_block_are_refused(wanted: StatePlan, message: str) ->
         (lambda c: c.drop([1, 4]), "rows must lie in"),
     ],
 )
-def test_bad_input_is_refused_and_remembers_nothing(call: Callable[[StateColumns], object], message: str) -> None:
-    def columns() -> StateColumns:
-        one = StateColumns(4, 4, 2)
+def test_bad_input_is_refused_and_remembers_nothing(call: Callable[[RowColumns], object], message: str) -> None:
+    def columns() -> RowColumns:
+        one = RowColumns(4, 4, 2)
         one.before([0], [6], [3], [1])  # S = 2
         return one
 
@@ -251,4 +251,4 @@ def test_bad_input_is_refused_and_remembers_nothing(call: Callable[[StateColumns
 @pytest.mark.parametrize("sizes", [(0, 1, 0), (4, 0, 0), (4, 1, -1)])
 def test_sizes_that_cannot_work(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ConfigError, match="must be at least"):
-        StateColumns(*sizes)
+        RowColumns(*sizes)

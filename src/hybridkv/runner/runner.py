@@ -65,7 +65,7 @@ from hybridkv.runner.step_context import StepContext
 from hybridkv.specs import Keeps, KVCacheSpec, MambaSpec
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.units import MOST_COUNT
-from hybridkv.worker import AttentionMask, BlockCopier, KVPages, MultiGroupBlockTable, PagedStorage
+from hybridkv.worker import AttentionMask, BlockCopier, KVPages, MultiGroupBlockTable, PagedStorage, copy_kernels
 from hybridkv.worker.step_batch import group_batch
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class ModelRunner:
         self._undrawn, self._request_of_row = undrawn, dict[int, str]()
         self._device = model.device
         self.storage = PagedStorage(config, page_layout(planned, probed), self._device)
-        self._copier = BlockCopier(self.storage)
+        self._copier = BlockCopier(self.storage, kernels=copy_kernels(self._device))
         self.tables = MultiGroupBlockTable.of_config(
             config,
             max_num_reqs=max_running,
@@ -291,8 +291,6 @@ class ModelRunner:
         """Refuse what this runner cannot do, or what would read a token or a block that is not there."""
         if not self._attached:
             raise WorkerError(f"Step {step.id} comes to a runner that gave its model back: make another one")
-        if any(copy.stage != "before" for copy in step.copies):
-            raise WorkerError(f"Step {step.id} has copies behind the forward: this runner has none of them")
         if len(step) and step.num_scheduled.min() < 1:
             raise WorkerError(f"Step {step.id} schedules a row without tokens")
         check_drafts(step)

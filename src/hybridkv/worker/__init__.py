@@ -1,6 +1,6 @@
 """What runs beside the model: block tables fed by Steps, slots, copies, the arena with every layer's view, attention.
 
-    Step -> MultiGroupBlockTable.apply -> BlockCopier.execute_before -> step_batch -> forward -> execute_after
+    Step -> MultiGroupBlockTable.apply -> BlockCopier.execute_before -> step_batch -> forward
     forward, in each layer: write_kv(slots) -> paged_attention(reads) -> combine_over_ranks, where there are several
     states: where the Step says; InPlaceStates around a forward whose kernels go on in place
 
@@ -19,11 +19,11 @@ from hybridkv.worker.attention.paged_index import PagedIndex, paged_index
 from hybridkv.worker.attention.partial_attention import combine_partial, with_sink
 from hybridkv.worker.attention.triton_attention import TritonBatch, triton_batch, triton_paged_attention
 from hybridkv.worker.copies.block_copy import BlockCopier
-from hybridkv.worker.copies.copy_kernels import TORCH, CopyKernels, triton_kernels
+from hybridkv.worker.copies.copy_kernels import TORCH, CopyKernels, copy_kernels, triton_kernels
 from hybridkv.worker.copies.in_place_states import InPlaceStates
-from hybridkv.worker.copies.state_copy import StateCopier, state_layers
+from hybridkv.worker.copies.state_copy import StateCopier
 from hybridkv.worker.copies.state_parts import StatePart, state_parts
-from hybridkv.worker.copies.state_plan import StateColumns, StateCopies, StatePlan, state_copies
+from hybridkv.worker.copies.state_plan import RowColumns, StateCopies, StatePlan, state_copies
 from hybridkv.worker.pages.kv_pages import KVPages
 from hybridkv.worker.pages.kv_write import (
     WriteSlots,
@@ -36,7 +36,6 @@ from hybridkv.worker.pages.kv_write import (
 from hybridkv.worker.pages.storage import PagedStorage, PageOrder, PagePart, parts_of
 from hybridkv.worker.step_batch import GroupBatch, StepBatch, step_batch
 from hybridkv.worker.tables.block_table import BlockTable
-from hybridkv.worker.tables.device_slots import SlotKernel, torch_slots, triton_slots
 from hybridkv.worker.tables.multi_group import MultiGroupBlockTable
 from hybridkv.worker.tables.slot_mapping import SlotLayout, SlotMapper
 
@@ -58,10 +57,9 @@ __all__ = [
     "PagedBatch",
     "PagedIndex",
     "PagedStorage",
-    "SlotKernel",
+    "RowColumns",
     "SlotLayout",
     "SlotMapper",
-    "StateColumns",
     "StateCopier",
     "StateCopies",
     "StatePart",
@@ -71,19 +69,17 @@ __all__ = [
     "WriteSlots",
     "combine_over_ranks",
     "combine_partial",
+    "copy_kernels",
     "paged_attention",
     "paged_batch",
     "paged_index",
     "parts_of",
     "state_copies",
-    "state_layers",
     "state_parts",
     "step_batch",
-    "torch_slots",
     "triton_batch",
     "triton_kernels",
     "triton_paged_attention",
-    "triton_slots",
     "triton_write_kv",
     "triton_write_latent",
     "with_sink",

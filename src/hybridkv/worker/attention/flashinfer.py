@@ -120,7 +120,7 @@ class FlashInfer:
     def planned(self, wrapper: object) -> None:
         """``wrapper`` has a new plan, which is on its way."""
         if self._workspace.is_cuda:
-            self._sent[wrapper] = torch.cuda.Event()
+            self._sent[wrapper] = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own is not typed
             self._sent[wrapper].record()
 
 

@@ -61,7 +61,8 @@ def paged_index(batch: PagedBatch, mask: AttentionMask = CAUSAL) -> PagedIndex:
             "paged_attention"
         )
     check_batch(batch, mask)
-    counts, lengths = np.diff(np.array(batch.query_start_loc, np.int64)), np.array(batch.seq_lens, np.int64)
+    starts, lengths = np.array(batch.query_start_loc, np.int64), np.array(batch.seq_lens, np.int64)
+    counts = starts[1:] - starts[:-1]
     if ((counts > 0) & (lengths == 0)).any():
         raise WorkerError("a request has queries and no token to read: leave it out")
     owner, begin, end = _pieces(lengths - counts, lengths, mask.chunk)

@@ -1,6 +1,4 @@
-"""Executes what a Step says of blocks: moves, zeroing, copies before the forward and behind it (docs/contracts.md, 10).
-
-    moves -> zeroing -> other copies "before" -> forward -> copies "after"
+"""Executes what a Step says of blocks before its forward (docs/contracts.md, 10): moves -> zeroing -> other copies.
 
 A copy takes all bytes of a block, in every layer of its group. Copies keep their order where one depends on another,
 and run together where none does.
@@ -23,7 +21,6 @@ from hybridkv.worker.pages.storage import PagedStorage
 
 Int64 = NDArray[np.int64]
 
-_STAGES: Final = ("before", "after")
 _KINDS: Final = ("move", "block", "state")
 
 
@@ -48,37 +45,29 @@ class BlockCopier:
         self._shared_bytes = 1 if slabs is None else slabs.slab_bytes
 
     def check(self, step: Step) -> None:
-        """Raise WorkerError for unknown groups and blocks, null blocks, unknown stages or kinds, late moves."""
+        """Raise WorkerError for unknown groups and blocks, null blocks, unknown kinds, and stages but "before"."""
         self._checked(step)
 
     def execute_before(self, step: Step) -> None:
-        """Moves, zeroing, then the other copies of stage "before". O(bytes).
-
-        Raises WorkerError as ``check``, with nothing written.
-        """
-        copies, moved, late = self._checked(step)
+        """Moves, zeroing, then the other copies. O(bytes). Raises WorkerError as ``check``, with nothing written."""
+        copies, moved = self._checked(step)
         self._copy(copies[moved])
         self._zero(step.zero.astype(np.int64))
-        self._copy(copies[~moved & ~late])
-
-    def execute_after(self, step: Step) -> None:
-        """Copies of stage "after". O(bytes). Raises WorkerError as ``execute_before``."""
-        copies, _, late = self._checked(step)
-        self._copy(copies[late])
+        self._copy(copies[~moved])
 
     # -- checks
 
-    def _checked(self, step: Step) -> tuple[Int64, NDArray[np.bool_], NDArray[np.bool_]]:
-        """(group, source, destination) of every copy, int64[n, 3]; which are moves, which come after the forward."""
+    def _checked(self, step: Step) -> tuple[Int64, NDArray[np.bool_]]:
+        """(group, source, destination) of every copy, int64[n, 3], and which are moves."""
         for copy in step.copies:
-            if copy.stage not in _STAGES or copy.kind not in _KINDS:
-                raise WorkerError(f"Step {step.id}: {copy} must have a stage of {_STAGES} and a kind of {_KINDS}")
-            if copy.kind == "move" and copy.stage == "after":
-                raise WorkerError(f"Step {step.id}: {copy} comes after a forward that reads its target: move before")
+            if copy.stage != "before" or copy.kind not in _KINDS:
+                raise WorkerError(
+                    f"Step {step.id}: {copy} must have the stage 'before' (nothing is copied behind a forward) and a "
+                    f"kind of {_KINDS}"
+                )
         copies = np.array([(one.group, one.source, one.destination) for one in step.copies], np.int64).reshape(-1, 3)
         self._check_blocks(step, np.concatenate((copies[:, :2], copies[:, ::2], step.zero.astype(np.int64))))
-        moved = np.array([one.kind == "move" for one in step.copies], np.bool_)
-        return copies, moved, np.array([one.stage == "after" for one in step.copies], np.bool_)
+        return copies, np.array([one.kind == "move" for one in step.copies], np.bool_)
 
     def _check_blocks(self, step: Step, named: Int64) -> None:
         """named: (group, block), int64[n, 2]."""

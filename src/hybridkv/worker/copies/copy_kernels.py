@@ -140,3 +140,11 @@ def triton_kernels() -> CopyKernels:
     except ImportError as error:
         raise ConfigError("Triton is not installed: pip install 'hybridkv[gpu]', or use TORCH") from error
     return TRITON
+
+
+def copy_kernels(device: torch.device) -> CopyKernels:
+    """What copies on ``device``: one launch a call on a GPU with Triton, else TORCH."""
+    try:
+        return triton_kernels() if device.type == "cuda" else TORCH
+    except ConfigError:
+        return TORCH

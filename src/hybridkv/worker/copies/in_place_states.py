@@ -20,7 +20,7 @@ from hybridkv.specs import MambaSpec
 from hybridkv.step import Step
 from hybridkv.worker.copies.copy_kernels import TORCH, CopyKernels
 from hybridkv.worker.copies.state_copy import StateCopier
-from hybridkv.worker.copies.state_plan import Ids, StateColumns, StatePlan, state_copies
+from hybridkv.worker.copies.state_plan import Ids, RowColumns, StatePlan, state_copies
 from hybridkv.worker.pages.storage import PagedStorage
 from hybridkv.worker.tables.multi_group import MultiGroupBlockTable
 
@@ -58,13 +58,13 @@ class InPlaceStates:
             group: StateCopier.of_group(storage, group, columns_axis=columns_axis, kernels=kernels) for group in specs
         }
         self._block_size = next(iter(specs.values())).block_size  # the layout gives all states the same
-        self._columns = StateColumns(self._block_size, tables.max_num_reqs, num_speculative_tokens)
+        self._columns = RowColumns(self._block_size, tables.max_num_reqs, num_speculative_tokens)
         self._accepted: Int64 = np.ones(tables.max_num_reqs, np.int64)
 
     def before(self, step: Step) -> Step:
         """Copies states to where the forward goes on. The Step that is left to do: one without copies of states.
 
-        Raises WorkerError as StateColumns, state_copies and StateCopier do. O(rows * groups + bytes copied).
+        Raises WorkerError as RowColumns, state_copies and StateCopier do. O(rows * groups + bytes copied).
         """
         gone = np.concatenate((step.finished_rows, [new.row for new in step.new_rows])).astype(np.int64)
         self._columns.drop(gone)

@@ -1,11 +1,11 @@
 """Executes copies of recurrent states: all layers of a group and all rows of a step at once.
 
-StateColumns.before -> StatePlan -> state_copies -> StateCopier.copy -> forward -> StateColumns.after -> ... -> copy
+RowColumns.before -> StatePlan -> state_copies -> StateCopier.copy -> forward -> RowColumns.after -> ... -> copy
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
@@ -108,13 +108,6 @@ class StateCopier:
             )
         for source in (copies.conv, copies.temporal):
             _refuse_collisions(source, copies.destination)
-
-
-def state_layers(
-    views: Mapping[str, Sequence[torch.Tensor]], layout: Mapping[str, Sequence[StatePart]], names: Sequence[str]
-) -> list[list[State]]:
-    """The states of the layers ``names``: what StateCopier takes. views: ``PagedStorage.views``, of this layout."""
-    return [list(zip(layout[name], views[name], strict=True)) for name in names]
 
 
 def _stacks(layers: Sequence[Sequence[State]], kind: str) -> list[torch.Tensor]:

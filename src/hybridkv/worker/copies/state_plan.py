@@ -68,7 +68,7 @@ class StateCopies:
         return len(self.destination)
 
 
-class StateColumns:
+class RowColumns:
     """Remembers S, the column that holds each row's state after its last step.
 
     block_size: tokens of a block of states. max_num_reqs: rows. num_speculative_tokens: most drafts of a step.

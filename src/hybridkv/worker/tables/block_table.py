@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.worker.attention.context_parallel import ContextShare
-from hybridkv.worker.tables.device_slots import SlotKernel, torch_slots
 from hybridkv.worker.tables.index_arrays import Ids, as_int64, occurrences, ragged, require_below
 from hybridkv.worker.tables.kernel_blocks import KernelSize, choose_kernel_block_size, id_limit, map_to_kernel_blocks
 from hybridkv.worker.tables.row_moves import NO_ROW, copied, moved, swapped
@@ -198,7 +197,7 @@ class BlockTable:
     map_to_kernel_blocks = staticmethod(map_to_kernel_blocks)
     """kernel_blocks.map_to_kernel_blocks."""
 
-    # -- slots and pages
+    # -- slots
 
     def compute_slot_mapping(self, req_indices: Ids, positions: Ids) -> None:
         """The slot of every token, on the host: one row and one position per token; -1 where it lies on another rank.
@@ -211,23 +210,6 @@ class BlockTable:
     def map_tokens(self, rows: Int64, positions: Int64) -> None:
         """``compute_slot_mapping`` of tokens that ``slots.check`` has passed. O(n)."""
         self.slots.compute(self._flat, rows, positions)
-
-    def compute_slot_mapping_on_device(
-        self,
-        req_indices: torch.Tensor,
-        positions: torch.Tensor,
-        kernel: SlotKernel = torch_slots,
-        *,
-        check_ranges: bool = True,
-    ) -> None:
-        """The slot of every token, on the device, from the committed table; host slots stay what they were.
-
-        req_indices, positions: int32[n] or int64[n] there. kernel: ``torch_slots`` or ``triton_slots``. To check
-        ranges waits for the device; without it a token whose row or position is out of range gets slot -1.
-        Raises WorkerError as compute_slot_mapping. O(n).
-        """
-        self.slots.check_on_device(req_indices, positions, ranges=check_ranges)
-        self.slots.compute_on_device(self._mirror.device, req_indices, positions, kernel)
 
     # -- host to device
 

@@ -14,7 +14,6 @@ from hybridkv.specs import KVCacheSpec
 from hybridkv.specs.limits import RequestLimits
 from hybridkv.step import SCHEMA_VERSION, Step
 from hybridkv.worker.tables.block_table import BlockTable
-from hybridkv.worker.tables.device_slots import SlotKernel, torch_slots
 from hybridkv.worker.tables.group_shapes import group_shapes
 from hybridkv.worker.tables.index_arrays import Ids
 from hybridkv.worker.tables.kernel_blocks import KernelSize
@@ -276,20 +275,6 @@ class MultiGroupBlockTable:
             rows, at = self._narrowest.slots.check(req_indices, positions)
             for table in self._mapped:
                 table.map_tokens(rows, at)
-
-    def compute_slot_mapping_on_device(
-        self,
-        req_indices: torch.Tensor,
-        positions: torch.Tensor,
-        kernel: SlotKernel = torch_slots,
-        *,
-        check_ranges: bool = True,
-    ) -> None:
-        """Slots of every token in every group that holds tokens, on the device, as BlockTable's call of that name."""
-        if self._mapped:
-            self._narrowest.slots.check_on_device(req_indices, positions, ranges=check_ranges)
-            for table in self._mapped:
-                table.compute_slot_mapping_on_device(req_indices, positions, kernel, check_ranges=False)
 
     def commit_block_table(self, num_reqs: int) -> int:
         """Send the changed cells of the first ``num_reqs`` rows of every group; how many."""

@@ -1,7 +1,7 @@
 """The slots of one step's tokens, on the host and on the device.
 
 host     int64[capacity]   | slots of n tokens | -1 ... -1 |
-device   int64[capacity]   the same once committed, or computed there
+device   int64[capacity]   the same once committed
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 
 from hybridkv.errors import WorkerError
-from hybridkv.worker.tables.device_slots import SlotKernel
 from hybridkv.worker.tables.index_arrays import Ids, as_int64, require_below
 from hybridkv.worker.tables.slot_mapping import NO_SLOT, SlotLayout, SlotMapper
 
@@ -41,8 +40,6 @@ class TokenSlots:
         # a mirror in host memory is written through numpy: 10 us a commit less than through torch
         self._mirror: Int64 | None = self.device.numpy() if self.device.device.type == "cpu" else None
 
-    # -- host
-
     def check(self, req_indices: Ids, positions: Ids) -> tuple[Int64, Int64]:
         """Rows and positions, int64[n] each; WorkerError where a length, a row or a position does not fit. O(n)."""
         rows, at = as_int64("req_indices", req_indices), as_int64("positions", positions)
@@ -71,32 +68,10 @@ class TokenSlots:
         # from memory of its own, which torch keeps until it is sent: the next step may write the host slots at once
         staged = torch.empty(num_tokens, dtype=torch.int64, pin_memory=self._pin)
         staged.numpy()[:] = self.host[:num_tokens]
-        self._open_device(num_tokens).copy_(staged, non_blocking=True)
-
-    # -- device
-
-    def check_on_device(self, req_indices: torch.Tensor, positions: torch.Tensor, *, ranges: bool) -> None:
-        """WorkerError where kind, place, length or, if ``ranges``, a value does not fit; those wait for the device."""
-        for name, values in (("req_indices", req_indices), ("positions", positions)):
-            check_integers(name, values, self.device.device)
-        self._check_lengths(len(req_indices), len(positions))
-        if ranges and len(req_indices):
-            rows, at = req_indices.long(), positions.long()
-            ends = torch.stack((rows.min(), rows.max(), at.min(), at.max())).cpu().numpy()
-            self._check_ranges(ends[:2], ends[2:])
-
-    def compute_on_device(
-        self, table: torch.Tensor, req_indices: torch.Tensor, positions: torch.Tensor, kernel: SlotKernel
-    ) -> None:
-        """The device slots of checked tokens; -1 for rows and positions out of range. O(n)."""
-        kernel(table, req_indices, positions, self.layout, self._open_device(len(req_indices)))
-
-    def _open_device(self, tokens: int) -> torch.Tensor:
-        """The device slots of ``tokens`` tokens, a view to be filled; what lies behind them is -1."""
-        if tokens < self._on_device:
-            self.device[tokens : self._on_device].fill_(NO_SLOT)
-        self._on_device = tokens
-        return self.device[:tokens]
+        self.device[:num_tokens].copy_(staged, non_blocking=True)
+        if num_tokens < self._on_device:
+            self.device[num_tokens : self._on_device].fill_(NO_SLOT)
+        self._on_device = num_tokens
 
     # -- checks
 
@@ -109,11 +84,3 @@ class TokenSlots:
     def _check_ranges(self, rows: Int64, positions: Int64) -> None:
         require_below("rows", rows, self._num_rows)
         require_below("positions", positions, self.layout.row_tokens, f" ({self.layout.width} columns)")
-
-
-def check_integers(name: str, values: torch.Tensor, device: torch.device) -> None:
-    """Raise WorkerError unless ``values`` is int32[n] or int64[n] on ``device``; waits for nothing."""
-    if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
-        raise WorkerError(f"{name} must be int32 or int64 in one dimension, got {values.dtype} {list(values.shape)}")
-    if values.device != device:
-        raise WorkerError(f"{name} must lie on {device}, where the table is, not on {values.device}")
