@@ -49,13 +49,14 @@ def test_an_output_is_that_of_the_engine_alone(llama: Served, alone: Engine) -> 
 
 
 def test_every_field_of_sampling_is_asked_of_the_engine() -> None:
-    others: dict[str, Any] = {**DRAWN, "stop": ["a", "b"], "stop_token_ids": [3], "n": 2}
+    others: dict[str, Any] = {**DRAWN, "stop": ["a", "b"], "stop_token_ids": [3]}
+    del others["max_tokens"]  # as much of it as there is room for
     for name, value in others.items():
-        body = CompletionBody.model_validate({"prompt": "a", name: value})
-        assert body.sampling(5, value if name == "max_tokens" else 9) == SamplingParams(
-            **{"temperature": 1.0, "seed": 5, "max_tokens": 9, name: value}
+        body = CompletionBody.model_validate({"prompt": "a", "seed": 5, name: value})
+        assert body.sampling(9, n=2) == SamplingParams(
+            **{"temperature": 1.0, "seed": 5, "max_tokens": 9, "n": 2, name: value}
         )
-    assert CompletionBody(prompt="a", top_k=-1).sampling(5, 9).top_k == 0
+    assert CompletionBody(prompt="a", top_k=-1).sampling(9).top_k == 0
 
 
 def test_a_stop_string_ends_the_text_before_it(llama: Served) -> None:

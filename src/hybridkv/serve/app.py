@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybridkv.arguments import instance
 from hybridkv.runner.engine import Engine
-from hybridkv.serve import chats, completions
-from hybridkv.serve.bodies import ChatBody, CompletionBody
+from hybridkv.serve import chats, completions, rendering, responses
+from hybridkv.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, ResponseBody, TokenizeBody
 from hybridkv.serve.errors import ApiError, ErrorBody, answer_errors
 from hybridkv.serve.front import Front, ServeOptions
 from hybridkv.serve.generation import answer
@@ -36,7 +36,9 @@ _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
         (503, "The engine has ended, or the server drains."),
     )
 }
-_EVENTS: Final = {"text/event-stream": {"schema": {"type": "string"}}}
+_STREAM: Final[dict[int | str, dict[str, Any]]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+}
 
 
 def create_app(engine: Engine, options: ServeOptions | None = None) -> FastAPI:
@@ -65,6 +67,7 @@ def create_app(engine: Engine, options: ServeOptions | None = None) -> FastAPI:
     answer_errors(app)
     add_operations(app, front)
     _add_generation(app, front)
+    _add_rendering(app, front)
     return app
 
 
@@ -95,16 +98,47 @@ class LengthGate:
 
 
 def _add_generation(app: FastAPI, front: Front) -> None:
-    @app.post("/v1/completions", response_model=completions.CompletionAnswer, responses={200: {"content": _EVENTS}})
+    @app.post("/v1/completions", response_model=completions.CompletionAnswer, responses=_STREAM)
     async def complete(body: CompletionBody, request: Request) -> Response:
         """Text behind prompts."""
         asked = await completions.ask(front, body, front.salt(request, body.cache_salt))
         form = completions.CompletionForm(front, body, asked)
         return await answer(front, request, asked, form, stream=bool(body.stream))
 
-    @app.post("/v1/chat/completions", response_model=chats.ChatAnswer, responses={200: {"content": _EVENTS}})
+    @app.post("/v1/chat/completions", response_model=chats.ChatAnswer, responses=_STREAM)
     async def chat(body: ChatBody, request: Request) -> Response:
         """The next turn of a conversation."""
         asked = await chats.ask(front, body, front.salt(request, body.cache_salt))
         form = chats.ChatForm(front, body, asked)
         return await answer(front, request, asked, form, stream=bool(body.stream))
+
+    @app.post("/v1/responses", response_model=responses.ResponseAnswer, responses=_STREAM)
+    async def respond(body: ResponseBody, request: Request) -> Response:
+        """The next turn of a conversation, which is not kept."""
+        asked = await responses.ask(front, body, front.salt(request, body.cache_salt))
+        form = responses.ResponseForm(front, body, asked)
+        return await answer(front, request, asked, form, stream=bool(body.stream))
+
+
+def _add_rendering(app: FastAPI, front: Front) -> None:
+    @app.post("/v1/completions/render")
+    async def render(body: CompletionBody, request: Request) -> list[rendering.Rendered]:
+        """What such a completion would ask of the engine; nothing runs."""
+        asked = await completions.ask(front, body, front.salt(request, body.cache_salt))
+        return rendering.rendered(front, asked)
+
+    @app.post("/v1/chat/completions/render")
+    async def render_chat(body: ChatBody, request: Request) -> rendering.Rendered:
+        """What such a chat would ask of the engine; nothing runs."""
+        asked = await chats.ask(front, body, front.salt(request, body.cache_salt))
+        return rendering.rendered(front, asked)[0]
+
+    @app.post("/tokenize", response_model_exclude_unset=True)
+    async def tokenize(body: TokenizeBody) -> rendering.Tokenized:
+        """The tokens of a prompt or a conversation."""
+        return await rendering.tokenized(front, body)
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> rendering.Detokenized:
+        """The text of tokens."""
+        return await rendering.detokenized(front, body)

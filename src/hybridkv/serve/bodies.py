@@ -5,6 +5,7 @@ Some fields of OpenAI's ask for nothing at some value, and clients send them: th
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -17,6 +18,7 @@ MOST_LOGPROBS: Final = 20
 _MOST_STOPS: Final = 16
 _MOST_STOP_CHARACTERS: Final = 256
 _MOST_STOP_IDS: Final = 1024
+_MOST_SEED: Final = 1 << 62
 
 StopString = Annotated[str, Field(min_length=1, max_length=_MOST_STOP_CHARACTERS)]
 Text = Annotated[str, Field(min_length=1)]
@@ -55,10 +57,9 @@ class StreamOptions(Body):
 
 
 class SamplingBody(Body):
-    """What all bodies that generate share.
+    """What all bodies that generate share: how tokens are drawn.
 
-    top_k: 0 and -1 are off. cache_salt: requests of other salts share nothing with this one. return_token_ids: the ids
-    of prompt and output beside their text.
+    top_k: 0 and -1 are off. cache_salt: requests of other salts share nothing with this one.
     """
 
     model: str | None = None
@@ -71,21 +72,16 @@ class SamplingBody(Body):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    n: int | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=_MOST_STOPS)] | None = None
     stop_token_ids: Annotated[Ids, Field(max_length=_MOST_STOP_IDS)] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    max_tokens: int | None = None
     cache_salt: Text | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
 
-    def sampling(self, seed: int, max_tokens: int, **more: Any) -> SamplingParams:  # noqa: ANN401  # of several types
-        """As an engine has it. seed, max_tokens: where the body says none. ConfigError for values that cannot be."""
-        said = {
+    def sampling(self, max_tokens: int, **more: int | None) -> SamplingParams:
+        """As an engine has it; without a seed, by one that nobody knows. ConfigError for values that cannot be."""
+        said: dict[str, Any] = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_k": 0 if self.top_k == -1 else self.top_k,
             "top_p": self.top_p,
@@ -94,8 +90,7 @@ class SamplingBody(Body):
             "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": self.repetition_penalty,
             "logit_bias": self.logit_bias,
-            "seed": seed if self.seed is None else self.seed,
-            "n": self.n,
+            "seed": secrets.randbelow(_MOST_SEED) if self.seed is None else self.seed,
             "stop": self.stop,
             "stop_token_ids": self.stop_token_ids,
             "min_tokens": self.min_tokens,
@@ -105,14 +100,28 @@ class SamplingBody(Body):
         }
         return SamplingParams(**{name: value for name, value in said.items() if value is not None})
 
+
+class ChoicesBody(SamplingBody):
+    """Of bodies that are answered with choices.
+
+    return_token_ids: the ids of prompt and output beside their text. return_tokens_as_token_ids: tokens of log
+    probabilities are named by their ids.
+    """
+
+    n: int | None = None
+    max_tokens: int | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
     @model_validator(mode="after")
-    def _options_of_a_stream(self) -> SamplingBody:
+    def _options_of_a_stream(self) -> ChoicesBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options are for streams: leave them out, or ask for stream")
         return self
 
 
-class CompletionBody(SamplingBody):
+class CompletionBody(ChoicesBody):
     """Of /v1/completions. prompt: a text, token ids, or a list of either.
 
     logprobs: so many of the most probable tokens, with each token's own. echo: the prompt in front of the output;
@@ -146,6 +155,8 @@ class CompletionBody(SamplingBody):
 
 class TextPart(Body):
     """A piece of a message."""
+
+    says_nothing = {"annotations": ([],), "logprobs": ([],)}
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -207,20 +218,19 @@ class Tool(Body):
     function: FunctionTool
 
 
-class ConversationBody(Body):
-    """A conversation for the tokenizer's chat template.
+class TemplateBody(Body):
+    """What the tokenizer's chat template reads beside messages.
 
     tools: handed to the template, unless tool_choice is "none"; a call in the answer is text of the answer.
     chat_template_kwargs: names of the template's own, such as enable_thinking.
     """
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
 
 
-class ChatBody(SamplingBody, ConversationBody):
+class ChatBody(ChoicesBody, TemplateBody):
     """Of /v1/chat/completions. logprobs: with each token its own; top_logprobs: and so many of the most probable."""
 
     says_nothing = {
@@ -236,6 +246,7 @@ class ChatBody(SamplingBody, ConversationBody):
         "skip_special_tokens": (True,),
     }
 
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -253,3 +264,73 @@ class ChatBody(SamplingBody, ConversationBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs need logprobs: true")
         return self
+
+
+class TokenizeBody(TemplateBody):
+    """Of /tokenize: a prompt, or messages. return_token_strs: the text of each token, too."""
+
+    says_nothing = {"add_special_tokens": (True,), "add_generation_prompt": (True,)}
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give a prompt or messages, and not both")
+        return self
+
+
+class DetokenizeBody(Body):
+    """Of /detokenize."""
+
+    model: str | None = None
+    tokens: Ids
+
+
+class InputMessage(Body):
+    """One turn of /v1/responses: a client's, or one that came out of it before, whose id nobody knows any more."""
+
+    says_nothing = {"status": ("completed", "incomplete"), "phase": ()}
+
+    id: str | None = None
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+
+class ResponseBody(SamplingBody):
+    """Of /v1/responses, in its plain text form. instructions: a system's turn in front of ``input``."""
+
+    says_nothing = {
+        "background": (False,),
+        "conversation": (),
+        "include": ([],),
+        "metadata": ({},),
+        "parallel_tool_calls": (True,),
+        "previous_response_id": (),
+        "prompt": (),
+        "reasoning": (),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "text": ({"format": {"type": "text"}},),
+        "tool_choice": ("auto", "none"),
+        "tools": ([],),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+        "user": (),
+    }
+
+    input: Text | Annotated[list[InputMessage], Field(min_length=1)]
+    instructions: Text | None = None
+    max_output_tokens: int | None = None
+
+    @property
+    def messages(self) -> list[ChatMessage]:
+        """The conversation."""
+        said = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        made = [ChatMessage(role=one.role, content=one.content) for one in said]
+        first = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
+        return [*first, *made]

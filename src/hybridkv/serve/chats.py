@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -12,7 +11,7 @@ from typing_extensions import TypedDict
 
 from hybridkv.runner.completion import Completion, Increment
 from hybridkv.serve.bodies import ChatBody, StreamOptions
-from hybridkv.serve.completions import DONE, MOST_SEED, says_nothing
+from hybridkv.serve.completions import DONE, says_nothing
 from hybridkv.serve.counts import Counter, Usage
 from hybridkv.serve.front import Front
 from hybridkv.serve.generation import Asked, Event, Part
@@ -61,10 +60,10 @@ class ChatAnswer(TypedDict):
 async def ask(front: Front, body: ChatBody, salt: str | None) -> Asked:
     """What ``body`` asks an engine for. Raises ApiError and ConfigError for what cannot be."""
     front.require_model(body.model)
-    prompts = [await front.tokens.run(conversation_ids, front.loaded, body)]
+    prompts = [await front.tokens.run(conversation_ids, front.loaded, body.messages, body)]
     sampling = body.sampling(
-        secrets.randbelow(MOST_SEED),
         front.most_tokens(prompts, body.most_tokens),
+        n=body.n,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     return Asked(f"chatcmpl-{uuid.uuid4().hex}", prompts, sampling, salt)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +19,6 @@ from hybridkv.serve.logprobs import Columns, ColumnWriter, joined
 from hybridkv.serve.tokens import TokenTexts, prompt_ids
 
 DEFAULT_MAX_TOKENS: Final = 16
-MOST_SEED: Final = 1 << 62
 DONE: Final = Event("[DONE]")
 
 
@@ -58,8 +56,8 @@ async def ask(front: Front, body: CompletionBody, salt: str | None) -> Asked:
             raise ConfigError("max_tokens 0 asks for nothing: give echo, or max_tokens of at least 1")
         asked = 1  # is what the engine wants; nobody hears of it
     sampling = body.sampling(
-        secrets.randbelow(MOST_SEED),
         front.most_tokens(prompts, asked, DEFAULT_MAX_TOKENS),
+        n=body.n,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )

@@ -43,6 +43,10 @@ class Asked:
         """Of all prompts."""
         return len(self.prompts) * self.sampling.n
 
+    def request_id(self, prompt: int) -> str:
+        """Of the engine's request of a prompt, by its number."""
+        return self.id if len(self.prompts) == 1 else f"{self.id}-{prompt}"
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -122,9 +126,8 @@ async def generate(front: Front, asked: Asked) -> AsyncGenerator[Part, None]:
 
 async def _parts(front: Front, asked: Asked, prompt: int) -> AsyncGenerator[Part, None]:
     """Those of one prompt."""
-    request_id = asked.id if len(asked.prompts) == 1 else f"{asked.id}-{prompt}"
     increments = front.engine.stream(
-        asked.prompts[prompt], asked.sampling, request_id=request_id, cache_salt=asked.salt
+        asked.prompts[prompt], asked.sampling, request_id=asked.request_id(prompt), cache_salt=asked.salt
     )
     async with aclosing(increments):
         async for one in increments:

@@ -12,7 +12,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.runner.chat import chat_ids
 from hybridkv.runner.inputs import encode
 from hybridkv.runner.load import LoadedModel
-from hybridkv.serve.bodies import ChatMessage, ConversationBody
+from hybridkv.serve.bodies import ChatMessage, TemplateBody
 
 T = TypeVar("T")
 
@@ -39,10 +39,11 @@ def prompt_ids(loaded: LoadedModel, prompts: Sequence[str | list[int]]) -> list[
     return [encode(loaded, one) for one in prompts]
 
 
-def conversation_ids(loaded: LoadedModel, body: ConversationBody) -> list[int]:
+def conversation_ids(loaded: LoadedModel, messages: Sequence[ChatMessage], reads: TemplateBody) -> list[int]:
     """Those of a conversation. ConfigError as chat_ids, and for tool calls whose arguments are no JSON object."""
-    tools = None if body.tools is None or body.tool_choice == "none" else [one.model_dump() for one in body.tools]
-    return chat_ids(loaded, [_message(one) for one in body.messages], tools=tools, names=body.chat_template_kwargs)
+    tools = None if reads.tools is None or reads.tool_choice == "none" else [one.model_dump() for one in reads.tools]
+    said = [_message(one) for one in messages]
+    return chat_ids(loaded, said, tools=tools, names=reads.chat_template_kwargs)
 
 
 def _message(given: ChatMessage) -> dict[str, Any]:
