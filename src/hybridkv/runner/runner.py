@@ -402,7 +402,7 @@ class ModelRunner:
         """The token of each of ``draws``, int64[n], and whose edits failed. WorkerError for logits that are NaN."""
         if not len(draws):
             return np.empty(0, np.int64), {}
-        wrong = torch.nonzero(logits.isnan().any(dim=-1)).flatten().tolist()
+        wrong = torch.nonzero(logits.amax(dim=-1).isnan()).flatten().tolist()  # the largest of a row with NaN is NaN
         if wrong:
             raise WorkerError(
                 f"Step {step.id}: the logits of row {step.rows[draws.row[wrong[0]]]} are no numbers (NaN) behind token "
