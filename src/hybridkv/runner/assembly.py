@@ -24,7 +24,8 @@ from hybridkv.schedule import Scheduler, SchedulerLimits
 class EngineOptions:
     """How an engine runs. max_running: requests at once. token_budget: tokens of a step.
 
-    in_flight: steps scheduled ahead of their results, 1 or 2. prefix_caching: share blocks of equal prefixes.
+    in_flight: steps scheduled ahead of their results, 1 or 2: then forwards run in a thread of their own, observers and
+    logits_processors with them, while the next step is scheduled. prefix_caching: share blocks of equal prefixes.
     attention: what attends over the pages (AttentionBackend).
     self_check: first compare the model on pages with plain forwards, some 15 short ones (hybridkv.runner.self_check).
     image_bytes: of the features of images kept on the device; beyond it those read longest ago are made anew.

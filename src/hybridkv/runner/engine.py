@@ -23,6 +23,7 @@ from hybridkv.request import Request, SamplingParams
 from hybridkv.runner.assembly import EngineOptions, assemble, plan_of
 from hybridkv.runner.completion import Completion, Progress, count_step, raise_first
 from hybridkv.runner.encoder_inputs import EncoderFeed, Given, InputName, encoder_feed, one_input_each
+from hybridkv.runner.forward_thread import ForwardThread
 from hybridkv.runner.images.prompt_images import Images, PromptImages, images_each
 from hybridkv.runner.inputs import (
     as_list,
@@ -64,9 +65,9 @@ class Engine:
     observer: sees the logits of every Step (hybridkv.runner.runner.Observer).
     speculate: proposes tokens, which the model verifies several at a time; None for none. Outputs are the same. A plan
     needs room for its drafts in recurrent layers (num_speculative_tokens). A request that decodes then waits for its
-    result before its next step is scheduled, drafts or not, whatever ``in_flight`` is. When it raises, or proposes what
-    are no tokens of the model, the log says so and the engine goes on without it: ``drafter`` is None then. The engine
-    closes it.
+    result before its next step is scheduled, whatever ``in_flight`` is, but for one step where nobody had drafts. When
+    it raises, or proposes what are no tokens of the model, the log says so and the engine goes on without it:
+    ``drafter`` is None then. The engine closes it.
     From here to ``close`` (or the end of a ``with``) the model attends through the engine's pages, and belongs to it
     alone; a model in hand does not train meanwhile.
     Raises ConfigError for a plan of another model, for arguments that contradict each other, and as ``wrap``,
@@ -108,6 +109,8 @@ class Engine:
             )
             self.cache, self.scheduler, self.runner = parts
             undo.callback(self.runner.detach)
+            self._forwards = ForwardThread(self.runner)
+            undo.callback(self._forwards.close)
             if speculate is not None:
                 undo.callback(speculate.close)
             self._closing = undo.pop_all()
@@ -117,6 +120,7 @@ class Engine:
         self._ended: list[Progress] = []
         self._next_id = 0
         self._idle = 0
+        self._found_none = False
 
     def close(self) -> None:
         """Give the model back as it was, and close the drafter: nothing runs here any more. Again: nothing."""
@@ -339,13 +343,18 @@ class Engine:
     def _run(self) -> None:
         """As ``step``, with nothing handed out."""
         self._require_open()
-        self._schedule_ahead()
+        if self._in_flight and self._overlaps:
+            self._forwards.begin(self._in_flight[0])
+        try:
+            self._schedule_ahead()
+        finally:
+            self._forwards.wait()
         if not self._in_flight:
             return
         self._watch()
         step = self._in_flight[0]
         try:
-            result = self.runner.execute(step)
+            result = self._forwards.result(step)
         except BaseException as error:
             while self._in_flight:
                 self._land()
@@ -353,6 +362,11 @@ class Engine:
             raise
         self._land()
         self._take_in(step, result, self.scheduler.update(result))
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether a forward may run beside the scheduler: not where what it reads is held for the next Step, too."""
+        return self.runner.cross is None and self.runner.images is None
 
     def _launch(self, step: Step) -> None:
         """``step`` is in flight, and holds what its encoders read: its requests may end before it runs."""
@@ -375,13 +389,26 @@ class Engine:
             # drained with requests not handed out: aborted ones, which the update of an empty Step brings
             if self.scheduler.drained and (self._in_flight or not self._live):
                 return
-            if self.drafter is not None and any(map(_would_run_ahead, self._in_flight)):
+            if self._in_flight and not self._may_run_ahead():
                 return
             self._propose()
             step = self.scheduler.schedule()
             self._launch(step)
             if not len(step):
                 return
+
+    def _may_run_ahead(self) -> bool:
+        """Whether a step is to be scheduled behind those in flight.
+
+        With a drafter not behind one that samples without drafts, for there could be none for the next token either;
+        but once where it had none for anybody: it is asked again behind the token after that.
+        """
+        if self.drafter is None:
+            return True
+        if self.scheduler.waits_for_drafts:
+            return False
+        found_none, self._found_none = self._found_none, False
+        return found_none or not any(map(_would_run_ahead, self._in_flight))
 
     def _propose(self) -> None:
         """Drafts for the requests of which one token is left to run: what the others will have is not known yet."""
@@ -396,6 +423,7 @@ class Engine:
             logger.warning("%s failed, no more drafts: %r", type(self.drafter).__name__, error, exc_info=True)
             self.drafter = None
             return
+        self._found_none = not any(drafts.values())
         self.scheduler.propose(drafts)
 
     def _watch(self) -> None:

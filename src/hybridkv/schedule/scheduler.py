@@ -164,6 +164,15 @@ class Scheduler:
         """
         return not (self._inbox or self._waiting or self._forks or self._running.seats_taken)
 
+    @property
+    def waits_for_drafts(self) -> bool:
+        """Whether the next Step would be empty until a result is in: all that run have drafts in flight, nobody waits.
+
+        O(running).
+        """
+        running = self._running
+        return bool(running.requests) and not self.num_waiting and bool(running.num_drafts[running.order].all())
+
     # -- schedule
 
     def propose(self, drafts: Mapping[str, Sequence[int]]) -> None:
