@@ -1,17 +1,8 @@
-"""Health, metrics, the document, and the cache forgotten."""
+"""Health, the document, and the cache forgotten."""
 
-from prometheus_client.parser import text_string_to_metric_families
 from serve_support import Served
 
 PATH = "/v1/completions"
-
-
-def samples(served: Served) -> dict[str, float]:
-    answer = served.client.get("/metrics")
-    assert answer.headers["content-type"].startswith("text/plain")
-    return {
-        sample.name: sample.value for family in text_string_to_metric_families(answer.text) for sample in family.samples
-    }
 
 
 def test_health_version_and_models(llama: Served) -> None:
@@ -31,15 +22,6 @@ def test_a_server_that_drains_is_not_ready(llama: Served) -> None:
         assert llama.client.get("/health").status_code == 200
     finally:
         llama.front.draining = False
-
-
-def test_metrics_are_the_engines(llama: Served) -> None:
-    llama.post(PATH, prompt="count this", max_tokens=2)
-    now, found = llama.front.engine.statistics(), samples(llama)
-    assert found["hybridkv:num_requests_running"] == now.running == 0
-    assert found["hybridkv:prefix_cache_queries_total"] == now.prompt_tokens > 0
-    assert found["hybridkv:request_success_total"] == now.requests_finished > 0
-    assert found["hybridkv:engine_steps_total"] == now.steps
 
 
 def test_the_cache_is_forgotten(llama: Served) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from hybridkv.cli.loading import ModelOption, TrustOption, bars_for_terminals, load_quietly
-from hybridkv.cli.panels import CACHE, REQUESTS, RUN
+from hybridkv.cli.panels import CACHE, OUTPUT, REQUESTS, RUN
 from hybridkv.cli.speculation import Speculate, SpeculateOption
 from hybridkv.units import MOST_COUNT, format_bytes, format_count
 
@@ -52,6 +52,9 @@ def serve_command(
         Path | None,
         typer.Option(help="Lines of KEY, or KEY SALT for a tenant.", show_default="no keys", rich_help_panel=REQUESTS),
     ] = None,
+    metrics_prefix: Annotated[
+        str, typer.Option(metavar="NAME", help="Of metrics' names: vllm for vLLM's own.", rich_help_panel=OUTPUT)
+    ] = "hybridkv",
     max_waiting: Annotated[
         int,
         typer.Option(
@@ -83,7 +86,7 @@ def serve_command(
     from hybridkv.serve.server import Server, listen  # noqa: PLC0415  # same
 
     keys = None if api_key_file is None else ApiKeys.read(api_key_file)
-    served = ServeOptions(served_model_name, max_waiting, keys)
+    served = ServeOptions(served_model_name, max_waiting, keys, metrics_prefix)
     options = EngineOptions(max_running, token_budget, prefix_caching=not no_prefix_caching, attention=attention)
     listening = listen(host, port)  # what cannot be should show before a model is loaded
     loaded = load_quietly(model, trust_remote_code=trust_remote_code)

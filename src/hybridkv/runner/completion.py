@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +25,8 @@ class Completion:
     recomputation and drafts included. drafted_tokens: drafts that the model verified; accepted_tokens: those that were
     what it draws, what a stop then cut off included.
     logprobs: of each output token; prompt_logprobs: of each prompt token but the first, fewer if it was aborted before
-    they were computed; None where they were not asked for.
+    they were computed; None where they were not asked for. queue_seconds: from its arrival until it first ran, or to
+    its end; no part of what is compared.
     """
 
     request_id: str
@@ -39,6 +41,7 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    queue_seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,13 @@ class Progress:
     error: Exception | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    _added: float = field(default_factory=time.monotonic)
+    _begun: float | None = None
+
+    def begins(self) -> None:
+        """A step with its row is on its way: the first time, or behind a preemption."""
+        if self._begun is None:
+            self._begun = time.monotonic()
 
     @property
     def decodes(self) -> bool:
@@ -169,6 +179,7 @@ class Progress:
             prompt_logprobs=None if request.sampling.prompt_logprobs is None else tuple(self.prompt_logprobs),
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
+            queue_seconds=(time.monotonic() if self._begun is None else self._begun) - self._added,
         )
 
 

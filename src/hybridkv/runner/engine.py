@@ -371,6 +371,9 @@ class Engine:
     def _launch(self, step: Step) -> None:
         """``step`` is in flight, and holds what its encoders read: its requests may end before it runs."""
         self._in_flight.append(step)
+        for new in step.new_rows:
+            if (live := self._live.get(new.request_id)) is not None:
+                live.begins()
         if self.runner.cross is not None:
             self.runner.cross.hold_inputs(step)
         if self.runner.images is not None:

@@ -18,6 +18,7 @@ from hybridkv.runner.async_engine import AsyncEngine
 from hybridkv.runner.engine import Engine
 from hybridkv.serve.errors import ApiError
 from hybridkv.serve.keys import ApiKeys, salt_for, tenant_of
+from hybridkv.serve.metrics import PREFIX, RequestMetrics, metrics_prefix
 from hybridkv.serve.places import Places
 from hybridkv.serve.tokens import TokenThread
 
@@ -27,17 +28,20 @@ class ServeOptions:
     """How an engine is served. name: of the model, for clients; None for the engine's.
 
     max_waiting: outputs that may wait beside those that run; further ones are answered 429.
-    keys: who may ask; None for whoever reaches the server. Raises ConfigError for values that cannot be.
+    keys: who may ask; None for whoever reaches the server. metrics_prefix: what names of metrics begin with.
+    Raises ConfigError for values that cannot be.
     """
 
     name: str | None = None
     max_waiting: int = 256
     keys: ApiKeys | None = None
+    metrics_prefix: str = PREFIX
 
     def __post_init__(self) -> None:
         check_fields(self, or_none(text), "name")
         check_fields(self, partial(integer, least=0), "max_waiting")
         check_fields(self, or_none(one_of(ApiKeys)), "keys")
+        check_fields(self, metrics_prefix, "metrics_prefix")
 
 
 class Front:
@@ -50,6 +54,7 @@ class Front:
         self.max_model_len = engine.plan.max_model_len
         self.places = Places(engine.options.max_running + options.max_waiting)
         self.tokens = TokenThread()
+        self.metrics = RequestMetrics(options.metrics_prefix, self.name)
         self.created = int(time.time())
         self.draining = False
         self._closing = AsyncExitStack()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from hybridkv.request import SamplingParams
 from hybridkv.runner.completion import Completion, Increment
 from hybridkv.serve.errors import api_error
 from hybridkv.serve.front import Front
+from hybridkv.serve.metrics import Watch
 
 T = TypeVar("T")
 
@@ -113,14 +115,14 @@ async def answer(front: Front, request: Request, asked: Asked, form: Form, *, st
 
 async def generate(front: Front, asked: Asked) -> AsyncGenerator[Part, None]:
     """Parts of all outputs as they come. Whoever leaves early (``aclosing``) ends them. Raises as ``answer``."""
+    begun = time.monotonic()
+    watches = [Watch(front.metrics, begun) for _ in range(asked.outputs)]
+    prompts = [_parts(front, asked, number) for number in range(len(asked.prompts))]
+    source = prompts[0] if len(prompts) == 1 else _merged(prompts)
     with front.places.take(asked.outputs):
-        if len(asked.prompts) == 1:
-            async with aclosing(_parts(front, asked, 0)) as parts:
-                async for part in parts:
-                    yield part
-            return
-        async with aclosing(_merged([_parts(front, asked, number) for number in range(len(asked.prompts))])) as merged:
-            async for part in merged:
+        async with aclosing(source):
+            async for part in source:
+                watches[part.choice].came(len(part.increment.token_ids), part.increment.completion)
                 yield part
 
 

@@ -1,49 +1,184 @@
-"""Counts of an engine as Prometheus reads them: asked for when somebody looks, nothing of it is on a step's path."""
+"""Counts of an engine as Prometheus reads them, under the names that dashboards of vLLM know.
+
+    statistics(), asked for when somebody looks -> Snapshot -> families        nothing of it is on a step's path
+    answers, as the event loop sees them come   -> RequestMetrics -> histograms
+
+Names begin with a prefix of ours; with ``vllm`` for one, they are those of vLLM where both count the same.
+"""
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from hybridkv.runner.async_engine import AsyncEngine
+from hybridkv.cache.statistics import CacheStatistics
+from hybridkv.errors import ConfigError
+from hybridkv.runner.completion import Completion
+from hybridkv.runner.engine import Engine
 from hybridkv.schedule import SchedulerStatistics
+from hybridkv.units import shown
 
-PREFIX = "hybridkv:"
+PREFIX: Final = "hybridkv"
+_MODEL: Final = "model_name"
+_SECONDS: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+_TOKENS: Final = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
-class EngineCollector(Collector):
-    """``statistics()`` of ``engine``, labelled with its model's name."""
+def metrics_prefix(name: str, value: object) -> str:
+    """``value`` as the beginning of names. ConfigError for what Prometheus takes for none."""
+    if not isinstance(value, str) or not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", value):
+        raise ConfigError(f"{name} must be letters, digits and underscores, got {shown(value)}")
+    return value
 
-    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
-        self._engine, self._model_name = engine, model_name
 
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """All of now."""
-        now = self._engine.statistics()
-        for name, said, value in _gauges(now):
-            gauge = GaugeMetricFamily(PREFIX + name, said, labels=["model_name"])
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What an engine says of itself at one moment. kinds: what each of the plan's groups keeps."""
+
+    scheduler: SchedulerStatistics
+    cache: CacheStatistics
+    usage: float
+    kinds: tuple[str, ...]
+
+    @classmethod
+    def of(cls, engine: Engine) -> Snapshot:
+        """Of now, in the engine's own thread. O(blocks)."""
+        kinds = tuple(str(one.spec.keeps) for one in engine.plan.config.groups)
+        return cls(engine.statistics(), engine.cache.statistics(), engine.cache.usage, kinds)
+
+
+class RequestMetrics:
+    """What came of requests, as the event loop saw it: of one server."""
+
+    def __init__(self, prefix: str, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._prefix, self._model_name = prefix, model_name
+        self.first_token = self._histogram("time_to_first_token_seconds", "Until the first token.", _SECONDS)
+        self.next_token = self._histogram("inter_token_latency_seconds", "Between an output's tokens.", _SECONDS)
+        self._per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Of a request: behind its first token, a token.", _SECONDS
+        )
+        self._queued = self._histogram("request_queue_time_seconds", "Until it first ran.", _SECONDS)
+        self._whole = self._histogram("e2e_request_latency_seconds", "Until its end.", _SECONDS)
+        self._prompt = self._histogram("request_prompt_tokens", "Of its prompt.", _TOKENS)
+        self._output = self._histogram("request_generation_tokens", "Of its output.", _TOKENS)
+        self._tokens = Counter(f"{prefix}:generation_tokens", "Output tokens.", [_MODEL], registry=self.registry)
+        self._ended = Counter(
+            f"{prefix}:request_success", "Requests that ended.", [_MODEL, "finished_reason"], registry=self.registry
+        )
+        self.tokens = self._tokens.labels(model_name)
+
+    def _histogram(self, name: str, said: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(f"{self._prefix}:{name}", said, [_MODEL], registry=self.registry, buckets=buckets)
+        return made.labels(self._model_name)
+
+    def ended(self, done: Completion, begun: float, first: float) -> None:
+        """An output has ended. begun, first: when it was asked for and began to come, on the monotonic clock."""
+        now, tokens = time.monotonic(), len(done.token_ids)
+        self._whole.observe(now - begun)
+        self._queued.observe(done.queue_seconds)
+        self._prompt.observe(len(done.prompt_token_ids))
+        self._output.observe(tokens)
+        if tokens > 1:
+            self._per_token.observe((now - first) / (tokens - 1))
+        self._ended.labels(self._model_name, str(done.finish_reason)).inc()
+
+
+class Watch:
+    """Times of one output as it comes. begun: when it was asked for, on the monotonic clock."""
+
+    def __init__(self, metrics: RequestMetrics, begun: float) -> None:
+        self._metrics, self._begun = metrics, begun
+        self._first = self._last = 0.0
+
+    def came(self, tokens: int, done: Completion | None) -> None:
+        """So many tokens, and maybe the end."""
+        now = time.monotonic()
+        if tokens and not self._first:
+            self._first = now
+            self._metrics.first_token.observe(now - self._begun)
+        elif tokens:
+            # those that came at once, as accepted drafts do, share the time
+            for _ in range(tokens):
+                self._metrics.next_token.observe((now - self._last) / tokens)
+        self._last = now
+        self._metrics.tokens.inc(tokens)
+        if done is not None:
+            self._metrics.ended(done, self._begun, self._first or now)
+
+
+class SnapshotCollector:
+    """``snapshot`` as families, and with them what came of requests."""
+
+    def __init__(self, snapshot: Snapshot, requests: RequestMetrics, prefix: str, model_name: str) -> None:
+        self._snapshot, self._requests = snapshot, requests
+        self._prefix, self._model_name = prefix, model_name
+
+    def collect(self) -> Iterator[Metric]:
+        """All of it."""
+        now = self._snapshot
+        yield from self._requests.registry.collect()
+        yield from self._gauges(now)
+        yield from self._counters(now.scheduler)
+        yield from self._groups(now)
+
+    def _gauge(self, name: str, said: str, *labels: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(f"{self._prefix}:{name}", said, labels=[_MODEL, *labels])
+
+    def _counter(self, name: str, said: str, *labels: str) -> CounterMetricFamily:
+        return CounterMetricFamily(f"{self._prefix}:{name}", said, labels=[_MODEL, *labels])
+
+    def _gauges(self, now: Snapshot) -> Iterator[Metric]:
+        for name, said, value in (
+            ("num_requests_running", "Requests that run.", now.scheduler.running),
+            ("num_requests_waiting", "Requests that wait.", now.scheduler.waiting),
+            ("kv_cache_usage_perc", "Share of the cache that requests hold, 0 to 1.", now.usage),
+            ("kv_cache_peak_usage_perc", "The most of it so far.", now.scheduler.peak_usage),
+            ("kv_cache_pinned_blocks", "Blocks held by pins.", now.cache.pinned_blocks),
+        ):
+            gauge = self._gauge(name, said)
             gauge.add_metric([self._model_name], value)
             yield gauge
-        for name, said, value in _counters(now):
-            counter = CounterMetricFamily(PREFIX + name, said, labels=["model_name"])
+
+    def _counters(self, now: SchedulerStatistics) -> Iterator[Metric]:
+        for name, said, value in (
+            ("prompt_tokens", "Prompt tokens of requests that came in.", now.prompt_tokens),
+            ("prompt_tokens_cached", "Those of them found in the cache.", now.hit_tokens),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", now.prompt_tokens),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", now.hit_tokens),
+            ("num_preemptions", "Requests that gave their blocks back and wait again.", now.preemptions),
+            ("spec_decode_num_draft_tokens", "Drafts that the model verified.", now.drafted_tokens),
+            ("spec_decode_num_accepted_tokens", "Drafts that it accepted.", now.accepted_tokens),
+            ("computed_tokens", "Tokens that ran, those computed again included.", now.computed_tokens),
+            ("engine_steps", "Steps scheduled.", now.steps),
+            ("engine_failed_steps", "Steps that brought no result.", now.failed_steps),
+        ):
+            counter = self._counter(name, said)
             counter.add_metric([self._model_name], value)
             yield counter
+        accepted = self._counter("spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by place.", "position")
+        for position, value in enumerate(now.accepted_by_position):
+            accepted.add_metric([self._model_name, str(position)], value)
+        yield accepted
+        refused = self._counter("admission_refusals", "Looks at a waiting request that did not come in.", "reason")
+        for reason, value in now.refusals.items():
+            refused.add_metric([self._model_name, reason], value)
+        yield refused
 
-
-def _gauges(now: SchedulerStatistics) -> Iterator[tuple[str, str, float]]:
-    yield "num_requests_running", "Requests that run.", now.running
-    yield "num_requests_waiting", "Requests that wait.", now.waiting
-
-
-def _counters(now: SchedulerStatistics) -> Iterator[tuple[str, str, float]]:
-    yield "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", now.prompt_tokens
-    yield "prefix_cache_hits", "Prompt tokens found in the prefix cache.", now.hit_tokens
-    yield "num_preemptions", "Requests that gave their blocks back and wait again.", now.preemptions
-    yield "request_success", "Requests that ended.", now.requests_finished
-    yield "computed_tokens", "Tokens that ran, those computed again included.", now.computed_tokens
-    yield "spec_decode_num_draft_tokens", "Drafts that the model verified.", now.drafted_tokens
-    yield "spec_decode_num_accepted_tokens", "Drafts that it accepted.", now.accepted_tokens
-    yield "engine_steps", "Steps scheduled.", now.steps
-    yield "engine_failed_steps", "Steps that brought no result.", now.failed_steps
+    def _groups(self, now: Snapshot) -> Iterator[Metric]:
+        blocks = self._gauge("kv_group_blocks", "Blocks of a group, held or with a key.", "group", "kind", "state")
+        published = self._counter("kv_group_published", "Keys given to blocks of a group.", "group", "kind")
+        evicted = self._counter("kv_group_evictions", "Keys that a group's blocks lost.", "group", "kind")
+        for number, (group, kind) in enumerate(zip(now.cache.groups, now.kinds, strict=True)):
+            labels = [self._model_name, str(number), kind]
+            blocks.add_metric([*labels, "held"], group.held_blocks)
+            blocks.add_metric([*labels, "cached"], group.cached_blocks)
+            published.add_metric(labels, group.published)
+            evicted.add_metric(labels, group.evictions)
+        yield from (blocks, published, evicted)

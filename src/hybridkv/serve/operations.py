@@ -6,12 +6,12 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from typing_extensions import TypedDict
 
 from hybridkv.serve.errors import ApiError
 from hybridkv.serve.front import Front
-from hybridkv.serve.metrics import EngineCollector
+from hybridkv.serve.metrics import Snapshot, SnapshotCollector
 
 
 class Status(TypedDict):
@@ -47,8 +47,6 @@ def add_operations(app: FastAPI, front: Front) -> None:
     """Their routes."""
     _add_health(app, front)
     _add_models(app, front)
-    registry = CollectorRegistry()
-    registry.register(EngineCollector(front.engine, front.name))
 
     @app.get("/version")
     async def hybridkv_version() -> Version:
@@ -58,7 +56,9 @@ def add_operations(app: FastAPI, front: Front) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Counts, as Prometheus reads them."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        snapshot = await front.engine.between_steps(Snapshot.of)
+        told = SnapshotCollector(snapshot, front.metrics, front.options.metrics_prefix, front.name)
+        return Response(generate_latest(told), media_type=CONTENT_TYPE_LATEST)
 
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> JSONResponse:

@@ -1,0 +1,101 @@
+"""Metrics are the engine's counts and the clients' times, under names that dashboards know."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serve_support import Served, engine_of, serving
+
+from hybridkv.errors import ConfigError
+from hybridkv.runner import Engine, load
+from hybridkv.runner.drafters import NgramDrafter
+from hybridkv.serve import ServeOptions
+
+PATH = "/v1/completions"
+
+
+def samples(served: Served) -> dict[str, float]:
+    """Sums of every name over its labels; a label that tells values apart is part of the name."""
+    answer = served.client.get("/metrics")
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/plain")
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(answer.text):
+        for one in family.samples:
+            labels = {key: value for key, value in one.labels.items() if key not in {"model_name", "le"}}
+            name = f"{one.name}{sorted(labels.values())}" if labels else one.name
+            assert one.labels["model_name"] == served.front.name
+            if "le" not in one.labels or one.labels["le"] == "+Inf":
+                found[name] = one.value
+    return found
+
+
+def test_counts_are_those_of_the_engine(llama: Served) -> None:
+    before = samples(llama)
+    llama.post(PATH, prompt=["count this prompt, which has two blocks", "and this"], n=2, max_tokens=5, ignore_eos=True)
+    now, found = llama.front.engine.statistics(), samples(llama)
+    assert found["hybridkv:num_requests_running"] == now.running == 0
+    assert found["hybridkv:num_requests_waiting"] == 0
+    assert found["hybridkv:kv_cache_usage_perc"] == 0
+    assert found["hybridkv:prefix_cache_queries_total"] == now.prompt_tokens > 0
+    assert found["hybridkv:prefix_cache_hits_total"] == now.hit_tokens
+    assert found["hybridkv:engine_steps_total"] == now.steps
+    grown = {name: value - before.get(name, 0) for name, value in found.items()}
+    assert grown["hybridkv:generation_tokens_total"] == 4 * 5
+    assert grown["hybridkv:request_success_total['length']"] == 4
+    for histogram in ("e2e_request_latency_seconds", "time_to_first_token_seconds", "request_queue_time_seconds"):
+        assert grown[f"hybridkv:{histogram}_count"] == 4
+        assert grown[f"hybridkv:{histogram}_sum"] > 0
+    assert grown["hybridkv:inter_token_latency_seconds_count"] == 4 * 4
+    assert grown["hybridkv:request_generation_tokens_sum"] == 4 * 5
+    queue, first, whole = (
+        grown[f"hybridkv:{name}_sum"]
+        for name in ("request_queue_time_seconds", "time_to_first_token_seconds", "e2e_request_latency_seconds")
+    )
+    assert queue < first < whole
+
+
+def test_blocks_of_groups_while_a_request_runs(llama: Served) -> None:
+    body = {"prompt": "a prompt of more than two blocks of tokens", "max_tokens": 400, "ignore_eos": True}
+    with llama.client.stream("POST", PATH, json={**body, "stream": True}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        found = samples(llama)
+        assert found["hybridkv:num_requests_running"] == 1
+        assert 0 < found["hybridkv:kv_cache_usage_perc"] <= found["hybridkv:kv_cache_peak_usage_perc"] <= 1
+        (held,) = (value for name, value in found.items() if "kv_group_blocks" in name and "'held'" in name)
+        assert held >= 3
+
+
+def test_names_of_vllm_drafts_and_kinds_of_groups() -> None:
+    target = Engine(load("tiny:qwen3_next"), memory="8MiB", max_model_len=512, speculate=NgramDrafter(2))
+    with serving(target, ServeOptions(metrics_prefix="vllm")) as served:
+        served.post(PATH, prompt="aaaa", max_tokens=20, temperature=0, logit_bias={"97": 1000})
+        found = samples(served)
+        now = served.front.engine.statistics()
+        assert all(name.startswith("vllm:") for name in found)
+        assert found["vllm:spec_decode_num_draft_tokens_total"] == now.drafted_tokens > 0
+        assert found["vllm:spec_decode_num_accepted_tokens_total"] == now.accepted_tokens
+        accepted = [value for name, value in found.items() if "_per_pos" in name]
+        assert sum(accepted) == now.accepted_tokens
+        assert all(one >= other for one, other in pairwise(accepted))
+        groups = {name.partition("[")[2] for name in found if "kv_group_evictions" in name}
+        assert len(groups) == len(target.plan.config.groups) > 1
+
+
+@pytest.mark.parametrize("prefix", ["", "a:b", "1a", "a b"])
+def test_a_prefix_is_a_name(prefix: str) -> None:
+    with pytest.raises(ConfigError, match="metrics_prefix"):
+        replace(ServeOptions(), metrics_prefix=prefix)
+
+
+def test_a_request_that_waits_has_waited() -> None:
+    with serving(engine_of("llama", max_running=1)) as served:
+        served.post(PATH, prompt=["one", "two"], max_tokens=20, ignore_eos=True)
+        found = samples(served)
+        # the second ran when the first was done
+        whole, queued = (
+            found[f"hybridkv:{name}_sum"] for name in ("e2e_request_latency_seconds", "request_queue_time_seconds")
+        )
+        assert whole / 4 < queued < whole / 2
