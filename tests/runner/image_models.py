@@ -132,6 +132,21 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
         "text_config": _LLAMA,
         "vision_config": {**_CLIP, "model_type": "clip_vision_model", "projection_dim": 32},
     },
+    "gemma3": {
+        "image_token_index": IMAGE,
+        "boi_token_index": START,
+        "eoi_token_index": END,
+        "mm_tokens_per_image": 9,
+        "tie_word_embeddings": False,
+        "text_config": {
+            **_TEXT,
+            "query_pre_attn_scalar": 16,
+            "tie_word_embeddings": False,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        "vision_config": {**_CLIP, "image_size": 24},
+    },
     "internvl": {
         "image_token_id": IMAGE,
         "downsample_ratio": 0.5,
@@ -155,6 +170,8 @@ def image_model(model_type: str, seed: int = 0) -> LoadedModel:
     config = CONFIG_MAPPING[model_type](**FIELDS[model_type])
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval()
     fill(model, torch.Generator().manual_seed(seed))
+    if model_type == "gemma3":  # its features are as large as its scaled embeddings
+        model.model.multi_modal_projector.mm_input_projection_weight.data.mul_(5)
     return wrap(model, None, model_type)
 
 
@@ -183,7 +200,8 @@ def pixels(model_type: str, sizes: Sequence[Size], seeds: Sequence[int]) -> dict
                 3, 8 * size.rows, 8 * size.columns, generator=draw
             )
         return {"pixel_values": values, "image_sizes": torch.tensor([[8 * one.rows, 8 * one.columns] for one in sizes])}
-    return {"pixel_values": torch.stack([torch.randn(3, 16, 16, generator=draw) for draw in draws])}
+    side = 24 if model_type == "gemma3" else 16
+    return {"pixel_values": torch.stack([torch.randn(3, side, side, generator=draw) for draw in draws])}
 
 
 def placeholders(model_type: str, size: Size) -> list[int]:
@@ -192,6 +210,8 @@ def placeholders(model_type: str, size: Size) -> list[int]:
         return [START, *[IMAGE] * (size.rows * size.columns), END]
     if model_type == "mistral3":
         return [*([IMAGE] * size.columns + [START]) * (size.rows - 1), *[IMAGE] * size.columns, END]
+    if model_type == "gemma3":
+        return [START, *[IMAGE] * 9, END]
     return [IMAGE] * (4 if model_type in {"internvl", "aya_vision"} else 16)
 
 
@@ -222,6 +242,8 @@ def _inputs(loaded: LoadedModel, prompt: ImagePrompt, ids: Sequence[int]) -> dic
     given = {} if prompt.images is None else dict(prompt.images)
     if given and loaded.name.startswith(_GRIDS):
         given["mm_token_type_ids"] = (tokens == IMAGE).int()
+    if given and loaded.name == "gemma3":
+        given["token_type_ids"] = (tokens == IMAGE).int()
     return {"input_ids": tokens, **given}
 
 

@@ -28,6 +28,7 @@ from runner_support import (
     relative_difference,
 )
 
+from hybridkv.errors import ConfigError
 from hybridkv.planner.plan import REFERENCE
 from hybridkv.runner import AsyncEngine, Completion, Engine, assembly
 from hybridkv.runner.drafters import NgramDrafter
@@ -40,6 +41,7 @@ OUTPUT = 12
 WIDE, TALL, SMALL = Size(3, 4), Size(5, 2), Size(2, 2)
 HEAD, MIDDLE, TAIL = list(range(40, 60)), list(range(60, 67)), list(range(70, 77))
 IN_CI = ("qwen3_vl",)
+BOTH_WAYS = {"gemma3"}
 MODELS = [pytest.param(name, marks=() if name in IN_CI else pytest.mark.thorough) for name in COMPARED]
 
 
@@ -104,13 +106,12 @@ def warm(compared: Compared) -> None:
 
 def chunked(compared: Compared) -> None:
     compared.run(compared.engine(token_budget=13, prefix_caching=False))
-    inside = [
-        step.num_computed[place]
-        for step in compared.seen.steps
-        for place in range(len(step))
-        if step.num_scheduled[place] > 1
-    ]
-    assert any(len(HEAD) < one < len(HEAD) + 12 for one in inside), "no chunk ended inside an image"
+    owner, cut = dict[int, list[int]](), 0
+    for step in compared.seen.steps:
+        owner |= {new.row: compared.prompts[int(new.request_id)].ids for new in step.new_rows}
+        for row, at in zip(step.rows.tolist(), step.num_computed.tolist(), strict=True):
+            cut += owner[row][max(at - 1, 0) : at + 1] == [IMAGE, IMAGE]
+    assert bool(cut) == (compared.name not in BOTH_WAYS), "chunks end inside images, but for those that run whole"
 
 
 def chunked_two_in_flight(compared: Compared) -> None:
@@ -162,9 +163,17 @@ def test_every_regime_equals_plain_transformers(name: str, make_engine: EngineFa
         regime(compared)
 
 
-@pytest.mark.parametrize("attention", ["eager", "torch"])
-def test_every_backend_reads_images(attention: str, make_engine: EngineFactory) -> None:
-    compared = Compared("qwen3_vl", make_engine)
+@pytest.mark.parametrize(
+    ("attention", "name"),
+    [
+        ("eager", "qwen3_vl"),
+        ("torch", "qwen3_vl"),
+        ("gather", "gemma3"),
+        pytest.param("eager", "gemma3", marks=pytest.mark.thorough),
+    ],
+)
+def test_every_backend_reads_images(attention: str, name: str, make_engine: EngineFactory) -> None:
+    compared = Compared(name, make_engine)
     engine = compared.engine(attention=attention, token_budget=13)
     compared.run(engine)
     compared.run(engine)
@@ -200,6 +209,62 @@ def test_placeholders_that_were_sampled_are_tokens_like_others(make_engine: Engi
     for number in range(len(compared.prompts)):
         compared.check(number, done[str(int(first) + 1 + number)])
     require_nothing_held(engine)
+
+
+# -- images whose tokens see each other in both directions
+
+
+def test_a_hit_may_end_inside_an_image_that_runs_whole(make_engine: EngineFactory) -> None:
+    loaded = image_model("gemma3")
+    prompt = prompt_of("gemma3", [HEAD[:10], (WIDE, 1), TAIL])
+    expected = generated(loaded, prompt, OUTPUT)
+    engine = make_engine(loaded, [prompt.ids], OUTPUT, layout=REFERENCE)
+    for hit in (0, 16):
+        (done,) = engine.generate([prompt.ids], greedy(OUTPUT), images=[prompt.images])
+        assert (done.hit_tokens, done.token_ids) == (hit, expected)
+    assert prompt.ids[15] == prompt.ids[16] == IMAGE
+
+
+@pytest.mark.parametrize("wrong", ["chunks", "masks"])
+def test_a_part_of_an_image_or_a_causal_one_would_show(
+    wrong: str, make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = Compared("gemma3", make_engine)
+    if wrong == "chunks":
+        monkeypatch.setattr(assembly, "attends_both_ways", lambda _: False)
+    else:
+        monkeypatch.setattr(PromptImages, "last_seen", lambda _, first, behind: np.arange(first, behind))
+    engine = compared.engine(token_budget=13, prefix_caching=False)
+    with pytest.raises((AssertionError, IndexError)):
+        compared.run(engine)
+
+
+def test_images_that_cannot_run_whole_are_refused(make_engine: EngineFactory) -> None:
+    loaded = image_model("gemma3")
+    prompt = prompt_of("gemma3", [HEAD, (WIDE, 1), TAIL])
+    at = prompt.ids.index(IMAGE)
+    two = prompt_of("gemma3", [HEAD, (WIDE, 1), (WIDE, 2), TAIL])
+    touching = [*HEAD, *[IMAGE] * 18, *TAIL]
+    parted = [*prompt.ids[: at + 4], 5, *prompt.ids[at + 4 :]]
+    engine = make_engine(loaded, [two.ids], OUTPUT)
+    for ids, images, match in (
+        (touching, two.images, "must be one run of 9 placeholders, with text before it"),
+        (parted, prompt.images, "must be one run of 9 placeholders"),
+        (prompt.ids[: at + 9], prompt.images, "ends with item .* end it with text"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            engine.add(ids, greedy(OUTPUT), images=images)
+    assert engine.idle
+    require_nothing_held(engine)
+    make_engine.close()
+    engine = make_engine(loaded, [two.ids], OUTPUT, token_budget=8)
+    with pytest.raises(ConfigError, match="9 tokens that run in one step, of 8 tokens at most: raise"):
+        engine.add(prompt.ids, greedy(OUTPUT), images=prompt.images)
+    make_engine.close()
+    reads_pages: Any = "torch"
+    engine = make_engine(loaded, [two.ids], OUTPUT, attention=reads_pages)
+    with pytest.raises(ConfigError, match="attend in both directions: use attention=gather or eager"):
+        engine.add(prompt.ids, greedy(OUTPUT), images=prompt.images)
 
 
 # -- what is shared

@@ -4,9 +4,10 @@ import pytest
 from kinds_support import cache_of, full, published, state
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.extra_keys import MultimodalItem
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
-from hybridkv.schedule.chunks import AlignSplit
+from hybridkv.schedule.chunks import AlignSplit, ItemSplit
 from hybridkv.step import Csr, Step, StepResult
 
 
@@ -52,6 +53,33 @@ def test_branch_points() -> None:
 )
 def test_chunks_with_eagle(prompt: int, computed: int, asked: int, given: int) -> None:
     assert share(prompt, computed, asked, drops=True) == given
+
+
+@pytest.mark.parametrize(
+    ("computed", "asked", "given"),
+    [
+        (0, 20, 20),  # up to an item
+        (0, 25, 20),  # not into it
+        (20, 9, 0),  # a larger budget has it whole
+        (20, 10, 10),
+        (20, 12, 12),
+        (0, 40, 40),
+        (0, 45, 40),  # nor into the second one
+        (24, 5, 0),  # behind a hit that ends inside: all the rest
+        (24, 6, 6),
+        (24, 20, 16),
+        (60, 1, 1),
+    ],
+)
+def test_items_that_run_whole(computed: int, asked: int, given: int) -> None:
+    request = Request("a", range(60), multimodal=[MultimodalItem("x", 20, 10), MultimodalItem("y", 40, 10)])
+    assert ItemSplit(None).share(request, computed, asked) == given
+
+
+def test_items_that_run_whole_are_cut_where_states_are_kept() -> None:
+    request = Request("a", range(100), multimodal=[MultimodalItem("x", 50, 20)])
+    cut = ItemSplit(AlignSplit(16, 64))
+    assert [cut.share(request, at, 64) for at in (0, 64)] == [50, 32]
 
 
 def test_resumed_requests() -> None:

@@ -12,6 +12,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.frozen import check_fields
 from hybridkv.planner import Plan
 from hybridkv.runner.attention.paged import AttentionBackend, attention_backend
+from hybridkv.runner.images.image_call import attends_both_ways
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.planning import plan_within
 from hybridkv.runner.probe import planner_model
@@ -101,6 +102,7 @@ def assemble(
         max_batched_tokens=options.token_budget,
         max_in_flight=options.in_flight,
         num_speculative_tokens=drafts,
+        whole_items=attends_both_ways(loaded.model),
     )
     cache = KVCacheManager(plan, enable_caching=options.prefix_caching)
     scheduler = Scheduler(cache, limits)

@@ -175,7 +175,8 @@ def chat_prompt(
 
 
 def _has_pictures(message: Message) -> bool:
-    return not isinstance(message["content"], str)
+    content = message.get("content")
+    return isinstance(content, list) and any(one.get("type") == "image" for one in content)
 
 
 def _opened(content: str | list[dict[str, Any]], folder: Path | None) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ from hybridkv.runner.attention.row_cache import RowCache
 from hybridkv.runner.attention.step_cache import StepCache
 from hybridkv.runner.encoder_decoder import decode
 from hybridkv.runner.forwards import Forwards, forwards_of, rows_of
-from hybridkv.runner.images.image_call import kept_attention
+from hybridkv.runner.images.image_call import attends_both_ways, kept_attention
 from hybridkv.runner.images.step_images import ImageRead, StepImages
 from hybridkv.runner.inputs import require_callable
 from hybridkv.runner.load import require_model
@@ -217,7 +217,14 @@ class ModelRunner:
             raise
 
     def take_images(self, max_bytes: int) -> StepImages:
-        """Its side of images, made with the first call. max_bytes: of features kept. ConfigError as ImageCall.of."""
+        """Its side of images, made with the first call. max_bytes: of features kept.
+
+        ConfigError as ImageCall.of, and where images attend in both directions, which only gathered contexts do.
+        """
+        if attends_both_ways(self.model) and (self._prepare is not None or self.forwards is not Forwards.TOGETHER):
+            raise ConfigError(
+                f"images of {type(self.model).__name__} attend in both directions: use attention=gather or eager"
+            )
         if self.images is None:
             self.images = StepImages(self.model, max_bytes)
         return self.images
@@ -349,7 +356,8 @@ class ModelRunner:
         at = self._tensor(positions)
         images = None if self.images is None else self.images.read(step, tokens, positions)
         cross = None if self.cross is None else self.cross.reads(step)
-        self._context.begin(self._attention_of(step), states, cross, at)
+        last_seen = None if images is None else images.last_seen
+        self._context.begin(self._attention_of(step, last_seen), states, cross, at)
         try:
             with torch.inference_mode():
                 return self._call(self._tensor(tokens), at, self._tensor(wanted), images)
@@ -376,8 +384,8 @@ class ModelRunner:
         groups = self._state_groups if step.num_tokens else []
         return {group: state_batch(step, group, self._device, alike=group in self._drafts_at_once) for group in groups}
 
-    def _attention_of(self, step: Step) -> dict[int, GatherBatch | PagedStep]:
-        """By layer index; layers that read alike share one."""
+    def _attention_of(self, step: Step, last_seen: Int64 | None) -> dict[int, GatherBatch | PagedStep]:
+        """By layer index; layers that read alike share one. last_seen: as gather_batch has it."""
         groups = {read.group for read in self._reads.values() if read.heads is not None}
         batches = {group: group_batch(step, group, self.tables[group]) for group in groups}
         made: dict[_Read, GatherBatch | PagedStep] = {}
@@ -385,8 +393,8 @@ class ModelRunner:
             if read in made:
                 continue
             if self._prepare is None or read.heads is None:
-                table = self.tables[read.group]
-                made[read] = gather_batch(step, table, read.reach, self.model.dtype, whole=read.whole)
+                table, dtype = self.tables[read.group], self.model.dtype
+                made[read] = gather_batch(step, table, read.reach, dtype, whole=read.whole, last_seen=last_seen)
             else:
                 batch = batches[read.group]
                 attend = self._prepare(batch.reads, read.mask, read.heads, self._pages[layer])

@@ -72,6 +72,8 @@ class AdmissionControl:
                 f"request {request.request_id!r} has {request.num_tokens} tokens, max_model_len is "
                 f"{cache.max_model_len}: shorten the prompt or raise max_model_len"
             )
+        if self._limits.whole_items:
+            self._refuse_items(request)
         tokens = self._running.limit_tokens(request) - 1  # the last token of all is never computed
         needed = cache.bounds.peak_blocks(self._bounds(request, tokens), self._limits.max_in_flight)
         usable = cache.bounds.promised_blocks
@@ -84,6 +86,21 @@ class AdmissionControl:
             f"request {request.request_id!r} may reach {tokens} tokens: {needed} {unit}s{size}; the pool has {usable}: "
             "give it more memory, or lower max_tokens"
         )
+
+    def _refuse_items(self, request: Request) -> None:
+        """ConfigError for items that no step runs in one piece: too long, or cut by the prompt's last token."""
+        most = self._limits.max_batched_tokens
+        for item in request.multimodal:
+            if item.length > most:
+                raise ConfigError(
+                    f"request {request.request_id!r}: item {item.id!r} has {item.length} tokens that run in one step, "
+                    f"of {most} tokens at most: raise max_batched_tokens"
+                )
+            if item.offset + item.length >= request.num_prompt_tokens:
+                raise ConfigError(
+                    f"request {request.request_id!r} ends with item {item.id!r}, which runs in one piece, but the last "
+                    "token of a prompt may run by itself: end it with text"
+                )
 
     def _bounds(self, request: Request, tokens: int) -> RequestLimits:
         """What bounds the blocks of ``request`` while it computes ``tokens`` tokens, room for drafts included."""

@@ -6,6 +6,7 @@ tokens  [ ... | block B | ... | block B | rest ]          a state is kept where 
                                         ^ last boundary   the last one before the prompt's last token is never jumped
 
 Natural layout (StopSplit): at stops, if the worker cannot write a state inside a chunk.
+Either (ItemSplit): not inside an image whose tokens attend to each other in both directions.
 """
 
 from __future__ import annotations
@@ -96,8 +97,32 @@ class StopSplit:
         return end - computed
 
 
+@dataclass(frozen=True, slots=True)
+class ItemSplit:
+    """No chunk ends inside a multimodal item: before it, or behind all of it. other: where else chunks end.
+
+    What was cached of an item was computed with all of it, so that a hit may end inside: the next chunk has the rest.
+    """
+
+    other: Split | None
+    is_idle: bool = False
+
+    def share(self, request: Request, computed: int, asked: int) -> int:
+        """How many of ``asked`` tokens behind ``computed`` ones run now; 0: wait for a larger budget. O(items)."""
+        end = computed + (asked if self.other is None else self.other.share(request, computed, asked))
+        for item in request.multimodal:
+            if item.offset < end < item.offset + item.length:
+                return max(item.offset - computed, 0)
+        return end - computed
+
+
 def split_of(cache: KVCacheManager, limits: SchedulerLimits, forking: Collection[str]) -> Split | None:
-    """How chunks are cut for states that are kept; None where they may end anywhere. forking: see StopSplit."""
+    """How chunks are cut for states that are kept, and items; None where they end anywhere. forking: see StopSplit."""
+    states = _split_of_states(cache, limits, forking)
+    return ItemSplit(states) if limits.whole_items else states
+
+
+def _split_of_states(cache: KVCacheManager, limits: SchedulerLimits, forking: Collection[str]) -> Split | None:
     if cache.bounds.keeps_checkpoints or cache.bounds.shares_in_part:  # branches cut chunks, too
         return StopSplit(cache.stops, limits.segments, forking)
     if not cache.bounds.state_alignment:

@@ -26,6 +26,7 @@ class SchedulerLimits:
     request that does not fit lets others pass. num_speculative_tokens: most drafts of a row in a step, see
     Scheduler.propose. num_lookahead_tokens: room behind a row's tokens, drafts included, for a drafter's own.
     segments: whether the worker can write recurrent states at any token inside a chunk; else chunks end there.
+    whole_items: whether tokens of a multimodal item attend to each other in both directions: no chunk ends inside one.
     """
 
     max_running: int = 256
@@ -38,6 +39,7 @@ class SchedulerLimits:
     num_lookahead_tokens: int = 0
     num_speculative_tokens: int = 0
     segments: bool = True
+    whole_items: bool = False
 
     def __post_init__(self) -> None:
         for name, least, most in _COUNTS:
@@ -49,7 +51,7 @@ class SchedulerLimits:
             raise ConfigError(f"policy must be fcfs or priority, got {shown(self.policy)}")
         if not 0 <= real("watermark", self.watermark) < 1:
             raise ConfigError(f"watermark is a share of the pool, 0 or more and below 1, got {self.watermark}")
-        flag("segments", self.segments)
+        check_fields(self, flag, "segments", "whole_items")
 
 
 _COUNTS: Final = (

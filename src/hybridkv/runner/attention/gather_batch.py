@@ -95,6 +95,7 @@ class _Builder:
     """Collects parts, and the blocks and stale tokens they gather.
 
     whole: each row's context is one piece. context: int64[R], tokens that all of a row's see, if those are not its own.
+    last_seen: int64[tokens], the last token that each sees; None: itself.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class _Builder:
         *,
         whole: bool,
         context: Int64 | None = None,
+        last_seen: Int64 | None = None,
     ) -> None:
         self.table, self.reach, self.dtype, self.device = table, reach, dtype, table.device
         self.size = table.block_size
@@ -117,6 +119,7 @@ class _Builder:
         # the first query of a row reaches furthest back
         self.first_block = reach.first_seen(self.computed) // self.size
         self.first = np.cumsum(self.scheduled) - self.scheduled
+        self.last_seen = last_seen
         self.start = 0
         self.read: list[torch.Tensor] = []
         self.stale: list[Int64] = []
@@ -136,7 +139,7 @@ class _Builder:
         for one in np.unique(classes, axis=0):
             self._bucket(rows[(classes == one).all(axis=1)])
         for member in np.flatnonzero(~decoding).tolist():
-            if self.splits:
+            if self.splits and self._is_causal(member):
                 self._chunk(member)
             else:
                 self._bucket(np.array([member]))
@@ -191,6 +194,13 @@ class _Builder:
         self.segments.append(Segment(tokens, 1, queries, self.start + past, queries, queries, None, causal=True))
         self._gather(members, width, begin + np.arange(width * self.size) >= self.context[member])
 
+    def _is_causal(self, member: int) -> bool:
+        """Whether no token of a chunk sees one behind it."""
+        if self.last_seen is None:
+            return True
+        first, count = int(self.first[member]), int(self.scheduled[member])
+        return bool((self.last_seen[first : first + count] == self.computed[member] + np.arange(count)).all())
+
     def _places(self, members: Int64) -> slice | torch.Tensor:
         """Of the tokens of ``members`` in the step."""
         counts = self.scheduled[members]
@@ -206,7 +216,10 @@ class _Builder:
             unread: NDArray[np.bool_] = key >= self.context[members][:, None, None]
             return unread.repeat(queries, axis=1)
         query = (self.computed[members][:, None] + np.arange(queries))[:, :, None]
-        hidden: NDArray[np.bool_] = (key > query) | (key < self.reach.first_seen(query))
+        last = query
+        if self.last_seen is not None:
+            last = self.last_seen[self.first[members][:, None] + np.arange(queries)][:, :, None]
+        hidden: NDArray[np.bool_] = (key > last) | (key < self.reach.first_seen(query))
         return hidden
 
     def _gather(self, members: Int64, width: int, unseen: NDArray[np.bool_]) -> None:
@@ -243,14 +256,21 @@ class _Builder:
 
 
 def gather_batch(
-    step: Step, table: BlockTable, reach: AttentionWindow, dtype: torch.dtype, *, whole: bool
+    step: Step,
+    table: BlockTable,
+    reach: AttentionWindow,
+    dtype: torch.dtype,
+    *,
+    whole: bool,
+    last_seen: Int64 | None = None,
 ) -> GatherBatch:
     """What ``step`` reads and writes through ``table``, whose cells and slots have been committed.
 
     step: at least one row. reach: of the layers' attention. dtype: of its scores. whole: no shared and past parts.
-    O(tokens + gathered tokens).
+    last_seen: int64[tokens] of the step, the position of the last token that each sees, inside its row's chunk; None:
+    its own, as causal attention has it. O(tokens + gathered tokens).
     """
-    builder = _Builder(step, table, reach, dtype, whole=whole)
+    builder = _Builder(step, table, reach, dtype, whole=whole, last_seen=last_seen)
     builder.add_rows(step)
     return builder.build()
 

@@ -23,6 +23,7 @@ from hybridkv.errors import ConfigError
 
 COMPARED: Final = (
     "aya_vision",
+    "gemma3",
     "glm4v",
     "internvl",
     "llava",
@@ -35,6 +36,8 @@ COMPARED: Final = (
     "qwen3_vl_moe",
 )
 """Model types whose images were compared with plain transformers in every regime (tests/runner/test_images.py)."""
+_BOTH_WAYS: Final = frozenset({"gemma3"})
+"""Of these, the ones that mask an image's tokens so that each sees all of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,6 +121,11 @@ def _rows(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     """[tokens, width] of one tensor, or of several."""
     parts = [features] if isinstance(features, torch.Tensor) else features
     return torch.cat([one.reshape(-1, one.shape[-1]) for one in parts])
+
+
+def attends_both_ways(model: PreTrainedModel) -> bool:
+    """Whether an image's tokens see each other in both directions: they must run in one forward."""
+    return getattr(model.config, "model_type", "") in _BOTH_WAYS
 
 
 def towers_of(model: PreTrainedModel) -> Iterator[PreTrainedModel]:

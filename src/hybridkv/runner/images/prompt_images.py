@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import MultimodalItem
-from hybridkv.runner.images.image_call import ImageCall
+from hybridkv.runner.images.image_call import ImageCall, attends_both_ways
 from hybridkv.runner.inputs import encode
 from hybridkv.runner.load import LoadedModel
 from hybridkv.units import shown
@@ -61,6 +61,14 @@ class PromptImages:
     image: Int64
     row: Int64
     positions: Int64 | None
+
+    def last_seen(self, first: int, behind: int) -> Int64:
+        """int64[behind - first]: the last token that each sees where images attend in both directions. O(items)."""
+        seen = np.arange(first, behind)
+        for item in self.items:
+            inside = slice(max(item.offset - first, 0), max(item.offset + item.length - first, 0))
+            seen[inside] = item.offset + item.length - 1
+        return seen
 
     def positions_of(self, first: int, behind: int) -> Int64:
         """int64[axes, behind - first] of tokens of prompt or output. Behind the prompt they follow each other again."""
@@ -114,6 +122,8 @@ def prompt_images(
         MultimodalItem(one.digest, first, last - first + 1)
         for one, first, last in zip(pictures, firsts, lasts, strict=True)
     )
+    if attends_both_ways(call.model):
+        _refuse_touching(items, counts)
     return ids, PromptImages(
         pictures=tuple(pictures),
         items=items,
@@ -122,6 +132,17 @@ def prompt_images(
         row=np.concatenate([np.arange(count) for count in counts]),
         positions=_positions(call, ids, pictures),
     )
+
+
+def _refuse_touching(items: Sequence[MultimodalItem], counts: Sequence[int]) -> None:
+    """ConfigError for images that are not one run of placeholders each: the model takes a run for one image."""
+    ends = [0, *(one.offset + one.length for one in items)]
+    for item, count, before in zip(items, counts, ends, strict=False):
+        if item.length != count or (item.offset == before and before):
+            raise ConfigError(
+                f"the image at token {item.offset} must be one run of {count} placeholders, with text before it: its "
+                "tokens attend to each other, and to no other image's"
+            )
 
 
 def require_processor(loaded: LoadedModel) -> None:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from hybridkv.runner.images.image_call import Features, ImageCall
+from hybridkv.runner.images.image_call import Features, ImageCall, attends_both_ways
 from hybridkv.runner.images.image_store import ImageStore
 from hybridkv.runner.images.prompt_images import Images, PromptImages, prompt_images
 from hybridkv.runner.load import LoadedModel
@@ -25,10 +25,12 @@ class ImageRead:
     """What a forward is handed beside its tokens. positions: int64[1 + axes, 1, tokens], those of text first, or None.
 
     features: of all placeholders among its tokens, in their order; None where it runs none of an image.
+    last_seen: int64[tokens], the position of the last token that each sees, where that is not itself; else None.
     """
 
     positions: torch.Tensor | None
     features: Features | None
+    last_seen: Int64 | None = None
 
     def arguments(self) -> dict[str, Any]:
         """By name, for the model."""
@@ -104,7 +106,16 @@ class StepImages:
         if not any(row in rows for row in step.rows.tolist()):
             return None
         with torch.inference_mode():
-            return ImageRead(self._positions(step, rows, positions), self._features(step, rows, tokens))
+            seen = self._last_seen(step, rows, positions) if attends_both_ways(self.call.model) else None
+            return ImageRead(self._positions(step, rows, positions), self._features(step, rows, tokens), seen)
+
+    @staticmethod
+    def _last_seen(step: Step, rows: Mapping[int, PromptImages], positions: Int64) -> Int64:
+        seen = positions.copy()
+        for row, place, first, behind in _rows_of(step):
+            if row in rows:
+                seen[place : place + behind - first] = rows[row].last_seen(first, behind)
+        return seen
 
     def _positions(self, step: Step, rows: Mapping[int, PromptImages], positions: Int64) -> torch.Tensor | None:
         axes = next((len(one.positions) for one in rows.values() if one.positions is not None), 0)
