@@ -36,6 +36,7 @@ class IdealSpace:
         self._lru = [FreeOrder(count, np.full(count, NOWHERE, np.int32)) for count in counts]
         self._stamps = [np.zeros(count, np.int64) for count in counts]
         self._referenced = [0] * len(counts)
+        self._given = np.zeros(self.num_blocks, np.bool_)
         self._now = 0
 
     def _used(self) -> int:
@@ -96,11 +97,13 @@ class IdealSpace:
         oldest = min(able, key=lambda i: int(self._stamps[i][self._lru[i].first()]))
         block = self._lru[oldest].first()
         self._lru[oldest].remove(np.array([block]))
+        self._given[block + self.bases[oldest]] = False
         self._empty[oldest].append(block)
         return Room(np.array([block + self.bases[oldest]], np.int32), _NO_MOVES)
 
     def remove(self, ids: Ids) -> None:
         """Cached blocks get a holder."""
+        self._given[ids] = False
         for of, local in self._parts(ids):
             self._lru[of].remove(local)
             self._referenced[of] += len(local)
@@ -126,6 +129,34 @@ class IdealSpace:
             self._lru[of].prepend(local)
             self._stamps[of][local] = _OLDEST
 
+    def take_given_first(self) -> None:
+        """It always does."""
+
+    def give_up(self, ids: Ids) -> None:
+        """Blocks that no kept end needs go before all others."""
+        self.age_first(ids)
+        self._given[ids] = True
+
+    def keep(self, ids: Ids) -> None:
+        """Those of them that were given up are the youngest."""
+        again = ids[self._given[ids]]
+        self._given[again] = False
+        for of, local in self._parts(again):
+            self._lru[of].remove(local)
+            self._lru[of].append(local)
+            self._stamps[of][local] = np.arange(self._now, self._now + len(local))
+            self._now += len(local)
+
+    def given_up(self) -> Bool:
+        """Which blocks are."""
+        return self._given.copy()
+
+    def spares(self, needs: Sequence[int], more: Sequence[int]) -> bool:
+        """Whether the bytes are there without what ends need."""
+        given = [int(np.count_nonzero(part)) for part in np.split(self._given, self.bases[1:])]
+        freed = [a + b for a, b in zip(given, more, strict=True)]
+        return self._used() - self.units(freed) + self.units(needs) <= self.num_units
+
     def lock(self, ids: Ids) -> None:
         """Nothing: nothing moves."""
 
@@ -138,6 +169,7 @@ class IdealSpace:
 
     def forget_all(self) -> None:
         """Cached blocks have no keys any longer."""
+        self._given.fill(False)  # noqa: FBT003 - numpy's own signature
         for of, lru in enumerate(self._lru):
             local = lru.order()
             lru.remove(local)

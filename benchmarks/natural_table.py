@@ -108,7 +108,7 @@ def run(cell: Cell, folder: str) -> dict[str, Any]:
         "padding": round(float(padding_of(plan.config)), 6) if cell.layout == "natural" else round(_padding(plan), 6),
         "time_to_first_token_s": report.time_to_first_token_s.mean,
         "took_s": round(time.perf_counter() - begun, 1),
-        "commit": _commit(),
+        "commit": commit(),
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
     }
 
@@ -141,7 +141,8 @@ def _padding(plan: Plan) -> float:
     return float(Fraction(len(pages) * widest * page, sum(content for _, content in pages)) - 1)
 
 
-def _commit() -> str:
+def commit() -> str:
+    """Of the code that runs."""
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)  # noqa: S607
     return found.stdout.strip()
 

@@ -12,6 +12,7 @@ from content import DifferenceError, Story, demand
 from executor import Executor
 from worlds import VOCAB, Writer, random_world
 
+from hybridkv.cache.placement import LRU
 from hybridkv.request import Request
 from hybridkv.schedule import Finished, FinishReason
 from hybridkv.step import Step, StepResult
@@ -23,9 +24,9 @@ Tamper = Callable[[Step, random.Random], Step]
 class History:
     """One world, and what happens in it. counts: what happened, and how often."""
 
-    def __init__(self, seed: int, tamper: Tamper | None = None) -> None:
+    def __init__(self, seed: int, tamper: Tamper | None = None, eviction: str = LRU.name) -> None:
         self._rng = random.Random(seed)
-        self.world = random_world(self._rng)
+        self.world = random_world(self._rng, eviction)
         self._tamper = tamper
         self._scheduler = self.world.scheduler
         self._stories: dict[str, Story] = {}
@@ -197,9 +198,12 @@ def _fingerprint(step: Step) -> bytes:
     return b"|".join(array.tobytes() for array in arrays + more)
 
 
-def play(seed: int, tamper: Tamper | None = None, steps: int = 120) -> Counter[str]:
-    """One history from ``seed``; what happened in it. DifferenceError names the seed and the world."""
-    history = History(seed, tamper)
+def play(seed: int, tamper: Tamper | None = None, steps: int = 120, eviction: str = LRU.name) -> Counter[str]:
+    """One history from ``seed``; what happened in it. DifferenceError names the seed and the world.
+
+    eviction: what is given up next, in worlds of the natural layout.
+    """
+    history = History(seed, tamper, eviction)
     try:
         history.play(steps)
     except Exception as error:

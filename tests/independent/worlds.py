@@ -11,7 +11,7 @@ import numpy as np
 from content import Embeds, Story
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import placement_of
+from hybridkv.cache.placement import LRU, eviction_named, placement_of
 from hybridkv.errors import CapacityError, ConfigError, UnsupportedModelError
 from hybridkv.extra_keys import EncoderInput, LoraAdapter, MultimodalItem
 from hybridkv.models import Layer, Model, read_model
@@ -156,16 +156,16 @@ class World:
     options: str
 
 
-def random_world(rng: random.Random) -> World:
+def random_world(rng: random.Random, eviction: str = LRU.name) -> World:
     """A model, a plan that is tight, a cache and a scheduler. Draws again what the library refuses by name."""
     while True:
         try:
-            return _world(rng)
+            return _world(rng, eviction)
         except (ConfigError, UnsupportedModelError):
             continue
 
 
-def _world(rng: random.Random) -> World:
+def _world(rng: random.Random, eviction: str) -> World:
     block = rng.choice((2, 4, 4, 8, 16))
     drafts = rng.choice((0, 0, 1, 2, 3))
     families = _configs(rng)
@@ -211,8 +211,15 @@ def _world(rng: random.Random) -> World:
         "max_moved_bytes": rng.choice((None, None, 1, 4096)),
         "published_ends": rng.random() < 0.85,
     }
-    cache = KVCacheManager(plan.config, plan.max_model_len, placement=placement_of(plan), **cache_options)
     ticks = iter(range(10**9))
+    cache = KVCacheManager(
+        plan.config,
+        plan.max_model_len,
+        placement=placement_of(plan),
+        eviction=eviction_named(eviction if layout == "natural" else LRU.name),
+        clock=lambda: next(ticks) * 0.05,
+        **cache_options,
+    )
     scheduler = Scheduler(cache, limits, clock=lambda: next(ticks) * 0.05)
     interleave = rng.choice([size for size in (1, 2, 4) if block % size == 0]) if world > 1 else 1
     return World(plan, cache, scheduler, interleave, f"{family}, {plan_options}, {limits}, {cache_options}")

@@ -229,8 +229,8 @@ def test_a_mark_among_drafts_that_takes_another_state_is_caught(monkeypatch: pyt
     def other(self: Checkpoints, request: Request, tokens: int, column: int | None = None) -> None:
         store_one(self, request, tokens, None if column is None else (column + 1) % 2)
 
-    def other_too(self: Checkpoints, request: Request, tokens: int, column: int, *, supersedable: bool) -> None:
-        keep_column(self, request, tokens, column if supersedable else (column + 1) % 2, supersedable=supersedable)
+    def other_too(self: Checkpoints, request: Request, tokens: int, column: int, *, ended: bool) -> None:
+        keep_column(self, request, tokens, column if ended else (column + 1) % 2, ended=ended)
 
     monkeypatch.setattr(Checkpoints, "_store_one", other)
     monkeypatch.setattr(Checkpoints, "_keep_column", other_too)

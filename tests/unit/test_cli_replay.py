@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from cli_support import error, run
 
+from hybridkv.cache.placement import EVICTIONS
 from hybridkv.simulator import UniformWorkload
 
 BASE = ("--model", "llama-3-8b", "--memory", "4GiB")
@@ -103,6 +104,7 @@ def test_a_report_for_programs(trace: Path) -> None:
         "token_budget": 100,
         "time_scale": 1.0,
         "prefix_caching": True,
+        "eviction": "lru",
         "hardware": {
             "name": "H100 SXM",
             "flops_per_s": 989e12,
@@ -254,6 +256,16 @@ def test_placements_of_the_natural_layout(asked: str | None, used: str) -> None:
     assert ("prefix caching is off: placement none keeps no state" in done.stdout) == (used == "none")
 
 
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_evictions_of_the_natural_layout(eviction: str) -> None:
+    text = run("replay", *NATURAL, "--eviction", eviction).stdout
+    told = "" if eviction == "lru" else f"eviction {eviction}, "
+    assert f"layout natural, placement ends, {told}bfloat16 cache\n" in text
+    found = re.search(r"hit tokens +([\d,]+) ", text)
+    assert found is not None
+    assert found[1] != "0"
+
+
 def test_a_natural_plan_keeps_its_placement(tmp_path: Path) -> None:
     path, reference = tmp_path / "plan.json", tmp_path / "reference.json"
     options = ("plan", "jamba-1.5-mini", "--memory", "4GiB", "--max-model-len", "400", "--json")
@@ -343,6 +355,14 @@ def test_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Path) -> None:
         (("workload:chat", *BASE, "--layout", "slabs"), "'reference', 'natural'"),
         (("workload:chat", *BASE, "--placement", "all"), "use none, ends, interval:N, align or align:N"),
         (("workload:chat", *BASE, "--layout", "reference", "--placement", "ends"), "choose align or none"),
+        (
+            ("workload:uniform", *BASE, "--eviction", "lruu"),
+            "use lru, coverage, hazard (did you mean lru?)",
+        ),
+        (
+            ("workload:uniform", *BASE, "--layout", "reference", "--eviction", "hazard"),
+            "eviction hazard needs the natural layout",
+        ),
         (("workload:chat", *BASE, "--layout", "sideways"), "'reference', 'natural'"),
         (
             ("workload:chat", *BASE, "--layout", "reference", "--placement", "interval:8"),

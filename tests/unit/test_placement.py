@@ -1,6 +1,6 @@
 """Placements: where they keep states, by hand and against a plain definition, and the names they go by."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hybridkv.cache.placement import (
     DEFAULT_PLACEMENT,
     AlignPlacement,
+    CornerPlacement,
     EndsPlacement,
     IntervalPlacement,
     NoStates,
@@ -28,6 +29,11 @@ placements = st.one_of(
     st.builds(AlignPlacement, st.integers(1, 40)),
     st.builds(IntervalPlacement, st.integers(1, 40)),
     st.just(EndsPlacement()),
+    st.builds(
+        CornerPlacement,
+        st.one_of(st.just(EndsPlacement()), st.builds(IntervalPlacement, st.integers(1, 40))),
+        st.integers(1, 40),
+    ),
 )
 
 
@@ -58,6 +64,8 @@ def kept(placement: Placement, of: Request, tokens: int, end: int) -> bool:
             )
         case IntervalPlacement(size):
             return marked or tokens % size == 0
+        case CornerPlacement(inner, size):
+            return kept(inner, of, tokens, end) or (tokens % size == 0 and 0 <= prompt - 1 - tokens < size)
         case _:
             return marked or tokens == prompt - 1 or tokens == of.branch_tokens
 
@@ -121,6 +129,16 @@ def test_grids_by_hand() -> None:
     assert AlignPlacement(MOST).next_stop(request(12), MOST) == 2 * MOST < NEVER
 
 
+def test_corners_by_hand() -> None:
+    corner = CornerPlacement(EndsPlacement(), 4)
+    assert corner.stops(request(10), 0, 99) == (8, 9)
+    assert corner.stops(request(9), 0, 99) == (8,)  # before the last token: once
+    assert corner.stops(request(8), 0, 99) == (4, 7)
+    assert corner.stops(request(4), 0, 99) == (3,)
+    assert [corner.next_stop(request(10), after) for after in (0, 8, 9)] == [8, 9, NEVER]
+    assert (corner.name, corner.keeps_states, corner.ends) == ("ends", True, True)
+
+
 def test_no_states_minds_no_mark() -> None:
     assert NoStates().stops(request(10, marks=[3], branch=5), 0, 99) == ()
     assert NoStates().next_stop(request(10, marks=[3], branch=5), 0) == NEVER
@@ -135,7 +153,8 @@ def test_who_keeps_states_and_who_keeps_the_end() -> None:
 def test_only_an_end_of_prompt_serves_who_goes_on_alone(placement: Placement, of: Request, tokens: int) -> None:
     own = tokens == of.num_prompt_tokens - 1
     others = tokens in of.marks or tokens == of.branch_tokens
-    assert placement.is_supersedable(of, tokens) == (isinstance(placement, EndsPlacement) and own and not others)
+    inner = placement.inner if isinstance(placement, CornerPlacement) else placement
+    assert placement.is_supersedable(of, tokens) == (isinstance(inner, EndsPlacement) and own and not others)
 
 
 # -- names
@@ -195,8 +214,12 @@ def test_an_unknown_name_says_which_there_are(name: str, hint: str) -> None:
     assert str(caught.value) == f"unknown placement '{name}': use none, ends, interval:N, align or align:N{hint}"
 
 
-@pytest.mark.parametrize("kind", [AlignPlacement, IntervalPlacement])
+def corner_of(tokens: int) -> Placement:
+    return CornerPlacement(EndsPlacement(), tokens)
+
+
+@pytest.mark.parametrize("kind", [AlignPlacement, IntervalPlacement, corner_of])
 @pytest.mark.parametrize("tokens", [0, -1, 2**31])
-def test_a_grid_is_one_of_tokens(kind: type[AlignPlacement | IntervalPlacement], tokens: int) -> None:
+def test_a_grid_is_one_of_tokens(kind: Callable[[int], Placement], tokens: int) -> None:
     with pytest.raises(ConfigError, match=f"needs a number of tokens, 1 .. {MOST}, got {tokens}"):
         kind(tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,8 @@ from hybridkv.cache.rows.residents import Residents
 from hybridkv.cache.rows.write_log import WriteLog
 from hybridkv.cache.slots.checkpoints import Checkpoints
 from hybridkv.cache.slots.holds import Locks, Pins
+from hybridkv.cache.slots.judged import JudgedEnds
+from hybridkv.cache.slots.kept import KeptEnds, LastUsed
 from hybridkv.cache.slots.lookup import PrefixLookup
 from hybridkv.cache.slots.plan import SlotPlanner
 from hybridkv.cache.slots.slots import Slots
@@ -39,6 +42,7 @@ class CacheOptions:
     ranks: int
     hasher: BlockHasher | None
     max_pinned_blocks: int
+    clock: Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ class CacheParts:
     log: WriteLog
     publisher: Publisher
     residents: Residents
+    kept: KeptEnds
     transfers: TransferLog
     checkpoints: Checkpoints
     lookup: PrefixLookup
@@ -94,10 +99,22 @@ def assemble(config: KVCacheConfig, layout: Layout, options: CacheOptions) -> Ca
     ends_in = holding_tokens if caching and layout.publishes_ends else []
     publisher = Publisher(groups, pool, log, resume, ends_in)
     residents = Residents(groups, publisher, hasher=hasher, tail_tokens=hash_block)
-    transfers = TransferLog(groups, pool, log, pins)
     placement = layout.placement if caching and layout.placement is not None else NoStates()
-    checkpoints = Checkpoints(groups, pool, log=log, transfers=transfers, placement=placement)
-    lookup = PrefixLookup(residents, pool, alignment, hasher)
+    stateful = [group for group in groups if group.states is not None] if placement.keeps_states else []
+    kept: KeptEnds = LastUsed(stateful, pool, placement)
+    if caching and layout.needs is not None and layout.eviction.ranking is not None:
+        pool.heed(layout.needs)
+        kept = JudgedEnds(
+            [group for group in groups if group.kind.publishes],
+            pool,
+            needs=layout.needs,
+            ranking=layout.eviction.ranking(),
+            clock=options.clock,
+            hash_block=hash_block,
+        )
+    transfers = TransferLog(groups, pool, log=log, pins=pins, kept=kept)
+    checkpoints = Checkpoints(stateful, pool, log=log, transfers=transfers, placement=placement, kept=kept)
+    lookup = PrefixLookup(residents, pool, alignment=alignment, hasher=hasher, kept=kept)
     planner = SlotPlanner(pool, residents, publisher=publisher, log=log, max_model_len=options.max_model_len)
     slots = Slots(pool, residents, planner=planner, publisher=publisher, transfers=transfers, checkpoints=checkpoints)
     return CacheParts(
@@ -111,6 +128,7 @@ def assemble(config: KVCacheConfig, layout: Layout, options: CacheOptions) -> Ca
         log,
         publisher,
         residents,
+        kept,
         transfers,
         checkpoints,
         lookup,

@@ -31,6 +31,7 @@ def check_cache(parts: CacheParts) -> None:
         *_free_order(pool),
         *_index(pool),
         *_unwritten(parts),
+        *parts.kept.check(),
         *(line for group in parts.groups for line in (*_extents(group), *_row_keys(parts, group))),
     ]
     if found:

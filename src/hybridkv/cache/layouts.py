@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from hybridkv.cache.blocks.needs import BlockNeeds
 from hybridkv.cache.blocks.pool import BlockPool
 from hybridkv.cache.blocks.slab_space import SlabSpace
 from hybridkv.cache.blocks.space import ClassedSpace
-from hybridkv.cache.placement import DEFAULT_PLACEMENT, Placement
+from hybridkv.cache.placement import DEFAULT_EVICTION, DEFAULT_PLACEMENT, Eviction, Placement
 from hybridkv.cache.policies import (
     AlignedStatePolicy,
     AlignedStates,
@@ -59,8 +60,9 @@ _KEYS_APART: Final = 16  # tokens, where there is no attention whose blocks woul
 
 
 class Layout(Protocol):
-    """placement: where states are kept; None where the specs say it themselves. retention: see KVCacheManager.
+    """placement: where states are kept; None where the specs say it themselves. eviction: what is given up next.
 
+    needs: what kept ends need of the space; None where they are not ranked. retention: see KVCacheManager.
     rewrites_states: running states are rewritten in place, so that a failed step leaves them broken. shares_in_part: a
     branch can begin with blocks that its parent has half filled. keeps_ends: what a request has computed stays to the
     last token when it ends; publishes_ends: so does what lies before other ends inside blocks.
@@ -68,6 +70,16 @@ class Layout(Protocol):
 
     @property
     def placement(self) -> Placement | None:
+        """See the class."""
+        ...
+
+    @property
+    def eviction(self) -> Eviction:
+        """See the class."""
+        ...
+
+    @property
+    def needs(self) -> BlockNeeds | None:
         """See the class."""
         ...
 
@@ -129,6 +141,7 @@ def layout_of(
     config: KVCacheConfig,
     *,
     placement: Placement | None = None,
+    eviction: Eviction = DEFAULT_EVICTION,
     retention: int | None = None,
     max_moved_bytes: int | None = None,
     space: ClassedSpace | None = None,
@@ -141,18 +154,22 @@ def layout_of(
                 f"placement {placement.name} needs the natural layout; in the reference layout the specs say where "
                 "states are kept: plan with placement= instead"
             )
+        if eviction != DEFAULT_EVICTION:
+            raise ConfigError(
+                f"eviction {eviction.name} needs the natural layout: the reference layout gives up blocks in the order "
+                f"of their last use, {DEFAULT_EVICTION.name}"
+            )
         if max_moved_bytes is not None or space is not None or not published_ends:
             raise ConfigError(
                 "max_moved_bytes, space and published_ends mean nothing in the reference layout, whose blocks have one "
                 "size and are shared whole: leave them out, or plan with the natural layout"
             )
         return ReferenceLayout(retention)
-    return NaturalLayout(
-        DEFAULT_PLACEMENT if placement is None else placement,
-        SlabSpace(config.slabs, max_moved_bytes) if space is None else space,
-        retention,
-        published_ends,
-    )
+    placed = eviction.placed(DEFAULT_PLACEMENT if placement is None else placement)
+    found = SlabSpace(config.slabs, max_moved_bytes) if space is None else space
+    judges = eviction.ranking is not None and placed.keeps_states
+    needs = BlockNeeds(found, [one.block_bytes for one in config.slabs.classes]) if judges else None
+    return NaturalLayout(placed, eviction, found, needs, retention, published_ends)
 
 
 def kinds_of(config: KVCacheConfig, layout: Layout, ranks: int, *, use_eagle: bool) -> tuple[GroupKind, ...]:
@@ -183,6 +200,8 @@ class ReferenceLayout:
 
     retention: int | None = None
     placement: None = None
+    eviction: Eviction = DEFAULT_EVICTION
+    needs: None = None
     rewrites_states: bool = False
     shares_in_part: bool = False
     keeps_ends: bool = False
@@ -245,10 +264,15 @@ class ReferenceLayout:
 
 @dataclass(frozen=True, slots=True)
 class NaturalLayout:
-    """space: of this cache alone. retention: is checked, but all is kept. publishes_ends: hits end inside blocks."""
+    """space: of this cache alone. needs: what kept ends need of it, where they are ranked.
+
+    retention: is checked, but all is kept. publishes_ends: hits end inside blocks.
+    """
 
     placement: Placement
+    eviction: Eviction
     space: ClassedSpace
+    needs: BlockNeeds | None = None
     retention: int | None = None
     publishes_ends: bool = True
     rewrites_states: bool = True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -16,7 +17,7 @@ from hybridkv.cache.bounds import CacheBounds
 from hybridkv.cache.events import MAX_EVENT_BLOCKS, KVCacheEvent
 from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.layouts import layout_of
-from hybridkv.cache.placement import Placement
+from hybridkv.cache.placement import DEFAULT_EVICTION, Eviction, Placement
 from hybridkv.cache.planned import managed
 from hybridkv.cache.slots.batch import BatchSlots
 from hybridkv.cache.slots.holds import BlockLock, Pin
@@ -58,12 +59,14 @@ class KVCacheManager:
     every n-th token, 0 only those where each request itself is likely to be resumed.
     max_pinned_blocks: what ``pin`` may hold, and requests are not promised (slabs, in the natural layout).
     placement: in the natural layout, where recurrent states are kept; by default ``ends``.
+    eviction: in the natural layout, what is given up next; by default ``lru``.
     max_moved_bytes: in the natural layout, once so much was moved between slabs in a step, what needs more moves
     waits for the next; at least 1, which lets one request have its moves in each step; None: no bound.
     space: in the natural layout, where free blocks come from instead of slabs, for measurements.
     published_ends: in the natural layout, whether hits may end inside a block, which is copied then.
     max_event_blocks: blocks that events waiting for ``take_events`` tell of; beyond it the oldest events are dropped,
     and EventsDropped says so in front of those taken next.
+    clock: seconds, by which evictions that learn tell how long nobody came; they ask for the time alone.
     Raises ConfigError for limits that cannot work and for what contradicts the plan, UnsupportedModelError for a group
     without policy.
     """
@@ -83,10 +86,12 @@ class KVCacheManager:
         retention: int | None = None,
         max_pinned_blocks: int = 0,
         placement: Placement | None = None,
+        eviction: Eviction = DEFAULT_EVICTION,
         max_moved_bytes: int | None = None,
         space: ClassedSpace | None = None,
         published_ends: bool = True,
         max_event_blocks: int = MAX_EVENT_BLOCKS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         config, limits, placement = managed(
             kv_cache_config,
@@ -99,6 +104,7 @@ class KVCacheManager:
         layout = layout_of(
             config,
             placement=placement,
+            eviction=instance("eviction", eviction, Eviction),
             retention=retention,
             max_moved_bytes=None if max_moved_bytes is None else integer("max_moved_bytes", max_moved_bytes, 1),
             space=space,
@@ -113,11 +119,12 @@ class KVCacheManager:
             ranks=limits.cp,
             hasher=None if hasher is None else instance("hasher", hasher, BlockHasher),
             max_pinned_blocks=integer("max_pinned_blocks", max_pinned_blocks, 0, MOST_COUNT),
+            clock=clock,
         )
         parts = self._parts = assemble(config, layout, options)
         self.config, self.max_model_len = config, limits.max_model_len
         self.dcp_world_size, self.pcp_world_size = limits.dcp, limits.pcp
-        self.placement, self.hasher = layout.placement, parts.hasher
+        self.placement, self.eviction, self.hasher = layout.placement, layout.eviction, parts.hasher
         self.enable_caching = parts.hasher is not None
         self.block_pool, self.groups, self.sink_blocks = parts.pool, parts.groups, parts.sink_blocks
         self.pins, self.locks, self.write_log = parts.pins, parts.locks, parts.log
@@ -372,7 +379,7 @@ class KVCacheManager:
 
     def store_checkpoints(self, rows: Int64, computed: Int64, end: Int64) -> None:
         """Blocks for the states that ``rows`` pass between ``computed`` and ``end`` tokens, with what room is left."""
-        if not self.checkpoints.groups:
+        if self.checkpoints.idle:
             return
         rows = self._residents.rows_held(rows)
         computed, end = _one_a_row("computed", computed, rows, 0), _one_a_row("end", end, rows, 0)

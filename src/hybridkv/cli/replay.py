@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from hybridkv.cache.placement import placement_of
+from hybridkv.cache.placement import EVICTIONS, placement_of
 from hybridkv.cli.output import console, in_words, print_facts, share, table
 from hybridkv.cli.panels import MODEL, OUTPUT, REQUESTS, RUN
 from hybridkv.cli.planning import (
@@ -48,7 +48,7 @@ from hybridkv.simulator import (
     Workload,
     plan_for_trace,
     plan_with_length,
-    replay,
+    simulation_of,
 )
 from hybridkv.units import format_bytes, format_count
 
@@ -139,6 +139,12 @@ def replay_command(
     skip_bad_lines: Annotated[
         bool, typer.Option("--skip-bad-lines", help="Count malformed lines, go on.", rich_help_panel=REQUESTS)
     ] = False,
+    eviction: Annotated[
+        str,
+        typer.Option(
+            help=f"What is given up next, in the natural layout: {', '.join(EVICTIONS)}.", rich_help_panel=RUN
+        ),
+    ] = _DEFAULT.eviction,
     no_prefix_caching: Annotated[
         bool, typer.Option("--no-prefix-caching", help="Share nothing.", rich_help_panel=RUN)
     ] = False,
@@ -161,10 +167,12 @@ def replay_command(
         time_scale,
         prefix_caching=not no_prefix_caching,
         placement=placement,
+        eviction=eviction,
     )
     source = _source(trace, asked)
     summary = source.summary()
     plan, own_length = _plan(summary, asked, token_budget)
+    simulation = simulation_of(plan, settings)  # what cannot work is said before anything else
     length_from = "longest request" if max_model_len is None else "--max-model-len"
     if not as_json:
         _show_plan(plan, settings)
@@ -174,7 +182,7 @@ def replay_command(
         sys.stdout.flush()
     begun = time.perf_counter()
     with _progress(summary.requests, begun) as on_progress:
-        report = replay(source, plan, settings, summary=summary, on_progress=on_progress)
+        report = simulation.run(source, summary=summary, on_progress=on_progress)
     if as_json:
         print(report.to_json(_settings(plan, settings, length_from, source)), end="")
         return
@@ -269,7 +277,8 @@ def _show_plan(plan: Plan, settings: ReplaySettings) -> None:
     )
     placement = _placement(plan, settings)
     states = "no recurrent states" if placement is None else f"placement {placement}"
-    _print(f"layout {plan.layout}, {states}, {model.dtype} cache")
+    evicts = "" if settings.eviction == _DEFAULT.eviction else f"eviction {settings.eviction}, "
+    _print(f"layout {plan.layout}, {states}, {evicts}{model.dtype} cache")
     running, budget = format_count(settings.max_running), format_count(settings.token_budget)
     _print(f"up to {running} requests and {budget} tokens a step")
 

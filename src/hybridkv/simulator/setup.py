@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import placement_of
+from hybridkv.cache.placement import DEFAULT_EVICTION, eviction_named, placement_of
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import Model
 from hybridkv.planner import Plan, plan
@@ -33,6 +33,7 @@ class ReplaySettings:
 
     time_scale: multiplies the modelled durations; 0 makes steps take no time. prefix_caching: whether blocks
     are shared at all. placement: natural layout: where recurrent states are kept, instead of where the plan says.
+    eviction: natural layout: what is given up next, by name.
     Raises ConfigError for values out of range.
     """
 
@@ -42,8 +43,10 @@ class ReplaySettings:
     prefix_caching: bool = True
     hardware: Hardware = H100
     placement: str | None = None
+    eviction: str = DEFAULT_EVICTION.name
 
     def __post_init__(self) -> None:
+        eviction_named(self.eviction)
         for name, most in (("max_running", MOST_RUNNING), ("token_budget", MOST_COUNT)):
             value, option = getattr(self, name), name.replace("_", "-")
             if value < 1:
@@ -177,6 +180,7 @@ def simulation_of(plan: Plan, settings: ReplaySettings) -> Simulation:
             "(--memory), or raise block_size (--block-size)"
         )
     limits = SchedulerLimits(max_running=settings.max_running, max_batched_tokens=settings.token_budget)
+    clock = SimulatedClock()
     cache = KVCacheManager(
         plan.config,
         plan.max_model_len,
@@ -184,8 +188,9 @@ def simulation_of(plan: Plan, settings: ReplaySettings) -> Simulation:
         dcp_world_size=plan.limits.dcp,
         pcp_world_size=plan.limits.pcp,
         placement=placement_of(plan, settings.placement),
+        eviction=eviction_named(settings.eviction),
+        clock=clock,
     )
-    clock = SimulatedClock()
     off = None if cache.enable_caching else _why_off(plan, settings)
     return Simulation(Scheduler(cache, limits, clock=clock), cost, clock, plan.limits.max_encoder_tokens, off)
 

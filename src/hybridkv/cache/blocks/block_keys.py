@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache.blocks.index import PrefixIndex, Tail
+from hybridkv.cache.blocks.needs import Needs, NoNeeds
 from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, EventQueue, KVCacheEvent
 from hybridkv.errors import CacheError
 
@@ -39,12 +40,17 @@ class BlockKeys:
 
     events: where events go, None where nobody wants any. silent: groups whose keys make no events.
     Attributes for reading: indexes (one a group), evictions (keys lost so far, grows with ``clear`` and with moves
-    too: who remembers blocks looks anew), given and lost (blocks that got their first key and that lost their last,
-    so far, per group).
+    too: who remembers blocks looks anew), needs (hears of blocks that lose their keys or move), given and lost (blocks
+    that got their first key and that lost their last, so far, per group).
     """
 
     def __init__(
-        self, num_blocks: int, num_groups: int = 1, *, events: EventQueue | None = None, silent: Sequence[int] = ()
+        self,
+        num_blocks: int,
+        num_groups: int = 1,
+        *,
+        events: EventQueue | None = None,
+        silent: Sequence[int] = (),
     ) -> None:
         self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
         self.evictions = 0
@@ -57,6 +63,7 @@ class BlockKeys:
         self._lost_at = np.zeros(num_blocks, np.int32)  # evictions when it last lost its key, modulo 2**32
         self._supersedable: set[int] = set()
         self._events = events
+        self.needs: Needs = NoNeeds()
 
     # -- answers
 
@@ -189,6 +196,7 @@ class BlockKeys:
         self._group[where] = _NO_GROUP
         self._step[where] = WRITTEN
         self._supersedable.difference_update(ids.tolist() if self._supersedable else ())
+        self.needs.lose(where)
         self._note_lost(ids)
 
     def _note_lost(self, ids: Int32) -> None:
@@ -202,6 +210,7 @@ class BlockKeys:
             self.lost[group] += count
             self.indexes[group].clear()
         self._supersedable.clear()
+        self.needs.clear()
         self._keys.fill(None)
         self._group.fill(_NO_GROUP)
         self._step.fill(WRITTEN)
@@ -227,6 +236,7 @@ class BlockKeys:
         if self._supersedable:
             new = dict(moves.tolist())
             self._supersedable = {new.get(block, block) for block in self._supersedable}
+        self.needs.follow(moves)
         self.evictions += 1
         self._lost_at[sources] = _wrapped(self.evictions)
 

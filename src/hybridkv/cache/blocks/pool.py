@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from hybridkv.arguments import flag, instance, instances, integer
 from hybridkv.cache.blocks.block_keys import WRITTEN, BlockKeys
 from hybridkv.cache.blocks.free_order import FreeOrder
+from hybridkv.cache.blocks.needs import Needs, NoNeeds
 from hybridkv.cache.blocks.space import ClassedSpace, Space, Weight
 from hybridkv.cache.events import MAX_EVENT_BLOCKS, EventQueue, KVCacheEvent
 from hybridkv.errors import BlockError, CapacityError, ConfigError
@@ -74,6 +75,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_reserved = 0
         events = EventQueue(max_event_blocks) if enable_events else None
+        self._needs: Needs = NoNeeds()
         self.keys = BlockKeys(num_blocks, num_groups, events=events, silent=silent)
         self.indexes = self.keys.indexes
         self.epoch = 0
@@ -83,6 +85,10 @@ class BlockPool:
         self._free: Space = FreeOrder(num_blocks) if space is None else space
         self._reserved = [0] * len(self.bases)
         self._ref = np.zeros(num_blocks, np.int32)
+
+    def heed(self, needs: Needs) -> None:
+        """From now on, with nothing cached yet: ``needs`` says which cached blocks go first since nobody needs them."""
+        self._needs = self.keys.needs = needs
 
     # -- counts
 
@@ -148,7 +154,7 @@ class BlockPool:
         """How many rows hold ``block``."""
         return self._ref.item(block)
 
-    def ref_counts(self, ids: Int32) -> Int32:
+    def ref_counts(self, ids: Int32 | Int64) -> Int32:
         """How many rows hold each of ``ids``, int32[len(ids)]."""
         counts: Int32 = self._ref[ids]
         return counts
@@ -156,6 +162,11 @@ class BlockPool:
     def count_free(self, ids: Int32) -> int:
         """How many of ``ids`` nobody holds."""
         return len(ids) - int(np.count_nonzero(self._ref[ids])) if len(ids) else 0
+
+    def cached(self) -> NDArray[np.bool_]:
+        """Which blocks nobody holds and have a key, bool[num_blocks]. O(num_blocks)."""
+        found: NDArray[np.bool_] = (self._ref == 0) & self.keys.are_on(np.arange(self.num_blocks))
+        return found
 
     def free_order(self) -> list[int]:
         """Free blocks in the order they would be taken. O(num_blocks)."""
@@ -292,18 +303,18 @@ class BlockPool:
         else:
             self._ref[ids] = 0
         cached = self.keys.are_on(ids)
-        if cached.all():
-            self._free.append(ids)
-        else:
+        if not cached.all():
             self._free.prepend(ids[~cached])
-            self._free.append(ids[cached])
+            ids = ids[cached]
+        self._free.append(ids)
+        self._needs.release(ids)
         self.epoch += 1
 
     def frees_to_back(self, ids: Int32) -> bool:
         """Whether freeing ``ids`` puts each at the back of the free order: cached, distinct, held once."""
         where = ids.astype(np.int64)
         held_once = (self._ref[where] == 1).all() and self.keys.are_on(where).all()
-        return bool(held_once) and len(np.unique(where)) == len(where)
+        return bool(held_once) and len(np.unique(where)) == len(where) and self._needs.all_needed(where)
 
     def free_many(self, parts: Sequence[Int32]) -> None:
         """free_blocks of each of ``parts``, in this order; at once when no block has two holders.
@@ -324,9 +335,11 @@ class BlockPool:
             return
         self._ref[ids] = 0
         cached = self.keys.are_on(ids)
-        part_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])[~cached]
-        self._free.prepend(ids[~cached][np.argsort(-part_of, kind="stable")])  # a later part goes before an earlier one
+        part_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+        # what goes first: a later part before an earlier one
+        self._free.prepend(ids[~cached][np.argsort(-part_of[~cached], kind="stable")])
         self._free.append(ids[cached])
+        self._needs.release(ids[cached][np.argsort(-part_of[cached], kind="stable")])
         self.epoch += 1
 
     def _held(self, ids: Int64) -> Int32:

@@ -5,6 +5,8 @@
     take a block    slab_holes; when nothing is left make room and ask again
     make room       the other class with the oldest cached block gives a slab if that is older than 1.1 times the own
                     oldest one, or there is no own one; else the own oldest one is evicted
+    given up        cached blocks that no kept end needs: the first to go, own ones, then those of a class that has a
+                    slab of them and holes; nobody else is evicted while ``spares`` says so
     give a slab     evict the oldest until a slab is whole or there are holes for one; then the emptiest slab's live
                     blocks, referenced ones too, move into other holes: at most k - 1 moves for k blocks
 
@@ -46,8 +48,8 @@ class SlabSpace:
     bound.
 
     For reading: num_blocks (what arrays over handles need), num_slabs (usable: without the null slab), ks and bases of
-    the classes, class_of_group; per class referenced and holes (blocks), slabs (owned), moved_blocks and transfers
-    (slabs given to other classes), both so far; now (releases so far).
+    the classes, class_of_group; per class referenced, holes and given (blocks; the last are those given up), slabs
+    (owned), moved_blocks and transfers (slabs given to other classes), both so far; now (releases so far).
     """
 
     def __init__(self, layout: SlabLayout, max_moved_bytes: int | None = None) -> None:
@@ -68,6 +70,9 @@ class SlabSpace:
         self._place = np.full(self.num_blocks, NOWHERE, np.int32)  # of a cached block in its class's LRU
         self._lru = [FreeOrder(total * k, self._place) for k in self.ks]
         self._stamp = np.zeros(self.num_blocks, np.int64)
+        self._is_given = np.zeros(self.num_blocks, np.bool_)
+        self.given = [0] * len(self.ks)
+        self._given_first = False
         self._locks = np.zeros(self.num_blocks, np.int32)
         self._slab_locks, self._all_slab_locks = counters(total)
         self._locked_slabs = [0] * len(self.ks)
@@ -201,6 +206,7 @@ class SlabSpace:
     def remove(self, ids: Ids) -> None:
         """Cached blocks ``ids`` (distinct, of any classes) are referenced again. O(ids)."""
         for part in self._cached_parts(ids):
+            self._take_back(part.of, part.ids)
             self._lru[part.of].remove(part.ids)
             self._holes.hold(part, 1)
 
@@ -243,6 +249,40 @@ class SlabSpace:
             self._lru[part.of].prepend(part.ids)
             self._stamp[part.ids] = AGELESS
 
+    def take_given_first(self) -> None:
+        """From now on; see Space."""
+        self._given_first = True
+
+    def give_up(self, ids: Ids) -> None:
+        """Cached blocks ``ids`` are the first to go, in this order; see Space. O(ids)."""
+        self.age_first(ids)
+        for part in self._cached_parts(ids):
+            new = part.ids[~self._is_given[part.ids]]
+            self._is_given[new] = True
+            self.given[part.of] += len(new)
+
+    def keep(self, ids: Ids) -> None:
+        """Of ``ids`` those given up are the youngest of their classes; see Space. O(ids)."""
+        ids = ids[self._is_given[ids]]
+        if not len(ids):
+            return
+        self._stamp[ids] = np.arange(self.now + 1, self.now + 1 + len(ids))
+        self.now += len(ids)
+        for part in self._cached_parts(ids):
+            self._take_back(part.of, part.ids)
+            self._lru[part.of].remove(part.ids)
+            self._lru[part.of].append(part.ids)
+
+    def given_up(self) -> Bool:
+        """See Space."""
+        return self._is_given.copy()
+
+    def _take_back(self, of: int, ids: Ids) -> None:
+        """``ids`` of class ``of`` are given up no longer, if they were."""
+        if self.given[of]:
+            self.given[of] -= int(np.count_nonzero(self._is_given[ids]))
+            self._is_given[ids] = False
+
     def forget_all(self) -> None:
         """All cached blocks become holes, class by class and oldest first.
 
@@ -252,6 +292,7 @@ class SlabSpace:
         whole: list[int] = []
         for of, lru in enumerate(self._lru):
             ids = lru.order()
+            self._take_back(of, ids)
             lru.remove(ids)
             whole.extend(self._holes.make_holes(self._holes.part(of, ids), held=False))
         self._holes.push_below(whole)
@@ -321,6 +362,10 @@ class SlabSpace:
         ref: holders of each handle, to tell what is referenced; the caller moves its entries with the blocks.
         CacheError when nobody has anything to give, which ``fits`` foretells. O(classes + k), O(1) a block amortised.
         """
+        if self.given[of]:
+            return _room([self._evict(of)])
+        if self._given_first and (spare := self._spare_giver(of)) is not None:
+            return self._reclaim(spare, ref)
         giver, own = self._oldest_giver(of), self._oldest_stamp(of)
         if giver is not None and (own is None or self._much_older(giver, own)):
             return self._reclaim(giver, ref)
@@ -336,6 +381,29 @@ class SlabSpace:
         for one, k in enumerate(self.ks):
             if one != of and self.holes[one] + len(self._lru[one]) >= k and self._unlocked_slabs(one):
                 yield one
+
+    def spares(self, needs: Sequence[int], more: Sequence[int]) -> bool:
+        """See Space. Slabs of nothing but holes and blocks given up pass on, where moves allow it. O(classes)."""
+        wanted, found = 0, self._holes.num_free
+        for of, (need, besides, k) in enumerate(zip(needs, more, self.ks, strict=True)):
+            left = self.holes[of] + self.given[of] + besides - need
+            if left < 0:
+                wanted += -(left // k)
+            elif k == 1 or not self._is_spent:
+                found += min(left // k, self._unlocked_slabs(of))
+        return wanted <= found
+
+    def _spare_giver(self, of: int) -> int | None:
+        """The other class that gives a slab without losing what is needed, the one with most to give."""
+        able = [
+            (self.holes[one] + self.given[one] - k, -one)
+            for one, k in enumerate(self.ks)
+            if one != of
+            and self.holes[one] + self.given[one] >= k
+            and self._unlocked_slabs(one)
+            and (k == 1 or not self._is_spent)
+        ]
+        return -max(able)[1] if able else None
 
     def _oldest_giver(self, of: int) -> int | None:
         stamps = [(stamp, one) for one in self._givers(of) if (stamp := self._oldest_stamp(one)) is not None]
@@ -355,6 +423,7 @@ class SlabSpace:
     def _evict(self, of: int) -> int:
         """The oldest cached block becomes a hole; if its slab is whole then, that is free."""
         ids = self._lru[of].take(1)
+        self._take_back(of, ids)
         self._holes.push(self._holes.make_holes(self._holes.part(of, ids), held=False))
         return ids.item(0)
 
@@ -384,6 +453,8 @@ class SlabSpace:
         targets = self._holes.empty(victim, of, sources, held)
         self._lru[of].rename(sources[~held], targets[~held])
         self._stamp[targets] = self._stamp[sources]
+        self._is_given[targets] = self._is_given[sources]
+        self._is_given[sources] = False
         self.moved_blocks[of] += len(sources)
         self._moved_bytes += len(sources) * self._block_bytes[of]
         return np.stack((sources, targets), axis=1)

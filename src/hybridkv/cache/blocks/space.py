@@ -141,3 +141,26 @@ class ClassedSpace(Space, Protocol):
     def class_of_group(self) -> tuple[int, ...]:
         """The class of each group."""
         ...
+
+    def take_given_first(self) -> None:
+        """From now on nothing is evicted but what was given up while ``spares`` says so; else as it always was."""
+        ...
+
+    def give_up(self, ids: Ids) -> None:
+        """Cached blocks that no kept end needs: they are evicted before all others, whatever their class."""
+        ...
+
+    def keep(self, ids: Ids) -> None:
+        """Of ``ids`` those that were given up, and are cached still, are the last to be evicted."""
+        ...
+
+    def given_up(self) -> Bool:
+        """Which blocks are given up, bool[num_blocks]."""
+        ...
+
+    def spares(self, needs: Sequence[int], more: Sequence[int]) -> bool:
+        """Whether ``needs`` blocks, by class, can be taken with nothing evicted but what was given up.
+
+        more: blocks of each class that might be given up besides.
+        """
+        ...

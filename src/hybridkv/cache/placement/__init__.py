@@ -1,9 +1,14 @@
-"""Where recurrent states are kept: a policy of its own, which only says at which token counts (docs/design/0009)."""
+"""Where recurrent states are kept, and what is given up next: frozen values that only say it (docs/design/0009, 0019).
 
+eviction (and what ranks: ends, hazard, hazard_table) beside stops (named, planned).
+"""
+
+from hybridkv.cache.placement.eviction import DEFAULT_EVICTION, EVICTIONS, LRU, Eviction, eviction_named
 from hybridkv.cache.placement.named import DEFAULT_PLACEMENT, placement_named
 from hybridkv.cache.placement.planned import placement_of
 from hybridkv.cache.placement.stops import (
     AlignPlacement,
+    CornerPlacement,
     EndsPlacement,
     IntervalPlacement,
     NoStates,
@@ -11,12 +16,18 @@ from hybridkv.cache.placement.stops import (
 )
 
 __all__ = [
+    "DEFAULT_EVICTION",
     "DEFAULT_PLACEMENT",
+    "EVICTIONS",
+    "LRU",
     "AlignPlacement",
+    "CornerPlacement",
     "EndsPlacement",
+    "Eviction",
     "IntervalPlacement",
     "NoStates",
     "Placement",
+    "eviction_named",
     "placement_named",
     "placement_of",
 ]

@@ -111,6 +111,10 @@ class LabelHits:
         """None: what is hit is copied."""
         return 0
 
+    def first_needed(self, num_tokens: int) -> int:
+        """None: a state is no block of tokens."""
+        return num_tokens
+
     def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:  # noqa: ARG002 - as above
         """The last label at or before the end. O(blocks behind it)."""
         additions = index.additions
@@ -132,6 +136,10 @@ class NoHits:
         """None."""
         return 0
 
+    def first_needed(self, num_tokens: int) -> int:
+        """None."""
+        return num_tokens
+
     def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:  # noqa: ARG002 - as above
         """None."""
         return Hit(0, NONE)
@@ -151,6 +159,10 @@ class AnyHits:
     def columns(self, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
         """None."""
         return 0
+
+    def first_needed(self, num_tokens: int) -> int:
+        """None."""
+        return num_tokens
 
     def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:  # noqa: ARG002 - as above
         """Whatever the others say."""

@@ -44,6 +44,10 @@ class Hits(Protocol):
         """Columns of a hit of ``num_tokens`` tokens, null ones included."""
         ...
 
+    def first_needed(self, num_tokens: int) -> int:
+        """The first token whose block a hit of ``num_tokens`` reads; ``num_tokens`` where it reads none."""
+        ...
+
     def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:
         """The longest cached prefix; keys: one a full column."""
         ...

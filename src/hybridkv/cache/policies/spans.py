@@ -171,6 +171,10 @@ class BlockHits:
         """Full ones."""
         return num_tokens // self.block_size
 
+    def first_needed(self, num_tokens: int) -> int:
+        """What the span says."""
+        return self.span.first_needed(num_tokens, self.block_size)
+
     def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:
         """What the span finds."""
         return self.span.longest_hit(index, keys, search, self.block_size)
@@ -204,6 +208,10 @@ class TokenHits:
     def columns(self, num_tokens: int) -> int:
         """Full ones."""
         return num_tokens // self.block_size
+
+    def first_needed(self, num_tokens: int) -> int:
+        """What the span says."""
+        return self.span.first_needed(num_tokens, self.block_size)
 
     def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:
         """The largest end that is served.

@@ -111,6 +111,10 @@ class StateHits:
         """All null but the last."""
         return num_tokens // self.block_size
 
+    def first_needed(self, num_tokens: int) -> int:
+        """None: a state is no block of tokens."""
+        return num_tokens
+
     def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:
         """The right-most state at or before the end. O(boundaries behind it)."""
         size, step = self.block_size, search.alignment // self.block_size

@@ -21,6 +21,7 @@ from hybridkv.cache.placement import Placement
 from hybridkv.cache.policies import NEVER
 from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.cache.rows.write_log import WriteLog
+from hybridkv.cache.slots.kept import KeptEnds
 from hybridkv.cache.slots.transfers import TransferLog
 from hybridkv.columns import grown
 from hybridkv.request import Request
@@ -29,9 +30,11 @@ Int64 = NDArray[np.int64]
 
 
 class Checkpoints:
-    """groups: all; nothing is done where none keeps states for reuse, or ``placement`` keeps none.
+    """groups: those whose states are kept for reuse; without any nothing is stored.
 
-    stored, declined: stops so far that found a block and that did not.
+    kept: hears of every end that is kept, and says whether there is room for one.
+
+    idle: nobody minds where a placement stops. stored, declined: stops so far that found a block and that did not.
     """
 
     def __init__(
@@ -42,16 +45,16 @@ class Checkpoints:
         log: WriteLog,
         transfers: TransferLog,
         placement: Placement,
+        kept: KeptEnds,
     ) -> None:
-        kept = [group for group in groups if group.states is not None] if placement.keeps_states else []
-        self.groups = tuple(kept)
-        self._num_groups = len(groups)
+        self.groups = tuple(groups)
         self._pool = pool
         self._log = log
         self._transfers = transfers
         self._placement = placement
         self._next = np.full(64, NEVER)
-        self._consumed: dict[int, int] = {}
+        self._kept = kept
+        self.idle = not (self.groups or kept.judges)
         self._late: dict[int, list[tuple[int, int]]] = {}
         self.stored = self.declined = 0
 
@@ -59,20 +62,22 @@ class Checkpoints:
 
     def begin(self, request: Request, hit_tokens: int, computed_tokens: int) -> None:
         """``request`` has a row and goes on behind ``computed_tokens``, of which ``hit_tokens`` were hit."""
-        if not self.groups:
+        if self.idle:
             return
         row = request.row
         self._next = grown(self._next, row + 1, NEVER)
-        self._consumed.pop(row, None)
         self._late.pop(row, None)
-        if 0 < hit_tokens < request.num_prompt_tokens - 1:
-            self._consumed[row] = hit_tokens
+        self._kept.begin(request, hit_tokens)
         self._next[row] = self._next_stop(request, computed_tokens)
 
     # -- stops
 
     def stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
         """Token counts in start + 1 .. end, known ones, at which a state of ``request`` should be kept."""
+        return self._stops(request, start, end) if self.groups else ()
+
+    def _stops(self, request: Request, start: int, end: int) -> tuple[int, ...]:
+        """The same, where tokens alone are kept, too."""
         if not self._keeps_for(request):
             return ()
         return tuple(stop for stop in self._placement.stops(request, start, end) if stop <= request.num_tokens)
@@ -82,8 +87,8 @@ class Checkpoints:
         return self._placement.next_stop(request, after_tokens) if self._keeps_for(request) else NEVER
 
     def _keeps_for(self, request: Request) -> bool:
-        """Whether any state of ``request`` is kept."""
-        return bool(self.groups) and request.writes_prefix_cache
+        """Whether any end of ``request`` is kept."""
+        return not self.idle and request.writes_prefix_cache
 
     def store(self, requests: Sequence[Request | None], rows: Int64, computed: Int64, end: Int64) -> None:
         """A block for every stop in computed .. end of each row, in order. O(rows) in array operations.
@@ -101,7 +106,7 @@ class Checkpoints:
     def _store_row(self, request: Request, computed: int, end: int) -> None:
         for stop, column in self._late.pop(request.row, ()):
             self._store_one(request, stop, column)
-        for stop in self.stops(request, computed, end):
+        for stop in self._stops(request, computed, end):
             self._store_one(request, stop)
         self._next[request.row] = self._next_stop(request, end)
 
@@ -110,13 +115,13 @@ class Checkpoints:
 
         States at stops among them lie in the row, each in a column of its own; the one behind them all in the first.
         """
-        if not self.groups:
+        if self.idle:
             return
         for place in np.flatnonzero(certain + kept >= self._next[rows]).tolist():
             request, start, count = requests[rows.item(place)], certain.item(place), kept.item(place)
             if request is None:
                 continue
-            late = [(stop, (stop - start) % count) for stop in self.stops(request, start, start + count)]
+            late = [(stop, (stop - start) % count) for stop in self._stops(request, start, start + count)]
             if late:
                 self._late[request.row] = late
             self._next[request.row] = self._next_stop(request, start + count)
@@ -124,13 +129,16 @@ class Checkpoints:
     def _store_one(self, request: Request, tokens: int, column: int | None = None) -> None:
         lacking = [group for group in self.groups if group.view(request).labelled(tokens) is None]
         if not lacking:
+            if self._kept.judges:
+                self._kept.keep(request, tokens, (), ended=False)
             return
-        needs = [0] * self._num_groups
+        needs = [0] * len(self._pool.classes)
         for group in lacking:
             needs[group.number] = 1
-        none = [0] * self._num_groups
+        none = [0] * len(needs)
         weight = self._pool.weigh(needs, none)
-        if weight.needed > weight.free or self._pool.waits(needs, none):
+        fits = weight.needed <= weight.free and not self._pool.waits(needs, none)
+        if not (fits and self._kept.admits(request, tokens, needs)):
             self.declined += 1
             return
         taken = [
@@ -141,10 +149,8 @@ class Checkpoints:
         ]
         for stored in taken:  # taking one may have moved those before it
             self._publish(stored.group, request, tokens, stored.block, self._log.open_step)
-            if self._placement.is_supersedable(request, tokens):
-                self._pool.keys.flag_supersedable(stored.block)
         self.stored += 1
-        self._supersede(request, tokens)
+        self._kept.keep(request, tokens, [stored.block for stored in taken], ended=False)
 
     def _publish(self, group: CacheGroup, request: Request, tokens: int, block: int, step: int) -> None:
         """``block`` is the state after ``tokens`` tokens."""
@@ -164,29 +170,18 @@ class Checkpoints:
 
         States at stops among its last accepted drafts are kept, too.
         """
-        if not self.groups:
+        if self.idle:
             return
         for stop, column in self._late.pop(request.row, ()):
-            self._keep_column(request, stop, column, supersedable=self._placement.is_supersedable(request, stop))
+            self._keep_column(request, stop, column, ended=False)
         if self._placement.ends and tokens:
-            self._keep_column(request, tokens, 0, supersedable=True)
+            self._keep_column(request, tokens, 0, ended=True)
 
-    def _keep_column(self, request: Request, tokens: int, column: int, *, supersedable: bool) -> None:
+    def _keep_column(self, request: Request, tokens: int, column: int, *, ended: bool) -> None:
         """The state after ``tokens`` tokens, which lies in ``column``, stays where it is."""
         lacking = [group for group in self.groups if group.view(request).labelled(tokens) is None]
-        for group in lacking:
-            block = group.rows.cells.item(group.rows.origin.item(request.row) + column)
+        blocks = [group.rows.cells.item(group.rows.origin.item(request.row) + column) for group in lacking]
+        for group, block in zip(lacking, blocks, strict=True):
             self._publish(group, request, tokens, block, WRITTEN)
-            if supersedable:
-                self._pool.keys.flag_supersedable(block)
-        if lacking:
-            self._supersede(request, tokens)
-
-    def _supersede(self, request: Request, tokens: int) -> None:
-        """A checkpoint at ``tokens`` is kept: the one that ``request`` went on from has done its duty."""
-        consumed = self._consumed.get(request.row, 0)
-        if not consumed or tokens <= consumed:
-            return
-        found = [group.view(request).labelled(consumed) for group in self.groups]
-        if self._pool.supersede([block for block in found if block is not None]):
-            del self._consumed[request.row]
+        if lacking or self._kept.judges:
+            self._kept.keep(request, tokens, blocks, ended=ended)

@@ -11,6 +11,7 @@ from hybridkv.cache.blocks.pool import BlockPool
 from hybridkv.cache.policies import Hit, Search
 from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.cache.rows.residents import Residents
+from hybridkv.cache.slots.kept import KeptEnds
 from hybridkv.cache.values import KVCacheBlocks
 from hybridkv.request import Hasher, Request
 
@@ -43,13 +44,16 @@ class CommonHit(NamedTuple):
 class PrefixLookup:
     """Finds, never adopts. alignment: tokens of which every hit is a multiple.
 
-    hasher: of the requests, None without prefix caching. empty: no block in every group.
+    hasher: of the requests, None without prefix caching. kept: remembers tokens that are cached no longer.
+    empty: no block in every group.
 
     Groups without keys are asked first (they agree to all or to nothing), then those of which every prefix of a hit is
     one, then the others.
     """
 
-    def __init__(self, residents: Residents, pool: BlockPool, alignment: int, hasher: Hasher | None) -> None:
+    def __init__(
+        self, residents: Residents, pool: BlockPool, *, alignment: int, hasher: Hasher | None, kept: KeptEnds
+    ) -> None:
         groups = residents.groups
         self.empty = KVCacheBlocks((_NONE,) * len(groups), pool)
         self._groups = groups
@@ -57,6 +61,7 @@ class PrefixLookup:
         self._residents = residents
         self._hasher = hasher
         self._alignment = alignment
+        self._kept = kept
         self._asked = sorted(groups, key=_search_order)
         none = (Hit(0, _NONE),) * len(groups)
         self._no_hit = CommonHit(0, none, 0, ((),) * len(groups), (), (-1,) * len(groups), (0,) * len(groups))
@@ -69,8 +74,11 @@ class PrefixLookup:
         ConfigError, CacheError for a request that was made for another manager.
         """
         self._residents.refuse_stranger(request)
-        reads = self._hasher is not None and request.reads_prefix_cache
-        return self._longest(request, request.num_tokens - 1 if reads else 0)
+        if self._hasher is None or not request.reads_prefix_cache:
+            return self._longest(request, 0)
+        hit = self._longest(request, request.num_tokens - 1)
+        uncached = self._kept.known_tokens(request) - hit.tokens
+        return hit._replace(uncached_tokens=uncached) if uncached > hit.uncached_tokens else hit
 
     def find_written(self, request: Request) -> CommonHit:
         """The longest prefix of all tokens of ``request`` that is cached and written. O(blocks of the prefix)."""

@@ -19,6 +19,7 @@ from hybridkv.cache.blocks.pool import BlockPool
 from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.cache.rows.write_log import WriteLog
 from hybridkv.cache.slots.holds import Pins
+from hybridkv.cache.slots.kept import KeptEnds
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -85,11 +86,14 @@ class TransferLog:
     (``log``), pins and the step that is being made then name them anew.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], pool: BlockPool, log: WriteLog, pins: Pins) -> None:
+    def __init__(
+        self, groups: Sequence[CacheGroup], pool: BlockPool, *, log: WriteLog, pins: Pins, kept: KeptEnds
+    ) -> None:
         self._groups = tuple(groups)
         self._pool = pool
         self._log = log
         self._pins = pins
+        self._ends = kept
         self._first_group = [pool.classes.index(of) for of in range(len(pool.bases))] if groups else []
         self._moves: list[Int64] = []
         self._copies: list[_Copy] = []
@@ -112,6 +116,7 @@ class TransferLog:
 
     def new_blocks(self, n: int, group: int) -> Int32:
         """Take ``n`` blocks for ``group``, int32[n]. BlockError if n cannot be had."""
+        self._ends.make_way(n, group)
         taken = self._pool.take(n, group)
         for moves in taken.moves:
             self._follow(moves)
@@ -138,6 +143,7 @@ class TransferLog:
                 group.rows.rewrite(sources, targets)
         self._log.follow(sources, targets)
         self._pins.follow(sources, targets)
+        self._ends.follow(moves)
         self._moves.append(moves)
         new = dict(moves.tolist())
         for copy in self._copies:

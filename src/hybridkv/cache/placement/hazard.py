@@ -1,0 +1,217 @@
+"""Ends by value: how soon their like were hit, times the tokens that they save a byte (docs/design/0019).
+
+value    (worth of its class at its age + that of its heir) * tokens saved a byte
+class    kind, hits so far (3 and more are one), gap: of its own hits, or of its session when it has none
+heir     the most valuable of the ends given up that this one serves instead, until it is hit itself
+rings    one for each class and power of two of what is saved, in the order of last use: only its two ends are
+         compared, for value falls with age or rises
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from hybridkv.cache.placement.ends import HALVED_EVERY, End, Ring
+from hybridkv.cache.placement.hazard_table import BUCKETS, HazardTable, bucket_of
+from hybridkv.columns import grown
+
+_LEARN_EVERY: Final = 100
+"""Requests."""
+
+_MOST_LOOKED_AT: Final = 8192
+"""Ends whose waiting is counted at once; more take turns."""
+
+_NOBODY: Final = -1
+
+
+class Heir(NamedTuple):
+    """An end that was given up: its class, and when it was last used."""
+
+    of: int
+    used: float
+
+
+class _Memo:
+    """What is known of an end besides. row: in the columns. of: its class. ring: where it stands, None for nowhere."""
+
+    __slots__ = ("heir", "of", "ring", "row")
+
+    def __init__(self, row: int, of: int) -> None:
+        self.row = row
+        self.of = of
+        self.heir: Heir | None = None
+        self.ring: tuple[int, int] | None = None
+
+
+class HazardRanking:
+    """For reading: table, and heirs by ``heir_of``."""
+
+    def __init__(self) -> None:
+        self.table = HazardTable()
+        self._memos: dict[int, _Memo] = {}
+        self._rings: dict[tuple[int, int], Ring] = {}
+        self._class = np.full(64, _NOBODY)
+        self._used = np.zeros(64)
+        self._counted = np.zeros(64)  # the age up to which waiting was counted
+        self._free: list[int] = []
+        self._rows = 0
+        self._requests = 0
+        self._turn = 0
+
+    # -- learning
+
+    def note_request(self, now: float) -> None:
+        """Every hundredth one, what was seen since is learned and all that was seen before fades."""
+        self._requests += 1
+        if self._requests % _LEARN_EVERY == 0:
+            self._count_waiting(now)
+            self.table.learn()
+            self.table.decay(0.5 ** (_LEARN_EVERY / HALVED_EVERY))
+
+    def _count_waiting(self, now: float) -> None:
+        """Of all ends, or of the next of many."""
+        if not self._rows:
+            return
+        first = self._turn if self._turn < self._rows else 0
+        last = min(first + _MOST_LOOKED_AT, self._rows)
+        self._turn = last
+        rows = np.flatnonzero(self._class[first:last] != _NOBODY) + first
+        ages = now - self._used[rows]
+        self.table.wait_all(self._class[rows], self._counted[rows], ages)
+        self._counted[rows] = ages
+
+    def hit(self, end: End, now: float) -> None:
+        """Its class was hit at its age; it has no heir, and a class of its own hits."""
+        memo = self._memo(end)
+        age = now - end.used
+        self._wait(memo, age)
+        self.table.note_hit(memo.of, age)
+        end.note_hit(now)
+        memo.heir = None
+        memo.of = self._class[memo.row] = self._class_of(end)
+        self._used[memo.row], self._counted[memo.row] = now, 0.0
+
+    def _wait(self, memo: _Memo, age: float) -> None:
+        self.table.wait(memo.of, self._counted.item(memo.row), age)
+        self._counted[memo.row] = age
+
+    def _memo(self, end: End) -> _Memo:
+        memo = self._memos.get(end.serial)
+        if memo is None:
+            row = self._free.pop() if self._free else self._rows
+            self._rows = max(self._rows, row + 1)
+            self._class = grown(self._class, self._rows, _NOBODY)
+            self._used, self._counted = grown(self._used, self._rows), grown(self._counted, self._rows)
+            memo = self._memos[end.serial] = _Memo(row, self._class_of(end))
+            self._class[row], self._used[row], self._counted[row] = memo.of, end.used, 0.0
+        return memo
+
+    def _class_of(self, end: End) -> int:
+        return self.table.class_of(int(end.kind), min(end.hits, 3), _gap_of(end))
+
+    # -- rings
+
+    def add(self, end: End, now: float) -> None:  # noqa: ARG002 - the answer of a ranking
+        """Into the ring of its class and what it saves."""
+        memo = self._memo(end)
+        if self._used.item(memo.row) != end.used:  # a ghost that is kept again
+            self._wait(memo, end.used - self._used.item(memo.row))
+            self._used[memo.row], self._counted[memo.row] = end.used, 0.0
+        memo.ring = memo.of, math.frexp(end.saved)[1]
+        self._rings.setdefault(memo.ring, Ring()).add(end)
+
+    def remove(self, end: End) -> None:
+        """Out of it."""
+        memo = self._memos[end.serial]
+        if memo.ring is not None:
+            ring = self._rings[memo.ring]
+            ring.remove(end)
+            if not len(ring):
+                del self._rings[memo.ring]
+            memo.ring = None
+
+    def lowest(self, now: float) -> End | None:
+        """Of the two ends of every ring. O(rings)."""
+        best, least = None, math.inf
+        for ring in self._rings.values():
+            for end in (ring.first(), ring.last()):
+                value = self.value(end, now)
+                if value < least or (value == least and best is not None and end.serial < best.serial):
+                    best, least = end, value
+        return best
+
+    def value(self, end: End, now: float) -> float:
+        """Tokens a second and byte that ``end`` is expected to save."""
+        memo = self._memo(end)
+        worth = self._worth(Heir(memo.of, end.used), now)
+        if memo.heir is not None:
+            worth += self._worth(memo.heir, now)
+        return worth * end.saved
+
+    def _worth(self, heir: Heir, now: float) -> float:
+        return self.table.worth[heir.of][bucket_of(max(now - heir.used, 0.0))]
+
+    def prefers(self, end: End, other: End, now: float) -> bool:
+        """Whether ``end`` is of more value."""
+        return self.value(end, now) > self.value(other, now)
+
+    # -- inheritance
+
+    def heir_of(self, end: End) -> Heir | None:
+        """Whom ``end`` serves besides."""
+        return self._memo(end).heir
+
+    def passed(self, end: End) -> None:
+        """Nothing: what was passed by is hit less, and that is learned."""
+
+    def given_up(self, end: End, parent: End | None, now: float, *, declined: bool) -> None:
+        """``parent`` serves those who would have hit ``end``; of one declined only if nobody ever did."""
+        memo = self._memo(end)
+        if parent is None or (declined and end.hits):
+            return
+        theirs = self._memo(parent)
+        heirs = [heir for heir in (theirs.heir, Heir(memo.of, end.used), memo.heir) if heir is not None]
+        theirs.heir = max(heirs, key=lambda heir: self._worth(heir, now))
+
+    def forget(self, end: End, now: float) -> None:
+        """How long it waited counts; its row is free."""
+        memo = self._memos.pop(end.serial, None)
+        if memo is not None:
+            self._wait(memo, max(now - self._used.item(memo.row), 0.0))
+            self._class[memo.row] = _NOBODY
+            self._free.append(memo.row)
+
+    # -- what must hold
+
+    def check(self) -> list[str]:
+        """Each end stands in the ring of its class and what it saves; columns say what ends say."""
+        wrong = []
+        for key, ring in self._rings.items():
+            for end in ring.ends():
+                memo = self._memos.get(end.serial)
+                if memo is None or memo.ring != key or (self._class_of(end), math.frexp(end.saved)[1]) != key:
+                    wrong.append(f"an end of {end.tokens} tokens stands in the ring {key}")
+                elif self._used.item(memo.row) != end.used or self._class.item(memo.row) != memo.of:
+                    wrong.append(f"the columns of the end of {end.tokens} tokens are another's")
+        known = sum(memo.ring is not None for memo in self._memos.values())
+        if known != sum(map(len, self._rings.values())):
+            wrong.append(f"{known} ends say that they stand in rings")
+        rows = np.flatnonzero(self._class[: self._rows] != _NOBODY).tolist()
+        if sorted(memo.row for memo in self._memos.values()) != rows:
+            wrong.append("rows of ends that are known no longer are in use")
+        if self.table.hits.shape[1] != BUCKETS or (self.table.at_risk < 0).any():
+            wrong.append("ends were at risk for less than no time")
+        return wrong
+
+
+def _gap_of(end: End) -> int:
+    """-1 for an end of a new session that was never hit, else how long it, or its session, paused, by powers."""
+    if end.hits:
+        gap = math.exp(end.log_gap)
+        return 0 if gap < 1.0 else min(10, 1 + int(math.log2(gap)))
+    if end.session_gap is None:
+        return -1
+    return 0 if end.session_gap < 1.0 else min(6, 1 + int(math.log(end.session_gap, 3)))

@@ -1,0 +1,122 @@
+"""How soon ends of a class are hit: rates by age, learned while ends wait, and what waiting for one is worth.
+
+class    any > kind > kind, hits > kind, hits, gap       a class with little seen leans on the one before it
+age      [0, 1) s, then each bucket 1.5 times as far as the last
+rate     (hits + 4 w * rate of the class before) / (seconds at risk + 4 w), w the bucket's seconds
+worth    the greatest, over what one might wait for, of P(hit by then) / E[seconds waited] (a Gittins index)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float = NDArray[np.float64]
+Int64 = NDArray[np.int64]
+
+BUCKETS: Final = 23
+_STARTS: Final = [0.0, *(1.5**k for k in range(BUCKETS - 1))]
+_LOWER: Final = np.array(_STARTS)
+_WIDTH: Final = np.diff([*_STARTS, 1.5 ** (BUCKETS - 1)])
+_AT_RISK: Final = np.array([*_WIDTH[:-1], np.inf])
+"""Seconds that an end can wait in each bucket: in the last one without end."""
+
+_PRIOR: Final = 1e-6
+_LEAN: Final = 4.0
+
+
+def bucket_of(age: float) -> int:
+    """The bucket of ``age`` seconds, 0 or more."""
+    return bisect_right(_STARTS, age) - 1
+
+
+class HazardTable:
+    """Classes are numbers, 0 the class of all; those of other keys are made when they are first asked for.
+
+    For reading: worth, a list of BUCKETS numbers, hits a second, for each class; as of the last ``learn``.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, ...], int] = {(): 0}
+        self._chains = [np.array([0])]
+        self._levels: list[list[int]] = [[0], [], [], []]
+        self._parents = [0]
+        self.hits: Float = np.zeros((16, BUCKETS))
+        self.at_risk: Float = np.zeros((16, BUCKETS))
+        self.worth: list[list[float]] = [[]]
+        self.learn()
+
+    def __len__(self) -> int:
+        return len(self._parents)
+
+    def class_of(self, *key: int) -> int:
+        """The number of kind, hits, gap, or of the first few of them. O(1)."""
+        number = self._numbers.get(key)
+        if number is not None:
+            return number
+        parent = self.class_of(*key[:-1])
+        number = self._numbers[key] = len(self._parents)
+        self._parents.append(parent)
+        self._chains.append(np.append(self._chains[parent], number))
+        self._levels[len(key)].append(number)
+        self.worth.append(self.worth[parent])
+        if number == len(self.hits):
+            more = np.zeros_like(self.hits)
+            self.hits, self.at_risk = np.concatenate((self.hits, more)), np.concatenate((self.at_risk, more))
+        return number
+
+    def note_hit(self, of: int, age: float) -> None:
+        """An end of class ``of`` was hit at ``age`` seconds; those before it in the chain, too."""
+        self.hits[self._chains[of], bucket_of(age)] += 1.0
+
+    def wait(self, of: int, start: float, end: float) -> None:
+        """An end of class ``of`` was at risk between two ages."""
+        self.at_risk[self._chains[of]] += _between(np.array([start]), np.array([end]))[0]
+
+    def wait_all(self, of: Int64, start: Float, end: Float) -> None:
+        """``wait`` of many ends at once. O(ends x buckets) in array operations."""
+        times, size = _between(start, end), len(self)
+        added = np.stack([np.bincount(of, weights=times[:, b], minlength=size) for b in range(BUCKETS)], axis=1)
+        for level in (3, 2, 1):
+            for number in self._levels[level]:
+                added[self._parents[number]] += added[number]
+        self.at_risk[:size] += added
+
+    def decay(self, factor: float) -> None:
+        """All that was seen counts ``factor`` times as much."""
+        self.hits *= factor
+        self.at_risk *= factor
+
+    def rates(self) -> Float:
+        """Hits a second of each class and bucket, float64[classes, BUCKETS]."""
+        size = len(self)
+        rates = np.empty((size, BUCKETS))
+        lean = _LEAN * _WIDTH
+        rates[0] = (self.hits[0] + _PRIOR * lean) / (self.at_risk[0] + lean)
+        for level in self._levels[1:]:
+            before = rates[[self._parents[number] for number in level]]
+            rates[level] = (self.hits[level] + before * lean) / (self.at_risk[level] + lean)
+        return rates
+
+    def learn(self) -> None:
+        """Work out what each class is worth at each age. O(classes x buckets squared) in array operations."""
+        rates = self.rates()
+        risk = rates * _WIDTH
+        waits = -np.expm1(-risk) / rates  # seconds spent in a bucket by who enters it
+        best, waited, passed = (np.zeros_like(rates) for _ in range(3))
+        for further in range(BUCKETS):
+            upto = BUCKETS - further
+            waited[:, :upto] += np.exp(-passed[:, :upto]) * waits[:, further:]
+            passed[:, :upto] += risk[:, further:]
+            np.maximum(best[:, :upto], -np.expm1(-passed[:, :upto]) / waited[:, :upto], out=best[:, :upto])
+        self.worth = best.tolist()
+
+
+def _between(start: Float, end: Float) -> Float:
+    """Seconds in each bucket between two ages, float64[ends, BUCKETS]."""
+    before, after = (np.clip(age[:, None] - _LOWER, 0.0, _AT_RISK) for age in (start, end))
+    spent: Float = after - before
+    return spent

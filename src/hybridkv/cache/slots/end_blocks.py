@@ -1,0 +1,171 @@
+"""Which blocks an end needs, and what it costs: in each group what a hit that ends there reads.
+
+full attention      every block of its segment (those before are its parent's), and the one its last tokens lie in
+windows, chunks     the blocks that the next token reads, and that one
+states              the state after its very tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache.blocks.needs import BlockNeeds, Ids
+from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.rows.group import CacheGroup
+from hybridkv.cache.slots.end_tree import Node
+from hybridkv.request import Request
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+_NONE = np.empty(0, np.int64)
+
+
+class EndBlocks:
+    """groups: all that publish. needs: how many ends need each block of ``pool``."""
+
+    def __init__(self, groups: Sequence[CacheGroup], pool: BlockPool, needs: BlockNeeds) -> None:
+        self._pool = pool
+        self._needs = needs
+        self._bytes = np.array(needs.block_bytes, np.int64)
+        tokens = [one for one in groups if one.states is None and not one.kind.by_digest]
+        self._states = tuple(one for one in groups if one.states is not None)
+        self._full = tuple(one for one in tokens if one.policy.hits.downward_closed)
+        self._windows = tuple(one for one in tokens if not one.policy.hits.downward_closed)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether what an end needs may reach behind its parent: windows do, and columns of several hash blocks."""
+        return bool(self._windows) or any(group.key_stride > 1 for group in self._full)
+
+    # -- where things are
+
+    def segment(self, node: Node) -> Int64 | None:
+        """Blocks of full attention in its segment, in order; None where one is not there. O(segment)."""
+        start = node.depth - len(node.segment)
+        return _all([group.index.blocks_of(_columns(group, node.segment, start)) for group in self._full])
+
+    def window(self, node: Node) -> Int64 | None:
+        """Whole blocks that windows and chunks read before it; None where one is not there. O(windows)."""
+        parts = []
+        for group in self._windows:
+            size, stride = group.policy.block_size, group.key_stride
+            first, last = group.policy.hits.first_needed(node.tokens) // size, node.tokens // size
+            parts.append(group.index.blocks_of(node.keys(first * stride, last * stride)[stride - 1 :: stride]))
+        return _all(parts)
+
+    def own(self, request: Request, tokens: int) -> list[int] | None:
+        """Its states and the blocks that its last tokens lie in; None where one is not there."""
+        tails = [_tail(group, request, tokens) for group in (*self._full, *self._windows)]
+        found = tails + [group.view(request).labelled(tokens) for group in self._states]
+        blocks = [block for block in found if block]
+        return None if None in found else blocks
+
+    # -- what it costs
+
+    def frees(self, node: Node, *, unheld: bool) -> list[int]:
+        """Blocks by class that no end needs without ``node``. unheld: only those that nobody holds now."""
+        window, segment = self.window(node), None if node.children else self.segment(node)
+        parts = (
+            np.array(node.own, np.int64),
+            _NONE if window is None else window,
+            _NONE if segment is None else segment,
+        )
+        ids = np.concatenate(parts)
+        ids = ids[self._needs.counts[ids] == 1]
+        if unheld:
+            ids = ids[self._pool.ref_counts(ids) == 0]
+        of = np.searchsorted(self._pool.bases, ids, side="right") - 1
+        counts: list[int] = np.bincount(of, minlength=len(self._bytes)).tolist()
+        return counts
+
+    def would_need(self, request: Request, parent: Node, depth: int, states: Sequence[int]) -> list[int]:
+        """Blocks by class of an end at ``depth`` hash blocks behind ``parent`` that no other needs, and ``states``."""
+        counts = list(states)
+        for group in self._full:
+            found = group.index.blocks_of(_columns(group, request.hashes[parent.depth : depth], parent.depth))
+            counts[self._pool.classes[group.number]] += int(np.count_nonzero(self._needs.counts[found] == 0))
+        return counts
+
+    def saving(self, tokens: int, blocks: Sequence[int]) -> float:
+        """Tokens saved a byte of ``blocks``, by class; 0.0 where there is none."""
+        size = int(np.dot(self._bytes, blocks))
+        return tokens / size if size else 0.0
+
+    def saved(self, node: Node) -> float:
+        """What ``node`` saves: tokens behind its parent, a byte that is its own."""
+        before = 0 if node.parent is None else node.parent.tokens
+        return self.saving(node.tokens - before, self.frees(node, unheld=False))
+
+    # -- counted
+
+    def count(self, node: Node) -> bool:
+        """``node``, whose own blocks are known, needs its blocks; False, and nothing done, where one is not there."""
+        segment, window = self.segment(node), self.window(node)
+        if segment is None or window is None:
+            return False
+        for ids in (segment, window, np.array(node.own, np.int64)):
+            self._needs.add(ids)
+        return True
+
+    def discount(self, node: Node, heirs: int) -> None:
+        """``node``, just before it leaves the tree, needs nothing; ``heirs`` children need its segment each.
+
+        What nobody needs or holds any longer is given up.
+        """
+        segment, window = self.segment(node), self.window(node)
+        parts: list[Ids] = [self._needs.drop(np.array(node.own, np.int64))]
+        if window is not None:
+            parts.append(self._needs.drop(window[::-1]))
+        if segment is not None:
+            for _ in range(heirs):
+                self._needs.add(segment)
+            parts.append(self._needs.drop(segment[::-1]))
+        loose: Int64 = np.concatenate(parts).astype(np.int64)
+        loose = loose[self._pool.ref_counts(loose) == 0]
+        if loose.size:
+            self._needs.space.give_up(loose)
+
+    def pass_on(self, node: Node, times: int) -> None:
+        """``times`` ends that needed the segment of ``node`` leave it to that one."""
+        segment = self.segment(node)
+        if segment is not None:
+            for _ in range(times):
+                self._needs.drop(segment)
+
+    def counted(self, nodes: Sequence[Node]) -> Int32:
+        """How many of ``nodes`` need each block, int32[blocks], counted anew."""
+        counts = np.zeros_like(self._needs.counts)
+        for node in nodes:
+            for ids in (self.segment(node), self.window(node), np.array(node.own, np.int64)):
+                if ids is not None:
+                    np.add.at(counts, ids, 1)
+        return counts
+
+    def recount(self, nodes: Sequence[Node]) -> None:
+        """``nodes``, whole ones, are all that need anything."""
+        self._needs.counts[:] = self.counted(nodes)
+        self._needs.space.give_up(np.flatnonzero(self._pool.cached() & (self._needs.counts == 0)))
+
+
+def _columns(group: CacheGroup, keys: Sequence[bytes], start: int) -> Sequence[bytes]:
+    """Of ``keys``, those of hash blocks from ``start`` on, the ones that end a column of ``group``."""
+    stride = group.key_stride
+    return keys[(stride - 1 - start) % stride :: stride]
+
+
+def _all(parts: Sequence[Int64]) -> Int64 | None:
+    ids = parts[0] if len(parts) == 1 else np.concatenate(parts or [_NONE])
+    return ids if ids.all() else None
+
+
+def _tail(group: CacheGroup, request: Request, tokens: int) -> int | None:
+    """The block that the last tokens lie in where they fill none; 0 where they do, None where it is not there."""
+    column, rest = divmod(tokens, group.policy.block_size)
+    hits, view = group.policy.hits, group.view(request)
+    if not (rest and hits.copies) or hits.first_needed(tokens) >= tokens:
+        return 0
+    return view.source(column, rest) if view.reach(column)[0] >= rest else None

@@ -1,0 +1,176 @@
+r"""Ends by prefix: those kept in a tree, each behind the nearest one before it, and those that are remembered.
+
+root --- end --- end        segment: the keys of the hash blocks between an end and its parent
+  \\        `---- end        chain: the key of the last whole hash block before it, under which it is found
+   `---- end                inside: what tells the tokens behind that block apart
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from hybridkv.cache.placement.ends import End, Kind
+from hybridkv.cache.rows.group import parent_key
+from hybridkv.errors import CacheError
+from hybridkv.request import Request
+
+CROWD: Final = 32
+"""Ends that begin with the same block behind their parent: of more of them, what each saves is not followed."""
+
+
+class Node:
+    """An end in the tree. depth: whole hash blocks before it. chain, inside, segment: see the module.
+
+    own: blocks of its own, states and those of its last tokens. children: by the first key of their segments.
+    kept: it is no ghost. ranked: it may be given up.
+    """
+
+    __slots__ = ("chain", "children", "depth", "end", "inside", "kept", "own", "parent", "ranked", "segment")
+
+    def __init__(self, end: End, depth: int, chain: bytes, inside: tuple[bytes, bytes]) -> None:
+        self.end = end
+        self.depth = depth
+        self.chain = chain
+        self.inside = inside
+        self.parent: Node | None = None
+        self.children: dict[bytes, list[Node]] = {}
+        self.segment: list[bytes] = []
+        self.own: list[int] = []
+        self.kept = self.ranked = False
+
+    @property
+    def tokens(self) -> int:
+        """Of the prefix."""
+        return self.end.tokens
+
+    @property
+    def first_key(self) -> bytes:
+        """Under which its parent has it."""
+        return self.segment[0] if self.segment else b""
+
+    def heirs(self) -> list[Node]:
+        """All children."""
+        return [child for bucket in self.children.values() for child in bucket]
+
+    def siblings(self) -> list[Node]:
+        """Others that begin as it does behind its parent, unless they are a crowd."""
+        bucket = [] if self.parent is None or not self.segment else self.parent.children[self.first_key]
+        return [one for one in bucket if one is not self] if len(bucket) <= CROWD else []
+
+    def behind(self, other: Node) -> list[Node]:
+        """Children that ``other``, new behind this end, lies before. O(children that begin as it does).
+
+        Of those that end inside the same hash block as ``other`` none does: how their last tokens begin is not known.
+        """
+        length = len(other.segment)
+        bucket = self.children.get(other.first_key, ()) if length else ()
+        return [one for one in bucket if len(one.segment) > length and one.segment[length - 1] == other.chain]
+
+    def link(self, parent: Node) -> None:
+        """``parent`` is the nearest kept end before."""
+        self.parent = parent
+        parent.children.setdefault(self.first_key, []).append(self)
+
+    def unlink(self) -> Node:
+        """The parent, whose child it is no longer."""
+        parent = self.parent
+        if parent is None:
+            raise CacheError(f"the end of {self.tokens} tokens has no parent")
+        bucket = parent.children[self.first_key]
+        bucket.remove(self)
+        if not bucket:
+            del parent.children[self.first_key]
+        self.parent = None
+        return parent
+
+    def detach(self) -> tuple[Node, list[Node]]:
+        """Leave the tree: the parent, and the children, which are that one's now. O(their segments)."""
+        heirs, parent = self.heirs(), self.unlink()
+        for child in heirs:
+            child.unlink()
+            child.segment = self.segment + child.segment
+            child.link(parent)
+        return parent, heirs
+
+    def keys(self, first: int, last: int) -> list[bytes]:
+        """Keys of hash blocks first .. last-1 of its prefix. O(them + ends before it)."""
+        parts: list[list[bytes]] = []
+        at: Node | None = self
+        while at is not None and at.depth > first:
+            start = at.depth - len(at.segment)
+            parts.append(at.segment[max(first - start, 0) : max(last - start, 0)])
+            at = at.parent
+        return [key for part in reversed(parts) for key in part]
+
+
+class EndTree:
+    """hash_block: tokens. For reading: root, which is kept and is no end; nodes, by the serials of their ends."""
+
+    def __init__(self, hash_block: int) -> None:
+        self.root = Node(End(-1, Kind.GRID, 0, 0.0, None), 0, b"", (b"", b""))
+        self.root.kept = True
+        self.nodes: dict[int, Node] = {}
+        self._hash_block = hash_block
+        self._at: dict[bytes, list[Node]] = {}
+        self._next = 0
+
+    def path(self, request: Request, limit: int) -> list[Node]:
+        """Ends, kept or remembered, that ``request`` begins with, up to ``limit`` tokens, ascending.
+
+        O(hash blocks) look-ups, Python operations for those found.
+        """
+        hashes = request.hashes[: limit // self._hash_block]
+        found = [node for nodes in map(self._at.get, hashes) if nodes is not None for node in nodes]
+        return in_order(node for node in found if node.tokens <= limit and self._begins(request, node))
+
+    def _begins(self, request: Request, node: Node) -> bool:
+        return not node.inside[1] or node.inside == self._inside(request, node.tokens)
+
+    def _inside(self, request: Request, tokens: int) -> tuple[bytes, bytes]:
+        depth, rest = divmod(tokens, self._hash_block)
+        if not rest:
+            return b"", b""
+        return parent_key(request, depth, 1), request.token_ids(depth * self._hash_block, tokens).tobytes()
+
+    def find(self, request: Request, tokens: int) -> Node | None:
+        """The end at ``tokens`` of ``request``, kept or remembered."""
+        found = (
+            self._at.get(request.hashes[tokens // self._hash_block - 1], ()) if self.has_room(request, tokens) else ()
+        )
+        return next((one for one in found if one.tokens == tokens and self._begins(request, one)), None)
+
+    def has_room(self, request: Request, tokens: int) -> bool:
+        """Whether ``tokens`` fill a hash block at least, and are known."""
+        return 0 < tokens // self._hash_block <= len(request.hashes)
+
+    def make(self, request: Request, kind: Kind, tokens: int, now: float, gap: float | None) -> Node:
+        """A new end, remembered and not kept."""
+        depth = tokens // self._hash_block
+        end = End(self._next, kind, tokens, now, gap)
+        self._next += 1
+        node = Node(end, depth, request.hashes[depth - 1], self._inside(request, tokens))
+        self._at.setdefault(node.chain, []).append(node)
+        self.nodes[end.serial] = node
+        return node
+
+    def forget(self, node: Node) -> None:
+        """``node``, not kept, is found no longer."""
+        del self.nodes[node.end.serial]
+        there = self._at[node.chain]
+        there.remove(node)
+        if not there:
+            del self._at[node.chain]
+
+    def parent_of(self, request: Request, tokens: int) -> Node:
+        """The nearest kept end before ``tokens`` of ``request``, or the root."""
+        return next((one for one in reversed(self.path(request, tokens - 1)) if one.kept), self.root)
+
+    def kept(self) -> list[Node]:
+        """Kept ends, parents first. O(ends log ends)."""
+        return in_order(node for node in self.nodes.values() if node.kept)
+
+
+def in_order(nodes: Iterable[Node]) -> list[Node]:
+    """By their tokens."""
+    return sorted(nodes, key=lambda node: node.tokens)

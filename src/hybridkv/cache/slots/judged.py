@@ -1,0 +1,425 @@
+"""Ends that are kept by what they are worth: their blocks counted, the least valuable given up, others remembered.
+
+    kept      in the tree (end_tree), its blocks needed (end_blocks), ranked unless nothing would come of giving it up
+    ghost     given up or declined, and still credited with what it would have hit
+
+A block that no kept end needs and nobody holds is given up at once: it can never be hit with profit. So a step that
+needs room takes nothing but blocks given up, and ends are given up until there are enough (docs/design/0019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache.blocks.needs import BlockNeeds
+from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.placement.ends import End, Kind, Ranking
+from hybridkv.cache.rows.group import CacheGroup
+from hybridkv.cache.slots.end_blocks import EndBlocks
+from hybridkv.cache.slots.end_tree import CROWD, EndTree, Node
+from hybridkv.cache.slots.known import KnownTokens
+from hybridkv.request import Request
+
+Int64 = NDArray[np.int64]
+
+GHOSTS: Final = 4000
+"""Ends that are remembered though they are not kept."""
+
+_REMEMBERED: Final = 5
+"""Keys that are known, of as many as there can be blocks: those cached, and four times as many."""
+
+
+@dataclass(slots=True)
+class _Session:
+    """What a row goes on from: the kept end that it consumed, and how long what it begins with was not used."""
+
+    consumed: Node | None = None
+    gap: float | None = None
+
+
+class JudgedEnds:
+    """groups: all that publish. needs: counts of blocks of the pool's space. ranking: whose end goes next.
+
+    clock: seconds. hash_block: tokens.
+    """
+
+    judges = True
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        pool: BlockPool,
+        *,
+        needs: BlockNeeds,
+        ranking: Ranking,
+        clock: Callable[[], float],
+        hash_block: int,
+    ) -> None:
+        self._pool = pool
+        self._needs = needs
+        self._space = needs.space
+        self._blocks = EndBlocks(groups, pool, needs)
+        self._ranking = ranking
+        self._clock = clock
+        self._hash_block = hash_block
+        self._most_ghosts = GHOSTS
+        self._none = [0] * len(needs.block_bytes)
+        self._known = KnownTokens(_REMEMBERED * pool.num_blocks)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing is kept or remembered."""
+        self._tree = EndTree(self._hash_block)
+        self._ghosts: dict[int, Node] = {}
+        self._owners: dict[int, list[Node]] = {}
+        self._sessions: dict[int, _Session] = {}
+        self._parked: dict[int, Node] = {}
+        self._cleared = self._needs.cleared
+        self._known.clear()
+
+    # -- what happens to requests
+
+    def begin(self, request: Request, hit_tokens: int) -> None:
+        """The deepest end of its prompt that is kept, and the deepest that is known, are hit. O(its hash blocks).
+
+        One that was given up, and is hit before its blocks are taken, is kept again.
+        """
+        self._settle()
+        now = self._clock()
+        self._unpark(now)
+        session = self._sessions[request.row] = _Session()
+        if request.first_hit_tokens is not None or not request.reads_prefix_cache:
+            return
+        self._ranking.note_request(now)
+        path = self._tree.path(request, request.num_prompt_tokens - 1)
+        for node in path:
+            if node.tokens == hit_tokens and not node.kept:
+                self._insert(request, node, node.end.used)
+        session.consumed = next((node for node in reversed(path) if node.kept), None)
+        deepest = path[-1] if path else None
+        if deepest is not None:
+            session.gap = now - deepest.end.used
+        for node in {id(node): node for node in (session.consumed, deepest) if node is not None}.values():
+            with_rank = self._unrank(node)
+            self._ranking.hit(node.end, now)
+            if with_rank:
+                self._rank(node, now)
+        self._known.add(request.hashes)
+
+    def known_tokens(self, request: Request) -> int:
+        """Whole hash blocks before the last token of a new prompt. O(log blocks)."""
+        if request.first_hit_tokens is not None:
+            return 0  # what it computed itself
+        most = (request.num_prompt_tokens - 1) // self._hash_block
+        return self._known.leading(request.hashes[:most]) * self._hash_block
+
+    # -- ends
+
+    def admits(self, request: Request, tokens: int, needs: Sequence[int]) -> bool:
+        """Whether all that must be given up for it is worth less. One that is declined is remembered."""
+        self._settle()
+        wanted, now = self._by_class(needs), self._clock()
+        if self._space.spares(wanted, self._none):
+            return True
+        if not self._tree.has_room(request, tokens):
+            return False
+        known = self._tree.find(request, tokens)
+        node = self._make(request, tokens, now, ended=False) if known is None else known
+        parent = self._tree.parent_of(request, tokens)
+        if not node.kept:
+            blocks = self._blocks.would_need(request, parent, node.depth, wanted)
+            node.end.saved = self._blocks.saving(tokens - parent.tokens, blocks)
+        admitted = self._give_way(wanted, now, node.end)
+        if not node.kept and not admitted:
+            self._bury(node, parent, now, declined=True)
+        elif known is None:
+            self._forget(node, now)  # it is made when its blocks are there
+        return admitted
+
+    def keep(self, request: Request, tokens: int, states: Sequence[int], *, ended: bool) -> None:
+        """Count what it needs. O(blocks between its parent and itself + ends that begin as it does).
+
+        An end whose tokens are not all published, or shorter than a hash block, is not kept: its blocks go first.
+        """
+        self._settle()
+        now = self._clock()
+        if ended:
+            self._unpark(now)
+            self._known.add(request.hashes)
+        if not self._tree.has_room(request, tokens):
+            return
+        node = self._tree.find(request, tokens) or self._make(request, tokens, now, ended=ended)
+        if node.kept and states:
+            self._release(node, now)  # some of its states were lost, and are there again
+        if node.kept or self._insert(request, node, now):
+            self._pass(request, tokens, now)
+
+    def _pass(self, request: Request, tokens: int, now: float) -> None:
+        """The session of ``request`` has gone on to ``tokens``: so much for what it went on from."""
+        session = self._sessions.get(request.row)
+        passed = None if session is None else session.consumed
+        if session is None or passed is None or passed.tokens >= tokens:
+            return
+        session.consumed = None
+        with_rank = self._unrank(passed)
+        self._ranking.passed(passed.end)
+        if with_rank:
+            self._rank(passed, now)
+
+    def _make(self, request: Request, tokens: int, now: float, *, ended: bool) -> Node:
+        session = self._sessions.get(request.row)
+        gap = None if session is None else session.gap
+        return self._tree.make(request, _kind(request, tokens, ended=ended), tokens, now, gap)
+
+    def _insert(self, request: Request, node: Node, now: float) -> bool:
+        """``node``, a ghost or new, is kept from now on; False, and it is forgotten, where its tokens are not there."""
+        own = self._blocks.own(request, node.tokens)
+        parent = self._tree.parent_of(request, node.tokens)
+        node.segment, node.parent = request.hashes[parent.depth : node.depth], parent
+        node.own = own or []
+        if own is None or not self._blocks.count(node):
+            node.parent, node.segment, node.own = None, [], []
+            self._forget(node, now)
+            return False
+        for block in node.own:
+            self._owners.setdefault(block, []).append(node)
+        behind = parent.behind(node)
+        self._blocks.pass_on(node, len(behind))
+        for child in behind:
+            child.unlink()
+            child.segment = child.segment[len(node.segment) :]
+        node.link(parent)
+        for child in behind:
+            child.link(node)
+        node.kept = True
+        self._ghosts.pop(node.end.serial, None)
+        node.end.used = max(node.end.used, now)
+        for one in (node, parent, *behind, *self._beside(node)):
+            self._renew(one, now)
+        return True
+
+    def _release(self, node: Node, now: float) -> None:
+        """``node`` is kept no longer, and remembered. O(its segment times its children)."""
+        beside = self._beside(node)
+        self._blocks.discount(node, sum(map(len, node.children.values())))
+        parent, heirs = self._take_out(node)
+        self._bury(node, parent, now, declined=False)
+        for one in (parent, *heirs, *beside):
+            self._renew(one, now)
+
+    def _take_out(self, node: Node) -> tuple[Node, list[Node]]:
+        """Out of ranking, tree and owners: its parent, and the children that are that one's now."""
+        self._unrank(node)
+        self._parked.pop(node.end.serial, None)
+        for block in node.own:
+            owners = self._owners[block]
+            owners.remove(node)
+            if not owners:
+                del self._owners[block]
+        around = node.detach()
+        node.own, node.segment, node.kept = [], [], False
+        return around
+
+    # -- ghosts
+
+    def _bury(self, node: Node, parent: Node | None, now: float, *, declined: bool) -> None:
+        """``node``, not kept, is a ghost; the oldest of too many is forgotten. parent: who serves its requests now."""
+        heir = None if parent is None or parent is self._tree.root else parent.end
+        self._ranking.given_up(node.end, heir, now, declined=declined)
+        self._ghosts.pop(node.end.serial, None)
+        self._ghosts[node.end.serial] = node
+        if len(self._ghosts) > self._most_ghosts:
+            self._forget(next(iter(self._ghosts.values())), now)
+
+    def _forget(self, node: Node, now: float) -> None:
+        """``node``, not kept, is known no longer."""
+        self._ghosts.pop(node.end.serial, None)
+        self._tree.forget(node)
+        self._ranking.forget(node.end, now)
+
+    # -- room
+
+    def make_way(self, n: int, group: int) -> None:
+        """Give up ends until ``n`` blocks of ``group`` are there or given up. O(rings) an end."""
+        self._settle()
+        needs = list(self._none)
+        needs[self._pool.classes[group]] = n
+        if not self._space.spares(needs, self._none):
+            self._give_way(needs, self._clock(), None)
+
+    def _give_way(self, needs: Sequence[int], now: float, wants: End | None) -> bool:
+        """Whether there is room for ``needs`` now, ends given up for it, but none worth more than ``wants``."""
+        ranking, more, victims = self._ranking, list(self._none), list[Node]()
+        again = bool(self._parked)
+        while not self._space.spares(needs, more):
+            end = ranking.lowest(now)
+            if end is None and again:
+                again = False
+                self._unpark(now)
+                continue
+            if end is None or (wants is not None and not ranking.prefers(wants, end, now)):
+                for node in victims:
+                    self._rank(node, now)
+                return False
+            node = self._tree.nodes[end.serial]
+            self._unrank(node)
+            saved = self._blocks.saved(node)
+            if saved != node.end.saved:  # an end that is not beside it came or went
+                node.end.saved = saved
+                self._rank(node, now)
+                continue
+            frees = self._blocks.frees(node, unheld=True)
+            if any(frees):
+                victims.append(node)
+                more = [a + b for a, b in zip(more, frees, strict=True)]
+            else:
+                self._parked[end.serial] = node  # somebody holds all of it
+        for node in victims:
+            if self._space.spares(needs, self._none):
+                self._rank(node, now)
+            else:
+                self._release(node, now)
+        return True
+
+    def _by_class(self, needs: Sequence[int]) -> list[int]:
+        counts = list(self._none)
+        for of, need in zip(self._pool.classes, needs, strict=True):
+            counts[of] += need
+        return counts
+
+    # -- ranked
+
+    def _rank(self, node: Node, now: float) -> None:
+        """``node`` may be given up, if that frees anything."""
+        if node.kept and not node.ranked and node.end.saved > 0.0 and node.end.serial not in self._parked:
+            node.ranked = True
+            self._ranking.add(node.end, now)
+
+    def _unrank(self, node: Node) -> bool:
+        """Whether it was ranked."""
+        was, node.ranked = node.ranked, False
+        if was:
+            self._ranking.remove(node.end)
+        return was
+
+    def _unpark(self, now: float) -> None:
+        """What was held by somebody may be free by now."""
+        parked, self._parked = self._parked, {}
+        for node in parked.values():
+            self._rank(node, now)
+
+    def _renew(self, node: Node, now: float) -> None:
+        """What ``node`` saves a byte, after ends around it changed."""
+        if node is self._tree.root:
+            return
+        saved = self._blocks.saved(node)
+        if saved != node.end.saved or not node.ranked:
+            self._unrank(node)
+            node.end.saved = saved
+            self._rank(node, now)
+
+    def _beside(self, node: Node) -> list[Node]:
+        """Ends that may need a block that ``node`` needs, children and parent left out; windows are not looked at."""
+        parent, segment = node.parent, self._blocks.segment(node)
+        shared = [*node.own, *([] if segment is None else segment.tolist())]
+        found = [one for block in shared for one in self._owners.get(block, ()) if one is not node]
+        if parent is not None and not node.segment:  # who goes on behind the block that it ends in
+            keys = (self._pool.key_of(block) for block in node.own)
+            found += [one for key in keys if key is not None for one in parent.children.get(key, ())]
+        return found + node.siblings()
+
+    # -- what happens to blocks
+
+    def follow(self, moves: Int64) -> None:
+        """Blocks moved, int64[m, 2] of (source, target). O(moves)."""
+        pairs = moves.tolist()
+        found = [(source, target, self._owners.pop(source, None)) for source, target in pairs]
+        for source, target, owners in found:
+            if owners is None:
+                continue
+            self._owners[target] = owners
+            for node in owners:
+                node.own = [target if block == source else block for block in node.own]
+
+    def _settle(self) -> None:
+        """Follow what was lost since: what failed steps should have written, what callers evicted, or all."""
+        if self._needs.cleared != self._cleared:
+            now = self._clock()
+            for node in self._tree.nodes.values():
+                self._unrank(node)
+                self._ranking.forget(node.end, now)
+            self._begin()
+            return
+        lost = self._needs.take_lost()
+        if lost:
+            broken = set[Node]()
+            for block in lost:
+                for node in self._owners.pop(block, ()):
+                    node.own.remove(block)
+                    broken.add(node)
+            self._recount(broken)
+
+    def _recount(self, broken: set[Node]) -> None:
+        """Count anew, without ``broken`` ends and those whose tokens are gone. O(kept ends and their segments)."""
+        now, cut = self._clock(), set[Node]()
+        kept = self._tree.kept()
+        for node in kept:
+            if node.parent in cut or self._blocks.segment(node) is None:
+                cut.add(node)
+        gone = [one for one in kept if one in cut or one in broken or self._blocks.window(one) is None]
+        for node in reversed(gone):  # those behind first
+            self._take_out(node)
+            self._bury(node, None, now, declined=False)
+        left = self._tree.kept()
+        self._blocks.recount(left)
+        for node in left:
+            self._renew(node, now)
+
+    # -- what must hold
+
+    def check(self) -> Iterator[str]:
+        """A line for each thing that is not what it would be when made anew from the ends. O(ends and segments)."""
+        self._settle()
+        kept = self._tree.kept()
+        wrong = np.flatnonzero(self._blocks.counted(kept) != self._needs.counts)
+        yield from (f"block {block} is needed by {self._needs.counts[block]} ends by count" for block in wrong.tolist())
+        for node in kept:
+            yield from self._check_place(node)
+            yield from self._check_worth(node)
+        for serial, node in self._tree.nodes.items():
+            if node.kept == (serial in self._ghosts):
+                yield f"the end of {node.tokens} tokens is kept: {node.kept}, and a ghost or not as well"
+        given, cached = self._space.given_up(), self._pool.cached()
+        for block in np.flatnonzero(cached & (given != (self._needs.counts == 0))).tolist():
+            yield f"block {block}, cached, is given up: {bool(given[block])}, needed by {self._needs.counts[block]}"
+        yield from self._ranking.check()
+
+    def _check_place(self, node: Node) -> Iterator[str]:
+        parent = node.parent
+        if parent is None or not parent.kept or node not in parent.children.get(node.first_key, ()):
+            yield f"the end of {node.tokens} tokens has no parent that is kept and knows it"
+        elif parent.depth + len(node.segment) != node.depth or (node.segment and node.segment[-1] != node.chain):
+            yield f"the segment of the end of {node.tokens} tokens does not reach from its parent to itself"
+        if any(node not in self._owners.get(block, ()) for block in node.own):
+            yield f"a block of the end of {node.tokens} tokens does not know it"
+
+    def _check_worth(self, node: Node) -> Iterator[str]:
+        saved = self._blocks.saved(node)
+        crowd = node.parent is not None and len(node.parent.children[node.first_key]) > CROWD
+        if node.end.saved != saved and not crowd and not self._blocks.overlaps:
+            yield f"the end of {node.tokens} tokens saves {saved} a byte, not {node.end.saved}"
+        if node.ranked == (node.end.serial in self._parked or node.end.saved == 0.0):
+            yield f"the end of {node.tokens} tokens is ranked: {node.ranked}, against what it saves or who holds it"
+
+
+def _kind(request: Request, tokens: int, *, ended: bool) -> Kind:
+    if ended:
+        return Kind.OUTPUT
+    if tokens == request.branch_tokens or tokens in request.marks:
+        return Kind.BRANCH
+    return Kind.PROMPT if tokens == request.num_prompt_tokens - 1 else Kind.GRID

@@ -1,0 +1,157 @@
+"""Blocks that no kept end needs: given up in slabs, taken first, kept again; what can be had of them alone."""
+
+from __future__ import annotations
+
+from itertools import product
+from random import Random
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from hybridkv.cache.blocks.needs import BlockNeeds
+from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.blocks.slab_space import SlabSpace
+from hybridkv.planner.slabs import ALIGNMENT_BYTES, SlabClass, SlabLayout
+
+Ids = NDArray[np.int32]
+
+
+def space_of(slabs: int, *ks: int, most: int | None = None) -> SlabSpace:
+    """``slabs`` usable ones; a class for each of ``ks``, of that many blocks a slab and one group."""
+    size = ALIGNMENT_BYTES * int(np.prod(ks))
+    classes = tuple(SlabClass(size // k, k, (of,)) for of, k in enumerate(ks))
+    space = SlabSpace(SlabLayout(size, slabs + 1, classes, (1,) * len(ks)), most)
+    space.take_given_first()
+    return space
+
+
+def cached(space: SlabSpace, of: int, n: int) -> Ids:
+    """``n`` blocks of class ``of``, cached."""
+    ids = space.take(n, of)
+    assert len(ids) == n
+    space.append(ids)
+    return ids
+
+
+def nobody(space: SlabSpace) -> Ids:
+    return np.zeros(space.num_blocks, np.int32)
+
+
+def test_what_is_given_up_goes_first_and_of_it_what_came_last() -> None:
+    space = space_of(2, 4, 4)
+    ids = cached(space, 0, 8)
+    space.give_up(ids[2:4])
+    space.give_up(ids[5:6])
+    assert (space.given, np.flatnonzero(space.given_up()).tolist()) == ([3, 0], sorted(ids[[2, 3, 5]].tolist()))
+    order = [space.make_room(0, nobody(space)).evicted.tolist()[0] for _ in range(4)]
+    assert order == ids[[5, 2, 3, 0]].tolist()
+    assert space.given == [0, 0]
+
+
+def test_what_is_kept_again_is_the_youngest() -> None:
+    space = space_of(2, 4, 4)
+    ids = cached(space, 0, 4)
+    space.give_up(ids[:2])
+    space.keep(ids)
+    assert space.given == [0, 0]
+    assert not space.given_up().any()
+    assert space.lru(0).tolist() == ids[[2, 3, 0, 1]].tolist()
+
+
+def test_what_is_referenced_again_is_given_up_no_longer() -> None:
+    space = space_of(2, 4, 4)
+    ids = cached(space, 0, 4)
+    space.give_up(ids)
+    space.remove(ids[:1])
+    assert space.given == [3, 0]
+    space.append(ids[:1])
+    assert not space.given_up()[ids[0]]
+
+
+def test_another_class_gives_what_it_gave_up_before_a_class_evicts_its_own() -> None:
+    """Whatever is older: the space's own rule would evict the oldest block of class 1."""
+    space = space_of(2, 4, 1)
+    state = cached(space, 1, 1)
+    ids = cached(space, 0, 4)
+    space.give_up(ids)
+    room = space.make_room(1, nobody(space))
+    assert sorted(room.evicted.tolist()) == sorted(ids.tolist())
+    assert state[0] in space.lru(1)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_spared_can_be_taken_without_evicting_anything_else(seed: int) -> None:
+    """And what is not cannot: nothing is promised in vain, nothing denied."""
+    random = Random(seed)
+    ks = tuple(random.choice([(4, 1), (2, 3, 1), (3,), (4, 2)]))
+    for needs in product(*(range(random.randrange(2, 6)) for _ in ks)):
+        space = space_of(random.randrange(2, 5), *ks)
+        build(space, random)
+        given = set(np.flatnonzero(space.given_up()).tolist())
+        held = np.ones(space.num_blocks, np.int32)
+        held[[block for of in range(len(ks)) for block in space.lru(of).tolist()]] = 0
+        spared, evicted = space.spares(needs, [0] * len(ks)), set[int]()
+        if not space.fits(needs):
+            assert not spared
+            continue
+        for of, need in enumerate(needs):
+            missing = need
+            while missing:
+                taken = space.take(missing, of)
+                held[taken] = 1
+                missing -= len(taken)
+                if missing:
+                    room = space.make_room(of, held)
+                    evicted |= {int(block) for block in room.evicted} - given
+                    for source, target in room.moves.tolist():
+                        held[target], held[source] = held[source], 0
+                        given = {target if block == source else block for block in given}
+        assert spared == (not evicted), (ks, needs)
+
+
+def build(space: SlabSpace, random: Random) -> None:
+    """Some blocks are referenced, some cached, some of those given up."""
+    for _ in range(random.randrange(12)):
+        of = random.randrange(len(space.ks))
+        ids = space.take(random.randrange(1, 4), of)
+        if len(ids) and random.random() < 0.8:
+            space.append(ids)
+            if random.random() < 0.6:
+                space.give_up(ids[: random.randrange(len(ids) + 1)])
+
+
+# -- counted
+
+
+def test_released_blocks_that_nobody_needs_are_given_up() -> None:
+    space = space_of(2, 4)
+    pool = BlockPool(space.num_blocks, space=space)
+    needs = BlockNeeds(space, [1])
+    pool.heed(needs)
+    ids = pool.get_new_blocks(4)
+    pool.publish(0, ids, [bytes([i]) for i in range(4)])
+    needs.add(ids[:2])
+    assert not pool.frees_to_back(ids)
+    assert pool.frees_to_back(ids[:2])
+    pool.free_blocks(ids)
+    assert np.flatnonzero(space.given_up()).tolist() == ids[2:].tolist()
+    assert needs.drop(ids[:1]).tolist() == ids[:1].tolist()
+    needs.add(ids[3:])
+    assert not space.given_up()[ids[3]]
+
+
+def test_a_block_that_loses_its_key_is_needed_by_nobody() -> None:
+    space = space_of(2, 4)
+    pool = BlockPool(space.num_blocks, space=space)
+    needs = BlockNeeds(space, [1])
+    pool.heed(needs)
+    ids = pool.get_new_blocks(3)
+    pool.publish(0, ids, [b"a", b"b", b"c"])
+    needs.add(ids[:2])
+    pool.evict_blocks(ids[1:])
+    assert (needs.take_lost(), needs.take_lost()) == ([int(ids[1])], [])
+    pool.free_blocks(ids)
+    assert pool.reset_prefix_cache()
+    assert needs.cleared == 1
+    assert not needs.counts.any()

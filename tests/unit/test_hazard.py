@@ -1,0 +1,269 @@
+"""Values of ends: rates that are learned and fade, what waiting is worth, rings, and who inherits."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+import pytest
+
+from hybridkv.cache.placement.ends import LOSING, End, Kind, PassedThenLosing, Ring
+from hybridkv.cache.placement.hazard import HazardRanking
+from hybridkv.cache.placement.hazard_table import BUCKETS, HazardTable, bucket_of
+
+
+def end(serial: int, kind: Kind = Kind.PROMPT, used: float = 0.0, saved: float = 1.0, gap: float | None = None) -> End:
+    made = End(serial, kind, 100, used, gap)
+    made.saved = saved
+    return made
+
+
+# -- the table
+
+
+def starts() -> list[float]:
+    return [0.0] + [1.5**k for k in range(BUCKETS - 1)]
+
+
+def test_buckets_by_hand() -> None:
+    assert [bucket_of(age) for age in (0.0, 0.99, 1.0, 1.49, 1.5, 2.25, 1e9)] == [0, 0, 1, 1, 2, 3, BUCKETS - 1]
+
+
+def test_waiting_is_counted_in_each_bucket_that_it_passes() -> None:
+    table, random = HazardTable(), Random(1)
+    spans = [(start, start + random.expovariate(0.01)) for start in (random.expovariate(0.1) for _ in range(50))]
+    of = [table.class_of(random.randrange(3), random.randrange(2), random.randrange(2)) for _ in spans]
+    other = HazardTable()
+    for key in table._numbers:
+        other.class_of(*key)
+    for number, (start, stop) in zip(of, spans, strict=True):
+        other.wait(number, start, stop)
+    table.wait_all(np.array(of), *np.array(spans).T)
+    assert np.allclose(table.at_risk, other.at_risk)
+    edges = [*starts(), math.inf]
+    by_hand = [sum(max(min(b, high) - max(a, low), 0.0) for a, b in spans) for low, high in pairwise(edges)]
+    assert np.allclose(table.at_risk[0], by_hand)
+
+
+def worth_by_definition(rates: list[float], first: int) -> float:
+    """The greatest P(hit by then) / E[seconds waited], bucket by bucket."""
+    edges = [*starts(), 1.5 ** (BUCKETS - 1)]
+    best, left, waited = 0.0, 1.0, 0.0
+    for rate, low, high in zip(rates[first:], edges[first:], edges[first + 1 :], strict=False):
+        stays = math.exp(-rate * (high - low))
+        waited += left * (1 - stays) / rate
+        left *= stays
+        best = max(best, (1 - left) / waited)
+    return best
+
+
+def test_worth_is_the_best_one_can_wait_for() -> None:
+    table, random = HazardTable(), Random(2)
+    for _ in range(300):
+        of, age = table.class_of(random.randrange(2), random.randrange(3), 1), random.expovariate(0.02)
+        table.wait(of, 0.0, age)
+        if random.random() < 0.5:
+            table.note_hit(of, age)
+    table.learn()
+    rates = table.rates().tolist()
+    for number, worth in enumerate(table.worth):
+        assert worth == pytest.approx([worth_by_definition(rates[number], b) for b in range(BUCKETS)], rel=1e-6)
+
+
+def test_a_class_with_little_seen_leans_on_the_one_before_it() -> None:
+    table = HazardTable()
+    often, rare = table.class_of(0, 1, 3), table.class_of(0, 1, 4)
+    for _ in range(1000):
+        table.wait(often, 0.0, 10.0)
+        table.note_hit(often, 9.9)
+    table.learn()
+    assert table.worth[rare][0] == pytest.approx(table.worth[table.class_of(0, 1)][0], rel=0.01)
+    assert table.worth[table.class_of(1, 1, 3)][0] < table.worth[rare][0]  # of another kind: leans on all
+
+
+def test_what_was_seen_fades() -> None:
+    table = HazardTable()
+    of = table.class_of(0, 0, 0)
+    table.wait(of, 0.0, 10.0)
+    table.note_hit(of, 5.0)
+    table.decay(0.5)
+    assert (table.hits.sum(), table.at_risk[0].sum()) == (4 * 0.5, 5.0)
+
+
+# -- the ranking
+
+
+def serve(ranking: HazardRanking, hit: Kind, other: Kind, hundreds: int) -> None:
+    """Ends of both kinds, one a request: those of one are hit after five seconds, the others wait a minute in vain."""
+    table = ranking.table
+    kinds = np.repeat([table.class_of(int(kind), 0, -1) for kind in (hit, other)], 100)
+    for _ in range(hundreds):
+        table.wait_all(kinds, np.zeros(200), np.repeat([5.0, 60.0], 100))
+        for _ in range(100):
+            table.note_hit(table.class_of(int(hit), 0, -1), 5.0)
+            ranking.note_request(0.0)
+
+
+def is_preferred(ranking: HazardRanking, kind: Kind, to: Kind, now: float) -> bool:
+    ends = end(-1, kind, now), end(-2, to, now)
+    found = ranking.prefers(*ends, now)
+    for one in ends:
+        ranking.forget(one, now)
+    return found
+
+
+def follows_a_change(ranking: HazardRanking) -> bool:
+    """Whether, after outputs' ends were hit for long and then prompts' instead, prompts' are preferred."""
+    serve(ranking, Kind.OUTPUT, Kind.PROMPT, 40)
+    assert is_preferred(ranking, Kind.OUTPUT, Kind.PROMPT, 0.0)
+    serve(ranking, Kind.PROMPT, Kind.OUTPUT, 15)
+    return is_preferred(ranking, Kind.PROMPT, Kind.OUTPUT, 0.0)
+
+
+def test_a_change_of_what_comes_is_noticed() -> None:
+    assert follows_a_change(HazardRanking())
+
+
+def test_without_fading_it_would_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HazardTable, "decay", lambda *_: None)
+    assert not follows_a_change(HazardRanking())
+
+
+def test_the_least_valuable_goes_first() -> None:
+    ranking = HazardRanking()
+    serve(ranking, Kind.OUTPUT, Kind.PROMPT, 3)
+    now = 100.0
+    ends = [
+        end(9000 + i, kind, now - i, saved)
+        for i, (kind, saved) in enumerate([(Kind.PROMPT, 1.0), (Kind.OUTPUT, 1.0)] * 4)
+    ]
+    ends.append(end(9100, Kind.OUTPUT, now, 1e-9))
+    for one in ends:
+        ranking.add(one, now)
+    assert ranking.check() == []
+    order = []
+    while (lowest := ranking.lowest(now)) is not None:
+        order.append(lowest)
+        ranking.remove(lowest)
+    assert order[0].saved == 1e-9
+    assert [one.kind for one in order[1:]] == [Kind.PROMPT] * 4 + [Kind.OUTPUT] * 4
+
+
+def heir_of_a_hit_end() -> tuple[HazardRanking, End, End, float]:
+    ranking = HazardRanking()
+    serve(ranking, Kind.OUTPUT, Kind.PROMPT, 3)
+    now = 100.0
+    parent, child = end(9000, Kind.PROMPT, now), end(9001, Kind.OUTPUT, now)
+    for one in (parent, child):
+        ranking.add(one, now)
+    return ranking, parent, child, now
+
+
+def test_who_serves_what_was_given_up_inherits_its_worth() -> None:
+    ranking, parent, child, now = heir_of_a_hit_end()
+    before, theirs = ranking.value(parent, now), ranking.value(child, now)
+    ranking.remove(child)
+    ranking.given_up(child, parent, now, declined=False)
+    assert ranking.value(parent, now) == pytest.approx(before + theirs)
+    # handed on, the better of two, and gone with a hit
+    third = end(9002, Kind.BRANCH, now)
+    ranking.remove(parent)
+    ranking.given_up(parent, third, now, declined=False)
+    assert ranking.heir_of(third) == ranking.heir_of(parent)
+    ranking.hit(third, now + 1)
+    assert ranking.heir_of(third) is None
+
+
+def test_an_heir_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HazardRanking, "given_up", lambda *_, **__: None)
+    ranking, parent, child, now = heir_of_a_hit_end()
+    before = ranking.value(parent, now)
+    ranking.given_up(child, parent, now, declined=False)
+    assert ranking.value(parent, now) == before
+
+
+def test_of_one_declined_only_what_nobody_hit_is_inherited() -> None:
+    ranking, parent, child, now = heir_of_a_hit_end()
+    ranking.remove(child)
+    ranking.hit(child, now + 1.0)
+    ranking.given_up(child, parent, now + 1.0, declined=True)
+    assert ranking.heir_of(parent) is None
+
+
+def test_ends_in_turns_are_counted_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = []
+    for most in (8192, 7):
+        monkeypatch.setattr("hybridkv.cache.placement.hazard._MOST_LOOKED_AT", most)
+        ranking = HazardRanking()
+        for serial in range(40):
+            ranking.add(end(serial, Kind.GRID, float(serial)), float(serial))
+        for _ in range(12):
+            ranking._count_waiting(100.0)
+        sums.append(ranking.table.at_risk[0].copy())
+    assert np.allclose(*sums)
+    assert sums[0].sum() == pytest.approx(sum(100.0 - serial for serial in range(40)))
+
+
+def test_equal_calls_have_equal_answers() -> None:
+    orders = []
+    for _ in range(2):
+        ranking, random, now, order = HazardRanking(), Random(5), 0.0, list[int]()
+        for serial in range(400):
+            now += random.expovariate(1.0)
+            ranking.note_request(now)
+            ranking.add(end(serial, Kind(random.randrange(4)), now, random.random() + 0.1), now)
+            if serial > 30 and (lowest := ranking.lowest(now)) is not None:
+                ranking.remove(lowest)
+                ranking.given_up(lowest, None, now, declined=False)
+                order.append(lowest.serial)
+        assert ranking.check() == []
+        orders.append(order)
+    assert orders[0] == orders[1]
+
+
+def test_check_sees_an_end_in_another_ring() -> None:
+    ranking = HazardRanking()
+    one = end(1)
+    ranking.add(one, 0.0)
+    one.saved *= 4
+    assert ranking.check() == ["an end of 100 tokens stands in the ring (3, 1)"]
+
+
+# -- without learning
+
+
+def test_rings_are_in_the_order_of_last_use() -> None:
+    ring, random = Ring(), Random(3)
+    ends = [end(serial, used=float(random.randrange(20))) for serial in range(60)]
+    for one in ends:
+        ring.add(one)
+    for one in random.sample(ends, 30):
+        ring.remove(one)
+        ends.remove(one)
+    ordered = sorted(ends, key=lambda one: (one.used, one.serial))
+    assert (ring.first(), ring.last(), len(ring)) == (ordered[0], ordered[-1], 30)
+
+
+def test_passed_then_losing_then_oldest() -> None:
+    ranking = PassedThenLosing()
+    prompt, output, branch, gone = (
+        end(1, used=3.0),
+        end(2, Kind.OUTPUT, 2.0),
+        end(3, Kind.BRANCH, 1.0),
+        end(4, used=9.0),
+    )
+    ranking.passed(gone)
+    ranking.passed(branch)
+    for one in (prompt, output, branch, gone):
+        ranking.add(one, 10.0)
+    order = []
+    hit = end(9, Kind.PROMPT)
+    ranking.hit(hit, 11.0)
+    while (lowest := ranking.lowest(12.0)) is not None:
+        order.append(lowest)
+        ranking.remove(lowest)
+    # branches serve many and are never passed; nobody hits outputs' ends, so they lose
+    assert order == [gone, output, branch, prompt]
+    assert (ranking.losing(), LOSING) == (Kind.OUTPUT, 0.25)

@@ -1,0 +1,293 @@
+"""Ends that are kept by their worth: what they need, what is given up, what is remembered of them; faults are seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+
+import numpy as np
+import pytest
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.cache.blocks.needs import BlockNeeds
+from hybridkv.cache.placement import EVICTIONS, EndsPlacement, eviction_named
+from hybridkv.cache.placement.ends import End, Kind
+from hybridkv.cache.slots.end_tree import Node
+from hybridkv.cache.slots.judged import JudgedEnds
+from hybridkv.cache.slots.known import KnownTokens
+from hybridkv.errors import CacheError
+from hybridkv.request import Request, SamplingParams
+from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.specs import KVCacheSpec
+from hybridkv.step import Csr, StepResult
+from hybridkv.testing.configs import full_spec, natural_model_config, state_spec, window_spec
+
+HYBRID = (full_spec(4), state_spec(4))
+JUDGED = [name for name in EVICTIONS if name != "lru"]
+
+
+class Cache:
+    """A scheduler over slabs; requests run one after the other, seconds pass as asked."""
+
+    def __init__(self, eviction: str, slabs: int = 9, specs: tuple[KVCacheSpec, ...] = HYBRID, k: int = 4) -> None:
+        self.now = 0.0
+        per_slab = tuple(1 if "Mamba" in type(spec).__name__ else k for spec in specs)
+        self.cache = KVCacheManager(
+            natural_model_config(slabs, specs, per_slab),
+            200,
+            placement=EndsPlacement(),
+            eviction=eviction_named(eviction),
+            clock=lambda: self.now,
+        )
+        limits = SchedulerLimits(max_running=4, max_batched_tokens=64)
+        self.scheduler = Scheduler(self.cache, limits, clock=lambda: self.now)
+        self._names = count()
+
+    @property
+    def kept(self) -> JudgedEnds:
+        found = self.cache._parts.kept
+        assert isinstance(found, JudgedEnds)
+        return found
+
+    def ends(self, kind: Kind | None = None) -> list[End]:
+        return [node.end for node in self.kept._tree.kept() if kind is None or node.end.kind is kind]
+
+    def node(self, tokens: int) -> Node:
+        return next(node for node in self.kept._tree.kept() if node.tokens == tokens)
+
+    def run(self, prompt: list[int], outputs: int = 3, seconds: float = 10.0) -> int:
+        """Tokens hit."""
+        self.now += seconds
+        request = Request(
+            str(next(self._names)),
+            prompt,
+            SamplingParams(max_tokens=outputs, ignore_eos=True),
+            hasher=self.cache.hasher,
+        )
+        self.scheduler.add(request)
+        said = iter(range(1000, 2000))
+        while not self.scheduler.drained:
+            step = self.scheduler.schedule()
+            indptr = np.concatenate(([0], np.cumsum(step.samples)))
+            tokens = np.array([next(said) for _ in range(int(indptr[-1]))], np.int32)
+            self.scheduler.update(StepResult(step.id, Csr(indptr, tokens)))
+            self.scheduler.check()
+        assert request.first_hit_tokens is not None
+        return request.first_hit_tokens
+
+
+def chat(person: int, turns: int = 1) -> list[int]:
+    """A prompt of 11 tokens, and what was said since."""
+    prompt = [person, *range(100, 110)]
+    for turn in range(1, turns):
+        prompt += [1000, 1001, 1002, *(10 * turn + one for one in range(5))]
+    return prompt
+
+
+def talk(cache: Cache, people: int, turns: int) -> int:
+    """Everybody's first turn, then everybody's second; tokens hit. All is checked at every step."""
+    return sum(cache.run(chat(person, turn)) for turn in range(1, turns + 1) for person in range(people))
+
+
+# -- what is kept
+
+
+@pytest.mark.parametrize("eviction", JUDGED)
+def test_a_conversation_goes_on_from_its_end(eviction: str) -> None:
+    cache = Cache(eviction)
+    assert cache.run(chat(1)) == 0
+    assert [end.tokens for end in cache.ends()] == [10, 13]  # before the prompt's last token, and of what was computed
+    assert cache.run(chat(1, 2)) == 13
+    assert cache.run(chat(1)) == 10
+    assert [end.hits for end in cache.ends()][:2] == [1, 1]
+
+
+@pytest.mark.parametrize("eviction", JUDGED)
+@pytest.mark.parametrize(
+    "specs", [(full_spec(4),), (full_spec(4), window_spec(4, 9)), (window_spec(4, 6), state_spec(4))]
+)
+def test_all_kinds_of_layers_under_pressure(eviction: str, specs: tuple[KVCacheSpec, ...]) -> None:
+    cache = Cache(eviction, slabs=14, specs=specs)
+    assert talk(cache, 4, 3) > 0
+
+
+def test_ends_that_nobody_goes_on_from_are_given_up_first() -> None:
+    cache = Cache("coverage")
+    cache.run(chat(1))
+    cache.run(chat(1, 2))
+    passed = [end.tokens for end in cache.ends() if end.passed]
+    assert passed == [13]
+    cache.kept.make_way(3, 1)
+    assert 13 not in [end.tokens for end in cache.ends()]
+
+
+def test_what_no_end_needs_goes_first_and_is_kept_again_when_one_does() -> None:
+    cache = Cache("coverage")
+    cache.run(chat(1))
+    needs, space = cache.kept._needs, cache.kept._space
+    ids = np.flatnonzero(cache.cache.block_pool.cached())
+    assert not space.given_up()[ids].any()
+    kept = cache.node(13)
+    cache.kept._release(kept, cache.now)
+    loose = np.flatnonzero(space.given_up())
+    assert len(loose) == 2  # its state, and the block of tokens 12 .. 13 that nobody else reads
+    assert (needs.counts[loose] == 0).all()
+    assert cache.run(chat(1)) == 10
+    cache.cache.check()
+
+
+# -- what is remembered
+
+
+def test_where_others_branched_off_is_known_when_all_is_gone() -> None:
+    cache = Cache("coverage", slabs=7)
+    shared = list(range(100, 120))
+    cache.run([*shared, 1, 1, 1])
+    for person in range(200, 206):
+        cache.run([person] * 24)
+    other = Request("other", [*shared, 2, 2, 2], hasher=cache.cache.hasher)
+    hit = cache.cache.find_hit(other)
+    assert (hit.tokens, hit.branch_tokens) == (0, 20)
+
+
+def test_known_prefixes_are_forgotten_by_generations() -> None:
+    known = KnownTokens(8)
+    keys = [bytes([i]) for i in range(40)]
+    known.add(keys[:4])
+    assert known.leading(keys) == 4
+    known.add(keys[10:13])
+    assert known.leading(keys[:4]) == 4
+    known.add(keys[20:23])
+    known.add(keys[30:33])
+    assert known.leading(keys[:4]) == 0
+    assert known.leading(keys[30:]) == 3
+
+
+def test_a_ghost_is_hit_and_comes_back_with_what_is_known_of_it() -> None:
+    cache = Cache("hazard")
+    cache.run(chat(1))
+    node = cache.node(10)
+    cache.kept._release(node, cache.now)
+    cache.run(chat(1))
+    assert cache.node(10) is node
+    assert (node.end.hits, node.kept) == (1, True)
+
+
+def test_ghosts_are_bounded() -> None:
+    cache = Cache("hazard", slabs=7)
+    cache.kept._most_ghosts = 3
+    for person in range(12):
+        cache.run(chat(person))
+    assert len(cache.kept._ghosts) <= 3
+    assert len(cache.kept._tree.nodes) <= 3 + len(cache.ends())
+
+
+def test_one_request_is_one_hit() -> None:
+    """The deepest end is kept and known at once: it is hit once."""
+    cache = Cache("hazard")
+    cache.run(chat(1))
+    cache.run(chat(1))
+    assert cache.node(10).end.hits == 1
+
+
+# -- what was lost otherwise
+
+
+@pytest.mark.parametrize("eviction", JUDGED)
+def test_what_a_caller_evicts_is_no_end_any_longer(eviction: str) -> None:
+    cache = Cache(eviction)
+    cache.run(chat(1))
+    cache.run(chat(1, 2))
+    first = cache.cache.groups[0].index.get(Request("r", chat(1), hasher=cache.cache.hasher).hashes[0])
+    assert first is not None
+    cache.cache.block_pool.evict_blocks(np.array([first], np.int32))
+    cache.cache.check()
+    assert cache.ends() == []
+    assert cache.run(chat(1)) == 0
+
+
+def test_a_lost_state_is_one_end_less() -> None:
+    cache = Cache("coverage")
+    cache.run(chat(1))
+    cache.run(chat(1, 2))
+    before = [end.tokens for end in cache.ends()]
+    cache.cache.block_pool.evict_blocks(np.array([cache.node(13).own[-1]], np.int32))
+    cache.cache.check()
+    assert [end.tokens for end in cache.ends()] == [one for one in before if one != 13]
+
+
+def test_a_reset_forgets_all() -> None:
+    cache = Cache("hazard")
+    cache.run(chat(1))
+    assert cache.cache.reset_prefix_cache()
+    cache.cache.check()
+    assert (cache.ends(), cache.kept._ghosts) == ([], {})
+    assert cache.run(chat(1)) == 0
+
+
+# -- faults
+
+
+def is_caught(cache: Cache) -> bool:
+    try:
+        cache.cache.check()
+    except CacheError:
+        return True
+    return False
+
+
+def loses_a_need(cache: Cache) -> None:
+    counts = cache.kept._needs.counts
+    counts[np.flatnonzero(counts)[0]] -= 1
+
+
+def forgets_what_is_saved(cache: Cache) -> None:
+    cache.node(10).end.saved *= 2
+
+
+def loses_an_heir(cache: Cache) -> None:
+    """A child goes with its parent."""
+    node = cache.node(10)
+    for child in node.heirs():
+        child.unlink()
+
+
+def keeps_what_nobody_needs(cache: Cache) -> None:
+    space = cache.kept._space
+    given = np.flatnonzero(space.given_up())
+    assert given.size
+    space.keep(given)
+
+
+@pytest.mark.parametrize("fault", [loses_a_need, forgets_what_is_saved, loses_an_heir, keeps_what_nobody_needs])
+@pytest.mark.parametrize("eviction", JUDGED)
+def test_check_sees_what_is_wrong(eviction: str, fault: Callable[[Cache], None]) -> None:
+    cache = Cache(eviction, slabs=12)
+    cache.run(chat(1))
+    cache.run(chat(1, 2))
+    cache.run(chat(2))
+    cache.kept._release(cache.node(13), cache.now)
+    assert not is_caught(cache)
+    fault(cache)
+    assert is_caught(cache)
+
+
+def saves_as_before(self: JudgedEnds, node: Node, now: float) -> None:
+    """``_renew`` that does it for new ends only."""
+    if node is not self._tree.root and not node.ranked and node.end.saved == 0.0:
+        node.end.saved = self._blocks.saved(node)
+        self._rank(node, now)
+
+
+def test_what_is_saved_must_be_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JudgedEnds, "_renew", saves_as_before)
+    cache = Cache("hazard", slabs=12)
+    with pytest.raises(CacheError, match="a byte, not"):
+        talk(cache, 1, 3)
+
+
+def test_needs_must_follow_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockNeeds, "follow", lambda *_: None)
+    cache = Cache("coverage", slabs=8)
+    with pytest.raises(CacheError):
+        talk(cache, 5, 4)
