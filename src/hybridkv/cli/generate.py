@@ -116,6 +116,12 @@ def generate_command(
     attention: Annotated[
         str, typer.Option(metavar="NAME", help="gather, eager, triton, flashinfer, flex or torch.", rich_help_panel=RUN)
     ] = "gather",
+    compiled: Annotated[
+        str | None,
+        typer.Option(
+            "--compile", metavar="WHAT", help="decode: steps that only decode as CUDA graphs.", rich_help_panel=RUN
+        ),
+    ] = None,
     repeat: Annotated[
         int,
         typer.Option(
@@ -153,7 +159,9 @@ def generate_command(
     bars_for_terminals()
     from hybridkv.runner.assembly import EngineOptions  # noqa: PLC0415  # torch takes seconds: only this command pays
 
-    options = EngineOptions(max_running, token_budget, in_flight, not no_prefix_caching, attention=attention)
+    options = EngineOptions(
+        max_running, token_budget, in_flight, not no_prefix_caching, attention=attention, compile=compiled
+    )
     loaded = load_quietly(model, trust_remote_code=trust_remote_code)
     if messages is None:
         found = _prompts(loaded, prompts, defaults, skip_bad_lines=skip_bad_lines)

@@ -12,6 +12,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.frozen import check_fields
 from hybridkv.planner import Plan
 from hybridkv.runner.attention.paged import AttentionBackend, attention_backend
+from hybridkv.runner.decode_graphs import compile_option
 from hybridkv.runner.images.image_call import attends_both_ways
 from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.planning import plan_within
@@ -28,6 +29,8 @@ class EngineOptions:
     in_flight: steps scheduled ahead of their results, 1 or 2: then forwards run in a thread of their own, observers and
     logits_processors with them, while the next step is scheduled. prefix_caching: share blocks of equal prefixes.
     attention: what attends over the pages (AttentionBackend).
+    compile: "decode" for steps that only decode as CUDA graphs, where the model allows it and attention is "triton";
+    elsewhere they run as they are, and the log says why.
     self_check: first compare the model on pages with plain forwards, some 15 short ones (hybridkv.runner.self_check).
     image_bytes: of the features of images kept on the device; beyond it those read longest ago are made anew.
     Raises ConfigError for counts that are none.
@@ -40,6 +43,7 @@ class EngineOptions:
     self_check: bool = True
     image_bytes: int = 256 << 20
     attention: AttentionBackend | str = AttentionBackend.GATHER
+    compile: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, partial(integer, least=1), "max_running", "token_budget")
@@ -47,6 +51,7 @@ class EngineOptions:
         check_fields(self, partial(integer, least=0), "image_bytes")
         check_fields(self, flag, "prefix_caching", "self_check")
         check_fields(self, attention_backend, "attention")
+        check_fields(self, compile_option, "compile")
 
 
 class Parts(NamedTuple):
@@ -118,5 +123,6 @@ def assemble(
         undrawn=undrawn,
         forwards=forwards,
         attention=options.attention,
+        compiled=options.compile,
     )
     return Parts(cache, scheduler, runner)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -31,14 +31,17 @@ from hybridkv.runner.attention.gather_batch import GatherBatch, gather_batch
 from hybridkv.runner.attention.paged import (
     AttentionBackend,
     LayerHeads,
+    LayerRead,
     PagedStep,
     attention_backend,
     kernel_of,
     require_layer,
+    write_of,
 )
 from hybridkv.runner.attention.relative_bias import segment_biases
 from hybridkv.runner.attention.row_cache import RowCache
 from hybridkv.runner.attention.step_cache import StepCache
+from hybridkv.runner.decode_graphs import DecodeGraphs, compile_option, refusal
 from hybridkv.runner.encoder_decoder import decode
 from hybridkv.runner.forwards import Forwards, forwards_of, rows_of
 from hybridkv.runner.images.image_call import attends_both_ways, kept_attention
@@ -65,8 +68,8 @@ from hybridkv.runner.step_context import StepContext
 from hybridkv.specs import Keeps, KVCacheSpec, MambaSpec
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.units import MOST_COUNT
-from hybridkv.worker import AttentionMask, BlockCopier, KVPages, MultiGroupBlockTable, PagedStorage, copy_kernels
-from hybridkv.worker.step_batch import group_batch
+from hybridkv.worker import BlockCopier, KVPages, MultiGroupBlockTable, PagedStorage, copy_kernels
+from hybridkv.worker.step_batch import group_reads
 
 logger = logging.getLogger(__name__)
 
@@ -75,24 +78,6 @@ Observer = Callable[[Step, torch.Tensor], None]
 """Called before sampling with the Step and float32[n, vocabulary], what ``Draws.of(step)`` are drawn from."""
 Undrawn = Callable[[str, Exception], object]
 """Called with a request's id, and why no token of it could be drawn: the one that its row gets means nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """How a layer reads: through which group, how far back, and whether its context must come in one piece.
-
-    heads: of a layer that a kernel reads from pages, None of one whose contexts are gathered.
-    """
-
-    group: int
-    reach: AttentionWindow
-    whole: bool = True
-    heads: LayerHeads | None = None
-
-    @property
-    def mask(self) -> AttentionMask:
-        """What a kernel must hide."""
-        return AttentionMask(window=self.reach.window, chunk=self.reach.chunk)
 
 
 class ModelRunner:
@@ -107,6 +92,7 @@ class ModelRunner:
     forwards: how its Steps are run; None for what a forward shows it can do.
     attention: what attends, in layers that it can run (hybridkv.runner.attention.paged); the others' contexts are
     gathered.
+    compiled: "decode" for CUDA graphs of steps that only decode, where the model allows it (runner.decode_graphs).
     undrawn: is told where the edits of a request's logits fail (hybridkv.runner.sampling.edits); None: the Step fails.
     Raises ConfigError when a forward caches other bytes than planned, and for a model that another runner holds;
     UnsupportedModelError for a model that cannot run on pages, or whose mixers were patched.
@@ -126,6 +112,7 @@ class ModelRunner:
         undrawn: Undrawn | None = None,
         forwards: Forwards | None = None,
         attention: AttentionBackend | str = AttentionBackend.GATHER,
+        compiled: str | None = None,
     ) -> None:
         require_model(model)
         instance("config", config, KVCacheConfig)
@@ -144,7 +131,7 @@ class ModelRunner:
         drafted = any(isinstance(one.spec, MambaSpec) and one.spec.num_speculative_blocks for one in config.groups)
         self.recurrences = dict(zip(mixers, recurrences(list(mixers.values())), strict=True)) if drafted else {}
         self.model, self.config, self.observer = model, config, observer
-        self.attention = attention_backend("attention", attention)
+        self.attention, compiled = attention_backend("attention", attention), compile_option("compiled", compiled)
         self._prepare = kernel_of(self.attention, model.device)
         self._model_call = ModelCall.of(model)
         self._undrawn, self._request_of_row = undrawn, dict[int, str]()
@@ -166,13 +153,16 @@ class ModelRunner:
         self.images: StepImages | None = None
         self._give_pages(planned, mixers)
         self._attach()
+        self._graphs = None if compiled is None else self._decode_graphs(max_model_len)
 
     def _give_pages(self, planned: Model, mixers: Mapping[str, RecurrentMixer]) -> None:
         """Every layer knows its group and its views of the pages. mixers: of the layers that keep states, by name."""
         group_of = {name: number for number, group in enumerate(self.config.groups) for name in group.layer_names}
         crossing = [layer for layer in planned.layers if layer.spec.keeps is Keeps.ENCODER]
         attending = [layer for layer in planned.layers if layer.name not in mixers and layer not in crossing]
-        self._reads = {layer.index: _Read(group_of[layer.name], AttentionWindow.of(layer.spec)) for layer in attending}
+        self._reads = {
+            layer.index: LayerRead(group_of[layer.name], AttentionWindow.of(layer.spec)) for layer in attending
+        }
         self._views = {layer.index: self.storage.views[layer.name] for layer in attending}
         self._pages = dict[int, KVPages]()
         self._token_groups = sorted({read.group for read in self._reads.values()})
@@ -243,6 +233,22 @@ class ModelRunner:
         gathered = len(self._reads) - len(self._pages)
         if gathered:
             logger.info("%s: contexts of %d layers are gathered all the same", type(self.model).__name__, gathered)
+
+    def _decode_graphs(self, max_model_len: int) -> DecodeGraphs | None:
+        """None, and a line in the log, where the model does not allow it."""
+        others = {
+            "each row runs in a forward of its own": self.forwards is Forwards.BY_ROW,
+            "recurrent layers read states from blocks that the host looks up": self._mixers,
+            "cross attention is gathered": self.cross,
+        }
+        other = next((why for why, there in others.items() if there), None)
+        why, name = refusal(self._device, self.attention, self._reads, other=other), type(self.model).__name__
+        if why is not None:
+            logger.warning("%s: steps that only decode run as they are: %s", name, why)
+            return None
+        return DecodeGraphs(
+            self._decoded, self._reads, self._pages, self.tables, max_model_len=max_model_len, name=name
+        )
 
     def detach(self) -> None:
         """Give the model its own attention and recurrent mixers back; nothing runs here any more. Again: nothing."""
@@ -352,6 +358,11 @@ class ModelRunner:
         owners = self._owner_rows(step)
         for group in self._token_groups:
             self.tables[group].compute_slot_mapping(owners, positions)
+        if self._graphs is not None and self.images is None:
+            decoded = self._graphs.logits(step, tokens, positions)
+            if decoded is not None:
+                return decoded[self._tensor(wanted)]
+        for group in self._token_groups:
             self.tables[group].commit_slot_mapping(len(tokens))
         at = self._tensor(positions)
         images = None if self.images is None else self.images.read(step, tokens, positions)
@@ -361,6 +372,17 @@ class ModelRunner:
         try:
             with torch.inference_mode():
                 return self._call(self._tensor(tokens), at, self._tensor(wanted), images)
+        finally:
+            self._context.end()
+
+    def _decoded(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attention: Mapping[int, PagedStep]
+    ) -> torch.Tensor:
+        """A Forward of DecodeGraphs."""
+        self._context.begin(attention, {}, None, positions)
+        try:
+            with torch.inference_mode():
+                return self._call(tokens, positions, torch.arange(len(tokens), device=self._device), None)
         finally:
             self._context.end()
 
@@ -387,8 +409,9 @@ class ModelRunner:
     def _attention_of(self, step: Step, last_seen: Int64 | None) -> dict[int, GatherBatch | PagedStep]:
         """By layer index; layers that read alike share one. last_seen: as gather_batch has it."""
         groups = {read.group for read in self._reads.values() if read.heads is not None}
-        batches = {group: group_batch(step, group, self.tables[group]) for group in groups}
-        made: dict[_Read, GatherBatch | PagedStep] = {}
+        reads = {group: group_reads(step, group, self.tables[group]) for group in groups}
+        writes = {group: write_of(self.attention, self.tables[group], step.num_tokens) for group in groups}
+        made: dict[LayerRead, GatherBatch | PagedStep] = {}
         for layer, read in self._reads.items():
             if read in made:
                 continue
@@ -396,9 +419,8 @@ class ModelRunner:
                 table, dtype = self.tables[read.group], self.model.dtype
                 made[read] = gather_batch(step, table, read.reach, dtype, whole=read.whole, last_seen=last_seen)
             else:
-                batch = batches[read.group]
-                attend = self._prepare(batch.reads, read.mask, read.heads, self._pages[layer])
-                made[read] = PagedStep(batch.slots, self._pages, attend)
+                attend = self._prepare(reads[read.group], read.mask, read.heads, self._pages[layer])
+                made[read] = PagedStep(writes[read.group], self._pages, attend)
         return {layer: made[read] for layer, read in self._reads.items()}
 
     def _tensor(self, values: Int64) -> torch.Tensor:

@@ -60,14 +60,20 @@ def step_batch(step: Step, tables: MultiGroupBlockTable) -> StepBatch:
     tables.commit_block_table(tables.num_rows)
     tables.compute_slot_mapping(owners, positions)
     tables.commit_slot_mapping(step.num_tokens)
-    groups = {group: group_batch(step, group, tables[group]) for group in tables.token_groups}
+    groups = {group: _group_batch(step, group, tables[group]) for group in tables.token_groups}
     return StepBatch(torch.from_numpy(positions).to(tables[0].device), groups)
 
 
-def group_batch(step: Step, group: int, table: BlockTable) -> GroupBatch:
-    """``step`` in ``group``, whose ``table`` has committed its cells and the slots of the step's tokens.
+def _group_batch(step: Step, group: int, table: BlockTable) -> GroupBatch:
+    num_blocks = table.id_limit * table.blocks_per_kv_block
+    slots = write_slots(table.slot_mapping[: step.num_tokens], num_blocks, table.block_size)
+    return GroupBatch(slots, group_reads(step, group, table))
 
-    Raises WorkerError for rows without blocks for their tokens, and as ``write_slots`` does. O(tokens + cells read).
+
+def group_reads(step: Step, group: int, table: BlockTable) -> PagedBatch:
+    """What ``step`` reads in ``group``, whose ``table`` has committed its cells.
+
+    Raises WorkerError for rows without blocks for their tokens. O(cells read), and a wait for the device.
     """
     lengths = step.num_computed.astype(np.int64) + step.num_scheduled
     share, num_blocks = table.layout.share, table.id_limit * table.blocks_per_kv_block
@@ -81,14 +87,11 @@ def group_batch(step: Step, group: int, table: BlockTable) -> GroupBatch:
         )
     columns = ceil_div(int(lengths.max(initial=0)), table.block_size * share.size)
     rows = torch.from_numpy(step.rows.astype(np.int64)).to(table.device)
-    return GroupBatch(
-        write_slots(table.slot_mapping[: step.num_tokens], num_blocks, table.block_size),
-        paged_batch(
-            step.token_ids.indptr.tolist(),
-            lengths.tolist(),
-            table.get_device_tensor()[rows, :columns],
-            block_size=table.block_size,
-            num_blocks=num_blocks,
-            share=share,
-        ),
+    return paged_batch(
+        step.token_ids.indptr.tolist(),
+        lengths.tolist(),
+        table.get_device_tensor()[rows, :columns],
+        block_size=table.block_size,
+        num_blocks=num_blocks,
+        share=share,
     )

@@ -20,12 +20,21 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from hybridkv.errors import ConfigError
 from hybridkv.runner.attention.attention_form import AttentionForm
+from hybridkv.runner.attention.attention_window import AttentionWindow
 from hybridkv.units import shown
-from hybridkv.worker import AttentionMask, KVPages, PagedBatch, paged_attention
+from hybridkv.worker import (
+    AttentionMask,
+    BlockTable,
+    KVPages,
+    PagedBatch,
+    paged_attention,
+    triton_write_kv,
+    write_kv,
+    write_slots,
+)
 from hybridkv.worker.attention.flashinfer import FlashInfer, flashinfer_paged_attention, flashinfer_refusal
 from hybridkv.worker.attention.flex import flex_batch, flex_paged_attention
 from hybridkv.worker.attention.triton_attention import triton_batch, triton_paged_attention
-from hybridkv.worker.pages.kv_write import WriteSlots, write_kv
 
 
 class AttentionBackend(StrEnum):
@@ -76,21 +85,39 @@ class LayerHeads:
         return cls(queries, tuple(pages.keys.shape[2:]), tuple(pages.values.shape[2:]), dtype)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PagedStep:
-    """A Step in layers of one group, mask and LayerHeads. slots: of its tokens. pages: by layer index. attend: reads.
+@dataclass(frozen=True, slots=True)
+class LayerRead:
+    """How a layer reads: through which group, how far back, and whether its context must come in one piece.
 
-    Made once a Step.
+    heads: of a layer that a kernel reads from pages, None of one whose contexts are gathered.
     """
 
-    slots: WriteSlots
+    group: int
+    reach: AttentionWindow
+    whole: bool = True
+    heads: LayerHeads | None = None
+
+    @property
+    def mask(self) -> AttentionMask:
+        """What a kernel must hide."""
+        return AttentionMask(window=self.reach.window, chunk=self.reach.chunk)
+
+
+Write = Callable[[KVPages, torch.Tensor, torch.Tensor], None]
+"""The pages of a layer, and the keys and values of a Step's tokens, [tokens, heads, width] each."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedStep:
+    """A Step in layers that read alike. write_kv: into its tokens' slots. pages: by layer index. attend: reads them."""
+
+    write_kv: Write
     pages: Mapping[int, KVPages]
     attend: Attend
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Keys and values [1, heads, tokens, width] of the step's tokens."""
-        pages = self.pages[layer]
-        write_kv(self.slots, pages, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        self.write_kv(self.pages[layer], key[0].transpose(0, 1), value[0].transpose(0, 1))
 
     def read(self, layer: int, query: torch.Tensor, form: AttentionForm) -> torch.Tensor:
         """What queries [1, heads, tokens, width] attend to: [1, tokens, heads, width of a value]."""
@@ -176,6 +203,18 @@ def kernel_of(backend: AttentionBackend, device: torch.device) -> Prepare | None
     """Of ``backend`` on ``device``, for one runner; None for what gathers. ConfigError where it cannot run there."""
     made = KERNELS.get(backend)
     return None if made is None else made(device)
+
+
+def write_of(backend: AttentionBackend, table: BlockTable, tokens: int) -> Write:
+    """Into the first ``tokens`` slots that ``table`` has committed: in one launch beside Triton's attention.
+
+    Else by torch, which looks at them first and waits for the device. WorkerError as ``write_slots``.
+    """
+    slots = table.slot_mapping[:tokens]
+    if backend is AttentionBackend.TRITON:
+        return functools.partial(triton_write_kv, slots)
+    blocks = table.id_limit * table.blocks_per_kv_block
+    return functools.partial(write_kv, write_slots(slots, blocks, table.block_size))
 
 
 def require_layer(
