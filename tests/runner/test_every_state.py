@@ -15,10 +15,10 @@ from hybridkv.runner import tiny_model
 from hybridkv.runner.probe import probe
 from hybridkv.runner.states.continuation import recurrence
 from hybridkv.runner.states.every_state import Recurrence, recurrence_of, run_every
-from hybridkv.runner.states.recurrent import RecurrentMixer, run_decode
+from hybridkv.runner.states.recurrent import Continuation, RecurrentMixer, run_decode, run_segment
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", [*NATIVE, *SUPERPOSED])
 def test_every_state_of_a_batch_is_that_of_token_by_token(name: str) -> None:
     """Another number of rows and tokens than was looked at, one of the rows from zeros; two mixers of the model."""
     for mixer in (mixers_of(name)[0], mixers_of(name)[-1]):
@@ -39,19 +39,51 @@ def test_every_state_of_a_batch_is_that_of_token_by_token(name: str) -> None:
                 assert [one.dtype for one in behind[token]] == [part.dtype for part in mixer.parts]
 
 
-@pytest.mark.parametrize("name", SUPERPOSED)
-def test_a_recurrence_that_takes_no_state_goes_token_by_token(name: str) -> None:
-    assert recurrence(mixers_of(name)[0]) is None
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba", "mamba2"])
+def test_every_state_in_half_precision(name: str) -> None:
+    mixer = probe(tiny_model(name).to(torch.bfloat16)).mixers[0]
+    found = recurrence(mixer)
+    assert found is not None
+    hidden = noise(2, 4, mixer.width).bfloat16()
+    states = tuple(state.to(part.dtype) for part, state in zip(mixer.parts, random_states(mixer, 2), strict=True))
+    with torch.inference_mode():
+        out, behind = run_every(mixer, hidden, states, found)
+        for token in range(4):
+            wanted, states = run_decode(mixer, hidden[:, token : token + 1], tuple(one.clone() for one in states))
+            assert apart(out[:, token : token + 1].float(), wanted.float()) < 0.05
+            assert [one.dtype for one in behind[token]] == [part.dtype for part in mixer.parts]
+            assert all(apart(ours.float(), one.float()) < 0.05 for ours, one in zip(behind[token], states, strict=True))
+
+
+def test_drafts_are_run_as_decoding_does_where_prompts_are_run_otherwise() -> None:
+    """NemotronH bounds the step size over several tokens only: a draft that is accepted was none of a prompt."""
+    model = tiny_model("nemotron_h")
+    mixer = probe(model).mixers[0]
+    vars(mixer.module)["time_step_limit"] = (0.05, 0.1)
+    with torch.inference_mode():
+        states, hidden = random_states(mixer), noise(1, 3, mixer.width)
+        one_call, _ = run_segment(mixer, hidden, states, Continuation.NATIVE)
+        by_token, _ = run_segment(mixer, hidden, states, Continuation.TOKEN)
+        assert apart(one_call, by_token) > TOLERANCE
+        found = recurrence(mixer)
+        assert found is not None
+        assert apart(run_every(mixer, hidden, states, found)[0], by_token) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
     ("name", "projection", "calls"),
-    [("qwen3_next", "in_proj_qkvz", 3), ("lfm2", "in_proj", 3), ("mamba2", "in_proj", 3), ("mamba", "in_proj", 5)],
+    [
+        *(("qwen3_next", "in_proj_qkvz", 3), ("lfm2", "in_proj", 3), ("mamba2", "in_proj", 3)),
+        *(("mamba", "in_proj", 3), ("zamba", "in_proj", 3)),
+        ("mamba", "in_proj", 5),
+    ],
 )
 def test_a_step_calls_a_mixer_once_for_rows_that_run_equally_many_tokens(
-    name: str, projection: str, calls: int
+    name: str, projection: str, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of 3, 1, 5 and 3 tokens: calls for 1, 3 and 5 of them; token by token one for each of 5 tokens."""
+    """Rows of 3, 1, 5 and 3 tokens: calls for 1, 3 and 5 of them; where nothing is seen, one for each of 5 tokens."""
+    if calls == 5:
+        monkeypatch.setattr("hybridkv.runner.states.continuation.recurrence_of", lambda _: None)
     loaded = loaded_model(name)
     prompts = shared_prompts(4, 2)
     outputs = [generated(loaded, prompt, 12) for prompt in prompts]
@@ -120,6 +152,11 @@ def test_a_forward_that_runs_another_way_than_before_is_refused() -> None:
     states = random_states(mixer, 2)
     with torch.inference_mode(), pytest.raises(WorkerError, match="did not run its recurrence once"):
         run_every(mixer, noise(2, 3, mixer.width), states, Recurrence())
+    zamba = mixers_of("zamba")[0]
+    found, (conv, heads) = recurrence(zamba), random_states(zamba, 2)
+    assert found is not None
+    with torch.inference_mode(), pytest.raises(WorkerError, match="did not run its recurrence once"):
+        run_every(zamba, noise(2, 3, zamba.width), (conv, torch.cat((heads, heads), dim=1)), found)
     lfm2 = mixers_of("lfm2")[0]
     with torch.inference_mode(), pytest.raises(WorkerError, match="did not hand its inputs to the cache"):
         run_every(lfm2, noise(2, 1, lfm2.width), random_states(lfm2, 2), Recurrence())

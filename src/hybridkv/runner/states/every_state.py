@@ -7,12 +7,13 @@
 
 The recurrence is the function among the globals of the forward that is handed the recurrent state; it is found by
 running the forward (``recurrence_of``). Modelling modules keep their kernels as such globals, by names of their own.
+Selective scans are known by name (hybridkv.runner.states.stepped).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Final
@@ -21,23 +22,19 @@ import torch
 
 from hybridkv.errors import WorkerError
 from hybridkv.runner.states.recurrent import MixerState, RecurrentMixer, StateCache, StateKind, States
+from hybridkv.runner.states.stepped import BY_NAME, Function, Name, Stepped, SteppedRecurrence
 
-_CHUNK: Final = "chunk_size"
-"""What recurrences call the number of tokens that they fill up to."""
 _PROBED: Final = (2, 5)
 """Rows and tokens of the calls that show the recurrence: unlike each other, and more than one."""
-
-Name = int | str
-"""Of an argument: its place, or its keyword."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
     """What runs token by token in a mixer's forward; ``core`` is None where it keeps a convolution's inputs alone.
 
-    core: the global that the forward hands its recurrent state to over several tokens. step: the one that runs one
-    token: that of the forward's own decoding where it is called alike, else ``core``. sliced: arguments that have a
-    token each, [rows, tokens, ...].
+    core: the global that the forward calls for it over several tokens. step: the one that runs one token: that of the
+    forward's own decoding where it is known or called alike, else ``core``. sliced: arguments of ``core`` that have a
+    token each, [rows, tokens, ...]; none of what is known by name.
     """
 
     core: str | None = None
@@ -46,12 +43,16 @@ class Recurrence:
 
 
 def recurrence_of(mixer: RecurrentMixer) -> Recurrence | None:
-    """The recurrence of ``mixer``; None where there is more than one, or none is seen. Two short forwards."""
+    """The recurrence of ``mixer``; None where there is more than one, or none is seen. Up to two short forwards."""
     recurrent = [part for part in mixer.parts if part.kind is StateKind.RECURRENT]
     if not isinstance(_own_forward(mixer), FunctionType) or len(recurrent) > 1:
         return None
     if not recurrent:
         return Recurrence()
+    used = _used(mixer)
+    for core, (step, _) in BY_NAME.items():
+        if core in used and step in used:
+            return Recurrence(core, step)
     over_several, over_one = (_seen(mixer, tokens) for tokens in (_PROBED[1], 1))
     if over_several is None:
         return None
@@ -69,34 +70,43 @@ def run_every(
     recurrence was looked for.
     """
     forward, cache = _own_forward(mixer), _KeepingInputs(mixer, states)
-    own_globals, stepped = forward.__globals__, None
+    own_globals = forward.__globals__
+    stepped: Stepped | None = None
     if recurrence.core is not None:
-        stepped = _Stepped(own_globals[recurrence.step], recurrence, cache.recurrent, hidden.shape[1])
+        made = BY_NAME[recurrence.core][1] if recurrence.core in BY_NAME else SteppedRecurrence
+        stepped = made(own_globals[recurrence.step], cache.recurrent, recurrence.sliced)
         own_globals = {**own_globals, recurrence.core: stepped}
     out = _run(mixer, own_globals, hidden, cache)
-    behind = [
-        tuple(_behind(part, token, hidden.shape[1], cache, stepped) for part in mixer.parts)
-        for token in range(hidden.shape[1])
-    ]
-    return out, behind
+    recurrent = [] if stepped is None else stepped.states
+    parts = [_behind_each(part, hidden.shape[1], cache, recurrent) for part in mixer.parts]
+    return out, list(zip(*parts, strict=True))
 
 
-def _behind(part: MixerState, token: int, tokens: int, cache: _KeepingInputs, stepped: _Stepped | None) -> torch.Tensor:
-    """The state of one part behind ``token``."""
+def _behind_each(
+    part: MixerState, tokens: int, cache: _KeepingInputs, recurrent: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The states of one part behind each of the tokens."""
     if part.kind is StateKind.RECURRENT:
-        if stepped is None or len(stepped.states) != tokens:
+        if len(recurrent) != tokens:
             raise WorkerError("the mixer did not run its recurrence once: its drafts must run token by token")
-        return stepped.states[token].to(part.dtype)
+        return [state.to(part.dtype) for state in recurrent]
     joined = cache.joined.get(part.index)
     if joined is None:
         raise WorkerError("the mixer did not hand its inputs to the cache: its drafts must run token by token")
-    end = joined.shape[-1] - tokens + token + 1
-    return joined[..., end - part.shape[-1] : end]
+    width, end = part.shape[-1], joined.shape[-1] - tokens + 1
+    return [joined[..., end + token - width : end + token] for token in range(tokens)]
 
 
 def _own_forward(mixer: RecurrentMixer) -> FunctionType:
     forward: FunctionType = inspect.unwrap(type(mixer.module).forward)
     return forward
+
+
+def _used(mixer: RecurrentMixer) -> dict[str, Function]:
+    """Functions among the globals of the forward, by name."""
+    forward = _own_forward(mixer)
+    used = {name: forward.__globals__[name] for name in forward.__code__.co_names if name in forward.__globals__}
+    return {name: one for name, one in used.items() if callable(one) and not isinstance(one, type)}
 
 
 def _run(
@@ -142,32 +152,6 @@ class _KeepingInputs(StateCache):
         return recurrent_states
 
 
-class _Stepped:
-    """Stands in for the recurrence: ``function`` token after token, from ``state`` on."""
-
-    def __init__(self, function: Callable[..., Any], recurrence: Recurrence, state: torch.Tensor, tokens: int) -> None:
-        self._function, self._sliced, self._state, self._tokens = function, recurrence.sliced, state, tokens
-        self.states: list[torch.Tensor] = []
-
-    def __call__(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
-        outputs, state = [], self._state
-        if _CHUNK in kwargs:
-            kwargs[_CHUNK] = 1
-        for token in range(self._tokens):
-            out, state = self._function(
-                *(self._of_token(at, one, token, state) for at, one in enumerate(args)),
-                **{name: self._of_token(name, one, token, state) for name, one in kwargs.items()},
-            )
-            outputs.append(out)
-            self.states.append(state)
-        return torch.cat(outputs, dim=1), state
-
-    def _of_token(self, name: Name, value: Any, token: int, state: torch.Tensor) -> object:  # noqa: ANN401  # whatever a forward hands over
-        if value is self._state:
-            return state
-        return value[:, token : token + 1] if name in self._sliced else value
-
-
 def _seen(mixer: RecurrentMixer, tokens: int) -> tuple[str, tuple[Name, ...], frozenset[Name]] | None:
     """The one global that a forward over ``tokens`` hands the state to: its name, its arguments, those of tokens."""
     states = mixer.zeros(_PROBED[0])
@@ -175,7 +159,7 @@ def _seen(mixer: RecurrentMixer, tokens: int) -> tuple[str, tuple[Name, ...], fr
     own_globals, found = _own_forward(mixer).__globals__, list[tuple[str, tuple[Name, ...], frozenset[Name]]]()
     shape = (_PROBED[0], tokens)
 
-    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(name: str, function: Function) -> Function:
         def call(*args: object, **kwargs: object) -> object:
             given = dict[Name, object]([*enumerate(args), *kwargs.items()])
             if any(value is cache.recurrent for value in given.values()):
@@ -192,8 +176,7 @@ def _seen(mixer: RecurrentMixer, tokens: int) -> tuple[str, tuple[Name, ...], fr
 
         return call
 
-    used = {name: own_globals[name] for name in _own_forward(mixer).__code__.co_names if name in own_globals}
-    functions = {name: watched(name, one) for name, one in used.items() if callable(one) and not isinstance(one, type)}
+    functions = {name: watched(name, one) for name, one in _used(mixer).items()}
     hidden = next(mixer.module.parameters()).new_zeros(*shape, mixer.width)
     with torch.inference_mode():
         _run(mixer, {**own_globals, **functions}, hidden, cache)
