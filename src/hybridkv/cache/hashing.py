@@ -17,12 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.arguments import instance, integer, text
+from hybridkv.cache.remembered import LEAST_BLOCKS, RememberedChains
 from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import Extra
 from hybridkv.units import MOST_COUNT, shown
 
 ROOT_SEED: Final = "vllm-none-hash"
 ALGORITHMS: Final = ("sha256_cbor", "xxhash_cbor")
+REMEMBERED_BYTES: Final = 64 << 20
+"""Tokens and hashes of some 7 million tokens."""
 
 
 class _Hash(Protocol):
@@ -121,6 +124,7 @@ class BlockHasher:
 
     algorithm: "sha256_cbor", or "xxhash_cbor" with a random root. seed: replaces the text that the root
     is the hash of. root: the root itself, required to be random bytes for a non-cryptographic hash.
+    remembered_bytes: for chains of long prompts, which are then compared when they come again (docs/design/0023).
     Raises ConfigError for anything else.
     """
 
@@ -131,6 +135,7 @@ class BlockHasher:
         *,
         seed: str | None = None,
         root: bytes | None = None,
+        remembered_bytes: int = REMEMBERED_BYTES,
     ) -> None:
         self.block_size = integer("the hash block", block_size, most=MOST_COUNT)
         if self.block_size < 1:
@@ -148,14 +153,31 @@ class BlockHasher:
         named = ROOT_SEED if seed is None else text("seed", seed)
         self.root = root if root is not None else self._digest(cbor2.dumps(named, canonical=True)).digest()
         self._before_parent = _head(4, 3) + _head(2, size)
+        self.remembered = RememberedChains(self.block_size, integer("remembered_bytes", remembered_bytes, 0))
 
     def hash_chain(
         self, parent: bytes | None, tokens: NDArray[np.integer], extras: Sequence[Extra | None] | None = None
     ) -> list[bytes]:
         """Hashes of consecutive full blocks behind ``parent`` (None: the root); a shorter tail is left out.
 
-        tokens: int array. extras: extra keys of each block, None when no block has any. O(tokens).
+        tokens: int array. extras: extra keys of each block, None when no block has any. O(tokens); what a long prompt
+        begins with, and was hashed before, is only compared.
         """
+        if parent is not None or len(tokens) < LEAST_BLOCKS * self.block_size:
+            return self._chain(parent, tokens, extras)
+        ids = np.asarray(tokens, np.int32)
+        known = self.remembered.known(ids, extras)
+        blocks = len(known)
+        rest = None if extras is None else extras[blocks:]
+        new = self._chain(known[-1] if known else None, ids[blocks * self.block_size :], rest)
+        if new:
+            self.remembered.remember(ids, known + new, extras)
+        return known + new
+
+    def _chain(
+        self, parent: bytes | None, tokens: NDArray[np.integer], extras: Sequence[Extra | None] | None
+    ) -> list[bytes]:
+        """As hash_chain, every block of it."""
         blocks = len(tokens) // self.block_size
         before, digest = self._before_parent, self._digest
         key = self.root if parent is None else parent

@@ -52,8 +52,8 @@ class BlockKeys:
         events: EventQueue | None = None,
         silent: Sequence[int] = (),
     ) -> None:
-        self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
         self.evictions = 0
+        self.indexes = tuple(PrefixIndex(self) for _ in range(num_groups))
         self.given = [0] * num_groups
         self.lost = [0] * num_groups
         self._silent = frozenset(silent)
@@ -92,9 +92,14 @@ class BlockKeys:
 
     def kept_since(self, ids: Int32, evictions: int) -> bool:
         """Whether none of ``ids`` lost its key since ``self.evictions`` was ``evictions``. No look-up in the index."""
+        return self.num_kept(ids, evictions) == len(ids)
+
+    def num_kept(self, ids: Int32, evictions: int) -> int:
+        """How many of the leading ``ids`` kept theirs since then; of up to 2**31 evictions since."""
         if self.evictions == evictions:
-            return True
-        return not bool((self._lost_at[ids] - _wrapped(evictions) > 0).any())
+            return len(ids)
+        lost = self._lost_at[ids] - _wrapped(evictions) > 0
+        return int(lost.argmax()) if lost.any() else len(ids)
 
     # -- published
 

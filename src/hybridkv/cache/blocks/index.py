@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.cache.blocks.runs import LEAST_KEYS, KeyRuns, Losses
 from hybridkv.errors import CacheError
 
 MOST_TAILS: Final = 4
@@ -26,6 +27,7 @@ _TOKEN_BYTES: Final = 4
 
 _NONE = np.empty(0, np.int32)
 _FIRST_CHUNK = 32
+_MORE_IN_RUNS = 1000
 _LARGEST_CHUNK = 512  # a hit costs at most so many look-ups in vain
 
 
@@ -46,10 +48,11 @@ class PrefixIndex:
 
     _first: key -> block. _others: key -> later blocks with the same key, oldest first; only keys that
     stand in _first. _tails: parent -> its tails, oldest first; _parent: of every block that has one (a block has one
-    place). num_tails: of all parents. additions: keys added so far, tails too.
+    place). num_tails: of all parents. additions: keys added so far, tails too. losses: of the blocks that it names.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, losses: Losses) -> None:
+        self._runs = KeyRuns(losses)
         self._first: dict[bytes, int] = {}
         self._others: dict[bytes, list[int]] = {}
         self._tails: dict[bytes, list[Tail]] = {}
@@ -117,13 +120,28 @@ class PrefixIndex:
     def leading_run(self, keys: Sequence[bytes], stop: int | None = None) -> NDArray[np.int32]:
         """Blocks of the leading keys that are all known, at most ``stop``; int32[hits].
 
-        O(hits), whatever the rest is: keys are asked for in chunks, the first one alone.
+        O(hits), whatever the rest is: keys are asked for in chunks, the first one alone. Long runs of keys that were
+        asked for before are compared as arrays.
         """
         get = self._first.get
         left = len(keys) if stop is None else min(stop, len(keys))
         if left <= 0 or get(keys[0]) is None:
             return _NONE
-        coming, chunk = iter(keys), _FIRST_CHUNK
+        if left < LEAST_KEYS:
+            return self._asked(keys, 0, left)
+        parts = self._runs.find(keys, left)
+        found = sum(map(len, parts))
+        rest = self._asked(keys, found, left)
+        if len(rest):
+            if self._runs.num_keys > 2 * len(self._first) + _MORE_IN_RUNS:
+                self._runs.shrink()
+            self._runs.add(keys[0], found, list(keys[found : found + len(rest)]), rest)
+        return np.concatenate((*parts, rest)) if parts else rest
+
+    def _asked(self, keys: Sequence[bytes], first: int, stop: int) -> NDArray[np.int32]:
+        """Blocks of ``keys`` from ``first`` on that are all known, asked for one by one."""
+        get, left = self._first.get, stop - first
+        coming, chunk = islice(keys, first, None), _FIRST_CHUNK
         parts: list[NDArray[np.int32]] = []
         while left:
             chunk = min(chunk, left)
@@ -134,7 +152,7 @@ class PrefixIndex:
             parts.append(ids)
             left -= chunk
             chunk = min(4 * chunk, _LARGEST_CHUNK)
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts or (_NONE,))
 
     def blocks_of(self, keys: Sequence[bytes]) -> NDArray[np.int64]:
         """The block of each of ``keys``, 0 for unknown ones; int64[keys]. O(keys)."""
@@ -149,6 +167,7 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Forget every key."""
+        self._runs.clear()
         self._first.clear()
         self._others.clear()
         self._tails.clear()
