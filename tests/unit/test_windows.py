@@ -273,7 +273,7 @@ def test_a_prompt_never_seen_costs_a_look_up_a_window() -> None:
     """docs/defects.md, F: a failed look-up must not ask for every block, and not anew in every step."""
     cache = KVCacheManager(cache_of(window(1024, 16)).config, 200_000)
     request = Request("a", np.arange(131_072) % 50_000, hasher=cache.hasher)
-    index = Counted()
+    index = Counted(cache.block_pool.keys)
     cache.groups[0].index = index
     found = cache.find_hit(request)
     assert found.tokens == 0
@@ -343,7 +343,7 @@ def test_no_column_is_looked_up_more_than_twice() -> None:
         block = group.index.get(group.keys(request)[column])
         assert block is not None
         cache.block_pool.evict_blocks(np.array([block], np.int32))
-    index = Counted()
+    index = Counted(cache.block_pool.keys)
     index._first, index._others = group.index._first, group.index._others
     group.index = index
     hit_tokens(cache, list(range(600)))

@@ -323,8 +323,10 @@ class Request:
         full = (len(self._tokens) + len(more)) // size
         if full == done:
             return []
-        rest = self._tokens[done * size :]
-        rest.extend(more)
+        rest = self._tokens
+        if more or done:  # what is whole, and all of it new, is read where it lies
+            rest = rest[done * size :]
+            rest.extend(more)
         tokens = np.frombuffer(rest, np.int32)[: (full - done) * size]
         return self._hashed(self.hashes[-1] if done else None, tokens, self.extra_keys(done, full - done))
 

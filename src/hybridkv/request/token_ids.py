@@ -32,7 +32,9 @@ def token_array(tokens: Sequence[int] | NDArray[np.integer]) -> array[int]:
             raise ConfigError(f"token ids must be a one-dimensional integer array, got {tokens.dtype}{tokens.shape}")
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) > MAX_TOKEN_ID):
             raise ConfigError("token ids must lie in 0 .. 2**31 - 1")
-        return array("i", tokens.astype(np.int32, copy=False).tobytes())
+        out = array("i")
+        out.frombytes(np.ascontiguousarray(tokens, np.int32).view(np.uint8).data)
+        return out
     try:
         out = array("i", tokens)
     except (OverflowError, TypeError) as error:

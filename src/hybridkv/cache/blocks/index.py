@@ -141,7 +141,7 @@ class PrefixIndex:
     def _asked(self, keys: Sequence[bytes], first: int, stop: int) -> NDArray[np.int32]:
         """Blocks of ``keys`` from ``first`` on that are all known, asked for one by one."""
         get, left = self._first.get, stop - first
-        coming, chunk = islice(keys, first, None), _FIRST_CHUNK
+        coming, chunk = iter(keys[first:] if first else keys), _FIRST_CHUNK
         parts: list[NDArray[np.int32]] = []
         while left:
             chunk = min(chunk, left)

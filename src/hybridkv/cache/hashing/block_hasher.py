@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.arguments import instance, integer, text
-from hybridkv.cache.remembered import LEAST_BLOCKS, RememberedChains
+from hybridkv.cache.hashing.remembered import LEAST_BLOCKS, RememberedChains
 from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import Extra
 from hybridkv.units import MOST_COUNT, shown

@@ -1,0 +1,120 @@
+"""Chains of long prompts: what came before is compared, and hashes are those that hashing gives."""
+
+from random import Random
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from hybridkv.cache.hashing import BlockHasher
+from hybridkv.cache.hashing.remembered import LEAST_BLOCKS, Extras, RememberedChains
+from hybridkv.errors import ConfigError
+from hybridkv.request import Request
+
+SIZE = 2
+PLAIN = BlockHasher(SIZE, remembered_bytes=0)
+LONG = LEAST_BLOCKS * SIZE
+
+
+class Counting(BlockHasher):
+    """Counts the blocks that it hashes."""
+
+    hashed = 0
+
+    def _chain(self, parent: bytes | None, tokens: NDArray[np.integer], extras: Extras | None) -> list[bytes]:
+        self.hashed += len(tokens) // self.block_size
+        return super()._chain(parent, tokens, extras)
+
+
+def ids(count: int, seed: int = 0) -> NDArray[np.int32]:
+    return np.random.default_rng(seed).integers(0, 50_000, count).astype(np.int32)
+
+
+def test_what_comes_again_is_not_hashed() -> None:
+    hasher, prompt = Counting(SIZE), ids(LONG + 5)
+    first = hasher.hash_chain(None, prompt)
+    assert hasher.hashed == LEAST_BLOCKS + 2
+    assert hasher.hash_chain(None, prompt) == first == PLAIN.hash_chain(None, prompt)
+    assert hasher.hashed == LEAST_BLOCKS + 2
+    longer = np.concatenate((prompt[:-1], ids(8, 1)))
+    assert hasher.hash_chain(None, longer) == PLAIN.hash_chain(None, longer)
+    assert hasher.hashed == LEAST_BLOCKS + 2 + 4
+
+
+def test_short_prompts_and_chains_behind_a_parent_are_hashed() -> None:
+    hasher, prompt = Counting(SIZE), ids(LONG)
+    for _ in range(2):
+        assert hasher.hash_chain(None, prompt[:-1]) == PLAIN.hash_chain(None, prompt[:-1])
+        assert hasher.hash_chain(b"p" * 32, prompt) == PLAIN.hash_chain(b"p" * 32, prompt)
+    assert hasher.hashed == 2 * (2 * LEAST_BLOCKS - 1)
+    assert hasher.remembered.num_bytes == 0
+
+
+def test_one_token_more_or_another_one_ends_it() -> None:
+    """Every place of a block, the first block and the last one."""
+    hasher, prompt = BlockHasher(SIZE), ids(LONG + 8)
+    hasher.hash_chain(None, prompt)
+    for place in (0, 1, 2, 3, LONG // 2, LONG // 2 + 1, LONG + 6, LONG + 7):
+        other = prompt.copy()
+        other[place] += 1
+        assert hasher.hash_chain(None, other) == PLAIN.hash_chain(None, other)
+        assert hasher.hash_chain(None, prompt) == PLAIN.hash_chain(None, prompt)
+
+
+@pytest.mark.parametrize("max_bytes", [0, 30_000, 200_000, 1 << 30])
+def test_random_trees_of_prompts(max_bytes: int) -> None:
+    """They share beginnings, with other extra keys, too; what is remembered stays within its bytes."""
+    random = Random(max_bytes)
+    hasher = BlockHasher(SIZE, remembered_bytes=max_bytes)
+    prompts: list[tuple[NDArray[np.int32], list[str | None]]] = [(ids(LONG), [None] * LEAST_BLOCKS)]
+    for number in range(150):
+        tokens, names = random.choice(prompts)
+        cut = random.randrange(len(tokens) + 1)
+        tokens = np.concatenate((tokens[:cut], ids(random.choice((0, 1, 40, LONG)), number)))
+        blocks = len(tokens) // SIZE
+        names = [*names, *[None] * blocks][:blocks]
+        if random.random() < 0.3 and blocks:
+            names[random.randrange(blocks)] = random.choice((None, "a", "b"))
+        prompts.append((tokens, names))
+        extras = [None if name is None else (("mm", name, 0),) for name in names]
+        given = extras if any(extras) or random.random() < 0.5 else None
+        assert hasher.hash_chain(None, tokens, given) == PLAIN.hash_chain(None, tokens, extras), number
+        assert hasher.remembered.num_bytes <= max_bytes
+        assert hasher.remembered.num_bytes == sum(run.size_bytes() for run in hasher.remembered._used)
+    assert (hasher.remembered.num_bytes > 0) == (max_bytes > 0)
+
+
+def test_salts_part_what_is_remembered() -> None:
+    hasher, prompt = BlockHasher(SIZE), ids(LONG)
+    salts = (None, "a", "b", "a", None)
+    made = [Request("r", prompt, hasher=hasher, cache_salt=salt).hashes for salt in salts]
+    assert made == [Request("r", prompt, hasher=PLAIN, cache_salt=salt).hashes for salt in salts]
+    assert len({one[-1] for one in made}) == 3
+
+
+def test_who_is_used_least_recently_goes_first() -> None:
+    known = RememberedChains(SIZE, 2 * (LONG * 4 + 80 * LEAST_BLOCKS + 1000))
+    hashes = [bytes([i % 256]) * 32 for i in range(LEAST_BLOCKS)]
+    a, b, c = (ids(LONG, seed) for seed in range(3))
+    known.remember(a, hashes, None)
+    known.remember(b, hashes, None)
+    assert known.known(a, None) == hashes
+    known.remember(c, hashes, None)
+    assert [len(known.known(one, None)) for one in (a, b, c)] == [LEAST_BLOCKS, 0, LEAST_BLOCKS]
+
+
+def test_what_is_remembered_are_copies() -> None:
+    """Neither the caller's array nor a request's own list changes it."""
+    hasher, prompt = BlockHasher(SIZE), ids(LONG)
+    given = prompt.copy()
+    hashes = hasher.hash_chain(None, given)
+    given[:] = 0
+    del hashes[3:]
+    hasher.hash_chain(None, prompt).clear()
+    assert hasher.hash_chain(None, prompt) == PLAIN.hash_chain(None, prompt)
+    assert hasher.hash_chain(None, given) == PLAIN.hash_chain(None, given)
+
+
+def test_bytes_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="remembered_bytes"):
+        BlockHasher(SIZE, remembered_bytes=-1)
