@@ -95,7 +95,6 @@ class _Builder:
     """Collects parts, and the blocks and stale tokens they gather.
 
     whole: each row's context is one piece. context: int64[R], tokens that all of a row's see, if those are not its own.
-    last_seen: int64[tokens], the last token that each sees; None: itself.
     """
 
     def __init__(
@@ -107,7 +106,6 @@ class _Builder:
         *,
         whole: bool,
         context: Int64 | None = None,
-        last_seen: Int64 | None = None,
     ) -> None:
         self.table, self.reach, self.dtype, self.device = table, reach, dtype, table.device
         self.size = table.block_size
@@ -119,7 +117,7 @@ class _Builder:
         # the first query of a row reaches furthest back
         self.first_block = reach.first_seen(self.computed) // self.size
         self.first = np.cumsum(self.scheduled) - self.scheduled
-        self.last_seen = last_seen
+        self.last_seen: Int64 | None = None
         self.start = 0
         self.read: list[torch.Tensor] = []
         self.stale: list[Int64] = []
@@ -130,8 +128,12 @@ class _Builder:
             self._share()
         self.blocks = -(-self.context // self.size) - self.first_block
 
-    def add_rows(self, step: Step) -> None:
-        """Rows that decode, by tokens and the power of two that their block counts round up to; chunks one by one."""
+    def add_rows(self, step: Step, last_seen: Int64 | None = None) -> None:
+        """Rows that decode, by tokens and the power of two that their block counts round up to; chunks one by one.
+
+        last_seen: int64[tokens], the last token that each sees; None: itself.
+        """
+        self.last_seen = last_seen
         decoding = self.scheduled == np.diff(step.drafts.indptr) + 1
         rows = np.flatnonzero(decoding)
         # exponent of the power of two: 1 -> 0, 2 -> 1, 3, 4 -> 2
@@ -270,8 +272,8 @@ def gather_batch(
     last_seen: int64[tokens] of the step, the position of the last token that each sees, inside its row's chunk; None:
     its own, as causal attention has it. O(tokens + gathered tokens).
     """
-    builder = _Builder(step, table, reach, dtype, whole=whole, last_seen=last_seen)
-    builder.add_rows(step)
+    builder = _Builder(step, table, reach, dtype, whole=whole)
+    builder.add_rows(step, last_seen)
     return builder.build()
 
 
