@@ -1,12 +1,12 @@
 """Models of real shapes on a GPU, beside transformers and vLLM: one command of at most ten minutes, a table and JSON.
 
-    python bench_gpu.py [--minutes 9] [--json bench_gpu.json] [--models llama-1b,...] [--attention triton,gather]
+    python bench_gpu.py [--minutes 9] [--json bench_gpu.json] [--models llama-1b,...] [--attention NAMES]
 
 Needs the checkout, a CUDA build of torch and transformers; ``hybridkv[gpu]`` for the Triton kernel. Weights are random,
 made on the spot. Prompts of 512 tokens, 64 new ones, bfloat16; of 90% hits the first 460 tokens of a prompt are one of
 four beginnings that were computed before the clock ran.
 
-    hybridkv      once for every --attention
+    hybridkv      once for every --attention; triton+decode: steps that only decode as CUDA graphs
     continuous    transformers' generate_batch; it refuses recurrent models
     static        transformers' generate, all prompts in one batch
     vllm          where VLLM_PYTHON names a Python with it: the same prompts, dummy weights
@@ -35,7 +35,7 @@ from typing import Any, Final
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from hybridkv.errors import HybridKVError
+from hybridkv.errors import ConfigError, HybridKVError
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine, EngineOptions, wrap
 
@@ -200,12 +200,20 @@ class Bench:
         rate = row.requests * self.new / seconds
         return replace(row, seconds=seconds, tokens_per_second=rate, outside=outside)
 
-    def _hybridkv(self, model: PreTrainedModel, before: Prompts, asked: Prompts, attention: str) -> tuple[float, float]:
-        options = EngineOptions(max_running=256, token_budget=8192, attention=attention, self_check=False)
+    def _hybridkv(self, model: PreTrainedModel, before: Prompts, asked: Prompts, backend: str) -> tuple[float, float]:
+        attention, _, compiled = backend.partition("+")
+        options = EngineOptions(
+            max_running=256, token_budget=8192, attention=attention, self_check=False, compile=compiled or None
+        )
         sampling = SamplingParams(max_tokens=self.new, ignore_eos=True)
         memory, longest = ("64MiB", 128) if self.tiny else ("24GiB", self.length + 4 * self.new)
         with Engine(wrap(model), options=options, memory=memory, max_model_len=longest) as engine:
-            engine.generate([*before, asked[0][::-1]], SamplingParams(max_tokens=2, ignore_eos=True))
+            if compiled and not engine.runner.captures:
+                raise ConfigError("its steps that only decode run as they are: see the log")
+            few = SamplingParams(max_tokens=2, ignore_eos=True)
+            engine.generate([*before, asked[0][::-1]], few)
+            if compiled:  # captured before the clock runs
+                engine.generate([one[3::-1] for one in asked], few)
             seconds = timed(lambda: engine.generate(asked, sampling), self.device)
             step = self._decode_step(engine, asked)
         return seconds, max(0.0, 1 - self._plain_step(model, asked) / step)
@@ -307,7 +315,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9)
     parser.add_argument("--models", default=",".join(SHAPES))
-    parser.add_argument("--attention", default="triton,gather")
+    parser.add_argument("--attention", default="triton,triton+decode,gather")
     parser.add_argument("--json", type=Path, default=Path("bench_gpu.json"))
     parser.add_argument("--tiny", action="store_true", help="models of nothing, on a CPU where there is no GPU")
     given = parser.parse_args()

@@ -23,3 +23,15 @@ def test_every_engine_and_share_of_hits(
     ]
     assert all(row["seconds"] > 0 and not row["why"] for row in rows)
     assert capsys.readouterr().out.count(model) == len(rows)
+
+
+def test_models_that_cannot_be_captured_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "found.json"
+    asked = ["--tiny", "--models", "llama-1b", "--attention", "gather+decode", "--json", str(path)]
+    monkeypatch.setattr("sys.argv", ["bench_gpu.py", *asked])
+    bench_gpu.main()
+    rows = json.loads(path.read_text("utf-8"))["rows"]
+    assert [row["why"].split(":")[0] for row in rows if "decode" in row["engine"]] == ["ConfigError", "ConfigError"]
+    assert "as they are" in capsys.readouterr().out

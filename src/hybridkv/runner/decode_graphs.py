@@ -62,7 +62,7 @@ def _captured(run: Run) -> Run:
             run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # another thread may hold another model
         out = run()
 
     def replay() -> torch.Tensor:

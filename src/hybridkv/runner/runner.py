@@ -234,6 +234,11 @@ class ModelRunner:
         if gathered:
             logger.info("%s: contexts of %d layers are gathered all the same", type(self.model).__name__, gathered)
 
+    @property
+    def captures(self) -> bool:
+        """Whether steps that only decode run as CUDA graphs, as long as none fails to be captured."""
+        return self._graphs is not None
+
     def _decode_graphs(self, max_model_len: int) -> DecodeGraphs | None:
         """None, and a line in the log, where the model does not allow it."""
         others = {

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hybridkv.errors import WorkerError
 from hybridkv.step import Step
 from hybridkv.units import ceil_div
-from hybridkv.worker.attention.paged_attention import PagedBatch, paged_batch
+from hybridkv.worker.attention.paged_attention import PagedBatch
 from hybridkv.worker.pages.kv_write import WriteSlots, write_slots
 from hybridkv.worker.tables.block_table import BlockTable
 from hybridkv.worker.tables.multi_group import MultiGroupBlockTable
@@ -65,15 +65,15 @@ def step_batch(step: Step, tables: MultiGroupBlockTable) -> StepBatch:
 
 
 def _group_batch(step: Step, group: int, table: BlockTable) -> GroupBatch:
-    num_blocks = table.id_limit * table.blocks_per_kv_block
-    slots = write_slots(table.slot_mapping[: step.num_tokens], num_blocks, table.block_size)
-    return GroupBatch(slots, group_reads(step, group, table))
+    reads = group_reads(step, group, table)  # refuses rows without blocks, whose slots are all alike
+    return GroupBatch(write_slots(table.slot_mapping[: step.num_tokens], reads.num_blocks, reads.block_size), reads)
 
 
 def group_reads(step: Step, group: int, table: BlockTable) -> PagedBatch:
     """What ``step`` reads in ``group``, whose ``table`` has committed its cells.
 
-    Raises WorkerError for rows without blocks for their tokens. O(cells read), and a wait for the device.
+    Raises WorkerError for rows without blocks for their tokens. O(cells read); never waits for the device, as the table
+    has looked at every id that it holds.
     """
     lengths = step.num_computed.astype(np.int64) + step.num_scheduled
     share, num_blocks = table.layout.share, table.id_limit * table.blocks_per_kv_block
@@ -86,12 +86,12 @@ def group_reads(step: Step, group: int, table: BlockTable) -> PagedBatch:
             f"{lengths[i]}: apply the Step to the tables first"
         )
     columns = ceil_div(int(lengths.max(initial=0)), table.block_size * share.size)
-    rows = torch.from_numpy(step.rows.astype(np.int64)).to(table.device)
-    return paged_batch(
-        step.token_ids.indptr.tolist(),
-        lengths.tolist(),
-        table.get_device_tensor()[rows, :columns],
-        block_size=table.block_size,
-        num_blocks=num_blocks,
-        share=share,
+    rows = torch.from_numpy(step.rows.astype(np.int64)).to(table.device, non_blocking=True)
+    return PagedBatch(
+        tuple(step.token_ids.indptr.tolist()),
+        tuple(lengths.tolist()),
+        table.get_device_tensor()[rows, :columns].to(torch.int64),
+        table.block_size,
+        num_blocks,
+        share,
     )
