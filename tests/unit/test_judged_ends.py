@@ -190,6 +190,26 @@ def test_one_request_is_one_hit() -> None:
     assert cache.node(10).end.hits == 1
 
 
+def test_what_became_of_ends_is_counted_by_kind() -> None:
+    cache = Cache("coverage")
+    for prompt in (chat(1), chat(1, 2), chat(1)):  # new; on from the end of the output; the same prompt again
+        cache.run(prompt)
+    cache.kept._release(cache.node(10), cache.now)
+    cache.run(chat(1))  # found all the same: nobody has taken its blocks
+    for node in (cache.node(10), cache.node(13)):
+        cache.kept._release(node, cache.now)
+    for person in range(5, 9):
+        cache.run(chat(person))
+    cache.run(chat(1))
+    found = {one.kind: one for one in cache.cache.statistics().ends}
+    assert (found["prompt"].made, found["prompt"].hits, found["output"].hits) == (8, 2, 1)
+    assert found["prompt"].missed == 1
+    assert found["prompt"].kept == sum(end.kind is Kind.PROMPT for end in cache.ends())
+    assert sum(one.given_up for one in found.values()) >= 3
+    statistics = cache.cache.statistics()
+    assert statistics.missed_tokens == statistics.missed_a_gib_more == 10
+
+
 # -- what was lost otherwise
 
 

@@ -12,7 +12,7 @@ from hybridkv.cache.slots.lookup import CommonHit
 from hybridkv.cache.slots.plan import Admission, Reason, Refusal, SlotPlan
 from hybridkv.cache.slots.step_fields import RowSpans, StateMoves, cells_of, cells_of_row
 from hybridkv.cache.slots.transfers import Checkpoint, Transfer, Transfers
-from hybridkv.cache.statistics import CacheStatistics, GroupStatistics, PrefixCacheStats
+from hybridkv.cache.statistics import CacheStatistics, EndStatistics, GroupStatistics, PrefixCacheStats
 from hybridkv.cache.values import BlockView, KVCacheBlocks
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "CacheStatistics",
     "Checkpoint",
     "CommonHit",
+    "EndStatistics",
     "EventsDropped",
     "GroupStatistics",
     "KVCacheBlocks",

@@ -527,7 +527,8 @@ class KVCacheManager:
 
     def statistics(self) -> CacheStatistics:
         """What the cache holds now. O(num_blocks)."""
-        return cache_statistics(self.block_pool, self.groups, len(self._residents), self.pins.num_blocks)
+        counts = cache_statistics(self.block_pool, self.groups, len(self._residents), self.pins.num_blocks)
+        return self._parts.kept.add_statistics(counts)
 
     def resident_requests(self) -> tuple[Request, ...]:
         """Requests that hold blocks."""

@@ -36,12 +36,32 @@ class GroupStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class EndStatistics:
+    """Ends of one kind (docs/design/0019). kept: now; the others so far.
+
+    made: ends that were kept. hits: of kept ones. missed: of ghosts, the deepest of each prompt. declined: not kept for
+    want of worth. given_up: kept no longer; unused: those of them that were never hit.
+    """
+
+    kind: str
+    kept: int
+    made: int
+    hits: int
+    missed: int
+    declined: int
+    given_up: int
+    unused: int
+
+
+@dataclass(frozen=True, slots=True)
 class CacheStatistics:
     """What the cache holds now.
 
     num_blocks: all but the null block and sinks. free_blocks: those nobody holds, cached ones among them.
     cached_blocks: with a key. unwritten_blocks: published, their step still in flight.
     pinned_blocks: held by pins, counted for each. evictions: keys lost so far. groups: the same per group.
+    ends: by kind, where an eviction ranks them. missed_tokens: what ends given up would have been hit for, so far;
+    missed_a_gib_more: what of it a GiB more would have found, roughly: what was given up last.
     """
 
     num_blocks: int
@@ -52,6 +72,9 @@ class CacheStatistics:
     pinned_blocks: int
     evictions: int
     groups: tuple[GroupStatistics, ...]
+    ends: tuple[EndStatistics, ...] = ()
+    missed_tokens: int = 0
+    missed_a_gib_more: int = 0
 
 
 def cache_statistics(

@@ -317,6 +317,7 @@ def _show(report: ReplayReport, plan: Plan, settings: ReplaySettings, summary: T
         counts.add_row(name, value)
     console().print(counts)
     _show_groups(report)
+    _show_ends(report)
     if summary.first_bad is not None:
         print_facts({"first bad line": summary.first_bad})
 
@@ -328,6 +329,19 @@ def _show_groups(report: ReplayReport) -> None:
         counts = (group.block_size, group.published, group.evictions, group.cached_blocks, group.copies)
         groups.add_row(str(at), f"{group.layers} x {in_words(group.kind)}", *map(format_count, counts))
     console().print(groups)
+
+
+def _show_ends(report: ReplayReport) -> None:
+    """What became of the ends that an eviction ranks."""
+    if not report.ends:
+        return
+    ends = table("ends at", "kept", "made", "hit", "missed", "declined", "given up", "never hit", numbers_from=1)
+    for one in report.ends:
+        counts = (one.kept, one.made, one.hits, one.missed, one.declined, one.given_up, one.unused)
+        ends.add_row(one.kind, *map(format_count, counts))
+    console().print(ends)
+    found = format_count(report.missed_a_gib_more)
+    print_facts({"tokens missed": f"{format_count(report.missed_tokens)}; a GiB more would have found {found} of them"})
 
 
 def _print(text: str) -> None:

@@ -259,7 +259,7 @@ class _Replay:
 
     def report(self, summary: TraceSummary) -> ReplayReport:
         """What came of it."""
-        counts = self.scheduler.statistics()
+        counts, kept = self.scheduler.statistics(), self.scheduler.cache.statistics()
         return ReplayReport(
             source=self.source.name,
             requests=self.finished,
@@ -282,6 +282,9 @@ class _Replay:
             moved_bytes=self.moved_bytes,
             checkpoints=self.scheduler.cache.checkpoints.stored,
             declined_checkpoints=self.scheduler.cache.checkpoints.declined,
+            ends=kept.ends,
+            missed_tokens=kept.missed_tokens,
+            missed_a_gib_more=kept.missed_a_gib_more,
         )
 
     def _groups(self) -> Iterator[GroupReport]:

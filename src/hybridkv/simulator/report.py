@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
+from hybridkv.cache import EndStatistics
+
 SCHEMA: Final = "hybridkv.replay"
 VERSION: Final = 1
 
@@ -68,7 +70,8 @@ class ReplayReport:
     caching_off: why no request could hit anything, None when they could. groups: in the order of the plan.
     refusals: how often a waiting request was looked at and not admitted, by reason; once a step and request.
     moves, moved_bytes: blocks that passed from slab to slab. checkpoints, declined_checkpoints: stops at which a
-    state was kept, and at which there was no room for it (natural layout).
+    state was kept, and at which there was no room for it (natural layout). ends, missed_tokens, missed_a_gib_more: of
+    what an eviction kept that ranks ends, as CacheStatistics has them.
     """
 
     source: str
@@ -93,6 +96,9 @@ class ReplayReport:
     moved_bytes: int = 0
     checkpoints: int = 0
     declined_checkpoints: int = 0
+    ends: tuple[EndStatistics, ...] = ()
+    missed_tokens: int = 0
+    missed_a_gib_more: int = 0
 
     @property
     def hit_rate(self) -> float:

@@ -9,8 +9,9 @@ needs room takes nothing but blocks given up, and ends are given up until there 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -21,8 +22,10 @@ from hybridkv.cache.blocks.pool import BlockPool
 from hybridkv.cache.placement.ends import End, Kind, Ranking
 from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.cache.slots.end_blocks import EndBlocks
+from hybridkv.cache.slots.end_counts import EndCounts
 from hybridkv.cache.slots.end_tree import CROWD, EndTree, Node
 from hybridkv.cache.slots.known import KnownTokens
+from hybridkv.cache.statistics import CacheStatistics
 from hybridkv.request import Request
 
 Int64 = NDArray[np.int64]
@@ -70,6 +73,7 @@ class JudgedEnds:
         self._most_ghosts = GHOSTS
         self._none = [0] * len(needs.block_bytes)
         self._known = KnownTokens(_REMEMBERED * pool.num_blocks)
+        self._counts = EndCounts()
         self._begin()
 
     def _begin(self) -> None:
@@ -104,12 +108,19 @@ class JudgedEnds:
         deepest = path[-1] if path else None
         if deepest is not None:
             session.gap = now - deepest.end.used
+            self._note_hits(session.consumed, deepest)
         for node in {id(node): node for node in (session.consumed, deepest) if node is not None}.values():
             with_rank = self._unrank(node)
             self._ranking.hit(node.end, now)
             if with_rank:
                 self._rank(node, now)
         self._known.add(request.hashes)
+
+    def _note_hits(self, consumed: Node | None, deepest: Node) -> None:
+        if consumed is not None:
+            self._counts.note_hit(consumed.end)
+        if deepest is not consumed:
+            self._counts.note_missed(deepest.end, deepest.tokens - (0 if consumed is None else consumed.tokens))
 
     def known_tokens(self, request: Request) -> int:
         """Whole hash blocks before the last token of a new prompt. O(log blocks)."""
@@ -197,6 +208,7 @@ class JudgedEnds:
         for child in behind:
             child.link(node)
         node.kept = True
+        self._counts.note_kept(node.end)
         self._ghosts.pop(node.end.serial, None)
         node.end.used = max(node.end.used, now)
         for one in (node, parent, *behind, *self._beside(node)):
@@ -231,6 +243,9 @@ class JudgedEnds:
         """``node``, not kept, is a ghost; the oldest of too many is forgotten. parent: who serves its requests now."""
         heir = None if parent is None or parent is self._tree.root else parent.end
         self._ranking.given_up(node.end, heir, now, declined=declined)
+        before = 0 if parent is None else parent.tokens
+        size = round((node.tokens - before) / node.end.saved) if node.end.saved else 0
+        self._counts.note_gone(node.end, size, declined=declined)
         self._ghosts.pop(node.end.serial, None)
         self._ghosts[node.end.serial] = node
         if len(self._ghosts) > self._most_ghosts:
@@ -240,6 +255,7 @@ class JudgedEnds:
         """``node``, not kept, is known no longer."""
         self._ghosts.pop(node.end.serial, None)
         self._tree.forget(node)
+        self._counts.forget(node.end)
         self._ranking.forget(node.end, now)
 
     # -- room
@@ -379,6 +395,18 @@ class JudgedEnds:
         self._blocks.recount(left)
         for node in left:
             self._renew(node, now)
+
+    # -- what came of it
+
+    def add_statistics(self, counts: CacheStatistics) -> CacheStatistics:
+        """Those of ends. O(ends)."""
+        kept = Counter(node.end.kind for node in self._tree.nodes.values() if node.kept)
+        return replace(
+            counts,
+            ends=self._counts.statistics(kept),
+            missed_tokens=self._counts.missed_tokens,
+            missed_a_gib_more=self._counts.missed_a_gib_more,
+        )
 
     # -- what must hold
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from hybridkv.cache.blocks.pool import BlockPool
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.rows.group import CacheGroup
+from hybridkv.cache.statistics import CacheStatistics
 from hybridkv.request import Request
 
 Int64 = NDArray[np.int64]
@@ -55,6 +56,10 @@ class KeptEnds(Protocol):
 
     def follow(self, moves: Int64) -> None:
         """Blocks moved, int64[m, 2] of (source, target)."""
+        ...
+
+    def add_statistics(self, counts: CacheStatistics) -> CacheStatistics:
+        """``counts`` and those of ends."""
         ...
 
     def check(self) -> Iterator[str]:
@@ -107,6 +112,10 @@ class LastUsed:
 
     def follow(self, moves: Int64) -> None:
         """Nothing: states are found by their keys."""
+
+    def add_statistics(self, counts: CacheStatistics) -> CacheStatistics:
+        """No ends are known."""
+        return counts
 
     def check(self) -> Iterator[str]:
         """Nothing is kept but flags of blocks."""
