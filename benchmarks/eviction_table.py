@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from natural_table import commit, read_results
 
 from hybridkv.cache import KVCacheManager
@@ -27,15 +28,8 @@ from hybridkv.cache.placement import EVICTIONS, eviction_named, placement_of
 from hybridkv.errors import CacheError
 from hybridkv.models import Model, read_model
 from hybridkv.request import Request
-from hybridkv.simulator import (
-    ReplaySettings,
-    SimulatedClock,
-    TraceFile,
-    TraceRequest,
-    TraceSummary,
-    plan_for_trace,
-    simulation_of,
-)
+from hybridkv.simulator import ReplaySettings, SimulatedClock, TraceFile, plan_for_trace, simulation_of
+from hybridkv.simulator.trace import TraceSummary
 
 MODELS = {
     "qwen3.5-35b-a3b": "auto",
@@ -87,83 +81,91 @@ def model_of(name: str) -> Model:
     return read_model(name) if MODELS[name] == "auto" else read_model(name, dtype=MODELS[name])
 
 
-class Alone:
-    """One request after the other in a manager of its own. hit_tokens, prompt_tokens: so far."""
+def serve_alone(cache: KVCacheManager, request: Request, outputs: Sequence[int], number: int) -> tuple[int, int]:
+    """``request`` comes, is computed with ``outputs`` and goes, in steps 2 * ``number`` and the next.
 
-    def __init__(self, cell: Cell, summary: TraceSummary) -> None:
-        plan = plan_for_trace(
-            summary, model_of(cell.model), f"{cell.memory_gib}GiB", token_budget=summary.longest_tokens
-        )
-        self.clock = SimulatedClock()
-        self.cache = KVCacheManager(
-            plan.config,
-            plan.max_model_len,
-            placement=placement_of(plan),
-            eviction=eviction_named(cell.eviction),
-            clock=self.clock,
-        )
-        self.hit_tokens = self.prompt_tokens = self.moved = self._steps = 0
+    Tokens hit, and blocks moved.
+    """
+    hit = cache.look_up(request)
+    request.branch_tokens = hit.branch_tokens
+    moved, found = 0, hit.tokens
+    with cache.step(2 * number):
+        blocks = cache.blocks_of(hit)
+        if cache.allocate_slots(request, request.num_prompt_tokens - found, found, blocks) is None:
+            found = 0  # what it copies is in its own way
+            if cache.allocate_slots(request, request.num_prompt_tokens) is None:
+                raise CacheError(f"request {request.request_id} does not fit alone")
+        moved += _run(cache, request, found, request.num_prompt_tokens)
+    cache.mark_written(2 * number)
+    request.first_hit_tokens = found
+    for token in outputs:
+        request.append(token)
+    missing = request.num_tokens - 1 - request.num_computed_tokens  # the last one is not run
+    if missing:
+        with cache.step(2 * number + 1):
+            if cache.allocate_slots(request, missing) is not None:
+                moved += _run(cache, request, request.num_computed_tokens, request.num_tokens - 1)
+        cache.mark_written(2 * number + 1)
+    cache.cache_blocks(request, request.num_computed_tokens)
+    cache.keep_end(request)
+    cache.free(request)
+    return found, moved
 
-    def serve(self, name: str, asked: TraceRequest) -> None:
-        """A request comes, is computed and goes."""
-        self.clock.now_s = asked.timestamp_s
-        request = Request(name, asked.prompt.token_ids(), hasher=self.cache.hasher, marks=asked.marks)
-        hit = self.cache.look_up(request)
-        request.branch_tokens = hit.branch_tokens
-        if not self._step(request, request.num_prompt_tokens - hit.tokens, hit.tokens):
-            hit = hit._replace(tokens=0)  # what it copies is in its own way
-            if not self._step(request, request.num_prompt_tokens, 0):
-                raise CacheError(f"request {name} does not fit alone")
-        request.first_hit_tokens = hit.tokens
-        self.hit_tokens += hit.tokens
-        self.prompt_tokens += request.num_prompt_tokens
-        for token in asked.output.token_ids().tolist():
-            request.append(token)
-        if request.num_tokens - request.num_computed_tokens > 1:
-            self._step(request, request.num_tokens - 1 - request.num_computed_tokens, 0)  # the last one is not run
-        self.cache.cache_blocks(request, request.num_computed_tokens)
-        self.cache.keep_end(request)
-        self.cache.free(request)
 
-    def _step(self, request: Request, tokens: int, hit_tokens: int) -> bool:
-        """``tokens`` more of ``request`` are computed; whether there was room."""
-        cache, self._steps = self.cache, self._steps + 1
-        with cache.step(self._steps):
-            blocks = cache.blocks_of(cache.find_hit(request)) if hit_tokens else None
-            if cache.allocate_slots(request, tokens, hit_tokens, blocks) is None:
-                cache.free(request)
-                return False
-            start = request.num_computed_tokens + hit_tokens
-            rows = cache.rows.num_computed[[request.row]] * 0
-            cache.store_checkpoints(rows + request.row, rows + start, rows + start + tokens)
-        self.moved += sum(copy.kind == "move" for copy in cache.take_transfers().copies)
-        cache.mark_written(self._steps)
-        request.num_computed_tokens = start + tokens
-        return True
+def _run(cache: KVCacheManager, request: Request, start: int, end: int) -> int:
+    """The forward of tokens ``start`` .. ``end``; blocks moved for it."""
+    row, at = np.array([request.row]), np.array([start])
+    cache.store_checkpoints(row, at, at + end - start)
+    request.num_computed_tokens = end
+    return sum(copy.kind == "move" for copy in cache.take_transfers().copies)
+
+
+def alone(cell: Cell, source: TraceFile, summary: TraceSummary) -> dict[str, Any]:
+    """One request after the other, each when it arrives."""
+    plan = plan_for_trace(summary, model_of(cell.model), f"{cell.memory_gib}GiB", token_budget=summary.longest_tokens)
+    clock, hit, prompt, moved = SimulatedClock(), 0, 0, 0
+    cache = KVCacheManager(
+        plan.config,
+        plan.max_model_len,
+        placement=placement_of(plan),
+        eviction=eviction_named(cell.eviction),
+        clock=clock,
+    )
+    for number, asked in enumerate(source):
+        clock.now_s = asked.timestamp_s
+        request = Request(str(number), asked.prompt.token_ids(), hasher=cache.hasher, marks=asked.marks)
+        found, more = serve_alone(cache, request, asked.output.token_ids().tolist(), number)
+        hit, prompt, moved = hit + found, prompt + request.num_prompt_tokens, moved + more
+    return {
+        "hit_rate": round(hit / prompt, 6),
+        "requests": number + 1,
+        "checkpoints": cache.checkpoints.stored,
+        "declined": cache.checkpoints.declined,
+        "moved_blocks": moved,
+    }
+
+
+def replayed(cell: Cell, source: TraceFile, summary: TraceSummary) -> dict[str, Any]:
+    """Through the scheduler."""
+    plan = plan_for_trace(summary, model_of(cell.model), f"{cell.memory_gib}GiB")
+    report = simulation_of(plan, ReplaySettings(eviction=cell.eviction)).run(source, summary=summary)
+    return {
+        "hit_rate": round(report.hit_rate, 6),
+        "requests": report.requests,
+        "checkpoints": report.checkpoints,
+        "declined": report.declined_checkpoints,
+        "moved_blocks": report.moves,
+    }
 
 
 def run(cell: Cell, folder: str) -> dict[str, Any]:
     """Its result as a line."""
     source = TraceFile(f"{folder}/{cell.stream}", limit=cell.limit or None)
     summary, begun = source.summary(), time.process_time()
-    if cell.replayed:
-        plan = plan_for_trace(summary, model_of(cell.model), f"{cell.memory_gib}GiB")
-        report = simulation_of(plan, ReplaySettings(eviction=cell.eviction)).run(source, summary=summary)
-        kept, declined = report.checkpoints, report.declined_checkpoints
-        hit, requests, moved = report.hit_rate, report.requests, report.moves
-    else:
-        alone = Alone(cell, summary)
-        for requests, asked in enumerate(source, 1):
-            alone.serve(str(requests), asked)
-        kept, declined = alone.cache.checkpoints.stored, alone.cache.checkpoints.declined
-        hit, moved = alone.hit_tokens / alone.prompt_tokens, alone.moved
+    found = replayed(cell, source, summary) if cell.replayed else alone(cell, source, summary)
     return {
         **asdict(cell),
-        "hit_rate": round(hit, 6),
-        "requests": requests,
-        "checkpoints": kept,
-        "declined": declined,
-        "moved_blocks": moved,
+        **found,
         "cpu_s": round(time.process_time() - begun, 1),
         "commit": commit(),
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
