@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Any
 
@@ -10,7 +11,9 @@ import httpx2
 import pytest
 from serve_support import LONGEST, WAIT, Served, engine_of, serving, until
 
+from hybridkv.runner import Increment
 from hybridkv.serve import ServeOptions
+from hybridkv.serve.generation import EventStream, Part
 
 PATH = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": "go on", "max_tokens": LONGEST - 8, "ignore_eos": True}
@@ -36,11 +39,42 @@ def test_a_stream_that_is_left_ends_within_a_step(llama: Served) -> None:
 
 
 def test_an_answer_that_nobody_waits_for_ends(llama: Served) -> None:
-    before = llama.front.engine.statistics().requests_finished
+    before = llama.front.engine.statistics()
     with suppress(httpx2.TimeoutException):
         llama.client.post(PATH, json={**LONG, "prompt": ["one", "two"]}, timeout=0.3)
     until(lambda: running(llama) == 0 and llama.front.places.taken == 0)
-    assert llama.front.engine.statistics().requests_finished == before + 2
+    now = llama.front.engine.statistics()
+    assert now.requests_finished == before.requests_finished + 2
+    assert now.steps - before.steps < LONGEST / 2  # of some 500
+
+
+def test_parts_are_closed_with_their_stream_wherever_it_stands() -> None:
+    closed = []
+
+    async def parts() -> AsyncGenerator[Part, None]:
+        try:
+            while True:
+                yield Part(0, 0, Increment("1", (1,), "a"))
+        finally:
+            closed.append("parts")
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b""
+
+    async def gone() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def never(_: object) -> None:
+        await asyncio.sleep(WAIT)
+
+    async def work() -> None:
+        source = parts()
+        await anext(source)
+        stream = EventStream(source, events())
+        await stream({"type": "http", "asgi": {"spec_version": "2.3"}}, gone, never)
+        assert closed == ["parts"]
+
+    asyncio.run(work())
 
 
 def test_a_queue_that_is_full_says_when_to_come_again() -> None:

@@ -9,6 +9,7 @@ from serve_support import LONGEST, Served
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine
 from hybridkv.serve.bodies import CompletionBody
+from hybridkv.serve.errors import ApiError
 
 PATH = "/v1/completions"
 PROMPT = "one two three one two"
@@ -124,6 +125,7 @@ def test_logprobs_and_echo_are_those_of_the_engine(llama: Served, alone: Engine)
     assert "".join(found["tokens"][: len(PROMPT)]) == PROMPT
     assert found["text_offset"][: len(PROMPT) + 1] == [*range(len(PROMPT) + 1)]
     assert all(len(one) in {3, 4} for one in found["top_logprobs"][1:])
+    assert all(token in best for token, best in zip(found["tokens"][1:], found["top_logprobs"][1:], strict=True))
     parts = chunks(llama, PATH, **body, echo=True)
     assert "".join(one["choices"][0]["text"] for one in parts) == choice["text"]
     tokens = [value for one in parts for value in one["choices"][0]["logprobs"]["tokens"]]
@@ -220,3 +222,9 @@ def test_another_model_is_not_here(llama: Served) -> None:
 
 def test_fields_that_ask_for_nothing_are_taken(llama: Served) -> None:
     llama.post(PATH, prompt="a", max_tokens=1, best_of=1, suffix=None, user=None, logprobs=None, stop=None, top_k=-1)
+
+
+def test_an_error_tells_what_no_json_can() -> None:
+    assert ApiError(400, "a \ud800 b").response().body == (
+        rb'{"error":{"message":"a \\ud800 b","type":"invalid_request_error","param":null,"code":null}}'
+    )
