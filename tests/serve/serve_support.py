@@ -12,6 +12,7 @@ import torch
 from fastapi import FastAPI
 
 from hybridkv.runner import Engine, EngineOptions, load
+from hybridkv.runner.async_engine import EventSink
 from hybridkv.serve import ServeOptions, Server, create_app, listen
 from hybridkv.serve.front import Front
 
@@ -57,9 +58,11 @@ class Served:
 
 
 @contextmanager
-def serving(engine: Engine, options: ServeOptions | None = None) -> Iterator[Served]:
+def serving(
+    engine: Engine, options: ServeOptions | None = None, *, events: EventSink | None = None
+) -> Iterator[Served]:
     """``engine`` behind a real server in a thread."""
-    app = create_app(engine, options)
+    app = create_app(engine, options, events=events)
     listening = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     answers = threading.Event()

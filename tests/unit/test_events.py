@@ -44,6 +44,7 @@ def test_schema() -> None:
         "medium",
         "extra_keys",
         "group_idx",
+        "cache_salt",
     ]
     assert [f.name for f in fields(BlockRemoved)] == ["block_hashes", "medium", "group_idx"]
     assert fields(AllBlocksCleared) == ()

@@ -19,6 +19,7 @@ class BlockStored:
 
     lora_id, lora_name: of the request's adapter. extra_keys: one entry a block, None where there are none;
     the whole is None when no block has any. See ``published_extras`` for blocks of several hash blocks.
+    cache_salt: of the request, also where its blocks are not the first.
     """
 
     block_hashes: tuple[bytes, ...]
@@ -30,6 +31,7 @@ class BlockStored:
     medium: str | None = "GPU"
     extra_keys: tuple[tuple[object, ...] | None, ...] | None = None
     group_idx: int = 0
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -10,6 +11,7 @@ import typer
 from hybridkv.cli.loading import ModelOption, TrustOption, bars_for_terminals, load_quietly
 from hybridkv.cli.panels import CACHE, OUTPUT, REQUESTS, RUN
 from hybridkv.cli.speculation import Speculate, SpeculateOption
+from hybridkv.errors import ConfigError
 from hybridkv.units import MOST_COUNT, format_bytes, format_count
 
 if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
@@ -55,6 +57,14 @@ def serve_command(
     metrics_prefix: Annotated[
         str, typer.Option(metavar="NAME", help="Of metrics' names: vllm for vLLM's own.", rich_help_panel=OUTPUT)
     ] = "hybridkv",
+    kv_events: Annotated[
+        str | None,
+        typer.Option(metavar="ENDPOINT", help="Publish cache events there: tcp://HOST:PORT.", rich_help_panel=OUTPUT),
+    ] = None,
+    kv_events_replay: Annotated[
+        str | None,
+        typer.Option(metavar="ENDPOINT", help="Answer who missed some, or comes late.", rich_help_panel=OUTPUT),
+    ] = None,
     max_waiting: Annotated[
         int,
         typer.Option(
@@ -87,15 +97,29 @@ def serve_command(
 
     keys = None if api_key_file is None else ApiKeys.read(api_key_file)
     served = ServeOptions(served_model_name, max_waiting, keys, metrics_prefix)
-    options = EngineOptions(max_running, token_budget, prefix_caching=not no_prefix_caching, attention=attention)
+    options = EngineOptions(
+        max_running,
+        token_budget,
+        prefix_caching=not no_prefix_caching,
+        attention=attention,
+        kv_events=kv_events is not None,
+    )
+    if kv_events_replay is not None and kv_events is None:
+        raise ConfigError("--kv-events-replay repeats what --kv-events publishes: name that endpoint, too")
     listening = listen(host, port)  # what cannot be should show before a model is loaded
     loaded = load_quietly(model, trust_remote_code=trust_remote_code)
     drafter = None if asked is None else asked.drafter_of_a_server(options, trust_remote_code=trust_remote_code)
     engine = Engine(loaded, options=options, memory=memory, max_model_len=max_model_len, speculate=drafter)
     shown_host, shown_port = listening.getsockname()[:2]
     at = f"http://[{shown_host}]:{shown_port}" if ":" in shown_host else f"http://{shown_host}:{shown_port}"
-    app = create_app(engine, served)
-    Server(app, lambda: print(_ready(engine, served, at), flush=True)).run(sockets=[listening])
+    with ExitStack() as ending:
+        events = None
+        if kv_events is not None:
+            from hybridkv.kv_events import KVEventPublisher  # noqa: PLC0415  # msgspec and pyzmq are an extra
+
+            events = ending.enter_context(KVEventPublisher(engine.plan.config, kv_events, kv_events_replay))
+        app = create_app(engine, served, events=events)
+        Server(app, lambda: print(_ready(engine, served, at), flush=True)).run(sockets=[listening])
     print("drained: all that was asked has been answered", flush=True)
     return 0
 

@@ -32,6 +32,7 @@ class EngineOptions:
     compile: "decode" for steps that only decode as CUDA graphs, where the model allows it and attention is "triton";
     elsewhere they run as they are, and the log says why.
     self_check: first compare the model on pages with plain forwards, some 15 short ones (hybridkv.runner.self_check).
+    kv_events: the cache tells what it stores and forgets, for AsyncEngine's ``events``.
     image_bytes: of the features of images kept on the device; beyond it those read longest ago are made anew.
     Raises ConfigError for counts that are none.
     """
@@ -44,12 +45,13 @@ class EngineOptions:
     image_bytes: int = 256 << 20
     attention: AttentionBackend | str = AttentionBackend.GATHER
     compile: str | None = None
+    kv_events: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, partial(integer, least=1), "max_running", "token_budget")
         check_fields(self, partial(integer, least=1, most=2), "in_flight")
         check_fields(self, partial(integer, least=0), "image_bytes")
-        check_fields(self, flag, "prefix_caching", "self_check")
+        check_fields(self, flag, "prefix_caching", "self_check", "kv_events")
         check_fields(self, attention_backend, "attention")
         check_fields(self, compile_option, "compile")
 
@@ -109,7 +111,7 @@ def assemble(
         num_speculative_tokens=drafts,
         whole_items=attends_both_ways(loaded.model),
     )
-    cache = KVCacheManager(plan, enable_caching=options.prefix_caching)
+    cache = KVCacheManager(plan, enable_caching=options.prefix_caching, enable_kv_cache_events=options.kv_events)
     scheduler = Scheduler(cache, limits)
     runner = ModelRunner(
         loaded.model,

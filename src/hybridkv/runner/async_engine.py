@@ -18,10 +18,11 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 from hybridkv.arguments import instance, integer
-from hybridkv.errors import CacheError
+from hybridkv.cache.events import KVCacheEvent
+from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import SamplingParams
 from hybridkv.runner.completion import Completion, Increment
 from hybridkv.runner.encoder_inputs import Given, one_input_each
@@ -32,6 +33,14 @@ from hybridkv.runner.stream import Stream
 from hybridkv.schedule import SchedulerStatistics
 
 T = TypeVar("T")
+
+
+class EventSink(Protocol):
+    """Who is told what a cache stores and forgets, such as a KVEventPublisher."""
+
+    def publish(self, events: Sequence[KVCacheEvent]) -> None:
+        """``events``, oldest first, maybe none. It must not wait."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,11 +105,15 @@ class AsyncEngine:
     engine: has not run yet, and is used by nobody else from here on: a thread of its own drives it.
     max_unread: increments that a reader may leave unread, at least 1, before its request's output is gathered
     instead. An error of a forward reaches every open stream and ends it; requests that come later run.
-    Raises ConfigError for a max_unread below 1.
+    events: told, from that thread, what the cache stores and forgets; the engine's options have kv_events then.
+    Raises ConfigError for a max_unread below 1, and for events of an engine that has none.
     """
 
-    def __init__(self, engine: Engine, *, max_unread: int = 16) -> None:
+    def __init__(self, engine: Engine, *, max_unread: int = 16, events: EventSink | None = None) -> None:
+        self._events = events
         self._engine, self._max_unread = instance("engine", engine, Engine), integer("max_unread", max_unread, 1)
+        if events is not None and not engine.options.kv_events:
+            raise ConfigError("events need an engine whose cache tells them: EngineOptions(kv_events=True)")
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hybridkv")
         self._readers: set[_Reader] = set()
         self._arrivals: deque[_Reader] = deque()
@@ -205,7 +218,7 @@ class AsyncEngine:
         """
         if self.ended:
             raise self._over()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, ask, self._engine)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._asked, ask)
 
     async def close(self) -> None:
         """End every request (streams raise CacheError), and close the engine. Again: nothing.
@@ -284,6 +297,17 @@ class AsyncEngine:
 
     # -- in the thread
 
+    def _asked(self, ask: Callable[[Engine], T]) -> T:
+        try:
+            return ask(self._engine)
+        finally:
+            self._tell()
+
+    def _tell(self) -> None:
+        """What the cache has stored and forgotten since the last time."""
+        if self._events is not None:
+            self._events.publish(self._engine.cache.take_events())
+
     def _turn(self) -> tuple[bool, list[_News]]:
         """Open and close streams, run a step; whether the next turn can wait for something new, and what came."""
         news = self._admit()
@@ -296,6 +320,8 @@ class AsyncEngine:
                 self._engine.step()
         except Exception as error:  # noqa: BLE001  # whatever it is, the readers must hear of it
             return True, news + self._fail(error)
+        finally:
+            self._tell()
         news += [_taken(one) for one in self._open]
         self._open = [one for one in self._open if one.stream is not None and not one.stream.ended]
         return self._engine.idle, news

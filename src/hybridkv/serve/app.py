@@ -14,6 +14,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybridkv.arguments import instance
+from hybridkv.runner.async_engine import EventSink
 from hybridkv.runner.engine import Engine
 from hybridkv.serve import chats, completions, rendering, responses
 from hybridkv.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, ResponseBody, TokenizeBody
@@ -41,12 +42,13 @@ _STREAM: Final[dict[int | str, dict[str, Any]]] = {
 }
 
 
-def create_app(engine: Engine, options: ServeOptions | None = None) -> FastAPI:
+def create_app(engine: Engine, options: ServeOptions | None = None, *, events: EventSink | None = None) -> FastAPI:
     """``engine`` served; its lifespan closes it. engine: has not run yet, and is used by nobody else from here on.
 
+    events: as AsyncEngine has them.
     ``app.state.front`` is what its routes share.
     """
-    front = Front(instance("engine", engine, Engine), options or ServeOptions())
+    front = Front(instance("engine", engine, Engine), options or ServeOptions(), events)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from hybridkv.arguments import integer, text
 from hybridkv.errors import ConfigError
 from hybridkv.frozen import check_fields, one_of, or_none
-from hybridkv.runner.async_engine import AsyncEngine
+from hybridkv.runner.async_engine import AsyncEngine, EventSink
 from hybridkv.runner.engine import Engine
 from hybridkv.serve.errors import ApiError
 from hybridkv.serve.keys import ApiKeys, salt_for, tenant_of
@@ -47,8 +47,8 @@ class ServeOptions:
 class Front:
     """An engine that is served: used as ``async with``, which closes it."""
 
-    def __init__(self, engine: Engine, options: ServeOptions) -> None:
-        self.engine, self.options = AsyncEngine(engine), options
+    def __init__(self, engine: Engine, options: ServeOptions, events: EventSink | None) -> None:
+        self.engine, self.options = AsyncEngine(engine, events=events), options
         self.loaded = engine.loaded
         self.name = options.name or engine.loaded.name
         self.max_model_len = engine.plan.max_model_len

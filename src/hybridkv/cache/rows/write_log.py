@@ -141,4 +141,5 @@ def _stored(run: Run, first: int, last: int) -> BlockStored:
         lora_name=None if request.lora is None else request.lora.name,
         extra_keys=None if extras is None else tuple(map(untagged, published_extras(extras, stride, size // stride))),
         group_idx=group.number,
+        cache_salt=request.cache_salt,
     )

@@ -1,0 +1,14 @@
+"""Cache events on the wire, for routers and stores: the messages of vLLM's schema, over ZeroMQ.
+
+    manager.take_events() -> KVEventPublisher.publish      whoever steps: puts them in a queue that never blocks
+                                  |  one thread
+                                  v
+              Told (what can be hit) -> messages with sequence numbers -> PUB; replay and snapshot -> ROUTER
+
+Needs msgspec and pyzmq (extra ``events``), and nothing of a model.
+"""
+
+from hybridkv.kv_events.publisher import SNAPSHOT, KVEventPublisher
+from hybridkv.kv_events.schema import EventForm
+
+__all__ = ["SNAPSHOT", "EventForm", "KVEventPublisher"]

@@ -1,0 +1,180 @@
+"""A thread that publishes: whoever steps only puts events in a queue.
+
+    PUB      topic, sequence number (8 bytes, big-endian), batch
+    ROUTER   asked with a sequence number: the batches from there on
+             asked with "snapshot": all that can be hit, as batches that bear the number of the last batch in them
+             each answer: topic, number, batch; behind the last one: empty, -1, empty
+
+A consumer that comes late asks for a snapshot, or for batches from 0 on, and goes on with the next number. Where those
+that it asks for are not kept any more, it gets a clearing and all that can be hit in their place, under their numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from queue import Empty, Full, Queue
+from threading import Thread
+from typing import Final, Self
+
+import zmq
+
+from hybridkv.arguments import instance, integer
+from hybridkv.cache.events import AllBlocksCleared, KVCacheEvent
+from hybridkv.errors import ConfigError
+from hybridkv.kv_events.schema import EventForm, Writer
+from hybridkv.kv_events.told import Told
+from hybridkv.planner.config import KVCacheConfig
+from hybridkv.units import ceil_div
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT: Final = b"snapshot"
+_NUMBER_BYTES: Final = 8
+_END: Final = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
+_SNAPSHOT_BLOCKS: Final = 1024
+"""Of one batch of a snapshot."""
+_POLL_SECONDS: Final = 0.02
+"""How long a replay may wait while nothing is published."""
+
+
+class KVEventPublisher:
+    """Publishes the events of one cache at ``endpoint``. Use it as ``with``, or call ``close``.
+
+    config: of the cache's plan. endpoint, replay_endpoint: where to listen, as ZeroMQ names it
+    (``tcp://127.0.0.1:5557``, ``ipc://...``; port 0 is any free one, and the attributes then say which); None: no
+    replay and no snapshots. topic: in front of every message. kept_batches: how many are replayed as they were.
+    max_queued: batches that may wait for the thread; further ones are dropped, counted in ``dropped``, and consumers
+    are told to forget everything.
+    Raises ConfigError for endpoints where nothing can listen.
+    """
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        *,
+        form: EventForm | None = None,
+        topic: str = "",
+        kept_batches: int = 10_000,
+        max_queued: int = 100_000,
+    ) -> None:
+        form = EventForm() if form is None else instance("form", form, EventForm)
+        self._writer = Writer(instance("config", config, KVCacheConfig), form)
+        self._topic = instance("topic", topic, str).encode()
+        self._kept = deque[tuple[int, bytes]](maxlen=integer("kept_batches", kept_batches, 0))
+        self._queue = Queue[tuple[int, Sequence[KVCacheEvent]] | None](integer("max_queued", max_queued, 1))
+        self._told = Told()
+        self._next_number = 0
+        self._last_told = -1
+        self.dropped = 0
+        self._context = zmq.Context()
+        try:
+            self._pub, self.endpoint = self._listen(zmq.PUB, endpoint)
+            self._router = None
+            self.replay_endpoint = None
+            if replay_endpoint is not None:
+                self._router, self.replay_endpoint = self._listen(zmq.ROUTER, replay_endpoint)
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
+        self._thread: Thread | None = Thread(target=self._work, name="hybridkv-events", daemon=True)
+        self._thread.start()
+
+    def _listen(self, kind: int, endpoint: str) -> tuple[zmq.Socket[bytes], str]:
+        socket = self._context.socket(kind)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise ConfigError(f"cannot publish events at {endpoint}: {error}") from error
+        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def publish(self, events: Sequence[KVCacheEvent]) -> None:
+        """``events``, oldest first, are one batch; nothing for none. It never waits. O(1)."""
+        if not events:
+            return
+        number = self._next_number
+        self._next_number += 1  # a batch that is dropped leaves a gap
+        try:
+            self._queue.put_nowait((number, events))
+        except Full:
+            self.dropped += 1
+
+    def close(self) -> None:
+        """Publish what waits, and stop listening. Again: nothing."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join()
+            self._context.destroy(linger=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- in the thread
+
+    def _work(self) -> None:
+        while True:
+            self._answer()
+            with suppress(Empty):
+                found = self._queue.get(timeout=_POLL_SECONDS)
+                if found is None:
+                    return
+                self._tell(*found)
+
+    def _tell(self, number: int, events: Sequence[KVCacheEvent]) -> None:
+        """Send a batch. Behind a gap nothing is known of what was told before."""
+        if number != self._last_told + 1:
+            events = [AllBlocksCleared(), *events]
+        try:
+            batch = self._writer.batch(events, time.time())
+        except Exception:  # a batch that cannot be told is one that was dropped
+            logger.exception("events of batch %d could not be written", number)
+            self.dropped += 1
+            return
+        self._last_told = number
+        self._told.hear(events)
+        self._kept.append((number, batch))
+        self._pub.send_multipart((self._topic, _bytes_of(number), batch))
+
+    def _answer(self) -> None:
+        """Requests that wait: replays, snapshots. What is neither gets the end alone."""
+        while self._router is not None and self._router.poll(0):
+            client, *empty, asked = self._router.recv_multipart()
+            batches: Sequence[tuple[int, bytes]] = ()
+            if asked == SNAPSHOT:
+                batches = [(self._last_told, batch) for batch in self._snapshot()]
+            elif len(asked) == _NUMBER_BYTES:
+                batches = self._from(int.from_bytes(asked, "big"))
+            for number, batch in batches:
+                self._router.send_multipart((client, *empty, self._topic, _bytes_of(number), batch))
+            self._router.send_multipart((client, *empty, b"", _END, b""))
+
+    def _from(self, first: int) -> list[tuple[int, bytes]]:
+        """The batches from number ``first`` on, or what stands for them."""
+        if first > self._last_told:
+            return []
+        if self._kept and first >= self._kept[0][0]:
+            return [(number, batch) for number, batch in self._kept if number >= first]
+        batches = self._snapshot(most=self._last_told - first + 1)
+        return [*enumerate(batches[:-1], first), (self._last_told, batches[-1])]
+
+    def _snapshot(self, most: int | None = None) -> list[bytes]:
+        """All that can be hit behind the last batch that was told, behind a clearing. most: batches; None for any."""
+        if self._last_told < 0:
+            return []
+        events: list[KVCacheEvent] = [AllBlocksCleared(), *self._told.snapshot()]
+        size, now = max(_SNAPSHOT_BLOCKS, ceil_div(len(events), most or len(events))), time.time()
+        return [self._writer.batch(events[at : at + size], now) for at in range(0, len(events), size)]
+
+
+def _bytes_of(number: int) -> bytes:
+    return number.to_bytes(_NUMBER_BYTES, "big")

@@ -1,0 +1,227 @@
+"""Consumers of published events find what the cache finds: from the first message, behind lost ones, and late."""
+
+from collections.abc import Iterator
+from random import Random
+from threading import Event
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from wire_support import (
+    BLOCK,
+    SALTS,
+    WAIT_MS,
+    Consumer,
+    asked,
+    cache_of,
+    looked_up,
+    prompt,
+    publisher_of,
+    received,
+    run,
+    subscribed,
+)
+
+from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheManager
+from hybridkv.errors import ConfigError
+from hybridkv.kv_events import SNAPSHOT, EventForm, KVEventPublisher
+from hybridkv.kv_events.told import Told
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    made: zmq.Context[Any] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+def settled(publisher: KVEventPublisher, context: zmq.Context[Any], last: int) -> None:
+    """Wait until batch ``last`` was told."""
+    assert publisher.replay_endpoint is not None
+    while not asked(context, publisher.replay_endpoint, last.to_bytes(8, "big")):
+        pass
+
+
+def same_answers(cache: KVCacheManager, consumer: Consumer, random: Random, count: int) -> None:
+    hits = 0
+    for number in range(count):
+        tokens, salt = prompt(random), random.choice(SALTS)
+        found = looked_up(cache, tokens, salt, number)
+        assert consumer.looked_up(tokens, salt) == found, (tokens, salt)
+        hits += found > 0
+    assert hits > count / 20
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_consumers_find_what_the_cache_finds(context: zmq.Context[Any], whole: bool) -> None:
+    random = Random(7)
+    config, cache = cache_of()
+    with (
+        publisher_of(config, EventForm(whole_hashes=whole)) as publisher,
+        subscribed(context, publisher.endpoint) as socket,
+    ):
+        assert publisher.replay_endpoint is not None
+        steady, lossy, late = Consumer(), Consumer(), Consumer()
+        last = -1
+        for number in range(150):
+            run(cache, random, number)
+            if events := cache.take_events():
+                publisher.publish(events)
+                last += 1
+        settled(publisher, context, last)
+        heard = list(received(socket))
+        # who subscribed while the first were sent asks for those
+        steady.hear(asked(context, publisher.replay_endpoint, (0).to_bytes(8, "big")))
+        same_answers(cache, steady, random, 200)
+        assert [number for number, _ in heard] == [*range(heard[0][0], last + 1)]
+        assert steady.last == last
+
+        kept = [one for one in heard if one[0] % 7 == 3][:2]
+        lossy.hear(asked(context, publisher.replay_endpoint, (0).to_bytes(8, "big"))[: kept[0][0]])
+        lossy.hear(asked(context, publisher.replay_endpoint, (lossy.last + 1).to_bytes(8, "big")))
+        same_answers(cache, lossy, random, 100)
+
+        late.begin_with(asked(context, publisher.replay_endpoint, SNAPSHOT))
+        same_answers(cache, late, random, 200)
+        assert late.last == last
+        for number in range(40):
+            run(cache, random, 1000 + number)
+            publisher.publish(cache.take_events())
+        settled(publisher, context, publisher._next_number - 1)
+        for consumer in (steady, late):
+            consumer.hear(asked(context, publisher.replay_endpoint, (consumer.last + 1).to_bytes(8, "big")))
+            same_answers(cache, consumer, random, 100)
+
+
+def test_who_asks_for_what_is_not_kept_gets_what_stands_for_it(
+    context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridkv.kv_events.publisher._SNAPSHOT_BLOCKS", 5)
+    random = Random(3)
+    config, cache = cache_of()
+    with publisher_of(config, kept_batches=3) as publisher:
+        assert publisher.replay_endpoint is not None
+        last = -1
+        for number in range(60):
+            run(cache, random, number)
+            if events := cache.take_events():
+                publisher.publish(events)
+                last += 1
+        settled(publisher, context, last)
+        for first, most in ((0, 10), (last - 4, 5), (last - 3, 4), (last - 2, 3)):
+            batches = asked(context, publisher.replay_endpoint, first.to_bytes(8, "big"))
+            numbers = [number for number, _ in batches]
+            assert numbers == sorted(set(numbers))
+            assert (numbers[0] >= first, numbers[-1], len(numbers) <= most) == (True, last, True)
+            if first < last - 2:  # three are kept
+                consumer = Consumer()
+                consumer.hear(batches)
+                same_answers(cache, consumer, random, 100)
+        assert len(asked(context, publisher.replay_endpoint, (0).to_bytes(8, "big"))) > 2
+
+
+def test_a_queue_that_is_full_drops_and_says_forget(context: zmq.Context[Any]) -> None:
+    config, cache = cache_of()
+    random = Random(1)
+    with publisher_of(config, max_queued=2) as publisher:
+        assert publisher.replay_endpoint is not None
+        held, go_on = Event(), Event()
+        hear = publisher._told.hear
+
+        def slow(events: Any) -> None:  # noqa: ANN401  # as hear
+            held.set()
+            assert go_on.wait(WAIT_MS / 1000)
+            hear(events)
+
+        publisher._told.hear = slow  # type: ignore[method-assign]  # the thread is held up
+        for number in range(6):
+            run(cache, random, number, [100 + number] * 9)
+            publisher.publish(cache.take_events())
+            assert held.wait(WAIT_MS / 1000)
+        assert publisher.dropped == 3
+        go_on.set()
+        run(cache, random, 7, [5] * 9)
+        settled(publisher, context, 2)
+        publisher.publish(cache.take_events())
+        settled(publisher, context, 6)
+        batches = asked(context, publisher.replay_endpoint, (0).to_bytes(8, "big"))
+        assert [number for number, _ in batches] == [0, 1, 2, 6]
+        kinds = [[event["type"] for event in msgspec.msgpack.decode(batch)[1]] for _, batch in batches]
+        assert kinds[-1][0] == "AllBlocksCleared"
+        assert all("AllBlocksCleared" not in one for one in kinds[:-1])
+
+
+def test_fields_of_a_message(context: zmq.Context[Any]) -> None:
+    config, _ = cache_of()
+    key, other = bytes(range(32)), bytes(range(32, 64))
+    stored = BlockStored((key,), other, (1, 2, 3, 4), BLOCK, extra_keys=(("one",),), cache_salt="one")
+    removed = BlockRemoved((key,))
+    integer = int.from_bytes(key[24:], "big")
+
+    def told(form: EventForm) -> Any:  # noqa: ANN401  # of any form
+        with publisher_of(config, form) as publisher:
+            publisher.publish([stored, removed, AllBlocksCleared()])
+            assert publisher.replay_endpoint is not None
+            settled(publisher, context, 0)
+            ((_, batch),) = asked(context, publisher.replay_endpoint, (0).to_bytes(8, "big"))
+            seconds, events, rank = msgspec.msgpack.decode(batch)
+            assert seconds > 1e9
+            assert rank == 0
+            return events
+
+    first, second, third = told(EventForm())
+    assert first == {
+        "type": "BlockStored",
+        "block_hashes": [integer],
+        "parent_block_hash": int.from_bytes(other[24:], "big"),
+        "token_ids": [1, 2, 3, 4],
+        "block_size": BLOCK,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "extra_keys": [["one"]],
+        "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+        "kv_cache_spec_sliding_window": None,
+        "cache_salt": "one",
+    }
+    assert second == {"type": "BlockRemoved", "block_hashes": [integer], "medium": "GPU", "group_idx": 0}
+    assert third == {"type": "AllBlocksCleared"}
+    first, second, third = told(EventForm(as_arrays=True, whole_hashes=True))
+    assert first[:5] == ["BlockStored", [key], other, [1, 2, 3, 4], BLOCK]
+    assert first[8:] == [[["one"]], 0, "full_attention", None]
+    assert (second, third) == (["BlockRemoved", [key], "GPU", 0], ["AllBlocksCleared"])
+
+
+def test_a_snapshot_has_parents_first_and_as_many_copies() -> None:
+    told = Told()
+    a, b, c = (bytes([one]) * 32 for one in range(3))
+    told.hear([BlockStored((a, b), None, tuple(range(8)), BLOCK), BlockRemoved((a,))])
+    told.hear([BlockStored((c,), b, (8, 9, 10, 11), BLOCK), BlockStored((a,), None, (0, 1, 2, 3), BLOCK)])
+    told.hear([BlockStored((c,), b, (8, 9, 10, 11), BLOCK)])
+    keys = [one.block_hashes[0] for one in told.snapshot()]
+    assert keys == [a, b, c, c]
+    told.hear([BlockRemoved((c,))])
+    assert [one.block_hashes[0] for one in told.snapshot()] == [a, b, c]
+    told.hear([AllBlocksCleared()])
+    assert told.snapshot() == []
+
+
+def test_what_cannot_be_asked_gets_an_end(context: zmq.Context[Any]) -> None:
+    config, _ = cache_of()
+    with publisher_of(config) as publisher:
+        assert publisher.replay_endpoint is not None
+        for what in (b"", b"nonsense!", (9).to_bytes(8, "big"), SNAPSHOT):
+            assert asked(context, publisher.replay_endpoint, what) == []
+
+
+def test_endpoints_that_cannot_be() -> None:
+    config, _ = cache_of()
+    with publisher_of(config) as publisher:
+        for endpoint in ("nonsense", "tcp://192.0.2.1:5", publisher.endpoint):
+            with pytest.raises(ConfigError, match="cannot publish events at"):
+                KVEventPublisher(config, endpoint)
+            with pytest.raises(ConfigError, match="cannot publish events at"):
+                KVEventPublisher(config, "tcp://127.0.0.1:0", endpoint)
+    publisher.close()
