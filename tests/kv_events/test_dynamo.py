@@ -14,7 +14,7 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import pytest
-from wire_support import BLOCK, SALTS, cache_of, looked_up, prompt, publisher_of, run
+from events_support import BLOCK, SALTS, cache_of, looked_up, prompt, publisher_of, run
 
 PYTHON = os.environ.get("DYNAMO_PYTHON")
 SECONDS = 30.0

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from wire_support import (
+from events_support import (
     BLOCK,
     SALTS,
     WAIT_MS,
