@@ -110,6 +110,7 @@ class DecodeGraphs:
         self._graphs = dict[int, _Graph]()
         self._failed = False
 
+    @torch.inference_mode()  # as its tensors are, wherever it is called
     def logits(self, step: Step, tokens: Int64, positions: Int64) -> torch.Tensor | None:
         """Behind every token of ``step``, [R, vocabulary]; None for one that is not only decoding, or once one failed.
 

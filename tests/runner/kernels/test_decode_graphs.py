@@ -147,6 +147,20 @@ def test_what_a_replay_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None
         made.generate(prompts(model, (3,)), SAMPLING)
 
 
+def test_a_graph_made_in_inference_mode_serves_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(run: Run) -> Run:
+        out = torch.zeros_like(run())
+        return lambda: out
+
+    monkeypatch.setattr(decode_graphs, "RECORDERS", {"cpu": nothing})
+    model = tiny_model("llama", 0)
+    with engine(model) as made:
+        with torch.inference_mode():
+            inside = made.generate(prompts(model, (3,)), SAMPLING)
+        outside = made.generate(prompts(model, (4,)), SAMPLING)
+    assert [one.token_ids[1:] for one in (*inside, *outside)] == [(0, 0)] * 2
+
+
 @pytest.mark.parametrize(
     ("name", "kept", "why"),
     [
