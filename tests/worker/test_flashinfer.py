@@ -209,6 +209,29 @@ def test_without_the_package_or_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the package itself
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("requests", [((40, 6), (0, 5), (70, 1)), ((40, 1), (3, 1))], ids=["mixed", "decoding"])
+@pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(window=9), AttentionMask(chunk=16)])
+@pytest.mark.parametrize("group", [1, 4, 5])
+def test_its_kernels_give_what_the_reference_gives(
+    requests: tuple[tuple[int, int], ...], mask: AttentionMask, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "flashinfer")
+    pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+    flashinfer_here.as_documented(monkeypatch)
+    monkeypatch.setattr(flashinfer, "_WORKSPACE_BYTES", 128 << 20)
+    case = replace(CHUNKS, requests=requests, mask=mask, group=group, widths=(64, 64), dtype=torch.bfloat16)
+    scene = Scene(replace(case, device="cuda"))
+    held = scene.pages(WHOLE)
+    pages = KVPages(held.keys.contiguous(), held.values.contiguous())
+    kept: dict[str, Any] = {"softcap": 20.0, "sink_logits": scene.sinks}
+    batch = FlashInfer(torch.device("cuda")).batch(scene.batch(), mask, pages)
+    wanted = paged_attention(scene.query, pages, scene.batch(), case.scale, mask=mask, **kept)
+    got = flashinfer_paged_attention(scene.query, pages, batch, case.scale, **kept)
+    torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.02)
+
+
 def parameters(path: Path, owner: str, name: str) -> list[str]:
     """Of ``owner.name`` in a module of the package, without running any of it; those behind ``**kwargs``, too."""
     classes = [one for one in ast.parse(path.read_text("utf-8")).body if isinstance(one, ast.ClassDef)]

@@ -23,10 +23,12 @@ from hybridkv.runner.attention.attention_form import AttentionForm
 from hybridkv.runner.attention.attention_window import AttentionWindow
 from hybridkv.units import shown
 from hybridkv.worker import (
+    TORCH,
     AttentionMask,
     BlockTable,
     KVPages,
     PagedBatch,
+    copy_kernels,
     paged_attention,
     triton_write_kv,
     write_kv,
@@ -206,12 +208,12 @@ def kernel_of(backend: AttentionBackend, device: torch.device) -> Prepare | None
 
 
 def write_of(backend: AttentionBackend, table: BlockTable, tokens: int) -> Write:
-    """Into the first ``tokens`` slots that ``table`` has committed: in one launch beside Triton's attention.
+    """Into the first ``tokens`` slots that ``table`` has committed: one launch where Triton runs anyway, or on a GPU.
 
     Else by torch, which looks at them first and waits for the device. WorkerError as ``write_slots``.
     """
     slots = table.slot_mapping[:tokens]
-    if backend is AttentionBackend.TRITON:
+    if backend is AttentionBackend.TRITON or copy_kernels(table.device) is not TORCH:
         return functools.partial(triton_write_kv, slots)
     blocks = table.id_limit * table.blocks_per_kv_block
     return functools.partial(write_kv, write_slots(slots, blocks, table.block_size))
