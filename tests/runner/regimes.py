@@ -42,8 +42,12 @@ class Regimes:
         prompts: Sequence[list[int]],
         output: int,
         failing: tuple[int, int] = (20, 50),
+        *,
+        room: int | None = 2,
     ) -> None:
+        """room: for how many requests there is memory where they are preempted; None: states outweigh what grows."""
         self.make, self.loaded, self.prompts, self.output, self.failing = make_engine, loaded, prompts, output, failing
+        self.room = room
 
     def compare(self, expected: Mapping[tuple[int, ...], tuple[int, ...]] | None = None) -> Compared:
         """Every logit and token of every regime with plain transformers: an AssertionError for what differs.
@@ -105,9 +109,9 @@ class Regimes:
         return done
 
     def preempted(self, observer: EveryLogit, *, prefix_caching: bool) -> list[Completion]:
-        """Requests that never grow are never preempted for memory: there steps fail instead, and all start anew."""
-        engine = self.engine(observer, room_for=2, token_budget=64, prefix_caching=prefix_caching)
-        if self.grows:
+        """Requests that hardly grow are never preempted for memory: there steps fail instead, and all start anew."""
+        engine = self.engine(observer, room_for=self.room or 2, token_budget=64, prefix_caching=prefix_caching)
+        if self.grows and self.room is not None:
             done = self.run(engine)
             assert sum(one.preemptions for one in done) > 0
             assert engine.scheduler.statistics().preemptions > 0

@@ -10,7 +10,7 @@ from runner_support import generated, greedy, loaded_model, shared_prompts
 from transformers import PreTrainedModel
 
 from hybridkv.errors import ConfigError, UnsupportedModelError, WorkerError
-from hybridkv.runner import Completion, Engine, byte_tokenizer, tiny_model
+from hybridkv.runner import Completion, Engine, EngineOptions, byte_tokenizer, tiny_model
 from hybridkv.runner.probe import probe
 from hybridkv.runner.states.recurrent import RecurrentMixer
 
@@ -44,6 +44,19 @@ def test_a_second_engine_is_refused_until_the_first_is_closed(name: str) -> None
     assert model.config._attn_implementation == "eager"
     assert not any({"forward", "hybridkv_context"} & set(vars(module)) for module in model.modules())
     assert torch.equal(model(torch.tensor([PROMPTS[0]])).logits, plain)
+
+
+def test_what_a_model_raises_while_an_engine_is_made_leaves_it_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise TypeError("no mask")
+
+    model = tiny_model(HYBRID)
+    with monkeypatch.context() as patched:
+        patched.setattr("hybridkv.runner.runner.forms_of", fails)
+        with pytest.raises(TypeError, match="no mask"):
+            Engine(model, memory="2MiB", max_model_len=128, options=EngineOptions(self_check=False))
+    assert model.config._attn_implementation == "eager"
+    assert not any({"forward", "hybridkv_context"} & set(vars(module)) for module in model.modules())
 
 
 def test_a_runner_that_gave_its_model_back_runs_nothing() -> None:

@@ -190,19 +190,19 @@ class ModelRunner:
         self._own_attention: str = self.model.config._attn_implementation
         with kept_attention(self.model):
             set_attention(self.model, attention_gather.NAME if self.forwards is Forwards.TOGETHER else "eager")
-        step_context.attach(self.model, self._context)
-        notes = None
-        if self.forwards is Forwards.TOGETHER and self.attention is not AttentionBackend.EAGER:
-            notes = forms_of(self.model, self._context)
-        for mixer in self._mixers:
-            mixer.install()
-        for bias in self._biases:
-            bias.install()
         self._attached = True
+        step_context.attach(self.model, self._context)
         try:
+            notes = None
+            if self.forwards is Forwards.TOGETHER and self.attention is not AttentionBackend.EAGER:
+                notes = forms_of(self.model, self._context)
+            for mixer in self._mixers:
+                mixer.install()
+            for bias in self._biases:
+                bias.install()
             if notes is not None:
                 self._read_by(notes)
-        except ConfigError:
+        except BaseException:  # whatever a model raises: it is free again
             self.detach()
             raise
 

@@ -110,7 +110,8 @@ class FormNotes:
         same = cached is not None and states.key.shape == cached.shape and states.key.data_ptr() == cached.data_ptr()
         heads = (states.query.shape[1], states.query.dtype) if same else None
         self._heads.setdefault(self._cache.updated, set()).add(heads)
-        return eager(module, *states, None, **handed)[0]
+        nothing_hidden = states.query.new_zeros((1, 1, states.query.shape[2], states.key.shape[2]))  # some need a mask
+        return eager(module, *states, nothing_hidden, **handed)[0]
 
     @property
     def forms(self) -> dict[torch.nn.Module, AttentionForm]:
