@@ -243,7 +243,10 @@ def test_rings_are_in_the_order_of_last_use() -> None:
         ring.remove(one)
         ends.remove(one)
     ordered = sorted(ends, key=lambda one: (one.used, one.serial))
-    assert (ring.first(), ring.last(), len(ring)) == (ordered[0], ordered[-1], 30)
+    assert (ring.first(), *ring.both_ends(), len(ring)) == (ordered[0], ordered[0], ordered[-1], 30)
+    for one in ordered[1:]:
+        ring.remove(one)
+    assert ring.both_ends() == (ordered[0],)
 
 
 def test_passed_then_losing_then_oldest() -> None:

@@ -87,9 +87,12 @@ class Ring:
         """Used longest ago."""
         return self._ends[self._keys[0][1]]
 
-    def last(self) -> End:
-        """Used last."""
-        return self._ends[self._keys[-1][1]]
+    def both_ends(self) -> tuple[End, ...]:
+        """The one used longest ago, and the one used last, if that is another."""
+        keys, ends = self._keys, self._ends
+        if len(keys) == 1:
+            return (ends[keys[0][1]],)
+        return ends[keys[0][1]], ends[keys[-1][1]]
 
 
 class Ranking(Protocol):

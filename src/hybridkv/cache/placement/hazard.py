@@ -136,9 +136,14 @@ class HazardRanking:
     def lowest(self, now: float) -> End | None:
         """Of the two ends of every ring. O(rings)."""
         best, least = None, math.inf
+        worth, memos = self.table.worth, self._memos
         for ring in self._rings.values():
-            for end in (ring.first(), ring.last()):
-                value = self.value(end, now)
+            for end in ring.both_ends():
+                memo = memos[end.serial]
+                value = worth[memo.of][bucket_of(now - end.used)]  # as ``value``, which this loop has no time to call
+                if memo.heir is not None:
+                    value += worth[memo.heir.of][bucket_of(now - memo.heir.used)]
+                value *= end.saved
                 if value < least or (value == least and best is not None and end.serial < best.serial):
                     best, least = end, value
         return best
@@ -146,13 +151,13 @@ class HazardRanking:
     def value(self, end: End, now: float) -> float:
         """Tokens a second and byte that ``end`` is expected to save."""
         memo = self._memo(end)
-        worth = self._worth(Heir(memo.of, end.used), now)
+        worth = self.table.worth[memo.of][bucket_of(now - end.used)]
         if memo.heir is not None:
             worth += self._worth(memo.heir, now)
         return worth * end.saved
 
     def _worth(self, heir: Heir, now: float) -> float:
-        return self.table.worth[heir.of][bucket_of(max(now - heir.used, 0.0))]
+        return self.table.worth[heir.of][bucket_of(now - heir.used)]
 
     def prefers(self, end: End, other: End, now: float) -> bool:
         """Whether ``end`` is of more value."""

@@ -15,7 +15,7 @@ from hybridkv.cache.rows.group import parent_key
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
 
-CROWD: Final = 32
+CROWD: Final = 8
 """Ends that begin with the same block behind their parent: of more of them, what each saves is not followed."""
 
 
