@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,7 +85,7 @@ class Counting:
     num_speculative_tokens = 2
 
     def __init__(self) -> None:
-        self.known: dict[int, list[int]] = {}
+        self.known: dict[int, Any] = {}
         self.asked: list[list[int]] = []
 
     def require(self, target: object) -> None:
@@ -103,7 +104,7 @@ def test_rows_run_one_step_ahead_where_nobody_had_drafts(make_engine: EngineFact
     loaded, (prompt,) = loaded_model("llama"), shared_prompts(1, 9)
     wanted = generated(loaded, prompt, 20)
     drafter, ahead = Counting(), list[int]()
-    drafter.known[11] = list(wanted[11:13])
+    drafter.known[11] = np.array(wanted[11:13], np.int32)  # as drafters may have them
     engine = make_engine(loaded, [prompt], 20, in_flight=2, speculate=drafter)
     execute = engine.runner.execute
 

@@ -389,6 +389,28 @@ def test_other_rows_run_ahead_of_a_row_with_drafts() -> None:
     assert sched.schedule().rows.tolist() == [0, 1]
 
 
+def test_what_waits_for_drafts_alone_is_known_before_a_step_is_made() -> None:
+    """Not where another row runs ahead, a request waits, or nobody runs at all."""
+    sched, _ = prefilled(natural(full_spec(4)), 8, 6, max_in_flight=2)
+    sched.propose({"a": [1, 2]})
+    mixed = sched.schedule()
+    waits = [sched.waits_for_drafts]
+    ahead = sched.schedule()
+    assert len(ahead) == 1
+    update(sched, mixed)
+    update(sched, ahead)
+    sched.propose({"a": [1], "b": [2]})
+    both = sched.schedule()
+    waits.append(sched.waits_for_drafts)
+    add(sched, "c")
+    waits.append(sched.waits_for_drafts)
+    ahead = sched.schedule()
+    assert [new.request_id for new in ahead.new_rows] == ["c"]
+    update(sched, both)
+    waits += [sched.waits_for_drafts, scheduler(natural(full_spec(4))).waits_for_drafts]
+    assert waits == [False, True, False, False, False]
+
+
 def test_a_preempted_request_gets_all_that_was_accepted() -> None:
     sched, (_, b) = prefilled(natural(full_spec(4), state_spec(4, 2)), 8, 8, drafts=2, max_in_flight=2)
     sched.propose({"b": [1, 2]})

@@ -426,7 +426,7 @@ class Engine:
             logger.warning("%s failed, no more drafts: %r", type(self.drafter).__name__, error, exc_info=True)
             self.drafter = None
             return
-        self._found_none = not any(drafts.values())
+        self._found_none = not any(map(len, drafts.values()))  # of whatever sequences
         self.scheduler.propose(drafts)
 
     def _watch(self) -> None:
