@@ -100,10 +100,10 @@ class JudgedEnds:
         if request.first_hit_tokens is not None or not request.reads_prefix_cache:
             return
         self._ranking.note_request(now)
+        found = self._tree.find(request, hit_tokens)
+        if found is not None and not found.kept:
+            self._insert(request, found, found.end.used)
         path = self._tree.path(request, request.num_prompt_tokens - 1)
-        for node in path:
-            if node.tokens == hit_tokens and not node.kept:
-                self._insert(request, node, node.end.used)
         session.consumed = next((node for node in reversed(path) if node.kept), None)
         deepest = path[-1] if path else None
         if deepest is not None:
