@@ -48,7 +48,7 @@ ALL = [pytest.param(one, marks=() if one in SAMPLE else pytest.mark.thorough) fo
 
 ROOM: dict[str, int | None] = {
     **dict.fromkeys(("jamba", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), 1),
-    **dict.fromkeys(("falcon_h1", "kimi_linear", "nemotron_h", "olmo_hybrid")),
+    **dict.fromkeys(("falcon_h1", "kimi_linear", "nemotron_h", "olmo_hybrid", "zamba", "zamba2")),
 }
 """Of models whose states are so large beside 38 tokens that room for two is room for all; see Regimes."""
 
