@@ -19,7 +19,7 @@ from oracles import Rig, RigOptions, random_natural_options, random_options, ran
 pytestmark = pytest.mark.usefixtures("quiet")
 
 MODELS = tuple(ENCODER_DECODERS.values())
-RUNS = how_many(12)
+RUNS = max(12, how_many(12))
 CONTROLS = 60
 
 

@@ -222,7 +222,7 @@ class Terminal:
         for _ in range(20):
             self.type(key)
             try:
-                return self.process.wait(5)
+                return self.process.wait(15)
             except subprocess.TimeoutExpired:
                 continue
         raise AssertionError(self.said)

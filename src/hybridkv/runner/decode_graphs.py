@@ -48,7 +48,7 @@ Run = Callable[[], torch.Tensor]
 
 def compile_option(name: str, value: object) -> str | None:
     """None or DECODE; ConfigError for anything else."""
-    if value is not None and value != DECODE:
+    if value is not None and (not isinstance(value, str) or value != DECODE):
         raise ConfigError(f"{name} must be {DECODE!r}, or None for nothing compiled, got {shown(value)}")
     return None if value is None else DECODE
 
