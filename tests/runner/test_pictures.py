@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from image_models import IMAGE, image_model
+from PIL import Image
 from runner_support import loaded_model
 from transformers import AutoProcessor, CLIPImageProcessorPil, LlavaProcessor
 
@@ -25,7 +26,6 @@ from hybridkv.runner.chat import chat_ids, chat_prompt, checked_messages
 from hybridkv.runner.images import picture_files
 from hybridkv.runner.images.picture_files import open_picture
 
-Image: Any = pytest.importorskip("PIL.Image")
 Call = Callable[..., tuple[int, str, str]]
 TEMPLATE = (
     "{% for one in messages %}{{ one.role }}: {% if one.content is string %}{{ one.content }}{% else %}"
