@@ -53,6 +53,17 @@ def same_answers(cache: KVCacheManager, consumer: Consumer, random: Random, coun
     assert hits > count / 20
 
 
+def published(cache: KVCacheManager, publisher: KVEventPublisher, random: Random, runs: int) -> int:
+    """The number of the last batch of so many runs."""
+    last = -1
+    for number in range(runs):
+        run(cache, random, number)
+        if events := cache.take_events():
+            publisher.publish(events)
+            last += 1
+    return last
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_consumers_find_what_the_cache_finds(context: zmq.Context[Any], whole: bool) -> None:
     random = Random(7)
@@ -63,12 +74,7 @@ def test_consumers_find_what_the_cache_finds(context: zmq.Context[Any], whole: b
     ):
         assert publisher.replay_endpoint is not None
         steady, lossy, late = Consumer(), Consumer(), Consumer()
-        last = -1
-        for number in range(150):
-            run(cache, random, number)
-            if events := cache.take_events():
-                publisher.publish(events)
-                last += 1
+        last = published(cache, publisher, random, 150)
         settled(publisher, context, last)
         heard = list(received(socket))
         # who subscribed while the first were sent asks for those
@@ -102,12 +108,7 @@ def test_who_asks_for_what_is_not_kept_gets_what_stands_for_it(
     config, cache = cache_of()
     with publisher_of(config, kept_batches=3) as publisher:
         assert publisher.replay_endpoint is not None
-        last = -1
-        for number in range(60):
-            run(cache, random, number)
-            if events := cache.take_events():
-                publisher.publish(events)
-                last += 1
+        last = published(cache, publisher, random, 60)
         settled(publisher, context, last)
         for first, most in ((0, 10), (last - 4, 5), (last - 3, 4), (last - 2, 3)):
             batches = asked(context, publisher.replay_endpoint, first.to_bytes(8, "big"))

@@ -34,11 +34,11 @@ from hybridkv.cli.sampling import (
     sampling_of,
 )
 from hybridkv.cli.speculation import Speculate, SpeculateOption
+from hybridkv.cli.stepping import AttentionOption, MaxRunningOption, NoPrefixCachingOption, TokenBudgetOption
 from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan, read_plan
 from hybridkv.planner.plan import DEFAULT_LAYOUT
 from hybridkv.request import SamplingParams, output_ids
-from hybridkv.units import MOST_COUNT
 
 if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
     from hybridkv.runner.assembly import EngineOptions
@@ -49,8 +49,6 @@ if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
     from hybridkv.runner.prompts import Hear, Prompts
 
 CHECK_FAILED: Final = 1
-MOST_RUNNING: Final = 1 << 16
-"""Requests at once: rows are columns of memory."""
 MOST_ROUNDS: Final = 1 << 16
 """All outputs are kept to the end."""
 
@@ -104,18 +102,10 @@ def generate_command(
     plan_file: Annotated[
         Path | None, typer.Option("--plan", help="A plan of this model from --json.", rich_help_panel=CACHE)
     ] = None,
-    max_running: Annotated[
-        int, typer.Option(max=MOST_RUNNING, metavar="N", help="Requests at once.", rich_help_panel=RUN)
-    ] = 64,
-    token_budget: Annotated[
-        int, typer.Option(max=MOST_COUNT, metavar="N", help="Tokens of a step.", rich_help_panel=RUN)
-    ] = 2048,
-    no_prefix_caching: Annotated[
-        bool, typer.Option("--no-prefix-caching", help="Share nothing.", rich_help_panel=RUN)
-    ] = False,
-    attention: Annotated[
-        str, typer.Option(metavar="NAME", help="gather, eager, triton, flashinfer, flex or torch.", rich_help_panel=RUN)
-    ] = "gather",
+    max_running: MaxRunningOption = 64,
+    token_budget: TokenBudgetOption = 2048,
+    no_prefix_caching: NoPrefixCachingOption = False,
+    attention: AttentionOption = "gather",
     compiled: Annotated[
         str | None,
         typer.Option(

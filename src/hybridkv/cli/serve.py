@@ -11,6 +11,7 @@ import typer
 from hybridkv.cli.loading import ModelOption, TrustOption, bars_for_terminals, load_quietly
 from hybridkv.cli.panels import CACHE, OUTPUT, REQUESTS, RUN
 from hybridkv.cli.speculation import Speculate, SpeculateOption
+from hybridkv.cli.stepping import AttentionOption, MaxRunningOption, NoPrefixCachingOption, TokenBudgetOption
 from hybridkv.errors import ConfigError
 from hybridkv.units import MOST_COUNT, format_bytes, format_count
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
     from hybridkv.runner.engine import Engine
     from hybridkv.serve.front import ServeOptions
 
-MOST_RUNNING: Final = 1 << 16
 _MOST_PORT: Final = (1 << 16) - 1
 
 
@@ -71,18 +71,10 @@ def serve_command(
             max=MOST_COUNT, metavar="N", help="Outputs that may wait; more are answered 429.", rich_help_panel=REQUESTS
         ),
     ] = 256,
-    max_running: Annotated[
-        int, typer.Option(max=MOST_RUNNING, metavar="N", help="Requests at once.", rich_help_panel=RUN)
-    ] = 64,
-    token_budget: Annotated[
-        int, typer.Option(max=MOST_COUNT, metavar="N", help="Tokens of a step.", rich_help_panel=RUN)
-    ] = 2048,
-    no_prefix_caching: Annotated[
-        bool, typer.Option("--no-prefix-caching", help="Share nothing.", rich_help_panel=RUN)
-    ] = False,
-    attention: Annotated[
-        str, typer.Option(metavar="NAME", help="gather, eager, triton, flex or torch.", rich_help_panel=RUN)
-    ] = "gather",
+    max_running: MaxRunningOption = 64,
+    token_budget: TokenBudgetOption = 2048,
+    no_prefix_caching: NoPrefixCachingOption = False,
+    attention: AttentionOption = "gather",
     speculate: SpeculateOption = None,
 ) -> int:
     """Serve a model over HTTP in OpenAI's forms, until SIGTERM or Ctrl-C: the first drains, the second ends at once."""

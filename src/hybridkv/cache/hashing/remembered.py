@@ -51,6 +51,8 @@ class _Run:
 class RememberedChains:
     """Hashes of prompts in blocks of ``block_size`` tokens, in at most ``max_bytes``; least recently used go first.
 
+    Whoever hashes decides which prompts are worth it, see LEAST_BLOCKS.
+
     May be called from several threads.
     """
 
@@ -64,8 +66,6 @@ class RememberedChains:
     def known(self, tokens: Int32, extras: Extras | None) -> list[bytes]:
         """Hashes of as many leading blocks as came before. O(blocks known) in array comparisons."""
         found: list[bytes] = []
-        if len(tokens) < LEAST_BLOCKS * self._size:
-            return found
         with self._lock:
             path, last = self._path(tokens, extras)
             for run in path[:-1]:
@@ -77,8 +77,6 @@ class RememberedChains:
 
     def remember(self, tokens: Int32, hashes: Sequence[bytes], extras: Extras | None) -> None:
         """``hashes`` of the whole blocks of ``tokens``. O(blocks that are new)."""
-        if len(hashes) < LEAST_BLOCKS:
-            return
         with self._lock:
             path, last = self._path(tokens, extras)
             first = sum(len(run.hashes) for run in path[:-1]) + last
@@ -126,7 +124,6 @@ class RememberedChains:
         run.start = _start(run.tokens, run.extras, 0, size)
         head.behind[run.start] = run
         self.num_bytes += _RUN_BYTES
-        self._touch([head])
         return head
 
     def _lengthen(self, run: _Run, tokens: Int32, hashes: list[bytes], extras: Extras | None) -> None:

@@ -12,15 +12,15 @@ Selective scans are known by name (hybridkv.runner.states.stepped).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
 from hybridkv.errors import WorkerError
+from hybridkv.runner.states.own_globals import own_forward, with_globals
 from hybridkv.runner.states.recurrent import MixerState, RecurrentMixer, StateCache, StateKind, States
 from hybridkv.runner.states.stepped import BY_NAME, Function, Name, Stepped, SteppedRecurrence
 
@@ -69,14 +69,13 @@ def run_every(
     states: [rows, *shape] each, left as they are. Raises WorkerError for a mixer that does not run as it did when its
     recurrence was looked for.
     """
-    forward, cache = _own_forward(mixer), _KeepingInputs(mixer, states)
-    own_globals = forward.__globals__
+    cache, replaced = _KeepingInputs(mixer, states), dict[str, Any]()
     stepped: Stepped | None = None
     if recurrence.core is not None:
         made = BY_NAME[recurrence.core][1] if recurrence.core in BY_NAME else SteppedRecurrence
-        stepped = made(own_globals[recurrence.step], cache.recurrent, recurrence.sliced)
-        own_globals = {**own_globals, recurrence.core: stepped}
-    out = _run(mixer, own_globals, hidden, cache)
+        step = _own_forward(mixer).__globals__[recurrence.step]
+        stepped = replaced[recurrence.core] = made(step, cache.recurrent, recurrence.sliced)
+    out = _run(mixer, replaced, hidden, cache)
     recurrent = [] if stepped is None else stepped.states
     parts = [_behind_each(part, hidden.shape[1], cache, recurrent) for part in mixer.parts]
     return out, list(zip(*parts, strict=True))
@@ -98,8 +97,7 @@ def _behind_each(
 
 
 def _own_forward(mixer: RecurrentMixer) -> FunctionType:
-    forward: FunctionType = inspect.unwrap(type(mixer.module).forward)
-    return forward
+    return cast("FunctionType", own_forward(mixer.module))
 
 
 def _used(mixer: RecurrentMixer) -> dict[str, Function]:
@@ -109,15 +107,9 @@ def _used(mixer: RecurrentMixer) -> dict[str, Function]:
     return {name: one for name, one in used.items() if callable(one) and not isinstance(one, type)}
 
 
-def _run(
-    mixer: RecurrentMixer, own_globals: Mapping[str, Any], hidden: torch.Tensor, cache: StateCache
-) -> torch.Tensor:
-    """The forward of the mixer's class with globals of its own: the class and its module stay as they are."""
-    forward = _own_forward(mixer)
-    bound = FunctionType(
-        forward.__code__, dict(own_globals), forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    bound.__kwdefaults__ = forward.__kwdefaults__
+def _run(mixer: RecurrentMixer, replaced: Mapping[str, Any], hidden: torch.Tensor, cache: StateCache) -> torch.Tensor:
+    """The forward of the mixer's class with functions ``replaced``, by name."""
+    bound = with_globals(_own_forward(mixer), replaced)
     out: torch.Tensor = bound(mixer.module, hidden, **{mixer.cache_parameter: cache})
     return out
 
@@ -156,7 +148,7 @@ def _seen(mixer: RecurrentMixer, tokens: int) -> tuple[str, tuple[Name, ...], fr
     """The one global that a forward over ``tokens`` hands the state to: its name, its arguments, those of tokens."""
     states = mixer.zeros(_PROBED[0])
     cache = _KeepingInputs(mixer, states)
-    own_globals, found = _own_forward(mixer).__globals__, list[tuple[str, tuple[Name, ...], frozenset[Name]]]()
+    found = list[tuple[str, tuple[Name, ...], frozenset[Name]]]()
     shape = (_PROBED[0], tokens)
 
     def watched(name: str, function: Function) -> Function:
@@ -179,5 +171,5 @@ def _seen(mixer: RecurrentMixer, tokens: int) -> tuple[str, tuple[Name, ...], fr
     functions = {name: watched(name, one) for name, one in _used(mixer).items()}
     hidden = next(mixer.module.parameters()).new_zeros(*shape, mixer.width)
     with torch.inference_mode():
-        _run(mixer, {**own_globals, **functions}, hidden, cache)
+        _run(mixer, functions, hidden, cache)
     return found[0] if len(found) == 1 else None

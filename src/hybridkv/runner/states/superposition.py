@@ -10,7 +10,6 @@ zero, and
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any, Final
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 
 from hybridkv.errors import WorkerError
+from hybridkv.runner.states.own_globals import own_forward, with_globals
 
 SCAN: Final = "mamba_selective_scan"
 """What modelling modules call the scan over a sequence, as a global that their mixers' forward looks up."""
@@ -28,7 +28,7 @@ Scan = Callable[..., Any]
 
 def has_scan(module: torch.nn.Module) -> bool:
     """Whether the forward of ``module``'s class runs a selective scan that can be superposed."""
-    forward = inspect.unwrap(type(module).forward)
+    forward = own_forward(module)
     return isinstance(forward, FunctionType) and SCAN in forward.__code__.co_names and SCAN in forward.__globals__
 
 
@@ -39,14 +39,12 @@ def superposed_forward(module: torch.nn.Module, initial: torch.Tensor) -> Callab
     The class and its modelling module stay as they are: the forward is run with globals of its own.
     Raises WorkerError when the forward has no scan, or scans more or less often than there are heads.
     """
-    if not has_scan(module):
+    forward = own_forward(module)
+    if not isinstance(forward, FunctionType) or not has_scan(module):
         raise WorkerError(f"{type(module).__name__} runs no {SCAN}: it cannot be superposed")
-    forward = inspect.unwrap(type(module).forward)
     heads = initial.unbind(1) if initial.dim() == 4 else (initial,)
     scans = _Scans(forward.__globals__[SCAN], heads)
-    own_globals = {**forward.__globals__, SCAN: scans}
-    bound = FunctionType(forward.__code__, own_globals, forward.__name__, forward.__defaults__, forward.__closure__)
-    bound.__kwdefaults__ = forward.__kwdefaults__
+    bound = with_globals(forward, {SCAN: scans})
 
     def run(*args: object, **kwargs: object) -> torch.Tensor:
         out: torch.Tensor = bound(module, *args, **kwargs)
