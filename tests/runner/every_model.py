@@ -23,7 +23,7 @@ from hybridkv.errors import HybridKVError
 from hybridkv.models import read_model
 from hybridkv.models.families import NOT_YET
 from hybridkv.runner import Engine
-from hybridkv.runner.self_check import TOLERANCE
+from hybridkv.runner.self_check import tolerance
 from hybridkv.runner.states.continuation import difference
 
 BEGIN, END = "<!-- of engines, written by tests/runner/every_model.py -->", "<!-- end -->"
@@ -65,7 +65,7 @@ def tried(model_type: str) -> Tried:
         return Tried(model_type, "refused", reason=_line(error))
     except Exception as error:  # noqa: BLE001 - it should have been refused: the table says so
         return Tried(model_type, "fails", reason=f"{type(error).__name__}: {_line(error)}")
-    if moved <= 10 * TOLERANCE[torch.float32]:
+    if moved <= 10 * tolerance(torch.float32):
         return Tried(model_type, "not built", reason=f"its weights hide what comes before ({moved:.1g})")
     return Tried(model_type, "runs", how, layers)
 

@@ -45,7 +45,7 @@ class RegimeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """What a regime showed. seconds: of the engine's run that is compared. shown: what makes it this regime."""
+    """What a regime showed. seconds: the processor's, of the engine's run compared. shown: what makes it so."""
 
     name: str
     chats: int
@@ -79,9 +79,9 @@ class Regimes:
         expected: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
         self.loaded, self.prompts, self.sampling = loaded, prompts, SamplingParams(max_tokens=output)
-        begun = time.perf_counter()
+        begun = time.process_time()
         self.expected = [self._plain(prompt) for prompt in prompts] if expected is None else list(expected)
-        self.plain_seconds = time.perf_counter() - begun
+        self.plain_seconds = time.process_time() - begun
 
     def __iter__(self) -> Iterator[Regime]:
         """Every regime in turn."""
@@ -162,8 +162,8 @@ class Regimes:
         return Engine(self.loaded, plan, asked, observer=seen, speculate=drafter), seen
 
     def _timed(self, engine: Engine) -> tuple[list[Completion], float]:
-        begun = time.perf_counter()
-        return engine.generate(self.prompts, self.sampling), time.perf_counter() - begun
+        begun = time.process_time()
+        return engine.generate(self.prompts, self.sampling), time.process_time() - begun
 
     def _plain(self, prompt: list[int]) -> tuple[int, ...]:
         """What transformers says to ``prompt``, up to its end."""
@@ -190,7 +190,7 @@ def _require(holds: bool, otherwise: str) -> None:
 
 def table(found: Sequence[Regime], plain_seconds: float) -> Iterator[str]:
     """In Markdown, a regime a line."""
-    yield "| regime | chats | tokens | near-ties | seconds | |"
+    yield "| regime | chats | tokens | near-ties | processor seconds | |"
     yield "|---|--:|--:|--:|--:|---|"
     counts = f"{found[0].chats} | {found[0].tokens:,}"
     yield f"| plain transformers, one after the other | {counts} | | {plain_seconds:.1f} | |"

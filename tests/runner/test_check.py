@@ -6,7 +6,7 @@ from runner_support import MODELS, EngineFactory, greedy, loaded_model, shared_p
 
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Completion
-from hybridkv.runner.check import CheckReport, Difference, LogitRecorder, check_completions
+from hybridkv.runner.check import CheckReport, Difference, LogitRecorder, check_completions, forced_logits
 from hybridkv.schedule import FinishReason
 
 PARAMS = [
@@ -77,17 +77,30 @@ def test_a_wrong_token_is_found(which: int, make_engine: EngineFactory) -> None:
     assert not first.near_tie
 
 
-def test_a_difference_within_the_measured_one_is_a_near_tie(make_engine: EngineFactory) -> None:
+@pytest.mark.parametrize(("share", "near"), [(1e-4, 1), (3e-4, 0)])
+def test_only_what_rounding_makes_is_a_near_tie(
+    share: float, near: int, make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done, recorder = run("llama", make_engine)
-    tokens = list(done[0].token_ids)
-    tokens[15] = (tokens[15] + 1) % 256
-    done[0] = replace(done[0], token_ids=tuple(tokens))
-    ids, values = recorder._kept["0", len(done[0].prompt_token_ids) + 15]
-    recorder._kept["0", len(done[0].prompt_token_ids) + 15] = ids, values + 100  # as if the logits had differed widely
-    report = check("llama", done, recorder)
-    assert (report.ok, report.near_ties) == (True, 1)
-    assert Difference("0", 1, 2, 3, margin=0.39, measured=0.1).near_tie
-    assert not Difference("0", 1, 2, 3, margin=0.4, measured=0.1).near_tie
+    prompt, tokens = done[0].prompt_token_ids, list(done[0].token_ids)
+    logits = forced_logits(loaded_model("llama").model, prompt, tokens)
+    best = logits[15].topk(2)
+    # the reference's two best are as good as equal, and we drew the second
+    level = logits.index_put((torch.tensor(15), best.indices[1]), best.values[0] - 1e-6)
+    monkeypatch.setattr("hybridkv.runner.check.forced_logits", lambda *_, **__: level)
+    done[0] = replace(done[0], token_ids=(*tokens[:15], int(best.indices[1]), *tokens[16:]))
+    ids, _ = recorder._kept["0", len(prompt) + 15]
+    moved = level[15][ids.long()] + share * level.abs().max()
+    recorder._kept["0", len(prompt) + 15] = ids, moved
+    report = check_completions(loaded_model("llama"), done[:1], PARAMS[:1], recorder)
+    assert ([one.at for one in report.differences], report.near_ties, report.ok) == ([15], near, bool(near))
+
+
+def test_a_near_tie_is_measured_and_within_rounding() -> None:
+    found = Difference("0", 1, 2, 3, margin=0.39, measured=0.1, rounding=0.1)
+    assert found.near_tie
+    assert not replace(found, margin=0.4).near_tie
+    assert not replace(found, measured=0.11, margin=0.1).near_tie
 
 
 def test_generate_decides_not_the_forward(make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,16 @@
 import pytest
 from models_table import ModelResult, layers_of, note_model
 from regimes import Regimes
-from runner_support import ALL_MODELS, EngineFactory, EveryLogit, generated, greedy, loaded_model, shared_prompts
+from runner_support import (
+    ALL_MODELS,
+    REPRESENTATIVE,
+    EngineFactory,
+    EveryLogit,
+    generated,
+    greedy,
+    loaded_model,
+    shared_prompts,
+)
 
 OUTPUT = 70
 PROMPTS = 6
@@ -12,7 +21,7 @@ NEAR_TIE_SHARE = 1 / 2000
 """How many near-ties a token are expected at most in float32."""
 
 
-@pytest.mark.parametrize("name", ALL_MODELS)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_six_regimes_in_short(name: str, make_engine: EngineFactory) -> None:
     prompts = shared_prompts(5, 1, prefix=8, longest=16)
     found = Regimes(make_engine, loaded_model(name, 1), prompts, 26, failing=(6, 14)).compare()

@@ -201,7 +201,7 @@ def test_a_users_mistake_is_one_line(arguments: tuple[str, ...], message: str, h
 
 
 def test_a_failed_check_exits_with_1(monkeypatch: pytest.MonkeyPatch, here: Call) -> None:
-    wrong = Difference("0", 3, 65, 66, margin=1.0, measured=1e-6)
+    wrong = Difference("0", 3, 65, 66, margin=1.0, measured=1e-6, rounding=1e-5)
     report = CheckReport(4, 128, (wrong, replace(wrong, at=5, margin=1e-7)), ())
     monkeypatch.setattr("hybridkv.runner.check.check_completions", lambda *_, **__: report)
     code, out, _ = here("--model", "tiny:llama", "--check")

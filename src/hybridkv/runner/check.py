@@ -5,7 +5,8 @@ first difference, are compared with the same sampler over plain forwards of prom
 (teacher forcing): up to a first difference that is what the sampler would have drawn by itself.
 
 A difference is a near-tie when the reference's two best scores lie closer than 4 times what the logits
-were measured to differ by at that position; everything else is an error of the cache.
+were measured to differ by at that position, and that is no more than rounding makes
+(hybridkv.runner.self_check.tolerance); everything else is an error of the cache.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from hybridkv.runner.sampling.edits import Edits, RowEdits
 from hybridkv.runner.sampling.rows import row_edits
 from hybridkv.runner.sampling.sampler import SamplingBatch, scores
 from hybridkv.runner.sampling.verify import Draws
+from hybridkv.runner.self_check import tolerance
 from hybridkv.schedule import FinishReason
 from hybridkv.step import Step
 
@@ -44,7 +46,7 @@ class Difference:
     """A token other than the reference's.
 
     at: index into the output. margin: between the reference's two best scores there. measured: largest difference
-    of the logits there, in the units of the scores.
+    of the logits there; rounding: as much as rounding may make of it; all in the units of the scores.
     """
 
     request_id: str
@@ -53,11 +55,12 @@ class Difference:
     expected: int
     margin: float
     measured: float
+    rounding: float
 
     @property
     def near_tie(self) -> bool:
         """Whether rounding explains it."""
-        return self.margin < NEAR_TIE_FACTOR * self.measured
+        return self.margin < NEAR_TIE_FACTOR * self.measured and self.measured <= self.rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,12 +245,13 @@ def _forced(
     expected = best.indices[:, 0].tolist()
     if expected_first is not None:
         expected[start] = expected_first
+    unit = max(params.repetition_penalty, 1 / params.repetition_penalty)
+    if params.temperature > 0:
+        unit /= params.temperature
+    rounding = unit * tolerance(reference.model.dtype) * float(logits.abs().max())
     for at in range(start, len(ours)):
         if ours[at] == expected[at]:
             continue
-        unit = max(params.repetition_penalty, 1 / params.repetition_penalty)
-        if params.temperature > 0:
-            unit /= params.temperature
         yield Difference(
             request_id=completion.request_id,
             at=at,
@@ -255,6 +259,7 @@ def _forced(
             expected=expected[at],
             margin=float(best.values[at, 0] - best.values[at, 1]),
             measured=unit * recorder.difference(completion.request_id, len(prompt) + at, logits[at].cpu()),
+            rounding=rounding,
         )
 
 

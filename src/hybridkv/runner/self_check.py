@@ -37,8 +37,7 @@ from hybridkv.step import Step
 
 logger = logging.getLogger(__name__)
 
-TOLERANCE: Final = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 5e-2, torch.bfloat16: 2e-1}
-"""Largest difference of two logits, as a share of the largest one. In half precision tokens find other experts."""
+_TOLERANCE: Final = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 
 _TOKENS: Final = 41
 _LONGEST: Final = 320
@@ -111,6 +110,11 @@ class Trial:
     plan: Plan
     forwards: Forwards
     attention: AttentionBackend
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """How far rounding may move logits, as a share of the largest. In half precision tokens find other experts."""
+    return _TOLERANCE.get(dtype, 2e-1)
 
 
 def require_same(loaded: LoadedModel, plan: Plan, attention: AttentionBackend) -> Forwards | None:
@@ -200,7 +204,7 @@ def said_alone(loaded: LoadedModel, length: int) -> Alone:
         with attention_implementation(loaded.model, "eager"):
             noise = difference(_plain(loaded, first), logits[0])
         elsewhere = _plain(loaded, [*other[: length - length // 8], *first[length - length // 8 :]])
-    bound = max(TOLERANCE.get(loaded.model.dtype, 2e-1), 4 * noise)
+    bound = max(tolerance(loaded.model.dtype), 4 * noise)
     return Alone(prompts, logits, bound, context=difference(elsewhere[-1], logits[0][-1]))
 
 
