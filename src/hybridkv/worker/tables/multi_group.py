@@ -105,6 +105,11 @@ class MultiGroupBlockTable:
         max_num_batched_tokens: int,
         device: torch.device | str = "cpu",
         max_encoder_tokens: int = 0,
+        cp_kv_cache_interleave_size: int = 1,
+        dcp_world_size: int = 1,
+        dcp_rank: int = 0,
+        pcp_world_size: int = 1,
+        pcp_rank: int = 0,
     ) -> MultiGroupBlockTable:
         """The tables of ``config``'s groups on one rank; blocks are split as it says. Pinned where a GPU reads them."""
         groups = range(len(config.groups))
@@ -120,6 +125,11 @@ class MultiGroupBlockTable:
             num_blocks=[config.blocks_of(group) for group in groups],
             specs=specs,
             max_encoder_tokens=max_encoder_tokens,
+            cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
+            dcp_world_size=dcp_world_size,
+            dcp_rank=dcp_rank,
+            pcp_world_size=pcp_world_size,
+            pcp_rank=pcp_rank,
         )
 
     @property
