@@ -81,6 +81,30 @@ def test_prompts_that_part_have_runs_of_their_own(monkeypatch: pytest.MonkeyPatc
     assert met["asked"] == 0
 
 
+class Compared(bytes):
+    """A key that counts how often it is asked whether it is another."""
+
+    asked = 0
+    __hash__ = bytes.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Compared.asked += 1
+        return bytes.__eq__(self, other)
+
+
+@pytest.mark.parametrize(("parted", "most"), [(400, 6), (399, 16), (250, 16), (65, 16)])
+def test_runs_are_compared_by_their_ends(parted: int, most: int) -> None:
+    """A key says all that lies before it: one comparison where all agree, a handful where prompts part."""
+    blocks = BlockKeys(1000)
+    index = blocks.indexes[0]
+    blocks.publish(0, np.arange(1, 401, dtype=np.int32), KEYS[:400])
+    index.leading_run(KEYS[:400])
+    fresh = [Compared(key) for key in [*KEYS[:parted], *KEYS[1000 : 1400 - parted]]]
+    before = Compared.asked
+    assert index.leading_run(fresh).tolist() == list(range(1, parted + 1))
+    assert Compared.asked - before <= most
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_histories(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Duplicates, holes, moves and clearing among prompts that share beginnings."""

@@ -1,12 +1,13 @@
 """Chains of long prompts: what came before is compared, and hashes are those that hashing gives."""
 
+from collections.abc import Iterator, Sequence
 from random import Random
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hybridkv.cache.hashing import BlockHasher
+from hybridkv.cache.hashing import BlockHasher, remembered
 from hybridkv.cache.hashing.remembered import LEAST_BLOCKS, Extras, RememberedChains
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
@@ -21,9 +22,26 @@ class Counting(BlockHasher):
 
     hashed = 0
 
-    def _chain(self, parent: bytes | None, tokens: NDArray[np.integer], extras: Extras | None) -> list[bytes]:
-        self.hashed += len(tokens) // self.block_size
-        return super()._chain(parent, tokens, extras)
+    def _chunks(
+        self, parent: bytes | None, tokens: NDArray[np.integer], extras: Extras | None
+    ) -> Iterator[list[bytes]]:
+        for hashes in super()._chunks(parent, tokens, extras):
+            self.hashed += len(hashes)
+            yield hashes
+
+
+class Interrupted(BlockHasher):
+    """What another thread does while this one hashes."""
+
+    meanwhile: Sequence[NDArray[np.int32]] = ()
+
+    def _chunks(
+        self, parent: bytes | None, tokens: NDArray[np.integer], extras: Extras | None
+    ) -> Iterator[list[bytes]]:
+        coming, self.meanwhile = self.meanwhile, ()
+        for prompt in coming:
+            self.hash_chain(None, prompt)
+        return super()._chunks(parent, tokens, extras)
 
 
 def ids(count: int, seed: int = 0) -> NDArray[np.int32]:
@@ -92,15 +110,62 @@ def test_salts_part_what_is_remembered() -> None:
     assert len({one[-1] for one in made}) == 3
 
 
+def hashes_of(count: int) -> list[bytes]:
+    return [i.to_bytes(4, "big") * 8 for i in range(count)]
+
+
 def test_who_is_used_least_recently_goes_first() -> None:
     known = RememberedChains(SIZE, 2 * (LONG * 4 + 80 * LEAST_BLOCKS + 1000))
-    hashes = [bytes([i % 256]) * 32 for i in range(LEAST_BLOCKS)]
+    hashes = hashes_of(LEAST_BLOCKS)
+
+    def remember(tokens: NDArray[np.int32]) -> None:
+        known.remember(tokens, None, known.find(tokens, None)[1], bytearray(b"".join(hashes)))
+
     a, b, c = (ids(LONG, seed) for seed in range(3))
-    known.remember(a, hashes, None)
-    known.remember(b, hashes, None)
-    assert known.known(a, None) == hashes
-    known.remember(c, hashes, None)
-    assert [len(known.known(one, None)) for one in (a, b, c)] == [LEAST_BLOCKS, 0, LEAST_BLOCKS]
+    remember(a)
+    remember(b)
+    assert known.find(a, None)[0] == hashes
+    remember(c)
+    assert [len(known.find(one, None)[0]) for one in (a, b, c)] == [LEAST_BLOCKS, 0, LEAST_BLOCKS]
+
+
+@pytest.mark.parametrize("max_bytes", [1 << 20, 40_000])
+def test_another_thread_remembers_while_one_hashes(max_bytes: int) -> None:
+    """The same prompt, a longer one, one that parts from it, and, where there is little room, strangers."""
+    base = ids(LONG)
+    longer = [np.concatenate((base, ids(80, seed))) for seed in (1, 2)]
+    parted = [np.concatenate((base[: LONG - 6], ids(80, seed))) for seed in (3, 4)]
+    strangers = [ids(LONG, seed) for seed in range(10, 14)]
+    for before in ([], [base], [longer[0]]):
+        for mine in (base, longer[0], longer[1], parted[0]):
+            for meanwhile in ([mine], [longer[0]], [parted[1]], strangers, [*strangers, mine], [parted[1], longer[1]]):
+                hasher = Interrupted(SIZE, remembered_bytes=max_bytes)
+                for prompt in before:
+                    hasher.hash_chain(None, prompt)
+                hasher.meanwhile = meanwhile
+                for prompt in (mine, mine, *meanwhile, *before, mine):
+                    assert hasher.hash_chain(None, prompt) == PLAIN.hash_chain(None, prompt)
+                    assert hasher.remembered.num_bytes <= max_bytes
+                    assert hasher.remembered.num_bytes == sum(run.size_bytes() for run in hasher.remembered._used)
+
+
+def test_most_prompts_never_come_again_and_leave_no_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One look in a dictionary, no walk; hashes become objects when they are asked for."""
+    walked: list[str] = []
+
+    def counted(*given: object) -> list[object]:
+        walked.append("up")
+        return upwards(*given)  # type: ignore[arg-type, return-value]
+
+    upwards = remembered._upwards
+    monkeypatch.setattr(remembered, "_upwards", counted)
+    hasher, prompt = BlockHasher(SIZE), ids(LONG)
+    hashes = hasher.hash_chain(None, prompt)
+    assert len(walked) == 1
+    (run,) = hasher.remembered._used
+    assert not run._hashes
+    assert hasher.hash_chain(None, prompt) == hashes == run._hashes
+    assert hasher.hash_chain(None, prompt)[-1] is run._hashes[-1]
 
 
 def test_what_is_remembered_are_copies() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hybridkv.cache import BlockHasher
 from hybridkv.errors import CacheError, ConfigError
-from hybridkv.request import Request, SamplingParams
+from hybridkv.request import MAX_TOKEN_ID, Request, SamplingParams
 from hybridkv.request_rows import RequestRows, append_tokens
 
 
@@ -55,6 +55,30 @@ def test_counts_of_a_waiting_request() -> None:
 def test_bad_token_ids(prompt: Sequence[int]) -> None:
     with pytest.raises(ConfigError, match="token ids must"):
         Request("r", prompt)
+
+
+_KINDS = ("i1", "u1", "i2", "u2", "<i4", ">i4", "<u4", ">u4", "<i8", ">i8", "<u8", ">u8")
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_token_ids_of_every_kind_of_array(kind: str) -> None:
+    """Its ends, both byte orders, no whole row of memory: what fits is taken, what does not is refused in any place."""
+    info = np.iinfo(kind)
+    most = min(int(info.max), MAX_TOKEN_ID)
+    fine = np.array([0, 1, most, 7, most, 3], kind)
+    assert Request("r", fine).token_ids().tolist() == fine.tolist()
+    assert Request("r", fine[::-2]).token_ids().tolist() == fine[::-2].tolist()
+    wrong = {int(info.min), -1, MAX_TOKEN_ID + 1, 1 << 32, (1 << 32) + 5, int(info.max)}
+    for value in sorted(wrong - {0, most}):
+        if not info.min <= value <= info.max:
+            continue
+        for place in (0, 2, 5):
+            bad = fine.copy()
+            bad[place] = value
+            with pytest.raises(ConfigError, match="token ids must"):
+                Request("r", bad)
+            with pytest.raises(ConfigError, match="token ids must"):
+                Request("r", bad.tolist())
 
 
 @pytest.mark.parametrize("prompt", [[], np.empty(0, np.int32)])

@@ -52,7 +52,7 @@ class Hasher(Protocol):
     def hash_chain(
         self, parent: bytes | None, tokens: NDArray[np.int32], extras: Sequence[Extra | None] | None = None
     ) -> list[bytes]:
-        """Hashes of consecutive full blocks; a tail shorter than a block is left out."""
+        """Hashes of consecutive full blocks, a new list; a tail shorter than a block is left out."""
         ...
 
     def hash_rows(

@@ -14,6 +14,7 @@ waits keeps them itself. Either way the Request answers for both.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,8 @@ from hybridkv.request.protocols import Columns, Hasher
 from hybridkv.request.sampling import SamplingParams
 from hybridkv.request.token_ids import MAX_TOKEN_ID, checked_marks, token_array
 from hybridkv.units import MOST_COUNT, shown
+
+_GREEDY: Final = SamplingParams()
 
 
 class Request:
@@ -97,7 +100,7 @@ class Request:
         if not self._tokens:
             raise ConfigError(f"request {request_id!r} has an empty prompt: give it at least one token")
         self.marks = checked_marks(marks, f"marks of {request_id!r}")
-        self.sampling = SamplingParams() if sampling is None else instance("sampling", sampling, SamplingParams)
+        self.sampling = _GREEDY if sampling is None else instance("sampling", sampling, SamplingParams)
         self.hasher = None if hasher is None else _checked_hasher(hasher)
         self.cache_salt = cache_salt
         self.lora = lora
@@ -108,16 +111,19 @@ class Request:
         for name, value in (("arrival_time", arrival_time), ("priority", priority)):
             real(f"{name} of {request_id!r}", value)
         self.arrival_time = arrival_time
-        self.eos_token_ids = tuple(integers("eos_token_ids", eos_token_ids, 0).tolist())
+        none = type(eos_token_ids) is tuple and not eos_token_ids
+        self.eos_token_ids = () if none else tuple(integers("eos_token_ids", eos_token_ids, 0).tolist())
         self.num_prompt_tokens = len(self._tokens)
         self.priority = priority
         self.skip_reading_prefix_cache = flag("skip_reading_prefix_cache", skip_reading_prefix_cache)
         self.skip_writing_prefix_cache = flag("skip_writing_prefix_cache", skip_writing_prefix_cache)
         self._begin()
         self.hashes: list[bytes] = []
-        if continues is not None:
+        if continues is None:
+            self.hashes = self._new_hashes()
+        else:
             self.hashes = self._common_hashes(instance("continues", continues, Request))
-        self.hashes += self._new_hashes()
+            self.hashes += self._new_hashes()
 
     def _extra_keys_of(self, prompt_embeds: NDArray[np.generic] | None) -> ExtraKeys | None:
         """What tells its blocks from those of equal tokens; checked without prefix caching, too."""

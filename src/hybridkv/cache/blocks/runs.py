@@ -135,14 +135,17 @@ def _lengthen(run: _Run, behind: _Run) -> None:
 
 
 def _common(run: list[bytes], keys: Sequence[bytes], at: int, stop: int) -> int:
-    """How many keys ``run`` and ``keys`` from ``at`` to ``stop`` begin with. O(that)."""
+    """How many keys ``run`` and ``keys`` from ``at`` to ``stop`` begin with: where one agrees, all before it do.
+
+    O(log keys), and O(1) where all agree.
+    """
     low, high = 0, min(len(run), stop - at)
-    if run[:high] == keys[at : at + high]:
+    if high and run[high - 1] == keys[at + high - 1]:
         return high
-    while high - low > 1:  # they differ somewhere in low .. high - 1
+    while low < high:
         middle = (low + high) // 2
-        if run[low:middle] == keys[at + low : at + middle]:
-            low = middle
+        if run[middle] == keys[at + middle]:
+            low = middle + 1
         else:
             high = middle
     return low

@@ -9,7 +9,8 @@ is allowed with a random root only, so that nobody can prepare collisions. Canon
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Final, Protocol
 
 import cbor2
@@ -60,7 +61,7 @@ def _head(major: int, n: int) -> bytes:
 
 _NULL: Final = 0xF6
 _FEW: Final = 8  # up to so many blocks a Python loop is faster than array operations
-_CHUNK: Final = 512  # blocks; the arrays of a chunk stay in the processor's cache
+_CHUNK: Final = 512  # blocks; what is made of a chunk stays in the processor's cache
 
 # The head byte of an unsigned integer that takes 1, 2, 3 or 5 bytes, in front of its argument.
 _HEADS: Final = np.array([0, 0, 0x18 << 8, 0x19 << 16, 0, 0x1A << 32], np.uint64)
@@ -163,29 +164,28 @@ class BlockHasher:
         tokens: int array. extras: extra keys of each block, None when no block has any. O(tokens); what a long prompt
         begins with, and was hashed before, is only compared.
         """
-        if parent is not None or len(tokens) < LEAST_BLOCKS * self.block_size:
-            return self._chain(parent, tokens, extras)
-        ids = np.asarray(tokens, np.int32)
-        known = self.remembered.known(ids, extras)
-        blocks = len(known)
-        rest = None if extras is None else extras[blocks:]
-        new = self._chain(known[-1] if known else None, ids[blocks * self.block_size :], rest)
-        if new:
-            self.remembered.remember(ids, known + new, extras)
-        return known + new
+        if parent is not None or len(tokens) < LEAST_BLOCKS * self.block_size or not self.remembered.max_bytes:
+            return list(chain.from_iterable(self._chunks(parent, tokens, extras)))
+        ids = np.ascontiguousarray(tokens, np.int32)
+        hashes, place = self.remembered.find(ids, extras)
+        done, joined = place.blocks, bytearray()
+        rest = None if extras is None else extras[done:]
+        for part in self._chunks(hashes[-1] if done else None, ids[done * self.block_size :] if done else ids, rest):
+            hashes += part
+            joined += b"".join(part)
+        if joined:
+            self.remembered.remember(ids, extras, place, joined)
+        return hashes
 
-    def _chain(
+    def _chunks(
         self, parent: bytes | None, tokens: NDArray[np.integer], extras: Sequence[Extra | None] | None
-    ) -> list[bytes]:
-        """As hash_chain, every block of it."""
-        blocks = len(tokens) // self.block_size
-        before, digest = self._before_parent, self._digest
+    ) -> Iterator[list[bytes]]:
+        """Hashes of all full blocks, some at a time."""
+        size, before, digest = self.block_size, self._before_parent, self._digest
         key = self.root if parent is None else parent
-        out = []
-        for part in self._parts(np.asarray(tokens[: blocks * self.block_size]), extras):
-            key = digest(before + key + part).digest()
-            out.append(key)
-        return out
+        parts = self._parts(np.asarray(tokens[: len(tokens) // size * size]), extras)
+        for first in range(0, len(parts), _CHUNK):
+            yield [key := digest(before + key + part).digest() for part in parts[first : first + _CHUNK]]
 
     def hash_rows(
         self,

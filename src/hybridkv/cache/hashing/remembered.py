@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,109 +32,162 @@ _RUN_BYTES: Final = 1000
 
 
 class _Run:
-    """Consecutive blocks of a prompt. extras: one a block, None when no block has any. behind: runs that follow."""
+    """Consecutive blocks of a prompt, ``blocks`` of them; behind: the runs that follow, by how they start.
 
-    __slots__ = ("behind", "extras", "hashes", "parent", "start", "tokens")
+    octets: their tokens as int32. A bytearray compares itself with an array where that lies, and in a third of the time
+    that numpy takes. extras: one a block, None when no block has any.
+    joined: hashes that nobody has asked for yet. Most prompts never come again: objects kept for them would cost more
+    than all else here.
+    """
+
+    __slots__ = ("_hashes", "_joined", "behind", "blocks", "extras", "octets", "parent", "start")
 
     def __init__(
-        self, parent: _Run | None, start: _Start, tokens: Int32, hashes: list[bytes], extras: Extras | None
+        self,
+        parent: _Run | None,
+        start: _Start,
+        tokens: Int32,
+        blocks: int,
+        *,
+        joined: bytearray,
+        extras: Extras | None,
     ) -> None:
-        self.parent, self.start = parent, start
-        self.tokens, self.hashes, self.extras = tokens, hashes, extras
+        self.parent, self.start, self.blocks = parent, start, blocks
+        self.octets, self.extras = bytearray(tokens.data), extras
+        self._hashes, self._joined = list[bytes](), joined
         self.behind: dict[_Start, _Run] = {}
+
+    @property
+    def tokens(self) -> Int32:
+        """Where they lie: hold no reference while the run goes on."""
+        return np.frombuffer(self.octets, np.int32)
+
+    @property
+    def hashes(self) -> list[bytes]:
+        """One a block."""
+        if self._joined:
+            size = len(self._joined) // (self.blocks - len(self._hashes))
+            self._hashes += np.frombuffer(self._joined, f"V{size}").tolist()
+            self._joined = bytearray()
+        return self._hashes
 
     def size_bytes(self) -> int:
         """About what it takes."""
-        return self.tokens.nbytes + _BLOCK_BYTES * len(self.hashes) + _RUN_BYTES
+        return len(self.octets) + _BLOCK_BYTES * self.blocks + _RUN_BYTES
+
+    def lengthen(self, tokens: Int32, blocks: int, joined: bytearray, extras: Extras | None) -> None:
+        """``blocks`` more of them."""
+        if self.extras is not None or extras is not None:
+            none: list[Extra | None] = [None]
+            self.extras = [*(self.extras or none * self.blocks), *(extras or none * blocks)]
+        self.octets += tokens.data
+        self._joined += joined
+        self.blocks += blocks
+
+    def split(self, blocks: int, size: int) -> _Run:
+        """The first ``blocks`` blocks, of ``size`` tokens, become a run of their own, which this one follows."""
+        extras = None if self.extras is None else self.extras[:blocks]
+        head = _Run(self.parent, self.start, self.tokens[: blocks * size], blocks, joined=bytearray(), extras=extras)
+        head._hashes, self._hashes = self.hashes[:blocks], self.hashes[blocks:]
+        if self.parent is not None:
+            self.parent.behind[self.start] = head
+        self.octets = bytearray(self.tokens[blocks * size :].data)
+        self.extras = None if self.extras is None else self.extras[blocks:]
+        self.blocks -= blocks
+        self.parent, self.start = head, _start(self.tokens, self.extras, 0, size)
+        head.behind[self.start] = self
+        return head
+
+
+class Place(NamedTuple):
+    """The end of what a prompt begins with: behind the first ``last`` blocks of ``run``, ``blocks`` in all.
+
+    changes: how often something was remembered before it was found.
+    """
+
+    run: _Run
+    last: int
+    blocks: int
+    changes: int
 
 
 class RememberedChains:
     """Hashes of prompts in blocks of ``block_size`` tokens, in at most ``max_bytes``; least recently used go first.
 
-    Whoever hashes decides which prompts are worth it, see LEAST_BLOCKS.
-
-    May be called from several threads.
+    Whoever hashes decides which prompts are worth it, see LEAST_BLOCKS. May be called from several threads.
     """
 
     def __init__(self, block_size: int, max_bytes: int) -> None:
-        self._size, self._max_bytes = block_size, max_bytes
-        self._root = _Run(None, (b"", None), np.empty(0, np.int32), [], None)
+        self.max_bytes = max_bytes
+        self._size = block_size
+        self._root = _Run(None, (b"", None), np.empty(0, np.int32), 0, joined=bytearray(), extras=None)
+        self._nowhere = Place(self._root, 0, 0, -1)
         self._used: dict[_Run, None] = {}  # all but the root, least recently used first; behind those that follow them
+        self._changes = 0
         self._lock = threading.Lock()
         self.num_bytes = 0
 
-    def known(self, tokens: Int32, extras: Extras | None) -> list[bytes]:
-        """Hashes of as many leading blocks as came before. O(blocks known) in array comparisons."""
-        found: list[bytes] = []
+    def find(self, tokens: Int32, extras: Extras | None) -> tuple[list[bytes], Place]:
+        """Hashes of as many leading blocks as came before, a new list. O(those blocks) in array comparisons."""
         with self._lock:
-            path, last = self._path(tokens, extras)
-            for run in path[:-1]:
-                found += run.hashes
-            if path:
-                found += path[-1].hashes[:last]
-            self._touch(path)
-        return found
+            place = self._place(tokens, extras)
+            if place is self._nowhere:  # as for most prompts
+                return [], place
+            first, *others = _upwards(place.run)
+            if not others:
+                return first.hashes[: place.last], place
+            hashes = first.hashes.copy()
+            for run in others[:-1]:
+                hashes += run.hashes
+            hashes += place.run.hashes[: place.last]
+            return hashes, place
 
-    def remember(self, tokens: Int32, hashes: Sequence[bytes], extras: Extras | None) -> None:
-        """``hashes`` of the whole blocks of ``tokens``. O(blocks that are new)."""
+    def remember(self, tokens: Int32, extras: Extras | None, place: Place, joined: bytearray) -> None:
+        """Of the whole blocks of ``tokens`` behind ``place``, which ``find`` gave, the hashes one behind the other.
+
+        ``joined`` is kept. O(new blocks).
+        """
+        size, all_blocks = self._size, len(tokens) // self._size
         with self._lock:
-            path, last = self._path(tokens, extras)
-            first = sum(len(run.hashes) for run in path[:-1]) + last
-            if first == len(hashes):
-                return
-            tail = path[-1] if path else self._root
-            if last < len(tail.hashes):
-                tail = self._split(tail, last)
-            new = np.array(tokens[first * self._size : len(hashes) * self._size], np.int32)
-            own = None if extras is None else list(extras[first : len(hashes)])
+            start = _start(tokens, extras, place.blocks, size)
+            if place.changes != self._changes and (place is not self._nowhere or start in self._root.behind):
+                now = self._place(tokens, extras)  # another thread remembered something
+                if not place.blocks <= now.blocks < all_blocks:
+                    return
+                del joined[: len(joined) // (all_blocks - place.blocks) * (now.blocks - place.blocks)]
+                place, start = now, _start(tokens, extras, now.blocks, size)
+            tail, last, first, _ = place
+            self._changes += 1
+            if last < tail.blocks:
+                tail = tail.split(last, size)
+                self.num_bytes += _RUN_BYTES
+            new, before = tokens[first * size : all_blocks * size], 0
+            own = None if extras is None else list(extras[first:all_blocks])
             if tail is not self._root and not tail.behind:
-                self._lengthen(tail, new, list(hashes[first:]), own)
+                before = tail.size_bytes()
+                tail.lengthen(new, all_blocks - first, joined, own)
             else:
-                start = _start(new, own, 0, self._size)
-                run = tail.behind[start] = _Run(tail, start, new, list(hashes[first:]), own)
-                self.num_bytes += run.size_bytes()
-                tail = run
+                tail.behind[start] = tail = _Run(tail, start, new, all_blocks - first, joined=joined, extras=own)
+            self.num_bytes += tail.size_bytes() - before
             self._touch(_upwards(tail))
-            while self.num_bytes > self._max_bytes and self._used:
+            while self.num_bytes > self.max_bytes and self._used:
                 self._forget(next(iter(self._used)))
 
-    def _path(self, tokens: Int32, extras: Extras | None) -> tuple[list[_Run], int]:
-        """The runs that ``tokens`` begins with, and how many blocks of the last one."""
-        path, at, blocks, size = list[_Run](), 0, len(tokens) // self._size, self._size
-        run: _Run | None = self._root
-        while at < blocks and run is not None:
-            run = run.behind.get(_start(tokens, extras, at, size))
-            if run is None:
-                break
-            count = _common(run, tokens[at * size :], None if extras is None else extras[at:blocks], size)
+    def _place(self, tokens: Int32, extras: Extras | None) -> Place:
+        """Where what ``tokens`` begin with ends; it is used."""
+        size, blocks = self._size, len(tokens) // self._size
+        run = self._root.behind.get(_start(tokens, extras, 0, size))
+        if run is None:
+            return self._nowhere
+        path, at, count = list[_Run](), 0, 0
+        while run is not None:
             path.append(run)
+            count = _common(run, tokens[at * size :], None if extras is None else extras[at:blocks], size)
             at += count
-            if count < len(run.hashes):
-                return path, count
-        return path, len(path[-1].hashes) if path else 0
-
-    def _split(self, run: _Run, blocks: int) -> _Run:
-        """``run`` becomes two; the first one, of ``blocks`` blocks."""
-        size, parent = self._size, run.parent
-        head = _Run(parent, run.start, run.tokens[: blocks * size].copy(), run.hashes[:blocks], _part(run, 0, blocks))
-        if parent is not None:
-            parent.behind[run.start] = head
-        run.extras = _part(run, blocks, len(run.hashes))
-        run.tokens, run.hashes, run.parent = run.tokens[blocks * size :].copy(), run.hashes[blocks:], head
-        run.start = _start(run.tokens, run.extras, 0, size)
-        head.behind[run.start] = run
-        self.num_bytes += _RUN_BYTES
-        return head
-
-    def _lengthen(self, run: _Run, tokens: Int32, hashes: list[bytes], extras: Extras | None) -> None:
-        """``run``, which nothing follows, goes on."""
-        before = run.size_bytes()
-        if run.extras is not None or extras is not None:
-            none: list[Extra | None] = [None]
-            run.extras = [*(run.extras or none * len(run.hashes)), *(extras or none * len(hashes))]
-        run.tokens = np.concatenate((run.tokens, tokens))
-        run.hashes = run.hashes + hashes
-        self.num_bytes += run.size_bytes() - before
+            whole = count == run.blocks and at < blocks
+            run = run.behind.get(_start(tokens, extras, at, size)) if whole else None
+        self._touch(path)
+        return Place(path[-1], count, at, self._changes)
 
     def _touch(self, path: Sequence[_Run]) -> None:
         """``path``, from the root on, was used: whoever follows another stands before it, and goes first."""
@@ -163,15 +216,11 @@ def _start(tokens: Int32, extras: Extras | None, block: int, size: int) -> _Star
     return tokens[block * size : (block + 1) * size].tobytes(), None if extras is None else extras[block]
 
 
-def _part(run: _Run, first: int, last: int) -> Extras | None:
-    return None if run.extras is None else run.extras[first:last]
-
-
 def _common(run: _Run, tokens: Int32, extras: Extras | None, size: int) -> int:
     """Blocks that ``run`` and ``tokens`` with ``extras`` begin with."""
-    blocks = min(len(run.hashes), len(tokens) // size)
-    differ = run.tokens[: blocks * size] != tokens[: blocks * size]
-    if differ.any():
+    blocks = min(run.blocks, len(tokens) // size)
+    tokens = tokens[: blocks * size]
+    if run.octets != tokens.data and (differ := run.tokens[: len(tokens)] != tokens).any():
         blocks = int(differ.argmax()) // size
     if run.extras is None and extras is None:
         return blocks

@@ -233,7 +233,7 @@ class TokenHits:
                 proof = False
             column, last = start // block_size, end // block_size
             if column != first or len(run) < last - column:
-                first, run = column, index.leading_run(keys[column:last])
+                first, run = column, index.leading_run(keys[column:] if column else keys, last - column)
                 seen.append(run)
             at = min(column + len(run), last)  # the first column that is not known whole, or that of the end
             wanted = end - at * block_size
