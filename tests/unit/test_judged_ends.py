@@ -29,9 +29,9 @@ JUDGED = [name for name in EVICTIONS if name != "lru"]
 class Cache:
     """A scheduler over slabs; requests run one after the other, seconds pass as asked."""
 
-    def __init__(self, eviction: str, slabs: int = 9, specs: tuple[KVCacheSpec, ...] = HYBRID, k: int = 4) -> None:
+    def __init__(self, eviction: str, slabs: int = 9, specs: tuple[KVCacheSpec, ...] = HYBRID) -> None:
         self.now = 0.0
-        per_slab = tuple(1 if "Mamba" in type(spec).__name__ else k for spec in specs)
+        per_slab = tuple(1 if "Mamba" in type(spec).__name__ else 4 for spec in specs)
         self.cache = KVCacheManager(
             natural_model_config(slabs, specs, per_slab),
             200,
@@ -134,6 +134,42 @@ def test_what_no_end_needs_goes_first_and_is_kept_again_when_one_does() -> None:
     assert (needs.counts[loose] == 0).all()
     assert cache.run(chat(1)) == 10
     cache.cache.check()
+
+
+@pytest.mark.parametrize("eviction", JUDGED)
+@pytest.mark.parametrize("specs", [(full_spec(4),), (full_spec(4), window_spec(4, 9))])
+def test_ends_that_share_all_their_blocks_make_room(eviction: str, specs: tuple[KVCacheSpec, ...]) -> None:
+    """The end of a short output lies in the block that the prompt's lies in: neither goes with the other there."""
+    cache = Cache(eviction, slabs=14, specs=specs)
+    for person in range(20):
+        cache.run(chat(person), outputs=1)
+    assert {end.tokens for end in cache.ends()} == {10, 11}
+    waiting = {node.end.serial for node in cache.kept._tree.kept() if not node.ranked}
+    assert waiting <= cache.kept._parked.keys()
+    assert min(end.used for end in cache.ends()) > 30.0  # the first three are gone
+    assert cache.run(chat(19), outputs=1) == 10
+
+
+def test_ends_that_need_the_same_block_share_what_it_costs() -> None:
+    cache = Cache("hazard", specs=(full_spec(4),))
+    cache.run(chat(1), outputs=1)
+    size = cache.kept._needs.block_bytes[0]
+    assert (cache.node(10).end.saved, cache.node(11).end.saved) == (10 / (size / 2), 1 / (size / 2))
+    cache.kept._release(cache.node(11), cache.now)
+    assert cache.node(10).end.saved == 10 / (3 * size)
+
+
+@pytest.mark.parametrize("eviction", JUDGED)
+@pytest.mark.parametrize("specs", [(full_spec(4),), (full_spec(4), window_spec(4, 9))])
+def test_where_a_request_leaves_what_others_had_is_an_end(eviction: str, specs: tuple[KVCacheSpec, ...]) -> None:
+    """Though nothing is missing there: else nobody would know that a template is hit."""
+    cache = Cache(eviction, slabs=14, specs=specs)
+    template = list(range(100, 113))
+    cache.run([*template, 1, 1, 1])
+    assert cache.run([*template, 2, 2, 2]) == 12
+    assert [end.tokens for end in cache.ends(Kind.BRANCH)] == [12]
+    cache.run([*template, 3, 3, 3])
+    assert [end.hits for end in cache.ends(Kind.BRANCH)] == [1]
 
 
 # -- what is remembered

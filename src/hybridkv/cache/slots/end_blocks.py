@@ -7,6 +7,7 @@ states              the state after its very tokens
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -66,21 +67,38 @@ class EndBlocks:
 
     # -- what it costs
 
-    def frees(self, node: Node, *, unheld: bool) -> list[int]:
-        """Blocks by class that no end needs without ``node``. unheld: only those that nobody holds now."""
+    def _charged(self, node: Node) -> Int64:
+        """What ``node`` pays for: its own blocks, its windows, and its segment unless ends behind it need that."""
         window, segment = self.window(node), None if node.children else self.segment(node)
         parts = (
             np.array(node.own, np.int64),
             _NONE if window is None else window,
             _NONE if segment is None else segment,
         )
-        ids = np.concatenate(parts)
-        ids = ids[self._needs.counts[ids] == 1]
-        if unheld:
-            ids = ids[self._pool.ref_counts(ids) == 0]
-        of = np.searchsorted(self._pool.bases, ids, side="right") - 1
-        counts: list[int] = np.bincount(of, minlength=len(self._bytes)).tolist()
-        return counts
+        return np.concatenate(parts)
+
+    def _classes(self, ids: Int64) -> Int64:
+        of: Int64 = np.searchsorted(self._pool.bases, ids, side="right") - 1
+        return of
+
+    def is_held(self, node: Node) -> bool:
+        """Whether nothing that ``node`` pays for would be free without it, whichever other ends go: all is held."""
+        return bool(self._pool.ref_counts(self._charged(node)).all())
+
+    def frees(self, node: Node, gone: Counter[int]) -> list[int]:
+        """Blocks by class that are free without ``node`` and all those asked before with the same ``gone``.
+
+        gone: for each block that several ends need, how many of those asked do.
+        """
+        ids = self._charged(node)
+        counts = self._needs.counts[ids]
+        shared = ids[counts > 1].tolist()
+        gone.update(shared)
+        last = [block for block in shared if gone[block] == self._needs.counts.item(block)]
+        loose = np.concatenate((ids[counts == 1], np.array(last, np.int64)))
+        loose = loose[self._pool.ref_counts(loose) == 0]
+        found: list[int] = np.bincount(self._classes(loose), minlength=len(self._bytes)).tolist()
+        return found
 
     def would_need(self, request: Request, parent: Node, depth: int, states: Sequence[int]) -> list[int]:
         """Blocks by class of an end at ``depth`` hash blocks behind ``parent`` that no other needs, and ``states``."""
@@ -96,9 +114,12 @@ class EndBlocks:
         return tokens / size if size else 0.0
 
     def saved(self, node: Node) -> float:
-        """What ``node`` saves: tokens behind its parent, a byte that is its own."""
+        """What ``node`` saves: tokens behind its parent, a byte. Ends that need the same block share what it costs."""
+        ids = self._charged(node)
+        if not ids.size:
+            return 0.0
         before = 0 if node.parent is None else node.parent.tokens
-        return self.saving(node.tokens - before, self.frees(node, unheld=False))
+        return (node.tokens - before) / float(np.sum(self._bytes[self._classes(ids)] / self._needs.counts[ids].clip(1)))
 
     # -- counted
 

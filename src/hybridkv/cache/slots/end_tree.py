@@ -54,9 +54,20 @@ class Node:
         return [child for bucket in self.children.values() for child in bucket]
 
     def siblings(self) -> list[Node]:
-        """Others that begin as it does behind its parent, unless they are a crowd."""
-        bucket = [] if self.parent is None or not self.segment else self.parent.children[self.first_key]
-        return [one for one in bucket if one is not self] if len(bucket) <= CROWD else []
+        """Others that begin as it does behind its parent, unless they are a crowd without it."""
+        if self.parent is None or not self.segment:
+            return []
+        return [one for one in self.parent.few(self.first_key) if one is not self]
+
+    def few(self, key: bytes) -> list[Node]:
+        """Children whose segments begin with ``key``, unless more than one of them is too many."""
+        found = self.children.get(key, [])
+        return found if len(found) <= CROWD + 1 else []
+
+    def behind_block(self, key: bytes) -> list[Node]:
+        """Ends, few ones, whose segments begin with the block ``key``, which this one ends in."""
+        beside = [] if self.segment or self.parent is None else self.parent.few(key)
+        return self.few(key) + beside
 
     def behind(self, other: Node) -> list[Node]:
         """Children that ``other``, new behind this end, lies before. O(children that begin as it does).

@@ -114,7 +114,17 @@ class JudgedEnds:
             self._ranking.hit(node.end, now)
             if with_rank:
                 self._rank(node, now)
+        self._note_branch(request, path, hit_tokens, now)
         self._known.add(request.hashes)
+
+    def _note_branch(self, request: Request, path: Sequence[Node], hit_tokens: int, now: float) -> None:
+        """Where ``request`` leaves what others had is an end, though all that it needs was there without one."""
+        tokens = hit_tokens // self._hash_block * self._hash_block
+        before = next((node.tokens for node in reversed(path) if node.kept), 0)
+        if tokens >= before + self._hash_block and self._tree.has_room(request, tokens):
+            node = self._tree.find(request, tokens) or self._tree.make(request, Kind.BRANCH, tokens, now, None)
+            if not node.kept:
+                self._insert(request, node, now)
 
     def _note_hits(self, consumed: Node | None, deepest: Node) -> None:
         if consumed is not None:
@@ -263,44 +273,55 @@ class JudgedEnds:
     def make_way(self, n: int, group: int) -> None:
         """Give up ends until ``n`` blocks of ``group`` are there or given up. O(rings) an end."""
         self._settle()
-        needs = list(self._none)
+        needs, now = list(self._none), self._clock()
         needs[self._pool.classes[group]] = n
-        if not self._space.spares(needs, self._none):
-            self._give_way(needs, self._clock(), None)
+        while not self._space.spares(needs, self._none):
+            node = self._lowest(now)
+            if node is None:
+                break
+            self._release(node, now)
 
-    def _give_way(self, needs: Sequence[int], now: float, wants: End | None) -> bool:
+    def _give_way(self, needs: Sequence[int], now: float, wants: End) -> bool:
         """Whether there is room for ``needs`` now, ends given up for it, but none worth more than ``wants``."""
-        ranking, more, victims = self._ranking, list(self._none), list[Node]()
-        again = bool(self._parked)
+        more, victims, gone = list(self._none), list[Node](), Counter[int]()
+        enough = True
         while not self._space.spares(needs, more):
-            end = ranking.lowest(now)
-            if end is None and again:
-                again = False
-                self._unpark(now)
-                continue
-            if end is None or (wants is not None and not ranking.prefers(wants, end, now)):
-                for node in victims:
-                    self._rank(node, now)
-                return False
-            node = self._tree.nodes[end.serial]
+            node = self._lowest(now)
+            if node is None or not self._ranking.prefers(wants, node.end, now):
+                enough = False
+                break
             self._unrank(node)
-            saved = self._blocks.saved(node)
-            if saved != node.end.saved:  # an end that is not beside it came or went
-                node.end.saved = saved
-                self._rank(node, now)
-                continue
-            frees = self._blocks.frees(node, unheld=True)
-            if any(frees):
-                victims.append(node)
-                more = [a + b for a, b in zip(more, frees, strict=True)]
-            else:
-                self._parked[end.serial] = node  # somebody holds all of it
+            victims.append(node)
+            more = [a + b for a, b in zip(more, self._blocks.frees(node, gone), strict=True)]
         for node in victims:
-            if self._space.spares(needs, self._none):
+            if not enough or self._space.spares(needs, self._none):
                 self._rank(node, now)
             else:
                 self._release(node, now)
-        return True
+        return enough
+
+    def _lowest(self, now: float) -> Node | None:
+        """The end to give up next, ranked still. Those of which somebody holds all are set aside."""
+        again = bool(self._parked)
+        while True:
+            end = self._ranking.lowest(now)
+            if end is None:
+                if not again:
+                    return None
+                again = False
+                self._unpark(now)
+                continue
+            node = self._tree.nodes[end.serial]
+            saved = self._blocks.saved(node)
+            if saved != end.saved:  # an end that is not beside it came or went
+                self._unrank(node)
+                end.saved = saved
+                self._rank(node, now)
+            elif self._blocks.is_held(node):
+                self._unrank(node)
+                self._parked[end.serial] = node
+            else:
+                return node
 
     def _by_class(self, needs: Sequence[int]) -> list[int]:
         counts = list(self._none)
@@ -341,12 +362,14 @@ class JudgedEnds:
 
     def _beside(self, node: Node) -> list[Node]:
         """Ends that may need a block that ``node`` needs, children and parent left out; windows are not looked at."""
-        parent, segment = node.parent, self._blocks.segment(node)
+        segment = self._blocks.segment(node)
         shared = [*node.own, *([] if segment is None else segment.tolist())]
         found = [one for block in shared for one in self._owners.get(block, ()) if one is not node]
-        if parent is not None and not node.segment:  # who goes on behind the block that it ends in
-            keys = (self._pool.key_of(block) for block in node.own)
-            found += [one for key in keys if key is not None for one in parent.children.get(key, ())]
+        for block in node.own:
+            key = self._pool.key_of(block)
+            if key is not None:  # who goes on behind the block that it ends in, with others that do
+                for one in self._owners[block]:
+                    found += one.behind_block(key)
         return found + node.siblings()
 
     # -- what happens to blocks
