@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-newest test-real bench-real bench-gpu test-all docs check lint check-trace find-vllm test-vllm test-vllm-generate clean
+.PHONY: demo test test-newest test-real bench-real bench-gpu test-all docs check lint check-trace find-vllm test-vllm test-vllm-generate test-vllm-engine clean
 
 # torch first and alone: with it in place nothing pulls another build of it
 .venv/runner.stamp: pyproject.toml constraints.txt
@@ -87,6 +87,10 @@ test-vllm: find-vllm
 # the same prompts through vLLM (CPU build) and through Engine; minutes
 test-vllm-generate: find-vllm
 	$(VLLM_PYTHON) tests/vllm/generate_duel.py
+
+# whole engines of vLLM (CPU build), with its own scheduler and with ours; an hour
+test-vllm-engine: find-vllm
+	$(VLLM_PYTHON) tests/vllm/engine_duel.py
 
 clean:
 	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

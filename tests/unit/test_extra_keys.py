@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hybridkv.cache import BlockHasher, BlockStored, KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import EncoderInput, Extra, ExtraKeys, LoraAdapter, MultimodalItem
-from hybridkv.request import Request
+from hybridkv.request import Hasher, Request
 from hybridkv.testing import attention_config
 
 SIZE = 4
@@ -28,7 +28,7 @@ def extras(**known: object) -> ExtraKeys:
     return ExtraKeys(PROMPT, SIZE, **known)  # type: ignore[arg-type]  # by name
 
 
-def request(hasher: BlockHasher | None, prompt: Sequence[int] = range(PROMPT), **known: object) -> Request:
+def request(hasher: Hasher | None, prompt: Sequence[int] = range(PROMPT), **known: object) -> Request:
     return Request("r", prompt, hasher=hasher, **known)  # type: ignore[arg-type]  # by name
 
 

@@ -26,6 +26,7 @@ from hybridkv.cache.slots.slots import Slots
 from hybridkv.cache.slots.transfers import TransferLog
 from hybridkv.errors import ConfigError
 from hybridkv.planner.config import KVCacheConfig
+from hybridkv.request import Hasher
 
 Int32 = NDArray[np.int32]
 
@@ -40,7 +41,7 @@ class CacheOptions:
     enable_events: bool
     max_event_blocks: int
     ranks: int
-    hasher: BlockHasher | None
+    hasher: Hasher | None
     max_pinned_blocks: int
     clock: Callable[[], float]
 
@@ -53,7 +54,7 @@ class CacheParts:
     """
 
     layout: Layout
-    hasher: BlockHasher | None
+    hasher: Hasher | None
     pool: BlockPool
     groups: tuple[CacheGroup, ...]
     sink_blocks: tuple[Int32, ...]

@@ -15,7 +15,6 @@ from hybridkv.cache.audit import check_cache
 from hybridkv.cache.blocks.space import ClassedSpace
 from hybridkv.cache.bounds import CacheBounds
 from hybridkv.cache.events import MAX_EVENT_BLOCKS, KVCacheEvent
-from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.layouts import layout_of
 from hybridkv.cache.placement import DEFAULT_EVICTION, Eviction, Placement
 from hybridkv.cache.planned import managed
@@ -37,7 +36,7 @@ from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats, cache_s
 from hybridkv.cache.values import KVCacheBlocks
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.planner import KVCacheConfig, Plan
-from hybridkv.request import Request
+from hybridkv.request import Hasher, Request, checked_hasher
 from hybridkv.step import Cells
 from hybridkv.units import MOST_COUNT
 
@@ -82,7 +81,7 @@ class KVCacheManager:
         dcp_world_size: int | None = None,
         pcp_world_size: int | None = None,
         *,
-        hasher: BlockHasher | None = None,
+        hasher: Hasher | None = None,
         retention: int | None = None,
         max_pinned_blocks: int = 0,
         placement: Placement | None = None,
@@ -117,7 +116,7 @@ class KVCacheManager:
             enable_events=flag("enable_kv_cache_events", enable_kv_cache_events),
             max_event_blocks=integer("max_event_blocks", max_event_blocks, 1),
             ranks=limits.cp,
-            hasher=None if hasher is None else instance("hasher", hasher, BlockHasher),
+            hasher=None if hasher is None else checked_hasher(hasher),
             max_pinned_blocks=integer("max_pinned_blocks", max_pinned_blocks, 0, MOST_COUNT),
             clock=clock,
         )

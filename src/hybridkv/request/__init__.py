@@ -1,7 +1,7 @@
 """A request: its identity, tokens, block hashes and counts, and how its tokens are drawn."""
 
 from hybridkv.request.branches import branch_id, output_ids
-from hybridkv.request.protocols import Columns, Hasher
+from hybridkv.request.protocols import Columns, Hasher, checked_hasher
 from hybridkv.request.request import Request, hash_error
 from hybridkv.request.sampling import MOST_BIAS, MOST_OUTPUTS, LogitsProcessor, SamplingParams, takes_prompt
 from hybridkv.request.token_ids import MAX_TOKEN_ID, checked_marks, token_array
@@ -16,6 +16,7 @@ __all__ = [
     "Request",
     "SamplingParams",
     "branch_id",
+    "checked_hasher",
     "checked_marks",
     "hash_error",
     "output_ids",

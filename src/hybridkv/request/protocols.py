@@ -8,8 +8,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.errors import HashError
+from hybridkv.errors import ConfigError, HashError
 from hybridkv.extra_keys import Extra
+from hybridkv.units import shown
 
 
 class Columns(Protocol):
@@ -63,3 +64,12 @@ class Hasher(Protocol):
     ) -> list[bytes]:
         """Hashes of unrelated blocks, one a row of ``tokens`` [n, block_size], each with its own parent."""
         ...
+
+
+def checked_hasher(hasher: Hasher) -> Hasher:
+    """``hasher``; ConfigError for what is none."""
+    asked = ("block_size", "root", "hash_chain", "hash_rows")
+    missing = [name for name in asked if not hasattr(hasher, name)]
+    if missing:
+        raise ConfigError(f"hasher must have {', '.join(missing)}, got {shown(hasher)}: hand over cache.hasher")
+    return hasher

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from hybridkv.arguments import flag, instance, instances, integer, integers, real, text
 from hybridkv.errors import ConfigError, HashError
 from hybridkv.extra_keys import EncoderInput, Extra, ExtraKeys, LoraAdapter, MultimodalItem
-from hybridkv.request.protocols import Columns, Hasher
+from hybridkv.request.protocols import Columns, Hasher, checked_hasher
 from hybridkv.request.sampling import SamplingParams
 from hybridkv.request.token_ids import MAX_TOKEN_ID, checked_marks, token_array
-from hybridkv.units import MOST_COUNT, shown
+from hybridkv.units import MOST_COUNT
 
 _GREEDY: Final = SamplingParams()
 
@@ -101,7 +101,7 @@ class Request:
             raise ConfigError(f"request {request_id!r} has an empty prompt: give it at least one token")
         self.marks = checked_marks(marks, f"marks of {request_id!r}")
         self.sampling = _GREEDY if sampling is None else instance("sampling", sampling, SamplingParams)
-        self.hasher = None if hasher is None else _checked_hasher(hasher)
+        self.hasher = None if hasher is None else checked_hasher(hasher)
         self.cache_salt = cache_salt
         self.lora = lora
         self.multimodal = tuple(instances("multimodal", multimodal, MultimodalItem))
@@ -357,11 +357,3 @@ class Request:
 def hash_error(request_id: str, error: Exception) -> HashError:
     """What is said of a hasher that raised ``error``."""
     return HashError(f"blocks of request {request_id!r} could not be hashed: {error!r}", (request_id,))
-
-
-def _checked_hasher(hasher: Hasher) -> Hasher:
-    asked = ("block_size", "root", "hash_chain", "hash_rows")
-    missing = [name for name in asked if not hasattr(hasher, name)]
-    if missing:
-        raise ConfigError(f"hasher must have {', '.join(missing)}, got {shown(hasher)}: hand over cache.hasher")
-    return hasher

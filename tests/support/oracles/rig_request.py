@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridkv.cache import BlockHasher
 from hybridkv.extra_keys import EncoderInput
-from hybridkv.request import Request, SamplingParams
+from hybridkv.request import Hasher, Request, SamplingParams
 from hybridkv.testing.model import Origin
 from oracles.cache import OracleRequest
 
@@ -31,7 +30,7 @@ class RigRequest:
     n: int = 1
     encoder: EncoderInput | None = None
 
-    def request(self, name: str, hasher: BlockHasher | None) -> Request:
+    def request(self, name: str, hasher: Hasher | None) -> Request:
         """For the scheduler."""
         return Request(
             name,

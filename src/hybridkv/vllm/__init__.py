@@ -1,0 +1,38 @@
+"""hybridkv inside vLLM: its schedulers with this library's cache manager in them.
+
+    vllm serve MODEL --scheduler-cls hybridkv.vllm.AsyncScheduler
+
+    vLLM's scheduler --manager's names--> manager --mirrors--> KVCacheManager (reference layout)
+                     <--blocks, events---
+
+Nothing of vLLM is patched: the scheduler is a subclass whose ``kv_cache_manager`` is replaced once it is made. Only
+``scheduler`` imports vLLM; what else lies here goes by the names of its fields. vLLM 0.32 is supported.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from hybridkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hybridkv.vllm.scheduler import AsyncScheduler, Scheduler
+
+__all__ = ["AsyncScheduler", "Scheduler"]
+
+
+def __getattr__(name: str) -> object:
+    """The schedulers, which import vLLM. ConfigError says what to install where it is missing."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = import_module("hybridkv.vllm.scheduler")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "vllm":
+            raise
+        raise ConfigError(
+            f"hybridkv.vllm.{name} runs inside vLLM, which is not installed: pip install 'vllm==0.32.*'"
+        ) from error
+    found: object = getattr(module, name)
+    return found

@@ -1,0 +1,368 @@
+"""This library's cache manager under the names that vLLM's scheduler, connectors and metrics ask for.
+
+    schedule()            look-ups and slots of one step, which is written once its output is here
+    update_from_output    outputs are published, requests freed
+
+Ids, hits and refusals are those of vLLM's own manager (docs/differential.md). What a call of vLLM's asks for and this
+library has not is refused with a ConfigError.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from hybridkv.cache import Admission, BlockLock, KVCacheEvent, KVCacheManager, Refusal
+from hybridkv.errors import ConfigError
+from hybridkv.specs import Keeps, RequestLimits
+from hybridkv.vllm.blocks import Blocks
+from hybridkv.vllm.mirrors import EngineRequest, LentHashes, Mirrors
+from hybridkv.vllm.specs import Config, cache_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What vLLM was started with, as far as its cache minds.
+
+    max_in_flight_tokens: of all steps that may be scheduled and not settled. watermark: share of all blocks that stay
+    free at an admission beside others. new_stats: an empty PrefixCacheStats of vLLM; None without statistics.
+    """
+
+    max_model_len: int
+    max_in_flight_tokens: int
+    hash_block_size: int
+    enable_caching: bool
+    use_eagle: bool
+    enable_events: bool
+    dcp_world_size: int = 1
+    retention: int | None = None
+    watermark: float = 0.0
+    new_stats: Callable[[], Any] | None = None
+
+
+class CacheManager:
+    """What stands in for ``kv_cache_manager``. config: vLLM's KVCacheConfig. told: ours as vLLM's events.
+
+    Methods that are not explained do what vLLM's of the same name do.
+    """
+
+    def __init__(
+        self, config: Config, settings: Settings, told: Callable[[Sequence[KVCacheEvent]], list[Any]] = list
+    ) -> None:
+        self._settings, self._told = settings, told
+        groups = cache_config(config)
+        hasher = LentHashes(settings.hash_block_size) if settings.enable_caching else None
+        self.cache = KVCacheManager(
+            groups,
+            settings.max_model_len,
+            enable_caching=settings.enable_caching,
+            use_eagle=settings.use_eagle,
+            enable_kv_cache_events=settings.enable_events,
+            dcp_world_size=settings.dcp_world_size,
+            hasher=hasher,
+            retention=settings.retention,
+        )
+        self.enable_caching = self.cache.enable_caching
+        self.enable_kv_cache_events = settings.enable_events
+        self.use_eagle = settings.use_eagle
+        self.max_model_len = settings.max_model_len
+        self.kv_cache_config = config
+        self.num_kv_cache_groups = len(groups.groups)
+        self.mamba_shared_prefix_checkpoint = False
+        self.empty_kv_cache_blocks = Blocks(self.cache.create_empty_block_list())
+        self.block_pool = Pool(self.cache)
+        self.coordinator = Coordinator(self, config)
+        self.prefix_cache_stats = None if settings.new_stats is None else settings.new_stats()
+        self.log_stats = settings.new_stats is not None
+        self._mirrors = Mirrors(self.cache.rows, hasher if self.enable_caching else None)
+        self._attention = [number for number, group in enumerate(groups.groups) if group.spec.keeps is not Keeps.STATE]
+        self._new_ids: list[int] = []
+        self._step = -1
+        self._in_flight = deque[tuple[int, object]]()
+
+    # -- steps
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """What is allocated inside is of one step, whose ``output`` is to be handed to ``scheduled``."""
+        self._step += 1
+        with self.cache.step(self._step):
+            yield
+
+    def scheduled(self, output: object) -> None:
+        """``output`` is what the scheduler made of the step that ended last."""
+        self._in_flight.append((self._step, output))
+
+    def executed(self, output: object) -> None:
+        """The step of ``output`` has run, and those before it."""
+        if all(one is not output for _, one in self._in_flight):
+            return
+        while self._in_flight:
+            step, one = self._in_flight.popleft()
+            self.cache.mark_written(step)
+            if one is output:
+                return
+
+    def new_step_starts(self) -> None:
+        """Nothing: ``step`` begins it."""
+
+    # -- look-up
+
+    def prefix_cache_lookup_enabled(self, request: EngineRequest) -> bool:
+        """Whether a prefix of ``request`` is looked up."""
+        return self.enable_caching and not request.skip_reading_prefix_cache
+
+    def get_computed_blocks(self, request: EngineRequest) -> tuple[Blocks, int, int]:
+        """A hit's blocks, its tokens, and where others went on with the same tokens and nothing is kept, or 0."""
+        if not self.prefix_cache_lookup_enabled(request):
+            return self.empty_kv_cache_blocks, 0, 0
+        mine = self._mirrors.of(request)
+        hit = self.cache.find_hit(mine)
+        mine.branch_tokens = hit.branch_tokens
+        if not hit.tokens:
+            return self.empty_kv_cache_blocks, 0, hit.branch_tokens
+        return Blocks(self.cache.blocks_of(hit)), hit.tokens, hit.branch_tokens
+
+    def get_computed_blocks_for_connector(self, request: EngineRequest) -> tuple[Blocks, int, int, bool]:
+        """As get_computed_blocks; no group is ahead of the others."""
+        return *self.get_computed_blocks(request), False
+
+    def truncate_computed_blocks(self, blocks: Blocks, num_computed_tokens: int) -> Blocks:
+        """Hits end at block edges here, so there is no tail to leave out."""
+        del blocks
+        raise ConfigError(f"a hit cannot be cut to {num_computed_tokens} tokens: hits of hybridkv.vllm end at blocks")
+
+    def record_prefix_cache_stats(self, request: EngineRequest, num_hits: int) -> None:
+        """An admission found ``num_hits`` tokens."""
+        if self.prefix_cache_stats is not None and self.prefix_cache_lookup_enabled(request):
+            self.prefix_cache_stats.record(
+                num_tokens=request.num_tokens, num_hits=num_hits, preempted=request.num_preemptions > 0
+            )
+
+    def make_prefix_cache_stats(self) -> Any:  # noqa: ANN401 - vLLM's PrefixCacheStats
+        """Those since the last call; None where they are not wanted."""
+        if self._settings.new_stats is None:
+            return None
+        found, self.prefix_cache_stats = self.prefix_cache_stats, self._settings.new_stats()
+        return found
+
+    # -- slots
+
+    def allocate_slots(  # noqa: PLR0917 - vLLM's positions
+        self,
+        request: EngineRequest,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: Blocks | None = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+        skip_zeroing_group_ids: tuple[int, ...] = (),
+    ) -> Blocks | None:
+        """The new blocks; None when they do not fit."""
+        del skip_zeroing_group_ids
+        mine = self._mirrors.of(request)
+        if mine.row >= 0:
+            new = self.cache.allocate_slots(mine, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens)
+        else:
+            if reserved_blocks or not num_new_tokens:
+                raise ConfigError(
+                    "loads beside the forward are not supported by hybridkv.vllm: take a connector that waits"
+                )
+            hit = new_computed_blocks.held if new_computed_blocks is not None and num_new_computed_tokens else None
+            last = request.num_tokens if full_sequence_must_fit else 1
+            plan = self.cache.plan_slots(
+                mine,
+                num_new_tokens,
+                num_new_computed_tokens,
+                hit,
+                num_lookahead_tokens,
+                delay_cache_blocks,
+                num_encoder_tokens,
+                num_external_computed_tokens=num_external_computed_tokens,
+                admission=Admission(
+                    self._limits(last, num_encoder_tokens),
+                    reserve_blocks=self._watermark if has_scheduled_reqs and mine.num_computed_tokens == 0 else 0,
+                ),
+            )
+            new = None if isinstance(plan, Refusal) else self.cache.commit(plan)
+        if new is None:
+            return None
+        for group in self._attention:
+            self._new_ids += new.ids[group][new.ids[group] != 0].tolist()
+        return Blocks(new)
+
+    @property
+    def _watermark(self) -> int:
+        return int(self._settings.watermark * self.cache.config.num_blocks)
+
+    def _limits(self, num_tokens: int, encoder_tokens: int) -> RequestLimits:
+        return RequestLimits(
+            min(num_tokens, self.max_model_len),
+            self._settings.max_in_flight_tokens,
+            dcp=self._settings.dcp_world_size,
+            max_encoder_tokens=encoder_tokens,
+        )
+
+    def cache_blocks(self, request: EngineRequest, num_computed_tokens: int) -> None:
+        """Publish what is full of the first ``num_computed_tokens`` tokens."""
+        if self.enable_caching:
+            mine = self._mirrors.of(request)
+            if mine.row >= 0:
+                self.cache.cache_blocks(mine, min(num_computed_tokens, mine.num_tokens))
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Give back what is read no longer behind so many tokens that are settled."""
+        del num_prompt_tokens
+        mine = self._mirrors.known(request_id)
+        if mine is None or mine.row < 0:
+            return
+        mine.num_computed_tokens, self.cache.rows.in_flight[mine.row] = processed_computed_tokens, 0
+        self.cache.drop_skipped(mine)
+
+    # -- the end
+
+    def free(self, request: EngineRequest) -> None:
+        """Its blocks go, the last first."""
+        self.cache.free(request.request_id)
+        self._mirrors.forget(request.request_id)
+
+    def pop_blocks_for_free(self, request: EngineRequest) -> list[BlockLock]:
+        """What it held, still held until ``block_pool.free_blocks`` has it."""
+        mine = self._mirrors.known(request.request_id)
+        held = [] if mine is None or mine.row < 0 else [self.cache.lock(mine)]
+        self.free(request)
+        return held
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all keys, unless a block is in use."""
+        done = self.cache.reset_prefix_cache()
+        if done and self.prefix_cache_stats is not None:
+            self.prefix_cache_stats.reset = True
+        return done
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Not supported."""
+        raise ConfigError(f"{len(block_ids)} blocks were to be evicted by id: hybridkv.vllm recomputes failed loads")
+
+    # -- answers
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that are in use."""
+        return self.cache.usage
+
+    def get_blocks(self, request_id: str) -> Blocks:
+        """What a request holds."""
+        return Blocks(self.cache.get_blocks(request_id))
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Their ids."""
+        return self.cache.get_block_ids(request_id)
+
+    def get_block_ids_for_computed_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[list[int], ...]:
+        """Ids of the blocks that hold its first ``num_computed_tokens`` tokens; of states all."""
+        found = list(self.get_block_ids(request_id))
+        for number, group in enumerate(self.cache.groups):
+            if group.kind.spec.keeps is Keeps.TOKENS:
+                found[number] = found[number][: -(-num_computed_tokens // group.policy.block_size)]
+        return tuple(found)
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
+        """0 for each group, as vLLM's own."""
+        del running_request_id
+        return [0] * self.num_kv_cache_groups
+
+    def estimate_cached_tokens(self, request: EngineRequest) -> int:
+        """How many tokens of ``request`` can be hit, by the group that has least of them."""
+        if not self.enable_caching:
+            return 0
+        blocks = Blocks(self.cache.get_blocks(request.request_id)).blocks
+        counts = [
+            max((place + 1 for place, one in enumerate(ids) if one.block_hash is not None), default=0)
+            * self.cache.groups[number].policy.block_size
+            for number, ids in enumerate(blocks)
+            if self.cache.groups[number].kind.publishes
+        ]
+        return min(counts, default=0)
+
+    def take_events(self) -> list[Any]:
+        """Events since the last call, as vLLM's."""
+        return self._told(self.cache.take_events())
+
+    # -- what workers are to do
+
+    def take_new_block_ids(self) -> list[int]:
+        """Attention blocks handed out since the last call, which workers may have to clear."""
+        found, self._new_ids = self._new_ids, []
+        return found
+
+    def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
+        """Blocks from ``start_token`` on are to be cleared, too."""
+        for number, ids in enumerate(self.get_block_ids(request_id)):
+            if number in self._attention:
+                self._new_ids += ids[start_token // self.cache.groups[number].policy.block_size :]
+
+    def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
+        """None: hits end at block edges."""
+        return [], []
+
+    def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
+        """None: connectors with recurrent states are refused."""
+        return {}
+
+    def finalize_partial_tail_offloads(self, request: EngineRequest) -> list[tuple[int, int, int]]:
+        """None, as above."""
+        del request
+        return []
+
+
+class Pool:
+    """What connectors and schedulers ask of ``block_pool``."""
+
+    def __init__(self, cache: KVCacheManager) -> None:
+        self._cache = cache
+        self.num_gpu_blocks = cache.config.num_blocks
+
+    def free_blocks(self, held: Iterable[BlockLock]) -> None:
+        """Those of ``pop_blocks_for_free`` go."""
+        for one in held:
+            self._cache.unlock(one)
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks that nobody holds."""
+        return self._cache.block_pool.get_num_free_blocks()
+
+    def get_usage(self) -> float:
+        """Share of the blocks that are in use."""
+        return self._cache.usage
+
+
+@dataclass(frozen=True, slots=True)
+class GroupManager:
+    """What is asked of one of ``coordinator.single_type_managers``."""
+
+    block_size: int
+    kv_cache_spec: Any
+
+
+class Coordinator:
+    """What schedulers and routers ask of ``coordinator``."""
+
+    enable_partial_hash_hits = False
+
+    def __init__(self, manager: CacheManager, config: Config) -> None:
+        self._manager = manager
+        self.single_type_managers = tuple(
+            GroupManager(cached.policy.block_size, group.kv_cache_spec)
+            for cached, group in zip(manager.cache.groups, config.kv_cache_groups, strict=True)
+        )

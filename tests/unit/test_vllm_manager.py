@@ -1,0 +1,356 @@
+"""hybridkv.vllm without vLLM: requests and groups as vLLM's have them, by the names of their fields.
+
+Whole engines are compared beside vLLM itself: tests/vllm/engine_duel.py.
+"""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridkv import vllm
+from hybridkv.cache import KVCacheManager
+from hybridkv.errors import ConfigError
+from hybridkv.request import Request
+from hybridkv.vllm.manager import CacheManager, Settings
+from hybridkv.vllm.specs import cache_config, spec_of
+
+SIZE = 4
+
+
+@dataclass
+class FullAttentionSpec:
+    block_size: int = SIZE
+    num_kv_heads: int = 1
+    head_size: int = 8
+    dtype: str = "torch.float32"
+
+
+@dataclass
+class SlidingWindowSpec(FullAttentionSpec):
+    sliding_window: int = 6
+    extra_retained_tokens: int = 0
+
+
+@dataclass
+class MambaSpec:
+    block_size: int = SIZE
+    shapes: tuple[tuple[int, ...], ...] = ((2, 2),)
+    dtypes: tuple[str, ...] = ("torch.float32",)
+    mamba_cache_mode: str = "align"
+    num_speculative_blocks: int = 0
+    num_prefill_checkpoint_blocks: int = 0
+
+
+class HiSparseHotSpec(FullAttentionSpec):
+    pass
+
+
+@dataclass
+class Group:
+    kv_cache_spec: Any
+    layer_names: Sequence[str] = ("layer",)
+    is_eagle_group: bool = False
+
+
+@dataclass
+class Config:
+    kv_cache_groups: Sequence[Any]
+    num_blocks: int = 20
+
+
+@dataclass
+class Stats:
+    seen: list[tuple[int, int, bool]] = field(default_factory=list)
+    reset: bool = False
+
+    def record(self, *, num_tokens: int, num_hits: int, preempted: bool) -> None:
+        self.seen.append((num_tokens, num_hits, preempted))
+
+
+class Asked:
+    """A request of vLLM's."""
+
+    def __init__(self, name: str, prompt: list[int]) -> None:
+        self.request_id, self.all_token_ids = name, list(prompt)
+        self.num_prompt_tokens, self.num_computed_tokens, self.num_in_flight_tokens = len(prompt), 0, 0
+        self.num_preemptions = self.shared_prefix_boundary = 0
+        self.skip_reading_prefix_cache = False
+        self.cache_salt: str | None = None
+        self.lora_request = None
+        self.mm_features: list[Any] = []
+        self.block_hashes: list[bytes] = []
+        self.append()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    def append(self, *tokens: int) -> None:
+        self.all_token_ids += tokens
+        for end in range(SIZE * (len(self.block_hashes) + 1), self.num_tokens + 1, SIZE):
+            self.block_hashes.append(sha256(bytes(self.all_token_ids[:end])).digest())
+
+
+def manager(*specs: Any, num_blocks: int = 20, **changed: Any) -> CacheManager:  # noqa: ANN401 - of vLLM's kinds
+    settings: dict[str, Any] = {
+        "max_model_len": 64,
+        "max_in_flight_tokens": 64,
+        "hash_block_size": SIZE,
+        "enable_caching": True,
+        "use_eagle": False,
+        "enable_events": False,
+    }
+    groups = [Group(spec, (f"layer{number}",)) for number, spec in enumerate(specs)]
+    return CacheManager(Config(groups, num_blocks), Settings(**(settings | changed)))
+
+
+def run(cache: CacheManager, request: Asked, tokens: int) -> Any:  # noqa: ANN401 - Blocks or None
+    """A step of ``request`` alone, which is executed at once; what it was given."""
+    with cache.step():
+        hit: dict[str, Any] = {}
+        if not request.num_computed_tokens:
+            blocks, hits, request.shared_prefix_boundary = cache.get_computed_blocks(request)
+            hit = {"num_new_computed_tokens": hits, "new_computed_blocks": blocks}
+            tokens -= hits
+        new = cache.allocate_slots(request, tokens, **hit)
+    if new is not None:
+        request.num_computed_tokens += tokens + hit.get("num_new_computed_tokens", 0)
+    output = object()
+    cache.scheduled(output)
+    cache.executed(output)
+    return new
+
+
+PROMPT = list(range(1, 15))
+
+
+def test_hits_and_tables_are_those_of_the_manager_itself() -> None:
+    cache = manager(FullAttentionSpec(), SlidingWindowSpec())
+    itself = KVCacheManager(cache_config(cache.kv_cache_config), 64)
+    for name in "ab":
+        request, mine = Asked(name, PROMPT), Request(name, PROMPT, hasher=itself.hasher)
+        run(cache, request, len(PROMPT))
+        blocks, hits = itself.get_computed_blocks(mine)
+        itself.allocate_slots(mine, len(PROMPT) - hits, hits, blocks if hits else None)
+        assert cache.get_block_ids(name) == itself.get_block_ids(name)
+        assert request.num_computed_tokens == len(PROMPT)
+        assert hits == (12 if name == "b" else 0)
+        cache.cache_blocks(request, request.num_computed_tokens)
+    assert cache.usage == itself.usage > 0
+    cache.cache.check()
+
+
+def test_outputs_are_taken_over_and_published() -> None:
+    cache = manager(FullAttentionSpec())
+    first = Asked("a", PROMPT)
+    run(cache, first, len(PROMPT))
+    for token in (7, 8, 9):
+        first.append(token)
+        run(cache, first, 1)
+    second = Asked("b", first.all_token_ids)
+    assert cache.get_computed_blocks(second)[1] == 16
+    cache.free(first)
+    assert cache.usage == 0
+    assert cache.get_computed_blocks(second)[1] == 16
+
+
+def test_a_preempted_request_begins_anew_and_its_outputs_are_no_prompt() -> None:
+    cache = manager(FullAttentionSpec(), MambaSpec(), retention=0)
+    request = Asked("a", PROMPT)
+    run(cache, request, len(PROMPT))
+    for token in range(3):
+        request.append(token)
+        run(cache, request, 1)
+    cache.free(request)
+    request.num_computed_tokens, request.num_in_flight_tokens = 0, 5
+    run(cache, request, request.num_tokens)
+    mine = cache._mirrors.known("a")
+    assert mine is not None
+    assert (mine.num_prompt_tokens, mine.num_tokens) == (len(PROMPT), len(PROMPT) + 3)
+    cache.cache.check()
+
+
+def test_a_state_is_not_hit_before_its_step_has_run() -> None:
+    cache = manager(FullAttentionSpec(), MambaSpec())
+    first, second = Asked("a", PROMPT[:9]), Asked("b", PROMPT[:9])
+    with cache.step():
+        assert cache.allocate_slots(first, 8) is not None
+        first.num_computed_tokens = 8
+        blocks, hits, _ = cache.get_computed_blocks(second)
+        assert hits == 8
+        assert cache.allocate_slots(second, 1, hits, blocks) is None
+    output = object()
+    cache.scheduled(output)
+    cache.executed(output)
+    with cache.step():
+        blocks, hits, _ = cache.get_computed_blocks(second)
+        assert cache.allocate_slots(second, 1, hits, blocks) is not None
+
+
+def test_steps_without_output_are_passed_over() -> None:
+    cache = manager(FullAttentionSpec())
+    outputs = [object() for _ in range(3)]
+    for output in outputs:
+        with cache.step():
+            pass
+        cache.scheduled(output)
+    cache.executed(outputs[1])
+    cache.executed(outputs[1])
+    cache.executed(outputs[2])
+    with pytest.raises(Exception, match="step"):
+        cache.cache.mark_written(2)
+
+
+def test_what_does_not_fit_is_none_and_the_whole_sequence_is_asked_for() -> None:
+    cache = manager(FullAttentionSpec(), num_blocks=4)
+    request = Asked("a", PROMPT)
+    assert cache.allocate_slots(request, 4, full_sequence_must_fit=True) is None
+    assert cache.allocate_slots(request, 4) is not None
+    request.num_computed_tokens = 4
+    assert cache.allocate_slots(request, 10) is None
+    assert cache.get_block_ids("a") == ([1],)
+
+
+def test_the_watermark_stays_free_beside_others() -> None:
+    cache = manager(FullAttentionSpec(), num_blocks=11, watermark=0.5)
+    assert cache.allocate_slots(Asked("a", PROMPT), len(PROMPT)) is not None
+    assert cache.allocate_slots(Asked("b", PROMPT[1:9]), 8) is None
+    assert cache.allocate_slots(Asked("b", PROMPT[1:9]), 8, has_scheduled_reqs=False) is not None
+
+
+def test_blocks_in_flight_are_held_past_the_end() -> None:
+    cache = manager(FullAttentionSpec())
+    request = Asked("a", PROMPT)
+    run(cache, request, len(PROMPT))
+    free = cache.block_pool.get_num_free_blocks()
+    held = cache.pop_blocks_for_free(request)
+    assert (cache.block_pool.get_num_free_blocks(), cache.get_block_ids("a")) == (free, ([],))
+    cache.block_pool.free_blocks(reversed(held))
+    assert cache.usage == 0
+    assert cache.pop_blocks_for_free(request) == []
+
+
+def test_windows_behind_settled_tokens_are_given_back() -> None:
+    cache = manager(SlidingWindowSpec())
+    request = Asked("a", PROMPT)
+    run(cache, request, len(PROMPT))
+    cache.remove_skipped_blocks("a", 4)
+    assert 0 not in cache.get_block_ids("a")[0]
+    cache.remove_skipped_blocks("a", 14)
+    assert cache.get_block_ids("a")[0][:2] == [0, 0]
+
+
+def test_ids_to_clear_are_those_of_attention() -> None:
+    cache = manager(FullAttentionSpec(), MambaSpec())
+    request = Asked("a", PROMPT)
+    run(cache, request, len(PROMPT))
+    attention, states = cache.get_block_ids("a")
+    assert cache.take_new_block_ids() == attention
+    assert cache.take_new_block_ids() == []
+    assert set(states) - {0}
+    cache.record_blocks_for_zeroing("a", 8)
+    assert cache.take_new_block_ids() == attention[2:]
+
+
+def test_blocks_answer_as_vllms() -> None:
+    cache = manager(FullAttentionSpec(), FullAttentionSpec())
+    request = Asked("a", PROMPT)
+    new = run(cache, request, len(PROMPT))
+    assert new.get_block_ids() == cache.get_block_ids("a") == ([1, 2, 3, 4], [5, 6, 7, 8])
+    assert new.get_block_ids(group_ids=[1]) == ([5, 6, 7, 8],)
+    assert new.get_unhashed_block_ids_all_groups() == [[4], [8]]
+    assert [one.block_hash for one in new.blocks[0]] == [*request.block_hashes, None]
+    assert new.new_empty().get_block_ids(allow_none=True) is None
+    assert cache.empty_kv_cache_blocks.get_block_ids() == ([], [])
+    assert cache.get_block_ids_for_computed_tokens("a", 5) == ([1, 2], [5, 6])
+    assert cache.estimate_cached_tokens(request) == 12
+
+
+def test_statistics_are_vllms() -> None:
+    cache = manager(FullAttentionSpec(), new_stats=Stats)
+    request = Asked("a", PROMPT)
+    cache.record_prefix_cache_stats(request, 8)
+    request.num_preemptions = 1
+    cache.record_prefix_cache_stats(request, 4)
+    assert cache.reset_prefix_cache()
+    assert cache.make_prefix_cache_stats() == Stats([(14, 8, False), (14, 4, True)], reset=True)
+    assert cache.make_prefix_cache_stats() == Stats()
+    assert manager(FullAttentionSpec()).make_prefix_cache_stats() is None
+
+
+def test_without_caching_nothing_is_looked_up_or_hashed() -> None:
+    cache = manager(FullAttentionSpec(), MambaSpec(mamba_cache_mode="none", block_size=64), enable_caching=False)
+    for name in "ab":
+        request = Asked(name, PROMPT)
+        request.block_hashes = []
+        assert cache.get_computed_blocks(request)[1:] == (0, 0)
+        assert run(cache, request, len(PROMPT)) is not None
+        cache.cache_blocks(request, len(PROMPT))
+        assert cache.estimate_cached_tokens(request) == 0
+
+
+def test_events_speak_of_the_engines_hashes() -> None:
+    cache = manager(FullAttentionSpec(), enable_events=True)
+    request = Asked("a", PROMPT)
+    request.cache_salt = "tenant"
+    run(cache, request, len(PROMPT))
+    (stored,) = cache.take_events()
+    assert list(stored.block_hashes) == request.block_hashes
+    assert stored.cache_salt == "tenant"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (HiSparseHotSpec(), "HiSparseHotSpec is not supported"),
+        (SlidingWindowSpec(extra_retained_tokens=2), "multi-token prediction"),
+        (MambaSpec(num_prefill_checkpoint_blocks=1), "states kept inside a step"),
+        (MambaSpec(mamba_cache_mode="all"), "--mamba-cache-mode all"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(spec: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        spec_of(spec)
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    cache = manager(FullAttentionSpec())
+    request = Asked("a", PROMPT)
+    with pytest.raises(ConfigError, match="end at blocks"):
+        cache.truncate_computed_blocks(cache.empty_kv_cache_blocks, 3)
+    with pytest.raises(ConfigError, match="recomputes"):
+        cache.evict_blocks({1})
+    with pytest.raises(ConfigError, match="loads beside the forward"):
+        cache.allocate_slots(request, 0, num_external_computed_tokens=4)
+    run(cache, request, len(PROMPT))
+    request.all_token_ids = request.all_token_ids[:5]
+    with pytest.raises(ConfigError, match="outputs are cut"):
+        cache.allocate_slots(request, 1)
+    longer = Asked("b", PROMPT)
+    longer.block_hashes = longer.block_hashes[:1]
+    with pytest.raises(Exception, match="the engine has hashed 1"):
+        cache.get_computed_blocks(longer)
+
+
+def test_without_vllm_the_schedulers_say_what_to_install() -> None:
+    code = "import sys, hybridkv.vllm; assert 'vllm' not in sys.modules; hybridkv.vllm.AsyncScheduler"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: S603 - ours
+    assert done.returncode
+    assert "pip install 'vllm==0.32.*'" in done.stderr.splitlines()[-1]
+    with pytest.raises(AttributeError, match="no attribute 'Schedule'"):
+        _ = vllm.Schedule
+
+
+def test_numpy_tokens_of_a_prompt() -> None:
+    cache = manager(FullAttentionSpec())
+    request = Asked("a", PROMPT)
+    run(cache, request, len(PROMPT))
+    mine = cache._mirrors.known("a")
+    assert mine is not None
+    assert np.array_equal(mine.token_ids(), PROMPT)

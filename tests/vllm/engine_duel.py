@@ -1,0 +1,152 @@
+"""vLLM with its own scheduler and with ours, whole engines: ``make test-vllm-engine VLLM_PYTHON=...``.
+
+Tokens, cached tokens of every prompt and preemptions must be equal. Prints a table in Markdown; see docs/vllm.md.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from generate_duel import MATCHES, Match, say
+from generators import OUTPUT, Plain, last_error
+from rounds import Round, make_rounds
+
+from hybridkv.runner import tiny_model, wrap
+
+SEED = 0
+ASYNC, SYNC = "hybridkv.vllm.AsyncScheduler", "hybridkv.vllm.Scheduler"
+STOP_AFTER_S = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """options: of vllm.LLM. preempts: whether memory is so small that requests are preempted."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    scheduler: str = ASYNC
+    priorities: bool = False
+    abort: int = 0
+    preempts: bool = False
+
+
+REGIMES = (
+    Regime("as started"),
+    Regime("one step at a time", {"async_scheduling": False}, SYNC),
+    Regime("chunks", {"max_num_batched_tokens": 48}),
+    Regime("preempted", {"num_gpu_blocks_override": 22}, preempts=True),
+    Regime("preempted, by priority", {"num_gpu_blocks_override": 22, "scheduling_policy": "priority"}, priorities=True),
+    Regime(
+        "drafts",
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
+    ),
+    Regime("aborts", abort=2),
+    Regime("events", {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}),
+    Regime("all kept", {"prefix_cache_retention_interval": None}),
+    Regime("nothing cached", {"enable_prefix_caching": False}),
+)
+
+
+class EngineError(Exception):
+    """An engine did not answer. The message is its own."""
+
+
+def run(folder: Path, model: Path, rounds: Sequence[Round], match: Match, regime: Regime, scheduler: str | None) -> Any:  # noqa: ANN401, PLR0917 - what vllm_engine.py answers
+    job, answers, log = (folder / name for name in ("job.json", "answers.json", "log.txt"))
+    options = {"max_model_len": 320, "block_size": 32, "enable_prefix_caching": True, **match.options, **regime.options}
+    asked = {
+        "model": str(model),
+        "rounds": [one.prompts for one in rounds],
+        "output": OUTPUT,
+        "options": options,
+        "scheduler": scheduler,
+        "priorities": regime.priorities,
+        "abort": regime.abort,
+    }
+    job.write_text(json.dumps(asked), "utf-8")
+    script = Path(__file__).with_name("vllm_engine.py")
+    with log.open("w", encoding="utf-8") as out:
+        done = subprocess.run(  # noqa: S603  # this very Python, and a script of these tests
+            [sys.executable, str(script), str(job), str(answers)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            timeout=STOP_AFTER_S,
+            check=False,
+        )
+    if done.returncode:
+        raise EngineError(last_error(log.read_text("utf-8")))
+    return json.loads(answers.read_text("utf-8"))
+
+
+def faults(theirs: Any, ours: Any, rounds: Sequence[Round], regime: Regime) -> Iterator[str]:  # noqa: ANN401 - as above
+    """What is not equal, or not what the regime says."""
+    if not ours["manager"].startswith("hybridkv.") or theirs["manager"].startswith("hybridkv."):
+        yield f"managers are {theirs['manager']} and {ours['manager']}"
+    for one, wanted, found in zip(rounds, theirs["rounds"], ours["rounds"], strict=True):
+        for number, (theirs_, ours_) in enumerate(zip(wanted, found, strict=True)):
+            for what in ("tokens", "hit_tokens"):
+                if theirs_[what] != ours_[what]:
+                    yield f"{one.name}, prompt {number}: {what} {theirs_[what]}, with ours {ours_[what]}"
+    if theirs["preemptions"] != ours["preemptions"] or (regime.preempts and not ours["preemptions"]):
+        yield f"{theirs['preemptions']} preemptions, with ours {ours['preemptions']}"
+    if ours["usage"]:
+        yield f"{ours['usage']:.3f} of the cache is in use at the end"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    names, regimes = [match.name for match in MATCHES], [regime.name for regime in REGIMES]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=names, choices=names)
+    parser.add_argument("--regimes", nargs="+", default=regimes, choices=regimes)
+    asked = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    wrong = 0
+    say("| model | regime | prompts | tokens | hit tokens: stock | ours | preemptions | |")
+    say("|---|---|--:|--:|--:|--:|--:|---|")
+    for match in (match for match in MATCHES if match.name in asked.models):
+        model = tiny_model(match.name, SEED, match.fields)
+        rounds = make_rounds(SEED, Plain(wrap(model, name=match.name)).generate)
+        for regime in (regime for regime in REGIMES if regime.name in asked.regimes):
+            with TemporaryDirectory() as name:
+                folder = Path(name)
+                model.save_pretrained(folder / "model")
+                try:
+                    theirs = run(folder, folder / "model", rounds, match, regime, None)
+                except EngineError as error:
+                    say(f"| tiny:{match.name} | {regime.name} | | | | | | stock itself: {error} |")
+                    continue
+                try:
+                    ours = run(folder, folder / "model", rounds, match, regime, regime.scheduler)
+                except EngineError as error:
+                    say(f"| tiny:{match.name} | {regime.name} | | | | | | **{error}** |")
+                    wrong += 1
+                    continue
+            every = [one for answers in ours["rounds"] for one in answers]
+            hits = sum(one["hit_tokens"] for answers in theirs["rounds"] for one in answers)
+            found = list(faults(theirs, ours, rounds, regime))
+            cells = (
+                f"tiny:{match.name}",
+                regime.name,
+                str(len(every)),
+                f"{sum(len(one['tokens']) for one in every):,}",
+                f"{hits:,}",
+                f"{sum(one['hit_tokens'] for one in every):,}",
+                str(ours["preemptions"]),
+                f"**{len(found)} differences**" if found else "equal",
+            )
+            say(f"| {' | '.join(cells)} |")
+            for line in found[:8]:
+                say(line)
+            wrong += len(found)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
