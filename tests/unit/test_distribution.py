@@ -122,11 +122,12 @@ def test_the_long_description_leads_nowhere_but_out(wheel: zipfile.ZipFile) -> N
     assert text.count("\n") >= readme.count("\n")
 
 
-def test_all_is_every_extra_but_those_of_developers() -> None:
+def test_all_is_every_extra_but_those_of_developers_and_vllm() -> None:
+    """VLLM asks for a torch of its own: it is never a dependency but where it is asked for."""
     extras = PROJECT["optional-dependencies"]
     (every,) = extras["all"]
     named = set(every.removeprefix("hybridkv[").removesuffix("]").split(","))
-    assert named == extras.keys() - {"all", "docs", "dev"}
+    assert named == extras.keys() - {"all", "docs", "dev", "vllm"}
     readme = (ROOT / "README.md").read_text("utf-8")
     shown = set(re.findall(r"pip install '?hybridkv(?:\[([a-z,]+)\])?", readme))
     assert {"", "cli", "cli,runner", "all"} <= shown
