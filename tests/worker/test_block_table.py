@@ -1,5 +1,6 @@
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -353,3 +354,46 @@ def test_nothing_to_pin_memory_for() -> None:
 def test_sizes_that_cannot_work(sizes: tuple[int, int, int, int]) -> None:
     with pytest.raises(ConfigError, match="must be at least 1"):
         BlockTable(*sizes)
+
+
+def test_single_appends_are_sent_with_all_others() -> None:
+    """More than are kept apart, between lists and swaps; rows behind the commit wait, a cleared table forgets them."""
+    rng = np.random.default_rng(5)
+    one, other = BlockTable(16, 4, 2000, 64), BlockTable(16, 4, 2000, 64)
+    for turn in range(3000):
+        row, block = rng.integers(0, 4, 2).tolist()
+        one.append_row([block], row)
+        other.append_rows(np.array([row]), np.array([block]))
+        if turn % 700 == 699:
+            for table in (one, other):
+                table.append_row([7, 8], 1)
+                table.swap_row(0, 2)
+                assert table.commit_block_table(3) > 0
+        if turn == 2000:
+            for table in (one, other):
+                table.clear()
+                assert table.commit_block_table(4) == 0
+    assert one.commit_block_table(4) == other.commit_block_table(4)
+    assert (one.get_numpy_array() == other.get_numpy_array()).all()
+    assert (one.get_device_tensor().numpy() == other.get_device_tensor().numpy()).all()
+    assert (one.num_blocks_per_row == other.num_blocks_per_row).all()
+
+
+@pytest.mark.parametrize("block", [-1, 1 << 31, 1 << 70, 1.0, "a", None, True])
+def test_a_single_append_of_what_is_no_block(block: object) -> None:
+    table = BlockTable(16, 2, 4, 8)
+    with pytest.raises(WorkerError):
+        table.append_row([block], 0)  # type: ignore[list-item]
+    assert not table.num_blocks_per_row.any()
+    assert table.commit_block_table(2) == 0
+
+
+def test_a_single_append_finds_its_row_full_or_missing() -> None:
+    table = BlockTable(16, 2, 4, 8)
+    for block in range(4):
+        table.append_row([block], 1)
+    with pytest.raises(WorkerError, match="row 1 would hold 5 blocks"):
+        table.append_row([9], 1)
+    for row in (-1, 2):
+        with pytest.raises(WorkerError, match=f"row {row} does not exist"):
+            table.append_row([9], row)

@@ -233,15 +233,25 @@ class KVCacheManager:
 
         When they do not, columns that are read no longer are given back all the same.
         """
-        mine = instance("request", request, Request)._rows is self.rows
-        plain = new_computed_blocks is None and type(num_new_tokens) is type(num_lookahead_tokens) is int
-        for count in (num_new_computed_tokens, num_encoder_tokens, num_external_computed_tokens):
-            plain = plain and type(count) is int and not count  # what is no count, plan_slots refuses
-        if mine and plain and num_new_tokens > 0 and num_lookahead_tokens >= 0:
-            total = self.rows.num_computed.item(request.row) + num_new_tokens + num_lookahead_tokens
+        if (
+            instance("request", request, Request)._rows is self.rows
+            and new_computed_blocks is None
+            and type(num_new_tokens) is type(num_lookahead_tokens) is int
+            # what is no count, plan_slots refuses
+            and type(num_new_computed_tokens) is type(num_encoder_tokens) is type(num_external_computed_tokens) is int
+            and not (num_new_computed_tokens or num_encoder_tokens or num_external_computed_tokens)
+            and num_new_tokens > 0
+            and num_lookahead_tokens >= 0
+        ):
+            end = self.rows.num_computed.item(request.row) + num_new_tokens
+            total = end + num_lookahead_tokens
             if total < self._residents.next_event(request.row):
-                self._slots.label(request.row, total - num_lookahead_tokens)
+                self._slots.label(request.row, end)
                 return self._lookup.empty
+            if delay_cache_blocks is False:
+                grown = self._slots.grow(request, end, total)
+                if grown is not None:
+                    return KVCacheBlocks(grown, self.block_pool)
         self._residents.refuse_stranger(request)
         new = self._slots.allocate_one(
             request,

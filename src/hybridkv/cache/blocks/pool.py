@@ -109,6 +109,14 @@ class BlockPool:
         """needs: blocks to take, freed: blocks given back before, by group; in units. O(groups)."""
         return self._free.weigh(self._by_class(needs), self._by_class(freed))
 
+    def gives(self, needs: Sequence[int]) -> bool:
+        """Whether ``needs`` blocks, by group, can be taken now."""
+        if not any(needs):
+            return True
+        by_class, none = self._by_class(needs), [0] * len(self.bases)
+        weight = self._free.weigh(by_class, none)
+        return weight.needed <= weight.free and not self._free.waits(by_class, none)
+
     def takes_in_any_order(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
         """Whether ``needs`` blocks, by group, are the same ones in whatever order groups and requests take them.
 
@@ -126,6 +134,8 @@ class BlockPool:
         return self._free.units(held) - self._free.units(self._reserved)
 
     def _by_class(self, blocks: Sequence[int]) -> list[int]:
+        if len(self.bases) == 1:
+            return [sum(blocks)]
         counts = [0] * len(self.bases)
         for of, count in zip(self.classes, blocks, strict=True):
             counts[of] += count
@@ -237,13 +247,15 @@ class BlockPool:
         if len(ids) < n:
             ids = np.concatenate((ids, self._take_with_room(n - len(ids), of, moves)))
         if n == 1:
-            if self.keys.group_of(ids.item(0)) >= 0:
+            block = ids.item(0)
+            if self.keys.group_of(block) >= 0:
                 self.keys.evict(ids)
+            self._ref[block] = 1
         else:
             cached = ids[self.keys.are_on(ids)]
             if cached.size:
                 self.keys.evict(cached)
-        self._ref[ids] = 1
+            self._ref[ids] = 1
         self.epoch += 1
         return Taken(ids, moves)
 
@@ -292,7 +304,11 @@ class BlockPool:
         Those without holder become free: without key to the front in the given order, with key to the back.
         BlockError for a foreign id, the null block or a block that nobody holds; then nothing changes.
         """
-        _require_ids(ordered)
+        self.refuse_foreign(ordered)
+        self.release(ordered)
+
+    def release(self, ordered: Int32) -> None:
+        """free_blocks of blocks that rows held. BlockError for one that nobody holds; then nothing changes."""
         if not ordered.size:
             return
         ids = ordered.astype(np.int64)
@@ -303,7 +319,7 @@ class BlockPool:
         else:
             self._ref[ids] = 0
         cached = self.keys.are_on(ids)
-        if not cached.all():
+        if not np.logical_and.reduce(cached):
             self._free.prepend(ids[~cached])
             ids = ids[cached]
         self._free.append(ids)
@@ -329,6 +345,7 @@ class BlockPool:
         ids = np.concatenate(parts).astype(np.int64)
         if not ids.size:
             return
+        self._refuse_foreign(ids)
         if np.maximum.reduce(self._held(ids)) > 1:
             for part in parts:
                 self.free_blocks(part)
@@ -343,8 +360,7 @@ class BlockPool:
         self.epoch += 1
 
     def _held(self, ids: Int64) -> Int32:
-        """How many rows hold each of ``ids``; BlockError unless all are the pool's and held."""
-        self._refuse_foreign(ids)
+        """How many rows hold each of ``ids``, of this pool; BlockError unless all are held."""
         held: Int32 = self._ref[ids]
         if np.minimum.reduce(held) < 1:
             raise BlockError(f"double free of block {int(ids[held < 1][0])}: nobody holds it")

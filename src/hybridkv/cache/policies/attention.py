@@ -55,6 +55,11 @@ class AttentionPolicy:
             return np.ones(len(published), np.bool_)
         return self.publishing.decided_rows(tokens.known) <= published
 
+    @property
+    def only_grows(self) -> bool:
+        """Unless some full columns are passed over."""
+        return self.publishing.keeps_all
+
     def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:
         """What is missing for ``demand``; see GroupPlan."""
         columns = self.columns(demand.total)

@@ -182,6 +182,7 @@ class FixedPolicy:
     hits: LabelHits | NoHits | AnyHits
     states: RunningStates | None = None
     publishing: None = None
+    only_grows: bool = False
 
     def columns(self, num_tokens: T) -> T:
         """What the decoder's tokens ask for, however many they are."""

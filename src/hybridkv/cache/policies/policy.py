@@ -107,6 +107,11 @@ class Policy(Protocol):
         """Whether rows need no more than ``columns`` new blocks at their end and a key for every decided column."""
         ...
 
+    @property
+    def only_grows(self) -> bool:
+        """Whether a row that runs is always plain, but for the columns that it drops."""
+        ...
+
     def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:
         """What is missing for ``demand``. hit: blocks to adopt, for a row that holds nothing."""
         ...

@@ -147,6 +147,7 @@ class AlignedStatePolicy:
     publishing: PublishRule
     hits: StateHits
     states: AlignedStates
+    only_grows: bool = False
 
     def columns(self, num_tokens: T) -> T:
         """Columns that a row of ``num_tokens`` tokens has, null ones and drafts' included."""

@@ -78,6 +78,18 @@ class BlockRows:
         ids: Int32 = self.cells[self.origin[rows] + columns]
         return ids
 
+    def cell(self, row: int, column: int) -> int:
+        """The block in ``column`` of ``row``, which has it; 0 for a null one."""
+        return self.cells.item(self.origin.item(row) + column) if column >= self.base.item(row) else 0
+
+    def push(self, row: int, block: int) -> None:
+        """``block``, not the null one, behind what ``row`` has."""
+        count = self.count.item(row)
+        if count - self.base.item(row) >= self.room.item(row):
+            self._ensure(row, count + 1)
+        self.cells[self.origin.item(row) + count] = block
+        self.count[row] = count + 1
+
     def extend(self, row: int, ids: Int32) -> None:
         """``ids`` behind what ``row`` has. Null columns at the beginning of a row take no room."""
         count = self.count.item(row)

@@ -58,6 +58,11 @@ class CacheGroup:
             return request.hashes
         return request.hashes[stride - 1 :: stride] if self.kind.publishes else ()
 
+    def lacks_first(self, request: Request) -> bool:
+        """Whether ``request`` has a full block here, and nothing is known of its first tokens. O(1)."""
+        index, hashes, stride = self.index, request.hashes, self.key_stride
+        return not index.num_tails and len(hashes) >= stride and index.get(hashes[stride - 1]) is None
+
     def key_run(self, request: Request, first: int, last: int) -> list[bytes]:
         """Keys of columns first .. last-1."""
         stride = self.key_stride

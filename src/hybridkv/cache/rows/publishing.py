@@ -145,6 +145,28 @@ class Publisher:
         tells = self._log.wants_runs and not group.kind.by_digest  # events are of the decoder's tokens
         self._log.record(ids, _runs(group, request, columns, ids) if tells else [], step)
 
+    def publish_grown(self, request: Request, known: int) -> None:
+        """publish_rows of one request whose groups do nothing but grow, without arrays of one element."""
+        if not self.publishes:
+            return
+        row, step = request.row, self._log.open_step
+        for group in self._groups:
+            rule, first = group.policy.publishing, group.published.item(row)
+            decided = first if rule is None else rule.decided(known)
+            if decided <= first:
+                continue
+            if decided > first + 1 or self._log.wants_runs:
+                columns = np.arange(max(first, group.rows.dropped.item(row)), decided)
+                self._publish_columns(group, request, columns, decided)
+                continue
+            group.published[row] = decided
+            block = group.rows.cell(row, first)
+            if block:
+                key = request.hashes[decided * group.key_stride - 1]
+                self._pool.publish(group.number, (block,), (key,), step)
+                if step != WRITTEN:
+                    self._log.record(np.array([block], np.int32), [], step)
+
     def publish_rows(self, requests: RequestRows, rows: Int64, known: Int64) -> None:
         """What each of ``rows`` can publish at ``known`` tokens, in order within a group. Ends are not looked at."""
         for group in self._groups if self.publishes else ():

@@ -82,7 +82,7 @@ class Residents:
 
     def refuse_stranger(self, request: Request) -> None:
         """ConfigError, CacheError for a request that was made for another manager, or cannot be served by this one."""
-        if instance("request", request, Request).row < 0:
+        if instance("request", request, Request).row < 0 and (request.multimodal or request.encoder is not None):
             self.names.refuse(request)
         if request.hasher is not self._hasher:
             raise ConfigError(

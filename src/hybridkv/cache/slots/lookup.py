@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache.blocks.pool import BlockPool
-from hybridkv.cache.policies import Hit, Search
+from hybridkv.cache.policies import Hit, LabelHits, Search
 from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.cache.rows.residents import Residents
 from hybridkv.cache.slots.kept import KeptEnds
@@ -65,6 +66,10 @@ class PrefixLookup:
         self._asked = sorted(groups, key=_search_order)
         none = (Hit(0, _NONE),) * len(groups)
         self._no_hit = CommonHit(0, none, 0, ((),) * len(groups), (), (-1,) * len(groups), (0,) * len(groups))
+        # whom a hit must begin with, and what is answered where it knows nothing: the others are not asked
+        self._first = _without_first_no_hit(self._asked)
+        missing = tuple((0,) if group is self._first else () for group in groups)
+        self._miss = self._no_hit._replace(missing=missing, seen=(_NONE,) * len(groups))
 
     # -- cached prefixes
 
@@ -109,6 +114,8 @@ class PrefixLookup:
         candidate = limit_tokens // self._alignment * self._alignment
         if not candidate:
             return self._no_hit
+        if self._first is not None and self._first.lacks_first(request):
+            return self._miss
         hits: dict[int, Hit] = {}
         views = {group.number: group.view(request) for group in self._groups}
         missing: dict[int, list[int]] = {group.number: [] for group in self._groups}
@@ -170,6 +177,12 @@ class PrefixLookup:
             partial = len(held) > full and (group.states is not None or tokens % group.policy.block_size)
             sources.append(int(held[full]) if partial and tokens else 0)
         return KVCacheBlocks(tuple(ids), self._pool, sources=tuple(sources), parent=request), tokens
+
+
+def _without_first_no_hit(asked: Sequence[CacheGroup]) -> CacheGroup | None:
+    """The first one asked, where its answer of no hit is the answer of all."""
+    told = all(group.kind.publishes and not isinstance(group.policy.hits, LabelHits) for group in asked)
+    return asked[0] if asked and told and asked[0].policy.hits.downward_closed else None
 
 
 def _search_order(group: CacheGroup) -> tuple[bool, bool, int]:

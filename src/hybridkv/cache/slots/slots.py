@@ -58,6 +58,7 @@ class Slots:
         self._transfers = transfers
         self._checkpoints = checkpoints
         self._no_hit = KVCacheBlocks((_NONE,) * len(residents.groups), pool)
+        self._only_grow = all(group.policy.only_grows for group in residents.groups)
 
     # -- one request
 
@@ -71,6 +72,42 @@ class Slots:
             self.drop_skipped(request)
             return plan
         return self.commit(plan)
+
+    def grow(self, request: Request, end_tokens: int, total_tokens: int) -> tuple[Int32, ...] | None:
+        """allocate_one for a request that runs and needs no more than blocks at the end of its rows.
+
+        The new columns of each group; None, and nothing done but columns dropped that are read no longer, where it
+        takes a plan, or is refused. end_tokens: of the step; total_tokens: with drafts.
+        """
+        row, requests = request.row, self._request_rows
+        if (
+            not self._only_grow
+            or total_tokens > self._planner.max_model_len
+            or end_tokens >= self._publisher.next_end(row)
+        ):
+            return None
+        processed = requests.num_computed.item(row) - requests.in_flight.item(row)
+        missing = []
+        for group in self._groups:
+            policy, held = group.policy, group.rows.count.item(row)
+            self._drop(group, row, min(policy.droppable(processed), held))
+            missing.append(max(policy.columns(total_tokens) - held, 0))
+        if not self._pool.gives(missing):
+            return None
+        new = tuple(self._extend(group, row, n) if n else _NONE for group, n in zip(self._groups, missing, strict=True))
+        self._publisher.publish_grown(request, min(end_tokens, requests.num_tokens.item(row)))
+        self._pool.advance_epoch()
+        self._residents.refresh(row)
+        return new
+
+    def _extend(self, group: CacheGroup, row: int, n: int) -> Int32:
+        """``n`` new blocks at the end of ``row``."""
+        ids = self._transfers.new_blocks(n, group.number)
+        if n == 1:
+            group.rows.push(row, ids.item(0))
+        else:
+            group.rows.extend(row, ids)
+        return ids
 
     def commit(self, plan: SlotPlan) -> tuple[Int32, ...]:
         """Carry out ``plan``; the new columns of each group, null and moved ones included.
@@ -248,6 +285,9 @@ class Slots:
     def _allocate_one(self, row: int, end_tokens: int, lookahead: int) -> tuple[Int32, ...] | Refusal:
         """allocate_one for the request in ``row``."""
         (request,) = self._request_rows.owners(np.array([row]))
+        grown = self.grow(request, end_tokens, end_tokens + lookahead)
+        if grown is not None:
+            return grown
         new = max(end_tokens - self._request_rows.num_computed.item(row), 1)  # 0 at max_model_len
         return self.allocate_one(request, SlotDemand(new, self._no_hit, lookahead_tokens=lookahead))
 
@@ -293,7 +333,7 @@ class Slots:
             return
         self._transfers.forget(resident.row)
         for group in self._groups:
-            self._pool.free_blocks(group.rows.held(resident.row)[::-1])
+            self._pool.release(group.rows.held(resident.row)[::-1])
         self._residents.release(resident)
 
     def free_many(self, request_ids: Sequence[str]) -> None:

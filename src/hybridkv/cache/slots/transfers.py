@@ -153,6 +153,8 @@ class TransferLog:
 
     def forget(self, row: int) -> None:
         """``row`` is given back before its step: its copies are not made."""
+        if not self._copies:
+            return
         gone = [copy.source for copy in self._copies if copy.row == row]
         self._copies = [copy for copy in self._copies if copy.row != row]
         for source in gone:

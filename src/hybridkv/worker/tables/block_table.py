@@ -113,6 +113,8 @@ class BlockTable:
 
     def append_row(self, block_ids: Ids, row_idx: int) -> None:
         """``block_ids`` behind the blocks of one row; nothing for an empty list. O(ids)."""
+        if type(block_ids) is list and len(block_ids) == 1 and self._put_one(block_ids[0], row_idx):
+            return
         ids = self.check_row(block_ids, row_idx, replacing=False)
         self._put(ids, row_idx, self.num_blocks_per_row.item(row_idx))
 
@@ -311,6 +313,20 @@ class BlockTable:
         self._host[row, start:end] = cells
         self.num_blocks_per_row[row] = end
         self._mark_row(row, start, end)
+
+    def _put_one(self, block: int, row: int) -> bool:
+        """One block behind those of one row, as nearly always; False, and nothing done, where more is to be said."""
+        plain = type(block) is type(row) is int and 0 <= row < self.num_rows and 0 <= block < self.id_limit
+        if not plain or self.blocks_per_kv_block > 1:
+            return False
+        width, column = self.max_num_blocks_per_req, self.num_blocks_per_row.item(row)
+        if column >= width:
+            return False
+        cell = row * width + column
+        self._flat[cell] = block
+        self.num_blocks_per_row[row] = column + 1
+        self._mirror.mark_one(cell)
+        return True
 
     def _put_pairs(self, rows: Int64, columns: Int64, ids: Int32) -> None:
         if len(ids):

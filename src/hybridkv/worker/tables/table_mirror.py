@@ -29,6 +29,7 @@ class TableMirror:
         self.device = torch.zeros(host.shape, dtype=torch.int32, device=device)
         self._dirty: Int64 = np.empty(_FIRST_ROOM, np.int64)
         self._num_dirty = 0
+        self._single: list[int] = []  # marked, too
         # a mirror in host memory is written through numpy: 10 us a commit less than through torch
         self._mirror: Int32 | None = self.device.numpy().reshape(-1) if self.device.device.type == "cpu" else None
 
@@ -41,11 +42,23 @@ class TableMirror:
         self._dirty[self._num_dirty : end] = cells
         self._num_dirty = end
 
+    def mark_one(self, cell: int) -> None:
+        """One of them, without an array. Amortised O(1)."""
+        self._single.append(cell)
+        if len(self._single) == _FIRST_ROOM:
+            self._settle()
+
+    def _settle(self) -> None:
+        if self._single:
+            self.mark(np.array(self._single, np.int64))
+            self._single.clear()
+
     def commit(self, num_rows: int) -> int:
         """Send the marked cells of the first ``num_rows`` rows; how many. Those of later rows stay marked.
 
         O(marked cells).
         """
+        self._settle()
         cells = self._dirty[: self._num_dirty]
         if not len(cells):
             return 0
@@ -66,6 +79,7 @@ class TableMirror:
         """Zeros, as on the host; nothing is marked. O(rows * width)."""
         self.device.zero_()
         self._num_dirty = 0
+        self._single.clear()
 
     def _send(self, values: NDArray[np.integer]) -> torch.Tensor:
         """``values`` on the device, from memory of its own, which torch keeps until it is sent."""
