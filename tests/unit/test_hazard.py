@@ -131,6 +131,30 @@ def test_without_fading_it_would_not_be(monkeypatch: pytest.MonkeyPatch) -> None
     assert not follows_a_change(HazardRanking())
 
 
+def test_waiting_counts_while_more_ends_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those of long ago, too: one more end comes with each request."""
+    monkeypatch.setattr(HazardTable, "decay", lambda *_: None)
+    ranking = HazardRanking()
+    for request in range(1, 401):
+        ranking.add(end(request, used=float(request)), float(request))
+        ranking.note_request(float(request))
+    assert ranking.table.at_risk[0].sum() == pytest.approx(400 * 399 / 2)
+
+
+def test_many_ends_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridkv.cache.placement.hazard._MOST_LOOKED_AT", 7)
+    monkeypatch.setattr(HazardTable, "decay", lambda *_: None)
+    ranking = HazardRanking()
+    for serial in range(10):
+        ranking.add(end(serial), 0.0)
+    waited = []
+    for _ in range(2):
+        for _ in range(100):
+            ranking.note_request(5.0)
+        waited.append(ranking.table.at_risk[0].sum())
+    assert waited == [7 * 5.0, 10 * 5.0]  # three are looked at first, and four again
+
+
 def test_the_least_valuable_goes_first() -> None:
     ranking = HazardRanking()
     serve(ranking, Kind.OUTPUT, Kind.PROMPT, 3)

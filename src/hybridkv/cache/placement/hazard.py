@@ -72,13 +72,13 @@ class HazardRanking:
             self.table.decay(0.5 ** (_LEARN_EVERY / HALVED_EVERY))
 
     def _count_waiting(self, now: float) -> None:
-        """Of all ends, or of the next of many."""
-        if not self._rows:
+        """Of all ends, or of the next of many, in turns."""
+        count = min(self._rows, _MOST_LOOKED_AT)
+        if not count:
             return
-        first = self._turn if self._turn < self._rows else 0
-        last = min(first + _MOST_LOOKED_AT, self._rows)
-        self._turn = last
-        rows = np.flatnonzero(self._class[first:last] != _NOBODY) + first
+        rows = (self._turn + np.arange(count)) % self._rows
+        self._turn = (self._turn + count) % self._rows
+        rows = rows[self._class[rows] != _NOBODY]
         ages = now - self._used[rows]
         self.table.wait_all(self._class[rows], self._counted[rows], ages)
         self._counted[rows] = ages
