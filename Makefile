@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-newest test-real bench-real bench-gpu test-all docs check lint check-trace find-vllm test-vllm test-vllm-generate test-vllm-engine clean
+.PHONY: demo test test-newest test-real bench-real bench-gpu bench-guard test-all docs check lint check-trace find-vllm test-vllm test-vllm-generate test-vllm-engine clean
 
 # torch first and alone: with it in place nothing pulls another build of it
 .venv/runner.stamp: pyproject.toml constraints.txt
@@ -51,6 +51,10 @@ test-real: .venv/dev.stamp
 bench-real: .venv/dev.stamp
 	$(BIN)/python examples/real_model.py $(REAL_MODEL)
 	$(BIN)/python benchmarks/bench_real.py $(REAL_MODEL) --json bench_real.json
+
+# counted work of every row of the control plane beside benchmarks/work.json; a commit that makes one grow declares it there (--write)
+bench-guard: .venv/dev.stamp
+	cd benchmarks && ../$(BIN)/python guard.py
 
 # models of real shapes on a GPU, at most ten minutes: a table, and bench_gpu.json; BENCH_PYTHON has a CUDA build of torch, and transformers
 BENCH_PYTHON ?= $(PYTHON)

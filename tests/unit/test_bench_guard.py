@@ -1,0 +1,66 @@
+"""benchmarks/guard.py: work that grows is told by its row, in whatever time it is done; see `make bench-guard`."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.cache.values import KVCacheBlocks
+from hybridkv.request import Request
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def guard(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("guard", BENCHMARKS / "guard.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "guard", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_work_that_grows_is_told_and_nothing_else(guard: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same code counts the same twice; a layer more around one call is told in that call's row alone."""
+    before = guard.measure(["lookups"])
+    assert guard.measure(["lookups"]) == before
+    declared = {row: list(work) for row, work in before.items()}
+    assert guard.grown(declared, before) == []
+    own = KVCacheManager.get_computed_blocks
+
+    def layered(self: KVCacheManager, request: Request) -> tuple[KVCacheBlocks, int]:
+        for _ in range(3):
+            if request.request_id != str(request.request_id):
+                break
+        return own(self, request)
+
+    monkeypatch.setattr(KVCacheManager, "get_computed_blocks", layered)
+    told = guard.grown(declared, guard.measure(["lookups"]))
+    assert told
+    assert all(line.startswith("lookup.miss") for line in told), told
+
+
+def test_what_counts_as_growth(guard: ModuleType) -> None:
+    declared = {"a": [1000, 100], "b": [20, 1]}
+    assert guard.grown(declared, {"a": (1050, 105), "b": (28, 1)}) == []
+    assert guard.grown(declared, {"a": (500, 50), "b": (1, 0)}) == []
+    assert guard.grown(declared, {"a": (1051, 100)}) == ["a: 1000 bytecodes, now 1051 (+5%)"]
+    assert guard.grown(declared, {"a": (1000, 106), "b": (29, 1)}) == [
+        "a: 100 C calls, now 106 (+6%)",
+        "b: 20 bytecodes, now 29 (+45%)",
+    ]
+    assert guard.grown(declared, {"c": (1, 1)}) == ["c: not declared"]
+
+
+def test_every_row_is_declared(guard: ModuleType) -> None:
+    """Of one scenario here; `make bench-guard` compares all."""
+    declared = json.loads((BENCHMARKS / "work.json").read_text())
+    assert set(guard.measure(["tables", "decode_one"])) <= set(declared["rows"])
+    assert {"python", "numpy"} <= set(declared)
