@@ -79,7 +79,8 @@ class Asked:
     def __init__(self, name: str, prompt: list[int]) -> None:
         self.request_id, self.all_token_ids = name, list(prompt)
         self.num_prompt_tokens, self.num_computed_tokens, self.num_in_flight_tokens = len(prompt), 0, 0
-        self.num_preemptions = self.shared_prefix_boundary = 0
+        self.num_preemptions = self.shared_prefix_boundary = self.num_output_placeholders = 0
+        self.drafts = 0
         self.skip_reading_prefix_cache = False
         self.cache_salt: str | None = None
         self.lora_request = None
@@ -90,6 +91,10 @@ class Asked:
     @property
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
+
+    @property
+    def num_tokens_with_spec(self) -> int:
+        return self.num_tokens + self.drafts
 
     def append(self, *tokens: int) -> None:
         self.all_token_ids += tokens
@@ -293,6 +298,84 @@ def test_without_caching_nothing_is_looked_up_or_hashed() -> None:
         assert run(cache, request, len(PROMPT)) is not None
         cache.cache_blocks(request, len(PROMPT))
         assert cache.estimate_cached_tokens(request) == 0
+
+
+def running(cache: CacheManager, count: int) -> list[Asked]:
+    """Requests of different prompts, as long as blocks are, that decode next."""
+    found = [Asked(str(number), [number + 1] * (SIZE * 2)) for number in range(count)]
+    for request in found:
+        run(cache, request, request.num_tokens)
+        request.append(7)
+    cache.take_new_block_ids()
+    return found
+
+
+def test_slots_of_a_step_in_one_batch_are_those_one_by_one() -> None:
+    specs = FullAttentionSpec(), SlidingWindowSpec()
+    together, alone = manager(*specs, num_blocks=60), manager(*specs, num_blocks=60)
+    batch, single = running(together, 4), running(alone, 4)
+    for token in range(9):
+        with together.step():
+            together.prepare(batch, 1, 0)
+            given = [together.allocate_slots(one, 1) for one in batch]
+        with alone.step():
+            wanted = [alone.allocate_slots(one, 1) for one in single]
+        assert [one and one.get_block_ids() for one in given] == [one and one.get_block_ids() for one in wanted]
+        assert sorted(together.take_new_block_ids()) == sorted(alone.take_new_block_ids())
+        for cache, requests in ((together, batch), (alone, single)):
+            cache.scheduled(token)
+            cache.executed(token)
+            for one in requests:
+                one.num_computed_tokens += 1
+                one.append(token)
+                cache.cache_blocks(one, one.num_computed_tokens)
+    for first, second in zip(batch, single, strict=True):
+        assert together.get_block_ids(first.request_id) == alone.get_block_ids(second.request_id)
+        assert together.get_computed_blocks(Asked("x", first.all_token_ids))[1] == 16
+    together.cache.check()
+
+
+def test_blocks_that_were_not_asked_for_come_with_the_next_step() -> None:
+    cache = manager(FullAttentionSpec())
+    first, second = running(cache, 2)
+    with cache.step():
+        cache.prepare([first, second], 1, 0)
+        given = cache.allocate_slots(first, 1)
+    assert given is not None
+    assert given.get_block_ids() == ([5],)
+    with cache.step():
+        given = cache.allocate_slots(second, 5)
+    assert given is not None
+    assert given.get_block_ids() == ([6, 7],)
+    assert cache.take_new_block_ids() == [5, 6, 7]
+    with cache.step():
+        cache.prepare([first, second], 1, 0)
+    cache.free(second)
+    assert cache.get_block_ids("1") == ([],)
+
+
+def test_what_is_prepared_ends_at_the_first_that_prefills() -> None:
+    cache = manager(FullAttentionSpec())
+    first, second, third = running(cache, 3)
+    second.append(*range(8))
+    third.num_output_placeholders = -1  # nothing left to run
+    with cache.step():
+        cache.prepare([third, first, second, first], 1, 0)
+    assert cache._owed.keys() == {"0"}
+    states = manager(FullAttentionSpec(), MambaSpec())
+    (only,) = running(states, 1)
+    with states.step():
+        states.prepare([only], 1, 0)
+    assert not states._owed
+
+
+def test_slots_that_do_not_fit_are_asked_for_one_by_one() -> None:
+    cache = manager(FullAttentionSpec(), num_blocks=6)
+    first, second = running(cache, 2)
+    with cache.step():
+        cache.prepare([first, second], 1, 0)
+        assert cache.allocate_slots(first, 1) is not None
+        assert cache.allocate_slots(second, 1) is None
 
 
 def test_events_speak_of_the_engines_hashes() -> None:

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hybridkv.cache import Admission, BlockLock, KVCacheEvent, KVCacheManager, Refusal
+import numpy as np
+
+from hybridkv.cache import Admission, BlockLock, KVCacheBlocks, KVCacheEvent, KVCacheManager, Refusal
 from hybridkv.errors import ConfigError
 from hybridkv.specs import Keeps, RequestLimits
 from hybridkv.vllm.blocks import Blocks
@@ -79,6 +81,13 @@ class CacheManager:
         self.log_stats = settings.new_stats is not None
         self._mirrors = Mirrors(self.cache.rows, hasher if self.enable_caching else None)
         self._attention = [number for number, group in enumerate(groups.groups) if group.spec.keeps is not Keeps.STATE]
+        self._states = any(group.spec.keeps is Keeps.STATE for group in groups.groups)
+        self._block = min(group.policy.block_size for group in self.cache.groups)
+        # by request: tokens and look-ahead that it has slots for in this step; blocks by group that it was not told
+        # of yet; how many tokens fill its next block
+        self._ready = dict[str, tuple[int, int]]()
+        self._owed = dict[str, tuple[list[int], ...]]()
+        self._due = dict[str, int]()
         self._new_ids: list[int] = []
         self._step = -1
         self._in_flight = deque[tuple[int, object]]()
@@ -91,6 +100,41 @@ class CacheManager:
         self._step += 1
         with self.cache.step(self._step):
             yield
+        self._ready.clear()
+
+    def prepare(self, running: Sequence[EngineRequest], most_tokens: int, num_lookahead_tokens: int) -> None:
+        """Slots for what ``running`` decode next, in one batch; ``allocate_slots`` then hands them out.
+
+        most_tokens: of a request that decodes, drafts included; those behind the first that runs more are left out, so
+        that blocks go round as they would one by one. What a scheduler then does not ask for waits for the request's
+        next step. Nothing for models with states, whose columns move.
+        """
+        if self._states:
+            return
+        asked, tokens = list[EngineRequest](), list[int]()
+        for request in running:
+            computed = request.num_computed_tokens
+            more = request.num_tokens_with_spec + request.num_output_placeholders - computed
+            more = min(more, self.max_model_len - computed - 1)
+            if more > most_tokens or not self._mirrors.holds_blocks(request.request_id):
+                break
+            if more > 0:
+                asked.append(request)
+                tokens.append(more)
+        if not asked:
+            return
+        slots = self.cache.allocate_batch(
+            self._mirrors.of_rows(asked), np.fromiter(tokens, np.int64, len(tokens)), num_lookahead_tokens
+        )
+        taken = asked[: slots.accepted]
+        self._ready = {
+            request.request_id: (more, num_lookahead_tokens)
+            for request, more in zip(taken, tokens[: slots.accepted], strict=True)
+        }
+        cells = zip(slots.owner.tolist(), slots.group.tolist(), slots.block.tolist(), strict=True)
+        for owner, group, block in cells:
+            owed = self._owed.setdefault(asked[owner].request_id, tuple([] for _ in range(self.num_kv_cache_groups)))
+            owed[group].append(block)
 
     def scheduled(self, output: object) -> None:
         """``output`` is what the scheduler made of the step that ended last."""
@@ -168,6 +212,8 @@ class CacheManager:
     ) -> Blocks | None:
         """The new blocks; None when they do not fit."""
         del skip_zeroing_group_ids
+        if (num_new_tokens, num_lookahead_tokens) == self._ready.pop(request.request_id, None):
+            return self._with_owed(request.request_id, self.empty_kv_cache_blocks)
         mine = self._mirrors.of(request)
         if mine.row >= 0:
             new = self.cache.allocate_slots(mine, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens)
@@ -193,11 +239,20 @@ class CacheManager:
                 ),
             )
             new = None if isinstance(plan, Refusal) else self.cache.commit(plan)
-        if new is None:
-            return None
+        return None if new is None else self._with_owed(request.request_id, Blocks(new))
+
+    def _with_owed(self, request_id: str, new: Blocks) -> Blocks:
+        """``new`` blocks of a request behind those that it was given by ``prepare`` and not told of."""
+        owed = self._owed.pop(request_id, None)
+        if owed is not None:
+            given = KVCacheBlocks(tuple(np.array(ids, np.int32) for ids in owed), self.empty_kv_cache_blocks.held.pool)
+            new = Blocks(given + new.held)
+        elif new is self.empty_kv_cache_blocks:
+            return new
         for group in self._attention:
-            self._new_ids += new.ids[group][new.ids[group] != 0].tolist()
-        return Blocks(new)
+            ids = new.held.ids[group]
+            self._new_ids += ids[ids != 0].tolist()
+        return new
 
     @property
     def _watermark(self) -> int:
@@ -213,10 +268,13 @@ class CacheManager:
 
     def cache_blocks(self, request: EngineRequest, num_computed_tokens: int) -> None:
         """Publish what is full of the first ``num_computed_tokens`` tokens."""
-        if self.enable_caching:
-            mine = self._mirrors.of(request)
-            if mine.row >= 0:
-                self.cache.cache_blocks(mine, min(num_computed_tokens, mine.num_tokens))
+        if not self.enable_caching or num_computed_tokens < self._due.get(request.request_id, 0):
+            return
+        mine = self._mirrors.of(request)
+        if mine.row >= 0:
+            tokens = min(num_computed_tokens, mine.num_tokens)
+            self.cache.cache_blocks(mine, tokens)
+            self._due[request.request_id] = (tokens // self._block + 1) * self._block
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
@@ -233,6 +291,8 @@ class CacheManager:
 
     def free(self, request: EngineRequest) -> None:
         """Its blocks go, the last first."""
+        for table in (self._ready, self._owed, self._due):
+            table.pop(request.request_id, None)
         self.cache.free(request.request_id)
         self._mirrors.forget(request.request_id)
 

@@ -29,6 +29,7 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
     def schedule(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
         """As vLLM's."""
         with self.kv_cache_manager.step():
+            self.kv_cache_manager.prepare(self.running, 1 + self.num_spec_tokens, self.num_lookahead_tokens)
             output = super().schedule(*args, **kwargs)
         self.kv_cache_manager.scheduled(output)
         return output
