@@ -205,6 +205,10 @@ class FreeOrder:
 
     def _write(self, start: int, ids: Ids) -> None:
         first = start % self._capacity
+        if len(ids) == 1:
+            self._ring[first] = block = ids[0]
+            self._place[block] = start
+            return
         room = self._capacity - first
         self._ring[first : first + len(ids)] = ids[:room]
         if len(ids) > room:

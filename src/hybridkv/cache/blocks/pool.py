@@ -312,16 +312,21 @@ class BlockPool:
         if not ordered.size:
             return
         ids = ordered.astype(np.int64)
-        held = self._held(ids)
-        if np.maximum.reduce(held) > 1:
+        held = self._ref[ids]
+        if np.logical_and.reduce(held == 1):  # as nearly always
+            self._ref[ids] = 0
+        else:
+            held = self._held(ids)
             self._ref[ids] = held - 1
             ids = ids[held == 1]
-        else:
-            self._ref[ids] = 0
         cached = self.keys.are_on(ids)
         if not np.logical_and.reduce(cached):
-            self._free.prepend(ids[~cached])
-            ids = ids[cached]
+            if np.logical_and.reduce(cached[1:]):  # of a row the last block, which is not full
+                self._free.prepend(ids[:1])
+                ids = ids[1:]
+            else:
+                self._free.prepend(ids[~cached])
+                ids = ids[cached]
         self._free.append(ids)
         self._needs.release(ids)
         self.epoch += 1

@@ -195,8 +195,7 @@ class BlockRows:
         room = self.room.item(row)
         if room:
             self._spare.setdefault(room, []).append(self.start.item(row))
-        for column in (self.start, self.room, self.base, self.origin, self.dropped, self.count):
-            column[row] = 0
+        self.start[row] = self.room[row] = self.base[row] = self.origin[row] = self.dropped[row] = self.count[row] = 0
 
     def ensure_rows(self, capacity: int) -> None:
         """Rows 0 .. capacity - 1 exist."""

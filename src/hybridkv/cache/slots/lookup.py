@@ -68,6 +68,8 @@ class PrefixLookup:
         self._no_hit = CommonHit(0, none, 0, ((),) * len(groups), (), (-1,) * len(groups), (0,) * len(groups))
         # whom a hit must begin with, and what is answered where it knows nothing: the others are not asked
         self._first = _without_first_no_hit(self._asked)
+        alone = len(groups) == 1 and groups[0].policy.hits.downward_closed
+        self._alone = groups[0] if alone else None
         missing = tuple((0,) if group is self._first else () for group in groups)
         self._miss = self._no_hit._replace(missing=missing, seen=(_NONE,) * len(groups))
 
@@ -105,17 +107,23 @@ class PrefixLookup:
         return all(self._pool.keys.kept_since(ids, evictions) for ids in hit.seen)
 
     def _longest(self, request: Request, limit_tokens: int) -> CommonHit:
-        """The longest prefix of at most ``limit_tokens`` tokens that every group has.
-
-        Each group may lower the candidate; all are asked in turn until they agree (a fixed point: the
-        candidate only falls). A group that drops for EAGLE looks one column past the candidate, once; it
-        does so anew after a group that did not drop has lowered the candidate. O(blocks of the longest hit).
-        """
+        """The longest prefix of at most ``limit_tokens`` tokens that every group has. O(blocks of the longest hit)."""
         candidate = limit_tokens // self._alignment * self._alignment
         if not candidate:
             return self._no_hit
         if self._first is not None and self._first.lacks_first(request):
             return self._miss
+        if self._alone is not None:
+            return self._longest_of(self._alone, request, Search(candidate, limit_tokens, self._alignment))
+        return self._agreed(request, limit_tokens, candidate)
+
+    def _agreed(self, request: Request, limit_tokens: int, candidate: int) -> CommonHit:
+        """_longest, at most ``candidate``.
+
+        Each group may lower the candidate; all are asked in turn until they agree (a fixed point: the
+        candidate only falls). A group that drops for EAGLE looks one column past the candidate, once; it
+        does so anew after a group that did not drop has lowered the candidate.
+        """
         hits: dict[int, Hit] = {}
         views = {group.number: group.view(request) for group in self._groups}
         missing: dict[int, list[int]] = {group.number: [] for group in self._groups}
@@ -153,6 +161,18 @@ class PrefixLookup:
         sources = tuple(group.policy.hits.source(views[group.number], candidate) for group in self._groups)
         asked = asked._replace(tokens=candidate, groups=tuple(hits[group.number] for group in self._groups))
         return asked._replace(sources=sources, seen=(*seen, np.array([s for s in sources if s], np.int32)))
+
+    def _longest_of(self, group: CacheGroup, request: Request, search: Search) -> CommonHit:
+        """_longest of one group alone, of which every prefix of a hit is one: it agrees with itself at once."""
+        hits, view = group.policy.hits, group.view(request)
+        if group.kind.drops:
+            search = search._replace(past=1)
+        hit = hits.longest(view, group.keys(request), search)
+        if not hit.tokens:
+            return self._no_hit._replace(missing=(hit.missing,), seen=(hit.seen,), additions=(hit.additions,))
+        source = hits.source(view, hit.tokens)
+        seen = (hit.seen, np.array([source], np.int32)) if source else (hit.seen,)
+        return CommonHit(hit.tokens, (hit,), 0, (hit.missing,), seen, (hit.additions,), (source,))
 
     # -- blocks to begin with
 
