@@ -159,6 +159,18 @@ def test_ends_that_need_the_same_block_share_what_it_costs() -> None:
     assert cache.node(10).end.saved == 10 / (3 * size)
 
 
+def test_a_block_is_shared_behind_two_ends_in_one_block() -> None:
+    """Who goes on behind the first of them was there before the second; all is checked at every step."""
+    cache = Cache("hazard", slabs=14)
+    start = [1, 2, 3, 4, 5, 6]
+    cache.run(start, outputs=1)
+    cache.run([*start, 1000, 7, 8, 8, 8], outputs=1)
+    cache.kept._release(cache.node(11), cache.now)
+    cache.run([*start, 1000], outputs=1)
+    assert cache.node(7).parent is cache.node(10).parent is cache.node(6)
+    assert cache.run([*start, 1000, 7, 9, 9, 9]) == 7
+
+
 @pytest.mark.parametrize("eviction", JUDGED)
 @pytest.mark.parametrize("specs", [(full_spec(4),), (full_spec(4), window_spec(4, 9))])
 def test_where_a_request_leaves_what_others_had_is_an_end(eviction: str, specs: tuple[KVCacheSpec, ...]) -> None:

@@ -53,21 +53,32 @@ class Node:
         """All children."""
         return [child for bucket in self.children.values() for child in bucket]
 
-    def siblings(self) -> list[Node]:
-        """Others that begin as it does behind its parent, unless they are a crowd without it."""
-        if self.parent is None or not self.segment:
-            return []
-        return [one for one in self.parent.few(self.first_key) if one is not self]
+    def level(self) -> list[Node]:
+        """Ends behind the same whole hash blocks as this one, each behind the one before; few ones."""
+        top = self
+        while not top.segment and top.parent is not None:
+            top = top.parent
+        found = [top]
+        for one in found:
+            found += one.few(b"")
+        return found
 
     def few(self, key: bytes) -> list[Node]:
         """Children whose segments begin with ``key``, unless more than one of them is too many."""
         found = self.children.get(key, [])
         return found if len(found) <= CROWD + 1 else []
 
-    def behind_block(self, key: bytes) -> list[Node]:
-        """Ends, few ones, whose segments begin with the block ``key``, which this one ends in."""
-        beside = [] if self.segment or self.parent is None else self.parent.few(key)
-        return self.few(key) + beside
+    def siblings(self) -> list[Node]:
+        """Others that begin as it does behind its parent, or behind one of that one's level; few ones."""
+        if self.parent is None or not self.segment:
+            return []
+        return [one for before in self.parent.level() for one in before.few(self.first_key) if one is not self]
+
+    @property
+    def crowded(self) -> bool:
+        """Whether what it saves is not followed, for too many begin as it does."""
+        before = [] if self.parent is None else self.parent.level()
+        return any(len(one.children.get(key, ())) > CROWD for one in before for key in (self.first_key, b""))
 
     def behind(self, other: Node) -> list[Node]:
         """Children that ``other``, new behind this end, lies before. O(children that begin as it does).

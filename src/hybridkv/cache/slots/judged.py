@@ -23,7 +23,7 @@ from hybridkv.cache.placement.ends import End, Kind, Ranking
 from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.cache.slots.end_blocks import EndBlocks
 from hybridkv.cache.slots.end_counts import EndCounts
-from hybridkv.cache.slots.end_tree import CROWD, EndTree, Node
+from hybridkv.cache.slots.end_tree import EndTree, Node
 from hybridkv.cache.slots.known import KnownTokens
 from hybridkv.cache.statistics import CacheStatistics
 from hybridkv.request import Request
@@ -365,11 +365,9 @@ class JudgedEnds:
         segment = self._blocks.segment(node)
         shared = [*node.own, *([] if segment is None else segment.tolist())]
         found = [one for block in shared for one in self._owners.get(block, ()) if one is not node]
-        for block in node.own:
-            key = self._pool.key_of(block)
-            if key is not None:  # who goes on behind the block that it ends in, with others that do
-                for one in self._owners[block]:
-                    found += one.behind_block(key)
+        keys = {key for block in node.own if (key := self._pool.key_of(block)) is not None}
+        if keys:  # who goes on behind the block that it ends in
+            found += [one for before in node.level() for key in sorted(keys) for one in before.few(key)]
         return found + node.siblings()
 
     # -- what happens to blocks
@@ -461,8 +459,7 @@ class JudgedEnds:
 
     def _check_worth(self, node: Node) -> Iterator[str]:
         saved = self._blocks.saved(node)
-        crowd = node.parent is not None and len(node.parent.children[node.first_key]) > CROWD
-        if node.end.saved != saved and not crowd and not self._blocks.overlaps:
+        if node.end.saved != saved and not node.crowded and not self._blocks.overlaps:
             yield f"the end of {node.tokens} tokens saves {saved} a byte, not {node.end.saved}"
         if node.ranked == (node.end.serial in self._parked or node.end.saved == 0.0):
             yield f"the end of {node.tokens} tokens is ranked: {node.ranked}, against what it saves or who holds it"
