@@ -110,6 +110,15 @@ def test_salts_part_what_is_remembered() -> None:
     assert len({one[-1] for one in made}) == 3
 
 
+def test_ids_of_32_bits_are_hashed_as_they_are() -> None:
+    """They are compared as signed numbers, of which each is one of theirs."""
+    hasher = BlockHasher(SIZE)
+    prompt = np.random.default_rng(0).integers(0, 1 << 32, LONG + 4, dtype=np.uint32)
+    other = np.concatenate((prompt[:LONG], prompt[:4]))
+    for tokens in (prompt, other, prompt):
+        assert hasher.hash_chain(None, tokens) == PLAIN.hash_chain(None, tokens)
+
+
 def hashes_of(count: int) -> list[bytes]:
     return [i.to_bytes(4, "big") * 8 for i in range(count)]
 

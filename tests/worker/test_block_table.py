@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -397,3 +398,24 @@ def test_a_single_append_finds_its_row_full_or_missing() -> None:
     for row in (-1, 2):
         with pytest.raises(WorkerError, match=f"row {row} does not exist"):
             table.append_row([9], row)
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("wrong", [-1, 1 << 31, 1 << 32, 1 << 70, 1.0, "a", None])
+def test_lists_with_one_that_is_no_block(wrong: object, place: int) -> None:
+    """Ids, rows and columns. A list of booleans alone is none of numbers."""
+    ids: Any = [1, 2, 3]
+    ids[place] = wrong
+    t, fine = table(), [0, 1, 2]
+    for call, arguments in (
+        (t.add_row, (ids, 0)),
+        (t.append_row, (ids, 0)),
+        (t.append_rows, (fine, ids)),
+        (t.append_rows, (ids, fine)),
+        (t.write_cells, (fine, ids, fine)),
+        (t.add_row, ([True, True], 0)),
+    ):
+        with pytest.raises(WorkerError):
+            call(*arguments)
+    assert not t.num_blocks_per_row.any()
+    assert t.commit_block_table(4) == 0

@@ -170,7 +170,7 @@ class BlockHasher:
         hashes, place = self.remembered.find(ids, extras)
         done, joined = place.blocks, bytearray()
         rest = None if extras is None else extras[done:]
-        for part in self._chunks(hashes[-1] if done else None, ids[done * self.block_size :] if done else ids, rest):
+        for part in self._chunks(hashes[-1] if done else None, tokens[done * self.block_size :], rest):
             hashes += part
             joined += b"".join(part)
         if joined:
