@@ -69,13 +69,10 @@ class EndBlocks:
 
     def _charged(self, node: Node) -> Int64:
         """What ``node`` pays for: its own blocks, its windows, and its segment unless ends behind it need that."""
-        window, segment = self.window(node), None if node.children else self.segment(node)
-        parts = (
-            np.array(node.own, np.int64),
-            _NONE if window is None else window,
-            _NONE if segment is None else segment,
-        )
-        return np.concatenate(parts)
+        window = self.window(node) if self._windows else None
+        segment = None if node.children else self.segment(node)
+        parts = (np.array(node.own, np.int64), *(part for part in (window, segment) if part is not None))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _classes(self, ids: Int64) -> Int64:
         of: Int64 = np.searchsorted(self._pool.bases, ids, side="right") - 1
@@ -119,7 +116,8 @@ class EndBlocks:
         if not ids.size:
             return 0.0
         before = 0 if node.parent is None else node.parent.tokens
-        return (node.tokens - before) / float(np.sum(self._bytes[self._classes(ids)] / self._needs.counts[ids].clip(1)))
+        shared = np.maximum(self._needs.counts[ids], 1)
+        return (node.tokens - before) / float((self._bytes[self._classes(ids)] / shared).sum())
 
     # -- counted
 
