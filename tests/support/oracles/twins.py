@@ -257,8 +257,9 @@ class Twins(Rig):
         return list(self._live)
 
     def check(self) -> None:
-        """The first side checks itself, and both have the same free blocks."""
+        """The first side checks itself, the other what it keeps, and both have the same free blocks."""
         self.sides[0].scheduler.check()
+        same("what is wrong with what is kept", list(self.sides[1].cache._parts.kept.check()), [])
         same("blocks to evict", *(side.cache.block_pool.space.order().tolist() for side in self.sides))
 
 
