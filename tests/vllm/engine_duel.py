@@ -50,6 +50,8 @@ REGIMES = (
     Regime("aborts", abort=2),
     Regime("events", {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}),
     Regime("all kept", {"prefix_cache_retention_interval": None}),
+    Regime("two ranks", {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
+    Regime("two stages", {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}),
     Regime("nothing cached", {"enable_prefix_caching": False}),
 )
 
