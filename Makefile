@@ -94,6 +94,7 @@ test-vllm-generate: find-vllm
 
 # whole engines of vLLM (CPU build), with its own scheduler and with ours; an hour
 test-vllm-engine: find-vllm
+	$(VLLM_PYTHON) tests/vllm/drift.py
 	$(VLLM_PYTHON) tests/vllm/engine_duel.py
 
 clean:
