@@ -17,7 +17,8 @@ chat has a system prompt of its own, so that there is nothing to find before it 
 Each runs in a process of its own, which loads the model and answers one short prompt before the clock runs.
 ``same`` counts the chats whose tokens are those of ``sequential``, or of the first engine of the list without it: real
 numbers end in ties that any order of summing breaks its own way. ``peak``: the most memory that the process ever held,
-model, cache and all, in GiB.
+model, cache and all, in GiB. Of hybridkv also ``cache``, all of its blocks, and ``steps``, the most that the steps of
+the cold run held besides the model and the whole cache (Linux).
 """
 
 # ruff: noqa: PLC0415 - each engine runs in a process, and maybe a Python, that has not what the others need
@@ -53,8 +54,8 @@ RULES = (
 )
 
 Answers = list[list[int]]
-Run = tuple[dict[str, float], Answers]
-"""Processor seconds by what was run, and the tokens of every chat."""
+Run = tuple[dict[str, float], Answers, dict[str, float]]
+"""Processor seconds by what was run, the tokens of every chat, and GiB by what they are of."""
 
 
 def prompts_of(model: str, chats: int, tokens: int, own: bool) -> Answers:
@@ -103,10 +104,27 @@ def hybridkv(model: str, prompts: Answers, new: int, dtype: str, drafts: int) ->
         def run() -> Answers:
             return [list(one.token_ids) for one in engine.generate(prompts, sampling)]
 
+        engine.runner.storage.arena.fill_(0)  # all of it is there before the peak is looked for
+        before = forget_peak()
         cold, answers = timed(run)
+        memory = {"cache": plan.capacity.arena_bytes / 2**30, "steps": resident("VmHWM") - before}
         if drafts:
-            return {"cold": cold}, answers
-        return {"cold": cold, "warm": timed(run)[0]}, answers
+            return {"cold": cold}, answers, memory
+        return {"cold": cold, "warm": timed(run)[0]}, answers, memory
+
+
+def resident(field: str) -> float:
+    """GiB of this process's memory: VmRSS now, VmHWM at most since ``forget_peak``; 0 but on Linux."""
+    status = Path("/proc/self/status")
+    lines = status.read_text("utf-8").splitlines() if status.exists() else []
+    return next((int(line.split()[1]) / 2**20 for line in lines if line.startswith(field)), 0.0)
+
+
+def forget_peak() -> float:
+    """The peak counts from now on; GiB now. See proc(5), clear_refs."""
+    if (clear := Path("/proc/self/clear_refs")).exists():
+        clear.write_text("5", "utf-8")
+    return resident("VmRSS")
 
 
 def of_transformers(name: str, model: str, prompts: Answers, new: int, dtype: str) -> Run:
@@ -141,7 +159,7 @@ def of_transformers(name: str, model: str, prompts: Answers, new: int, dtype: st
     }
     batch([[1, 2, 3]])
     cold, answers = timed(runs[name])
-    return {"cold": cold}, answers
+    return {"cold": cold}, answers, {}
 
 
 def vllm(model: str, prompts: Answers, new: int, dtype: str) -> Run:
@@ -158,7 +176,7 @@ def vllm(model: str, prompts: Answers, new: int, dtype: str) -> Run:
         return [list(one.outputs[0].token_ids) for one in engine.generate(given, asked, use_tqdm=False)]
 
     cold, answers = timed(run)
-    return {"cold": cold, "warm": timed(run)[0]}, answers
+    return {"cold": cold, "warm": timed(run)[0]}, answers, {}
 
 
 def run_one(name: str, given: argparse.Namespace) -> None:
@@ -166,17 +184,17 @@ def run_one(name: str, given: argparse.Namespace) -> None:
     prompts = json.loads((given.work / "prompts.json").read_text("utf-8"))
     what = given.model, prompts, given.new_tokens, given.dtype
     if name == "vllm":
-        seconds, answers = vllm(*what)
+        seconds, answers, memory = vllm(*what)
     else:
         import torch
 
         torch.set_num_threads(given.threads)
         if name in PEERS_OF_TORCH:
-            seconds, answers = of_transformers(name, *what)
+            seconds, answers, memory = of_transformers(name, *what)
         else:
-            seconds, answers = hybridkv(*what, drafts=int(name.partition(":")[2] or 0))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    found = {"seconds": seconds, "peak_gib": peak, "answers": answers}
+            seconds, answers, memory = hybridkv(*what, drafts=int(name.partition(":")[2] or 0))
+    memory["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    found = {"seconds": seconds, "gib": memory, "answers": answers}
     (given.work / "answers.json").write_text(json.dumps(found), "utf-8")
 
 
@@ -237,9 +255,10 @@ def main() -> None:
         reference = found.get("sequential", next(iter(found.values())))["answers"]
         same = sum(mine == theirs for mine, theirs in zip(one["answers"], reference, strict=True))
         seconds = "  ".join(f"{what} {value:6.2f} s" for what, value in one["seconds"].items())
-        print(f"{name:<12} {seconds:<32} peak {one['peak_gib']:5.2f} GiB  same {same} of {given.chats}", flush=True)
+        memory = "  ".join(f"{what} {value:.2f}" for what, value in one["gib"].items())
+        print(f"{name:<12} {seconds:<32} GiB: {memory:<36} same {same} of {given.chats}", flush=True)
     if given.json is not None:
-        kept = {name: {"seconds": one["seconds"], "peak_gib": one["peak_gib"]} for name, one in found.items()}
+        kept = {name: {"seconds": one["seconds"], "gib": one["gib"]} for name, one in found.items()}
         names = ("chats", "prompt_tokens", "new_tokens", "dtype", "threads", "own")
         asked = {name: getattr(given, name) for name in names}
         given.json.write_text(json.dumps({"asked": asked, "engines": kept}, indent=1) + "\n", "utf-8")
