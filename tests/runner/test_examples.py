@@ -1,14 +1,12 @@
 """Examples of the engine as a library run, and say what transformers says."""
 
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 from runner_support import generated
 
+from examples_run import run_example
 from hybridkv.runner import byte_tokenizer, tiny_model, wrap
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "continuous_batching.py"
@@ -16,14 +14,7 @@ HIT = re.compile(r"request (\d): (\d+) of (\d+) hit, (.*)")
 
 
 def test_three_lines_give_what_the_model_gives_by_itself() -> None:
-    done = subprocess.run(  # noqa: S603 - our own example
-        [sys.executable, str(EXAMPLE)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},  # threads of a tiny model wait for each other on a busy machine
-    )
+    done = run_example(EXAMPLE)
     assert done.returncode == 0, done.stderr
     names = runpy.run_path(str(EXAMPLE))  # its constants; nothing runs
     loaded = wrap(tiny_model("qwen3_next"), byte_tokenizer())

@@ -1,6 +1,5 @@
 """The example with a scheduler and a worker in two processes says what the engine in one process gives."""
 
-import os
 import re
 import runpy
 import subprocess
@@ -9,19 +8,14 @@ from pathlib import Path
 
 from runner_support import EngineFactory, loaded_model
 
+from examples_run import run_example
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "two_processes.py"
 LINE = re.compile(r"(request \d|after a loss): (\d+) of (\d+) hit, (.*)")
 
 
 def test_the_example_gives_the_tokens_of_one_process(make_engine: EngineFactory) -> None:
-    done = subprocess.run(  # noqa: S603 - our own example
-        [sys.executable, str(EXAMPLE)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},  # threads of a tiny model wait for each other on a busy machine
-    )
+    done = run_example(EXAMPLE)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     names = runpy.run_path(str(EXAMPLE))  # its constants; nothing runs

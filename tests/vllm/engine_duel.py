@@ -4,8 +4,6 @@ Tokens, cached tokens of every prompt and preemptions must be equal. Prints a ta
 """
 
 import argparse
-import json
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +13,13 @@ from typing import Any
 
 import torch
 from generate_duel import MATCHES, Match, say
-from generators import OUTPUT, Plain, last_error
+from generators import OUTPUT, Plain, VllmError, answers_of
 from rounds import Round, make_rounds
 
 from hybridkv.runner import tiny_model, wrap
 
 SEED = 0
 ASYNC, SYNC = "hybridkv.vllm.AsyncScheduler", "hybridkv.vllm.Scheduler"
-STOP_AFTER_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +53,7 @@ REGIMES = (
 )
 
 
-class EngineError(Exception):
-    """An engine did not answer. The message is its own."""
-
-
-def run(folder: Path, model: Path, rounds: Sequence[Round], match: Match, regime: Regime, scheduler: str | None) -> Any:  # noqa: ANN401, PLR0917 - what vllm_engine.py answers
-    job, answers, log = (folder / name for name in ("job.json", "answers.json", "log.txt"))
+def run(model: Path, rounds: Sequence[Round], match: Match, regime: Regime, scheduler: str | None) -> Any:  # noqa: ANN401 - what vllm_engine.py answers
     options = {"max_model_len": 320, "block_size": 32, "enable_prefix_caching": True, **match.options, **regime.options}
     asked = {
         "model": str(model),
@@ -72,19 +64,7 @@ def run(folder: Path, model: Path, rounds: Sequence[Round], match: Match, regime
         "priorities": regime.priorities,
         "abort": regime.abort,
     }
-    job.write_text(json.dumps(asked), "utf-8")
-    script = Path(__file__).with_name("vllm_engine.py")
-    with log.open("w", encoding="utf-8") as out:
-        done = subprocess.run(  # noqa: S603  # this very Python, and a script of these tests
-            [sys.executable, str(script), str(job), str(answers)],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            timeout=STOP_AFTER_S,
-            check=False,
-        )
-    if done.returncode:
-        raise EngineError(last_error(log.read_text("utf-8")))
-    return json.loads(answers.read_text("utf-8"))
+    return answers_of(Path(__file__).with_name("vllm_engine.py"), asked, model.parent)
 
 
 def faults(theirs: Any, ours: Any, rounds: Sequence[Round], preempts: bool) -> Iterator[str]:  # noqa: ANN401 - as above
@@ -120,13 +100,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 folder = Path(name)
                 model.save_pretrained(folder / "model")
                 try:
-                    theirs = run(folder, folder / "model", rounds, match, regime, None)
-                except EngineError as error:
+                    theirs = run(folder / "model", rounds, match, regime, None)
+                except VllmError as error:
                     say(f"| tiny:{match.name} | {regime.name} | | | | | | stock itself: {error} |")
                     continue
                 try:
-                    ours = run(folder, folder / "model", rounds, match, regime, regime.scheduler)
-                except EngineError as error:
+                    ours = run(folder / "model", rounds, match, regime, regime.scheduler)
+                except VllmError as error:
                     say(f"| tiny:{match.name} | {regime.name} | | | | | | **{error}** |")
                     wrong += 1
                     continue

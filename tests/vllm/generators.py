@@ -82,17 +82,27 @@ def their_answers(
     """vLLM's version and its answers, round by round. Files are left beside the folder ``model``.
 
     options: of vllm.LLM, beside those that every run has. script: what runs vLLM, None for vllm_generate.py.
-    Raises VllmError, with the last error of its log, when it fails or takes longer than STOP_AFTER_S.
+    Raises VllmError as ``answers_of`` does.
     """
-    job, answers, log = (model.with_name(name) for name in ("job.json", "answers.json", "log.txt"))
     asked = {
         "model": str(model),
         "rounds": [one.prompts for one in rounds],
         "output": OUTPUT,
         "options": {"max_model_len": MAX_MODEL_LEN, "block_size": VLLM_BLOCK_SIZE, **options},
     }
+    found = answers_of(Path(__file__).with_name("vllm_generate.py") if script is None else script, asked, model.parent)
+    return found["version"], [
+        [Answer(tuple(one["tokens"]), one["hit_tokens"]) for one in answered] for answered in found["rounds"]
+    ]
+
+
+def answers_of(script: Path, asked: Mapping[str, Any], folder: Path) -> Any:  # noqa: ANN401 - what the script answers
+    """What ``script``, which runs vLLM in a process of its own, makes of ``asked``. Files are left in ``folder``.
+
+    Raises VllmError, with the last error of its log, when it fails or takes longer than STOP_AFTER_S.
+    """
+    job, answers, log = (folder / name for name in ("job.json", "answers.json", "log.txt"))
     job.write_text(json.dumps(asked), "utf-8")
-    script = Path(__file__).with_name("vllm_generate.py") if script is None else script
     with log.open("w", encoding="utf-8") as out:
         try:
             subprocess.run(  # noqa: S603  # this very Python, and a script of these tests
@@ -106,10 +116,7 @@ def their_answers(
             raise VllmError(last_error(log.read_text("utf-8"))) from None
         except subprocess.TimeoutExpired:
             raise VllmError(f"no answers within {STOP_AFTER_S:.0f} s") from None
-    found = json.loads(answers.read_text("utf-8"))
-    return found["version"], [
-        [Answer(tuple(one["tokens"]), one["hit_tokens"]) for one in answered] for answered in found["rounds"]
-    ]
+    return json.loads(answers.read_text("utf-8"))
 
 
 def last_error(log: str) -> str:

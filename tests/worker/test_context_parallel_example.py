@@ -1,28 +1,16 @@
 """examples/context_parallel.py: two ranks say what a dense forward says; left out, each of its parts is missed."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from examples_run import run_example
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "context_parallel.py"
 
 
-def run(path: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(  # noqa: S603 - our own example
-        [sys.executable, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},  # threads of a tiny model wait for each other on a busy machine
-    )
-
-
 def test_two_ranks_say_what_a_dense_forward_says() -> None:
-    done = run(EXAMPLE)
+    done = run_example(EXAMPLE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "14KiB a rank: room for 136 tokens, on one rank for 68",
@@ -44,4 +32,4 @@ def test_nothing_of_it_can_be_left_out(part: str, instead: str, tmp_path: Path) 
     source = EXAMPLE.read_text("utf-8")
     assert source.count(part) == 1
     (tmp_path / "example.py").write_text(source.replace(part, instead), "utf-8")
-    assert run(tmp_path / "example.py").returncode
+    assert run_example(tmp_path / "example.py").returncode
