@@ -24,7 +24,10 @@ ASYNC, SYNC = "hybridkv.vllm.AsyncScheduler", "hybridkv.vllm.Scheduler"
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """options: of vllm.LLM. preempts: models for which memory is so small that requests are preempted."""
+    """options: of vllm.LLM. preempts: models for which memory is so small that requests are preempted.
+
+    stores: an ExampleConnector stores what is computed; what is compared is a second engine, which loads it.
+    """
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -32,6 +35,7 @@ class Regime:
     priorities: bool = False
     abort: int = 0
     preempts: tuple[str, ...] = ()
+    stores: bool = False
 
 
 REGIMES = (
@@ -47,6 +51,7 @@ REGIMES = (
     Regime("aborts", abort=2),
     Regime("events", {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}),
     Regime("all kept", {"prefix_cache_retention_interval": None}),
+    Regime("stored, and started anew", stores=True),
     Regime("two ranks", {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
     Regime("two stages", {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}),
     Regime("nothing cached", {"enable_prefix_caching": False}),
@@ -55,6 +60,14 @@ REGIMES = (
 
 def run(model: Path, rounds: Sequence[Round], match: Match, regime: Regime, scheduler: str | None) -> Any:  # noqa: ANN401 - what vllm_engine.py answers
     options = {"max_model_len": 320, "block_size": 32, "enable_prefix_caching": True, **match.options, **regime.options}
+    if regime.stores:
+        path = model.with_name("stored by vLLM" if scheduler is None else "stored by ours")
+        more = {"shared_storage_path": str(path)}
+        options["kv_transfer_config"] = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": more,
+        }
     asked = {
         "model": str(model),
         "rounds": [one.prompts for one in rounds],
@@ -64,7 +77,10 @@ def run(model: Path, rounds: Sequence[Round], match: Match, regime: Regime, sche
         "priorities": regime.priorities,
         "abort": regime.abort,
     }
-    return answers_of(Path(__file__).with_name("vllm_engine.py"), asked, model.parent)
+    script = Path(__file__).with_name("vllm_engine.py")
+    if regime.stores:
+        answers_of(script, asked, model.parent)
+    return answers_of(script, asked, model.parent)
 
 
 def faults(theirs: Any, ours: Any, rounds: Sequence[Round], preempts: bool) -> Iterator[str]:  # noqa: ANN401 - as above
