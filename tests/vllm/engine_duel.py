@@ -19,6 +19,7 @@ from rounds import Round, make_rounds
 from hybridkv.runner import tiny_model, wrap
 
 SEED = 0
+MODELS = (*MATCHES, Match("mistral", {"head_dim": 32}, {}))
 ASYNC, SYNC = "hybridkv.vllm.AsyncScheduler", "hybridkv.vllm.Scheduler"
 
 
@@ -99,7 +100,7 @@ def faults(theirs: Any, ours: Any, rounds: Sequence[Round], preempts: bool) -> I
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    names, regimes = [match.name for match in MATCHES], [regime.name for regime in REGIMES]
+    names, regimes = [match.name for match in MODELS], [regime.name for regime in REGIMES]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=names, choices=names)
     parser.add_argument("--regimes", nargs="+", default=regimes, choices=regimes)
@@ -108,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong = 0
     say("| model | regime | prompts | tokens | hit tokens: stock | ours | preemptions | |")
     say("|---|---|--:|--:|--:|--:|--:|---|")
-    for match in (match for match in MATCHES if match.name in asked.models):
+    for match in (match for match in MODELS if match.name in asked.models):
         model = tiny_model(match.name, SEED, match.fields)
         rounds = make_rounds(SEED, Plain(wrap(model, name=match.name)).generate)
         for regime in (regime for regime in REGIMES if regime.name in asked.regimes):
