@@ -140,12 +140,7 @@ class Rig:
             encoder=encoder if self.has_cross else None,
         )
         name = f"r{len(self.requests)}"
-        if not self._add_to_both(asked, name):
-            return None
-        arriving = {one.request_id: one for one in self.scheduler._inbox.arriving()}
-        for child in self._fork_oracle(self.requests[name][1], n - 1):
-            self.requests[child.request_id] = arriving[child.request_id], child
-        return name
+        return name if self._add_to_both(asked, name) else None
 
     def _add_to_both(self, asked: RigRequest, name: str) -> bool:
         """Whether the request was taken in."""
@@ -156,9 +151,13 @@ class Rig:
         except ConfigError:
             refused = True
         same("refused", refused, not self.oracle.fits_alone(expected))
-        if not refused:
-            self.requests[name] = request, self.oracle.add(expected, asked.arrival_time)
-        return not refused
+        if refused:
+            return False
+        self.requests[name] = request, self.oracle.add(expected, asked.arrival_time)
+        arriving = {one.request_id: one for one in self.scheduler._inbox.arriving()}
+        for child in self._fork_oracle(self.requests[name][1], asked.n - 1):
+            self.requests[child.request_id] = arriving[child.request_id], child
+        return True
 
     def fork(self, request_id: str, n: int) -> list[str]:
         """``n`` branches of a request, known or not; their ids."""

@@ -99,40 +99,6 @@ class Twins(Rig):
                 self.requests[name] = request, asked
                 self._live[name] = None
 
-    def add(
-        self,
-        prompt: Sequence[int],
-        max_tokens: int,
-        *,
-        stop_token_ids: tuple[int, ...] = (),
-        eos_token_ids: tuple[int, ...] = (),
-        salt: str | None = None,
-        priority: int = 0,
-        arrival_time: float = 0.0,
-        reads: bool = True,
-        writes: bool = True,
-        marks: Sequence[int] = (),
-        n: int = 1,
-        encoder: EncoderInput | None = None,
-    ) -> str | None:
-        """See Rig."""
-        name = f"r{len(self.requests)}"
-        asked = RigRequest(
-            tuple(prompt),
-            max_tokens,
-            stop_token_ids,
-            eos_token_ids,
-            salt,
-            priority,
-            arrival_time,
-            reads=reads,
-            writes=writes,
-            marks=tuple(marks),
-            n=n,
-            encoder=encoder if self.has_cross else None,
-        )
-        return name if self._add_to_both(asked, name) else None
-
     def fork(self, request_id: str, n: int) -> list[str]:
         """See Rig."""
         names: list[list[str]] = []
