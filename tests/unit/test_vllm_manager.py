@@ -277,6 +277,13 @@ def test_blocks_answer_as_vllms() -> None:
     assert cache.estimate_cached_tokens(request) == 12
 
 
+def test_engines_ask_groups_for_their_spec() -> None:
+    """EngineCore looks at each when it starts."""
+    specs = FullAttentionSpec(), SlidingWindowSpec()
+    found = manager(*specs).coordinator.single_type_managers
+    assert [(one.block_size, one.kv_cache_spec) for one in found] == [(SIZE, spec) for spec in specs]
+
+
 def test_statistics_are_vllms() -> None:
     cache = manager(FullAttentionSpec(), new_stats=Stats)
     request = Asked("a", PROMPT)

@@ -73,15 +73,18 @@ class CacheManager:
         self.max_model_len = settings.max_model_len
         self.kv_cache_config = config
         self.num_kv_cache_groups = len(groups.groups)
-        self.mamba_shared_prefix_checkpoint = False
         self.empty_kv_cache_blocks = Blocks(self.cache.create_empty_block_list())
         self.block_pool = Pool(self.cache)
-        self.coordinator = Coordinator(self, config)
+        self.coordinator = Coordinator(
+            tuple(
+                GroupManager(cached.policy.block_size, group.kv_cache_spec)
+                for cached, group in zip(self.cache.groups, config.kv_cache_groups, strict=True)
+            )
+        )
         self.prefix_cache_stats = None if settings.new_stats is None else settings.new_stats()
         self.log_stats = settings.new_stats is not None
         self._mirrors = Mirrors(self.cache.rows, hasher if self.enable_caching else None)
         self._attention = [number for number, group in enumerate(groups.groups) if group.spec.keeps is not Keeps.STATE]
-        self._states = any(group.spec.keeps is Keeps.STATE for group in groups.groups)
         self._block = min(group.policy.block_size for group in self.cache.groups)
         # by request: tokens and look-ahead that it has slots for in this step; blocks by group that it was not told
         # of yet; how many tokens fill its next block
@@ -109,7 +112,7 @@ class CacheManager:
         that blocks go round as they would one by one. What a scheduler then does not ask for waits for the request's
         next step. Nothing for models with states, whose columns move.
         """
-        if self._states:
+        if len(self._attention) < self.num_kv_cache_groups:
             return
         asked, tokens = list[EngineRequest](), list[int]()
         for request in running:
@@ -126,10 +129,8 @@ class CacheManager:
         slots = self.cache.allocate_batch(
             self._mirrors.of_rows(asked), np.fromiter(tokens, np.int64, len(tokens)), num_lookahead_tokens
         )
-        taken = asked[: slots.accepted]
         self._ready = {
-            request.request_id: (more, num_lookahead_tokens)
-            for request, more in zip(taken, tokens[: slots.accepted], strict=True)
+            asked[taken].request_id: (tokens[taken], num_lookahead_tokens) for taken in range(slots.accepted)
         }
         cells = zip(slots.owner.tolist(), slots.group.tolist(), slots.block.tolist(), strict=True)
         for owner, group, block in cells:
@@ -235,7 +236,7 @@ class CacheManager:
                 num_external_computed_tokens=num_external_computed_tokens,
                 admission=Admission(
                     self._limits(last, num_encoder_tokens),
-                    reserve_blocks=self._watermark if has_scheduled_reqs and mine.num_computed_tokens == 0 else 0,
+                    reserve_blocks=self._watermark if has_scheduled_reqs else 0,
                 ),
             )
             new = None if isinstance(plan, Refusal) else self.cache.commit(plan)
@@ -415,14 +416,8 @@ class GroupManager:
     kv_cache_spec: Any
 
 
+@dataclass(frozen=True, slots=True)
 class Coordinator:
-    """What schedulers and routers ask of ``coordinator``."""
+    """What engines and routers ask of ``coordinator``."""
 
-    enable_partial_hash_hits = False
-
-    def __init__(self, manager: CacheManager, config: Config) -> None:
-        self._manager = manager
-        self.single_type_managers = tuple(
-            GroupManager(cached.policy.block_size, group.kv_cache_spec)
-            for cached, group in zip(manager.cache.groups, config.kv_cache_groups, strict=True)
-        )
+    single_type_managers: tuple[GroupManager, ...]
