@@ -131,13 +131,13 @@ def test_released_blocks_that_nobody_needs_are_given_up() -> None:
     pool.heed(needs)
     ids = pool.get_new_blocks(4)
     pool.publish(0, ids, [bytes([i]) for i in range(4)])
-    needs.add(ids[:2])
+    needs.add(ids[:2], 0)
     assert not pool.frees_to_back(ids)
     assert pool.frees_to_back(ids[:2])
     pool.free_blocks(ids)
     assert np.flatnonzero(space.given_up()).tolist() == ids[2:].tolist()
     assert needs.drop(ids[:1]).tolist() == ids[:1].tolist()
-    needs.add(ids[3:])
+    needs.add(ids[3:], 0)
     assert not space.given_up()[ids[3]]
 
 
@@ -148,7 +148,7 @@ def test_a_block_that_loses_its_key_is_needed_by_nobody() -> None:
     pool.heed(needs)
     ids = pool.get_new_blocks(3)
     pool.publish(0, ids, [b"a", b"b", b"c"])
-    needs.add(ids[:2])
+    needs.add(ids[:2], 0)
     pool.evict_blocks(ids[1:])
     assert (needs.take_lost(), needs.take_lost()) == ([int(ids[1])], [])
     pool.free_blocks(ids)

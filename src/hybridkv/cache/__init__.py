@@ -12,7 +12,13 @@ from hybridkv.cache.slots.lookup import CommonHit
 from hybridkv.cache.slots.plan import Admission, Reason, Refusal, SlotPlan
 from hybridkv.cache.slots.step_fields import RowSpans, StateMoves, cells_of, cells_of_row
 from hybridkv.cache.slots.transfers import Checkpoint, Transfer, Transfers
-from hybridkv.cache.statistics import CacheStatistics, EndStatistics, GroupStatistics, PrefixCacheStats
+from hybridkv.cache.statistics import (
+    CacheStatistics,
+    EndStatistics,
+    GroupStatistics,
+    PrefixCacheStats,
+    TenantStatistics,
+)
 from hybridkv.cache.values import BlockView, KVCacheBlocks
 
 __all__ = [
@@ -43,6 +49,7 @@ __all__ = [
     "RowSpans",
     "SlotPlan",
     "StateMoves",
+    "TenantStatistics",
     "Transfer",
     "Transfers",
     "cells_of",

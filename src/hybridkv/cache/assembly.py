@@ -12,6 +12,7 @@ from hybridkv.cache.blocks.pool import BlockPool
 from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.layouts import Layout, can_resume, kinds_of
 from hybridkv.cache.placement import NoStates
+from hybridkv.cache.placement.tenants import TenantRankings
 from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.cache.rows.publishing import Publisher, ResumePoints
 from hybridkv.cache.rows.residents import Residents
@@ -109,7 +110,7 @@ def assemble(config: KVCacheConfig, layout: Layout, options: CacheOptions) -> Ca
             [group for group in groups if group.kind.publishes],
             pool,
             needs=layout.needs,
-            ranking=layout.eviction.ranking(),
+            rankings=TenantRankings(layout.eviction.ranking, layout.shares, config.arena_bytes),
             clock=options.clock,
             hash_block=hash_block,
         )

@@ -17,7 +17,16 @@ from hybridkv.cache.blocks.needs import BlockNeeds
 from hybridkv.cache.blocks.pool import BlockPool
 from hybridkv.cache.blocks.slab_space import SlabSpace
 from hybridkv.cache.blocks.space import ClassedSpace
-from hybridkv.cache.placement import DEFAULT_EVICTION, DEFAULT_PLACEMENT, Eviction, Placement
+from hybridkv.cache.placement import (
+    DEFAULT_EVICTION,
+    DEFAULT_PLACEMENT,
+    EVERYBODY,
+    EVICTIONS,
+    Eviction,
+    Placement,
+    TenantShares,
+    eviction_named,
+)
 from hybridkv.cache.policies import (
     AlignedStatePolicy,
     AlignedStates,
@@ -62,7 +71,8 @@ _KEYS_APART: Final = 16  # tokens, where there is no attention whose blocks woul
 class Layout(Protocol):
     """placement: where states are kept; None where the specs say it themselves. eviction: what is given up next.
 
-    needs: what kept ends need of the space; None where they are not ranked. retention: see KVCacheManager.
+    needs: what kept ends need of the space; None where they are not ranked. shares: of tenants of what is kept.
+    retention: see KVCacheManager.
     rewrites_states: running states are rewritten in place, so that a failed step leaves them broken. shares_in_part: a
     branch can begin with blocks that its parent has half filled. keeps_ends: what a request has computed stays to the
     last token when it ends; publishes_ends: so does what lies before other ends inside blocks.
@@ -80,6 +90,11 @@ class Layout(Protocol):
 
     @property
     def needs(self) -> BlockNeeds | None:
+        """See the class."""
+        ...
+
+    @property
+    def shares(self) -> TenantShares:
         """See the class."""
         ...
 
@@ -142,12 +157,15 @@ def layout_of(
     *,
     placement: Placement | None = None,
     eviction: Eviction = DEFAULT_EVICTION,
+    shares: TenantShares = EVERYBODY,
     retention: int | None = None,
     max_moved_bytes: int | None = None,
     space: ClassedSpace | None = None,
     published_ends: bool = True,
 ) -> Layout:
     """The layout of ``config``; see KVCacheManager. ConfigError for what means nothing in the reference layout."""
+    if len(shares.of) > 1:
+        _refuse_shares(config, eviction, placement)
     if config.slabs is None:
         if placement is not None:
             raise ConfigError(
@@ -168,8 +186,24 @@ def layout_of(
     placed = eviction.placed(DEFAULT_PLACEMENT if placement is None else placement)
     found = SlabSpace(config.slabs, max_moved_bytes) if space is None else space
     judges = eviction.ranking is not None and placed.keeps_states
-    needs = BlockNeeds(found, [one.block_bytes for one in config.slabs.classes]) if judges else None
-    return NaturalLayout(placed, eviction, found, needs, retention, published_ends)
+    sizes = [one.block_bytes for one in config.slabs.classes]
+    needs = BlockNeeds(found, sizes, len(shares.of)) if judges else None
+    return NaturalLayout(placed, eviction, found, needs, retention, published_ends, shares)
+
+
+def _refuse_shares(config: KVCacheConfig, eviction: Eviction, placement: Placement | None) -> None:
+    """ConfigError unless it is known for whom what is kept."""
+    if config.slabs is None or eviction.ranking is None:
+        where = "the reference layout" if config.slabs is None else f"eviction {eviction.name}"
+        ranking = " or ".join(name for name in EVICTIONS if eviction_named(name).ranking is not None)
+        raise ConfigError(
+            f"shares of tenants need the natural layout and an eviction that knows for whom what is kept, {ranking}: "
+            f"{where} gives up blocks in the order of their last use, whosever they are"
+        )
+    if placement is not None and not placement.keeps_states:
+        raise ConfigError(
+            f"shares of tenants are of ends that are kept, but placement {placement.name} keeps none: use another"
+        )
 
 
 def kinds_of(config: KVCacheConfig, layout: Layout, ranks: int, *, use_eagle: bool) -> tuple[GroupKind, ...]:
@@ -202,6 +236,7 @@ class ReferenceLayout:
     placement: None = None
     eviction: Eviction = DEFAULT_EVICTION
     needs: None = None
+    shares: TenantShares = EVERYBODY
     rewrites_states: bool = False
     shares_in_part: bool = False
     keeps_ends: bool = False
@@ -275,6 +310,7 @@ class NaturalLayout:
     needs: BlockNeeds | None = None
     retention: int | None = None
     publishes_ends: bool = True
+    shares: TenantShares = EVERYBODY
     rewrites_states: bool = True
     shares_in_part: bool = True
     keeps_ends: bool = True

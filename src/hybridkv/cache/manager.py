@@ -16,7 +16,7 @@ from hybridkv.cache.blocks.space import ClassedSpace
 from hybridkv.cache.bounds import CacheBounds
 from hybridkv.cache.events import MAX_EVENT_BLOCKS, KVCacheEvent
 from hybridkv.cache.layouts import layout_of
-from hybridkv.cache.placement import DEFAULT_EVICTION, Eviction, Placement
+from hybridkv.cache.placement import DEFAULT_EVICTION, EVERYBODY, Eviction, Placement, TenantShares
 from hybridkv.cache.planned import managed
 from hybridkv.cache.slots.batch import BatchSlots
 from hybridkv.cache.slots.holds import BlockLock, Pin
@@ -59,6 +59,7 @@ class KVCacheManager:
     max_pinned_blocks: what ``pin`` may hold, and requests are not promised (slabs, in the natural layout).
     placement: in the natural layout, where recurrent states are kept; by default ``ends``.
     eviction: in the natural layout, what is given up next; by default ``lru``.
+    shares: of tenants of what is kept, with an eviction that ranks ends (not ``lru``); by default all are one tenant.
     max_moved_bytes: in the natural layout, once so much was moved between slabs in a step, what needs more moves
     waits for the next; at least 1, which lets one request have its moves in each step; None: no bound.
     space: in the natural layout, where free blocks come from instead of slabs, for measurements.
@@ -86,6 +87,7 @@ class KVCacheManager:
         max_pinned_blocks: int = 0,
         placement: Placement | None = None,
         eviction: Eviction = DEFAULT_EVICTION,
+        shares: TenantShares = EVERYBODY,
         max_moved_bytes: int | None = None,
         space: ClassedSpace | None = None,
         published_ends: bool = True,
@@ -104,6 +106,7 @@ class KVCacheManager:
             config,
             placement=placement,
             eviction=instance("eviction", eviction, Eviction),
+            shares=instance("shares", shares, TenantShares),
             retention=retention,
             max_moved_bytes=None if max_moved_bytes is None else integer("max_moved_bytes", max_moved_bytes, 1),
             space=space,

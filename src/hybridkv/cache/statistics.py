@@ -54,6 +54,20 @@ class EndStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantStatistics:
+    """What a tenant has of the cache (docs/design/0026). tenant: ``*`` for all that are not named.
+
+    kept_bytes: of blocks that its kept ends need, now. requests, prompt_tokens, hit_tokens: of those that began so far.
+    """
+
+    tenant: str
+    kept_bytes: int
+    requests: int
+    prompt_tokens: int
+    hit_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class CacheStatistics:
     """What the cache holds now.
 
@@ -61,7 +75,8 @@ class CacheStatistics:
     cached_blocks: with a key. unwritten_blocks: published, their step still in flight.
     pinned_blocks: held by pins, counted for each. evictions: keys lost so far. groups: the same per group.
     ends: by kind, where an eviction ranks them. missed_tokens: what ends given up would have been hit for, so far;
-    missed_a_gib_more: what of it a GiB more would have found, roughly: what was given up last.
+    missed_a_gib_more: what of it a GiB more would have found, roughly: what was given up last. tenants: where there are
+    shares.
     """
 
     num_blocks: int
@@ -75,6 +90,7 @@ class CacheStatistics:
     ends: tuple[EndStatistics, ...] = ()
     missed_tokens: int = 0
     missed_a_gib_more: int = 0
+    tenants: tuple[TenantStatistics, ...] = ()
 
 
 def cache_statistics(

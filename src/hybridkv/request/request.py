@@ -36,6 +36,7 @@ class Request:
     prompt: token ids, at least one. hasher: what hashes its blocks; None without prefix caching.
     cache_salt: only requests with an equal salt share blocks. lora, multimodal, prompt_embeds, encoder: what
     else tells its blocks from those of equal tokens; see hybridkv.extra_keys. prompt_embeds is not kept.
+    tenant: on whose share of memory what is kept of it counts (KVCacheManager(shares=)); by default its salt.
     continues: an earlier request of the same hasher; the hashes of the blocks that both begin with are its own.
     arrival_time: seconds on the caller's clock. eos_token_ids: the model's end tokens.
     priority: the least goes first, where the scheduler minds. skip_reading_prefix_cache,
@@ -73,6 +74,7 @@ class Request:
         "sampling",
         "skip_reading_prefix_cache",
         "skip_writing_prefix_cache",
+        "tenant",
     )
 
     def __init__(
@@ -83,6 +85,7 @@ class Request:
         *,
         hasher: Hasher | None = None,
         cache_salt: str | None = None,
+        tenant: str | None = None,
         arrival_time: float = 0.0,
         eos_token_ids: tuple[int, ...] = (),
         lora: LoraAdapter | None = None,
@@ -103,6 +106,7 @@ class Request:
         self.sampling = _GREEDY if sampling is None else instance("sampling", sampling, SamplingParams)
         self.hasher = None if hasher is None else checked_hasher(hasher)
         self.cache_salt = cache_salt
+        self.tenant = cache_salt if tenant is None else text("tenant", tenant)
         self.lora = lora
         self.multimodal = tuple(instances("multimodal", multimodal, MultimodalItem))
         self.encoder = encoder

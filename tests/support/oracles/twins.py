@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import Eviction, placement_named
+from hybridkv.cache.placement import EVERYBODY, Eviction, TenantShares, placement_named
 from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import EncoderInput
 from hybridkv.request import Request
@@ -38,13 +38,16 @@ class _Side:
 class Twins(Rig):
     """What a Rig does, in the natural layout, compared with nothing but another scheduler that is told the same.
 
-    evictions: of the two; they must decide alike. Every method raises DifferenceError where the two differ,
-    ContentError where a step reads wrong content, CacheError where check() fails.
+    evictions: of the two; they must decide alike. shares: of both. Every method raises DifferenceError where the two
+    differ, ContentError where a step reads wrong content, CacheError where check() fails.
     """
 
-    def __init__(self, options: RigOptions, evictions: tuple[Eviction, Eviction]) -> None:
+    def __init__(
+        self, options: RigOptions, evictions: tuple[Eviction, Eviction], shares: TenantShares = EVERYBODY
+    ) -> None:
         config = options.config
         self.options = options
+        self.shares = shares
         self.now = 0.0
         self.model = digest_model(config, options.vocabulary)
         self.is_natural = True
@@ -67,6 +70,7 @@ class Twins(Rig):
             pcp_world_size=options.pcp,
             placement=placement_named(options.placement, 1),
             eviction=eviction,
+            shares=self.shares,
             clock=lambda: self.now,
         )
         scheduler = Scheduler(cache, options.limits, clock=lambda: self.now)

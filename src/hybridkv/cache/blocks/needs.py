@@ -1,6 +1,7 @@
 """What kept ends need: a block that none needs, and nobody holds, can never be hit with profit and goes first.
 
     counts[block]   how many kept ends need it; who keeps ends counts (hybridkv.cache.slots.judged)
+    payers[block]   of several tenants the one whose end needed it first; who it is charged to until none needs it
 
 A block that loses its key is needed by nobody any longer: ``take_lost`` says which of them some end still counted on.
 """
@@ -69,28 +70,64 @@ class NoNeeds:
 class BlockNeeds:
     """Counts for the blocks of ``space``. block_bytes: of each class.
 
-    For reading: both, counts, cleared (how often all keys were lost at once).
+    For reading: both, counts, cleared (how often all keys were lost at once); weights, a list of the bytes that each of
+    ``tenants`` is charged, not followed for a single one.
     """
 
-    def __init__(self, space: ClassedSpace, block_bytes: Sequence[int]) -> None:
+    def __init__(self, space: ClassedSpace, block_bytes: Sequence[int], tenants: int = 1) -> None:
         self.space = space
         space.take_given_first()
         self.block_bytes = tuple(block_bytes)
         self.counts = np.zeros(space.num_blocks, np.int32)
+        self.weights = [0] * tenants
+        self.payers = np.zeros(space.num_blocks if tenants > 1 else 0, np.int32)
         self.cleared = 0
         self._lost: list[int] = []
 
-    def add(self, ids: Ids) -> None:
-        """One more end needs each of ``ids``, distinct ones with keys; those that were given up are kept again."""
+    def add(self, ids: Ids, tenant: int) -> None:
+        """One more end of ``tenant`` needs each of ``ids``, distinct, with keys; those given up are kept again."""
         new = ids[self.counts[ids] == 0]
         self.counts[ids] += 1
         if new.size:
+            if self.payers.size:
+                self.payers[new] = tenant
+                self.weights[tenant] += self.bytes_of(new)
             self.space.keep(new)
+
+    def bytes_of(self, ids: Ids) -> int:
+        """Of all ``ids`` together."""
+        counts = np.bincount(np.searchsorted(self.space.bases, ids, side="right") - 1, minlength=len(self.block_bytes))
+        return int(counts @ np.array(self.block_bytes, np.int64))
+
+    def hand_on(self, ids: Ids, tenant: int) -> None:
+        """``tenant`` is charged for ``ids``, which its ends need, from now on."""
+        if self.payers.size:
+            self._discharge(ids)
+            self.payers[ids] = tenant
+            self.weights[tenant] += self.bytes_of(ids)
+
+    def _discharge(self, ids: Ids) -> None:
+        if self.payers.size:
+            self.take_off(ids, self.weights)
+
+    def take_off(self, ids: Ids, weights: list[int]) -> None:
+        """``weights``, of several tenants, are those without ``ids``."""
+        payers = self.payers[ids]
+        for tenant in np.unique(payers).tolist():
+            weights[tenant] -= self.bytes_of(ids[payers == tenant])
+
+    def charged(self) -> list[int]:
+        """``weights`` counted anew. O(blocks)."""
+        needed = np.flatnonzero(self.counts)
+        if not self.payers.size:
+            return [0]
+        return [self.bytes_of(needed[self.payers[needed] == tenant]) for tenant in range(len(self.weights))]
 
     def drop(self, ids: Ids) -> Ids:
         """One end less needs each of ``ids``, distinct; those that none needs now."""
         self.counts[ids] -= 1
         loose: Ids = ids[self.counts[ids] == 0]
+        self._discharge(loose)
         return loose
 
     def all_needed(self, ids: Ids) -> bool:
@@ -108,6 +145,7 @@ class BlockNeeds:
         needed = ids[self.counts[ids] > 0]
         if needed.size:
             self._lost += needed.tolist()
+            self._discharge(needed)
             self.counts[needed] = 0
 
     def take_lost(self) -> list[int]:
@@ -120,9 +158,12 @@ class BlockNeeds:
         sources, targets = moves[:, 0], moves[:, 1]
         self.counts[targets] = self.counts[sources]
         self.counts[sources] = 0
+        if self.payers.size:
+            self.payers[targets] = self.payers[sources]
 
     def clear(self) -> None:
         """No end needs any block."""
         self.counts.fill(0)
+        self.weights[:] = [0] * len(self.weights)
         self._lost = []
         self.cleared += 1

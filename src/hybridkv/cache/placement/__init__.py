@@ -1,11 +1,12 @@
 """Where recurrent states are kept, and what is given up next: frozen values that only say it (docs/design/0009, 0019).
 
-eviction (and what ranks: ends, hazard, hazard_table) beside stops (named, planned).
+eviction (and what ranks: ends, hazard, hazard_table) beside stops (named, planned); shares of tenants (tenants).
 """
 
 from hybridkv.cache.placement.eviction import DEFAULT_EVICTION, EVICTIONS, LRU, Eviction, eviction_named
 from hybridkv.cache.placement.named import DEFAULT_PLACEMENT, placement_named
 from hybridkv.cache.placement.planned import placement_of
+from hybridkv.cache.placement.shares import EVERYBODY, Share, TenantShares
 from hybridkv.cache.placement.stops import (
     AlignPlacement,
     CornerPlacement,
@@ -18,6 +19,7 @@ from hybridkv.cache.placement.stops import (
 __all__ = [
     "DEFAULT_EVICTION",
     "DEFAULT_PLACEMENT",
+    "EVERYBODY",
     "EVICTIONS",
     "LRU",
     "AlignPlacement",
@@ -27,6 +29,8 @@ __all__ = [
     "IntervalPlacement",
     "NoStates",
     "Placement",
+    "Share",
+    "TenantShares",
     "eviction_named",
     "placement_named",
     "placement_of",

@@ -32,12 +32,14 @@ class End:
     hits: so far. log_gap: of the natural logarithm of the seconds between hits, the mean of which the last counts half;
     0.0 before the first. session_gap: seconds that its session had paused when it was made, None where it was new.
     saved: tokens that it saves a byte, those behind the nearest kept end before it. passed: its session went on from
-    a later end.
+    a later end. tenant: by number, whose memory it takes.
     """
 
-    __slots__ = ("hits", "kind", "log_gap", "passed", "saved", "serial", "session_gap", "tokens", "used")
+    __slots__ = ("hits", "kind", "log_gap", "passed", "saved", "serial", "session_gap", "tenant", "tokens", "used")
 
-    def __init__(self, serial: int, kind: Kind, tokens: int, used: float, session_gap: float | None) -> None:
+    def __init__(  # noqa: PLR0917 - what an end is
+        self, serial: int, kind: Kind, tokens: int, used: float, session_gap: float | None, tenant: int = 0
+    ) -> None:
         self.serial = serial
         self.kind = kind
         self.tokens = tokens
@@ -47,6 +49,7 @@ class End:
         self.log_gap = 0.0
         self.saved = 0.0
         self.passed = False
+        self.tenant = tenant
 
     def note_hit(self, now: float) -> None:
         """It is used now."""

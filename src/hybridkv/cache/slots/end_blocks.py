@@ -82,10 +82,11 @@ class EndBlocks:
         """Whether nothing that ``node`` pays for would be free without it, whichever other ends go: all is held."""
         return bool(self._pool.ref_counts(self._charged(node)).all())
 
-    def frees(self, node: Node, gone: Counter[int]) -> list[int]:
+    def frees(self, node: Node, gone: Counter[int], weights: list[int]) -> list[int]:
         """Blocks by class that are free without ``node`` and all those asked before with the same ``gone``.
 
-        gone: for each block that several ends need, how many of those asked do.
+        gone: for each block that several ends need, how many of those asked do. weights: bytes that each tenant
+        is charged without them; made those without ``node``.
         """
         ids = self._charged(node)
         counts = self._needs.counts[ids]
@@ -93,6 +94,8 @@ class EndBlocks:
         gone.update(shared)
         last = [block for block in shared if gone[block] == self._needs.counts.item(block)]
         loose = np.concatenate((ids[counts == 1], np.array(last, np.int64)))
+        if len(weights) > 1:
+            self._needs.take_off(loose, weights)
         loose = loose[self._pool.ref_counts(loose) == 0]
         found: list[int] = np.bincount(self._classes(loose), minlength=len(self._bytes)).tolist()
         return found
@@ -127,11 +130,11 @@ class EndBlocks:
         if segment is None or window is None:
             return False
         for ids in (segment, window, np.array(node.own, np.int64)):
-            self._needs.add(ids)
+            self._needs.add(ids, node.end.tenant)
         return True
 
-    def discount(self, node: Node, heirs: int) -> None:
-        """``node``, just before it leaves the tree, needs nothing; ``heirs`` children need its segment each.
+    def discount(self, node: Node) -> None:
+        """``node``, just before it leaves the tree, needs nothing; its children need its segment each.
 
         What nobody needs or holds any longer is given up.
         """
@@ -140,8 +143,11 @@ class EndBlocks:
         if window is not None:
             parts.append(self._needs.drop(window[::-1]))
         if segment is not None:
-            for _ in range(heirs):
-                self._needs.add(segment)
+            heirs = node.heirs()
+            for heir in heirs:
+                self._needs.add(segment, heir.end.tenant)
+            if heirs:
+                self._needs.hand_on(segment, heirs[0].end.tenant)
             parts.append(self._needs.drop(segment[::-1]))
         loose: Int64 = np.concatenate(parts).astype(np.int64)
         loose = loose[self._pool.ref_counts(loose) == 0]
@@ -167,6 +173,7 @@ class EndBlocks:
     def recount(self, nodes: Sequence[Node]) -> None:
         """``nodes``, whole ones, are all that need anything."""
         self._needs.counts[:] = self.counted(nodes)
+        self._needs.weights[:] = self._needs.charged()
         self._needs.space.give_up(np.flatnonzero(self._pool.cached() & (self._needs.counts == 0)))
 
 

@@ -1,11 +1,13 @@
-"""What became of ends so far, by kind, and what more memory would have found."""
+"""What became of ends so far, by kind; what tenants found, and what more memory would have found."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from hybridkv.cache.placement.ends import End, Kind
-from hybridkv.cache.statistics import EndStatistics
+from hybridkv.cache.placement.shares import TenantShares
+from hybridkv.cache.statistics import EndStatistics, TenantStatistics
 
 _MORE_BYTES: Final = 1 << 30
 
@@ -16,11 +18,20 @@ class EndCounts:
     The latter are those of ghosts since whom no more than a GiB was given up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shares: TenantShares) -> None:
+        self._shares = shares.of
+        self._asked = [[0, 0, 0] for _ in shares.of]
         self.missed_tokens = self.missed_a_gib_more = 0
         self._of = {kind: [0] * 6 for kind in Kind}
         self._given_up_bytes = 0
         self._gone_at: dict[int, int] = {}
+
+    def note_request(self, tenant: int, prompt_tokens: int, hit_tokens: int) -> None:
+        """A request of ``tenant`` begins for the first time."""
+        counts = self._asked[tenant]
+        counts[0] += 1
+        counts[1] += prompt_tokens
+        counts[2] += hit_tokens
 
     def note_kept(self, end: End) -> None:
         """``end`` is kept from now on."""
@@ -53,3 +64,10 @@ class EndCounts:
     def statistics(self, kept: dict[Kind, int]) -> tuple[EndStatistics, ...]:
         """One a kind. kept: how many are, now."""
         return tuple(EndStatistics(kind.name.lower(), kept.get(kind, 0), *counts) for kind, counts in self._of.items())
+
+    def tenants(self, weights: Sequence[int]) -> tuple[TenantStatistics, ...]:
+        """One a tenant, none where there is a single one. weights: bytes that are kept of each."""
+        if len(self._shares) == 1:
+            return ()
+        parts = zip(self._shares, weights, self._asked, strict=True)
+        return tuple(TenantStatistics(share.name, weight, *counts) for share, weight, counts in parts)

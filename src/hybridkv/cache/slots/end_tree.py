@@ -166,10 +166,12 @@ class EndTree:
         """Whether ``tokens`` fill a hash block at least, and are known."""
         return 0 < tokens // self._hash_block <= len(request.hashes)
 
-    def make(self, request: Request, kind: Kind, tokens: int, now: float, gap: float | None) -> Node:
-        """A new end, remembered and not kept."""
+    def make(  # noqa: PLR0917 - what an end is
+        self, request: Request, kind: Kind, tokens: int, now: float, gap: float | None, tenant: int
+    ) -> Node:
+        """A new end of ``tenant``, remembered and not kept."""
         depth = tokens // self._hash_block
-        end = End(self._next, kind, tokens, now, gap)
+        end = End(self._next, kind, tokens, now, gap, tenant)
         self._next += 1
         node = Node(end, depth, request.hashes[depth - 1], self._inside(request, tokens))
         self._at.setdefault(node.chain, []).append(node)

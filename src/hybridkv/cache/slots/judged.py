@@ -19,19 +19,18 @@ from numpy.typing import NDArray
 
 from hybridkv.cache.blocks.needs import BlockNeeds
 from hybridkv.cache.blocks.pool import BlockPool
-from hybridkv.cache.placement.ends import End, Kind, Ranking
+from hybridkv.cache.placement.ends import End, Kind
+from hybridkv.cache.placement.tenants import TenantRankings
 from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.cache.slots.end_blocks import EndBlocks
 from hybridkv.cache.slots.end_counts import EndCounts
 from hybridkv.cache.slots.end_tree import EndTree, Node
 from hybridkv.cache.slots.known import KnownTokens
+from hybridkv.cache.slots.known_ends import Ghosts
 from hybridkv.cache.statistics import CacheStatistics
 from hybridkv.request import Request
 
 Int64 = NDArray[np.int64]
-
-GHOSTS: Final = 4000
-"""Ends that are remembered though they are not kept."""
 
 _REMEMBERED: Final = 5
 """Keys that are known, of as many as there can be blocks: those cached, and four times as many."""
@@ -46,7 +45,7 @@ class _Session:
 
 
 class JudgedEnds:
-    """groups: all that publish. needs: counts of blocks of the pool's space. ranking: whose end goes next.
+    """groups: all that publish. needs: counts of blocks of the pool's space. rankings: whose end goes next.
 
     clock: seconds. hash_block: tokens.
     """
@@ -59,7 +58,7 @@ class JudgedEnds:
         pool: BlockPool,
         *,
         needs: BlockNeeds,
-        ranking: Ranking,
+        rankings: TenantRankings,
         clock: Callable[[], float],
         hash_block: int,
     ) -> None:
@@ -67,24 +66,25 @@ class JudgedEnds:
         self._needs = needs
         self._space = needs.space
         self._blocks = EndBlocks(groups, pool, needs)
-        self._ranking = ranking
+        self._rankings = rankings
+        self._counts = EndCounts(rankings.shares)
         self._clock = clock
         self._hash_block = hash_block
-        self._most_ghosts = GHOSTS
         self._none = [0] * len(needs.block_bytes)
-        self._known = KnownTokens(_REMEMBERED * pool.num_blocks)
-        self._counts = EndCounts()
+        self._ghosts = Ghosts(len(rankings.shares.of))
+        self._known = [KnownTokens(_REMEMBERED * pool.num_blocks) for _ in rankings.shares.of]
         self._begin()
 
     def _begin(self) -> None:
         """Nothing is kept or remembered."""
         self._tree = EndTree(self._hash_block)
-        self._ghosts: dict[int, Node] = {}
+        self._ghosts.clear()
         self._owners: dict[int, list[Node]] = {}
         self._sessions: dict[int, _Session] = {}
         self._parked: dict[int, Node] = {}
         self._cleared = self._needs.cleared
-        self._known.clear()
+        for known in self._known:
+            known.clear()
 
     # -- what happens to requests
 
@@ -99,7 +99,9 @@ class JudgedEnds:
         session = self._sessions[request.row] = _Session()
         if request.first_hit_tokens is not None or not request.reads_prefix_cache:
             return
-        self._ranking.note_request(now)
+        tenant = self._rankings.tenant_of(request)
+        self._rankings.note_request(tenant, now)
+        self._counts.note_request(tenant, request.num_prompt_tokens, hit_tokens)
         found = self._tree.find(request, hit_tokens)
         if found is not None and not found.kept:
             self._insert(request, found, found.end.used)
@@ -111,18 +113,19 @@ class JudgedEnds:
             self._note_hits(session.consumed, deepest)
         for node in {id(node): node for node in (session.consumed, deepest) if node is not None}.values():
             with_rank = self._unrank(node)
-            self._ranking.hit(node.end, now)
+            self._rankings.of(node.end).hit(node.end, now)
             if with_rank:
                 self._rank(node, now)
         self._note_branch(request, path, hit_tokens, now)
-        self._known.add(request.hashes)
+        self._known[tenant].add(request.hashes)
 
     def _note_branch(self, request: Request, path: Sequence[Node], hit_tokens: int, now: float) -> None:
         """Where ``request`` leaves what others had is an end, though all that it needs was there without one."""
         tokens = hit_tokens // self._hash_block * self._hash_block
         before = next((node.tokens for node in reversed(path) if node.kept), 0)
         if tokens >= before + self._hash_block and self._tree.has_room(request, tokens):
-            node = self._tree.find(request, tokens) or self._tree.make(request, Kind.BRANCH, tokens, now, None)
+            tenant = self._rankings.tenant_of(request)
+            node = self._tree.find(request, tokens) or self._tree.make(request, Kind.BRANCH, tokens, now, None, tenant)
             if not node.kept:
                 self._insert(request, node, now)
 
@@ -137,7 +140,7 @@ class JudgedEnds:
         if request.first_hit_tokens is not None:
             return 0  # what it computed itself
         most = (request.num_prompt_tokens - 1) // self._hash_block
-        return self._known.leading(request.hashes[:most]) * self._hash_block
+        return self._known[self._rankings.tenant_of(request)].leading(request.hashes[:most]) * self._hash_block
 
     # -- ends
 
@@ -153,6 +156,7 @@ class JudgedEnds:
         node = self._make(request, tokens, now, ended=False) if known is None else known
         parent = self._tree.parent_of(request, tokens)
         if not node.kept:
+            self._adopt(request, node, now)
             blocks = self._blocks.would_need(request, parent, node.depth, wanted)
             node.end.saved = self._blocks.saving(tokens - parent.tokens, blocks)
         admitted = self._give_way(wanted, now, node.end)
@@ -171,7 +175,7 @@ class JudgedEnds:
         now = self._clock()
         if ended:
             self._unpark(now)
-            self._known.add(request.hashes)
+            self._known[self._rankings.tenant_of(request)].add(request.hashes)
         if not self._tree.has_room(request, tokens):
             return
         node = self._tree.find(request, tokens) or self._make(request, tokens, now, ended=ended)
@@ -187,18 +191,30 @@ class JudgedEnds:
         if session is None or passed is None or passed.tokens >= tokens:
             return
         session.consumed = None
+        if passed.end.tenant != self._rankings.tenant_of(request):
+            return  # whose it is may still go on from there
         with_rank = self._unrank(passed)
-        self._ranking.passed(passed.end)
+        self._rankings.of(passed.end).passed(passed.end)
         if with_rank:
             self._rank(passed, now)
 
     def _make(self, request: Request, tokens: int, now: float, *, ended: bool) -> Node:
         session = self._sessions.get(request.row)
         gap = None if session is None else session.gap
-        return self._tree.make(request, _kind(request, tokens, ended=ended), tokens, now, gap)
+        kind, tenant = _kind(request, tokens, ended=ended), self._rankings.tenant_of(request)
+        return self._tree.make(request, kind, tokens, now, gap, tenant)
+
+    def _adopt(self, request: Request, node: Node, now: float) -> None:
+        """``node``, not kept, is of the tenant of ``request``; another's ranking knows it no longer."""
+        tenant = self._rankings.tenant_of(request)
+        if node.end.tenant != tenant:
+            self._rankings.of(node.end).forget(node.end, now)
+            self._ghosts.discard(node)
+            node.end.tenant = tenant
 
     def _insert(self, request: Request, node: Node, now: float) -> bool:
         """``node``, a ghost or new, is kept from now on; False, and it is forgotten, where its tokens are not there."""
+        self._adopt(request, node, now)
         own = self._blocks.own(request, node.tokens)
         parent = self._tree.parent_of(request, node.tokens)
         node.segment, node.parent = request.hashes[parent.depth : node.depth], parent
@@ -219,7 +235,7 @@ class JudgedEnds:
             child.link(node)
         node.kept = True
         self._counts.note_kept(node.end)
-        self._ghosts.pop(node.end.serial, None)
+        self._ghosts.discard(node)
         node.end.used = max(node.end.used, now)
         for one in (node, parent, *behind, *self._beside(node)):
             self._renew(one, now)
@@ -228,7 +244,7 @@ class JudgedEnds:
     def _release(self, node: Node, now: float) -> None:
         """``node`` is kept no longer, and remembered. O(its segment times its children)."""
         beside = self._beside(node)
-        self._blocks.discount(node, sum(map(len, node.children.values())))
+        self._blocks.discount(node)
         parent, heirs = self._take_out(node)
         self._bury(node, parent, now, declined=False)
         for one in (parent, *heirs, *beside):
@@ -252,21 +268,20 @@ class JudgedEnds:
     def _bury(self, node: Node, parent: Node | None, now: float, *, declined: bool) -> None:
         """``node``, not kept, is a ghost; the oldest of too many is forgotten. parent: who serves its requests now."""
         heir = None if parent is None or parent is self._tree.root else parent.end
-        self._ranking.given_up(node.end, heir, now, declined=declined)
+        self._rankings.given_up(node.end, heir, now, declined=declined)
         before = 0 if parent is None else parent.tokens
         size = round((node.tokens - before) / node.end.saved) if node.end.saved else 0
         self._counts.note_gone(node.end, size, declined=declined)
-        self._ghosts.pop(node.end.serial, None)
-        self._ghosts[node.end.serial] = node
-        if len(self._ghosts) > self._most_ghosts:
-            self._forget(next(iter(self._ghosts.values())), now)
+        oldest = self._ghosts.add(node)
+        if oldest is not None:
+            self._forget(oldest, now)
 
     def _forget(self, node: Node, now: float) -> None:
         """``node``, not kept, is known no longer."""
-        self._ghosts.pop(node.end.serial, None)
+        self._ghosts.discard(node)
         self._tree.forget(node)
         self._counts.forget(node.end)
-        self._ranking.forget(node.end, now)
+        self._rankings.of(node.end).forget(node.end, now)
 
     # -- room
 
@@ -276,7 +291,7 @@ class JudgedEnds:
         needs, now = list(self._none), self._clock()
         needs[self._pool.classes[group]] = n
         while not self._space.spares(needs, self._none):
-            node = self._lowest(now)
+            node = self._lowest(now, self._needs.weights)
             if node is None:
                 break
             self._release(node, now)
@@ -284,15 +299,15 @@ class JudgedEnds:
     def _give_way(self, needs: Sequence[int], now: float, wants: End) -> bool:
         """Whether there is room for ``needs`` now, ends given up for it, but none worth more than ``wants``."""
         more, victims, gone = list(self._none), list[Node](), Counter[int]()
-        enough = True
+        enough, weights = True, list(self._needs.weights)
         while not self._space.spares(needs, more):
-            node = self._lowest(now)
-            if node is None or not self._ranking.prefers(wants, node.end, now):
+            node = self._lowest(now, weights)
+            if node is None or not self._rankings.prefers(wants, node.end, now, weights):
                 enough = False
                 break
             self._unrank(node)
             victims.append(node)
-            more = [a + b for a, b in zip(more, self._blocks.frees(node, gone), strict=True)]
+            more = [a + b for a, b in zip(more, self._blocks.frees(node, gone, weights), strict=True)]
         for node in victims:
             if not enough or self._space.spares(needs, self._none):
                 self._rank(node, now)
@@ -300,11 +315,14 @@ class JudgedEnds:
                 self._release(node, now)
         return enough
 
-    def _lowest(self, now: float) -> Node | None:
-        """The end to give up next, ranked still. Those of which somebody holds all are set aside."""
+    def _lowest(self, now: float, weights: Sequence[int]) -> Node | None:
+        """The end to give up next, ranked still. Those of which somebody holds all are set aside.
+
+        weights: bytes that each tenant is charged.
+        """
         again = bool(self._parked)
         while True:
-            end = self._ranking.lowest(now)
+            end = self._rankings.lowest(now, weights)
             if end is None:
                 if not again:
                     return None
@@ -335,13 +353,13 @@ class JudgedEnds:
         """``node`` may be given up, if that frees anything."""
         if node.kept and not node.ranked and node.end.saved > 0.0 and node.end.serial not in self._parked:
             node.ranked = True
-            self._ranking.add(node.end, now)
+            self._rankings.of(node.end).add(node.end, now)
 
     def _unrank(self, node: Node) -> bool:
         """Whether it was ranked."""
         was, node.ranked = node.ranked, False
         if was:
-            self._ranking.remove(node.end)
+            self._rankings.of(node.end).remove(node.end)
         return was
 
     def _unpark(self, now: float) -> None:
@@ -389,7 +407,7 @@ class JudgedEnds:
             now = self._clock()
             for node in self._tree.nodes.values():
                 self._unrank(node)
-                self._ranking.forget(node.end, now)
+                self._rankings.of(node.end).forget(node.end, now)
             self._begin()
             return
         lost = self._needs.take_lost()
@@ -425,6 +443,7 @@ class JudgedEnds:
         return replace(
             counts,
             ends=self._counts.statistics(kept),
+            tenants=self._counts.tenants(self._needs.weights),
             missed_tokens=self._counts.missed_tokens,
             missed_a_gib_more=self._counts.missed_a_gib_more,
         )
@@ -440,13 +459,15 @@ class JudgedEnds:
         for node in kept:
             yield from self._check_place(node)
             yield from self._check_worth(node)
-        for serial, node in self._tree.nodes.items():
-            if node.kept == (serial in self._ghosts):
+        for node in self._tree.nodes.values():
+            if node.kept == (node in self._ghosts):
                 yield f"the end of {node.tokens} tokens is kept: {node.kept}, and a ghost or not as well"
         given, cached = self._space.given_up(), self._pool.cached()
         for block in np.flatnonzero(cached & (given != (self._needs.counts == 0))).tolist():
             yield f"block {block}, cached, is given up: {bool(given[block])}, needed by {self._needs.counts[block]}"
-        yield from self._ranking.check()
+        if self._needs.weights != self._needs.charged():
+            yield f"tenants are charged {self._needs.weights} bytes, not {self._needs.charged()}"
+        yield from self._rankings.check()
 
     def _check_place(self, node: Node) -> Iterator[str]:
         parent = node.parent

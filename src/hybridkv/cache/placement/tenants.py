@@ -1,0 +1,59 @@
+"""Rankings of ends, one a tenant, and who of the tenants gives way: none learns from another, or pays for it.
+
+A ranking compares the ends of one tenant. Between tenants shares decide, whatever their ends are worth: what a tenant
+says or does to make its ends look better costs none but itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from hybridkv.cache.placement.ends import End, Ranking
+from hybridkv.cache.placement.shares import TenantShares
+from hybridkv.request import Request
+
+
+class TenantRankings:
+    """ranking: makes one. memory_bytes: of which ``shares``, for reading, are. weights: bytes kept of each tenant."""
+
+    def __init__(self, ranking: Callable[[], Ranking], shares: TenantShares, memory_bytes: int) -> None:
+        self.shares = shares
+        self._memory_bytes = memory_bytes
+        self._of = [ranking() for _ in shares.of]
+        self._numbers = shares.numbers()
+
+    def tenant_of(self, request: Request) -> int:
+        """Its number."""
+        return self._numbers.get(request.tenant, 0) if request.tenant is not None else 0
+
+    def of(self, end: End) -> Ranking:
+        """That of its tenant."""
+        return self._of[end.tenant]
+
+    def note_request(self, tenant: int, now: float) -> None:
+        """One more request of ``tenant`` begins."""
+        self._of[tenant].note_request(now)
+
+    def lowest(self, now: float, weights: Sequence[int]) -> End | None:
+        """The end to give up next, of the first tenant that gives way and has one. O(tenants log tenants) besides."""
+        if len(self._of) == 1:
+            return self._of[0].lowest(now)
+        order = self.shares.giving_way(weights, self._memory_bytes)
+        return next((end for of in order if (end := self._of[of].lowest(now)) is not None), None)
+
+    def prefers(self, end: End, other: End, now: float, weights: Sequence[int]) -> bool:
+        """Whether ``other``, which is kept, goes for ``end``; one of another tenant, if that one gives way first."""
+        if end.tenant == other.tenant:
+            return self.of(end).prefers(end, other, now)
+        order = self.shares.giving_way(weights, self._memory_bytes)
+        return order.index(other.tenant) < order.index(end.tenant)
+
+    def given_up(self, end: End, parent: End | None, now: float, *, declined: bool) -> None:
+        """See Ranking; a parent of another tenant inherits nothing."""
+        own = None if parent is None or parent.tenant != end.tenant else parent
+        self.of(end).given_up(end, own, now, declined=declined)
+
+    def check(self) -> Iterator[str]:
+        """See Ranking."""
+        for ranking in self._of:
+            yield from ranking.check()

@@ -1,0 +1,169 @@
+"""Shares of tenants in random runs: who gives way is foretold by an oracle that keeps no counts.
+
+What a tenant weighs it finds from the keys of whole prefixes, each time anew; who gives way by asking everybody.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from random import Random
+
+import pytest
+from test_natural_evictions import MODELS, PAIRS
+
+from how_much import how_many
+from hybridkv.cache.placement import Share, TenantShares
+from hybridkv.cache.placement.ends import End
+from hybridkv.cache.placement.tenants import TenantRankings
+from hybridkv.cache.slots.end_tree import Node
+from hybridkv.cache.slots.judged import JudgedEnds
+from hybridkv.specs import KVCacheSpec
+from hybridkv.testing.difference import DifferenceError, same
+from oracles import random_natural_options, random_run
+from oracles.twins import Twins
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+@pytest.fixture(autouse=True)
+def half_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the requests of random runs are the tenant's."""
+    monkeypatch.setattr(
+        sys.modules["oracles.random_run"], "random_salt", lambda random: random.choice((None, "tenant"))
+    )
+
+
+SHARES = (
+    TenantShares((Share("tenant", 0.4),)),
+    TenantShares((Share("tenant", 0.2, 0.3), Share(None, 0.5))),
+    TenantShares((Share("tenant"), Share("nobody", 0.5))),
+)
+Lowest = Callable[[JudgedEnds, float, Sequence[int]], Node | None]
+
+
+def needed(kept: JudgedEnds, node: Node) -> set[int]:
+    """Blocks that ``node`` needs, those of its whole prefix among them."""
+    found = set(node.own)
+    for group in kept._blocks._full + kept._blocks._windows:
+        size, stride = group.policy.block_size, group.key_stride
+        first = 0 if group.policy.hits.downward_closed else group.policy.hits.first_needed(node.tokens) // size
+        keys = node.keys(0, node.depth)[stride - 1 :: stride]
+        found.update(group.index.blocks_of(keys[first : node.tokens // size]).tolist())
+    return found
+
+
+def weights_of(kept: JudgedEnds, shares: TenantShares) -> list[int]:
+    """Bytes of each tenant: salts keep their blocks apart."""
+    blocks: list[set[int]] = [set() for _ in shares.of]
+    for node in kept._tree.kept():
+        blocks[node.end.tenant] |= needed(kept, node)
+    bytes_of = [sum(kept._needs.block_bytes[kept._pool.class_of(block)] for block in sorted(mine)) for mine in blocks]
+    assert sum(map(len, blocks)) == len(set().union(*blocks))
+    return bytes_of
+
+
+def is_before(shares: TenantShares, one: int, other: int, weights: Sequence[int], memory: int) -> bool:
+    """Whether ``one`` gives way before ``other``."""
+    too_much = []
+    for tenant in (one, other):
+        share, weight = shares.of[tenant], weights[tenant]
+        if weight > share.greatest * memory:
+            too_much.append((2, weight - share.greatest * memory))
+        elif weight > share.guaranteed * memory:
+            too_much.append((1, weight - share.guaranteed * memory))
+        else:
+            too_much.append((0, weight - share.guaranteed * memory))
+    return too_much[0] > too_much[1] or (too_much[0] == too_much[1] and one < other)
+
+
+class Watch:
+    """Looks at every victim. victims: of each tenant so far."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, shares: TenantShares) -> None:
+        self.shares = shares
+        self.victims = [0] * len(shares.of)
+        self._lowest: Lowest = JudgedEnds._lowest
+        self._prefers = TenantRankings.prefers
+
+        def lowest(kept: JudgedEnds, now: float, weights: Sequence[int]) -> Node | None:
+            return self.lowest(kept, now, weights)
+
+        def prefers(rankings: TenantRankings, end: End, other: End, now: float, weights: Sequence[int]) -> bool:
+            return self.prefers(rankings, end, other, now, weights)
+
+        monkeypatch.setattr(JudgedEnds, "_lowest", lowest)
+        monkeypatch.setattr(TenantRankings, "prefers", prefers)
+
+    def lowest(self, kept: JudgedEnds, now: float, weights: Sequence[int]) -> Node | None:
+        """As the library, and what must be true of it."""
+        if weights is kept._needs.weights:
+            same("bytes by tenant", list(weights), weights_of(kept, self.shares))
+        found = self._lowest(kept, now, weights)
+        ranked = {node.end.tenant for node in kept._tree.kept() if node.ranked}
+        first = None
+        for tenant in sorted(ranked):
+            memory = kept._rankings._memory_bytes
+            if first is None or is_before(self.shares, tenant, first, weights, memory):
+                first = tenant
+        same("who gives way", None if found is None else found.end.tenant, first)
+        if found is not None:
+            self.victims[found.end.tenant] += 1
+        return found
+
+    def prefers(self, rankings: TenantRankings, end: End, other: End, now: float, weights: Sequence[int]) -> bool:
+        """Of two tenants the one that gives way first."""
+        answer = self._prefers(rankings, end, other, now, weights)
+        if end.tenant != other.tenant:
+            before = is_before(self.shares, other.tenant, end.tenant, weights, rankings._memory_bytes)
+            same("whose end goes", answer, before)
+        return answer
+
+
+def twins(random: Random, specs: tuple[KVCacheSpec, ...] | None, eviction: str, shares: TenantShares) -> Twins:
+    options = random_natural_options(random, specs)
+    while options.placement == "none":  # which has nothing to share
+        options = random_natural_options(random, specs)
+    return Twins(options, PAIRS[eviction], shares)
+
+
+@pytest.mark.parametrize("eviction", PAIRS)
+@pytest.mark.parametrize("model", MODELS)
+def test_random_runs(monkeypatch: pytest.MonkeyPatch, model: str, eviction: str) -> None:
+    for seed in range(how_many(3)):
+        random = Random(f"{model} {seed}")
+        with monkeypatch.context() as patch:
+            Watch(patch, SHARES[seed % len(SHARES)])
+            random_run(twins(random, MODELS[model], eviction, SHARES[seed % len(SHARES)]), random)
+
+
+@pytest.mark.parametrize("eviction", PAIRS)
+def test_both_tenants_give_way(monkeypatch: pytest.MonkeyPatch, eviction: str) -> None:
+    watch = Watch(monkeypatch, SHARES[0])
+    random = Random(1)
+    random_run(twins(random, MODELS["full, window and states"], eviction, SHARES[0]), random)
+    assert min(watch.victims) > 0
+
+
+def by_number(self: TenantShares, weights: Sequence[int], memory_bytes: int) -> list[int]:  # noqa: ARG001
+    """Who gives way, whatever anybody has."""
+    return list(range(len(self.of)))
+
+
+def test_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TenantShares, "giving_way", by_number)
+    Watch(monkeypatch, SHARES[0])
+    random = Random(1)
+    rig = twins(random, MODELS["full, window and states"], "coverage", SHARES[0])
+    with pytest.raises(DifferenceError, match="who gives way"):
+        random_run(rig, random)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("eviction", PAIRS)
+def test_many_random_runs(monkeypatch: pytest.MonkeyPatch, eviction: str) -> None:
+    for seed in range(20_000, 20_000 + how_many(80)):
+        random, shares = Random(seed), SHARES[seed % len(SHARES)]
+        with monkeypatch.context() as patch:
+            Watch(patch, shares)
+            random_run(twins(random, None, eviction, shares), random, 120)

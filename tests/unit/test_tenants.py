@@ -1,0 +1,323 @@
+"""Shares of tenants: who gives way, what is charged to whom, and that a flood takes no more than its share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+import numpy as np
+import pytest
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.cache.blocks.needs import BlockNeeds
+from hybridkv.cache.placement import (
+    EVERYBODY,
+    EVICTIONS,
+    EndsPlacement,
+    NoStates,
+    Share,
+    TenantShares,
+    eviction_named,
+)
+from hybridkv.cache.placement.ends import End, Kind
+from hybridkv.cache.placement.hazard import HazardRanking
+from hybridkv.cache.placement.tenants import TenantRankings
+from hybridkv.cache.slots.judged import JudgedEnds
+from hybridkv.errors import CacheError, ConfigError
+from hybridkv.request import Request
+from hybridkv.specs import KVCacheSpec
+from hybridkv.testing import attention_config
+from hybridkv.testing.configs import full_spec, natural_model_config, state_spec, window_spec
+
+HYBRID = (full_spec(4), state_spec(4))
+JUDGED = [name for name in EVICTIONS if eviction_named(name).ranking is not None]
+
+
+class Cache:
+    """Requests one after the other, each computed in two steps; seconds pass as asked."""
+
+    def __init__(
+        self, shares: TenantShares, slabs: int, eviction: str = "coverage", specs: tuple[KVCacheSpec, ...] = HYBRID
+    ) -> None:
+        self.now = 0.0
+        per_slab = tuple(1 if "Mamba" in type(spec).__name__ else 4 for spec in specs)
+        self.cache = KVCacheManager(
+            natural_model_config(slabs, specs, per_slab),
+            200,
+            placement=EndsPlacement(),
+            eviction=eviction_named(eviction),
+            shares=shares,
+            clock=lambda: self.now,
+        )
+        self._names = count()
+
+    @property
+    def kept(self) -> JudgedEnds:
+        found = self.cache._parts.kept
+        assert isinstance(found, JudgedEnds)
+        return found
+
+    def weight(self, tenant: str) -> int:
+        return next(one.kept_bytes for one in self.cache.statistics().tenants if one.tenant == tenant)
+
+    def run(self, prompt: list[int], tenant: str | None = None, salt: str | None = None) -> int:
+        """Tokens hit."""
+        self.now += 1.0
+        cache = self.cache
+        request = Request(str(next(self._names)), prompt, hasher=cache.hasher, cache_salt=salt, tenant=tenant)
+        hit = cache.look_up(request)
+        request.branch_tokens = hit.branch_tokens
+        assert cache.allocate_slots(request, len(prompt) - hit.tokens, hit.tokens, cache.blocks_of(hit)) is not None
+        cache.store_checkpoints(np.array([request.row]), np.array([hit.tokens]), np.array([len(prompt)]))
+        request.num_computed_tokens = len(prompt)
+        cache.take_transfers()
+        request.first_hit_tokens = hit.tokens
+        request.append(9)
+        cache.cache_blocks(request, len(prompt))
+        cache.keep_end(request)
+        cache.free(request)
+        return hit.tokens
+
+
+def chat(person: int, turn: int) -> list[int]:
+    """11 tokens, and 6 more each turn."""
+    return [person, *range(100, 110), *(one for earlier in range(1, turn) for one in (9, *range(earlier, earlier + 5)))]
+
+
+def unique() -> Iterator[list[int]]:
+    """Prompts that nobody ever asks for again."""
+    for number in count(1_000_000, 20):
+        yield list(range(number, number + 14))
+
+
+def chats(cache: Cache, flood: int, *, people: int = 4, turns: int = 3) -> int:
+    """Tokens hit by ``a``, whose people take turns; between any two of its requests ``flood`` others come by."""
+    hit, prompts = 0, unique()
+    for turn in range(1, turns + 1):
+        for person in range(people):
+            hit += cache.run(chat(person, turn), "a")
+            for _ in range(flood):
+                cache.run(next(prompts), "b")
+    cache.cache.check()
+    return hit
+
+
+# -- what a share is
+
+
+def test_shares_are_read() -> None:
+    shares = TenantShares.parse(["a=30%", "b=0.1..0.5", "team=c=0%..100%", "*=20%..60%"])
+    assert shares.of == (Share(None, 0.2, 0.6), Share("a", 0.3), Share("b", 0.1, 0.5), Share("team=c"))
+    assert shares.numbers() == {"a": 1, "b": 2, "team=c": 3}
+    assert (EVERYBODY.of, EVERYBODY.numbers()) == ((Share(None),), {})
+
+
+@pytest.mark.parametrize("asked", ["a", "=30%", "a=", "a=30%..", "a=x", "a=1..2..3"])
+def test_what_is_no_share_is_refused(asked: str) -> None:
+    with pytest.raises(ConfigError, match="not a share"):
+        TenantShares.parse([asked])
+
+
+@pytest.mark.parametrize(
+    ("asked", "wrong"),
+    [
+        (["a=60%..50%"], "share of a must be"),
+        (["*=120%"], r"share of \* must be"),
+        (["a=-1%"], "share of a must be"),
+        (["a=nan"], "finite"),
+        (["a=60%", "b=50%"], "110% of memory"),
+        (["a=10%", "a=20%"], "more than one share"),
+        (["*=10%", "*=20%"], "more than one share"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(asked: list[str], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        TenantShares.parse(asked)
+
+
+def test_wrong_types_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tenant"):
+        Share("")
+    with pytest.raises(ConfigError, match="of must be a Share"):
+        TenantShares(("a",))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="shares must be"):
+        KVCacheManager(attention_config(8), 100, shares=["a=30%"])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="tenant"):
+        Request("r", [1], tenant="")
+
+
+A_THIRD = TenantShares((Share("a", 0.3),))
+
+
+def test_shares_need_an_eviction_that_knows_ends() -> None:
+    config = natural_model_config(9, HYBRID, (4, 1))
+    with pytest.raises(ConfigError, match="coverage or hazard: eviction lru gives up"):
+        KVCacheManager(config, 100, eviction=eviction_named("lru"), shares=A_THIRD)
+    with pytest.raises(ConfigError, match="the reference layout gives up"):
+        KVCacheManager(attention_config(8), 100, shares=A_THIRD)
+    with pytest.raises(ConfigError, match="placement none keeps none"):
+        KVCacheManager(config, 100, placement=NoStates(), eviction=eviction_named("hazard"), shares=A_THIRD)
+
+
+def test_who_gives_way_by_hand() -> None:
+    shares = TenantShares((Share(None, 0.1, 0.2), Share("a", 0.3), Share("b", 0.2, 0.4), Share("c")))
+    order = [
+        ([0, 0, 0, 0], [3, 0, 2, 1]),  # nobody has anything: who is promised least
+        ([30, 90, 50, 20], [0, 2, 1, 3]),  # 10 above the greatest, both; then what is above the guaranteed
+        ([20, 40, 40, 11], [2, 3, 0, 1]),  # nobody above the greatest: 20, 11, 10, 10 too much
+        ([20, 29, 10, 1], [0, 3, 1, 2]),  # the others and c alone have more than was promised
+    ]
+    for weights, expected in order:
+        assert shares.giving_way(weights, 100) == expected
+
+
+def test_between_tenants_shares_decide_and_not_worth() -> None:
+    """Of one tenant the more valuable stays; of another goes what is above its share, if more so than one's own."""
+    rankings = TenantRankings(HazardRanking, TenantShares((Share("a", 0.5), Share("b", 0.2))), 100)
+    dear, cheap, other = (End(serial, Kind.PROMPT, 10, 0.0, None, tenant) for serial, tenant in enumerate((1, 1, 2)))
+    dear.saved, cheap.saved, other.saved = 2.0, 1.0, 9.0
+    assert (rankings.prefers(dear, cheap, 1.0, [0] * 3), rankings.prefers(cheap, dear, 1.0, [0] * 3)) == (True, False)
+    assert rankings.prefers(cheap, other, 1.0, [0, 40, 21])
+    assert not rankings.prefers(other, cheap, 1.0, [0, 40, 21])
+    assert rankings.prefers(other, cheap, 1.0, [0, 60, 21])
+    for end in (dear, cheap, other):
+        rankings.of(end).add(end, 0.0)
+    assert rankings.lowest(1.0, [0, 40, 21]) is other
+    assert rankings.lowest(1.0, [0, 60, 21]) is cheap
+    assert rankings.lowest(1.0, [99, 0, 0]) is other  # nobody else has an end
+
+
+def test_others_do_not_demote_what_a_tenant_goes_on_from() -> None:
+    cache = Cache(TenantShares((Share("a"), Share("b"))), 30)
+    for who, passed in (("b", False), ("a", True)):
+        cache.run(chat(1, 1), "a")
+        cache.run(chat(1, 2), who)
+        assert any(node.end.passed for node in cache.kept._tree.kept()) == passed
+        cache = Cache(TenantShares((Share("a"), Share("b"))), 30)
+
+
+# -- what is charged
+
+
+@pytest.mark.parametrize("eviction", JUDGED)
+def test_what_ends_need_is_charged_to_their_tenant(eviction: str) -> None:
+    cache = Cache(TenantShares((Share("a"), Share("b"))), 30, eviction)
+    block, state = cache.kept._needs.block_bytes
+    cache.run(chat(1, 1), "a")
+    assert cache.weight("a") == 3 * block + 2 * state  # the ends at 10 and 11 tokens
+    cache.run(chat(2, 1), salt="b")
+    assert (cache.weight("b"), cache.weight("*")) == (cache.weight("a"), 0)
+    cache.run(chat(1, 1), "b")  # shares all of it
+    cache.run(chat(3, 1))
+    assert cache.weight("b") == cache.weight("a") == cache.weight("*")
+    for node in cache.kept._tree.kept():
+        if node.end.tenant == 1:
+            cache.kept._release(node, cache.now)
+    assert cache.weight("a") == 0
+    cache.cache.check()
+
+
+def test_what_an_heir_needs_is_charged_to_its_tenant() -> None:
+    """Labels share blocks: who was first pays, until it needs them no longer."""
+    cache = Cache(TenantShares((Share("a"), Share("b"))), 30)
+    block, state = cache.kept._needs.block_bytes
+    cache.run(chat(1, 1)[:9], "a")
+    cache.run(chat(1, 3), "b")
+    before = cache.weight("b")
+    assert cache.weight("a") == 3 * block + 2 * state
+    for node in [node for node in cache.kept._tree.kept() if node.end.tenant == 1]:
+        cache.kept._release(node, cache.now)
+    assert (cache.weight("a"), cache.weight("b")) == (0, before + 2 * block)
+    cache.cache.check()
+
+
+def test_what_was_found_is_told_by_tenant() -> None:
+    cache = Cache(TenantShares((Share("a"),)), 30)
+    cache.run(chat(1, 1), "a")
+    cache.run(chat(1, 2), "a")
+    cache.run(chat(2, 1))
+    others, a = cache.cache.statistics().tenants
+    assert (others.tenant, others.requests, others.prompt_tokens, others.hit_tokens) == ("*", 1, 11, 0)
+    assert (a.tenant, a.requests, a.prompt_tokens, a.hit_tokens) == ("a", 2, 28, 11)
+
+
+# -- floods
+
+
+@pytest.mark.parametrize("specs", [HYBRID, (full_spec(4),), (full_spec(4), window_spec(4, 9))])
+@pytest.mark.parametrize("eviction", JUDGED)
+def test_a_flood_lowers_nobody_below_its_guaranteed_share(eviction: str, specs: tuple[KVCacheSpec, ...]) -> None:
+    alone = chats(Cache(EVERYBODY, 11, eviction, specs), 0, people=3)
+    drowned = chats(Cache(EVERYBODY, 33, eviction, specs), 10, people=3)
+    kept = chats(Cache(A_THIRD, 33, eviction, specs), 10, people=3)
+    assert drowned < alone <= kept
+
+
+@pytest.mark.parametrize("eviction", JUDGED)
+def test_a_flood_of_a_hundred_to_one(eviction: str) -> None:
+    alone = chats(Cache(EVERYBODY, 11, eviction), 0, people=2, turns=2)
+    kept = chats(Cache(A_THIRD, 33, eviction), 100, people=2, turns=2)
+    assert 0 < alone <= kept
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("eviction", JUDGED)
+def test_a_long_flood(eviction: str) -> None:
+    alone = chats(Cache(EVERYBODY, 21, eviction), 0, people=6, turns=4)
+    kept = chats(Cache(A_THIRD, 63, eviction), 100, people=6, turns=4)
+    assert 0 < alone <= kept
+
+
+@pytest.mark.parametrize("eviction", JUDGED)
+def test_a_flood_within_the_greatest_share_of_others(eviction: str) -> None:
+    """Nothing is guaranteed, but who is above its greatest share gives way first."""
+    shares = TenantShares((Share("b", 0.0, 0.4),))
+    assert chats(Cache(shares, 33, eviction), 10) > chats(Cache(EVERYBODY, 33, eviction), 10)
+
+
+@pytest.mark.parametrize("share", [Share("a", 0.3), Share("a", 0.0, 0.1), Share("b", 0.2, 0.5)])
+@pytest.mark.parametrize("eviction", JUDGED)
+def test_without_rivals_all_memory_is_used(eviction: str, share: Share) -> None:
+    """As many as fit into the whole, whatever the share is: neither in the part above it nor beside it is one lost."""
+    people, slabs = 9, 33
+    caches = [Cache(shares, slabs, eviction) for shares in (EVERYBODY, TenantShares((share,)))]
+    found = [chats(cache, 0, people=people) for cache in caches]
+    assert found[0] == found[1] > chats(Cache(EVERYBODY, 11, eviction), 0, people=people)
+    assert caches[0].cache.evictions == caches[1].cache.evictions > 0
+
+
+def test_what_others_have_too_much_is_taken_whatever_it_is_worth() -> None:
+    """A wish for a state, of a tenant below its share, is granted though its ends were never hit."""
+    cache = Cache(TenantShares((Share("a", 0.5),)), 13, "hazard")
+    for _ in range(30):
+        for person in range(4):
+            cache.run(chat(person, 1))
+    others = cache.weight("*")
+    cache.run(list(range(500, 512)), "a")
+    cache.run(list(range(600, 612)), "a")
+    assert cache.weight("*") < others
+    assert cache.run(list(range(500, 512)), "a") == 11
+
+
+# -- faults
+
+
+def test_a_block_that_is_needed_no_longer_is_charged_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockNeeds, "_discharge", lambda *_: None)
+    cache = Cache(A_THIRD, 9)
+    with pytest.raises(CacheError, match="tenants are charged"):
+        chats(cache, 1)
+
+
+def test_charges_follow_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several tenants a block that moves is paid for by who paid before."""
+    follow = BlockNeeds.follow
+
+    def forgets(self: BlockNeeds, moves: np.ndarray) -> None:
+        follow(self, moves)
+        self.payers[moves[:, 1]] = 0
+
+    monkeypatch.setattr(BlockNeeds, "follow", forgets)
+    cache = Cache(A_THIRD, 9)
+    with pytest.raises(CacheError, match="tenants are charged"):
+        chats(cache, 1)
