@@ -134,6 +134,45 @@ class RequestRows:
         self.num_tokens[rows] = n
         return failed
 
+    def append_many(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> bool:
+        """``tokens[i]``, int32[rows, n], behind the known ones of ``rows[i]``; rows distinct.
+
+        False, and nothing appended, where some block that they fill cannot be hashed.
+        """
+        size, count = self.tail_tokens, tokens.shape[1]
+        n = self.num_tokens[rows]
+        some = np.flatnonzero(n % size + count >= size)
+        if some.size and not self._fill_many(rows[some], n[some] % size, tokens[some]):
+            return False
+        last = np.arange(max(count - size, 0), count)
+        self.tail[rows[:, None], (n[:, None] + last) % size] = tokens[:, last]
+        self.num_tokens[rows] = n + count
+        return True
+
+    def _fill_many(self, rows: NDArray[np.int64], begun: NDArray[np.int64], tokens: NDArray[np.int32]) -> bool:
+        """Whole blocks of ``rows``, the first ``begun[i]`` tokens of each in its tail, go to their requests, hashed.
+
+        False, and nothing done, where one cannot be.
+        """
+        size, owners = self.tail_tokens, self.owners(rows)
+        filled = (begun + tokens.shape[1]) // size
+        line, hashed = np.concatenate((self.tail[rows], tokens), axis=1), [len(one.hashes) for one in owners]
+        parts: list[tuple[list[Request], NDArray[np.int32]]] = []
+        for j in range(int(filled.max())):
+            of = np.flatnonzero(filled > j)
+            place = np.arange(j * size, (j + 1) * size)
+            gap = np.where(place < begun[of, None], 0, size - begun[of, None])  # of the tail, what is stale
+            parts.append(([owners[i] for i in of.tolist()], line[of[:, None], place + gap]))
+            if _hash_blocks(*parts[-1]):
+                for request, known in zip(owners, hashed, strict=True):
+                    del request.hashes[known:]
+                return False
+        for several, blocks in parts:
+            octets, width = blocks.tobytes(), blocks.itemsize * size
+            for i, request in enumerate(several):
+                request._tokens.frombytes(octets[i * width : (i + 1) * width])
+        return True
+
     def least_tokens(self, row: int) -> int:
         """Tokens of ``row`` that cannot be forgotten: computed, or promised to others."""
         return max(self.num_computed.item(row), self._promised(row))

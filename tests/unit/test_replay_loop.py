@@ -89,7 +89,7 @@ def watched(
     plan = plan_for_trace(source.summary(), MODEL, (blocks + 1) * BLOCK_BYTES)
     cache = KVCacheManager(plan.config, plan.max_model_len)
     scheduler = Watched(cache, SchedulerLimits(max_running=max_running, max_batched_tokens=budget))
-    return replay_through(source, scheduler, SECOND), scheduler
+    return replay_through(source, scheduler, SECOND, step_by_step=True), scheduler
 
 
 def endless(
@@ -297,7 +297,7 @@ def test_moves_are_those_of_the_steps() -> None:
     plan = natural_plan(source)
     cache = KVCacheManager(plan)
     scheduler = Watched(cache, SchedulerLimits(max_running=256, max_batched_tokens=8192))
-    report = replay_through(source, scheduler, StepCost.of(plan))
+    report = replay_through(source, scheduler, StepCost.of(plan), step_by_step=True)
     slabs = plan.config.slabs
     assert slabs is not None
     copies = [copy for step in scheduler.steps for copy in step.copies]
@@ -331,7 +331,11 @@ def test_progress_is_told() -> None:
     told: list[Progress] = []
     source = UniformWorkload(conversations=4)
     plan = plan_for_trace(source.summary(), MODEL, GiB)
-    report = replay(source, plan, ReplaySettings(), on_progress=told.append)
+    report = replay(source, plan, ReplaySettings(step_by_step=True), on_progress=told.append)
     assert [one.steps for one in told] == [*range(64, report.steps + 1, 64), report.steps]
     assert told[-1] == Progress(16, report.steps, 0, 0, told[-1].time_s)
     assert all(a.requests <= b.requests for a, b in pairwise(told))
+    in_strides: list[Progress] = []
+    assert replay(source, plan, ReplaySettings(), on_progress=in_strides.append) == report
+    assert in_strides[-1] == told[-1]
+    assert len({one.steps // 64 for one in in_strides[:-1]}) == len(in_strides) - 1 <= len(told)

@@ -24,6 +24,7 @@ from hybridkv.cache.slots.kept import KeptEnds, LastUsed
 from hybridkv.cache.slots.lookup import PrefixLookup
 from hybridkv.cache.slots.plan import SlotPlanner
 from hybridkv.cache.slots.slots import Slots
+from hybridkv.cache.slots.strides import Strides
 from hybridkv.cache.slots.transfers import TransferLog
 from hybridkv.errors import ConfigError
 from hybridkv.planner.config import KVCacheConfig
@@ -70,6 +71,7 @@ class CacheParts:
     lookup: PrefixLookup
     planner: SlotPlanner
     slots: Slots
+    strides: Strides
 
 
 def assemble(config: KVCacheConfig, layout: Layout, options: CacheOptions) -> CacheParts:
@@ -119,6 +121,14 @@ def assemble(config: KVCacheConfig, layout: Layout, options: CacheOptions) -> Ca
     lookup = PrefixLookup(residents, pool, alignment=alignment, hasher=hasher, kept=kept)
     planner = SlotPlanner(pool, residents, publisher=publisher, log=log, max_model_len=options.max_model_len)
     slots = Slots(pool, residents, planner=planner, publisher=publisher, transfers=transfers, checkpoints=checkpoints)
+    strides = Strides(
+        pool,
+        residents,
+        slots=slots,
+        publisher=publisher,
+        transfers=transfers,
+        checkpoints=checkpoints,
+    )
     return CacheParts(
         layout,
         hasher,
@@ -136,4 +146,5 @@ def assemble(config: KVCacheConfig, layout: Layout, options: CacheOptions) -> Ca
         lookup,
         planner,
         slots,
+        strides,
     )

@@ -31,6 +31,7 @@ from hybridkv.cache.slots.step_fields import (
     state_moves,
     with_transfers,
 )
+from hybridkv.cache.slots.strides import Advance
 from hybridkv.cache.slots.transfers import Transfers
 from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats, cache_statistics
 from hybridkv.cache.values import KVCacheBlocks
@@ -133,7 +134,7 @@ class KVCacheManager:
         self.transfers, self.checkpoints = parts.transfers, parts.checkpoints
         self.rows = parts.residents.request_rows
         self._layout, self._residents, self._lookup = layout, parts.residents, parts.lookup
-        self._planner, self._slots = parts.planner, parts.slots
+        self._planner, self._slots, self._strides = parts.planner, parts.slots, parts.strides
         self.bounds = CacheBounds(parts)
         self._stats = PrefixCacheStats() if flag("log_stats", log_stats) else None
 
@@ -353,6 +354,24 @@ class KVCacheManager:
             num_new_tokens = integer("num_new_tokens", num_new_tokens, 1, MOST_COUNT)
         num_lookahead_tokens = integer("num_lookahead_tokens", num_lookahead_tokens, 0, MOST_COUNT)
         return self._slots.allocate(rows, num_new_tokens, num_lookahead_tokens)
+
+    # -- many steps as one
+
+    def uniform_steps(self, rows: Int64, most: int) -> int:
+        """How many steps, at most ``most``, ``rows`` can each compute one token, and need nothing but blocks for it.
+
+        Rows distinct and resident, each with its last token to compute and no step in flight. O(rows) in array
+        operations.
+        """
+        return self._strides.most_steps(self._residents.rows_held(rows), most)
+
+    def advance(self, rows: Int64, tokens: Int32) -> Advance:
+        """Steps of ``rows`` in each of which they compute their last token and ``tokens[:, k]`` comes behind it.
+
+        int32[rows, steps], as many steps as ``uniform_steps`` allowed at most. Slots are allocated, blocks written and
+        computed tokens advanced as if step by step, outside of any open step; see Advance for where that ends early.
+        """
+        return self._strides.advance(self._residents.rows_held(rows), tokens)
 
     # -- drafts
 

@@ -148,6 +148,14 @@ def replay_command(
     no_prefix_caching: Annotated[
         bool, typer.Option("--no-prefix-caching", help="Share nothing.", rich_help_panel=RUN)
     ] = False,
+    step_by_step: Annotated[
+        bool,
+        typer.Option(
+            "--step-by-step",
+            help="Never take several steps as one; slower, the report is the same.",
+            rich_help_panel=RUN,
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.", rich_help_panel=OUTPUT)] = False,
 ) -> None:
     """Replay requests through the scheduler and the cache manager; only time is modelled."""
@@ -168,6 +176,7 @@ def replay_command(
         prefix_caching=not no_prefix_caching,
         placement=placement,
         eviction=eviction,
+        step_by_step=step_by_step,
     )
     source = _source(trace, asked)
     summary = source.summary()
@@ -256,7 +265,7 @@ def _settings(plan: Plan, settings: ReplaySettings, length_from: str, source: Re
         "unit_bytes": plan.config.unit_bytes,
         "max_model_len": plan.max_model_len,
         "max_model_len_from": length_from,
-        **{name: value for name, value in asdict(settings).items() if name != "placement"},
+        **{name: value for name, value in asdict(settings).items() if name not in {"placement", "step_by_step"}},
         **drawn,
     }
 

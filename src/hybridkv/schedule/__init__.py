@@ -2,5 +2,15 @@
 
 from hybridkv.schedule.limits import Finished, FinishReason, Outcome, SchedulerLimits, SchedulerStatistics
 from hybridkv.schedule.scheduler import Scheduler
+from hybridkv.schedule.strides import Choose, Stride
 
-__all__ = ["FinishReason", "Finished", "Outcome", "Scheduler", "SchedulerLimits", "SchedulerStatistics"]
+__all__ = [
+    "Choose",
+    "FinishReason",
+    "Finished",
+    "Outcome",
+    "Scheduler",
+    "SchedulerLimits",
+    "SchedulerStatistics",
+    "Stride",
+]

@@ -155,6 +155,10 @@ class RunningRows:
         self.dead[row] = False
         self.num_dead -= 1
 
+    def may_stop(self, rows: Int64) -> bool:
+        """Whether any of ``rows`` has a stop token."""
+        return bool((self._stop_ids[rows] != _NO_STOP).any())
+
     def stops(self, rows: Int64, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Whether ``tokens[i]`` is a stop token of ``rows[i]``."""
         found: NDArray[np.bool_] = (self._stop_ids[rows] == tokens[:, None]).any(axis=1)

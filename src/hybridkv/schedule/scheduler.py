@@ -34,6 +34,7 @@ from hybridkv.schedule.results import Results, check_result
 from hybridkv.schedule.row_releaser import RowReleaser
 from hybridkv.schedule.running import InFlight, RunningRows
 from hybridkv.schedule.speculation import Speculation
+from hybridkv.schedule.strides import NO_STRIDE, Choose, Stride, Strides
 from hybridkv.schedule.waiting import WaitingQueue
 from hybridkv.step import Step, StepResult
 from hybridkv.units import MOST_COUNT, shown
@@ -71,6 +72,7 @@ class Scheduler:
         self._releaser = RowReleaser(cache, *queues, self._inbox, self._forks)
         self._admission = AdmissionControl(cache, self.limits, *queues, forks=self._forks, releaser=self._releaser)
         self._results = Results(cache, *queues, self._releaser)
+        self._strides = Strides(cache, self.limits, *queues, forks=self._forks, releaser=self._releaser)
         self._in_flight: deque[InFlight] = deque()
         self._next_id = 0
         self._after = -1
@@ -316,6 +318,27 @@ class Scheduler:
             return False
         self._releaser.end([Finished(request, reason)])
         return True
+
+    # -- many steps as one
+
+    def stride(self, choose: Choose) -> Stride:
+        """Take uniform steps as one, for those who know beforehand what is sampled: there is no Step and no result.
+
+        A step is uniform if every running request computes one token and samples one, and nobody comes in, is refused
+        or gives way; in the last one requests may end. What is done is what schedule() and update() would have done.
+        choose: what to take, asked once if the next step is uniform; it must not touch the scheduler. None is taken
+        where that step is not, or choose gives no column; fewer than chosen where one must move or copy blocks, which
+        is the last one then. ConfigError for chosen tokens of another shape.
+        """
+        self._inbox.claim()
+        self._empty_inbox()
+        stride = NO_STRIDE if self._in_flight else self._strides.take(choose)
+        if stride.steps:
+            self._next_id += stride.steps
+            self._after = self._next_id - 1
+            self._computed_tokens += stride.steps * stride.rows
+            self._peak_usage = max(self._peak_usage, stride.peak_usage)
+        return stride
 
     # -- failure
 

@@ -17,13 +17,18 @@ beside whom: hits, blocks and preemptions come from the real scheduler and manag
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache import Transfer
 from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan
 from hybridkv.simulator.traffic import CacheTraffic
-from hybridkv.step import Step
+from hybridkv.step import Copy, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +82,29 @@ class StepCost:
 
     def seconds(self, step: Step) -> float:
         """Seconds of ``step``. O(rows + copies)."""
-        tokens = step.num_tokens
+        compute_s, weight_bytes = self._bounds(step.num_tokens)
+        memory_s = (weight_bytes + self.traffic.bytes_of(step)) / self._bytes_per_s
+        return self.time_scale * (max(compute_s, memory_s) + self.hardware.overhead_s)
+
+    def decode_seconds(
+        self, computed: NDArray[np.int64], steps: int, copies: Sequence[Transfer | Copy] = ()
+    ) -> NDArray[np.float64]:
+        """Seconds of each of ``steps`` steps in which rows compute one token each, to the bit those of ``seconds``.
+
+        float64[steps]. computed: int64[rows], tokens computed before the first. copies: of blocks, in each of the
+        steps. O(rows + steps), O(rows * steps) for rows that are not as long as a window yet and for chunks.
+        """
+        compute_s, weight_bytes = self._bounds(len(computed))
+        memory_s = (weight_bytes + self.traffic.decode_bytes(computed, steps, copies)) / self._bytes_per_s
+        seconds: NDArray[np.float64] = self.time_scale * (np.maximum(compute_s, memory_s) + self.hardware.overhead_s)
+        return seconds
+
+    def _bounds(self, tokens: int) -> tuple[float, float]:
+        """Seconds that ``tokens`` tokens compute, and bytes of the weights that they read."""
         machine = self.hardware
         compute_s = 2 * self.active_parameters * tokens / (machine.flops_per_s * machine.compute_efficiency)
-        weights = min(self.parameters, self.active_parameters * tokens)
-        moved_bytes = weights * _WEIGHT_BYTES + self.traffic.bytes_of(step)
-        memory_s = moved_bytes / (machine.bytes_per_s * machine.memory_efficiency)
-        return self.time_scale * (max(compute_s, memory_s) + machine.overhead_s)
+        return compute_s, min(self.parameters, self.active_parameters * tokens) * _WEIGHT_BYTES
+
+    @property
+    def _bytes_per_s(self) -> float:
+        return self.hardware.bytes_per_s * self.hardware.memory_efficiency

@@ -1,6 +1,7 @@
 """The replay loop: an open loop of arrivals around the real scheduler; only time is modelled.
 
     arrivals up to now -> add;  schedule() -> Step;  now += cost;  update(the trace's next output tokens)
+                                stride(the trace's next output tokens), where steps up to the next arrival are alike
 
 Simulated time stands still but for steps, and jumps to the next arrival when nothing is left to do; the
 scheduler, too, must know no other (``clock``). A request is built, and hashed, when it arrives and dropped
@@ -10,13 +11,14 @@ when it finishes.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.cache import Transfer
 from hybridkv.columns import grown
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.extra_keys import EncoderInput
@@ -27,7 +29,7 @@ from hybridkv.simulator.formats import TraceRequest
 from hybridkv.simulator.report import Distribution, GroupReport, ReplayReport
 from hybridkv.simulator.tokens import token_ids_at
 from hybridkv.simulator.trace import RequestSource, TraceSummary
-from hybridkv.step import Csr, NewRow, Step, StepResult
+from hybridkv.step import Copy, Csr, NewRow, Step, StepResult
 
 _STEPS_PER_PROGRESS: Final = 64
 _MOST_EMPTY_STEPS: Final = 1000
@@ -111,6 +113,25 @@ class _Rows:
             self.silent[first] = False
         return Csr(indptr, tokens), first
 
+    def say(self, rows: NDArray[np.int64], most: int) -> NDArray[np.int32]:
+        """What ``rows`` sample in as many of the next ``most`` steps as can be said at once; int32[rows, steps].
+
+        No column where one has its first token to say. Nothing is said until ``pass_by``. A few numpy calls.
+        """
+        if self.silent[rows].any():
+            return np.empty((len(rows), 0), np.int32)
+        left = self.left[rows]
+        for row in rows[left == 0].tolist():
+            self._next_piece(row, self._owner(row))
+        more = np.arange(min(most, int(self.left[rows].min()))).astype(np.uint64)
+        positions = self.positions[rows][:, None] + more
+        return token_ids_at(self.starts[rows][:, None], positions)
+
+    def pass_by(self, rows: NDArray[np.int64], steps: int) -> None:
+        """``rows`` have said their next ``steps`` tokens."""
+        self.positions[rows] += np.uint64(steps)
+        self.left[rows] -= steps
+
     def note_first(self, rows: NDArray[np.int32], now_s: float) -> None:
         """The first token of ``rows`` came out now."""
         for row in rows.tolist():
@@ -154,6 +175,39 @@ class _Arrivals:
             yield request_id, request
 
 
+class _Stretch:
+    """The steps from ``now_s`` on that a stride may take, and when each ends: none begins at ``arrival_s`` or later."""
+
+    def __init__(self, saying: _Rows, cost: StepCost, now_s: float, arrival_s: float | None) -> None:
+        self._saying = saying
+        self._cost = cost
+        self._now_s = now_s
+        self._arrival_s = arrival_s
+        self.rows = self._computed = np.empty(0, np.int64)
+        self._ends_s = np.empty(0)
+
+    def choose(self, rows: NDArray[np.int64], computed: NDArray[np.int64], most: int) -> NDArray[np.int32]:
+        """The tokens of ``rows``, to the last step that begins before the arrival."""
+        self.rows, self._computed = rows, computed
+        if self._arrival_s is not None:
+            step_s = self._cost.decode_seconds(computed, 1).item()
+            if step_s * most > self._arrival_s - self._now_s:  # a guess, so that nothing is made that is not taken
+                most = int((self._arrival_s - self._now_s) / step_s) + 1
+        tokens = self._saying.say(rows, most)
+        seconds = self._cost.decode_seconds(computed, tokens.shape[1])
+        self._ends_s = np.cumsum(np.concatenate(([self._now_s], seconds)))  # one addition after the other
+        if self._arrival_s is None:
+            return tokens
+        return tokens[:, : int(np.searchsorted(self._ends_s[:-1], self._arrival_s))]
+
+    def ends_at(self, steps: int, copies: Sequence[Transfer]) -> float:
+        """When the last of ``steps`` steps ends, if it has ``copies`` to make. Seconds."""
+        if not copies:
+            return self._ends_s.item(steps)
+        last = self._cost.decode_seconds(self._computed + steps - 1, 1, copies)
+        return self._ends_s.item(steps - 1) + last.item()
+
+
 class _Replay:
     """One replay: simulated time, the requests alive, what was measured."""
 
@@ -164,12 +218,15 @@ class _Replay:
         cost: StepCost,
         clock: SimulatedClock,
         encoder_tokens: int,
+        *,
+        step_by_step: bool,
     ) -> None:
         self.source = source
         self.scheduler = scheduler
         self.cost = cost
         self.clock = clock
         self.encoder_tokens = encoder_tokens
+        self.step_by_step = step_by_step
         self.steps = self.empty_steps = self.row_steps = self.finished = 0
         self.live: dict[str, _Live] = {}
         self.rows = _Rows()
@@ -190,8 +247,10 @@ class _Replay:
                     break
                 self.clock.now_s = arrivals.next.timestamp_s
                 continue
-            self._step()
-            if on_progress is not None and self.steps % _STEPS_PER_PROGRESS == 0:
+            told = self.steps // _STEPS_PER_PROGRESS
+            if self.step_by_step or not self._stride(arrivals.next):
+                self._step()
+            if on_progress is not None and self.steps // _STEPS_PER_PROGRESS > told:
                 on_progress(self.progress())
         if on_progress is not None:
             on_progress(self.progress())
@@ -230,15 +289,34 @@ class _Replay:
             self.rows.note_first(first, self.clock.now_s)
         self.steps += 1
         self.row_steps += len(step)
-        for copy in step.copies:
+        self._count(step.copies)
+        self._check_progress(step)
+        for done in self.scheduler.update(StepResult(step.id, sampled)).finished:
+            self._finish(done.request)
+
+    def _stride(self, arrival: TraceRequest | None) -> bool:
+        """As many steps as one as are alike before ``arrival``; False, and nothing done, where the next is not."""
+        plan = _Stretch(self.rows, self.cost, self.clock.now_s, None if arrival is None else arrival.timestamp_s)
+        stride = self.scheduler.stride(plan.choose)
+        if not stride.steps:
+            return False
+        self.rows.pass_by(plan.rows, stride.steps)
+        self.clock.now_s = plan.ends_at(stride.steps, stride.copies)
+        self.steps += stride.steps
+        self.row_steps += stride.steps * stride.rows
+        self.empty_steps = 0
+        self._count(stride.copies)
+        for done in stride.finished:
+            self._finish(done.request)
+        return True
+
+    def _count(self, copies: Sequence[Copy | Transfer]) -> None:
+        for copy in copies:
             if copy.kind == "move":
                 self.moves += 1
                 self.moved_bytes += self.block_bytes[copy.group]
             else:
                 self.copies[copy.group] += 1
-        self._check_progress(step)
-        for done in self.scheduler.update(StepResult(step.id, sampled)).finished:
-            self._finish(done.request)
 
     def _check_progress(self, step: Step) -> None:
         """A scheduler that has work and does none would keep the loop here for ever."""
@@ -311,15 +389,18 @@ def replay_through(
     encoder_tokens: int = 0,
     summary: TraceSummary | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    step_by_step: bool = False,
 ) -> ReplayReport:
     """``replay`` with a scheduler of one's own, which must be fresh.
 
     clock: that of the scheduler; without it the scheduler's patience with requests that do not fit is one of
     wall time. encoder_tokens: of every request's encoder input, 0 for none. summary: of the source, when it is
-    at hand already. on_progress: called every 64 steps and at the end.
+    at hand already. on_progress: called at most every 64 steps and at the end. step_by_step: see ReplaySettings.
     Raises TraceError for a malformed line, ConfigError naming a request that can never fit.
     """
     counted = source.summary() if summary is None else summary
-    run = _Replay(source, scheduler, cost, SimulatedClock() if clock is None else clock, encoder_tokens)
+    run = _Replay(
+        source, scheduler, cost, SimulatedClock() if clock is None else clock, encoder_tokens, step_by_step=step_by_step
+    )
     run.run(on_progress)
     return run.report(counted)

@@ -33,7 +33,8 @@ class ReplaySettings:
 
     time_scale: multiplies the modelled durations; 0 makes steps take no time. prefix_caching: whether blocks
     are shared at all. placement: natural layout: where recurrent states are kept, instead of where the plan says.
-    eviction: natural layout: what is given up next, by name.
+    eviction: natural layout: what is given up next, by name. step_by_step: take every step by itself, also where
+    several are alike; the report is the same.
     Raises ConfigError for values out of range.
     """
 
@@ -44,6 +45,7 @@ class ReplaySettings:
     hardware: Hardware = H100
     placement: str | None = None
     eviction: str = DEFAULT_EVICTION.name
+    step_by_step: bool = False
 
     def __post_init__(self) -> None:
         eviction_named(self.eviction)
@@ -141,7 +143,8 @@ def _maximum(summary: TraceSummary, max_model_len: int | None) -> int:
 class Simulation:
     """All that a replay drives, fresh.
 
-    encoder_tokens: of every request. caching_off: why nothing can be hit, None where something can.
+    encoder_tokens: of every request. caching_off: why nothing can be hit, None where something can. step_by_step: see
+    ReplaySettings.
     """
 
     scheduler: Scheduler
@@ -149,6 +152,7 @@ class Simulation:
     clock: SimulatedClock
     encoder_tokens: int
     caching_off: str | None
+    step_by_step: bool
 
     def run(
         self,
@@ -166,6 +170,7 @@ class Simulation:
             encoder_tokens=self.encoder_tokens,
             summary=summary,
             on_progress=on_progress,
+            step_by_step=self.step_by_step,
         )
         return replace(report, caching_off=self.caching_off)
 
@@ -192,7 +197,8 @@ def simulation_of(plan: Plan, settings: ReplaySettings) -> Simulation:
         clock=clock,
     )
     off = None if cache.enable_caching else _why_off(plan, settings)
-    return Simulation(Scheduler(cache, limits, clock=clock), cost, clock, plan.limits.max_encoder_tokens, off)
+    scheduler = Scheduler(cache, limits, clock=clock)
+    return Simulation(scheduler, cost, clock, plan.limits.max_encoder_tokens, off, settings.step_by_step)
 
 
 def _why_off(plan: Plan, settings: ReplaySettings) -> str:
@@ -213,7 +219,8 @@ def replay(
 ) -> ReplayReport:
     """Run all requests of ``source`` through a fresh scheduler and manager of ``plan``, with time modelled; the report.
 
-    summary: of the source, when it is at hand already. on_progress: called every 64 steps and at the end. Raises
-    ConfigError for settings that cannot work and for a request that can never fit, TraceError for a malformed line.
+    summary: of the source, when it is at hand already. on_progress: called at most every 64 steps and at the end.
+    Raises ConfigError for settings that cannot work and for a request that can never fit, TraceError for a malformed
+    line.
     """
     return simulation_of(plan, settings).run(source, summary=summary, on_progress=on_progress)

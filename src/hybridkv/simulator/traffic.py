@@ -26,18 +26,17 @@ tokens are whole on each. Padding of pages is not read.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
+from hybridkv.cache import Transfer
 from hybridkv.planner import Plan
-from hybridkv.specs import (
-    Keeps,
-    SinkFullAttentionSpec,
-)
-from hybridkv.step import Step
+from hybridkv.specs import Keeps, SinkFullAttentionSpec
+from hybridkv.step import Copy, Step
 
 Spans = tuple[tuple[int, float], ...]
 """(tokens of the window or chunk, bytes of a token in all layers that have it), by tokens."""
@@ -91,6 +90,27 @@ class CacheTraffic:
         for chunk, token_bytes in self.chunks:
             moved += token_bytes * int((computed % chunk + scheduled).sum())
         return moved + sum(self.copy_bytes[copy.group] for copy in step.copies)
+
+    def decode_bytes(
+        self, computed: NDArray[np.int64], steps: int, copies: Sequence[Transfer | Copy] = ()
+    ) -> NDArray[np.float64]:
+        """Bytes of each of ``steps`` steps in which rows of ``computed`` tokens, int64[rows], run one token each.
+
+        float64[steps], to the bit those of ``bytes_of``. copies: in each of the steps. O(rows + steps) and, for rows
+        that are not as long as a window yet and for chunks, O(rows * steps).
+        """
+        more = np.arange(1, steps + 1)
+        rows = len(computed)
+        context = (int(computed.sum()) + rows * more).astype(np.float64)
+        moved: NDArray[np.float64] = self.token_bytes * context + self.row_bytes * rows
+        for window, token_bytes in self.windows:
+            short = computed[computed < window]
+            read = np.minimum(short[:, None] + more, window).sum(axis=0) + (rows - len(short)) * window
+            moved += token_bytes * read
+        for chunk, token_bytes in self.chunks:
+            moved += token_bytes * ((computed[:, None] + (more - 1)) % chunk + 1).sum(axis=0)
+        moved += sum(self.copy_bytes[copy.group] for copy in copies)
+        return moved
 
 
 def _spans(token_bytes: Mapping[int, float]) -> Spans:

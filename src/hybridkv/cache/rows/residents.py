@@ -124,6 +124,11 @@ class Residents:
         """Tokens that ``row`` may hold before anything must be done for it."""
         return self._next_event.item(row)
 
+    def next_events(self, rows: Int64) -> Int64:
+        """next_event of many rows, int64[rows]."""
+        ahead: Int64 = self._next_event[rows]
+        return ahead
+
     def due(self, rows: Int64, total_tokens: Int64) -> Int64:
         """Indices of the ``rows`` for which something must be done at ``total_tokens``."""
         return np.flatnonzero(total_tokens >= self._next_event[rows])

@@ -58,6 +58,11 @@ class Checkpoints:
         self._late: dict[int, list[tuple[int, int]]] = {}
         self.stored = self.declined = 0
 
+    @property
+    def judges(self) -> bool:
+        """Whether what is given up depends on when that is."""
+        return self._kept.judges
+
     # -- rows
 
     def begin(self, request: Request, hit_tokens: int, computed_tokens: int) -> None:
@@ -109,6 +114,11 @@ class Checkpoints:
         for stop in self._stops(request, computed, end):
             self._store_one(request, stop)
         self._next[request.row] = self._next_stop(request, end)
+
+    def next_stops(self, rows: Int64) -> Int64:
+        """The token count at which each of ``rows`` has a state to store, int64[rows]."""
+        ahead: Int64 = np.full(len(rows), NEVER) if self.idle else self._next[rows]
+        return ahead
 
     def pass_drafts(self, requests: Sequence[Request | None], rows: Int64, certain: Int64, kept: Int64) -> None:
         """Of the drafts behind ``certain[i]`` tokens the first ``kept[i]`` of ``rows[i]`` were accepted.

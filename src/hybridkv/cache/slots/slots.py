@@ -209,8 +209,8 @@ class Slots:
         for group in self._states:
             group.label[row] = min(end_tokens, self._request_rows.num_tokens.item(row))
 
-    def _label_rows(self, rows: Int64, end_tokens: Int64) -> None:
-        """label() of many rows."""
+    def label_rows(self, rows: Int64, end_tokens: Int64) -> None:
+        """label() of many rows. O(rows) a group that keeps states."""
         for group in self._states:
             group.label[rows] = np.minimum(end_tokens, self._request_rows.num_tokens[rows])
 
@@ -231,7 +231,7 @@ class Slots:
             asked = Batch(due, some, processed, computed, end[due], total[due], known)
             slots = self._allocate_due(asked, len(rows), num_lookahead_tokens)
             self._pool.advance_epoch()
-        self._label_rows(rows[: slots.accepted], end[: slots.accepted])
+        self.label_rows(rows[: slots.accepted], end[: slots.accepted])
         return slots
 
     def _allocate_due(self, due: Batch, accepted: int, lookahead: int) -> BatchSlots:
@@ -290,6 +290,13 @@ class Slots:
             return grown
         new = max(end_tokens - self._request_rows.num_computed.item(row), 1)  # 0 at max_model_len
         return self.allocate_one(request, SlotDemand(new, self._no_hit, lookahead_tokens=lookahead))
+
+    def grow_rows(self, rows: Int64, end_tokens: Int64) -> None:
+        """Slots for ``rows``, whose blocks there are, row after row. CacheError where they are not."""
+        for row, end in zip(rows.tolist(), end_tokens.tolist(), strict=True):
+            refusal = self._allocate_one(row, end, 0)
+            if isinstance(refusal, Refusal):
+                raise CacheError(f"row {row} was promised blocks for {end} tokens: {refusal}")
 
     # -- published late, and given back
 

@@ -100,6 +100,11 @@ class TransferLog:
         self._stored: list[Stored] = []
 
     @property
+    def idle(self) -> bool:
+        """Whether the step that is being made moves, copies and stores nothing."""
+        return not (self._moves or self._copies or self._stored)
+
+    @property
     def held(self) -> list[int]:
         """Blocks held for the step, sources first."""
         return [copy.source for copy in self._copies] + [stored.block for stored in self._stored]

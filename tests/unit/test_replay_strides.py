@@ -1,0 +1,323 @@
+"""Strides: many steps taken as one leave what the same steps leave one by one."""
+
+from dataclasses import asdict
+from functools import partial
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.cache.slots.strides import Strides as CacheStrides
+from hybridkv.errors import CacheError, CapacityError, ConfigError
+from hybridkv.models import Layer, Model, known_models, read_model
+from hybridkv.planner import Plan, plan
+from hybridkv.request import Request, SamplingParams
+from hybridkv.schedule import Choose, Scheduler, SchedulerLimits
+from hybridkv.simulator import (
+    WORKLOADS,
+    CacheTraffic,
+    ReplayReport,
+    ReplaySettings,
+    Simulation,
+    StepCost,
+    UniformWorkload,
+    Workload,
+    plan_for_trace,
+    simulation_of,
+)
+from hybridkv.simulator.loop import _Stretch
+from hybridkv.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from hybridkv.step import Cells, Copy, Csr, Step, StepResult
+from hybridkv.units import MiB
+
+Source = Workload | UniformWorkload
+
+KINDS = ["llama-3-8b", "gemma-3-27b", "llama-4-scout", "jamba-1.5-mini", "qwen3.5-35b-a3b"]
+"""Full attention, windows, chunks, states in small blocks and in large ones."""
+
+
+def thorough(*names: str) -> list[object]:
+    """Of every model known by name, all but ``names`` left to the long run."""
+    return [pytest.param(one.name, marks=[] if one.name in names else pytest.mark.thorough) for one in known_models()]
+
+
+def tight(name: str, source: Source, layout: str, holds: float) -> Plan:
+    """A plan with room for some ``holds`` of the longest requests."""
+    make = partial(plan_for_trace, source.summary(), read_model(name), layout=layout, token_budget=2048)
+    roomy = make("400GiB")
+    needed = [group.blocks_per_request for group in roomy.capacity.groups]
+    memory = holds * sum(blocks * roomy.config.block_bytes_of(at) for at, blocks in enumerate(needed))
+    while True:
+        try:
+            return make(int(memory))
+        except CapacityError:
+            memory *= 1.25
+
+
+def left(made: Simulation) -> tuple[object, ...]:
+    """What a replay leaves: counts, and every free block in the order in which it would be taken."""
+    made.scheduler.check()
+    cache = made.scheduler.cache
+    return made.scheduler.statistics(), cache.statistics(), cache.block_pool.free_order(), cache.evictions
+
+
+def compared(source: Source, made_of: Plan, **settings: object) -> tuple[ReplayReport, int]:
+    """Replay ``source`` both ways and compare field for field; the report, and how many steps were taken singly."""
+    summary = source.summary()
+    ways = [simulation_of(made_of, ReplaySettings(step_by_step=one, **settings)) for one in (True, False)]  # type: ignore[arg-type]  # settings of this file
+    singles = 0
+    schedule = ways[1].scheduler.schedule
+
+    def counted() -> Step:
+        nonlocal singles
+        singles += 1
+        return schedule()
+
+    ways[1].scheduler.schedule = counted  # type: ignore[method-assign]
+    slow, fast = (made.run(source, summary=summary) for made in ways)
+    assert asdict(fast) == asdict(slow)
+    assert left(ways[1]) == left(ways[0])
+    return slow, singles
+
+
+# -- reports are equal
+
+
+@pytest.mark.parametrize("layout", ["natural", "reference"])
+@pytest.mark.parametrize("kind", [*WORKLOADS, "uniform"])
+def test_every_workload_gives_the_same_report(kind: str, layout: str) -> None:
+    source = (
+        UniformWorkload(conversations=4) if kind == "uniform" else Workload(kind, seed=4, limit=12, hours=0.02, rate=4)
+    )
+    report, singles = compared(source, tight("llama-3-8b", source, layout, 8))
+    assert singles < report.steps / 4
+
+
+@pytest.mark.parametrize("layout", ["natural", "reference"])
+@pytest.mark.parametrize("name", thorough(*KINDS))
+def test_every_known_model_gives_the_same_report(name: str, layout: str) -> None:
+    source = Workload("chat", seed=1, limit=8, hours=0.01, rate=10)
+    report, singles = compared(source, tight(name, source, layout, 8))
+    assert singles < report.steps
+
+
+@pytest.mark.parametrize("layout", ["natural", "reference"])
+@pytest.mark.parametrize("name", thorough("llama-3-8b", "gemma-3-27b", "jamba-1.5-mini"))
+def test_where_requests_give_way_and_blocks_are_evicted(name: str, layout: str) -> None:
+    source = Workload("chat", seed=2, limit=7, hours=0.005, rate=40)
+    report, singles = compared(source, tight(name, source, layout, 1.2), token_budget=2048)
+    assert report.preemptions
+    assert any(group.evictions for group in report.groups)
+    assert singles < report.steps
+
+
+def test_with_fewer_seats_than_requests() -> None:
+    source = Workload("chat", seed=1, limit=12, hours=0.005, rate=40)
+    report, singles = compared(source, tight("llama-3-8b", source, "natural", 8), max_running=3)
+    assert singles < report.steps / 4
+
+
+@pytest.mark.parametrize("eviction", ["coverage", "hazard"])
+def test_evictions_that_mind_the_time(eviction: str) -> None:
+    source = Workload("api", seed=2, limit=30, hours=0.005, rate=40)
+    compared(source, tight("llama-3-8b", source, "natural", 4), eviction=eviction)
+
+
+def test_without_prefix_caching_and_without_time() -> None:
+    source = Workload("api", seed=2, limit=8, hours=0.01)
+    compared(source, tight("llama-3-8b", source, "natural", 8), prefix_caching=False, time_scale=0)
+
+
+def test_blocks_that_move() -> None:
+    source = Workload("api", seed=1, hours=0.01)
+    made = plan_for_trace(source.summary(), read_model("jamba-1.5-mini"), 1500 * MiB)
+    compared(source, made)
+
+
+# -- what a stride that goes too far does
+
+
+def test_a_step_behind_an_arrival_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Workload("chat", seed=1, limit=8, hours=0.01, rate=10)
+    made = tight("llama-3-8b", source, "natural", 8)
+    compared(source, made)
+
+    def too_long(stretch: _Stretch, arrival_s: float | None) -> None:
+        late = None if arrival_s is None else arrival_s + 0.01
+        object.__setattr__(stretch, "_late", late)
+
+    monkeypatch.setattr(_Stretch, "_arrival_s", property(lambda one: one._late, too_long), raising=False)
+    with pytest.raises(AssertionError):
+        compared(source, made)
+
+
+@pytest.mark.parametrize("name", ["lfm2-1.2b", "jamba-1.5-mini"])
+def test_a_step_in_which_a_state_is_kept_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Workload("chat", seed=1, limit=4, hours=0.01, rate=10)
+    made = tight(name, source, "reference", 8)
+    compared(source, made)
+    most = CacheStrides.most_steps
+
+    def too_many(one: CacheStrides, rows: NDArray[np.int64], wanted: int) -> int:
+        found = most(one, rows, wanted)
+        return found + 1 if found < wanted else found
+
+    monkeypatch.setattr(CacheStrides, "most_steps", too_many)
+    with pytest.raises((AssertionError, CacheError)):
+        compared(source, made)
+
+
+# -- the scheduler's own
+
+
+def running(prompts: tuple[int, ...], outputs: int, limits: SchedulerLimits | None = None) -> Scheduler:
+    """A scheduler whose requests have just prefilled, in blocks of 4 tokens."""
+    spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="bfloat16")
+    made = plan(Model("m", "m", (Layer("layer", spec, 0),), 1000, 9, "bfloat16", 1, 1, 4), "64KiB", max_model_len=64)
+    scheduler = Scheduler(KVCacheManager(made), limits)
+    for i, length in enumerate(prompts):
+        sampling = SamplingParams(max_tokens=outputs, ignore_eos=True)
+        tokens = range(100 * i, 100 * i + length)
+        scheduler.add(Request(f"r{i}", list(tokens), sampling, hasher=scheduler.cache.hasher))
+    sampled(scheduler)
+    return scheduler
+
+
+def sampled(scheduler: Scheduler, first: int = 7) -> None:
+    """One step; row i samples ``first`` + i."""
+    step = scheduler.schedule()
+    tokens = np.arange(first, first + len(step), dtype=np.int32)
+    scheduler.update(StepResult(step.id, Csr(np.arange(len(step) + 1), tokens)))
+
+
+def saying(*tokens: tuple[int, ...]) -> Choose:
+    """A choice of these tokens, whatever may be chosen."""
+    return lambda rows, computed, most: np.array(tokens, np.int32)  # noqa: ARG005 - as a choice
+
+
+def test_a_stride_is_its_steps() -> None:
+    one_by_one, as_one = running((5, 3), 12), running((5, 3), 12)
+    kept = [request for scheduler in (one_by_one, as_one) for request in scheduler.cache.resident_requests()]
+    for step in range(11):
+        sampled(one_by_one, 10 * step)
+    stride = as_one.stride(saying(tuple(range(0, 110, 10)), tuple(range(1, 111, 10))))
+    assert (stride.steps, stride.rows, stride.copies) == (11, 2, ())
+    assert [(done.request.request_id, done.reason) for done in stride.finished] == [("r0", "length"), ("r1", "length")]
+    assert [one.token_ids().tolist() for one in kept[2:]] == [one.token_ids().tolist() for one in kept[:2]]
+    assert [one.hashes for one in kept[2:]] == [one.hashes for one in kept[:2]]
+    assert len(kept[0].hashes) == 4
+    assert as_one.statistics() == one_by_one.statistics()
+    assert as_one.cache.block_pool.free_order() == one_by_one.cache.block_pool.free_order()
+    as_one.check()
+    # and what comes next is the same again
+    for scheduler in (one_by_one, as_one):
+        scheduler.add(Request("r2", kept[0].token_ids(), hasher=scheduler.cache.hasher))
+    first, again = one_by_one.schedule(), as_one.schedule()
+    assert (first.id, first.after, first.finished_rows.tolist()) == (
+        again.id,
+        again.after,
+        again.finished_rows.tolist(),
+    )
+    assert first.num_computed.tolist() == again.num_computed.tolist() == [16]
+
+
+def test_where_no_step_is_uniform() -> None:
+    def taken(scheduler: Scheduler) -> int:
+        return scheduler.stride(saying(*[(1,)] * scheduler.num_running)).steps
+
+    assert taken(running((5, 3), 8)) == 1
+    assert taken(running((), 8)) == 0
+    assert taken(running((5, 3), 8, SchedulerLimits(num_lookahead_tokens=1))) == 0
+    assert taken(running((5, 3), 8, SchedulerLimits(num_speculative_tokens=1, num_lookahead_tokens=1))) == 0
+    scheduler = running((5, 3), 8)
+    scheduler.add(Request("late", [1, 2], hasher=scheduler.cache.hasher))
+    assert taken(scheduler) == 0  # somebody comes in
+    scheduler.schedule()
+    assert taken(scheduler) == 0  # a result is out
+    assert (
+        taken(running((5, 3), 8, SchedulerLimits(max_running=1))) == 1
+    )  # the other waits, and there is no seat for it
+    scheduler = running((5, 3), 8)
+    scheduler.fork("r0", 1)
+    assert taken(scheduler) == 0
+    scheduler = running((5, 3), 8)
+    stops = SamplingParams(max_tokens=8, stop_token_ids=(3,))
+    scheduler.add(Request("stops", [1, 2], stops, hasher=scheduler.cache.hasher))
+    sampled(scheduler)
+    assert taken(scheduler) == 0
+
+
+def test_tokens_of_another_shape_are_refused_and_nothing_is_done() -> None:
+    scheduler = running((5, 3), 4)
+    before = scheduler.statistics()
+    for tokens in (np.zeros((1, 2)), np.zeros((2, 4)), np.zeros(2)):
+        with pytest.raises(ConfigError, match=r"a stride of int32 tokens .*: choose int32, a row for each of the 2 "):
+            scheduler.stride(lambda *_, chosen=tokens: chosen.astype(np.int32))
+    with pytest.raises(ConfigError, match="float64"):
+        scheduler.stride(lambda *_: np.zeros((2, 1)))  # type: ignore[arg-type]  # refused
+    assert scheduler.stride(saying((), ())).steps == 0
+    assert scheduler.statistics() == before
+    scheduler.check()
+
+
+def test_tokens_that_cannot_be_hashed_take_no_stride(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = running((5, 3), 12)
+    requests = scheduler.cache.resident_requests()
+    before = [(one.token_ids().tolist(), list(one.hashes)) for one in requests]
+    hasher, hashed = scheduler.cache.hasher, []
+
+    def fails(parents: list[bytes], *_: object) -> list[bytes]:
+        hashed.append(len(parents))
+        if len(hashed) > 1:
+            raise ValueError("no more")
+        return [b"key"] * len(parents)
+
+    monkeypatch.setattr(hasher, "hash_rows", fails)
+    assert scheduler.stride(saying((0,) * 9, (0,) * 9)).steps == 0
+    assert len(hashed) > 1
+    assert [(one.token_ids().tolist(), list(one.hashes)) for one in requests] == before
+    scheduler.check()
+
+
+# -- what they cost
+
+
+HEADS = {"block_size": 4, "num_kv_heads": 1, "head_size": 9, "dtype": "bfloat16"}
+SPECS = [
+    FullAttentionSpec(**HEADS),  # type: ignore[arg-type]  # of this file
+    SlidingWindowSpec(**HEADS, sliding_window=10),  # type: ignore[arg-type]
+    ChunkedLocalAttentionSpec(**HEADS, attention_chunk_size=12),  # type: ignore[arg-type]
+]
+
+
+def test_a_stride_costs_what_its_steps_cost_to_the_bit() -> None:
+    layers = tuple(Layer(f"layers.{i}", spec, i) for i, spec in enumerate(SPECS))
+    traffic = CacheTraffic.of(plan(Model("m", "m", layers, 1000, 9, "bfloat16", 1, 1, 4), "1MiB", max_model_len=128))
+    rng = np.random.default_rng(1)
+    copies = (Copy("before", 0, 1, 2, "block"), Copy("before", 1, 3, 4, "block"))
+    for parameters in (0.1, 1e3, 1e9):
+        cost = StepCost(parameters, parameters / 3, traffic, time_scale=0.7)
+        for rows in (1, 2, 9):
+            computed = rng.integers(1, 40, rows)
+            for made in ((), copies):
+                one_by_one = [cost.seconds(decoding(computed + step, made)) for step in range(30)]
+                assert cost.decode_seconds(computed, 30, made).tolist() == one_by_one
+
+
+def decoding(computed: NDArray[np.int64], copies: tuple[Copy, ...]) -> Step:
+    """A Step of one token a row."""
+    rows = len(computed)
+    return Step(
+        id=0,
+        after=-1,
+        rows=np.arange(rows, dtype=np.int32),
+        num_computed=computed.astype(np.int32),
+        num_scheduled=np.ones(rows, np.int32),
+        samples=np.ones(rows, np.bool_),
+        token_ids=Csr(np.arange(rows + 1), np.zeros(rows, np.int32)),
+        drafts=Csr.empty(rows),
+        cells=Cells.empty(),
+        finished_rows=np.empty(0, np.int32),
+        copies=copies,
+    )
