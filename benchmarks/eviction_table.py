@@ -1,11 +1,12 @@
 """Hit rates of evictions, cell by cell; resumes where it stopped.
 
-    python eviction_table.py run RESULTS.jsonl FOLDER [--only TEXT] [--limit N] [--replayed]
+    python eviction_table.py run RESULTS.jsonl FOLDER [--only TEXT] [--limit N] [--replayed] [--hinted]
     python eviction_table.py show RESULTS.jsonl                      a table in Markdown
 
 A cell runs its requests one after the other, each at its arrival, in a step or two and with nobody beside it: the cache
 alone, as docs/design/0019 compares it with a simulation. ``--replayed``: through the scheduler, time modelled and
-requests running side by side, which takes some ten times as long. A cell that stands in RESULTS, whatever commit made
+requests running side by side, which takes some ten times as long. ``--hinted``: every request comes with the hints of
+one who knows how the trace goes on (oracle_hints). A cell that stands in RESULTS, whatever commit made
 it, is not run again: delete its line to do so.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from natural_table import commit, read_results
+from oracle_hints import Hinted
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.placement import EVICTIONS, eviction_named, placement_of
@@ -29,7 +31,7 @@ from hybridkv.errors import CacheError
 from hybridkv.models import Model, read_model
 from hybridkv.request import Request
 from hybridkv.simulator import ReplaySettings, SimulatedClock, TraceFile, plan_for_trace, simulation_of
-from hybridkv.simulator.trace import TraceSummary
+from hybridkv.simulator.trace import RequestSource, TraceSummary
 
 MODELS = {
     "qwen3.5-35b-a3b": "auto",
@@ -52,7 +54,7 @@ MEMORIES = (40, 10, 20, 80, 160)
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run. limit: requests, 0 for all. replayed: through the scheduler."""
+    """One run. limit: requests, 0 for all. replayed: through the scheduler. hinted: see oracle_hints."""
 
     stream: str
     model: str
@@ -60,6 +62,7 @@ class Cell:
     eviction: str
     limit: int
     replayed: bool
+    hinted: bool = False
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -67,13 +70,13 @@ class Cell:
         return tuple(asdict(self).values())
 
 
-def cells(limit: int, *, replayed: bool) -> Iterator[Cell]:
+def cells(limit: int, *, replayed: bool, hinted: bool) -> Iterator[Cell]:
     """All of them, the most wanted first."""
     for stream in STREAMS:
         for memory in MEMORIES:
             for model in MODELS:
                 for eviction in EVICTIONS:
-                    yield Cell(stream, model, memory, eviction, limit, replayed)
+                    yield Cell(stream, model, memory, eviction, limit, replayed, hinted)
 
 
 def model_of(name: str) -> Model:
@@ -120,7 +123,7 @@ def _run(cache: KVCacheManager, request: Request, start: int, end: int) -> int:
     return sum(copy.kind == "move" for copy in cache.take_transfers().copies)
 
 
-def alone(cell: Cell, source: TraceFile, summary: TraceSummary) -> dict[str, Any]:
+def alone(cell: Cell, source: RequestSource, summary: TraceSummary) -> dict[str, Any]:
     """One request after the other, each when it arrives."""
     plan = plan_for_trace(summary, model_of(cell.model), f"{cell.memory_gib}GiB", token_budget=summary.longest_tokens)
     clock, hit, prompt, moved = SimulatedClock(), 0, 0, 0
@@ -133,7 +136,9 @@ def alone(cell: Cell, source: TraceFile, summary: TraceSummary) -> dict[str, Any
     )
     for number, asked in enumerate(source):
         clock.now_s = asked.timestamp_s
-        request = Request(str(number), asked.prompt.token_ids(), hasher=cache.hasher, marks=asked.marks)
+        request = Request(
+            str(number), asked.prompt.token_ids(), hasher=cache.hasher, marks=asked.marks, hints=asked.hints
+        )
         found, more = serve_alone(cache, request, asked.output.token_ids().tolist(), number)
         hit, prompt, moved = hit + found, prompt + request.num_prompt_tokens, moved + more
     return {
@@ -145,7 +150,7 @@ def alone(cell: Cell, source: TraceFile, summary: TraceSummary) -> dict[str, Any
     }
 
 
-def replayed(cell: Cell, source: TraceFile, summary: TraceSummary) -> dict[str, Any]:
+def replayed(cell: Cell, source: RequestSource, summary: TraceSummary) -> dict[str, Any]:
     """Through the scheduler."""
     plan = plan_for_trace(summary, model_of(cell.model), f"{cell.memory_gib}GiB")
     report = simulation_of(plan, ReplaySettings(eviction=cell.eviction)).run(source, summary=summary)
@@ -160,7 +165,9 @@ def replayed(cell: Cell, source: TraceFile, summary: TraceSummary) -> dict[str, 
 
 def run(cell: Cell, folder: str) -> dict[str, Any]:
     """Its result as a line."""
-    source = TraceFile(f"{folder}/{cell.stream}", limit=cell.limit or None)
+    source: RequestSource = TraceFile(f"{folder}/{cell.stream}", limit=cell.limit or None)
+    if cell.hinted:
+        source = Hinted(source, 512 if cell.stream.startswith("conversation") else 16)
     summary, begun = source.summary(), time.process_time()
     found = replayed(cell, source, summary) if cell.replayed else alone(cell, source, summary)
     return {
@@ -178,7 +185,7 @@ def show(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield f"|---|--:|---|--:|---|{'--:|' * len(EVICTIONS)}"
     rows: dict[tuple[object, ...], dict[str, float]] = {}
     for line in lines:
-        way = "replayed" if line["replayed"] else "alone"
+        way = ("replayed" if line["replayed"] else "alone") + (", hinted" if line.get("hinted") else "")
         key: tuple[object, ...] = line["stream"].split(".")[0], line["requests"], line["model"], line["memory_gib"], way
         rows.setdefault(key, {})[line["eviction"]] = line["hit_rate"]
     for key, found in rows.items():
@@ -195,13 +202,14 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], help="cells whose text has this, and all others given")
     parser.add_argument("--limit", type=int, default=0, help="first N requests")
     parser.add_argument("--replayed", action="store_true", help="through the scheduler")
+    parser.add_argument("--hinted", action="store_true", help="with hints of one who knows the future")
     asked = parser.parse_args()
     done = read_results(asked.results) if asked.results.exists() else []
     if asked.what == "show":
         print("\n".join(show(done)))
         return
-    known = {tuple(line[name] for name in Cell.__dataclass_fields__) for line in done}
-    for cell in cells(asked.limit, replayed=asked.replayed):
+    known = {tuple(line.get(name, False) for name in Cell.__dataclass_fields__) for line in done}
+    for cell in cells(asked.limit, replayed=asked.replayed, hinted=asked.hinted):
         if cell.key in known or not all(text in str(cell) for text in asked.only):
             continue
         line = run(cell, asked.folder)

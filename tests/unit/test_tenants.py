@@ -24,7 +24,7 @@ from hybridkv.cache.placement.hazard import HazardRanking
 from hybridkv.cache.placement.tenants import TenantRankings
 from hybridkv.cache.slots.judged import JudgedEnds
 from hybridkv.errors import CacheError, ConfigError
-from hybridkv.request import Request
+from hybridkv.request import Hints, Request
 from hybridkv.specs import KVCacheSpec
 from hybridkv.testing import attention_config
 from hybridkv.testing.configs import full_spec, natural_model_config, state_spec, window_spec
@@ -60,11 +60,14 @@ class Cache:
     def weight(self, tenant: str) -> int:
         return next(one.kept_bytes for one in self.cache.statistics().tenants if one.tenant == tenant)
 
-    def run(self, prompt: list[int], tenant: str | None = None, salt: str | None = None) -> int:
+    def run(
+        self, prompt: list[int], tenant: str | None = None, salt: str | None = None, hints: Hints | None = None
+    ) -> int:
         """Tokens hit."""
         self.now += 1.0
         cache = self.cache
-        request = Request(str(next(self._names)), prompt, hasher=cache.hasher, cache_salt=salt, tenant=tenant)
+        name = str(next(self._names))
+        request = Request(name, prompt, hasher=cache.hasher, cache_salt=salt, tenant=tenant, hints=hints)
         hit = cache.look_up(request)
         request.branch_tokens = hit.branch_tokens
         assert cache.allocate_slots(request, len(prompt) - hit.tokens, hit.tokens, cache.blocks_of(hit)) is not None

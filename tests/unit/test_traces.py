@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybridkv.errors import ConfigError, TraceError
+from hybridkv.request import NO_HINTS, Hints
 from hybridkv.simulator import Pieces, TraceFile, TraceRequest
 from hybridkv.simulator.tokens import HASHED_BLOCK, NEW_OUTPUT, PROMPT_SEGMENT
 
@@ -67,6 +68,14 @@ def test_marks_are_read(write: Write) -> None:
     # the other format has no such field
     (other,) = TraceFile(write(changed(MOONCAKE, marks=["x"])))
     assert other.marks == ()
+
+
+@pytest.mark.parametrize("record", [PIECES, MOONCAKE])
+def test_tenants_and_hints_are_read(write: Write, record: Record) -> None:
+    hints = {"within_s": 30, "shared_tokens": 16}
+    told, empty, plain = TraceFile(write(changed(record, tenant="a", hints=hints), changed(record, hints={}), record))
+    assert (told.tenant, told.hints) == ("a", Hints(within_s=30.0, goes_on=True, shared_tokens=16))
+    assert [(one.tenant, one.hints) for one in (empty, plain)] == [(None, NO_HINTS)] * 2
 
 
 def test_pieces_without_tokens_are_dropped(write: Write) -> None:
@@ -185,6 +194,12 @@ MALFORMED = [
     (changed(PIECES, prompt=[[1, 0, 2**31]]), "a length of prompt must lie in"),
     (changed(PIECES, prompt=[[1, 0, 2**31 - 1]]), "a request of 2147483650 tokens is longer than 2147483647"),
     (changed(PIECES, prompt=[[2**64, 0, 1]]), "a segment of prompt must lie in"),
+    (changed(PIECES, tenant=""), "tenant must be text"),
+    (changed(MOONCAKE, tenant=5), "tenant must be text"),
+    (changed(PIECES, hints=["over"]), "hints must be an object"),
+    (changed(PIECES, hints={"open": True}), "hints have no field 'open': use over, goes_on"),
+    (changed(MOONCAKE, hints={"over": 1}), "over must be true or false"),
+    (changed(PIECES, hints={"over": True, "within_s": 1}), "hints say that a session goes on, and that it is over"),
     (changed(PIECES, marks=5), "marks must be a list, not 5"),
     (changed(PIECES, marks=[0]), r"a mark must lie in 1 \.\. 45, got 0"),
     (changed(PIECES, marks=[46]), r"a mark must lie in 1 \.\. 45, got 46"),

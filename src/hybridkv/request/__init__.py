@@ -1,6 +1,7 @@
 """A request: its identity, tokens, block hashes and counts, and how its tokens are drawn."""
 
 from hybridkv.request.branches import branch_id, output_ids
+from hybridkv.request.hints import NO_HINTS, Hints
 from hybridkv.request.protocols import Columns, Hasher, checked_hasher
 from hybridkv.request.request import Request, hash_error
 from hybridkv.request.sampling import MOST_BIAS, MOST_OUTPUTS, LogitsProcessor, SamplingParams, takes_prompt
@@ -10,8 +11,10 @@ __all__ = [
     "MAX_TOKEN_ID",
     "MOST_BIAS",
     "MOST_OUTPUTS",
+    "NO_HINTS",
     "Columns",
     "Hasher",
+    "Hints",
     "LogitsProcessor",
     "Request",
     "SamplingParams",

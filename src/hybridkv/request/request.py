@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from hybridkv.arguments import flag, instance, instances, integer, integers, real, text
 from hybridkv.errors import ConfigError, HashError
 from hybridkv.extra_keys import EncoderInput, Extra, ExtraKeys, LoraAdapter, MultimodalItem
+from hybridkv.request.hints import NO_HINTS, Hints
 from hybridkv.request.protocols import Columns, Hasher, checked_hasher
 from hybridkv.request.sampling import SamplingParams
 from hybridkv.request.token_ids import MAX_TOKEN_ID, checked_marks, token_array
@@ -37,6 +38,7 @@ class Request:
     cache_salt: only requests with an equal salt share blocks. lora, multimodal, prompt_embeds, encoder: what
     else tells its blocks from those of equal tokens; see hybridkv.extra_keys. prompt_embeds is not kept.
     tenant: on whose share of memory what is kept of it counts (KVCacheManager(shares=)); by default its salt.
+    hints: when its prefix is wanted again, as far as the caller knows: what is kept may depend on it, nothing else.
     continues: an earlier request of the same hasher; the hashes of the blocks that both begin with are its own.
     arrival_time: seconds on the caller's clock. eos_token_ids: the model's end tokens.
     priority: the least goes first, where the scheduler minds. skip_reading_prefix_cache,
@@ -63,6 +65,7 @@ class Request:
         "first_hit_tokens",
         "hasher",
         "hashes",
+        "hints",
         "lora",
         "marks",
         "multimodal",
@@ -97,12 +100,16 @@ class Request:
         skip_reading_prefix_cache: bool = False,
         skip_writing_prefix_cache: bool = False,
         marks: Sequence[int] | NDArray[np.integer] = (),
+        hints: Hints | None = None,
     ) -> None:
         self.request_id = text("request_id", request_id)
         self._tokens = token_array(prompt)
         if not self._tokens:
             raise ConfigError(f"request {request_id!r} has an empty prompt: give it at least one token")
+        self.hints = NO_HINTS if hints is None else instance("hints", hints, Hints)
         self.marks = checked_marks(marks, f"marks of {request_id!r}")
+        if self.hints.shared_tokens:
+            self.marks = tuple(sorted({*self.marks, self.hints.shared_tokens}))
         self.sampling = _GREEDY if sampling is None else instance("sampling", sampling, SamplingParams)
         self.hasher = None if hasher is None else checked_hasher(hasher)
         self.cache_salt = cache_salt
@@ -161,7 +168,7 @@ class Request:
     @property
     def writes_prefix_cache(self) -> bool:
         """Whether its blocks are published."""
-        return not self.skip_writing_prefix_cache
+        return not (self.skip_writing_prefix_cache or self.hints.secret)
 
     @property
     def num_encoder_tokens(self) -> int:

@@ -6,6 +6,9 @@
     token-exact   {"timestamp": ms, "prompt": [[segment, offset, length], ...], "output": [[...], ...]}
                   optionally "marks": [token count, ...], where the caller wants a state kept and a hit to be
                   able to end (natural layout): 1 .. tokens of prompt and output, in any order
+    of both       optionally "tenant": name, on whose share of memory it counts, and "hints": what the caller knows of
+                  when its prefix is wanted again (hybridkv.request.Hints), any of
+                  {"over": true, "goes_on": true, "within_s": s, "shared_tokens": n, "scratch": true, "secret": true}
 
 Other fields are left alone. Every count is checked: a request has at least one prompt and one output token.
 """
@@ -13,14 +16,18 @@ Other fields are left alone. Every count is checked: a request has at least one 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
+from hybridkv.arguments import text
+from hybridkv.errors import ConfigError
+from hybridkv.request import NO_HINTS, Hints
 from hybridkv.simulator.tokens import HASHED_BLOCK, NEW_OUTPUT, PROMPT_SEGMENT, Piece, Pieces
 from hybridkv.units import MOST_COUNT, ceil_div, shown
 
 _MAX_SEGMENT: Final = (1 << 64) - 1
 _PIECE_LENGTH: Final = 3
+_HINTS: Final = tuple(field.name for field in fields(Hints))
 
 
 class MalformedLineError(Exception):
@@ -33,6 +40,7 @@ class TraceRequest:
 
     timestamp_s: seconds since the trace began. prompt, output: tokens as pieces, ids on demand.
     marks: token counts, ascending, at which the caller wants a state kept. origin: where it stands, for messages.
+    tenant, hints: as Request has them.
     """
 
     timestamp_s: float
@@ -40,6 +48,8 @@ class TraceRequest:
     output: Pieces
     marks: tuple[int, ...] = ()
     origin: str = ""
+    tenant: str | None = None
+    hints: Hints = NO_HINTS
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -90,6 +100,8 @@ class MooncakeFormat:
             Pieces(HASHED_BLOCK, tuple(pieces)),
             Pieces(NEW_OUTPUT, ((number, 0, output_tokens),)),
             origin=origin,
+            tenant=_tenant(record),
+            hints=_hints(record),
         )
 
 
@@ -111,7 +123,7 @@ class PieceFormat:
         output = _pieces(record, "output")
         total = prompt.num_tokens + output.num_tokens
         _check_total(total)
-        return TraceRequest(timestamp_s, prompt, output, _marks(record, total), origin)
+        return TraceRequest(timestamp_s, prompt, output, _marks(record, total), origin, _tenant(record), _hints(record))
 
 
 def _field(record: dict[str, object], name: str) -> object:
@@ -175,6 +187,32 @@ def _marks(record: dict[str, object], most: int) -> tuple[int, ...]:
     if "marks" not in record:
         return ()
     return tuple(sorted({_integer(one, "a mark", most, least=1) for one in _list(record, "marks")}))
+
+
+def _tenant(record: dict[str, object]) -> str | None:
+    """The name in the field, None where it is not there."""
+    if "tenant" not in record:
+        return None
+    try:
+        return text("tenant", record["tenant"])
+    except ConfigError as error:
+        raise MalformedLineError(str(error)) from None
+
+
+def _hints(record: dict[str, object]) -> Hints:
+    """Those of the field, NO_HINTS where it is not there."""
+    if "hints" not in record:
+        return NO_HINTS
+    given = record["hints"]
+    if not isinstance(given, dict):
+        raise MalformedLineError(f"hints must be an object, not {shown(given)}")
+    unknown = [name for name in given if name not in _HINTS]
+    if unknown:
+        raise MalformedLineError(f"hints have no field {shown(unknown[0])}: use {', '.join(_HINTS)}")
+    try:
+        return Hints(**given)
+    except ConfigError as error:
+        raise MalformedLineError(str(error)) from None
 
 
 def _check_total(tokens: int) -> None:

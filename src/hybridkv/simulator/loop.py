@@ -273,6 +273,8 @@ class _Replay:
                 arrival_time=trace.timestamp_s,
                 encoder=encoder,
                 marks=trace.marks,
+                tenant=trace.tenant,
+                hints=trace.hints,
             )
             self.scheduler.add(request)
         except ConfigError as error:

@@ -2,6 +2,12 @@
 
 PROMPT    before the last token of a prompt          BRANCH    where requests went different ways, or a mark
 OUTPUT    where a request ended                      GRID      any other place that a placement asks for
+
+and what hints promise of them:
+
+NOTHING   no hint, or none that concerns it          NEVER     its session is over, or goes on elsewhere
+BY_ALL    it is within what many begin with          SOMETIME  its session goes on from here
+WITHIN    and those above: within 4, 16, 64 ... seconds
 """
 
 from __future__ import annotations
@@ -11,6 +17,12 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from enum import IntEnum
 from typing import Final, Protocol
+
+NOTHING: Final = 0
+NEVER: Final = 1
+BY_ALL: Final = 2
+SOMETIME: Final = 3
+WITHIN: Final = 4
 
 _SHORTEST_GAP: Final = 1e-3
 """Seconds between two hits: at less they count as this."""
@@ -32,10 +44,22 @@ class End:
     hits: so far. log_gap: of the natural logarithm of the seconds between hits, the mean of which the last counts half;
     0.0 before the first. session_gap: seconds that its session had paused when it was made, None where it was new.
     saved: tokens that it saves a byte, those behind the nearest kept end before it. passed: its session went on from
-    a later end. tenant: by number, whose memory it takes.
+    a later end. tenant: by number, whose memory it takes. promise: see the module.
     """
 
-    __slots__ = ("hits", "kind", "log_gap", "passed", "saved", "serial", "session_gap", "tenant", "tokens", "used")
+    __slots__ = (
+        "hits",
+        "kind",
+        "log_gap",
+        "passed",
+        "promise",
+        "saved",
+        "serial",
+        "session_gap",
+        "tenant",
+        "tokens",
+        "used",
+    )
 
     def __init__(  # noqa: PLR0917 - what an end is
         self, serial: int, kind: Kind, tokens: int, used: float, session_gap: float | None, tenant: int = 0
@@ -49,6 +73,7 @@ class End:
         self.log_gap = 0.0
         self.saved = 0.0
         self.passed = False
+        self.promise = NOTHING
         self.tenant = tenant
 
     def note_hit(self, now: float) -> None:
@@ -124,6 +149,10 @@ class Ranking(Protocol):
         """The session of ``end``, not added now, has gone on from a later end."""
         ...
 
+    def promised(self, end: End, promise: int, now: float) -> None:
+        """``promise`` is what hints say of ``end``, not added now, from now on."""
+        ...
+
     def given_up(self, end: End, parent: End | None, now: float, *, declined: bool) -> None:
         """``end`` is kept no longer, or was declined. parent: the kept end that serves its requests now."""
         ...
@@ -186,6 +215,11 @@ class PassedThenLosing:
     def passed(self, end: End) -> None:
         """It goes next, unless many go on from there."""
         end.passed = end.kind in self._hits
+
+    def promised(self, end: End, promise: int, now: float) -> None:  # noqa: ARG002 - as above
+        """What nobody goes on from goes next, as what was passed."""
+        end.promise = promise
+        end.passed = promise == NEVER
 
     def given_up(self, end: End, parent: End | None, now: float, *, declined: bool) -> None:
         """Nobody inherits."""

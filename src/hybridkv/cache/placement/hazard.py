@@ -1,7 +1,8 @@
 """Ends by value: how soon their like were hit, times the tokens that they save a byte (docs/design/0019).
 
 value    (worth of its class at its age + that of its heir) * tokens saved a byte
-class    kind, hits so far (3 and more are one), gap: of its own hits, or of its session when it has none
+class    kind and what hints promise, hits so far (3 and more are one), gap: of its own hits, or of its session when
+         it has none
 heir     the most valuable of the ends given up that this one serves instead, until it is hit itself
 rings    one for each class and power of two of what is saved, in the order of last use: only its two ends are
          compared, for value falls with age or rises
@@ -16,6 +17,7 @@ import numpy as np
 
 from hybridkv.cache.placement.ends import HALVED_EVERY, End, Ring
 from hybridkv.cache.placement.hazard_table import BUCKETS, HazardTable, bucket_of
+from hybridkv.cache.placement.promises import class_kind
 from hybridkv.columns import grown
 
 _LEARN_EVERY: Final = 100
@@ -110,7 +112,7 @@ class HazardRanking:
         return memo
 
     def _class_of(self, end: End) -> int:
-        return self.table.class_of(int(end.kind), min(end.hits, 3), _gap_of(end))
+        return self.table.class_of(class_kind(end.kind, end.promise), min(end.hits, 3), _gap_of(end))
 
     # -- rings
 
@@ -171,6 +173,14 @@ class HazardRanking:
 
     def passed(self, end: End) -> None:
         """Nothing: what was passed by is hit less, and that is learned."""
+
+    def promised(self, end: End, promise: int, now: float) -> None:
+        """A class of its own, from its age on."""
+        memo = self._memo(end)
+        if promise != end.promise:
+            self._wait(memo, now - end.used)
+            end.promise = promise
+            memo.of = self._class[memo.row] = self._class_of(end)
 
     def given_up(self, end: End, parent: End | None, now: float, *, declined: bool) -> None:
         """``parent`` serves those who would have hit ``end``; of one declined only if nobody ever did."""

@@ -1,6 +1,7 @@
 """How soon ends of a class are hit: rates by age, learned while ends wait, and what waiting for one is worth.
 
-class    any > kind > kind, hits > kind, hits, gap       a class with little seen leans on the one before it
+class    any > kind > kind, hits > kind, hits, gap       a class with little seen leans on the one before it, one of
+                                                        ends of which hints promise something on that promise
 age      [0, 1) s, then each bucket 1.5 times as far as the last
 rate     (hits + 4 w * rate of the class before) / (seconds at risk + 4 w), w the bucket's seconds
 worth    the greatest, over what one might wait for, of P(hit by then) / E[seconds waited] (a Gittins index)
@@ -13,6 +14,8 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from hybridkv.cache.placement.promises import is_promised, promised_rate
 
 Float = NDArray[np.float64]
 Int64 = NDArray[np.int64]
@@ -44,6 +47,7 @@ class HazardTable:
         self._chains = [np.array([0])]
         self._levels: list[list[int]] = [[0], [], [], []]
         self._parents = [0]
+        self._kinds: list[int] = []
         self.hits: Float = np.zeros((16, BUCKETS))
         self.at_risk: Float = np.zeros((16, BUCKETS))
         self.worth: list[list[float]] = [[]]
@@ -63,9 +67,13 @@ class HazardTable:
         self._chains.append(np.append(self._chains[parent], number))
         self._levels[len(key)].append(number)
         self.worth.append(self.worth[parent])
+        if len(key) == 1:
+            self._kinds += key
         if number == len(self.hits):
             more = np.zeros_like(self.hits)
             self.hits, self.at_risk = np.concatenate((self.hits, more)), np.concatenate((self.at_risk, more))
+        if len(key) == 1 and is_promised(key[0]):
+            self.learn()  # it counts from the first end on
         return number
 
     def note_hit(self, of: int, age: float) -> None:
@@ -98,8 +106,16 @@ class HazardTable:
         rates[0] = (self.hits[0] + _PRIOR * lean) / (self.at_risk[0] + lean)
         for level in self._levels[1:]:
             before = rates[[self._parents[number] for number in level]]
+            if level is self._levels[1]:
+                self._lean_on_promises(before)
             rates[level] = (self.hits[level] + before * lean) / (self.at_risk[level] + lean)
         return rates
+
+    def _lean_on_promises(self, usual: Float) -> None:
+        """``usual``, one row a class of kinds, becomes what hints promise of those of which they do."""
+        for place, kind in enumerate(self._kinds):
+            if is_promised(kind):
+                usual[place] = [promised_rate(kind, *one) for one in zip(usual[place], _STARTS, strict=True)]
 
     def learn(self) -> None:
         """Work out what each class is worth at each age. O(classes x buckets squared) in array operations."""

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from hybridkv.cache.blocks.needs import BlockNeeds
 from hybridkv.cache.blocks.pool import BlockPool
-from hybridkv.cache.placement.ends import End, Kind
+from hybridkv.cache.placement.ends import NEVER, End, Kind
+from hybridkv.cache.placement.promises import is_of_session, kind_of, of_session, promise_of
 from hybridkv.cache.placement.tenants import TenantRankings
 from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.cache.slots.end_blocks import EndBlocks
@@ -28,7 +29,7 @@ from hybridkv.cache.slots.end_tree import EndTree, Node
 from hybridkv.cache.slots.known import KnownTokens
 from hybridkv.cache.slots.known_ends import Ghosts
 from hybridkv.cache.statistics import CacheStatistics
-from hybridkv.request import Request
+from hybridkv.request import NO_HINTS, Request
 
 Int64 = NDArray[np.int64]
 
@@ -116,6 +117,8 @@ class JudgedEnds:
             self._rankings.of(node.end).hit(node.end, now)
             if with_rank:
                 self._rank(node, now)
+            if is_of_session(node.end.promise):  # it was kept: what does the session promise now?
+                self._promise(node, of_session(request.hints), now)
         self._note_branch(request, path, hit_tokens, now)
         self._known[tenant].add(request.hashes)
 
@@ -179,6 +182,8 @@ class JudgedEnds:
         if not self._tree.has_room(request, tokens):
             return
         node = self._tree.find(request, tokens) or self._make(request, tokens, now, ended=ended)
+        if request.hints is not NO_HINTS:
+            self._promise(node, promise_of(request, tokens), now)
         if node.kept and states:
             self._release(node, now)  # some of its states were lost, and are there again
         if node.kept or self._insert(request, node, now):
@@ -197,12 +202,24 @@ class JudgedEnds:
         self._rankings.of(passed.end).passed(passed.end)
         if with_rank:
             self._rank(passed, now)
+        if is_of_session(passed.end.promise):
+            self._promise(passed, NEVER, now)
 
     def _make(self, request: Request, tokens: int, now: float, *, ended: bool) -> Node:
         session = self._sessions.get(request.row)
         gap = None if session is None else session.gap
-        kind, tenant = _kind(request, tokens, ended=ended), self._rankings.tenant_of(request)
-        return self._tree.make(request, kind, tokens, now, gap, tenant)
+        kind, tenant = kind_of(request, tokens, ended=ended), self._rankings.tenant_of(request)
+        node = self._tree.make(request, kind, tokens, now, gap, tenant)
+        self._promise(node, promise_of(request, tokens), now)
+        return node
+
+    def _promise(self, node: Node, promise: int, now: float) -> None:
+        """``promise`` is what hints say of ``node``."""
+        if promise != node.end.promise:
+            with_rank = self._unrank(node)
+            self._rankings.of(node.end).promised(node.end, promise, now)
+            if with_rank:
+                self._rank(node, now)
 
     def _adopt(self, request: Request, node: Node, now: float) -> None:
         """``node``, not kept, is of the tenant of ``request``; another's ranking knows it no longer."""
@@ -484,11 +501,3 @@ class JudgedEnds:
             yield f"the end of {node.tokens} tokens saves {saved} a byte, not {node.end.saved}"
         if node.ranked == (node.end.serial in self._parked or node.end.saved == 0.0):
             yield f"the end of {node.tokens} tokens is ranked: {node.ranked}, against what it saves or who holds it"
-
-
-def _kind(request: Request, tokens: int, *, ended: bool) -> Kind:
-    if ended:
-        return Kind.OUTPUT
-    if tokens == request.branch_tokens or tokens in request.marks:
-        return Kind.BRANCH
-    return Kind.PROMPT if tokens == request.num_prompt_tokens - 1 else Kind.GRID

@@ -1,0 +1,207 @@
+"""Hints: what callers know of when a prefix is wanted again raises or lowers what is kept, and nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import oracle_hints
+import pytest
+from test_tenants import JUDGED, Cache, chat, unique
+
+from hybridkv.cache.placement import EVERYBODY, Share, TenantShares
+from hybridkv.cache.placement.ends import BY_ALL, NEVER, NOTHING, SOMETIME, WITHIN, End, Kind
+from hybridkv.cache.placement.hazard import HazardRanking
+from hybridkv.cache.placement.promises import of_session, promise_of
+from hybridkv.errors import ConfigError
+from hybridkv.request import NO_HINTS, Hints, Request
+from hybridkv.simulator import Pieces, TraceRequest
+from hybridkv.simulator.tokens import NEW_OUTPUT, PROMPT_SEGMENT
+
+# -- what a hint is
+
+
+def test_what_comes_back_goes_on() -> None:
+    assert Hints(within_s=5).goes_on
+    assert Hints() == NO_HINTS
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"over": 1}, "over must be true or false"),
+        ({"within_s": "soon"}, "within_s must be a number"),
+        ({"within_s": -1}, "within_s must lie in"),
+        ({"within_s": 1e10}, "within_s must lie in"),
+        ({"shared_tokens": -1}, "shared_tokens must not be negative"),
+        ({"shared_tokens": 1.5}, "shared_tokens must be an integer"),
+        ({"over": True, "goes_on": True}, "goes on, and that it is over"),
+        ({"scratch": True, "within_s": 5}, "goes on, and that it is scratch"),
+        ({"secret": True, "goes_on": True}, "goes on, and that it is secret"),
+        ({"secret": True, "shared_tokens": 8}, "shared, and that it is secret"),
+    ],
+)
+def test_hints_that_cannot_be_are_refused(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Hints(**wrong)  # type: ignore[arg-type]
+
+
+def test_requests_have_hints() -> None:
+    with pytest.raises(ConfigError, match="hints must be a Hints"):
+        Request("r", [1], hints={"over": True})  # type: ignore[arg-type]
+    request = Request("r", list(range(20)), hints=Hints(shared_tokens=8), marks=[4])
+    assert (request.marks, request.branch("b", request.sampling).hints) == ((4, 8), request.hints)
+
+
+def test_what_is_promised_of_each_end() -> None:
+    def promised(hints: Hints, tokens: int, marks: tuple[int, ...] = ()) -> int:
+        request = Request("r", list(range(100)), hints=hints, marks=marks)
+        request.branch_tokens = 20
+        return promise_of(request, tokens)
+
+    soon, late = Hints(within_s=3.0), Hints(within_s=5.0, shared_tokens=10)
+    assert [promised(NO_HINTS, tokens) for tokens in (20, 99)] == [NOTHING] * 2
+    assert (promised(soon, 99), promised(late, 99), promised(Hints(within_s=4.1**12), 99)) == (
+        WITHIN,
+        WITHIN + 1,
+        WITHIN + 11,
+    )
+    assert (promised(late, 10), promised(late, 5), promised(late, 20)) == (BY_ALL, BY_ALL, NOTHING)
+    assert (promised(Hints(goes_on=True), 99), promised(Hints(scratch=True), 99)) == (SOMETIME, NEVER)
+    assert [promised(late, tokens, (50,)) for tokens in (50, 99, 101)] == [WITHIN + 1, NEVER, NEVER]
+    assert [of_session(one) for one in (NO_HINTS, Hints(over=True), soon)] == [NOTHING, NEVER, WITHIN]
+
+
+# -- what it does to what is kept
+
+
+def test_secrets_are_found_by_nobody() -> None:
+    cache = Cache(EVERYBODY, 30)
+    cache.run(chat(1, 1), hints=Hints(secret=True))
+    assert cache.run(chat(1, 1)) == 0
+    assert cache.run(chat(1, 1), hints=Hints(secret=True)) == 10  # it reads what others left
+
+
+def goes(eviction: str, *hints: Hints) -> list[int]:
+    """Two ends of each of several sessions, which end with these hints, in turn: in which order they are given up."""
+    cache = Cache(EVERYBODY, 30, eviction)
+    for person, one in enumerate(hints):
+        cache.run(chat(person, 1), hints=one)
+    cache.cache.check()
+    first = [Request("r", chat(person, 1), hasher=cache.cache.hasher).hashes[0] for person in range(len(hints))]
+    gone = []
+    for _ in range(2 * len(hints)):
+        node = cache.kept._lowest(cache.now, cache.kept._needs.weights)
+        assert node is not None
+        gone.append(first.index(node.keys(0, 1)[0]))
+        cache.kept._release(node, cache.now)
+    return gone
+
+
+@pytest.mark.parametrize("eviction", JUDGED)
+@pytest.mark.parametrize("gone", [Hints(over=True), Hints(scratch=True)])
+def test_a_session_that_is_over_goes_first(eviction: str, gone: Hints) -> None:
+    assert goes(eviction, NO_HINTS, gone) == [1, 1, 0, 0]
+    assert goes(eviction, NO_HINTS, NO_HINTS) != [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("stays", [Hints(goes_on=True), Hints(within_s=20), Hints(shared_tokens=10)])
+def test_a_session_that_goes_on_goes_last(stays: Hints) -> None:
+    assert goes("hazard", stays, NO_HINTS)[-1] == 0
+    assert goes("hazard", NO_HINTS, NO_HINTS)[-1] == 1
+
+
+def test_what_all_begin_with_is_kept() -> None:
+    """Though nobody has hit it yet, and all that came later did not begin so."""
+    hit = []
+    for hints in (NO_HINTS, Hints(shared_tokens=8)):
+        cache = Cache(EVERYBODY, 11, "hazard")
+        cache.run(list(range(100, 112)), hints=hints)
+        for prompt, _ in zip(unique(), range(20), strict=False):
+            cache.run(prompt)
+        hit.append(cache.run([*range(100, 108), 1, 2, 3]))
+    assert hit == [0, 8]
+
+
+def test_a_promise_moves_on_with_its_session() -> None:
+    cache = Cache(EVERYBODY, 30, "hazard")
+    promised = Hints(within_s=60)
+    cache.run(chat(1, 1), hints=promised)
+    cache.run(chat(1, 2), hints=promised)
+    found = {node.tokens: node.end.promise for node in cache.kept._tree.kept()}
+    assert (found[11], found[16], found[17]) == (NEVER, WITHIN + 2, WITHIN + 2)
+    cache.run(chat(1, 2)[:-1], hints=Hints(over=True))  # on from 16, and nothing new is kept behind it
+    assert {node.tokens: node.end.promise for node in cache.kept._tree.kept()}[16] == NEVER
+    cache.cache.check()
+
+
+def test_what_all_promise_and_nobody_keeps_is_believed_no_longer() -> None:
+    ranking = HazardRanking()
+
+    def end(serial: int, promise: int, used: float) -> End:
+        made = End(serial, Kind.OUTPUT, 100, used, None)
+        made.saved = 1.0
+        ranking.promised(made, promise, used)
+        return made
+
+    def is_believed(now: float) -> bool:
+        pair = end(-1, WITHIN + 2, now), end(-2, NOTHING, now)
+        answer = ranking.prefers(*pair, now)
+        for one in pair:
+            ranking.forget(one, now)
+        return answer
+
+    assert is_believed(0.0)
+    broken = [end(serial, WITHIN + 2, 0.0) for serial in range(100)]
+    for _ in range(100):
+        ranking.note_request(600.0)
+    kept = end(1000, NOTHING, 500.0)
+    ranking.hit(kept, 600.0)
+    for _ in range(100):
+        ranking.note_request(700.0)
+    assert len(broken) == 100
+    assert not is_believed(700.0)
+
+
+def test_a_liar_harms_its_own_tenant_alone() -> None:
+    """What another tenant's flood promises of its prompts changes nothing of what is found here."""
+    shares = TenantShares((Share("a", 0.3), Share("b", 0.3)))
+    found = []
+    for lies in (NO_HINTS, Hints(within_s=1, shared_tokens=12)):
+        cache, prompts, hit, own = Cache(shares, 40, "hazard"), unique(), 0, 0
+        for turn in (1, 2, 3):
+            for person in range(4):
+                hit += cache.run(chat(person, turn), "a", hints=Hints(within_s=40))
+                own += cache.run(chat(100 + person, turn), "b")
+                for _ in range(6):
+                    cache.run(next(prompts), "b", hints=lies)
+        found.append((hit, own))
+    assert found[0][0] == found[1][0] > 0
+    assert found[0][1] > found[1][1]
+
+
+# -- what it does not do
+
+
+def test_hints_change_no_key() -> None:
+    cache = Cache(EVERYBODY, 30)
+    prompt = np.arange(12)
+    hashes = [Request("r", prompt, hasher=cache.cache.hasher, hints=one).hashes for one in (None, Hints(over=True))]
+    assert hashes[0] == hashes[1]
+
+
+# -- hints of one who knows the future
+
+
+def test_the_oracle_says_where_sessions_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session of two turns, its answer stripped; others that only begin alike."""
+    monkeypatch.setattr(oracle_hints, "MANY", 4)
+
+    def asked(at: float, *segments: tuple[int, int]) -> TraceRequest:
+        pieces = tuple((segment, 0, length) for segment, length in segments)
+        return TraceRequest(at, Pieces(PROMPT_SEGMENT, pieces), Pieces(NEW_OUTPUT, ((round(at), 0, 5),)))
+
+    shared = (1, 32)
+    turns = asked(0.0, shared, (2, 40)), asked(30.0, shared, (2, 40), (3, 9))
+    others = asked(10.0, shared, (4, 20)), asked(20.0, shared, (5, 20))
+    first, *rest = oracle_hints.hinted([turns[0], *others, turns[1]], 16)
+    assert (first.hints, first.marks) == (Hints(within_s=30.0, shared_tokens=32), (72,))
+    assert [(one.hints, one.marks) for one in rest] == [(Hints(over=True, shared_tokens=32), ())] * 3
