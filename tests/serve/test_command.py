@@ -45,7 +45,8 @@ def command(*more: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def test_openais_client_and_then_a_drain(alone: Engine) -> None:
-    with command("--speculate", "ngram:2", "--served-model-name", "small") as (process, url):
+    kept = ("--eviction", "coverage", "--share", "mine=20%..50%")
+    with command("--speculate", "ngram:2", "--served-model-name", "small", *kept) as (process, url):
         with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             _blocking(client, alone)
         asyncio.run(_asynchronous(url, alone))

@@ -105,6 +105,7 @@ def test_a_report_for_programs(trace: Path) -> None:
         "time_scale": 1.0,
         "prefix_caching": True,
         "eviction": "lru",
+        "shares": [{"tenant": None, "guaranteed": 0.0, "greatest": 1.0}],
         "hardware": {
             "name": "H100 SXM",
             "flops_per_s": 989e12,
@@ -266,6 +267,21 @@ def test_evictions_of_the_natural_layout(eviction: str) -> None:
     assert found[1] != "0"
 
 
+def test_tenants_and_hints_of_a_trace(tmp_path: Path) -> None:
+    """Of three equal prompts of ``a`` the first is secret: the third finds what the second left."""
+    path = tmp_path / "tenants.jsonl"
+    line: dict[str, Any] = {"prompt": [[1, 0, 100]], "output": [[2, 0, 3]], "tenant": "a"}
+    lines = [{**line, "hints": {"secret": True}}, line, line, {**line, "tenant": "b", "prompt": [[3, 0, 50]]}]
+    path.write_text("".join(json.dumps({"timestamp": 1e6 * at, **one}) + "\n" for at, one in enumerate(lines)), "utf-8")
+    asked = (path, *NATURAL[1:], "--eviction", "hazard", "--share", "a=30%..60%")
+    made = document("replay", *asked)
+    assert made["settings"]["shares"][1] == {"tenant": "a", "guaranteed": 0.3, "greatest": 0.6}
+    others, a = made["tenants"]
+    assert (others["tenant"], others["requests"], others["hit_tokens"]) == ("*", 1, 0)
+    assert (a["tenant"], a["requests"], a["prompt_tokens"], a["hit_tokens"]) == ("a", 3, 300, 99)
+    assert re.search(r"a +3 +300 +99 +33\.0+ ?% +[\d.]+ [KM]iB", run("replay", *asked).stdout)
+
+
 def test_a_natural_plan_keeps_its_placement(tmp_path: Path) -> None:
     path, reference = tmp_path / "plan.json", tmp_path / "reference.json"
     options = ("plan", "jamba-1.5-mini", "--memory", "4GiB", "--max-model-len", "400", "--json")
@@ -362,6 +378,11 @@ def test_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Path) -> None:
         (
             ("workload:uniform", *BASE, "--layout", "reference", "--eviction", "hazard"),
             "eviction hazard needs the natural layout",
+        ),
+        (("workload:chat", *BASE, "--share", "a"), "not a share: 'a'; write it like team-a=30% or team-a=30%..60%"),
+        (
+            ("workload:uniform", *BASE, "--share", "a=30%", "--eviction", "lru"),
+            "shares of tenants need the natural layout and an eviction that knows for whom what is kept",
         ),
         (("workload:chat", *BASE, "--layout", "sideways"), "'reference', 'natural'"),
         (

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from hybridkv.cache.placement import EVICTIONS, placement_of
+from hybridkv.cache.placement import EVICTIONS, TenantShares, placement_of
 from hybridkv.cli.output import console, in_words, print_facts, share, table
 from hybridkv.cli.panels import MODEL, OUTPUT, REQUESTS, RUN
 from hybridkv.cli.planning import (
@@ -34,6 +34,7 @@ from hybridkv.cli.planning import (
     load_plan,
 )
 from hybridkv.cli.printable import printable
+from hybridkv.cli.tenants import ShareOption
 from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan
 from hybridkv.simulator import (
@@ -56,6 +57,8 @@ _WORKLOAD: Final = "workload:"
 _UNIFORM: Final = "uniform"
 _SECONDS_PER_LINE: Final = 10.0
 _DEFAULT: Final = ReplaySettings()
+_NOT_TOLD: Final = {"placement", "step_by_step", "shares"}
+"""Settings that say nothing, or stand elsewhere in documents."""
 _PUT_OFF: Final = {
     "no_space": "memory full",
     "fragmented": "memory not in one piece",
@@ -145,6 +148,7 @@ def replay_command(
             help=f"What is given up next, in the natural layout: {', '.join(EVICTIONS)}.", rich_help_panel=RUN
         ),
     ] = _DEFAULT.eviction,
+    shares: ShareOption = None,
     no_prefix_caching: Annotated[
         bool, typer.Option("--no-prefix-caching", help="Share nothing.", rich_help_panel=RUN)
     ] = False,
@@ -177,6 +181,7 @@ def replay_command(
         placement=placement,
         eviction=eviction,
         step_by_step=step_by_step,
+        shares=TenantShares.parse(shares or ()),
     )
     source = _source(trace, asked)
     summary = source.summary()
@@ -265,7 +270,8 @@ def _settings(plan: Plan, settings: ReplaySettings, length_from: str, source: Re
         "unit_bytes": plan.config.unit_bytes,
         "max_model_len": plan.max_model_len,
         "max_model_len_from": length_from,
-        **{name: value for name, value in asdict(settings).items() if name not in {"placement", "step_by_step"}},
+        **{name: value for name, value in asdict(settings).items() if name not in _NOT_TOLD},
+        "shares": [asdict(one) for one in settings.shares.of],
         **drawn,
     }
 
@@ -327,6 +333,7 @@ def _show(report: ReplayReport, plan: Plan, settings: ReplaySettings, summary: T
     console().print(counts)
     _show_groups(report)
     _show_ends(report)
+    _show_tenants(report)
     if summary.first_bad is not None:
         print_facts({"first bad line": summary.first_bad})
 
@@ -351,6 +358,18 @@ def _show_ends(report: ReplayReport) -> None:
     console().print(ends)
     found = format_count(report.missed_a_gib_more)
     print_facts({"tokens missed": f"{format_count(report.missed_tokens)}; a GiB more would have found {found} of them"})
+
+
+def _show_tenants(report: ReplayReport) -> None:
+    """What each tenant found, and has at the end."""
+    if not report.tenants:
+        return
+    tenants = table("tenant", "requests", "prompt tokens", "hit tokens", "hit rate", "kept", numbers_from=1)
+    for one in report.tenants:
+        counts = map(format_count, (one.requests, one.prompt_tokens, one.hit_tokens))
+        rate = share(one.hit_tokens / one.prompt_tokens if one.prompt_tokens else 0.0)
+        tenants.add_row(printable(one.tenant), *counts, rate, format_bytes(one.kept_bytes))
+    console().print(tenants)
 
 
 def _print(text: str) -> None:

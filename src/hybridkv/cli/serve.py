@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from hybridkv.cache.placement import DEFAULT_EVICTION, EVICTIONS, TenantShares
 from hybridkv.cli.loading import ModelOption, TrustOption, bars_for_terminals, load_quietly
 from hybridkv.cli.panels import CACHE, OUTPUT, REQUESTS, RUN
 from hybridkv.cli.speculation import Speculate, SpeculateOption
 from hybridkv.cli.stepping import AttentionOption, MaxRunningOption, NoPrefixCachingOption, TokenBudgetOption
+from hybridkv.cli.tenants import ShareOption
 from hybridkv.errors import ConfigError
 from hybridkv.units import MOST_COUNT, format_bytes, format_count
 
@@ -74,6 +76,13 @@ def serve_command(
     max_running: MaxRunningOption = 64,
     token_budget: TokenBudgetOption = 2048,
     no_prefix_caching: NoPrefixCachingOption = False,
+    eviction: Annotated[
+        str,
+        typer.Option(
+            help=f"What is given up next, in the natural layout: {', '.join(EVICTIONS)}.", rich_help_panel=CACHE
+        ),
+    ] = DEFAULT_EVICTION.name,
+    shares: ShareOption = None,
     attention: AttentionOption = "gather",
     speculate: SpeculateOption = None,
 ) -> int:
@@ -95,6 +104,8 @@ def serve_command(
         prefix_caching=not no_prefix_caching,
         attention=attention,
         kv_events=kv_events is not None,
+        eviction=eviction,
+        shares=TenantShares.parse(shares or ()),
     )
     if kv_events_replay is not None and kv_events is None:
         raise ConfigError("--kv-events-replay repeats what --kv-events publishes: name that endpoint, too")

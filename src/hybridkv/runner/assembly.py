@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from hybridkv.arguments import flag, integer
+from hybridkv.arguments import flag, integer, text
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.placement import DEFAULT_EVICTION, EVERYBODY, TenantShares, eviction_named
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import check_fields
+from hybridkv.frozen import check_fields, one_of
 from hybridkv.planner import Plan
 from hybridkv.runner.attention.paged import AttentionBackend, attention_backend
 from hybridkv.runner.decode_graphs import compile_option
@@ -34,7 +35,8 @@ class EngineOptions:
     self_check: first compare the model on pages with plain forwards, some 15 short ones (hybridkv.runner.self_check).
     kv_events: the cache tells what it stores and forgets, for AsyncEngine's ``events``.
     image_bytes: of the features of images kept on the device; beyond it those read longest ago are made anew.
-    Raises ConfigError for counts that are none.
+    eviction, shares: what the cache gives up next, by name, and shares of tenants of what it keeps (KVCacheManager).
+    Raises ConfigError for counts that are none, and for the name of no eviction.
     """
 
     max_running: int = 64
@@ -46,6 +48,8 @@ class EngineOptions:
     attention: AttentionBackend | str = AttentionBackend.GATHER
     compile: str | None = None
     kv_events: bool = False
+    eviction: str = DEFAULT_EVICTION.name
+    shares: TenantShares = EVERYBODY
 
     def __post_init__(self) -> None:
         check_fields(self, partial(integer, least=1), "max_running", "token_budget")
@@ -54,6 +58,9 @@ class EngineOptions:
         check_fields(self, flag, "prefix_caching", "self_check", "kv_events")
         check_fields(self, attention_backend, "attention")
         check_fields(self, compile_option, "compile")
+        check_fields(self, text, "eviction")
+        eviction_named(self.eviction)
+        check_fields(self, one_of(TenantShares), "shares")
 
 
 class Parts(NamedTuple):
@@ -111,7 +118,13 @@ def assemble(
         num_speculative_tokens=drafts,
         whole_items=attends_both_ways(loaded.model),
     )
-    cache = KVCacheManager(plan, enable_caching=options.prefix_caching, enable_kv_cache_events=options.kv_events)
+    cache = KVCacheManager(
+        plan,
+        enable_caching=options.prefix_caching,
+        enable_kv_cache_events=options.kv_events,
+        eviction=eviction_named(options.eviction),
+        shares=options.shares,
+    )
     scheduler = Scheduler(cache, limits)
     runner = ModelRunner(
         loaded.model,

@@ -23,7 +23,7 @@ from typing import Protocol, Self, TypeVar
 from hybridkv.arguments import instance, integer
 from hybridkv.cache.events import KVCacheEvent
 from hybridkv.errors import CacheError, ConfigError
-from hybridkv.request import SamplingParams
+from hybridkv.request import Hints, SamplingParams
 from hybridkv.runner.completion import Completion, Increment
 from hybridkv.runner.encoder_inputs import Given, one_input_each
 from hybridkv.runner.engine import Engine, engine_closed
@@ -130,7 +130,9 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         cache_salt: str | None = None,
+        tenant: str | None = None,
         marks: Sequence[int] = (),
+        hints: Hints | None = None,
         encoder: Given | None = None,
         encoder_digest: bytes | str | None = None,
         images: Images | None = None,
@@ -146,7 +148,9 @@ class AsyncEngine:
             sampling,
             request_id=request_id,
             cache_salt=cache_salt,
+            tenant=tenant,
             marks=marks,
+            hints=hints,
             encoder=encoder,
             encoder_digest=encoder_digest,
             images=images,

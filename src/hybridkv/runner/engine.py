@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -19,7 +19,7 @@ from hybridkv.arguments import instance, text
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.frozen import one_of, or_none
 from hybridkv.planner import Plan
-from hybridkv.request import Request, SamplingParams
+from hybridkv.request import Hints, Request, SamplingParams
 from hybridkv.runner.assembly import EngineOptions, assemble, plan_of
 from hybridkv.runner.completion import Completion, Progress, count_step, raise_first
 from hybridkv.runner.encoder_inputs import EncoderFeed, Given, InputName, encoder_feed, one_input_each
@@ -54,6 +54,19 @@ logger = logging.getLogger(__name__)
 
 _IDLE_STEPS: Final = 8
 """Empty steps in a row, with nothing in flight, after which a scheduler that is not drained is called stuck."""
+
+
+class _Said(NamedTuple):
+    """What the caller says of a request besides what is run, as Request has it."""
+
+    request_id: str | None = None
+    cache_salt: str | None = None
+    tenant: str | None = None
+    marks: Sequence[int] = ()
+    hints: Hints | None = None
+
+
+_NOTHING_SAID: Final = _Said()
 
 
 class Engine:
@@ -146,14 +159,16 @@ class Engine:
         *,
         request_id: str | None = None,
         cache_salt: str | None = None,
+        tenant: str | None = None,
         marks: Sequence[int] = (),
+        hints: Hints | None = None,
         encoder: Given | None = None,
         encoder_digest: bytes | str | None = None,
         images: Images | None = None,
     ) -> str:
         """Queue a prompt, text or token ids; its request id. Branches have the ids of ``output_ids``.
 
-        marks: token counts where its prefix should be resumable (hybridkv.request).
+        marks, tenant, hints: as of hybridkv.request.Request.
         encoder: of an encoder-decoder, what its encoder reads: text, token ids, or features [bins, frames]. The prompt
         is then the decoder's, its start token included; an empty one is that token alone. encoder_digest: the caller's
         own name of that content, under this salt and for as long as the engine lives: what was computed for it is found
@@ -167,7 +182,8 @@ class Engine:
         CacheError once the engine is closed.
         """
         feed = self._feed(encoder, encoder_digest, cache_salt)
-        added = self._add(prompt, sampling, request_id, cache_salt, marks, feed=feed, images=images)
+        said = _Said(request_id, cache_salt, tenant, marks, hints)
+        added = self._add(prompt, sampling, said, feed=feed, images=images)
         return added[0].request.request_id
 
     def stream(
@@ -177,14 +193,17 @@ class Engine:
         *,
         request_id: str | None = None,
         cache_salt: str | None = None,
+        tenant: str | None = None,
         marks: Sequence[int] = (),
+        hints: Hints | None = None,
         encoder: Given | None = None,
         encoder_digest: bytes | str | None = None,
         images: Images | None = None,
     ) -> Stream:
         """Queue a prompt as ``add`` does, to be read as it grows; see Stream."""
         feed = self._feed(encoder, encoder_digest, cache_salt)
-        added = self._add(prompt, sampling, request_id, cache_salt, marks, feed=feed, images=images)
+        said = _Said(request_id, cache_salt, tenant, marks, hints)
+        added = self._add(prompt, sampling, said, feed=feed, images=images)
         for one in added:
             one.streamed = True
         return Stream(added, self._run, self._leave)
@@ -246,9 +265,7 @@ class Engine:
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams | None,
-        request_id: str | None = None,
-        cache_salt: str | None = None,
-        marks: Sequence[int] = (),
+        said: _Said = _NOTHING_SAID,
         *,
         feed: EncoderFeed | None = None,
         images: Images | None = None,
@@ -256,19 +273,21 @@ class Engine:
         """A request and its branches, queued."""
         self._require_open()
         require_sampling(sampling)
-        for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
-            or_none(text)(name, value)
+        for name in ("request_id", "cache_salt", "tenant"):
+            or_none(text)(name, getattr(said, name))
         params = with_word_ids(sampling if sampling is not None else SamplingParams(), self.loaded)
         refuse_what_it_lacks(params, self.loaded)
         ids, pictures = self._ids(prompt, images, starts=feed is not None)
         request = Request(
-            str(self._next_id) if request_id is None else request_id,
+            str(self._next_id) if said.request_id is None else said.request_id,
             ids,
             params,
             hasher=self.cache.hasher,
-            cache_salt=cache_salt,
+            cache_salt=said.cache_salt,
+            tenant=said.tenant,
             eos_token_ids=self.loaded.eos_token_ids,
-            marks=as_list(marks),
+            marks=as_list(said.marks),
+            hints=said.hints,
             encoder=None if feed is None else feed.read,
             multimodal=() if pictures is None else pictures.items,
         )

@@ -365,6 +365,7 @@ class _Replay:
             ends=kept.ends,
             missed_tokens=kept.missed_tokens,
             missed_a_gib_more=kept.missed_a_gib_more,
+            tenants=kept.tenants,
         )
 
     def _groups(self) -> Iterator[GroupReport]:

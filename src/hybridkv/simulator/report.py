@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
-from hybridkv.cache import EndStatistics
+from hybridkv.cache import EndStatistics, TenantStatistics
 
 SCHEMA: Final = "hybridkv.replay"
 VERSION: Final = 1
@@ -71,7 +71,7 @@ class ReplayReport:
     refusals: how often a waiting request was looked at and not admitted, by reason; once a step and request.
     moves, moved_bytes: blocks that passed from slab to slab. checkpoints, declined_checkpoints: stops at which a
     state was kept, and at which there was no room for it (natural layout). ends, missed_tokens, missed_a_gib_more: of
-    what an eviction kept that ranks ends, as CacheStatistics has them.
+    what an eviction kept that ranks ends, as CacheStatistics has them; tenants: as there, where they have shares.
     """
 
     source: str
@@ -99,6 +99,7 @@ class ReplayReport:
     ends: tuple[EndStatistics, ...] = ()
     missed_tokens: int = 0
     missed_a_gib_more: int = 0
+    tenants: tuple[TenantStatistics, ...] = ()
 
     @property
     def hit_rate(self) -> float:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import DEFAULT_EVICTION, eviction_named, placement_of
+from hybridkv.cache.placement import DEFAULT_EVICTION, EVERYBODY, TenantShares, eviction_named, placement_of
 from hybridkv.errors import CapacityError, ConfigError
+from hybridkv.frozen import check_fields, one_of
 from hybridkv.models import Model
 from hybridkv.planner import Plan, plan
 from hybridkv.planner.plan import DEFAULT_LAYOUT, NO_STATES
@@ -34,7 +35,7 @@ class ReplaySettings:
     time_scale: multiplies the modelled durations; 0 makes steps take no time. prefix_caching: whether blocks
     are shared at all. placement: natural layout: where recurrent states are kept, instead of where the plan says.
     eviction: natural layout: what is given up next, by name. step_by_step: take every step by itself, also where
-    several are alike; the report is the same.
+    several are alike; the report is the same. shares: natural layout: of tenants of what is kept.
     Raises ConfigError for values out of range.
     """
 
@@ -46,9 +47,11 @@ class ReplaySettings:
     placement: str | None = None
     eviction: str = DEFAULT_EVICTION.name
     step_by_step: bool = False
+    shares: TenantShares = EVERYBODY
 
     def __post_init__(self) -> None:
         eviction_named(self.eviction)
+        check_fields(self, one_of(TenantShares), "shares")
         for name, most in (("max_running", MOST_RUNNING), ("token_budget", MOST_COUNT)):
             value, option = getattr(self, name), name.replace("_", "-")
             if value < 1:
@@ -194,6 +197,7 @@ def simulation_of(plan: Plan, settings: ReplaySettings) -> Simulation:
         pcp_world_size=plan.limits.pcp,
         placement=placement_of(plan, settings.placement),
         eviction=eviction_named(settings.eviction),
+        shares=settings.shares,
         clock=clock,
     )
     off = None if cache.enable_caching else _why_off(plan, settings)

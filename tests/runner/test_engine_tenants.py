@@ -1,0 +1,39 @@
+"""Tenants and hints through an engine: what is said of a request is what the cache hears."""
+
+import pytest
+from runner_support import loaded_model
+
+from hybridkv.cache.placement import Share, TenantShares
+from hybridkv.errors import ConfigError
+from hybridkv.request import Hints, SamplingParams
+from hybridkv.runner import Engine, EngineOptions
+
+SHARES = TenantShares((Share("a", 0.3), Share("salty", 0.2)))
+SHORT = SamplingParams(max_tokens=2, ignore_eos=True)
+
+
+def test_what_is_said_of_a_request_reaches_the_cache() -> None:
+    options = EngineOptions(eviction="hazard", shares=SHARES, self_check=False)
+    prompt = list(range(3, 43))
+    with Engine(loaded_model("llama"), memory="2MiB", max_model_len=256, options=options) as engine:
+        engine.add(prompt, SHORT, tenant="a", hints=Hints(secret=True))
+        engine.add(prompt, SHORT, cache_salt="salty")
+        engine.generate([prompt], SHORT)
+        list(engine.stream(prompt, SHORT, tenant="a", hints=Hints(over=True)))
+        told = {one.tenant: one for one in engine.cache.statistics().tenants}
+        assert {name: one.requests for name, one in told.items()} == {"*": 1, "a": 2, "salty": 1}
+        assert (told["a"].hit_tokens, told["salty"].hit_tokens) == (39, 0)
+        assert told["salty"].kept_bytes > 0
+        with pytest.raises(ConfigError, match="tenant"):
+            engine.add(prompt, SHORT, tenant="")
+
+
+@pytest.mark.parametrize("wrong", [{"eviction": "lruu"}, {"eviction": 5}, {"shares": ["a=30%"]}])
+def test_what_is_no_eviction_or_share_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"eviction|shares must be"):
+        EngineOptions(**wrong)  # type: ignore[arg-type]
+
+
+def test_shares_with_lru_are_refused() -> None:
+    with pytest.raises(ConfigError, match="eviction lru gives up"):
+        Engine(loaded_model("llama"), memory="2MiB", max_model_len=256, options=EngineOptions(shares=SHARES))
