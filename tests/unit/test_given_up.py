@@ -110,6 +110,31 @@ def test_what_is_spared_can_be_taken_without_evicting_anything_else(seed: int) -
         assert spared == (not evicted), (ks, needs)
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_the_oldest_are_taken_at_once_as_one_by_one(seed: int) -> None:
+    ks = Random(seed).choice([(4, 1), (2, 3, 1), (3,), (1,)])
+    one_by_one, at_once = space_of(6, *ks), space_of(6, *ks)
+    for space in (one_by_one, at_once):
+        if seed % 2:
+            space.take_given_first()
+        for _ in range(4):
+            build(space, random := Random(seed))
+    for of in random.choices(range(len(ks)), k=20):
+        while len(ids := at_once.take(1, of)):
+            assert ids.tolist() == one_by_one.take(1, of).tolist()
+        ids = at_once.take_oldest(random.randrange(1, 6), of)
+        for block in ids.tolist():
+            room = one_by_one.make_room(of, np.ones(one_by_one.num_blocks, np.int32))
+            assert (room.evicted.tolist(), room.moves.size, one_by_one.take(1, of).tolist()) == ([block], 0, [block])
+        assert [at_once.lru(one).tolist() for one in range(len(ks))] == [
+            one_by_one.lru(one).tolist() for one in range(len(ks))
+        ]
+        assert at_once.given == one_by_one.given
+        assert at_once.given_up().tolist() == one_by_one.given_up().tolist()
+        at_once.append(ids)
+        one_by_one.append(ids)
+
+
 def build(space: SlabSpace, random: Random) -> None:
     """Some blocks are referenced, some cached, some of those given up."""
     for _ in range(random.randrange(12)):

@@ -64,6 +64,7 @@ class Twins:
         self.ks = list(ks)
         self.locks = locks
         self.met: Counter[str] = Counter()
+        self.last_evicted: int | None = None
 
     def blocks(self, state: str, of: int | None = None) -> list[int]:
         """Blocks in ``state``, unlocked ones."""
@@ -134,9 +135,21 @@ class Twins:
         assert not {source for source, _ in moves} & set(evicted)
         for source, target in moves:
             self.ref[target], self.ref[source] = self.ref[source], 0
+        self.last_evicted = evicted[-1] if evicted else None
         self.met["evicted"] += len(evicted)
         self.met["moved"] += len(moves)
         return True
+
+    def take_oldest(self, n: int, of: int) -> int:
+        """How many blocks are taken as they are evicted: those that room is made of one by one."""
+        taken = self.space.take_oldest(n, of).tolist()
+        for block in taken:
+            assert self.oracle.make_room(of) == ([block], [])
+            assert self.oracle.take(1, of) == [block]
+        self.ref[taken] = 1
+        self.met["oldest"] += len(taken)
+        self.compare()
+        return len(taken)
 
     def compare(self) -> None:
         space, oracle = self.space, self.oracle
@@ -175,9 +188,10 @@ class Twins:
         """Take ``more[c]`` blocks of each class c, room being made as often as needed: whether they were there."""
         for of, n in enumerate(more):
             missing, rooms = n - len(self.take(n, of)), 0
-            while missing:
+            while missing := missing - self.take_oldest(missing, of):
                 if not self.make_room(of):
                     return False
+                assert self.last_evicted is None or self.oracle.class_of(self.last_evicted) != of
                 rooms += 1
                 taken = len(self.take(missing, of))
                 assert taken, "room was made and nothing can be taken"

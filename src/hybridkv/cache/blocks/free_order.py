@@ -88,6 +88,10 @@ class FreeOrder:
         """Never: nothing moves."""
         return False
 
+    def take_oldest(self, n: int, of: int) -> Int32:  # noqa: ARG002 - as above
+        """None: all that is free can be taken as it is."""
+        return np.empty(0, np.int32)
+
     def make_room(self, of: int, ref: Int32) -> Room:  # noqa: ARG002 - as above
         """BlockError: all that is free can be taken as it is."""
         raise BlockError("no block is free: plan before taking")
@@ -120,22 +124,31 @@ class FreeOrder:
         """The first ``n`` blocks, int32[n]; they are free no longer. The caller knows that there are n."""
         if n == 1:
             return np.array([self._take_one()], np.int32)
-        parts: list[Int32] = []
-        missing = span = n
-        while missing:
-            stop = min(self._head + span, self._tail)
-            ids, valid = self._valid(self._head, stop)
-            if ids.size > missing:
-                stop = self._head + int(np.flatnonzero(valid)[missing])
-                ids = ids[:missing]
-            parts.append(ids)
-            self._head = stop
-            missing -= ids.size
-            span = max(2 * span, _SPAN)  # stale entries were among them: look further at once
-        out = parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, np.int32)])
+        out, self._head = self._leading(n)
         self._place[out.astype(np.int64)] = NOWHERE
         self._count -= n
         return out
+
+    def leading(self, n: int) -> Int32:
+        """The blocks that ``take`` of at most ``n`` would give, int32; they stay."""
+        return self._leading(min(n, self._count))[0]
+
+    def _leading(self, n: int) -> tuple[Int32, int]:
+        """The first ``n`` blocks, and where those behind them start."""
+        parts: list[Int32] = []
+        head = self._head
+        missing = span = n
+        while missing:
+            stop = min(head + span, self._tail)
+            ids, valid = self._valid(head, stop)
+            if ids.size > missing:
+                stop = head + int(np.flatnonzero(valid)[missing])
+                ids = ids[:missing]
+            parts.append(ids)
+            head = stop
+            missing -= ids.size
+            span = max(2 * span, _SPAN)  # stale entries were among them: look further at once
+        return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, np.int32)]), head
 
     def _take_one(self) -> int:
         ring, place, capacity, i = self._ring, self._place, self._capacity, self._head

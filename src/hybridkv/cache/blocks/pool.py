@@ -263,6 +263,12 @@ class BlockPool:
         """``missing`` blocks of class ``of``, room being made for them; those evicted lose their keys together."""
         taken, evicted = list[Int32](), list[Int32]()
         while missing:
+            ids = self._free.take_oldest(missing, of)
+            if ids.size:
+                taken.append(ids)
+                evicted.append(ids)
+                missing -= len(ids)
+                continue
             room = self._free.make_room(of, self._ref)
             evicted.append(room.evicted)
             if room.moves.size:

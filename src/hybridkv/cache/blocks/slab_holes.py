@@ -239,6 +239,11 @@ class SlabHoles:
         self.referenced[part.of] += more * len(part.ids)
         self._count(part, held=more)
 
+    def hold_again(self, part: Part) -> None:
+        """Each block of ``part``, cached, is referenced: what one hole made and taken after the other comes to. O(part)."""
+        self.hold(part, 1)
+        self._current[part.of] = int(part.slabs[-1])
+
     def make_holes(self, part: Part, *, held: bool) -> Slabs:
         """Blocks of ``part``, referenced or else cached, become holes. O(part).
 

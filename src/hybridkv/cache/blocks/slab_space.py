@@ -33,6 +33,8 @@ from hybridkv.planner.slabs import SlabLayout
 Bool = NDArray[np.bool_]
 Int32 = NDArray[np.int32]
 
+_NONE: Final = np.empty(0, np.int32)
+
 AGELESS: Final = -(2**60)
 """Stamp of a block that is older than any other."""
 
@@ -375,6 +377,32 @@ class SlabSpace:
         if giver is None:
             raise CacheError(f"no class has a slab for class {of}: ask fits() and plan before taking")
         return self._reclaim(giver, ref)
+
+    def take_oldest(self, n: int, of: int) -> Int32:
+        """Own cached blocks, oldest first; see Space. O(n + classes)."""
+        if self.holes[of] or self._holes.num_free:
+            return _NONE
+        ids = self._lru[of].leading(n)
+        ids = ids[: self._num_evicted(ids, of)]
+        if ids.size:
+            self._lru[of].remove(ids)
+            self._take_back(of, ids)
+            self._holes.hold_again(self._holes.part(of, ids))
+        return ids
+
+    def _num_evicted(self, ids: Int32, of: int) -> int:
+        """How many of ``ids``, the oldest of class ``of``, make_room evicts before somebody else gives a slab."""
+        first = 0
+        if self.given[of]:  # until the last of them is gone
+            first = min(int(np.cumsum(self._is_given[ids]).searchsorted(self.given[of])) + 1, ids.size)
+        if self._given_first:
+            return first
+        giver = self._oldest_giver(of)
+        if giver is None or (self._is_spent and self.ks[giver] > 1):
+            return int(ids.size)
+        age = self.now - self._stamp.item(self._lru[giver].first())
+        young = self.now - self._stamp[ids[first:]] <= (10 * age - 1) // 11  # as _much_older says of each
+        return first + (int(young.argmax()) if young.any() else young.size)
 
     def _givers(self, of: int) -> Iterator[int]:
         """Other classes that have a slab's worth of blocks that nobody holds, and a slab without locked blocks."""

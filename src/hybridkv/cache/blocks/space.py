@@ -81,6 +81,13 @@ class Space(Protocol):
         """What is moved from now on belongs to another step."""
         ...
 
+    def take_oldest(self, n: int, of: int) -> Int32:
+        """Up to ``n`` cached blocks of class ``of``, which has no other, taken as make_room and take do one by one.
+
+        As many as make_room evicts one after the other, nobody else giving room; they are to lose their keys.
+        """
+        ...
+
     def make_room(self, of: int, ref: Int32) -> Room:
         """More can be taken for class ``of``. ref: holders of every block."""
         ...
