@@ -89,6 +89,10 @@ class IdealSpace:
     def begin_step(self) -> None:
         """Nothing: nothing moves."""
 
+    def take_oldest(self, n: int, of: int) -> Int32:  # noqa: ARG002 - as above
+        """None: the oldest goes, whoever asks."""
+        return np.empty(0, np.int32)
+
     def make_room(self, of: int, ref: Int32) -> Room:  # noqa: ARG002 - the oldest goes, whoever asks
         """The block that was used longest ago goes, whatever its class."""
         able = [i for i, lru in enumerate(self._lru) if len(lru)]

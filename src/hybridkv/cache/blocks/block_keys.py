@@ -177,8 +177,8 @@ class BlockKeys:
             whole = [i for i, key in enumerate(keys) if key is not None]
             blocks, keys, groups = ([column[i] for i in whole] for column in (blocks, keys, groups))
             where = where[whole]
-        if len(self.indexes) == 1:
-            self.indexes[0].remove_many(keys, blocks)
+        if groups and groups.count(groups[0]) == len(groups):
+            self.indexes[groups[0]].remove_many(keys, blocks)
         else:
             for block, key, group in zip(blocks, keys, groups, strict=True):
                 self.indexes[group].remove(key, block)

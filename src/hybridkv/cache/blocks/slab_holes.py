@@ -240,7 +240,7 @@ class SlabHoles:
         self._count(part, held=more)
 
     def hold_again(self, part: Part) -> None:
-        """Each block of ``part``, cached, is referenced: what one hole made and taken after the other comes to. O(part)."""
+        """Each block of ``part``, cached, is referenced: what comes of a hole made and taken, one by one. O(part)."""
         self.hold(part, 1)
         self._current[part.of] = int(part.slabs[-1])
 

@@ -183,7 +183,12 @@ class SlabSpace:
         return (self.num_slabs - others) * self.ks[of] - self.referenced[of]
 
     def takes_in_any_order(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
-        """Where all classes but one take from their current slabs, and that one needs but free slabs besides."""
+        """Where all classes but one take from their current slabs, and that one needs but free slabs besides.
+
+        And where there is one class alone, whose blocks are evicted in their order.
+        """
+        if len(self.ks) == 1 and not self._given_first:
+            return needs[0] <= self.obtainable(0) and (self.ks[0] == 1 or not drops())
         return self._holes.takes_in_any_order(needs) and not drops()
 
     @property

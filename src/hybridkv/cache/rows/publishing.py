@@ -167,8 +167,11 @@ class Publisher:
                 if step != WRITTEN:
                     self._log.record(np.array([block], np.int32), [], step)
 
-    def publish_rows(self, requests: RequestRows, rows: Int64, known: Int64) -> None:
-        """What each of ``rows`` can publish at ``known`` tokens, in order within a group. Ends are not looked at."""
+    def publish_rows(self, requests: RequestRows, rows: Int64, known: Int64, since: Int64 | None = None) -> None:
+        """What each of ``rows`` can publish at ``known`` tokens, in order within a group. Ends are not looked at.
+
+        since: tokens of each when all began to get one after the other, side by side: what was ready first goes first.
+        """
         for group in self._groups if self.publishes else ():
             rule = group.policy.publishing
             if rule is None:
@@ -177,10 +180,17 @@ class Publisher:
             counts = np.maximum(rule.decided_rows(known) - first, 0)
             ready = np.flatnonzero(counts)
             if ready.size:
-                self._publish_ready(group, requests, rows[ready], first[ready], counts[ready])
+                begun = None if since is None else since[ready]
+                self._publish_ready(group, requests, rows[ready], first[ready], counts[ready], begun)
 
-    def _publish_ready(
-        self, group: CacheGroup, requests: RequestRows, rows: Int64, first: Int64, counts: Int64
+    def _publish_ready(  # noqa: PLR0917 - columns of one table
+        self,
+        group: CacheGroup,
+        requests: RequestRows,
+        rows: Int64,
+        first: Int64,
+        counts: Int64,
+        since: Int64 | None = None,
     ) -> None:
         group.published[rows] = first + counts
         if counts.max() == 1:  # decoding rows
@@ -188,6 +198,9 @@ class Publisher:
         else:
             of = np.repeat(rows, counts)
             columns = np.arange(len(of)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+        if since is not None and len(of) > 1 and group.policy.publishing is not None:
+            order = np.argsort(group.policy.publishing.next_tokens(columns) - np.repeat(since, counts), kind="stable")
+            of, columns = of[order], columns[order]
         ids = group.rows.at(of, columns)
         if not ids.all():
             held = ids != 0

@@ -86,7 +86,10 @@ class Strides:
         computed = requests.num_computed[rows]
         if not (wanted and requests.append_many(rows, tokens)):
             return Advance(0, 0.0)
-        steps, peak = self._each(rows, computed, wanted)
+        if self._at_once(rows, computed, wanted):
+            steps, peak = wanted, self._pool.get_usage()
+        else:
+            steps, peak = self._each(rows, computed, wanted)
         if steps < wanted:
             known = computed + steps + 1
             for request, count in zip(requests.owners(rows), known.tolist(), strict=True):
@@ -94,6 +97,52 @@ class Strides:
         requests.num_computed[rows] = computed + steps
         self._slots.label_rows(rows, computed + steps)
         return Advance(steps, peak)
+
+    def _at_once(self, rows: Int64, computed: Int64, wanted: int) -> bool:
+        """All events of ``wanted`` steps; False, and nothing done, where that is not the same as one by one.
+
+        It is where rows only take blocks and publish, and the order of blocks is that of the steps. What is in use is
+        most at the end then.
+        """
+        due = self._residents.due(rows, computed + wanted)
+        if not due.size:
+            return True
+        rows, computed = rows[due], computed[due]
+        end = computed + wanted
+        missing = np.zeros((len(rows), len(self._groups)), np.int64)
+        for group in self._growing:
+            if (group.policy.droppable(end - 1) > group.rows.dropped[rows]).any():
+                return False
+            missing[:, group.number] = np.maximum(group.policy.columns(end) - group.rows.count[rows], 0)
+        needs = missing.sum(axis=0).tolist()
+        if not self._pool.takes_in_any_order(needs, lambda: False):
+            return False
+        if any(needs):
+            self._take(rows, computed, missing)
+        if self._publisher.publishes:
+            self._publisher.publish_rows(self._rows, rows, end, computed)
+        self._pool.advance_epoch()
+        self._residents.refresh_many(rows)
+        return True
+
+    def _take(self, rows: Int64, computed: Int64, missing: Int64) -> None:
+        """``missing`` blocks, int64[rows, groups], behind what ``rows`` have: by step, then by row, then by group."""
+        group_of, place = (np.repeat(part.ravel(), missing.T.ravel()) for part in np.indices(missing.T.shape))
+        column = np.empty(len(place), np.int64)
+        sizes = np.array([group.policy.block_size for group in self._groups])
+        ends = np.cumsum(missing.sum(axis=0))
+        for group in self._growing:
+            counts = missing[:, group.number]
+            mine = slice(ends[group.number] - counts.sum(), ends[group.number])
+            behind = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+            column[mine] = group.rows.count[rows][place[mine]] + behind
+        order = np.lexsort((group_of, place, column * sizes[group_of] - computed[place]))
+        ids = np.empty(len(order), np.int32)
+        ids[order] = self._transfers.new_blocks_each(group_of[order].astype(np.int32))
+        for group in self._growing:
+            counts = missing[:, group.number]
+            mine = slice(ends[group.number] - counts.sum(), ends[group.number])
+            group.rows.extend_many(rows, counts, ids[mine])
 
     def _each(self, rows: Int64, computed: Int64, wanted: int) -> tuple[int, float]:
         """Row after row at each of its events, steps in order; up to the first step that moves blocks."""
