@@ -1,28 +1,126 @@
-"""What an eviction costs: seconds of CPU a request beside ``lru``, and of a ranking alone, by ends that are kept.
+"""What an eviction costs: of a step of the scheduler, of a request, and of a ranking alone, by ends that are kept.
 
-    python eviction_cost.py [--ends 1000 10000] [--ranked 1000 10000 100000]
+    python eviction_cost.py [--steps 1000 10000 100000] [--ends 1000 10000] [--ranked 1000 10000 100000]
 
-A request of 48 tokens, 16 of which a fortieth of all share, comes, is computed and goes in a cache that is full; two
-ends are kept of each. A ranking alone gives up its lowest end, keeps a new one and sees a hit.
+A step: 256 requests run, of some 256 tokens of output each, in a cache that is full of such; three in ten are new,
+three ask an earlier prompt again, four go on from what was answered. What is timed is ``schedule`` and ``update``;
+evictions take turns of 50 steps in one process, and the median of their ratios is told. A request: of 48 tokens, 16 of
+which a fortieth of all share, comes, is computed and goes; two ends are kept of each. A ranking alone gives up its
+lowest end, keeps a new one and sees a hit. Nothing given: all of them but the longest.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections import deque
 from collections.abc import Iterator
+from itertools import count
 from random import Random
 
+import numpy as np
 from eviction_table import serve_alone
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import EVICTIONS, EndsPlacement, eviction_named
+from hybridkv.cache.placement import EVICTIONS, LRU, EndsPlacement, eviction_named
 from hybridkv.cache.placement.ends import End, Kind
-from hybridkv.request import Request
+from hybridkv.request import Request, SamplingParams
+from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.step import Csr, Step, StepResult
 from hybridkv.testing.configs import full_spec, natural_model_config, state_spec
 
 _TIMED = 400
 _OUTPUTS = list(range(5))
+
+_RUNNING = 256
+_OUTPUT_TOKENS = (128, 384)
+_LONGEST = 2048
+_TURN = 50
+"""Steps."""
+
+
+class Busy:
+    """A scheduler with ``_RUNNING`` requests over a cache that is full, of some ``ends`` ends if it knows them."""
+
+    def __init__(self, eviction: str, ends: int) -> None:
+        self._now = 0.0
+        self._random = Random(1)  # noqa: S311 - seeded
+        self._names = count()
+        self._prompts: deque[list[int]] = deque(maxlen=ends)
+        self._answered: deque[list[int]] = deque(maxlen=ends)
+        self.cache = KVCacheManager(
+            natural_model_config(8 * _RUNNING + 4 * ends, (full_spec(16), state_spec(16)), (4, 1)),
+            _LONGEST,
+            placement=EndsPlacement(),
+            eviction=eviction_named(eviction),
+            clock=lambda: self._now,
+        )
+        while self.cache.evictions < ends:
+            self._now += 0.02
+            request = self._request()
+            number = next(self._names)
+            serve_alone(self.cache, request, [number] * self._random.randrange(*_OUTPUT_TOKENS), number)
+            self._answered.append(request.token_ids().tolist())
+        limits = SchedulerLimits(max_running=_RUNNING, max_batched_tokens=8 * _LONGEST)
+        self._scheduler = Scheduler(self.cache, limits, clock=lambda: self._now)
+        self._live: set[str] = set()
+        self.steps(10 * _TURN)
+
+    def _request(self) -> Request:
+        """New, an earlier prompt again, or one that goes on."""
+        kind, number = self._random.random(), next(self._names)
+        recent = [number % 30_000, number // 30_000] * 16
+        prompt = [number % 40] * 16 + recent
+        if kind > 0.3 and self._prompts:
+            prompt = self._random.choice(self._prompts)
+        if kind > 0.6 and self._answered:
+            answered = self._random.choice(self._answered)
+            prompt = answered + recent if len(answered) < _LONGEST // 2 else prompt
+        self._prompts.append(prompt)
+        sampling = SamplingParams(max_tokens=self._random.randrange(*_OUTPUT_TOKENS), ignore_eos=True)
+        return Request(str(number), prompt, sampling, hasher=self.cache.hasher)
+
+    def steps(self, count: int) -> float:
+        """Seconds of CPU a step, of ``count`` ones."""
+        spent = 0.0
+        for _ in range(count):
+            while len(self._live) < _RUNNING:
+                request = self._request()
+                self._live.add(request.request_id)
+                self._scheduler.add(request)
+            self._now += 0.02
+            begun = time.process_time()
+            step = self._scheduler.schedule()
+            spent += time.process_time() - begun
+            result = _answer(step)
+            begun = time.process_time()
+            outcome = self._scheduler.update(result)
+            spent += time.process_time() - begun
+            for ended in outcome.finished:
+                self._live.discard(ended.request.request_id)
+                self._answered.append(ended.request.token_ids().tolist())
+        return spent / count
+
+
+def _answer(step: Step) -> StepResult:
+    """All say the number of the step."""
+    indptr = np.concatenate(([0], np.cumsum(step.samples)))
+    return StepResult(step.id, Csr(indptr, np.full(int(indptr[-1]), step.id, np.int32)))
+
+
+def compare_steps(ends: int, rounds: int) -> Iterator[str]:
+    """A line for each eviction."""
+    sides = {name: Busy(name, ends) for name in EVICTIONS}
+    times: dict[str, list[float]] = {name: [] for name in EVICTIONS}
+    for _ in range(rounds):
+        for name, side in sides.items():
+            times[name].append(side.steps(_TURN))
+    beside = np.array(times[LRU.name])
+    for name, side in sides.items():
+        kept = sum(one.kept for one in side.cache.statistics().ends)
+        ratio = np.median(np.array(times[name]) / beside)
+        median = np.median(times[name]) * 1e6
+        yield f"{ends:>7,}, {name}: {median:,.0f} us a step, {ratio:.2f} of lru's, {kept:,} ends kept"
 
 
 def a_request(eviction: str, ends: int) -> float:
@@ -81,9 +179,15 @@ def a_turn(eviction: str, ends: int) -> Iterator[float]:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ends", type=int, nargs="*", default=[1000, 10_000])
-    parser.add_argument("--ranked", type=int, nargs="*", default=[1000, 10_000, 100_000])
+    for name in ("steps", "ends", "ranked"):
+        parser.add_argument(f"--{name}", type=int, nargs="*", default=[])
+    parser.add_argument("--rounds", type=int, default=20, help="turns of steps, each")
     asked = parser.parse_args()
+    if not (asked.steps or asked.ends or asked.ranked):
+        asked.steps, asked.ends, asked.ranked = [1000, 10_000], [1000, 10_000], [1000, 10_000, 100_000]
+    for ends in asked.steps:
+        for line in compare_steps(ends, asked.rounds):
+            print(line, flush=True)
     for ends in asked.ranked:
         for eviction in EVICTIONS:
             times = [f"{seconds * 1e6:.0f} us" for seconds in a_turn(eviction, ends)]

@@ -155,6 +155,11 @@ class IdealSpace:
         """Which blocks are."""
         return self._given.copy()
 
+    def has_spare(self, n: int, of: int) -> bool:
+        """As ``spares``, of one class."""
+        none = [0] * len(self.bases)
+        return self.spares([*none[:of], n, *none[of + 1 :]], none)
+
     def spares(self, needs: Sequence[int], more: Sequence[int]) -> bool:
         """Whether the bytes are there without what ends need."""
         given = [int(np.count_nonzero(part)) for part in np.split(self._given, self.bases[1:])]

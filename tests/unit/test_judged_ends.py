@@ -50,9 +50,11 @@ class Cache:
         return found
 
     def ends(self, kind: Kind | None = None) -> list[End]:
+        self.kept._renew(self.now)
         return [node.end for node in self.kept._tree.kept() if kind is None or node.end.kind is kind]
 
     def node(self, tokens: int) -> Node:
+        self.kept._renew(self.now)
         return next(node for node in self.kept._tree.kept() if node.tokens == tokens)
 
     def run(self, prompt: list[int], outputs: int = 3, seconds: float = 10.0) -> int:
@@ -340,15 +342,16 @@ def test_check_sees_what_is_wrong(eviction: str, fault: Callable[[Cache], None])
     assert is_caught(cache)
 
 
-def saves_as_before(self: JudgedEnds, node: Node, now: float) -> None:
-    """``_renew`` that does it for new ends only."""
-    if node is not self._tree.root and not node.ranked and node.end.saved == 0.0:
-        node.end.saved = self._blocks.saved(node)
+def saves_as_before(self: JudgedEnds, node: Node, saved: float, now: float) -> bool:
+    """``_worth`` of new ends only."""
+    if not node.ranked and node.end.saved == 0.0:
+        node.end.saved = saved
         self._rank(node, now)
+    return False
 
 
 def test_what_is_saved_must_be_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(JudgedEnds, "_renew", saves_as_before)
+    monkeypatch.setattr(JudgedEnds, "_worth", saves_as_before)
     cache = Cache("hazard", slabs=12)
     with pytest.raises(CacheError, match="a byte, not"):
         talk(cache, 1, 3)
@@ -356,6 +359,6 @@ def test_what_is_saved_must_be_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_needs_must_follow_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockNeeds, "follow", lambda *_: None)
-    cache = Cache("coverage", slabs=8)
+    cache = Cache("coverage", slabs=9)
     with pytest.raises(CacheError):
         talk(cache, 5, 4)

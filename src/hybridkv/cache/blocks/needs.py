@@ -142,11 +142,12 @@ class BlockNeeds:
 
     def lose(self, ids: Ids) -> None:
         """No end needs them, whatever it counted on."""
+        if not np.count_nonzero(self.counts[ids]):
+            return
         needed = ids[self.counts[ids] > 0]
-        if needed.size:
-            self._lost += needed.tolist()
-            self._discharge(needed)
-            self.counts[needed] = 0
+        self._lost += needed.tolist()
+        self._discharge(needed)
+        self.counts[needed] = 0
 
     def take_lost(self) -> list[int]:
         """Blocks that were lost though ends needed them, since the last call."""

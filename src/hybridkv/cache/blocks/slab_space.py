@@ -38,6 +38,9 @@ _NONE: Final = np.empty(0, np.int32)
 AGELESS: Final = -(2**60)
 """Stamp of a block that is older than any other."""
 
+_LOT: Final = 8
+"""Blocks given up that become holes at once, where a slab has several."""
+
 
 def _room(evicted: list[int], moves: Int32 | None = None) -> Room:
     return Room(np.array(evicted, np.int32), np.empty((0, 2), np.int32) if moves is None else moves)
@@ -252,9 +255,12 @@ class SlabSpace:
     def age_first(self, ids: Ids) -> None:
         """Cached blocks ``ids`` are the next of their classes to be evicted, in this order, and ageless. O(ids)."""
         for part in self._cached_parts(ids):
-            self._lru[part.of].remove(part.ids)
-            self._lru[part.of].prepend(part.ids)
-            self._stamp[part.ids] = AGELESS
+            self._age_first(part)
+
+    def _age_first(self, part: Part) -> None:
+        self._lru[part.of].remove(part.ids)
+        self._lru[part.of].prepend(part.ids)
+        self._stamp[part.ids] = AGELESS
 
     def take_given_first(self) -> None:
         """From now on; see Space."""
@@ -262,11 +268,10 @@ class SlabSpace:
 
     def give_up(self, ids: Ids) -> None:
         """Cached blocks ``ids`` are the first to go, in this order; see Space. O(ids)."""
-        self.age_first(ids)
         for part in self._cached_parts(ids):
-            new = part.ids[~self._is_given[part.ids]]
-            self._is_given[new] = True
-            self.given[part.of] += len(new)
+            self._age_first(part)
+            self.given[part.of] += len(part.ids) - int(np.count_nonzero(self._is_given[part.ids]))
+            self._is_given[part.ids] = True
 
     def keep(self, ids: Ids) -> None:
         """Of ``ids`` those given up are the youngest of their classes; see Space. O(ids)."""
@@ -370,14 +375,14 @@ class SlabSpace:
         CacheError when nobody has anything to give, which ``fits`` foretells. O(classes + k), O(1) a block amortised.
         """
         if self.given[of]:
-            return _room([self._evict(of)])
+            return _room(self._evict(of, min(self.given[of], _LOT) if self.ks[of] > 1 else 1))
         if self._given_first and (spare := self._spare_giver(of)) is not None:
             return self._reclaim(spare, ref)
         giver, own = self._oldest_giver(of), self._oldest_stamp(of)
         if giver is not None and (own is None or self._much_older(giver, own)):
             return self._reclaim(giver, ref)
         if own is not None:
-            return _room([self._evict(of)])
+            return _room(self._evict(of))
         giver = max(self._givers(of), key=lambda one: (self.holes[one] // self.ks[one], -one), default=None)
         if giver is None:
             raise CacheError(f"no class has a slab for class {of}: ask fits() and plan before taking")
@@ -414,6 +419,10 @@ class SlabSpace:
         for one, k in enumerate(self.ks):
             if one != of and self.holes[one] + len(self._lru[one]) >= k and self._unlocked_slabs(one):
                 yield one
+
+    def has_spare(self, n: int, of: int) -> bool:
+        """See Space."""
+        return self.holes[of] + self.given[of] >= n
 
     def spares(self, needs: Sequence[int], more: Sequence[int]) -> bool:
         """See Space. Slabs of nothing but holes and blocks given up pass on, where moves allow it. O(classes)."""
@@ -453,12 +462,13 @@ class SlabSpace:
         stamp = self._stamp.item(self._lru[giver].first())
         return 10 * (self.now - stamp) > 11 * (self.now - own)
 
-    def _evict(self, of: int) -> int:
-        """The oldest cached block becomes a hole; if its slab is whole then, that is free."""
-        ids = self._lru[of].take(1)
+    def _evict(self, of: int, n: int = 1) -> list[int]:
+        """The ``n`` oldest cached blocks become holes; slabs that are whole then are free."""
+        ids = self._lru[of].take(n)
         self._take_back(of, ids)
         self._holes.push(self._holes.make_holes(self._holes.part(of, ids), held=False))
-        return ids.item(0)
+        evicted: list[int] = ids.tolist()
+        return evicted
 
     def _reclaim(self, giver: int, ref: Int32) -> Room:
         """Class ``giver`` gives a slab."""
@@ -466,7 +476,7 @@ class SlabSpace:
         evicted: list[int] = []
         free = self._holes.num_free
         while self.holes[giver] < self.ks[giver]:
-            evicted.append(self._evict(giver))
+            evicted += self._evict(giver)
             if self._holes.num_free > free:
                 return _room(evicted)
         return _room(evicted, self._empty(self._victim(giver), giver, ref))

@@ -165,6 +165,10 @@ class ClassedSpace(Space, Protocol):
         """Which blocks are given up, bool[num_blocks]."""
         ...
 
+    def has_spare(self, n: int, of: int) -> bool:
+        """Whether ``n`` blocks of class ``of`` are there or given up, all of that class: ``spares``, in haste. O(1)."""
+        ...
+
     def spares(self, needs: Sequence[int], more: Sequence[int]) -> bool:
         """Whether ``needs`` blocks, by class, can be taken with nothing evicted but what was given up.
 

@@ -87,6 +87,8 @@ class End:
 class Ring:
     """Ends in the order of their last use. O(log n) in Python, and a shift of the list."""
 
+    __slots__ = ("_ends", "_keys")
+
     def __init__(self) -> None:
         self._keys: list[tuple[float, int]] = []
         self._ends: dict[int, End] = {}

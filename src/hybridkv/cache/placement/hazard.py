@@ -5,7 +5,7 @@ class    kind and what hints promise, hits so far (3 and more are one), gap: of 
          it has none
 heir     the most valuable of the ends given up that this one serves instead, until it is hit itself
 rings    one for each class and power of two of what is saved, in the order of last use: only its two ends are
-         compared, for value falls with age or rises
+         compared, for value falls with age or rises; which is less is known until one's age is in another bucket
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hybridkv.cache.placement.ends import HALVED_EVERY, End, Ring
-from hybridkv.cache.placement.hazard_table import BUCKETS, HazardTable, bucket_of
+from hybridkv.cache.placement.hazard_table import BUCKETS, NEXT, HazardTable, bucket_of
 from hybridkv.cache.placement.promises import class_kind
 from hybridkv.columns import grown
 
@@ -27,6 +27,9 @@ _MOST_LOOKED_AT: Final = 8192
 """Ends whose waiting is counted at once; more take turns."""
 
 _NOBODY: Final = -1
+
+_ROUNDING: Final = 1e-6
+"""Seconds: what sums of times may be wrong by."""
 
 
 class Heir(NamedTuple):
@@ -48,13 +51,25 @@ class _Memo:
         self.ring: tuple[int, int] | None = None
 
 
+class _ValuedRing(Ring):
+    """least: the end of less value, and that: they hold before ``until``, while nobody comes, goes or learns."""
+
+    __slots__ = ("least", "until", "value")
+
+    def __init__(self, first: End) -> None:
+        super().__init__()
+        self.least = first
+        self.value, self.until = math.inf, -math.inf
+
+
 class HazardRanking:
     """For reading: table, and heirs by ``heir_of``."""
 
     def __init__(self) -> None:
         self.table = HazardTable()
         self._memos: dict[int, _Memo] = {}
-        self._rings: dict[tuple[int, int], Ring] = {}
+        self._rings: dict[tuple[int, int], _ValuedRing] = {}
+        self._looked = self.table.learned
         self._class = np.full(64, _NOBODY)
         self._used = np.zeros(64)
         self._counted = np.zeros(64)  # the age up to which waiting was counted
@@ -123,7 +138,11 @@ class HazardRanking:
             self._wait(memo, end.used - self._used.item(memo.row))
             self._used[memo.row], self._counted[memo.row] = end.used, 0.0
         memo.ring = memo.of, math.frexp(end.saved)[1]
-        self._rings.setdefault(memo.ring, Ring()).add(end)
+        ring = self._rings.get(memo.ring)
+        if ring is None:
+            ring = self._rings[memo.ring] = _ValuedRing(end)
+        ring.add(end)
+        ring.until = -math.inf
 
     def remove(self, end: End) -> None:
         """Out of it."""
@@ -131,6 +150,7 @@ class HazardRanking:
         if memo.ring is not None:
             ring = self._rings[memo.ring]
             ring.remove(end)
+            ring.until = -math.inf
             if not len(ring):
                 del self._rings[memo.ring]
             memo.ring = None
@@ -138,17 +158,33 @@ class HazardRanking:
     def lowest(self, now: float) -> End | None:
         """Of the two ends of every ring. O(rings)."""
         best, least = None, math.inf
-        worth, memos = self.table.worth, self._memos
+        if self._looked != self.table.learned:
+            self._looked = self.table.learned
+            for ring in self._rings.values():
+                ring.until = -math.inf
         for ring in self._rings.values():
-            for end in ring.both_ends():
-                memo = memos[end.serial]
-                value = worth[memo.of][bucket_of(now - end.used)]  # as ``value``, which this loop has no time to call
-                if memo.heir is not None:
-                    value += worth[memo.heir.of][bucket_of(now - memo.heir.used)]
-                value *= end.saved
-                if value < least or (value == least and best is not None and end.serial < best.serial):
-                    best, least = end, value
+            if now >= ring.until:
+                self._look_at(ring, now)
+            value = ring.value
+            if value < least or (value == least and best is not None and ring.least.serial < best.serial):
+                best, least = ring.least, value
         return best
+
+    def _look_at(self, ring: _ValuedRing, now: float) -> None:
+        """Value ``ring`` anew."""
+        least, until, worths = math.inf, math.inf, self.table.worth
+        for end in ring.both_ends():
+            memo = self._memos[end.serial]
+            bucket = bucket_of(now - end.used)
+            worth, until = worths[memo.of][bucket], min(until, end.used + NEXT[bucket])
+            heir = memo.heir
+            if heir is not None:
+                bucket = bucket_of(now - heir.used)
+                worth, until = worth + worths[heir.of][bucket], min(until, heir.used + NEXT[bucket])
+            value = worth * end.saved
+            if value < least or (value == least and end.serial < ring.least.serial):
+                ring.least, least = end, value
+        ring.value, ring.until = least, until - _ROUNDING
 
     def value(self, end: End, now: float) -> float:
         """Tokens a second and byte that ``end`` is expected to save."""
@@ -190,6 +226,8 @@ class HazardRanking:
         theirs = self._memo(parent)
         heirs = [heir for heir in (theirs.heir, Heir(memo.of, end.used), memo.heir) if heir is not None]
         theirs.heir = max(heirs, key=lambda heir: self._worth(heir, now))
+        if theirs.ring is not None:
+            self._rings[theirs.ring].until = -math.inf
 
     def forget(self, end: End, now: float) -> None:
         """How long it waited counts; its row is free."""

@@ -9,6 +9,7 @@ worth    the greatest, over what one might wait for, of P(hit by then) / E[secon
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from typing import Final
 
@@ -31,6 +32,10 @@ _PRIOR: Final = 1e-6
 _LEAN: Final = 4.0
 
 
+NEXT: Final = [*_STARTS[1:], math.inf]
+"""The age at which an end passes from each bucket into another."""
+
+
 def bucket_of(age: float) -> int:
     """The bucket of ``age`` seconds, 0 or more."""
     return bisect_right(_STARTS, age) - 1
@@ -39,7 +44,8 @@ def bucket_of(age: float) -> int:
 class HazardTable:
     """Classes are numbers, 0 the class of all; those of other keys are made when they are first asked for.
 
-    For reading: worth, a list of BUCKETS numbers, hits a second, for each class; as of the last ``learn``.
+    For reading: worth, a list of BUCKETS numbers, hits a second, for each class; as of the last ``learn``, of
+    which there were ``learned``.
     """
 
     def __init__(self) -> None:
@@ -49,8 +55,10 @@ class HazardTable:
         self._parents = [0]
         self._kinds: list[int] = []
         self.hits: Float = np.zeros((16, BUCKETS))
-        self.at_risk: Float = np.zeros((16, BUCKETS))
+        self._at_risk: Float = np.zeros((16, BUCKETS))
+        self._waited: list[tuple[int, float, float]] = []
         self.worth: list[list[float]] = [[]]
+        self.learned = 0
         self.learn()
 
     def __len__(self) -> int:
@@ -71,7 +79,7 @@ class HazardTable:
             self._kinds += key
         if number == len(self.hits):
             more = np.zeros_like(self.hits)
-            self.hits, self.at_risk = np.concatenate((self.hits, more)), np.concatenate((self.at_risk, more))
+            self.hits, self._at_risk = np.concatenate((self.hits, more)), np.concatenate((self._at_risk, more))
         if len(key) == 1 and is_promised(key[0]):
             self.learn()  # it counts from the first end on
         return number
@@ -81,8 +89,17 @@ class HazardTable:
         self.hits[self._chains[of], bucket_of(age)] += 1.0
 
     def wait(self, of: int, start: float, end: float) -> None:
-        """An end of class ``of`` was at risk between two ages."""
-        self.at_risk[self._chains[of]] += _between(np.array([start]), np.array([end]))[0]
+        """An end of class ``of`` was at risk between two ages. O(1): it is added up when somebody asks."""
+        self._waited.append((of, start, end))
+
+    @property
+    def at_risk(self) -> Float:
+        """Seconds that ends of each class waited in each bucket, float64[classes or more, BUCKETS]."""
+        if self._waited:
+            of, start, end = zip(*self._waited, strict=True)
+            self._waited = []
+            self.wait_all(np.array(of), np.array(start), np.array(end))
+        return self._at_risk
 
     def wait_all(self, of: Int64, start: Float, end: Float) -> None:
         """``wait`` of many ends at once. O(ends x buckets) in array operations."""
@@ -91,24 +108,24 @@ class HazardTable:
         for level in (3, 2, 1):
             for number in self._levels[level]:
                 added[self._parents[number]] += added[number]
-        self.at_risk[:size] += added
+        self._at_risk[:size] += added
 
     def decay(self, factor: float) -> None:
         """All that was seen counts ``factor`` times as much."""
         self.hits *= factor
-        self.at_risk *= factor
+        self.at_risk[:] *= factor
 
     def rates(self) -> Float:
         """Hits a second of each class and bucket, float64[classes, BUCKETS]."""
-        size = len(self)
+        size, at_risk = len(self), self.at_risk
         rates = np.empty((size, BUCKETS))
         lean = _LEAN * _WIDTH
-        rates[0] = (self.hits[0] + _PRIOR * lean) / (self.at_risk[0] + lean)
+        rates[0] = (self.hits[0] + _PRIOR * lean) / (at_risk[0] + lean)
         for level in self._levels[1:]:
             before = rates[[self._parents[number] for number in level]]
             if level is self._levels[1]:
                 self._lean_on_promises(before)
-            rates[level] = (self.hits[level] + before * lean) / (self.at_risk[level] + lean)
+            rates[level] = (self.hits[level] + before * lean) / (at_risk[level] + lean)
         return rates
 
     def _lean_on_promises(self, usual: Float) -> None:
@@ -129,6 +146,7 @@ class HazardTable:
             passed[:, :upto] += risk[:, further:]
             np.maximum(best[:, :upto], -np.expm1(-passed[:, :upto]) / waited[:, :upto], out=best[:, :upto])
         self.worth = best.tolist()
+        self.learned += 1
 
 
 def _between(start: Float, end: Float) -> Float:

@@ -7,13 +7,15 @@ states              the state after its very tokens
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.blocks.needs import BlockNeeds, Ids
+from hybridkv.cache.blocks.needs import BlockNeeds
 from hybridkv.cache.blocks.pool import BlockPool
 from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.cache.slots.end_tree import Node
@@ -24,6 +26,9 @@ Int64 = NDArray[np.int64]
 
 _NONE = np.empty(0, np.int64)
 
+_FEW: Final = 24
+"""So many blocks are looked at one by one sooner than with arrays."""
+
 
 class EndBlocks:
     """groups: all that publish. needs: how many ends need each block of ``pool``."""
@@ -32,6 +37,7 @@ class EndBlocks:
         self._pool = pool
         self._needs = needs
         self._bytes = np.array(needs.block_bytes, np.int64)
+        self._bytes_of = [float(size) for size in needs.block_bytes]
         tokens = [one for one in groups if one.states is None and not one.kind.by_digest]
         self._states = tuple(one for one in groups if one.states is not None)
         self._full = tuple(one for one in tokens if one.policy.hits.downward_closed)
@@ -67,20 +73,27 @@ class EndBlocks:
 
     # -- what it costs
 
-    def _charged(self, node: Node) -> Int64:
+    def charged(self, node: Node) -> list[int] | Int64:
         """What ``node`` pays for: its own blocks, its windows, and its segment unless ends behind it need that."""
         window = self.window(node) if self._windows else None
         segment = None if node.children else self.segment(node)
-        parts = (np.array(node.own, np.int64), *(part for part in (window, segment) if part is not None))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        there = [part for part in (window, segment) if part is not None]
+        if len(node.own) + sum(map(len, there)) > _FEW:
+            return np.concatenate((np.array(node.own, np.int64), *there))
+        found = node.own.copy()
+        for part in there:
+            found += part.tolist()
+        return found
 
     def _classes(self, ids: Int64) -> Int64:
         of: Int64 = np.searchsorted(self._pool.bases, ids, side="right") - 1
         return of
 
-    def is_held(self, node: Node) -> bool:
-        """Whether nothing that ``node`` pays for would be free without it, whichever other ends go: all is held."""
-        return bool(self._pool.ref_counts(self._charged(node)).all())
+    def are_held(self, charged: list[int] | Int64) -> bool:
+        """Whether nothing that an end pays for would be free without it, whichever other ends go: all is held."""
+        if isinstance(charged, list):
+            return all(map(self._pool.ref_count, charged))
+        return bool(self._pool.ref_counts(charged).all())
 
     def frees(self, node: Node, gone: Counter[int], weights: list[int]) -> list[int]:
         """Blocks by class that are free without ``node`` and all those asked before with the same ``gone``.
@@ -88,7 +101,7 @@ class EndBlocks:
         gone: for each block that several ends need, how many of those asked do. weights: bytes that each tenant
         is charged without them; made those without ``node``.
         """
-        ids = self._charged(node)
+        ids = np.array(self.charged(node), np.int64)
         counts = self._needs.counts[ids]
         shared = ids[counts > 1].tolist()
         gone.update(shared)
@@ -113,14 +126,20 @@ class EndBlocks:
         size = int(np.dot(self._bytes, blocks))
         return tokens / size if size else 0.0
 
-    def saved(self, node: Node) -> float:
+    def saved(self, node: Node, charged: list[int] | Int64) -> float:
         """What ``node`` saves: tokens behind its parent, a byte. Ends that need the same block share what it costs."""
-        ids = self._charged(node)
-        if not ids.size:
+        if not len(charged):
             return 0.0
         before = 0 if node.parent is None else node.parent.tokens
-        shared = np.maximum(self._needs.counts[ids], 1)
-        return (node.tokens - before) / float((self._bytes[self._classes(ids)] / shared).sum())
+        return (node.tokens - before) / self._price(charged)
+
+    def _price(self, ids: list[int] | Int64) -> float:
+        """Bytes of ``ids``, each shared by those that need it."""
+        counts = self._needs.counts
+        if isinstance(ids, list):
+            sizes, bases, count = self._bytes_of, self._pool.bases, counts.item
+            return sum([sizes[bisect_right(bases, block) - 1] / (count(block) or 1) for block in ids])
+        return float((self._bytes[self._classes(ids)] / np.maximum(counts[ids], 1)).sum())
 
     # -- counted
 
@@ -133,33 +152,32 @@ class EndBlocks:
             self._needs.add(ids, node.end.tenant)
         return True
 
-    def discount(self, node: Node) -> None:
-        """``node``, just before it leaves the tree, needs nothing; its children need its segment each.
+    def discount(self, node: Node, segment: Int64 | None) -> None:
+        """``node``, just before it leaves the tree, needs nothing; its children need its ``segment`` each.
 
         What nobody needs or holds any longer is given up.
         """
-        segment, window = self.segment(node), self.window(node)
-        parts: list[Ids] = [self._needs.drop(np.array(node.own, np.int64))]
+        window = self.window(node) if self._windows else None
+        parts = [np.array(node.own, np.int64)]
         if window is not None:
-            parts.append(self._needs.drop(window[::-1]))
-        if segment is not None:
-            heirs = node.heirs()
-            for heir in heirs:
-                self._needs.add(segment, heir.end.tenant)
-            if heirs:
-                self._needs.hand_on(segment, heirs[0].end.tenant)
-            parts.append(self._needs.drop(segment[::-1]))
-        loose: Int64 = np.concatenate(parts).astype(np.int64)
-        loose = loose[self._pool.ref_counts(loose) == 0]
+            parts.append(window[::-1])
+        heirs = node.heirs()
+        if segment is not None and heirs:
+            self._needs.counts[segment] += len(heirs) - 1
+            self._needs.hand_on(segment, heirs[0].end.tenant)
+        elif segment is not None:
+            parts.append(segment[::-1])
+        loose = self._needs.drop(np.concatenate(parts))
+        if loose.size:
+            loose = loose[self._pool.ref_counts(loose) == 0]
         if loose.size:
             self._needs.space.give_up(loose)
 
     def pass_on(self, node: Node, times: int) -> None:
         """``times`` ends that needed the segment of ``node`` leave it to that one."""
-        segment = self.segment(node)
+        segment = self.segment(node) if times else None
         if segment is not None:
-            for _ in range(times):
-                self._needs.drop(segment)
+            self._needs.counts[segment] -= times
 
     def counted(self, nodes: Sequence[Node]) -> Int32:
         """How many of ``nodes`` need each block, int32[blocks], counted anew."""

@@ -10,7 +10,7 @@ needs room takes nothing but blocks given up, and ends are given up until there 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -83,6 +83,7 @@ class JudgedEnds:
         self._owners: dict[int, list[Node]] = {}
         self._sessions: dict[int, _Session] = {}
         self._parked: dict[int, Node] = {}
+        self._stale: dict[int, Node] = {}
         self._cleared = self._needs.cleared
         for known in self._known:
             known.clear()
@@ -254,23 +255,23 @@ class JudgedEnds:
         self._counts.note_kept(node.end)
         self._ghosts.discard(node)
         node.end.used = max(node.end.used, now)
-        for one in (node, parent, *behind, *self._beside(node)):
-            self._renew(one, now)
+        self._note_stale((node, parent, *behind, *self._beside(node, self._blocks.segment(node))))
         return True
 
     def _release(self, node: Node, now: float) -> None:
         """``node`` is kept no longer, and remembered. O(its segment times its children)."""
-        beside = self._beside(node)
-        self._blocks.discount(node)
+        segment = self._blocks.segment(node)
+        beside = self._beside(node, segment)
+        self._blocks.discount(node, segment)
         parent, heirs = self._take_out(node)
         self._bury(node, parent, now, declined=False)
-        for one in (parent, *heirs, *beside):
-            self._renew(one, now)
+        self._note_stale((parent, *heirs, *beside))
 
     def _take_out(self, node: Node) -> tuple[Node, list[Node]]:
         """Out of ranking, tree and owners: its parent, and the children that are that one's now."""
         self._unrank(node)
         self._parked.pop(node.end.serial, None)
+        self._stale.pop(node.end.serial, None)
         for block in node.own:
             owners = self._owners[block]
             owners.remove(node)
@@ -304,9 +305,12 @@ class JudgedEnds:
 
     def make_way(self, n: int, group: int) -> None:
         """Give up ends until ``n`` blocks of ``group`` are there or given up. O(rings) an end."""
+        of = self._pool.classes[group]
+        if self._space.has_spare(n, of):
+            return
         self._settle()
-        needs, now = list(self._none), self._clock()
-        needs[self._pool.classes[group]] = n
+        needs, now = self._none.copy(), self._clock()
+        needs[of] = n
         while not self._space.spares(needs, self._none):
             node = self._lowest(now, self._needs.weights)
             if node is None:
@@ -337,6 +341,7 @@ class JudgedEnds:
 
         weights: bytes that each tenant is charged.
         """
+        self._renew(now)
         again = bool(self._parked)
         while True:
             end = self._rankings.lowest(now, weights)
@@ -347,16 +352,13 @@ class JudgedEnds:
                 self._unpark(now)
                 continue
             node = self._tree.nodes[end.serial]
-            saved = self._blocks.saved(node)
-            if saved != end.saved:  # an end that is not beside it came or went
-                self._unrank(node)
-                end.saved = saved
-                self._rank(node, now)
-            elif self._blocks.is_held(node):
-                self._unrank(node)
-                self._parked[end.serial] = node
-            else:
+            charged = self._blocks.charged(node)
+            if self._worth(node, self._blocks.saved(node, charged), now):
+                continue  # an end that is not beside it came or went
+            if not self._blocks.are_held(charged):
                 return node
+            self._unrank(node)
+            self._parked[end.serial] = node
 
     def _by_class(self, needs: Sequence[int]) -> list[int]:
         counts = list(self._none)
@@ -385,19 +387,28 @@ class JudgedEnds:
         for node in parked.values():
             self._rank(node, now)
 
-    def _renew(self, node: Node, now: float) -> None:
-        """What ``node`` saves a byte, after ends around it changed."""
-        if node is self._tree.root:
-            return
-        saved = self._blocks.saved(node)
-        if saved != node.end.saved or not node.ranked:
-            self._unrank(node)
-            node.end.saved = saved
-            self._rank(node, now)
+    def _note_stale(self, nodes: Iterable[Node]) -> None:
+        """What ``nodes`` save a byte may have changed: it is worked out before anybody is ranked by it."""
+        self._stale.update((node.end.serial, node) for node in nodes if node is not self._tree.root)
 
-    def _beside(self, node: Node) -> list[Node]:
+    def _renew(self, now: float) -> None:
+        """What ends save a byte, since ends around them changed."""
+        stale, self._stale = self._stale, {}
+        for node in stale.values():
+            self._worth(node, self._blocks.saved(node, self._blocks.charged(node)), now)
+
+    def _worth(self, node: Node, saved: float, now: float) -> bool:
+        """``node`` saves so much a byte; whether that is new."""
+        if saved == node.end.saved and node.ranked:
+            return False
+        is_new = saved != node.end.saved
+        self._unrank(node)
+        node.end.saved = saved
+        self._rank(node, now)
+        return is_new
+
+    def _beside(self, node: Node, segment: Int64 | None) -> list[Node]:
         """Ends that may need a block that ``node`` needs, children and parent left out; windows are not looked at."""
-        segment = self._blocks.segment(node)
         shared = [*node.own, *([] if segment is None else segment.tolist())]
         found = [one for block in shared for one in self._owners.get(block, ()) if one is not node]
         keys = {key for block in node.own if (key := self._pool.key_of(block)) is not None}
@@ -449,8 +460,7 @@ class JudgedEnds:
             self._bury(node, None, now, declined=False)
         left = self._tree.kept()
         self._blocks.recount(left)
-        for node in left:
-            self._renew(node, now)
+        self._note_stale(left)
 
     # -- what came of it
 
@@ -470,6 +480,7 @@ class JudgedEnds:
     def check(self) -> Iterator[str]:
         """A line for each thing that is not what it would be when made anew from the ends. O(ends and segments)."""
         self._settle()
+        self._renew(self._clock())
         kept = self._tree.kept()
         wrong = np.flatnonzero(self._blocks.counted(kept) != self._needs.counts)
         yield from (f"block {block} is needed by {self._needs.counts[block]} ends by count" for block in wrong.tolist())
@@ -496,7 +507,7 @@ class JudgedEnds:
             yield f"a block of the end of {node.tokens} tokens does not know it"
 
     def _check_worth(self, node: Node) -> Iterator[str]:
-        saved = self._blocks.saved(node)
+        saved = self._blocks.saved(node, self._blocks.charged(node))
         if node.end.saved != saved and not node.crowded and not self._blocks.overlaps:
             yield f"the end of {node.tokens} tokens saves {saved} a byte, not {node.end.saved}"
         if node.ranked == (node.end.serial in self._parked or node.end.saved == 0.0):
