@@ -359,6 +359,6 @@ def test_what_is_saved_must_be_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_needs_must_follow_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockNeeds, "follow", lambda *_: None)
-    cache = Cache("coverage", slabs=9)
+    cache = Cache("coverage", slabs=8)
     with pytest.raises(CacheError):
         talk(cache, 5, 4)

@@ -38,9 +38,6 @@ _NONE: Final = np.empty(0, np.int32)
 AGELESS: Final = -(2**60)
 """Stamp of a block that is older than any other."""
 
-_LOT: Final = 8
-"""Blocks given up that become holes at once, where a slab has several."""
-
 
 def _room(evicted: list[int], moves: Int32 | None = None) -> Room:
     return Room(np.array(evicted, np.int32), np.empty((0, 2), np.int32) if moves is None else moves)
@@ -375,14 +372,14 @@ class SlabSpace:
         CacheError when nobody has anything to give, which ``fits`` foretells. O(classes + k), O(1) a block amortised.
         """
         if self.given[of]:
-            return _room(self._evict(of, min(self.given[of], _LOT) if self.ks[of] > 1 else 1))
+            return _room([self._evict(of)])
         if self._given_first and (spare := self._spare_giver(of)) is not None:
             return self._reclaim(spare, ref)
         giver, own = self._oldest_giver(of), self._oldest_stamp(of)
         if giver is not None and (own is None or self._much_older(giver, own)):
             return self._reclaim(giver, ref)
         if own is not None:
-            return _room(self._evict(of))
+            return _room([self._evict(of)])
         giver = max(self._givers(of), key=lambda one: (self.holes[one] // self.ks[one], -one), default=None)
         if giver is None:
             raise CacheError(f"no class has a slab for class {of}: ask fits() and plan before taking")
@@ -462,13 +459,12 @@ class SlabSpace:
         stamp = self._stamp.item(self._lru[giver].first())
         return 10 * (self.now - stamp) > 11 * (self.now - own)
 
-    def _evict(self, of: int, n: int = 1) -> list[int]:
-        """The ``n`` oldest cached blocks become holes; slabs that are whole then are free."""
-        ids = self._lru[of].take(n)
+    def _evict(self, of: int) -> int:
+        """The oldest cached block becomes a hole; if its slab is whole then, that is free."""
+        ids = self._lru[of].take(1)
         self._take_back(of, ids)
         self._holes.push(self._holes.make_holes(self._holes.part(of, ids), held=False))
-        evicted: list[int] = ids.tolist()
-        return evicted
+        return ids.item(0)
 
     def _reclaim(self, giver: int, ref: Int32) -> Room:
         """Class ``giver`` gives a slab."""
@@ -476,7 +472,7 @@ class SlabSpace:
         evicted: list[int] = []
         free = self._holes.num_free
         while self.holes[giver] < self.ks[giver]:
-            evicted += self._evict(giver)
+            evicted.append(self._evict(giver))
             if self._holes.num_free > free:
                 return _room(evicted)
         return _room(evicted, self._empty(self._victim(giver), giver, ref))
