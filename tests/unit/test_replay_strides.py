@@ -222,6 +222,38 @@ def test_a_stride_is_its_steps() -> None:
     assert first.num_computed.tolist() == again.num_computed.tolist() == [16]
 
 
+def test_of_equal_blocks_the_one_that_was_full_first_is_found() -> None:
+    def two() -> Scheduler:
+        scheduler = running((), 8)
+        for name, length in (("behind", 5), ("ahead", 6)):  # the same tokens, one further on
+            scheduler.add(
+                Request(
+                    name,
+                    list(range(length)),
+                    SamplingParams(max_tokens=20, ignore_eos=True),
+                    hasher=scheduler.cache.hasher,
+                    skip_reading_prefix_cache=True,
+                )
+            )
+        sampled(scheduler, 5)
+        return scheduler
+
+    one_by_one, as_one = two(), two()
+    for step in range(10):
+        sampled(one_by_one, 6 + step)
+    assert as_one.stride(saying(tuple(range(6, 16)), tuple(range(7, 17)))).steps == 10
+    behind, ahead = (scheduler.cache.resident_requests() for scheduler in (one_by_one, as_one))
+    for before, now in zip(behind, ahead, strict=True):
+        assert now.token_ids().tolist() == before.token_ids().tolist()
+    found = [
+        [scheduler.cache.block_pool.get_cached_block(key) for key in ahead[0].hashes]
+        for scheduler in (one_by_one, as_one)
+    ]
+    assert found[0] == found[1]
+    assert found[1][1:3] == as_one.cache.get_block_ids("ahead")[0][1:3]
+    as_one.check()
+
+
 def test_where_no_step_is_uniform() -> None:
     def taken(scheduler: Scheduler) -> int:
         return scheduler.stride(saying(*[(1,)] * scheduler.num_running)).steps

@@ -8,7 +8,8 @@ Nobody but these rows does anything meanwhile, so steps in which none of them ha
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,10 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 
+_ENOUGH: Final = 1 << 32
+"""Columns, more than any row has."""
+
+
 class Advance(NamedTuple):
     """What an advance did. steps: those carried out; fewer than asked for where the last of them moves blocks.
 
@@ -32,6 +37,22 @@ class Advance(NamedTuple):
 
     steps: int
     peak_usage: float
+
+
+class _Columns(NamedTuple):
+    """Columns to which something happens. int64[n] each: place of the row, group, column, step at which it does."""
+
+    place: Int64
+    group: Int64
+    column: Int64
+    at: Int64
+
+
+def _between(first: Int64, last: Int64) -> tuple[Int64, Int64]:
+    """Columns first[i] .. last[i] - 1 of each row: its place, and the column."""
+    counts = last - first
+    place = np.repeat(np.arange(len(counts)), counts)
+    return place, np.arange(len(place)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
 
 
 class Strides:
@@ -86,63 +107,108 @@ class Strides:
         computed = requests.num_computed[rows]
         if not (wanted and requests.append_many(rows, tokens)):
             return Advance(0, 0.0)
-        if self._at_once(rows, computed, wanted):
-            steps, peak = wanted, self._pool.get_usage()
-        else:
-            steps, peak = self._each(rows, computed, wanted)
+        steps, peak = 0, self._pool.get_usage()
+        while steps < wanted and self._transfers.idle:
+            begun, left = computed + steps, wanted - steps
+            done = self._at_once(rows, begun, left)
+            if not done:
+                done, usage = self._each(rows, begun, left)
+                peak = max(peak, usage)
+            steps, peak = steps + done, max(peak, self._pool.get_usage())
         if steps < wanted:
-            known = computed + steps + 1
-            for request, count in zip(requests.owners(rows), known.tolist(), strict=True):
-                request.truncate(count)
+            for request, known in zip(requests.owners(rows), (computed + steps + 1).tolist(), strict=True):
+                request.truncate(known)
         requests.num_computed[rows] = computed + steps
         self._slots.label_rows(rows, computed + steps)
         return Advance(steps, peak)
 
-    def _at_once(self, rows: Int64, computed: Int64, wanted: int) -> bool:
-        """All events of ``wanted`` steps; False, and nothing done, where that is not the same as one by one.
+    def _at_once(self, rows: Int64, computed: Int64, wanted: int) -> int:
+        """Up to ``wanted`` steps, the last of which has most in use of all; 0, and nothing done, where order is told.
 
-        It is where rows only take blocks and publish, and the order of blocks is that of the steps. What is in use is
-        most at the end then.
+        First all is taken, then all given back, each in order of steps, rows and groups: the same as one by one, where
+        what is given back goes behind all that is taken. Where no step has more in use than there is now, any is last.
         """
         due = self._residents.due(rows, computed + wanted)
         if not due.size:
-            return True
-        rows, computed = rows[due], computed[due]
-        end = computed + wanted
-        missing = np.zeros((len(rows), len(self._groups)), np.int64)
-        for group in self._growing:
-            if (group.policy.droppable(end - 1) > group.rows.dropped[rows]).any():
-                return False
-            missing[:, group.number] = np.maximum(group.policy.columns(end) - group.rows.count[rows], 0)
-        needs = missing.sum(axis=0).tolist()
-        if not self._pool.takes_in_any_order(needs, lambda: False):
-            return False
-        if any(needs):
-            self._take(rows, computed, missing)
+            return wanted
+        some, begun = rows[due], computed[due]
+        dropped = self._dropped(some, begun, wanted)
+        if dropped is None:
+            return 0
+        taken = self._taken(some, begun, wanted)
+        needs = np.bincount(taken.group, minlength=len(self._groups)).tolist()
+        if not self._pool.takes_in_any_order(needs, lambda: bool(len(dropped.at))):
+            return 0
+        if len(dropped.at):
+            more = np.cumsum(np.bincount(taken.at, minlength=wanted) - np.bincount(dropped.at, minlength=wanted))
+            most = int(more.argmax())
+            if more[most] > 0 and most + 1 < wanted:
+                return self._at_once(rows, computed, most + 1)
+            ids = self._blocks(some, dropped)
+            if not self._pool.frees_to_back(ids):
+                return 0
+            self._take(some, taken)
+            for group in self._growing:
+                gone = np.bincount(dropped.place[dropped.group == group.number], minlength=len(some))
+                group.rows.drop_rows(some, np.maximum(group.rows.dropped[some], group.rows.base[some]) + gone)
+            self._pool.free_blocks(ids)
+        else:
+            self._take(some, taken)
         if self._publisher.publishes:
-            self._publisher.publish_rows(self._rows, rows, end, computed)
+            self._publisher.publish_rows(self._rows, some, begun + wanted, begun)
         self._pool.advance_epoch()
-        self._residents.refresh_many(rows)
-        return True
+        self._residents.refresh_many(some)
+        return wanted
 
-    def _take(self, rows: Int64, computed: Int64, missing: Int64) -> None:
-        """``missing`` blocks, int64[rows, groups], behind what ``rows`` have: by step, then by row, then by group."""
-        group_of, place = (np.repeat(part.ravel(), missing.T.ravel()) for part in np.indices(missing.T.shape))
-        column = np.empty(len(place), np.int64)
-        sizes = np.array([group.policy.block_size for group in self._groups])
-        ends = np.cumsum(missing.sum(axis=0))
+    def _taken(self, rows: Int64, computed: Int64, steps: int) -> _Columns:
+        """Columns that ``rows`` need blocks for in so many steps."""
+        parts = []
         for group in self._growing:
-            counts = missing[:, group.number]
-            mine = slice(ends[group.number] - counts.sum(), ends[group.number])
-            behind = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-            column[mine] = group.rows.count[rows][place[mine]] + behind
-        order = np.lexsort((group_of, place, column * sizes[group_of] - computed[place]))
-        ids = np.empty(len(order), np.int32)
-        ids[order] = self._transfers.new_blocks_each(group_of[order].astype(np.int32))
+            held = group.rows.count[rows]
+            place, column = _between(held, np.maximum(group.policy.columns(computed + steps), held))
+            parts.append((place, column, column * group.policy.block_size - computed[place]))
+        return self._in_order(parts)
+
+    def _dropped(self, rows: Int64, computed: Int64, steps: int) -> _Columns | None:
+        """Columns that are read no longer at one of so many steps; None if one of them is not even there yet."""
+        parts = []
         for group in self._growing:
-            counts = missing[:, group.number]
-            mine = slice(ends[group.number] - counts.sum(), ends[group.number])
-            group.rows.extend_many(rows, counts, ids[mine])
+            first = np.maximum(group.rows.dropped[rows], group.rows.base[rows])
+            last = np.maximum(group.policy.droppable(computed + steps - 1), first)
+            if (last > group.rows.count[rows]).any():
+                return None
+            place, column = _between(first, last)
+            seen_at = group.policy.next_need(np.full(len(column), _ENOUGH), column) - 1 - computed[place]
+            parts.append((place, column, np.maximum(seen_at, 0)))
+        return self._in_order(parts, falling=True)
+
+    def _in_order(self, parts: Sequence[tuple[Int64, Int64, Int64]], *, falling: bool = False) -> _Columns:
+        """Columns of each growing group, (place, column, at), by step, row and group. falling: last column first."""
+        numbers = np.array([group.number for group in self._growing], np.int64)
+        group_of = np.repeat(numbers, [len(place) for place, *_ in parts])
+        place, column, at = (np.concatenate([part[i] for part in parts]) for i in range(3))
+        order = np.lexsort((-column if falling else column, group_of, place, at))
+        return _Columns(place[order], group_of[order], column[order], at[order])
+
+    def _blocks(self, rows: Int64, columns: _Columns) -> Int32:
+        """The blocks in ``columns`` of ``rows``, null ones left out."""
+        ids = np.empty(len(columns.at), np.int32)
+        for group in self._growing:
+            mine = np.flatnonzero(columns.group == group.number)
+            ids[mine] = group.rows.at(rows[columns.place[mine]], columns.column[mine])
+        held: Int32 = ids[ids != 0]
+        return held
+
+    def _take(self, rows: Int64, columns: _Columns) -> None:
+        """A block for each of ``columns``, in this order."""
+        if not len(columns.at):
+            return
+        ids = self._transfers.new_blocks_each(columns.group.astype(np.int32))
+        for group in self._growing:
+            mine = np.flatnonzero(columns.group == group.number)
+            of = columns.place[mine]
+            counts = np.bincount(of, minlength=len(rows))
+            group.rows.extend_many(rows, counts, ids[mine][np.argsort(of, kind="stable")])
 
     def _each(self, rows: Int64, computed: Int64, wanted: int) -> tuple[int, float]:
         """Row after row at each of its events, steps in order; up to the first step that moves blocks."""
