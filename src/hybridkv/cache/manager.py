@@ -185,6 +185,23 @@ class KVCacheManager:
         """
         return self._lookup.blocks_to_share(request)
 
+    @property
+    def knows_the_queue(self) -> bool:
+        """Whether anything comes of ``expect``."""
+        return self._parts.kept.judges
+
+    def expect(self, request: Request) -> None:
+        """``request`` waits: with an eviction that ranks ends, the longest one that it begins with is among the last.
+
+        Until ``expect_no_longer``, or as long as there is another of its tenant. O(its hash blocks).
+        """
+        self._residents.refuse_stranger(request)
+        self._parts.kept.expect(request)
+
+    def expect_no_longer(self, request: Request) -> None:
+        """``request`` begins, or never will; nothing for one that nobody expects. O(requests expected)."""
+        self._parts.kept.expect_no_longer(instance("request", request, Request))
+
     def is_longest_hit(self, request: Request, hit: CommonHit, evictions: int) -> bool:
         """Whether a hit found when ``evictions`` were ``evictions`` is still the longest.
 

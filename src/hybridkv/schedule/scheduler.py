@@ -63,7 +63,7 @@ class Scheduler:
         self.limits = SchedulerLimits() if limits is None else instance("limits", limits, SchedulerLimits)
         self._clock = clock
         self._inbox = Inbox()
-        self._waiting = WaitingQueue(self.limits.policy)
+        self._waiting = WaitingQueue(self.limits.policy, cache)
         self._running = RunningRows(self.limits, cache.max_model_len)
         queues = self._waiting, self._running
         self._forks = Forks(*queues, shares_in_part=cache.bounds.shares_in_part)

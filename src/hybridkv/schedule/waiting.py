@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Final, Literal
 
-from hybridkv.cache import CommonHit
+from hybridkv.cache import CommonHit, KVCacheManager
 from hybridkv.request import Request
 
 QueueKey = tuple[float, float, int]
@@ -38,13 +38,14 @@ class WaitingQueue:
     """Entries in the order in which they are tried. Adding and removing are O(log waiting), amortised; finding is O(1).
 
     policy: "fcfs", where a preempted request returns to the front, or "priority": least
-    Request.priority first, then the earliest arrival.
+    Request.priority first, then the earliest arrival. cache: hears who waits, where that changes what it keeps.
 
     The order is a heap of keys. The key of an entry that leaves stays there until it comes up, or until more keys
     are of entries that left than of those that wait.
     """
 
-    def __init__(self, policy: Literal["fcfs", "priority"] = "fcfs") -> None:
+    def __init__(self, policy: Literal["fcfs", "priority"] = "fcfs", cache: KVCacheManager | None = None) -> None:
+        self._cache = cache if cache is not None and cache.knows_the_queue else None
         self._by_priority = policy == "priority"
         self._entries: dict[Request, Waiting] = {}
         self._at: dict[QueueKey, Waiting] = {}
@@ -93,6 +94,8 @@ class WaitingQueue:
     def _insert(self, entry: Waiting) -> None:
         self._entries[entry.request] = self._at[entry.queue_key] = entry
         heappush(self._queue_keys, entry.queue_key)
+        if self._cache is not None:
+            self._cache.expect(entry.request)
 
     def find(self, request: Request) -> Waiting | None:
         """The entry of ``request``, None when it does not wait."""
@@ -112,6 +115,8 @@ class WaitingQueue:
         if entry is None:
             return
         del self._at[entry.queue_key]
+        if self._cache is not None:
+            self._cache.expect_no_longer(request)
         if len(self._queue_keys) > 2 * len(self._at) + _FEW:
             self._queue_keys = [key for key in self._queue_keys if key in self._at]
             heapify(self._queue_keys)

@@ -45,9 +45,11 @@ class End:
     0.0 before the first. session_gap: seconds that its session had paused when it was made, None where it was new.
     saved: tokens that it saves a byte, those behind the nearest kept end before it. passed: its session went on from
     a later end. tenant: by number, whose memory it takes. promise: see the module.
+    awaited: a request that waits goes on from it.
     """
 
     __slots__ = (
+        "awaited",
         "hits",
         "kind",
         "log_gap",
@@ -74,6 +76,7 @@ class End:
         self.saved = 0.0
         self.passed = False
         self.promise = NOTHING
+        self.awaited = False
         self.tenant = tenant
 
     def note_hit(self, now: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from hybridkv.cache.placement.ends import End, Ranking
+from hybridkv.cache.placement.ends import End, Ranking, Ring
 from hybridkv.cache.placement.shares import TenantShares
 from hybridkv.request import Request
 
@@ -20,6 +20,7 @@ class TenantRankings:
         self.shares = shares
         self._memory_bytes = memory_bytes
         self._of = [ranking() for _ in shares.of]
+        self._awaited = [Ring() for _ in shares.of]
         self._numbers = shares.numbers()
 
     def tenant_of(self, request: Request) -> int:
@@ -30,6 +31,20 @@ class TenantRankings:
         """That of its tenant."""
         return self._of[end.tenant]
 
+    def add(self, end: End, now: float) -> None:
+        """See Ranking; an end that somebody waits for goes after all others of its tenant."""
+        if end.awaited:
+            self._awaited[end.tenant].add(end)
+        else:
+            self._of[end.tenant].add(end, now)
+
+    def remove(self, end: End) -> None:
+        """See Ranking."""
+        if end.awaited:
+            self._awaited[end.tenant].remove(end)
+        else:
+            self._of[end.tenant].remove(end)
+
     def note_request(self, tenant: int, now: float) -> None:
         """One more request of ``tenant`` begins."""
         self._of[tenant].note_request(now)
@@ -37,14 +52,19 @@ class TenantRankings:
     def lowest(self, now: float, weights: Sequence[int]) -> End | None:
         """The end to give up next, of the first tenant that gives way and has one. O(tenants log tenants) besides."""
         if len(self._of) == 1:
-            return self._of[0].lowest(now)
+            return self._lowest_of(0, now)
         order = self.shares.giving_way(weights, self._memory_bytes)
-        return next((end for of in order if (end := self._of[of].lowest(now)) is not None), None)
+        return next((end for of in order if (end := self._lowest_of(of, now)) is not None), None)
+
+    def _lowest_of(self, tenant: int, now: float) -> End | None:
+        awaited = self._awaited[tenant]
+        found = self._of[tenant].lowest(now)
+        return awaited.first() if found is None and len(awaited) else found
 
     def prefers(self, end: End, other: End, now: float, weights: Sequence[int]) -> bool:
         """Whether ``other``, which is kept, goes for ``end``; one of another tenant, if that one gives way first."""
         if end.tenant == other.tenant:
-            return self.of(end).prefers(end, other, now)
+            return not other.awaited and self.of(end).prefers(end, other, now)
         order = self.shares.giving_way(weights, self._memory_bytes)
         return order.index(other.tenant) < order.index(end.tenant)
 
@@ -55,5 +75,8 @@ class TenantRankings:
 
     def check(self) -> Iterator[str]:
         """See Ranking."""
-        for ranking in self._of:
+        for ranking, awaited in zip(self._of, self._awaited, strict=True):
             yield from ranking.check()
+            yield from (
+                f"an end of {end.tokens} tokens is awaited by nobody" for end in awaited.ends() if not end.awaited
+            )

@@ -146,6 +146,12 @@ class EndTree:
         found = [node for nodes in map(self._at.get, hashes) if nodes is not None for node in nodes]
         return in_order(node for node in found if node.tokens <= limit and self._begins(request, node))
 
+    def begins_with(self, request: Request, node: Node) -> bool:
+        """Whether ``request``, all but its last token, begins with the tokens of ``node``. O(1)."""
+        keys = request.hashes
+        there = node.depth <= len(keys) and node.tokens < request.num_tokens and keys[node.depth - 1] == node.chain
+        return there and self._begins(request, node)
+
     def _begins(self, request: Request, node: Node) -> bool:
         return not node.inside[1] or node.inside == self._inside(request, node.tokens)
 

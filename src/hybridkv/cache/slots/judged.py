@@ -26,8 +26,10 @@ from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.cache.slots.end_blocks import EndBlocks
 from hybridkv.cache.slots.end_counts import EndCounts
 from hybridkv.cache.slots.end_tree import EndTree, Node
+from hybridkv.cache.slots.judged_audit import check_ends
 from hybridkv.cache.slots.known import KnownTokens
 from hybridkv.cache.slots.known_ends import Ghosts
+from hybridkv.cache.slots.known_queue import KnownQueue
 from hybridkv.cache.statistics import CacheStatistics
 from hybridkv.request import NO_HINTS, Request
 
@@ -73,6 +75,7 @@ class JudgedEnds:
         self._hash_block = hash_block
         self._none = [0] * len(needs.block_bytes)
         self._ghosts = Ghosts(len(rankings.shares.of))
+        self._queue = KnownQueue()
         self._known = [KnownTokens(_REMEMBERED * pool.num_blocks) for _ in rankings.shares.of]
         self._begin()
 
@@ -80,6 +83,7 @@ class JudgedEnds:
         """Nothing is kept or remembered."""
         self._tree = EndTree(self._hash_block)
         self._ghosts.clear()
+        self._queue.forget_ends()
         self._owners: dict[int, list[Node]] = {}
         self._sessions: dict[int, _Session] = {}
         self._parked: dict[int, Node] = {}
@@ -138,6 +142,24 @@ class JudgedEnds:
             self._counts.note_hit(consumed.end)
         if deepest is not consumed:
             self._counts.note_missed(deepest.end, deepest.tokens - (0 if consumed is None else consumed.tokens))
+
+    def expect(self, request: Request) -> None:
+        """What it begins with goes last until ``expect_no_longer``. O(its hash blocks)."""
+        self._settle()
+        self._await(self._queue.add(request, self._tree))
+
+    def expect_no_longer(self, request: Request) -> None:
+        """O(waiting)."""
+        self._settle()
+        self._await(self._queue.remove(request))
+
+    def _await(self, changed: Iterable[tuple[Node, bool]]) -> None:
+        now = self._clock()
+        for node, awaited in changed:
+            with_rank = self._unrank(node)
+            node.end.awaited = awaited
+            if with_rank:
+                self._rank(node, now)
 
     def known_tokens(self, request: Request) -> int:
         """Whole hash blocks before the last token of a new prompt. O(log blocks)."""
@@ -255,6 +277,8 @@ class JudgedEnds:
         self._counts.note_kept(node.end)
         self._ghosts.discard(node)
         node.end.used = max(node.end.used, now)
+        if len(self._queue):
+            self._await(self._queue.note_kept(node, self._tree))
         self._note_stale((node, parent, *behind, *self._beside(node, self._blocks.segment(node))))
         return True
 
@@ -279,6 +303,7 @@ class JudgedEnds:
                 del self._owners[block]
         around = node.detach()
         node.own, node.segment, node.kept = [], [], False
+        self._await(self._queue.note_gone(node, self._tree))
         return around
 
     # -- ghosts
@@ -372,13 +397,13 @@ class JudgedEnds:
         """``node`` may be given up, if that frees anything."""
         if node.kept and not node.ranked and node.end.saved > 0.0 and node.end.serial not in self._parked:
             node.ranked = True
-            self._rankings.of(node.end).add(node.end, now)
+            self._rankings.add(node.end, now)
 
     def _unrank(self, node: Node) -> bool:
         """Whether it was ranked."""
         was, node.ranked = node.ranked, False
         if was:
-            self._rankings.of(node.end).remove(node.end)
+            self._rankings.remove(node.end)
         return was
 
     def _unpark(self, now: float) -> None:
@@ -481,34 +506,4 @@ class JudgedEnds:
         """A line for each thing that is not what it would be when made anew from the ends. O(ends and segments)."""
         self._settle()
         self._renew(self._clock())
-        kept = self._tree.kept()
-        wrong = np.flatnonzero(self._blocks.counted(kept) != self._needs.counts)
-        yield from (f"block {block} is needed by {self._needs.counts[block]} ends by count" for block in wrong.tolist())
-        for node in kept:
-            yield from self._check_place(node)
-            yield from self._check_worth(node)
-        for node in self._tree.nodes.values():
-            if node.kept == (node in self._ghosts):
-                yield f"the end of {node.tokens} tokens is kept: {node.kept}, and a ghost or not as well"
-        given, cached = self._space.given_up(), self._pool.cached()
-        for block in np.flatnonzero(cached & (given != (self._needs.counts == 0))).tolist():
-            yield f"block {block}, cached, is given up: {bool(given[block])}, needed by {self._needs.counts[block]}"
-        if self._needs.weights != self._needs.charged():
-            yield f"tenants are charged {self._needs.weights} bytes, not {self._needs.charged()}"
-        yield from self._rankings.check()
-
-    def _check_place(self, node: Node) -> Iterator[str]:
-        parent = node.parent
-        if parent is None or not parent.kept or node not in parent.children.get(node.first_key, ()):
-            yield f"the end of {node.tokens} tokens has no parent that is kept and knows it"
-        elif parent.depth + len(node.segment) != node.depth or (node.segment and node.segment[-1] != node.chain):
-            yield f"the segment of the end of {node.tokens} tokens does not reach from its parent to itself"
-        if any(node not in self._owners.get(block, ()) for block in node.own):
-            yield f"a block of the end of {node.tokens} tokens does not know it"
-
-    def _check_worth(self, node: Node) -> Iterator[str]:
-        saved = self._blocks.saved(node, self._blocks.charged(node))
-        if node.end.saved != saved and not node.crowded and not self._blocks.overlaps:
-            yield f"the end of {node.tokens} tokens saves {saved} a byte, not {node.end.saved}"
-        if node.ranked == (node.end.serial in self._parked or node.end.saved == 0.0):
-            yield f"the end of {node.tokens} tokens is ranked: {node.ranked}, against what it saves or who holds it"
+        yield from check_ends(self)

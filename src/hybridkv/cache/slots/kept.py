@@ -3,6 +3,7 @@
 begin       a request has a row and goes on behind its hit
 admits      may a state be stored at that end, room being made for it
 keep        the end is kept from now on: what it needs is published
+expect      a request waits to begin: what it begins with will be hit
 make_way    blocks are to be taken: what there is no room beside is given up
 """
 
@@ -33,6 +34,14 @@ class KeptEnds(Protocol):
 
     def begin(self, request: Request, hit_tokens: int) -> None:
         """``request`` has a row and goes on behind ``hit_tokens``."""
+        ...
+
+    def expect(self, request: Request) -> None:
+        """``request`` waits to begin from now on."""
+        ...
+
+    def expect_no_longer(self, request: Request) -> None:
+        """``request`` begins, or never will."""
         ...
 
     def known_tokens(self, request: Request) -> int:
@@ -86,6 +95,12 @@ class LastUsed:
         self._consumed.pop(request.row, None)
         if self._groups and 0 < hit_tokens < request.num_prompt_tokens - 1:
             self._consumed[request.row] = hit_tokens
+
+    def expect(self, request: Request) -> None:
+        """Nothing."""
+
+    def expect_no_longer(self, request: Request) -> None:
+        """Nothing."""
 
     def known_tokens(self, request: Request) -> int:  # noqa: ARG002 - the answer of kept ends
         """Nothing is remembered."""

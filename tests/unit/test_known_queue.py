@@ -1,0 +1,157 @@
+"""Requests that wait: what they begin with goes last, until they begin; within their tenant's share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from test_tenants import HYBRID, JUDGED, Cache, chat, unique
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.cache.placement import EVERYBODY, EVICTIONS, EndsPlacement, Share, TenantShares, eviction_named
+from hybridkv.cache.slots import known_queue
+from hybridkv.cache.slots.end_tree import EndTree, Node
+from hybridkv.cache.slots.judged import JudgedEnds
+from hybridkv.cache.slots.known_queue import KnownQueue
+from hybridkv.errors import CacheError
+from hybridkv.request import Hints, Request, SamplingParams
+from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.specs import KVCacheSpec
+from hybridkv.testing.configs import full_spec, natural_model_config, state_spec, window_spec
+from hybridkv.testing.fake_worker import FakeWorker
+from hybridkv.testing.worker_layers import digest_model
+
+
+def asked(cache: Cache, person: int, turn: int, tenant: str | None = None) -> Request:
+    return Request(f"{person} {turn}", chat(person, turn), hasher=cache.cache.hasher, tenant=tenant)
+
+
+def flood(cache: Cache, requests: int, tenant: str | None = None) -> None:
+    for prompt, _ in zip(unique(), range(requests), strict=False):
+        cache.run(prompt, tenant)
+
+
+@pytest.mark.parametrize("specs", [HYBRID, (full_spec(4),), (full_spec(4), window_spec(4, 9))])
+@pytest.mark.parametrize("eviction", JUDGED)
+def test_what_waits_finds_what_it_begins_with(eviction: str, specs: tuple[KVCacheSpec, ...]) -> None:
+    """Though its session was said to be over, so that nothing would go before it."""
+    found = []
+    for waits in (False, True):
+        cache = Cache(EVERYBODY, 13, eviction, specs)
+        cache.run(chat(1, 1), hints=Hints(over=True))
+        request = asked(cache, 1, 2)
+        if waits:
+            cache.cache.expect(request)
+        flood(cache, 12)
+        cache.cache.check()
+        found.append(cache.cache.find_hit(request).tokens)
+        cache.cache.expect_no_longer(request)
+        assert not any(node.end.awaited for node in cache.kept._tree.kept())
+        cache.cache.check()
+    assert found == [0, 11]
+
+
+def test_the_deepest_that_comes_meanwhile_is_waited_for() -> None:
+    cache = Cache(EVERYBODY, 30)
+    waiting = [asked(cache, 1, 3), asked(cache, 1, 2)]
+    for request in waiting:
+        cache.cache.expect(request)
+    awaited = []
+    for turn in (1, 2):
+        cache.run(chat(1, turn))
+        awaited.append([node.tokens for node in cache.kept._tree.kept() if node.end.awaited])
+        cache.cache.check()
+    assert awaited == [[11], [16, 17]]  # before the last token of the second turn, and behind it
+    cache.cache.expect_no_longer(waiting[1])
+    cache.cache.expect_no_longer(waiting[1])
+    assert [node.tokens for node in cache.kept._tree.kept() if node.end.awaited] == [17]
+    for node in [node for node in cache.kept._tree.kept() if node.tokens == 17]:
+        cache.kept._release(node, cache.now)
+    assert [node.tokens for node in cache.kept._tree.kept() if node.end.awaited] == [16]
+    assert cache.cache.reset_prefix_cache()
+    cache.cache.check()
+
+
+def test_where_all_is_waited_for_room_is_made_all_the_same() -> None:
+    cache = Cache(EVERYBODY, 13)
+    for person in range(8):
+        cache.cache.expect(asked(cache, person, 2))
+        cache.run(chat(person, 1))
+    cache.cache.check()
+    hits = [cache.cache.find_hit(asked(cache, person, 2)).tokens for person in range(8)]
+    assert 0 < sum(one > 0 for one in hits) < 8
+
+
+def test_a_queue_protects_nothing_beyond_a_tenants_share() -> None:
+    """However many wait of ``b``, which keeps the most: ``a`` keeps its own."""
+    cache = Cache(TenantShares((Share("a", 0.4), Share("b"))), 25)
+    cache.run(chat(1, 1), "a")
+    for person in range(10, 30):
+        cache.cache.expect(asked(cache, person, 2, "b"))
+        cache.run(chat(person, 1), "b")
+    cache.cache.check()
+    assert cache.cache.find_hit(asked(cache, 1, 2, "a")).tokens == 11
+
+
+def test_of_a_long_queue_the_first_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_queue, "_MOST", 3)
+    cache = Cache(EVERYBODY, 13)
+    for person in range(9):
+        cache.cache.expect(asked(cache, person, 1))
+    assert len(cache.kept._queue) == 3
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_a_scheduler_tells_who_waits(eviction: str) -> None:
+    """One runs at a time; behind twelve others waits the second turn of a conversation: only lru has forgotten it."""
+    config = natural_model_config(13, (full_spec(4), state_spec(4)), (4, 1))
+    cache = KVCacheManager(config, 200, placement=EndsPlacement(), eviction=eviction_named(eviction), clock=lambda: 1.0)
+    scheduler = Scheduler(cache, SchedulerLimits(max_running=1, max_batched_tokens=64), clock=lambda: 1.0)
+    worker = FakeWorker(config, digest_model(config, 1 << 20))
+
+    def add(name: str, prompt: list[int]) -> Request:
+        request = Request(name, prompt, SamplingParams(max_tokens=2, ignore_eos=True), hasher=cache.hasher)
+        scheduler.add(request)
+        return request
+
+    def drain() -> None:
+        while not scheduler.drained:
+            step = scheduler.schedule()
+            scheduler.update(worker.execute(step))
+            scheduler.check()
+
+    first = add("first", list(range(50, 61)))
+    drain()
+    for number, prompt in zip(range(12), unique(), strict=False):
+        add(str(number), [one % 1000 for one in prompt])
+    second = add("second", [*first.token_ids().tolist(), 1, 2, 3, 4])
+    assert scheduler.abort("11")
+    drain()
+    assert second.first_hit_tokens == (0 if eviction == "lru" else 12)
+    kept = cache._parts.kept
+    assert not isinstance(kept, JudgedEnds) or len(kept._queue) == 0
+
+
+# -- faults
+
+
+def forgets_what_is_kept(self: KnownQueue, node: Node, tree: EndTree) -> Iterator[tuple[Node, bool]]:  # noqa: ARG001
+    yield from ()
+
+
+@pytest.mark.parametrize("method", ["note_kept", "note_gone"])
+def test_check_sees_who_is_not_followed(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.setattr(KnownQueue, method, forgets_what_is_kept)
+    cache = Cache(EVERYBODY, 13)
+    with pytest.raises(CacheError, match="waits for another end"):
+        comes_and_goes(cache)
+
+
+def comes_and_goes(cache: Cache) -> None:
+    cache.cache.expect(asked(cache, 1, 2))
+    cache.run(chat(1, 1))
+    for node in cache.kept._tree.kept():
+        cache.kept._release(node, cache.now)
+    cache.cache.check()
+    cache.run(chat(1, 1))
+    cache.cache.check()
