@@ -162,7 +162,7 @@ def test_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("eviction", PAIRS)
 def test_many_random_runs(monkeypatch: pytest.MonkeyPatch, eviction: str) -> None:
-    for seed in range(20_000, 20_000 + how_many(80)):
+    for seed in range(20_000, 20_000 + how_many(30)):
         random, shares = Random(seed), SHARES[seed % len(SHARES)]
         with monkeypatch.context() as patch:
             Watch(patch, shares)

@@ -24,10 +24,13 @@ from hybridkv.cache.placement.hazard import HazardRanking
 from hybridkv.cache.placement.tenants import TenantRankings
 from hybridkv.cache.slots.judged import JudgedEnds
 from hybridkv.errors import CacheError, ConfigError
-from hybridkv.request import Hints, Request
+from hybridkv.request import Hints, Request, SamplingParams
+from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec
 from hybridkv.testing import attention_config
 from hybridkv.testing.configs import full_spec, natural_model_config, state_spec, window_spec
+from hybridkv.testing.fake_worker import FakeWorker
+from hybridkv.testing.worker_layers import digest_model
 
 HYBRID = (full_spec(4), state_spec(4))
 JUDGED = [name for name in EVICTIONS if eviction_named(name).ranking is not None]
@@ -324,3 +327,42 @@ def test_charges_follow_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache(A_THIRD, 9)
     with pytest.raises(CacheError, match="tenants are charged"):
         chats(cache, 1)
+
+
+# -- side by side
+
+
+def hits_beside(shares: TenantShares, flood: int) -> int:
+    """Tokens hit by conversations of ``a``, three requests running at once, in a cache of 39 slabs, or alone in 13."""
+    config = natural_model_config(39 if flood else 13, HYBRID, (4, 1))
+    now = count()
+    cache = KVCacheManager(
+        config, 200, eviction=eviction_named("coverage"), shares=shares, clock=lambda: float(next(now))
+    )
+    limits = SchedulerLimits(max_running=3, max_batched_tokens=64)
+    scheduler, worker = Scheduler(cache, limits), FakeWorker(config, digest_model(config, 1 << 20))
+    prompts, names, mine = unique(), count(), list[Request]()
+
+    def add(prompt: list[int], tenant: str) -> Request:
+        sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+        request = Request(str(next(names)), prompt, sampling, hasher=cache.hasher, tenant=tenant)
+        scheduler.add(request)
+        return request
+
+    said: dict[int, list[int]] = {person: [person, *range(100, 110)] for person in range(2)}
+    for _ in range(3):
+        for person, prompt in said.items():
+            for _ in range(flood):
+                add([one % 4096 for one in next(prompts)], "b")
+            mine.append(add(prompt, "a"))
+            while not scheduler.drained:
+                scheduler.update(worker.execute(scheduler.schedule()))
+            scheduler.check()
+            said[person] = [*mine[-1].token_ids().tolist(), 7, 7, 7]
+    return sum(request.first_hit_tokens or 0 for request in mine)
+
+
+def test_a_flood_that_runs_beside_lowers_nobody_below_its_share() -> None:
+    """What runs is charged to nobody, and has room beside what was promised."""
+    alone = hits_beside(EVERYBODY, 0)
+    assert hits_beside(EVERYBODY, 12) < alone <= hits_beside(A_THIRD, 12)
