@@ -8,7 +8,7 @@ as to make prompts of about ``--prompt-tokens``; answers are greedy and all ``--
 chat has a system prompt of its own, so that there is nothing to find before it comes again.
 
     hybridkv     cold, and once more with everything cached (warm)
-    ngram:4      hybridkv with drafts looked up in the text, cold
+    ngram:4      hybridkv with drafts looked up in the text where they pay, cold
     static       transformers' generate, all chats in one padded batch
     continuous   transformers' generate_batch
     sequential   transformers' generate, one chat after the other
@@ -91,10 +91,10 @@ def hybridkv(model: str, prompts: Answers, new: int, dtype: str, drafts: int) ->
 
     from hybridkv.request import SamplingParams
     from hybridkv.runner import Engine, EngineOptions, plan_for, wrap
-    from hybridkv.runner.drafters import NgramDrafter
+    from hybridkv.runner.drafters import AdaptiveDrafter, NgramDrafter
 
     loaded = wrap(AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)))
-    speculate = NgramDrafter(drafts) if drafts else None
+    speculate = AdaptiveDrafter(NgramDrafter(drafts)) if drafts else None
     plan = plan_for(loaded, [len(one) + new for one in prompts], num_speculative_tokens=drafts)
     options = EngineOptions()
     sampling = SamplingParams(max_tokens=new, ignore_eos=True)

@@ -160,6 +160,12 @@ class Step:
         """Tokens that the forward runs."""
         return len(self.token_ids.values)
 
+    @property
+    def decodes(self) -> NDArray[np.bool_]:
+        """bool[R]: whether a row runs one token and its drafts, no chunk of a prompt. O(R)."""
+        one_each: NDArray[np.bool_] = self.num_scheduled == np.diff(self.drafts.indptr) + 1
+        return one_each
+
     def __len__(self) -> int:
         """Rows scheduled."""
         return len(self.rows)

@@ -28,7 +28,7 @@ from hybridkv.runner import (
     tiny_model,
     wrap,
 )
-from hybridkv.runner.drafters import DraftModel, NgramDrafter
+from hybridkv.runner.drafters import AdaptiveDrafter, DraftModel, NgramDrafter
 from hybridkv.runner.probe import planner_model
 
 torch.set_num_threads(1)  # such models are done before threads have met
@@ -216,7 +216,10 @@ def test_drafters() -> None:
         requests = [Request("r", PROMPT)]
         expected = draft.propose(requests)
         assert unnamed(DraftModel, {"engine": engine, "num_speculative_tokens": 2}) == []
-        for drafter in (draft, NgramDrafter()):
+        assert unnamed(AdaptiveDrafter, {"drafter": draft}) == []
+        adaptive = AdaptiveDrafter(NgramDrafter())
+        assert unnamed(adaptive.took, {"tokens": 3, "seconds": 0.5}) == []
+        for drafter in (draft, NgramDrafter(), adaptive):
             assert unnamed(drafter.require, {"target": LLAMA}) == []
             assert unnamed(drafter.propose, {"requests": requests}) == []
         assert draft.propose(requests) == expected
@@ -269,7 +272,7 @@ def test_a_bad_request_is_its_own_callers_alone() -> None:
 
 def test_every_name_is_covered() -> None:
     functions = {"load", "tiny_model", "wrap", "encode", "plan_for", "plan_within"}
-    classes = {Engine, AsyncEngine, ModelRunner, EngineOptions, LoadedModel, DraftModel, NgramDrafter}
+    classes = {Engine, AsyncEngine, ModelRunner, EngineOptions, LoadedModel, AdaptiveDrafter, DraftModel, NgramDrafter}
     covered = functions | {one.__name__ for one in classes}
     handed_out = {"Completion", "Increment", "TokenLogprob", "Stream", "byte_tokenizer"}  # or without arguments
     no_callables = {"TINY_ENCODER_DECODERS", "TINY_MODELS", "Observer", "MOST_TOKENS", "Drafter"}

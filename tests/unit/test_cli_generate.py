@@ -287,7 +287,7 @@ def test_drafts_change_no_output_and_are_counted(tmp_path: Path, here: Call) -> 
         assert (code, found["check"]["ok"]) == (0, True)
         assert [one["token_ids"] for one in found["requests"]] == [one["token_ids"] for one in plain["requests"]]
         stats = found["statistics"]
-        assert len(stats["drafted_by_position"]) == drafts
+        assert len(stats["drafted_by_position"]) in ({drafts} if who.startswith("draft") else range(1, drafts + 1))
         drafted = [sum(one[f"{what}_tokens"] for one in found["requests"]) for what in ("drafted", "accepted")]
         assert drafted == [sum(stats["drafted_by_position"]), sum(stats["accepted_by_position"])]
         if who.startswith("draft"):

@@ -78,10 +78,10 @@ class Speculate:
         self, plan: Callable[[LoadedModel], Plan], options: EngineOptions, *, trust_remote_code: bool
     ) -> Drafter:
         from hybridkv.runner import Engine, load  # noqa: PLC0415  # see drafter
-        from hybridkv.runner.drafters import DraftModel, NgramDrafter  # noqa: PLC0415  # same
+        from hybridkv.runner.drafters import AdaptiveDrafter, DraftModel, NgramDrafter  # noqa: PLC0415  # same
 
         if self.source is None:
-            return NgramDrafter(self.drafts)
+            return AdaptiveDrafter(NgramDrafter(self.drafts))
         loaded = load(self.source, trust_remote_code=trust_remote_code)
         own = replace(options, prefix_caching=True)
         return DraftModel(Engine(loaded, plan(loaded), own), self.drafts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
@@ -102,8 +102,11 @@ class Engine:
         self.options = EngineOptions() if options is None else instance("options", options, EngineOptions)
         or_none(one_of(Plan))("plan", plan)
         require_callable(observer=observer)
-        require_drafter(speculate)
+        if speculate is not None:
+            require_drafter("speculate", speculate)
         self.drafter: Drafter | None = speculate
+        self._took: Callable[[int, float], object] | None = getattr(speculate, "took", None)
+        self._decoded: tuple[int, float] | None = None
         drafts = 0 if speculate is None else speculate.num_speculative_tokens
         with ExitStack() as undo:
             undo.enter_context(own_mode(model))
@@ -380,6 +383,8 @@ class Engine:
             self.scheduler.fail(step.id, error)
             raise
         self._land()
+        if len(step) and step.decodes.all():
+            self._decoded = (step.num_tokens, self._forwards.seconds)
         self._take_in(step, result, self.scheduler.update(result))
 
     @property
@@ -439,7 +444,10 @@ class Engine:
         ready = [one.request for one in self._live.values() if one.decodes]
         if not ready:
             return
+        decoded, self._decoded = self._decoded, None
         try:
+            if self._took is not None and decoded is not None:
+                self._took(*decoded)
             drafts = drafts_by_request(self.drafter.propose(ready), ready, self.loaded)
         except Exception as error:
             logger.warning("%s failed, no more drafts: %r", type(self.drafter).__name__, error, exc_info=True)

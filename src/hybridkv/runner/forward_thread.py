@@ -9,6 +9,7 @@ for, kernels of a CPU or the copy of tokens from another device, leaves Python t
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
@@ -27,6 +28,8 @@ class ForwardThread:
         self._runner = runner
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hybridkv-forward")
         self._running: Future[StepResult] | None = None
+        self.seconds = 0.0
+        """Of the forward that ran last."""
 
     def begin(self, step: Step) -> None:
         """``step`` runs in the thread from now on, if it does not yet; ``result`` is to be asked for it next."""
@@ -37,7 +40,7 @@ class ForwardThread:
         """In the thread, which has a device and an inference mode of its own."""
         device = self._runner.model.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.inference_mode(inference):
-            return self._runner.execute(step)
+            return self._timed(step)
 
     def wait(self) -> None:
         """Until nothing runs, however it ended."""
@@ -47,7 +50,13 @@ class ForwardThread:
     def result(self, step: Step) -> StepResult:
         """Of ``step``: it has run, or runs here and now. Raises what its forward raised."""
         running, self._running = self._running, None
-        return self._runner.execute(step) if running is None else running.result()
+        return self._timed(step) if running is None else running.result()
+
+    def _timed(self, step: Step) -> StepResult:
+        began = time.perf_counter()
+        result = self._runner.execute(step)
+        self.seconds = time.perf_counter() - began
+        return result
 
     def close(self) -> None:
         """Wait for what runs; the thread ends."""

@@ -71,11 +71,11 @@ def require_callable(**values: object) -> None:
             raise ConfigError(f"{name} must be a function, got {shown(value)}")
 
 
-def require_drafter(given: object) -> None:
-    """Raise ConfigError unless it is None or has all that a Drafter has."""
+def require_drafter(name: str, given: object) -> None:
+    """Raise ConfigError, naming it, unless it has all that a Drafter has."""
     missing = [one for one in ("num_speculative_tokens", "require", "propose", "close") if not hasattr(given, one)]
-    if given is not None and missing:
-        raise ConfigError(f"speculate must be a Drafter, got {shown(given)}, which has no {missing[0]}")
+    if missing:
+        raise ConfigError(f"{name} must be a Drafter, got {shown(given)}, which has no {missing[0]}")
 
 
 def as_list(values: Any) -> Any:  # noqa: ANN401  # whoever takes it judges it

@@ -47,6 +47,7 @@ from hybridkv.runner.forwards import Forwards, forwards_of, rows_of
 from hybridkv.runner.images.image_call import attends_both_ways, kept_attention
 from hybridkv.runner.images.step_images import ImageRead, StepImages
 from hybridkv.runner.inputs import require_callable
+from hybridkv.runner.linears import padded_linears
 from hybridkv.runner.load import require_model
 from hybridkv.runner.model_call import ModelCall
 from hybridkv.runner.probe import (
@@ -183,6 +184,7 @@ class ModelRunner:
         cross = [CrossLayer(one.index, group_of[one.name], self.storage.views[one.name]) for one in crossing]
         self.cross = CrossAttention(self.model, cross, self.tables, self._context) if cross else None
         self._biases = segment_biases(self.model.get_decoder(), self._context) if cross else []
+        self._linears = padded_linears(self.model)
 
     def _attach(self) -> None:
         """From here on the model runs on pages."""
@@ -198,6 +200,8 @@ class ModelRunner:
                 notes = forms_of(self.model, self._context)
             for mixer in self._mixers:
                 mixer.install()
+            for one in self._linears:
+                one.install()
             for bias in self._biases:
                 bias.install()
             if notes is not None:
@@ -262,6 +266,8 @@ class ModelRunner:
         self._attached = False
         for mixer in self._mixers:
             mixer.remove()
+        for one in self._linears:
+            one.remove()
         for bias in self._biases:
             bias.remove()
         step_context.detach(self.model, self._context)
