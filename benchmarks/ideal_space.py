@@ -89,6 +89,10 @@ class IdealSpace:
     def begin_step(self) -> None:
         """Nothing: nothing moves."""
 
+    def next_evicted(self, n: int) -> Int32 | None:  # noqa: ARG002 - as above
+        """Nobody asks."""
+        return None
+
     def take_oldest(self, n: int, of: int) -> Int32:  # noqa: ARG002 - as above
         """None: the oldest goes, whoever asks."""
         return np.empty(0, np.int32)

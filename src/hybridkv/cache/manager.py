@@ -382,6 +382,14 @@ class KVCacheManager:
         """
         return self._strides.most_steps(self._residents.rows_held(rows), most)
 
+    def refuses_alike(self, rows: Int64, steps: int, takes: Sequence[Sequence[int]], hits: Sequence[CommonHit]) -> bool:
+        """Whether what is refused now stays refused for the same reason in ``steps`` uniform steps of ``rows``.
+
+        Rows take blocks and give none back; there is room all the time for each of ``takes``, blocks by group, which
+        are refused for what comes later; each of ``hits`` stays the longest. False where that is not sure.
+        """
+        return self._strides.refuses(self._residents.rows_held(rows), steps, takes, hits)
+
     def advance(self, rows: Int64, tokens: Int32) -> Advance:
         """Steps of ``rows`` in each of which they compute their last token and ``tokens[:, k]`` comes behind it.
 

@@ -2,7 +2,7 @@
 
 from hybridkv.schedule.limits import Finished, FinishReason, Outcome, SchedulerLimits, SchedulerStatistics
 from hybridkv.schedule.scheduler import Scheduler
-from hybridkv.schedule.strides import Choose, Stride
+from hybridkv.schedule.strides import Choose, Stride, Uniform
 
 __all__ = [
     "Choose",
@@ -13,4 +13,5 @@ __all__ = [
     "SchedulerLimits",
     "SchedulerStatistics",
     "Stride",
+    "Uniform",
 ]

@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from contextlib import closing
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Final
 
-from hybridkv.cache import Admission, KVCacheBlocks, KVCacheManager, Reason, Refusal, SlotPlan
+from hybridkv.cache import Admission, CommonHit, KVCacheBlocks, KVCacheManager, Reason, Refusal, SlotPlan
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.request import Request
 from hybridkv.schedule.builder import StepBuilder
@@ -26,6 +27,20 @@ from hybridkv.units import format_bytes
 logger = logging.getLogger(__name__)
 
 _MOST_PASSED: Final = 16  # refused requests that a step looks at: each costs a look-up
+
+
+@dataclass(frozen=True, slots=True)
+class Standstill:
+    """What comes of those that wait in each of some steps: nobody comes in.
+
+    refused: how many, by reason. takes: by group, what those would take that are refused for what comes later. hits: of
+    all that were looked at. since_s: when those were first refused that let others pass still; None: nobody does.
+    """
+
+    refused: Counter[Reason]
+    takes: tuple[tuple[int, ...], ...] = ()
+    hits: tuple[CommonHit, ...] = ()
+    since_s: float | None = None
 
 
 class AdmissionControl:
@@ -184,6 +199,43 @@ class AdmissionControl:
             entry.refused_at = now
         waited = now - entry.refused_at
         return entry.overtaken < self._limits.max_overtaken and waited < self._limits.max_overtaken_seconds
+
+    # -- many steps
+
+    def standstill(self, builder: StepBuilder, now: float) -> Standstill | None:
+        """What the next step makes of those that wait, and all do like it as long as KVCacheManager.refuses_alike.
+
+        None where somebody may come in, or has yet to be looked up. Changes nothing. builder: with the budget that is
+        left to them.
+        """
+        refused, takes, hits, since = Counter[Reason](), list[tuple[int, ...]](), list[CommonHit](), list[float]()
+        if not (builder.budget and len(self._waiting) and self._running.has_seat):
+            return Standstill(refused)
+        with closing(self._waiting.in_order()) as entries:
+            for looked, entry in enumerate(entries, 1):
+                hit, request = entry.hit, entry.request
+                if hit is None or entry.refused_at is None or entry.in_flight_steps:
+                    return None
+                if not self._cache.is_longest_hit(request, hit, entry.evictions):
+                    return None
+                hits.append(hit)
+                plan, refusal = self._plan(request, self._cache.blocks_of(hit), hit.tokens, builder, alone=False)
+                if plan is not None:
+                    return None
+                if refusal is not None:
+                    if refusal.reason not in {Reason.NO_SPACE, Reason.ADMISSION_LIMIT}:
+                        return None
+                    refused[refusal.reason] += 1
+                    takes += [refusal.takes] if refusal.takes else []
+                if looked == _MOST_PASSED or not self._may_be_overtaken(entry, now):
+                    break
+                since.append(entry.refused_at)
+        return Standstill(refused, tuple(takes), tuple(hits), min(since, default=None))
+
+    def count_refused(self, refused: Counter[Reason], steps: int) -> None:
+        """As many were refused in each of ``steps`` steps."""
+        for reason, count in refused.items():
+            self.refusals[reason] += count * steps
 
     # -- one request
 

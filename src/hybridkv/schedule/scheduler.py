@@ -72,7 +72,14 @@ class Scheduler:
         self._releaser = RowReleaser(cache, *queues, self._inbox, self._forks)
         self._admission = AdmissionControl(cache, self.limits, *queues, forks=self._forks, releaser=self._releaser)
         self._results = Results(cache, *queues, self._releaser)
-        self._strides = Strides(cache, self.limits, *queues, forks=self._forks, releaser=self._releaser)
+        self._strides = Strides(
+            cache,
+            self.limits,
+            self._running,
+            forks=self._forks,
+            admission=self._admission,
+            releaser=self._releaser,
+        )
         self._in_flight: deque[InFlight] = deque()
         self._next_id = 0
         self._after = -1
@@ -324,15 +331,19 @@ class Scheduler:
     def stride(self, choose: Choose) -> Stride:
         """Take uniform steps as one, for those who know beforehand what is sampled: there is no Step and no result.
 
-        A step is uniform if every running request computes one token and samples one, and nobody comes in, is refused
-        or gives way; in the last one requests may end. What is done is what schedule() and update() would have done.
+        A step is uniform if every running request computes one token and samples one, nobody comes in or gives way, and
+        who waits is refused as in the others; in the last one requests may end. What is done is what schedule() and
+        update() would have done.
         choose: what to take, asked once if the next step is uniform; it must not touch the scheduler. None is taken
         where that step is not, or choose gives no column; fewer than chosen where one must move or copy blocks, which
         is the last one then. ConfigError for chosen tokens of another shape.
         """
         self._inbox.claim()
         self._empty_inbox()
-        stride = NO_STRIDE if self._in_flight else self._strides.take(choose)
+        if self._in_flight:
+            return NO_STRIDE
+        builder = StepBuilder(self.cache, self._split, self.limits.max_batched_tokens)
+        stride = self._strides.take(choose, builder, self._clock())
         if stride.steps:
             self._next_id += stride.steps
             self._after = self._next_id - 1

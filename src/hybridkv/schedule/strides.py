@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 
 from hybridkv.cache import KVCacheManager, Transfer
 from hybridkv.errors import ConfigError
+from hybridkv.schedule.admission import AdmissionControl, Standstill
+from hybridkv.schedule.builder import StepBuilder
 from hybridkv.schedule.forks import Forks
 from hybridkv.schedule.limits import Finished, FinishReason, SchedulerLimits
 from hybridkv.schedule.row_releaser import RowReleaser
 from hybridkv.schedule.running import RunningRows
-from hybridkv.schedule.waiting import WaitingQueue
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -50,8 +51,25 @@ class Stride:
 
 NO_STRIDE: Final = Stride(0, 0, (), 0.0, ())
 
-Choose = Callable[[Int64, Int64, int], Int32]
-"""Rows, the tokens that each has computed, the most steps -> what each samples in each step, int32[rows, steps]."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Uniform:
+    """Steps from now on that are all alike but for the last, in which requests may end.
+
+    rows: int64[running], those that run, in order. computed: int64[running], tokens that each has computed. steps: how
+    many at most. since_s, patience_s: of them, those that begin less than ``patience_s`` behind ``since_s``, on the
+    scheduler's clock, since then somebody who waits lets nobody pass any longer; None: whenever they begin.
+    """
+
+    rows: Int64
+    computed: Int64
+    steps: int
+    since_s: float | None
+    patience_s: float
+
+
+Choose = Callable[[Uniform], Int32]
+"""What each row samples in as many of the steps as shall be taken, int32[running, steps]."""
 
 
 class Strides:
@@ -61,30 +79,34 @@ class Strides:
         self,
         cache: KVCacheManager,
         limits: SchedulerLimits,
-        waiting: WaitingQueue,
         running: RunningRows,
         *,
         forks: Forks,
+        admission: AdmissionControl,
         releaser: RowReleaser,
     ) -> None:
         self._cache = cache
-        self._waiting = waiting
         self._running = running
         self._forks = forks
+        self._admission = admission
         self._releaser = releaser
-        self._most_rows = limits.max_batched_tokens
+        self._patience_s = limits.max_overtaken_seconds
         self._never = bool(limits.num_speculative_tokens or limits.num_lookahead_tokens)
 
-    def take(self, choose: Choose) -> Stride:
+    def take(self, choose: Choose, builder: StepBuilder, now: float) -> Stride:
         """One stride, none where the next step is not uniform; see Scheduler.stride. No step is in flight.
 
-        O(running * steps) in array operations, some Python calls a block.
+        builder: of a step. now: seconds. O(running * steps) in array operations, some Python calls a block.
         """
-        most, rows = self._most_steps(), self._running.order
-        if not most:
+        cache, rows, requests = self._cache, self._running.order, self._running.requests
+        if not self._decode(rows, builder.budget):
             return NO_STRIDE
-        cache, requests = self._cache, self._running.requests
-        tokens = choose(rows, cache.rows.num_computed[rows], most)
+        builder.budget -= len(rows)
+        still = self._admission.standstill(builder, now)
+        most = 0 if still is None else self._most_steps(rows, still)
+        if still is None or not most:
+            return NO_STRIDE
+        tokens = choose(Uniform(rows, cache.rows.num_computed[rows], most, still.since_s, self._patience_s))
         if tokens.dtype != np.int32 or tokens.ndim != 2 or len(tokens) != len(rows) or tokens.shape[1] > most:
             raise ConfigError(
                 f"a stride of {tokens.dtype} tokens {tokens.shape}: choose int32, a row for each of the {len(rows)} "
@@ -93,21 +115,25 @@ class Strides:
         advance = cache.advance(rows, tokens)
         if not advance.steps:
             return NO_STRIDE
+        self._admission.count_refused(still.refused, advance.steps)
         copies = cache.take_transfers().copies
         done = np.flatnonzero(cache.rows.num_tokens[rows] >= self._running.limit[rows])
         self._releaser.end(Finished(requests[place], FinishReason.LENGTH) for place in done.tolist())
         return Stride(advance.steps, len(rows), copies, advance.peak_usage, self._releaser.take_finished())
 
-    def _most_steps(self) -> int:
+    def _decode(self, rows: Int64, budget: int) -> bool:
+        """Whether all that run compute their last token next, and go on until their limit. O(running)."""
+        running, columns = self._running, self._cache.rows
+        if self._never or not 0 < rows.size <= budget or running.num_dead or self._forks:
+            return False
+        return bool((columns.num_tokens[rows] - columns.num_computed[rows] == 1).all()) and not running.may_stop(rows)
+
+    def _most_steps(self, rows: Int64, still: Standstill) -> int:
         """How many of the next steps are uniform. O(running)."""
-        running, cache = self._running, self._cache
-        rows = running.order
-        if self._never or not rows.size or rows.size > self._most_rows or running.num_dead or self._forks:
-            return 0
-        if len(self._waiting) and running.has_seat and rows.size < self._most_rows:
-            return 0  # somebody comes in, or is refused
-        known = cache.rows.num_tokens[rows]
-        if (known - cache.rows.num_computed[rows] != 1).any() or running.may_stop(rows):
-            return 0
-        left = int((running.limit[rows] - known).min())
-        return cache.uniform_steps(rows, min(left, MOST_STEPS))
+        cache = self._cache
+        left = int((self._running.limit[rows] - cache.rows.num_tokens[rows]).min())
+        steps = cache.uniform_steps(rows, min(left, MOST_STEPS))
+        if still.hits:
+            while steps and not cache.refuses_alike(rows, steps, still.takes, still.hits):
+                steps //= 2
+        return steps

@@ -23,7 +23,7 @@ from hybridkv.columns import grown
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.extra_keys import EncoderInput
 from hybridkv.request import Request, SamplingParams
-from hybridkv.schedule import Scheduler
+from hybridkv.schedule import Scheduler, Uniform
 from hybridkv.simulator.cost import StepCost
 from hybridkv.simulator.formats import TraceRequest
 from hybridkv.simulator.report import Distribution, GroupReport, ReplayReport
@@ -186,8 +186,9 @@ class _Stretch:
         self.rows = self._computed = np.empty(0, np.int64)
         self._ends_s = np.empty(0)
 
-    def choose(self, rows: NDArray[np.int64], computed: NDArray[np.int64], most: int) -> NDArray[np.int32]:
-        """The tokens of ``rows``, to the last step that begins before the arrival."""
+    def choose(self, uniform: Uniform) -> NDArray[np.int32]:
+        """The tokens of all rows, to the last step that begins before the arrival and before patience ends."""
+        rows, computed, most = uniform.rows, uniform.computed, uniform.steps
         self.rows, self._computed = rows, computed
         if self._arrival_s is not None:
             step_s = self._cost.decode_seconds(computed, 1).item()
@@ -196,9 +197,12 @@ class _Stretch:
         tokens = self._saying.say(rows, most)
         seconds = self._cost.decode_seconds(computed, tokens.shape[1])
         self._ends_s = np.cumsum(np.concatenate(([self._now_s], seconds)))  # one addition after the other
-        if self._arrival_s is None:
-            return tokens
-        return tokens[:, : int(np.searchsorted(self._ends_s[:-1], self._arrival_s))]
+        begins_s = self._ends_s[:-1]
+        if uniform.since_s is not None:
+            begins_s = begins_s[begins_s - uniform.since_s < uniform.patience_s]
+        if self._arrival_s is not None:
+            begins_s = begins_s[begins_s < self._arrival_s]
+        return tokens[:, : len(begins_s)]
 
     def ends_at(self, steps: int, copies: Sequence[Transfer]) -> float:
         """When the last of ``steps`` steps ends, if it has ``copies`` to make. Seconds."""

@@ -88,6 +88,10 @@ class FreeOrder:
         """Never: nothing moves."""
         return False
 
+    def next_evicted(self, n: int) -> Int32 | None:
+        """Those among the first ``n`` in order."""
+        return self.leading(n)
+
     def take_oldest(self, n: int, of: int) -> Int32:  # noqa: ARG002 - as above
         """None: all that is free can be taken as it is."""
         return np.empty(0, np.int32)

@@ -124,6 +124,10 @@ class BlockPool:
         """
         return self._free.takes_in_any_order(self._by_class(needs), drops)
 
+    def next_evicted(self, n: int) -> Int32 | None:
+        """All cached blocks that may be evicted while ``n`` are taken; None where nobody can tell. O(n)."""
+        return self._free.next_evicted(n)
+
     def waits(self, needs: Sequence[int], freed: Sequence[int]) -> bool:
         """Whether what fits by weight needs moves that are not to be had now."""
         return self._free.waits(self._by_class(needs), self._by_class(freed))

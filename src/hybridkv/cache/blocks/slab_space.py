@@ -385,6 +385,10 @@ class SlabSpace:
             raise CacheError(f"no class has a slab for class {of}: ask fits() and plan before taking")
         return self._reclaim(giver, ref)
 
+    def next_evicted(self, n: int) -> Int32 | None:
+        """Where there is one class alone, its oldest; see Space."""
+        return self._lru[0].leading(n) if len(self.ks) == 1 and not self._given_first else None
+
     def take_oldest(self, n: int, of: int) -> Int32:
         """Own cached blocks, oldest first; see Space. O(n + classes)."""
         if self.holes[of] or self._holes.num_free:

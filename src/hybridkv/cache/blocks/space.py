@@ -81,6 +81,10 @@ class Space(Protocol):
         """What is moved from now on belongs to another step."""
         ...
 
+    def next_evicted(self, n: int) -> Int32 | None:
+        """All cached blocks that may be evicted while ``n`` are taken; None where nobody can tell. O(n)."""
+        ...
+
     def take_oldest(self, n: int, of: int) -> Int32:
         """Up to ``n`` cached blocks of class ``of``, which has no other, taken as make_room and take do one by one.
 

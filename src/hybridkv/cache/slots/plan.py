@@ -49,13 +49,15 @@ class Reason(StrEnum):
 class Refusal(NamedTuple):
     """Nothing was changed. group: the one that asked for most, or whose prefix is not written.
 
-    needed_blocks, free_blocks: of all groups together, or slabs.
+    needed_blocks, free_blocks: of all groups together, or slabs. takes: by group, blocks that would fit now, where it
+    is refused for what comes later.
     """
 
     reason: Reason
     group: int
     needed_blocks: int
     free_blocks: int
+    takes: tuple[int, ...] = ()
 
 
 class SlotPlan(NamedTuple):
@@ -151,7 +153,8 @@ class SlotPlanner:
             later = _later_blocks(groups, plans, admission)
             in_all = pool.weigh([now + then for now, then in zip(kept, later, strict=True)], freed).needed
             if in_all + admission.reserve_blocks > free:
-                return Refusal(Reason.ADMISSION_LIMIT, _largest_group(plans), in_all + admission.reserve_blocks, free)
+                wanted_blocks = in_all + admission.reserve_blocks
+                return Refusal(Reason.ADMISSION_LIMIT, _largest_group(plans), wanted_blocks, free, tuple(needs))
         if pool.waits(needs, freed):
             return Refusal(Reason.FRAGMENTED, _largest_group(plans), needed, free)
         return SlotPlan(

@@ -18,6 +18,7 @@ from hybridkv.cache.blocks.pool import BlockPool
 from hybridkv.cache.rows.publishing import Publisher
 from hybridkv.cache.rows.residents import Residents
 from hybridkv.cache.slots.checkpoints import Checkpoints
+from hybridkv.cache.slots.lookup import CommonHit
 from hybridkv.cache.slots.slots import Slots
 from hybridkv.cache.slots.transfers import TransferLog
 
@@ -100,6 +101,43 @@ class Strides:
             missing = group.policy.columns(end) - group.rows.count[rows]
             needs[group.number] = int(missing[missing > 0].sum())
         return self._pool.gives(needs)
+
+    def refuses(self, rows: Int64, steps: int, takes: Sequence[Sequence[int]], hits: Sequence[CommonHit]) -> bool:
+        """See KVCacheManager.refuses_alike."""
+        begun = self._rows.num_computed[rows]
+        growth = [0] * len(self._groups)
+        for group in self._growing:
+            if (group.policy.droppable(begun + steps - 1) > group.rows.dropped[rows]).any():
+                return False
+            missing = group.policy.columns(begun + steps) - group.rows.count[rows]
+            growth[group.number] = int(missing[missing > 0].sum())
+        none = [0] * len(growth)
+        weights = (self._pool.weigh([a + b for a, b in zip(growth, one, strict=True)], none) for one in takes)
+        if any(weight.needed > weight.free for weight in weights):
+            return False
+        return all(self._keeps(hit, rows, begun + steps) for hit in hits) and not self._evicts(hits, sum(growth))
+
+    def _keeps(self, hit: CommonHit, rows: Int64, end: Int64) -> bool:
+        """Whether ``rows`` publish nothing up to ``end`` tokens that makes ``hit`` longer."""
+        for group, missing, additions in zip(self._groups, hit.missing, hit.additions, strict=True):
+            rule = group.policy.publishing
+            if rule is None:
+                continue
+            columns = np.array(missing, np.int64)[:, None] // group.policy.block_size
+            first, last = group.published[rows], rule.decided_rows(end)
+            if additions >= 0 or ((first <= columns) & (columns < last)).any():
+                return False
+        return True
+
+    def _evicts(self, hits: Sequence[CommonHit], n: int) -> bool:
+        """Whether, for all that is known, ``n`` blocks taken cost one of ``hits`` a block."""
+        seen = np.concatenate([ids for hit in hits for ids in hit.seen] or [np.empty(0, np.int32)])
+        seen = seen[self._pool.ref_counts(seen) == 0]
+        seen = seen[seen != 0]
+        if not (n and seen.size):
+            return False
+        gone = self._pool.next_evicted(n)
+        return gone is None or bool(np.isin(seen, gone).any())
 
     def advance(self, rows: Int64, tokens: Int32) -> Advance:
         """See KVCacheManager.advance."""
