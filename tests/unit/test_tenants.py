@@ -305,6 +305,22 @@ def test_what_others_have_too_much_is_taken_whatever_it_is_worth() -> None:
     assert cache.run(list(range(500, 512)), "a") == 11
 
 
+def test_a_flood_makes_nobody_forget_where_others_branched_off() -> None:
+    """What was seen of ``a`` stays known for as long as without ``b``, though all of it is gone."""
+    cache = Cache(TenantShares((Share("a"),)), 9)
+    for known in cache.kept._known:
+        known._most_young = 6
+    shared = list(range(100, 112))
+    cache.run([*shared, 1, 1], "a")
+    for node in cache.kept._tree.kept():
+        cache.kept._release(node, cache.now)
+    for prompt, _ in zip(unique(), range(8), strict=False):
+        cache.run(prompt)
+    other = Request("other", [*shared, 2, 2], hasher=cache.cache.hasher, tenant="a")
+    hit = cache.cache.find_hit(other)
+    assert (hit.tokens, hit.branch_tokens) == (0, 12)
+
+
 # -- faults
 
 
