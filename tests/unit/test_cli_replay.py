@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cli_support import error, run
 
-from hybridkv.cache.placement import EVICTIONS
+from hybridkv.cache.placement import DEFAULT_EVICTIONS, EVICTIONS
 from hybridkv.simulator import UniformWorkload
 
 BASE = ("--model", "llama-3-8b", "--memory", "4GiB")
@@ -104,7 +104,7 @@ def test_a_report_for_programs(trace: Path) -> None:
         "token_budget": 100,
         "time_scale": 1.0,
         "prefix_caching": True,
-        "eviction": "lru",
+        "eviction": DEFAULT_EVICTIONS["natural"].name,
         "shares": [{"tenant": None, "guaranteed": 0.0, "greatest": 1.0}],
         "hardware": {
             "name": "H100 SXM",
@@ -260,8 +260,7 @@ def test_placements_of_the_natural_layout(asked: str | None, used: str) -> None:
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_evictions_of_the_natural_layout(eviction: str) -> None:
     text = run("replay", *NATURAL, "--eviction", eviction).stdout
-    told = "" if eviction == "lru" else f"eviction {eviction}, "
-    assert f"layout natural, placement ends, {told}bfloat16 cache\n" in text
+    assert f"layout natural, placement ends, eviction {eviction}, bfloat16 cache\n" in text
     found = re.search(r"hit tokens +([\d,]+) ", text)
     assert found is not None
     assert found[1] != "0"

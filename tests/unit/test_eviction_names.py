@@ -3,14 +3,33 @@
 import pytest
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import DEFAULT_EVICTION, EVICTIONS, LRU, eviction_named
+from hybridkv.cache.placement import DEFAULT_EVICTIONS, EVICTIONS, HAZARD, LRU, Eviction, eviction_named, eviction_of
 from hybridkv.errors import ConfigError
+from hybridkv.models import read_model
+from hybridkv.planner import plan
 from hybridkv.testing import attention_config
+from hybridkv.testing.configs import full_spec, natural_model_config, state_spec
 
 
 def test_names_are_read() -> None:
     assert [eviction_named(name).name for name in EVICTIONS] == list(EVICTIONS)
-    assert DEFAULT_EVICTION == eviction_named(EVICTIONS[0]) == LRU
+    assert (eviction_named("lru"), eviction_named("hazard")) == (LRU, HAZARD)
+
+
+@pytest.mark.parametrize(("layout", "found"), DEFAULT_EVICTIONS.items())
+@pytest.mark.parametrize("model", ["qwen3.5-35b-a3b", "gemma-3-27b", "llama-3-70b"])
+def test_a_plan_says_what_is_given_up_unless_one_is_asked_for(model: str, layout: str, found: Eviction) -> None:
+    made = plan(read_model(model), "1GiB", max_model_len=1000, layout=layout)
+    assert eviction_of(made) == KVCacheManager(made).eviction == found
+    assert eviction_of(made, "coverage") == eviction_named("coverage")
+    assert KVCacheManager(made, eviction=LRU).eviction == LRU
+    with pytest.raises(ConfigError, match="unknown eviction"):
+        eviction_of(made, "belady")
+
+
+def test_a_config_alone_is_evicted_by_last_use() -> None:
+    config = natural_model_config(8, (full_spec(4), state_spec(4)), (4, 1))
+    assert KVCacheManager(config, 100).eviction == LRU
 
 
 @pytest.mark.parametrize(("name", "hint"), [("LRU", " (did you mean lru?)"), ("", ""), ("belady", "")])

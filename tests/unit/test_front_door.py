@@ -9,7 +9,7 @@ import pytest
 
 import hybridkv
 from hybridkv import KVCacheManager, Plan, Request, plan, read_model
-from hybridkv.cache.placement import AlignPlacement, EndsPlacement, IntervalPlacement, placement_of
+from hybridkv.cache.placement import LRU, AlignPlacement, EndsPlacement, IntervalPlacement, placement_of
 from hybridkv.errors import ConfigError
 
 MODEL = read_model("qwen3-next-80b-a3b")
@@ -74,8 +74,9 @@ def test_without_torch_the_rest_says_what_to_install(name: str) -> None:
 def test_a_manager_keeps_states_where_the_plan_says(placement: str) -> None:
     made = planned(placement=placement)
     cache = KVCacheManager(made)
-    assert cache.placement == placement_of(made)
-    assert cache.placement is not None
+    asked = placement_of(made)
+    assert asked is not None
+    assert cache.placement == cache.eviction.placed(asked)
     assert cache.placement.name.startswith(placement)
     assert (cache.max_model_len, cache.config) == (4096, made.config)
     assert cache.enable_caching == (placement != "none")
@@ -99,7 +100,8 @@ def test_what_contradicts_the_plan_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             KVCacheManager(made, **wrong)
-    same = KVCacheManager(made, 4096, dcp_world_size=1, pcp_world_size=1, placement=IntervalPlacement(512))
+    every = {"dcp_world_size": 1, "pcp_world_size": 1, "placement": IntervalPlacement(512), "eviction": LRU}
+    same = KVCacheManager(made, 4096, **every)  # type: ignore[arg-type]  # as they are
     assert same.placement == IntervalPlacement(512)
     reference = planned(layout="reference")
     with pytest.raises(ConfigError, match="placement align:16 contradicts the plan, which was made with align"):

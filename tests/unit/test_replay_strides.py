@@ -8,6 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from hybridkv.cache import CommonHit, KVCacheManager
+from hybridkv.cache.placement import LRU
 from hybridkv.cache.slots.strides import Strides as CacheStrides
 from hybridkv.errors import CacheError, CapacityError, ConfigError
 from hybridkv.models import Layer, Model, known_models, read_model
@@ -69,9 +70,13 @@ def left(made: Simulation) -> tuple[object, ...]:
 
 
 def compared(source: Source, made_of: Plan, **settings: object) -> tuple[ReplayReport, int]:
-    """Replay ``source`` both ways and compare field for field; the report, and how many steps were taken singly."""
+    """Replay ``source`` both ways and compare field for field; the report, and how many steps were taken singly.
+
+    By last use unless ``settings`` say otherwise: where ends are ranked, strides end sooner.
+    """
     summary = source.summary()
-    ways = [simulation_of(made_of, ReplaySettings(step_by_step=one, **settings)) for one in (True, False)]  # type: ignore[arg-type]  # settings of this file
+    asked = [ReplaySettings(step_by_step=one, **{"eviction": "lru", **settings}) for one in (True, False)]  # type: ignore[arg-type]  # settings of this file
+    ways = [simulation_of(made_of, one) for one in asked]
     singles = 0
     schedule = ways[1].scheduler.schedule
 
@@ -219,7 +224,7 @@ def running(prompts: tuple[int, ...], outputs: int, limits: SchedulerLimits | No
     """A scheduler whose requests have just prefilled, in blocks of 4 tokens."""
     spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="bfloat16")
     made = plan(Model("m", "m", (Layer("layer", spec, 0),), 1000, 9, "bfloat16", 1, 1, 4), "64KiB", max_model_len=64)
-    scheduler = Scheduler(KVCacheManager(made), limits)
+    scheduler = Scheduler(KVCacheManager(made, eviction=LRU), limits)
     for i, length in enumerate(prompts):
         sampling = SamplingParams(max_tokens=outputs, ignore_eos=True)
         tokens = range(100 * i, 100 * i + length)

@@ -18,10 +18,10 @@ from hybridkv.cache.blocks.pool import BlockPool
 from hybridkv.cache.blocks.slab_space import SlabSpace
 from hybridkv.cache.blocks.space import ClassedSpace
 from hybridkv.cache.placement import (
-    DEFAULT_EVICTION,
     DEFAULT_PLACEMENT,
     EVERYBODY,
     EVICTIONS,
+    LRU,
     Eviction,
     Placement,
     TenantShares,
@@ -156,7 +156,7 @@ def layout_of(
     config: KVCacheConfig,
     *,
     placement: Placement | None = None,
-    eviction: Eviction = DEFAULT_EVICTION,
+    eviction: Eviction = LRU,
     shares: TenantShares = EVERYBODY,
     retention: int | None = None,
     max_moved_bytes: int | None = None,
@@ -172,10 +172,10 @@ def layout_of(
                 f"placement {placement.name} needs the natural layout; in the reference layout the specs say where "
                 "states are kept: plan with placement= instead"
             )
-        if eviction != DEFAULT_EVICTION:
+        if eviction != LRU:
             raise ConfigError(
                 f"eviction {eviction.name} needs the natural layout: the reference layout gives up blocks in the order "
-                f"of their last use, {DEFAULT_EVICTION.name}"
+                f"of their last use, {LRU.name}"
             )
         if max_moved_bytes is not None or space is not None or not published_ends:
             raise ConfigError(
@@ -234,7 +234,7 @@ class ReferenceLayout:
 
     retention: int | None = None
     placement: None = None
-    eviction: Eviction = DEFAULT_EVICTION
+    eviction: Eviction = LRU
     needs: None = None
     shares: TenantShares = EVERYBODY
     rewrites_states: bool = False

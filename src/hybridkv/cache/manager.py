@@ -16,7 +16,7 @@ from hybridkv.cache.blocks.space import ClassedSpace
 from hybridkv.cache.bounds import CacheBounds
 from hybridkv.cache.events import MAX_EVENT_BLOCKS, KVCacheEvent
 from hybridkv.cache.layouts import layout_of
-from hybridkv.cache.placement import DEFAULT_EVICTION, EVERYBODY, Eviction, Placement, TenantShares
+from hybridkv.cache.placement import EVERYBODY, Eviction, Placement, TenantShares
 from hybridkv.cache.planned import managed
 from hybridkv.cache.slots.batch import BatchSlots
 from hybridkv.cache.slots.holds import BlockLock, Pin
@@ -59,7 +59,8 @@ class KVCacheManager:
     every n-th token, 0 only those where each request itself is likely to be resumed.
     max_pinned_blocks: what ``pin`` may hold, and requests are not promised (slabs, in the natural layout).
     placement: in the natural layout, where recurrent states are kept; by default ``ends``.
-    eviction: in the natural layout, what is given up next; by default ``lru``.
+    eviction: in the natural layout, what is given up next; by default what the plan says (``eviction_of``), ``lru``
+    for a config alone.
     shares: of tenants of what is kept, with an eviction that ranks ends (not ``lru``); by default all are one tenant.
     max_moved_bytes: in the natural layout, once so much was moved between slabs in a step, what needs more moves
     waits for the next; at least 1, which lets one request have its moves in each step; None: no bound.
@@ -87,7 +88,7 @@ class KVCacheManager:
         retention: int | None = None,
         max_pinned_blocks: int = 0,
         placement: Placement | None = None,
-        eviction: Eviction = DEFAULT_EVICTION,
+        eviction: Eviction | None = None,
         shares: TenantShares = EVERYBODY,
         max_moved_bytes: int | None = None,
         space: ClassedSpace | None = None,
@@ -95,18 +96,19 @@ class KVCacheManager:
         max_event_blocks: int = MAX_EVENT_BLOCKS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        config, limits, placement = managed(
+        config, limits, placement, eviction = managed(
             kv_cache_config,
             max_model_len=max_model_len,
             dcp_world_size=dcp_world_size,
             pcp_world_size=pcp_world_size,
             placement=placement,
+            eviction=eviction,
         )
         retention = None if retention is None else integer("retention", retention, most=MOST_COUNT)
         layout = layout_of(
             config,
             placement=placement,
-            eviction=instance("eviction", eviction, Eviction),
+            eviction=eviction,
             shares=instance("shares", shares, TenantShares),
             retention=retention,
             max_moved_bytes=None if max_moved_bytes is None else integer("max_moved_bytes", max_moved_bytes, 1),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hybridkv.arguments import integer
-from hybridkv.cache.placement import Placement, placement_of
+from hybridkv.arguments import instance, integer
+from hybridkv.cache.placement import LRU, Eviction, Placement, eviction_of, placement_of
 from hybridkv.errors import ConfigError
 from hybridkv.planner import KVCacheConfig, Plan
 from hybridkv.specs import RequestLimits
@@ -13,11 +13,12 @@ from hybridkv.units import MOST_COUNT, shown
 
 
 class Managed(NamedTuple):
-    """A config, the limits of its requests, and where states are kept; None for the config's own way."""
+    """A config, the limits of its requests, where states are kept (None: the config's own way), and what goes next."""
 
     config: KVCacheConfig
     limits: RequestLimits
     placement: Placement | None
+    eviction: Eviction
 
 
 def managed(
@@ -27,6 +28,7 @@ def managed(
     dcp_world_size: int | None,
     pcp_world_size: int | None,
     placement: Placement | None,
+    eviction: Eviction | None,
 ) -> Managed:
     """What ``given`` says and the arguments beside it, None where they are silent.
 
@@ -36,11 +38,12 @@ def managed(
     asked = {name: integer(name, value, 1, MOST_COUNT) for name, value in counts.items() if value is not None}
     if not isinstance(placement, Placement | None):
         raise ConfigError(f"placement must be one of hybridkv.cache.placement, got {shown(placement)}")
+    evicts = None if eviction is None else instance("eviction", eviction, Eviction)
     if isinstance(given, KVCacheConfig):
         if "max_model_len" not in asked:
             raise ConfigError("max_model_len is missing: a config does not say it, so give it, or the whole plan")
         ranks = {"dcp": asked.get("dcp_world_size", 1), "pcp": asked.get("pcp_world_size", 1)}
-        return Managed(given, RequestLimits(asked["max_model_len"], **ranks), placement)
+        return Managed(given, RequestLimits(asked["max_model_len"], **ranks), placement, evicts or LRU)
     if not isinstance(given, Plan):
         raise ConfigError(f"kv_cache_config must be a Plan or a KVCacheConfig, got {shown(given)}")
     limits, kept = given.limits, placement_of(given)
@@ -55,4 +58,4 @@ def managed(
             f"placement {placement.name} contradicts the plan, which was made with "
             f"{given.placement if kept is None else kept.name}: leave it out, or plan anew"
         )
-    return Managed(given.config, limits, kept)
+    return Managed(given.config, limits, kept, evicts or eviction_of(given))

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from hybridkv.cache.placement import EVICTIONS, TenantShares, placement_of
+from hybridkv.cache.placement import DEFAULT_EVICTIONS, EVICTIONS, TenantShares, eviction_of, placement_of
 from hybridkv.cli.output import console, in_words, print_facts, share, table
 from hybridkv.cli.panels import MODEL, OUTPUT, REQUESTS, RUN
 from hybridkv.cli.planning import (
@@ -37,6 +37,7 @@ from hybridkv.cli.printable import printable
 from hybridkv.cli.tenants import ShareOption
 from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan
+from hybridkv.planner.plan import NATURAL
 from hybridkv.simulator import (
     WORKLOADS,
     Progress,
@@ -143,11 +144,13 @@ def replay_command(
         bool, typer.Option("--skip-bad-lines", help="Count malformed lines, go on.", rich_help_panel=REQUESTS)
     ] = False,
     eviction: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help=f"What is given up next, in the natural layout: {', '.join(EVICTIONS)}.", rich_help_panel=RUN
+            help=f"What is given up next, in the natural layout: {', '.join(EVICTIONS)}.",
+            rich_help_panel=RUN,
+            show_default=DEFAULT_EVICTIONS[NATURAL].name,
         ),
-    ] = _DEFAULT.eviction,
+    ] = None,
     shares: ShareOption = None,
     no_prefix_caching: Annotated[
         bool, typer.Option("--no-prefix-caching", help="Share nothing.", rich_help_panel=RUN)
@@ -271,6 +274,7 @@ def _settings(plan: Plan, settings: ReplaySettings, length_from: str, source: Re
         "max_model_len": plan.max_model_len,
         "max_model_len_from": length_from,
         **{name: value for name, value in asdict(settings).items() if name not in _NOT_TOLD},
+        "eviction": eviction_of(plan, settings.eviction).name,
         "shares": [asdict(one) for one in settings.shares.of],
         **drawn,
     }
@@ -292,7 +296,7 @@ def _show_plan(plan: Plan, settings: ReplaySettings) -> None:
     )
     placement = _placement(plan, settings)
     states = "no recurrent states" if placement is None else f"placement {placement}"
-    evicts = "" if settings.eviction == _DEFAULT.eviction else f"eviction {settings.eviction}, "
+    evicts = "" if settings.eviction is None else f"eviction {settings.eviction}, "
     _print(f"layout {plan.layout}, {states}, {evicts}{model.dtype} cache")
     running, budget = format_count(settings.max_running), format_count(settings.token_budget)
     _print(f"up to {running} requests and {budget} tokens a step")

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from hybridkv.cache.placement import DEFAULT_EVICTION, EVICTIONS, TenantShares
+from hybridkv.cache.placement import DEFAULT_EVICTIONS, EVICTIONS, TenantShares
 from hybridkv.cli.loading import ModelOption, TrustOption, bars_for_terminals, load_quietly
 from hybridkv.cli.panels import CACHE, OUTPUT, REQUESTS, RUN
 from hybridkv.cli.speculation import Speculate, SpeculateOption
 from hybridkv.cli.stepping import AttentionOption, MaxRunningOption, NoPrefixCachingOption, TokenBudgetOption
 from hybridkv.cli.tenants import ShareOption
 from hybridkv.errors import ConfigError
+from hybridkv.planner.plan import NATURAL
 from hybridkv.units import MOST_COUNT, format_bytes, format_count
 
 if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
@@ -77,11 +78,13 @@ def serve_command(
     token_budget: TokenBudgetOption = 2048,
     no_prefix_caching: NoPrefixCachingOption = False,
     eviction: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help=f"What is given up next, in the natural layout: {', '.join(EVICTIONS)}.", rich_help_panel=CACHE
+            help=f"What is given up next, in the natural layout: {', '.join(EVICTIONS)}.",
+            rich_help_panel=CACHE,
+            show_default=DEFAULT_EVICTIONS[NATURAL].name,
         ),
-    ] = DEFAULT_EVICTION.name,
+    ] = None,
     shares: ShareOption = None,
     attention: AttentionOption = "gather",
     speculate: SpeculateOption = None,

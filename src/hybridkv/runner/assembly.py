@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hybridkv.arguments import flag, integer, text
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import DEFAULT_EVICTION, EVERYBODY, TenantShares, eviction_named
+from hybridkv.cache.placement import EVERYBODY, TenantShares, eviction_named, eviction_of
 from hybridkv.errors import ConfigError
 from hybridkv.frozen import check_fields, one_of
 from hybridkv.planner import Plan
@@ -35,7 +35,8 @@ class EngineOptions:
     self_check: first compare the model on pages with plain forwards, some 15 short ones (hybridkv.runner.self_check).
     kv_events: the cache tells what it stores and forgets, for AsyncEngine's ``events``.
     image_bytes: of the features of images kept on the device; beyond it those read longest ago are made anew.
-    eviction, shares: what the cache gives up next, by name, and shares of tenants of what it keeps (KVCacheManager).
+    eviction, shares: what the cache gives up next, by name, None for what suits the plan, and shares of tenants of what
+    it keeps (KVCacheManager).
     Raises ConfigError for counts that are none, and for the name of no eviction.
     """
 
@@ -48,7 +49,7 @@ class EngineOptions:
     attention: AttentionBackend | str = AttentionBackend.GATHER
     compile: str | None = None
     kv_events: bool = False
-    eviction: str = DEFAULT_EVICTION.name
+    eviction: str | None = None
     shares: TenantShares = EVERYBODY
 
     def __post_init__(self) -> None:
@@ -58,8 +59,9 @@ class EngineOptions:
         check_fields(self, flag, "prefix_caching", "self_check", "kv_events")
         check_fields(self, attention_backend, "attention")
         check_fields(self, compile_option, "compile")
-        check_fields(self, text, "eviction")
-        eviction_named(self.eviction)
+        if self.eviction is not None:
+            check_fields(self, text, "eviction")
+            eviction_named(self.eviction)
         check_fields(self, one_of(TenantShares), "shares")
 
 
@@ -122,7 +124,7 @@ def assemble(
         plan,
         enable_caching=options.prefix_caching,
         enable_kv_cache_events=options.kv_events,
-        eviction=eviction_named(options.eviction),
+        eviction=eviction_of(plan, options.eviction),
         shares=options.shares,
     )
     scheduler = Scheduler(cache, limits)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import DEFAULT_EVICTION, EVERYBODY, TenantShares, eviction_named, placement_of
+from hybridkv.cache.placement import EVERYBODY, TenantShares, eviction_named, eviction_of, placement_of
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.frozen import check_fields, one_of
 from hybridkv.models import Model
@@ -34,8 +34,8 @@ class ReplaySettings:
 
     time_scale: multiplies the modelled durations; 0 makes steps take no time. prefix_caching: whether blocks
     are shared at all. placement: natural layout: where recurrent states are kept, instead of where the plan says.
-    eviction: natural layout: what is given up next, by name. step_by_step: take every step by itself, also where
-    several are alike; the report is the same. shares: natural layout: of tenants of what is kept.
+    eviction: what is given up next, by name, instead of what suits the plan. step_by_step: take every step by itself,
+    also where several are alike; the report is the same. shares: natural layout: of tenants of what is kept.
     Raises ConfigError for values out of range.
     """
 
@@ -45,12 +45,13 @@ class ReplaySettings:
     prefix_caching: bool = True
     hardware: Hardware = H100
     placement: str | None = None
-    eviction: str = DEFAULT_EVICTION.name
+    eviction: str | None = None
     step_by_step: bool = False
     shares: TenantShares = EVERYBODY
 
     def __post_init__(self) -> None:
-        eviction_named(self.eviction)
+        if self.eviction is not None:
+            eviction_named(self.eviction)
         check_fields(self, one_of(TenantShares), "shares")
         for name, most in (("max_running", MOST_RUNNING), ("token_budget", MOST_COUNT)):
             value, option = getattr(self, name), name.replace("_", "-")
@@ -196,7 +197,7 @@ def simulation_of(plan: Plan, settings: ReplaySettings) -> Simulation:
         dcp_world_size=plan.limits.dcp,
         pcp_world_size=plan.limits.pcp,
         placement=placement_of(plan, settings.placement),
-        eviction=eviction_named(settings.eviction),
+        eviction=eviction_of(plan, settings.eviction),
         shares=settings.shares,
         clock=clock,
     )

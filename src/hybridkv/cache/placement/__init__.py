@@ -3,9 +3,9 @@
 eviction (and what ranks: ends, hazard, hazard_table) beside stops (named, planned); shares of tenants (tenants).
 """
 
-from hybridkv.cache.placement.eviction import DEFAULT_EVICTION, EVICTIONS, LRU, Eviction, eviction_named
+from hybridkv.cache.placement.eviction import EVICTIONS, HAZARD, LRU, Eviction, eviction_named
 from hybridkv.cache.placement.named import DEFAULT_PLACEMENT, placement_named
-from hybridkv.cache.placement.planned import placement_of
+from hybridkv.cache.placement.planned import DEFAULT_EVICTIONS, eviction_of, placement_of
 from hybridkv.cache.placement.shares import EVERYBODY, Share, TenantShares
 from hybridkv.cache.placement.stops import (
     AlignPlacement,
@@ -17,10 +17,11 @@ from hybridkv.cache.placement.stops import (
 )
 
 __all__ = [
-    "DEFAULT_EVICTION",
+    "DEFAULT_EVICTIONS",
     "DEFAULT_PLACEMENT",
     "EVERYBODY",
     "EVICTIONS",
+    "HAZARD",
     "LRU",
     "AlignPlacement",
     "CornerPlacement",
@@ -32,6 +33,7 @@ __all__ = [
     "Share",
     "TenantShares",
     "eviction_named",
+    "eviction_of",
     "placement_named",
     "placement_of",
 ]

@@ -40,15 +40,12 @@ class Eviction:
 
 LRU: Final = Eviction("lru")
 
-DEFAULT_EVICTION: Final = LRU
-"""What differs from it must first be shown to be never worse."""
+HAZARD: Final = Eviction("hazard", HazardRanking, 1024)
 
-_NAMED: Final = {
-    one.name: one for one in (LRU, Eviction("coverage", PassedThenLosing), Eviction("hazard", HazardRanking, 1024))
-}
+_NAMED: Final = {one.name: one for one in (LRU, Eviction("coverage", PassedThenLosing), HAZARD)}
 
 EVICTIONS: Final = tuple(_NAMED)
-"""Names, the default first."""
+"""Names."""
 
 
 def eviction_named(name: str) -> Eviction:

@@ -1,13 +1,21 @@
-"""The placement that a plan was made for, or another one that it allows."""
+"""What a plan says of states and evictions: the placement it was made for, and what is given up next."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from hybridkv.cache.placement.eviction import LRU, Eviction, eviction_named
 from hybridkv.cache.placement.named import DEFAULT_PLACEMENT, placement_named
 from hybridkv.cache.placement.stops import Placement
 from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan
 from hybridkv.planner.pages import state_block_tokens
-from hybridkv.planner.plan import NATURAL, NO_STATES
+from hybridkv.planner.plan import NATURAL, NO_STATES, REFERENCE
+
+DEFAULT_EVICTIONS: Final[Mapping[str, Eviction]] = MappingProxyType({REFERENCE: LRU, NATURAL: LRU})
+"""Of each layout, whatever its groups are (docs/design/0019)."""
 
 
 def placement_of(plan: Plan, asked: str | None = None) -> Placement | None:
@@ -31,3 +39,11 @@ def placement_of(plan: Plan, asked: str | None = None) -> Placement | None:
     if planned == NO_STATES and placement.keeps_states:
         raise ConfigError(f"the plan was made with placement {NO_STATES!r}: plan again with {asked!r} to keep states")
     return placement
+
+
+def eviction_of(plan: Plan, asked: str | None = None) -> Eviction:
+    """What is given up next in a cache of ``plan``: what is ``asked`` for by name, else that of its layout.
+
+    ConfigError for a name that is none.
+    """
+    return DEFAULT_EVICTIONS[plan.layout] if asked is None else eviction_named(asked)
