@@ -142,7 +142,7 @@ def pressed(kind: str = "chat", layout: str = "natural", seed: int = 2) -> tuple
 )
 def test_while_requests_wait_for_room(kind: str, seed: int, layout: str) -> None:
     report, singles = compared(*pressed(kind, layout, seed), token_budget=2048, max_running=6)
-    assert report.refusals["no_space"] > report.steps / 2
+    assert report.refusals["no_space"] > 20
     assert singles < report.steps / 3
 
 
