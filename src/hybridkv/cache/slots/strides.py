@@ -90,32 +90,30 @@ class Strides:
         for group in self._deciding:
             stop = np.minimum(stop, group.next_events(rows, publishes=self._publisher.publishes))
         steps = min(most, int((stop - computed).min()) - 1)
-        while steps > 0 and not self._fits(rows, computed + steps):
+        while steps > 0 and not self._pool.gives(self._growth(rows, computed + steps)):  # nothing given back
             steps //= 2
         return max(steps, 0)
 
-    def _fits(self, rows: Int64, end: Int64) -> bool:
-        """Whether there are all blocks that ``rows`` need for ``end`` tokens, nothing given back."""
-        needs = [0] * len(self._groups)
+    def _growth(self, rows: Int64, end: Int64) -> list[int]:
+        """Blocks, by group, that ``rows`` take up to ``end`` tokens."""
+        growth = [0] * len(self._groups)
         for group in self._growing:
             missing = group.policy.columns(end) - group.rows.count[rows]
-            needs[group.number] = int(missing[missing > 0].sum())
-        return self._pool.gives(needs)
+            growth[group.number] = int(missing[missing > 0].sum())
+        return growth
 
     def refuses(self, rows: Int64, steps: int, takes: Sequence[Sequence[int]], hits: Sequence[CommonHit]) -> bool:
         """See KVCacheManager.refuses_alike."""
-        begun = self._rows.num_computed[rows]
-        growth = [0] * len(self._groups)
+        end = self._rows.num_computed[rows] + steps
         for group in self._growing:
-            if (group.policy.droppable(begun + steps - 1) > group.rows.dropped[rows]).any():
+            if (group.policy.droppable(end - 1) > group.rows.dropped[rows]).any():
                 return False
-            missing = group.policy.columns(begun + steps) - group.rows.count[rows]
-            growth[group.number] = int(missing[missing > 0].sum())
+        growth = self._growth(rows, end)
         none = [0] * len(growth)
         weights = (self._pool.weigh([a + b for a, b in zip(growth, one, strict=True)], none) for one in takes)
         if any(weight.needed > weight.free for weight in weights):
             return False
-        return all(self._keeps(hit, rows, begun + steps) for hit in hits) and not self._evicts(hits, sum(growth))
+        return all(self._keeps(hit, rows, end) for hit in hits) and not self._evicts(hits, sum(growth))
 
     def _keeps(self, hit: CommonHit, rows: Int64, end: Int64) -> bool:
         """Whether ``rows`` publish nothing up to ``end`` tokens that makes ``hit`` longer."""
