@@ -228,9 +228,9 @@ def test_refusals_say_why() -> None:
     one = request(cache, range(30))
     assert cache.plan_slots(one, 21) == Refusal(Reason.NO_SPACE, 0, 6, 5)
     plan = cache.plan_slots(one, 4, admission=Admission(RequestLimits(21)))
-    assert plan == Refusal(Reason.ADMISSION_LIMIT, 0, 6, 5)
+    assert plan == Refusal(Reason.ADMISSION_LIMIT, 0, 6, 5, takes=(1,))
     assert cache.plan_slots(one, 4, admission=Admission(RequestLimits(20), reserve_blocks=1)) == Refusal(
-        Reason.ADMISSION_LIMIT, 0, 6, 5
+        Reason.ADMISSION_LIMIT, 0, 6, 5, takes=(1,)
     )
     assert isinstance(cache.plan_slots(one, 4, admission=Admission(RequestLimits(20))), SlotPlan)
     assert [str(reason) for reason in Reason] == ["no_space", "fragmented", "admission_limit", "prefix_not_written"]
@@ -244,7 +244,7 @@ def test_hits_that_nobody_holds_count_as_needed() -> None:
     second, third = request(cache, range(9)), request(cache, range(9))
     blocks, hit = cache.get_computed_blocks(second)
     plan = cache.plan_slots(second, 1, hit, blocks, admission=Admission(RequestLimits(9), reserve_blocks=3))
-    assert plan == Refusal(Reason.ADMISSION_LIMIT, 0, 6, 5)
+    assert plan == Refusal(Reason.ADMISSION_LIMIT, 0, 6, 5, takes=(3,))
     run(cache, second)
     plan = cache.plan_slots(third, 1, hit, blocks, admission=Admission(RequestLimits(9), reserve_blocks=1))
     assert isinstance(plan, SlotPlan)
