@@ -215,7 +215,7 @@ def test_no_other_choice_of_drafts_has_more_tokens_a_second(seed: int) -> None:
 
     best = max(map(speed, product(*(range(len(told.drafts[one.request_id]) + 1) for one in rows))))
     none = speed([0] * 4)
-    assert speed(handed) == pytest.approx(best if best > 1.01 * none else none, rel=1e-3)
+    assert speed(handed) == pytest.approx(best if best > 1.05 * none else none, rel=1e-3)
 
 
 def test_what_is_no_drafter() -> None:
