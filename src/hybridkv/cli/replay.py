@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from hybridkv.cache.placement import DEFAULT_EVICTIONS, EVICTIONS, TenantShares, eviction_of, placement_of
+from hybridkv.cache.placement import TenantShares, eviction_of, placement_of
+from hybridkv.cli.keeping import EvictionOption, ShareOption
 from hybridkv.cli.output import console, in_words, print_facts, share, table
 from hybridkv.cli.panels import MODEL, OUTPUT, REQUESTS, RUN
 from hybridkv.cli.planning import (
@@ -34,10 +35,8 @@ from hybridkv.cli.planning import (
     load_plan,
 )
 from hybridkv.cli.printable import printable
-from hybridkv.cli.tenants import ShareOption
 from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan
-from hybridkv.planner.plan import NATURAL
 from hybridkv.simulator import (
     WORKLOADS,
     Progress,
@@ -143,14 +142,7 @@ def replay_command(
     skip_bad_lines: Annotated[
         bool, typer.Option("--skip-bad-lines", help="Count malformed lines, go on.", rich_help_panel=REQUESTS)
     ] = False,
-    eviction: Annotated[
-        str | None,
-        typer.Option(
-            help=f"What is given up next, in the natural layout: {', '.join(EVICTIONS)}.",
-            rich_help_panel=RUN,
-            show_default=DEFAULT_EVICTIONS[NATURAL].name,
-        ),
-    ] = None,
+    eviction: EvictionOption = None,
     shares: ShareOption = None,
     no_prefix_caching: Annotated[
         bool, typer.Option("--no-prefix-caching", help="Share nothing.", rich_help_panel=RUN)

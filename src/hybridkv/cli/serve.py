@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from hybridkv.cache.placement import DEFAULT_EVICTIONS, EVICTIONS, TenantShares
+from hybridkv.cache.placement import TenantShares
+from hybridkv.cli.keeping import EvictionOption, ShareOption
 from hybridkv.cli.loading import ModelOption, TrustOption, bars_for_terminals, load_quietly
 from hybridkv.cli.panels import CACHE, OUTPUT, REQUESTS, RUN
 from hybridkv.cli.speculation import Speculate, SpeculateOption
 from hybridkv.cli.stepping import AttentionOption, MaxRunningOption, NoPrefixCachingOption, TokenBudgetOption
-from hybridkv.cli.tenants import ShareOption
 from hybridkv.errors import ConfigError
-from hybridkv.planner.plan import NATURAL
 from hybridkv.units import MOST_COUNT, format_bytes, format_count
 
 if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
@@ -77,14 +76,7 @@ def serve_command(
     max_running: MaxRunningOption = 64,
     token_budget: TokenBudgetOption = 2048,
     no_prefix_caching: NoPrefixCachingOption = False,
-    eviction: Annotated[
-        str | None,
-        typer.Option(
-            help=f"What is given up next, in the natural layout: {', '.join(EVICTIONS)}.",
-            rich_help_panel=CACHE,
-            show_default=DEFAULT_EVICTIONS[NATURAL].name,
-        ),
-    ] = None,
+    eviction: EvictionOption = None,
     shares: ShareOption = None,
     attention: AttentionOption = "gather",
     speculate: SpeculateOption = None,

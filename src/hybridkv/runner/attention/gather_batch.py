@@ -134,12 +134,13 @@ class _Builder:
         last_seen: int64[tokens], the last token that each sees; None: itself.
         """
         self.last_seen = last_seen
-        rows = np.flatnonzero(step.decodes)
+        decodes = step.decodes
+        rows = np.flatnonzero(decodes)
         # exponent of the power of two: 1 -> 0, 2 -> 1, 3, 4 -> 2
         classes = np.stack((self.scheduled[rows], np.ceil(np.log2(self.blocks[rows])).astype(np.int64)), axis=1)
         for one in np.unique(classes, axis=0):
             self._bucket(rows[(classes == one).all(axis=1)])
-        for member in np.flatnonzero(~step.decodes).tolist():
+        for member in np.flatnonzero(~decodes).tolist():
             if self.splits and self._is_causal(member):
                 self._chunk(member)
             else:

@@ -100,11 +100,11 @@ class AdaptiveDrafter:
 
     def _follow(self, request: Request, drafts: list[int]) -> int:
         """``drafts`` are proposed for ``request`` now; how many right ones lead to them."""
-        tokens = request.token_ids()
+        known = request.num_tokens
         before, run = self._proposed.get(request.request_id), 0
-        if before is not None and before.request is request and before.known <= len(tokens):
-            run = self._learn(before, tokens[before.known :].tolist())
-        self._proposed[request.request_id] = _Proposed(request, len(tokens), list(drafts), run)
+        if before is not None and before.request is request and before.known <= known:
+            run = self._learn(before, request.token_ids(before.known).tolist())
+        self._proposed[request.request_id] = _Proposed(request, known, list(drafts), run)
         return run
 
     def _learn(self, before: _Proposed, came: list[int]) -> int:

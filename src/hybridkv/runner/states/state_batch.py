@@ -89,12 +89,13 @@ def state_batch(step: Step, group: int, device: torch.device, *, alike: bool = F
     the state behind a row's last certain token, or behind one of its drafts, is not written.
     """
     states = _GroupStates(step, group, device)
-    single = np.flatnonzero(step.decodes)
+    decodes = step.decodes
+    single = np.flatnonzero(decodes)
     lengths = states.scheduled[single]
     together = [single[lengths == length] for length in np.unique(lengths)] if alike else [single]
     return StateBatch(
         tuple(states.decode(rows) for rows in together if len(rows)),
-        tuple(states.chain(row) for row in np.flatnonzero(~step.decodes).tolist()),
+        tuple(states.chain(row) for row in np.flatnonzero(~decodes).tolist()),
     )
 
 

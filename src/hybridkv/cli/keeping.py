@@ -1,4 +1,4 @@
-"""The option of tenants' shares, of every command that serves several."""
+"""Options of what the cache keeps, and for whom."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ from typing import Annotated
 
 import typer
 
+from hybridkv.cache.placement import DEFAULT_EVICTIONS, EVICTIONS
 from hybridkv.cli.panels import CACHE
+from hybridkv.planner.plan import NATURAL
+
+EvictionOption = Annotated[
+    str | None,
+    typer.Option(
+        help=f"What is given up next, in the natural layout: {', '.join(EVICTIONS)}.",
+        show_default=DEFAULT_EVICTIONS[NATURAL].name,
+        rich_help_panel=CACHE,
+    ),
+]
 
 ShareOption = Annotated[
     list[str] | None,
