@@ -8,13 +8,15 @@ as to make prompts of about ``--prompt-tokens``; answers are greedy and all ``--
 chat has a system prompt of its own, so that there is nothing to find before it comes again.
 
     hybridkv     cold, and once more with everything cached (warm)
-    ngram:4      hybridkv with drafts looked up in the text where they pay, cold
+    ngram:4      hybridkv with drafts looked up in the text where they pay, cold; an engine without drafts takes its
+                 steps in turn with it (plain), for a machine may be twice as fast a minute later
     static       transformers' generate, all chats in one padded batch
     continuous   transformers' generate_batch
     sequential   transformers' generate, one chat after the other
     vllm         where VLLM_PYTHON names a Python with it, cold and warm
 
 Each runs in a process of its own, which loads the model and answers one short prompt before the clock runs.
+Of ngram: how many steps either took, and how many drafts were verified and right.
 ``same`` counts the chats whose tokens are those of ``sequential``, or of the first engine of the list without it: real
 numbers end in ties that any order of summing breaks its own way. ``peak``: the most memory that the process ever held,
 model, cache and all, in GiB. Of hybridkv also ``cache``, all of its blocks, and ``steps``, the most that the steps of
@@ -33,6 +35,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -54,8 +57,16 @@ RULES = (
 )
 
 Answers = list[list[int]]
-Run = tuple[dict[str, float], Answers, dict[str, float]]
-"""Processor seconds by what was run, the tokens of every chat, and GiB by what they are of."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Processor seconds by what was run, the tokens of every chat, GiB by what they are of, and what was counted."""
+
+    seconds: dict[str, float]
+    answers: Answers
+    gib: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 def prompts_of(model: str, chats: int, tokens: int, own: bool) -> Answers:
@@ -84,22 +95,12 @@ def timed(run: Callable[[], Answers]) -> tuple[float, Answers]:
     return time.process_time() - begun, answers
 
 
-def hybridkv(model: str, prompts: Answers, new: int, dtype: str, drafts: int) -> Run:
-    """Cold, then warm; with a drafter cold alone."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
+def hybridkv(model: str, prompts: Answers, new: int, dtype: str) -> Run:
+    """Cold, then warm."""
     from hybridkv.request import SamplingParams
-    from hybridkv.runner import Engine, EngineOptions, plan_for, wrap
-    from hybridkv.runner.drafters import AdaptiveDrafter, NgramDrafter
 
-    loaded = wrap(AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)))
-    speculate = AdaptiveDrafter(NgramDrafter(drafts)) if drafts else None
-    plan = plan_for(loaded, [len(one) + new for one in prompts], num_speculative_tokens=drafts)
-    options = EngineOptions()
-    sampling = SamplingParams(max_tokens=new, ignore_eos=True)
-    with Engine(loaded, plan, options, speculate=speculate) as engine:
-        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
+    with engine_of(model, prompts, new, dtype) as engine:
+        plan, sampling = engine.plan, SamplingParams(max_tokens=new, ignore_eos=True)
 
         def run() -> Answers:
             return [list(one.token_ids) for one in engine.generate(prompts, sampling)]
@@ -108,9 +109,60 @@ def hybridkv(model: str, prompts: Answers, new: int, dtype: str, drafts: int) ->
         before = forget_peak()
         cold, answers = timed(run)
         memory = {"cache": plan.capacity.arena_bytes / 2**30, "steps": resident("VmHWM") - before}
-        if drafts:
-            return {"cold": cold}, answers, memory
-        return {"cold": cold, "warm": timed(run)[0]}, answers, memory
+        return Run({"cold": cold, "warm": timed(run)[0]}, answers, memory)
+
+
+def engine_of(model: str, prompts: Answers, new: int, dtype: str, drafts: int = 0) -> Any:  # noqa: ANN401  # see below
+    """An engine of hybridkv, which is no import of a Python with a peer in it; one short prompt behind its start."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from hybridkv.request import SamplingParams
+    from hybridkv.runner import Engine, EngineOptions, plan_for, wrap
+    from hybridkv.runner.drafters import AdaptiveDrafter, NgramDrafter
+
+    loaded = wrap(AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)))
+    plan = plan_for(loaded, [len(one) + new for one in prompts], num_speculative_tokens=drafts)
+    speculate = AdaptiveDrafter(NgramDrafter(drafts)) if drafts else None
+    engine = Engine(loaded, plan, EngineOptions(), speculate=speculate)
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
+    return engine
+
+
+def ngram(model: str, prompts: Answers, new: int, dtype: str, drafts: int) -> Run:
+    """Cold, with drafts and without, a step of the one after a step of the other; what was drafted."""
+    from hybridkv.request import SamplingParams
+
+    sampling = SamplingParams(max_tokens=new, ignore_eos=True)
+    with (
+        engine_of(model, prompts, new, dtype, drafts) as drafting,
+        engine_of(model, prompts, new, dtype) as plain,
+    ):
+        both = (drafting, plain)
+        before = [one.statistics().steps for one in both]
+        for one in both:
+            one.runner.storage.arena.fill_(0)
+        seconds = [0.0, 0.0]
+        found: list[dict[str, list[int]]] = [{}, {}]
+        for at, one in enumerate(both):
+            begun = time.process_time()
+            for name, prompt in enumerate(prompts):
+                one.add(prompt, sampling, request_id=f"chat-{name}")
+            seconds[at] += time.process_time() - begun
+        while not all(one.idle for one in both):
+            for at, one in enumerate(both):
+                begun = time.process_time()
+                ended = [] if one.idle else one.step()
+                seconds[at] += time.process_time() - begun
+                found[at] |= {done.request_id: list(done.token_ids) for done in ended}
+        names = [f"chat-{name}" for name in range(len(prompts))]
+        answers = [[by_name[name] for name in names] for by_name in found]
+        if answers[0] != answers[1]:
+            print("with drafts other tokens than without")
+        steps = [one.statistics().steps - first for one, first in zip(both, before, strict=True)]
+        of = drafting.statistics()
+        counts = {"steps": steps[0], "plain": steps[1], "drafted": of.drafted_tokens, "right": of.accepted_tokens}
+        return Run({"cold": seconds[0], "plain": seconds[1]}, answers[0], counts=counts)
 
 
 def resident(field: str) -> float:
@@ -159,7 +211,7 @@ def of_transformers(name: str, model: str, prompts: Answers, new: int, dtype: st
     }
     batch([[1, 2, 3]])
     cold, answers = timed(runs[name])
-    return {"cold": cold}, answers, {}
+    return Run({"cold": cold}, answers)
 
 
 def vllm(model: str, prompts: Answers, new: int, dtype: str) -> Run:
@@ -176,7 +228,7 @@ def vllm(model: str, prompts: Answers, new: int, dtype: str) -> Run:
         return [list(one.outputs[0].token_ids) for one in engine.generate(given, asked, use_tqdm=False)]
 
     cold, answers = timed(run)
-    return {"cold": cold, "warm": timed(run)[0]}, answers, {}
+    return Run({"cold": cold, "warm": timed(run)[0]}, answers)
 
 
 def run_one(name: str, given: argparse.Namespace) -> None:
@@ -184,18 +236,20 @@ def run_one(name: str, given: argparse.Namespace) -> None:
     prompts = json.loads((given.work / "prompts.json").read_text("utf-8"))
     what = given.model, prompts, given.new_tokens, given.dtype
     if name == "vllm":
-        seconds, answers, memory = vllm(*what)
+        found = vllm(*what)
     else:
         import torch
 
         torch.set_num_threads(given.threads)
         if name in PEERS_OF_TORCH:
-            seconds, answers, memory = of_transformers(name, *what)
+            found = of_transformers(name, *what)
+        elif name == "hybridkv":
+            found = hybridkv(*what)
         else:
-            seconds, answers, memory = hybridkv(*what, drafts=int(name.partition(":")[2] or 0))
-    memory["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    found = {"seconds": seconds, "gib": memory, "answers": answers}
-    (given.work / "answers.json").write_text(json.dumps(found), "utf-8")
+            found = ngram(*what, drafts=int(name.partition(":")[2]))
+    peak = {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    found = replace(found, gib=found.gib | peak)
+    (given.work / "answers.json").write_text(json.dumps(asdict(found)), "utf-8")
 
 
 def measured(given: argparse.Namespace, engines: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -256,9 +310,10 @@ def main() -> None:
         same = sum(mine == theirs for mine, theirs in zip(one["answers"], reference, strict=True))
         seconds = "  ".join(f"{what} {value:6.2f} s" for what, value in one["seconds"].items())
         memory = "  ".join(f"{what} {value:.2f}" for what, value in one["gib"].items())
-        print(f"{name:<12} {seconds:<32} GiB: {memory:<36} same {same} of {given.chats}", flush=True)
+        counts = "  ".join(f"{what} {value}" for what, value in one["counts"].items())
+        print(f"{name:<12} {seconds:<32} GiB: {memory:<36} same {same} of {given.chats}  {counts}", flush=True)
     if given.json is not None:
-        kept = {name: {"seconds": one["seconds"], "gib": one["gib"]} for name, one in found.items()}
+        kept = {name: {what: one[what] for what in ("seconds", "gib", "counts")} for name, one in found.items()}
         names = ("chats", "prompt_tokens", "new_tokens", "dtype", "threads", "own")
         asked = {name: getattr(given, name) for name in names}
         given.json.write_text(json.dumps({"asked": asked, "engines": kept}, indent=1) + "\n", "utf-8")
