@@ -2,10 +2,12 @@
 
     python eviction_table.py run RESULTS.jsonl FOLDER [--only TEXT] [--limit N] [--replayed] [--hinted]
     python eviction_table.py show RESULTS.jsonl                      a table in Markdown
+    python eviction_table.py never-worse RESULTS.jsonl               hazard beside the better of align and lru
 
 A cell runs its requests one after the other, each at its arrival, in a step or two and with nobody beside it: the cache
 alone, as docs/design/0019 compares it with a simulation. ``--replayed``: through the scheduler, time modelled and
-requests running side by side, which takes some ten times as long. ``--hinted``: every request comes with the hints of
+requests running side by side, which takes some ten times as long; then also *align*, the reference layout with its own
+placement and order. ``--hinted``: every request comes with the hints of
 one who knows how the trace goes on (oracle_hints). A cell that stands in RESULTS, whatever commit made
 it, is not run again: delete its line to do so.
 """
@@ -29,6 +31,7 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.cache.placement import EVICTIONS, eviction_named, placement_of
 from hybridkv.errors import CacheError
 from hybridkv.models import Model, read_model
+from hybridkv.planner.plan import NATURAL, REFERENCE
 from hybridkv.request import Request
 from hybridkv.simulator import ReplaySettings, SimulatedClock, TraceFile, plan_for_trace, simulation_of
 from hybridkv.simulator.trace import RequestSource, TraceSummary
@@ -50,11 +53,13 @@ STREAMS = (
     "api.jsonl.gz",
 )
 MEMORIES = (40, 10, 20, 80, 160)
+REFERENCE_ALIGN = "align"
+WAYS = (REFERENCE_ALIGN, *EVICTIONS)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run. limit: requests, 0 for all. replayed: through the scheduler. hinted: see oracle_hints."""
+    """One run. eviction: of WAYS. limit: requests, 0 for all. replayed: by the scheduler. hinted: see oracle_hints."""
 
     stream: str
     model: str
@@ -75,7 +80,7 @@ def cells(limit: int, *, replayed: bool, hinted: bool) -> Iterator[Cell]:
     for stream in STREAMS:
         for memory in MEMORIES:
             for model in MODELS:
-                for eviction in EVICTIONS:
+                for eviction in WAYS if replayed else EVICTIONS:
                     yield Cell(stream, model, memory, eviction, limit, replayed, hinted)
 
 
@@ -152,8 +157,10 @@ def alone(cell: Cell, source: RequestSource, summary: TraceSummary) -> dict[str,
 
 def replayed(cell: Cell, source: RequestSource, summary: TraceSummary) -> dict[str, Any]:
     """Through the scheduler."""
-    plan = plan_for_trace(summary, model_of(cell.model), f"{cell.memory_gib}GiB")
-    report = simulation_of(plan, ReplaySettings(eviction=cell.eviction)).run(source, summary=summary)
+    align = cell.eviction == REFERENCE_ALIGN
+    layout, eviction = (REFERENCE, None) if align else (NATURAL, cell.eviction)
+    plan = plan_for_trace(summary, model_of(cell.model), f"{cell.memory_gib}GiB", layout=layout)
+    report = simulation_of(plan, ReplaySettings(eviction=eviction)).run(source, summary=summary)
     return {
         "hit_rate": round(report.hit_rate, 6),
         "requests": report.requests,
@@ -180,23 +187,38 @@ def run(cell: Cell, folder: str) -> dict[str, Any]:
 
 
 def show(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Markdown: a row for each stream, model and memory, a column for each eviction."""
-    yield f"| stream | requests | model | GiB | way | {' | '.join(EVICTIONS)} |"
-    yield f"|---|--:|---|--:|---|{'--:|' * len(EVICTIONS)}"
-    rows: dict[tuple[object, ...], dict[str, float]] = {}
-    for line in lines:
-        way = ("replayed" if line["replayed"] else "alone") + (", hinted" if line.get("hinted") else "")
-        key: tuple[object, ...] = line["stream"].split(".")[0], line["requests"], line["model"], line["memory_gib"], way
-        rows.setdefault(key, {})[line["eviction"]] = line["hit_rate"]
-    for key, found in rows.items():
-        rates = (f"{found[name]:.4f}" if name in found else "" for name in EVICTIONS)
+    """Markdown: a row for each stream, model and memory, a column for each way."""
+    yield f"| stream | requests | model | GiB | run | {' | '.join(WAYS)} |"
+    yield f"|---|--:|---|--:|---|{'--:|' * len(WAYS)}"
+    for key, found in rows(lines).items():
+        rates = (f"{found[name]:.4f}" if name in found else "" for name in WAYS)
         yield f"| {' | '.join(map(str, key))} | {' | '.join(rates)} |"
+
+
+def rows(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[object, ...], dict[str, float]]:
+    """Hit rates by way, of each stream, requests, model, memory and kind of run."""
+    found: dict[tuple[object, ...], dict[str, float]] = {}
+    for line in lines:
+        kind = ("replayed" if line["replayed"] else "alone") + (", hinted" if line.get("hinted") else "")
+        key = (line["stream"].split(".")[0], line["requests"], line["model"], line["memory_gib"], kind)
+        found.setdefault(key, {})[line["eviction"]] = line["hit_rate"]
+    return found
+
+
+def never_worse(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Points that hazard is ahead of align, of lru, and of the better one: on average, and where it is worst."""
+    whole = [(key, found) for key, found in rows(lines).items() if {"align", "lru", "hazard"} <= found.keys()]
+    for name, rivals in (("align", ("align",)), ("lru", ("lru",)), ("the better of both", ("align", "lru"))):
+        ahead = [(100 * (found["hazard"] - max(found[one] for one in rivals)), key) for key, found in whole]
+        if ahead:
+            mean, (worst, where) = sum(points for points, _ in ahead) / len(ahead), min(ahead, key=lambda one: one[0])
+            yield f"ahead of {name}, {len(ahead)} cells: {mean:+.2f} points on average, at worst {worst:+.2f} ({where})"
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "show"))
+    parser.add_argument("what", choices=("run", "show", "never-worse"))
     parser.add_argument("results", type=Path)
     parser.add_argument("folder", nargs="?", default=".")
     parser.add_argument("--only", action="append", default=[], help="cells whose text has this, and all others given")
@@ -205,8 +227,8 @@ def main() -> None:
     parser.add_argument("--hinted", action="store_true", help="with hints of one who knows the future")
     asked = parser.parse_args()
     done = read_results(asked.results) if asked.results.exists() else []
-    if asked.what == "show":
-        print("\n".join(show(done)))
+    if asked.what != "run":
+        print("\n".join((show if asked.what == "show" else never_worse)(done)))
         return
     known = {tuple(line.get(name, False) for name in Cell.__dataclass_fields__) for line in done}
     for cell in cells(asked.limit, replayed=asked.replayed, hinted=asked.hinted):

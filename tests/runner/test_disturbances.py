@@ -21,17 +21,18 @@ def unlike_prompts(count: int, seed: int) -> list[list[int]]:
     return [rng.integers(32, 127, int(length)).tolist() for length in rng.integers(20, 120, count)]
 
 
+@pytest.mark.parametrize("eviction", ["lru", "hazard"])
 @pytest.mark.parametrize("name", models("mamba", *STATES_AND_ATTENTION))
-def test_memory_for_three_requests_evicts_and_moves(name: str, make_engine: EngineFactory) -> None:
+def test_memory_for_three_requests_evicts_and_moves(name: str, eviction: str, make_engine: EngineFactory) -> None:
     prompts = unlike_prompts(12, 3)
-    checked = CheckedEngine(make_engine, name, prompts, OUTPUT, room_for=3, max_running=4)
+    checked = CheckedEngine(make_engine, name, prompts, OUTPUT, room_for=3, max_running=4, eviction=eviction)
     first = checked.run(prompts, greedy(OUTPUT))
     again = checked.run(prompts[::-1], greedy(OUTPUT))[::-1]
     assert [one.token_ids for one in again] == [one.token_ids for one in first]
     assert sum(one.hit_tokens for one in first) == 0
-    # what ran last is there, what ran first is not
-    assert again[-1].hit_tokens == len(prompts[-1]) - 1
-    assert sum(one.hit_tokens == 0 for one in again) > 6
+    if eviction == "lru":  # what ran last is there, what ran first is not
+        assert again[-1].hit_tokens == len(prompts[-1]) - 1
+    assert 0 < sum(one.hit_tokens > 0 for one in again) < (6 if eviction == "lru" else len(again))
     slabs = checked.engine.plan.config.slabs
     assert slabs is not None
     assert (checked.copies()["move"] > 0) == (len(slabs.classes) > 1)

@@ -43,7 +43,7 @@ def test_equal_inputs_are_encoded_once_and_others_share_nothing(name: str, make_
 
 @NAMES
 def test_a_caller_may_name_the_content_and_eviction_makes_it_heard_again(name: str, make_engine: EngineFactory) -> None:
-    listening = Listening(make_engine, name, room_for=1, max_running=1)
+    listening = Listening(make_engine, name, room_for=1, max_running=1, eviction="lru")
     engine, prompt = listening.engine, [0]
     heard = (1, 1, *range(2, 13), 1)
     for number in heard:

@@ -7,7 +7,7 @@ import pytest
 from checked_engine import CheckedEngine, models
 from runner_support import EngineFactory, greedy, shared_prompts
 
-from hybridkv.cache.placement import AlignPlacement
+from hybridkv.cache.placement import AlignPlacement, placement_of
 from hybridkv.request import SamplingParams
 
 OUTPUT = 12
@@ -50,7 +50,7 @@ def expected_hit(checked: CheckedEngine, placement: str | None, block: int, prom
         return prompt - 1
     if placement == "none":
         return 0
-    kept = checked.engine.cache.placement
+    kept = placement_of(checked.engine.plan)
     step = kept.tokens if isinstance(kept, AlignPlacement) else int(placement.removeprefix("interval:"))
     return (prompt - 1) // step * step
 

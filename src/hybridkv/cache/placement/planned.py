@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from hybridkv.cache.placement.eviction import LRU, Eviction, eviction_named
+from hybridkv.cache.placement.eviction import HAZARD, LRU, Eviction, eviction_named
 from hybridkv.cache.placement.named import DEFAULT_PLACEMENT, placement_named
 from hybridkv.cache.placement.stops import Placement
 from hybridkv.errors import ConfigError
@@ -14,8 +14,8 @@ from hybridkv.planner import Plan
 from hybridkv.planner.pages import state_block_tokens
 from hybridkv.planner.plan import NATURAL, NO_STATES, REFERENCE
 
-DEFAULT_EVICTIONS: Final[Mapping[str, Eviction]] = MappingProxyType({REFERENCE: LRU, NATURAL: LRU})
-"""Of each layout, whatever its groups are (docs/design/0019)."""
+DEFAULT_EVICTIONS: Final[Mapping[str, Eviction]] = MappingProxyType({REFERENCE: LRU, NATURAL: HAZARD})
+"""Of each layout, whatever its groups are: pure attention, too, gains by it (docs/design/0019)."""
 
 
 def placement_of(plan: Plan, asked: str | None = None) -> Placement | None:
