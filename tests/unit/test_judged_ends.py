@@ -186,6 +186,71 @@ def test_where_a_request_leaves_what_others_had_is_an_end(eviction: str, specs: 
     assert [end.hits for end in cache.ends(Kind.BRANCH)] == [1]
 
 
+def kept_tokens(cache: Cache) -> dict[int, Node]:
+    """The kept ends by their tokens."""
+    return {node.tokens: node for node in cache.kept._tree.kept()}
+
+
+START, ON, OFF = [1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9]
+
+
+def run_again_without_branch(cache: Cache, prompt: list[int]) -> Node:
+    """The end before the last token of ``prompt``, given up and hit again, without the one where it left others'."""
+    for tokens in (len(prompt) - 1, 4):
+        cache.kept._release(cache.node(tokens), cache.now)
+    cache.run(prompt, outputs=1)
+    assert 4 not in kept_tokens(cache)
+    return cache.node(len(prompt) - 1)
+
+
+def test_an_end_inside_a_block_is_before_those_alone_that_go_on_as_it_does() -> None:
+    """Another one, behind the same whole block, was there before; all is checked at every step."""
+    cache = Cache("coverage", slabs=40)
+    cache.run([*START, *ON, *ON, 1])
+    cache.run([*START, 9, 9, 9], outputs=1)
+    inside = run_again_without_branch(cache, [*START, 9, 9, 9])
+    root = cache.kept._tree.root
+    assert cache.node(12).parent is inside.parent is root
+    cache.run([*START, *ON, *OFF, 1], outputs=1)
+    assert cache.node(12).parent is cache.node(8)
+    assert cache.node(8).parent is cache.node(4)
+
+
+def test_an_end_inside_a_block_is_before_all_that_go_on_with_a_block_that_begins_so() -> None:
+    """Whether the first one does is not known until another comes that goes on with its second block."""
+    cache = Cache("coverage", slabs=40)
+    cache.run([*START, *ON, *ON, 1])
+    cache.run([*START, 5, 6, 1], outputs=1)
+    inside = run_again_without_branch(cache, [*START, 5, 6, 1])
+    first, root = cache.node(12), cache.kept._tree.root
+    assert first.parent is inside.parent is root
+    cache.run([*START, *ON, *OFF, 1], outputs=1)
+    assert cache.node(8).parent is inside
+    assert first.parent is cache.node(8)
+    cache.kept._release(cache.node(8), cache.now)
+    cache.cache.check()
+    assert first.parent is inside
+
+
+def test_who_has_the_same_block_is_known_to_go_on_as_an_end_inside_it_does() -> None:
+    cache = Cache("coverage", slabs=40)
+    cache.run([*START, *ON, *ON, 1])
+    cache.run([*START, 5, 6, 1], outputs=1)
+    cache.kept._release(cache.node(6), cache.now)
+    cache.kept._release(cache.node(4), cache.now)
+    cache.run([*START, *ON, *OFF, 1], outputs=1)
+    assert cache.node(12).parent is cache.node(8)
+    assert cache.node(8).parent is cache.node(6)
+
+
+def test_ends_are_behind_the_end_of_whole_blocks_that_they_begin_with() -> None:
+    """One inside the next block was there before it."""
+    cache = Cache("coverage", slabs=24)
+    cache.run([*START, 9, 9], outputs=1)
+    cache.run([*START, 5, 6, 7], outputs=1)
+    assert {one.parent for one in kept_tokens(cache).values() if one.tokens in {5, 6}} == {cache.node(4)}
+
+
 # -- what is remembered
 
 
@@ -322,6 +387,22 @@ def loses_an_heir(cache: Cache) -> None:
         child.unlink()
 
 
+def takes_who_goes_on_otherwise(cache: Cache) -> None:
+    """An end stands behind another one inside the same block that it does not begin with."""
+    node = cache.node(11)
+    node.unlink()
+    node.segment = []
+    node.link(cache.node(10))
+
+
+def passes_over_an_end(cache: Cache) -> None:
+    """An end stands behind the root, not behind the end of whole blocks that it begins with."""
+    node = cache.node(10)
+    before = node.unlink()
+    node.segment = before.segment + node.segment
+    node.link(cache.kept._tree.root)
+
+
 def keeps_what_nobody_needs(cache: Cache) -> None:
     space = cache.kept._space
     given = np.flatnonzero(space.given_up())
@@ -340,6 +421,19 @@ def test_check_sees_what_is_wrong(eviction: str, fault: Callable[[Cache], None])
     assert not is_caught(cache)
     fault(cache)
     assert is_caught(cache)
+
+
+@pytest.mark.parametrize("fault", [takes_who_goes_on_otherwise, passes_over_an_end])
+def test_check_sees_ends_behind_others_than_they_go_on_from(fault: Callable[[Cache], None]) -> None:
+    cache = Cache("coverage", slabs=24)
+    cache.run([*START, *ON, 1, 2], outputs=1)
+    cache.run([*START, *ON, 5, 3, 3, 3], outputs=1)
+    assert {8, 10, 11} <= kept_tokens(cache).keys()
+    fault(cache)
+    cache.kept._needs.counts[:] = cache.kept._blocks.counted(cache.kept._tree.kept())
+    cache.kept._note_stale(cache.kept._tree.kept())
+    with pytest.raises(CacheError, match="stands behind"):
+        cache.cache.check()
 
 
 def saves_as_before(self: JudgedEnds, node: Node, saved: float, now: float) -> bool:

@@ -72,6 +72,20 @@ def test_the_deepest_that_comes_meanwhile_is_waited_for() -> None:
     cache.cache.check()
 
 
+def test_tokens_that_come_while_a_request_waits_are_not_looked_at() -> None:
+    """Those of steps that were in flight when it was preempted."""
+    cache = Cache(EVERYBODY, 30)
+    cache.run(chat(1, 1))
+    cache.run(chat(1, 2))
+    prompt = chat(1, 2)
+    request = Request("waits", prompt[:11], hasher=cache.cache.hasher)
+    cache.cache.expect(request)
+    for token in prompt[11:]:
+        request.append(token)
+    cache.cache.check()
+    assert [node.tokens for node in cache.kept._tree.kept() if node.end.awaited] == [10]
+
+
 def test_where_all_is_waited_for_room_is_made_all_the_same() -> None:
     cache = Cache(EVERYBODY, 13)
     for person in range(8):

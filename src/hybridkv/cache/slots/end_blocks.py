@@ -173,11 +173,10 @@ class EndBlocks:
         if loose.size:
             self._needs.space.give_up(loose)
 
-    def pass_on(self, node: Node, times: int) -> None:
-        """``times`` ends that needed the segment of ``node`` leave it to that one."""
-        segment = self.segment(node) if times else None
-        if segment is not None:
-            self._needs.counts[segment] -= times
+    def pass_on(self, keys: Sequence[bytes], start: int, times: int) -> None:
+        """``times`` ends that needed the hash blocks ``keys``, from number ``start`` on, leave them to another."""
+        for group in self._full if times else ():
+            self._needs.counts[group.index.blocks_of(_columns(group, keys, start))] -= times
 
     def counted(self, nodes: Sequence[Node]) -> Int32:
         """How many of ``nodes`` need each block, int32[blocks], counted anew."""

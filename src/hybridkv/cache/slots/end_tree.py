@@ -3,11 +3,15 @@ r"""Ends by prefix: those kept in a tree, each behind the nearest one before it,
 root --- end --- end        segment: the keys of the hash blocks between an end and its parent
   \\        `---- end        chain: the key of the last whole hash block before it, under which it is found
    `---- end                inside: what tells the tokens behind that block apart
+
+A parent begins as its children do, token for token. Of an end that stops inside a block, and one that was there before
+it and goes on behind the same whole blocks, that is not always known: of whole blocks only keys are kept. Then the one
+is not before the other; of those that go on with the same key it is before all, or none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from hybridkv.cache.placement.ends import End, Kind
@@ -69,10 +73,10 @@ class Node:
         return found if len(found) <= CROWD + 1 else []
 
     def siblings(self) -> list[Node]:
-        """Others that begin as it does behind its parent, or behind one of that one's level; few ones."""
+        """Others that begin as it does behind its parent; few ones."""
         if self.parent is None or not self.segment:
             return []
-        return [one for before in self.parent.level() for one in before.few(self.first_key) if one is not self]
+        return [one for one in self.parent.few(self.first_key) if one is not self]
 
     @property
     def crowded(self) -> bool:
@@ -80,14 +84,41 @@ class Node:
         before = [] if self.parent is None else self.parent.level()
         return any(len(one.children.get(key, ())) > CROWD for one in before for key in (self.first_key, b""))
 
-    def behind(self, other: Node) -> list[Node]:
+    def behind(self, other: Node, known: Collection[bytes]) -> list[Node]:
         """Children that ``other``, new behind this end, lies before. O(children that begin as it does).
 
-        Of those that end inside the same hash block as ``other`` none does: how their last tokens begin is not known.
+        known: keys of next blocks that begin as ``other`` does, which ends inside one.
         """
         length = len(other.segment)
-        bucket = self.children.get(other.first_key, ()) if length else ()
-        return [one for one in bucket if len(one.segment) > length and one.segment[length - 1] == other.chain]
+        passing = self._through(other.segment) if length else self.children.get(b"", ())
+        found = [one for one in passing if len(one.segment) == length and other.begins_block_of(one)]
+        if other.inside[1]:
+            return found + [one for key in known for one in self._through([*other.segment, key])]
+        return found + [one for one in passing if len(one.segment) > length]
+
+    def _through(self, keys: Sequence[bytes]) -> list[Node]:
+        """Children whose segments begin with ``keys``, one at least."""
+        length = len(keys)
+        bucket = self.children.get(keys[0], ())
+        return [one for one in bucket if len(one.segment) >= length and one.segment[length - 1] == keys[-1]]
+
+    def begins_block_of(self, other: Node) -> bool:
+        """Whether ``other``, behind the same whole blocks, begins as this end does."""
+        inside = self.inside[1]
+        return not inside or (other.inside[0] == self.inside[0] and other.inside[1].startswith(inside))
+
+    def overtaken_by(self, known: Collection[bytes]) -> list[Node]:
+        """Ends with a next key of ``known`` behind the same whole blocks as this one, which stand behind one before it.
+
+        O(children of those that end inside the same block).
+        """
+        found, at = list[Node](), self
+        while at.inside[1] and at.parent is not None:
+            found += [one for key in known for one in at.parent._through([*at.segment, key])]
+            if at.segment:
+                break
+            at = at.parent
+        return found
 
     def link(self, parent: Node) -> None:
         """``parent`` is the nearest kept end before."""

@@ -23,8 +23,8 @@ from hybridkv.cache.placement.ends import NEVER, End, Kind
 from hybridkv.cache.placement.promises import is_of_session, kind_of, of_session, promise_of
 from hybridkv.cache.placement.tenants import TenantRankings
 from hybridkv.cache.rows.group import CacheGroup
-from hybridkv.cache.slots.end_blocks import EndBlocks
 from hybridkv.cache.slots.end_counts import EndCounts
+from hybridkv.cache.slots.end_shares import EndShares
 from hybridkv.cache.slots.end_tree import EndTree, Node
 from hybridkv.cache.slots.judged_audit import check_ends
 from hybridkv.cache.slots.known import KnownTokens
@@ -68,7 +68,8 @@ class JudgedEnds:
         self._pool = pool
         self._needs = needs
         self._space = needs.space
-        self._blocks = EndBlocks(groups, pool, needs)
+        self._shares = EndShares(groups, pool, needs)
+        self._blocks = self._shares.blocks
         self._rankings = rankings
         self._counts = EndCounts(rankings.shares)
         self._clock = clock
@@ -84,7 +85,7 @@ class JudgedEnds:
         self._tree = EndTree(self._hash_block)
         self._ghosts.clear()
         self._queue.forget_ends()
-        self._owners: dict[int, list[Node]] = {}
+        self._shares.clear()
         self._sessions: dict[int, _Session] = {}
         self._parked: dict[int, Node] = {}
         self._stale: dict[int, Node] = {}
@@ -255,56 +256,31 @@ class JudgedEnds:
     def _insert(self, request: Request, node: Node, now: float) -> bool:
         """``node``, a ghost or new, is kept from now on; False, and it is forgotten, where its tokens are not there."""
         self._adopt(request, node, now)
-        own = self._blocks.own(request, node.tokens)
-        parent = self._tree.parent_of(request, node.tokens)
-        node.segment, node.parent = request.hashes[parent.depth : node.depth], parent
-        node.own = own or []
-        if own is None or not self._blocks.count(node):
-            node.parent, node.segment, node.own = None, [], []
+        changed = self._shares.put(request, node, self._tree.parent_of(request, node.tokens))
+        if changed is None:
             self._forget(node, now)
             return False
-        for block in node.own:
-            self._owners.setdefault(block, []).append(node)
-        behind = parent.behind(node)
-        self._blocks.pass_on(node, len(behind))
-        for child in behind:
-            child.unlink()
-            child.segment = child.segment[len(node.segment) :]
-        node.link(parent)
-        for child in behind:
-            child.link(node)
-        node.kept = True
         self._counts.note_kept(node.end)
         self._ghosts.discard(node)
         node.end.used = max(node.end.used, now)
         if len(self._queue):
             self._await(self._queue.note_kept(node, self._tree))
-        self._note_stale((node, parent, *behind, *self._beside(node, self._blocks.segment(node))))
+        self._note_stale(changed)
         return True
 
     def _release(self, node: Node, now: float) -> None:
         """``node`` is kept no longer, and remembered. O(its segment times its children)."""
-        segment = self._blocks.segment(node)
-        beside = self._beside(node, segment)
-        self._blocks.discount(node, segment)
-        parent, heirs = self._take_out(node)
+        self._unlist(node)
+        parent, changed = self._shares.take_out(node)
+        self._await(self._queue.note_gone(node, self._tree))
         self._bury(node, parent, now, declined=False)
-        self._note_stale((parent, *heirs, *beside))
+        self._note_stale(changed)
 
-    def _take_out(self, node: Node) -> tuple[Node, list[Node]]:
-        """Out of ranking, tree and owners: its parent, and the children that are that one's now."""
+    def _unlist(self, node: Node) -> None:
+        """``node`` cannot be given up, nor will what it saves be looked at."""
         self._unrank(node)
         self._parked.pop(node.end.serial, None)
         self._stale.pop(node.end.serial, None)
-        for block in node.own:
-            owners = self._owners[block]
-            owners.remove(node)
-            if not owners:
-                del self._owners[block]
-        around = node.detach()
-        node.own, node.segment, node.kept = [], [], False
-        self._await(self._queue.note_gone(node, self._tree))
-        return around
 
     # -- ghosts
 
@@ -432,27 +408,11 @@ class JudgedEnds:
         self._rank(node, now)
         return is_new
 
-    def _beside(self, node: Node, segment: Int64 | None) -> list[Node]:
-        """Ends that may need a block that ``node`` needs, children and parent left out; windows are not looked at."""
-        shared = [*node.own, *([] if segment is None else segment.tolist())]
-        found = [one for block in shared for one in self._owners.get(block, ()) if one is not node]
-        keys = {key for block in node.own if (key := self._pool.key_of(block)) is not None}
-        if keys:  # who goes on behind the block that it ends in
-            found += [one for before in node.level() for key in sorted(keys) for one in before.few(key)]
-        return found + node.siblings()
-
     # -- what happens to blocks
 
     def follow(self, moves: Int64) -> None:
         """Blocks moved, int64[m, 2] of (source, target). O(moves)."""
-        pairs = moves.tolist()
-        found = [(source, target, self._owners.pop(source, None)) for source, target in pairs]
-        for source, target, owners in found:
-            if owners is None:
-                continue
-            self._owners[target] = owners
-            for node in owners:
-                node.own = [target if block == source else block for block in node.own]
+        self._shares.follow(moves)
 
     def _settle(self) -> None:
         """Follow what was lost since: what failed steps should have written, what callers evicted, or all."""
@@ -465,12 +425,7 @@ class JudgedEnds:
             return
         lost = self._needs.take_lost()
         if lost:
-            broken = set[Node]()
-            for block in lost:
-                for node in self._owners.pop(block, ()):
-                    node.own.remove(block)
-                    broken.add(node)
-            self._recount(broken)
+            self._recount(self._shares.lose(lost))
 
     def _recount(self, broken: set[Node]) -> None:
         """Count anew, without ``broken`` ends and those whose tokens are gone. O(kept ends and their segments)."""
@@ -481,7 +436,9 @@ class JudgedEnds:
                 cut.add(node)
         gone = [one for one in kept if one in cut or one in broken or self._blocks.window(one) is None]
         for node in reversed(gone):  # those behind first
-            self._take_out(node)
+            self._unlist(node)
+            self._shares.cut(node)
+            self._await(self._queue.note_gone(node, self._tree))
             self._bury(node, None, now, declined=False)
         left = self._tree.kept()
         self._blocks.recount(left)

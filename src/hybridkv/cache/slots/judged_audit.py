@@ -5,7 +5,8 @@ Each function yields one line a violation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,8 +22,12 @@ def check_ends(kept: JudgedEnds) -> Iterator[str]:
     needs, nodes = kept._needs, kept._tree.kept()
     wrong = np.flatnonzero(kept._blocks.counted(nodes) != needs.counts)
     yield from (f"block {block} is needed by {needs.counts[block]} ends by count" for block in wrong.tolist())
+    at: dict[bytes, list[Node]] = {}
+    for node in nodes:
+        at.setdefault(node.chain, []).append(node)
     for node in nodes:
         yield from _place(kept, node)
+        yield from _behind(node, at)
         yield from _worth(kept, node)
     for node in kept._tree.nodes.values():
         if node.kept == (node in kept._ghosts):
@@ -42,8 +47,28 @@ def _place(kept: JudgedEnds, node: Node) -> Iterator[str]:
         yield f"the end of {node.tokens} tokens has no parent that is kept and knows it"
     elif parent.depth + len(node.segment) != node.depth or (node.segment and node.segment[-1] != node.chain):
         yield f"the segment of the end of {node.tokens} tokens does not reach from its parent to itself"
-    if any(node not in kept._owners.get(block, ()) for block in node.own):
+    if any(node not in kept._shares.owners.get(block, ()) for block in node.own):
         yield f"a block of the end of {node.tokens} tokens does not know it"
+
+
+def _behind(node: Node, at: Mapping[bytes, Sequence[Node]]) -> Iterator[str]:
+    """at: kept ends by their chains. The parent is the last end that ``node`` is known to begin with."""
+    parent = node.parent
+    if parent is None:
+        return
+    wrong = f"the end of {node.tokens} tokens stands behind that of {parent.tokens}"
+    if not node.segment and not parent.begins_block_of(node):
+        yield f"{wrong}, with which it does not begin"
+    for chain, key in pairwise([parent.chain, *node.segment]):
+        for other in at.get(key, ()):
+            if parent.tokens < other.tokens < node.tokens and not other.inside[1]:
+                yield f"{wrong}, not behind that of {other.tokens}"
+        for other in at.get(chain, ()):
+            if other is not parent and key in other.children:
+                yield f"{wrong}, and others with its key behind that of {other.tokens}"
+    for other in at.get(node.chain, ()):
+        if parent.tokens < other.tokens < node.tokens and other.begins_block_of(node):
+            yield f"{wrong}, not behind that of {other.tokens}, inside the same block"
 
 
 def _worth(kept: JudgedEnds, node: Node) -> Iterator[str]:

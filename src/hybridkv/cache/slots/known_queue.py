@@ -1,4 +1,7 @@
-"""Requests that wait, and the deepest kept end that each begins with: it goes after all others of its tenant."""
+"""Requests that wait, and the deepest kept end that each begins with: it goes after all others of its tenant.
+
+Tokens that a request gets while it waits, of steps that were in flight when it was preempted, are not looked at.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,13 @@ _MOST: Final = 1024
 @dataclass(slots=True)
 class _Waiting:
     request: Request
+    tokens: int
     node: Node | None = None
+
+    def deepest(self, tree: EndTree) -> Node | None:
+        """The kept end that it would go on from. O(its hash blocks)."""
+        path = tree.path(self.request, self.tokens - 1)
+        return next((node for node in reversed(path) if node.kept), None)
 
 
 class KnownQueue:
@@ -31,8 +40,8 @@ class KnownQueue:
     def add(self, request: Request, tree: EndTree) -> Iterator[tuple[Node, bool]]:
         """``request`` waits from now on. O(its hash blocks)."""
         if request.reads_prefix_cache and len(self._waiting) < _MOST:
-            one = self._waiting[request.request_id] = _Waiting(request)
-            yield from self._move(one, deepest(request, tree))
+            one = self._waiting[request.request_id] = _Waiting(request, request.num_tokens)
+            yield from self._move(one, one.deepest(tree))
 
     def remove(self, request: Request) -> Iterator[tuple[Node, bool]]:
         """``request`` waits no longer, if it did."""
@@ -43,14 +52,15 @@ class KnownQueue:
     def note_kept(self, node: Node, tree: EndTree) -> Iterator[tuple[Node, bool]]:
         """``node`` is kept from now on. O(waiting)."""
         for one in list(self._waiting.values()):
-            if (one.node is None or one.node.tokens < node.tokens) and tree.begins_with(one.request, node):
+            least = 0 if one.node is None else one.node.tokens
+            if least < node.tokens < one.tokens and tree.begins_with(one.request, node):
                 yield from self._move(one, node)
 
     def note_gone(self, node: Node, tree: EndTree) -> Iterator[tuple[Node, bool]]:
         """``node`` is kept no longer. O(waiting), and the hash blocks of those that waited for it."""
         for one in list(self._waiting.values()) if node.end.awaited else ():
             if one.node is node:
-                yield from self._move(one, deepest(one.request, tree))
+                yield from self._move(one, one.deepest(tree))
 
     def forget_ends(self) -> None:
         """Nothing is kept."""
@@ -67,15 +77,9 @@ class KnownQueue:
     def check(self, tree: EndTree) -> Iterator[str]:
         """A line for each request that begins with another end. O(waiting times their hash blocks)."""
         for one in self._waiting.values():
-            if one.node is not deepest(one.request, tree):
+            if one.node is not one.deepest(tree):
                 yield f"request {one.request.request_id!r} waits for another end than the deepest that it begins with"
         awaited = {id(one.node) for one in self._waiting.values()}
         for node in tree.nodes.values():
             if node.end.awaited != (id(node) in awaited):
                 yield f"the end of {node.tokens} tokens is awaited: {node.end.awaited}"
-
-
-def deepest(request: Request, tree: EndTree) -> Node | None:
-    """The kept end that ``request`` would go on from. O(its hash blocks)."""
-    path = tree.path(request, request.num_tokens - 1)
-    return next((node for node in reversed(path) if node.kept), None)
