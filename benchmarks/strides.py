@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 
 from hybridkv.models import read_model
 from hybridkv.planner import Plan
-from hybridkv.schedule import Choose, Stride
+from hybridkv.schedule import Choose, Stride, StrideTimes
 from hybridkv.simulator import (
     ReplayReport,
     ReplaySettings,
@@ -71,12 +70,12 @@ class Counted:
 
     def __init__(self, made: Simulation) -> None:
         self.strides = self.steps = 0
-        self._stride: Callable[[Choose], Stride] = made.scheduler.stride
+        self._stride = made.scheduler.stride
         made.scheduler.stride = self.stride  # type: ignore[method-assign]
 
-    def stride(self, choose: Choose) -> Stride:
+    def stride(self, choose: Choose, times: StrideTimes | None = None) -> Stride:
         """That of the scheduler, counted."""
-        stride = self._stride(choose)
+        stride = self._stride(choose, times)
         self.strides += stride.steps > 0
         self.steps += stride.steps
         return stride

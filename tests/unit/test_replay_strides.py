@@ -1,5 +1,6 @@
 """Strides: many steps taken as one leave what the same steps leave one by one."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -9,6 +10,9 @@ from numpy.typing import NDArray
 
 from hybridkv.cache import CommonHit, KVCacheManager
 from hybridkv.cache.placement import LRU
+from hybridkv.cache.placement.ends import End
+from hybridkv.cache.placement.tenants import TenantRankings
+from hybridkv.cache.slots.judged import JudgedEnds
 from hybridkv.cache.slots.strides import Strides as CacheStrides
 from hybridkv.errors import CacheError, CapacityError, ConfigError
 from hybridkv.models import Layer, Model, known_models, read_model
@@ -72,7 +76,7 @@ def left(made: Simulation) -> tuple[object, ...]:
 def compared(source: Source, made_of: Plan, **settings: object) -> tuple[ReplayReport, int]:
     """Replay ``source`` both ways and compare field for field; the report, and how many steps were taken singly.
 
-    By last use unless ``settings`` say otherwise: where ends are ranked, strides end sooner.
+    By last use unless ``settings`` say otherwise.
     """
     summary = source.summary()
     asked = [ReplaySettings(step_by_step=one, **{"eviction": "lru", **settings}) for one in (True, False)]  # type: ignore[arg-type]  # settings of this file
@@ -150,6 +154,43 @@ def test_while_requests_wait_for_room(kind: str, seed: int, layout: str) -> None
 def test_evictions_that_mind_the_time(eviction: str) -> None:
     source = Workload("api", seed=2, limit=30, hours=0.005, rate=40)
     compared(source, tight("llama-3-8b", source, "natural", 4), eviction=eviction)
+
+
+def at_what_time(monkeypatch: pytest.MonkeyPatch, eviction: str) -> tuple[list[object], list[object]]:
+    """When ends were kept and given up in a replay step by step, and when in strides."""
+    told: list[object] = []
+    keep, given_up = JudgedEnds.keep, TenantRankings.given_up
+
+    def keeps(one: JudgedEnds, request: Request, tokens: int, states: Sequence[int], *, ended: bool) -> None:
+        told.append(("kept", request.request_id, tokens, one._clock()))
+        keep(one, request, tokens, states, ended=ended)
+
+    def gives_up(one: TenantRankings, end: End, heir: End | None, now: float, *, declined: bool) -> None:
+        told.append(("given up", end.serial, now))
+        given_up(one, end, heir, now, declined=declined)
+
+    monkeypatch.setattr(JudgedEnds, "keep", keeps)
+    monkeypatch.setattr(TenantRankings, "given_up", gives_up)
+    source = Workload("chat", seed=2, limit=8, hours=0.01, rate=20)
+    report, singles = compared(source, tight("llama-3-8b", source, "natural", 2), eviction=eviction)
+    assert singles < report.steps / 4
+    assert {what[0] for what in told} == {"kept", "given up"}  # type: ignore[index]  # as above
+    half = len(told) // 2
+    return told[:half], told[half:]
+
+
+@pytest.mark.parametrize("eviction", ["coverage", "hazard"])
+def test_evictions_that_mind_the_time_are_told_the_time(eviction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step_by_step, in_strides = at_what_time(monkeypatch, eviction)
+    assert in_strides == step_by_step
+
+
+def test_a_step_that_begins_untold_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = _Stretch.begin
+    monkeypatch.setattr(_Stretch, "end", lambda one, steps, copies: begin(one, steps))  # noqa: ARG005 - none is made
+    monkeypatch.setattr(_Stretch, "begin", lambda *_: None)
+    step_by_step, in_strides = at_what_time(monkeypatch, "hazard")
+    assert in_strides != step_by_step
 
 
 def test_without_prefix_caching_and_without_time() -> None:

@@ -392,13 +392,15 @@ class KVCacheManager:
         """
         return self._strides.refuses(self._residents.rows_held(rows), steps, takes, hits)
 
-    def advance(self, rows: Int64, tokens: Int32) -> Advance:
+    def advance(self, rows: Int64, tokens: Int32, begin: Callable[[int], None] | None = None) -> Advance:
         """Steps of ``rows`` in each of which they compute their last token and ``tokens[:, k]`` comes behind it.
 
         int32[rows, steps], as many steps as ``uniform_steps`` allowed at most. Slots are allocated, blocks written and
         computed tokens advanced as if step by step, outside of any open step; see Advance for where that ends early.
+        begin: told that step k is carried out from now on, of each in which that depends on the time: an eviction that
+        judges reads the manager's clock.
         """
-        return self._strides.advance(self._residents.rows_held(rows), tokens)
+        return self._strides.advance(self._residents.rows_held(rows), tokens, begin)
 
     # -- drafts
 

@@ -2,7 +2,7 @@
 
 from hybridkv.schedule.limits import Finished, FinishReason, Outcome, SchedulerLimits, SchedulerStatistics
 from hybridkv.schedule.scheduler import Scheduler
-from hybridkv.schedule.strides import Choose, Stride, Uniform
+from hybridkv.schedule.strides import Choose, Stride, StrideTimes, Uniform
 
 __all__ = [
     "Choose",
@@ -13,5 +13,6 @@ __all__ = [
     "SchedulerLimits",
     "SchedulerStatistics",
     "Stride",
+    "StrideTimes",
     "Uniform",
 ]

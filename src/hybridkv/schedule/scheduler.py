@@ -34,7 +34,7 @@ from hybridkv.schedule.results import Results, check_result
 from hybridkv.schedule.row_releaser import RowReleaser
 from hybridkv.schedule.running import InFlight, RunningRows
 from hybridkv.schedule.speculation import Speculation
-from hybridkv.schedule.strides import NO_STRIDE, Choose, Stride, Strides
+from hybridkv.schedule.strides import NO_STRIDE, Choose, Stride, Strides, StrideTimes
 from hybridkv.schedule.waiting import WaitingQueue
 from hybridkv.step import Step, StepResult
 from hybridkv.units import MOST_COUNT, shown
@@ -328,7 +328,7 @@ class Scheduler:
 
     # -- many steps as one
 
-    def stride(self, choose: Choose) -> Stride:
+    def stride(self, choose: Choose, times: StrideTimes | None = None) -> Stride:
         """Take uniform steps as one, for those who know beforehand what is sampled: there is no Step and no result.
 
         A step is uniform if every running request computes one token and samples one, nobody comes in or gives way, and
@@ -336,14 +336,15 @@ class Scheduler:
         update() would have done.
         choose: what to take, asked once if the next step is uniform; it must not touch the scheduler. None is taken
         where that step is not, or choose gives no column; fewer than chosen where one must move or copy blocks, which
-        is the last one then. ConfigError for chosen tokens of another shape.
+        is the last one then. times: told when steps begin and the last one ends, so that the clock can say so: ends
+        are kept, and judged, by it. ConfigError for chosen tokens of another shape.
         """
         self._inbox.claim()
         self._empty_inbox()
         if self._in_flight:
             return NO_STRIDE
         builder = StepBuilder(self.cache, self._split, self.limits.max_batched_tokens)
-        stride = self._strides.take(choose, builder, self._clock())
+        stride = self._strides.take(choose, times, builder, self._clock())
         if stride.steps:
             self._next_id += stride.steps
             self._after = self._next_id - 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,6 +72,18 @@ Choose = Callable[[Uniform], Int32]
 """What each row samples in as many of the steps as shall be taken, int32[running, steps]."""
 
 
+class StrideTimes(Protocol):
+    """When the steps of a stride are: what the clock of a scheduler and its cache says while one is taken."""
+
+    def begin(self, step: int) -> None:
+        """Step ``step`` of those chosen begins: what is done from now on is done then. Not told of every one."""
+        ...
+
+    def end(self, steps: int, copies: Sequence[Transfer]) -> None:
+        """The last of ``steps`` steps, which made ``copies``, is complete: what ends now ends then."""
+        ...
+
+
 class Strides:
     """Whether the next steps are all alike, and how they are taken."""
 
@@ -93,7 +105,7 @@ class Strides:
         self._patience_s = limits.max_overtaken_seconds
         self._never = bool(limits.num_speculative_tokens or limits.num_lookahead_tokens)
 
-    def take(self, choose: Choose, builder: StepBuilder, now: float) -> Stride:
+    def take(self, choose: Choose, times: StrideTimes | None, builder: StepBuilder, now: float) -> Stride:
         """One stride, none where the next step is not uniform; see Scheduler.stride. No step is in flight.
 
         builder: of a step. now: seconds. O(running * steps) in array operations, some Python calls a block.
@@ -112,11 +124,13 @@ class Strides:
                 f"a stride of {tokens.dtype} tokens {tokens.shape}: choose int32, a row for each of the {len(rows)} "
                 f"requests that run and at most {most} steps"
             )
-        advance = cache.advance(rows, tokens)
+        advance = cache.advance(rows, tokens) if times is None else cache.advance(rows, tokens, times.begin)
         if not advance.steps:
             return NO_STRIDE
         self._admission.count_refused(still.refused, advance.steps)
         copies = cache.take_transfers().copies
+        if times is not None:
+            times.end(advance.steps, copies)
         done = np.flatnonzero(cache.rows.num_tokens[rows] >= self._running.limit[rows])
         self._releaser.end(Finished(requests[place], FinishReason.LENGTH) for place in done.tolist())
         return Stride(advance.steps, len(rows), copies, advance.peak_usage, self._releaser.take_finished())

@@ -176,12 +176,16 @@ class _Arrivals:
 
 
 class _Stretch:
-    """The steps from ``now_s`` on that a stride may take, and when each ends: none begins at ``arrival_s`` or later."""
+    """The steps from now on that a stride may take, and when each ends: none begins at ``arrival_s`` or later.
 
-    def __init__(self, saying: _Rows, cost: StepCost, now_s: float, arrival_s: float | None) -> None:
+    clock: says so while they are taken.
+    """
+
+    def __init__(self, saying: _Rows, cost: StepCost, clock: SimulatedClock, arrival_s: float | None) -> None:
         self._saying = saying
         self._cost = cost
-        self._now_s = now_s
+        self._clock = clock
+        self._now_s = clock.now_s
         self._arrival_s = arrival_s
         self.rows = self._computed = np.empty(0, np.int64)
         self._ends_s = np.empty(0)
@@ -204,12 +208,15 @@ class _Stretch:
             begins_s = begins_s[begins_s < self._arrival_s]
         return tokens[:, : len(begins_s)]
 
-    def ends_at(self, steps: int, copies: Sequence[Transfer]) -> float:
-        """When the last of ``steps`` steps ends, if it has ``copies`` to make. Seconds."""
-        if not copies:
-            return self._ends_s.item(steps)
-        last = self._cost.decode_seconds(self._computed + steps - 1, 1, copies)
-        return self._ends_s.item(steps - 1) + last.item()
+    def begin(self, step: int) -> None:
+        """It is when ``step`` begins."""
+        self._clock.now_s = self._ends_s.item(step)
+
+    def end(self, steps: int, copies: Sequence[Transfer]) -> None:
+        """It is when the last of ``steps`` steps ends, which had ``copies`` to make."""
+        self.begin(steps if not copies else steps - 1)
+        if copies:
+            self._clock.now_s += self._cost.decode_seconds(self._computed + steps - 1, 1, copies).item()
 
 
 class _Replay:
@@ -302,12 +309,11 @@ class _Replay:
 
     def _stride(self, arrival: TraceRequest | None) -> bool:
         """As many steps as one as are alike before ``arrival``; False, and nothing done, where the next is not."""
-        plan = _Stretch(self.rows, self.cost, self.clock.now_s, None if arrival is None else arrival.timestamp_s)
-        stride = self.scheduler.stride(plan.choose)
+        plan = _Stretch(self.rows, self.cost, self.clock, None if arrival is None else arrival.timestamp_s)
+        stride = self.scheduler.stride(plan.choose, plan)
         if not stride.steps:
             return False
         self.rows.pass_by(plan.rows, stride.steps)
-        self.clock.now_s = plan.ends_at(stride.steps, stride.copies)
         self.steps += stride.steps
         self.row_steps += stride.steps * stride.rows
         self.empty_steps = 0

@@ -58,11 +58,6 @@ class Checkpoints:
         self._late: dict[int, list[tuple[int, int]]] = {}
         self.stored = self.declined = 0
 
-    @property
-    def judges(self) -> bool:
-        """Whether what is given up depends on when that is."""
-        return self._kept.judges
-
     # -- rows
 
     def begin(self, request: Request, hit_tokens: int, computed_tokens: int) -> None:

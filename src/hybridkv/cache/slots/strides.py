@@ -8,7 +8,7 @@ Nobody but these rows does anything meanwhile, so steps in which none of them ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -85,8 +85,6 @@ class Strides:
         """See KVCacheManager.uniform_steps."""
         computed = self._rows.num_computed[rows]
         stop = np.minimum(self._publisher.next_ends(rows), self._checkpoints.next_stops(rows))
-        if self._checkpoints.judges:  # what is given up depends on when
-            stop = np.minimum(stop, self._residents.next_events(rows))
         for group in self._deciding:
             stop = np.minimum(stop, group.next_events(rows, publishes=self._publisher.publishes))
         steps = min(most, int((stop - computed).min()) - 1)
@@ -137,7 +135,7 @@ class Strides:
         gone = self._pool.next_evicted(n)
         return gone is None or bool(np.isin(seen, gone).any())
 
-    def advance(self, rows: Int64, tokens: Int32) -> Advance:
+    def advance(self, rows: Int64, tokens: Int32, begin: Callable[[int], None] | None) -> Advance:
         """See KVCacheManager.advance."""
         requests, wanted = self._rows, tokens.shape[1]
         computed = requests.num_computed[rows]
@@ -145,12 +143,12 @@ class Strides:
             return Advance(0, 0.0)
         steps, peak = 0, self._pool.get_usage()
         while steps < wanted and self._transfers.idle:
-            begun, left = computed + steps, wanted - steps
-            done = self._at_once(rows, begun, left)
-            if not done:
-                done, usage = self._each(rows, begun, left)
+            done = self._at_once(rows, computed + steps, wanted - steps)
+            if done:
+                steps, peak = steps + done, max(peak, self._pool.get_usage())
+            else:
+                steps, usage = self._each(rows, computed, range(steps, wanted), begin)
                 peak = max(peak, usage)
-            steps, peak = steps + done, max(peak, self._pool.get_usage())
         if steps < wanted:
             for request, known in zip(requests.owners(rows), (computed + steps + 1).tolist(), strict=True):
                 request.truncate(known)
@@ -163,6 +161,7 @@ class Strides:
 
         First all is taken, then all given back, each in order of steps, rows and groups: the same as one by one, where
         what is given back goes behind all that is taken. Where no step has more in use than there is now, any is last.
+        Nothing depends on when it is: where evictions judge, nobody is evicted for what can be taken in any order.
         """
         due = self._residents.due(rows, computed + wanted)
         if not due.size:
@@ -246,14 +245,22 @@ class Strides:
             counts = np.bincount(of, minlength=len(rows))
             group.rows.extend_many(rows, counts, ids[mine][np.argsort(of, kind="stable")])
 
-    def _each(self, rows: Int64, computed: Int64, wanted: int) -> tuple[int, float]:
-        """Row after row at each of its events, steps in order; up to the first step that moves blocks."""
-        pool, peak, at = self._pool, self._pool.get_usage(), -1
+    def _each(
+        self, rows: Int64, computed: Int64, steps: range, begin: Callable[[int], None] | None
+    ) -> tuple[int, float]:
+        """Row after row at each of its events, ``steps`` in order; up to the first step that moves blocks.
+
+        How many steps are done then, those before among them, and the largest usage after any of these. computed:
+        before step 0. begin: told of each step that has events before they are carried out.
+        """
+        pool, peak, at = self._pool, self._pool.get_usage(), steps.start - 1
         while True:
             due = self._residents.next_events(rows) - computed - 1  # the step at which each is due
             at = max(int(due.min()), at + 1)
-            if at >= wanted:
-                return wanted, peak
+            if at >= steps.stop:
+                return steps.stop, peak
+            if begin is not None:
+                begin(at)
             some = np.flatnonzero(due <= at)
             self._rows.num_computed[rows[some]] = computed[some] + at
             self._slots.label_rows(rows[some], computed[some] + at)
