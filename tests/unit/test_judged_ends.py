@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count
+from itertools import count, product
 
 import numpy as np
 import pytest
@@ -410,8 +410,13 @@ def keeps_what_nobody_needs(cache: Cache) -> None:
     space.keep(given)
 
 
-@pytest.mark.parametrize("fault", [loses_a_need, forgets_what_is_saved, loses_an_heir, keeps_what_nobody_needs])
-@pytest.mark.parametrize("eviction", JUDGED)
+@pytest.mark.parametrize(
+    ("eviction", "fault"),
+    [
+        *product(JUDGED, [loses_a_need, loses_an_heir, keeps_what_nobody_needs]),
+        ("hazard", forgets_what_is_saved),  # the other does not rank by it
+    ],
+)
 def test_check_sees_what_is_wrong(eviction: str, fault: Callable[[Cache], None]) -> None:
     cache = Cache(eviction, slabs=12)
     cache.run(chat(1))
@@ -431,7 +436,7 @@ def test_check_sees_ends_behind_others_than_they_go_on_from(fault: Callable[[Cac
     assert {8, 10, 11} <= kept_tokens(cache).keys()
     fault(cache)
     cache.kept._needs.counts[:] = cache.kept._blocks.counted(cache.kept._tree.kept())
-    cache.kept._note_stale(cache.kept._tree.kept())
+    cache.kept._note_stale(cache.kept._tree.kept(), cache.now)
     with pytest.raises(CacheError, match="stands behind"):
         cache.cache.check()
 

@@ -134,8 +134,11 @@ class FreeOrder:
         return out
 
     def leading(self, n: int) -> Int32:
-        """The blocks that ``take`` of at most ``n`` would give, int32; they stay."""
-        return self._leading(min(n, self._count))[0]
+        """The blocks that ``take`` of at most ``n`` would give, int32; they stay. O(n) amortised."""
+        n = min(n, self._count)
+        if n:
+            self.first()  # or stale entries before it would be looked at each time
+        return self._leading(n)[0]
 
     def _leading(self, n: int) -> tuple[Int32, int]:
         """The first ``n`` blocks, and where those behind them start."""

@@ -86,8 +86,9 @@ class BlockNeeds:
 
     def add(self, ids: Ids, tenant: int) -> None:
         """One more end of ``tenant`` needs each of ``ids``, distinct, with keys; those given up are kept again."""
-        new = ids[self.counts[ids] == 0]
-        self.counts[ids] += 1
+        counts = self.counts[ids]
+        new = ids[counts == 0]
+        self.counts[ids] = counts + 1
         if new.size:
             if self.payers.size:
                 self.payers[new] = tenant
@@ -125,8 +126,9 @@ class BlockNeeds:
 
     def drop(self, ids: Ids) -> Ids:
         """One end less needs each of ``ids``, distinct; those that none needs now."""
-        self.counts[ids] -= 1
-        loose: Ids = ids[self.counts[ids] == 0]
+        counts = self.counts[ids] - 1
+        self.counts[ids] = counts
+        loose: Ids = ids[counts == 0]
         self._discharge(loose)
         return loose
 
@@ -142,7 +144,7 @@ class BlockNeeds:
 
     def lose(self, ids: Ids) -> None:
         """No end needs them, whatever it counted on."""
-        if not np.count_nonzero(self.counts[ids]):
+        if not (self.counts.item(ids.item(0)) if len(ids) == 1 else self.counts[ids].any()):
             return
         needed = ids[self.counts[ids] > 0]
         self._lost += needed.tolist()

@@ -132,7 +132,13 @@ class Ranking(Protocol):
     """Which kept end goes next. ``now``: seconds, never less than before.
 
     An end changes between ``remove`` and ``add`` only. ``hit`` is the one that notes a hit of it.
+    by_saving: whether what an end saves a byte tells where it stands.
     """
+
+    @property
+    def by_saving(self) -> bool:
+        """See the class."""
+        ...
 
     def note_request(self, now: float) -> None:
         """One more request begins."""
@@ -188,6 +194,8 @@ LOSING: Final = 0.25
 
 class PassedThenLosing:
     """Passed ends first, then the losing one of prompts' and outputs' ends, then what was used longest ago."""
+
+    by_saving = False
 
     def __init__(self) -> None:
         self._passed = Ring()

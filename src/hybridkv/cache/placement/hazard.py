@@ -65,6 +65,8 @@ class _ValuedRing(Ring):
 class HazardRanking:
     """For reading: table, and heirs by ``heir_of``."""
 
+    by_saving = True
+
     def __init__(self) -> None:
         self.table = HazardTable()
         self._memos: dict[int, _Memo] = {}

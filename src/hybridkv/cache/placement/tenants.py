@@ -14,12 +14,16 @@ from hybridkv.request import Request
 
 
 class TenantRankings:
-    """ranking: makes one. memory_bytes: of which ``shares``, for reading, are. weights: bytes kept of each tenant."""
+    """ranking: makes one. memory_bytes: of which ``shares`` are. weights: bytes kept of each tenant.
+
+    For reading: shares, and by_saving (see Ranking).
+    """
 
     def __init__(self, ranking: Callable[[], Ranking], shares: TenantShares, memory_bytes: int) -> None:
         self.shares = shares
         self._memory_bytes = memory_bytes
         self._of = [ranking() for _ in shares.of]
+        self.by_saving = self._of[0].by_saving
         self._awaited = [Ring() for _ in shares.of]
         self._numbers = shares.numbers()
 

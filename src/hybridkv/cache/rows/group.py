@@ -199,13 +199,17 @@ class PrefixView:
 
     def source(self, column: int, tokens: int) -> int:
         """The block that begins with the first ``tokens`` tokens of ``column``. CacheError where reach is less."""
+        found = self.beginning(column, tokens)
+        if found is None:
+            raise CacheError(f"no block begins with {tokens} tokens of column {column}: look up again")
+        return found
+
+    def beginning(self, column: int, tokens: int) -> int | None:
+        """The block that begins with the first ``tokens`` tokens of ``column``, None without one."""
         whole = self._whole(column)
         if whole is not None:
             return whole
-        for tail in self._tails(column):
-            if tail.length >= tokens:
-                return tail.block
-        raise CacheError(f"no block begins with {tokens} tokens of column {column}: look up again")
+        return next((tail.block for tail in self._tails(column) if tail.length >= tokens), None)
 
     def begins(self, block: int, column: int, tokens: int) -> bool:
         """Whether ``block`` begins with the first ``tokens`` tokens of ``column``."""

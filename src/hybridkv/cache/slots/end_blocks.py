@@ -57,6 +57,8 @@ class EndBlocks:
 
     def window(self, node: Node) -> Int64 | None:
         """Whole blocks that windows and chunks read before it; None where one is not there. O(windows)."""
+        if not self._windows:
+            return _NONE
         parts = []
         for group in self._windows:
             size, stride = group.policy.block_size, group.key_stride
@@ -75,7 +77,7 @@ class EndBlocks:
 
     def charged(self, node: Node) -> list[int] | Int64:
         """What ``node`` pays for: its own blocks, its windows, and its segment unless ends behind it need that."""
-        window = self.window(node) if self._windows else None
+        window = self.window(node)
         segment = None if node.children else self.segment(node)
         there = [part for part in (window, segment) if part is not None]
         if len(node.own) + sum(map(len, there)) > _FEW:
@@ -143,21 +145,23 @@ class EndBlocks:
 
     # -- counted
 
-    def count(self, node: Node) -> bool:
-        """``node``, whose own blocks are known, needs its blocks; False, and nothing done, where one is not there."""
+    def count(self, node: Node) -> Int64 | None:
+        """``node``, whose own blocks are known, needs its blocks: its segment.
+
+        None, and nothing done, where one of all is not there.
+        """
         segment, window = self.segment(node), self.window(node)
         if segment is None or window is None:
-            return False
-        for ids in (segment, window, np.array(node.own, np.int64)):
-            self._needs.add(ids, node.end.tenant)
-        return True
+            return None
+        self._needs.add(np.concatenate((segment, window, np.array(node.own, np.int64))), node.end.tenant)
+        return segment
 
     def discount(self, node: Node, segment: Int64 | None) -> None:
         """``node``, just before it leaves the tree, needs nothing; its children need its ``segment`` each.
 
         What nobody needs or holds any longer is given up.
         """
-        window = self.window(node) if self._windows else None
+        window = self.window(node)
         parts = [np.array(node.own, np.int64)]
         if window is not None:
             parts.append(window[::-1])
@@ -211,4 +215,4 @@ def _tail(group: CacheGroup, request: Request, tokens: int) -> int | None:
     hits, view = group.policy.hits, group.view(request)
     if not (rest and hits.copies) or hits.first_needed(tokens) >= tokens:
         return 0
-    return view.source(column, rest) if view.reach(column)[0] >= rest else None
+    return view.beginning(column, rest)

@@ -23,10 +23,14 @@ Int64 = NDArray[np.int64]
 
 
 class EndShares:
-    """groups: all that publish. needs: counts of blocks of ``pool``. For reading: blocks, and owners by block."""
+    """groups: all that publish. needs: counts of blocks of ``pool``. For reading: blocks, and owners by block.
 
-    def __init__(self, groups: Sequence[CacheGroup], pool: BlockPool, needs: BlockNeeds) -> None:
+    by_cost: whether it matters whose cost changes; else only who pays for other blocks is told.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup], pool: BlockPool, needs: BlockNeeds, *, by_cost: bool) -> None:
         self._pool = pool
+        self._by_cost = by_cost
         self.blocks = EndBlocks(groups, pool, needs)
         self.owners: dict[int, list[Node]] = {}
 
@@ -37,14 +41,15 @@ class EndShares:
     # -- who comes and goes
 
     def put(self, request: Request, node: Node, parent: Node) -> list[Node] | None:
-        """``node``, of ``request``, is kept behind ``parent``; those whose costs are others now. O(as ``beside``).
+        """``node``, of ``request``, is kept behind ``parent``; those whose costs are others now. O(its blocks).
 
         None, and nothing done, where one of its blocks is not there.
         """
         own = self.blocks.own(request, node.tokens)
         node.segment, node.parent = request.hashes[parent.depth : node.depth], parent
         node.own = own or []
-        if own is None or not self.blocks.count(node):
+        segment = None if own is None else self.blocks.count(node)
+        if segment is None:
             node.parent, node.segment, node.own = None, [], []
             return None
         for block in node.own:
@@ -63,7 +68,7 @@ class EndShares:
         for child in behind:
             child.link(node)
         node.kept = True
-        return [node, parent, *behind, *self.beside(node, self.blocks.segment(node)), *changed]
+        return [node, parent, *behind, *self.beside(node, segment), *changed] if self._by_cost else [node]
 
     def _following(self, request: Request, node: Node) -> set[bytes]:
         """Keys of blocks that begin with the last tokens of ``node``, which fill none: those that are known."""
@@ -75,7 +80,7 @@ class EndShares:
     def _put_behind(self, node: Node, parent: Node) -> list[Node]:
         """``node`` is known to begin as ``parent``, which stands behind the same end; whose costs are others now."""
         changed, at = [node], parent
-        while at is not node.parent and at.parent is not None:
+        while self._by_cost and at is not node.parent and at.parent is not None:
             changed += [at, *self.beside(at, self.blocks.segment(at))]
             at = at.parent
         before = node.unlink()
@@ -91,10 +96,10 @@ class EndShares:
         What nobody needs or holds any longer is given up.
         """
         segment = self.blocks.segment(node)
-        beside = self.beside(node, segment)
+        beside = self.beside(node, segment) if self._by_cost else []
         self.blocks.discount(node, segment)
         parent, heirs = self.cut(node)
-        return parent, [parent, *heirs, *beside]
+        return parent, [parent, *heirs, *beside] if self._by_cost else [parent]
 
     def cut(self, node: Node) -> tuple[Node, list[Node]]:
         """Out of the tree, what it needs being counted as before: its parent, and the children, now that one's."""

@@ -11,7 +11,7 @@ is not before the other; of those that go on with the same key it is before all,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final
 
 from hybridkv.cache.placement.ends import End, Kind
@@ -21,6 +21,9 @@ from hybridkv.request import Request
 
 CROWD: Final = 8
 """Ends that begin with the same block behind their parent: of more of them, what each saves is not followed."""
+
+_FIRST_CHUNK: Final = 32
+"""Hash blocks that are looked at together, then twice as many each time."""
 
 
 class Node:
@@ -168,14 +171,24 @@ class EndTree:
         self._at: dict[bytes, list[Node]] = {}
         self._next = 0
 
-    def path(self, request: Request, limit: int) -> list[Node]:
-        """Ends, kept or remembered, that ``request`` begins with, up to ``limit`` tokens, ascending.
+    def back(self, request: Request, limit: int) -> Iterator[Node]:
+        """Ends, kept or remembered, that ``request`` begins with, up to ``limit`` tokens, the deepest first.
 
-        O(hash blocks) look-ups, Python operations for those found.
+        O(hash blocks) look-ups up to the last one that is asked for, Python operations for those found.
         """
-        hashes = request.hashes[: limit // self._hash_block]
-        found = [node for nodes in map(self._at.get, hashes) if nodes is not None for node in nodes]
-        return in_order(node for node in found if node.tokens <= limit and self._begins(request, node))
+        hashes, get = request.hashes, self._at.get
+        stop, chunk = min(limit // self._hash_block, len(hashes)), _FIRST_CHUNK
+        while stop > 0:
+            start = max(stop - chunk, 0)
+            for nodes in filter(None, map(get, reversed(hashes[start:stop]))):
+                for node in nodes if len(nodes) == 1 else reversed(in_order(nodes)):
+                    if node.end.tokens <= limit and self._begins(request, node):
+                        yield node
+            stop, chunk = start, 2 * chunk
+
+    def deepest(self, request: Request, limit: int) -> Node | None:
+        """The last kept one of them."""
+        return next((node for node in self.back(request, limit) if node.kept), None)
 
     def begins_with(self, request: Request, node: Node) -> bool:
         """Whether ``request``, all but its last token, begins with the tokens of ``node``. O(1)."""
@@ -225,7 +238,7 @@ class EndTree:
 
     def parent_of(self, request: Request, tokens: int) -> Node:
         """The nearest kept end before ``tokens`` of ``request``, or the root."""
-        return next((one for one in reversed(self.path(request, tokens - 1)) if one.kept), self.root)
+        return self.deepest(request, tokens - 1) or self.root
 
     def kept(self) -> list[Node]:
         """Kept ends, parents first. O(ends log ends)."""

@@ -68,7 +68,7 @@ class JudgedEnds:
         self._pool = pool
         self._needs = needs
         self._space = needs.space
-        self._shares = EndShares(groups, pool, needs)
+        self._shares = EndShares(groups, pool, needs, by_cost=rankings.by_saving)
         self._blocks = self._shares.blocks
         self._rankings = rankings
         self._counts = EndCounts(rankings.shares)
@@ -112,9 +112,9 @@ class JudgedEnds:
         found = self._tree.find(request, hit_tokens)
         if found is not None and not found.kept:
             self._insert(request, found, found.end.used)
-        path = self._tree.path(request, request.num_prompt_tokens - 1)
-        session.consumed = next((node for node in reversed(path) if node.kept), None)
-        deepest = path[-1] if path else None
+        path = self._tree.back(request, request.num_prompt_tokens - 1)
+        deepest = next(path, None)
+        session.consumed = deepest if deepest is None or deepest.kept else next((one for one in path if one.kept), None)
         if deepest is not None:
             session.gap = now - deepest.end.used
             self._note_hits(session.consumed, deepest)
@@ -125,13 +125,13 @@ class JudgedEnds:
                 self._rank(node, now)
             if is_of_session(node.end.promise):  # it was kept: what does the session promise now?
                 self._promise(node, of_session(request.hints), now)
-        self._note_branch(request, path, hit_tokens, now)
+        self._note_branch(request, session.consumed, hit_tokens, now)
         self._known[tenant].add(request.hashes)
 
-    def _note_branch(self, request: Request, path: Sequence[Node], hit_tokens: int, now: float) -> None:
+    def _note_branch(self, request: Request, consumed: Node | None, hit_tokens: int, now: float) -> None:
         """Where ``request`` leaves what others had is an end, though all that it needs was there without one."""
         tokens = hit_tokens // self._hash_block * self._hash_block
-        before = next((node.tokens for node in reversed(path) if node.kept), 0)
+        before = 0 if consumed is None else consumed.tokens
         if tokens >= before + self._hash_block and self._tree.has_room(request, tokens):
             tenant = self._rankings.tenant_of(request)
             node = self._tree.find(request, tokens) or self._tree.make(request, Kind.BRANCH, tokens, now, None, tenant)
@@ -265,7 +265,7 @@ class JudgedEnds:
         node.end.used = max(node.end.used, now)
         if len(self._queue):
             self._await(self._queue.note_kept(node, self._tree))
-        self._note_stale(changed)
+        self._note_stale(changed, now)
         return True
 
     def _release(self, node: Node, now: float) -> None:
@@ -274,7 +274,7 @@ class JudgedEnds:
         parent, changed = self._shares.take_out(node)
         self._await(self._queue.note_gone(node, self._tree))
         self._bury(node, parent, now, declined=False)
-        self._note_stale(changed)
+        self._note_stale(changed, now)
 
     def _unlist(self, node: Node) -> None:
         """``node`` cannot be given up, nor will what it saves be looked at."""
@@ -354,12 +354,15 @@ class JudgedEnds:
                 continue
             node = self._tree.nodes[end.serial]
             charged = self._blocks.charged(node)
-            if self._worth(node, self._blocks.saved(node, charged), now):
+            saved = self._blocks.saved(node, charged)
+            if self._rankings.by_saving and self._worth(node, saved, now):
                 continue  # an end that is not beside it came or went
+            node.end.saved = saved
             if not self._blocks.are_held(charged):
                 return node
             self._unrank(node)
-            self._parked[end.serial] = node
+            if saved:
+                self._parked[end.serial] = node
 
     def _by_class(self, needs: Sequence[int]) -> list[int]:
         counts = list(self._none)
@@ -370,8 +373,9 @@ class JudgedEnds:
     # -- ranked
 
     def _rank(self, node: Node, now: float) -> None:
-        """``node`` may be given up, if that frees anything."""
-        if node.kept and not node.ranked and node.end.saved > 0.0 and node.end.serial not in self._parked:
+        """``node`` may be given up, if that frees anything as far as that is known."""
+        frees = node.end.saved > 0.0 or not self._rankings.by_saving
+        if frees and node.kept and not node.ranked and node.end.serial not in self._parked:
             node.ranked = True
             self._rankings.add(node.end, now)
 
@@ -388,9 +392,14 @@ class JudgedEnds:
         for node in parked.values():
             self._rank(node, now)
 
-    def _note_stale(self, nodes: Iterable[Node]) -> None:
-        """What ``nodes`` save a byte may have changed: it is worked out before anybody is ranked by it."""
-        self._stale.update((node.end.serial, node) for node in nodes if node is not self._tree.root)
+    def _note_stale(self, nodes: Iterable[Node], now: float) -> None:
+        """What ``nodes`` save a byte may have changed: it is worked out before anybody is ranked by it, if at all."""
+        changed = [node for node in nodes if node is not self._tree.root]
+        if self._rankings.by_saving:
+            self._stale.update((node.end.serial, node) for node in changed)
+            return
+        for node in changed:
+            self._rank(node, now)
 
     def _renew(self, now: float) -> None:
         """What ends save a byte, since ends around them changed."""
@@ -442,7 +451,7 @@ class JudgedEnds:
             self._bury(node, None, now, declined=False)
         left = self._tree.kept()
         self._blocks.recount(left)
-        self._note_stale(left)
+        self._note_stale(left, now)
 
     # -- what came of it
 

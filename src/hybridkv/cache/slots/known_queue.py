@@ -24,8 +24,7 @@ class _Waiting:
 
     def deepest(self, tree: EndTree) -> Node | None:
         """The kept end that it would go on from. O(its hash blocks)."""
-        path = tree.path(self.request, self.tokens - 1)
-        return next((node for node in reversed(path) if node.kept), None)
+        return tree.deepest(self.request, self.tokens - 1)
 
 
 class KnownQueue:
