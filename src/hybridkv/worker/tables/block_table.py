@@ -103,6 +103,8 @@ class BlockTable:
         self._flat: Int32 = self._host.reshape(-1)
         self._mirror = TableMirror(self._host, pin_memory, self.device)
         self.num_blocks_per_row: Int32 = np.zeros(self.num_rows, np.int32)
+        # single cells are read and written twice as fast so
+        self._cell_view, self._held_view = memoryview(self._flat), memoryview(self.num_blocks_per_row)
         # a prefill context parallel batch is padded by up to 2 tokens a request and rank
         padding = 2 * pcp_world_size * max_num_reqs if pcp_world_size > 1 else 0
         self.slots = TokenSlots(
@@ -113,8 +115,16 @@ class BlockTable:
 
     def append_row(self, block_ids: Ids, row_idx: int) -> None:
         """``block_ids`` behind the blocks of one row; nothing for an empty list. O(ids)."""
-        if type(block_ids) is list and len(block_ids) == 1 and self._put_one(block_ids[0], row_idx):
-            return
+        # one block behind those of one row, as nearly always
+        if type(block_ids) is list and len(block_ids) == 1 and type(row_idx) is int and 0 <= row_idx < self.num_rows:
+            block, column = block_ids[0], self._held_view[row_idx]
+            fits = column < self.max_num_blocks_per_req and self.blocks_per_kv_block == 1
+            if fits and type(block) is int and 0 <= block < self.id_limit:
+                cell = row_idx * self.max_num_blocks_per_req + column
+                self._cell_view[cell] = block
+                self._held_view[row_idx] = column + 1
+                self._mirror.mark_one(cell)
+                return
         ids = self.check_row(block_ids, row_idx, replacing=False)
         self._put(ids, row_idx, self.num_blocks_per_row.item(row_idx))
 
@@ -313,20 +323,6 @@ class BlockTable:
         self._host[row, start:end] = cells
         self.num_blocks_per_row[row] = end
         self._mark_row(row, start, end)
-
-    def _put_one(self, block: int, row: int) -> bool:
-        """One block behind those of one row, as nearly always; False, and nothing done, where more is to be said."""
-        plain = type(block) is type(row) is int and 0 <= row < self.num_rows and 0 <= block < self.id_limit
-        if not plain or self.blocks_per_kv_block > 1:
-            return False
-        width, column = self.max_num_blocks_per_req, self.num_blocks_per_row.item(row)
-        if column >= width:
-            return False
-        cell = row * width + column
-        self._flat[cell] = block
-        self.num_blocks_per_row[row] = column + 1
-        self._mirror.mark_one(cell)
-        return True
 
     def _put_pairs(self, rows: Int64, columns: Int64, ids: Int32) -> None:
         if len(ids):
