@@ -35,5 +35,6 @@ def test_what_is_no_eviction_or_share_is_refused(wrong: dict[str, object]) -> No
 
 
 def test_shares_with_lru_are_refused() -> None:
+    options = EngineOptions(eviction="lru", shares=SHARES)
     with pytest.raises(ConfigError, match="eviction lru gives up"):
-        Engine(loaded_model("llama"), memory="2MiB", max_model_len=256, options=EngineOptions(shares=SHARES))
+        Engine(loaded_model("llama"), memory="2MiB", max_model_len=256, options=options)
