@@ -5,8 +5,8 @@ What a ranking says is held against one that keeps no order and looks at all end
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -14,80 +14,32 @@ from hypothesis import settings
 from hypothesis.stateful import initialize
 
 from how_much import how_many
-from hybridkv.cache.placement import EVICTIONS, LRU, Eviction, eviction_named
-from hybridkv.cache.placement.ends import End, PassedThenLosing, Ranking
-from hybridkv.cache.placement.hazard import HazardRanking
+from hybridkv.cache.placement import EVICTIONS, LRU, eviction_named, hazard, hazard_table
+from hybridkv.cache.placement.ends import End
+from hybridkv.cache.slots.end_tree import Node
+from hybridkv.cache.slots.judged import JudgedEnds
+from hybridkv.errors import CacheError
 from hybridkv.testing.configs import chunk_spec, full_spec, state_spec, window_spec
 from hybridkv.testing.difference import DifferenceError
 from oracles import RigOptions, random_natural_options, random_run
+from oracles.ends import PlainEnds, watched
 from oracles.machines import NaturalMachine
+from oracles.rankings import NAIVE, NaiveCoverage, NaiveHazard, beside
 from oracles.strategies import natural_rig_options
 from oracles.twins import Twins
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-class NaiveCoverage(PassedThenLosing):
-    """Passed ends, then those of the losing kind, each by last use: the least of a plain list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ends: list[End] = []
-
-    def add(self, end: End, now: float) -> None:  # noqa: ARG002 - the answer of a ranking
-        """One more."""
-        self.ends.append(end)
-
-    def remove(self, end: End) -> None:
-        """One less."""
-        self.ends.remove(end)
-
-    def lowest(self, now: float) -> End | None:  # noqa: ARG002 - as above
-        """O(ends)."""
-        losing = self.losing()
-        return min(
-            self.ends, key=lambda end: (not end.passed, end.kind is not losing, end.used, end.serial), default=None
-        )
-
-
-class NaiveHazard(HazardRanking):
-    """Of each class and power of two of what is saved the ends used first and last; of those the least value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ends: list[End] = []
-
-    def add(self, end: End, now: float) -> None:
-        """One more."""
-        super().add(end, now)
-        self.ends.append(end)
-
-    def remove(self, end: End) -> None:
-        """One less."""
-        super().remove(end)
-        self.ends.remove(end)
-
-    def lowest(self, now: float) -> End | None:
-        """O(ends)."""
-        rings: dict[tuple[int, int], list[End]] = {}
-        for end in sorted(self.ends, key=lambda end: (end.used, end.serial)):
-            rings.setdefault((self._class_of(end), math.frexp(end.saved)[1]), []).append(end)
-        outer = [end for ring in rings.values() for end in (ring[0], ring[-1])]
-        return min(outer, key=lambda end: (self.value(end, now), end.serial), default=None)
-
-
 class Backwards(NaiveCoverage):
     """The end used last."""
 
-    def lowest(self, now: float) -> End | None:  # noqa: ARG002 - as above
+    def allowed(self, now: float) -> list[End | None]:  # noqa: ARG002 - the answer of a ranking
         """O(ends)."""
-        return max(self.ends, key=lambda end: (end.used, end.serial), default=None)
+        return [max(self.ends, key=lambda end: (end.used, end.serial), default=None)]
 
 
-NAIVE: dict[str, Callable[[], Ranking]] = {"coverage": NaiveCoverage, "hazard": NaiveHazard}
-PAIRS = {
-    name: (eviction_named(name), Eviction(name, naive, eviction_named(name).corner)) for name, naive in NAIVE.items()
-}
+PAIRS = {name: (eviction_named(name), beside(eviction_named(name), naive)) for name, naive in NAIVE.items()}
 MODELS = {
     "full": (full_spec(4),),
     "full and states": (full_spec(4), state_spec(4)),
@@ -124,10 +76,127 @@ def test_random_runs_of_any_model_hit_and_evict(eviction: str) -> None:
 def test_rankings_that_differ_are_seen() -> None:
     """Of two that do not rank alike, runs say so."""
     random = Random(7)
-    pair = PAIRS["coverage"][0], Eviction("backwards", Backwards)
+    real = eviction_named("coverage")
+    pair = real, beside(real, Backwards)
     twins = Twins(random_natural_options(random, MODELS["full and states"]), pair)
     with pytest.raises(DifferenceError):
         random_run(twins, random)
+
+
+class WatchedTwins(Twins):
+    """And what each end goes on from and saves is what it is by its tokens."""
+
+    def __init__(self, options: RigOptions, eviction: str, plain: PlainEnds) -> None:
+        super().__init__(options, PAIRS[eviction])
+        self.plain = plain
+
+    def check(self) -> None:
+        """See Twins."""
+        super().check()
+        kept = self.cache._parts.kept
+        if isinstance(kept, JudgedEnds):
+            self.plain.check(kept)
+
+
+def watched_runs(model: str, eviction: str, runs: int, actions: int = 60) -> PlainEnds:
+    """Random runs; states are kept at ends."""
+    with watched() as plain:
+        for seed in range(runs):
+            random = Random(f"{model} {seed}")
+            options = random_natural_options(random, MODELS[model])
+            random_run(WatchedTwins(replace(options, placement="ends"), eviction, plain), random, actions)
+            plain.prefixes.clear()
+    return plain
+
+
+@pytest.mark.parametrize("eviction", PAIRS)
+@pytest.mark.parametrize("model", ["full", "full and states"])
+def test_ends_go_on_from_what_they_begin_with_and_each_hit_counts_once(model: str, eviction: str) -> None:
+    plain = watched_runs(model, eviction, how_many(8))
+    assert plain.compared > 100
+    assert plain.hits[True] > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("eviction", PAIRS)
+def test_many_watched_runs(eviction: str) -> None:
+    plain = watched_runs("full and states", eviction, how_many(80), 120)
+    assert plain.hits[False] > 0
+    assert plain.unknown > 0
+
+
+# -- faults
+
+
+def learns_soon(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(hazard, "_LEARN_EVERY", 4)
+    patch.setattr(hazard, "HALVED_EVERY", 8)
+    patch.setattr(NaiveHazard, "learn_every", 4)
+    patch.setattr(NaiveHazard, "halved_every", 8)
+
+
+def loses_heirs(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(hazard.HazardRanking, "given_up", lambda *_, **__: None)
+
+
+def leaves_decay_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(hazard_table.HazardTable, "decay", lambda *_: None)
+
+
+def counts_ghost_hits_twice(patch: pytest.MonkeyPatch) -> None:
+    """The end that is known and no longer kept is credited once more."""
+    note_hits = JudgedEnds._note_hits
+
+    def twice(self: JudgedEnds, consumed: Node | None, deepest: Node) -> None:
+        note_hits(self, consumed, deepest)
+        if not deepest.kept:
+            self._rankings.of(deepest.end).hit(deepest.end, self._clock())
+
+    patch.setattr(JudgedEnds, "_note_hits", twice)
+
+
+def keeps_what_was_saved(patch: pytest.MonkeyPatch) -> None:
+    """D is worked out once."""
+    worth = JudgedEnds._worth
+
+    def once(self: JudgedEnds, node: Node, saved: float, now: float) -> bool:
+        return worth(self, node, node.end.saved or saved, now)
+
+    patch.setattr(JudgedEnds, "_worth", once)
+
+
+def takes_all_behind(patch: pytest.MonkeyPatch) -> None:
+    """An end inside a block is put before all that go on behind the same whole blocks."""
+
+    def behind(self: Node, other: Node, known: Collection[bytes]) -> list[Node]:  # noqa: ARG001 - what is left out
+        length = len(other.segment)
+        passing = self._through(other.segment) if length else []
+        return [one for one in passing if len(one.segment) > length]
+
+    patch.setattr(Node, "behind", behind)
+
+
+FAULTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
+    loses_heirs: "the heir of end",
+    leaves_decay_out: "hits of class",
+    counts_ghost_hits_twice: "hits of the end of",
+    keeps_what_was_saved: "a byte, not",
+    takes_all_behind: "stands behind",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_seen(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    learns_soon(monkeypatch)
+    fault(monkeypatch)
+    with pytest.raises((DifferenceError, CacheError), match=FAULTS[fault]):
+        watched_runs("full and states", "hazard", 40)
+
+
+@pytest.mark.parametrize("model", ["full", "full and states"])
+def test_what_is_learned_soon_fades_soon(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    learns_soon(monkeypatch)
+    assert watched_runs(model, "hazard", how_many(8)).compared > 0
 
 
 @pytest.mark.thorough

@@ -155,6 +155,22 @@ def test_many_ends_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waited == [7 * 5.0, 10 * 5.0]  # three are looked at first, and four again
 
 
+def test_of_a_ghost_that_is_kept_again_a_new_age_begins_though_it_is_hit_before_it_is_ranked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(HazardTable, "decay", lambda *_: None)
+    ranking, one = HazardRanking(), end(1)
+    ranking.add(one, 0.0)
+    for _ in range(100):
+        ranking.note_request(50.0)
+    ranking.remove(one)
+    ranking.given_up(one, None, 50.0, declined=False)
+    one.used = 60.0
+    ranking.hit(one, 61.5)
+    assert (ranking.table.at_risk[0].sum(), ranking.table.at_risk[0, 0]) == (60.0 + 1.5, 2.0)
+    assert ranking.check() == []
+
+
 def test_the_least_valuable_goes_first() -> None:
     ranking = HazardRanking()
     serve(ranking, Kind.OUTPUT, Kind.PROMPT, 3)

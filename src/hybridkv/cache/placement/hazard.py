@@ -126,6 +126,9 @@ class HazardRanking:
             self._used, self._counted = grown(self._used, self._rows), grown(self._counted, self._rows)
             memo = self._memos[end.serial] = _Memo(row, self._class_of(end))
             self._class[row], self._used[row], self._counted[row] = memo.of, end.used, 0.0
+        elif self._used.item(memo.row) != end.used:  # a ghost that is kept again: a new age begins
+            self._wait(memo, max(end.used - self._used.item(memo.row), 0.0))
+            self._used[memo.row], self._counted[memo.row] = end.used, 0.0
         return memo
 
     def _class_of(self, end: End) -> int:
@@ -136,9 +139,6 @@ class HazardRanking:
     def add(self, end: End, now: float) -> None:  # noqa: ARG002 - the answer of a ranking
         """Into the ring of its class and what it saves."""
         memo = self._memo(end)
-        if self._used.item(memo.row) != end.used:  # a ghost that is kept again
-            self._wait(memo, end.used - self._used.item(memo.row))
-            self._used[memo.row], self._counted[memo.row] = end.used, 0.0
         memo.ring = memo.of, math.frexp(end.saved)[1]
         ring = self._rings.get(memo.ring)
         if ring is None:

@@ -1,0 +1,474 @@
+"""Rankings of ends from their plain definition: everything is in lists, and worked out by looking at all of it.
+
+NaiveCoverage   passed ends, then the losing kind of tail, then what was used longest ago
+NaiveHazard     how soon ends of a class were hit, times what is saved (docs/design/0019)
+beside          an Eviction whose every answer is held against one of them
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from hybridkv.cache.placement import Eviction
+from hybridkv.cache.placement.ends import NEVER, End, Kind, PassedThenLosing, Ranking
+from hybridkv.cache.placement.hazard import HazardRanking
+from hybridkv.cache.placement.promises import class_kind, is_promised, promised_rate
+from hybridkv.testing.difference import DifferenceError
+
+EDGES = [0.0, *(1.5**k for k in range(23))]
+"""Of the buckets of age; the last one has no end."""
+
+CLOSE = 1e-9
+"""Values that differ by less, of their size, are alike: sums are made in another order."""
+
+Key = tuple[int, ...]
+
+
+class Naive(Protocol):
+    """A ranking that says what of an answer is wrong."""
+
+    def note_request(self, now: float) -> None:
+        """See Ranking."""
+        ...
+
+    def add(self, end: End, now: float) -> None:
+        """See Ranking."""
+        ...
+
+    def remove(self, end: End) -> None:
+        """See Ranking."""
+        ...
+
+    def hit(self, end: End, now: float) -> None:
+        """See Ranking."""
+        ...
+
+    def passed(self, end: End) -> None:
+        """See Ranking."""
+        ...
+
+    def promised(self, end: End, promise: int, now: float) -> None:
+        """See Ranking."""
+        ...
+
+    def given_up(self, end: End, parent: End | None, now: float, *, declined: bool) -> None:
+        """See Ranking."""
+        ...
+
+    def forget(self, end: End, now: float) -> None:
+        """See Ranking."""
+        ...
+
+    def allowed(self, now: float) -> list[End | None]:
+        """Which ends may go next."""
+        ...
+
+    def prefers(self, end: End, other: End, now: float) -> bool | None:
+        """See Ranking; None where either may be."""
+        ...
+
+    def differs(self, other: Ranking) -> str | None:
+        """What the other has learned wrongly."""
+        ...
+
+
+# -- without learning
+
+
+class NaiveCoverage:
+    """ends: those that may be given up. seen: hits of prompts' and of outputs' ends, (kind, the request's number)."""
+
+    halved_every = 1000
+
+    def __init__(self) -> None:
+        self.ends: list[End] = []
+        self.gone_on: set[int] = set()
+        self.seen: list[tuple[Kind, int]] = []
+        self.requests = 0
+
+    def note_request(self, now: float) -> None:  # noqa: ARG002 - the answer of a ranking
+        """One more."""
+        self.requests += 1
+
+    def add(self, end: End, now: float) -> None:  # noqa: ARG002 - as above
+        """One more."""
+        self.ends.append(end)
+
+    def remove(self, end: End) -> None:
+        """One less."""
+        self.ends.remove(end)
+
+    def hit(self, end: End, now: float) -> None:  # noqa: ARG002 - as above
+        """Its session has not gone on from a later one after all."""
+        self.gone_on.discard(end.serial)
+        self.seen.append((end.kind, self.requests))
+
+    def passed(self, end: End) -> None:
+        """A tail, which serves one session."""
+        if end.kind in {Kind.PROMPT, Kind.OUTPUT}:
+            self.gone_on.add(end.serial)
+
+    def promised(self, end: End, promise: int, now: float) -> None:  # noqa: ARG002 - as above
+        """Nobody will come, or somebody may."""
+        (self.gone_on.add if promise == NEVER else self.gone_on.discard)(end.serial)
+
+    def given_up(self, end: End, parent: End | None, now: float, *, declined: bool) -> None:
+        """Nothing."""
+
+    def forget(self, end: End, now: float) -> None:
+        """Nothing."""
+
+    def hits(self, kind: Kind) -> float:
+        """Each counts half after so many requests."""
+        return sum(math.pow(0.5, (self.requests - at) / self.halved_every) for one, at in self.seen if one is kind)
+
+    def allowed(self, now: float) -> list[End | None]:  # noqa: ARG002 - as above
+        """The first one."""
+        prompt, output = self.hits(Kind.PROMPT), self.hits(Kind.OUTPUT)
+        losing = Kind.PROMPT if prompt < output / 4 else Kind.OUTPUT if output < prompt / 4 else None
+
+        def place(end: End) -> tuple[bool, bool, float, int]:
+            gone_on = end.serial in self.gone_on
+            return not gone_on, gone_on or end.kind is not losing, end.used, end.serial
+
+        return [min(self.ends, key=place, default=None)]
+
+    def prefers(self, end: End, other: End, now: float) -> bool:  # noqa: ARG002 - as above
+        """What is new."""
+        return True
+
+    def differs(self, other: Ranking) -> str | None:
+        """It learns which kind loses."""
+        if not isinstance(other, PassedThenLosing):
+            return "it is no such ranking"
+        pairs = [(self.hits(kind), other._hits[kind]) for kind in (Kind.PROMPT, Kind.OUTPUT)]
+        return None if all(math.isclose(*pair, rel_tol=CLOSE) for pair in pairs) else f"hits are {pairs}"
+
+
+# -- with learning
+
+
+@dataclass(slots=True)
+class Record:
+    """What is known of an end. counted: seconds of its age that were counted. heir: class, and last use, of one."""
+
+    of: Key
+    used: float
+    promise: int
+    hits: int = 0
+    log_gap: float = 0.0
+    counted: float = 0.0
+    heir: tuple[Key, float] | None = None
+
+
+def bucket(age: float) -> int:
+    """The bucket of an age."""
+    return sum(age >= edge for edge in EDGES[1:23])
+
+
+def class_of(end: End, record: Record) -> Key:
+    """Kind and promise, hits up to three, and how long it, or its session, paused."""
+    if record.hits:
+        gap = math.exp(record.log_gap)
+        pause = 0 if gap < 1 else min(10, 1 + math.floor(math.log2(gap)))
+    elif end.session_gap is None:
+        pause = -1
+    else:
+        pause = 0 if end.session_gap < 1 else min(6, 1 + math.floor(math.log(end.session_gap, 3)))
+    return class_kind(end.kind, record.promise), min(record.hits, 3), pause
+
+
+def chain(of: Key) -> list[Key]:
+    """A class and those before it, that of all first."""
+    return [of[:length] for length in range(len(of) + 1)]
+
+
+class NaiveHazard:
+    """records: of all ends, kept or remembered. ends: those that may be given up. learned: worth by class and bucket.
+
+    learn_every, halved_every: requests.
+    """
+
+    learn_every = 100
+    halved_every = 1000
+
+    def __init__(self) -> None:
+        self.records: dict[int, Record] = {}
+        self.ends: list[End] = []
+        self.hits: dict[Key, list[float]] = defaultdict(lambda: [0.0] * 23)
+        self.risk: dict[Key, list[float]] = defaultdict(lambda: [0.0] * 23)
+        self.classes: set[Key] = set()
+        self.learned: dict[Key, list[float]] = {}
+        self.requests = 0
+        self.learn()
+
+    # -- what was seen
+
+    def waited(self, record: Record, age: float) -> None:
+        """It was at risk up to ``age``."""
+        for place, (low, high) in enumerate(pairwise([*EDGES[:23], math.inf])):
+            spent = max(min(age, high) - low, 0.0) - max(min(record.counted, high) - low, 0.0)
+            for of in chain(record.of):
+                self.risk[of][place] += spent
+        record.counted = age
+
+    def know(self, end: End) -> Record:
+        """Its record; of a ghost that is kept again a new age begins."""
+        record = self.records.get(end.serial)
+        if record is not None and record.used != end.used:
+            self.waited(record, end.used - record.used)
+            record.used, record.counted = end.used, 0.0
+        if record is None:
+            record = self.records[end.serial] = Record((), end.used, end.promise, end.hits, end.log_gap)
+            self.classify(end, record)
+        return record
+
+    def classify(self, end: End, record: Record) -> None:
+        """Into its class; one that hints make counts from its first end on."""
+        record.of = class_of(end, record)
+        is_new = record.of[:1] not in self.classes
+        self.classes.update(chain(record.of)[: 2 if is_new and is_promised(record.of[0]) else None])
+        if is_new and is_promised(record.of[0]):
+            self.learn()
+        self.classes.update(chain(record.of))
+
+    def note_request(self, now: float) -> None:
+        """Every so often all that waits is counted, what was seen is learned, and fades."""
+        self.requests += 1
+        if self.requests % self.learn_every == 0:
+            for record in self.records.values():
+                self.waited(record, now - record.used)
+            self.learn()
+            for seen in (self.hits, self.risk):
+                for of, row in seen.items():
+                    seen[of] = [one * 0.5 ** (self.learn_every / self.halved_every) for one in row]
+
+    # -- what it is worth
+
+    def learn(self) -> None:
+        """Rates, each class leaning on the one before it; then the best that one can wait for."""
+        rates: dict[Key, list[float]] = {}
+        for of in sorted({(), *self.classes}, key=len):
+            before = rates[of[:-1]] if of else [1e-6] * 23
+            if len(of) == 1 and is_promised(of[0]):
+                before = [promised_rate(of[0], rate, age) for rate, age in zip(before, EDGES[:23], strict=True)]
+            rates[of] = []
+            for place, (low, high) in enumerate(pairwise(EDGES)):
+                lean = 4 * (high - low)
+                hits, risk = self.hits[of][place], self.risk[of][place]
+                rates[of].append((hits + before[place] * lean) / (risk + lean))
+        self.learned = {of: [best_from(place, row) for place in range(23)] for of, row in rates.items()}
+
+    def worth(self, of: Key, age: float) -> float:
+        """Of a class that is new, as much as the one before it."""
+        while of not in self.learned:
+            of = of[:-1]
+        return self.learned[of][bucket(age)]
+
+    def value(self, end: End, now: float) -> float:
+        """Tokens a second and byte."""
+        record = self.know(end)
+        heir = 0.0 if record.heir is None else self.worth(record.heir[0], now - record.heir[1])
+        return (self.worth(record.of, now - record.used) + heir) * end.saved
+
+    # -- ends
+
+    def add(self, end: End, now: float) -> None:  # noqa: ARG002 - the answer of a ranking
+        """One more."""
+        self.know(end)
+        self.ends.append(end)
+
+    def remove(self, end: End) -> None:
+        """One less."""
+        self.ends.remove(end)
+
+    def hit(self, end: End, now: float) -> None:
+        """Those who would have hit its heir hit it from now on."""
+        record = self.know(end)
+        age = now - record.used
+        self.waited(record, age)
+        for of in chain(record.of):
+            self.hits[of][bucket(age)] += 1.0
+        gap = math.log(max(age, 1e-3))
+        record.log_gap = (record.log_gap + gap) / 2 if record.hits else gap
+        record.hits += 1
+        record.used, record.counted, record.heir = now, 0.0, None
+        self.classify(end, record)
+
+    def passed(self, end: End) -> None:
+        """That is learned."""
+
+    def promised(self, end: End, promise: int, now: float) -> None:
+        """Another class from now on."""
+        record = self.know(end)
+        if promise != record.promise:
+            self.waited(record, now - record.used)
+            record.promise = promise
+            self.classify(end, record)
+
+    def given_up(self, end: End, parent: End | None, now: float, *, declined: bool) -> None:
+        """The parent inherits, of one declined what nobody had hit; it has one heir, the most valuable."""
+        record = self.know(end)
+        if parent is None or (declined and record.hits):
+            return
+        theirs = self.know(parent)
+        heirs = [one for one in (theirs.heir, (record.of, record.used), record.heir) if one is not None]
+        best = heirs[0]
+        for heir in heirs[1:]:
+            if self.worth(heir[0], now - heir[1]) > self.worth(best[0], now - best[1]) * (1 + CLOSE):
+                best = heir
+        theirs.heir = best
+
+    def forget(self, end: End, now: float) -> None:
+        """It waited till now."""
+        record = self.records.pop(end.serial, None)
+        if record is not None:
+            self.waited(record, max(now - record.used, 0.0))
+
+    # -- answers
+
+    def allowed(self, now: float) -> list[End | None]:
+        """Of each class and power of two of what is saved the ends used first and last; of those the least value."""
+        rings: dict[tuple[Key, int], list[End]] = {}
+        for end in sorted(self.ends, key=lambda end: (end.used, end.serial)):
+            rings.setdefault((self.know(end).of, math.floor(math.log2(end.saved))), []).append(end)
+        outer = [end for ring in rings.values() for end in (ring[0], ring[-1])]
+        if not outer:
+            return [None]
+        least = min(self.value(end, now) for end in outer)
+        return [end for end in outer if self.value(end, now) <= least * (1 + CLOSE)]
+
+    def prefers(self, end: End, other: End, now: float) -> bool | None:
+        """By value."""
+        mine, theirs = self.value(end, now), self.value(other, now)
+        return None if math.isclose(mine, theirs, rel_tol=CLOSE) else mine > theirs
+
+    def differs(self, other: Ranking) -> str | None:
+        """What was seen of each class, and who inherits."""
+        if not isinstance(other, HazardRanking):
+            return "it is no such ranking"
+        table = other.table
+        for of, number in table._numbers.items():
+            for name, mine, theirs in (("hits", self.hits, table.hits), ("seconds at risk", self.risk, table.at_risk)):
+                if not all(map(_alike, mine[of], theirs[number].tolist())):
+                    return f"{name} of class {of} are {theirs[number].tolist()}, not {mine[of]}"
+        numbers = {number: of for of, number in table._numbers.items()}
+        for serial, memo in other._memos.items():
+            heir = None if memo.heir is None else (numbers[memo.heir.of], memo.heir.used)
+            if heir != self.records[serial].heir:
+                return f"the heir of end {serial} is {heir}, not {self.records[serial].heir}"
+        return None
+
+
+def best_from(place: int, rates: Iterable[float]) -> float:
+    """The greatest, over where to stop, of P(hit by then) / E[seconds waited], from bucket ``place`` on."""
+    best, left, waited = 0.0, 1.0, 0.0
+    for rate, (low, high) in list(zip(rates, pairwise(EDGES), strict=True))[place:]:
+        stays = math.exp(-rate * (high - low))
+        waited += left * -math.expm1(-rate * (high - low)) / rate
+        left *= stays
+        best = max(best, (1 - left) / waited)
+    return best
+
+
+def _alike(mine: float, theirs: float) -> bool:
+    return math.isclose(mine, theirs, rel_tol=1e-6, abs_tol=1e-6)
+
+
+# -- beside the library's
+
+
+class Beside:
+    """``real`` ranks; ``naive`` hears the same, and every answer is compared. DifferenceError where they differ."""
+
+    def __init__(self, real: Ranking, naive: Naive) -> None:
+        self.real = real
+        self.naive = naive
+        self.by_saving = real.by_saving
+        self._heard = 0
+
+    def _compare(self) -> None:
+        wrong = self.naive.differs(self.real)
+        if wrong is not None:
+            raise DifferenceError(f"the ranking has learned otherwise: {wrong}")
+
+    def note_request(self, now: float) -> None:
+        """See Ranking."""
+        self.naive.note_request(now)
+        self.real.note_request(now)
+        self._compare()
+
+    def add(self, end: End, now: float) -> None:
+        """See Ranking."""
+        self.naive.add(end, now)
+        self.real.add(end, now)
+
+    def remove(self, end: End) -> None:
+        """See Ranking."""
+        self.naive.remove(end)
+        self.real.remove(end)
+
+    def hit(self, end: End, now: float) -> None:
+        """See Ranking."""
+        self.naive.hit(end, now)
+        self.real.hit(end, now)
+
+    def passed(self, end: End) -> None:
+        """See Ranking."""
+        self.naive.passed(end)
+        self.real.passed(end)
+
+    def promised(self, end: End, promise: int, now: float) -> None:
+        """See Ranking."""
+        self.naive.promised(end, promise, now)
+        self.real.promised(end, promise, now)
+
+    def given_up(self, end: End, parent: End | None, now: float, *, declined: bool) -> None:
+        """See Ranking."""
+        self.naive.given_up(end, parent, now, declined=declined)
+        self.real.given_up(end, parent, now, declined=declined)
+
+    def forget(self, end: End, now: float) -> None:
+        """See Ranking."""
+        self.naive.forget(end, now)
+        self.real.forget(end, now)
+
+    def lowest(self, now: float) -> End | None:
+        """See Ranking."""
+        found, allowed = self.real.lowest(now), self.naive.allowed(now)
+        if found not in allowed:
+            raise DifferenceError(f"{_name(found)} goes next, not {' or '.join(map(_name, allowed))}")
+        return found
+
+    def prefers(self, end: End, other: End, now: float) -> bool:
+        """See Ranking."""
+        expected = self.naive.prefers(end, other, now)
+        found = self.real.prefers(end, other, now)
+        if expected not in {None, found}:
+            raise DifferenceError(f"{_name(end)} is preferred to {_name(other)}: {found}")
+        return found
+
+    def check(self) -> list[str]:
+        """See Ranking."""
+        return self.real.check()
+
+
+def _name(end: End | None) -> str:
+    return "nobody" if end is None else f"end {end.serial} of {end.tokens} tokens"
+
+
+def beside(eviction: Eviction, naive: Callable[[], Naive]) -> Eviction:
+    """``eviction``, each of its rankings beside a naive one."""
+    made = eviction.ranking
+    if made is None:
+        raise DifferenceError(f"{eviction.name} ranks no ends")
+    return Eviction(eviction.name, lambda: Beside(made(), naive()), eviction.corner)
+
+
+NAIVE: dict[str, Callable[[], Naive]] = {"coverage": NaiveCoverage, "hazard": NaiveHazard}
+"""By the names of evictions."""
