@@ -68,6 +68,12 @@ class FreeOrder:
         usable = self.num_units - sum(reserved)
         return 1.0 - self._count / usable if usable else 0.0
 
+    def usages(self, reserved: Sequence[int], more: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The same with more blocks held; see Space."""
+        usable = self.num_units - sum(reserved)
+        shares: NDArray[np.float64] = 1.0 - (self._count - more.sum(axis=1)) / max(usable, 1)
+        return shares if usable else np.zeros(len(more))
+
     def obtainable(self, of: int = 0) -> int:  # noqa: ARG002 - there is one class of blocks
         """Blocks that can be taken."""
         return self._count

@@ -100,6 +100,13 @@ class BlockPool:
         """Share of what requests can hold that is held; 0 for a pool of the null block alone."""
         return self._free.usage(self._reserved)
 
+    def get_usages(self, more: Int64) -> NDArray[np.float64]:
+        """get_usage, float64[n], with ``more[i, g]`` blocks of each group g held besides, int64[n, groups]."""
+        by_class = np.zeros((len(more), len(self.bases)), np.int64)
+        for group, of in enumerate(self.classes):
+            by_class[:, of] += more[:, group]
+        return self._free.usages(self._reserved, by_class)
+
     @property
     def num_usable(self) -> int:
         """Units that requests can hold, blocks or slabs: all but the null one and those reserved."""
@@ -341,11 +348,29 @@ class BlockPool:
         self._needs.release(ids)
         self.epoch += 1
 
-    def frees_to_back(self, ids: Int32) -> bool:
-        """Whether freeing ``ids`` puts each at the back of the free order: cached, distinct, held once."""
+    def last_releases(self, ids: Int32) -> NDArray[np.bool_] | None:
+        """Which of ``ids``, given back one after the other, lose their last holder by it, bool[n]; some may come twice.
+
+        None unless each of those goes to the back of the free order: cached, and kept.
+        """
         where = ids.astype(np.int64)
-        held_once = (self._ref[where] == 1).all() and self.keys.are_on(where).all()
-        return bool(held_once) and len(np.unique(where)) == len(where) and self._needs.all_needed(where)
+        last = self._ref[where] == 1
+        if not last.all():
+            order = np.argsort(where, kind="stable")
+            first = np.flatnonzero(np.diff(where[order], prepend=-1))
+            nth = np.empty(len(where), np.int64)
+            nth[order] = np.arange(1, len(where) + 1) - np.repeat(first, np.diff(first, append=len(where)))
+            last = self._ref[where] == nth
+        gone = where[last]
+        return last if self.keys.are_on(gone).all() and self._needs.all_needed(gone) else None
+
+    def release_in_turn(self, ids: Int32, last: NDArray[np.bool_]) -> None:
+        """One holder less of ``ids``, one after the other; ``last`` as last_releases says."""
+        where = ids.astype(np.int64)
+        np.subtract.at(self._ref, where, 1)
+        self._free.append(where[last])
+        self._needs.release(where[last])
+        self.epoch += 1
 
     def free_many(self, parts: Sequence[Int32]) -> None:
         """free_blocks of each of ``parts``, in this order; at once when no block has two holders.

@@ -101,6 +101,13 @@ class SlabSpace:
         filled = sum((held - kept) / k for held, kept, k in zip(self.referenced, reserved, self.ks, strict=True))
         return filled / usable if usable else 0.0
 
+    def usages(self, reserved: Sequence[int], more: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The same with more blocks referenced; see Space."""
+        usable, filled = self.num_slabs - self.units(reserved), np.zeros(len(more))
+        for of, k in enumerate(self.ks):
+            filled += (self.referenced[of] + more[:, of] - reserved[of]) / k
+        return filled / usable if usable else filled * 0.0
+
     def order(self) -> Int32:
         """Blocks of owned slabs that nobody holds: holes, then those cached, class by class. O(blocks)."""
         parts: list[Ids] = []
@@ -185,11 +192,41 @@ class SlabSpace:
     def takes_in_any_order(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
         """Where all classes but one take from their current slabs, and that one needs but free slabs besides.
 
-        And where there is one class alone, whose blocks are evicted in their order.
+        And where there is one class alone, whose blocks are evicted in their order, or each evicts but its own.
         """
         if len(self.ks) == 1 and not self._given_first:
             return needs[0] <= self.obtainable(0) and (self.ks[0] == 1 or not drops())
-        return self._holes.takes_in_any_order(needs) and not drops()
+        if self._holes.takes_in_any_order(needs) and not drops():
+            return True
+        return self._keeps_slabs(needs, drops)
+
+    def _keeps_slabs(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
+        """Whether no class gets a slab that another one might have got, whatever is released with a key meanwhile.
+
+        What is released is younger than all that is evicted, but it may leave a slab of holes with nobody in it.
+        """
+        free, taking = self._holes.num_free, [of for of, need in enumerate(needs) if need]
+        if free and (len(taking) > 1 or drops()):
+            return False
+        for of in taking:
+            missing = needs[of] - self.holes[of] - free * self.ks[of]
+            if missing > 0 and not self._evicts_own(missing, of):
+                return False
+        return not any(self.holes[of] for of in taking) or not drops()
+
+    def _evicts_own(self, n: int, of: int) -> bool:
+        """Whether class ``of`` evicts its ``n`` oldest, whoever else evicts, and releases, in between.
+
+        That lets time pass, and others' oldest be younger ones; both make these younger beside them.
+        """
+        ids = self._lru[of].leading(n)
+        if ids.size < n:
+            return False
+        first = self._num_given(ids, of)
+        if self._given_first:
+            return first == n
+        others = [stamp for one in range(len(self.ks)) if one != of and (stamp := self._oldest_stamp(one)) is not None]
+        return not others or first == n or not self._are_young(ids[first:], self.now - min(others)).any()
 
     @property
     def _is_spent(self) -> bool:
@@ -403,17 +440,25 @@ class SlabSpace:
 
     def _num_evicted(self, ids: Int32, of: int) -> int:
         """How many of ``ids``, the oldest of class ``of``, make_room evicts before somebody else gives a slab."""
-        first = 0
-        if self.given[of]:  # until the last of them is gone
-            first = min(int(np.cumsum(self._is_given[ids]).searchsorted(self.given[of])) + 1, ids.size)
+        first = self._num_given(ids, of)
         if self._given_first:
             return first
         giver = self._oldest_giver(of)
         if giver is None or (self._is_spent and self.ks[giver] > 1):
             return int(ids.size)
-        age = self.now - self._stamp.item(self._lru[giver].first())
-        young = self.now - self._stamp[ids[first:]] <= (10 * age - 1) // 11  # as _much_older says of each
+        young = self._are_young(ids[first:], self.now - self._stamp.item(self._lru[giver].first()))
         return first + (int(young.argmax()) if young.any() else young.size)
+
+    def _num_given(self, ids: Int32, of: int) -> int:
+        """How many of ``ids``, the oldest of class ``of``, go until the last one given up is gone."""
+        if not self.given[of]:
+            return 0
+        return min(int(np.cumsum(self._is_given[ids]).searchsorted(self.given[of])) + 1, ids.size)
+
+    def _are_young(self, ids: Int32, age: int) -> Bool:
+        """Beside which of ``ids`` a block of ``age`` is much older, as _much_older says of each."""
+        young: Bool = self.now - self._stamp[ids] <= (10 * age - 1) // 11
+        return young
 
     def _givers(self, of: int) -> Iterator[int]:
         """Other classes that have a slab's worth of blocks that nobody holds, and a slab without locked blocks."""

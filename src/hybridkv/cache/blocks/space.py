@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Float64 = NDArray[np.float64]
 Bool = NDArray[np.bool_]
 Ids = NDArray[np.int32] | NDArray[np.int64]
 
@@ -44,6 +46,10 @@ class Space(Protocol):
 
     def usage(self, reserved: Sequence[int]) -> float:
         """Share that is held, ``reserved`` blocks by class left out on both sides."""
+        ...
+
+    def usages(self, reserved: Sequence[int], more: Int64) -> Float64:
+        """usage() with ``more[i, c]`` blocks of class c held besides, int64[n, classes]; float64[n], to the bit."""
         ...
 
     def order(self) -> Int32:

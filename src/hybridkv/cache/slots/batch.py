@@ -151,7 +151,7 @@ def needs_of(groups: Sequence[CacheGroup], batch: Batch) -> Needs:
 def drop(groups: Sequence[CacheGroup], pool: BlockPool, batch: Batch, columns: Int64) -> bool:
     """Drop ``columns`` of each row and group, if single calls would lead to the same; whether it was done.
 
-    They would when every block goes to the back of the free order: it has a key and no other holder.
+    They would when every block that loses its last holder goes to the back of the free order.
     """
     parts: list[tuple[CacheGroup, Int64, Int64]] = []
     owners, numbers, blocks = [], [], []
@@ -171,9 +171,10 @@ def drop(groups: Sequence[CacheGroup], pool: BlockPool, batch: Batch, columns: I
     order = np.lexsort((np.concatenate(numbers), owner))
     ids = ids[order]
     ids = ids[ids != 0]
-    if not pool.frees_to_back(ids):
+    last = pool.last_releases(ids)
+    if last is None:
         return False
     for group, rows, upto in parts:
         group.rows.drop_rows(rows, upto)
-    pool.free_blocks(ids)
+    pool.release_in_turn(ids, last)
     return True

@@ -141,14 +141,9 @@ class Strides:
         computed = requests.num_computed[rows]
         if not (wanted and requests.append_many(rows, tokens)):
             return Advance(0, 0.0)
-        steps, peak = 0, self._pool.get_usage()
-        while steps < wanted and self._transfers.idle:
-            done = self._at_once(rows, computed + steps, wanted - steps)
-            if done:
-                steps, peak = steps + done, max(peak, self._pool.get_usage())
-            else:
-                steps, usage = self._each(rows, computed, range(steps, wanted), begin)
-                peak = max(peak, usage)
+        steps, peak = wanted, self._at_once(rows, computed, wanted)
+        if peak is None:
+            steps, peak = self._each(rows, computed, wanted, begin)
         if steps < wanted:
             for request, known in zip(requests.owners(rows), (computed + steps + 1).tolist(), strict=True):
                 request.truncate(known)
@@ -156,44 +151,49 @@ class Strides:
         self._slots.label_rows(rows, computed + steps)
         return Advance(steps, peak)
 
-    def _at_once(self, rows: Int64, computed: Int64, wanted: int) -> int:
-        """Up to ``wanted`` steps, the last of which has most in use of all; 0, and nothing done, where order is told.
+    def _at_once(self, rows: Int64, computed: Int64, steps: int) -> float | None:
+        """All ``steps``: the largest usage after any of them. None, and nothing done, where their order is told.
 
         First all is taken, then all given back, each in order of steps, rows and groups: the same as one by one, where
-        what is given back goes behind all that is taken. Where no step has more in use than there is now, any is last.
+        what is given back goes behind all that is taken.
         Nothing depends on when it is: where evictions judge, nobody is evicted for what can be taken in any order.
         """
-        due = self._residents.due(rows, computed + wanted)
+        due = self._residents.due(rows, computed + steps)
         if not due.size:
-            return wanted
+            return self._pool.get_usage()
         some, begun = rows[due], computed[due]
-        dropped = self._dropped(some, begun, wanted)
+        dropped = self._dropped(some, begun, steps)
         if dropped is None:
-            return 0
-        taken = self._taken(some, begun, wanted)
+            return None
+        taken = self._taken(some, begun, steps)
         needs = np.bincount(taken.group, minlength=len(self._groups)).tolist()
         if not self._pool.takes_in_any_order(needs, lambda: bool(len(dropped.at))):
-            return 0
-        if len(dropped.at):
-            more = np.cumsum(np.bincount(taken.at, minlength=wanted) - np.bincount(dropped.at, minlength=wanted))
-            most = int(more.argmax())
-            if more[most] > 0 and most + 1 < wanted:
-                return self._at_once(rows, computed, most + 1)
-            ids = self._blocks(some, dropped)
-            if not self._pool.frees_to_back(ids):
-                return 0
+            return None
+        if not len(dropped.at):
             self._take(some, taken)
-            for group in self._growing:
-                gone = np.bincount(dropped.place[dropped.group == group.number], minlength=len(some))
-                group.rows.drop_rows(some, np.maximum(group.rows.dropped[some], group.rows.base[some]) + gone)
-            self._pool.free_blocks(ids)
+            usage = self._pool.get_usage()
         else:
+            ids = self._blocks(some, dropped)
+            last = self._pool.last_releases(ids[ids != 0])
+            if last is None:
+                return None
+            freed = np.flatnonzero(ids)[last]
+            usage = self._peak(taken, _Columns(*(column[freed] for column in dropped)), steps)
             self._take(some, taken)
+            self._drop(some, dropped)
+            self._pool.release_in_turn(ids[ids != 0], last)
         if self._publisher.publishes:
-            self._publisher.publish_rows(self._rows, some, begun + wanted, begun)
+            self._publisher.publish_rows(self._rows, some, begun + steps, begun)
         self._pool.advance_epoch()
         self._residents.refresh_many(some)
-        return wanted
+        return usage
+
+    def _peak(self, taken: _Columns, freed: _Columns, steps: int) -> float:
+        """The largest usage after any of ``steps`` that take and free these blocks."""
+        groups = len(self._groups)
+        more = np.bincount(taken.at * groups + taken.group, minlength=steps * groups)
+        more -= np.bincount(freed.at * groups + freed.group, minlength=steps * groups)
+        return float(self._pool.get_usages(more.reshape(steps, groups).cumsum(axis=0)).max())
 
     def _taken(self, rows: Int64, computed: Int64, steps: int) -> _Columns:
         """Columns that ``rows`` need blocks for in so many steps."""
@@ -226,13 +226,12 @@ class Strides:
         return _Columns(place[order], group_of[order], column[order], at[order])
 
     def _blocks(self, rows: Int64, columns: _Columns) -> Int32:
-        """The blocks in ``columns`` of ``rows``, null ones left out."""
+        """The blocks in ``columns`` of ``rows``, 0 for null ones."""
         ids = np.empty(len(columns.at), np.int32)
         for group in self._growing:
             mine = np.flatnonzero(columns.group == group.number)
             ids[mine] = group.rows.at(rows[columns.place[mine]], columns.column[mine])
-        held: Int32 = ids[ids != 0]
-        return held
+        return ids
 
     def _take(self, rows: Int64, columns: _Columns) -> None:
         """A block for each of ``columns``, in this order."""
@@ -245,20 +244,26 @@ class Strides:
             counts = np.bincount(of, minlength=len(rows))
             group.rows.extend_many(rows, counts, ids[mine][np.argsort(of, kind="stable")])
 
-    def _each(
-        self, rows: Int64, computed: Int64, steps: range, begin: Callable[[int], None] | None
-    ) -> tuple[int, float]:
-        """Row after row at each of its events, ``steps`` in order; up to the first step that moves blocks.
+    def _drop(self, rows: Int64, columns: _Columns) -> None:
+        """``columns``, the first of each row, are null."""
+        for group in self._growing:
+            gone = np.bincount(columns.place[columns.group == group.number], minlength=len(rows))
+            group.rows.drop_rows(rows, np.maximum(group.rows.dropped[rows], group.rows.base[rows]) + gone)
 
-        How many steps are done then, those before among them, and the largest usage after any of these. computed:
-        before step 0. begin: told of each step that has events before they are carried out.
+    def _each(
+        self, rows: Int64, computed: Int64, wanted: int, begin: Callable[[int], None] | None
+    ) -> tuple[int, float]:
+        """Row after row at each of its events, ``wanted`` steps in order; up to the first that moves blocks.
+
+        How many are done then, and the largest usage after any of them. begin: told of each step that has events before
+        they are carried out.
         """
-        pool, peak, at = self._pool, self._pool.get_usage(), steps.start - 1
+        pool, peak, at = self._pool, self._pool.get_usage(), -1
         while True:
             due = self._residents.next_events(rows) - computed - 1  # the step at which each is due
             at = max(int(due.min()), at + 1)
-            if at >= steps.stop:
-                return steps.stop, peak
+            if at >= wanted:
+                return wanted, peak
             if begin is not None:
                 begin(at)
             some = np.flatnonzero(due <= at)
