@@ -154,9 +154,9 @@ class PrefixIndex:
             chunk = min(4 * chunk, _LARGEST_CHUNK)
         return parts[0] if len(parts) == 1 else np.concatenate(parts or (_NONE,))
 
-    def blocks_of(self, keys: Sequence[bytes]) -> NDArray[np.int64]:
-        """The block of each of ``keys``, 0 for unknown ones; int64[keys]. O(keys)."""
-        return np.fromiter(map(self._first.get, keys, repeat(0)), np.int64, len(keys))
+    def blocks_of(self, keys: Sequence[bytes]) -> list[int]:
+        """The block of each of ``keys``, 0 for unknown ones. O(keys)."""
+        return list(map(self._first.get, keys, repeat(0)))
 
     def entries(self) -> Iterator[tuple[bytes, int]]:
         """Every (key, block), a key's blocks in the order they would be found."""

@@ -151,6 +151,11 @@ class BlockNeeds:
         self._discharge(needed)
         self.counts[needed] = 0
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether ``take_lost`` says any."""
+        return bool(self._lost)
+
     def take_lost(self) -> list[int]:
         """Blocks that were lost though ends needed them, since the last call."""
         lost, self._lost = self._lost, []

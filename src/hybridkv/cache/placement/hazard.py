@@ -168,7 +168,7 @@ class HazardRanking:
             if now >= ring.until:
                 self._look_at(ring, now)
             value = ring.value
-            if value < least or (value == least and best is not None and ring.least.serial < best.serial):
+            if value <= least and (value < least or (best is not None and ring.least.serial < best.serial)):
                 best, least = ring.least, value
         return best
 
@@ -176,9 +176,9 @@ class HazardRanking:
         """Value ``ring`` anew."""
         least, until, worths = math.inf, math.inf, self.table.worth
         for end in ring.both_ends():
-            memo = self._memos[end.serial]
-            bucket = bucket_of(now - end.used)
-            worth, until = worths[memo.of][bucket], min(until, end.used + NEXT[bucket])
+            memo, used = self._memos[end.serial], end.used
+            bucket = bucket_of(now - used)
+            worth, until = worths[memo.of][bucket], min(until, used + NEXT[bucket])
             heir = memo.heir
             if heir is not None:
                 bucket = bucket_of(now - heir.used)

@@ -24,8 +24,6 @@ from hybridkv.request import Request
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
-_NONE = np.empty(0, np.int64)
-
 _FEW: Final = 24
 """So many blocks are looked at one by one sooner than with arrays."""
 
@@ -50,21 +48,21 @@ class EndBlocks:
 
     # -- where things are
 
-    def segment(self, node: Node) -> Int64 | None:
+    def segment(self, node: Node) -> list[int] | None:
         """Blocks of full attention in its segment, in order; None where one is not there. O(segment)."""
-        start = node.depth - len(node.segment)
-        return _all([group.index.blocks_of(_columns(group, node.segment, start)) for group in self._full])
+        start, found = node.depth - len(node.segment), list[int]()
+        for group in self._full:
+            found += group.index.blocks_of(_columns(group, node.segment, start))
+        return None if 0 in found else found
 
-    def window(self, node: Node) -> Int64 | None:
+    def window(self, node: Node) -> list[int] | None:
         """Whole blocks that windows and chunks read before it; None where one is not there. O(windows)."""
-        if not self._windows:
-            return _NONE
-        parts = []
+        found = list[int]()
         for group in self._windows:
             size, stride = group.policy.block_size, group.key_stride
             first, last = group.policy.hits.first_needed(node.tokens) // size, node.tokens // size
-            parts.append(group.index.blocks_of(node.keys(first * stride, last * stride)[stride - 1 :: stride]))
-        return _all(parts)
+            found += group.index.blocks_of(node.keys(first * stride, last * stride)[stride - 1 :: stride])
+        return None if 0 in found else found
 
     def own(self, request: Request, tokens: int) -> list[int] | None:
         """Its states and the blocks that its last tokens lie in; None where one is not there."""
@@ -77,15 +75,10 @@ class EndBlocks:
 
     def charged(self, node: Node) -> list[int] | Int64:
         """What ``node`` pays for: its own blocks, its windows, and its segment unless ends behind it need that."""
-        window = self.window(node)
-        segment = None if node.children else self.segment(node)
-        there = [part for part in (window, segment) if part is not None]
-        if len(node.own) + sum(map(len, there)) > _FEW:
-            return np.concatenate((np.array(node.own, np.int64), *there))
-        found = node.own.copy()
-        for part in there:
-            found += part.tolist()
-        return found
+        found = node.own + (self.window(node) or [])
+        if not node.children:
+            found += self.segment(node) or []
+        return found if len(found) <= _FEW else np.array(found, np.int64)
 
     def _classes(self, ids: Int64) -> Int64:
         of: Int64 = np.searchsorted(self._pool.bases, ids, side="right") - 1
@@ -119,7 +112,8 @@ class EndBlocks:
         """Blocks by class of an end at ``depth`` hash blocks behind ``parent`` that no other needs, and ``states``."""
         counts = list(states)
         for group in self._full:
-            found = group.index.blocks_of(_columns(group, request.hashes[parent.depth : depth], parent.depth))
+            keys = _columns(group, request.hashes[parent.depth : depth], parent.depth)
+            found = np.array(group.index.blocks_of(keys), np.int64)
             counts[self._pool.classes[group.number]] += int(np.count_nonzero(self._needs.counts[found] == 0))
         return counts
 
@@ -145,7 +139,7 @@ class EndBlocks:
 
     # -- counted
 
-    def count(self, node: Node) -> Int64 | None:
+    def count(self, node: Node) -> list[int] | None:
         """``node``, whose own blocks are known, needs its blocks: its segment.
 
         None, and nothing done, where one of all is not there.
@@ -153,25 +147,23 @@ class EndBlocks:
         segment, window = self.segment(node), self.window(node)
         if segment is None or window is None:
             return None
-        self._needs.add(np.concatenate((segment, window, np.array(node.own, np.int64))), node.end.tenant)
+        self._needs.add(np.array(segment + window + node.own, np.int64), node.end.tenant)
         return segment
 
-    def discount(self, node: Node, segment: Int64 | None) -> None:
+    def discount(self, node: Node, segment: list[int] | None) -> None:
         """``node``, just before it leaves the tree, needs nothing; its children need its ``segment`` each.
 
         What nobody needs or holds any longer is given up.
         """
-        window = self.window(node)
-        parts = [np.array(node.own, np.int64)]
-        if window is not None:
-            parts.append(window[::-1])
+        gone = node.own + (self.window(node) or [])[::-1]
         heirs = node.heirs()
-        if segment is not None and heirs:
-            self._needs.counts[segment] += len(heirs) - 1
-            self._needs.hand_on(segment, heirs[0].end.tenant)
-        elif segment is not None:
-            parts.append(segment[::-1])
-        loose = self._needs.drop(np.concatenate(parts))
+        if not heirs:
+            gone += (segment or [])[::-1]
+        elif segment:
+            ids = np.array(segment, np.int64)
+            self._needs.counts[ids] += len(heirs) - 1
+            self._needs.hand_on(ids, heirs[0].end.tenant)
+        loose = self._needs.drop(np.array(gone, np.int64))
         if loose.size:
             loose = loose[self._pool.ref_counts(loose) == 0]
         if loose.size:
@@ -186,8 +178,8 @@ class EndBlocks:
         """How many of ``nodes`` need each block, int32[blocks], counted anew."""
         counts = np.zeros_like(self._needs.counts)
         for node in nodes:
-            for ids in (self.segment(node), self.window(node), np.array(node.own, np.int64)):
-                if ids is not None:
+            for ids in (self.segment(node), self.window(node), node.own):
+                if ids:
                     np.add.at(counts, ids, 1)
         return counts
 
@@ -201,12 +193,7 @@ class EndBlocks:
 def _columns(group: CacheGroup, keys: Sequence[bytes], start: int) -> Sequence[bytes]:
     """Of ``keys``, those of hash blocks from ``start`` on, the ones that end a column of ``group``."""
     stride = group.key_stride
-    return keys[(stride - 1 - start) % stride :: stride]
-
-
-def _all(parts: Sequence[Int64]) -> Int64 | None:
-    ids = parts[0] if len(parts) == 1 else np.concatenate(parts or [_NONE])
-    return ids if ids.all() else None
+    return keys if stride == 1 else keys[(stride - 1 - start) % stride :: stride]
 
 
 def _tail(group: CacheGroup, request: Request, tokens: int) -> int | None:

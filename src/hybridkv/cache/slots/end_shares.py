@@ -114,10 +114,12 @@ class EndShares:
 
     # -- who is concerned
 
-    def beside(self, node: Node, segment: Int64 | None) -> list[Node]:
+    def beside(self, node: Node, segment: list[int] | None) -> list[Node]:
         """Ends that may need a block that ``node`` needs, children and parent left out; windows are not looked at."""
-        shared = [*node.own, *([] if segment is None else segment.tolist())]
-        found = [one for block in shared for one in self.owners.get(block, ()) if one is not node]
+        owners = self.owners
+        found = [
+            one for block in node.own + (segment or []) if block in owners for one in owners[block] if one is not node
+        ]
         keys = {key for block in node.own if (key := self._pool.key_of(block)) is not None}
         if keys:  # who goes on behind the block that it ends in
             found += [one for before in node.level() for key in sorted(keys) for one in before.few(key)]

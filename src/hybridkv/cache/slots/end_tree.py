@@ -197,7 +197,11 @@ class EndTree:
         return there and self._begins(request, node)
 
     def _begins(self, request: Request, node: Node) -> bool:
-        return not node.inside[1] or node.inside == self._inside(request, node.tokens)
+        parent, tokens = node.inside
+        if not tokens:
+            return True
+        inside = request.token_ids(node.depth * self._hash_block, node.end.tokens)
+        return inside.tobytes() == tokens and parent == parent_key(request, node.depth, 1)
 
     def _inside(self, request: Request, tokens: int) -> tuple[bytes, bytes]:
         depth, rest = divmod(tokens, self._hash_block)

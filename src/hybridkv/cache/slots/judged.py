@@ -432,9 +432,8 @@ class JudgedEnds:
                 self._rankings.of(node.end).forget(node.end, now)
             self._begin()
             return
-        lost = self._needs.take_lost()
-        if lost:
-            self._recount(self._shares.lose(lost))
+        if self._needs.has_lost:
+            self._recount(self._shares.lose(self._needs.take_lost()))
 
     def _recount(self, broken: set[Node]) -> None:
         """Count anew, without ``broken`` ends and those whose tokens are gone. O(kept ends and their segments)."""
