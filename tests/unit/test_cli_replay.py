@@ -264,6 +264,12 @@ def test_evictions_of_the_natural_layout(eviction: str) -> None:
     found = re.search(r"hit tokens +([\d,]+) ", text)
     assert found is not None
     assert found[1] != "0"
+    kinds = document("replay", *NATURAL, "--eviction", eviction)["ends"]
+    assert bool(kinds) == ("new session" in text) == (eviction != "lru")
+    for kind in kinds:
+        assert kind["kept"] == sum(one["kept"] for one in kind["classes"])
+        assert kind["hits"] == sum(one["hits"] for one in kind["classes"])
+    assert any(kind["hits"] for kind in kinds) == bool(kinds)
 
 
 def test_tenants_and_hints_of_a_trace(tmp_path: Path) -> None:

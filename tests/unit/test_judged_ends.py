@@ -325,6 +325,28 @@ def test_what_became_of_ends_is_counted_by_kind() -> None:
     assert statistics.missed_tokens == statistics.missed_a_gib_more == 10
 
 
+def test_and_by_what_hazard_tells_apart() -> None:
+    """A class says what an end was when it was hit or given up, not what became of it."""
+    cache = Cache("coverage", slabs=24)
+    cache.run(chat(1))
+    for _ in range(4):
+        cache.run(chat(1))  # ten seconds apart
+    cache.kept._release(cache.node(10), cache.now)
+    cache.run(chat(2))
+    cache.kept._release(next(node for node in cache.kept._tree.kept() if node.tokens == 13), cache.now)
+    prompt, output = cache.cache.statistics().ends[:2]
+    assert [(one.hits_before, one.pause_s, one.kept, one.hits, one.missed, one.given_up) for one in prompt.classes] == [
+        (0, None, 1, 1, 0, 0),
+        (1, 8.0, 0, 1, 0, 0),
+        (2, 8.0, 0, 1, 0, 0),
+        (3, 8.0, 0, 1, 0, 1),
+    ]
+    assert [one.given_up for one in output.classes] == [1]
+    for kind in (prompt, output):
+        assert (kind.kept, kind.hits) == (sum(o.kept for o in kind.classes), sum(o.hits for o in kind.classes))
+    assert {one.promise for one in prompt.classes} == {""}
+
+
 # -- what was lost otherwise
 
 

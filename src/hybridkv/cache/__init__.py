@@ -14,6 +14,7 @@ from hybridkv.cache.slots.step_fields import RowSpans, StateMoves, cells_of, cel
 from hybridkv.cache.slots.transfers import Checkpoint, Transfer, Transfers
 from hybridkv.cache.statistics import (
     CacheStatistics,
+    EndClassStatistics,
     EndStatistics,
     GroupStatistics,
     PrefixCacheStats,
@@ -36,6 +37,7 @@ __all__ = [
     "CacheStatistics",
     "Checkpoint",
     "CommonHit",
+    "EndClassStatistics",
     "EndStatistics",
     "EventsDropped",
     "GroupStatistics",

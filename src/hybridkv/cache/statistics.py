@@ -36,14 +36,33 @@ class GroupStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class EndClassStatistics:
+    """Ends of one kind that are alike for ``hazard`` (docs/design/0019). kept: now; the others so far.
+
+    promise: what hints say of them, in words, "" for nothing. hits_before: so often were they hit, 3 for more, too.
+    pause_s: the least of the seconds between their hits, or, before the first, that their session had paused; None for
+    new sessions. hits, missed, given_up: as of EndStatistics, of ends that were in this class just before.
+    """
+
+    promise: str
+    hits_before: int
+    pause_s: float | None
+    kept: int
+    hits: int
+    missed: int
+    given_up: int
+
+
+@dataclass(frozen=True, slots=True)
 class EndStatistics:
     """Ends of one kind (docs/design/0019). kept: now; the others so far.
 
     made: ends that were kept. hits: of kept ones. missed: of ghosts, the deepest of each prompt. declined: not kept for
-    want of worth. given_up: kept no longer; unused: those of them that were never hit.
+    want of worth. given_up: kept no longer; unused: those of them that were never hit. classes: those that were met.
     """
 
     kind: str
+    classes: tuple[EndClassStatistics, ...]
     kept: int
     made: int
     hits: int

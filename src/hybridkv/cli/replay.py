@@ -59,6 +59,10 @@ _SECONDS_PER_LINE: Final = 10.0
 _DEFAULT: Final = ReplaySettings()
 _NOT_TOLD: Final = {"placement", "step_by_step", "shares"}
 """Settings that say nothing, or stand elsewhere in documents."""
+_MOST_CLASSES: Final = 12
+"""Of ends, that are shown."""
+_MOST_HITS: Final = 3
+"""That classes of ends tell apart."""
 _PUT_OFF: Final = {
     "no_space": "memory full",
     "fragmented": "memory not in one piece",
@@ -352,8 +356,25 @@ def _show_ends(report: ReplayReport) -> None:
         counts = (one.kept, one.made, one.hits, one.missed, one.declined, one.given_up, one.unused)
         ends.add_row(one.kind, *map(format_count, counts))
     console().print(ends)
+    _show_classes(report)
     found = format_count(report.missed_a_gib_more)
     print_facts({"tokens missed": f"{format_count(report.missed_tokens)}; a GiB more would have found {found} of them"})
+
+
+def _show_classes(report: ReplayReport) -> None:
+    """Of the classes of ends that ``hazard`` tells apart those with most hits and ends given up."""
+    met = [(kind.kind, one) for kind in report.ends for one in kind.classes]
+    met.sort(key=lambda of: (of[1].hits + of[1].given_up, of[1].kept), reverse=True)
+    shown, rest = met[:_MOST_CLASSES], len(met[_MOST_CLASSES:])
+    classes = table("ends at", "promised", "hit before", "paused", "kept", "hit", "missed", "given up", numbers_from=2)
+    for name, one in shown:
+        before = "3 or more" if one.hits_before == _MOST_HITS else str(one.hits_before)
+        paused = "new session" if one.pause_s is None else f"{one.pause_s:.0f} s or more"
+        counts = (one.kept, one.hits, one.missed, one.given_up)
+        classes.add_row(name, one.promise, before, paused, *map(format_count, counts))
+    console().print(classes)
+    if rest:
+        print_facts({"classes with less": f"{rest}, told with --json"})
 
 
 def _show_tenants(report: ReplayReport) -> None:

@@ -132,7 +132,7 @@ class HazardRanking:
         return memo
 
     def _class_of(self, end: End) -> int:
-        return self.table.class_of(class_kind(end.kind, end.promise), min(end.hits, 3), _gap_of(end))
+        return self.table.class_of(*class_of(end))
 
     # -- rings
 
@@ -260,6 +260,18 @@ class HazardRanking:
         if self.table.hits.shape[1] != BUCKETS or (self.table.at_risk < 0).any():
             wrong.append("ends were at risk for less than no time")
         return wrong
+
+
+def class_of(end: End) -> tuple[int, int, int]:
+    """Kind and what hints promise of it, hits so far up to 3, and gap; see ``least_gap_s``."""
+    return class_kind(end.kind, end.promise), min(end.hits, 3), _gap_of(end)
+
+
+def least_gap_s(hits: int, gap: int) -> float | None:
+    """The seconds from which on an end of so many hits has ``gap``, None for that of new sessions."""
+    if gap < 0:
+        return None
+    return float((2 if hits else 3) ** (gap - 1)) if gap else 0.0
 
 
 def _gap_of(end: End) -> int:

@@ -60,12 +60,24 @@ def is_of_session(promise: int) -> bool:
     return promise not in {NOTHING, BY_ALL}
 
 
+def in_words(promise: int) -> str:
+    """What hints said, as they are named."""
+    if promise >= WITHIN:
+        return f"within {_BASE ** (1 + promise - WITHIN):.0f} s"
+    return {NOTHING: "", NEVER: "never", BY_ALL: "by all", SOMETIME: "some time"}[promise]
+
+
 # -- as part of a class
 
 
 def class_kind(kind: Kind, promise: int) -> int:
     """One number for both."""
     return int(kind) + _KINDS * promise
+
+
+def parts_of(number: int) -> tuple[Kind, int]:
+    """Kind and promise of a ``class_kind``."""
+    return Kind(number % _KINDS), number // _KINDS
 
 
 def is_promised(number: int) -> bool:

@@ -1,13 +1,16 @@
-"""What became of ends so far, by kind; what tenants found, and what more memory would have found."""
+"""What became of ends so far, by kind and class; what tenants found, and what more memory would have found."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from hybridkv.cache.placement.ends import End, Kind
+from hybridkv.cache.placement.hazard import class_of, least_gap_s
+from hybridkv.cache.placement.promises import in_words, parts_of
 from hybridkv.cache.placement.shares import TenantShares
-from hybridkv.cache.statistics import EndStatistics, TenantStatistics
+from hybridkv.cache.statistics import EndClassStatistics, EndStatistics, TenantStatistics
 
 _MORE_BYTES: Final = 1 << 30
 
@@ -23,6 +26,7 @@ class EndCounts:
         self._asked = [[0, 0, 0] for _ in shares.of]
         self.missed_tokens = self.missed_a_gib_more = 0
         self._of = {kind: [0] * 6 for kind in Kind}
+        self._of_class: dict[tuple[int, int, int], list[int]] = defaultdict(lambda: [0] * 3)
         self._given_up_bytes = 0
         self._gone_at: dict[int, int] = {}
 
@@ -39,12 +43,14 @@ class EndCounts:
         self._gone_at.pop(end.serial, None)
 
     def note_hit(self, end: End) -> None:
-        """``end``, kept, was hit."""
+        """``end``, kept, is hit."""
         self._of[end.kind][1] += 1
+        self._of_class[class_of(end)][0] += 1
 
     def note_missed(self, end: End, tokens: int) -> None:
-        """``end``, a ghost, would have been hit for ``tokens`` more tokens."""
+        """``end``, a ghost, would be hit for ``tokens`` more tokens."""
         self._of[end.kind][2] += 1
+        self._of_class[class_of(end)][1] += 1
         self.missed_tokens += tokens
         if self._given_up_bytes - self._gone_at.get(end.serial, 0) <= _MORE_BYTES:
             self.missed_a_gib_more += tokens
@@ -54,6 +60,8 @@ class EndCounts:
         counts = self._of[end.kind]
         counts[3 if declined else 4] += 1
         counts[5] += not (declined or end.hits)
+        if not declined:
+            self._of_class[class_of(end)][2] += 1
         self._given_up_bytes += size
         self._gone_at[end.serial] = self._given_up_bytes
 
@@ -61,9 +69,21 @@ class EndCounts:
         """``end`` is no ghost any longer, and not kept."""
         self._gone_at.pop(end.serial, None)
 
-    def statistics(self, kept: dict[Kind, int]) -> tuple[EndStatistics, ...]:
-        """One a kind. kept: how many are, now."""
-        return tuple(EndStatistics(kind.name.lower(), kept.get(kind, 0), *counts) for kind, counts in self._of.items())
+    def statistics(self, kept: Iterable[End]) -> tuple[EndStatistics, ...]:
+        """One a kind. kept: those that are, now. O(kept)."""
+        of_class = Counter(map(class_of, kept))
+        classes: dict[Kind, list[EndClassStatistics]] = {kind: [] for kind in Kind}
+        kept_of: Counter[Kind] = Counter()
+        for key in sorted({*of_class, *self._of_class}):
+            (kind, promise), hits, gap = parts_of(key[0]), key[1], key[2]
+            kept_of[kind] += of_class[key]
+            counts = self._of_class.get(key, [0] * 3)
+            found = EndClassStatistics(in_words(promise), hits, least_gap_s(hits, gap), of_class[key], *counts)
+            classes[kind].append(found)
+        return tuple(
+            EndStatistics(kind.name.lower(), tuple(classes[kind]), kept_of[kind], *counts)
+            for kind, counts in self._of.items()
+        )
 
     def tenants(self, weights: Sequence[int]) -> tuple[TenantStatistics, ...]:
         """One a tenant, none where there is a single one. weights: bytes that are kept of each."""

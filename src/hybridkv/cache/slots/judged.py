@@ -456,10 +456,9 @@ class JudgedEnds:
 
     def add_statistics(self, counts: CacheStatistics) -> CacheStatistics:
         """Those of ends. O(ends)."""
-        kept = Counter(node.end.kind for node in self._tree.nodes.values() if node.kept)
         return replace(
             counts,
-            ends=self._counts.statistics(kept),
+            ends=self._counts.statistics(node.end for node in self._tree.nodes.values() if node.kept),
             tenants=self._counts.tenants(self._needs.weights),
             missed_tokens=self._counts.missed_tokens,
             missed_a_gib_more=self._counts.missed_a_gib_more,
