@@ -49,7 +49,7 @@ def needed(kept: JudgedEnds, node: Node) -> set[int]:
         size, stride = group.policy.block_size, group.key_stride
         first = 0 if group.policy.hits.downward_closed else group.policy.hits.first_needed(node.tokens) // size
         keys = node.keys(0, node.depth)[stride - 1 :: stride]
-        found.update(group.index.blocks_of(keys[first : node.tokens // size]).tolist())
+        found.update(group.index.blocks_of(keys[first : node.tokens // size]))
     return found
 
 
