@@ -25,6 +25,9 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 
+_NO_BLOCKS: Int64 = np.empty(0, np.int64)
+
+
 class Transfer(NamedTuple):
     """One block to another; ids as the worker knows them. kind: "move", "block" or "state".
 
@@ -167,6 +170,9 @@ class TransferLog:
 
     def take_transfers(self) -> Transfers:
         """All of it, and nothing is held any longer. O(transfers)."""
+        if self.idle:
+            self._pool.begin_step()
+            return Transfers((), (), _NO_BLOCKS)
         held = self.held
         copies = [transfer for moves in self._moves for transfer in self._moved(moves)]
         copies += [self._copied(copy) for copy in self._copies]
@@ -176,7 +182,7 @@ class TransferLog:
             for one in self._stored
             if one.column is None
         )
-        moved = np.concatenate([moves[:, 1] for moves in self._moves]) if self._moves else np.empty(0, np.int64)
+        moved = np.concatenate([moves[:, 1] for moves in self._moves]) if self._moves else _NO_BLOCKS
         self._moves, self._copies, self._stored = [], [], []
         self._pool.begin_step()
         for block in held:
