@@ -55,6 +55,11 @@ class IdealSpace:
         """Bytes held over all bytes."""
         return (self.units(self._referenced) - self.units(reserved)) / (self.num_units - self.units(reserved))
 
+    def usages(self, reserved: Sequence[int], more: Int64) -> NDArray[np.float64]:
+        """The same with ``more[i, c]`` blocks of class c held besides."""
+        held: Int64 = self.units(self._referenced) - self.units(reserved) + more @ np.array(self._bytes)
+        return held / (self.num_units - self.units(reserved))
+
     def order(self) -> Int32:
         """What is cached, class by class, the next to be evicted first."""
         parts = [lru.order() + base for lru, base in zip(self._lru, self.bases, strict=True)]

@@ -104,7 +104,7 @@ class BlockTable:
         self._mirror = TableMirror(self._host, pin_memory, self.device)
         self.num_blocks_per_row: Int32 = np.zeros(self.num_rows, np.int32)
         # single cells are read and written twice as fast so
-        self._cell_view, self._held_view = memoryview(self._flat), memoryview(self.num_blocks_per_row)
+        self._cell_view, self._held_view = self._flat.data, self.num_blocks_per_row.data
         # a prefill context parallel batch is padded by up to 2 tokens a request and rank
         padding = 2 * pcp_world_size * max_num_reqs if pcp_world_size > 1 else 0
         self.slots = TokenSlots(
