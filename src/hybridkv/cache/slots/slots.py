@@ -256,7 +256,9 @@ class Slots:
 
     def _serve(self, due: Batch, needs: Needs) -> BatchSlots | None:
         """All rows at once; None, and nothing done, where that is not the same as one by one."""
-        if not self._pool.takes_in_any_order(needs.missing.sum(axis=0).tolist(), lambda: self._drops(due.rows, needs)):
+        missing = needs.missing.sum(axis=0).tolist()
+        self._transfers.make_way(missing)
+        if not self._pool.takes_in_any_order(missing, lambda: self._drops(due.rows, needs)):
             return None
         if not batch.drop(self._groups, self._pool, due, needs.drop):
             return None
@@ -292,7 +294,15 @@ class Slots:
         return self.allocate_one(request, SlotDemand(new, self._no_hit, lookahead_tokens=lookahead))
 
     def grow_rows(self, rows: Int64, end_tokens: Int64) -> None:
-        """Slots for ``rows``, whose blocks there are, row after row. CacheError where they are not."""
+        """Slots for ``rows``, whose blocks there are, as a step of theirs has them. CacheError where they are not."""
+        if self._transfers.judges:  # who is given up for all of a step's rows is not told row after row
+            computed = self._request_rows.num_computed[rows]
+            processed = computed - self._request_rows.in_flight[rows]
+            step = Batch(np.arange(len(rows)), rows, processed, computed, end_tokens, end_tokens, end_tokens)
+            if (served := self._allocate_due(step, len(rows), 0)).accepted < len(rows):
+                raise CacheError(f"rows {rows} were promised blocks for {end_tokens} tokens: {served.reason}")
+            self._pool.advance_epoch()
+            return
         for row, end in zip(rows.tolist(), end_tokens.tolist(), strict=True):
             refusal = self._allocate_one(row, end, 0)
             if isinstance(refusal, Refusal):

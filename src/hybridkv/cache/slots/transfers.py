@@ -108,6 +108,11 @@ class TransferLog:
         return not (self._moves or self._copies or self._stored)
 
     @property
+    def judges(self) -> bool:
+        """Whether evictions give up ends, one against the other."""
+        return self._ends.judges
+
+    @property
     def held(self) -> list[int]:
         """Blocks held for the step, sources first."""
         return [copy.source for copy in self._copies] + [stored.block for stored in self._stored]
@@ -129,6 +134,21 @@ class TransferLog:
         for moves in taken.moves:
             self._follow(moves)
         return taken.ids
+
+    def make_way(self, needs: Sequence[int]) -> None:
+        """Ends are given up for ``needs`` blocks, by group, at once, if there can be room for all of them."""
+        if not self.judges:
+            return
+        none = [0] * len(needs)
+        weight = self._pool.weigh(needs, none)
+        if weight.needed > weight.free or self._pool.waits(needs, none):
+            return
+        by_class = [0] * len(self._first_group)
+        for of, need in zip(self._pool.classes, needs, strict=True):
+            by_class[of] += need
+        for group, need in zip(self._first_group, by_class, strict=True):
+            if need:
+                self._ends.make_way(need, group)
 
     def new_blocks_each(self, of_group: Int32) -> Int32:
         """A block for each of ``of_group``, int32; within a class in order. Nothing moves: see takes_in_any_order."""
