@@ -4,6 +4,7 @@
     python natural_table.py slabs RESULTS.jsonl WORKLOADS_FOLDER [--limit N]     slabs against an ideal pool, busy
     python natural_table.py show RESULTS.jsonl                                   the tables in Markdown
 
+What is used longest ago goes first in all of them: evictions that rank have a table of their own (eviction_table.py).
 A cell that stands in RESULTS already, made by whatever commit, is not run again: delete its line to do so.
 """
 
@@ -24,7 +25,7 @@ from typing import Any
 from ideal_space import IdealSpace
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import placement_of
+from hybridkv.cache.placement import LRU, placement_of
 from hybridkv.models import Model, read_model
 from hybridkv.planner import Plan
 from hybridkv.planner.comparison import padding_of
@@ -86,7 +87,7 @@ def run(cell: Cell, folder: str) -> dict[str, Any]:
     source = TraceFile(f"{folder}/{cell.workload}.jsonl.gz", limit=cell.limit or None)
     summary = source.summary()
     plan = plan_for_trace(summary, model_of(cell), f"{cell.memory_gib}GiB", layout=cell.layout)
-    settings = ReplaySettings(time_scale=cell.time_scale, placement=cell.placement)
+    settings = ReplaySettings(time_scale=cell.time_scale, placement=cell.placement, eviction=LRU.name)
     begun = time.perf_counter()
     simulation = simulation_of(plan, settings)
     if cell.ideal:
