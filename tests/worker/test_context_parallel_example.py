@@ -14,7 +14,7 @@ def test_two_ranks_say_what_a_dense_forward_says() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "14KiB a rank: room for 136 tokens, on one rank for 68",
-        "2 ranks: 8 outputs, 0 tokens other than a dense forward's, 212 of 292 prompt tokens hit, 2 preemptions",
+        "2 ranks: 8 outputs, 0 tokens other than a dense forward's, 214 of 292 prompt tokens hit, 2 preemptions",
     ]
 
 
