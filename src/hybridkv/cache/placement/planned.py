@@ -15,7 +15,7 @@ from hybridkv.planner.pages import state_block_tokens
 from hybridkv.planner.plan import NATURAL, NO_STATES, REFERENCE
 
 DEFAULT_EVICTIONS: Final[Mapping[str, Eviction]] = MappingProxyType({REFERENCE: LRU, NATURAL: HAZARD})
-"""Of each layout, whatever its groups are: pure attention, too, gains by it (docs/design/0019)."""
+"""Of each layout, whatever its groups are (docs/design/0019)."""
 
 
 def placement_of(plan: Plan, asked: str | None = None) -> Placement | None:
