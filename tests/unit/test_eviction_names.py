@@ -16,6 +16,10 @@ def test_names_are_read() -> None:
     assert (eviction_named("lru"), eviction_named("hazard")) == (LRU, HAZARD)
 
 
+def test_the_natural_layout_learns_what_to_keep_and_the_reference_layout_does_not() -> None:
+    assert DEFAULT_EVICTIONS == {"natural": HAZARD, "reference": LRU}
+
+
 @pytest.mark.parametrize(("layout", "found"), DEFAULT_EVICTIONS.items())
 @pytest.mark.parametrize("model", ["qwen3.5-35b-a3b", "gemma-3-27b", "llama-3-70b"])
 def test_a_plan_says_what_is_given_up_unless_one_is_asked_for(model: str, layout: str, found: Eviction) -> None:

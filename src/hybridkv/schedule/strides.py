@@ -124,7 +124,7 @@ class Strides:
                 f"a stride of {tokens.dtype} tokens {tokens.shape}: choose int32, a row for each of the {len(rows)} "
                 f"requests that run and at most {most} steps"
             )
-        advance = cache.advance(rows, tokens) if times is None else cache.advance(rows, tokens, times.begin)
+        advance = cache.advance(rows, tokens, None if times is None else times.begin)
         if not advance.steps:
             return NO_STRIDE
         self._admission.count_refused(still.refused, advance.steps)

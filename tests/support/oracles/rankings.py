@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 from hybridkv.cache.placement import Eviction
 from hybridkv.cache.placement.ends import NEVER, End, Kind, PassedThenLosing, Ranking
@@ -27,54 +26,6 @@ CLOSE = 1e-9
 """Values that differ by less, of their size, are alike: sums are made in another order."""
 
 Key = tuple[int, ...]
-
-
-class Naive(Protocol):
-    """A ranking that says what of an answer is wrong."""
-
-    def note_request(self, now: float) -> None:
-        """See Ranking."""
-        ...
-
-    def add(self, end: End, now: float) -> None:
-        """See Ranking."""
-        ...
-
-    def remove(self, end: End) -> None:
-        """See Ranking."""
-        ...
-
-    def hit(self, end: End, now: float) -> None:
-        """See Ranking."""
-        ...
-
-    def passed(self, end: End) -> None:
-        """See Ranking."""
-        ...
-
-    def promised(self, end: End, promise: int, now: float) -> None:
-        """See Ranking."""
-        ...
-
-    def given_up(self, end: End, parent: End | None, now: float, *, declined: bool) -> None:
-        """See Ranking."""
-        ...
-
-    def forget(self, end: End, now: float) -> None:
-        """See Ranking."""
-        ...
-
-    def allowed(self, now: float) -> list[End | None]:
-        """Which ends may go next."""
-        ...
-
-    def prefers(self, end: End, other: End, now: float) -> bool | None:
-        """See Ranking; None where either may be."""
-        ...
-
-    def differs(self, other: Ranking) -> str | None:
-        """What the other has learned wrongly."""
-        ...
 
 
 # -- without learning
@@ -460,6 +411,9 @@ class Beside:
 
 def _name(end: End | None) -> str:
     return "nobody" if end is None else f"end {end.serial} of {end.tokens} tokens"
+
+
+Naive = NaiveCoverage | NaiveHazard
 
 
 def beside(eviction: Eviction, naive: Callable[[], Naive]) -> Eviction:

@@ -114,22 +114,22 @@ class BlockPool:
 
     def weigh(self, needs: Sequence[int], freed: Sequence[int]) -> Weight:
         """needs: blocks to take, freed: blocks given back before, by group; in units. O(groups)."""
-        return self._free.weigh(self._by_class(needs), self._by_class(freed))
+        return self._free.weigh(self.by_class(needs), self.by_class(freed))
 
     def gives(self, needs: Sequence[int]) -> bool:
         """Whether ``needs`` blocks, by group, can be taken now."""
         if not any(needs):
             return True
-        by_class, none = self._by_class(needs), [0] * len(self.bases)
-        weight = self._free.weigh(by_class, none)
-        return weight.needed <= weight.free and not self._free.waits(by_class, none)
+        wanted, none = self.by_class(needs), [0] * len(self.bases)
+        weight = self._free.weigh(wanted, none)
+        return weight.needed <= weight.free and not self._free.waits(wanted, none)
 
     def takes_in_any_order(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
         """Whether ``needs`` blocks, by group, are the same ones in whatever order groups and requests take them.
 
         drops: whether blocks are given back in between; asked where that makes a difference.
         """
-        return self._free.takes_in_any_order(self._by_class(needs), drops)
+        return self._free.takes_in_any_order(self.by_class(needs), drops)
 
     def next_evicted(self, n: int) -> Int32 | None:
         """All cached blocks that may be evicted while ``n`` are taken; None where nobody can tell. O(n)."""
@@ -137,14 +137,15 @@ class BlockPool:
 
     def waits(self, needs: Sequence[int], freed: Sequence[int]) -> bool:
         """Whether what fits by weight needs moves that are not to be had now."""
-        return self._free.waits(self._by_class(needs), self._by_class(freed))
+        return self._free.waits(self.by_class(needs), self.by_class(freed))
 
     def units(self, blocks: Sequence[int]) -> int:
         """Units that ``blocks``, by group, need besides those reserved, in an empty pool."""
-        held = [more + kept for more, kept in zip(self._by_class(blocks), self._reserved, strict=True)]
+        held = [more + kept for more, kept in zip(self.by_class(blocks), self._reserved, strict=True)]
         return self._free.units(held) - self._free.units(self._reserved)
 
-    def _by_class(self, blocks: Sequence[int]) -> list[int]:
+    def by_class(self, blocks: Sequence[int]) -> list[int]:
+        """Counts of ``blocks`` by group, as counts by class."""
         if len(self.bases) == 1:
             return [sum(blocks)]
         counts = [0] * len(self.bases)

@@ -174,7 +174,7 @@ class JudgedEnds:
     def admits(self, request: Request, tokens: int, needs: Sequence[int]) -> bool:
         """Whether all that must be given up for it is worth less. One that is declined is remembered."""
         self._settle()
-        wanted, now = self._by_class(needs), self._clock()
+        wanted, now = self._pool.by_class(needs), self._clock()
         if self._space.spares(wanted, self._none):
             return True
         if not self._tree.has_room(request, tokens):
@@ -363,12 +363,6 @@ class JudgedEnds:
             self._unrank(node)
             if saved:
                 self._parked[end.serial] = node
-
-    def _by_class(self, needs: Sequence[int]) -> list[int]:
-        counts = list(self._none)
-        for of, need in zip(self._pool.classes, needs, strict=True):
-            counts[of] += need
-        return counts
 
     # -- ranked
 

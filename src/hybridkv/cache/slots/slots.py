@@ -293,17 +293,16 @@ class Slots:
         new = max(end_tokens - self._request_rows.num_computed.item(row), 1)  # 0 at max_model_len
         return self.allocate_one(request, SlotDemand(new, self._no_hit, lookahead_tokens=lookahead))
 
-    def grow_rows(self, rows: Int64, end_tokens: Int64) -> None:
-        """Slots for ``rows``, whose blocks there are, as a step of theirs has them. CacheError where they are not."""
+    def grow_rows(self, rows: Int64) -> None:
+        """Slots for one more token of ``rows``, whose blocks there are, as a step of theirs has them.
+
+        CacheError where they are not.
+        """
         if self._transfers.judges:  # who is given up for all of a step's rows is not told row after row
-            computed = self._request_rows.num_computed[rows]
-            processed = computed - self._request_rows.in_flight[rows]
-            step = Batch(np.arange(len(rows)), rows, processed, computed, end_tokens, end_tokens, end_tokens)
-            if (served := self._allocate_due(step, len(rows), 0)).accepted < len(rows):
-                raise CacheError(f"rows {rows} were promised blocks for {end_tokens} tokens: {served.reason}")
-            self._pool.advance_epoch()
+            if (served := self.allocate(rows, 1, 0)).accepted < len(rows):
+                raise CacheError(f"rows {rows} were promised blocks for a token more: {served.reason}")
             return
-        for row, end in zip(rows.tolist(), end_tokens.tolist(), strict=True):
+        for row, end in zip(rows.tolist(), (self._request_rows.num_computed[rows] + 1).tolist(), strict=True):
             refusal = self._allocate_one(row, end, 0)
             if isinstance(refusal, Refusal):
                 raise CacheError(f"row {row} was promised blocks for {end} tokens: {refusal}")

@@ -269,7 +269,7 @@ class Strides:
             some = np.flatnonzero(due <= at)
             self._rows.num_computed[rows[some]] = computed[some] + at
             self._slots.label_rows(rows[some], computed[some] + at)
-            self._slots.grow_rows(rows[some], computed[some] + at + 1)
+            self._slots.grow_rows(rows[some])
             peak = max(peak, pool.get_usage())
             if not self._transfers.idle:
                 return at + 1, peak

@@ -137,16 +137,9 @@ class TransferLog:
 
     def make_way(self, needs: Sequence[int]) -> None:
         """Ends are given up for ``needs`` blocks, by group, at once, if there can be room for all of them."""
-        if not self.judges:
+        if not self.judges or not self._pool.gives(needs):
             return
-        none = [0] * len(needs)
-        weight = self._pool.weigh(needs, none)
-        if weight.needed > weight.free or self._pool.waits(needs, none):
-            return
-        by_class = [0] * len(self._first_group)
-        for of, need in zip(self._pool.classes, needs, strict=True):
-            by_class[of] += need
-        for group, need in zip(self._first_group, by_class, strict=True):
+        for group, need in zip(self._first_group, self._pool.by_class(needs), strict=True):
             if need:
                 self._ends.make_way(need, group)
 
