@@ -25,13 +25,14 @@ def free_port() -> int:
         return port
 
 
-def test_a_client_of_openai_streams(llama: Served) -> None:
-    (snippet,) = snippets("serving.md")
+def test_a_client_of_openai_streams_and_hints(llama: Served) -> None:
+    snippet = "".join(snippets("serving.md"))
     assert "http://127.0.0.1:8000" in snippet
     said = StringIO()
     with redirect_stdout(said):
         exec(snippet.replace("http://127.0.0.1:8000", llama.url), {})  # noqa: S102 - our own page
     assert len(said.getvalue()) > 3
+    assert "hints" in snippet
 
 
 def test_events_are_published() -> None:

@@ -18,6 +18,7 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
 from hybridkv.vllm.manager import CacheManager, Settings
+from hybridkv.vllm.mirrors import HINTS
 from hybridkv.vllm.specs import cache_config, spec_of
 
 SIZE = 4
@@ -73,6 +74,11 @@ class Stats:
         self.seen.append((num_tokens, num_hits, preempted))
 
 
+@dataclass
+class Sampling:
+    extra_args: dict[str, Any] | None = None
+
+
 class Asked:
     """A request of vLLM's."""
 
@@ -84,6 +90,7 @@ class Asked:
         self.skip_reading_prefix_cache = False
         self.cache_salt: str | None = None
         self.lora_request = None
+        self.sampling_params: Sampling | None = None
         self.mm_features: list[Any] = []
         self.block_hashes: list[bytes] = []
         self.append()
@@ -359,6 +366,36 @@ def test_blocks_that_were_not_asked_for_come_with_the_next_step() -> None:
         cache.prepare([first, second], 1, 0)
     cache.free(second)
     assert cache.get_block_ids("1") == ([],)
+
+
+@pytest.mark.parametrize("given", [{"secret": True}, '{"secret": true}'])
+def test_hints_are_heard(given: object) -> None:
+    cache = manager(FullAttentionSpec())
+    for name, extra in (("secret", {HINTS: given, "others": 1}), ("said", None)):
+        request = Asked(name, PROMPT)
+        request.sampling_params = Sampling(extra)
+        run(cache, request, len(PROMPT))
+        cache.free(request)
+        assert cache.get_computed_blocks(Asked("again", PROMPT))[1] == (0 if name == "secret" else 12)
+        cache.free(Asked("again", PROMPT))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"secrt": True}, "no field 'secrt'"),
+        ({"over": True, "goes_on": True}, "leave one of them out"),
+        ("{", "hybridkv_hints that cannot be"),
+        (7, "must be an object"),
+    ],
+)
+def test_hints_that_cannot_be_end_no_scheduler(given: object, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    cache = manager(FullAttentionSpec())
+    request = Asked("wrong", PROMPT)
+    request.sampling_params = Sampling({HINTS: given})
+    assert run(cache, request, len(PROMPT)) is not None
+    assert said in caplog.text
+    assert "wrong" in caplog.text
 
 
 def test_what_is_prepared_ends_at_the_first_that_prefills() -> None:

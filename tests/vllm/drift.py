@@ -11,6 +11,7 @@ from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
@@ -69,6 +70,8 @@ def drifted() -> Iterator[str]:
             yield f"Scheduler.{name}{parameters(getattr(Scheduler, name))}, not {wanted}"
     made = inspect.getsource(Scheduler.__init__)
     yield from (f"Scheduler sets no {name}" for name in IN_SCHEDULERS if f"self.{name}" not in made)
+    if not hasattr(SamplingParams(), "extra_args"):
+        yield "SamplingParams has no extra_args"
     source = inspect.getsource(Request)
     asked = (*EngineRequest.__annotations__, *public(EngineRequest))
     yield from (

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Final
+from typing import Final, Self
 
 from hybridkv.arguments import flag, integer, real
 from hybridkv.errors import ConfigError
 from hybridkv.frozen import check_fields, or_none
-from hybridkv.units import MOST_COUNT
+from hybridkv.units import MOST_COUNT, shown
 
 _MOST_SECONDS: Final = 1e9
 
@@ -44,6 +44,17 @@ class Hints:
             raise ConfigError(f"hints say that a session goes on, and that it is {ends[0]}: leave one of them out")
         if self.shared_tokens and self.secret:
             raise ConfigError("hints say that a prompt's beginning is shared, and that it is secret: leave one out")
+
+    @classmethod
+    def parse(cls, given: object) -> Self:
+        """Those of an object by its fields, such as {"within_s": 30}. ConfigError for what is none."""
+        if not isinstance(given, dict):
+            raise ConfigError(f"hints must be an object, not {shown(given)}")
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise ConfigError(f"hints have no field {shown(unknown[0])}: use {', '.join(known)}")
+        return cls(**given)
 
 
 NO_HINTS: Final = Hints()

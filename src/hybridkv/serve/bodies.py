@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hybridkv.errors import ConfigError
-from hybridkv.request import SamplingParams
+from hybridkv.request import NO_HINTS, Hints, SamplingParams
 
 MOST_LOGPROBS: Final = 20
 _MOST_STOPS: Final = 16
@@ -56,8 +56,33 @@ class StreamOptions(Body):
     says_nothing = {"include_obfuscation": (False,)}
 
 
+class HintsBody(Body):
+    """When a prompt is wanted again, as far as the client knows: what is kept may depend on it, no answer does.
+
+    over: nobody goes on from here. goes_on: its session does. within_s: so many seconds from now, which says that it
+    goes on. shared_tokens: with so many of the prompt's first tokens many prompts begin. scratch: nothing of it, but
+    for those, is worth keeping. secret: nothing of it is kept for reuse.
+    """
+
+    over: bool = False
+    goes_on: bool = False
+    within_s: float | None = None
+    shared_tokens: int = 0
+    scratch: bool = False
+    secret: bool = False
+
+    def said(self) -> Hints:
+        """As a request has them. ConfigError for values that cannot be, and hints that contradict each other."""
+        return Hints(**self.model_dump())
+
+    @model_validator(mode="after")
+    def _can_be(self) -> HintsBody:
+        self.said()
+        return self
+
+
 class SamplingBody(Body):
-    """What all bodies that generate share: how tokens are drawn.
+    """What all bodies that generate share: how tokens are drawn, and what is said of the prompt's future.
 
     top_k: 0 and -1 are off. cache_salt: requests of other salts share nothing with this one.
     """
@@ -77,7 +102,13 @@ class SamplingBody(Body):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     cache_salt: Text | None = None
+    hints: HintsBody | None = None
     stream: bool | None = None
+
+    @property
+    def said_hints(self) -> Hints:
+        """Of the prompt, or of each."""
+        return NO_HINTS if self.hints is None else self.hints.said()
 
     def sampling(self, max_tokens: int, **more: int | None) -> SamplingParams:
         """As an engine has it; without a seed, by one that nobody knows. ConfigError for values that cannot be."""

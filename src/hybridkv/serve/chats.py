@@ -66,7 +66,7 @@ async def ask(front: Front, body: ChatBody, salt: str | None) -> Asked:
         n=body.n,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    return Asked(f"chatcmpl-{uuid.uuid4().hex}", prompts, sampling, salt)
+    return Asked(f"chatcmpl-{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints)
 
 
 class ChatForm:

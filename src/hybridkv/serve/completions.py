@@ -61,7 +61,7 @@ async def ask(front: Front, body: CompletionBody, salt: str | None) -> Asked:
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    return Asked(f"cmpl-{uuid.uuid4().hex}", prompts, sampling, salt)
+    return Asked(f"cmpl-{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints)
 
 
 def says_nothing(new: Increment, choice: Mapping[str, object]) -> bool:

@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from hybridkv.request import SamplingParams
+from hybridkv.request import Hints, SamplingParams
 from hybridkv.runner.completion import Completion, Increment
 from hybridkv.serve.errors import api_error
 from hybridkv.serve.front import Front
@@ -33,12 +33,16 @@ CLIENT_GONE: Final = 499
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a body asks an engine for. id: of the answer, and the beginning of its requests' ids. salt: as Request's."""
+    """What a body asks an engine for. id: of the answer, and the beginning of its requests' ids.
+
+    salt, hints: as Request's, of every prompt.
+    """
 
     id: str
     prompts: Sequence[Sequence[int]]
     sampling: SamplingParams
     salt: str | None
+    hints: Hints
 
     @property
     def outputs(self) -> int:
@@ -129,7 +133,11 @@ async def generate(front: Front, asked: Asked) -> AsyncGenerator[Part, None]:
 async def _parts(front: Front, asked: Asked, prompt: int) -> AsyncGenerator[Part, None]:
     """Those of one prompt."""
     increments = front.engine.stream(
-        asked.prompts[prompt], asked.sampling, request_id=asked.request_id(prompt), cache_salt=asked.salt
+        asked.prompts[prompt],
+        asked.sampling,
+        request_id=asked.request_id(prompt),
+        cache_salt=asked.salt,
+        hints=asked.hints,
     )
     async with aclosing(increments):
         async for one in increments:

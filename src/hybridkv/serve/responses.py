@@ -73,7 +73,7 @@ async def ask(front: Front, body: ResponseBody, salt: str | None) -> Asked:
     front.require_model(body.model)
     prompts = [await front.tokens.run(conversation_ids, front.loaded, body.messages, TemplateBody())]
     sampling = body.sampling(front.most_tokens(prompts, body.max_output_tokens))
-    return Asked(f"resp_{uuid.uuid4().hex}", prompts, sampling, salt)
+    return Asked(f"resp_{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints)
 
 
 class ResponseForm:

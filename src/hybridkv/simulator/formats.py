@@ -16,7 +16,7 @@ Other fields are left alone. Every count is checked: a request has at least one 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final
 
 from hybridkv.arguments import text
@@ -27,7 +27,6 @@ from hybridkv.units import MOST_COUNT, ceil_div, shown
 
 _MAX_SEGMENT: Final = (1 << 64) - 1
 _PIECE_LENGTH: Final = 3
-_HINTS: Final = tuple(field.name for field in fields(Hints))
 
 
 class MalformedLineError(Exception):
@@ -203,14 +202,8 @@ def _hints(record: dict[str, object]) -> Hints:
     """Those of the field, NO_HINTS where it is not there."""
     if "hints" not in record:
         return NO_HINTS
-    given = record["hints"]
-    if not isinstance(given, dict):
-        raise MalformedLineError(f"hints must be an object, not {shown(given)}")
-    unknown = [name for name in given if name not in _HINTS]
-    if unknown:
-        raise MalformedLineError(f"hints have no field {shown(unknown[0])}: use {', '.join(_HINTS)}")
     try:
-        return Hints(**given)
+        return Hints.parse(record["hints"])
     except ConfigError as error:
         raise MalformedLineError(str(error)) from None
 

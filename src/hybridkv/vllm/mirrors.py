@@ -7,18 +7,25 @@ ours      [ prompt | outputs ]
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import Extra, LoraAdapter, MultimodalItem
-from hybridkv.request import Request
+from hybridkv.request import NO_HINTS, Hints, Request
 from hybridkv.request_rows import RequestRows
 
 Int64 = NDArray[np.int64]
+
+HINTS: Final = "hybridkv_hints"
+"""Of a request's extra_args: an object as Hints has it, or its JSON."""
+
+logger = logging.getLogger(__name__)
 
 
 class EngineRequest(Protocol):
@@ -34,6 +41,7 @@ class EngineRequest(Protocol):
     block_hashes: list[bytes]
     cache_salt: str | None
     lora_request: Any
+    sampling_params: Any
     mm_features: list[Any]
 
     @property
@@ -162,6 +170,7 @@ class Mirrors:
                 for one in request.mm_features
             ],
             skip_reading_prefix_cache=request.skip_reading_prefix_cache,
+            hints=_hints(request),
         )
 
     def _append(self, mine: Request, known: int, request: EngineRequest) -> None:
@@ -174,3 +183,16 @@ class Mirrors:
             self._hasher.lend(request.block_hashes, len(mine.hashes))
         for token in request.all_token_ids[known:]:
             mine.append(token)
+
+
+def _hints(request: EngineRequest) -> Hints:
+    """Those of its extra_args; NO_HINTS where they cannot be, which the log says: a scheduler may refuse no request."""
+    sampling = request.sampling_params
+    given = None if sampling is None or sampling.extra_args is None else sampling.extra_args.get(HINTS)
+    if given is None:
+        return NO_HINTS
+    try:
+        return Hints.parse(json.loads(given) if isinstance(given, str) else given)
+    except (ValueError, RecursionError) as error:
+        logger.warning("request %s has %s that cannot be, and goes without: %s", request.request_id, HINTS, error)
+        return NO_HINTS

@@ -1,0 +1,153 @@
+"""Hints in bodies: what clients know of when a prefix is wanted again reaches the cache, and harms nobody else."""
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import BadRequestError, OpenAI
+from serve_support import Served, serving
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.cache.placement import Share, TenantShares
+from hybridkv.request import NO_HINTS, Hints, Request
+from hybridkv.runner import Engine, EngineOptions, load
+from hybridkv.serve import ServeOptions
+from hybridkv.serve.bodies import HintsBody
+from hybridkv.serve.keys import ApiKeys
+
+PATHS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "/v1/responses": {"input": "a", "max_output_tokens": 1},
+}
+KEYS = "alice  salt-of-alice\nbob  salt-of-bob\n"
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> list[Hints]:
+    """Those of every request that is looked up."""
+    found: list[Hints] = []
+    look_up = KVCacheManager.look_up
+
+    def listening(self: KVCacheManager, request: Request, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passed on
+        found.append(request.hints)
+        return look_up(self, request, *args, **kwargs)
+
+    monkeypatch.setattr(KVCacheManager, "look_up", listening)
+    return found
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_hints_reach_the_cache(llama: Served, heard: list[Hints], path: str, stream: bool) -> None:
+    wanted = Hints(within_s=30, shared_tokens=1)
+    llama.client.post(path, json={**PATHS[path], "stream": stream, "hints": {"within_s": 30, "shared_tokens": 1}})
+    llama.client.post(path, json={**PATHS[path], "stream": stream})
+    assert set(heard) == {wanted, NO_HINTS}
+
+
+def test_every_prompt_of_a_body_has_them(llama: Served, heard: list[Hints]) -> None:
+    llama.post("/v1/completions", prompt=["first", "second"], max_tokens=1, hints={"over": True})
+    assert heard == [Hints(over=True)] * 2
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/v1/completions/render", "/v1/chat/completions/render"])
+@pytest.mark.parametrize(
+    ("hints", "param", "said"),
+    [
+        ({"over": True, "within_s": 3}, "hints", "hints say that a session goes on, and that it is over: leave one"),
+        ({"within_s": -1}, "hints", "within_s must lie in 0"),
+        ({"shared_tokens": -1}, "hints", "shared_tokens must not be negative"),
+        ({"open": True}, "hints.open", "hints.open is not offered: leave it out"),
+        ({"over": 1}, "hints.over", "valid boolean"),
+        (["over"], "hints", "valid dictionary"),
+    ],
+)
+def test_hints_that_cannot_be_are_refused(llama: Served, path: str, hints: object, param: str, said: str) -> None:
+    error = llama.refused(path, 400, **PATHS[path.removesuffix("/render")], hints=hints)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert said in error["message"]
+
+
+def test_the_document_describes_them(llama: Served) -> None:
+    schemas = llama.client.get("/openapi.json").json()["components"]["schemas"]
+    described = schemas["HintsBody"]
+    assert set(described["properties"]) == set(Hints.__dataclass_fields__)
+    assert "within_s" in described["description"]
+    assert described["additionalProperties"] is False
+    for body in ("CompletionBody", "ChatBody", "ResponseBody"):
+        assert schemas[body]["properties"]["hints"]["anyOf"][0]["$ref"].endswith("/HintsBody")
+    assert HintsBody().said() == NO_HINTS
+
+
+def test_a_secret_is_found_by_nobody(llama: Served) -> None:
+    """As the client of OpenAI's sends them."""
+    with OpenAI(base_url=f"{llama.url}/v1", api_key="none") as client:
+
+        def cached(**hints: object) -> int:
+            done = client.completions.create(
+                model="tiny:llama",
+                prompt="nobody else may find what is said here, whoever asks",
+                max_tokens=1,
+                extra_body={"hints": hints},
+            )
+            assert done.usage is not None
+            assert done.usage.prompt_tokens_details is not None
+            return done.usage.prompt_tokens_details.cached_tokens or 0
+
+        assert (cached(secret=True), cached(), cached(secret=True) > 32) == (0, 0, True)
+        with pytest.raises(BadRequestError, match="leave one of them out"):
+            cached(secret=True, goes_on=True)
+
+
+# -- liars
+
+
+def flood() -> Iterator[list[int]]:
+    """Prompts that nobody ever asks for again."""
+    for number in count():
+        yield [number % 200 + 3, number // 200 + 3, *range(3, 99)]
+
+
+def turns(person: int, turn: int) -> list[int]:
+    """40 tokens more each turn."""
+    return [person + 3, *(one for earlier in range(turn) for one in range(earlier + 5, earlier + 45))]
+
+
+def found(keys: ApiKeys, lies: dict[str, object]) -> tuple[int, int]:
+    """Cached tokens of alice's people and of bob's, while bob floods with prompts that come with ``lies``."""
+    options = EngineOptions(
+        eviction="hazard",
+        self_check=False,
+        shares=TenantShares((Share("salt-of-alice", 0.5), Share("salt-of-bob", 0.3))),
+    )
+    engine = Engine(load("tiny:llama"), memory="2MiB", max_model_len=256, options=options)
+    with serving(engine, ServeOptions(keys=keys)) as served:
+
+        def cached(key: str, prompt: list[int], **more: object) -> int:
+            body = {"prompt": prompt, "max_tokens": 1, "return_token_ids": True, **more}
+            answer = served.client.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code == 200, answer.text
+            hit: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            return hit
+
+        prompts, alice, bob = flood(), 0, 0
+        for turn in (1, 2, 3):
+            for person in range(3):
+                alice += cached("alice", turns(person, turn), hints={"goes_on": True})
+                bob += cached("bob", turns(100 + person, turn))
+                for _ in range(8):
+                    cached("bob", next(prompts), hints=lies)
+        return alice, bob
+
+
+def test_a_liar_harms_its_own_tenant_alone(tmp_path: Path) -> None:
+    """What another tenant's flood promises of its prompts changes nothing of what is found here."""
+    file = tmp_path / "keys"
+    file.write_text(KEYS)
+    keys = ApiKeys.read(file)
+    honest, lying = found(keys, {"over": True}), found(keys, {"within_s": 1, "shared_tokens": 96})
+    assert honest[0] == lying[0] > 0
+    assert honest[1] > lying[1]
