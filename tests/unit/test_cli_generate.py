@@ -152,6 +152,63 @@ def test_marks_reach_the_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "prompts.jsonl, line 2: marks must be token counts" in err
 
 
+def test_tenants_and_hints_reach_the_requests(tmp_path: Path, here: Call) -> None:
+    said = "what a tenant asks again takes nothing of anybody else's share"
+    lines = [
+        {"prompt": said, "tenant": "a"},
+        {"prompt": said, "tenant": "b", "hints": {"secret": True}},
+        {"prompt": f"{said}.", "tenant": "a"},
+        {"prompt": [5] * 40, "tenant": "b", "hints": {"secret": True}},
+    ]
+    file = prompts(tmp_path, *map(json.dumps, lines))
+    arguments = ("--model", "tiny:llama", "--prompts", file, "--max-new-tokens", "2", "--max-running", "1")
+    shared = (*arguments, "--share", "a=30%..60%", "--share", "b=20%", "--eviction", "coverage")
+    code, out, _ = here(*shared, "--json")
+    found = json.loads(out)
+    assert (code, found["eviction"]) == (0, "coverage")
+    assert found["shares"][1:] == [
+        {"tenant": "a", "guaranteed": 0.3, "greatest": 0.6},
+        {"tenant": "b", "guaranteed": 0.2, "greatest": 1.0},
+    ]
+    told = {one["tenant"]: one for one in found["tenants"]}
+    assert {name: (one["requests"], one["hit_tokens"]) for name, one in told.items()} == {
+        "*": (0, 0),
+        "a": (2, len(said) - 1),
+        "b": (2, len(said) - 1),
+    }
+    assert (told["a"]["kept_bytes"] > 0, told["b"]["kept_bytes"]) == (True, 0)
+    code, out, _ = here(*shared)
+    assert re.search(r"^\W*a +2 +\d+ +61 ", out, re.MULTILINE), out
+    code, out, _ = here(*arguments, "--json")
+    assert (json.loads(out)["eviction"], json.loads(out)["tenants"]) == ("hazard", [])
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": "a", "hints": {"over": true, "goes_on": true}}', "line 1: hints say that a session goes on"),
+        ('{"prompt": "a", "hints": {"open": true}}', "line 1: hints have no field 'open'"),
+        ('{"prompt": "a", "tenant": ""}', "line 1: tenant must"),
+    ],
+)
+def test_tenants_and_hints_that_cannot_be_are_refused(tmp_path: Path, here: Call, line: str, said: str) -> None:
+    code, out, err = here("--model", "tiny:llama", "--prompts", prompts(tmp_path, line))
+    assert (code, out, said in err) == (2, "", True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--eviction", "lruu"), "did you mean lru?"),
+        (("--share", "a=30%", "--eviction", "lru"), "eviction lru gives up"),
+        (("--share", "a=much"), "a=much"),
+    ],
+)
+def test_what_is_no_eviction_or_share_is_refused(here: Call, arguments: tuple[str, ...], said: str) -> None:
+    code, out, err = here("--model", "tiny:llama", *arguments)
+    assert (code, out, said in err) == (2, "", True), err
+
+
 def test_bad_lines_are_counted_on_demand(tmp_path: Path, here: Call) -> None:
     file = prompts(tmp_path, '{"prompt": "good"}', "bad", '{"prompt": [900]}')
     code, out, err = here("--model", "tiny:llama", "--prompts", file)

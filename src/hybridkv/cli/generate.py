@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+from hybridkv.cache.placement import TenantShares
 from hybridkv.cli.generate_output import (
     GenerateRun,
     lines_of,
@@ -21,6 +22,7 @@ from hybridkv.cli.generate_output import (
     require_writable,
     write_lines,
 )
+from hybridkv.cli.keeping import EvictionOption, ShareOption
 from hybridkv.cli.loading import ModelOption, TrustOption, bars_for_terminals, load_quietly
 from hybridkv.cli.panels import CACHE, OUTPUT, REQUESTS, RUN
 from hybridkv.cli.planning import BlockSize, Layout, LayoutOption, PlacementOption, PlanOptions
@@ -55,7 +57,7 @@ MOST_ROUNDS: Final = 1 << 16
 PromptsOption = Annotated[
     Path | None,
     typer.Option(
-        help="JSON lines with prompt, encoder, sampling and marks, or text.",
+        help="JSON lines with prompt, encoder, sampling, marks, tenant and hints, or text.",
         show_default="a few built-in ones",
         rich_help_panel=REQUESTS,
     ),
@@ -105,6 +107,8 @@ def generate_command(
     max_running: MaxRunningOption = 64,
     token_budget: TokenBudgetOption = 2048,
     no_prefix_caching: NoPrefixCachingOption = False,
+    eviction: EvictionOption = None,
+    shares: ShareOption = None,
     attention: AttentionOption = "gather",
     compiled: Annotated[
         str | None,
@@ -150,7 +154,14 @@ def generate_command(
     from hybridkv.runner.assembly import EngineOptions  # noqa: PLC0415  # torch takes seconds: only this command pays
 
     options = EngineOptions(
-        max_running, token_budget, in_flight, not no_prefix_caching, attention=attention, compile=compiled
+        max_running,
+        token_budget,
+        in_flight,
+        not no_prefix_caching,
+        attention=attention,
+        compile=compiled,
+        eviction=eviction,
+        shares=TenantShares.parse(shares or ()),
     )
     loaded = load_quietly(model, trust_remote_code=trust_remote_code)
     if messages is None:
@@ -287,7 +298,14 @@ def _round(engine: Engine, found: Prompts, advance: Callable[[], None]) -> list[
     for one in found.prompts:
         given, digest = (None, None) if one.encoder is None else (one.encoder.values[0], one.encoder.read.digest)
         added = engine.add(
-            one.token_ids, one.sampling, marks=one.marks, encoder=given, encoder_digest=digest, images=one.images
+            one.token_ids,
+            one.sampling,
+            tenant=one.tenant,
+            marks=one.marks,
+            hints=one.hints,
+            encoder=given,
+            encoder_digest=digest,
+            images=one.images,
         )
         ids += output_ids(added, one.sampling.n)
     done: dict[str, Completion] = {}

@@ -3,7 +3,7 @@
 The document is ``hybridkv.generate``, version 2. Of each request it has ``logprobs``, one for each output token, and
 ``prompt_logprobs``, one for each prompt token but the first; null where they were not asked for. One is an object:
 ``token_id``, ``logprob``, ``rank`` (1: the most probable token) and ``best``, pairs of a token id and its log
-probability, as many as were asked for. Version 1 had neither.
+probability, as many as were asked for. Version 1 had neither. ``tenants`` is what each of ``shares`` found and has.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Final
 from rich.table import Table
 from rich.text import Text
 
+from hybridkv.cache.placement import eviction_of
+from hybridkv.cli.keeping import show_tenants
 from hybridkv.cli.output import console, print_facts, share, table
 from hybridkv.cli.printable import printable, printable_lines
 from hybridkv.errors import ConfigError
@@ -57,7 +59,7 @@ def print_document(run: GenerateRun) -> None:
 
 
 def _document(run: GenerateRun) -> dict[str, object]:
-    plan, report = run.plan, run.report
+    plan, report, options = run.plan, run.report, run.engine.options
     return {
         "schema": SCHEMA,
         "version": VERSION,
@@ -66,11 +68,14 @@ def _document(run: GenerateRun) -> dict[str, object]:
         "block_size": plan.model.block_size,
         "layout": plan.layout,
         "placement": plan.placement,
+        "eviction": eviction_of(plan, options.eviction).name,
+        "shares": [asdict(one) for one in options.shares.of],
         "memory_bytes": plan.memory_bytes,
         "num_blocks": plan.config.num_blocks,
         "bad_lines": run.prompts.bad_lines,
         "requests": [_request_document(one, number) for number, done in enumerate(run.rounds) for one in done],
         "statistics": asdict(run.engine.statistics()),
+        "tenants": [asdict(one) for one in run.engine.cache.statistics().tenants],
         "encoder_runs": None if run.engine.runner.cross is None else run.engine.runner.cross.encoded,
         "check": None if report is None else _check_document(report),
     }
@@ -152,6 +157,7 @@ def print_tables(run: GenerateRun, *, whole: bool = False) -> None:
             out.print(Text(f"output of {printable(one.request_id)}", style="bold"))
             text = " ".join(map(str, one.token_ids)) if one.text is None else one.text
             out.print(Text(printable_lines(text) + "\n"), soft_wrap=True)
+    show_tenants(run.engine.cache.statistics().tenants)
     stats = run.engine.statistics()
     made = sum(len(one.token_ids) for done in run.rounds for one in done)
     lines = {

@@ -1,14 +1,19 @@
-"""Options of what the cache keeps, and for whom."""
+"""Options of what the cache keeps, and for whom; what tenants had of it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
+from hybridkv.cache import TenantStatistics
 from hybridkv.cache.placement import DEFAULT_EVICTIONS, EVICTIONS
+from hybridkv.cli.output import console, share, table
 from hybridkv.cli.panels import CACHE
+from hybridkv.cli.printable import printable
 from hybridkv.planner.plan import NATURAL
+from hybridkv.units import format_bytes, format_count
 
 EvictionOption = Annotated[
     str | None,
@@ -29,3 +34,15 @@ ShareOption = Annotated[
         rich_help_panel=CACHE,
     ),
 ]
+
+
+def show_tenants(tenants: Sequence[TenantStatistics]) -> None:
+    """What each found, and has at the end; nothing without any."""
+    if not tenants:
+        return
+    rows = table("tenant", "requests", "prompt tokens", "hit tokens", "hit rate", "kept", numbers_from=1)
+    for one in tenants:
+        counts = map(format_count, (one.requests, one.prompt_tokens, one.hit_tokens))
+        rate = share(one.hit_tokens / one.prompt_tokens if one.prompt_tokens else 0.0)
+        rows.add_row(printable(one.tenant), *counts, rate, format_bytes(one.kept_bytes))
+    console().print(rows)

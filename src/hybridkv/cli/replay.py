@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from hybridkv.cache.placement import TenantShares, eviction_of, placement_of
-from hybridkv.cli.keeping import EvictionOption, ShareOption
+from hybridkv.cli.keeping import EvictionOption, ShareOption, show_tenants
 from hybridkv.cli.output import console, in_words, print_facts, share, table
 from hybridkv.cli.panels import MODEL, OUTPUT, REQUESTS, RUN
 from hybridkv.cli.planning import (
@@ -333,7 +333,7 @@ def _show(report: ReplayReport, plan: Plan, settings: ReplaySettings, summary: T
     console().print(counts)
     _show_groups(report)
     _show_ends(report)
-    _show_tenants(report)
+    show_tenants(report.tenants)
     if summary.first_bad is not None:
         print_facts({"first bad line": summary.first_bad})
 
@@ -375,18 +375,6 @@ def _show_classes(report: ReplayReport) -> None:
     console().print(classes)
     if rest:
         print_facts({"classes with less": f"{rest}, told with --json"})
-
-
-def _show_tenants(report: ReplayReport) -> None:
-    """What each tenant found, and has at the end."""
-    if not report.tenants:
-        return
-    tenants = table("tenant", "requests", "prompt tokens", "hit tokens", "hit rate", "kept", numbers_from=1)
-    for one in report.tenants:
-        counts = map(format_count, (one.requests, one.prompt_tokens, one.hit_tokens))
-        rate = share(one.hit_tokens / one.prompt_tokens if one.prompt_tokens else 0.0)
-        tenants.add_row(printable(one.tenant), *counts, rate, format_bytes(one.kept_bytes))
-    console().print(tenants)
 
 
 def _print(text: str) -> None:

@@ -2,9 +2,11 @@
 
     {"prompt": "Once upon a time", "sampling": {"temperature": 0.8, "seed": 7, "max_tokens": 32}}
     {"prompt": [72, 101, 108, 108, 111], "marks": [4]}
+    {"prompt": "In sum,", "tenant": "team-a", "hints": {"over": true}}
 
 marks: token counts, in prompt or output, where the prefix should be resumable: a hit may end there, and states are kept
-there (natural layout). encoder: of an encoder-decoder, what its encoder reads, and a plain line is that as well; the
+there (natural layout). tenant: on whose share of what is kept it counts. hints: when its prefix is wanted again
+(hybridkv.request.Hints). encoder: of an encoder-decoder, what its encoder reads, and a plain line is that as well; the
 prompt is then the decoder's, and may be left out:
 
     {"encoder": "translate English to German: That is good."}
@@ -31,8 +33,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Final
 
+from hybridkv.arguments import text
 from hybridkv.errors import ConfigError, TraceError
-from hybridkv.request import SamplingParams, checked_marks
+from hybridkv.request import NO_HINTS, Hints, SamplingParams, checked_marks
 from hybridkv.runner.chat import Message, chat_prompt, checked_messages, require_chat
 from hybridkv.runner.encoder_inputs import EncoderFeed
 from hybridkv.runner.images.prompt_images import Images
@@ -42,9 +45,10 @@ Encode = Callable[[str | Sequence[int]], list[int]]
 Hear = Callable[[str | Sequence[int]], EncoderFeed]
 """From a line's ``encoder`` to what an encoder reads."""
 
-_KEYS: Final = ("prompt", "sampling", "marks")
+_SAID: Final = ("sampling", "marks", "tenant", "hints")
+_KEYS: Final = ("prompt", *_SAID)
 _HEARD: Final = "encoder"
-_CHAT_KEYS: Final = ("messages", "sampling", "marks")
+_CHAT_KEYS: Final = ("messages", *_SAID)
 _SAMPLING_KEYS: Final = tuple(field.name for field in fields(SamplingParams) if field.name != "logits_processors")
 
 _STORY: Final = (
@@ -62,7 +66,7 @@ BUILT_IN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt, encoded. marks: token counts, ascending, where its prefix should be resumable.
+    """One prompt, encoded. marks, tenant, hints: as hybridkv.request.Request has them; marks ascending.
 
     encoder: of an encoder-decoder, what its encoder reads. messages: that it was made of; None for none. images: of
     these, what the model's processor made of them.
@@ -74,6 +78,8 @@ class Prompt:
     encoder: EncoderFeed | None = None
     messages: tuple[Message, ...] | None = None
     images: Images | None = None
+    tenant: str | None = None
+    hints: Hints = NO_HINTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +145,9 @@ def read_conversations(
             raise ConfigError('a line must be an object such as {"messages": [...]}, or a list of messages')
         _refuse_unknown(record, _CHAT_KEYS, "key")
         messages = checked_messages(record.get("messages"), system)
-        sampling = _sampling(record.get("sampling"), defaults, loaded.vocab_size)
-        marks = checked_marks(record.get("marks", ()))
+        said = _said(record, defaults, loaded.vocab_size)
         ids, images = chat_prompt(loaded, messages, Path(path).parent)
-        return Prompt(tuple(ids), sampling, marks, messages=tuple(messages), images=images)
+        return replace(said, token_ids=tuple(ids), messages=tuple(messages), images=images)
 
     return _read(path, _lines(path), conversation, skip_bad_lines=skip_bad_lines)
 
@@ -190,8 +195,20 @@ def _parse(text: str, encode: Encode, defaults: SamplingParams, vocab_size: int,
     _refuse_unknown(record, _KEYS if hear is None else (*_KEYS, _HEARD), "key")
     heard = None if hear is None else hear(_text_or_ids(record.get(_HEARD), _HEARD))
     prompt = _text_or_ids(record.get("prompt", None if hear is None else ""), "prompt")
-    marks = checked_marks(record.get("marks", ()))
-    return Prompt(tuple(encode(prompt)), _sampling(record.get("sampling"), defaults, vocab_size), marks, heard)
+    said = _said(record, defaults, vocab_size)
+    return replace(said, token_ids=tuple(encode(prompt)), encoder=heard)
+
+
+def _said(record: dict[str, object], defaults: SamplingParams, vocab_size: int) -> Prompt:
+    """What a line says besides its prompt."""
+    tenant, hints = record.get("tenant"), record.get("hints")
+    return Prompt(
+        (),
+        _sampling(record.get("sampling"), defaults, vocab_size),
+        checked_marks(record.get("marks", ())),
+        tenant=None if tenant is None else text("tenant", tenant),
+        hints=NO_HINTS if hints is None else Hints.parse(hints),
+    )
 
 
 def _json(text: str) -> object:
