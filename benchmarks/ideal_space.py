@@ -78,6 +78,10 @@ class IdealSpace:
         """Where nothing must be evicted."""
         return self._used() + self.units(needs) <= self.num_units and not drops()
 
+    def takes_alike(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
+        """The same: nothing moves."""
+        return self.takes_in_any_order(needs, drops)
+
     def waits(self, needs: Sequence[int], freed: Sequence[int]) -> bool:  # noqa: ARG002 - nothing moves
         """Never: nothing moves."""
         return False

@@ -90,6 +90,10 @@ class FreeOrder:
         """There is one order; so where they are all free."""
         return sum(needs) <= self._count
 
+    def takes_alike(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
+        """There is one order, and nothing moves."""
+        return self.takes_in_any_order(needs, drops)
+
     def waits(self, needs: Sequence[int], freed: Sequence[int]) -> bool:  # noqa: ARG002 - as above
         """Never: nothing moves."""
         return False

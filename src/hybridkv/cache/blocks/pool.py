@@ -131,6 +131,13 @@ class BlockPool:
         """
         return self._free.takes_in_any_order(self.by_class(needs), drops)
 
+    def takes_alike(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
+        """Whether ``needs`` blocks, by group, taken at once are the same ones as those taken one by one.
+
+        Unlike takes_in_any_order, blocks of groups that take none may move for it. drops: as there.
+        """
+        return self._free.takes_alike(self.by_class(needs), drops)
+
     def next_evicted(self, n: int) -> Int32 | None:
         """All cached blocks that may be evicted while ``n`` are taken; None where nobody can tell. O(n)."""
         return self._free.next_evicted(n)

@@ -200,6 +200,16 @@ class SlabSpace:
             return True
         return self._keeps_slabs(needs, drops)
 
+    def takes_alike(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
+        """And where one class alone takes, whoever gives it slabs: it asks as often, in the same order.
+
+        Where moves are bounded who asks late may have to wait.
+        """
+        if self.takes_in_any_order(needs, drops):
+            return True
+        alone = self._max_moved_bytes is None and sum(map(bool, needs)) == 1
+        return alone and self.fits(needs) and not drops()
+
     def _keeps_slabs(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
         """Whether no class gets a slab that another one might have got, whatever is released with a key meanwhile.
 

@@ -69,9 +69,16 @@ class Space(Protocol):
         ...
 
     def takes_in_any_order(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
-        """Whether taking ``needs`` blocks, by class, gives the same whatever the order.
+        """Whether taking ``needs`` blocks, by class, gives the same whatever the order, and moves nothing.
 
         drops: says whether blocks are released in between; not asked where that makes no difference.
+        """
+        ...
+
+    def takes_alike(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
+        """Whether taking ``needs`` blocks, by class, at once gives the same as class by class and one by one.
+
+        As takes_in_any_order, but blocks of classes that take none may move for it.
         """
         ...
 

@@ -258,7 +258,7 @@ class Slots:
         """All rows at once; None, and nothing done, where that is not the same as one by one."""
         missing = needs.missing.sum(axis=0).tolist()
         self._transfers.make_way(missing)
-        if not self._pool.takes_in_any_order(missing, lambda: self._drops(due.rows, needs)):
+        if not self._pool.takes_alike(missing, lambda: self._drops(due.rows, needs)):
             return None
         if not batch.drop(self._groups, self._pool, due, needs.drop):
             return None

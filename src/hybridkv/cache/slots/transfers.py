@@ -144,7 +144,7 @@ class TransferLog:
                 self._ends.make_way(need, group)
 
     def new_blocks_each(self, of_group: Int32) -> Int32:
-        """A block for each of ``of_group``, int32; within a class in order. Nothing moves: see takes_in_any_order."""
+        """A block for each of ``of_group``, int32; within a class in order. None of them moves: see takes_alike."""
         pool = self._pool
         if len(pool.bases) == 1:
             return self.new_blocks(len(of_group), 0)
