@@ -81,6 +81,23 @@ def test_prompts_that_part_have_runs_of_their_own(monkeypatch: pytest.MonkeyPatc
     assert met["asked"] == 0
 
 
+def test_prompts_of_one_length_that_part_lengthen_only_their_own_runs() -> None:
+    """The first run is as long as what was found of the other prompt, in two runs, and holds other keys."""
+    blocks = BlockKeys(1000)
+    index = blocks.indexes[0]
+    one, other = KEYS[:300], [*KEYS[:100], *KEYS[1000:1201]]
+    blocks.publish(0, np.arange(1, 301, dtype=np.int32), one)
+    blocks.publish(0, np.arange(401, 601, dtype=np.int32), other[100:300])
+    for keys in (one, other):
+        assert len(index.leading_run(keys)) == 300
+    blocks.publish(0, np.array([601], np.int32), other[300:])
+    for _ in range(2):
+        assert index.leading_run(other).tolist() == [*range(1, 101), *range(401, 602)]
+    assert index.leading_run(one).tolist() == list(range(1, 301))
+    blocks.evict(np.array([450], np.int32))
+    assert index.leading_run(other).tolist() == [*range(1, 101), *range(401, 450)]
+
+
 class Compared(bytes):
     """A key that counts how often it is asked whether it is another."""
 
@@ -105,9 +122,10 @@ def test_runs_are_compared_by_their_ends(parted: int, most: int) -> None:
     assert Compared.asked - before <= most
 
 
+@pytest.mark.parametrize("even", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_histories(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Duplicates, holes, moves and clearing among prompts that share beginnings."""
+def test_random_histories(seed: int, even: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Duplicates, holes, moves and clearing among prompts that share beginnings; even: of few different lengths."""
     random = Random(seed)
     blocks = BlockKeys(4000)
     index = blocks.indexes[0]
@@ -115,7 +133,9 @@ def test_random_histories(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(12):
         base = random.choice(prompts)
         first = 1000 * (number + 1)
-        prompts.append([*base[: random.randrange(len(base))], *KEYS[first : first + random.choice((10, 90, 300))]])
+        shared = random.randrange(0, len(base), 100) if even else random.randrange(len(base))
+        more = random.choice((100, 101, 201)) if even else random.choice((10, 90, 300))
+        prompts.append([*base[:shared], *KEYS[first : first + more]])
     monkeypatch.setattr("hybridkv.cache.blocks.index._MORE_IN_RUNS", 200)
     free = list(range(1, 4000))
     random.shuffle(free)
@@ -147,7 +167,7 @@ def test_random_histories(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
             carried.clear()
         else:
             keys = random.choice(prompts)
-            keys = keys[: random.randrange(1, len(keys) + 1)]
+            keys = keys[: len(keys) - len(keys) % 100 if even and turn % 2 else random.randrange(1, len(keys) + 1)]
             wanted, before = one_by_one(index, keys), met["asked"]
             assert index.leading_run(keys).tolist() == wanted, turn
             compared += len(wanted) - (met["asked"] - before)
@@ -161,7 +181,7 @@ def test_stamps_are_looked_at_before_they_wrap(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("hybridkv.cache.blocks.runs._MOST_EVICTIONS", 5)
     blocks = BlockKeys(1000)
     runs = KeyRuns(blocks)
-    runs.add(KEYS[0], 0, KEYS[:100], np.arange(1, 101, dtype=np.int32))
+    runs.add(KEYS[:100], 0, np.arange(1, 101, dtype=np.int32))
     blocks.publish(0, np.arange(1, 201, dtype=np.int32), KEYS[:200])
     blocks.evict(np.arange(90, 100, dtype=np.int32))
     assert runs.find(KEYS[1000:1100], 100) == []

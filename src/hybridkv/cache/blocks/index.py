@@ -135,7 +135,7 @@ class PrefixIndex:
         if len(rest):
             if self._runs.num_keys > 2 * len(self._first) + _MORE_IN_RUNS:
                 self._runs.shrink()
-            self._runs.add(keys[0], found, list(keys[found : found + len(rest)]), rest)
+            self._runs.add(keys, found, rest)
         return np.concatenate((*parts, rest)) if parts else rest
 
     def _asked(self, keys: Sequence[bytes], first: int, stop: int) -> NDArray[np.int32]:

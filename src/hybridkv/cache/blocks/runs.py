@@ -73,19 +73,20 @@ class KeyRuns:
             before = run if whole else None
         return parts
 
-    def add(self, first: bytes, found: int, keys: list[bytes], blocks: Int32) -> None:
-        """``blocks`` were found under ``keys``, behind ``found`` others of which the first was under ``first``.
+    def add(self, keys: Sequence[bytes], found: int, blocks: Int32) -> None:
+        """``blocks`` were found under ``keys`` behind the first ``found``, which were found before. O(len(blocks)).
 
-        They lengthen the run that ends there, if one does, or are one of their own. O(len(keys)).
+        They lengthen the run of just those first ones, if there is one, or are one of their own.
         """
-        before, new = self._runs.get(first) if found else None, _Run(keys, blocks, self._losses.evictions)
-        if before is not None and len(before.keys) == found:
+        before = self._runs.get(keys[0]) if found else None
+        new = _Run(list(keys[found : found + len(blocks)]), blocks, self._losses.evictions)
+        if before is not None and len(before.keys) == found and before.keys[-1] == keys[found - 1]:
             _lengthen(before, new)
-        elif len(keys) >= LEAST_KEYS and keys[0] not in self._runs:
-            self._runs[keys[0]] = new
+        elif len(blocks) >= LEAST_KEYS and keys[found] not in self._runs:
+            self._runs[keys[found]] = new
         else:
             return
-        self.num_keys += len(keys)
+        self.num_keys += len(blocks)
 
     def forget_lost(self) -> None:
         """Runs are as long as their blocks have their keys. O(keys in runs)."""
