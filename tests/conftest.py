@@ -38,3 +38,13 @@ def quiet() -> Iterator[None]:
     logger.setLevel(logging.CRITICAL)
     yield
     logger.setLevel(before)
+
+
+@pytest.fixture(scope="module")
+def short_runs() -> Iterator[None]:
+    """Runs of keys and remembered chains are of two blocks, not of dozens or hundreds, which random runs lack."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("runs", "index"):
+            patch.setattr(f"hybridkv.cache.blocks.{module}.LEAST_KEYS", 2)
+        patch.setattr("hybridkv.cache.hashing.block_hasher.LEAST_BLOCKS", 2)
+        yield

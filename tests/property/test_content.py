@@ -22,7 +22,7 @@ from hybridkv.testing.fake_worker import WorkerRow
 from oracles import Rig, RigOptions, random_options, random_run
 from oracles.strategies import limits, prompts
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = pytest.mark.usefixtures("quiet", "short_runs")
 
 LLAMA: dict[str, object] = {
     "model_type": "llama",

@@ -23,7 +23,7 @@ from oracles import Rig, RigOptions
 
 Int64 = NDArray[np.int64]
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = pytest.mark.usefixtures("quiet", "short_runs")
 
 LAYOUTS = ("natural", "reference")
 

@@ -16,7 +16,7 @@ from hybridkv.step import NewRow
 from hybridkv.testing import FakeWorker, digest_model
 from oracles import Rig, RigOptions, random_natural_options, random_options, random_run
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = pytest.mark.usefixtures("quiet", "short_runs")
 
 MODELS = tuple(ENCODER_DECODERS.values())
 RUNS = max(12, how_many(12))

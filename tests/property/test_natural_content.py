@@ -11,7 +11,7 @@ from oracles import Rig, RigOptions
 from oracles.random_models import PLACEMENTS
 from oracles.strategies import limits, prompts
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = pytest.mark.usefixtures("quiet", "short_runs")
 
 MAX_MODEL_LEN = 40
 BASE: dict[str, object] = {

@@ -16,7 +16,7 @@ from hybridkv.testing import FakeWorker, digest_model
 from hybridkv.testing.configs import full_spec, state_spec, window_spec
 from oracles import Rig, RigOptions, random_natural_options, random_run
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = pytest.mark.usefixtures("quiet", "short_runs")
 
 EXAMPLES = 200
 WITHOUT_FAULT = 4

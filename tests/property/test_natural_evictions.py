@@ -28,7 +28,7 @@ from oracles.rankings import NAIVE, NaiveCoverage, NaiveHazard, beside
 from oracles.strategies import natural_rig_options
 from oracles.twins import Twins
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = pytest.mark.usefixtures("quiet", "short_runs")
 
 
 class Backwards(NaiveCoverage):

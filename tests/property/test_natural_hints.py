@@ -16,7 +16,7 @@ from hybridkv.request import NO_HINTS, Hints, Request
 from oracles import random_natural_options, random_run
 from oracles.twins import Twins
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = pytest.mark.usefixtures("quiet", "short_runs")
 
 SOME = (
     NO_HINTS,

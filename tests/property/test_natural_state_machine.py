@@ -13,7 +13,7 @@ from oracles import Rig, RigOptions, random_natural_options, random_run
 from oracles.machines import NaturalMachine
 from oracles.strategies import natural_rig_options
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = pytest.mark.usefixtures("quiet", "short_runs")
 
 TestNaturalMachine = NaturalMachine.TestCase
 TestNaturalMachine.settings = settings(max_examples=settings().max_examples, stateful_step_count=40)

@@ -23,7 +23,7 @@ from hybridkv.testing.difference import DifferenceError, same
 from oracles import random_natural_options, random_run
 from oracles.twins import Twins
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = pytest.mark.usefixtures("quiet", "short_runs")
 
 
 @pytest.fixture(autouse=True)

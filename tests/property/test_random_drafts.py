@@ -15,7 +15,7 @@ from hybridkv.step import Step
 from oracles import Rig, RigOptions, random_natural_options, random_options, random_run
 from oracles.random_run import random_drafts
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = pytest.mark.usefixtures("quiet", "short_runs")
 
 RANDOM = {"natural": random_natural_options, "reference": random_options}
 

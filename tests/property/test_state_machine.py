@@ -13,7 +13,7 @@ from oracles import Rig, RigOptions, random_options, random_run
 from oracles.machines import CacheMachine
 from oracles.strategies import rig_options
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = pytest.mark.usefixtures("quiet", "short_runs")
 
 LONG = settings().max_examples > 100
 HISTORIES = (8 if LONG else 2) * settings().max_examples
