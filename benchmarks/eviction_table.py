@@ -1,15 +1,23 @@
 """Hit rates of evictions, cell by cell; resumes where it stopped.
 
     python eviction_table.py run RESULTS.jsonl FOLDER [--only TEXT] [--limit N] [--replayed] [--hinted]
+    python eviction_table.py run RESULTS.jsonl FOLDER [--only TEXT] --bounds
     python eviction_table.py show RESULTS.jsonl                      a table in Markdown
     python eviction_table.py never-worse RESULTS.jsonl               hazard beside the better of align and lru
+    python eviction_table.py write RESULTS.jsonl PAGE               both into docs/hit-rates.md, that page
 
 A cell runs its requests one after the other, each at its arrival, in a step or two and with nobody beside it: the cache
 alone, as docs/design/0019 compares it with a simulation. ``--replayed``: through the scheduler, time modelled and
 requests running side by side, which takes some ten times as long; then also *align*, the reference layout with its own
 placement and order. ``--hinted``: every request comes with the hints of
-one who knows how the trace goes on (oracle_hints). A cell that stands in RESULTS, whatever commit made
-it, is not run again: delete its line to do so.
+one who knows how the trace goes on (oracle_hints).
+
+``--bounds``: of every stream, model and memory that hazard was run for, however it was run, two cells more, each
+request alone. *belady*: in the same cache next goes the end that saves fewest tokens a byte and request until it is
+gone on from, by whoever comes; an end, its bytes and what it saves are hazard's own (belady.py). *limit*: an endless
+cache, which finds all leading tokens of a prompt but its last that any request before began with, outputs among them.
+
+A cell that stands in RESULTS, whatever commit made it, is not run again: delete its line to do so.
 """
 
 from __future__ import annotations
@@ -18,22 +26,25 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from belady import Foreseen
+from foreseen import Future
 from natural_table import commit, read_results
 from oracle_hints import Hinted
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import EVICTIONS, eviction_named, placement_of
+from hybridkv.cache.placement import EVICTIONS, HAZARD, Eviction, eviction_named, placement_of
 from hybridkv.errors import CacheError
 from hybridkv.models import Model, read_model
 from hybridkv.planner.plan import NATURAL, REFERENCE
 from hybridkv.request import Request
 from hybridkv.simulator import ReplaySettings, SimulatedClock, TraceFile, plan_for_trace, simulation_of
+from hybridkv.simulator.formats import TraceRequest
 from hybridkv.simulator.trace import RequestSource, TraceSummary
 
 MODELS = {
@@ -53,13 +64,24 @@ STREAMS = (
     "api.jsonl.gz",
 )
 MEMORIES = (40, 10, 20, 80, 160)
+_BEGIN, _BEGIN_AHEAD, _END = (
+    "<!-- written by eviction_table.py -->",
+    "<!-- how far ahead, written by eviction_table.py -->",
+    "<!-- end -->",
+)
 REFERENCE_ALIGN = "align"
+BELADY = "belady"
+LIMIT = "limit"
 WAYS = (REFERENCE_ALIGN, *EVICTIONS)
+BOUNDS = (BELADY, LIMIT)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run. eviction: of WAYS. limit: requests, 0 for all. replayed: by the scheduler. hinted: see oracle_hints."""
+    """One run. eviction: of WAYS and BOUNDS. limit: requests, 0 for all. replayed: by the scheduler.
+
+    hinted: see oracle_hints. The limit is of no model, in no memory.
+    """
 
     stream: str
     model: str
@@ -82,6 +104,16 @@ def cells(limit: int, *, replayed: bool, hinted: bool) -> Iterator[Cell]:
             for model in MODELS:
                 for eviction in WAYS if replayed else EVICTIONS:
                     yield Cell(stream, model, memory, eviction, limit, replayed, hinted)
+
+
+def bounds(done: Sequence[Mapping[str, Any]]) -> Iterator[Cell]:
+    """Of all that hazard was run for, whole streams first."""
+    found = [line for line in done if line["eviction"] == HAZARD.name and not line.get("hinted")]
+    found.sort(key=lambda line: (line["limit"] != 0, line["limit"]))
+    for line in found:
+        stream, requests = line["stream"], line["limit"]
+        yield Cell(stream, "", 0, LIMIT, requests, replayed=False)
+        yield Cell(stream, line["model"], line["memory_gib"], BELADY, requests, replayed=False)
 
 
 def model_of(name: str) -> Model:
@@ -128,17 +160,23 @@ def _run(cache: KVCacheManager, request: Request, start: int, end: int) -> int:
     return sum(copy.kind == "move" for copy in cache.take_transfers().copies)
 
 
-def alone(cell: Cell, source: RequestSource, summary: TraceSummary) -> dict[str, Any]:
+def alone(cell: Cell, source: RequestSource, summary: TraceSummary, eviction: Eviction) -> dict[str, Any]:
     """One request after the other, each when it arrives."""
     plan = plan_for_trace(summary, model_of(cell.model), f"{cell.memory_gib}GiB", token_budget=summary.longest_tokens)
-    clock, hit, prompt, moved = SimulatedClock(), 0, 0, 0
+    clock = SimulatedClock()
     cache = KVCacheManager(
         plan.config,
         plan.max_model_len,
         placement=placement_of(plan),
-        eviction=eviction_named(cell.eviction),
+        eviction=eviction,
         clock=clock,
     )
+    return serve_all(cache, clock, source)
+
+
+def serve_all(cache: KVCacheManager, clock: SimulatedClock, source: Iterable[TraceRequest]) -> dict[str, Any]:
+    """What comes of it, alone in ``cache``, which reads ``clock``."""
+    hit, prompt, moved = 0, 0, 0
     for number, asked in enumerate(source):
         clock.now_s = asked.timestamp_s
         request = Request(
@@ -175,23 +213,41 @@ def run(cell: Cell, folder: str) -> dict[str, Any]:
     source: RequestSource = TraceFile(f"{folder}/{cell.stream}", limit=cell.limit or None)
     if cell.hinted:
         source = Hinted(source, 512 if cell.stream.startswith("conversation") else 16)
-    summary, begun = source.summary(), time.process_time()
-    found = replayed(cell, source, summary) if cell.replayed else alone(cell, source, summary)
+    begun = time.process_time()
     return {
         **asdict(cell),
-        **found,
+        **_found(cell, source),
         "cpu_s": round(time.process_time() - begun, 1),
         "commit": commit(),
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
     }
 
 
+def _found(cell: Cell, source: RequestSource) -> dict[str, Any]:
+    if cell.eviction == LIMIT:
+        requests = list(source)
+        return {"hit_rate": round(Future(requests).limit, 6), "requests": len(requests)}
+    if cell.replayed:
+        return replayed(cell, source, source.summary())
+    if cell.eviction == BELADY:
+        source = foreseen = Foreseen(source)
+        return alone(cell, source, source.summary(), foreseen.eviction())
+    return alone(cell, source, source.summary(), eviction_named(cell.eviction))
+
+
 def show(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Markdown: a row for each stream, model and memory, a column for each way."""
-    yield f"| stream | requests | model | GiB | run | {' | '.join(WAYS)} |"
-    yield f"|---|--:|---|--:|---|{'--:|' * len(WAYS)}"
-    for key, found in rows(lines).items():
-        rates = (f"{found[name]:.4f}" if name in found else "" for name in WAYS)
+    columns = (*WAYS, *BOUNDS)
+    yield f"| stream | requests | model | GiB | run | {' | '.join(columns)} |"
+    yield f"|---|--:|---|--:|---|{'--:|' * len(columns)}"
+    found = rows(lines)
+    bound = {key[:4]: rates[BELADY] for key, rates in found.items() if BELADY in rates}
+    limits = {key[:2]: rates[LIMIT] for key, rates in found.items() if LIMIT in rates}
+    for key, run_so in found.items():
+        if not run_so.keys() & set(WAYS):
+            continue
+        known = {**run_so, BELADY: bound.get(key[:4]), LIMIT: limits.get(key[:2])}
+        rates = (f"{rate:.4f}" if (rate := known.get(name)) is not None else "" for name in columns)
         yield f"| {' | '.join(map(str, key))} | {' | '.join(rates)} |"
 
 
@@ -215,26 +271,42 @@ def never_worse(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"ahead of {name}, {len(ahead)} cells: {mean:+.2f} points on average, at worst {worst:+.2f} ({where})"
 
 
+def written(page: str, lines: Sequence[Mapping[str, Any]]) -> str:
+    """``page`` with what is to be shown between its marks."""
+    for mark, shown in ((_BEGIN, show(lines)), (_BEGIN_AHEAD, ("```", *never_worse(lines), "```"))):
+        before, rest = page.split(f"{mark}\n")
+        after = rest.split(_END, 1)[1]
+        page = "\n".join([f"{before}{mark}", *shown, f"{_END}{after}"])
+    return page
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "show", "never-worse"))
+    parser.add_argument("what", choices=("run", "show", "never-worse", "write"))
     parser.add_argument("results", type=Path)
-    parser.add_argument("folder", nargs="?", default=".")
+    parser.add_argument("folder", nargs="?", default=".", help="of the streams; to write: the page")
     parser.add_argument("--only", action="append", default=[], help="cells whose text has this, and all others given")
     parser.add_argument("--limit", type=int, default=0, help="first N requests")
     parser.add_argument("--replayed", action="store_true", help="through the scheduler")
     parser.add_argument("--hinted", action="store_true", help="with hints of one who knows the future")
+    parser.add_argument("--bounds", action="store_true", help="belady and limit, where hazard is known")
     asked = parser.parse_args()
     done = read_results(asked.results) if asked.results.exists() else []
+    if asked.what == "write":
+        page = Path(asked.folder)
+        page.write_text(written(page.read_text("utf-8"), done), "utf-8")
+        return
     if asked.what != "run":
         print("\n".join((show if asked.what == "show" else never_worse)(done)))
         return
     known = {tuple(line.get(name, False) for name in Cell.__dataclass_fields__) for line in done}
-    for cell in cells(asked.limit, replayed=asked.replayed, hinted=asked.hinted):
+    wanted = bounds(done) if asked.bounds else cells(asked.limit, replayed=asked.replayed, hinted=asked.hinted)
+    for cell in wanted:
         if cell.key in known or not all(text in str(cell) for text in asked.only):
             continue
         line = run(cell, asked.folder)
+        known.add(cell.key)
         with asked.results.open("a", encoding="utf-8") as results:
             results.write(json.dumps(line) + "\n")
         print(f"{cell}: {line['hit_rate']:.4f}, {line['cpu_s']} s", flush=True)

@@ -22,6 +22,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from foreseen import Future
 from ideal_space import IdealSpace
 
 from hybridkv.cache import KVCacheManager
@@ -31,7 +32,6 @@ from hybridkv.planner import Plan
 from hybridkv.planner.comparison import padding_of
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.simulator import ReplaySettings, SimulatedClock, TraceFile, plan_for_trace, simulation_of
-from hybridkv.simulator.tokens import Pieces
 
 MODELS = {
     "qwen3.5-35b-a3b": "auto",
@@ -151,57 +151,9 @@ def commit() -> str:
 # -- the limit
 
 
-class PrefixTree:
-    """All token sequences seen, as runs of segments; finds how much of a new one was seen before."""
-
-    def __init__(self) -> None:
-        self._root: dict[tuple[int, int], list[Any]] = {}
-
-    def common(self, pieces: Sequence[tuple[int, int, int]], *, add: bool) -> int:
-        """Leading tokens of ``pieces`` that were seen; they are added if asked. O(pieces and splits)."""
-        node, matched, seen = self._root, 0, True
-        for segment, first, tokens in pieces:
-            offset, length = first, tokens
-            while length:
-                edge = node.get((segment, offset))
-                if edge is None:
-                    if not add:
-                        return matched
-                    seen = False
-                    edge = node[segment, offset] = [length, {}]
-                if edge[0] > length:
-                    if seen:
-                        matched += length
-                    if not add:
-                        return matched
-                    edge[1] = {(segment, offset + length): [edge[0] - length, edge[1]]}
-                    edge[0] = length
-                elif seen:
-                    matched += edge[0]
-                node, offset, length = edge[1], offset + edge[0], length - edge[0]
-        return matched
-
-
 def limit_of(source: TraceFile) -> float:
     """Hit rate of an endless cache that hits to the token, everything before a request being finished."""
-    tree, hit, total = PrefixTree(), 0, 0
-    for request in source:
-        prompt = _runs(request.prompt)
-        hit += min(tree.common(prompt, add=False), request.num_prompt_tokens - 1)
-        total += request.num_prompt_tokens
-        tree.common([*prompt, *_runs(request.output)], add=True)
-    return hit / total
-
-
-def _runs(pieces: Pieces) -> list[tuple[int, int, int]]:
-    """Pieces with those that go on in the same segment joined."""
-    runs: list[tuple[int, int, int]] = []
-    for segment, offset, length in pieces.pieces:
-        if runs and runs[-1][0] == segment and runs[-1][1] + runs[-1][2] == offset:
-            runs[-1] = (segment, runs[-1][1], runs[-1][2] + length)
-        else:
-            runs.append((segment, offset, length))
-    return runs
+    return Future(list(source)).limit
 
 
 # -- running

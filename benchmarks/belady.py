@@ -1,0 +1,151 @@
+"""An eviction that knows the rest of the stream: how far any could get with this memory, nearly.
+
+What is Belady's about it: next goes what brings least until it is wanted again, and that is known. An *end* is what the
+library's evictions give up, a prefix with its states, windows' tails and keys (docs/design/0019); the memory is theirs,
+to the byte, in slabs; one request runs at a time. Time is counted in requests.
+
+    value of an end   tokens that it saves a byte (as for hazard) / requests until one goes on from it
+    goes on from it   a prompt begins with it, and with no later end that is kept now; where none will: value 0
+
+A wish for a state is declined where it is worth less than what would have to go. Where to keep states is known, too:
+wherever a later prompt leaves the longest beginning that it shares with any request before it, besides the ends of
+prompts and outputs. It is not the best there is: which of ends of different sizes bring most in all is a knapsack over
+time. With memory for all of it, it finds all that an endless cache does (tests/unit/test_belady.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+from foreseen import Future
+
+from hybridkv.cache.placement.ends import End
+from hybridkv.cache.placement.eviction import Eviction
+from hybridkv.columns import grown
+from hybridkv.simulator.formats import TraceRequest
+from hybridkv.simulator.trace import RequestSource, TraceSummary
+
+
+class Belady:
+    """A ranking (hybridkv.cache.placement.ends) whose clock says which request of ``future`` runs."""
+
+    by_saving = True
+
+    def __init__(self, future: Future) -> None:
+        self._future = future
+        self._ends: dict[int, tuple[int, End]] = {}
+        self._rows = list[End | None]()
+        self._free = list[int]()
+        self._saved = np.zeros(64)
+        self._next = np.zeros(64)
+        self._ranked = np.zeros(64, np.bool_)
+
+    def note_request(self, now: float) -> None:
+        """Nothing: the clock says it."""
+
+    def passed(self, end: End) -> None:
+        """Nothing: who goes on from it is known."""
+
+    def promised(self, end: End, promise: int, now: float) -> None:  # noqa: ARG002 - the answer of a ranking
+        """Nothing to learn."""
+        end.promise = promise
+
+    def hit(self, end: End, now: float) -> None:
+        """It is used."""
+        end.note_hit(now)
+
+    def add(self, end: End, now: float) -> None:  # noqa: ARG002 - as above
+        """It is kept, if it was not."""
+        if end.serial not in self._ends:
+            row = self._free.pop() if self._free else len(self._rows)
+            if row == len(self._rows):
+                self._rows.append(None)
+                self._saved, self._ranked = grown(self._saved, row + 1), grown(self._ranked, row + 1)
+                self._next = grown(self._next, row + 1)
+            self._ends[end.serial], self._rows[row] = (row, end), end
+            self._next[row] = -np.inf
+            self._future.keep(*_prefix(end), end.serial)
+            self._disturb(end)
+        row, _ = self._ends[end.serial]
+        self._saved[row], self._ranked[row] = end.saved, True
+
+    def remove(self, end: End) -> None:
+        """It stays, and may not be given up."""
+        self._ranked[self._ends[end.serial][0]] = False
+
+    def given_up(self, end: End, parent: End | None, now: float, *, declined: bool) -> None:  # noqa: ARG002 - as above
+        """Whoever would go on from it goes on from the one before."""
+        if end.serial in self._ends:
+            row, _ = self._ends.pop(end.serial)
+            self._rows[row], self._ranked[row] = None, False
+            self._free.append(row)
+            self._future.give_up(*_prefix(end), end.serial)
+            self._disturb(end)
+
+    def forget(self, end: End, now: float) -> None:
+        """Nothing is known of those that are not kept."""
+        self.given_up(end, None, now, declined=False)
+
+    def _disturb(self, end: End) -> None:
+        """The nearest one before ``end`` has others to serve."""
+        before = self._future.before(*_prefix(end))
+        if before is not None:
+            self._next[self._ends[before][0]] = -np.inf
+
+    def lowest(self, now: float) -> End | None:
+        """O(kept ends) in array operations, and what changed since."""
+        rows = np.flatnonzero(self._ranked)
+        if not rows.size:
+            return None
+        for row in rows[self._next[rows] <= now].tolist():
+            end = self._rows[row]
+            if end is not None:
+                self._next[row] = self._future.next_use(*_prefix(end), int(now))
+        values = self._saved[rows] / (self._next[rows] - now)
+        return self._rows[rows.item(values.argmin())]
+
+    def prefers(self, end: End, other: End, now: float) -> bool:
+        """Whether ``end``, not kept yet, is worth more."""
+        return self._value(end, now) > self._value(other, now)
+
+    def _value(self, end: End, now: float) -> float:
+        wanted = self._future.next_use(*_prefix(end), int(now))
+        return end.saved / (wanted - now)
+
+    def check(self) -> list[str]:
+        """Ends know their rows."""
+        return [
+            f"an end of {end.tokens} tokens stands in row {row}"
+            for row, end in self._ends.values()
+            if self._rows[row] is not end
+        ]
+
+
+def _prefix(end: End) -> tuple[int, int]:
+    """The request that used it last, which begins with it, and its tokens."""
+    return int(end.used), end.tokens
+
+
+class Foreseen:
+    """``source`` with marks where it pays to keep, each request at the time that is its number."""
+
+    def __init__(self, source: RequestSource) -> None:
+        self.name = source.name
+        self._source = source
+        self._requests = list(source)
+        self._future = Future(self._requests)
+
+    def summary(self) -> TraceSummary:
+        """That of the source."""
+        return self._source.summary()
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        """Its requests."""
+        for number, (asked, marks) in enumerate(zip(self._requests, self._future.marks, strict=True)):
+            yield replace(asked, marks=marks, timestamp_s=float(number))
+
+    def eviction(self) -> Eviction:
+        """Of one cache that serves them all, once."""
+        return Eviction("belady", lambda: Belady(self._future))
