@@ -191,6 +191,48 @@ def test_the_least_valuable_goes_first() -> None:
     assert [one.kind for one in order[1:]] == [Kind.PROMPT] * 4 + [Kind.OUTPUT] * 4
 
 
+def outermost(ranking: HazardRanking, now: float) -> End | None:
+    """The least by looking at both ends of every ring."""
+    found = [one for ring in ranking._rings.values() for one in ring.both_ends()]
+    return min(found, key=lambda one: (ranking.value(one, now), one.serial), default=None)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_least_is_that_of_all_rings_as_time_passes_and_ends_come_and_go(seed: int) -> None:
+    ranking, random, now, ranked = HazardRanking(), Random(seed), 0.0, list[End]()
+    for serial in range(600):
+        now += random.expovariate(1.0) * random.choice((0.01, 1.0, 30.0))
+        ranking.note_request(now)
+        ranked.append(end(serial, Kind(random.randrange(4)), now, random.lognormvariate(0.0, 1.5)))
+        ranking.add(ranked[-1], now)
+        for _ in range(random.randrange(4)):
+            one = ranked.pop(random.randrange(len(ranked)))
+            ranking.remove(one)
+            if random.random() < 0.6 or not ranked:
+                ranking.hit(one, now)
+                ranking.add(one, now)
+                ranked.append(one)
+            else:
+                ranking.given_up(one, random.choice(ranked), now, declined=False)
+        for later in (0.0, random.expovariate(1.0)):
+            now += later
+            assert ranking.lowest(now) is outermost(ranking, now)
+    assert ranking.check() == []
+
+
+def test_looks_at_rings_that_are_true_no_longer_do_not_pile_up() -> None:
+    ranking, often = HazardRanking(), end(0)
+    worth_more = end(1, saved=1.01)
+    ranking.add(worth_more, 0.0)
+    for _ in range(500):
+        ranking.add(often, 0.0)
+        assert ranking.lowest(0.0) is often
+        ranking.remove(often)
+        ranking.add(end(2, Kind.OUTPUT, saved=0.5), 0.0)
+        ranking.remove(ranking.lowest(0.0) or often)
+    assert len(ranking._by_value) < 100
+
+
 def heir_of_a_hit_end() -> tuple[HazardRanking, End, End, float]:
     ranking = HazardRanking()
     serve(ranking, Kind.OUTPUT, Kind.PROMPT, 3)

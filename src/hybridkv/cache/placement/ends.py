@@ -13,7 +13,7 @@ WITHIN    and those above: within 4, 16, 64 ... seconds
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterator
 from enum import IntEnum
 from typing import Final, Protocol
@@ -102,15 +102,27 @@ class Ring:
     def __contains__(self, end: End) -> bool:
         return end.serial in self._ends
 
-    def add(self, end: End) -> None:
-        """``end``, which is in no ring."""
-        insort(self._keys, (end.used, end.serial))
+    def add(self, end: End) -> bool:
+        """``end``, which is in no ring. Whether it is the first or the last one now."""
+        keys, key = self._keys, (end.used, end.serial)
         self._ends[end.serial] = end
+        if not keys or keys[-1] < key:  # as nearly always
+            keys.append(key)
+            return True
+        place = bisect_left(keys, key)
+        keys.insert(place, key)
+        return not place
 
-    def remove(self, end: End) -> None:
-        """``end``, whose last use has not changed since it was added."""
-        del self._keys[bisect_left(self._keys, (end.used, end.serial))]
-        del self._ends[end.serial]
+    def remove(self, end: End) -> bool:
+        """``end``, whose last use has not changed since it was added. Whether it was the first or the last one."""
+        keys = self._keys
+        place = bisect_left(keys, (end.used, end.serial))
+        del keys[place], self._ends[end.serial]
+        return not place or place == len(keys)
+
+    def is_outer(self, end: End) -> bool:
+        """Whether ``end``, one of them, is the first or the last."""
+        return end.serial in {self._keys[0][1], self._keys[-1][1]}
 
     def ends(self) -> Iterator[End]:
         """All of them, in no order."""

@@ -5,12 +5,14 @@ class    kind and what hints promise, hits so far (3 and more are one), gap: of 
          it has none
 heir     the most valuable of the ends given up that this one serves instead, until it is hit itself
 rings    one for each class and power of two of what is saved, in the order of last use: only its two ends are
-         compared, for value falls with age or rises; which is less is known until one's age is in another bucket
+         compared, for value falls with age or rises; which is less is known until one's age is in another bucket, or
+         another end stands there. A heap has the least of all rings, another when each must be looked at again
 """
 
 from __future__ import annotations
 
 import math
+from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -25,6 +27,9 @@ _LEARN_EVERY: Final = 100
 
 _MOST_LOOKED_AT: Final = 8192
 """Ends whose waiting is counted at once; more take turns."""
+
+_MOST_STALE: Final = 64
+"""Entries of heaps that are true no longer, beside three for each ring: more are thrown away together."""
 
 _NOBODY: Final = -1
 
@@ -52,14 +57,14 @@ class _Memo:
 
 
 class _ValuedRing(Ring):
-    """least: the end of less value, and that: they hold before ``until``, while nobody comes, goes or learns."""
+    """least: of its two ends that of less value, as of ``look``, the number of the last look at it."""
 
-    __slots__ = ("least", "until", "value")
+    __slots__ = ("least", "look")
 
     def __init__(self, first: End) -> None:
         super().__init__()
         self.least = first
-        self.value, self.until = math.inf, -math.inf
+        self.look = 0
 
 
 class HazardRanking:
@@ -71,6 +76,10 @@ class HazardRanking:
         self.table = HazardTable()
         self._memos: dict[int, _Memo] = {}
         self._rings: dict[tuple[int, int], _ValuedRing] = {}
+        self._unseen: dict[_ValuedRing, None] = {}  # to be looked at
+        self._by_value: list[tuple[float, int, int, _ValuedRing]] = []  # least value, whose serial, look
+        self._by_time: list[tuple[float, int, _ValuedRing]] = []  # up to when that holds, look
+        self._look = 0
         self._looked = self.table.learned
         self._class = np.full(64, _NOBODY)
         self._used = np.zeros(64)
@@ -143,34 +152,41 @@ class HazardRanking:
         ring = self._rings.get(memo.ring)
         if ring is None:
             ring = self._rings[memo.ring] = _ValuedRing(end)
-        ring.add(end)
-        ring.until = -math.inf
+        if ring.add(end):
+            self._unseen[ring] = None
 
     def remove(self, end: End) -> None:
         """Out of it."""
         memo = self._memos[end.serial]
         if memo.ring is not None:
             ring = self._rings[memo.ring]
-            ring.remove(end)
-            ring.until = -math.inf
+            if ring.remove(end):
+                self._unseen[ring] = None
             if not len(ring):
                 del self._rings[memo.ring]
             memo.ring = None
 
     def lowest(self, now: float) -> End | None:
-        """Of the two ends of every ring. O(rings)."""
-        best, least = None, math.inf
-        if self._looked != self.table.learned:
+        """The least of the two ends of every ring. O(rings that changed, log rings)."""
+        by_value, by_time = self._by_value, self._by_time
+        if self._looked != self.table.learned or len(by_value) > _MOST_STALE + 4 * len(self._rings):
             self._looked = self.table.learned
-            for ring in self._rings.values():
-                ring.until = -math.inf
-        for ring in self._rings.values():
-            if now >= ring.until:
+            self._unseen = dict.fromkeys(self._rings.values())
+            by_value.clear()
+            by_time.clear()
+        while by_time and by_time[0][0] <= now:
+            _, look, ring = heappop(by_time)
+            if ring.look == look:
+                self._unseen[ring] = None
+        for ring in self._unseen:
+            self._look += 1
+            ring.look = self._look
+            if len(ring):
                 self._look_at(ring, now)
-            value = ring.value
-            if value <= least and (value < least or (best is not None and ring.least.serial < best.serial)):
-                best, least = ring.least, value
-        return best
+        self._unseen.clear()
+        while by_value and by_value[0][3].look != by_value[0][2]:
+            heappop(by_value)
+        return by_value[0][3].least if by_value else None
 
     def _look_at(self, ring: _ValuedRing, now: float) -> None:
         """Value ``ring`` anew."""
@@ -186,7 +202,9 @@ class HazardRanking:
             value = worth * end.saved
             if value < least or (value == least and end.serial < ring.least.serial):
                 ring.least, least = end, value
-        ring.value, ring.until = least, until - _ROUNDING
+        heappush(self._by_value, (least, ring.least.serial, ring.look, ring))
+        if until < math.inf:
+            heappush(self._by_time, (until - _ROUNDING, ring.look, ring))
 
     def value(self, end: End, now: float) -> float:
         """Tokens a second and byte that ``end`` is expected to save."""
@@ -228,8 +246,8 @@ class HazardRanking:
         theirs = self._memo(parent)
         heirs = [heir for heir in (theirs.heir, Heir(memo.of, end.used), memo.heir) if heir is not None]
         theirs.heir = max(heirs, key=lambda heir: self._worth(heir, now))
-        if theirs.ring is not None:
-            self._rings[theirs.ring].until = -math.inf
+        if theirs.ring is not None and (ring := self._rings[theirs.ring]).is_outer(parent):
+            self._unseen[ring] = None
 
     def forget(self, end: End, now: float) -> None:
         """How long it waited counts; its row is free."""
