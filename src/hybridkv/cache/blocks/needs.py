@@ -70,8 +70,8 @@ class NoNeeds:
 class BlockNeeds:
     """Counts for the blocks of ``space``. block_bytes: of each class.
 
-    For reading: both, counts, cleared (how often all keys were lost at once); weights, a list of the bytes that each of
-    ``tenants`` is charged, not followed for a single one.
+    For reading: both, counts, and each (the same, quick to read singly); cleared (how often all keys were lost at
+    once); weights, a list of the bytes that each of ``tenants`` is charged, not followed for a single one.
     """
 
     def __init__(self, space: ClassedSpace, block_bytes: Sequence[int], tenants: int = 1) -> None:
@@ -79,6 +79,7 @@ class BlockNeeds:
         space.take_given_first()
         self.block_bytes = tuple(block_bytes)
         self.counts = np.zeros(space.num_blocks, np.int32)
+        self.each = self.counts.data
         self.weights = [0] * tenants
         self.payers = np.zeros(space.num_blocks if tenants > 1 else 0, np.int32)
         self.cleared = 0

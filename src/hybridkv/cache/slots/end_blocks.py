@@ -24,8 +24,8 @@ from hybridkv.request import Request
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
-_FEW: Final = 24
-"""So many blocks are looked at one by one sooner than with arrays."""
+_FEW: Final = 3
+"""So many blocks are priced one by one sooner than it is seen that they have one size."""
 
 
 class EndBlocks:
@@ -73,22 +73,23 @@ class EndBlocks:
 
     # -- what it costs
 
-    def charged(self, node: Node) -> list[int] | Int64:
+    def charged(self, node: Node) -> list[int]:
         """What ``node`` pays for: its own blocks, its windows, and its segment unless ends behind it need that."""
-        found = node.own + (self.window(node) or [])
-        if not node.children:
-            found += self.segment(node) or []
-        return found if len(found) <= _FEW else np.array(found, np.int64)
+        return node.own + self._besides(node)
+
+    def _besides(self, node: Node) -> list[int]:
+        """All of that but its own blocks. O(its segment)."""
+        found = self.window(node) or [] if self._windows else []
+        return found if node.children else found + (self.segment(node) or [])
 
     def _classes(self, ids: Int64) -> Int64:
         of: Int64 = np.searchsorted(self._pool.bases, ids, side="right") - 1
         return of
 
-    def are_held(self, charged: list[int] | Int64) -> bool:
-        """Whether nothing that an end pays for would be free without it, whichever other ends go: all is held."""
-        if isinstance(charged, list):
-            return all(map(self._pool.ref_count, charged))
-        return bool(self._pool.ref_counts(charged).all())
+    def are_held(self, node: Node) -> bool:
+        """Whether nothing that ``node`` pays for would be free without it, whichever other ends go: all is held."""
+        held = self._pool.ref_count
+        return all(map(held, node.own)) and all(map(held, self._besides(node)))
 
     def frees(self, node: Node, gone: Counter[int], weights: list[int]) -> list[int]:
         """Blocks by class that are free without ``node`` and all those asked before with the same ``gone``.
@@ -122,20 +123,22 @@ class EndBlocks:
         size = int(np.dot(self._bytes, blocks))
         return tokens / size if size else 0.0
 
-    def saved(self, node: Node, charged: list[int] | Int64) -> float:
-        """What ``node`` saves: tokens behind its parent, a byte. Ends that need the same block share what it costs."""
-        if not len(charged):
-            return 0.0
-        before = 0 if node.parent is None else node.parent.tokens
-        return (node.tokens - before) / self._price(charged)
+    def saved(self, node: Node) -> float:
+        """What ``node``, kept, saves: tokens behind its parent, a byte; 0.0 where it pays for nothing.
 
-    def _price(self, ids: list[int] | Int64) -> float:
+        Ends that need the same block share what it costs. O(its segment).
+        """
+        price = self._price(node.own) + self._price(self._besides(node))
+        before = 0 if node.parent is None else node.parent.end.tokens
+        return (node.end.tokens - before) / price if price else 0.0
+
+    def _price(self, ids: list[int]) -> float:
         """Bytes of ``ids``, each shared by those that need it."""
-        counts = self._needs.counts
-        if isinstance(ids, list):
-            sizes, bases, count = self._bytes_of, self._pool.bases, counts.item
-            return sum([sizes[bisect_right(bases, block) - 1] / (count(block) or 1) for block in ids])
-        return float((self._bytes[self._classes(ids)] / np.maximum(counts[ids], 1)).sum())
+        sizes, bases, counts = self._bytes_of, self._pool.bases, self._needs.each
+        if len(ids) > _FEW and (of := bisect_right(bases, min(ids))) == bisect_right(bases, max(ids)):
+            size = sizes[of - 1]
+            return sum([size / (counts[block] or 1) for block in ids])
+        return sum([sizes[bisect_right(bases, block) - 1] / (counts[block] or 1) for block in ids])
 
     # -- counted
 

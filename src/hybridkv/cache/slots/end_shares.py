@@ -55,11 +55,11 @@ class EndShares:
         for block in node.own:
             self.owners.setdefault(block, []).append(node)
         following = self._following(request, node)
-        changed = []
+        changed = list[Node]()
         if parent.inside[1]:
             known = following if parent.depth == node.depth else node.segment[:1]
             changed = [one for late in parent.overtaken_by(known) for one in self._put_behind(late, parent)]
-        behind = parent.behind(node, following)
+        behind, paid = parent.behind(node, following), not parent.children
         self.blocks.pass_on(node.segment, parent.depth, len(behind))
         for child in behind:
             child.unlink()
@@ -68,7 +68,10 @@ class EndShares:
         for child in behind:
             child.link(node)
         node.kept = True
-        return [node, parent, *behind, *self.beside(node, segment), *changed] if self._by_cost else [node]
+        if not self._by_cost:
+            return [node]
+        changed += behind + self.beside(node, segment)
+        return [node, parent, *changed] if paid or self.blocks.overlaps else [node, *changed]
 
     def _following(self, request: Request, node: Node) -> set[bytes]:
         """Keys of blocks that begin with the last tokens of ``node``, which fill none: those that are known."""
@@ -99,7 +102,10 @@ class EndShares:
         beside = self.beside(node, segment) if self._by_cost else []
         self.blocks.discount(node, segment)
         parent, heirs = self.cut(node)
-        return parent, [parent, *heirs, *beside] if self._by_cost else [parent]
+        changed = heirs + beside if self._by_cost else []
+        if not parent.children or self.blocks.overlaps:
+            changed.append(parent)
+        return parent, changed
 
     def cut(self, node: Node) -> tuple[Node, list[Node]]:
         """Out of the tree, what it needs being counted as before: its parent, and the children, now that one's."""
@@ -115,15 +121,19 @@ class EndShares:
     # -- who is concerned
 
     def beside(self, node: Node, segment: list[int] | None) -> list[Node]:
-        """Ends that may need a block that ``node`` needs, children and parent left out; windows are not looked at."""
+        """Ends that may pay for a block that ``node`` needs, children and parent left out; windows are not looked at.
+
+        Those with ends behind them pay for no segment.
+        """
         owners = self.owners
         found = [
             one for block in node.own + (segment or []) if block in owners for one in owners[block] if one is not node
         ]
+        others = node.siblings()
         keys = {key for block in node.own if (key := self._pool.key_of(block)) is not None}
         if keys:  # who goes on behind the block that it ends in
-            found += [one for before in node.level() for key in sorted(keys) for one in before.few(key)]
-        return found + node.siblings()
+            others += [one for before in node.level() for key in sorted(keys) for one in before.few(key)]
+        return found + [one for one in others if self.blocks.overlaps or not one.children]
 
     # -- what happens to blocks
 

@@ -353,12 +353,11 @@ class JudgedEnds:
                 self._unpark(now)
                 continue
             node = self._tree.nodes[end.serial]
-            charged = self._blocks.charged(node)
-            saved = self._blocks.saved(node, charged)
+            saved = self._blocks.saved(node)
             if self._rankings.by_saving and self._worth(node, saved, now):
                 continue  # an end that is not beside it came or went
             node.end.saved = saved
-            if not self._blocks.are_held(charged):
+            if not self._blocks.are_held(node):
                 return node
             self._unrank(node)
             if saved:
@@ -399,7 +398,7 @@ class JudgedEnds:
         """What ends save a byte, since ends around them changed."""
         stale, self._stale = self._stale, {}
         for node in stale.values():
-            self._worth(node, self._blocks.saved(node, self._blocks.charged(node)), now)
+            self._worth(node, self._blocks.saved(node), now)
 
     def _worth(self, node: Node, saved: float, now: float) -> bool:
         """``node`` saves so much a byte; whether that is new."""

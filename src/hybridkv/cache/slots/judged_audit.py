@@ -73,7 +73,7 @@ def _behind(node: Node, at: Mapping[bytes, Sequence[Node]]) -> Iterator[str]:
 
 def _worth(kept: JudgedEnds, node: Node) -> Iterator[str]:
     by_saving = kept._rankings.by_saving
-    saved = kept._blocks.saved(node, kept._blocks.charged(node))
+    saved = kept._blocks.saved(node)
     if by_saving and node.end.saved != saved and not node.crowded and not kept._blocks.overlaps:
         yield f"the end of {node.tokens} tokens saves {saved} a byte, not {node.end.saved}"
     pays = (node.end.saved if by_saving else saved) > 0.0
