@@ -96,6 +96,7 @@ test-vllm-generate: find-vllm
 test-vllm-engine: find-vllm
 	$(VLLM_PYTHON) tests/vllm/drift.py
 	$(VLLM_PYTHON) tests/vllm/engine_duel.py
+	$(VLLM_PYTHON) tests/vllm/natural_duel.py
 
 clean:
 	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,21 +7,19 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
 import pytest
 
+from engine_request import SIZE, Asked, Sampling
 from hybridkv import vllm
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
-from hybridkv.vllm.manager import CacheManager, Settings
-from hybridkv.vllm.mirrors import HINTS
+from hybridkv.vllm.manager import CacheManager, Settings, reference_cache
 from hybridkv.vllm.specs import cache_config, spec_of
-
-SIZE = 4
+from hybridkv.vllm.wishes import HINTS
 
 
 @dataclass
@@ -74,41 +72,6 @@ class Stats:
         self.seen.append((num_tokens, num_hits, preempted))
 
 
-@dataclass
-class Sampling:
-    extra_args: dict[str, Any] | None = None
-
-
-class Asked:
-    """A request of vLLM's."""
-
-    def __init__(self, name: str, prompt: list[int]) -> None:
-        self.request_id, self.all_token_ids = name, list(prompt)
-        self.num_prompt_tokens, self.num_computed_tokens, self.num_in_flight_tokens = len(prompt), 0, 0
-        self.num_preemptions = self.shared_prefix_boundary = self.num_output_placeholders = 0
-        self.drafts = 0
-        self.skip_reading_prefix_cache = False
-        self.cache_salt: str | None = None
-        self.lora_request = None
-        self.sampling_params: Sampling | None = None
-        self.mm_features: list[Any] = []
-        self.block_hashes: list[bytes] = []
-        self.append()
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.all_token_ids)
-
-    @property
-    def num_tokens_with_spec(self) -> int:
-        return self.num_tokens + self.drafts
-
-    def append(self, *tokens: int) -> None:
-        self.all_token_ids += tokens
-        for end in range(SIZE * (len(self.block_hashes) + 1), self.num_tokens + 1, SIZE):
-            self.block_hashes.append(sha256(bytes(self.all_token_ids[:end])).digest())
-
-
 def manager(*specs: Any, num_blocks: int = 20, **changed: Any) -> CacheManager:  # noqa: ANN401 - of vLLM's kinds
     settings: dict[str, Any] = {
         "max_model_len": 64,
@@ -119,7 +82,8 @@ def manager(*specs: Any, num_blocks: int = 20, **changed: Any) -> CacheManager: 
         "enable_events": False,
     }
     groups = [Group(spec, (f"layer{number}",)) for number, spec in enumerate(specs)]
-    return CacheManager(Config(groups, num_blocks), Settings(**(settings | changed)))
+    config, made = Config(groups, num_blocks), Settings(**(settings | changed))
+    return CacheManager(reference_cache(config, made), config, made)
 
 
 def run(cache: CacheManager, request: Asked, tokens: int) -> Any:  # noqa: ANN401 - Blocks or None

@@ -7,14 +7,21 @@ import inspect
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+from vllm.config import CacheConfig, ParallelConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheTensor, MambaSpec
 from vllm.v1.request import Request
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from hybridkv.vllm.blocks import Blocks
 from hybridkv.vllm.manager import CacheManager
@@ -25,7 +32,14 @@ NOT_ASKED = {"create_kv_cache_blocks"}
 OF_SCHEDULERS = {
     "schedule": ("throttle_prefills",),
     "update_from_output": ("scheduler_output", "model_runner_output"),
+    "_mamba_block_aligned_split": (
+        "request",
+        "num_new_tokens",
+        "num_new_local_computed_tokens",
+        "num_external_computed_tokens",
+    ),
 }
+OF_WORKERS = {"initialize_from_config": ("kv_cache_config",), "execute_model": ("scheduler_output",)}
 IN_SCHEDULERS = (
     "connector",
     "dcp_world_size",
@@ -33,6 +47,8 @@ IN_SCHEDULERS = (
     "kv_cache_config",
     "kv_cache_manager",
     "max_model_len",
+    "need_mamba_block_aligned_split",
+    "needs_kv_cache_zeroing",
     "num_lookahead_tokens",
     "num_spec_tokens",
     "running",
@@ -40,6 +56,29 @@ IN_SCHEDULERS = (
     "vllm_config",
 )
 """Set by their constructor, read or replaced by ours."""
+FIELDS = {
+    SchedulerOutput: (
+        "num_scheduled_tokens",
+        "scheduled_spec_decode_tokens",
+        "scheduled_new_reqs",
+        "scheduled_cached_reqs",
+    ),
+    NewRequestData: ("req_id", "block_ids", "num_computed_tokens"),
+    CachedRequestData: ("req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"),
+    CachedRequestState: ("block_ids",),
+    KVCacheConfig: ("num_blocks", "kv_cache_tensors", "kv_cache_groups", "kv_cache_layout"),
+    KVCacheTensor: ("size", "layers", "layer_stride", "block_stride", "offset"),
+    AttentionSpec: ("block_size", "page_size_padded"),
+    MambaSpec: ("shapes", "page_size_padded", "num_prefill_checkpoint_blocks"),
+    VllmConfig: ("additional_config", "kv_transfer_config", "ec_transfer_config", "speculative_config"),
+    ParallelConfig: ("worker_cls", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"),
+    CacheConfig: ("enable_prefix_caching",),
+}
+"""Of their dataclasses, read, made or put right."""
+IN_BATCHES = ("req_id_to_index", "block_table")
+IN_RUNNERS = ("requests", "input_batch", "kv_caches", "device", "_kernel_block_sizes")
+NAMED = (KVCacheConfig.num_blocks_of, KVCacheConfig.needs_kv_cache_zeroing, AttentionSpec.real_page_size_bytes)
+"""That these are there, importing says."""
 
 
 def parameters(function: Any) -> tuple[str, ...]:  # noqa: ANN401 - of vLLM
@@ -65,18 +104,32 @@ def drifted() -> Iterator[str]:
                 yield f"{theirs.__name__}.{name} is not answered"
             elif callable(method) and parameters(mine) != parameters(method):
                 yield f"{theirs.__name__}.{name}{parameters(method)}, ours {parameters(mine)}"
-    for name, wanted in OF_SCHEDULERS.items():
-        if parameters(getattr(Scheduler, name)) != wanted:
-            yield f"Scheduler.{name}{parameters(getattr(Scheduler, name))}, not {wanted}"
-    made = inspect.getsource(Scheduler.__init__)
-    yield from (f"Scheduler sets no {name}" for name in IN_SCHEDULERS if f"self.{name}" not in made)
+    for kind, methods in ((Scheduler, OF_SCHEDULERS), (CPUWorker, OF_WORKERS)):
+        for name, wanted in methods.items():
+            if parameters(getattr(kind, name)) != wanted:
+                yield f"{kind.__name__}.{name}{parameters(getattr(kind, name))}, not {wanted}"
+    for kind, names in FIELDS.items():
+        there = {one.name for one in fields(kind)}
+        yield from (f"{kind.__name__} has no {name}" for name in names if name not in there)
+    yield from not_set()
+
+
+def not_set() -> Iterator[str]:
+    """What constructors and classes are to set, or to have."""
     if not hasattr(SamplingParams(), "extra_args"):
         yield "SamplingParams has no extra_args"
-    source = inspect.getsource(Request)
-    asked = (*EngineRequest.__annotations__, *public(EngineRequest))
-    yield from (
-        f"Request has no {name}" for name in asked if f"self.{name}" not in source and f"def {name}" not in source
-    )
+    for made, names in (
+        (Scheduler.__init__, IN_SCHEDULERS),
+        (GPUModelRunner, IN_RUNNERS),
+        (InputBatch, IN_BATCHES),
+        (Request, (*EngineRequest.__annotations__, *public(EngineRequest))),
+    ):
+        source = inspect.getsource(made)
+        yield from (
+            f"{made.__qualname__} sets no {name}"
+            for name in names
+            if f"self.{name}" not in source and f"def {name}" not in source
+        )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """vLLM, with its own scheduler or ours, in a process of its own: python vllm_engine.py JOB ANSWERS, both JSON files.
 
 JOB      {"model": folder, "rounds": [[token ids, ...], ...], "output": tokens, "options": {of vllm.LLM},
-          "scheduler": a name or null, "priorities": whether later prompts go first, "abort": every so many-th prompt}
+          "scheduler": a name or null, "priorities": whether later prompts go first, "abort": every so many-th prompt,
+          "ahead": whether a step is scheduled before the last one's output is in, "fault": of natural_faults, or null}
 ANSWERS  {"rounds": [[{"tokens": [...], "hit_tokens": n}, ...], ...], "preemptions": n, "events": n, "manager": name}
 """
 
 import json
 import os
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its scheduler is looked into
 
+import natural_faults
 from vllm.v1.core.sched.scheduler import Scheduler
 
 import vllm
@@ -34,6 +37,12 @@ class Watched:
             return preempt(scheduler, *args, **kwargs)
 
         Scheduler._preempt_request = counted
+
+
+def run_ahead(core: Any) -> None:  # noqa: ANN401 - vLLM's EngineCore
+    """Two steps at once, as vLLM has it on GPUs; on CPUs it says no, though its worker minds neither way."""
+    core.batch_queue_size, core.batch_queue = 2, deque(maxlen=2)
+    core.step_fn = core.step_with_batch_queue
 
 
 def play(engine: Any, job: dict[str, Any], prompts: list[list[int]]) -> list[dict[str, Any]]:  # noqa: ANN401 - vLLM's
@@ -61,12 +70,16 @@ def main(job_file: str, out: str) -> None:
     watched = Watched()
     if job["scheduler"] is not None:
         job["options"]["scheduler_cls"] = job["scheduler"]
+    if job.get("fault") is not None:
+        natural_faults.commit(job["fault"])
     llm = vllm.LLM(model=job["model"], skip_tokenizer_init=True, dtype="float32", enforce_eager=True, **job["options"])
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
+    if job.get("ahead"):
+        run_ahead(engine.engine_core.engine_core)
     found = [play(engine, job, prompts) for prompts in job["rounds"]]
     manager = scheduler.kv_cache_manager
-    if job["scheduler"] is not None:
+    if type(manager).__module__.startswith("hybridkv."):
         manager.cache.check()
     answers = {
         "rounds": found,

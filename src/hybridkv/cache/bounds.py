@@ -16,6 +16,7 @@ class CacheBounds:
 
     rewrites_states: running states are rewritten in place, so that a step that failed leaves them broken.
     shares_in_part: a branch can begin with blocks that its parent has filled in part.
+    keeps_ends: what a request computed can be hit to its last token, see KVCacheManager.keep_end.
     keeps_checkpoints: states are kept where the placement stops (KVCacheManager.stops).
     state_alignment: tokens between the places where all states can be kept, and shared as they are; 0 where none are.
     usable_blocks: blocks, or slabs, that anybody can hold: without the null one and sinks. promised_blocks: those that
@@ -29,6 +30,7 @@ class CacheBounds:
         self.drops_for_eagle = any(group.kind.drops for group in groups)
         self.rewrites_states = layout.rewrites_states
         self.shares_in_part = layout.shares_in_part
+        self.keeps_ends = layout.keeps_ends
         self.keeps_checkpoints = bool(parts.checkpoints.groups)
         self.state_alignment = math.lcm(*(group.policy.block_size for group in kept)) if kept else 0
         self.usable_blocks = pool.num_usable

@@ -34,10 +34,9 @@ class Blocks:
         self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
     ) -> tuple[list[int], ...] | None:
         """Ids by group, of ``group_ids`` where they are given; None for none at all with ``allow_none``."""
-        ids = self.held.ids if group_ids is None else [self.held.ids[group] for group in group_ids]
-        if allow_none and not any(map(len, ids)):
-            return None
-        return tuple(group.tolist() for group in ids)
+        every = self.held.blocks
+        ids = every if group_ids is None else tuple(every[group] for group in group_ids)
+        return None if allow_none and not any(ids) else ids
 
     def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
         """Ids by group of the blocks that cannot be hit yet."""

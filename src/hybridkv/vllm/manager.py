@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybridkv.cache import Admission, BlockLock, KVCacheBlocks, KVCacheEvent, KVCacheManager, Refusal
 from hybridkv.errors import ConfigError
@@ -23,6 +24,8 @@ from hybridkv.specs import Keeps, RequestLimits
 from hybridkv.vllm.blocks import Blocks
 from hybridkv.vllm.mirrors import EngineRequest, LentHashes, Mirrors
 from hybridkv.vllm.specs import Config, cache_config
+
+Int64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,34 +48,44 @@ class Settings:
     new_stats: Callable[[], Any] | None = None
 
 
-class CacheManager:
-    """What stands in for ``kv_cache_manager``. config: vLLM's KVCacheConfig. told: ours as vLLM's events.
+def reference_cache(config: Config, settings: Settings) -> KVCacheManager:
+    """A cache of the groups and blocks of vLLM's ``config``, keyed by the hashes that vLLM computes.
 
+    ConfigError for a group that is not supported.
+    """
+    return KVCacheManager(
+        cache_config(config),
+        settings.max_model_len,
+        enable_caching=settings.enable_caching,
+        use_eagle=settings.use_eagle,
+        enable_kv_cache_events=settings.enable_events,
+        dcp_world_size=settings.dcp_world_size,
+        hasher=LentHashes(settings.hash_block_size) if settings.enable_caching else None,
+        retention=settings.retention,
+    )
+
+
+class CacheManager:
+    """What stands in for ``kv_cache_manager``: ``cache`` under vLLM's names.
+
+    config: vLLM's KVCacheConfig of the same groups. told: ours as vLLM's events.
     Methods that are not explained do what vLLM's of the same name do.
     """
 
     def __init__(
-        self, config: Config, settings: Settings, told: Callable[[Sequence[KVCacheEvent]], list[Any]] = list
+        self,
+        cache: KVCacheManager,
+        config: Config,
+        settings: Settings,
+        told: Callable[[Sequence[KVCacheEvent]], list[Any]] = list,
     ) -> None:
-        self._settings, self._told = settings, told
-        groups = cache_config(config)
-        hasher = LentHashes(settings.hash_block_size) if settings.enable_caching else None
-        self.cache = KVCacheManager(
-            groups,
-            settings.max_model_len,
-            enable_caching=settings.enable_caching,
-            use_eagle=settings.use_eagle,
-            enable_kv_cache_events=settings.enable_events,
-            dcp_world_size=settings.dcp_world_size,
-            hasher=hasher,
-            retention=settings.retention,
-        )
+        self.cache, self._settings, self._told = cache, settings, told
         self.enable_caching = self.cache.enable_caching
         self.enable_kv_cache_events = settings.enable_events
         self.use_eagle = settings.use_eagle
         self.max_model_len = settings.max_model_len
         self.kv_cache_config = config
-        self.num_kv_cache_groups = len(groups.groups)
+        self.num_kv_cache_groups = len(cache.groups)
         self.empty_kv_cache_blocks = Blocks(self.cache.create_empty_block_list())
         self.block_pool = Pool(self.cache)
         self.coordinator = Coordinator(
@@ -83,8 +96,9 @@ class CacheManager:
         )
         self.prefix_cache_stats = None if settings.new_stats is None else settings.new_stats()
         self.log_stats = settings.new_stats is not None
-        self._mirrors = Mirrors(self.cache.rows, hasher if self.enable_caching else None)
-        self._attention = [number for number, group in enumerate(groups.groups) if group.spec.keeps is not Keeps.STATE]
+        self._mirrors = Mirrors(self.cache.rows, self.cache.hasher)
+        kept = [group.spec.keeps for group in cache.config.groups]
+        self._attention = [number for number, keeps in enumerate(kept) if keeps is not Keeps.STATE]
         self._block = min(group.policy.block_size for group in self.cache.groups)
         # by request: tokens and look-ahead that it has slots for in this step; blocks by group that it was not told
         # of yet; how many tokens fill its next block
@@ -153,6 +167,22 @@ class CacheManager:
 
     def new_step_starts(self) -> None:
         """Nothing: ``step`` begins it."""
+
+    def share(self, request: EngineRequest, computed: int, asked: int) -> int:
+        """How many of ``asked`` tokens behind ``computed`` ones run now: up to where a state is to be kept."""
+        if asked <= 1 or not self.cache.bounds.keeps_checkpoints:
+            return asked
+        mine, end = self._mirrors.of(request), computed + asked
+        while True:
+            stop = next(iter(self.cache.stops(mine, computed, min(end, mine.num_tokens))), end)
+            if stop >= end:
+                return end - computed
+            end = stop  # and what a shorter chunk reaches: placements may keep the last edge of one
+
+    def rows_of(self, names: Iterable[str]) -> Int64:
+        """The rows of those requests, which hold blocks."""
+        known = self._mirrors.known
+        return np.fromiter((-1 if (mine := known(name)) is None else mine.row for name in names), np.int64)
 
     # -- look-up
 
@@ -240,6 +270,8 @@ class CacheManager:
                 ),
             )
             new = None if isinstance(plan, Refusal) else self.cache.commit(plan)
+            if new is not None:
+                mine.num_computed_tokens = num_new_computed_tokens + num_external_computed_tokens
         return None if new is None else self._with_owed(request.request_id, Blocks(new))
 
     def _with_owed(self, request_id: str, new: Blocks) -> Blocks:
@@ -291,11 +323,19 @@ class CacheManager:
     # -- the end
 
     def free(self, request: EngineRequest) -> None:
-        """Its blocks go, the last first."""
+        """Its blocks go, the last first.
+
+        Where ends are kept, what it computed can be hit to the last, steps in flight included: workers run steps in
+        their order, so whoever copies from it does so when they have run.
+        """
+        name = request.request_id
         for table in (self._ready, self._owed, self._due):
-            table.pop(request.request_id, None)
-        self.cache.free(request.request_id)
-        self._mirrors.forget(request.request_id)
+            table.pop(name, None)
+        mine = self._mirrors.known(name)
+        if mine is not None and mine.row >= 0 and self.cache.bounds.keeps_ends:
+            self.cache.keep_end(self._mirrors.of(request))
+        self.cache.free(name)
+        self._mirrors.forget(name)
 
     def pop_blocks_for_free(self, request: EngineRequest) -> list[BlockLock]:
         """What it held, still held until ``block_pool.free_blocks`` has it."""

@@ -7,25 +7,19 @@ ours      [ prompt | outputs ]
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import Extra, LoraAdapter, MultimodalItem
-from hybridkv.request import NO_HINTS, Hints, Request
+from hybridkv.request import Hasher, Request
 from hybridkv.request_rows import RequestRows
+from hybridkv.vllm.wishes import wishes_of
 
 Int64 = NDArray[np.int64]
-
-HINTS: Final = "hybridkv_hints"
-"""Of a request's extra_args: an object as Hints has it, or its JSON."""
-
-logger = logging.getLogger(__name__)
 
 
 class EngineRequest(Protocol):
@@ -41,6 +35,7 @@ class EngineRequest(Protocol):
     block_hashes: list[bytes]
     cache_salt: str | None
     lora_request: Any
+    prompt_embeds: Any
     sampling_params: Any
     mm_features: list[Any]
 
@@ -99,10 +94,14 @@ class LentHashes:
 
 
 class Mirrors:
-    """Ours, by the id of vLLM's. rows: of the manager that they hold blocks of. hasher: None without prefix caching."""
+    """Ours, by the id of vLLM's. rows: of the manager that they hold blocks of. hasher: None without prefix caching.
 
-    def __init__(self, rows: RequestRows, hasher: LentHashes | None) -> None:
+    One that lends is lent what the engine has hashed; any other hashes itself.
+    """
+
+    def __init__(self, rows: RequestRows, hasher: Hasher | None) -> None:
         self._rows, self._hasher = rows, hasher
+        self._lent = hasher if isinstance(hasher, LentHashes) else None
         self._requests: dict[str, Request] = {}
 
     def of(self, request: EngineRequest) -> Request:
@@ -127,8 +126,8 @@ class Mirrors:
         known = rows.num_tokens[held]
         given = np.fromiter([request.num_tokens for request in requests], np.int64, len(mine))
         one_more = given == known + 1
-        if self._hasher is not None:  # the engine's hashes are lent for a request at a time
-            one_more &= given % self._hasher.block_size != 0
+        if self._lent is not None:  # the engine's hashes are lent for a request at a time
+            one_more &= given % self._lent.block_size != 0
         for place in np.flatnonzero((given != known) & ~one_more).tolist():
             self._append(mine[place], known.item(place), requests[place])
         more = np.flatnonzero(one_more)
@@ -156,9 +155,11 @@ class Mirrors:
 
     def _begin(self, request: EngineRequest) -> Request:
         """With its prompt alone: outputs are told apart from it where windows and states are kept for reuse."""
-        if self._hasher is not None:
-            self._hasher.lend(request.block_hashes, 0)
+        if self._lent is not None:
+            self._lent.lend(request.block_hashes, 0)
         lora = request.lora_request
+        # its tokens are all the same: the engine's hashes tell its embeddings apart, ours would not
+        unseen = self._lent is None and request.prompt_embeds is not None
         return Request(
             request.request_id,
             np.array(request.all_token_ids[: request.num_prompt_tokens], np.int32),
@@ -169,8 +170,9 @@ class Mirrors:
                 MultimodalItem(one.identifier, one.mm_position.offset, one.mm_position.length)
                 for one in request.mm_features
             ],
-            skip_reading_prefix_cache=request.skip_reading_prefix_cache,
-            hints=_hints(request),
+            skip_reading_prefix_cache=request.skip_reading_prefix_cache or unseen,
+            skip_writing_prefix_cache=unseen,
+            **wishes_of(request),
         )
 
     def _append(self, mine: Request, known: int, request: EngineRequest) -> None:
@@ -179,20 +181,7 @@ class Mirrors:
                 f"request {request.request_id!r} had {known} tokens and has {request.num_tokens}: sessions whose "
                 "outputs are cut are not supported by hybridkv.vllm"
             )
-        if self._hasher is not None:
-            self._hasher.lend(request.block_hashes, len(mine.hashes))
+        if self._lent is not None:
+            self._lent.lend(request.block_hashes, len(mine.hashes))
         for token in request.all_token_ids[known:]:
             mine.append(token)
-
-
-def _hints(request: EngineRequest) -> Hints:
-    """Those of its extra_args; NO_HINTS where they cannot be, which the log says: a scheduler may refuse no request."""
-    sampling = request.sampling_params
-    given = None if sampling is None or sampling.extra_args is None else sampling.extra_args.get(HINTS)
-    if given is None:
-        return NO_HINTS
-    try:
-        return Hints.parse(json.loads(given) if isinstance(given, str) else given)
-    except (ValueError, RecursionError) as error:
-        logger.warning("request %s has %s that cannot be, and goes without: %s", request.request_id, HINTS, error)
-        return NO_HINTS

@@ -11,7 +11,7 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 import vllm
 from hybridkv.errors import ConfigError
 from hybridkv.vllm.events import Teller
-from hybridkv.vllm.manager import CacheManager, Settings
+from hybridkv.vllm.manager import CacheManager, Settings, reference_cache
 
 SUPPORTED: Final = "0.32."
 """Versions that begin so."""
@@ -59,22 +59,19 @@ def replace_manager(scheduler: Any) -> None:  # noqa: ANN401 - vLLM's
             f"hits inside a block of {scheduler.block_size} tokens, at multiples of {scheduler.hash_block_size}, are "
             "not supported by hybridkv.vllm: leave --scheduler-cls out, or prefix caching (--no-enable-prefix-caching)"
         )
-    scheduler.kv_cache_manager = CacheManager(
-        config,
-        Settings(
-            max_model_len=scheduler.max_model_len,
-            max_in_flight_tokens=scheduler.vllm_config.max_in_flight_tokens or scheduler.max_model_len,
-            hash_block_size=scheduler.hash_block_size,
-            enable_caching=theirs.enable_caching,
-            use_eagle=theirs.use_eagle,
-            enable_events=theirs.enable_kv_cache_events,
-            dcp_world_size=scheduler.dcp_world_size,
-            retention=config.prefix_cache_retention_interval,
-            watermark=scheduler.scheduler_config.watermark,
-            new_stats=PrefixCacheStats if theirs.log_stats else None,
-        ),
-        Teller(config),
+    settings = Settings(
+        max_model_len=scheduler.max_model_len,
+        max_in_flight_tokens=scheduler.vllm_config.max_in_flight_tokens or scheduler.max_model_len,
+        hash_block_size=scheduler.hash_block_size,
+        enable_caching=theirs.enable_caching,
+        use_eagle=theirs.use_eagle,
+        enable_events=theirs.enable_kv_cache_events,
+        dcp_world_size=scheduler.dcp_world_size,
+        retention=config.prefix_cache_retention_interval,
+        watermark=scheduler.scheduler_config.watermark,
+        new_stats=PrefixCacheStats if theirs.log_stats else None,
     )
+    scheduler.kv_cache_manager = CacheManager(reference_cache(config, settings), config, settings, Teller(config))
     if scheduler.connector is not None:
         scheduler.connector.bind_kv_cache_manager(scheduler.kv_cache_manager)
 

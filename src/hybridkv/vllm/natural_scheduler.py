@@ -1,0 +1,111 @@
+"""vLLM's schedulers over a cache in the natural layout: ``--scheduler-cls hybridkv.vllm.NaturalScheduler``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler as TheirAsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler as TheirScheduler
+from vllm.v1.metrics.stats import PrefixCacheStats
+
+import vllm
+from hybridkv.errors import ConfigError
+from hybridkv.vllm.manager import CacheManager, Settings
+from hybridkv.vllm.natural import Options, default_block_size, natural_cache, natural_plan
+from hybridkv.vllm.natural_config import natural_config
+from hybridkv.vllm.natural_step import ATTRIBUTE, StepWriter
+from hybridkv.vllm.scheduler import require_version
+
+WORKERS: Final = ("hybridkv.vllm.NaturalWorker",)
+
+
+class NaturalScheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
+    """vLLM's scheduler; blocks of every layer in pages of their own size, states kept where the placement says.
+
+    vLLM's own prefix caching is off: then a row has one running state, which is what this layout has.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+        super().__init__(*args, **kwargs)
+        require_version(vllm.__version__)
+        for why in _refusals(self):
+            raise ConfigError(f"{why}: leave --scheduler-cls and --worker-cls out, or that")
+        self.kv_cache_manager = _manager(self)
+        self.need_mamba_block_aligned_split = self.kv_cache_manager.cache.bounds.keeps_checkpoints
+        self.needs_kv_cache_zeroing = False  # StepWriter names the blocks, class by class
+        self._writer = StepWriter(self.kv_cache_manager)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
+        """As vLLM's; what the worker has to do besides rides on its output."""
+        with self.kv_cache_manager.step():
+            output = super().schedule(*args, **kwargs)
+            setattr(output, ATTRIBUTE, self._writer.write(output))
+        self.kv_cache_manager.scheduled(output)
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:  # noqa: ANN401 - vLLM's
+        """As vLLM's."""
+        self.kv_cache_manager.executed(scheduler_output)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _mamba_block_aligned_split(
+        self,
+        request: Any,  # noqa: ANN401 - vLLM's
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """Where chunks end so that a state can be kept: by the placement."""
+        before = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+        return self.kv_cache_manager.share(request, before, num_new_tokens)
+
+
+class AsyncNaturalScheduler(NaturalScheduler, TheirAsyncScheduler):  # type: ignore[misc] # as above
+    """The same beside forwards that are still running (vLLM's default on GPUs)."""
+
+
+def _manager(scheduler: Any) -> CacheManager:  # noqa: ANN401 - vLLM's
+    config, theirs = scheduler.kv_cache_config, scheduler.kv_cache_manager
+    options = Options.of(scheduler.vllm_config.additional_config, default_block_size(config))
+    settings = Settings(
+        max_model_len=scheduler.max_model_len,
+        max_in_flight_tokens=scheduler.vllm_config.max_in_flight_tokens or scheduler.max_model_len,
+        hash_block_size=options.block_size,
+        enable_caching=True,
+        use_eagle=False,
+        enable_events=False,
+        watermark=scheduler.scheduler_config.watermark,
+        new_stats=PrefixCacheStats if theirs.log_stats else None,
+    )
+    made = natural_plan(
+        config,
+        options,
+        name=scheduler.vllm_config.model_config.model,
+        max_model_len=scheduler.max_model_len,
+        max_in_flight_tokens=settings.max_in_flight_tokens,
+    )
+    return CacheManager(natural_cache(made, options, settings), natural_config(config, made.config), settings)
+
+
+def _refusals(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - vLLM's
+    """What the natural layout does not support and vLLM was started with."""
+    config = scheduler.vllm_config
+    parallel = config.parallel_config
+    if parallel.worker_cls not in WORKERS:
+        yield f"NaturalScheduler needs --worker-cls {WORKERS[0]}, this is {parallel.worker_cls}"
+    if config.cache_config.enable_prefix_caching:
+        yield "NaturalScheduler caches prefixes itself: start with --no-enable-prefix-caching, vLLM's own"
+    for name in ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, name) > 1:
+            yield f"NaturalScheduler does not support {name} {getattr(parallel, name)}"
+    named = {
+        "connectors (kv_transfer_config)": config.kv_transfer_config,
+        "connectors of encoders (ec_transfer_config)": config.ec_transfer_config,
+        "drafts (speculative_config)": config.speculative_config,
+        "KV events": config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events,
+        "scheduling by priority": config.scheduler_config.policy == "priority",
+        "encoder-decoders": config.model_config.is_encoder_decoder,
+        "vLLM's second model runner (VLLM_USE_V2_MODEL_RUNNER)": config.use_v2_model_runner,
+    }
+    yield from (f"NaturalScheduler does not support {name}" for name, given in named.items() if given)

@@ -1,0 +1,171 @@
+"""What a step of the natural layout does beside vLLM's own: ``NaturalStep``, which rides on vLLM's SchedulerOutput.
+
+scheduler   vLLM's schedule()   its output, with ids from before the step's moves
+StepWriter.write    states to keep get their blocks, ids are those behind all moves
+worker      moves, zero, copies | vLLM's forward | keep
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache import Transfers
+from hybridkv.errors import CacheError
+from hybridkv.planner import KVCacheConfig
+from hybridkv.specs import Keeps
+from hybridkv.vllm.manager import CacheManager
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+ATTRIBUTE: Final = "hybridkv_step"
+"""Of a SchedulerOutput."""
+
+
+class Cell(NamedTuple):
+    """A cell of a block table that is another block now: column ``column`` of ``group`` of a request."""
+
+    request_id: str
+    group: int
+    column: int
+    block: int
+
+
+class NaturalStep(NamedTuple):
+    """Ids are those within each class of blocks, behind the step's moves.
+
+    moves, copies, keep: int32[n, 3], (class, source, target), in order: before the forward, then behind ``zero``, then
+    behind the forward. zero: int32[n, 2], (class, block). cells: of requests that the worker knows already.
+    config: of the cache, with the first step; it is laid out then.
+    """
+
+    moves: Int32
+    zero: Int32
+    copies: Int32
+    keep: Int32
+    cells: tuple[Cell, ...] = ()
+    config: KVCacheConfig | None = None
+
+
+class Output(Protocol):
+    """What is read, and put right, of vLLM's SchedulerOutput."""
+
+    @property
+    def num_scheduled_tokens(self) -> Mapping[str, int]:
+        """By request."""
+        ...
+
+    @property
+    def scheduled_spec_decode_tokens(self) -> Mapping[str, Sequence[int]]:
+        """Drafts among them."""
+        ...
+
+    @property
+    def scheduled_new_reqs(self) -> Sequence[Any]:
+        """Whom the worker hears of for the first time."""
+        ...
+
+    @property
+    def scheduled_cached_reqs(self) -> Any:  # noqa: ANN401 - vLLM is not typed here
+        """All others."""
+        ...
+
+
+class StepWriter:
+    """Of one manager. Every step is written, in order."""
+
+    def __init__(self, manager: CacheManager) -> None:
+        self._manager, self._cache = manager, manager.cache
+        slabs = self._cache.config.slabs
+        if slabs is None:
+            raise CacheError("steps of the natural layout need a cache in slabs")
+        self._class_of = [slabs.classes.index(slabs.class_of(group)) for group in range(len(self._cache.groups))]
+        kept = [group.spec.keeps for group in self._cache.config.groups]
+        self._tokens = [
+            (number, group.policy.block_size)
+            for number, (group, keeps) in enumerate(zip(self._cache.groups, kept, strict=True))
+            if keeps is not Keeps.STATE
+        ]
+        self._config: KVCacheConfig | None = self._cache.config
+
+    def write(self, output: Output) -> NaturalStep:
+        """What goes with ``output``, whose ids are put right; inside the manager's step. O(scheduled requests)."""
+        cache, names = self._cache, list(output.num_scheduled_tokens)
+        rows = self._manager.rows_of(names)
+        computed = cache.rows.num_computed[rows]
+        drafts = output.scheduled_spec_decode_tokens
+        counts = (count - len(drafts.get(name, ())) for name, count in output.num_scheduled_tokens.items())
+        ends = computed + np.fromiter(counts, np.int64, len(names))
+        cache.store_checkpoints(rows, computed, ends)
+        transfers = cache.take_transfers()
+        zero = list(self._put_right(output))
+        config, self._config = self._config, None
+        moved = [one for one in transfers.copies if one.kind == "move"]
+        copied = [one for one in transfers.copies if one.kind != "move"]
+        return NaturalStep(
+            _triples((self._class_of[one.group], one.source, one.target) for one in moved),
+            np.array(zero, np.int32).reshape(-1, 2),
+            _triples((self._class_of[one.group], one.source, one.target) for one in copied),
+            _triples(self._kept(transfers, dict(zip(rows.tolist(), ends.tolist(), strict=True)))),
+            tuple(self._moved_cells(transfers)),
+            config,
+        )
+
+    def _kept(self, transfers: Transfers, ends: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
+        """From each row's running state, as the forward leaves it. CacheError for one inside the chunk: it is gone."""
+        for one in transfers.checkpoints:
+            if ends[one.row] != one.tokens:
+                raise CacheError(f"row {one.row} runs to {ends[one.row]} tokens: the state at {one.tokens} is not seen")
+            source = self._table(one.row)[one.group][0]
+            yield self._class_of[one.group], source, one.block
+
+    def _table(self, row: int) -> tuple[list[int], ...]:
+        request = self._cache.rows.requests[row]
+        if request is None:
+            raise CacheError(f"nobody has row {row}")
+        return self._cache.get_block_ids(request.request_id)
+
+    def _moved_cells(self, transfers: Transfers) -> Iterator[Cell]:
+        """Every cell that holds a block which moved."""
+        if not transfers.moved.size:
+            return
+        cells = self._cache.step_cells(np.empty(0, np.int64), (), transfers.moved)
+        owners = self._cache.rows.requests
+        lists = (cells.group, cells.row, cells.column, cells.block)
+        for group, row, column, block in zip(*(one.tolist() for one in lists), strict=True):
+            owner = owners[row]
+            if owner is not None:
+                yield Cell(owner.request_id, group, column, block)
+
+    def _put_right(self, output: Output) -> Iterator[tuple[int, int]]:
+        """Ids of ``output`` as they are by now; (class, block) of those of attention that begin with this step."""
+        for one in output.scheduled_new_reqs:
+            one.block_ids = self._cache.get_block_ids(one.req_id)
+            yield from self._begun(one.block_ids, one.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for place, name in enumerate(cached.req_ids):
+            given = cached.new_block_ids[place]
+            if given is None:
+                continue
+            table = self._cache.get_block_ids(name)
+            if name in cached.resumed_req_ids:
+                cached.new_block_ids[place] = table
+                yield from self._begun(table, cached.num_computed_tokens[place])
+                continue
+            new = tuple(ids[len(ids) - len(some) :] for ids, some in zip(table, given, strict=True))
+            cached.new_block_ids[place] = new
+            for group, _ in self._tokens:
+                yield from ((self._class_of[group], block) for block in new[group] if block)
+
+    def _begun(self, table: tuple[list[int], ...], hit_tokens: int) -> Iterator[tuple[int, int]]:
+        """Those of a row that begins: all behind the full blocks of its hit."""
+        for group, size in self._tokens:
+            yield from ((self._class_of[group], block) for block in table[group][hit_tokens // size :] if block)
+
+
+def _triples(given: Iterable[tuple[int, int, int]]) -> Int32:
+    return np.array(list(given), np.int32).reshape(-1, 3)

@@ -1,0 +1,295 @@
+"""An engine in vLLM's manner over the natural layout: its scheduler's calls, its output, its worker's tables.
+
+What attention keeps of a token, and a state, are digests of all tokens before: whoever reads a wrong block, or one that
+was not copied, samples another token.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from engine_request import Asked
+from hybridkv.specs import Keeps
+from hybridkv.vllm.manager import CacheManager
+from hybridkv.vllm.natural_step import NaturalStep, StepWriter
+
+VOCABULARY, STOP, MOST_STEPS = 50, 7, 900
+Table = list[list[int]]
+
+
+def digest(*parts: object) -> int:
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+@dataclass
+class Cached:
+    req_ids: list[str] = field(default_factory=list)
+    new_block_ids: list[Any] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
+    resumed_req_ids: set[str] = field(default_factory=set)
+
+
+@dataclass
+class New:
+    req_id: str
+    block_ids: Any
+    num_computed_tokens: int
+
+
+@dataclass
+class Output:
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    scheduled_new_reqs: list[New] = field(default_factory=list)
+    scheduled_cached_reqs: Cached = field(default_factory=Cached)
+
+
+class Kept:
+    """What a model keeps. Groups and their blocks are those of a manager."""
+
+    def __init__(self, manager: CacheManager) -> None:
+        groups = manager.cache.config.groups
+        self.states = [number for number, group in enumerate(groups) if group.spec.keeps is Keeps.STATE]
+        self.sizes = [group.spec.block_size for group in groups]
+        self.windows = [group.spec.mask[0] for group in groups]
+
+    def seen(self, group: int, length: int) -> range:
+        window = self.windows[group]
+        return range(0 if window is None else max(0, length - window), length)
+
+    def plain(self, prompt: list[int], outputs: int) -> list[int]:
+        """Without a cache."""
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + outputs:
+            state, read = 0, list[int]()
+            for token in tokens:
+                state = digest(state, token)
+            for group in range(len(self.sizes)):
+                places = self.seen(group, len(tokens))
+                read += [state] if group in self.states else [digest(tokens[: place + 1]) for place in places]
+            tokens.append(digest(read) % VOCABULARY)
+            if tokens[-1] == STOP:
+                break
+        return tokens[len(prompt) :]
+
+
+class Worker:
+    """Tables by request, as vLLM's worker keeps them, and blocks by class."""
+
+    def __init__(self, kept: Kept) -> None:
+        self.kept = kept
+        self.tables: dict[str, Table] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.counts: Counter[str] = Counter()
+        self.memory: list[dict[int, dict[int, int]]] = []
+        self.class_of: list[int] = []
+
+    def execute(self, output: Output, step: NaturalStep, prompts: dict[str, list[int]]) -> dict[str, int]:
+        """A token behind the last known one of each request that got so far."""
+        if step.config is not None and step.config.slabs is not None:
+            slabs = step.config.slabs
+            self.memory = [{} for _ in slabs.classes]
+            self.class_of = [slabs.classes.index(slabs.class_of(group)) for group in range(len(step.config.groups))]
+        self.copy(step.moves.tolist(), "moved")
+        for of, block in step.zero.tolist():
+            self.memory[of][block] = {}
+        self.copy(step.copies.tolist(), "copied")
+        for cell in step.cells:
+            table = self.tables.get(cell.request_id)
+            if table is not None and cell.column < len(table[cell.group]):
+                table[cell.group][cell.column] = cell.block
+        self.hear(output, prompts)
+        started = self.starts(output)
+        sampled = {name: self.forward(name, start, count) for name, start, count in started}
+        self.copy(step.keep.tolist(), "kept")
+        return {name: token for name, token in sampled.items() if token is not None}
+
+    def copy(self, copies: list[list[int]], what: str) -> None:
+        for of, source, target in copies:
+            self.memory[of][target] = dict(self.memory[of].get(source, {}))
+            self.counts[what] += 1
+
+    def hear(self, output: Output, prompts: dict[str, list[int]]) -> None:
+        for one in output.scheduled_new_reqs:
+            self.tables[one.req_id] = [list(ids) for ids in one.block_ids]
+            self.tokens[one.req_id] = list(prompts[one.req_id])
+        cached = output.scheduled_cached_reqs
+        for name, new in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if name in cached.resumed_req_ids:
+                self.tables[name] = [list(ids) for ids in new]
+            elif new is not None:
+                for ids, some in zip(self.tables[name], new, strict=True):
+                    ids.extend(some)
+
+    def starts(self, output: Output) -> Iterator[tuple[str, int, int]]:
+        before = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        yield from ((name, before[name], count) for name, count in output.num_scheduled_tokens.items())
+
+    def forward(self, name: str, start: int, count: int) -> int | None:
+        tables, tokens, kept = self.tables[name], self.tokens[name], self.kept
+        for place in range(start, start + count):
+            for group, size in enumerate(kept.sizes):
+                memory = self.memory[self.class_of[group]]
+                if group in kept.states:
+                    block = memory.setdefault(tables[group][0], {})
+                    block[0] = digest(block.get(0) if place else 0, tokens[place])
+                else:
+                    block = memory.setdefault(tables[group][place // size], {})
+                    block[place % size] = digest(tokens[: place + 1])
+        length = start + count
+        if length < len(tokens):
+            return None
+        read = list[int | None]()
+        for group, size in enumerate(kept.sizes):
+            memory = self.memory[self.class_of[group]]
+            places = [0] if group in kept.states else kept.seen(group, length)
+            read += [memory.get(tables[group][place // size], {}).get(place % size) for place in places]
+        tokens.append(digest(read) % VOCABULARY)
+        return tokens[-1]
+
+
+class Engine:
+    """ahead: a step is scheduled before the last one's output is in. change: of every NaturalStep, a fault."""
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        *,
+        budget: int = 24,
+        seats: int = 6,
+        ahead: bool = False,
+        change: Callable[[NaturalStep], NaturalStep] = lambda step: step,
+    ) -> None:
+        self.manager, self.writer, self.kept = manager, StepWriter(manager), Kept(manager)
+        self.worker = Worker(self.kept)
+        self.budget, self.seats, self.ahead, self.change = budget, seats, ahead, change
+        self.waiting, self.running = deque[Asked](), list[Asked]()
+        self.prompts: dict[str, list[int]] = {}
+        self.limits: dict[str, int] = {}
+        self.resumed: set[str] = set()
+        self.hits: dict[str, int] = {}
+        self.preemptions = 0
+        self.in_flight = deque[tuple[Output, dict[str, Asked], dict[str, int]]]()
+
+    def add(self, name: str, prompt: list[int], outputs: int) -> Asked:
+        request = Asked(name, prompt)
+        self.prompts[name], self.limits[name] = prompt, len(prompt) + outputs
+        self.waiting.append(request)
+        return request
+
+    def run(self) -> None:
+        for _ in range(MOST_STEPS):
+            if not (self.waiting or self.running or self.in_flight):
+                return
+            self.step()
+            self.manager.cache.check()
+        raise AssertionError(f"{len(self.waiting)} wait and {len(self.running)} run after {MOST_STEPS} steps")
+
+    def step(self) -> None:
+        output, owners = Output(), dict[str, Asked]()
+        with self.manager.step():
+            room = self.go_on(output, owners)
+            if room:
+                self.let_in(output, owners)
+            step = self.change(self.writer.write(output))
+        self.manager.scheduled(output)
+        for name, count in output.num_scheduled_tokens.items():
+            request = owners[name]
+            request.num_computed_tokens += count
+            request.num_in_flight_tokens += count
+            if request.num_computed_tokens == request.num_tokens + request.num_output_placeholders:
+                request.num_output_placeholders += 1
+        self.in_flight.append((output, owners, self.worker.execute(output, step, self.prompts)))
+        while len(self.in_flight) > (self.ahead and bool(output.num_scheduled_tokens)):
+            self.take_in()
+
+    def budget_left(self, output: Output) -> int:
+        return self.budget - sum(output.num_scheduled_tokens.values())
+
+    def go_on(self, output: Output, owners: dict[str, Asked]) -> bool:
+        place, room = 0, True
+        while place < len(self.running):
+            request = self.running[place]
+            more = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+            if request.num_computed_tokens + 2 - request.num_output_placeholders >= self.limits[request.request_id]:
+                more = 0 if request.num_output_placeholders else more
+            more = self.manager.share(request, request.num_computed_tokens, min(more, self.budget_left(output)))
+            if more <= 0:
+                place += 1
+                continue
+            while (new := self.manager.allocate_slots(request, more)) is None:
+                room = False
+                last = self.running.pop()
+                self.preempt(last)
+                if last is request:
+                    return False
+            cached = output.scheduled_cached_reqs
+            cached.req_ids.append(request.request_id)
+            cached.new_block_ids.append(new.get_block_ids(allow_none=True))
+            cached.num_computed_tokens.append(request.num_computed_tokens)
+            output.num_scheduled_tokens[request.request_id] = more
+            owners[request.request_id] = request
+            place += 1
+        return room
+
+    def preempt(self, request: Asked) -> None:
+        self.manager.free(request)
+        request.num_computed_tokens = request.num_output_placeholders = 0
+        request.stale = request.num_in_flight_tokens
+        self.resumed.add(request.request_id)
+        self.waiting.appendleft(request)
+        self.preemptions += 1
+
+    def let_in(self, output: Output, owners: dict[str, Asked]) -> None:
+        while self.waiting and self.budget_left(output) > 0 and len(self.running) < self.seats:
+            request, name = self.waiting[0], self.waiting[0].request_id
+            if request.stale:
+                return  # until what it has in flight is in
+            blocks, hit, _ = self.manager.get_computed_blocks(request)
+            more = self.manager.share(request, hit, min(self.budget_left(output), request.num_tokens - hit))
+            new = self.manager.allocate_slots(
+                request, more, hit, blocks, full_sequence_must_fit=True, has_scheduled_reqs=bool(self.running)
+            )
+            if new is None:
+                return
+            self.running.append(self.waiting.popleft())
+            request.num_computed_tokens = hit
+            self.hits.setdefault(name, hit)
+            table = self.manager.get_blocks(name).get_block_ids()
+            if name in self.resumed:
+                cached = output.scheduled_cached_reqs
+                cached.resumed_req_ids.add(name)
+                cached.req_ids.append(name)
+                cached.new_block_ids.append(table)
+                cached.num_computed_tokens.append(hit)
+                self.resumed.discard(name)
+            else:
+                output.scheduled_new_reqs.append(New(name, table, hit))
+            output.num_scheduled_tokens[name] = more
+            owners[name] = request
+
+    def take_in(self) -> None:
+        output, owners, sampled = self.in_flight.popleft()
+        self.manager.executed(output)
+        for name, count in output.num_scheduled_tokens.items():
+            request = owners[name]
+            request.num_in_flight_tokens -= count
+            stale, request.stale = request.stale > 0, max(0, request.stale - count)
+            if request.finished or name not in sampled:
+                continue
+            request.append(sampled[name])
+            if not stale:
+                request.num_output_placeholders -= 1
+                self.manager.cache_blocks(request, request.num_computed_tokens - request.num_output_placeholders)
+            if sampled[name] == STOP or request.num_tokens == self.limits[name]:
+                request.finished = True
+                if request in self.running:
+                    self.running.remove(request)
+                    self.manager.free(request)
+                else:
+                    self.waiting.remove(request)
+                    self.manager.free(request)

@@ -1,0 +1,268 @@
+"""The natural layout inside vLLM, without vLLM: an engine in its manner, whose tokens say what was read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from natural_faults import FAULTS
+
+from engine_request import Sampling
+from hybridkv.errors import CapacityError, ConfigError
+from hybridkv.planner import SlabClass, SlabLayout
+from hybridkv.vllm.arena import Arena
+from hybridkv.vllm.manager import CacheManager, Settings
+from hybridkv.vllm.natural import Options, default_block_size, natural_cache, natural_plan
+from natural_engine import Engine
+
+SIZE, LENGTH, OUTPUTS = 4, 128, 16
+
+
+@dataclass(frozen=True)
+class FullAttentionSpec:
+    block_size: int = 2 * SIZE
+    num_kv_heads: int = 1
+    head_size: int = 8
+    dtype: str = "torch.float32"
+    page_size_padded: int | None = 4096
+    more_bytes: int = 0
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        return self.block_size * self.num_kv_heads * self.head_size * 2 * 4 + self.more_bytes
+
+
+@dataclass(frozen=True)
+class SlidingWindowSpec(FullAttentionSpec):
+    sliding_window: int = 10
+
+
+@dataclass(frozen=True)
+class MambaSpec:
+    block_size: int = LENGTH
+    shapes: tuple[tuple[int, ...], ...] = ((3, 60), (4, 8))
+    dtypes: tuple[str, ...] = ("torch.float32", "torch.float32")
+    mamba_cache_mode: str = "none"
+    num_speculative_blocks: int = 0
+    num_prefill_checkpoint_blocks: int = 1
+    page_size_padded: int | None = 4096
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        return (180 + 32) * 4
+
+
+@dataclass
+class Group:
+    kv_cache_spec: Any
+    layer_names: Sequence[str]
+    is_eagle_group: bool = False
+
+
+@dataclass
+class Tensor:
+    size: int
+
+
+@dataclass
+class Config:
+    kv_cache_groups: Sequence[Any]
+    kv_cache_tensors: Sequence[Tensor]
+    num_blocks: int = 1
+
+
+HYBRID = (MambaSpec(), FullAttentionSpec())
+LARGE, SMALL = 1 << 20, 40 << 10
+OPTIONS = Options(SIZE)
+
+
+def config(memory: int, specs: Sequence[object]) -> Config:
+    groups = [Group(spec, (f"layer{2 * number}", f"layer{2 * number + 1}")) for number, spec in enumerate(specs)]
+    return Config(groups, [Tensor(memory)])
+
+
+def manager(memory: int = LARGE, specs: Sequence[object] = HYBRID, options: Options = OPTIONS) -> CacheManager:
+    given = config(memory, specs)
+    settings = Settings(
+        max_model_len=LENGTH,
+        max_in_flight_tokens=48,
+        hash_block_size=SIZE,
+        enable_caching=True,
+        use_eagle=False,
+        enable_events=False,
+    )
+    made = natural_plan(given, options, name="tiny", max_model_len=LENGTH, max_in_flight_tokens=48)
+    groups = [Group(group.spec, group.layer_names) for group in made.config.groups]
+    return CacheManager(natural_cache(made, options, settings), Config(groups, ()), settings)
+
+
+def play(engine: Engine) -> tuple[int, int]:
+    """Questions behind two heads, three times, then second turns; prompts that are hit, and wrong outputs."""
+    heads = [[1] * 21, [2] * 30]
+    prompts = [heads[i % 2] + [3 + i + j for j in range(5 + 4 * i)] for i in range(6)]
+    asked, wrong = [], 0
+    for turn in range(3):
+        asked += [engine.add(f"{turn}.{i}", prompt, OUTPUTS) for i, prompt in enumerate(prompts)]
+        engine.run()
+    for i, first in enumerate(asked[:6]):
+        asked.append(engine.add(f"second.{i}", [*first.all_token_ids, 40, 41, 42], OUTPUTS))
+    engine.run()
+    for request in asked:
+        prompt = request.all_token_ids[: request.num_prompt_tokens]
+        wrong += request.all_token_ids[len(prompt) :] != engine.kept.plain(prompt, OUTPUTS)
+    assert engine.manager.usage == 0
+    return sum(hit > 0 for hit in engine.hits.values()), wrong
+
+
+WINDOWS = (FullAttentionSpec(), SlidingWindowSpec())
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("specs", "memory", "placement"),
+    [
+        (HYBRID, LARGE, None),
+        (HYBRID, SMALL, None),
+        (HYBRID, SMALL, "interval:16"),
+        (WINDOWS, LARGE, None),
+        (WINDOWS, SMALL, None),
+        ((MambaSpec(),), SMALL, "align:16"),
+    ],
+)
+def test_tokens_are_those_without_a_cache(
+    specs: Sequence[object], memory: int, placement: str | None, *, ahead: bool
+) -> None:
+    engine = Engine(manager(memory, specs, Options(SIZE, placement)), ahead=ahead)
+    hits, wrong = play(engine)
+    assert not wrong
+    assert hits >= (12 if memory == LARGE else 1)
+    if memory == LARGE:  # all that a first turn computed is there for the second
+        computed = [len(engine.worker.tokens[f"0.{i}"]) - 1 for i in range(6)]
+        assert all(engine.hits[f"second.{i}"] >= tokens for i, tokens in enumerate(computed))
+    assert (engine.preemptions > 0) is (memory == SMALL and len(specs) > 1)
+
+
+def test_where_no_state_is_kept_nothing_is_hit() -> None:
+    engine = Engine(manager(options=Options(SIZE, "none")))
+    assert play(engine) == (0, 0)
+    assert not engine.worker.counts
+
+
+def test_blocks_that_move_are_found_again() -> None:
+    engine = Engine(manager(SMALL))
+    play(engine)
+    assert engine.worker.counts["moved"]
+    assert engine.worker.counts["copied"]
+    assert engine.worker.counts["kept"]
+
+
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name != "a class one block off"])
+def test_faults_are_seen(fault: str) -> None:
+    engine = Engine(manager(SMALL), change=FAULTS[fault]())
+    assert play(engine)[1]
+
+
+def hit_behind(head: int, **wishes: Any) -> int:  # noqa: ANN401 - whatever callers send
+    """What a prompt finds that shares ``head`` tokens with one that was played with ``wishes``."""
+    engine = Engine(manager())
+    first = engine.add("first", [*range(1, head + 1), 40, 41, 42, 43], 2)
+    first.sampling_params = Sampling({f"hybridkv_{name}": value for name, value in wishes.items()})
+    engine.run()
+    engine.add("second", [*range(1, head + 1), 50, 51], 2)
+    engine.run()
+    return engine.hits["second"]
+
+
+def test_a_state_is_kept_where_a_request_says_so() -> None:
+    assert hit_behind(19) == 0
+    assert hit_behind(19, marks=[19]) == 19
+    assert hit_behind(19, hints={"shared_tokens": 18}) == 18
+    assert hit_behind(19, marks=[19], hints='{"secret": true}') == 0
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"marks": 19}, "hybridkv_marks must be a list"),
+        ({"tenant": 7}, "hybridkv_tenant must be text"),
+        ({"hints": "{"}, "hybridkv_hints that cannot be"),
+    ],
+)
+def test_wishes_that_cannot_be_are_told_and_left_out(
+    wishes: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert hit_behind(19, **wishes) == 0
+    assert "request first has" in caplog.text
+    assert message in caplog.text
+
+
+def test_embeddings_are_not_taken_for_each_other() -> None:
+    """vLLM has the same token for each of them."""
+    engine = Engine(manager())
+    for name in "ab":
+        engine.add(name, [0] * 20, 2).prompt_embeds = object()
+        engine.run()
+    assert engine.hits == {"a": 0, "b": 0}
+
+
+def test_blocks_are_those_of_the_kernel() -> None:
+    """vLLM's are larger, to fill the page of a state."""
+    assert default_block_size(config(LARGE, HYBRID)) == 2 * SIZE
+    assert default_block_size(config(LARGE, [replace(HYBRID[1], block_size=400)])) == 32
+    assert default_block_size(config(LARGE, [MambaSpec()])) == 32
+
+
+def test_the_plan_fills_vllms_memory() -> None:
+    found = manager(SMALL).cache.config
+    assert found.slabs is not None
+    assert SMALL - found.slabs.slab_bytes < found.slabs.arena_bytes <= SMALL
+    assert {group.spec.page_size_padded for group in found.groups} == {None}
+    with pytest.raises(CapacityError, match="too small"):
+        manager(8 << 10)
+
+
+def test_options_are_those_of_the_additional_config() -> None:
+    asked = {"placement": "interval:64", "eviction": "lru", "block_size": 16}
+    assert Options.of({"hybridkv": asked}, 32) == Options(16, "interval:64", "lru")
+    assert Options.of({}, 32) == Options(32)
+    assert manager(options=Options(SIZE, eviction="lru")).cache.eviction.name == "lru"
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("ends", "must be an object"),
+        ({"placements": "ends"}, "has no placements"),
+        ({"placement": 64}, "must be a name"),
+        ({"placement": "edges"}, "unknown placement"),
+        ({"eviction": "fifo"}, "fifo"),
+        ({"block_size": 0}, "block_size of hybridkv"),
+    ],
+)
+def test_options_that_are_none_are_refused(asked: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Options.of({"hybridkv": asked}, 32)
+
+
+def test_pages_that_are_not_ours_are_refused() -> None:
+    """Such as those of quantized keys with their scales."""
+    spec = FullAttentionSpec(more_bytes=8)
+    with pytest.raises(ConfigError, match="a page of layer0 has 520 bytes"):
+        manager(specs=[spec])
+    several = config(LARGE, HYBRID)
+    several.kv_cache_tensors = [Tensor(1), Tensor(2)]
+    with pytest.raises(ConfigError, match="allocations of"):
+        natural_plan(several, OPTIONS, name="tiny", max_model_len=LENGTH, max_in_flight_tokens=48)
+
+
+def test_an_arena_copies_blocks_of_each_class_in_order() -> None:
+    """Two classes over the same bytes: blocks of 256 and of 512 in slabs of 512."""
+    slabs = SlabLayout(512, 4, (SlabClass(256, 2, (0,)), SlabClass(512, 1, (1,))), (1, 1))
+    storage = torch.arange(4 * 2, dtype=torch.uint8).repeat_interleave(256)
+    arena = Arena(storage, slabs)
+    arena.copy(np.array([(0, 2, 4), (0, 4, 5), (1, 3, 1)], np.int32))
+    assert storage[::256].tolist() == [0, 1, 6, 7, 2, 2, 6, 7]
+    arena.zero(np.array([(0, 6), (1, 1)], np.int32))
+    assert storage[::256].tolist() == [0, 1, 0, 0, 2, 2, 0, 7]

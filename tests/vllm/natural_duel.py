@@ -1,0 +1,199 @@
+"""vLLM as it is and with the natural layout in its workers, whole engines: ``make test-vllm-engine VLLM_PYTHON=...``.
+
+Tokens must be equal but for near-ties: where a chunk or a hit ends decides in which order sums are taken. Stock caches
+prefixes itself where it can. Prints a table in Markdown; see docs/vllm.md.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from generate_duel import MATCHES, Match, say
+from generation import Answer, Comparison
+from generators import OUTPUT, Plain, VllmError, answers_of
+from natural_faults import FAULTS
+from rounds import Round, make_rounds
+
+from hybridkv.runner import tiny_model, wrap
+
+SEED = 0
+_MIXERS = {"hidden_size": 128, "mamba_n_groups": 1}
+MODELS = (
+    *MATCHES,
+    Match("mistral", {"head_dim": 32}, {}),
+    Match("qwen3_next", {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32}, {}),
+    Match("qwen3_5", {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32}, {}),
+    Match("mamba", {}, {}),
+    Match("falcon_mamba", {}, {}),
+    Match("mamba2", {"n_groups": 1}, {}),
+    Match("bamba", _MIXERS, {}),
+    Match("jamba", {"hidden_size": 128}, {}),
+    Match("falcon_h1", {"head_dim": 32, "mamba_n_groups": 1}, {}),
+    Match("lfm2", {"hidden_size": 128}, {}),
+)
+OURS = {
+    "scheduler": "hybridkv.vllm.NaturalScheduler",
+    "worker_cls": "hybridkv.vllm.NaturalWorker",
+    "enable_prefix_caching": False,
+}
+SMALL = {"num_gpu_blocks_override": 30}
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """options: of vllm.LLM, ours: of ours beside them. ahead: a step is scheduled before the last one's output is in.
+
+    preempts: models of which requests are preempted, in both.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    ours: Mapping[str, Any] = field(default_factory=dict)
+    ahead: bool = False
+    abort: int = 0
+    preempts: bool = False
+
+
+def placed(name: str) -> Mapping[str, Any]:
+    return {"additional_config": {"hybridkv": {"placement": name}}}
+
+
+REGIMES = (
+    Regime("as started"),
+    Regime("chunks", {"max_num_batched_tokens": 48}),
+    Regime("little memory", SMALL, preempts=True),
+    Regime("a step ahead", ahead=True),
+    Regime("little memory, a step ahead", SMALL, ahead=True, preempts=True),
+    Regime("aborts", abort=2),
+    Regime("interval:64", ours=placed("interval:64")),
+    Regime("align:32", ours=placed("align:32")),
+    Regime("two ranks", {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
+)
+
+
+def answers(
+    model: Path, rounds: Sequence[Round], match: Match, regime: Regime, *, ours: bool, fault: str | None = None
+) -> Any:  # noqa: ANN401 - what vllm_engine.py answers
+    options = {"max_model_len": 320, "block_size": 32, "enable_prefix_caching": True, **match.options, **regime.options}
+    scheduler = None
+    if ours:
+        options |= {**OURS, **regime.ours}
+        scheduler = options.pop("scheduler")
+        if regime.ahead:
+            scheduler = "hybridkv.vllm.AsyncNaturalScheduler"
+    elif regime.ahead:
+        scheduler = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
+    asked = {
+        "model": str(model),
+        "rounds": [one.prompts for one in rounds],
+        "output": OUTPUT,
+        "options": options,
+        "scheduler": scheduler,
+        "priorities": False,
+        "abort": regime.abort,
+        "ahead": regime.ahead,
+        "fault": fault,
+    }
+    return answers_of(Path(__file__).with_name("vllm_engine.py"), asked, model.parent)
+
+
+def stock(model: Path, rounds: Sequence[Round], match: Match, regime: Regime) -> tuple[Any, str]:
+    """Its answers, and a word on its caching."""
+    try:
+        return answers(model, rounds, match, regime, ours=False), ""
+    except VllmError as error:
+        without = Match(match.name, match.fields, {**match.options, "enable_prefix_caching": False})
+        return answers(model, rounds, without, regime, ours=False), f"stock caches nothing: {error}"
+
+
+def compared(theirs: Any, ours: Any, rounds: Sequence[Round], plain: Plain) -> list[Comparison]:  # noqa: ANN401 - as above
+    """Round by round. Of outputs that were aborted what is there is compared."""
+    found = []
+    for one, wanted, given in zip(rounds, theirs["rounds"], ours["rounds"], strict=True):
+        for length in sorted({len(answer["tokens"]) for answer in wanted}):
+            some = [i for i, answer in enumerate(wanted) if len(answer["tokens"]) == length]
+            prompts = [one.prompts[i] for i in some]
+            found.append(Comparison.of(prompts, picked(wanted, some), picked(given, some), plain.gap))
+    return found
+
+
+def picked(answered: Any, places: Sequence[int]) -> list[Answer]:  # noqa: ANN401 - as above
+    return [Answer(tuple(answered[i]["tokens"]), answered[i]["hit_tokens"]) for i in places]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    names, regimes = [match.name for match in MODELS], [regime.name for regime in REGIMES]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=names, choices=names)
+    parser.add_argument("--regimes", nargs="+", default=regimes, choices=regimes)
+    parser.add_argument("--fault", choices=FAULTS, help="what ours does wrong: the comparison must see it")
+    asked = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    wrong = 0
+    say("| model | regime | tokens | near-ties | hit tokens: stock | natural | preemptions: stock | natural | |")
+    say("|---|---|--:|--:|--:|--:|--:|--:|---|")
+    for match in (match for match in MODELS if match.name in asked.models):
+        model = tiny_model(match.name, SEED, match.fields)
+        plain = Plain(wrap(model, name=match.name))
+        rounds = make_rounds(SEED, plain.generate)
+        for regime in (regime for regime in REGIMES if regime.name in asked.regimes):
+            with TemporaryDirectory() as name:
+                folder = Path(name) / "model"
+                model.save_pretrained(folder)
+                try:
+                    theirs, note = stock(folder, rounds, match, regime)
+                except VllmError as error:
+                    say(f"| tiny:{match.name} | {regime.name} | | | | | | | stock itself: {error} |")
+                    continue
+                try:
+                    ours = answers(folder, rounds, match, regime, ours=True, fault=asked.fault)
+                except VllmError as error:
+                    say(f"| tiny:{match.name} | {regime.name} | | | | | | | **{error}** |")
+                    wrong += 1
+                    continue
+            if not ours["manager"].startswith("hybridkv.") or theirs["manager"].startswith("hybridkv."):
+                wrong += 1
+                say(f"managers are {theirs['manager']} and {ours['manager']}")
+            wrong += tell(match, regime, compared(theirs, ours, rounds, plain), theirs, ours, note)
+    return int(wrong > 0)
+
+
+def tell(  # noqa: PLR0917 - what its line is made of
+    match: Match,
+    regime: Regime,
+    found: Sequence[Comparison],
+    theirs: Any,  # noqa: ANN401 - as above
+    ours: Any,  # noqa: ANN401 - as above
+    note: str,
+) -> int:
+    """A line of the table; how much of it is wrong."""
+    differences = [one for round_ in found for one in round_.differences if not one.near_tie]
+    faults = [str(one) for one in differences]
+    if regime.preempts and not ours["preemptions"]:
+        faults.append("nobody was preempted")
+    if ours["usage"]:
+        faults.append(f"{ours['usage']:.3f} of the cache is in use at the end")
+    cells = (
+        f"tiny:{match.name}",
+        regime.name,
+        f"{sum(one.tokens for one in found):,}",
+        str(sum(one.near_ties for one in found)),
+        f"{sum(one.theirs for one in found):,}",
+        f"{sum(one.ours for one in found):,}",
+        str(theirs["preemptions"]),
+        str(ours["preemptions"]),
+        "; ".join(filter(None, (f"**{len(faults)} faults**" if faults else "equal", note))),
+    )
+    say(f"| {' | '.join(cells)} |")
+    for line in faults[:8]:
+        say(line)
+    return len(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
