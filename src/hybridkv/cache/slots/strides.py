@@ -9,6 +9,7 @@ Nobody but these rows does anything meanwhile, so steps in which none of them ha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -47,6 +48,11 @@ class _Columns(NamedTuple):
     group: Int64
     column: Int64
     at: Int64
+
+    def before(self, steps: int) -> _Columns:
+        """Those of the first ``steps`` steps; in order of steps."""
+        count = int(np.searchsorted(self.at, steps))
+        return self if count == len(self.at) else _Columns(*(column[:count] for column in self))
 
 
 def _between(first: Int64, last: Int64) -> tuple[Int64, Int64]:
@@ -141,9 +147,16 @@ class Strides:
         computed = requests.num_computed[rows]
         if not (wanted and requests.append_many(rows, tokens)):
             return Advance(0, 0.0)
-        steps, peak = wanted, self._at_once(rows, computed, wanted)
-        if peak is None:
-            steps, peak = self._each(rows, computed, wanted, begin)
+        steps, peak, singly = 0, 0.0, 1
+        while steps < wanted and self._transfers.idle:
+            taken, usage = self._at_once(rows, computed + steps, wanted - steps)
+            steps, peak = steps + taken, max(peak, usage)
+            singly = 1 if taken else 2 * singly
+            for _ in range(singly if steps < wanted else 0):
+                steps, usage = self._next(rows, computed, steps, wanted, begin)
+                peak = max(peak, usage)
+                if steps == wanted or not self._transfers.idle:
+                    break
         if steps < wanted:
             for request, known in zip(requests.owners(rows), (computed + steps + 1).tolist(), strict=True):
                 request.truncate(known)
@@ -151,24 +164,24 @@ class Strides:
         self._slots.label_rows(rows, computed + steps)
         return Advance(steps, peak)
 
-    def _at_once(self, rows: Int64, computed: Int64, steps: int) -> float | None:
-        """All ``steps``: the largest usage after any of them. None, and nothing done, where their order is told.
+    def _at_once(self, rows: Int64, computed: Int64, most: int) -> tuple[int, float]:
+        """As many of ``most`` steps as can be carried out as one, and the largest usage after any of them.
 
         First all is taken, then all given back, each in order of steps, rows and groups: the same as one by one, where
         what is given back goes behind all that is taken.
         Nothing depends on when it is: where evictions judge, nobody is evicted for what can be taken in any order.
         """
-        due = self._residents.due(rows, computed + steps)
+        due = self._residents.due(rows, computed + most)
         if not due.size:
-            return self._pool.get_usage()
+            return most, self._pool.get_usage()
         some, begun = rows[due], computed[due]
-        dropped = self._dropped(some, begun, steps)
-        if dropped is None:
-            return None
-        taken = self._taken(some, begun, steps)
-        needs = np.bincount(taken.group, minlength=len(self._groups)).tolist()
-        if not self._pool.takes_in_any_order(needs, lambda: bool(len(dropped.at))):
-            return None
+        all_dropped, all_taken = self._dropped(some, begun, most), self._taken(some, begun, most)
+        if all_dropped is None:
+            return 0, 0.0
+        steps = self._order_free(all_taken, all_dropped, most)
+        taken, dropped = all_taken.before(steps), all_dropped.before(steps)
+        if not steps:
+            return 0, 0.0
         if not len(dropped.at):
             self._take(some, taken)
             usage = self._pool.get_usage()
@@ -176,7 +189,7 @@ class Strides:
             ids = self._blocks(some, dropped)
             last = self._pool.last_releases(ids[ids != 0])
             if last is None:
-                return None
+                return 0, 0.0
             freed = np.flatnonzero(ids)[last]
             usage = self._peak(taken, _Columns(*(column[freed] for column in dropped)), steps)
             self._take(some, taken)
@@ -186,7 +199,18 @@ class Strides:
             self._publisher.publish_rows(self._rows, some, begun + steps, begun)
         self._pool.advance_epoch()
         self._residents.refresh_many(some)
-        return usage
+        return steps, usage
+
+    def _order_free(self, taken: _Columns, dropped: _Columns, most: int) -> int:
+        """Of ``most`` steps so many, a power of two less where not all, whose blocks can be taken in any order."""
+        steps = most
+        while steps:
+            needs = np.bincount(taken.before(steps).group, minlength=len(self._groups)).tolist()
+            drops = len(dropped.before(steps).at)
+            if self._pool.takes_in_any_order(needs, partial(bool, drops)):
+                break
+            steps //= 2
+        return steps
 
     def _peak(self, taken: _Columns, freed: _Columns, steps: int) -> float:
         """The largest usage after any of ``steps`` that take and free these blocks."""
@@ -250,26 +274,21 @@ class Strides:
             gone = np.bincount(columns.place[columns.group == group.number], minlength=len(rows))
             group.rows.drop_rows(rows, np.maximum(group.rows.dropped[rows], group.rows.base[rows]) + gone)
 
-    def _each(
-        self, rows: Int64, computed: Int64, wanted: int, begin: Callable[[int], None] | None
+    def _next(
+        self, rows: Int64, computed: Int64, done: int, wanted: int, begin: Callable[[int], None] | None
     ) -> tuple[int, float]:
-        """Row after row at each of its events, ``wanted`` steps in order; up to the first that moves blocks.
+        """Behind ``done`` steps the next one that has events, row after row: steps then done, and the usage.
 
-        How many are done then, and the largest usage after any of them. begin: told of each step that has events before
-        they are carried out.
+        begin: told of that step before it is carried out. ``wanted`` where no step before has any.
         """
-        pool, peak, at = self._pool, self._pool.get_usage(), -1
-        while True:
-            due = self._residents.next_events(rows) - computed - 1  # the step at which each is due
-            at = max(int(due.min()), at + 1)
-            if at >= wanted:
-                return wanted, peak
-            if begin is not None:
-                begin(at)
-            some = np.flatnonzero(due <= at)
-            self._rows.num_computed[rows[some]] = computed[some] + at
-            self._slots.label_rows(rows[some], computed[some] + at)
-            self._slots.grow_rows(rows[some])
-            peak = max(peak, pool.get_usage())
-            if not self._transfers.idle:
-                return at + 1, peak
+        due = self._residents.next_events(rows) - computed - 1  # the step at which each is due
+        at = max(int(due.min()), done)
+        if at >= wanted:
+            return wanted, self._pool.get_usage()
+        if begin is not None:
+            begin(at)
+        some = np.flatnonzero(due <= at)
+        self._rows.num_computed[rows[some]] = computed[some] + at
+        self._slots.label_rows(rows[some], computed[some] + at)
+        self._slots.grow_rows(rows[some])
+        return at + 1, self._pool.get_usage()
