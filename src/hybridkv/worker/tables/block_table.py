@@ -356,8 +356,7 @@ class BlockTable:
         self._mirror.mark(cells)
 
     def _mark_row(self, row: int, start: int, end: int) -> None:
-        first = row * self.max_num_blocks_per_req + start
-        self._mirror.mark(np.arange(first, first + end - start))
+        self._mirror.mark_span(row * self.max_num_blocks_per_req + start, end - start)
 
 
 def _check_least(least: int, **sizes: int) -> None:
