@@ -86,6 +86,7 @@ LAYOUT_IS_KNOWN = {
     "planner": "which makes it",
     "worker/copies": "where blocks lie",
     "testing": "checks of both",
+    "vllm/natural": "slabs in the memory of vLLM's workers",
     "cli": "words for people",
 }
 """Who may read ``slabs`` of a config, and so know which layout it is."""
