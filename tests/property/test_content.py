@@ -301,11 +301,11 @@ def test_a_block_that_two_rows_hold_is_caught() -> None:
         take, last = pool.take, [1]
 
         def twice(n: int, group: int = 0) -> object:
-            ids, moves = take(n, group)
+            ids, moves, held = take(n, group)
             if n and pool.ref_count(last[0]) and random.random() < 0.2:
                 ids[0] = last[0]
             last[0] = int(ids[-1]) if n else last[0]
-            return Taken(ids, moves)
+            return Taken(ids, moves, held)
 
         pool.take = twice  # type: ignore[method-assign,assignment]  # broken on purpose
         rig.check = lambda: None  # type: ignore[method-assign]  # only the content is asked

@@ -40,10 +40,14 @@ NULL_BLOCK: Final = 0
 
 
 class Taken(NamedTuple):
-    """Blocks that were taken, int32[n], and what was moved for them: int64[m, 2] of (source, target), in order."""
+    """Blocks that were taken, int32[n], and what was moved for them: int64[m, 2] of (source, target), in order.
+
+    held: of each of the moves, bool[m], which of the blocks somebody holds.
+    """
 
     ids: Int32
     moves: Sequence[Int64]
+    held: Sequence[NDArray[np.bool_]]
 
 
 class BlockPool:
@@ -262,9 +266,9 @@ class BlockPool:
         of = self.classes[integer("group", group, 0, len(self.classes) - 1)]
         if not 0 <= integer("n", n) <= self._free.obtainable(of):
             raise BlockError(f"{n} blocks asked for, {self._free.obtainable(of)} are free: plan before taking")
-        ids, moves = self._free.take(n, of), list[Int64]()
+        ids, moves, held = self._free.take(n, of), list[Int64](), list[NDArray[np.bool_]]()
         if len(ids) < n:
-            ids = np.concatenate((ids, self._take_with_room(n - len(ids), of, moves)))
+            ids = np.concatenate((ids, self._take_with_room(n - len(ids), of, moves, held)))
         if n == 1:
             block = ids.item(0)
             if self.keys.group_of(block) >= 0:
@@ -276,10 +280,13 @@ class BlockPool:
                 self.keys.evict(cached)
             self._ref[ids] = 1
         self.epoch += 1
-        return Taken(ids, moves)
+        return Taken(ids, moves, held)
 
-    def _take_with_room(self, missing: int, of: int, moves: list[Int64]) -> Int32:
-        """``missing`` blocks of class ``of``, room being made for them; those evicted lose their keys together."""
+    def _take_with_room(self, missing: int, of: int, moves: list[Int64], held: list[NDArray[np.bool_]]) -> Int32:
+        """``missing`` blocks of class ``of``, room being made for them; those evicted lose their keys together.
+
+        moves, held: become those of Taken.
+        """
         taken, evicted = list[Int32](), list[Int32]()
         while missing:
             ids = self._free.take_oldest(missing, of)
@@ -294,6 +301,7 @@ class BlockPool:
                 self._lose(evicted)  # before others come to lie where they were
                 evicted = []
                 moves.append(room.moves.astype(np.int64))
+                held.append(self._ref[moves[-1][:, 0]] > 0)
                 self._relocate(moves[-1])
             taken.append(self._free.take(missing, of))
             missing -= len(taken[-1])

@@ -105,18 +105,22 @@ class SlabHoles:
 
     def parts(self, ids: Ids) -> list[Part]:
         """``ids`` by class, in the order given. BlockError for one that is no handle. O(ids)."""
+        return [self.part(of, some) for of, some in self.by_class(ids)]
+
+    def by_class(self, ids: Ids) -> list[tuple[int, Ids]]:
+        """The same without slabs."""
         if not len(ids):
             return []
-        few = len(ids) <= _FEW
-        low = min(ids.tolist()) if few else int(np.minimum.reduce(ids))
-        high = max(ids.tolist()) if few else int(np.maximum.reduce(ids))
+        few = ids.tolist() if len(ids) <= _FEW else None
+        low = min(few) if few else int(np.minimum.reduce(ids))
+        high = max(few) if few else int(np.maximum.reduce(ids))
         if low < 0 or high >= self.num_blocks:
             raise BlockError(f"block {low if low < 0 else high} is none of the {self.num_blocks} of all slabs")
         first, last = self.class_of(low), self.class_of(high)
         if first == last:
-            return [self.part(first, ids)]
-        of_each = np.searchsorted(self.bases, ids, "right") - 1
-        return [self.part(of, ids[of_each == of]) for of in range(first, last + 1) if (of_each == of).any()]
+            return [(first, ids)]
+        of_each = np.array(self.bases).searchsorted(ids, "right") - 1
+        return [(of, some) for of in range(first, last + 1) if len(some := ids[of_each == of])]
 
     def find_unowned(self, part: Part) -> int | None:
         """A block of ``part`` that is a hole or lies in a slab that its class does not own. O(part)."""

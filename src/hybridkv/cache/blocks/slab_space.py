@@ -16,6 +16,7 @@ block more. With one class and k = 1 the ids are those of FreeOrder. Keys, rows 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -39,8 +40,7 @@ AGELESS: Final = -(2**60)
 """Stamp of a block that is older than any other."""
 
 
-def _room(evicted: list[int], moves: Int32 | None = None) -> Room:
-    return Room(np.array(evicted, np.int32), np.empty((0, 2), np.int32) if moves is None else moves)
+_NO_MOVES: Final = np.empty((0, 2), np.int32)
 
 
 class SlabSpace:
@@ -298,13 +298,13 @@ class SlabSpace:
 
     def age_first(self, ids: Ids) -> None:
         """Cached blocks ``ids`` are the next of their classes to be evicted, in this order, and ageless. O(ids)."""
-        for part in self._cached_parts(ids):
-            self._age_first(part)
+        for of, some in self._cached_by_class(ids):
+            self._age_first(of, some)
 
-    def _age_first(self, part: Part) -> None:
-        self._lru[part.of].remove(part.ids)
-        self._lru[part.of].prepend(part.ids)
-        self._stamp[part.ids] = AGELESS
+    def _age_first(self, of: int, ids: Ids) -> None:
+        self._lru[of].remove(ids)
+        self._lru[of].prepend(ids)
+        self._stamp[ids] = AGELESS
 
     def take_given_first(self) -> None:
         """From now on; see Space."""
@@ -312,10 +312,10 @@ class SlabSpace:
 
     def give_up(self, ids: Ids) -> None:
         """Cached blocks ``ids`` are the first to go, in this order; see Space. O(ids)."""
-        for part in self._cached_parts(ids):
-            self._age_first(part)
-            self.given[part.of] += len(part.ids) - int(np.count_nonzero(self._is_given[part.ids]))
-            self._is_given[part.ids] = True
+        for of, some in self._cached_by_class(ids):
+            self._age_first(of, some)
+            self.given[of] += len(some) - int(np.count_nonzero(self._is_given[some]))
+            self._is_given[some] = True
 
     def keep(self, ids: Ids) -> None:
         """Of ``ids`` those given up are the youngest of their classes; see Space. O(ids)."""
@@ -324,10 +324,10 @@ class SlabSpace:
             return
         self._stamp[ids] = np.arange(self.now + 1, self.now + 1 + len(ids))
         self.now += len(ids)
-        for part in self._cached_parts(ids):
-            self._take_back(part.of, part.ids)
-            self._lru[part.of].remove(part.ids)
-            self._lru[part.of].append(part.ids)
+        for of, some in self._cached_by_class(ids):
+            self._take_back(of, some)
+            self._lru[of].remove(some)
+            self._lru[of].append(some)
 
     def given_up(self) -> Bool:
         """See Space."""
@@ -352,6 +352,13 @@ class SlabSpace:
             lru.remove(ids)
             whole.extend(self._holes.make_holes(self._holes.part(of, ids), held=False))
         self._holes.push_below(whole)
+
+    def _cached_by_class(self, ids: Ids) -> list[tuple[int, Ids]]:
+        """``ids`` by class. BlockError, before anything changes, unless all are cached. O(ids)."""
+        found = self._holes.by_class(ids)
+        if (loose := self._place[ids] == NOWHERE).any():
+            raise BlockError(f"block {int(ids[loose][0])} is not cached: nobody could have hit it")
+        return found
 
     def _cached_parts(self, ids: Ids) -> list[Part]:
         """``ids`` by class. BlockError, before anything changes, unless all are cached. O(ids)."""
@@ -419,14 +426,14 @@ class SlabSpace:
         CacheError when nobody has anything to give, which ``fits`` foretells. O(classes + k), O(1) a block amortised.
         """
         if self.given[of]:
-            return _room([self._evict(of)])
+            return Room(self._evict(of), _NO_MOVES)
         if self._given_first and (spare := self._spare_giver(of)) is not None:
             return self._reclaim(spare, ref)
         giver, own = self._oldest_giver(of), self._oldest_stamp(of)
         if giver is not None and (own is None or self._much_older(giver, own)):
             return self._reclaim(giver, ref)
         if own is not None:
-            return _room([self._evict(of)])
+            return Room(self._evict(of), _NO_MOVES)
         giver = max(self._givers(of), key=lambda one: (self.holes[one] // self.ks[one], -one), default=None)
         if giver is None:
             raise CacheError(f"no class has a slab for class {of}: ask fits() and plan before taking")
@@ -518,23 +525,40 @@ class SlabSpace:
         stamp = self._stamp.item(self._lru[giver].first())
         return 10 * (self.now - stamp) > 11 * (self.now - own)
 
-    def _evict(self, of: int) -> int:
+    def _evict(self, of: int) -> Int32:
         """The oldest cached block becomes a hole; if its slab is whole then, that is free."""
         ids = self._lru[of].take(1)
         self._take_back(of, ids)
         self._holes.push(self._holes.make_holes(self._holes.part(of, ids), held=False))
-        return ids.item(0)
+        return ids
 
     def _reclaim(self, giver: int, ref: Int32) -> Room:
         """Class ``giver`` gives a slab."""
         self.transfers[giver] += 1
-        evicted: list[int] = []
-        free = self._holes.num_free
-        while self.holes[giver] < self.ks[giver]:
-            evicted.append(self._evict(giver))
-            if self._holes.num_free > free:
-                return _room(evicted)
-        return _room(evicted, self._empty(self._victim(giver), giver, ref))
+        evicted = _NONE
+        if self.holes[giver] < self.ks[giver]:
+            evicted, is_free = self._evict_for_a_slab(giver)
+            if is_free:
+                return Room(evicted, _NO_MOVES)
+        return Room(evicted, self._empty(self._victim(giver), giver, ref))
+
+    def _evict_for_a_slab(self, of: int) -> tuple[Int32, bool]:
+        """The oldest become holes until there are enough for a slab, or one is whole, which is free then; whether so.
+
+        Which are evicted, one by one.
+        """
+        k, found = self.ks[of], Counter[int]()
+        part = self._holes.part(of, self._lru[of].leading(k - self.holes[of]))
+        for count, slab in enumerate(part.slabs, 1):
+            found[slab] += 1
+            if found[slab] + self._holes.num_holes[slab] == k:
+                part = Part(of, part.ids[:count], part.slabs[:count])
+                break
+        self._lru[of].remove(part.ids)
+        self._take_back(of, part.ids)
+        whole = self._holes.make_holes(part, held=False)
+        self._holes.push(whole)
+        return part.ids.astype(np.int32), bool(len(whole))
 
     def _victim(self, giver: int) -> int:
         """The slab to be emptied: unlocked, of the emptiest bucket; a full one only if all with holes are locked."""

@@ -131,8 +131,8 @@ class TransferLog:
         """Take ``n`` blocks for ``group``, int32[n]. BlockError if n cannot be had."""
         self._ends.make_way(n, group)
         taken = self._pool.take(n, group)
-        for moves in taken.moves:
-            self._follow(moves)
+        for moves, held in zip(taken.moves, taken.held, strict=True):
+            self._follow(moves, held)
         return taken.ids
 
     def make_way(self, needs: Sequence[int]) -> None:
@@ -155,13 +155,16 @@ class TransferLog:
             ids[mine] = self.new_blocks(len(mine), pool.classes.index(of))
         return ids
 
-    def _follow(self, moves: Int64) -> None:
-        """Blocks of one class moved, int64[m, 2]. One pass over the rows of its groups (docs/design/0010)."""
+    def _follow(self, moves: Int64, held: NDArray[np.bool_]) -> None:
+        """Blocks of one class moved, int64[m, 2]; ``held`` as Taken says.
+
+        One pass over the rows of its groups, where any may have one (docs/design/0010).
+        """
         sources, targets = moves[:, 0], moves[:, 1]
         of = self._pool.class_of(int(sources[0]))
-        for group in self._groups:
+        for group in self._groups if held.any() else ():
             if self._pool.classes[group.number] == of:
-                group.rows.rewrite(sources, targets)
+                group.rows.rewrite(sources[held], targets[held])
         self._log.follow(sources, targets)
         self._pins.follow(sources, targets)
         self._ends.follow(moves)
@@ -204,7 +207,7 @@ class TransferLog:
 
     def cells_of(self, blocks: Int64) -> tuple[Int32, Int32, Int32]:
         """(group, row, column) of every cell that holds one of ``blocks``, int32 each."""
-        parts = []
+        blocks, parts = blocks[self._pool.ref_counts(blocks) > 0], []
         for group in self._groups if blocks.size else ():
             rows, columns = group.rows.find(blocks)
             parts.append(np.stack([np.full(len(rows), group.number), rows, columns]))
