@@ -45,15 +45,19 @@ class Heir(NamedTuple):
 
 
 class _Memo:
-    """What is known of an end besides. row: in the columns. of: its class. ring: where it stands, None for nowhere."""
+    """What is known of an end besides. row: in the columns. of: its class. ring: where it stands, None for nowhere.
 
-    __slots__ = ("heir", "of", "ring", "row")
+    value: holds before ``until``, while it stands there and inherits nothing, as of what was ``learned``.
+    """
+
+    __slots__ = ("heir", "learned", "of", "ring", "row", "until", "value")
 
     def __init__(self, row: int, of: int) -> None:
         self.row = row
         self.of = of
         self.heir: Heir | None = None
         self.ring: tuple[int, int] | None = None
+        self.value, self.until, self.learned = math.inf, -math.inf, 0
 
 
 class _ValuedRing(Ring):
@@ -149,6 +153,7 @@ class HazardRanking:
         """Into the ring of its class and what it saves."""
         memo = self._memo(end)
         memo.ring = memo.of, math.frexp(end.saved)[1]
+        memo.until = -math.inf
         ring = self._rings.get(memo.ring)
         if ring is None:
             ring = self._rings[memo.ring] = _ValuedRing(end)
@@ -190,21 +195,27 @@ class HazardRanking:
 
     def _look_at(self, ring: _ValuedRing, now: float) -> None:
         """Value ``ring`` anew."""
-        least, until, worths = math.inf, math.inf, self.table.worth
+        least, until = math.inf, math.inf
         for end in ring.both_ends():
-            memo, used = self._memos[end.serial], end.used
-            bucket = bucket_of(now - used)
-            worth, until = worths[memo.of][bucket], min(until, used + NEXT[bucket])
-            heir = memo.heir
-            if heir is not None:
-                bucket = bucket_of(now - heir.used)
-                worth, until = worth + worths[heir.of][bucket], min(until, heir.used + NEXT[bucket])
-            value = worth * end.saved
+            memo = self._memos[end.serial]
+            if now >= memo.until or memo.learned != self._looked:
+                self._look_at_end(end, memo, now)
+            until, value = min(until, memo.until), memo.value
             if value < least or (value == least and end.serial < ring.least.serial):
                 ring.least, least = end, value
         heappush(self._by_value, (least, ring.least.serial, ring.look, ring))
         if until < math.inf:
-            heappush(self._by_time, (until - _ROUNDING, ring.look, ring))
+            heappush(self._by_time, (until, ring.look, ring))
+
+    def _look_at_end(self, end: End, memo: _Memo, now: float) -> None:
+        """Value ``end`` anew."""
+        worths, used, heir = self.table.worth, end.used, memo.heir
+        bucket = bucket_of(now - used)
+        worth, until = worths[memo.of][bucket], used + NEXT[bucket]
+        if heir is not None:
+            bucket = bucket_of(now - heir.used)
+            worth, until = worth + worths[heir.of][bucket], min(until, heir.used + NEXT[bucket])
+        memo.value, memo.until, memo.learned = worth * end.saved, until - _ROUNDING, self._looked
 
     def value(self, end: End, now: float) -> float:
         """Tokens a second and byte that ``end`` is expected to save."""
@@ -246,6 +257,7 @@ class HazardRanking:
         theirs = self._memo(parent)
         heirs = [heir for heir in (theirs.heir, Heir(memo.of, end.used), memo.heir) if heir is not None]
         theirs.heir = max(heirs, key=lambda heir: self._worth(heir, now))
+        theirs.until = -math.inf
         if theirs.ring is not None and (ring := self._rings[theirs.ring]).is_outer(parent):
             self._unseen[ring] = None
 
