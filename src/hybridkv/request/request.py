@@ -237,6 +237,14 @@ class Request:
         tail = self._rows.tail[self.row, max(start - whole, 0) : end - whole]
         return np.concatenate((head, tail))
 
+    def token_bytes(self, start: int, stop: int) -> bytes:
+        """Known tokens 0 <= start .. stop-1 as the bytes of an int32 array. O(stop - start), in haste."""
+        whole, end = len(self._tokens), min(stop, self.num_tokens)
+        head = self._tokens[start:end].tobytes()
+        if self._rows is None or end <= whole:
+            return head
+        return head + self._rows.tail[self.row, max(start - whole, 0) : end - whole].tobytes()
+
     @property
     def output_token_ids(self) -> list[int]:
         """Tokens behind the prompt."""

@@ -25,6 +25,8 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 _SMALLEST = 16
+_FEW = 16
+"""So many blocks are sooner looked for one by one."""
 
 
 class BlockRows:
@@ -171,22 +173,31 @@ class BlockRows:
 
     def rewrite(self, sources: Int64, targets: Int64) -> None:
         """Wherever a row has ``sources[i]`` it has ``targets[i]`` from now on. O(cells)."""
-        low, high = sources.min(), sources.max()
-        cells = self.cells[: self._used]
-        where = np.flatnonzero((cells >= low) & (cells <= high))
-        new = np.arange(low, high + 1, dtype=np.int32)
-        new[sources - low] = targets
-        cells[where] = new[cells[where] - low]
+        where = self._where(sources)
+        order = np.argsort(sources)
+        self.cells[where] = targets[order][np.searchsorted(sources[order], self.cells[where])]
 
     def find(self, ids: Int64) -> tuple[Int64, Int64]:
-        """Rows and columns that hold one of ``ids``, in row order; int64 each. O(columns of all rows)."""
-        rows = np.flatnonzero(self.count)
-        counts = (self.count - self.base)[rows]
-        owner = np.repeat(rows, counts)
-        within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-        hits = np.flatnonzero(np.isin(self.cells[self.start[owner] + within], ids))
-        columns: Int64 = self.base[owner[hits]] + within[hits]
-        return owner[hits], columns
+        """Rows and columns that hold one of ``ids``, in row order; int64 each. O(cells)."""
+        where = self._where(ids)
+        rows = np.flatnonzero(self.count) if where.size else where
+        if not rows.size:
+            return rows, rows
+        rows = rows[np.argsort(self.start[rows])]
+        owner = rows[np.searchsorted(self.start[rows], where, "right") - 1]
+        within = where - self.start[owner]
+        held = (within >= 0) & (within < (self.count - self.base)[owner])  # others are left over from rows before
+        owner, within = owner[held], within[held]
+        order = np.lexsort((within, owner))
+        columns: Int64 = (self.base[owner] + within)[order]
+        return owner[order], columns
+
+    def _where(self, ids: Int64) -> Int64:
+        """Cells that hold one of ``ids``, or did when they were a row's. O(cells), few times over."""
+        cells = self.cells[: self._used]
+        if len(ids) > _FEW:
+            return np.flatnonzero(np.isin(cells, ids))
+        return np.flatnonzero(np.logical_or.reduce([cells == one for one in ids.tolist()]))
 
     def clear(self, row: int) -> None:
         """``row`` holds nothing and gives its extent back."""

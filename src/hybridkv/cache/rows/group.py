@@ -250,7 +250,7 @@ class PrefixView:
         """Parent and tail of the partial key of the first ``tokens`` tokens."""
         column = tokens // self._block_size
         parent = parent_key(self._request, column * self._stride, self._stride)
-        return parent, self._request.token_ids(column * self._block_size, tokens).tobytes()
+        return parent, self._request.token_bytes(column * self._block_size, tokens)
 
     def _whole(self, column: int) -> int | None:
         place = (column + 1) * self._stride - 1
@@ -264,7 +264,7 @@ class PrefixView:
         if not tails:
             return ()
         start = column * self._block_size
-        own = self._request.token_ids(start, start + self._block_size).tobytes()
+        own = self._request.token_bytes(start, start + self._block_size)
         return [tail for tail in tails if own.startswith(tail.tokens)]
 
 

@@ -200,14 +200,14 @@ class EndTree:
         parent, tokens = node.inside
         if not tokens:
             return True
-        inside = request.token_ids(node.depth * self._hash_block, node.end.tokens)
-        return inside.tobytes() == tokens and parent == parent_key(request, node.depth, 1)
+        inside = request.token_bytes(node.depth * self._hash_block, node.end.tokens)
+        return inside == tokens and parent == parent_key(request, node.depth, 1)
 
     def _inside(self, request: Request, tokens: int) -> tuple[bytes, bytes]:
         depth, rest = divmod(tokens, self._hash_block)
         if not rest:
             return b"", b""
-        return parent_key(request, depth, 1), request.token_ids(depth * self._hash_block, tokens).tobytes()
+        return parent_key(request, depth, 1), request.token_bytes(depth * self._hash_block, tokens)
 
     def find(self, request: Request, tokens: int) -> Node | None:
         """The end at ``tokens`` of ``request``, kept or remembered."""

@@ -207,10 +207,13 @@ class TransferLog:
 
     def cells_of(self, blocks: Int64) -> tuple[Int32, Int32, Int32]:
         """(group, row, column) of every cell that holds one of ``blocks``, int32 each."""
-        blocks, parts = blocks[self._pool.ref_counts(blocks) > 0], []
+        blocks, parts, pool = blocks[self._pool.ref_counts(blocks) > 0], [], self._pool
+        of_each = np.searchsorted(pool.bases, blocks, "right") - 1
         for group in self._groups if blocks.size else ():
-            rows, columns = group.rows.find(blocks)
-            parts.append(np.stack([np.full(len(rows), group.number), rows, columns]))
+            mine = blocks[of_each == pool.classes[group.number]]
+            if mine.size:
+                rows, columns = group.rows.find(mine)
+                parts.append(np.stack([np.full(len(rows), group.number), rows, columns]))
         found = np.concatenate(parts, axis=1) if parts else np.empty((3, 0))
         group_of, row, column = found.astype(np.int32)
         return group_of, row, column
