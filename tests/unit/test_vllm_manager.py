@@ -429,8 +429,9 @@ def test_what_it_cannot_do_is_refused() -> None:
         cache.get_computed_blocks(longer)
 
 
-def test_without_vllm_the_schedulers_say_what_to_install() -> None:
-    code = "import sys, hybridkv.vllm; assert 'vllm' not in sys.modules; hybridkv.vllm.AsyncScheduler"
+@pytest.mark.parametrize("name", vllm.__all__)
+def test_without_vllm_the_schedulers_say_what_to_install(name: str) -> None:
+    code = f"import sys, hybridkv.vllm; assert 'vllm' not in sys.modules; hybridkv.vllm.{name}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: S603 - ours
     assert done.returncode
     assert "pip install 'vllm==0.32.*'" in done.stderr.splitlines()[-1]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hybridkv.planner import SlabClass, SlabLayout
 from hybridkv.vllm.arena import Arena
 from hybridkv.vllm.manager import CacheManager, Settings
 from hybridkv.vllm.natural import Options, default_block_size, natural_cache, natural_plan
+from hybridkv.vllm.natural_refusals import refuse
 from natural_engine import Engine
 
 SIZE, LENGTH, OUTPUTS = 4, 128, 16
@@ -266,3 +268,56 @@ def test_an_arena_copies_blocks_of_each_class_in_order() -> None:
     assert storage[::256].tolist() == [0, 1, 6, 7, 2, 2, 6, 7]
     arena.zero(np.array([(0, 6), (1, 1)], np.int32))
     assert storage[::256].tolist() == [0, 1, 0, 0, 2, 2, 0, 7]
+
+
+def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kinds
+    """A VllmConfig that is supported, but for what is ``changed``: by the name of its part, then of its field."""
+    parts: dict[str, Any] = {
+        "parallel_config": {
+            "worker_cls": "hybridkv.vllm.NaturalWorker",
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+        },
+        "cache_config": {"enable_prefix_caching": False},
+        "scheduler_config": {"policy": "fcfs"},
+        "model_config": {"is_encoder_decoder": False},
+        "kv_events_config": {"enable_kv_cache_events": False},
+    }
+    whole = dict.fromkeys(("kv_transfer_config", "ec_transfer_config", "speculative_config", "use_v2_model_runner"))
+    for part, fields in changed.items():
+        if isinstance(fields, dict):
+            parts[part] = parts.get(part, {}) | fields
+        else:
+            whole[part] = fields
+    return SimpleNamespace(**(whole | {part: SimpleNamespace(**fields) for part, fields in parts.items()}))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"parallel_config": {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}}, "needs --worker-cls hybridkv"),
+        ({"cache_config": {"enable_prefix_caching": True}}, "--no-enable-prefix-caching"),
+        ({"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size 2"),
+        ({"parallel_config": {"data_parallel_size": 2}}, "data_parallel_size 2"),
+        ({"parallel_config": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size 2"),
+        ({"kv_transfer_config": object()}, "kv_transfer_config"),
+        ({"ec_transfer_config": object()}, "ec_transfer_config"),
+        ({"kv_events_config": {"enable_kv_cache_events": True}}, "kv_events_config"),
+        ({"scheduler_config": {"policy": "priority"}}, "--scheduling-policy priority"),
+        ({"model_config": {"is_encoder_decoder": True}}, "an encoder and a decoder"),
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config for models with recurrent states"),
+    ],
+)
+def test_what_vllm_was_started_with_is_refused_by_name(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"NaturalScheduler .*{message}"):
+        refuse(started(**changed), config(LARGE, HYBRID))
+
+
+def test_what_is_supported_is_not_refused() -> None:
+    refuse(started(), config(LARGE, HYBRID))
+    refuse(started(kv_events_config=None), config(LARGE, HYBRID))
+    refuse(started(speculative_config={"method": "ngram"}), config(LARGE, WINDOWS))
+    with pytest.raises(ConfigError, match="another method than ngram"):
+        refuse(started(speculative_config={"method": "eagle"}), config(LARGE, WINDOWS))

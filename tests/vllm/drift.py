@@ -13,6 +13,7 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from vllm.config import CacheConfig, ParallelConfig, VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -22,6 +23,7 @@ from vllm.v1.request import Request
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.utils import select_common_block_size
 
 from hybridkv.vllm.blocks import Blocks
 from hybridkv.vllm.manager import CacheManager
@@ -76,8 +78,14 @@ FIELDS = {
 }
 """Of their dataclasses, read, made or put right."""
 IN_BATCHES = ("req_id_to_index", "block_table")
-IN_RUNNERS = ("requests", "input_batch", "kv_caches", "device", "_kernel_block_sizes")
-NAMED = (KVCacheConfig.num_blocks_of, KVCacheConfig.needs_kv_cache_zeroing, AttentionSpec.real_page_size_bytes)
+IN_RUNNERS = ("requests", "input_batch", "kv_caches", "device")
+NAMED = (
+    KVCacheConfig.num_blocks_of,
+    KVCacheConfig.needs_kv_cache_zeroing,
+    AttentionSpec.real_page_size_bytes,
+    AttentionLayerBase.get_attn_backend,
+    select_common_block_size,
+)
 """That these are there, importing says."""
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as TheirAsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as TheirScheduler
 from vllm.v1.metrics.stats import PrefixCacheStats
 
 import vllm
-from hybridkv.errors import ConfigError
 from hybridkv.vllm.manager import CacheManager, Settings
 from hybridkv.vllm.natural import Options, default_block_size, natural_cache, natural_plan
 from hybridkv.vllm.natural_config import natural_config
+from hybridkv.vllm.natural_refusals import refuse
 from hybridkv.vllm.natural_step import ATTRIBUTE, StepWriter
 from hybridkv.vllm.scheduler import require_version
-
-WORKERS: Final = ("hybridkv.vllm.NaturalWorker",)
 
 
 class NaturalScheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
@@ -29,8 +26,7 @@ class NaturalScheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not type
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
         super().__init__(*args, **kwargs)
         require_version(vllm.__version__)
-        for why in _refusals(self):
-            raise ConfigError(f"{why}: leave --scheduler-cls and --worker-cls out, or that")
+        refuse(self.vllm_config, self.kv_cache_config)
         self.kv_cache_manager = _manager(self)
         self.need_mamba_block_aligned_split = self.kv_cache_manager.cache.bounds.keeps_checkpoints
         self.needs_kv_cache_zeroing = False  # StepWriter names the blocks, class by class
@@ -86,26 +82,3 @@ def _manager(scheduler: Any) -> CacheManager:  # noqa: ANN401 - vLLM's
         max_in_flight_tokens=settings.max_in_flight_tokens,
     )
     return CacheManager(natural_cache(made, options, settings), natural_config(config, made.config), settings)
-
-
-def _refusals(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - vLLM's
-    """What the natural layout does not support and vLLM was started with."""
-    config = scheduler.vllm_config
-    parallel = config.parallel_config
-    if parallel.worker_cls not in WORKERS:
-        yield f"NaturalScheduler needs --worker-cls {WORKERS[0]}, this is {parallel.worker_cls}"
-    if config.cache_config.enable_prefix_caching:
-        yield "NaturalScheduler caches prefixes itself: start with --no-enable-prefix-caching, vLLM's own"
-    for name in ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"):
-        if getattr(parallel, name) > 1:
-            yield f"NaturalScheduler does not support {name} {getattr(parallel, name)}"
-    named = {
-        "connectors (kv_transfer_config)": config.kv_transfer_config,
-        "connectors of encoders (ec_transfer_config)": config.ec_transfer_config,
-        "drafts (speculative_config)": config.speculative_config,
-        "KV events": config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events,
-        "scheduling by priority": config.scheduler_config.policy == "priority",
-        "encoder-decoders": config.model_config.is_encoder_decoder,
-        "vLLM's second model runner (VLLM_USE_V2_MODEL_RUNNER)": config.use_v2_model_runner,
-    }
-    yield from (f"NaturalScheduler does not support {name}" for name, given in named.items() if given)

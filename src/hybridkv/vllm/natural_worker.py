@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.utils import select_common_block_size
 
 from hybridkv.errors import ConfigError
 from hybridkv.vllm.arena import Arena
+from hybridkv.vllm.natural import Options, default_block_size, layer_specs
 from hybridkv.vllm.natural_config import natural_config
 from hybridkv.vllm.natural_step import ATTRIBUTE, Cell, NaturalStep
 
@@ -25,9 +27,18 @@ class NaturalLayout:
     """A worker of vLLM's first model runner, in the natural layout: to stand before one of vLLM's workers."""
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:  # noqa: ANN401 - vLLM's
-        """Wait for the layout."""
+        """Wait for the layout. ConfigError for blocks of attention that some kernel would cut, or not take at all."""
         self._theirs = kv_cache_config
         self._arena: Arena | None = None
+        config = self.vllm_config  # type: ignore[attr-defined] # of the worker behind this one
+        size = Options.of(config.additional_config, default_block_size(kv_cache_config)).block_size
+        layers = config.compilation_config.static_forward_context
+        for name, spec in layer_specs(kv_cache_config):
+            if not hasattr(spec, "shapes") and not _takes(layers[name].get_attn_backend(), size):
+                raise ConfigError(
+                    f"the kernel of {name} does not read blocks of {size} tokens as they are: give another block_size "
+                    "in hybridkv of --additional-config"
+                )
 
     def execute_model(self, scheduler_output: Any) -> Any:  # noqa: ANN401 - vLLM's
         """As vLLM's, between what the step does to blocks."""
@@ -44,12 +55,12 @@ class NaturalLayout:
         arena.copy(step.copies)
         for cell in step.cells:
             self._rewrite(cell)
-        output = super().execute_model(scheduler_output)  # type: ignore[misc] # of the worker behind this one
+        output = super().execute_model(scheduler_output)  # type: ignore[misc] # as above
         arena.copy(step.keep)
         return output
 
     def _lay_out(self, config: OurConfig) -> Arena:
-        """Allocate, and bind every layer to its view. ConfigError for blocks that a kernel would cut."""
+        """Allocate, and bind every layer to its view."""
         if config.slabs is None:
             raise ConfigError("the scheduler's layout has no slabs")
         made = natural_config(self._theirs, config)
@@ -57,12 +68,6 @@ class NaturalLayout:
         runner = self.model_runner  # type: ignore[attr-defined] # as above
         with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined] # as above
             super().initialize_from_config(made)  # type: ignore[misc] # as above
-        for group, size in zip(made.kv_cache_groups, runner._kernel_block_sizes, strict=True):
-            if size != group.kv_cache_spec.block_size:
-                raise ConfigError(
-                    f"kernels read {group.layer_names[0]} in blocks of {size} tokens, it has "
-                    f"{group.kv_cache_spec.block_size}: give block_size {size} in hybridkv of --additional-config"
-                )
         storage = torch.empty(0, dtype=torch.uint8, device=runner.device)
         storage.set_(runner.kv_caches[0].untyped_storage())
         return Arena(storage, config.slabs)
@@ -77,6 +82,14 @@ class NaturalLayout:
         row = runner.input_batch.req_id_to_index.get(cell.request_id)
         if row is not None:
             runner.input_batch.block_table[cell.group].block_table.np[row, cell.column] = cell.block
+
+
+def _takes(backend: Any, size: int) -> bool:  # noqa: ANN401 - vLLM's
+    """Whether its kernels read blocks of ``size`` tokens."""
+    try:
+        return bool(select_common_block_size(size, [backend]) == size)
+    except ValueError:
+        return False
 
 
 class NaturalWorker(NaturalLayout, CPUWorker):  # type: ignore[misc] # as above
