@@ -144,7 +144,7 @@ def _index(pool: BlockPool) -> Iterator[str]:
             elif pool.keys.group_of(block) != group:
                 yield f"block {block} is indexed in group {group}, its key is of group {pool.keys.group_of(block)}"
     yield from _tails(pool)
-    for block in range(pool.num_blocks):
+    for block in sorted({*pool.keys.keyed(), *(block for index in pool.indexes for block in index.tailed())}):
         tailed = any(index.has_tail(block) for index in pool.indexes)
         if (pool.key_of(block) is None and not tailed) != (pool.keys.group_of(block) < 0):
             yield f"block {block} has a key without group, or a group without key"
@@ -167,9 +167,7 @@ def _tails(pool: BlockPool) -> Iterator[str]:
 def _unwritten(parts: CacheParts) -> Iterator[str]:
     """A block that waits to be written has a key, and its step has it in the log."""
     pool, log = parts.pool, parts.log
-    for block in range(pool.num_blocks):
-        if pool.keys.is_written(block):
-            continue
+    for block in pool.keys.every_unwritten():
         if pool.keys.group_of(block) < 0:
             yield f"block {block} waits to be written but has no key"
         if block not in log.promised(pool.keys.step_of(block)):

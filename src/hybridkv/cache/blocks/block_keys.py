@@ -285,6 +285,16 @@ class BlockKeys:
         """Published blocks whose step is in flight. O(num_blocks)."""
         return int(np.count_nonzero(self._step != WRITTEN))
 
+    def every_unwritten(self) -> list[int]:
+        """The same, block by block."""
+        found: list[int] = np.flatnonzero(self._step != WRITTEN).tolist()
+        return found
+
+    def keyed(self) -> list[int]:
+        """Blocks that have a key of all tokens, or a group, or both as they should. O(num_blocks)."""
+        found: list[int] = np.flatnonzero((self._group != _NO_GROUP) | (self._keys != None)).tolist()  # noqa: E711 - of each
+        return found
+
     # -- events
 
     @property

@@ -10,7 +10,7 @@ Tails are found by comparing them, not by hashing: a parent has at most a few (d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, repeat
 from typing import Final, NamedTuple
 
@@ -179,6 +179,10 @@ class PrefixIndex:
     def tails_of(self, parent: bytes) -> Sequence[Tail]:
         """The tails behind ``parent``, oldest first."""
         return self._tails.get(parent, ())
+
+    def tailed(self) -> Iterable[int]:
+        """Every block that is known for its first tokens."""
+        return self._parent.keys()
 
     def has_tail(self, block: int) -> bool:
         """Whether ``block`` is known for its first tokens."""
