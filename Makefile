@@ -20,12 +20,12 @@ demo: .venv/runner.stamp
 	$(BIN)/hybridkv demo
 
 test: .venv/dev.stamp
-	$(BIN)/pytest -n 2 -m "not thorough"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not thorough"
 
 # also what takes minutes: all models, four context parallel ranks; writes the table of docs/models.md
 test-all: .venv/dev.stamp
 	rm -f models.jsonl
-	HYPOTHESIS_PROFILE=all HYBRIDKV_MODELS=$(CURDIR)/models.jsonl $(BIN)/pytest -n 2
+	HYPOTHESIS_PROFILE=all HYBRIDKV_MODELS=$(CURDIR)/models.jsonl $(BIN)/pytest -n 2 --dist worksteal
 	$(BIN)/python tests/runner/models_table.py models.jsonl docs/models.md
 	rm models.jsonl
 

@@ -7,9 +7,13 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that is no folder is looked up on the hub: not by tests
+
+torch.set_num_threads(1)  # such models are done before threads have met; `make test` has a process for each core
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same in processes that tests start
 
 SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 
