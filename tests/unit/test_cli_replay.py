@@ -304,7 +304,14 @@ def test_a_natural_plan_keeps_its_placement(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("model", ["qwen3.5-35b-a3b", "gpt-oss-120b", "llama-4-scout", "whisper-large-v3"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "qwen3.5-35b-a3b",
+        "whisper-large-v3",
+        *(pytest.param(one, marks=pytest.mark.thorough) for one in ("gpt-oss-120b", "llama-4-scout")),
+    ],
+)
 def test_a_plan_in_a_pipe(model: str) -> None:
     options = ("--memory", "8GiB", "--max-model-len", "400")
     plan = run("plan", model, *options, "--json").stdout

@@ -122,7 +122,7 @@ def test_prompts_that_part_inside_a_block_share_the_edge_before_it_or_a_mark() -
 def test_a_remembered_hit_is_what_a_fresh_look_up_finds() -> None:
     """Ends are published and pushed out, blocks evicted: while is_longest_hit says so, nothing changed."""
     wide, kept, lost = 8, 0, 0
-    for seed in range(20):
+    for seed in range(8):
         random = Random(seed)
         specs = (full_spec(wide),) if seed % 2 else (full_spec(wide), state_spec(wide))
         loop = Loop(cache_of(config_of(specs, (2, 1)[: len(specs)], 12), EndsPlacement() if len(specs) > 1 else None))
@@ -141,13 +141,13 @@ def test_a_remembered_hit_is_what_a_fresh_look_up_finds() -> None:
             else:
                 lost += fresh.tokens < found.tokens
                 found, then = fresh, loop.cache.block_pool.evictions
-    assert kept > 200
-    assert lost > 100
+    assert kept > 80
+    assert lost > 40
 
 
 def test_without_published_ends_one_class_of_one_block_gives_the_references_ids() -> None:
     """Every cell of every step, over random requests, hits and preemptions."""
-    for seed in range(30):
+    for seed in range(12):
         random, cells = Random(seed), []
         blocks = random.randint(8, 20)
         prompts = [[random.randrange(2) for _ in range(random.randint(1, 20))] for _ in range(12)]

@@ -117,8 +117,11 @@ def control(layout: str, regime: Regime) -> tuple[Plan, Scheduler]:
     return planned, Scheduler(manager, limits, clock=lambda: 0.0)
 
 
-def run(layout: str, regime: Regime, worker_of: type[Worker] = Worker) -> Run:
-    """The requests of a regime, in two turns where prefixes are hit and lengths are not mixed."""
+def run(layout: str, regime: Regime, worker_of: type[Worker] = Worker, *, to_the_end: bool = True) -> Run:
+    """The requests of a regime, in two turns where prefixes are hit and lengths are not mixed.
+
+    to_the_end: though tokens of the first turn are wrong.
+    """
     planned, scheduler = control(layout, regime)
     worker = worker_of(model(), planned, scheduler.limits, LAYOUTS[layout][1])
     asked, wrong_tokens = given(regime, Random(regime.seed)), 0
@@ -129,6 +132,8 @@ def run(layout: str, regime: Regime, worker_of: type[Worker] = Worker) -> Run:
         ]
         serve(scheduler, worker, requests, guesses if regime.drafts else None)
         wrong_tokens += sum(len(wrong(model(), request)) for request in requests)
+        if wrong_tokens and not to_the_end:
+            break
         asked = [
             ([*request.token_ids().tolist()[: MAX_MODEL_LEN - 50], turn], request.sampling) for request in requests
         ]
