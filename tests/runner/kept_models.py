@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
-from kept import KeptLayer
+from kept import KeptLayer, kept
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from hybridkv.models import Model, read_model
@@ -72,6 +74,12 @@ def config_of(model_type: str) -> PreTrainedConfig:
         parts = {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}}
         return CONFIG_MAPPING[model_type](**parts, decoder={}, **given)
     return CONFIG_MAPPING[model_type](**given)
+
+
+@cache
+def kept_by_default(model_type: str) -> Mapping[int, KeptLayer]:
+    """What the model of ``config_of`` keeps: built once, whatever is compared with it. Raises NotMeasured."""
+    return MappingProxyType(kept(config_of(model_type), device=device_of(model_type)))
 
 
 def variants(model_type: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -175,7 +183,7 @@ def as_file(config: PreTrainedConfig) -> dict[str, Any]:
     return {**config.to_dict(), "dtype": "bfloat16"}
 
 
-def differences(plan: dict[int, KeptLayer], measured: dict[int, KeptLayer]) -> Iterator[str]:
+def differences(plan: Mapping[int, KeptLayer], measured: Mapping[int, KeptLayer]) -> Iterator[str]:
     """Layers that are not planned as they are measured."""
     for index in sorted({*plan, *measured}):
         if plan.get(index) != measured.get(index):

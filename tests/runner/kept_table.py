@@ -10,13 +10,13 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import transformers
-from kept import KeptLayer, NotMeasured, kept
-from kept_models import ON_CPU, REPAIRS, as_file, config_of, device_of, differences, read
+from kept import KeptLayer, NotMeasured
+from kept_models import ON_CPU, REPAIRS, as_file, config_of, differences, kept_by_default, read
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hybridkv.errors import ConfigError
@@ -49,7 +49,7 @@ def compare(model_type: str) -> Compared:
     except ConfigError as error:
         return Compared(model_type, "refused", "-", _line(error))
     try:
-        measured = kept(config, device=device_of(model_type))
+        measured = kept_by_default(model_type)
     except NotMeasured as error:
         return Compared(model_type, "not built", keeps(plan), NOT_BUILT.get(model_type, _line(error)))
     wrong = list(differences(plan, measured))
@@ -67,7 +67,7 @@ def note(found: Compared) -> None:
             out.write(json.dumps(asdict(found)) + "\n")
 
 
-def keeps(layers: dict[int, KeptLayer]) -> str:
+def keeps(layers: Mapping[int, KeptLayer]) -> str:
     """32 x 16,384 B a token: equal layers together."""
     counts = Counter(_words(layer) for layer in layers.values())
     return "; ".join(f"{count} x {words}" for words, count in counts.items()) or "nothing"
