@@ -1,7 +1,7 @@
 """An engine whose every output is compared with plain transformers, and which must end without a block in use."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -29,6 +29,23 @@ _REFERENCE: dict[tuple[str, int, tuple[int, ...]], torch.Tensor] = {}
 def models(*in_ci: str) -> list[object]:
     """All tiny models as parameters; CI runs those named."""
     return [pytest.param(name, marks=() if name in in_ci else pytest.mark.thorough, id=name) for name in TINY_MODELS]
+
+
+def models_with(every: Sequence[object], in_ci: Mapping[str, Sequence[object]]) -> list[object]:
+    """All tiny models, each with every one of ``every``; CI runs the pairs of ``in_ci``.
+
+    Tuples are several parameters.
+    """
+    assert all(one in every for some in in_ci.values() for one in some)
+    return [
+        pytest.param(
+            name,
+            *(one if isinstance(one, tuple) else (one,)),
+            marks=() if one in in_ci.get(name, ()) else pytest.mark.thorough,
+        )
+        for name in TINY_MODELS
+        for one in every
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hybridkv.planner import Plan
 from hybridkv.planner.plan import DEFAULT_LAYOUT
@@ -40,6 +41,10 @@ ALL_MODELS = [
 BEGIN = "<s>"
 PIECES = ("\u2581a", "b", "\u2581", "\u6771", "\ufffd", "\u00e9!")
 """What the tokenizer with byte fallback has beside bytes."""
+
+
+_PLANS: WeakKeyDictionary[PreTrainedModel, dict[tuple[object, ...], Plan]] = WeakKeyDictionary()
+"""By model and what was asked for: a plan of the natural layout looks through thousands of packings."""
 
 
 @cache
@@ -165,16 +170,22 @@ class EngineFactory:
         if room_for is not None:
             lengths = [max(lengths)] * room_for
 
+        drafts = 0 if speculate is None else speculate.num_speculative_tokens
+        known = _PLANS.setdefault(loaded.model, {})
+
         def planned(memory: int | None = None) -> Plan:
-            return plan_for(
-                loaded,
-                lengths,
-                memory=memory,
-                layout=layout,
-                placement=placement,
-                block_size=block_size,
-                num_speculative_tokens=0 if speculate is None else speculate.num_speculative_tokens,
-            )
+            key = (*lengths, memory, layout, placement, block_size, drafts)
+            if key not in known:
+                known[key] = plan_for(
+                    loaded,
+                    lengths,
+                    memory=memory,
+                    layout=layout,
+                    placement=placement,
+                    block_size=block_size,
+                    num_speculative_tokens=drafts,
+                )
+            return known[key]
 
         plan = planned()
         if memory_blocks is not None:

@@ -18,6 +18,16 @@ from hybridkv.extra_keys import ExtraKeys
 from hybridkv.request import Request
 from hybridkv.runner import Completion, Engine
 
+ONE_LAYOUT_EACH = pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("t5", "natural"),
+        ("whisper", "reference"),
+        *(pytest.param(*one, marks=pytest.mark.thorough) for one in (("t5", "reference"), ("whisper", "natural"))),
+    ],
+)
+"""Cold and warm runs have both: what is cached, and found again, is what layouts differ in."""
+
 # -- regimes
 
 
@@ -35,8 +45,7 @@ def test_cold_and_warm(name: str, layout: str, make_engine: EngineFactory) -> No
     assert [one.hit_tokens for one in warm] == [len(one) - 1 if natural else 0 for one in listening.prompts]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@NAMES
+@ONE_LAYOUT_EACH
 def test_chunks_of_a_prompt_in_mixed_steps(name: str, layout: str, make_engine: EngineFactory) -> None:
     listening = Listening(make_engine, name, layout=layout, token_budget=13, prefix_caching=False)
     listening.run()
@@ -45,8 +54,7 @@ def test_chunks_of_a_prompt_in_mixed_steps(name: str, layout: str, make_engine: 
     assert any(len(step) > 1 and step.num_scheduled.max() > 1 for step in steps), "no mixed step"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@NAMES
+@ONE_LAYOUT_EACH
 def test_preempted_and_failed(name: str, layout: str, make_engine: EngineFactory) -> None:
     listening = Listening(make_engine, name, layout=layout, room_for=2, token_budget=64, in_flight=2)
     engine = listening.engine
@@ -85,8 +93,7 @@ def test_branches_read_what_their_parent_reads(name: str, make_engine: EngineFac
     assert (len(encodes), sum(encodes)) == (2 * len(HEARD), len(set(HEARD)))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@NAMES
+@ONE_LAYOUT_EACH
 def test_drafts_are_verified_several_tokens_at_a_time(name: str, layout: str, make_engine: EngineFactory) -> None:
     """All right, all wrong, and some of each, in rows that run beside each other."""
     plain = Listening(make_engine, name)

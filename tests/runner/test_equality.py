@@ -1,6 +1,7 @@
 """Every architecture against plain transformers, in six regimes: teacher-forced logits and tokens."""
 
 import pytest
+from checked_engine import models_with
 from models_table import ModelResult, layers_of, note_model
 from regimes import Regimes
 from runner_support import (
@@ -19,13 +20,19 @@ PROMPTS = 6
 SEEDS = (0, 1, 2)
 NEAR_TIE_SHARE = 1 / 2000
 """How many near-ties a token are expected at most in float32."""
+HITS = {
+    **{name: [64, 70] for name in ("gemma3", "mamba", "qwen3_next")},
+    **{name: [70] for name in ("llama", "gpt_oss", "llama4", "deepseek_v3", "falcon_h1", "zamba2")},
+}
+"""Tokens behind which prompts part, in CI: where a block ends for pages, windows and states, inside one for all."""
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_six_regimes_in_short(name: str, make_engine: EngineFactory) -> None:
-    prompts = shared_prompts(5, 1, prefix=8, longest=16)
-    found = Regimes(make_engine, loaded_model(name, 1), prompts, 26, failing=(6, 14)).compare()
-    assert found.tokens == (len(found.regimes) + 1) * 5 * 26
+    room = 1 if name in {"llama4", "qwen3_next", "falcon_h1", "zamba2"} else 2  # so that requests are preempted
+    prompts = shared_prompts(4, 1, prefix=8, longest=16)
+    found = Regimes(make_engine, loaded_model(name, 1), prompts, 20, failing=(6, 14), room=room).compare()
+    assert found.tokens == (len(found.regimes) + 1) * 4 * 20
     assert found.near_ties <= 1
 
 
@@ -54,8 +61,7 @@ def test_six_regimes_equal_plain_transformers(name: str, seed: int, make_engine:
     )
 
 
-@pytest.mark.parametrize("cut", [64, 70])
-@pytest.mark.parametrize("name", ALL_MODELS)
+@pytest.mark.parametrize(("name", "cut"), models_with([64, 70], HITS))
 def test_a_hit_is_bitwise_a_cold_run_with_the_same_chunks(name: str, cut: int, make_engine: EngineFactory) -> None:
     """Where a block ends, and inside one, which is copied before it is written."""
     loaded = loaded_model(name)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from checked_engine import CheckedEngine, models
+from checked_engine import CheckedEngine, models, models_with
 from runner_support import EngineFactory, greedy, shared_prompts
 
 from hybridkv.cache.placement import AlignPlacement, placement_of
@@ -20,18 +20,16 @@ SETTINGS = [
     ("natural", "align:24", 32),
     ("natural", "interval:24", 16),
     ("reference", None, 32),
-    *(
-        pytest.param(*one, marks=pytest.mark.thorough)
-        for one in (
-            ("natural", "ends", 16),
-            ("natural", "ends", 32),
-            ("natural", "align", 16),
-            ("natural", "interval:40", 64),
-            ("reference", None, 16),
-            ("reference", None, 64),
-        )
-    ),
 ]
+MORE_SETTINGS = [
+    ("natural", "ends", 16),
+    ("natural", "ends", 32),
+    ("natural", "align", 16),
+    ("natural", "interval:40", 64),
+    ("reference", None, 16),
+    ("reference", None, 64),
+]
+LAYOUTS = ["natural", "reference"]
 
 
 def random_prompts(lengths: list[int], seed: int) -> list[list[int]]:
@@ -55,8 +53,13 @@ def expected_hit(checked: CheckedEngine, placement: str | None, block: int, prom
     return (prompt - 1) // step * step
 
 
-@pytest.mark.parametrize(("layout", "placement", "block"), SETTINGS)
-@pytest.mark.parametrize("name", models("gemma3", *STATES_AND_ATTENTION))
+@pytest.mark.parametrize(
+    ("name", "layout", "placement", "block"),
+    models_with(
+        [*SETTINGS, *MORE_SETTINGS],
+        {"gemma3": [SETTINGS[0], SETTINGS[-1]], "qwen3_next": SETTINGS, "falcon_h1": [("natural", "interval:24", 16)]},
+    ),
+)
 def test_layouts_placements_and_block_sizes(
     name: str, layout: str, placement: str | None, block: int, make_engine: EngineFactory
 ) -> None:
@@ -71,8 +74,10 @@ def test_layouts_placements_and_block_sizes(
     assert [one.token_ids for one in warm] == [one.token_ids for one in cold]
 
 
-@pytest.mark.parametrize("layout", ["natural", "reference"])
-@pytest.mark.parametrize("name", models("llama4", *STATES_AND_ATTENTION))
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    models_with(LAYOUTS, {"llama4": ["natural"], "qwen3_next": ["reference"], "falcon_h1": ["natural"]}),
+)
 def test_a_salt_parts_what_is_cached_and_changes_no_output(name: str, layout: str, make_engine: EngineFactory) -> None:
     prompt = random_prompts([70], 2)[0]
     checked = CheckedEngine(make_engine, name, [prompt], OUTPUT, layout=layout, room_for=8)
@@ -88,7 +93,7 @@ def test_a_salt_parts_what_is_cached_and_changes_no_output(name: str, layout: st
     assert all(one[1] == first[1] for one in others)
 
 
-@pytest.mark.parametrize("name", models("gemma3", "llama4", "deepseek_v3", "mamba", "zamba2", *STATES_AND_ATTENTION))
+@pytest.mark.parametrize("name", models("gemma3", "deepseek_v3", "mamba", *STATES_AND_ATTENTION))
 def test_marked_positions_are_hit_to_the_token(name: str, make_engine: EngineFactory) -> None:
     marks = (37, 53)
     first, other, *_ = prompts = random_prompts([80, 90], 3)
@@ -107,8 +112,13 @@ def test_marked_positions_are_hit_to_the_token(name: str, make_engine: EngineFac
     assert checked.drain()[again].hit_tokens == len(first) - 1
 
 
-@pytest.mark.parametrize("layout", ["natural", "reference"])
-@pytest.mark.parametrize("name", models("gpt_oss", "mamba", *STATES_AND_ATTENTION))
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    models_with(
+        LAYOUTS,
+        {"gpt_oss": ["natural"], "mamba": ["reference"], "qwen3_next": ["natural"], "falcon_h1": ["reference"]},
+    ),
+)
 def test_forks_go_on_by_themselves_and_one_can_be_aborted(name: str, layout: str, make_engine: EngineFactory) -> None:
     prompts = shared_prompts(2, 4)
     drawn = SamplingParams(temperature=1.0, seed=9, max_tokens=24, ignore_eos=True, n=3)

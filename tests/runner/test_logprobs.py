@@ -19,6 +19,7 @@ from hybridkv.schedule import FinishReason
 CLOSE = 1e-4
 OUTPUT = 12
 MODELS = ("llama", "qwen3_next")
+MORE = pytest.mark.thorough
 
 
 def asking(logprobs: int | None, prompt_logprobs: int | None, **changes: float) -> SamplingParams:
@@ -78,8 +79,9 @@ SAMPLINGS = [
 ]
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
-@pytest.mark.parametrize("budget", [2048, 13])
+@pytest.mark.parametrize(
+    ("budget", "in_flight"), [(2048, 2), (13, 1), *(pytest.param(*one, marks=MORE) for one in ((2048, 1), (13, 2)))]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_values_are_those_of_a_plain_forward(
     name: str, budget: int, in_flight: int, make_engine: EngineFactory
@@ -97,7 +99,7 @@ def test_values_are_those_of_a_plain_forward(
     assert again.hit_tokens >= len(done[3].prompt_token_ids)
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("in_flight", [pytest.param(1, marks=MORE), 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_preempted_requests_keep_theirs_and_double_none(name: str, in_flight: int, make_engine: EngineFactory) -> None:
     loaded, prompts = loaded_model(name), shared_prompts(6, 22)

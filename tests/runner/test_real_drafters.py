@@ -66,8 +66,10 @@ def itself(name: str, in_flight: int) -> Drafter:
     return DraftModel(engine, 5)
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
-@pytest.mark.parametrize("drafter", [ngrams, itself])
+@pytest.mark.parametrize(
+    ("drafter", "in_flight"),
+    [(ngrams, 2), (itself, 1), *(pytest.param(*one, marks=pytest.mark.thorough) for one in ((ngrams, 1), (itself, 2)))],
+)
 @pytest.mark.parametrize("name", models("qwen3_next"))
 def test_aborts_preemptions_salts_and_steps_ahead(
     name: str, drafter: Callable[[str, int], Drafter], in_flight: int, make_engine: EngineFactory

@@ -152,7 +152,7 @@ SAMPLED = [
 ]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [MODELS[0], *(pytest.param(one, marks=pytest.mark.thorough) for one in MODELS[1:])])
 def test_sampled_runs_do_not_depend_on_what_runs_beside_them(name: str, make_engine: EngineFactory) -> None:
     loaded = loaded_model(name)
     prompts = shared_prompts(len(SAMPLED), 9)

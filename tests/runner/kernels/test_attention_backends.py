@@ -44,7 +44,7 @@ FAULTS = ["nothing written", "window one short", "no sinks", "heads swapped", "w
 
 THOROUGH = (AttentionBackend.TRITON, AttentionBackend.FLEX, AttentionBackend.FLASHINFER)
 IN_CI = {
-    AttentionBackend.FLEX: ("gpt_oss", "llama4", "drafts", *FAULTS),
+    AttentionBackend.FLEX: ("gpt_oss", "llama4", "drafts", "window one short", "no sinks"),
     AttentionBackend.FLASHINFER: ("gpt_oss", "llama4", "drafts", "window one short"),
 }
 
