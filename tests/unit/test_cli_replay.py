@@ -104,6 +104,7 @@ def test_a_report_for_programs(trace: Path) -> None:
         "token_budget": 100,
         "time_scale": 1.0,
         "prefix_caching": True,
+        "remembered_losses": 0,
         "eviction": DEFAULT_EVICTIONS["natural"].name,
         "shares": [{"tenant": None, "guaranteed": 0.0, "greatest": 1.0}],
         "hardware": {

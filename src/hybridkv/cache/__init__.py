@@ -9,6 +9,7 @@ from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.cache.slots.batch import BatchSlots
 from hybridkv.cache.slots.holds import BlockLock, Pin
 from hybridkv.cache.slots.lookup import CommonHit
+from hybridkv.cache.slots.misses import Miss, MissReason
 from hybridkv.cache.slots.plan import Admission, Reason, Refusal, SlotPlan
 from hybridkv.cache.slots.step_fields import RowSpans, StateMoves, cells_of, cells_of_row
 from hybridkv.cache.slots.transfers import Checkpoint, Transfer, Transfers
@@ -44,6 +45,8 @@ __all__ = [
     "KVCacheBlocks",
     "KVCacheEvent",
     "KVCacheManager",
+    "Miss",
+    "MissReason",
     "Pin",
     "PrefixCacheStats",
     "Reason",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.cache.blocks.lost_keys import LostKeys
 from hybridkv.cache.blocks.pool import BlockPool
 from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.layouts import Layout, can_resume, kinds_of
@@ -22,6 +23,7 @@ from hybridkv.cache.slots.holds import Locks, Pins
 from hybridkv.cache.slots.judged import JudgedEnds
 from hybridkv.cache.slots.kept import KeptEnds, LastUsed
 from hybridkv.cache.slots.lookup import PrefixLookup
+from hybridkv.cache.slots.misses import Misses
 from hybridkv.cache.slots.plan import SlotPlanner
 from hybridkv.cache.slots.slots import Slots
 from hybridkv.cache.slots.strides import Strides
@@ -45,6 +47,7 @@ class CacheOptions:
     ranks: int
     hasher: Hasher | None
     max_pinned_blocks: int
+    remembered_losses: int
     clock: Callable[[], float]
 
 
@@ -52,7 +55,8 @@ class CacheOptions:
 class CacheParts:
     """All parts of a manager.
 
-    hasher: None without caching. sink_blocks: int32 ids that belong to the layers, by group.
+    hasher: None without caching. misses: None where nothing is explained. sink_blocks: int32 ids that belong to the
+    layers, by group.
     """
 
     layout: Layout
@@ -69,6 +73,7 @@ class CacheParts:
     transfers: TransferLog
     checkpoints: Checkpoints
     lookup: PrefixLookup
+    misses: Misses | None
     planner: SlotPlanner
     slots: Slots
     strides: Strides
@@ -119,6 +124,14 @@ def assemble(config: KVCacheConfig, layout: Layout, options: CacheOptions) -> Ca
     transfers = TransferLog(groups, pool, log=log, pins=pins, kept=kept)
     checkpoints = Checkpoints(stateful, pool, log=log, transfers=transfers, placement=placement, kept=kept)
     lookup = PrefixLookup(residents, pool, alignment=alignment, hasher=hasher, kept=kept)
+    misses = None
+    if options.remembered_losses:
+        sizes = [config.block_bytes_of(number) for number in range(len(groups))]
+        lost = pool.keys.lost_keys = LostKeys(options.remembered_losses, sizes, options.clock)
+        misses = Misses(
+            residents, lookup, lost=lost, most=options.remembered_losses, alignment=alignment, hash_block=hash_block
+        )
+        residents.begins = misses.note_begun
     planner = SlotPlanner(pool, residents, publisher=publisher, log=log, max_model_len=options.max_model_len)
     slots = Slots(pool, residents, planner=planner, publisher=publisher, transfers=transfers, checkpoints=checkpoints)
     strides = Strides(
@@ -144,6 +157,7 @@ def assemble(config: KVCacheConfig, layout: Layout, options: CacheOptions) -> Ca
         transfers,
         checkpoints,
         lookup,
+        misses,
         planner,
         slots,
         strides,

@@ -21,6 +21,7 @@ from hybridkv.cache.planned import managed
 from hybridkv.cache.slots.batch import BatchSlots
 from hybridkv.cache.slots.holds import BlockLock, Pin
 from hybridkv.cache.slots.lookup import CommonHit
+from hybridkv.cache.slots.misses import Miss
 from hybridkv.cache.slots.plan import Admission, Refusal, SlotDemand, SlotPlan
 from hybridkv.cache.slots.step_fields import (
     RowSpans,
@@ -68,6 +69,7 @@ class KVCacheManager:
     published_ends: in the natural layout, whether hits may end inside a block, which is copied then.
     max_event_blocks: blocks that events waiting for ``take_events`` tell of; beyond it the oldest events are dropped,
     and EventsDropped says so in front of those taken next.
+    remembered_losses: keys of evicted blocks that are remembered, for ``explain``; 0: nothing is explained.
     clock: seconds, by which evictions that learn tell how long nobody came; they ask for the time alone.
     Raises ConfigError for limits that cannot work and for what contradicts the plan, UnsupportedModelError for a group
     without policy.
@@ -94,6 +96,7 @@ class KVCacheManager:
         space: ClassedSpace | None = None,
         published_ends: bool = True,
         max_event_blocks: int = MAX_EVENT_BLOCKS,
+        remembered_losses: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         config, limits, placement, eviction = managed(
@@ -124,6 +127,7 @@ class KVCacheManager:
             ranks=limits.cp,
             hasher=None if hasher is None else checked_hasher(hasher),
             max_pinned_blocks=integer("max_pinned_blocks", max_pinned_blocks, 0, MOST_COUNT),
+            remembered_losses=integer("remembered_losses", remembered_losses, 0, MOST_COUNT),
             clock=clock,
         )
         parts = self._parts = assemble(config, layout, options)
@@ -138,6 +142,7 @@ class KVCacheManager:
         self._layout, self._residents, self._lookup = layout, parts.residents, parts.lookup
         self._planner, self._slots, self._strides = parts.planner, parts.slots, parts.strides
         self.bounds = CacheBounds(parts)
+        self._clock = clock
         self._stats = PrefixCacheStats() if flag("log_stats", log_stats) else None
 
     # -- look-up
@@ -175,6 +180,23 @@ class KVCacheManager:
     def find_hit(self, request: Request) -> CommonHit:
         """get_computed_blocks without statistics, and why the hit is not longer."""
         return self._lookup.find(request)
+
+    @property
+    def explains(self) -> bool:
+        """Whether ``explain`` can be asked."""
+        return self._parts.misses is not None
+
+    def explain(self, request: Request, hit_tokens: int | None = None) -> tuple[Miss, ...]:
+        """Why tokens of its prompt behind ``hit_tokens``, by default what it would hit now, are not found, in order.
+
+        Every token has one reason: with the hit they are the whole prompt. For operators: a reason may tell what other
+        tenants hold. O(hash blocks of the prompt). ConfigError without remembered_losses, and for strangers.
+        """
+        if self._parts.misses is None:
+            raise ConfigError("misses are explained from what was lost: construct with remembered_losses, say 1 << 20")
+        self._residents.refuse_stranger(request)
+        hit = None if hit_tokens is None else integer("hit_tokens", hit_tokens, 0, MOST_COUNT)
+        return self._parts.misses.explain(request, hit, self._clock())
 
     def blocks_of(self, hit: CommonHit) -> KVCacheBlocks:
         """The blocks of a hit, 0 for null columns."""
@@ -506,6 +528,8 @@ class KVCacheManager:
             if self._stats is not None:
                 self._stats.reset = True
             self._residents.names.forget()
+            if self._parts.misses is not None:
+                self._parts.misses.forget()
         return done
 
     # -- locks

@@ -59,6 +59,21 @@ _SECONDS_PER_LINE: Final = 10.0
 _DEFAULT: Final = ReplaySettings()
 _NOT_TOLD: Final = {"placement", "step_by_step", "shares"}
 """Settings that say nothing, or stand elsewhere in documents."""
+_REMEMBERED: Final = 1 << 20
+"""Keys of evicted blocks, where misses are explained: some 200 bytes each."""
+_WHY: Final = {
+    "never_seen": "never seen",
+    "other_salt": "seen under another salt only",
+    "unpublished": "seen, not published",
+    "evicted": "evicted",
+    "no_state": "no state kept behind them",
+    "no_window": "no window kept behind them",
+    "block_edge": "in a block's last part",
+    "no_room": "no room to copy them",
+    "caching_off": "caching off",
+    "last_token": "last of a prompt",
+}
+"""Why tokens were missed, by the name that documents have."""
 _MOST_CLASSES: Final = 12
 """Of ends, that are shown."""
 _MOST_HITS: Final = 3
@@ -148,6 +163,9 @@ def replay_command(
     ] = False,
     eviction: EvictionOption = None,
     shares: ShareOption = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say why tokens were not found in the cache.", rich_help_panel=OUTPUT)
+    ] = False,
     no_prefix_caching: Annotated[
         bool, typer.Option("--no-prefix-caching", help="Share nothing.", rich_help_panel=RUN)
     ] = False,
@@ -181,6 +199,7 @@ def replay_command(
         eviction=eviction,
         step_by_step=step_by_step,
         shares=TenantShares.parse(shares or ()),
+        remembered_losses=_REMEMBERED if explain else 0,
     )
     source = _source(trace, asked)
     summary = source.summary()
@@ -331,11 +350,22 @@ def _show(report: ReplayReport, plan: Plan, settings: ReplaySettings, summary: T
     for name, value in rows.items():
         counts.add_row(name, value)
     console().print(counts)
+    _show_misses(report)
     _show_groups(report)
     _show_ends(report)
     show_tenants(report.tenants)
     if summary.first_bad is not None:
         print_facts({"first bad line": summary.first_bad})
+
+
+def _show_misses(report: ReplayReport) -> None:
+    """Why tokens were not found, most of them first."""
+    if not report.misses:
+        return
+    misses = table("prompt tokens missed", "tokens", "of the prompts", numbers_from=1)
+    for reason, tokens in sorted(report.misses.items(), key=lambda one: -one[1]):
+        misses.add_row(_WHY.get(reason, reason), format_count(tokens), share(tokens / report.prompt_tokens))
+    console().print(misses)
 
 
 def _show_groups(report: ReplayReport) -> None:

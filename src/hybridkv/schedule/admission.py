@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Final
 
-from hybridkv.cache import Admission, CommonHit, KVCacheBlocks, KVCacheManager, Reason, Refusal, SlotPlan
+from hybridkv.cache import Admission, CommonHit, KVCacheBlocks, KVCacheManager, MissReason, Reason, Refusal, SlotPlan
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.request import Request
 from hybridkv.schedule.builder import StepBuilder
@@ -46,7 +46,8 @@ class Standstill:
 class AdmissionControl:
     """Moves requests from ``forks`` and ``waiting`` to ``running`` and into a step.
 
-    prompt_tokens, hit_tokens: of first admissions, so far. refusals: by reason, so far.
+    prompt_tokens, hit_tokens: of first admissions, so far; misses: the others, by reason, where they are explained.
+    refusals: by reason, so far.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class AdmissionControl:
         self._releaser = releaser
         self.prompt_tokens = self.hit_tokens = 0
         self.refusals: Counter[Reason] = Counter()
+        self.misses: Counter[MissReason] = Counter()
 
     # -- ever
 
@@ -289,6 +291,9 @@ class AdmissionControl:
     def _begin(self, plan: SlotPlan, queue_key: QueueKey, builder: StepBuilder) -> None:
         """The request of ``plan`` runs from now on."""
         request = plan.request
+        if self._cache.explains and request.first_hit_tokens is None:  # before anything is evicted for it
+            for miss in self._cache.explain(request, plan.hit_tokens):
+                self.misses[miss.reason] += miss.tokens
         self._cache.commit(plan)
         request.num_computed_tokens = plan.hit_tokens
         self._running.admit(request, queue_key)

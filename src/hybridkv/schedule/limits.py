@@ -105,7 +105,7 @@ class SchedulerStatistics:
     peak_usage: of the pool, 0 .. 1. failed_steps: steps that never brought a result. drafted_by_position,
     accepted_by_position: drafts that the model verified, and those that it accepted, the first of each row first; what
     a stop token then cut off included. refusals: by reason, how often a waiting request was looked at and did not come
-    in.
+    in. misses: prompt tokens without hit tokens, by reason, where the cache explains them (remembered_losses).
     """
 
     steps: int
@@ -121,6 +121,7 @@ class SchedulerStatistics:
     drafted_by_position: tuple[int, ...] = ()
     accepted_by_position: tuple[int, ...] = ()
     refusals: dict[str, int] = field(default_factory=dict)
+    misses: dict[str, int] = field(default_factory=dict)
 
     @property
     def drafted_tokens(self) -> int:

@@ -146,6 +146,7 @@ class Scheduler:
             drafted_by_position=tuple(speculation.drafted.tolist()),
             accepted_by_position=tuple(speculation.accepted.tolist()),
             refusals={str(reason): count for reason, count in admission.refusals.items()},
+            misses={str(reason): count for reason, count in sorted(admission.misses.items())},
         )
 
     # -- answers

@@ -376,6 +376,7 @@ class _Replay:
             missed_tokens=kept.missed_tokens,
             missed_a_gib_more=kept.missed_a_gib_more,
             tenants=kept.tenants,
+            misses=counts.misses,
         )
 
     def _groups(self) -> Iterator[GroupReport]:

@@ -72,6 +72,7 @@ class ReplayReport:
     moves, moved_bytes: blocks that passed from slab to slab. checkpoints, declined_checkpoints: stops at which a
     state was kept, and at which there was no room for it (natural layout). ends, missed_tokens, missed_a_gib_more: of
     what an eviction kept that ranks ends, as CacheStatistics has them; tenants: as there, where they have shares.
+    misses: prompt tokens that were not hit, by reason (MissReason), where misses are explained.
     """
 
     source: str
@@ -100,6 +101,7 @@ class ReplayReport:
     missed_tokens: int = 0
     missed_a_gib_more: int = 0
     tenants: tuple[TenantStatistics, ...] = ()
+    misses: dict[str, int] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float:

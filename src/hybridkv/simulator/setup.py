@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
+from hybridkv.arguments import integer
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.placement import EVERYBODY, TenantShares, eviction_named, eviction_of, placement_of
 from hybridkv.errors import CapacityError, ConfigError
@@ -36,6 +38,7 @@ class ReplaySettings:
     are shared at all. placement: natural layout: where recurrent states are kept, instead of where the plan says.
     eviction: what is given up next, by name, instead of what suits the plan. step_by_step: take every step by itself,
     also where several are alike; the report is the same. shares: natural layout: of tenants of what is kept.
+    remembered_losses: keys of evicted blocks that are remembered to explain misses; 0: none is explained.
     Raises ConfigError for values out of range.
     """
 
@@ -48,11 +51,13 @@ class ReplaySettings:
     eviction: str | None = None
     step_by_step: bool = False
     shares: TenantShares = EVERYBODY
+    remembered_losses: int = 0
 
     def __post_init__(self) -> None:
         if self.eviction is not None:
             eviction_named(self.eviction)
         check_fields(self, one_of(TenantShares), "shares")
+        check_fields(self, partial(integer, least=0, most=MOST_COUNT), "remembered_losses")
         for name, most in (("max_running", MOST_RUNNING), ("token_budget", MOST_COUNT)):
             value, option = getattr(self, name), name.replace("_", "-")
             if value < 1:
@@ -199,6 +204,7 @@ def simulation_of(plan: Plan, settings: ReplaySettings) -> Simulation:
         placement=placement_of(plan, settings.placement),
         eviction=eviction_of(plan, settings.eviction),
         shares=settings.shares,
+        remembered_losses=settings.remembered_losses,
         clock=clock,
     )
     off = None if cache.enable_caching else _why_off(plan, settings)

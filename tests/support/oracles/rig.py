@@ -67,6 +67,7 @@ class Rig:
             dcp_world_size=options.dcp,
             pcp_world_size=options.pcp,
             placement=placement,
+            remembered_losses=options.remembered_losses,
         )
         self.scheduler = Scheduler(self.cache, options.limits, clock=lambda: self.now)
         self.worker = worker or FakeWorker(config, self.model, sharded=options.ranks > 1)

@@ -17,7 +17,7 @@ class RigOptions:
     block_sizes: of as many groups of full attention, where no specs are given. dcp, pcp: context parallel sizes; what
     is read is checked on a single rank only. blocks_per_slab: of every group, for the natural layout, whose slabs
     ``num_blocks`` then counts; kernel_blocks: of every group, where a block is more than one. placement: its name,
-    as in a plan.
+    as in a plan. remembered_losses: as of the manager.
     """
 
     num_blocks: int = 16
@@ -35,6 +35,7 @@ class RigOptions:
     blocks_per_slab: tuple[int, ...] = ()
     kernel_blocks: tuple[int, ...] = ()
     placement: str = "ends"
+    remembered_losses: int = 0
 
     @property
     def ranks(self) -> int:

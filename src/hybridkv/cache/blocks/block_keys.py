@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache.blocks.index import PrefixIndex, Tail
+from hybridkv.cache.blocks.lost_keys import LostKeys
 from hybridkv.cache.blocks.needs import Needs, NoNeeds
 from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, EventQueue, KVCacheEvent
 from hybridkv.errors import CacheError
@@ -40,7 +41,8 @@ class BlockKeys:
 
     events: where events go, None where nobody wants any. silent: groups whose keys make no events.
     Attributes for reading: indexes (one a group), evictions (keys lost so far, grows with ``clear`` and with moves
-    too: who remembers blocks looks anew), needs (hears of blocks that lose their keys or move), given and lost (blocks
+    too: who remembers blocks looks anew), needs (hears of blocks that lose their keys or move), lost_keys (remembers
+    keys that are evicted, None where nobody asks), given and lost (blocks
     that got their first key and that lost their last, so far, per group).
     """
 
@@ -64,6 +66,7 @@ class BlockKeys:
         self._supersedable: set[int] = set()
         self._events = events
         self.needs: Needs = NoNeeds()
+        self.lost_keys: LostKeys | None = None
 
     # -- answers
 
@@ -167,6 +170,8 @@ class BlockKeys:
         """The indexes know nothing of ``ids`` any longer; events say so."""
         where = ids.astype(np.int64)
         blocks, keys, groups = ids.tolist(), self._keys[where].tolist(), self._group[where].tolist()
+        if self.lost_keys is not None:
+            self._remember(self.lost_keys, blocks, keys, groups)
         tailed = self._forget_tails(blocks, groups)
         for group, count in enumerate(np.bincount(groups).tolist()):
             self.lost[group] += count
@@ -183,6 +188,17 @@ class BlockKeys:
             for block, key, group in zip(blocks, keys, groups, strict=True):
                 self.indexes[group].remove(key, block)
         self._emit_removed(keys, groups, where)
+
+    def _remember(
+        self, lost: LostKeys, blocks: Sequence[int], keys: Sequence[bytes | None], groups: Sequence[int]
+    ) -> None:
+        """``blocks`` lose ``keys`` and tails in ``groups``."""
+        for group in sorted(set(groups)):
+            index = self.indexes[group]
+            mine = [place for place, of in enumerate(groups) if of == group]
+            whole = [key for place in mine if (key := keys[place]) is not None]
+            tails = [tail for place in mine for tail in index.tails_in(blocks[place])] if index.num_tails else []
+            lost.note(group, whole, tails, len(mine))
 
     def _forget_tails(self, blocks: Sequence[int], groups: Sequence[int]) -> set[int]:
         """The tails of ``blocks``, of ``groups``, go; which of them had one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -31,7 +31,8 @@ _Name = tuple[str, str | bytes, str | None]
 class Residents:
     """Who holds which row of ``groups``. request_rows: counts and tail tokens of all. names: what callers call content.
 
-    hasher: of all requests, None without prefix caching. tail_tokens: of a hash block.
+    hasher: of all requests, None without prefix caching. tail_tokens: of a hash block. begins: hears of each request
+    that gets a row.
     A row's next event is the least of: the tokens at which some group needs a block, those at which some group
     can publish one (with prefix caching), and its next published end. Below it there is nothing to do for the row.
     """
@@ -45,6 +46,7 @@ class Residents:
         self._publisher = publisher
         self._hasher = hasher
         self._publishes = hasher is not None
+        self.begins: Callable[[Request], object] | None = None
         self._by_id: dict[str, Request] = {}
         self._next_event = np.zeros(0, np.int64)
 
@@ -98,6 +100,8 @@ class Residents:
         row = self.request_rows.bind(request)
         self.names.know(request)
         self._by_id[request.request_id] = request
+        if self.begins is not None:
+            self.begins(request)
         if self.request_rows.capacity > len(self._next_event):
             self._next_event = grown(self._next_event, self.request_rows.capacity)
             for group in self.groups:

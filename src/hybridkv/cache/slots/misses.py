@@ -1,0 +1,319 @@
+"""Why tokens of a prompt are not found: each has one reason, and with the hit they are all of it (docs/design/0029).
+
+    0 ... hit | copies | drops | windows | states lost | states | tokens, hash block by hash block | edge | last
+
+Every reason is what the next one asks less: a hit could end at ``drops`` if nothing was dropped for EAGLE, at
+``windows`` if layers read no window besides, at ``states`` if they needed no state, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from hybridkv.cache.blocks.lost_keys import Lost, LostKeys
+from hybridkv.cache.policies import Search
+from hybridkv.cache.rows.group import CacheGroup, parent_key
+from hybridkv.cache.rows.residents import Residents
+from hybridkv.cache.slots.known import KnownTokens
+from hybridkv.cache.slots.lookup import PrefixLookup
+from hybridkv.request import Request
+
+_TOKEN_BYTES: Final = 4
+
+
+class MissReason(StrEnum):
+    """Why a token must run, though a prompt may be there.
+
+    NEVER_SEEN: no hash block with it, and all before it, was ever published, as far as is remembered. OTHER_SALT: but
+    a prompt of other extra keys began so. UNPUBLISHED: a running request has it, and it is not there yet, or one that
+    began never published it. EVICTED: it was there; for states: the state with which a hit would reach behind it.
+    NO_STATE: its keys and values are there, and behind it no state was kept. NO_WINDOW: states, too, but nowhere behind
+    it what layers with windows or chunks read. BLOCK_EDGE: a hit cannot end behind it, for it stands in a block's last
+    part, or in what EAGLE drops. NO_ROOM: it was found, but what is copied was in the copy's way. CACHING_OFF: nothing
+    is looked up for the request. LAST_TOKEN: it runs for its logits.
+    """
+
+    NEVER_SEEN = "never_seen"
+    OTHER_SALT = "other_salt"
+    UNPUBLISHED = "unpublished"
+    EVICTED = "evicted"
+    NO_STATE = "no_state"
+    NO_WINDOW = "no_window"
+    BLOCK_EDGE = "block_edge"
+    NO_ROOM = "no_room"
+    CACHING_OFF = "caching_off"
+    LAST_TOKEN = "last_token"  # noqa: S105 - of a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Tokens first .. first + tokens - 1 of a prompt, which have one reason.
+
+    group: that lost them, of EVICTED. ago_s: how long ago the first of them went; more_bytes: of blocks that lost their
+    keys since, and with it: so much more memory would have them all, where blocks go in the order of their last use.
+    None where it is not remembered of all of them, and for other reasons.
+    """
+
+    first: int
+    tokens: int
+    reason: MissReason
+    group: int | None = None
+    ago_s: float | None = None
+    more_bytes: int | None = None
+
+    def behind(self, other: Miss) -> Miss | None:
+        """Both in one, where ``other``, right before it, has the same reason and neither group lost them."""
+        if (self.reason, self.group) != (other.reason, other.group) or self.reason is MissReason.EVICTED:
+            return None
+        return Miss(other.first, other.tokens + self.tokens, self.reason)
+
+
+class _Cut(NamedTuple):
+    """Tokens before ``end`` that none before it has: a reason, and which group lost them."""
+
+    end: int
+    reason: MissReason
+    group: int | None = None
+    lost: Lost | None = None
+
+
+class Misses:
+    """alignment: of hits. hash_block: tokens. lost: what was evicted. most: keys of prompts that are known."""
+
+    def __init__(
+        self,
+        residents: Residents,
+        lookup: PrefixLookup,
+        *,
+        lost: LostKeys,
+        most: int,
+        alignment: int,
+        hash_block: int,
+    ) -> None:
+        self._residents = residents
+        self._lookup = lookup
+        self._lost = lost
+        self._begun, self._plain = KnownTokens(most), KnownTokens(most)
+        self._alignment = alignment
+        self._hash_block = hash_block
+        publishing = [group for group in residents.groups if group.kind.publishes]
+        self._full = [group for group in publishing if group.policy.hits.downward_closed]
+        self._groups = [*self._full, *(group for group in publishing if group not in self._full)]
+        self._states = [group for group in self._groups if group.states is not None]
+        self._others = len(self._groups) > len(self._full) + len(self._states)
+
+    def note_begun(self, request: Request) -> None:
+        """The prompt of ``request`` has been seen, under its own keys and by its tokens alone. O(its hash blocks)."""
+        self._begun.add(request.hashes)
+        self._plain.add(_plain_hashes(request))
+
+    def forget(self) -> None:
+        """Nothing was seen."""
+        self._lost.clear()
+        self._begun.clear()
+        self._plain.clear()
+
+    def explain(self, request: Request, hit_tokens: int | None, now: float) -> tuple[Miss, ...]:
+        """For what reason each token of its prompt behind ``hit_tokens`` is missed, in order.
+
+        hit_tokens: None for what would be found now. O(hash blocks of the prompt, and its look-ups).
+        """
+        at = self._lookup.find(request).tokens if hit_tokens is None else hit_tokens
+        end = request.num_prompt_tokens
+        misses: list[Miss] = []
+        for cut in self._cuts(request, at):
+            tokens = min(cut.end, end) - at
+            if tokens <= 0:
+                continue
+            ago, more = (None, None) if cut.lost is None else (now - cut.lost.at_s, self._since(cut.lost))
+            miss = Miss(at, tokens, cut.reason, cut.group, ago, more)
+            joined = miss.behind(misses[-1]) if misses else None
+            misses[len(misses) - (joined is not None) :] = [joined or miss]
+            at += tokens
+        return tuple(misses)
+
+    def _since(self, lost: Lost) -> int:
+        return self._lost.lost_bytes - lost.before_bytes
+
+    def _cuts(self, request: Request, hit: int) -> Iterator[_Cut]:
+        """Behind ``hit`` tokens, in order; the last one is behind the prompt."""
+        last = request.num_tokens - 1
+        if request.hasher is None or not request.reads_prefix_cache:
+            yield _Cut(last, MissReason.CACHING_OFF)
+            yield _Cut(last + 1, MissReason.LAST_TOKEN)
+            return
+        edge = last // self._alignment * self._alignment
+        seen = self._seen(request)
+        tokens = self._common(request, self._full, edge, last) if self._full else edge
+        states = self._common(request, [*self._full, *self._states], tokens, last) if self._states else tokens
+        windows = self._common(request, self._groups, states, last) if self._others else states
+        if not self._full:  # what was never seen has no state and no window either
+            tokens = max(min(seen * self._hash_block, tokens), windows)
+            states = min(states, tokens)
+        if hit < windows:
+            yield _Cut(self._lookup.find(request).tokens, MissReason.NO_ROOM)
+        yield _Cut(windows, MissReason.BLOCK_EDGE)
+        yield _Cut(states, MissReason.NO_WINDOW)
+        yield from self._lost_states(request, states, tokens)
+        yield _Cut(tokens, MissReason.NO_STATE)
+        yield from self._tokens(request, tokens, edge, seen)
+        yield _Cut(last, MissReason.BLOCK_EDGE)
+        yield _Cut(last + 1, MissReason.LAST_TOKEN)
+
+    def _common(self, request: Request, groups: Sequence[CacheGroup], limit: int, last: int) -> int:
+        """The longest end up to ``limit`` that all of ``groups`` serve, nothing being dropped."""
+        asked = [(group, group.view(request), group.keys(request)) for group in groups]
+        end, before, proven = limit, -1, 0
+        while end and end != before:
+            before = end
+            for group, view, keys in asked:
+                end = group.policy.hits.longest(view, keys, Search(end, last, self._alignment, 0, proven)).tokens
+                proven = proven or end
+        return end
+
+    # -- tokens that are not there
+
+    def _seen(self, request: Request) -> int:
+        """Hash blocks up to the last one that is, or was, published in any group. O(hash blocks)."""
+        hashes, most = request.hashes, 0
+        for group in self._groups:
+            young, old = self._lost.knows(group.number)
+            asked: tuple[Callable[[bytes], object], ...] = (group.index.get, young.get, old.get)
+            for get in asked:
+                behind = len(hashes) - most
+                later = enumerate(map(get, reversed(hashes[most:])))
+                most = len(hashes) - next((place for place, found in later if found is not None), behind)
+        return most
+
+    def _tokens(self, request: Request, first: int, end: int, seen: int) -> Iterator[_Cut]:
+        """Of each hash block between; one that is too short for a key, as what lies before."""
+        size, hashes = self._hash_block, request.hashes
+        if first >= end:
+            return
+        begins, cut = first // size, _Cut(0, MissReason.NEVER_SEEN)
+        running = self._running(request, begins)
+        if running > begins:
+            cut = _Cut(min(running * size, end), MissReason.UNPUBLISHED)
+        for block in range(max(begins, running), seen):
+            stop, lacking = min((block + 1) * size, end), self._lacking(request, block)
+            if lacking is None:
+                cut = cut._replace(end=stop)
+            elif cut.group == lacking[0]:
+                cut = cut._replace(end=stop, lost=_earlier(cut.lost, lacking[1]))
+            else:
+                yield cut
+                cut = _Cut(stop, MissReason.EVICTED, *lacking)
+        yield cut
+        known = max(running, seen, begins)
+        for reason, blocks in (
+            (MissReason.UNPUBLISHED, self._begun.leading(hashes)),
+            (MissReason.OTHER_SALT, min(self._plain.leading(_plain_hashes(request)), len(hashes))),
+            (MissReason.NEVER_SEEN, len(hashes)),
+        ):
+            if blocks > known:
+                cut, known = _Cut(min(blocks * size, end), reason), blocks
+                yield cut
+        yield cut._replace(end=end)
+
+    def _lacking(self, request: Request, block: int) -> tuple[int, Lost | None] | None:
+        """The first group, of those that read all, without hash block ``block``; when it lost it."""
+        for group in self._full:
+            at = (block // group.key_stride + 1) * group.key_stride - 1
+            if at < len(request.hashes) and group.index.get(request.hashes[at]) is None:
+                return group.number, self._lost.whole(group.number, request.hashes[at])
+        return None
+
+    def _running(self, request: Request, first: int) -> int:
+        """Leading hash blocks that some running request has, published or not, if more than ``first``.
+
+        O(residents), and O(log blocks) of those that have more.
+        """
+        most, mine = 0, request.hashes
+        if len(mine) <= first:
+            return most
+        for other in self._residents:
+            theirs = other.hashes
+            if len(theirs) > first and theirs[first] == mine[first] and other is not request:
+                most = max(most, _alike(mine, theirs))
+        return most
+
+    # -- states that were there
+
+    def _lost_states(self, request: Request, first: int, end: int) -> Iterator[_Cut]:
+        """Up to the last end at which every group has, or had, a state. O(hash blocks between)."""
+        ends = {tokens for group in self._states for tokens in self._lost_ends(request, group, first, end)}
+        for tokens in sorted(ends, reverse=True):
+            lacking = [group for group in self._states if not _has_state(request, group, tokens)]
+            lost = [self._lost_state(request, group, tokens) for group in lacking]
+            if None not in lost:
+                yield _Cut(tokens, MissReason.EVICTED, lacking[0].number, lost[0])
+                return
+
+    def _lost_ends(self, request: Request, group: CacheGroup, first: int, end: int) -> Iterator[int]:
+        """Token counts in first + 1 .. end after which ``group`` had a state that it lost."""
+        size = group.policy.block_size
+        for column in range(first // size, end // size + 1):
+            begins = column * size
+            if (
+                begins > first
+                and begins % self._alignment == 0
+                and self._lost_state(request, group, begins) is not None
+            ):
+                yield begins
+            for tokens, _ in self._lost.inside(group.number, _parent(request, group, column)):
+                ends = begins + len(tokens) // _TOKEN_BYTES
+                aligned = ends % self._alignment == 0
+                if aligned and first < ends <= end and request.token_ids(begins, ends).tobytes() == tokens:
+                    yield ends
+
+    def _lost_state(self, request: Request, group: CacheGroup, tokens: int) -> Lost | None:
+        """The state after ``tokens`` tokens, if it was lost."""
+        column, rest = divmod(tokens, group.policy.block_size)
+        if not rest:
+            return self._lost.whole(group.number, request.hashes[column * group.key_stride - 1])
+        own = request.token_ids(tokens - rest, tokens).tobytes()
+        inside = self._lost.inside(group.number, _parent(request, group, column))
+        return next((lost for known, lost in inside if known == own), None)
+
+
+def _has_state(request: Request, group: CacheGroup, tokens: int) -> bool:
+    """Whether ``group`` has the state after ``tokens`` tokens."""
+    column, rest = divmod(tokens, group.policy.block_size)
+    if rest:
+        return group.view(request).labelled(tokens) is not None
+    return group.index.get(request.hashes[column * group.key_stride - 1]) is not None
+
+
+def _parent(request: Request, group: CacheGroup, column: int) -> bytes:
+    return parent_key(request, column * group.key_stride, group.key_stride)
+
+
+def _earlier(one: Lost | None, other: Lost | None) -> Lost | None:
+    """What went first; None where that is not known of both."""
+    return None if one is None or other is None else min(one, other)
+
+
+def _alike(mine: Sequence[bytes], theirs: Sequence[bytes]) -> int:
+    """How many leading keys are the same: with a key, all before it are."""
+    low, high = 0, min(len(mine), len(theirs))
+    while low < high:
+        middle = (low + high) // 2
+        if mine[middle] == theirs[middle]:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _plain_hashes(request: Request) -> Sequence[bytes]:
+    """Keys of the whole blocks of its prompt, as they were without extra keys."""
+    if request.hasher is None:
+        return ()
+    size = request.hasher.block_size
+    blocks = request.num_prompt_tokens // size
+    if request.extra_keys(0, blocks) is None:
+        return request.hashes[:blocks]
+    return request.hasher.hash_chain(None, request.token_ids(0, blocks * size), None)

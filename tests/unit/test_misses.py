@@ -1,0 +1,201 @@
+"""Why tokens were not found: each reason by a scenario of its own, what is remembered, and reports that add up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cli_support import run
+from eviction_table import serve_alone
+
+from hybridkv.cache import KVCacheManager, Miss, MissReason
+from hybridkv.cache.blocks.lost_keys import LostKeys
+from hybridkv.cache.placement import EndsPlacement
+from hybridkv.errors import ConfigError
+from hybridkv.models import read_model
+from hybridkv.request import Request
+from hybridkv.simulator import ReplaySettings, Workload, plan_for_trace, replay
+from hybridkv.specs import KVCacheSpec
+from hybridkv.testing.configs import full_spec, model_config, natural_model_config, state_spec, window_spec
+
+FULL, HYBRID, WINDOWS = (full_spec(4),), (full_spec(4), state_spec(4)), (full_spec(4), window_spec(4, 6))
+PROMPT = list(range(100, 120))
+
+
+class Served:
+    """Requests one after the other; a second passes before each."""
+
+    def __init__(self, specs: tuple[KVCacheSpec, ...], size: int, *, natural: bool = True) -> None:
+        self.now, self._number = 0.0, 0
+        per_slab = tuple(1 if "Mamba" in type(spec).__name__ else 4 for spec in specs)
+        self.cache = KVCacheManager(
+            natural_model_config(size, specs, per_slab) if natural else model_config(size, specs),
+            200,
+            placement=EndsPlacement() if natural else None,
+            remembered_losses=1000,
+            clock=lambda: self.now,
+        )
+
+    def request(self, prompt: list[int], salt: str | None = None, *, reads: bool = True) -> Request:
+        self._number += 1
+        name = str(self._number)
+        return Request(name, prompt, hasher=self.cache.hasher, cache_salt=salt, skip_reading_prefix_cache=not reads)
+
+    def run(self, prompt: list[int], salt: str | None = None) -> None:
+        self.now += 1.0
+        serve_alone(self.cache, self.request(prompt, salt), [9, 9], self._number)
+
+    def evict(self, group: int, block: int | None) -> None:
+        assert block is not None
+        assert self.cache.block_pool.keys.group_of(block) == group
+        self.cache.block_pool.keys.evict(np.array([block], np.int32))
+
+    def why(self, prompt: list[int], salt: str | None = None, hit: int | None = None) -> list[tuple[int, int, str]]:
+        misses = self.cache.explain(self.request(prompt, salt), hit)
+        return [(miss.first, miss.tokens, str(miss.reason)) for miss in misses]
+
+
+def test_what_was_never_seen_and_the_last_token() -> None:
+    served = Served(FULL, 30)
+    assert served.why(PROMPT) == [(0, 19, "never_seen"), (19, 1, "last_token")]
+    served.run(PROMPT)
+    assert served.why(PROMPT) == [(19, 1, "last_token")]
+    assert served.why([*PROMPT, 1, 2, 3, 4, 5]) == [(20, 4, "never_seen"), (24, 1, "last_token")]
+
+
+def test_what_runs_is_not_published_yet() -> None:
+    served = Served(FULL, 30)
+    first = served.request(PROMPT)
+    assert served.cache.allocate_slots(first, 8) is not None
+    assert served.why(PROMPT) == [(8, 11, "unpublished"), (19, 1, "last_token")]
+
+
+def test_what_was_evicted_when_and_how_much_more_memory_it_would_take() -> None:
+    served = Served(FULL, 8, natural=False)  # 7 blocks
+    served.run(PROMPT)
+    for first in (200, 300):
+        served.run(list(range(first, first + 12)))
+    served.now += 5.0
+    gone, *_ = served.cache.explain(served.request(PROMPT))
+    block = served.cache.config.block_bytes_of(0)
+    assert (gone.first, gone.tokens, gone.reason, gone.group) == (0, 16, MissReason.EVICTED, 0)
+    assert gone.ago_s == 6.0  # the last one to go, and then the others, went when the second of the two came
+    assert gone.more_bytes == 5 * block  # those that went with it count as one
+
+
+def test_a_state_that_was_evicted_and_one_that_was_never_kept() -> None:
+    served = Served(HYBRID, 40)
+    served.run(PROMPT)
+    assert served.why([*PROMPT[:15], 1, 2, 3]) == [(0, 12, "no_state"), (12, 5, "never_seen"), (17, 1, "last_token")]
+    served.evict(1, served.cache.groups[1].view(served.request(PROMPT)).labelled(19))
+    misses = served.cache.explain(served.request(PROMPT))
+    assert [(one.first, one.tokens, str(one.reason), one.group) for one in misses] == [
+        (0, 19, "evicted", 1),
+        (19, 1, "last_token", None),
+    ]
+
+
+def test_a_window_that_is_gone() -> None:
+    served = Served(WINDOWS, 40)
+    served.run(PROMPT)
+    assert served.why([*PROMPT[:8], 1]) == [(8, 1, "last_token")]
+    for key in served.request(PROMPT).hashes[:2]:
+        served.evict(1, served.cache.groups[1].index.get(key))
+    assert served.why([*PROMPT[:8], 1]) == [(0, 8, "no_window"), (8, 1, "last_token")]
+
+
+def test_hits_end_at_the_edges_of_blocks() -> None:
+    served = Served(FULL, 30, natural=False)
+    served.run(PROMPT)
+    assert served.why(PROMPT) == [(16, 3, "block_edge"), (19, 1, "last_token")]
+
+
+def test_another_salt() -> None:
+    served = Served(FULL, 30)
+    served.run(PROMPT, "a")
+    assert served.why(PROMPT, "b") == [(0, 19, "other_salt"), (19, 1, "last_token")]
+    assert served.why([*PROMPT[:8], 1], None) == [(0, 8, "other_salt"), (8, 1, "last_token")]
+    assert served.why(PROMPT, "a") == [(19, 1, "last_token")]
+
+
+def test_what_was_found_and_given_up_and_what_is_not_looked_up() -> None:
+    served = Served(FULL, 30)
+    served.run(PROMPT)
+    assert served.why(PROMPT, hit=0) == [(0, 19, "no_room"), (19, 1, "last_token")]
+    assert served.why(PROMPT, hit=20) == []
+    misses = served.cache.explain(served.request(PROMPT, reads=False))
+    assert [str(one.reason) for one in misses] == ["caching_off", "last_token"]
+
+
+def test_a_cache_that_is_forgotten_has_seen_nothing() -> None:
+    served = Served(FULL, 30)
+    served.run(PROMPT)
+    assert served.cache.reset_prefix_cache()
+    assert served.why(PROMPT) == [(0, 19, "never_seen"), (19, 1, "last_token")]
+
+
+def test_without_a_memory_of_losses_nothing_is_explained() -> None:
+    cache = KVCacheManager(model_config(8, FULL), 100)
+    assert not cache.explains
+    with pytest.raises(ConfigError, match="remembered_losses"):
+        cache.explain(Request("r", PROMPT, hasher=cache.hasher))
+    served = Served(FULL, 30)
+    with pytest.raises(ConfigError, match="another hasher"):
+        served.cache.explain(Request("r", PROMPT))
+    with pytest.raises(ConfigError, match="hit_tokens"):
+        served.cache.explain(served.request(PROMPT), -1)
+
+
+def test_losses_are_forgotten_by_generations() -> None:
+    now = [0.0]
+    lost = LostKeys(4, (10, 5), lambda: now[0])
+    lost.note(0, [b"a"], (), 1)
+    now[0] = 1.0
+    lost.note(1, [b"b"], [(b"p", b"tail")], 1)  # three: the generation is full
+    assert (lost.whole(0, b"a"), lost.whole(1, b"b")) == ((0.0, 0), (1.0, 10))
+    assert list(lost.inside(1, b"p")) == [(b"tail", (1.0, 10))]
+    now[0] = 2.0
+    lost.note(1, [b"b"], (), 1)
+    lost.note(0, [b"c", b"d"], (), 2)
+    assert (lost.whole(0, b"a"), list(lost.inside(1, b"p"))) == (None, [])
+    assert (lost.whole(1, b"b"), lost.whole(0, b"d"), lost.lost_bytes) == ((2.0, 15), (2.0, 20), 40)
+    assert lost.knows(1)[1].keys() == {b"b"}
+    lost.clear()
+    assert lost.whole(1, b"b") is None
+
+
+def test_equal_reasons_in_a_row_are_one() -> None:
+    first, lost = Miss(0, 4, MissReason.NO_STATE), Miss(0, 4, MissReason.EVICTED, 1, 2.0, 10)
+    assert Miss(4, 3, MissReason.NO_STATE).behind(first) == Miss(0, 7, MissReason.NO_STATE)
+    assert Miss(4, 3, MissReason.NO_WINDOW).behind(first) is None
+    assert replace(lost, first=4).behind(lost) is None  # they would have said so together
+
+
+# -- replays
+
+
+@pytest.mark.parametrize("layout", ["natural", "reference"])
+@pytest.mark.parametrize(
+    "model", ["llama-3-8b", "qwen3.5-35b-a3b", "gemma-3-27b", "nemotron-3-nano-30b-a3b", "llama-4-scout"]
+)
+def test_reasons_of_a_replay_add_up_and_change_nothing(model: str, layout: str) -> None:
+    source = Workload("mix", hours=0.1, limit=40)
+    plan = plan_for_trace(source.summary(), read_model(model), "12GiB", layout=layout)
+    off, explained = (replay(source, plan, ReplaySettings(remembered_losses=most)) for most in (0, 1 << 16))
+    assert sum(explained.misses.values()) == explained.prompt_tokens - explained.hit_tokens
+    assert explained.misses["last_token"] >= explained.requests - 1
+    assert (off.misses, replace(explained, misses={})) == ({}, off)
+
+
+def test_a_report_says_why() -> None:
+    asked = ("replay", "workload:uniform", "--model", "llama-3-8b", "--memory", "8GiB")
+    found = json.loads(run(*asked, "--explain", "--json").stdout)
+    assert sum(found["misses"].values()) == found["prompt_tokens"] - found["hit_tokens"]
+    assert found["settings"]["remembered_losses"] > 0
+    shown = run(*asked, "--explain").stdout
+    for said in ("prompt tokens missed", "never seen", "last of a prompt"):
+        assert said in shown
+    assert "prompt tokens missed" not in run(*asked).stdout
+    assert json.loads(run(*asked, "--json").stdout)["misses"] == {}
