@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -39,9 +37,7 @@ def test_the_output_shown_is_what_the_command_prints() -> None:
     pytest.importorskip("torch")
     block = re.search(r"^    \$ hybridkv (generate .*)\n((?:    .*\n|\n)+)", TEXT, re.MULTILINE)
     assert block is not None
-    done = subprocess.run(  # noqa: S603 - our own command line
-        [sys.executable, "-m", "hybridkv", *block[1].split()], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = run(*block[1].split())
     shown = [line.removeprefix("    ").rstrip() for line in block[2].splitlines() if line.strip()]
     printed = [line.rstrip() for line in done.stdout.splitlines()]
     assert len(shown) > 8
