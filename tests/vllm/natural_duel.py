@@ -31,12 +31,9 @@ MODELS = (
         {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
         {"dtype": "bfloat16"},
     ),
-    Match("mamba", {}, {}),
     Match("mamba2", {"n_groups": 1}, {}),
-    Match("falcon_h1", {"hidden_size": 128, "mamba_n_groups": 1}, {}),
-    Match("lfm2", {"hidden_size": 128}, {}),
 )
-WITHOUT_STATES, STATES_ALONE, ROUNDED = ("llama", "gemma3", "mistral"), ("mamba", "mamba2"), ("qwen3_next",)
+WITHOUT_STATES, STATES_ALONE, ROUNDED = ("llama", "gemma3", "mistral"), ("mamba2",), ("qwen3_next",)
 OURS = {
     "scheduler": "hybridkv.vllm.NaturalScheduler",
     "worker_cls": "hybridkv.vllm.NaturalWorker",
