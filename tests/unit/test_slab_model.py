@@ -158,13 +158,15 @@ class Twins:
         assert (space.moved_blocks, space.transfers) == (oracle.moved, oracle.transfers)
         for of in range(len(self.ks)):
             assert space.lru(of).tolist() == oracle.lru(of)
-            assert [space._stamp.item(block) for block in oracle.lru(of)] == [oracle.stamp[b] for b in oracle.lru(of)]
+            assert [space._cached.stamps.item(block) for block in oracle.lru(of)] == [
+                oracle.stamp[b] for b in oracle.lru(of)
+            ]
             counts = (space.referenced[of], space.holes[of], space.cached[of], space.slabs[of])
             assert counts == (*(oracle.count(of, state) for state in (HELD, HOLE, CACHED)), len(oracle.slabs_of(of)))
         for slab in range(1, oracle.num_slabs):
             owner = oracle.owner[slab]
             assert space.owner(slab) == (-1 if owner is None else owner)
-            assert space.holes_of(slab).tolist() == oracle.blocks_of(slab, HOLE)
+            assert space._holes.holes_of(slab).tolist() == oracle.blocks_of(slab, HOLE)
         assert len(space) == sum(state != HELD for state in oracle.state.values())
         assert list(space.check(self.ref, self.keyed())) == []
 
@@ -308,13 +310,13 @@ CORRUPTIONS: dict[str, Corruption] = {
     r"slabs \[5, 6\] are on the stack, \[4, 5, 6\]": lambda space, _: put(space._holes.owner, 4, -1),
     r"slabs \[6\] are on the stack": lambda space, _: setattr(space._holes, "num_free", 1),
     "the null slab belongs to class 1": lambda space, _: put(space._holes.owner, 0, 1),
-    "not in the order of its stamps": lambda space, _: put(space._stamp, 10, 2**20),
-    "block 4 of class 0 is locked but not referenced": lambda space, _: put(space._locks, 4, 1),
-    "slab 1 of class 0 counts 0 locks": lambda space, _: put(space._slab_locks, 1, 0),
+    "not in the order of its stamps": lambda space, _: put(space._cached.stamps, 10, 2**20),
+    "block 4 of class 0 is locked but not referenced": lambda space, _: put(space._locks.of_block, 4, 1),
+    "slab 1 of class 0 counts 0 locks": lambda space, _: put(space._locks.of_slab, 1, 0),
     "slab 3 is nobody's and counts 7 locks|slab 3 of class 1 counts 7 locks": lambda space, _: put(
-        space._slab_locks, 3, 7
+        space._locks.of_slab, 3, 7
     ),
-    "class 0 counts 0 slabs with locks, there are 1": lambda space, _: put(space._locked_slabs, 0, 0),
+    "class 0 counts 0 slabs with locks, there are 1": lambda space, _: put(space._locks.slabs, 0, 0),
     "holders of 3 blocks were given, the space has 35": lambda _, ref: ref.resize(3, refcheck=False),
 }
 
@@ -327,7 +329,7 @@ def test_corruption_is_reported(message: str) -> None:
 
 
 def other_hysteresis(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SlabSpace, "_much_older", lambda space, giver, own: space._oldest_stamp(giver) < own)
+    patch.setattr(SlabSpace, "_much_older", lambda space, giver, own: space._cached.oldest_stamp(giver) < own)
 
 
 def other_giver(patch: pytest.MonkeyPatch) -> None:

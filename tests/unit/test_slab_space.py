@@ -108,7 +108,7 @@ def test_counts() -> None:
     assert len(space) == 7
     assert space.usage((0, 0)) == pytest.approx((2 / 4 + 1 / 1) / 5)
     assert [space.owner(slab) for slab in range(1, 6)] == [0, 0, 1, 1, -1]
-    assert [space.holes_of(slab).tolist() for slab in (1, 2, 3, 5)] == [[5], [9, 10, 11], [], []]
+    assert [space._holes.holes_of(slab).tolist() for slab in (1, 2, 3, 5)] == [[5], [9, 10, 11], [], []]
     assert space.now == 3
 
 
@@ -237,7 +237,7 @@ def test_released_blocks_are_cached_in_order_and_found_again() -> None:
     kept.remove(3)
     kept.append(3, 4)
     assert kept.lru() == [5, 8, 3, 4]
-    assert kept.space._stamp[kept.lru()].tolist() == [1, 3, 4, 5]
+    assert kept.space._cached.stamps[kept.lru()].tolist() == [1, 3, 4, 5]
     assert kept.space.now == 5
     assert kept.space.holes == [0]
 
@@ -529,7 +529,7 @@ def test_a_moved_block_keeps_its_age() -> None:
     kept.prepend(11, 13)
     assert kept.make_room() == ([], [[10, 13]])
     assert kept.lru(1) == [13, 14]
-    assert kept.space._stamp[[13, 14]].tolist() == [1, 2]
+    assert kept.space._cached.stamps[[13, 14]].tolist() == [1, 2]
 
 
 def test_locked_blocks_do_not_move_and_their_slabs_do_not_go() -> None:

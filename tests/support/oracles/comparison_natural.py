@@ -82,7 +82,7 @@ class NaturalComparison(Comparison):
         same("free slabs", space.free_slabs(), slabs.free)
         for of in range(len(space.ks)):
             same(f"blocks of class {of} to evict", space.lru(of).tolist(), slabs.lru[of])
-        holes = [block for slab in range(1, space.num_slabs + 1) for block in space.holes_of(slab).tolist()]
+        holes = [block for slab in range(1, space.num_slabs + 1) for block in space._holes.holes_of(slab).tolist()]
         same("holes", sorted(holes), sorted(block for block, state in slabs.state.items() if state == "hole"))
         same("states that only ends keep", self._cache.block_pool.keys._supersedable, self._natural.blocks.ends)
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.blocks.free_order import NOWHERE
 from hybridkv.cache.blocks.slab_candidates import BUCKETS, NONE
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def check_slabs(space: SlabSpace, ref: Int32, keyed: Bool) -> Iterator[str]:
     for of, (base, k) in enumerate(zip(space.bases, space.ks, strict=True)):
         rows = slice(base, base + k * (space.num_slabs + 1))
         hole = space._holes.is_hole[rows].reshape(-1, k)
-        cached = (space._place[rows] != NOWHERE).reshape(-1, k)
+        cached = space._cached.are_in(rows).reshape(-1, k)
         held = (ref[rows] > 0).reshape(-1, k)
         yield from _blocks(space, of, hole, cached, held)
         yield from _counts(space, of, hole, cached, held)
@@ -54,7 +53,7 @@ def _stack(space: SlabSpace) -> Iterator[str]:
     for name, counts in (
         ("holes", space._holes.all_holes),
         ("referenced blocks", space._holes.all_held),
-        ("locks", space._all_slab_locks),
+        ("locks", space._locks.of_slabs),
     ):
         wrong = np.flatnonzero((space._holes.owners < 0) & (counts != 0))
         yield from (f"slab {slab} is nobody's and counts {counts[slab]} {name}" for slab in wrong.tolist())
@@ -63,7 +62,7 @@ def _stack(space: SlabSpace) -> Iterator[str]:
 def _keys(space: SlabSpace, keyed: Bool) -> Iterator[str]:
     """What waits to be evicted has a key, and what has one and no holder waits."""
     for block in space.order().tolist():
-        waits = space._place.item(block) != NOWHERE
+        waits = space._cached.holds(block)
         if waits != keyed[block]:
             yield f"block {block} is free; it has a key: {not waits}, it waits to be evicted: {waits}"
 
@@ -122,7 +121,7 @@ def _candidates(space: SlabSpace, of: int, hole: Bool, held: Bool) -> Iterator[s
 def _lru(space: SlabSpace, of: int) -> Iterator[str]:
     """An LRU is in the order of its stamps, none of which is of the future; each block stands in it once."""
     ids = space.lru(of)
-    stamps = space._stamp[ids]
+    stamps = space._cached.stamps[ids]
     if (stamps[1:] < stamps[:-1]).any() or (stamps > space.now).any():
         yield f"the LRU of class {of} is not in the order of its stamps {stamps.tolist()}, {space.now} being the last"
     if len(ids) != space.cached[of] or len(np.unique(ids)) != len(ids):
@@ -132,12 +131,12 @@ def _lru(space: SlabSpace, of: int) -> Iterator[str]:
 def _locks(space: SlabSpace, of: int, held: Bool) -> Iterator[str]:
     """Locked blocks are referenced; slabs and the class count them."""
     base, k = space.bases[of], space.ks[of]
-    locks = space._locks[base : base + held.size].reshape(-1, k)
+    locks = space._locks.of_block[base : base + held.size].reshape(-1, k)
     for slab, i in np.argwhere((locks > 0) & ~held)[:1].tolist():
         yield f"block {base + slab * k + i} of class {of} is locked but not referenced"
     owned = space._holes.owners == of
-    wrong = np.flatnonzero(owned & (space._all_slab_locks != locks.sum(axis=1)))
-    yield from (f"slab {slab} of class {of} counts {space._slab_locks[slab]} locks" for slab in wrong.tolist())
+    wrong = np.flatnonzero(owned & (space._locks.of_slabs != locks.sum(axis=1)))
+    yield from (f"slab {slab} of class {of} counts {space._locks.of_slab[slab]} locks" for slab in wrong.tolist())
     found = np.count_nonzero(owned & (locks > 0).any(axis=1))
-    if space._locked_slabs[of] != found:
-        yield f"class {of} counts {space._locked_slabs[of]} slabs with locks, there are {found}"
+    if space._locks.slabs[of] != found:
+        yield f"class {of} counts {space._locks.slabs[of]} slabs with locks, there are {found}"

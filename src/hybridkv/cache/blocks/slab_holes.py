@@ -136,6 +136,15 @@ class SlabHoles:
         """Free slabs, the next to be taken last. O(slabs)."""
         return self._stack[: self.num_free].copy()
 
+    def holes_of(self, slab: int) -> Int32:
+        """Holes of ``slab``, ascending; none of a free one. O(k)."""
+        of = self.owner[slab]
+        if of == FREE:
+            return np.empty(0, np.int32)
+        rows = self.blocks_of(slab, of)
+        ids: Int32 = (np.flatnonzero(self.is_hole[rows]) + rows.start).astype(np.int32)
+        return ids
+
     # -- take
 
     def take(self, n: int, of: int) -> Int32:

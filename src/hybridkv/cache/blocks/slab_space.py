@@ -23,10 +23,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.blocks.free_order import NOWHERE, FreeOrder, Ids
+from hybridkv.cache.blocks.free_order import Ids
 from hybridkv.cache.blocks.slab_audit import check_slabs
+from hybridkv.cache.blocks.slab_cached import SlabCached
 from hybridkv.cache.blocks.slab_candidates import NO_SLAB
-from hybridkv.cache.blocks.slab_holes import FREE, Part, SlabHoles, counters
+from hybridkv.cache.blocks.slab_holes import Part, SlabHoles
+from hybridkv.cache.blocks.slab_locks import SlabLocks
 from hybridkv.cache.blocks.space import Room, Weight
 from hybridkv.errors import BlockError, CacheError
 from hybridkv.planner.slabs import SlabLayout
@@ -35,9 +37,6 @@ Bool = NDArray[np.bool_]
 Int32 = NDArray[np.int32]
 
 _NONE: Final = np.empty(0, np.int32)
-
-AGELESS: Final = -(2**60)
-"""Stamp of a block that is older than any other."""
 
 
 _NO_MOVES: Final = np.empty((0, 2), np.int32)
@@ -51,7 +50,7 @@ class SlabSpace:
 
     For reading: num_blocks (what arrays over handles need), num_slabs (usable: without the null slab), ks and bases of
     the classes, class_of_group; per class referenced, holes and given (blocks; the last are those given up), slabs
-    (owned), moved_blocks and transfers (slabs given to other classes), both so far; now (releases so far).
+    (owned), moved_blocks and transfers (slabs given to other classes), both so far.
     """
 
     def __init__(self, layout: SlabLayout, max_moved_bytes: int | None = None) -> None:
@@ -68,22 +67,20 @@ class SlabSpace:
         self.num_blocks, self.bases = self._holes.num_blocks, self._holes.bases
         self.referenced, self.holes, self.slabs = self._holes.referenced, self._holes.holes, self._holes.slabs
         self.moved_blocks, self.transfers = [0] * len(self.ks), [0] * len(self.ks)
-        self.now = 0
-        self._place = np.full(self.num_blocks, NOWHERE, np.int32)  # of a cached block in its class's LRU
-        self._lru = [FreeOrder(total * k, self._place) for k in self.ks]
-        self._stamp = np.zeros(self.num_blocks, np.int64)
-        self._is_given = np.zeros(self.num_blocks, np.bool_)
-        self.given = [0] * len(self.ks)
-        self._given_first = False
-        self._locks = np.zeros(self.num_blocks, np.int32)
-        self._slab_locks, self._all_slab_locks = counters(total)
-        self._locked_slabs = [0] * len(self.ks)
+        self._cached = SlabCached(self.num_blocks, [total * k for k in self.ks])
+        self._lru, self.given, self._given_first = self._cached.orders, self._cached.given, False
+        self._locks = SlabLocks(self.num_blocks, total, len(self.ks))
 
     # -- counts
 
     def __len__(self) -> int:
         """Blocks of owned slabs that are not referenced."""
         return sum(self.holes) + sum(self.cached)
+
+    @property
+    def now(self) -> int:
+        """Releases so far."""
+        return self._cached.now
 
     @property
     def cached(self) -> list[int]:
@@ -130,15 +127,6 @@ class SlabSpace:
     def owner(self, slab: int) -> int:
         """The class that owns ``slab``, -1 for a free one and for the null slab."""
         return self._holes.owner[slab]
-
-    def holes_of(self, slab: int) -> Int32:
-        """Holes of ``slab``, ascending; none of a free one. O(k)."""
-        of = self.owner(slab)
-        if of == FREE:
-            return np.empty(0, np.int32)
-        rows = self._holes.blocks_of(slab, of)
-        ids: Int32 = (np.flatnonzero(self._holes.is_hole[rows]) + rows.start).astype(np.int32)
-        return ids
 
     def check(self, ref: Int32, keyed: Bool) -> Iterator[str]:
         """A line for each invariant that does not hold; see Space. O(handles)."""
@@ -232,11 +220,13 @@ class SlabSpace:
         ids = self._lru[of].leading(n)
         if ids.size < n:
             return False
-        first = self._num_given(ids, of)
+        first = self._cached.num_given(ids, of)
         if self._given_first:
             return first == n
-        others = [stamp for one in range(len(self.ks)) if one != of and (stamp := self._oldest_stamp(one)) is not None]
-        return not others or first == n or not self._are_young(ids[first:], self.now - min(others)).any()
+        others = [
+            stamp for one in range(len(self.ks)) if one != of and (stamp := self._cached.oldest_stamp(one)) is not None
+        ]
+        return not others or first == n or not self._cached.are_young(ids[first:], self.now - min(others)).any()
 
     @property
     def _is_spent(self) -> bool:
@@ -246,7 +236,7 @@ class SlabSpace:
         return [-(-(held + n) // k) for held, n, k in zip(self.referenced, more, self.ks, strict=True)]
 
     def _unlocked_slabs(self, of: int) -> int:
-        return self.slabs[of] - self._locked_slabs[of]
+        return self.slabs[of] - self._locks.slabs[of]
 
     # -- take, hold, release
 
@@ -259,10 +249,9 @@ class SlabSpace:
 
     def remove(self, ids: Ids) -> None:
         """Cached blocks ``ids`` (distinct, of any classes) are referenced again. O(ids)."""
-        for part in self._cached_parts(ids):
-            self._take_back(part.of, part.ids)
-            self._lru[part.of].remove(part.ids)
-            self._holes.hold(part, 1)
+        for of, some in self._cached_by_class(ids):
+            self._cached.remove(of, some)
+            self._holes.hold(self._holes.part(of, some), 1)
 
     def append(self, ids: Ids) -> None:
         """Referenced blocks ``ids`` (distinct, of any classes), which have keys, are cached: each the youngest so far.
@@ -271,14 +260,10 @@ class SlabSpace:
         amortised.
         """
         parts = self._referenced_parts(ids)
-        self._refuse_locked(ids)
-        if len(ids) == 1:
-            self._stamp[ids.item(0)] = self.now + 1
-        else:
-            self._stamp[ids] = np.arange(self.now + 1, self.now + 1 + len(ids))
-        self.now += len(ids)
+        self._locks.refuse_locked(ids)
+        self._cached.release(ids)
         for part in parts:
-            self._lru[part.of].append(part.ids)
+            self._cached.append(part.of, part.ids)
             self._holes.hold(part, -1)
 
     def prepend(self, ids: Ids) -> None:
@@ -288,7 +273,7 @@ class SlabSpace:
         O(ids).
         """
         parts = self._referenced_parts(ids)
-        self._refuse_locked(ids)
+        self._locks.refuse_locked(ids)
         whole = [self._holes.make_holes(part, held=True) for part in parts]
         if len(whole) == 1:
             self._holes.push(whole[0])
@@ -299,12 +284,7 @@ class SlabSpace:
     def age_first(self, ids: Ids) -> None:
         """Cached blocks ``ids`` are the next of their classes to be evicted, in this order, and ageless. O(ids)."""
         for of, some in self._cached_by_class(ids):
-            self._age_first(of, some)
-
-    def _age_first(self, of: int, ids: Ids) -> None:
-        self._lru[of].remove(ids)
-        self._lru[of].prepend(ids)
-        self._stamp[ids] = AGELESS
+            self._cached.age_first(of, some)
 
     def take_given_first(self) -> None:
         """From now on; see Space."""
@@ -313,31 +293,21 @@ class SlabSpace:
     def give_up(self, ids: Ids) -> None:
         """Cached blocks ``ids`` are the first to go, in this order; see Space. O(ids)."""
         for of, some in self._cached_by_class(ids):
-            self._age_first(of, some)
-            self.given[of] += len(some) - int(np.count_nonzero(self._is_given[some]))
-            self._is_given[some] = True
+            self._cached.give_up(of, some)
 
     def keep(self, ids: Ids) -> None:
         """Of ``ids`` those given up are the youngest of their classes; see Space. O(ids)."""
-        ids = ids[self._is_given[ids]]
+        ids = ids[self._cached.is_given[ids]]
         if not len(ids):
             return
-        self._stamp[ids] = np.arange(self.now + 1, self.now + 1 + len(ids))
-        self.now += len(ids)
+        self._cached.release(ids)
         for of, some in self._cached_by_class(ids):
-            self._take_back(of, some)
-            self._lru[of].remove(some)
-            self._lru[of].append(some)
+            self._cached.remove(of, some)
+            self._cached.append(of, some)
 
     def given_up(self) -> Bool:
         """See Space."""
-        return self._is_given.copy()
-
-    def _take_back(self, of: int, ids: Ids) -> None:
-        """``ids`` of class ``of`` are given up no longer, if they were."""
-        if self.given[of]:
-            self.given[of] -= int(np.count_nonzero(self._is_given[ids]))
-            self._is_given[ids] = False
+        return self._cached.is_given.copy()
 
     def forget_all(self) -> None:
         """All cached blocks become holes, class by class and oldest first.
@@ -348,70 +318,37 @@ class SlabSpace:
         whole: list[int] = []
         for of, lru in enumerate(self._lru):
             ids = lru.order()
-            self._take_back(of, ids)
-            lru.remove(ids)
+            self._cached.remove(of, ids)
             whole.extend(self._holes.make_holes(self._holes.part(of, ids), held=False))
         self._holes.push_below(whole)
 
     def _cached_by_class(self, ids: Ids) -> list[tuple[int, Ids]]:
         """``ids`` by class. BlockError, before anything changes, unless all are cached. O(ids)."""
         found = self._holes.by_class(ids)
-        if (loose := self._place[ids] == NOWHERE).any():
-            raise BlockError(f"block {int(ids[loose][0])} is not cached: nobody could have hit it")
+        if not (cached := self._cached.are_in(ids)).all():
+            raise BlockError(f"block {int(ids[~cached][0])} is not cached: nobody could have hit it")
         return found
-
-    def _cached_parts(self, ids: Ids) -> list[Part]:
-        """``ids`` by class. BlockError, before anything changes, unless all are cached. O(ids)."""
-        parts = self._holes.parts(ids)
-        for part in parts:
-            if (block := self._find(part, cached=False)) is not None:
-                raise BlockError(f"block {block} is not cached: nobody could have hit it")
-        return parts
 
     def _referenced_parts(self, ids: Ids) -> list[Part]:
         """``ids`` by class. BlockError, before anything changes, unless all are referenced. O(ids)."""
         parts = self._holes.parts(ids)
+        if (cached := self._cached.are_in(ids)).any():
+            raise BlockError(f"block {int(ids[cached][0])} is cached: nobody holds it")
         for part in parts:
-            if (block := self._find(part, cached=True)) is not None:
-                raise BlockError(f"block {block} is cached: nobody holds it")
             if (block := self._holes.find_unowned(part)) is not None:
                 raise BlockError(f"block {block} is free: nobody holds it")
         return parts
-
-    def _find(self, part: Part, *, cached: bool) -> int | None:
-        """A block of ``part`` that is cached, or else one that is not. O(part)."""
-        if isinstance(part.slabs, list):
-            place = self._place.item
-            return next((int(block) for block in part.ids.tolist() if (place(block) != NOWHERE) == cached), None)
-        found = (self._place[part.ids] != NOWHERE) == cached
-        return int(part.ids[found][0]) if found.any() else None
 
     # -- locks
 
     def lock(self, ids: Ids) -> None:
         """Referenced blocks ``ids`` (distinct) stay where they are, and referenced, until unlocked as often. O(ids)."""
-        for of, where, slabs in self._referenced_parts(ids):
-            touched = np.unique(slabs)
-            self._locked_slabs[of] += int(np.count_nonzero(self._all_slab_locks[touched] == 0))
-            np.add.at(self._all_slab_locks, slabs, 1)
-            self._locks[where] += 1
+        self._locks.add(self._referenced_parts(ids))
 
     def unlock(self, ids: Ids) -> None:
         """One lock less on each of ``ids`` (distinct). BlockError for one that is not locked. O(ids)."""
-        if not self._locks[ids].all():
-            raise BlockError(f"block {int(ids[self._locks[ids] == 0][0])} is not locked: unlock what was locked")
-        for of, where, slabs in self._referenced_parts(ids):
-            self._locks[where] -= 1
-            np.add.at(self._all_slab_locks, slabs, -1)
-            touched = np.unique(slabs)
-            self._locked_slabs[of] -= int(np.count_nonzero(self._all_slab_locks[touched] == 0))
-
-    def _refuse_locked(self, ids: Ids) -> None:
-        """BlockError if one of ``ids`` is locked: free it could be taken, and overwritten under the transfer."""
-        if any(self._locked_slabs) and self._locks[ids].any():
-            raise BlockError(
-                f"block {int(ids[self._locks[ids] > 0][0])} is locked: unlock it before its last holder goes"
-            )
+        self._locks.refuse_unlocked(ids)
+        self._locks.remove(self._referenced_parts(ids))
 
     # -- room
 
@@ -429,7 +366,7 @@ class SlabSpace:
             return Room(self._evict(of), _NO_MOVES)
         if self._given_first and (spare := self._spare_giver(of)) is not None:
             return self._reclaim(spare, ref)
-        giver, own = self._oldest_giver(of), self._oldest_stamp(of)
+        giver, own = self._oldest_giver(of), self._cached.oldest_stamp(of)
         if giver is not None and (own is None or self._much_older(giver, own)):
             return self._reclaim(giver, ref)
         if own is not None:
@@ -450,32 +387,20 @@ class SlabSpace:
         ids = self._lru[of].leading(n)
         ids = ids[: self._num_evicted(ids, of)]
         if ids.size:
-            self._lru[of].remove(ids)
-            self._take_back(of, ids)
+            self._cached.remove(of, ids)
             self._holes.hold_again(self._holes.part(of, ids))
         return ids
 
     def _num_evicted(self, ids: Int32, of: int) -> int:
         """How many of ``ids``, the oldest of class ``of``, make_room evicts before somebody else gives a slab."""
-        first = self._num_given(ids, of)
+        first = self._cached.num_given(ids, of)
         if self._given_first:
             return first
         giver = self._oldest_giver(of)
         if giver is None or (self._is_spent and self.ks[giver] > 1):
             return int(ids.size)
-        young = self._are_young(ids[first:], self.now - self._stamp.item(self._lru[giver].first()))
+        young = self._cached.are_young(ids[first:], self.now - self._cached.stamps.item(self._lru[giver].first()))
         return first + (int(young.argmax()) if young.any() else young.size)
-
-    def _num_given(self, ids: Int32, of: int) -> int:
-        """How many of ``ids``, the oldest of class ``of``, go until the last one given up is gone."""
-        if not self.given[of]:
-            return 0
-        return min(int(np.cumsum(self._is_given[ids]).searchsorted(self.given[of])) + 1, ids.size)
-
-    def _are_young(self, ids: Int32, age: int) -> Bool:
-        """Beside which of ``ids`` a block of ``age`` is much older, as _much_older says of each."""
-        young: Bool = self.now - self._stamp[ids] <= (10 * age - 1) // 11
-        return young
 
     def _givers(self, of: int) -> Iterator[int]:
         """Other classes that have a slab's worth of blocks that nobody holds, and a slab without locked blocks."""
@@ -511,24 +436,20 @@ class SlabSpace:
         return -max(able)[1] if able else None
 
     def _oldest_giver(self, of: int) -> int | None:
-        stamps = [(stamp, one) for one in self._givers(of) if (stamp := self._oldest_stamp(one)) is not None]
+        stamps = [(stamp, one) for one in self._givers(of) if (stamp := self._cached.oldest_stamp(one)) is not None]
         return min(stamps)[1] if stamps else None
-
-    def _oldest_stamp(self, of: int) -> int | None:
-        lru = self._lru[of]
-        return self._stamp.item(lru.first()) if len(lru) else None
 
     def _much_older(self, giver: int, own: int) -> bool:
         """Whether the oldest cached block of ``giver`` is more than 1.1 times as old as one of stamp ``own``."""
         if self._is_spent and self.ks[giver] > 1:
             return False
-        stamp = self._stamp.item(self._lru[giver].first())
+        stamp = self._cached.stamps.item(self._lru[giver].first())
         return 10 * (self.now - stamp) > 11 * (self.now - own)
 
     def _evict(self, of: int) -> Int32:
         """The oldest cached block becomes a hole; if its slab is whole then, that is free."""
         ids = self._lru[of].take(1)
-        self._take_back(of, ids)
+        self._cached.take_back(of, ids)
         self._holes.push(self._holes.make_holes(self._holes.part(of, ids), held=False))
         return ids
 
@@ -543,10 +464,7 @@ class SlabSpace:
         return Room(evicted, self._empty(self._victim(giver), giver, ref))
 
     def _evict_for_a_slab(self, of: int) -> tuple[Int32, bool]:
-        """The oldest become holes until there are enough for a slab, or one is whole, which is free then; whether so.
-
-        Which are evicted, one by one.
-        """
+        """The oldest become holes until there are enough for a slab, or one is whole, and free: who, and whether so."""
         k, found = self.ks[of], Counter[int]()
         part = self._holes.part(of, self._lru[of].leading(k - self.holes[of]))
         for count, slab in enumerate(part.slabs, 1):
@@ -554,18 +472,17 @@ class SlabSpace:
             if found[slab] + self._holes.num_holes[slab] == k:
                 part = Part(of, part.ids[:count], part.slabs[:count])
                 break
-        self._lru[of].remove(part.ids)
-        self._take_back(of, part.ids)
+        self._cached.remove(of, part.ids)
         whole = self._holes.make_holes(part, held=False)
         self._holes.push(whole)
         return part.ids.astype(np.int32), bool(len(whole))
 
     def _victim(self, giver: int) -> int:
         """The slab to be emptied: unlocked, of the emptiest bucket; a full one only if all with holes are locked."""
-        slab = self._holes.candidates[giver].emptiest(self._slab_locks)
+        slab = self._holes.candidates[giver].emptiest(self._locks.of_slab)
         if slab != NO_SLAB:
             return slab
-        return int(np.flatnonzero((self._holes.owners == giver) & (self._all_slab_locks == 0))[0])
+        return int(np.flatnonzero((self._holes.owners == giver) & (self._locks.of_slabs == 0))[0])
 
     def _empty(self, victim: int, of: int, ref: Int32) -> Int32:
         """The live blocks of ``victim`` move into other holes of class ``of``; the slab is free then. The moves."""
@@ -573,10 +490,7 @@ class SlabSpace:
         sources = (np.flatnonzero(~self._holes.is_hole[rows]) + rows.start).astype(np.int32)
         held = ref[sources] > 0
         targets = self._holes.empty(victim, of, sources, held)
-        self._lru[of].rename(sources[~held], targets[~held])
-        self._stamp[targets] = self._stamp[sources]
-        self._is_given[targets] = self._is_given[sources]
-        self._is_given[sources] = False
+        self._cached.move(of, sources, targets, ~held)
         self.moved_blocks[of] += len(sources)
         self._moved_bytes += len(sources) * self._block_bytes[of]
         return np.stack((sources, targets), axis=1)
