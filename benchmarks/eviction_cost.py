@@ -1,20 +1,22 @@
 """What an eviction costs: of a step of the scheduler, of a request, and of a ranking alone, by ends that are kept.
 
-    python eviction_cost.py [--steps 1000 10000 100000] [--ends 1000 10000] [--ranked 1000 10000 100000]
+    python eviction_cost.py [--steps 1000 10000 100000] [--ends 1000 10000] [--ranked 1000 10000 100000] [--bytes 2000]
 
-A step: 256 requests run, of some 256 tokens of output each, in a cache that is full of such; three in ten are new,
-three ask an earlier prompt again, four go on from what was answered. What is timed is ``schedule`` and ``update``;
-evictions take turns of 50 steps in one process, and the median of their ratios is told. A request: of 48 tokens, 16 of
-which a fortieth of all share, comes, is computed and goes; two ends are kept of each. A ranking alone gives up its
-lowest end, keeps a new one and sees a hit. Nothing given: all of them but the longest.
+A step: 256 requests run, of some 256 tokens of output each, in a cache that others of few tokens of output have filled;
+three in ten are new, three ask an earlier prompt again, four go on from what was answered. What is timed is
+``schedule`` and ``update``; evictions take turns of 50 steps in one process, and the median of their ratios is told.
+A request: of 48 tokens, 16 of which a fortieth of all share, comes, is computed and goes; two ends are kept of each. A
+ranking alone gives up its lowest end, keeps a new one and sees a hit. Bytes: of Python objects, beside ``lru``, of each
+end that is kept, with ghosts and remembered keys. Nothing given: all of them but the longest.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+import tracemalloc
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from random import Random
 
@@ -34,13 +36,18 @@ _OUTPUTS = list(range(5))
 
 _RUNNING = 256
 _OUTPUT_TOKENS = (128, 384)
+_FILLED_WITH = [7] * 4
+"""Tokens of output of those that only fill the cache."""
 _LONGEST = 2048
 _TURN = 50
 """Steps."""
 
 
 class Busy:
-    """A scheduler with ``_RUNNING`` requests over a cache that is full, of some ``ends`` ends if it knows them."""
+    """A scheduler for ``_RUNNING`` requests over a cache that is full, of some ``ends`` ends if it knows them.
+
+    At first nobody runs.
+    """
 
     def __init__(self, eviction: str, ends: int) -> None:
         self._now = 0.0
@@ -49,22 +56,25 @@ class Busy:
         self._prompts: deque[list[int]] = deque(maxlen=ends)
         self._answered: deque[list[int]] = deque(maxlen=ends)
         self.cache = KVCacheManager(
-            natural_model_config(8 * _RUNNING + 4 * ends, (full_spec(16), state_spec(16)), (4, 1)),
+            natural_model_config(8 * _RUNNING + 3 * ends // 2, (full_spec(16), state_spec(16)), (4, 1)),
             _LONGEST,
             placement=EndsPlacement(),
             eviction=eviction_named(eviction),
             clock=lambda: self._now,
         )
-        while self.cache.evictions < ends:
+        while not self.cache.evictions:
             self._now += 0.02
             request = self._request()
-            number = next(self._names)
-            serve_alone(self.cache, request, [number] * self._random.randrange(*_OUTPUT_TOKENS), number)
+            serve_alone(self.cache, request, _FILLED_WITH, next(self._names))
             self._answered.append(request.token_ids().tolist())
         limits = SchedulerLimits(max_running=_RUNNING, max_batched_tokens=8 * _LONGEST)
         self._scheduler = Scheduler(self.cache, limits, clock=lambda: self._now)
         self._live: set[str] = set()
-        self.steps(10 * _TURN)
+
+    @property
+    def kept(self) -> int:
+        """Ends."""
+        return sum(one.kept for one in self.cache.statistics().ends)
 
     def _request(self) -> Request:
         """New, an earlier prompt again, or one that goes on."""
@@ -111,16 +121,30 @@ def _answer(step: Step) -> StepResult:
 def compare_steps(ends: int, rounds: int) -> Iterator[str]:
     """A line for each eviction."""
     sides = {name: Busy(name, ends) for name in EVICTIONS}
+    for side in sides.values():
+        side.steps(10 * _TURN)
     times: dict[str, list[float]] = {name: [] for name in EVICTIONS}
     for _ in range(rounds):
         for name, side in sides.items():
             times[name].append(side.steps(_TURN))
     beside = np.array(times[LRU.name])
     for name, side in sides.items():
-        kept = sum(one.kept for one in side.cache.statistics().ends)
         ratio = np.median(np.array(times[name]) / beside)
         median = np.median(times[name]) * 1e6
-        yield f"{ends:>7,}, {name}: {median:,.0f} us a step, {ratio:.2f} of lru's, {kept:,} ends kept"
+        yield f"{ends:>7,}, {name}: {median:,.0f} us a step, {ratio:.2f} of lru's, {side.kept:,} ends kept"
+
+
+def bytes_of_an_end(ends: int) -> Iterator[str]:
+    """A line for each eviction that keeps ends."""
+    traced: dict[str, int] = {}
+    for name in EVICTIONS:
+        tracemalloc.start()
+        side = Busy(name, ends)
+        traced[name] = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        if side.kept:
+            more = (traced[name] - traced[LRU.name]) / side.kept
+            yield f"{side.kept:>7,} ends kept, {name}: {more:,.0f} bytes an end more than lru"
 
 
 def a_request(eviction: str, ends: int) -> float:
@@ -176,26 +200,41 @@ def a_turn(eviction: str, ends: int) -> Iterator[float]:
     yield (time.process_time() - begun) / _TIMED
 
 
+def compare_turns(ends: int) -> Iterator[str]:
+    """A line for each eviction that ranks."""
+    for eviction in EVICTIONS:
+        times = [f"{seconds * 1e6:.0f} us" for seconds in a_turn(eviction, ends)]
+        if times:
+            yield f"{ends:>7,} ranked, {eviction}: a turn {times[0]}, to learn {times[1]} a request"
+
+
+def compare_requests(ends: int) -> Iterator[str]:
+    """A line for each eviction."""
+    for eviction in EVICTIONS:
+        yield f"{ends:>7,} kept, {eviction}: {a_request(eviction, ends) * 1e6:.0f} us a request"
+
+
+_USUAL = {"steps": [1000, 10_000], "bytes": [2000], "ranked": [1000, 10_000, 100_000], "ends": [1000, 10_000]}
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("steps", "ends", "ranked"):
+    for name in _USUAL:
         parser.add_argument(f"--{name}", type=int, nargs="*", default=[])
     parser.add_argument("--rounds", type=int, default=20, help="turns of steps, each")
-    asked = parser.parse_args()
-    if not (asked.steps or asked.ends or asked.ranked):
-        asked.steps, asked.ends, asked.ranked = [1000, 10_000], [1000, 10_000], [1000, 10_000, 100_000]
-    for ends in asked.steps:
-        for line in compare_steps(ends, asked.rounds):
-            print(line, flush=True)
-    for ends in asked.ranked:
-        for eviction in EVICTIONS:
-            times = [f"{seconds * 1e6:.0f} us" for seconds in a_turn(eviction, ends)]
-            if times:
-                print(f"{ends:>7,} ranked, {eviction}: a turn {times[0]}, to learn {times[1]} a request", flush=True)
-    for ends in asked.ends:
-        for eviction in EVICTIONS:
-            print(f"{ends:>7,} kept, {eviction}: {a_request(eviction, ends) * 1e6:.0f} us a request", flush=True)
+    asked = vars(parser.parse_args())
+    measures: dict[str, Callable[[int], Iterator[str]]] = {
+        "steps": lambda ends: compare_steps(ends, asked["rounds"]),
+        "bytes": bytes_of_an_end,
+        "ranked": compare_turns,
+        "ends": compare_requests,
+    }
+    wanted = asked if any(asked[name] for name in _USUAL) else _USUAL
+    for name, measure in measures.items():
+        for ends in wanted[name]:
+            for line in measure(ends):
+                print(line, flush=True)
 
 
 if __name__ == "__main__":
