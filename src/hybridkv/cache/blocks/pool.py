@@ -266,7 +266,9 @@ class BlockPool:
         of = self.classes[integer("group", group, 0, len(self.classes) - 1)]
         if not 0 <= integer("n", n) <= self._free.obtainable(of):
             raise BlockError(f"{n} blocks asked for, {self._free.obtainable(of)} are free: plan before taking")
-        ids, moves, held = self._free.take(n, of), list[Int64](), list[NDArray[np.bool_]]()
+        ids = self._free.take(n, of)
+        moves: list[Int64] = []
+        held: list[NDArray[np.bool_]] = []
         if len(ids) < n:
             ids = np.concatenate((ids, self._take_with_room(n - len(ids), of, moves, held)))
         if n == 1:

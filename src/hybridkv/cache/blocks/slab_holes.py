@@ -105,20 +105,32 @@ class SlabHoles:
 
     def parts(self, ids: Ids) -> list[Part]:
         """``ids`` by class, in the order given. BlockError for one that is no handle. O(ids)."""
-        return [self.part(of, some) for of, some in self.by_class(ids)]
+        if not len(ids):
+            return []
+        first, last = self._classes(ids)
+        if first == last:
+            return [self.part(first, ids)]
+        return [self.part(of, some) for of, some in self._split(ids, first, last)]
 
     def by_class(self, ids: Ids) -> list[tuple[int, Ids]]:
         """The same without slabs."""
         if not len(ids):
             return []
-        few = ids.tolist() if len(ids) <= _FEW else None
-        low = min(few) if few else int(np.minimum.reduce(ids))
-        high = max(few) if few else int(np.maximum.reduce(ids))
+        first, last = self._classes(ids)
+        return [(first, ids)] if first == last else self._split(ids, first, last)
+
+    def _classes(self, ids: Ids) -> tuple[int, int]:
+        """The first and the last class of ``ids``. BlockError for one that is no handle."""
+        if len(ids) <= _FEW:
+            few = ids.tolist()
+            low, high = min(few), max(few)
+        else:
+            low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
         if low < 0 or high >= self.num_blocks:
             raise BlockError(f"block {low if low < 0 else high} is none of the {self.num_blocks} of all slabs")
-        first, last = self.class_of(low), self.class_of(high)
-        if first == last:
-            return [(first, ids)]
+        return bisect_right(self.bases, low) - 1, bisect_right(self.bases, high) - 1
+
+    def _split(self, ids: Ids, first: int, last: int) -> list[tuple[int, Ids]]:
         of_each = np.array(self.bases).searchsorted(ids, "right") - 1
         return [(of, some) for of in range(first, last + 1) if len(some := ids[of_each == of])]
 
