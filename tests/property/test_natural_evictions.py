@@ -117,6 +117,16 @@ def test_ends_go_on_from_what_they_begin_with_and_each_hit_counts_once(model: st
     assert plain.hits[True] > 0
 
 
+@pytest.mark.parametrize(("eviction", "seed"), [("coverage", 14), ("coverage", 44), ("coverage", 70), ("hazard", 17)])
+def test_runs_in_which_something_was_wrong_once(eviction: str, seed: int) -> None:
+    """70: of two blocks with one key the first was lost, and the other one, given up before, is needed in its place."""
+    with watched() as plain:
+        random = Random(f"full and states {seed}")
+        options = replace(random_natural_options(random, MODELS["full and states"]), placement="ends")
+        random_run(WatchedTwins(options, eviction, plain), random, 120)
+    assert plain.compared > 0
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("eviction", PAIRS)
 def test_many_watched_runs(eviction: str) -> None:

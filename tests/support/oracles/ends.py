@@ -45,10 +45,11 @@ class PlainEnds:
         self.unknown = self.compared = 0
         self.hits: Counter[bool] = Counter()
 
-    def expected_hits(self, kept: JudgedEnds, request: Request) -> list[Node]:
-        """The deepest end that is kept, and the deepest that is known."""
+    def expected_hits(self, kept: JudgedEnds, request: Request, without: Node | None = None) -> list[Node]:
+        """The deepest end that is kept, and the deepest that is known, if nobody knew ``without``."""
         whole = prefix_of(request, request.num_prompt_tokens - 1, kept._hash_block)
-        known = [node for node in kept._tree.nodes.values() if self.prefixes[node].begins(whole)]
+        known = [node for node in kept._tree.nodes.values() if node is not without]
+        known = [node for node in known if self.prefixes[node].begins(whole)]
         deepest = max(known, key=lambda node: node.tokens, default=None)
         consumed = max((node for node in known if node.kept), key=lambda node: node.tokens, default=None)
         return [node for node in known if node in {deepest, consumed}]
@@ -108,15 +109,16 @@ def watched() -> Iterator[PlainEnds]:
         self._settle()
         before = {end: end.hits for end in ends_of(self)}
         known = self._tree.find(request, hit_tokens)
-        expected: list[Node] = []
+        expected, again, lost = list[Node](), None, list[Node]()
         if request.first_hit_tokens is None and request.reads_prefix_cache:
             expected = plain.expected_hits(self, request)
             if known is not None and not known.kept and known.tokens < request.num_prompt_tokens:
                 deeper = [node for node in expected if node.tokens > known.tokens]
-                expected = [*deeper, known]  # it is kept again, and consumed
+                # it is kept again, and consumed, if it can be: what a branch shares with its parent may be unpublished
+                expected, again, lost = [*deeper, known], known, plain.expected_hits(self, request, known)
         plain.hits.update(node.kept for node in expected)
-        wanted = {node.end for node in expected}
         begin(self, request, hit_tokens)
+        wanted = {node.end for node in (expected if again is None or again.kept else lost)}
         for end in ends_of(self):
             same(f"hits of the end of {end.tokens} tokens", end.hits - before.get(end, 0), int(end in wanted))
 

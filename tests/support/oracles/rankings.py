@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from hybridkv.cache.placement import Eviction
@@ -71,8 +71,12 @@ class NaiveCoverage:
     def given_up(self, end: End, parent: End | None, now: float, *, declined: bool) -> None:
         """Nothing."""
 
-    def forget(self, end: End, now: float) -> None:
-        """Nothing."""
+    def agree(self, parent: End, real: Ranking) -> None:
+        """Nobody inherits."""
+
+    def forget(self, end: End, now: float) -> None:  # noqa: ARG002 - as above
+        """Its number may be another end's, after all is forgotten."""
+        self.gone_on.discard(end.serial)
 
     def hits(self, kind: Kind) -> float:
         """Each counts half after so many requests."""
@@ -106,7 +110,10 @@ class NaiveCoverage:
 
 @dataclass(slots=True)
 class Record:
-    """What is known of an end. counted: seconds of its age that were counted. heir: class, and last use, of one."""
+    """What is known of an end. counted: seconds of its age that were counted. heir: class, and last use, of one.
+
+    equals: those that were worth as much as it when it was chosen.
+    """
 
     of: Key
     used: float
@@ -115,6 +122,7 @@ class Record:
     log_gap: float = 0.0
     counted: float = 0.0
     heir: tuple[Key, float] | None = None
+    equals: list[tuple[Key, float]] = field(default_factory=list)
 
 
 def bucket(age: float) -> int:
@@ -269,11 +277,18 @@ class NaiveHazard:
             return
         theirs = self.know(parent)
         heirs = [one for one in (theirs.heir, (record.of, record.used), record.heir) if one is not None]
-        best = heirs[0]
-        for heir in heirs[1:]:
-            if self.worth(heir[0], now - heir[1]) > self.worth(best[0], now - best[1]) * (1 + CLOSE):
-                best = heir
-        theirs.heir = best
+        worths = [self.worth(of, now - used) for of, used in heirs]
+        theirs.equals = [heir for heir, worth in zip(heirs, worths, strict=True) if worth * (1 + CLOSE) >= max(worths)]
+        theirs.heir = theirs.equals[0]
+
+    def agree(self, parent: End, real: Ranking) -> None:
+        """Of heirs that are worth the same the one that ``real`` has chosen."""
+        record = self.records.get(parent.serial)
+        if record is None or not isinstance(real, HazardRanking) or (heir := real.heir_of(parent)) is None:
+            return
+        of = next(key for key, number in real.table._numbers.items() if number == heir.of)
+        if (of, heir.used) in record.equals:
+            record.heir = of, heir.used
 
     def forget(self, end: End, now: float) -> None:
         """It waited till now."""
@@ -383,6 +398,8 @@ class Beside:
         """See Ranking."""
         self.naive.given_up(end, parent, now, declined=declined)
         self.real.given_up(end, parent, now, declined=declined)
+        if parent is not None:
+            self.naive.agree(parent, self.real)
 
     def forget(self, end: End, now: float) -> None:
         """See Ranking."""

@@ -96,6 +96,12 @@ class BlockNeeds:
                 self.weights[tenant] += self.bytes_of(new)
             self.space.keep(new)
 
+    def take_back(self, ids: Ids, ends: Sequence[tuple[int, Ids]]) -> None:
+        """``ids``, counted already, are needed though they were given up. ends: tenant, and what each needs."""
+        self.space.keep(ids)
+        for tenant, needed in reversed(ends) if self.payers.size else ():
+            self.payers[np.intersect1d(ids, needed)] = tenant
+
     def bytes_of(self, ids: Ids) -> int:
         """Of all ``ids`` together."""
         counts = np.bincount(np.searchsorted(self.space.bases, ids, side="right") - 1, minlength=len(self.block_bytes))

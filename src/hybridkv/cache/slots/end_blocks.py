@@ -181,14 +181,20 @@ class EndBlocks:
         """How many of ``nodes`` need each block, int32[blocks], counted anew."""
         counts = np.zeros_like(self._needs.counts)
         for node in nodes:
-            for ids in (self.segment(node), self.window(node), node.own):
-                if ids:
-                    np.add.at(counts, ids, 1)
+            np.add.at(counts, self._blocks_of(node), 1)
         return counts
+
+    def _blocks_of(self, node: Node) -> Int64:
+        """All that it needs, those of its segment and windows that are there."""
+        return np.array([*(self.segment(node) or []), *(self.window(node) or []), *node.own], np.int64)
 
     def recount(self, nodes: Sequence[Node]) -> None:
         """``nodes``, whole ones, are all that need anything."""
+        unneeded = self._needs.counts == 0
         self._needs.counts[:] = self.counted(nodes)
+        again = np.flatnonzero(unneeded & (self._needs.counts > 0))
+        if again.size:  # of two blocks with one key the first was lost, and the other one is needed in its place
+            self._needs.take_back(again, [(node.end.tenant, self._blocks_of(node)) for node in nodes])
         self._needs.weights[:] = self._needs.charged()
         self._needs.space.give_up(np.flatnonzero(self._pool.cached() & (self._needs.counts == 0)))
 
