@@ -40,14 +40,11 @@ class LostKeys:
         self._block_bytes = tuple(block_bytes)
         self._clock = clock
         self.lost_bytes = 0
-        self._begin()
-
-    def _begin(self) -> None:
-        self._young, self._old = (_Generation(len(self._block_bytes)) for _ in range(2))
+        self.clear()
 
     def clear(self) -> None:
         """Nothing is remembered."""
-        self._begin()
+        self._young, self._old = (_Generation(len(self._block_bytes)) for _ in range(2))
 
     def note(self, group: int, keys: Sequence[bytes], tails: Sequence[tuple[bytes, bytes]], blocks: int) -> None:
         """``blocks`` of ``group`` lose ``keys`` and ``tails``, (parent, bytes of tokens) each. O(keys + tails)."""

@@ -96,11 +96,20 @@ class BlockNeeds:
                 self.weights[tenant] += self.bytes_of(new)
             self.space.keep(new)
 
-    def take_back(self, ids: Ids, ends: Sequence[tuple[int, Ids]]) -> None:
-        """``ids``, counted already, are needed though they were given up. ends: tenant, and what each needs."""
-        self.space.keep(ids)
+    def recount(self, ends: Sequence[tuple[int, Ids]]) -> None:
+        """Ends of these tenants, each of which needs these blocks, are all there are. O(blocks and what ends need).
+
+        Of two blocks with one key the first may have been lost: the other one, given up before, is needed in its place.
+        """
+        unneeded = self.counts == 0
+        self.counts.fill(0)
+        for _, needed in ends:
+            np.add.at(self.counts, needed, 1)
+        again = np.flatnonzero(unneeded & (self.counts > 0))
+        self.space.keep(again)
         for tenant, needed in reversed(ends) if self.payers.size else ():
-            self.payers[np.intersect1d(ids, needed)] = tenant
+            self.payers[np.intersect1d(again, needed)] = tenant
+        self.weights[:] = self.charged()
 
     def bytes_of(self, ids: Ids) -> int:
         """Of all ``ids`` together."""

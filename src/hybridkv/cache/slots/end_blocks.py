@@ -190,12 +190,7 @@ class EndBlocks:
 
     def recount(self, nodes: Sequence[Node]) -> None:
         """``nodes``, whole ones, are all that need anything."""
-        unneeded = self._needs.counts == 0
-        self._needs.counts[:] = self.counted(nodes)
-        again = np.flatnonzero(unneeded & (self._needs.counts > 0))
-        if again.size:  # of two blocks with one key the first was lost, and the other one is needed in its place
-            self._needs.take_back(again, [(node.end.tenant, self._blocks_of(node)) for node in nodes])
-        self._needs.weights[:] = self._needs.charged()
+        self._needs.recount([(node.end.tenant, self._blocks_of(node)) for node in nodes])
         self._needs.space.give_up(np.flatnonzero(self._pool.cached() & (self._needs.counts == 0)))
 
 
