@@ -1,6 +1,6 @@
 """Hit rates of evictions, cell by cell; resumes where it stopped.
 
-    python eviction_table.py run RESULTS.jsonl FOLDER [--only TEXT] [--limit N] [--replayed] [--hinted]
+    python eviction_table.py run RESULTS.jsonl FOLDER [--only TEXT] [--limit N] [--replayed] [--hinted] [--seed N]
     python eviction_table.py run RESULTS.jsonl FOLDER [--only TEXT] --bounds
     python eviction_table.py show RESULTS.jsonl                      a table in Markdown
     python eviction_table.py never-worse RESULTS.jsonl               hazard beside the better of align and lru
@@ -10,7 +10,8 @@ A cell runs its requests one after the other, each at its arrival, in a step or 
 alone, as docs/design/0019 compares it with a simulation. ``--replayed``: through the scheduler, time modelled and
 requests running side by side, which takes some ten times as long; then also *align*, the reference layout with its own
 placement and order. ``--hinted``: every request comes with the hints of
-one who knows how the trace goes on (oracle_hints).
+one who knows how the trace goes on (oracle_hints). ``--seed``: streams of that seed, drawn by `hybridkv replay
+workload:NAME --seed N`, in place of those of FOLDER.
 
 ``--bounds``: of every stream, model and memory that hazard was run for, however it was run, two cells more, each
 request alone. *belady*: in the same cache next goes the end that saves fewest tokens a byte and request until it is
@@ -46,6 +47,7 @@ from hybridkv.request import Request
 from hybridkv.simulator import ReplaySettings, SimulatedClock, TraceFile, plan_for_trace, simulation_of
 from hybridkv.simulator.formats import TraceRequest
 from hybridkv.simulator.trace import RequestSource, TraceSummary
+from hybridkv.simulator.workloads import WORKLOADS, Workload
 
 MODELS = {
     "qwen3.5-35b-a3b": "auto",
@@ -78,9 +80,9 @@ BOUNDS = (BELADY, LIMIT)
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run. eviction: of WAYS and BOUNDS. limit: requests, 0 for all. replayed: by the scheduler.
+    """One run. stream: a file, or workload:NAME:SEED. eviction: of WAYS and BOUNDS. limit: requests, 0 for all.
 
-    hinted: see oracle_hints. The limit is of no model, in no memory.
+    replayed: by the scheduler. hinted: see oracle_hints. The limit is of no model, in no memory.
     """
 
     stream: str
@@ -97,9 +99,9 @@ class Cell:
         return tuple(asdict(self).values())
 
 
-def cells(limit: int, *, replayed: bool, hinted: bool) -> Iterator[Cell]:
+def cells(streams: Sequence[str], limit: int, *, replayed: bool, hinted: bool) -> Iterator[Cell]:
     """All of them, the most wanted first."""
-    for stream in STREAMS:
+    for stream in streams:
         for memory in MEMORIES:
             for model in MODELS:
                 for eviction in WAYS if replayed else EVICTIONS:
@@ -205,12 +207,21 @@ def replayed(cell: Cell, source: RequestSource, summary: TraceSummary) -> dict[s
         "checkpoints": report.checkpoints,
         "declined": report.declined_checkpoints,
         "moved_blocks": report.moves,
+        "moved_bytes": report.moved_bytes,
     }
+
+
+def source_of(cell: Cell, folder: str) -> RequestSource:
+    """Its requests: a file of ``folder``, or drawn."""
+    if cell.stream.startswith("workload:"):
+        _, kind, seed = cell.stream.split(":")
+        return Workload(kind, seed=int(seed), limit=cell.limit or None)
+    return TraceFile(f"{folder}/{cell.stream}", limit=cell.limit or None)
 
 
 def run(cell: Cell, folder: str) -> dict[str, Any]:
     """Its result as a line."""
-    source: RequestSource = TraceFile(f"{folder}/{cell.stream}", limit=cell.limit or None)
+    source = source_of(cell, folder)
     if cell.hinted:
         source = Hinted(source, 512 if cell.stream.startswith("conversation") else 16)
     begun = time.process_time()
@@ -290,6 +301,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=0, help="first N requests")
     parser.add_argument("--replayed", action="store_true", help="through the scheduler")
     parser.add_argument("--hinted", action="store_true", help="with hints of one who knows the future")
+    parser.add_argument("--seed", type=int, help="of drawn streams, in place of the folder's")
     parser.add_argument("--bounds", action="store_true", help="belady and limit, where hazard is known")
     asked = parser.parse_args()
     done = read_results(asked.results) if asked.results.exists() else []
@@ -301,7 +313,8 @@ def main() -> None:
         print("\n".join((show if asked.what == "show" else never_worse)(done)))
         return
     known = {tuple(line.get(name, False) for name in Cell.__dataclass_fields__) for line in done}
-    wanted = bounds(done) if asked.bounds else cells(asked.limit, replayed=asked.replayed, hinted=asked.hinted)
+    streams = STREAMS if asked.seed is None else [f"workload:{kind}:{asked.seed}" for kind in WORKLOADS]
+    wanted = bounds(done) if asked.bounds else cells(streams, asked.limit, replayed=asked.replayed, hinted=asked.hinted)
     for cell in wanted:
         if cell.key in known or not all(text in str(cell) for text in asked.only):
             continue

@@ -17,6 +17,7 @@ from hybridkv.cache.placement import EVICTIONS, EndsPlacement, Eviction, evictio
 from hybridkv.simulator import Pieces, SimulatedClock, TraceRequest
 from hybridkv.simulator.tokens import HASHED_BLOCK, NEW_OUTPUT, PROMPT_SEGMENT
 from hybridkv.simulator.trace import TraceSummary
+from hybridkv.simulator.workloads import Workload
 from hybridkv.specs import KVCacheSpec
 from hybridkv.testing.configs import full_spec, natural_model_config, state_spec, window_spec
 
@@ -209,6 +210,15 @@ LINES = [
 def test_bounds_are_wanted_where_hazard_is_known() -> None:
     wanted = [(one.eviction, one.model, one.memory_gib, one.limit) for one in eviction_table.bounds(LINES)]
     assert wanted == [("limit", "", 0, 0), ("belady", "m", 10, 0), ("limit", "", 0, 5), ("belady", "m", 10, 5)]
+
+
+def test_a_seed_names_streams_that_the_library_draws() -> None:
+    seeded = eviction_table.Cell("workload:chat:3", "m", 10, "lru", 20, replayed=True)
+    drawn = list(eviction_table.source_of(seeded, "nowhere"))
+    assert [(one.timestamp_s, one.prompt) for one in drawn] == [
+        (one.timestamp_s, one.prompt) for one in Workload("chat", seed=3, limit=20)
+    ]
+    assert drawn[0].timestamp_s != next(iter(Workload("chat", seed=4))).timestamp_s
 
 
 def test_bounds_stand_in_every_row_that_they_bound() -> None:
