@@ -220,19 +220,6 @@ def test_the_least_is_that_of_all_rings_as_time_passes_and_ends_come_and_go(seed
     assert ranking.check() == []
 
 
-def test_looks_at_rings_that_are_true_no_longer_do_not_pile_up() -> None:
-    ranking, often = HazardRanking(), end(0)
-    worth_more = end(1, saved=1.01)
-    ranking.add(worth_more, 0.0)
-    for _ in range(500):
-        ranking.add(often, 0.0)
-        assert ranking.lowest(0.0) is often
-        ranking.remove(often)
-        ranking.add(end(2, Kind.OUTPUT, saved=0.5), 0.0)
-        ranking.remove(ranking.lowest(0.0) or often)
-    assert len(ranking._by_value) < 100
-
-
 def heir_of_a_hit_end() -> tuple[HazardRanking, End, End, float]:
     ranking = HazardRanking()
     serve(ranking, Kind.OUTPUT, Kind.PROMPT, 3)
@@ -256,6 +243,28 @@ def test_who_serves_what_was_given_up_inherits_its_worth() -> None:
     assert ranking.heir_of(third) == ranking.heir_of(parent)
     ranking.hit(third, now + 1)
     assert ranking.heir_of(third) is None
+
+
+def test_who_inherits_is_the_least_no_longer() -> None:
+    ranking, parent, child, now = heir_of_a_hit_end()
+    ranking.remove(child)
+    beside = end(9002, Kind.PROMPT, now, 1.001 * parent.saved)
+    ranking.add(beside, now)
+    ranking.remove(parent)
+    parent.saved = 0.4  # in a ring of its own
+    ranking.add(parent, now)
+    assert ranking.lowest(now) is parent
+    ranking.given_up(child, parent, now, declined=False)
+    assert ranking.value(parent, now) > ranking.value(beside, now)
+    assert ranking.lowest(now) is beside
+
+
+def test_of_equal_ends_in_two_rings_the_one_made_first_goes() -> None:
+    ranking = HazardRanking()
+    for serial, kind in ((2, Kind.PROMPT), (1, Kind.OUTPUT), (3, Kind.BRANCH)):
+        ranking.add(end(serial, kind), 0.0)
+    assert len({ranking.value(end(serial, kind), 0.0) for serial, kind in ((2, Kind.PROMPT), (1, Kind.OUTPUT))}) == 1
+    assert getattr(ranking.lowest(0.0), "serial", None) == 1
 
 
 def test_an_heir_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,12 @@ class    kind and what hints promise, hits so far (3 and more are one), gap: of 
 heir     the most valuable of the ends given up that this one serves instead, until it is hit itself
 rings    one for each class and power of two of what is saved, in the order of last use: only its two ends are
          compared, for value falls with age or rises; which is less is known until one's age is in another bucket, or
-         another end stands there. A heap has the least of all rings, another when each must be looked at again
+         another end stands there
 """
 
 from __future__ import annotations
 
 import math
-from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -27,9 +26,6 @@ _LEARN_EVERY: Final = 100
 
 _MOST_LOOKED_AT: Final = 8192
 """Ends whose waiting is counted at once; more take turns."""
-
-_MOST_STALE: Final = 64
-"""Entries of heaps that are true no longer, beside three for each ring: more are thrown away together."""
 
 _NOBODY: Final = -1
 
@@ -61,14 +57,14 @@ class _Memo:
 
 
 class _ValuedRing(Ring):
-    """least: of its two ends that of less value, as of ``look``, the number of the last look at it."""
+    """least: of its two ends that of less value; both hold before ``until``, while what was learned stands."""
 
-    __slots__ = ("least", "look")
+    __slots__ = ("least", "until", "value")
 
     def __init__(self, first: End) -> None:
         super().__init__()
         self.least = first
-        self.look = 0
+        self.value, self.until = math.inf, -math.inf
 
 
 class HazardRanking:
@@ -80,10 +76,6 @@ class HazardRanking:
         self.table = HazardTable()
         self._memos: dict[int, _Memo] = {}
         self._rings: dict[tuple[int, int], _ValuedRing] = {}
-        self._unseen: dict[_ValuedRing, None] = {}  # to be looked at
-        self._by_value: list[tuple[float, int, int, _ValuedRing]] = []  # least value, whose serial, look
-        self._by_time: list[tuple[float, int, _ValuedRing]] = []  # up to when that holds, look
-        self._look = 0
         self._looked = self.table.learned
         self._class = np.full(64, _NOBODY)
         self._used = np.zeros(64)
@@ -158,7 +150,7 @@ class HazardRanking:
         if ring is None:
             ring = self._rings[memo.ring] = _ValuedRing(end)
         if ring.add(end):
-            self._unseen[ring] = None
+            ring.until = -math.inf
 
     def remove(self, end: End) -> None:
         """Out of it."""
@@ -166,46 +158,35 @@ class HazardRanking:
         if memo.ring is not None:
             ring = self._rings[memo.ring]
             if ring.remove(end):
-                self._unseen[ring] = None
+                ring.until = -math.inf
             if not len(ring):
                 del self._rings[memo.ring]
             memo.ring = None
 
     def lowest(self, now: float) -> End | None:
-        """The least of the two ends of every ring. O(rings that changed, log rings)."""
-        by_value, by_time = self._by_value, self._by_time
-        if self._looked != self.table.learned or len(by_value) > _MOST_STALE + 4 * len(self._rings):
+        """The least of the two ends of every ring. O(rings)."""
+        if self._looked != self.table.learned:
             self._looked = self.table.learned
-            self._unseen = dict.fromkeys(self._rings.values())
-            by_value.clear()
-            by_time.clear()
-        while by_time and by_time[0][0] <= now:
-            _, look, ring = heappop(by_time)
-            if ring.look == look:
-                self._unseen[ring] = None
-        for ring in self._unseen:
-            self._look += 1
-            ring.look = self._look
-            if len(ring):
+            for ring in self._rings.values():
+                ring.until = -math.inf
+        least, lowest = math.inf, None
+        for ring in self._rings.values():
+            if now >= ring.until:
                 self._look_at(ring, now)
-        self._unseen.clear()
-        while by_value and by_value[0][3].look != by_value[0][2]:
-            heappop(by_value)
-        return by_value[0][3].least if by_value else None
+            if ring.value < least or (ring.value == least and (lowest is None or ring.least.serial < lowest.serial)):
+                least, lowest = ring.value, ring.least
+        return lowest
 
     def _look_at(self, ring: _ValuedRing, now: float) -> None:
         """Value ``ring`` anew."""
-        least, until = math.inf, math.inf
+        ring.value, ring.until = math.inf, math.inf
         for end in ring.both_ends():
             memo = self._memos[end.serial]
             if now >= memo.until or memo.learned != self._looked:
                 self._look_at_end(end, memo, now)
-            until, value = min(until, memo.until), memo.value
-            if value < least or (value == least and end.serial < ring.least.serial):
-                ring.least, least = end, value
-        heappush(self._by_value, (least, ring.least.serial, ring.look, ring))
-        if until < math.inf:
-            heappush(self._by_time, (until, ring.look, ring))
+            ring.until, value = min(ring.until, memo.until), memo.value
+            if value < ring.value or (value == ring.value and end.serial < ring.least.serial):
+                ring.least, ring.value = end, value
 
     def _look_at_end(self, end: End, memo: _Memo, now: float) -> None:
         """Value ``end`` anew."""
@@ -259,7 +240,7 @@ class HazardRanking:
         theirs.heir = max(heirs, key=lambda heir: self._worth(heir, now))
         theirs.until = -math.inf
         if theirs.ring is not None and (ring := self._rings[theirs.ring]).is_outer(parent):
-            self._unseen[ring] = None
+            ring.until = -math.inf
 
     def forget(self, end: End, now: float) -> None:
         """How long it waited counts; its row is free."""
