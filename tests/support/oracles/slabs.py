@@ -136,15 +136,14 @@ class OracleSlabs:
 
     def prepend(self, blocks: Sequence[int]) -> None:
         """Blocks without a key lose their last holder: holes. Slabs that became whole first are taken first."""
-        for of in range(len(self.ks)):
-            whole = []
-            for block in blocks:
-                if self.class_of(block) == of:
-                    self.state[block] = HOLE
-                    if self._is_whole(self.slab_of(block), of):
-                        whole.append(self.slab_of(block))
-            for slab in reversed(whole):
-                self._give_back(slab, of)
+        whole = []
+        for block in blocks:
+            self.state[block] = HOLE
+            of, slab = self.class_of(block), self.slab_of(block)
+            if self._is_whole(slab, of):
+                whole.append((slab, of))
+        for slab, of in reversed(whole):
+            self._give_back(slab, of)
 
     def age_first(self, blocks: Sequence[int]) -> None:
         """Cached blocks become the first to be evicted, in this order."""
