@@ -2,9 +2,9 @@
 
     python eviction_table.py run RESULTS.jsonl FOLDER [--only TEXT] [--limit N] [--replayed] [--hinted] [--seed N]
     python eviction_table.py run RESULTS.jsonl FOLDER [--only TEXT] --bounds
-    python eviction_table.py show RESULTS.jsonl                      a table in Markdown
-    python eviction_table.py never-worse RESULTS.jsonl               hazard beside the better of align and lru
-    python eviction_table.py write RESULTS.jsonl PAGE               both into docs/hit-rates.md, that page
+    python eviction_table.py show RESULTS.jsonl [NATURAL.jsonl]      a table in Markdown
+    python eviction_table.py never-worse RESULTS.jsonl [NATURAL.jsonl]    hazard beside the better of align and lru
+    python eviction_table.py write RESULTS.jsonl NATURAL.jsonl PAGE  both into docs/hit-rates.md, that page
 
 A cell runs its requests one after the other, each at its arrival, in a step or two and with nobody beside it: the cache
 alone, as docs/design/0019 compares it with a simulation. ``--replayed``: through the scheduler, time modelled and
@@ -18,7 +18,10 @@ request alone. *belady*: in the same cache next goes the end that saves fewest t
 gone on from, by whoever comes; an end, its bytes and what it saves are hazard's own (belady.py). *limit*: an endless
 cache, which finds all leading tokens of a prompt but its last that any request before began with, outputs among them.
 
-A cell that stands in RESULTS, whatever commit made it, is not run again: delete its line to do so.
+NATURAL: what natural_table.py wrote. Its whole streams, *reference align* and *natural ends*, are align and lru here.
+
+A cell that stands in RESULTS, whatever commit made it, is not run again: delete its line to do so. Where the longest
+request does not fit, it says so and goes on.
 """
 
 from __future__ import annotations
@@ -39,8 +42,8 @@ from natural_table import commit, read_results
 from oracle_hints import Hinted
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import EVICTIONS, HAZARD, Eviction, eviction_named, placement_of
-from hybridkv.errors import CacheError
+from hybridkv.cache.placement import EVICTIONS, HAZARD, LRU, EndsPlacement, Eviction, eviction_named, placement_of
+from hybridkv.errors import CacheError, CapacityError
 from hybridkv.models import Model, read_model
 from hybridkv.planner.plan import NATURAL, REFERENCE
 from hybridkv.request import Request
@@ -246,12 +249,21 @@ def _found(cell: Cell, source: RequestSource) -> dict[str, Any]:
     return alone(cell, source, source.summary(), eviction_named(cell.eviction))
 
 
+def of_natural(lines: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Whole streams that natural_table.py replayed, as lines of this table: align and lru."""
+    ways = {(REFERENCE, "align"): REFERENCE_ALIGN, (NATURAL, EndsPlacement().name): LRU.name}
+    for line in lines:
+        eviction = ways.get((line["layout"], line["placement"]))
+        if eviction and line["time_scale"] == 1 and not line["limit"] and not line["ideal"]:
+            yield {**line, "stream": line["workload"], "eviction": eviction, "replayed": True}
+
+
 def show(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Markdown: a row for each stream, model and memory, a column for each way."""
+    """Markdown: a row for each stream, model and memory, a column for each way; what hazard moved."""
     columns = (*WAYS, *BOUNDS)
-    yield f"| stream | requests | model | GiB | run | {' | '.join(columns)} |"
-    yield f"|---|--:|---|--:|---|{'--:|' * len(columns)}"
-    found = rows(lines)
+    yield f"| stream | requests | model | GiB | run | {' | '.join(columns)} | moved |"
+    yield f"|---|--:|---|--:|---|{'--:|' * len(columns)}--:|"
+    found, moved = rows(lines, "hit_rate"), rows(lines, "moved_bytes")
     bound = {key[:4]: rates[BELADY] for key, rates in found.items() if BELADY in rates}
     limits = {key[:2]: rates[LIMIT] for key, rates in found.items() if LIMIT in rates}
     for key, run_so in found.items():
@@ -259,22 +271,29 @@ def show(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             continue
         known = {**run_so, BELADY: bound.get(key[:4]), LIMIT: limits.get(key[:2])}
         rates = (f"{rate:.4f}" if (rate := known.get(name)) is not None else "" for name in columns)
-        yield f"| {' | '.join(map(str, key))} | {' | '.join(rates)} |"
+        of_hazard = moved.get(key, {}).get(HAZARD.name)
+        yield (
+            f"| {' | '.join(map(str, key))} | {' | '.join(rates)} | "
+            f"{'' if of_hazard is None else f'{of_hazard / 2**30:,.1f} GiB'} |"
+        )
 
 
-def rows(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[object, ...], dict[str, float]]:
-    """Hit rates by way, of each stream, requests, model, memory and kind of run."""
-    found: dict[tuple[object, ...], dict[str, float]] = {}
+def rows(lines: Sequence[Mapping[str, Any]], of: str) -> dict[tuple[Any, ...], dict[str, float]]:
+    """What lines say ``of`` by way, of each stream, requests, model, memory and kind of run."""
+    found: dict[tuple[Any, ...], dict[str, float]] = {}
     for line in lines:
         kind = ("replayed" if line["replayed"] else "alone") + (", hinted" if line.get("hinted") else "")
         key = (line["stream"].split(".")[0], line["requests"], line["model"], line["memory_gib"], kind)
-        found.setdefault(key, {})[line["eviction"]] = line["hit_rate"]
+        if of in line:
+            found.setdefault(key, {}).setdefault(line["eviction"], line[of])
     return found
 
 
 def never_worse(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Points that hazard is ahead of align, of lru, and of the better one: on average, and where it is worst."""
-    whole = [(key, found) for key, found in rows(lines).items() if {"align", "lru", "hazard"} <= found.keys()]
+    whole = [
+        (key, found) for key, found in rows(lines, "hit_rate").items() if {"align", "lru", "hazard"} <= found.keys()
+    ]
     for name, rivals in (("align", ("align",)), ("lru", ("lru",)), ("the better of both", ("align", "lru"))):
         ahead = [(100 * (found["hazard"] - max(found[one] for one in rivals)), key) for key, found in whole]
         if ahead:
@@ -296,7 +315,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "show", "never-worse", "write"))
     parser.add_argument("results", type=Path)
-    parser.add_argument("folder", nargs="?", default=".", help="of the streams; to write: the page")
+    parser.add_argument("folder", nargs="?", default=".", help="of the streams; else NATURAL")
+    parser.add_argument("page", nargs="?", help="to write")
     parser.add_argument("--only", action="append", default=[], help="cells whose text has this, and all others given")
     parser.add_argument("--limit", type=int, default=0, help="first N requests")
     parser.add_argument("--replayed", action="store_true", help="through the scheduler")
@@ -305,12 +325,13 @@ def main() -> None:
     parser.add_argument("--bounds", action="store_true", help="belady and limit, where hazard is known")
     asked = parser.parse_args()
     done = read_results(asked.results) if asked.results.exists() else []
-    if asked.what == "write":
-        page = Path(asked.folder)
-        page.write_text(written(page.read_text("utf-8"), done), "utf-8")
-        return
     if asked.what != "run":
-        print("\n".join((show if asked.what == "show" else never_worse)(done)))
+        lines = [*done, *(of_natural(read_results(Path(asked.folder))) if Path(asked.folder).is_file() else ())]
+        if asked.page:
+            page = Path(asked.page)
+            page.write_text(written(page.read_text("utf-8"), lines), "utf-8")
+        else:
+            print("\n".join((show if asked.what == "show" else never_worse)(lines)))
         return
     known = {tuple(line.get(name, False) for name in Cell.__dataclass_fields__) for line in done}
     streams = STREAMS if asked.seed is None else [f"workload:{kind}:{asked.seed}" for kind in WORKLOADS]
@@ -318,7 +339,11 @@ def main() -> None:
     for cell in wanted:
         if cell.key in known or not all(text in str(cell) for text in asked.only):
             continue
-        line = run(cell, asked.folder)
+        try:
+            line = run(cell, asked.folder)
+        except CapacityError as error:
+            print(f"{cell}: {error}", flush=True)
+            continue
         known.add(cell.key)
         with asked.results.open("a", encoding="utf-8") as results:
             results.write(json.dumps(line) + "\n")

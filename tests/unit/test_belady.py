@@ -199,7 +199,7 @@ def line(eviction: str, rate: float, *, replayed: bool = False, limit: int = 0, 
 
 LINES = [
     line("hazard", 0.4, limit=5),
-    line("hazard", 0.6, replayed=True),
+    line("hazard", 0.6, replayed=True, moved_bytes=3 << 29),
     line("lru", 0.5, replayed=True),
     line("hazard", 0.7, replayed=True, hinted=True, model="n"),
     line("belady", 0.8),
@@ -210,6 +210,20 @@ LINES = [
 def test_bounds_are_wanted_where_hazard_is_known() -> None:
     wanted = [(one.eviction, one.model, one.memory_gib, one.limit) for one in eviction_table.bounds(LINES)]
     assert wanted == [("limit", "", 0, 0), ("belady", "m", 10, 0), ("limit", "", 0, 5), ("belady", "m", 10, 5)]
+
+
+def test_whole_streams_of_the_other_table_stand_beside() -> None:
+    whole = {"workload": "mix", "model": "m", "memory_gib": 10, "time_scale": 1.0, "ideal": False, "limit": 0}
+    other = [
+        {**whole, "layout": "reference", "placement": "align", "hit_rate": 0.3, "requests": 99},
+        {**whole, "layout": "natural", "placement": "ends", "hit_rate": 0.2, "requests": 99},
+        {**whole, "layout": "natural", "placement": "align", "hit_rate": 0.1, "requests": 99},
+        {**whole, "layout": "reference", "placement": "align", "hit_rate": 0.1, "requests": 5, "limit": 5},
+        {**whole, "layout": "reference", "placement": "align", "hit_rate": 0.1, "requests": 99, "ideal": True},
+    ]
+    shown = list(eviction_table.show([*LINES, *eviction_table.of_natural(other)]))
+    assert "| mix | 99 | m | 10 | replayed | 0.3000 | 0.5000 |  | 0.6000 | 0.8000 | 0.9000 | 1.5 GiB |" in shown
+    assert len(shown) == 5
 
 
 def test_a_seed_names_streams_that_the_library_draws() -> None:
@@ -227,9 +241,9 @@ def test_bounds_stand_in_every_row_that_they_bound() -> None:
     written = eviction_table.written(page, LINES)
     assert "old" not in written
     assert written.splitlines()[4:8] == [
-        "| mix | 5 | m | 10 | alone |  |  |  | 0.4000 |  |  |",
-        "| mix | 99 | m | 10 | replayed |  | 0.5000 |  | 0.6000 | 0.8000 | 0.9000 |",
-        "| mix | 99 | n | 10 | replayed, hinted |  |  |  | 0.7000 |  | 0.9000 |",
+        "| mix | 5 | m | 10 | alone |  |  |  | 0.4000 |  |  |  |",
+        "| mix | 99 | m | 10 | replayed |  | 0.5000 |  | 0.6000 | 0.8000 | 0.9000 | 1.5 GiB |",
+        "| mix | 99 | n | 10 | replayed, hinted |  |  |  | 0.7000 |  | 0.9000 |  |",
         "<!-- end -->",
     ]
     assert eviction_table.written(written, LINES) == written
