@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from itertools import accumulate
 
 from hybridkv.simulator.formats import TraceRequest
-from hybridkv.simulator.tokens import Pieces
-
-Run = tuple[Hashable, int, int]
-"""(what tells its segment from others, offset, length), in tokens."""
+from hybridkv.simulator.prefixes import Edge, Prefixes, leading, runs_of
 
 
-class Edge:
-    """Tokens that go on behind another edge: of the requests that come through here all have them all.
+class _Known:
+    """What is known of an edge: of the requests that come through there all have all its tokens.
 
     prompts: requests, ascending, whose prompts, but for their last tokens, come through. leaves: the last request that
     shares no more than what ends here with any before it, -1 for none. kept: (tokens, serial) of kept ends inside,
     ascending.
     """
 
-    __slots__ = ("children", "kept", "leaves", "length", "prompts")
+    __slots__ = ("kept", "leaves", "prompts")
 
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.children: dict[tuple[Hashable, int], Edge] = {}
+    def __init__(self) -> None:
         self.prompts: list[int] = []
         self.leaves = -1
         self.kept: list[tuple[int, int]] = []
@@ -40,15 +36,16 @@ class Future:
     """
 
     def __init__(self, requests: Sequence[TraceRequest]) -> None:
-        self._root = Edge(0)
-        known: list[int] = []
+        prefixes, known = Prefixes(), list[int]()
         for asked in requests:
             prompt = runs_of([asked.prompt])
-            known.append(self._insert(_first(prompt, asked.num_prompt_tokens - 1)))
-            self._insert(runs_of([asked.prompt, asked.output]))
+            known.append(prefixes.add(leading(prompt, asked.num_prompt_tokens - 1)))
+            prefixes.add(runs_of([asked.prompt, asked.output]))
         self.limit = sum(known) / sum(asked.num_prompt_tokens for asked in requests)
-        self._paths = [self._path(runs_of([asked.prompt, asked.output])) for asked in requests]
-        self._depths = [list(accumulate(edge.length for edge in path)) for path in self._paths]
+        whole = [list(prefixes.path(runs_of([asked.prompt, asked.output]))) for asked in requests]
+        self._depths = [list(accumulate(edge.length for edge in path)) for path in whole]
+        met = defaultdict[Edge, _Known](_Known)
+        self._paths = [[met[edge] for edge in path] for path in whole]
         self._last = [asked.num_prompt_tokens - 1 for asked in requests]
         for number, shared in enumerate(known):
             if shared:
@@ -60,38 +57,10 @@ class Future:
             for number, (path, depths) in enumerate(zip(self._paths, self._depths, strict=True))
         ]
 
-    def _insert(self, runs: Sequence[Run]) -> int:
-        """How many of the leading tokens were there before; an edge ends behind them, and one behind the last token."""
-        at, shared, new = self._root, 0, False
-        for segment, first, tokens in runs:
-            offset, length = first, tokens
-            while length:
-                edge = at.children.get((segment, offset))
-                if edge is None:
-                    new = True
-                    edge = at.children[segment, offset] = Edge(length)
-                elif edge.length > length:
-                    rest = Edge(edge.length - length)
-                    rest.children, edge.children = edge.children, {(segment, offset + length): rest}
-                    edge.length = length
-                shared += 0 if new else edge.length
-                at, offset, length = edge, offset + edge.length, length - edge.length
-        return shared
-
-    def _path(self, runs: Sequence[Run]) -> list[Edge]:
-        at, found = self._root, list[Edge]()
-        for segment, first, tokens in runs:
-            offset, end = first, first + tokens
-            while offset < end:
-                at = at.children[segment, offset]
-                found.append(at)
-                offset += at.length
-        return found
-
     def _place(self, request: int, tokens: int) -> int:
         return bisect_left(self._depths[request], tokens)
 
-    def _edge(self, request: int, tokens: int) -> Edge:
+    def _edge(self, request: int, tokens: int) -> _Known:
         return self._paths[request][self._place(request, tokens)]
 
     # -- kept ends: the first ``tokens`` of ``request``, which begins with them
@@ -127,26 +96,3 @@ class Future:
         return any(
             path[at].kept and path[at].kept[-1][0] > tokens for at in range(self._place(request, tokens), last + 1)
         )
-
-
-def _first(runs: Sequence[Run], tokens: int) -> list[Run]:
-    """The leading ``tokens``."""
-    found = list[Run]()
-    for segment, offset, length in runs:
-        if tokens > 0:
-            found.append((segment, offset, min(length, tokens)))
-        tokens -= length
-    return found
-
-
-def runs_of(parts: Sequence[Pieces]) -> list[Run]:
-    """Of ``parts``, one behind the other; what goes on in the same segment is one run."""
-    runs = list[Run]()
-    for pieces in parts:
-        for number, offset, length in pieces.pieces:
-            segment = pieces.kind, number
-            if runs and runs[-1][0] == segment and runs[-1][1] + runs[-1][2] == offset:
-                runs[-1] = (segment, runs[-1][1], runs[-1][2] + length)
-            else:
-                runs.append((segment, offset, length))
-    return runs

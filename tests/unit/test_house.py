@@ -49,6 +49,7 @@ MANY_ARGUMENTS = {
     "ExtraKeys": "one argument a kind of extra key",
     "Engine": "what users compose an engine of",
     "ModelRunner": "what users compose a runner of",
+    "TraceFile": "how a file is to be read, for users to say",
     "KVEventPublisher": "what vLLM's config of it says",
 }
 """Constructors of more than six, and why."""

@@ -164,7 +164,7 @@ MALFORMED = [
     ("[1, 2]", "a line must be a JSON object, not list"),
     (
         "{}",
-        "neither format is recognised: a line has the fields timestamp, input_length, .* or timestamp, prompt, output",
+        r"no format is recognised by the fields \[\]: name it \(--format\), one of mooncake, token-exact, azure, ",
     ),
     (without(PIECES, "timestamp"), "the field 'timestamp' is missing"),
     (without(PIECES, "output"), "the field 'output' is missing"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,17 +35,28 @@ from hybridkv.cli.planning import (
     load_plan,
 )
 from hybridkv.cli.printable import printable
+from hybridkv.cli.requests import (
+    ArrivalsOption,
+    FormatOption,
+    HoursOption,
+    LimitOption,
+    MarksOption,
+    RateOption,
+    SeedOption,
+    SkipBadLines,
+    SourceOptions,
+    TokenizerOption,
+    TraceArgument,
+    TraceBlockSize,
+)
 from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan
 from hybridkv.simulator import (
-    WORKLOADS,
     Progress,
     ReplayReport,
     ReplaySettings,
     RequestSource,
-    TraceFile,
     TraceSummary,
-    UniformWorkload,
     Workload,
     plan_for_trace,
     plan_with_length,
@@ -53,8 +64,6 @@ from hybridkv.simulator import (
 )
 from hybridkv.units import format_bytes, format_count
 
-_WORKLOAD: Final = "workload:"
-_UNIFORM: Final = "uniform"
 _SECONDS_PER_LINE: Final = 10.0
 _DEFAULT: Final = ReplaySettings()
 _NOT_TOLD: Final = {"placement", "step_by_step", "shares"}
@@ -96,23 +105,14 @@ def register(app: typer.Typer) -> None:
 class _Asked:
     """Options whose meaning depends on others; None where the user said nothing."""
 
-    workload: Mapping[str, float | None]
-    trace: Mapping[str, int | bool | None]
     planning: PlanOptions
     plan_file: Path | None
     max_model_len: int | None
-    limit: int | None
 
 
 def replay_command(
     *,
-    trace: Annotated[
-        str,
-        typer.Argument(
-            help=f"A trace of JSON lines, plain or gzip, or workload:NAME of {', '.join(WORKLOADS)}, {_UNIFORM}.",
-            metavar="TRACE|workload:NAME",
-        ),
-    ],
+    trace: TraceArgument,
     model: Annotated[
         str | None, typer.Option(help="A config.json, a folder with one, or a known name.", rich_help_panel=MODEL)
     ] = None,
@@ -135,32 +135,17 @@ def replay_command(
     layout: LayoutOption = None,
     placement: PlacementOption = None,
     windows_as_full: WindowsAsFull = None,
-    trace_block_size: Annotated[
-        int | None, typer.Option(help="Tokens of a Mooncake hash id.", show_default="512", rich_help_panel=REQUESTS)
-    ] = None,
+    format_name: FormatOption = None,
+    trace_block_size: TraceBlockSize = None,
+    tokenizer: TokenizerOption = None,
+    arrivals: ArrivalsOption = None,
     tp: TensorParallel = None,
-    seed: Annotated[int | None, typer.Option(help="Of a workload.", show_default="0", rich_help_panel=REQUESTS)] = None,
-    hours: Annotated[
-        float | None, typer.Option(help="Of arrivals of a workload.", show_default="1", rich_help_panel=REQUESTS)
-    ] = None,
-    rate: Annotated[
-        float | None,
-        typer.Option(help="Multiplies the arrivals of a workload.", show_default="1", rich_help_panel=REQUESTS),
-    ] = None,
-    marks: Annotated[
-        bool,
-        typer.Option(
-            "--marks",
-            help="Of a workload: mark where the shared beginning of each prompt ends.",
-            rich_help_panel=REQUESTS,
-        ),
-    ] = False,
-    limit: Annotated[
-        int | None, typer.Option(help="Replay the first N requests only.", show_default="all", rich_help_panel=REQUESTS)
-    ] = None,
-    skip_bad_lines: Annotated[
-        bool, typer.Option("--skip-bad-lines", help="Count malformed lines, go on.", rich_help_panel=REQUESTS)
-    ] = False,
+    seed: SeedOption = None,
+    hours: HoursOption = None,
+    rate: RateOption = None,
+    marks: MarksOption = False,
+    limit: LimitOption = None,
+    skip_bad_lines: SkipBadLines = False,
     eviction: EvictionOption = None,
     shares: ShareOption = None,
     explain: Annotated[
@@ -181,14 +166,11 @@ def replay_command(
 ) -> None:
     """Replay requests through the scheduler and the cache manager; only time is modelled."""
     asked = _Asked(
-        workload={"--seed": seed, "--hours": hours, "--rate": rate, "--marks": marks or None},
-        trace={"--trace-block-size": trace_block_size, "--skip-bad-lines": skip_bad_lines or None},
         planning=PlanOptions(
             model, memory, tp, block_size, dtype, layout, placement, windows_as_full, fields, state_dtype, mtp_layers
         ),
         plan_file=plan_file,
         max_model_len=max_model_len,
-        limit=limit,
     )
     settings = ReplaySettings(
         max_running,
@@ -201,7 +183,9 @@ def replay_command(
         shares=TenantShares.parse(shares or ()),
         remembered_losses=_REMEMBERED if explain else 0,
     )
-    source = _source(trace, asked)
+    source = SourceOptions(
+        format_name, trace_block_size, tokenizer, arrivals, skip_bad_lines, seed, hours, rate, marks, limit
+    ).source(trace)
     summary = source.summary()
     plan, own_length = _plan(summary, asked, token_budget)
     simulation = simulation_of(plan, settings)  # what cannot work is said before anything else
@@ -220,32 +204,6 @@ def replay_command(
         return
     _show(report, plan, settings, summary)
     print_facts({"took": f"{time.perf_counter() - begun:.1f} s here for {report.simulated_s:,.1f} s simulated"})
-
-
-def _source(trace: str, asked: _Asked) -> RequestSource:
-    """The trace file or workload. ConfigError for options of the other kind."""
-    generated = trace.startswith(_WORKLOAD)
-    kind = trace.removeprefix(_WORKLOAD)
-    foreign: dict[str, float | None] = dict(asked.trace) if generated else dict(asked.workload)
-    if generated and kind == _UNIFORM:
-        foreign |= {**asked.workload, "--limit": asked.limit}
-    wrong = [name for name, value in foreign.items() if value is not None]
-    if wrong:
-        raise ConfigError(f"{', '.join(wrong)} means nothing for {trace}: leave it out")
-    if not generated:
-        block_size = asked.trace["--trace-block-size"]
-        return TraceFile(
-            trace,
-            trace_block_size=512 if block_size is None else block_size,
-            skip_bad_lines=bool(asked.trace["--skip-bad-lines"]),
-            limit=asked.limit,
-        )
-    if kind == _UNIFORM:
-        return UniformWorkload()
-    if kind not in WORKLOADS:
-        raise ConfigError(f"unknown workload {kind!r}: use one of {', '.join((*WORKLOADS, _UNIFORM))}")
-    chosen = {name.removeprefix("--"): value for name, value in asked.workload.items() if value is not None}
-    return Workload(kind, limit=asked.limit, **chosen)  # type: ignore[arg-type]  # an int, a bool, the others floats
 
 
 def _plan(summary: TraceSummary, asked: _Asked, token_budget: int) -> tuple[Plan, int | None]:

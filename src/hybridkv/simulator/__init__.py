@@ -2,15 +2,18 @@
 
 TraceFile | Workload  ->  TraceRequest  ->  replay(source, plan)  ->  ReplayReport
 
-formats, trace, tokens    the readers, and token ids out of pieces
+formats, records, trace, tokens    the readers, and token ids out of pieces
 workloads, uniform        generators
+prefixes, described, converted    what requests share, what a source holds, and any as a token-exact trace
 cost, traffic             modelled time, and the bytes of the cache in it
 loop, report              the loop, what came of it
 setup                     plan, manager, scheduler and loop put together
 """
 
+from hybridkv.simulator.converted import convert
 from hybridkv.simulator.cost import H100, Hardware, StepCost
-from hybridkv.simulator.formats import TraceRequest
+from hybridkv.simulator.described import TraceDescription, describe
+from hybridkv.simulator.formats import FORMATS, TraceRequest
 from hybridkv.simulator.loop import Progress, SimulatedClock, replay_through
 from hybridkv.simulator.report import GroupReport, ReplayReport
 from hybridkv.simulator.setup import (
@@ -28,6 +31,7 @@ from hybridkv.simulator.uniform import UniformWorkload
 from hybridkv.simulator.workloads import WORKLOADS, Workload
 
 __all__ = [
+    "FORMATS",
     "H100",
     "WORKLOADS",
     "CacheTraffic",
@@ -41,11 +45,14 @@ __all__ = [
     "SimulatedClock",
     "Simulation",
     "StepCost",
+    "TraceDescription",
     "TraceFile",
     "TraceRequest",
     "TraceSummary",
     "UniformWorkload",
     "Workload",
+    "convert",
+    "describe",
     "plan_for_trace",
     "plan_with_length",
     "replay",

@@ -31,6 +31,8 @@ HASHED_BLOCK: Final = 1
 """Kind of a block known by its hash id (Mooncake)."""
 NEW_OUTPUT: Final = 2
 """Kind of an output that occurs nowhere else; the segment is the line's number."""
+NEW_PROMPT: Final = 3
+"""Kind of a prompt of which only the length is known; the segment is the line's number."""
 
 
 def _mix(z: UInt64) -> UInt64:

@@ -1,31 +1,32 @@
-"""Requests of a trace file: plain or gzip JSON lines, streamed.
+"""Requests of a trace file, streamed.
 
     TraceFile(path).summary()     first pass: counts and the longest request (it sets the maximum length)
-    for request in TraceFile(path)    second pass: one TraceRequest at a time, nothing kept
+    for request in TraceFile(path)    second pass: one TraceRequest at a time
 
-The format is that of the first good line; formats.py holds the two that are read. Empty lines are passed
-over. Requests must stand in the order of their timestamps, equal ones allowed: a file that is streamed
-cannot be sorted on the way.
+The format is that of the first good record, or the one that is named; formats/ holds them. Requests must stand in the
+order of their timestamps, equal ones allowed: a file that is streamed cannot be sorted on the way. Formats without
+times arrive as a Poisson process, equal ones for equal files; of conversations only turns to come are kept.
 """
 
 from __future__ import annotations
 
-import gzip
-import io
-import json
-import zlib
+import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Protocol
+
+import numpy as np
 
 from hybridkv.errors import ConfigError, TraceError
-from hybridkv.simulator.formats import MalformedLineError, MooncakeFormat, PieceFormat, TraceRequest
+from hybridkv.simulator.formats import FORMATS, Format, MalformedLineError, Record, TraceRequest, format_named, formats
+from hybridkv.simulator.formats.encoders import Encoder, encoder_named
+from hybridkv.simulator.formats.lengths import ROW_FORMATS
+from hybridkv.simulator.records import records
+from hybridkv.units import shown
 
-_GZIP_MAGIC: Final = b"\x1f\x8b"
-
-MOST_LINE_BYTES: Final = 1 << 24
-"""Of a line: a million tokens, each a piece of its own. Mooncake's ids take 40 KB for as many."""
+ARRIVALS_PER_S = 1.0
+"""Of formats without times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,9 @@ def summarise(items: Iterable[TraceRequest | TraceError], name: str) -> TraceSum
 class TraceFile:
     """The requests of ``path``.
 
-    trace_block_size: tokens of a Mooncake hash block. limit: read this many requests at most.
+    format_name: one of FORMATS, instead of what the content says. trace_block_size: tokens of a Mooncake hash block.
+    tokenizer: for formats of text, as encoder_named takes it, or what encodes. arrivals_per_s: of formats without
+    times. limit: read this many requests at most.
     skip_bad_lines: leave malformed lines out and count them, where otherwise the first raises TraceError.
     """
 
@@ -93,7 +96,10 @@ class TraceFile:
         self,
         path: str | Path,
         *,
+        format_name: str | None = None,
         trace_block_size: int = 512,
+        tokenizer: str | Encoder | None = None,
+        arrivals_per_s: float = ARRIVALS_PER_S,
         skip_bad_lines: bool = False,
         limit: int | None = None,
     ) -> None:
@@ -101,109 +107,118 @@ class TraceFile:
             raise ConfigError(f"the trace's block size must be at least 1 token, got {trace_block_size}")
         if limit is not None and limit < 1:
             raise ConfigError(f"the limit must be at least 1 request, got {limit}")
+        if not 0 < arrivals_per_s <= 1e6:
+            raise ConfigError(f"arrivals must be above 0 and at most 1e6 a second, got {arrivals_per_s}")
         self.path = Path(path)
         self.skip_bad_lines = skip_bad_lines
         self.limit = limit
-        self._formats = (MooncakeFormat(trace_block_size), PieceFormat())
+        self._arrivals_per_s = arrivals_per_s
+        self._formats = formats(trace_block_size, encoder_named(tokenizer) if isinstance(tokenizer, str) else tokenizer)
+        self._named = None if format_name is None else format_named(format_name, self._formats)
 
     @property
     def name(self) -> str:
         """The file's name without its folder: reports must not depend on where a trace lies."""
         return self.path.name
 
+    @property
+    def format_name(self) -> str:
+        """The format of the first good record. TraceError where there is none."""
+        for item in self._items():
+            if isinstance(item, tuple):
+                return item[0].name
+            if not self.skip_bad_lines:
+                raise item
+        raise TraceError(f"{self.path} holds no requests")
+
     def summary(self) -> TraceSummary:
         """One pass over the file. Raises TraceError as iterating does, and when no request is left."""
-        return summarise(self._items(), str(self.path))
+        return summarise(self._requests(), str(self.path))
 
     def __iter__(self) -> Iterator[TraceRequest]:
         """Requests, first line first. Raises TraceError at a malformed line unless these are skipped."""
-        for item in self._items():
+        for item in self._requests():
             if isinstance(item, TraceRequest):
                 yield item
 
-    def _items(self) -> Iterator[TraceRequest | TraceError]:
-        """Requests, and the errors of the lines that are skipped."""
+    def _requests(self) -> Iterator[TraceRequest | TraceError]:
+        """Requests by time, and the errors of the lines that are skipped."""
         good = 0
-        previous_s = 0.0
-        line_format: MooncakeFormat | PieceFormat | None = None
-        for number, line in self._lines():
-            try:
-                record = _record(line)
-                line_format = self._detect(record) if line_format is None else line_format
-                request = line_format.parse(record, f"line {number}", number)
-                _check_order(request.timestamp_s, previous_s)
-            except MalformedLineError as error:
-                wrong = TraceError(f"{self.path}, line {number}: {error}")
-                if not self.skip_bad_lines:
-                    raise wrong from None
-                yield wrong
-                if good == 0:
-                    line_format = None
-                continue
-            previous_s = request.timestamp_s
-            good += 1
-            yield request
+        for item in self._in_order():
+            if isinstance(item, TraceError) and not self.skip_bad_lines:
+                raise item
+            yield item
+            good += isinstance(item, TraceRequest)
             if good == self.limit:
                 return
 
-    def _detect(self, record: dict[str, object]) -> MooncakeFormat | PieceFormat:
+    def _in_order(self) -> Iterator[TraceRequest | TraceError]:
+        """Those of formats without times each where its turn is."""
+        later: list[tuple[float, int, TraceRequest]] = []
+        gaps, begins_s, previous_s, made = np.random.default_rng(0), 0.0, 0.0, 0
+        for item in self._items():
+            if isinstance(item, TraceError):
+                yield item
+                continue
+            line_format, number, requests = item
+            if line_format.timed:
+                for request in requests:
+                    if request.timestamp_s < previous_s:
+                        yield self._wrong(number, _unordered(request.timestamp_s, previous_s))
+                        continue
+                    previous_s = request.timestamp_s
+                    yield request
+                continue
+            while later and later[0][0] <= begins_s:
+                yield heapq.heappop(later)[2]
+            for request in requests:
+                made += 1
+                at_s = round(begins_s + request.timestamp_s, 3)
+                heapq.heappush(later, (at_s, made, replace(request, timestamp_s=at_s)))
+            begins_s += gaps.exponential(1 / self._arrivals_per_s) if requests else 0.0
+        while later:
+            yield heapq.heappop(later)[2]
+
+    def _items(self) -> Iterator[tuple[Format, int, tuple[TraceRequest, ...]] | TraceError]:
+        """The requests of each record, or what is wrong with it."""
+        line_format, good = self._named, 0
+        read = None if line_format is None else line_format.reader()
+        for number, record in records(self.path, self._is_row):
+            try:
+                if isinstance(record, MalformedLineError):
+                    raise record
+                if line_format is None or read is None:
+                    line_format = self._detect(record)
+                    read = line_format.reader()
+                yield line_format, number, tuple(read(record, f"line {number}", number))
+                good += 1
+            except MalformedLineError as error:
+                yield self._wrong(number, str(error))
+                if good == 0 and self._named is None:
+                    line_format = None
+
+    def _wrong(self, number: int, what: str) -> TraceError:
+        return TraceError(f"{self.path}, line {number}: {what}")
+
+    def _is_row(self, columns: Record) -> bool:
+        """Whether a first line names the columns of a CSV file."""
+        if self._named in ROW_FORMATS and not self._named.owns(columns):
+            raise TraceError(f"{self.path}, line 1: it must name the columns {self._named.fields}")
+        return any(one.owns(columns) for one in ROW_FORMATS)
+
+    def _detect(self, record: Record) -> Format:
         """The format whose own fields ``record`` has."""
         for line_format in self._formats:
             if line_format.owns(record):
                 return line_format
-        known = " or ".join(line_format.fields for line_format in self._formats)
-        raise MalformedLineError(f"neither format is recognised: a line has the fields {known}")
-
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """Numbered lines that are not blank, of the plain or gzip file.
-
-        TraceError when it cannot be read, and for a line that is too long: it ends nobody knows where, so that it is
-        not skipped.
-        """
-        number = 0
-        try:
-            with _open(self.path) as file:
-                while line := file.readline(MOST_LINE_BYTES + 1):
-                    number += 1
-                    if len(line) > MOST_LINE_BYTES:
-                        raise TraceError(
-                            f"{self.path}, line {number}: longer than {MOST_LINE_BYTES} bytes: a line is one request"
-                        )
-                    if line.strip():
-                        yield number, line
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise TraceError(f"{self.path}, after line {number}: the gzip data is damaged: {error}") from None
-        except OSError as error:
-            raise TraceError(f"cannot read {self.path}: {error.strerror or error}") from None
-
-
-def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
-    """The file's plain bytes, whatever its name says."""
-    if path.exists() and not path.is_file():
-        raise TraceError(f"{path} is not a regular file; a trace is read twice, so name a file")
-    with path.open("rb") as file:
-        zipped = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
-    return gzip.open(path, "rb") if zipped else path.open("rb")
-
-
-def _record(line: bytes) -> dict[str, object]:
-    """The JSON object of one line."""
-    try:
-        record = json.loads(line)
-    except UnicodeDecodeError:
-        raise MalformedLineError("not UTF-8 text") from None
-    except json.JSONDecodeError as error:
-        raise MalformedLineError(f"not JSON: {error.msg} at column {error.colno}") from None
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets nested as deep
-        raise MalformedLineError(f"not JSON that can be read: {error}") from None
-    if not isinstance(record, dict):
-        raise MalformedLineError(f"a line must be a JSON object, not {type(record).__name__}")
-    return record
-
-
-def _check_order(timestamp_s: float, previous_s: float) -> None:
-    if timestamp_s < previous_s:
         raise MalformedLineError(
-            f"timestamp {timestamp_s * 1000:.0f} ms is before the previous request's "
-            f"{previous_s * 1000:.0f} ms: sort the lines by timestamp"
+            f"no format is recognised by the fields {shown(sorted(record))}: name it (--format), one of "
+            f"{', '.join(FORMATS)}"
         )
+
+
+def _unordered(timestamp_s: float, previous_s: float) -> str:
+    return (
+        f"timestamp {timestamp_s * 1000:.0f} ms is before the previous request's {previous_s * 1000:.0f} ms: "
+        "sort the lines by timestamp"
+    )

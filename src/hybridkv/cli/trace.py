@@ -1,0 +1,164 @@
+"""`hybridkv trace`: what a trace holds, and any format as the token-exact one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from hybridkv.cli.output import console, print_facts, share, table
+from hybridkv.cli.panels import OUTPUT
+from hybridkv.cli.pictures import bar, sparkline
+from hybridkv.cli.printable import printable
+from hybridkv.cli.requests import (
+    ArrivalsOption,
+    FormatOption,
+    HoursOption,
+    LimitOption,
+    MarksOption,
+    RateOption,
+    SeedOption,
+    SkipBadLines,
+    SourceOptions,
+    TokenizerOption,
+    TraceArgument,
+    TraceBlockSize,
+)
+from hybridkv.errors import ConfigError
+from hybridkv.simulator import TraceDescription, TraceFile, convert, describe
+from hybridkv.simulator.described import BLOCK_SIZES, LengthBin
+from hybridkv.simulator.report import Distribution
+from hybridkv.units import format_count, shown
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.", rich_help_panel=OUTPUT)]
+_MOST_DIGITS: Final = 9
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    group = typer.Typer(help="What a trace holds, and any format as the token-exact one.", no_args_is_help=True)
+    group.command("describe")(describe_command)
+    group.command("convert")(convert_command)
+    app.add_typer(group, name="trace")
+
+
+def describe_command(
+    *,
+    trace: TraceArgument,
+    format_name: FormatOption = None,
+    trace_block_size: TraceBlockSize = None,
+    tokenizer: TokenizerOption = None,
+    arrivals: ArrivalsOption = None,
+    seed: SeedOption = None,
+    hours: HoursOption = None,
+    rate: RateOption = None,
+    limit: LimitOption = None,
+    skip_bad_lines: SkipBadLines = False,
+    block_sizes: Annotated[
+        str,
+        typer.Option(help="Of the endless cache whose hits are told, in tokens.", rich_help_panel=OUTPUT),
+    ] = ",".join(map(str, BLOCK_SIZES)),
+    as_json: AsJson = False,
+) -> None:
+    """Lengths, rates, what prompts share, and what a cache that forgets nothing would hit."""
+    source = SourceOptions(
+        format_name, trace_block_size, tokenizer, arrivals, skip_bad_lines, seed, hours, rate, limit=limit
+    ).source(trace)
+    told = describe(source, _sizes(block_sizes))
+    if as_json:
+        print(told.to_json(), end="")
+        return
+    _show(told, source.format_name if isinstance(source, TraceFile) else "generated")
+
+
+def convert_command(
+    *,
+    trace: TraceArgument,
+    out: Annotated[Path, typer.Argument(help="The file to write; gzip where it ends in .gz.", metavar="OUT")],
+    format_name: FormatOption = None,
+    trace_block_size: TraceBlockSize = None,
+    tokenizer: TokenizerOption = None,
+    arrivals: ArrivalsOption = None,
+    seed: SeedOption = None,
+    hours: HoursOption = None,
+    rate: RateOption = None,
+    marks: MarksOption = False,
+    limit: LimitOption = None,
+    skip_bad_lines: SkipBadLines = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a trace in the token-exact form: lengths, times and what is equal, and no text."""
+    source = SourceOptions(
+        format_name, trace_block_size, tokenizer, arrivals, skip_bad_lines, seed, hours, rate, marks, limit
+    ).source(trace)
+    summary = source.summary()
+    if isinstance(source, TraceFile) and out.exists() and out.samefile(source.path):
+        raise ConfigError(f"{out} is the trace itself: name another file to write")
+    requests = convert(source, out)
+    if as_json:
+        print(json.dumps({"out": str(out), "requests": requests, "bad_lines": summary.bad_lines}, indent=2))
+        return
+    left = f", {format_count(summary.bad_lines)} bad lines left out" if summary.bad_lines else ""
+    console().print(printable(f"{format_count(requests)} requests written to {out}{left}"), soft_wrap=True)
+
+
+def _sizes(given: str) -> list[int]:
+    sizes = []
+    for one in given.split(","):
+        digits = one.strip()
+        if not (digits.isascii() and digits.isdigit() and len(digits) <= _MOST_DIGITS):
+            raise ConfigError(f"--block-sizes {shown(given)}: say numbers of tokens, such as 16,64")
+        sizes.append(int(digits))
+    return sizes
+
+
+def _show(told: TraceDescription, format_name: str) -> None:
+    bad = f", {format_count(told.bad_lines)} bad lines left out" if told.bad_lines else ""
+    print_facts(
+        {
+            told.source: f"{format_name}, {format_count(told.requests)} requests{bad}",
+            "time": f"{told.seconds:,.1f} s, {told.requests_per_s:,.2f} requests a second, at most "
+            f"{told.busiest_per_s:,.2f}",
+            "arrivals": sparkline(told.arrivals),
+        }
+    )
+    if told.tenants:
+        print_facts({"tenants": format_count(told.tenants)})
+    lengths = table("tokens", "in all", "mean", "p50", "p90", "p99")
+    for name, total, one in (
+        ("prompts", told.prompt_tokens, told.prompt_lengths),
+        ("outputs", told.output_tokens, told.output_lengths),
+        ("shared with one before", told.shared_tokens, told.shared_lengths),
+    ):
+        lengths.add_row(name, format_count(total), *_numbers(one))
+    console().print(lengths)
+    _show_bins({"prompts": told.prompts, "outputs": told.outputs, "shared": told.shared}, told.requests)
+    hits = table("block, tokens", "hit tokens", "hit rate of an endless cache", "")
+    hits.columns[3].justify = "left"
+    for found in told.hits:
+        counts = format_count(found.block_size), format_count(found.hit_tokens)
+        hits.add_row(*counts, share(found.hit_rate), bar(found.hit_rate))
+    console().print(hits)
+
+
+def _numbers(of: Distribution) -> list[str]:
+    return [f"{one:,.0f}" for one in (of.mean, of.p50, of.p90, of.p99)]
+
+
+def _show_bins(parts: Mapping[str, Sequence[LengthBin]], requests: int) -> None:
+    """Shares of requests by length, side by side."""
+    rows = table("length, tokens", *parts)
+    for at in range(1, len(parts) + 1):
+        rows.columns[at].justify = "left"
+    found = {(one.least, one.most): None for bins in parts.values() for one in bins}
+    counts = {name: {(one.least, one.most): one.requests for one in bins} for name, bins in parts.items()}
+    for least, most in sorted(found):
+        cells = []
+        for of in counts.values():
+            part = of.get((least, most), 0) / requests
+            cells.append(f"{part:5.1%} {bar(part, 8)}" if part else "")
+        rows.add_row(f"{format_count(least)} .. {format_count(most)}" if most > least else str(least), *cells)
+    console().print(rows)

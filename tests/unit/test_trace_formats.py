@@ -1,0 +1,285 @@
+"""Traces of other projects: each known by its content, each bad line named."""
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hybridkv.errors import ConfigError, TraceError
+from hybridkv.simulator import FORMATS, TraceFile, TraceRequest
+from hybridkv.simulator.formats.encoders import encoder_named
+from hybridkv.simulator.formats.token_tree import TokenTree
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+"""
+BURST = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,ChatGPT,472,18,490,Conversation log
+45,GPT-4,7,2,9,API log
+"""
+CHAT = {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi there"}]}
+
+
+def file(folder: Path, content: str | Sequence[object], name: str = "trace") -> Path:
+    path = folder / name
+    path.write_text(content if isinstance(content, str) else "\n".join(map(json.dumps, content)), "utf-8")
+    return path
+
+
+def shared(one: TraceRequest, other: TraceRequest) -> int:
+    """Leading tokens of the prompts that are equal."""
+    first, second = one.prompt.token_ids(), other.prompt.token_ids()
+    most = min(len(first), len(second))
+    different = np.flatnonzero(first[:most] != second[:most])
+    return int(different[0]) if different.size else most
+
+
+def lengths(trace: TraceFile) -> list[tuple[float, int, int]]:
+    return [(one.timestamp_s, one.num_prompt_tokens, one.num_output_tokens) for one in trace]
+
+
+# -- lengths alone
+
+
+def test_azure(tmp_path: Path) -> None:
+    trace = TraceFile(file(tmp_path, AZURE))
+    assert trace.format_name == "azure"
+    assert lengths(trace) == [(0.0, 374, 44), (4.314579, 396, 109)]
+    first, second = trace
+    assert shared(first, second) == 0
+    # the traces of 2024 have a zone, and columns may stand in any order, beside others
+    rows = ("2024-05-10 00:00:00.009930+00:00", "2024-05-10 01:00:00.509930+01:00")
+    newer = "\ufeffGeneratedTokens,ContextTokens,x,TIMESTAMP\r\n" + "".join(f"1,2,?,{one}\r\n" for one in rows)
+    assert lengths(TraceFile(file(tmp_path, newer))) == [(0.0, 2, 1), (0.5, 2, 1)]
+
+
+def test_burstgpt(tmp_path: Path) -> None:
+    path = tmp_path / "zipped"
+    path.write_bytes(gzip.compress(BURST.encode()))
+    trace = TraceFile(path)
+    assert trace.format_name == "burstgpt"
+    assert lengths(trace) == [(0.0, 472, 18), (40.0, 7, 2)]
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (AZURE + "2023-11-16 18:16:00,5\n", "line 4: 2 columns, but the first line names 3"),
+        (AZURE + "yesterday,5,5\n", "line 4: not a date and time: 'yesterday'"),
+        (AZURE + "2023-11-16 18:16:00,5,x\n", "line 4: GeneratedTokens must be an integer, not 'x'"),
+        (AZURE + "2023-11-16 18:16:00,0,1\n", "line 4: ContextTokens must be at least 1 token, got 0"),
+        (AZURE + "2023-11-16 18:15:47,5,1\n", "line 4: timestamp 319 ms is before the previous request's 4315 ms"),
+        (AZURE + '"2023\n', "line 4: "),
+        (BURST + "46,ChatGPT,5,0,5,API log\n", "line 4: Response tokens must be at least 1 token, got 0"),
+        (BURST + "1e999,ChatGPT,5,1,5,API log\n", r"line 4: a time must lie in 0 \.\. 1e6 days, got '1e999'"),
+        (BURST + "nan,ChatGPT,5,1,5,API log\n", "line 4: a time must lie in"),
+        (BURST + "?,ChatGPT,5,1,5,API log\n", "line 4: not a number of seconds"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, content: str, what: str) -> None:
+    path = file(tmp_path, content, "t.csv")
+    with pytest.raises(TraceError, match=rf"t\.csv, {what}"):
+        list(TraceFile(path))
+    kept = TraceFile(path, skip_bad_lines=True)
+    assert (len(list(kept)), kept.summary().bad_lines) == (2, 1)
+
+
+# -- text
+
+
+def test_what_was_said_is_the_beginning_of_what_is_asked_next(tmp_path: Path) -> None:
+    turns = [*CHAT["conversations"], {"from": "human", "value": "and now?"}, {"from": "gpt", "value": "now this"}]
+    trace = TraceFile(file(tmp_path, [{"conversations": turns}, CHAT]), tokenizer="bytes:1")
+    assert trace.format_name == "sharegpt"
+    first, other, second = sorted(trace, key=lambda one: (one.num_prompt_tokens, one.timestamp_s))
+    assert (first.timestamp_s, second.timestamp_s, other.timestamp_s > 0) == (0.0, 30.0, True)
+    assert first.num_prompt_tokens == len("<|user|>\nhello\n<|assistant|>\n")
+    assert first.num_output_tokens == len("hi there")
+    both = np.concatenate((first.prompt.token_ids(), first.output.token_ids()))
+    assert second.prompt.token_ids()[: len(both)].tolist() == both.tolist()
+    assert other.prompt.token_ids().tolist() == first.prompt.token_ids().tolist()
+    assert [one.timestamp_s for one in trace] == sorted(one.timestamp_s for one in trace)
+
+
+def test_one_array_of_conversations(tmp_path: Path) -> None:
+    pretty = json.dumps([CHAT, {"conversations": []}, CHAT], indent=2)
+    trace = TraceFile(file(tmp_path, pretty), tokenizer="bytes:4")
+    assert [one.origin for one in trace] == ["line 2", "line 17"]
+    assert len(list(TraceFile(file(tmp_path, json.dumps([CHAT] * 3)), tokenizer="bytes:4"))) == 3
+    # larger than what is read at once
+    long = {"conversations": [{"from": "human", "value": "x" * 3_000_000}, {"from": "gpt", "value": "y"}]}
+    assert len(list(TraceFile(file(tmp_path, json.dumps([CHAT, long, CHAT])), tokenizer="bytes:4"))) == 3
+    broken = file(tmp_path, pretty.replace("[]", "oops"), "b")
+    with pytest.raises(TraceError, match=r"b, line 14: not JSON: Expecting value"):
+        list(TraceFile(broken, tokenizer="bytes:4", skip_bad_lines=True))
+    with pytest.raises(TraceError, match=r"line 17: .*(ends too soon|not JSON)"):
+        list(TraceFile(file(tmp_path, pretty[:-60]), tokenizer="bytes:4"))
+    with pytest.raises(TraceError, match="line 1: an item must be a JSON object, not int"):
+        list(TraceFile(file(tmp_path, "[1, 2]"), tokenizer="bytes:4"))
+
+
+def test_arrivals_of_what_has_no_times(tmp_path: Path) -> None:
+    path = file(tmp_path, [CHAT] * 400)
+    times = [one.timestamp_s for one in TraceFile(path, tokenizer="bytes:4", arrivals_per_s=10)]
+    assert times == [one.timestamp_s for one in TraceFile(path, tokenizer="bytes:4", arrivals_per_s=10)]
+    assert 30 < times[-1] < 50
+    with pytest.raises(ConfigError, match="arrivals must be above 0"):
+        TraceFile(path, arrivals_per_s=0)
+
+
+def test_prompts_of_a_benchmark(tmp_path: Path) -> None:
+    trace = TraceFile(
+        file(tmp_path, [{"prompt": "abcd" * 8, "output_tokens": 9}, {"prompt": "abcd" * 4 + "x"}]), tokenizer="bytes:4"
+    )
+    assert trace.format_name == "vllm-bench"
+    first, second = trace
+    assert (first.num_prompt_tokens, first.num_output_tokens) == (8, 9)
+    assert (second.num_prompt_tokens, second.num_output_tokens, shared(first, second)) == (5, 256, 4)
+
+
+def test_aiperf(tmp_path: Path) -> None:
+    lines: list[object] = [
+        {"timestamp": 1000, "text_input": "abcdefgh", "output_length": 3},
+        {"timestamp": 2000, "messages": [{"role": "user", "content": "abcd"}], "output_length": 4},
+        {"timestamp": 3000, "input_length": 77, "output_length": 5},
+    ]
+    trace = TraceFile(file(tmp_path, lines), tokenizer="bytes:4")
+    assert trace.format_name == "aiperf"
+    assert lengths(trace) == [(1.0, 2, 3), (2.0, 3 + 1 + 1 + 4, 4), (3.0, 77, 5)]
+    with pytest.raises(TraceError, match="line 2: the field 'timestamp' is missing"):
+        list(
+            TraceFile(
+                file(tmp_path, [lines[0], {"session_id": "a", "delay": 5, "text_input": "x", "output_length": 1}]),
+                tokenizer="bytes:4",
+            )
+        )
+
+
+def test_openai_logs(tmp_path: Path) -> None:
+    ask = [{"role": "user", "content": "what is a cache?"}]
+    answer = {"choices": [{"message": {"role": "assistant", "content": "a place"}}]}
+    more = [
+        *ask,
+        {"role": "assistant", "content": "a place"},
+        {"role": "user", "content": [{"type": "text", "text": "of what?"}]},
+    ]
+    lines: list[object] = [
+        {
+            "time": "2026-01-01T00:00:00Z",
+            "body": {"messages": ask, "max_tokens": 50},
+            "response": {"status_code": 200, "body": answer},
+        },
+        {
+            "time": "2026-01-01T00:00:01.5Z",
+            "request": {"messages": more},
+            "response": {"usage": {"completion_tokens": 12}},
+        },
+        {"timestamp": 1767225603, "messages": more, "max_tokens": 7},
+        {"created": 1767225604250, "prompt": "what", "max_tokens": 3},
+        {"created": 1767225605, "prompt": "what", "max_tokens": 3, "cache_salt": "other"},
+        {"created": 1767225606, "body": {"prompt": [5, 6, 7], "max_tokens": 3, "tools": 1}},
+    ]
+    trace = TraceFile(file(tmp_path, lines), tokenizer="bytes:1")
+    assert trace.format_name == "openai"
+    first, second, third, fourth, fifth, sixth = trace
+    assert [one.timestamp_s for one in trace] == [0.0, 1.5, 3.0, 4.25, 5.0, 6.0]
+    assert [one.num_output_tokens for one in trace] == [len("a place"), 12, 7, 3, 3, 3]
+    both = np.concatenate((first.prompt.token_ids(), first.output.token_ids()))
+    assert second.prompt.token_ids()[: len(both)].tolist() == both.tolist()
+    assert third.prompt == second.prompt
+    assert third.output != second.output  # nobody knows what it was
+    assert (fourth.num_prompt_tokens, shared(fourth, fifth), sixth.num_prompt_tokens) == (4, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ({"body": {"prompt": "x", "max_tokens": 1}}, "no time: one of time, timestamp, created_at, created must be"),
+        ({"time": "noon", "body": {"prompt": "x", "max_tokens": 1}}, "not a date and time: 'noon'"),
+        ({"time": -1, "body": {"prompt": "x", "max_tokens": 1}}, r"time must lie in 0 \.\. 1e\+15, got -1"),
+        ({"time": 5, "body": {"prompt": "x"}}, "nothing says how long the output is"),
+        ({"time": 5, "body": {"prompt": "", "max_tokens": 1}}, "the prompt must have at least 1 token"),
+        ({"time": 5, "body": {"prompt": 5, "max_tokens": 1}}, "prompt must be text or token ids, not 5"),
+        ({"time": 5, "body": {"prompt": ["x"], "max_tokens": 1}}, "a token of prompt must be an integer"),
+        ({"time": 5, "body": {"max_tokens": 1}}, "the field 'prompt' is missing"),
+        ({"time": 5, "body": {"prompt": "x", "max_tokens": 0}}, "max_tokens must be at least 1 token, got 0"),
+        ({"time": 5, "messages": [1], "max_tokens": 1}, "a message must be an object, not 1"),
+        ({"time": 5, "messages": [{"content": "x"}], "max_tokens": 1}, "the field 'role' is missing"),
+        (
+            {"time": 5, "messages": [{"role": "user", "content": 5}], "max_tokens": 1},
+            "a content must be text or a list of parts, not 5",
+        ),
+        ({"conversations": 5}, "conversations must be a list, not 5"),
+        ({"conversations": [5]}, "a turn must be an object, not 5"),
+        ({"conversations": [{"from": "gpt"}]}, "the field 'value' is missing"),
+        ({"prompt": "", "output_tokens": 5}, "the prompt must have at least 1 token"),
+        ({"prompt": "x", "output_tokens": "5"}, "output_tokens must be an integer, not '5'"),
+    ],
+)
+def test_a_bad_line_of_text_is_named(tmp_path: Path, line: object, what: str) -> None:
+    path = file(tmp_path, ["", line], "t.jsonl")
+    path.write_text("\n" + json.dumps(line), "utf-8")
+    with pytest.raises(TraceError, match=rf"t\.jsonl, line 2: {what}"):
+        list(TraceFile(path, tokenizer="bytes:4"))
+
+
+def test_a_format_by_name(tmp_path: Path) -> None:
+    path = file(tmp_path, [{"timestamp": 5, "prompt": "abcd", "max_tokens": 3, "output_tokens": 4}])
+    assert TraceFile(path, tokenizer="bytes:4").format_name == "openai"
+    assert TraceFile(path, tokenizer="bytes:4", format_name="vllm-bench").format_name == "vllm-bench"
+    assert [one.num_output_tokens for one in TraceFile(path, tokenizer="bytes:4", format_name="vllm-bench")] == [4]
+    with pytest.raises(ConfigError, match="unknown trace format 'x': use one of mooncake"):
+        TraceFile(path, format_name="x")
+    with pytest.raises(TraceError, match="line 1: it must name the columns TIMESTAMP, ContextTokens, GeneratedTokens"):
+        list(TraceFile(path, format_name="azure"))
+    assert len(FORMATS) == len(set(FORMATS)) == 8
+
+
+def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
+    path = file(tmp_path, [CHAT])
+    with pytest.raises(ConfigError, match="this trace holds text: name a tokenizer"):
+        list(TraceFile(path))
+    with pytest.raises(ConfigError, match=r"no tokenizer at .*nowhere"):
+        TraceFile(path, tokenizer=str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="say bytes:1 to bytes:4"):
+        TraceFile(path, tokenizer="bytes:9")
+    with pytest.raises(ConfigError, match="is no tokenizer that can be read"):
+        TraceFile(path, tokenizer=str(path))
+
+
+def test_a_tokenizer_of_a_folder(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({"hello": 7, "?": 0}, unk_token="?")  # noqa: S106  # no password
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert encoder_named(str(tmp_path))("hello you hello").tolist() == [7, 0, 7]
+
+
+def test_four_bytes_a_token() -> None:
+    encode = encoder_named("bytes:4")
+    assert len(encode("")) == 0
+    assert len(encode("abcde")) == 2
+    assert encode("abcdefgh")[:1].tolist() == encode("abcd").tolist()
+    assert len(encoder_named("bytes:3")("abcdefg")) == 3
+    assert encoder_named("bytes:1")("ab").tolist() == [97, 98]
+
+
+def test_equal_beginnings_have_equal_pieces() -> None:
+    tree = TokenTree(iter(range(1000)))
+    rng = np.random.default_rng(5)
+    runs = [rng.integers(0, 2, rng.integers(1, 40)).astype(np.int32) for _ in range(300)]
+    flat = [[(s, o + k) for s, o, n in tree.pieces(run) for k in range(n)] for run in runs]
+    for run, tokens in zip(runs, flat, strict=True):
+        assert len(tokens) == len(run)
+    for one, its in zip(runs, flat, strict=True):
+        for other, theirs in zip(runs, flat, strict=True):
+            alike = next((k for k in range(min(len(one), len(other))) if one[k] != other[k]), min(len(one), len(other)))
+            same = next(
+                (k for k in range(min(len(its), len(theirs))) if its[k] != theirs[k]), min(len(its), len(theirs))
+            )
+            assert alike == same
