@@ -6,6 +6,7 @@
     │   └── CapacityError           memory too small for what was asked
     ├── SchemaError             a file or message of another (usually newer) schema
     ├── TraceError              a malformed line in a trace or prompt file
+    ├── SweepError              a sweep that cannot go on; what is finished is kept
     ├── CacheError              misuse of the pool, the manager or the scheduler
     │   ├── BlockError              double free, foreign id, more blocks than are free
     │   ├── StalePlanError          a plan committed after the pool moved on
@@ -43,6 +44,10 @@ class SchemaError(HybridKVError, ValueError):
 
 class TraceError(HybridKVError, ValueError):
     """A malformed line; the message names file, line and what is wrong."""
+
+
+class SweepError(HybridKVError):
+    """A sweep that cannot go on; the message says what is kept and how to go on."""
 
 
 class CacheError(HybridKVError):

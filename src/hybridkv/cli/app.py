@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hybridkv.cli import chat, demo, generate, models, plan, replay, serve, trace
+from hybridkv.cli import chat, demo, generate, models, plan, replay, serve, sweep, trace
 
 app = typer.Typer(
     name="hybridkv",
@@ -30,5 +30,5 @@ def _top(
         print(context.get_help())  # panels are printed by it, and nothing is returned
 
 
-for _command in (plan, generate, chat, serve, replay, trace, models, demo):
+for _command in (plan, generate, chat, serve, replay, sweep, trace, models, demo):
     _command.register(app)

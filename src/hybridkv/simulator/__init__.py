@@ -7,9 +7,11 @@ workloads, uniform        generators
 prefixes, described, converted    what requests share, what a source holds, and any as a token-exact trace
 cost, traffic             modelled time, and the bytes of the cache in it
 loop, report              the loop, what came of it
+cells, sweep              many settings over one source, each a file
 setup                     plan, manager, scheduler and loop put together
 """
 
+from hybridkv.simulator.cells import Cell
 from hybridkv.simulator.converted import convert
 from hybridkv.simulator.cost import H100, Hardware, StepCost
 from hybridkv.simulator.described import TraceDescription, describe
@@ -24,6 +26,7 @@ from hybridkv.simulator.setup import (
     replay,
     simulation_of,
 )
+from hybridkv.simulator.sweep import Swept, processes, sweep
 from hybridkv.simulator.tokens import Pieces
 from hybridkv.simulator.trace import RequestSource, TraceFile, TraceSummary
 from hybridkv.simulator.traffic import CacheTraffic
@@ -35,6 +38,7 @@ __all__ = [
     "H100",
     "WORKLOADS",
     "CacheTraffic",
+    "Cell",
     "GroupReport",
     "Hardware",
     "Pieces",
@@ -45,6 +49,7 @@ __all__ = [
     "SimulatedClock",
     "Simulation",
     "StepCost",
+    "Swept",
     "TraceDescription",
     "TraceFile",
     "TraceRequest",
@@ -55,7 +60,9 @@ __all__ = [
     "describe",
     "plan_for_trace",
     "plan_with_length",
+    "processes",
     "replay",
     "replay_through",
     "simulation_of",
+    "sweep",
 ]

@@ -13,8 +13,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -25,7 +27,9 @@ from hybridkv.simulator.formats.lengths import ROW_FORMATS
 from hybridkv.simulator.records import records
 from hybridkv.units import shown
 
-ARRIVALS_PER_S = 1.0
+_CHUNK_BYTES: Final = 1 << 20
+
+ARRIVALS_PER_S: Final = 1.0
 """Of formats without times."""
 
 
@@ -112,6 +116,14 @@ class TraceFile:
         self.path = Path(path)
         self.skip_bad_lines = skip_bad_lines
         self.limit = limit
+        self._options = {
+            "format_name": format_name,
+            "trace_block_size": trace_block_size,
+            "tokenizer": tokenizer,
+            "arrivals_per_s": arrivals_per_s,
+            "skip_bad_lines": skip_bad_lines,
+            "limit": limit,
+        }
         self._arrivals_per_s = arrivals_per_s
         self._formats = formats(trace_block_size, encoder_named(tokenizer) if isinstance(tokenizer, str) else tokenizer)
         self._named = None if format_name is None else format_named(format_name, self._formats)
@@ -130,6 +142,21 @@ class TraceFile:
             if not self.skip_bad_lines:
                 raise item
         raise TraceError(f"{self.path} holds no requests")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Sources cross processes; each opens the file for itself."""
+        return partial(TraceFile, **self._options), (self.path,)  # type: ignore[arg-type]  # each its own type
+
+    def digest(self) -> str:
+        """Of the file's content and how it is read: equal ones give equal requests. O(bytes)."""
+        found = sha256(repr(sorted(self._options.items())).encode())
+        try:
+            with self.path.open("rb") as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    found.update(chunk)
+        except OSError as error:
+            raise TraceError(f"cannot read {self.path}: {error.strerror or error}") from None
+        return found.hexdigest()
 
     def summary(self) -> TraceSummary:
         """One pass over the file. Raises TraceError as iterating does, and when no request is left."""

@@ -1,0 +1,96 @@
+"""One cell of a sweep: a setting, and what a replay under it gives. A cell crosses processes as it is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from hybridkv.cache.placement import placement_named
+from hybridkv.errors import ConfigError
+from hybridkv.models import Model, read_model
+from hybridkv.planner.plan import ALIGN, DEFAULT_LAYOUT, LAYOUTS, NATURAL, NO_STATES
+from hybridkv.simulator.setup import TOKEN_BUDGET, ReplaySettings, plan_for_trace, replay
+from hybridkv.simulator.trace import RequestSource, TraceSummary
+from hybridkv.units import parse_bytes, shown
+
+SCHEMA: Final = "hybridkv.sweep.cell"
+VERSION: Final = 1
+_NAME_CHARACTERS: Final = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A setting. model: as read_model takes it. memory: for the cache of one rank. dtype: of keys and values.
+
+    Others as plan_for_trace and ReplaySettings have them. ConfigError for what no model or machine could make right.
+    """
+
+    model: str
+    memory: str
+    tp: int = 1
+    layout: str = DEFAULT_LAYOUT
+    placement: str | None = None
+    eviction: str | None = None
+    block_size: int = 16
+    dtype: str | None = None
+    max_running: int = 256
+    token_budget: int = TOKEN_BUDGET
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.memory)
+        if self.layout not in LAYOUTS:
+            raise ConfigError(f"unknown layout {shown(self.layout)}: use one of {', '.join(LAYOUTS)}")
+        if self.layout == NATURAL and self.placement is not None:
+            placement_named(self.placement, align_tokens=1)  # only read
+        if self.layout != NATURAL and self.placement not in {None, ALIGN, NO_STATES}:
+            raise ConfigError(f"placement {shown(self.placement)} is none of the {self.layout} layout's")
+        self.settings()
+
+    @property
+    def name(self) -> str:
+        """Of its file: readable, and another one for any other setting."""
+        said = asdict(self)
+        words = [str(said[name]) for name in ("model", "memory", "layout", "placement", "eviction") if said[name]]
+        digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
+        return f"{re.sub(r'[^A-Za-z0-9.]+', '-', '_'.join(words))[-_NAME_CHARACTERS:].strip('-')}-{digest}"
+
+    def read(self) -> Model:
+        """The model. ConfigError where there is none, or none that is sharded so."""
+        return read_model(self.model, block_size=self.block_size, tp=self.tp, dtype=self.dtype)
+
+    def settings(self) -> ReplaySettings:
+        """How it runs."""
+        placed = self.placement if self.layout == NATURAL else None
+        return ReplaySettings(self.max_running, self.token_budget, placement=placed, eviction=self.eviction)
+
+    def run(self, source: RequestSource, summary: TraceSummary) -> dict[str, object]:
+        """Its document: the report, or why the setting cannot serve these requests."""
+        document: dict[str, object] = {"schema": SCHEMA, "version": VERSION, "cell": asdict(self)}
+        try:
+            plan = plan_for_trace(
+                summary,
+                self.read(),
+                self.memory,
+                placement=self.placement,
+                layout=self.layout,
+                token_budget=self.token_budget,
+            )
+            report = replay(source, plan, self.settings(), summary=summary)
+        except ConfigError as error:
+            return {**document, "refused": str(error)}
+        return {**document, "report": report.to_dict({})}
+
+
+def is_document_of(cell: Cell, document: object) -> bool:
+    """Whether it is what this version made of ``cell``."""
+    return (
+        isinstance(document, Mapping)
+        and document.get("schema") == SCHEMA
+        and document.get("version") == VERSION
+        and document.get("cell") == asdict(cell)
+        and isinstance(document.get("report", document.get("refused")), dict | str)
+    )

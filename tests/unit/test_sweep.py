@@ -1,0 +1,209 @@
+"""Sweeps: every cell a file, whole or not there; started again, what is missing; any Executor."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from cli_support import error, run
+
+from hybridkv.errors import ConfigError, SweepError
+from hybridkv.models import read_model
+from hybridkv.simulator import (
+    Cell,
+    ReplaySettings,
+    Swept,
+    TraceFile,
+    UniformWorkload,
+    convert,
+    plan_for_trace,
+    processes,
+    replay,
+    sweep,
+)
+
+SMALL = Cell("llama-3-8b", "1GiB")
+CELLS = [SMALL, replace(SMALL, memory="2GiB"), replace(SMALL, layout="reference")]
+SOURCE = UniformWorkload()
+
+
+class Here(Executor):
+    """Runs what is submitted at once, and counts it. fails: with what from which cell on."""
+
+    def __init__(self, fails: BaseException | None = None, after: int = 0) -> None:
+        self.ran = 0
+        self._fails, self._after = fails, after
+
+    def submit(self, fn: Callable[..., Any], /, *args: object, **kwargs: object) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.ran += 1
+        if self._fails is not None and self.ran > self._after:
+            future.set_exception(self._fails)
+        else:
+            future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / "cells").iterdir()}
+
+
+def test_a_cell_is_a_replay(tmp_path: Path) -> None:
+    (one,) = sweep(SOURCE, [SMALL], tmp_path, Here())
+    plan = plan_for_trace(SOURCE.summary(), read_model("llama-3-8b"), "1GiB")
+    report = replay(SOURCE, plan, ReplaySettings()).to_dict({})
+    assert one.document["report"] == report
+    ((name, text),) = files(tmp_path).items()
+    assert (name, json.loads(text)) == (f"{SMALL.name}.json", json.loads(json.dumps(one.document)))
+
+
+def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
+    told: list[Swept] = []
+    executor = Here()
+    first = sweep(SOURCE, [*CELLS, SMALL], tmp_path, executor, on_done=told.append)
+    assert ([one.cell for one in first], executor.ran, len(told)) == ([*CELLS, SMALL], 3, 3)
+    kept = files(tmp_path)
+    (tmp_path / "cells" / f"{CELLS[1].name}.json").unlink()
+    (tmp_path / "cells" / f"{CELLS[2].name}.json").write_bytes(kept[f"{CELLS[2].name}.json"][:-9])  # broken off
+    executor = Here()
+    again = sweep(SOURCE, CELLS, tmp_path, executor)
+    assert (executor.ran, [one.again for one in again]) == (2, [True, False, False])
+    assert files(tmp_path) == kept
+    (tmp_path / "cells" / f"{SMALL.name}.json").write_bytes(kept[f"{CELLS[1].name}.json"])  # another's
+    assert [one.again for one in sweep(SOURCE, CELLS, tmp_path, Here())] == [False, True, True]
+
+
+def test_cells_that_cannot_be_are_told(tmp_path: Path) -> None:
+    (one,) = sweep(SOURCE, [replace(SMALL, memory="1MiB")], tmp_path, Here())
+    assert "memory" in str(one.document["refused"])
+    assert [other.again for other in sweep(SOURCE, [one.cell], tmp_path, Here())] == [True]
+    with pytest.raises(ConfigError, match="nobody"):
+        sweep(SOURCE, [replace(SMALL, model="nobody")], tmp_path, Here())
+    for wrong in ({"memory": "x"}, {"layout": "x"}, {"placement": "x"}, {"eviction": "x"}, {"max_running": 0}):
+        with pytest.raises(ConfigError):
+            replace(SMALL, **wrong)
+    with pytest.raises(ConfigError, match="none of the reference layout's"):
+        Cell("llama-3-8b", "1GiB", layout="reference", placement="ends")
+
+
+def test_names_tell_cells_apart() -> None:
+    others = [replace(SMALL, **one) for one in ({"tp": 2}, {"block_size": 32}, {"token_budget": 99}, {"dtype": "fp8"})]
+    assert len({one.name for one in (*CELLS, *others)}) == 7
+    assert "/" not in replace(SMALL, model="a/b c").name
+    assert len(replace(SMALL, model="x" * 500).name) < 100
+
+
+def test_a_folder_of_another_trace_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    convert(SOURCE, path)
+    sweep(TraceFile(path), [SMALL], tmp_path / "out", Here())
+    assert sweep(TraceFile(path), [SMALL], tmp_path / "out", Here())[0].again
+    before = files(tmp_path / "out")
+    for other in (SOURCE, TraceFile(path, limit=5)):
+        with pytest.raises(ConfigError, match=r"holds cells of another trace, a\.jsonl"):
+            sweep(other, [SMALL], tmp_path / "out", Here())
+    path.write_bytes(path.read_bytes() + b"\n")
+    with pytest.raises(ConfigError, match="holds cells of another trace"):
+        sweep(TraceFile(path), [SMALL], tmp_path / "out", Here())
+    assert files(tmp_path / "out") == before
+
+
+def test_a_full_disk_keeps_what_is_finished(tmp_path: Path) -> None:
+    sweep(SOURCE, CELLS[:1], tmp_path, Here())
+    with (
+        patch("os.fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")),
+        pytest.raises(SweepError, match="No space left on device; 1 of 3 cells are finished and kept: make room"),
+    ):
+        sweep(SOURCE, CELLS, tmp_path, Here())
+    assert set(files(tmp_path)) == {f"{SMALL.name}.json"}
+    assert [one.again for one in sweep(SOURCE, CELLS, tmp_path, Here())] == [True, False, False]
+    with pytest.raises(SweepError, match="name another folder"):
+        sweep(SOURCE, CELLS, Path(os.devnull) / "x", Here())
+
+
+def test_a_lost_worker_keeps_what_is_finished(tmp_path: Path) -> None:
+    with pytest.raises(SweepError, match=r"a worker process was lost; . of 3 cells are finished and kept"):
+        sweep(SOURCE, CELLS, tmp_path, Here(BrokenProcessPool("killed"), after=1))
+    executor = Here()
+    sweep(SOURCE, CELLS, tmp_path, executor)
+    assert executor.ran in {2, 3}
+
+
+def test_processes_threads_and_traces_of_text(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(
+        "\n".join(json.dumps({"prompt": f"what is a cache? {k}", "output_tokens": 3}) for k in range(9)), "utf-8"
+    )
+    source = TraceFile(path, tokenizer="bytes:4", limit=8)
+    with processes(2) as executor:
+        sweep(source, CELLS, tmp_path / "a", executor)
+    with ThreadPoolExecutor(1) as threads:
+        sweep(source, CELLS, tmp_path / "b", threads)
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+    with pytest.raises(ConfigError, match="jobs"):
+        processes(0)
+
+
+DASK = """
+import sys
+from distributed import Client
+from hybridkv.simulator import Cell, UniformWorkload, sweep
+
+if __name__ == "__main__":
+    client = Client(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None)
+    with client, client.get_executor() as executor:
+        cells = [Cell("llama-3-8b", memory) for memory in ("1GiB", "2GiB", "3GiB")]
+        sweep(UniformWorkload(), cells, sys.argv[1], executor)
+        print(len(client.scheduler_info()["workers"]), "workers")
+    client.cluster.close()
+"""
+
+
+def test_two_workers_of_dask(tmp_path: Path) -> None:
+    pytest.importorskip("distributed")
+    script = tmp_path / "script.py"
+    script.write_text(DASK, "utf-8")
+    command = [sys.executable, str(script), str(tmp_path / "a")]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  # our own
+    assert "2 workers" in told.stdout, told.stderr
+    sweep(SOURCE, [Cell("llama-3-8b", memory) for memory in ("1GiB", "2GiB", "3GiB")], tmp_path / "b", Here())
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+# -- as a command
+
+
+def test_a_sweep_as_a_command(tmp_path: Path) -> None:
+    base = ("sweep", "workload:uniform", "--model", "llama-3-8b,qwen3-0.6b", "--out", tmp_path, "--jobs", "1")
+    done = run(*base, "--memory", "1GiB:3GiB:1GiB,1MiB")
+    lines = done.stdout.splitlines()
+    assert sum("GiB" in line and "%" in line for line in lines) == 6
+    assert sum("refused" in line for line in lines) >= 3
+    assert f"8 cells in {tmp_path}" in done.stdout
+    assert max(map(len, lines)) <= 400
+    assert "sweep: 8 of 8: " in done.stderr
+    again = run(*base, "--memory", "2GiB", "--json")
+    documents = json.loads(again.stdout)
+    assert [one["cell"]["model"] for one in documents] == ["llama-3-8b", "qwen3-0.6b"]
+    assert "2 of them from before" in run(*base, "--memory", "2GiB").stdout
+    for wrong, what in (
+        (("--memory", "1GiB:3GiB"), "a range is from:to:step"),
+        (("--memory", "3GiB:1GiB:1GiB"), "the range must ascend"),
+        (("--memory", "1GiB:1TiB:1"), "in fewer than"),
+        (("--memory", "1GiB,"), "has an empty entry"),
+        (("--memory", "x"), "not a size"),
+        (("--memory", "1GiB", "--tp", "x"), "--tp 'x' is no number"),
+        (("--memory", "1GiB", "--placement", "x"), "placement"),
+        (("--memory", "1GiB", "--jobs", "0"), "--jobs"),
+        (("--memory", "1GiB", "--rate", "2"), "--rate means nothing for workload:uniform|holds cells"),
+    ):
+        assert any(part in error(*base, *wrong) for part in what.split("|")), wrong
