@@ -37,9 +37,10 @@ def exported(text: str) -> dict[str, set[str]]:
     return found
 
 
-def test_what_boards_ask_for_is_exported(llama: Served) -> None:
-    llama.post("/v1/completions", prompt="a", max_tokens=1)
-    names = exported(llama.client.get("/metrics").text)
+def test_what_boards_ask_for_is_exported() -> None:
+    with serving(engine_of("llama", remembered_losses=100, block_times=True)) as served:
+        served.post("/v1/completions", prompt="a", max_tokens=1)
+        names = exported(served.client.get("/metrics").text)
     asked = expressions()
     assert len(asked) > 20
     for one in asked:

@@ -7,8 +7,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serve_support import Served, engine_of, serving
 
+from hybridkv.cache import MissReason
 from hybridkv.errors import ConfigError
-from hybridkv.runner import Engine, load
+from hybridkv.runner import Engine, EngineOptions, load
 from hybridkv.runner.drafters import NgramDrafter
 from hybridkv.serve import ServeOptions
 
@@ -82,6 +83,39 @@ def test_names_of_vllm_drafts_and_kinds_of_groups() -> None:
         assert all(one >= other for one, other in pairwise(accepted))
         groups = {name.partition("[")[2] for name in found if "kv_group_evictions" in name}
         assert len(groups) == len(target.plan.config.groups) > 1
+
+
+def test_ends_misses_and_times_where_they_are_asked_for() -> None:
+    options = EngineOptions(remembered_losses=1000, block_times=True, kv_events=False)
+    target = Engine(load("tiny:granite_hybrid"), memory="8MiB", max_model_len=512, options=options)
+    with serving(target) as served:
+        prompt = "a prompt that comes twice, of more tokens than a block has"
+        for _ in range(2):
+            served.post(PATH, prompt=prompt, max_tokens=3, ignore_eos=True)
+        found, now, cache = samples(served), target.statistics(), target.cache.statistics()
+    assert sum(one.hits for one in cache.ends) == 1
+    for name, of in (("ends", "kept"), ("ends_stored_total", "made"), ("end_hits_total", "hits")):
+        assert {one.kind: found[f"hybridkv:kv_{name}['{one.kind}']"] for one in cache.ends} == {
+            one.kind: getattr(one, of) for one in cache.ends
+        }
+    missed = {name: value for name, value in found.items() if "prompt_tokens_missed_total" in name}
+    assert len(missed) == len(MissReason)
+    assert sum(missed.values()) == sum(now.misses.values()) == now.prompt_tokens - now.hit_tokens
+    assert missed["hybridkv:prompt_tokens_missed_total['never_seen']"] == now.misses["never_seen"] > 0
+    by_source = [
+        found[f"hybridkv:prompt_tokens_by_source_total['{one}']"] for one in ("local_compute", "local_cache_hit")
+    ]
+    assert by_source == [now.prompt_tokens - now.hit_tokens, now.hit_tokens]
+    assert cache.times is not None
+    assert found["hybridkv:kv_block_reuse_gap_seconds_count"] == sum(cache.times.gap.counts) > 0
+    assert found["hybridkv:kv_block_reuse_gap_seconds_sum"] == pytest.approx(cache.times.gap.sum_s)
+    assert found["hybridkv:kv_block_lifetime_seconds_count"] == sum(cache.times.lifetime.counts)
+    evictable = sum(value for name, value in found.items() if "kv_group_blocks" in name and "'evictable'" in name)
+    assert evictable == sum(group.cached_blocks for group in cache.groups) > 0
+
+
+def test_nothing_is_told_of_what_is_not_counted(llama: Served) -> None:
+    assert not any("missed" in name or "kv_block_" in name for name in samples(llama))
 
 
 @pytest.mark.parametrize("prefix", ["", "a:b", "1a", "a b"])

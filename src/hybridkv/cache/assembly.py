@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.cache.blocks.block_times import BlockTimes
 from hybridkv.cache.blocks.lost_keys import LostKeys
 from hybridkv.cache.blocks.pool import BlockPool
 from hybridkv.cache.hashing import BlockHasher
@@ -48,6 +49,7 @@ class CacheOptions:
     hasher: Hasher | None
     max_pinned_blocks: int
     remembered_losses: int
+    block_times: bool
     clock: Callable[[], float]
 
 
@@ -132,6 +134,8 @@ def assemble(config: KVCacheConfig, layout: Layout, options: CacheOptions) -> Ca
             residents, lookup, lost=lost, most=options.remembered_losses, alignment=alignment, hash_block=hash_block
         )
         residents.begins = misses.note_begun
+    if options.block_times:
+        pool.keys.times = BlockTimes(pool.num_blocks, options.clock)
     planner = SlotPlanner(pool, residents, publisher=publisher, log=log, max_model_len=options.max_model_len)
     slots = Slots(pool, residents, planner=planner, publisher=publisher, transfers=transfers, checkpoints=checkpoints)
     strides = Strides(

@@ -150,6 +150,8 @@ def _index(pool: BlockPool) -> Iterator[str]:
             yield f"block {block} has a key without group, or a group without key"
         if pool.key_of(block) is not None and block not in seen:
             yield f"block {block} carries a key that the index does not know"
+    if pool.keys.times is not None and pool.keys.times.kept().tolist() != pool.keys.keyed():
+        yield "blocks whose times are kept are not those with a key"
 
 
 def _tails(pool: BlockPool) -> Iterator[str]:

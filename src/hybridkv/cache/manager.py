@@ -70,6 +70,7 @@ class KVCacheManager:
     max_event_blocks: blocks that events waiting for ``take_events`` tell of; beyond it the oldest events are dropped,
     and EventsDropped says so in front of those taken next.
     remembered_losses: keys of evicted blocks that are remembered, for ``explain``; 0: nothing is explained.
+    block_times: whether statistics tell how long blocks keep their keys and wait for hits.
     clock: seconds, by which evictions that learn tell how long nobody came; they ask for the time alone.
     Raises ConfigError for limits that cannot work and for what contradicts the plan, UnsupportedModelError for a group
     without policy.
@@ -97,6 +98,7 @@ class KVCacheManager:
         published_ends: bool = True,
         max_event_blocks: int = MAX_EVENT_BLOCKS,
         remembered_losses: int = 0,
+        block_times: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         config, limits, placement, eviction = managed(
@@ -128,6 +130,7 @@ class KVCacheManager:
             hasher=None if hasher is None else checked_hasher(hasher),
             max_pinned_blocks=integer("max_pinned_blocks", max_pinned_blocks, 0, MOST_COUNT),
             remembered_losses=integer("remembered_losses", remembered_losses, 0, MOST_COUNT),
+            block_times=flag("block_times", block_times),
             clock=clock,
         )
         parts = self._parts = assemble(config, layout, options)

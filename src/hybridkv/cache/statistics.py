@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hybridkv.cache.blocks.block_times import BlockTimeStatistics
 from hybridkv.cache.blocks.pool import BlockPool
 from hybridkv.cache.rows.group import CacheGroup
 
@@ -26,11 +27,12 @@ class PrefixCacheStats:
 class GroupStatistics:
     """One group. held_blocks: distinct blocks in rows of requests, now. cached_blocks: with a key, now.
 
-    published, evictions: keys given and lost so far.
+    evictable_blocks: those of them that nobody holds. published, evictions: keys given and lost so far.
     """
 
     held_blocks: int
     cached_blocks: int
+    evictable_blocks: int
     published: int
     evictions: int
 
@@ -95,7 +97,7 @@ class CacheStatistics:
     pinned_blocks: held by pins, counted for each. evictions: keys lost so far. groups: the same per group.
     ends: by kind, where an eviction ranks them. missed_tokens: what ends given up would have been hit for, so far;
     missed_a_gib_more: what of it a GiB more would have found, roughly: what was given up last. tenants: where there are
-    shares.
+    shares. moved_blocks: from slab to slab, so far. times: None unless asked for (block_times).
     """
 
     num_blocks: int
@@ -110,13 +112,16 @@ class CacheStatistics:
     missed_tokens: int = 0
     missed_a_gib_more: int = 0
     tenants: tuple[TenantStatistics, ...] = ()
+    moved_blocks: int = 0
+    times: BlockTimeStatistics | None = None
 
 
 def cache_statistics(
     pool: BlockPool, groups: Sequence[CacheGroup], resident_requests: int, pinned_blocks: int
 ) -> CacheStatistics:
     """Counts of now. O(num_blocks)."""
-    cached = pool.keys.per_group()
+    cached, evictable = pool.keys.per_group(), pool.evictable_per_group()
+    times = pool.keys.times
     return CacheStatistics(
         num_blocks=pool.num_usable,
         free_blocks=pool.get_num_free_blocks(),
@@ -126,7 +131,9 @@ def cache_statistics(
         pinned_blocks=pinned_blocks,
         evictions=sum(pool.keys.lost),
         groups=tuple(
-            GroupStatistics(group.held_blocks(), count, given, lost)
-            for group, count, given, lost in zip(groups, cached, pool.keys.given, pool.keys.lost, strict=True)
+            GroupStatistics(group.held_blocks(), *counts)
+            for group, *counts in zip(groups, cached, evictable, pool.keys.given, pool.keys.lost, strict=True)
         ),
+        moved_blocks=pool.moved,
+        times=None if times is None else times.statistics(),
     )

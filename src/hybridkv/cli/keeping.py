@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from hybridkv.cache import TenantStatistics
 from hybridkv.cache.placement import DEFAULT_EVICTIONS, EVICTIONS
 from hybridkv.cli.output import console, share, table
-from hybridkv.cli.panels import CACHE
+from hybridkv.cli.panels import CACHE, OUTPUT
 from hybridkv.cli.printable import printable
 from hybridkv.planner.plan import NATURAL
 from hybridkv.units import format_bytes, format_count
@@ -34,6 +34,13 @@ ShareOption = Annotated[
         rich_help_panel=CACHE,
     ),
 ]
+
+ExplainOption = Annotated[
+    bool, typer.Option("--explain", help="Say why tokens were not found in the cache.", rich_help_panel=OUTPUT)
+]
+
+REMEMBERED: Final = 1 << 20
+"""Keys of evicted blocks, where misses are explained: some 200 bytes each."""
 
 
 def show_tenants(tenants: Sequence[TenantStatistics]) -> None:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from hybridkv.cache.placement import TenantShares, eviction_of, placement_of
-from hybridkv.cli.keeping import EvictionOption, ShareOption, show_tenants
+from hybridkv.cli.keeping import REMEMBERED, EvictionOption, ExplainOption, ShareOption, show_tenants
 from hybridkv.cli.output import console, in_words, print_facts, share, table
 from hybridkv.cli.panels import MODEL, OUTPUT, REQUESTS, RUN
 from hybridkv.cli.planning import (
@@ -68,8 +68,6 @@ _SECONDS_PER_LINE: Final = 10.0
 _DEFAULT: Final = ReplaySettings()
 _NOT_TOLD: Final = {"placement", "step_by_step", "shares"}
 """Settings that say nothing, or stand elsewhere in documents."""
-_REMEMBERED: Final = 1 << 20
-"""Keys of evicted blocks, where misses are explained: some 200 bytes each."""
 _WHY: Final = {
     "never_seen": "never seen",
     "other_salt": "seen under another salt only",
@@ -148,9 +146,7 @@ def replay_command(
     skip_bad_lines: SkipBadLines = False,
     eviction: EvictionOption = None,
     shares: ShareOption = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Say why tokens were not found in the cache.", rich_help_panel=OUTPUT)
-    ] = False,
+    explain: ExplainOption = False,
     no_prefix_caching: Annotated[
         bool, typer.Option("--no-prefix-caching", help="Share nothing.", rich_help_panel=RUN)
     ] = False,
@@ -181,7 +177,7 @@ def replay_command(
         eviction=eviction,
         step_by_step=step_by_step,
         shares=TenantShares.parse(shares or ()),
-        remembered_losses=_REMEMBERED if explain else 0,
+        remembered_losses=REMEMBERED if explain else 0,
     )
     source = SourceOptions(
         format_name, trace_block_size, tokenizer, arrivals, skip_bad_lines, seed, hours, rate, marks, limit

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from hybridkv.cache.placement import TenantShares
-from hybridkv.cli.keeping import EvictionOption, ShareOption
+from hybridkv.cli.keeping import REMEMBERED, EvictionOption, ExplainOption, ShareOption
 from hybridkv.cli.loading import ModelOption, TrustOption, bars_for_terminals, load_quietly
 from hybridkv.cli.panels import CACHE, OUTPUT, REQUESTS, RUN
 from hybridkv.cli.speculation import Speculate, SpeculateOption
@@ -78,6 +78,13 @@ def serve_command(
     no_prefix_caching: NoPrefixCachingOption = False,
     eviction: EvictionOption = None,
     shares: ShareOption = None,
+    explain: ExplainOption = False,
+    block_times: Annotated[
+        bool,
+        typer.Option(
+            "--block-times", help="Tell how long blocks are kept, idle, and between hits.", rich_help_panel=OUTPUT
+        ),
+    ] = False,
     attention: AttentionOption = "gather",
     speculate: SpeculateOption = None,
 ) -> int:
@@ -101,6 +108,8 @@ def serve_command(
         kv_events=kv_events is not None,
         eviction=eviction,
         shares=TenantShares.parse(shares or ()),
+        remembered_losses=REMEMBERED if explain else 0,
+        block_times=block_times,
     )
     if kv_events_replay is not None and kv_events is None:
         raise ConfigError("--kv-events-replay repeats what --kv-events publishes: name that endpoint, too")

@@ -36,7 +36,7 @@ class EngineOptions:
     kv_events: the cache tells what it stores and forgets, for AsyncEngine's ``events``.
     image_bytes: of the features of images kept on the device; beyond it those read longest ago are made anew.
     eviction, shares: what the cache gives up next, by name, None for what suits the plan, and shares of tenants of what
-    it keeps (KVCacheManager).
+    it keeps (KVCacheManager). remembered_losses, block_times: what statistics tell besides (KVCacheManager).
     Raises ConfigError for counts that are none, and for the name of no eviction.
     """
 
@@ -51,12 +51,14 @@ class EngineOptions:
     kv_events: bool = False
     eviction: str | None = None
     shares: TenantShares = EVERYBODY
+    remembered_losses: int = 0
+    block_times: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, partial(integer, least=1), "max_running", "token_budget")
         check_fields(self, partial(integer, least=1, most=2), "in_flight")
-        check_fields(self, partial(integer, least=0), "image_bytes")
-        check_fields(self, flag, "prefix_caching", "self_check", "kv_events")
+        check_fields(self, partial(integer, least=0), "image_bytes", "remembered_losses")
+        check_fields(self, flag, "prefix_caching", "self_check", "kv_events", "block_times")
         check_fields(self, attention_backend, "attention")
         check_fields(self, compile_option, "compile")
         if self.eviction is not None:
@@ -126,6 +128,8 @@ def assemble(
         enable_kv_cache_events=options.kv_events,
         eviction=eviction_of(plan, options.eviction),
         shares=options.shares,
+        remembered_losses=options.remembered_losses,
+        block_times=options.block_times,
     )
     scheduler = Scheduler(cache, limits)
     runner = ModelRunner(

@@ -12,11 +12,14 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from hybridkv.cache import MissReason
+from hybridkv.cache.blocks.block_times import EDGES_S, TimeCounts
 from hybridkv.cache.statistics import CacheStatistics
 from hybridkv.errors import ConfigError
 from hybridkv.runner.completion import Completion
@@ -39,18 +42,25 @@ def metrics_prefix(name: str, value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What an engine says of itself at one moment. kinds: what each of the plan's groups keeps."""
+    """What an engine says of itself at one moment. kinds: what each of the plan's groups keeps; sizes: of its blocks.
+
+    explains: whether misses have reasons.
+    """
 
     scheduler: SchedulerStatistics
     cache: CacheStatistics
     usage: float
     kinds: tuple[str, ...]
+    sizes: tuple[int, ...]
+    explains: bool
 
     @classmethod
     def of(cls, engine: Engine) -> Snapshot:
         """Of now, in the engine's own thread. O(blocks)."""
-        kinds = tuple(str(one.spec.keeps) for one in engine.plan.config.groups)
-        return cls(engine.statistics(), engine.cache.statistics(), engine.cache.usage, kinds)
+        config, cache = engine.plan.config, engine.cache
+        kinds = tuple(str(one.spec.keeps) for one in config.groups)
+        sizes = tuple(config.block_bytes_of(number) for number in range(len(kinds)))
+        return cls(engine.statistics(), cache.statistics(), cache.usage, kinds, sizes, cache.explains)
 
 
 class RequestMetrics:
@@ -127,6 +137,9 @@ class SnapshotCollector:
         yield from self._gauges(now)
         yield from self._counters(now.scheduler)
         yield from self._groups(now)
+        yield from self._kept_ends(now.cache)
+        yield from self._misses(now)
+        yield from self._times(now.cache)
 
     def _gauge(self, name: str, said: str, *labels: str) -> GaugeMetricFamily:
         return GaugeMetricFamily(f"{self._prefix}:{name}", said, labels=[_MODEL, *labels])
@@ -152,6 +165,7 @@ class SnapshotCollector:
             ("prompt_tokens_cached", "Those of them found in the cache.", now.hit_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", now.prompt_tokens),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", now.hit_tokens),
+            ("requests_finished", "Requests that ended, aborted ones among them.", now.requests_finished),
             ("num_preemptions", "Requests that gave their blocks back and wait again.", now.preemptions),
             ("spec_decode_num_draft_tokens", "Drafts that the model verified.", now.drafted_tokens),
             ("spec_decode_num_accepted_tokens", "Drafts that it accepted.", now.accepted_tokens),
@@ -170,15 +184,73 @@ class SnapshotCollector:
         for reason, value in now.refusals.items():
             refused.add_metric([self._model_name, reason], value)
         yield refused
+        sources = self._counter("prompt_tokens_by_source", "Prompt tokens, computed here or found.", "source")
+        sources.add_metric([self._model_name, "local_compute"], now.prompt_tokens - now.hit_tokens)
+        sources.add_metric([self._model_name, "local_cache_hit"], now.hit_tokens)
+        yield sources
 
     def _groups(self, now: Snapshot) -> Iterator[Metric]:
-        blocks = self._gauge("kv_group_blocks", "Blocks of a group, held or with a key.", "group", "kind", "state")
+        blocks = self._gauge("kv_group_blocks", "Blocks of a group: see docs.", "group", "kind", "state")
+        size = self._gauge("kv_group_block_bytes", "Of one block of a group.", "group", "kind")
         published = self._counter("kv_group_published", "Keys given to blocks of a group.", "group", "kind")
         evicted = self._counter("kv_group_evictions", "Keys that a group's blocks lost.", "group", "kind")
         for number, (group, kind) in enumerate(zip(now.cache.groups, now.kinds, strict=True)):
             labels = [self._model_name, str(number), kind]
             blocks.add_metric([*labels, "held"], group.held_blocks)
             blocks.add_metric([*labels, "cached"], group.cached_blocks)
+            blocks.add_metric([*labels, "evictable"], group.evictable_blocks)
+            size.add_metric(labels, now.sizes[number])
             published.add_metric(labels, group.published)
             evicted.add_metric(labels, group.evictions)
-        yield from (blocks, published, evicted)
+        yield from (blocks, size, published, evicted)
+        moved = self._counter("kv_moved_blocks", "Blocks that passed from slab to slab.")
+        moved.add_metric([self._model_name], now.cache.moved_blocks)
+        yield moved
+
+    def _kept_ends(self, now: CacheStatistics) -> Iterator[Metric]:
+        """Where prompts can be resumed, by kind; nothing where no eviction ranks them."""
+        kept = self._gauge("kv_ends", "Ends kept now: where prompts can be resumed.", "kind")
+        if not now.ends:
+            return
+        for one in now.ends:
+            kept.add_metric([self._model_name, one.kind], one.kept)
+        yield kept
+        for name, said, counts in (
+            ("kv_ends_stored", "Ends that were kept.", [one.made for one in now.ends]),
+            ("kv_end_hits", "Hits of kept ends.", [one.hits for one in now.ends]),
+            ("kv_end_misses", "Prompts that ends given up would have been hit by.", [one.missed for one in now.ends]),
+            ("kv_ends_declined", "Ends not kept for want of worth.", [one.declined for one in now.ends]),
+            ("kv_ends_evicted", "Ends given up.", [one.given_up for one in now.ends]),
+            ("kv_ends_evicted_unused", "Those never hit.", [one.unused for one in now.ends]),
+        ):
+            counter = self._counter(name, said, "kind")
+            for one, value in zip(now.ends, counts, strict=True):
+                counter.add_metric([self._model_name, one.kind], value)
+            yield counter
+
+    def _misses(self, now: Snapshot) -> Iterator[Metric]:
+        """Prompt tokens not found, by reason, where misses are explained."""
+        if now.explains:
+            missed = self._counter("prompt_tokens_missed", "Prompt tokens not found, by reason.", "reason")
+            for reason in MissReason:
+                missed.add_metric([self._model_name, reason], now.scheduler.misses.get(reason, 0))
+            yield missed
+
+    def _times(self, now: CacheStatistics) -> Iterator[Metric]:
+        """Of blocks, where they are counted."""
+        if now.times is None:
+            return
+        for name, said, counts in (
+            ("kv_block_lifetime_seconds", "From a block's first key until it lost its keys.", now.times.lifetime),
+            ("kv_block_idle_before_evict_seconds", "From its last hit, or first key, until then.", now.times.idle),
+            ("kv_block_reuse_gap_seconds", "Between two hits of a block.", now.times.gap),
+        ):
+            family = HistogramMetricFamily(f"{self._prefix}:{name}", said, labels=[_MODEL])
+            family.add_metric([self._model_name], _buckets(counts), counts.sum_s)
+            yield family
+
+
+def _buckets(counts: TimeCounts) -> list[tuple[str, float]]:
+    """Name and all up to its end, of each bucket, as Prometheus has them."""
+    names = [*(f"{edge:g}" for edge in EDGES_S), "+Inf"]
+    return list(zip(names, map(float, accumulate(counts.counts)), strict=True))

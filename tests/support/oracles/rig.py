@@ -68,6 +68,7 @@ class Rig:
             pcp_world_size=options.pcp,
             placement=placement,
             remembered_losses=options.remembered_losses,
+            block_times=True,
         )
         self.scheduler = Scheduler(self.cache, options.limits, clock=lambda: self.now)
         self.worker = worker or FakeWorker(config, self.model, sharded=options.ranks > 1)

@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.cache.blocks.block_times import BlockTimes
 from hybridkv.cache.blocks.index import PrefixIndex, Tail
 from hybridkv.cache.blocks.lost_keys import LostKeys
 from hybridkv.cache.blocks.needs import Needs, NoNeeds
@@ -42,8 +43,8 @@ class BlockKeys:
     events: where events go, None where nobody wants any. silent: groups whose keys make no events.
     Attributes for reading: indexes (one a group), evictions (keys lost so far, grows with ``clear`` and with moves
     too: who remembers blocks looks anew), needs (hears of blocks that lose their keys or move), lost_keys (remembers
-    keys that are evicted, None where nobody asks), given and lost (blocks
-    that got their first key and that lost their last, so far, per group).
+    keys that are evicted, None where nobody asks), times (of keys, None as well), given and lost (blocks that got their
+    first key and that lost their last, so far, per group).
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class BlockKeys:
         self._events = events
         self.needs: Needs = NoNeeds()
         self.lost_keys: LostKeys | None = None
+        self.times: BlockTimes | None = None
 
     # -- answers
 
@@ -88,9 +90,10 @@ class BlockKeys:
         keyed: Bool = self._group[ids] >= 0
         return keyed
 
-    def per_group(self) -> list[int]:
-        """Blocks with a key, per group. O(num_blocks)."""
-        counts: list[int] = np.bincount(self._group[self._group >= 0], minlength=len(self.indexes)).tolist()
+    def per_group(self, among: Bool | None = None) -> list[int]:
+        """Blocks with a key, per group, ``among`` those, bool[num_blocks], None for all. O(num_blocks)."""
+        keyed = self._group >= 0 if among is None else (self._group >= 0) & among
+        counts: list[int] = np.bincount(self._group[keyed], minlength=len(self.indexes)).tolist()
         return counts
 
     def kept_since(self, ids: Int32, evictions: int) -> bool:
@@ -124,6 +127,8 @@ class BlockKeys:
         if step != WRITTEN:
             self._step[where] = step
         self.indexes[group].add(keys, where.tolist())
+        if self.times is not None:
+            self.times.begin(where)
 
     def _publish_one(self, group: int, block: int, key: bytes, step: int) -> None:
         """Publish without arrays of one element."""
@@ -137,6 +142,8 @@ class BlockKeys:
         self._group[block] = group
         if step != WRITTEN:
             self._step[block] = step
+        if self.times is not None:
+            self.times.begin(np.array([block]))
 
     def knows_tail(self, group: int, parent: bytes, tokens: bytes) -> bool:
         """Whether some block of ``group`` is published for ``tokens`` (bytes of int32) behind ``parent``. O(1)."""
@@ -218,6 +225,8 @@ class BlockKeys:
         self._step[where] = WRITTEN
         self._supersedable.difference_update(ids.tolist() if self._supersedable else ())
         self.needs.lose(where)
+        if self.times is not None:
+            self.times.end(where)
         self._note_lost(ids)
 
     def _note_lost(self, ids: Int32) -> None:
@@ -232,6 +241,8 @@ class BlockKeys:
             self.indexes[group].clear()
         self._supersedable.clear()
         self.needs.clear()
+        if self.times is not None:
+            self.times.clear()
         self._keys.fill(None)
         self._group.fill(_NO_GROUP)
         self._step.fill(WRITTEN)
@@ -258,6 +269,8 @@ class BlockKeys:
             new = dict(moves.tolist())
             self._supersedable = {new.get(block, block) for block in self._supersedable}
         self.needs.follow(moves)
+        if self.times is not None:
+            self.times.follow(sources, targets)
         self.evictions += 1
         self._lost_at[sources] = _wrapped(self.evictions)
 

@@ -59,7 +59,7 @@ class BlockPool:
     make no events.
     Attributes for reading: keys (what the blocks carry), indexes (theirs, one a group), num_reserved (blocks taken for
     good), epoch (grows with every take, touch and free, and with ``advance_epoch``, so that a plan can tell whether
-    it is stale).
+    it is stale), moved (blocks, so far).
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class BlockPool:
         flag("enable_events", enable_events)
         self.num_blocks = num_blocks
         self.num_reserved = 0
+        self.moved = 0
         events = EventQueue(max_event_blocks) if enable_events else None
         self._needs: Needs = NoNeeds()
         self.keys = BlockKeys(num_blocks, num_groups, events=events, silent=silent)
@@ -115,6 +116,10 @@ class BlockPool:
     def num_usable(self) -> int:
         """Units that requests can hold, blocks or slabs: all but the null one and those reserved."""
         return self._free.num_units - self._free.units(self._reserved)
+
+    def evictable_per_group(self) -> list[int]:
+        """Blocks with a key that nobody holds, per group. O(blocks)."""
+        return self.keys.per_group(self._ref == 0)
 
     def weigh(self, needs: Sequence[int], freed: Sequence[int]) -> Weight:
         """needs: blocks to take, freed: blocks given back before, by group; in units. O(groups)."""
@@ -319,6 +324,7 @@ class BlockPool:
     def _relocate(self, moves: Int64) -> None:
         """Blocks moved, int64[m, 2]: what is known of the sources is true of the targets from now on."""
         sources, targets = moves[:, 0], moves[:, 1]
+        self.moved += len(moves)
         self.keys.follow(moves)
         self._ref[targets] = self._ref[sources]
         self._ref[sources] = 0
@@ -330,6 +336,8 @@ class BlockPool:
         free = ids[self._ref[ids] == 0]
         if free.size:
             self._free.remove(free)
+        if self.keys.times is not None:
+            self.keys.times.hit(ids)
         self._ref[ids] += 1
         self.epoch += 1
 

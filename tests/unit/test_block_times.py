@@ -1,0 +1,91 @@
+"""How long blocks keep their keys, wait for a hit and lie idle: by hand, and of a manager by what it tells."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.cache.blocks.block_times import EDGES_S, BlockTimes, TimeCounts
+from hybridkv.errors import CacheError
+from hybridkv.request import Request
+from hybridkv.testing.configs import full_spec, model_config
+
+
+def are(said: TimeCounts, *seconds: float) -> bool:
+    """Whether ``said`` is so, by definition."""
+    edges = (*EDGES_S, np.inf)
+    found = [0] * len(edges)
+    for one in seconds:
+        found[next(i for i, edge in enumerate(edges) if one <= edge)] += 1
+    return said.counts == tuple(found) and said.sum_s == pytest.approx(sum(seconds))
+
+
+def ids(*blocks: int) -> np.ndarray:
+    return np.array(blocks, np.int32)
+
+
+def test_times_by_hand() -> None:
+    now = [0.0]
+    times = BlockTimes(8, lambda: now[0])
+    times.begin(ids(1, 2, 3))
+    now[0] = 2.0
+    times.begin(ids(2, 4))  # 2 has a key already
+    times.hit(ids(1, 5))  # 5 has none
+    now[0] = 7.0
+    times.hit(ids(1))
+    times.follow(ids(1), ids(6))
+    now[0] = 20.0
+    times.end(ids(6, 2))
+    assert times.kept().tolist() == [3, 4]
+    said = times.statistics()
+    assert are(said.gap, 2.0, 5.0)
+    assert are(said.lifetime, 20.0, 20.0)
+    assert are(said.idle, 13.0, 20.0)
+    now[0] = 1e6
+    times.clear()
+    assert are(times.statistics().lifetime, 20.0, 20.0, 1e6, 1e6 - 2)
+    assert not times.kept().size
+
+
+def test_a_manager_tells_what_came_of_its_blocks() -> None:
+    now, random = [0.0], Random(3)
+    cache = KVCacheManager(model_config(13, (full_spec(4),)), 64, block_times=True, clock=lambda: now[0])
+    begun, hit = dict[int, float](), dict[int, float]()
+    gaps, lives, idles = list[float](), list[float](), list[float]()
+    for number in range(60):
+        now[0] += random.choice((0.005, 0.2, 4.0))
+        request = Request(str(number), [random.randrange(3)] * 4 + [random.randrange(3)] * 8, hasher=cache.hasher)
+        found = cache.look_up(request)
+        before = {block for block in range(13) if cache.block_pool.key_of(block) is not None}
+        blocks = cache.blocks_of(found)
+        shared = blocks.ids[0].tolist()
+        for block in shared:
+            gaps.append(now[0] - hit[block])
+            hit[block] = now[0]
+        with cache.step(number):
+            if cache.allocate_slots(request, 12 - found.tokens, found.tokens, blocks) is None:
+                raise CacheError("it does not fit")
+        cache.mark_written(number)
+        after = {block for block in range(13) if cache.block_pool.key_of(block) is not None}
+        taken = set(cache.get_block_ids(request.request_id)[0]) - set(shared)
+        for block in (before - after) | (before & taken):
+            lives.append(now[0] - begun.pop(block))
+            idles.append(now[0] - hit.pop(block))
+        for block in after - begun.keys():
+            begun[block] = hit[block] = now[0]
+        cache.free(request)
+        cache.check()
+    said = cache.statistics().times
+    assert said is not None
+    assert are(said.gap, *gaps)
+    assert are(said.lifetime, *lives)
+    assert are(said.idle, *idles)
+    assert len(gaps) > 10
+    assert len(lives) > 10
+
+
+def test_nothing_is_kept_unless_it_is_asked_for() -> None:
+    cache = KVCacheManager(model_config(13, (full_spec(4),)), 64)
+    assert cache.block_pool.keys.times is None
+    assert cache.statistics().times is None
