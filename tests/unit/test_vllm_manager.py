@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
 from hybridkv.vllm.manager import CacheManager, Settings, reference_cache
+from hybridkv.vllm.refusals import refuse
 from hybridkv.vllm.specs import cache_config, spec_of
 from hybridkv.vllm.wishes import HINTS
 
@@ -200,6 +202,14 @@ def test_the_watermark_stays_free_beside_others() -> None:
     assert cache.allocate_slots(Asked("b", PROMPT[1:9]), 8, has_scheduled_reqs=False) is not None
 
 
+def test_of_states_an_admission_asks_for_that_which_the_chunk_leaves() -> None:
+    """As vLLM's: it finds no block later, and another request gives way then."""
+    cache = manager(FullAttentionSpec(), MambaSpec(), num_blocks=6)
+    assert cache.allocate_slots(Asked("a", PROMPT), 4, full_sequence_must_fit=True) is not None
+    cache = manager(FullAttentionSpec(), MambaSpec(), num_blocks=5)
+    assert cache.allocate_slots(Asked("a", PROMPT), 4, full_sequence_must_fit=True) is None
+
+
 def test_blocks_in_flight_are_held_past_the_end() -> None:
     cache = manager(FullAttentionSpec())
     request = Asked("a", PROMPT)
@@ -276,6 +286,23 @@ def test_without_caching_nothing_is_looked_up_or_hashed() -> None:
         assert run(cache, request, len(PROMPT)) is not None
         cache.cache_blocks(request, len(PROMPT))
         assert cache.estimate_cached_tokens(request) == 0
+
+
+def test_what_an_encoder_reads_is_no_part_of_the_prompt() -> None:
+    """vLLM caches no prefixes of such models; where the input's features lie says nothing of the decoder's tokens."""
+    cache = manager(FullAttentionSpec(), enable_caching=False)
+    request = Asked("a", PROMPT)
+    request.block_hashes = []
+    request.mm_features = [SimpleNamespace(identifier="sound", mm_position=SimpleNamespace(offset=0, length=500))]
+    assert run(cache, request, len(PROMPT)) is not None
+
+
+def test_states_inside_a_step_are_left_to_chunk_ends() -> None:
+    """The block that vLLM would take for one is never taken: its column is null."""
+    cache = manager(FullAttentionSpec(), MambaSpec(num_prefill_checkpoint_blocks=1))
+    request = Asked("a", PROMPT)
+    run(cache, request, len(PROMPT))
+    assert [bool(one) for one in cache.get_block_ids("a")[1]] == [False, False, False, True]
 
 
 def running(cache: CacheManager, count: int) -> list[Asked]:
@@ -401,13 +428,54 @@ def test_events_speak_of_the_engines_hashes() -> None:
     [
         (HiSparseHotSpec(), "HiSparseHotSpec is not supported"),
         (SlidingWindowSpec(extra_retained_tokens=2), "multi-token prediction"),
-        (MambaSpec(num_prefill_checkpoint_blocks=1), "states kept inside a step"),
         (MambaSpec(mamba_cache_mode="all"), "--mamba-cache-mode all"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(spec: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         spec_of(spec)
+
+
+def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kinds
+    """A scheduler of vLLM's that is supported, but for what is ``changed``."""
+    coordinator = SimpleNamespace(enable_partial_hash_hits=changed.pop("partial", False))
+    spec = SimpleNamespace(dcp_sharded=changed.pop("dcp_sharded", True))
+    group = SimpleNamespace(layer_names=["layer0"], kv_cache_spec=spec, host_resident=False, role="default")
+    vars(group).update(changed.pop("group", {}))
+    fields = {
+        "vllm_config": SimpleNamespace(kv_transfer_config=changed.pop("transfer", None)),
+        "kv_cache_manager": SimpleNamespace(enable_caching=True, coordinator=coordinator),
+        "kv_cache_config": SimpleNamespace(kv_cache_groups=[group]),
+        "block_size": 64,
+        "hash_block_size": 32,
+        "num_prefill_lookahead": 0,
+        "kv_metrics_collector": None,
+        "dcp_world_size": 1,
+    }
+    return SimpleNamespace(**(fields | changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"transfer": SimpleNamespace(kv_connector="NixlConnector")}, "NixlConnector: take ExampleConnector"),
+        ({"partial": True}, "hits inside a block of 64 tokens, at multiples of 32"),
+        ({"num_prefill_lookahead": 2}, "drafts of 2 modules"),
+        ({"kv_metrics_collector": object()}, "--kv-cache-metrics"),
+        ({"group": {"role": "hisparse_source"}}, r"two places \(layer0\)"),
+        ({"group": {"host_resident": True}}, r"two places \(layer0\)"),
+        ({"dcp_world_size": 2, "dcp_sharded": False}, "whole on every rank"),
+    ],
+)
+def test_what_vllm_was_started_with_is_refused_by_name(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"hybridkv.vllm does not support .*{message}"):
+        refuse(started(**changed))
+
+
+def test_what_is_supported_is_not_refused() -> None:
+    refuse(started())
+    refuse(started(transfer=SimpleNamespace(kv_connector="ExampleConnector"), num_prefill_lookahead=1))
+    refuse(started(dcp_world_size=2))
 
 
 def test_what_it_cannot_do_is_refused() -> None:

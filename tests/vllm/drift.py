@@ -18,7 +18,14 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheTensor, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupRole,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MambaSpec,
+)
 from vllm.v1.request import Request
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
@@ -48,10 +55,13 @@ IN_SCHEDULERS = (
     "hash_block_size",
     "kv_cache_config",
     "kv_cache_manager",
+    "kv_metrics_collector",
+    "mamba_has_prefill_checkpoint_blocks",
     "max_model_len",
     "need_mamba_block_aligned_split",
     "needs_kv_cache_zeroing",
     "num_lookahead_tokens",
+    "num_prefill_lookahead",
     "num_spec_tokens",
     "running",
     "scheduler_config",
@@ -69,8 +79,9 @@ FIELDS = {
     CachedRequestData: ("req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"),
     CachedRequestState: ("block_ids",),
     KVCacheConfig: ("num_blocks", "kv_cache_tensors", "kv_cache_groups", "kv_cache_layout"),
+    KVCacheGroupSpec: ("layer_names", "kv_cache_spec", "is_eagle_group", "host_resident", "role"),
     KVCacheTensor: ("size", "layers", "layer_stride", "block_stride", "offset"),
-    AttentionSpec: ("block_size", "page_size_padded"),
+    AttentionSpec: ("block_size", "page_size_padded", "dcp_sharded"),
     MambaSpec: ("shapes", "page_size_padded", "num_prefill_checkpoint_blocks"),
     VllmConfig: ("additional_config", "kv_transfer_config", "ec_transfer_config", "speculative_config"),
     ParallelConfig: ("worker_cls", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"),
@@ -84,6 +95,7 @@ NAMED = (
     KVCacheConfig.needs_kv_cache_zeroing,
     AttentionSpec.real_page_size_bytes,
     AttentionLayerBase.get_attn_backend,
+    KVCacheGroupRole.DEFAULT,
     select_common_block_size,
 )
 """That these are there, importing says."""

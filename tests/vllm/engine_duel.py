@@ -19,13 +19,35 @@ from rounds import Round, make_rounds
 from hybridkv.runner import tiny_model, wrap
 
 SEED = 0
-MODELS = (*MATCHES, Match("mistral", {"head_dim": 32}, {}))
+_DELTA_HEADS = {"linear_num_key_heads": 1, "linear_num_value_heads": 1}
+_DELTA_SIZES = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "rope_theta": 10000.0}
+_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+MODELS = (
+    *MATCHES,
+    Match("mistral", {"head_dim": 32}, {}),
+    Match("llama4", {"head_dim": 32}, {}),
+    Match("gpt_oss", {"head_dim": 32, "rope_parameters": {**_YARN, "beta_fast": 32.0, "beta_slow": 1.0}}, {}),
+    # kernels of latent attention and of the delta rule on CPUs take no float32
+    Match("deepseek_v2", {**_LATENT, "moe_intermediate_size": 64}, {"dtype": "bfloat16"}),
+    # a page of attention that a state fits in with 32 tokens
+    Match(
+        "qwen3_next",
+        {**_DELTA_HEADS, **_DELTA_SIZES, "head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 8},
+        {"dtype": "bfloat16"},
+    ),
+    # a step of at most one block of states, as granite_hybrid's
+    Match("mamba2", {"n_groups": 1}, {"max_num_batched_tokens": 32}),
+)
+IN_EVERY_REGIME = ("llama", "gemma3", "granite_hybrid")
+POOLS = {"llama": 22, "deepseek_v2": 22, "qwen3_next": 30, "mamba2": 4}
+"""Blocks so few that requests are preempted; 22 for the others, where much is evicted."""
 ASYNC, SYNC = "hybridkv.vllm.AsyncScheduler", "hybridkv.vllm.Scheduler"
 
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """options: of vllm.LLM. preempts: models for which memory is so small that requests are preempted.
+    """options: of vllm.LLM. little: a pool so small that the models of POOLS are preempted. everywhere: for all models.
 
     stores: an ExampleConnector stores what is computed; what is compared is a second engine, which loads it.
     """
@@ -35,16 +57,17 @@ class Regime:
     scheduler: str = ASYNC
     priorities: bool = False
     abort: int = 0
-    preempts: tuple[str, ...] = ()
+    little: bool = False
     stores: bool = False
+    everywhere: bool = False
 
 
 REGIMES = (
-    Regime("as started"),
+    Regime("as started", everywhere=True),
     Regime("one step at a time", {"async_scheduling": False}, SYNC),
     Regime("chunks", {"max_num_batched_tokens": 48}),
-    Regime("preempted", {"num_gpu_blocks_override": 22}, preempts=("llama",)),
-    Regime("preempted, by priority", {"num_gpu_blocks_override": 22, "scheduling_policy": "priority"}, priorities=True),
+    Regime("preempted", little=True, everywhere=True),
+    Regime("preempted, by priority", {"scheduling_policy": "priority"}, little=True, priorities=True),
     Regime(
         "drafts",
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
@@ -61,6 +84,8 @@ REGIMES = (
 
 def run(model: Path, rounds: Sequence[Round], match: Match, regime: Regime, scheduler: str | None) -> Any:  # noqa: ANN401 - what vllm_engine.py answers
     options = {"max_model_len": 320, "block_size": 32, "enable_prefix_caching": True, **match.options, **regime.options}
+    if regime.little:
+        options["num_gpu_blocks_override"] = POOLS.get(match.name, 22)
     if regime.stores:
         path = model.with_name("stored by vLLM" if scheduler is None else "stored by ours")
         more = {"shared_storage_path": str(path)}
@@ -84,6 +109,11 @@ def run(model: Path, rounds: Sequence[Round], match: Match, regime: Regime, sche
     return answers_of(script, asked, model.parent)
 
 
+def fitting(match: Match) -> list[str]:
+    """The regimes that are run: all for some models, for the others those where their groups matter."""
+    return [one.name for one in REGIMES if one.everywhere or match.name in IN_EVERY_REGIME]
+
+
 def faults(theirs: Any, ours: Any, rounds: Sequence[Round], preempts: bool) -> Iterator[str]:  # noqa: ANN401 - as above
     """What is not equal, or not what the regime says."""
     if not ours["manager"].startswith("hybridkv.") or theirs["manager"].startswith("hybridkv."):
@@ -103,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names, regimes = [match.name for match in MODELS], [regime.name for regime in REGIMES]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=names, choices=names)
-    parser.add_argument("--regimes", nargs="+", default=regimes, choices=regimes)
+    parser.add_argument("--regimes", nargs="+", choices=regimes, help="these, for every model that is asked for")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
     wrong = 0
@@ -112,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for match in (match for match in MODELS if match.name in asked.models):
         model = tiny_model(match.name, SEED, match.fields)
         rounds = make_rounds(SEED, Plain(wrap(model, name=match.name)).generate)
-        for regime in (regime for regime in REGIMES if regime.name in asked.regimes):
+        for regime in (one for one in REGIMES if one.name in (asked.regimes or fitting(match))):
             with TemporaryDirectory() as name:
                 folder = Path(name)
                 model.save_pretrained(folder / "model")
@@ -129,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     continue
             every = [one for answers in ours["rounds"] for one in answers]
             hits = sum(one["hit_tokens"] for answers in theirs["rounds"] for one in answers)
-            found = list(faults(theirs, ours, rounds, match.name in regime.preempts))
+            found = list(faults(theirs, ours, rounds, regime.little and match.name in POOLS))
             cells = (
                 f"tiny:{match.name}",
                 regime.name,

@@ -266,6 +266,7 @@ class CacheManager:
                 num_external_computed_tokens=num_external_computed_tokens,
                 admission=Admission(
                     self._limits(last, num_encoder_tokens),
+                    steps=0,  # as vLLM counts: of states that which the chunk leaves, not that which the next one reads
                     reserve_blocks=self._watermark if has_scheduled_reqs else 0,
                 ),
             )

@@ -160,6 +160,8 @@ class Mirrors:
         lora = request.lora_request
         # its tokens are all the same: the engine's hashes tell its embeddings apart, ours would not
         unseen = self._lent is None and request.prompt_embeds is not None
+        # of no use without keys; and those of an encoder lie in no prompt
+        features = [] if self._hasher is None else request.mm_features
         return Request(
             request.request_id,
             np.array(request.all_token_ids[: request.num_prompt_tokens], np.int32),
@@ -167,8 +169,7 @@ class Mirrors:
             cache_salt=request.cache_salt,
             lora=None if lora is None else LoraAdapter(lora.lora_name, lora.lora_path, lora.lora_int_id),
             multimodal=[
-                MultimodalItem(one.identifier, one.mm_position.offset, one.mm_position.length)
-                for one in request.mm_features
+                MultimodalItem(one.identifier, one.mm_position.offset, one.mm_position.length) for one in features
             ],
             skip_reading_prefix_cache=request.skip_reading_prefix_cache or unseen,
             skip_writing_prefix_cache=unseen,

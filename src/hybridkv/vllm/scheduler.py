@@ -12,11 +12,10 @@ import vllm
 from hybridkv.errors import ConfigError
 from hybridkv.vllm.events import Teller
 from hybridkv.vllm.manager import CacheManager, Settings, reference_cache
+from hybridkv.vllm.refusals import refuse
 
 SUPPORTED: Final = "0.32."
 """Versions that begin so."""
-_CONNECTORS: Final = ("ExampleConnector",)
-"""They ask nothing of the cache that this library has not."""
 
 
 class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
@@ -47,18 +46,8 @@ class AsyncScheduler(Scheduler, TheirAsyncScheduler):  # type: ignore[misc] # as
 def replace_manager(scheduler: Any) -> None:  # noqa: ANN401 - vLLM's
     """This library's manager in place of vLLM's. ConfigError for a version, a group or an option not supported."""
     require_version(vllm.__version__)
+    refuse(scheduler)
     theirs, config = scheduler.kv_cache_manager, scheduler.kv_cache_config
-    transfer = scheduler.vllm_config.kv_transfer_config
-    if transfer is not None and transfer.kv_connector not in _CONNECTORS:
-        raise ConfigError(
-            f"the connector {transfer.kv_connector} is not supported by hybridkv.vllm, which knows "
-            f"{', '.join(_CONNECTORS)}: leave --scheduler-cls out"
-        )
-    if theirs.enable_caching and theirs.coordinator.enable_partial_hash_hits:
-        raise ConfigError(
-            f"hits inside a block of {scheduler.block_size} tokens, at multiples of {scheduler.hash_block_size}, are "
-            "not supported by hybridkv.vllm: leave --scheduler-cls out, or prefix caching (--no-enable-prefix-caching)"
-        )
     settings = Settings(
         max_model_len=scheduler.max_model_len,
         max_in_flight_tokens=scheduler.vllm_config.max_in_flight_tokens or scheduler.max_model_len,
@@ -71,6 +60,8 @@ def replace_manager(scheduler: Any) -> None:  # noqa: ANN401 - vLLM's
         watermark=scheduler.scheduler_config.watermark,
         new_stats=PrefixCacheStats if theirs.log_stats else None,
     )
+    # chunks end where states are kept: no block is there for one inside a chunk
+    scheduler.mamba_has_prefill_checkpoint_blocks = False
     scheduler.kv_cache_manager = CacheManager(reference_cache(config, settings), config, settings, Teller(config))
     if scheduler.connector is not None:
         scheduler.connector.bind_kv_cache_manager(scheduler.kv_cache_manager)

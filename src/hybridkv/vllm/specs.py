@@ -65,7 +65,6 @@ def spec_of(spec: Any) -> KVCacheSpec:  # noqa: ANN401 - vLLM is not typed here
 _REFUSED: Final[Mapping[str, str]] = {
     "extra_retained_tokens": "a window that multi-token prediction extends",
     "prefix_replay_tokens": "bounded replay of windows",
-    "num_prefill_checkpoint_blocks": "states kept inside a step",
 }
 
 

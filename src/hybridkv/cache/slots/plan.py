@@ -85,7 +85,8 @@ class SlotPlan(NamedTuple):
 class Admission(NamedTuple):
     """What an admission asks beyond its first tokens.
 
-    full: all tokens of the request must fit, as these limits say. steps: that may be in flight.
+    full: all tokens of the request must fit, as these limits say. steps: that may be in flight; 0: of states, those
+    that the first tokens take are all that is asked for.
     reserve_blocks: blocks (slabs, where there are any) that must stay free besides.
     """
 

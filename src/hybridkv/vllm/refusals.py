@@ -1,0 +1,42 @@
+"""What vLLM may be started with and the reference layout does not support, by the names of vLLM's options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from hybridkv.errors import ConfigError
+
+CONNECTORS: Final = ("ExampleConnector",)
+"""They ask nothing of the cache that this library has not."""
+
+
+def refuse(scheduler: Any) -> None:  # noqa: ANN401 - vLLM's Scheduler, its own manager still in it
+    """ConfigError for the first of them."""
+    for why in _unsupported(scheduler):
+        raise ConfigError(f"hybridkv.vllm does not support {why}, or leave --scheduler-cls out")
+
+
+def _unsupported(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - as above
+    """What it is, and what to do about it."""
+    transfer, theirs = scheduler.vllm_config.kv_transfer_config, scheduler.kv_cache_manager
+    if transfer is not None and transfer.kv_connector not in CONNECTORS:
+        yield f"the connector {transfer.kv_connector}: take {', '.join(CONNECTORS)}"
+    if theirs.enable_caching and theirs.coordinator.enable_partial_hash_hits:
+        yield (
+            f"hits inside a block of {scheduler.block_size} tokens, at multiples of {scheduler.hash_block_size}: leave "
+            "prefix caching out (--no-enable-prefix-caching)"
+        )
+    if scheduler.num_prefill_lookahead > 1:
+        yield (
+            f"drafts of {scheduler.num_prefill_lookahead} modules that predict tokens, whose last tokens of a prompt "
+            "are computed again: use one module"
+        )
+    if scheduler.kv_metrics_collector is not None:
+        yield "--kv-cache-metrics, how long blocks live: leave it out"
+    for group in scheduler.kv_cache_config.kv_cache_groups:
+        if group.host_resident or group.role != "default":
+            yield f"groups in two places ({group.layer_names[0]}): leave HiSparse out"
+        tokens = not hasattr(group.kv_cache_spec, "shapes")
+        if scheduler.dcp_world_size > 1 and tokens and not group.kv_cache_spec.dcp_sharded:
+            yield f"layers that are whole on every rank of context parallelism ({group.layer_names[0]}): leave it out"
