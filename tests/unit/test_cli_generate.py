@@ -404,7 +404,7 @@ def test_features_come_from_files_beside_the_prompts(here: Call, tmp_path: Path)
     ("arguments", "said"),
     [
         (("--speculate", "ngram:" + "9" * 5000), "ngram[:K] or draft:DIR[:K], got"),
-        (("--memory", "130TiB", "--block-size", "1048576"), "cannot allocate 130 TiB"),  # no process addresses so much
+        (("--memory", "130TiB", "--block-size", "65536"), "cannot allocate 130 TiB"),  # no process addresses so much
         (("--memory", "9" * 400), "not a size"),
         (("--max-running", str(10**9)), "'--max-running'"),
         (("--token-budget", str(2**63)), "'--token-budget'"),

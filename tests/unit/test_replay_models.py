@@ -144,7 +144,7 @@ def test_every_known_model_runs_in_a_small_pool(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "gemma-3-27b", "llama-4-scout", "jamba-1.5-mini"])
 def test_a_generated_workload_in_a_pool_that_evicts(name: str) -> None:
-    workload = Workload("api", seed=5, limit=60, rate=20)
+    workload = Workload("api", seed=5, hours=0.01, limit=60, rate=20)
     report = finished(workload, simulation_of(tight(name, workload), ReplaySettings(max_running=24, token_budget=2048)))
     assert report.peak_usage > 0.5
     assert any(group.evictions for group in report.groups)
@@ -334,7 +334,7 @@ def test_every_known_model_runs_in_few_slabs(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "gemma-3-27b", "llama-4-scout", "jamba-1.5-mini"])
 def test_a_generated_workload_in_slabs_that_evict_and_move(name: str) -> None:
-    workload = Workload("api", seed=5, limit=60, rate=20)
+    workload = Workload("api", seed=5, hours=0.01, limit=60, rate=20)
     plan = tight(name, workload, layout="natural")
     report = finished(workload, simulation_of(plan, ReplaySettings(max_running=24, token_budget=2048)))
     assert any(group.evictions for group in report.groups)

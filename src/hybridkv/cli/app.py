@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,6 +30,12 @@ def _top(
         raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())  # panels are printed by it, and nothing is returned
+
+
+@cache  # options are read from signatures and hints: some milliseconds
+def command() -> Callable[..., Any]:
+    """What runs a command line."""
+    return typer.main.get_command(app)
 
 
 for _command in (plan, generate, chat, serve, replay, sweep, trace, models, demo):

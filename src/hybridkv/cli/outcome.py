@@ -44,9 +44,9 @@ def run() -> int:
     """The exit code of the command in ``sys.argv``; what went wrong is on standard error."""
     try:
         _open_streams()
-        from hybridkv.cli.app import app  # noqa: PLC0415  # typer may be missing
+        from hybridkv.cli.app import command  # noqa: PLC0415  # typer may be missing
 
-        code = app(standalone_mode=False)
+        code = command()(standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
         code = PIPE_CLOSED

@@ -44,10 +44,14 @@ class Lengths:
     sigma: float
     least: int
     most: int
+    _log_median: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_log_median", float(np.log(self.median)))
 
     def draw(self, rng: np.random.Generator) -> int:
         """One count."""
-        return min(max(round(rng.lognormal(np.log(self.median), self.sigma)), self.least), self.most)
+        return min(max(round(rng.lognormal(self._log_median, self.sigma)), self.least), self.most)
 
 
 _USER: Final = Lengths(45, 1.0, 4, 2000)
