@@ -46,9 +46,13 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def short_runs() -> Iterator[None]:
-    """Runs of keys and remembered chains are of two blocks, not of dozens or hundreds, which random runs lack."""
+    """Few are few: random runs lack hundreds.
+
+    Runs of keys and remembered chains are of two blocks, and two rows of a step are served together.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for module in ("runs", "index"):
             patch.setattr(f"hybridkv.cache.blocks.{module}.LEAST_KEYS", 2)
         patch.setattr("hybridkv.cache.hashing.block_hasher.LEAST_BLOCKS", 2)
+        patch.setattr("hybridkv.cache.slots.slots.FEW", 1)
         yield

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from how_much import too_rare
 from hybridkv.cache import BatchSlots, KVCacheManager
 from hybridkv.cache.slots.batch import Batch, Needs
 from hybridkv.cache.slots.plan import Refusal
-from hybridkv.cache.slots.slots import Slots
+from hybridkv.cache.slots.slots import FEW, Slots
 from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.request import Request
 from hybridkv.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
@@ -57,6 +58,7 @@ MODELS: tuple[tuple[KVCacheSpec, ...], ...] = (
     (full(4), window(4, 8), state(4)),
 )
 MAX_MODEL_LEN = 40
+Int64 = NDArray[np.int64]
 MET: Counter[str] = Counter()
 
 
@@ -139,6 +141,12 @@ def twins(draw: st.DrawFn) -> tuple[Twin, Twin]:
 @given(twins(), st.data())
 def check_batches(both: tuple[Twin, Twin], data: st.DataObject) -> None:
     batched, single = both
+    with pytest.MonkeyPatch.context() as patch:  # few rows are served together, too
+        patch.setattr("hybridkv.cache.slots.slots.FEW", data.draw(st.sampled_from((0, FEW))))
+        check_turns(batched, single, data)
+
+
+def check_turns(batched: Twin, single: Twin, data: st.DataObject) -> None:
     for turn in range(data.draw(st.integers(2, 15))):
         for i in range(data.draw(st.integers(0, 3))):
             prompt, tokens = data.draw(prompts()), data.draw(st.integers(1, 30))
@@ -183,9 +191,11 @@ def test_a_batch_is_its_rows_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None
             MET["dropped together"] += dropped
         return slots
 
-    def count_each(self: Slots, rows: Batch, lookahead: int) -> tuple[Refusal | None, BatchSlots]:
-        MET["alone"] += len(rows.rows)
-        return each(self, rows, lookahead)
+    def count_each(
+        self: Slots, places: Int64, rows: Int64, end: Int64, lookahead: int
+    ) -> tuple[Refusal | None, BatchSlots]:
+        MET["alone"] += len(rows)
+        return each(self, places, rows, end, lookahead)
 
     monkeypatch.setattr(Slots, "_serve", count_served)
     monkeypatch.setattr(Slots, "_each", count_each)

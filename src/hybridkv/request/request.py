@@ -355,6 +355,11 @@ class Request:
         tokens = np.frombuffer(rest, np.int32)[: (full - done) * size]
         return self._hashed(self.hashes[-1] if done else None, tokens, self.extra_keys(done, full - done))
 
+    def hash_block(self, tokens: NDArray[np.int32]) -> None:
+        """The hash of one more full block, of ``tokens``, behind those there are. HashError, and nothing done."""
+        done = len(self.hashes)
+        self.hashes += self._hashed(self.hashes[-1] if done else None, tokens, self.extra_keys(done, 1))
+
     def _hashed(
         self, parent: bytes | None, tokens: NDArray[np.int32], extras: Sequence[Extra | None] | None
     ) -> list[bytes]:

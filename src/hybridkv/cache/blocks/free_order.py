@@ -243,10 +243,12 @@ class FreeOrder:
         self._ring[first : first + len(ids)] = ids[:room]
         if len(ids) > room:
             self._ring[: len(ids) - room] = ids[room:]
-        self._place[ids] = np.arange(start, start + len(ids))
+        self._place[ids] = np.arange(
+            start, start + len(ids), dtype=np.int32
+        )  # converting 64 bits takes longer than this
 
     def _compact(self) -> None:
         ids = self.order()
         self._head, self._tail = 0, len(ids)
         self._ring[: len(ids)] = ids
-        self._place[ids] = np.arange(len(ids))
+        self._place[ids] = np.arange(len(ids), dtype=np.int32)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import chain
 from typing import Final, Protocol
 
@@ -51,6 +52,7 @@ def _digest_of(algorithm: str) -> Digest:
     raise ConfigError(f"unknown hash algorithm {shown(algorithm)}: use one of {', '.join(ALGORITHMS)}")
 
 
+@cache  # of a hasher's few lengths
 def _head(major: int, n: int) -> bytes:
     """The CBOR head of major type ``major`` with argument ``n``, in its shortest form."""
     if n < 24:
@@ -60,6 +62,7 @@ def _head(major: int, n: int) -> bytes:
 
 
 _NULL: Final = 0xF6
+_NULL_ITEM: Final = bytes([_NULL])
 _FEW: Final = 8  # up to so many blocks a Python loop is faster than array operations
 _CHUNK: Final = 512  # blocks; what is made of a chunk stays in the processor's cache
 
@@ -74,8 +77,11 @@ def _encode_blocks(tokens: NDArray[np.integer], block_size: int) -> list[bytes]:
     """
     blocks = len(tokens) // block_size
     if blocks <= _FEW:
-        head, null = _head(4, block_size), bytes([_NULL])
-        return [b"".join((head, *map(_encode_token, row), null)) for row in tokens.reshape(blocks, block_size).tolist()]
+        head = _head(4, block_size)
+        return [
+            b"".join((head, *map(_encode_token, row), _NULL_ITEM))
+            for row in tokens.reshape(blocks, block_size).tolist()
+        ]
     size = _CHUNK * block_size
     return [
         part for start in range(0, len(tokens), size) for part in _encode_many(tokens[start : start + size], block_size)

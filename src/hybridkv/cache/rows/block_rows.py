@@ -62,6 +62,8 @@ class BlockRows:
     def held(self, row: int) -> Int32:
         """The blocks of ``row`` in column order, null columns left out; a new int32 array."""
         stored = self.stored(row)
+        if np.count_nonzero(stored) == len(stored):  # as nearly always
+            return stored.copy()
         blocks: Int32 = stored[stored != 0]
         return blocks
 

@@ -10,6 +10,7 @@ that of single calls; the others one by one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -52,10 +53,15 @@ def one_by_one(accepted: int, cells: Sequence[tuple[int, int, int, Int32]]) -> B
     """Cells given as (owner, group, first column, blocks); null blocks are left out."""
     if not cells:
         return nothing_new(accepted)
-    counts = [len(blocks) for *_, blocks in cells]
-    owner, group, first = (np.repeat(np.array([cell[i] for cell in cells], np.int32), counts) for i in range(3))
-    block = np.concatenate([blocks for *_, blocks in cells])
-    column = first + np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
+    owners, groups, firsts, parts = zip(*cells, strict=True)
+    counts = list(map(len, parts))
+    starts = accumulate(counts, initial=0)
+    before = [first - start for first, start in zip(firsts, starts, strict=False)]
+    owner, group, column = np.array((owners, groups, before), np.int32).repeat(counts, axis=1)
+    block = np.concatenate(parts)
+    column += np.arange(len(block), dtype=np.int32)
+    if block.all():
+        return BatchSlots(accepted, owner, group, column, block)
     held = block != 0
     return BatchSlots(accepted, owner[held], group[held], column[held], block[held])
 
