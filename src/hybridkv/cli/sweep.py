@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -36,6 +36,7 @@ from hybridkv.cli.requests import (
 from hybridkv.errors import ConfigError
 from hybridkv.models import DTYPE_NAMES
 from hybridkv.simulator import Cell, Swept, processes, sweep
+from hybridkv.simulator.routing import ROUND_ROBIN, ROUTERS
 from hybridkv.simulator.setup import TOKEN_BUDGET
 from hybridkv.units import GiB, MiB, format_count, parse_bytes, shown
 
@@ -83,6 +84,8 @@ def sweep_command(
     ] = None,
     max_running: Annotated[str, typer.Option(help="Requests at once.", rich_help_panel=RUN)] = "256",
     token_budget: Annotated[str, typer.Option(help="Tokens of a step.", rich_help_panel=RUN)] = str(TOKEN_BUDGET),
+    replicas: Annotated[str, typer.Option(help="Engines behind a router.", rich_help_panel=RUN)] = "1",
+    router: Annotated[str, typer.Option(help=f"{', '.join(ROUTERS)}.", rich_help_panel=RUN)] = ROUND_ROBIN,
     jobs: Annotated[
         int | None, typer.Option(help="Processes at once.", show_default="one a core", rich_help_panel=RUN)
     ] = None,
@@ -113,6 +116,8 @@ def sweep_command(
         "dtype": [None] if dtype is None else [DTYPE_NAMES.get(one, one) for one in words("--kv-dtype", dtype)],
         "max_running": numbers("--max-running", max_running),
         "token_budget": numbers("--token-budget", token_budget),
+        "replicas": numbers("--replicas", replicas),
+        "router": words("--router", router),
     }
     cells = cells_of(axes)
     at_once = min(os.cpu_count() or 1, len(cells)) if jobs is None else jobs
@@ -135,7 +140,9 @@ def cells_of(axes: Mapping[str, Sequence[object]]) -> list[Cell]:
     if count > _MOST_CELLS:
         raise ConfigError(f"{format_count(count)} cells are more than a sweep takes ({format_count(_MOST_CELLS)})")
     chosen: Iterator[tuple[Any, ...]] = itertools.product(*axes.values())
-    return [Cell(**dict(zip(axes, values, strict=True))) for values in chosen]
+    cells = [Cell(**dict(zip(axes, values, strict=True))) for values in chosen]
+    # before one engine all routers are alike
+    return list(dict.fromkeys(one if one.replicas > 1 else replace(one, router=ROUND_ROBIN) for one in cells))
 
 
 def words(option: str, given: str) -> list[str]:

@@ -7,6 +7,7 @@ workloads, uniform        generators
 prefixes, described, converted    what requests share, what a source holds, and any as a token-exact trace
 cost, traffic             modelled time, and the bytes of the cache in it
 loop, report              the loop, what came of it
+fleet, routing            several replicas behind a router
 cells, sweep              many settings over one source, each a file
 setup                     plan, manager, scheduler and loop put together
 """
@@ -15,6 +16,7 @@ from hybridkv.simulator.cells import Cell
 from hybridkv.simulator.converted import convert
 from hybridkv.simulator.cost import H100, Hardware, StepCost
 from hybridkv.simulator.described import TraceDescription, describe
+from hybridkv.simulator.fleet import FleetReport, replay_replicas
 from hybridkv.simulator.formats import FORMATS, TraceRequest
 from hybridkv.simulator.loop import Progress, SimulatedClock, replay_through
 from hybridkv.simulator.report import GroupReport, ReplayReport
@@ -39,6 +41,7 @@ __all__ = [
     "WORKLOADS",
     "CacheTraffic",
     "Cell",
+    "FleetReport",
     "GroupReport",
     "Hardware",
     "Pieces",
@@ -62,6 +65,7 @@ __all__ = [
     "plan_with_length",
     "processes",
     "replay",
+    "replay_replicas",
     "replay_through",
     "simulation_of",
     "sweep",

@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Final
 
+from hybridkv.arguments import integer
 from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError
 from hybridkv.models import Model, read_model
 from hybridkv.planner.plan import ALIGN, DEFAULT_LAYOUT, LAYOUTS, NATURAL, NO_STATES
-from hybridkv.simulator.setup import TOKEN_BUDGET, ReplaySettings, plan_for_trace, replay
+from hybridkv.simulator.fleet import MOST_REPLICAS, replay_replicas
+from hybridkv.simulator.routing import ROUND_ROBIN, router_named
+from hybridkv.simulator.setup import TOKEN_BUDGET, ReplaySettings, plan_for_trace
 from hybridkv.simulator.trace import RequestSource, TraceSummary
 from hybridkv.units import parse_bytes, shown
 
@@ -39,6 +42,8 @@ class Cell:
     dtype: str | None = None
     max_running: int = 256
     token_budget: int = TOKEN_BUDGET
+    replicas: int = 1
+    router: str = ROUND_ROBIN
 
     def __post_init__(self) -> None:
         parse_bytes(self.memory)
@@ -48,6 +53,8 @@ class Cell:
             placement_named(self.placement, align_tokens=1)  # only read
         if self.layout != NATURAL and self.placement not in {None, ALIGN, NO_STATES}:
             raise ConfigError(f"placement {shown(self.placement)} is none of the {self.layout} layout's")
+        integer("replicas", self.replicas, 1, MOST_REPLICAS)
+        router_named(self.router)
         self.settings()
 
     @property
@@ -79,7 +86,9 @@ class Cell:
                 layout=self.layout,
                 token_budget=self.token_budget,
             )
-            report = replay(source, plan, self.settings(), summary=summary)
+            report = replay_replicas(
+                source, plan, self.settings(), replicas=self.replicas, router=self.router, summary=summary
+            )
         except ConfigError as error:
             return {**document, "refused": str(error)}
         return {**document, "report": report.to_dict({})}

@@ -1,7 +1,8 @@
 """The replay loop: an open loop of arrivals around the real scheduler; only time is modelled.
 
-    arrivals up to now -> add;  schedule() -> Step;  now += cost;  update(the trace's next output tokens)
-                                stride(the trace's next output tokens), where steps up to the next arrival are alike
+    advance to the next arrival:  schedule() -> Step;  now += cost;  update(the trace's next output tokens)
+                                  stride(the trace's next output tokens), where steps up to the arrival are alike
+    then add it, to the one replica or to that which a router chooses
 
 Simulated time stands still but for steps, and jumps to the next arrival when nothing is left to do; the
 scheduler, too, must know no other (``clock``). A request is built, and hashed, when it arrives and dropped
@@ -10,9 +11,11 @@ when it finishes.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -66,6 +69,11 @@ class _Live:
         self.trace = trace
         self.first_token_s = 0.0
         self.piece = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its first token is out."""
+        return self.first_token_s > 0
 
 
 class _Rows:
@@ -158,23 +166,6 @@ class _Rows:
         self.live += [None] * (len(self.left) - len(self.live))
 
 
-class _Arrivals:
-    """Requests of a source, one looked at ahead."""
-
-    def __init__(self, requests: Iterator[TraceRequest]) -> None:
-        self._requests = requests
-        self.next = next(requests, None)
-        self.count = 0
-
-    def up_to(self, now_s: float) -> Iterator[tuple[str, TraceRequest]]:
-        """Those with a timestamp of at most ``now_s`` not handed out yet, each with its id."""
-        while self.next is not None and self.next.timestamp_s <= now_s:
-            request_id, request = str(self.count), self.next
-            self.next = next(self._requests, None)
-            self.count += 1
-            yield request_id, request
-
-
 class _Stretch:
     """The steps from now on that a stride may take, and when each ends: none begins at ``arrival_s`` or later.
 
@@ -219,12 +210,15 @@ class _Stretch:
             self._clock.now_s += self._cost.decode_seconds(self._computed + steps - 1, 1, copies).item()
 
 
-class _Replay:
-    """One replay: simulated time, the requests alive, what was measured."""
+class Replica:
+    """A scheduler in simulated time: the requests alive, what was measured.
+
+    For reading: scheduler, clock, live (by request id), first_token_s and per_token_s of what finished, in order,
+    per_token_s NaN for an output of one token.
+    """
 
     def __init__(
         self,
-        source: RequestSource,
         scheduler: Scheduler,
         cost: StepCost,
         clock: SimulatedClock,
@@ -232,13 +226,13 @@ class _Replay:
         *,
         step_by_step: bool,
     ) -> None:
-        self.source = source
         self.scheduler = scheduler
         self.cost = cost
         self.clock = clock
         self.encoder_tokens = encoder_tokens
         self.step_by_step = step_by_step
         self.steps = self.empty_steps = self.row_steps = self.finished = 0
+        self.prompt_tokens = self.output_tokens = self.longest_tokens = 0
         self.live: dict[str, _Live] = {}
         self.rows = _Rows()
         self.copies = [0] * len(scheduler.cache.groups)
@@ -247,50 +241,43 @@ class _Replay:
         self.first_token_s = array("d")
         self.per_token_s = array("d")
 
-    def run(self, on_progress: Callable[[Progress], None] | None) -> None:
-        """Until the source is at its end and every request has finished."""
-        arrivals = _Arrivals(iter(self.source))
-        while True:
-            for request_id, trace in arrivals.up_to(self.clock.now_s):
-                self._add(request_id, trace)
-            if self.scheduler.drained:
-                if arrivals.next is None:
-                    break
-                self.clock.now_s = arrivals.next.timestamp_s
-                continue
-            told = self.steps // _STEPS_PER_PROGRESS
-            if self.step_by_step or not self._stride(arrivals.next):
+    def advance(self, until_s: float | None, on_steps: Callable[[], None] | None = None) -> None:
+        """Every step that begins before ``until_s``, when something arrives; None: until all is done.
+
+        on_steps: called behind a step, or several that were taken as one.
+        """
+        while not self.scheduler.drained and (until_s is None or self.clock.now_s < until_s):
+            if self.step_by_step or not self._stride(until_s):
                 self._step()
-            if on_progress is not None and self.steps // _STEPS_PER_PROGRESS > told:
-                on_progress(self.progress())
-        if on_progress is not None:
-            on_progress(self.progress())
+            if on_steps is not None:
+                on_steps()
+        if until_s is not None:
+            self.clock.now_s = max(self.clock.now_s, until_s)
 
-    def progress(self) -> Progress:
-        """Where the replay stands."""
-        scheduler = self.scheduler
-        return Progress(self.finished, self.steps, scheduler.num_running, scheduler.num_waiting, self.clock.now_s)
-
-    def _add(self, request_id: str, trace: TraceRequest) -> None:
+    def request_of(self, request_id: str, trace: TraceRequest) -> Request:
+        """``trace`` as a request of this replica, and of others with its hasher. ConfigError for one that cannot be."""
         sampling = SamplingParams(max_tokens=trace.num_output_tokens, ignore_eos=True)
         # a trace does not say what encoders read: everybody something else
         encoder = EncoderInput(f"request {request_id}", self.encoder_tokens) if self.encoder_tokens else None
-        try:
-            request = Request(
-                request_id,
-                trace.prompt.token_ids(),
-                sampling,
-                hasher=self.scheduler.cache.hasher,
-                arrival_time=trace.timestamp_s,
-                encoder=encoder,
-                marks=trace.marks,
-                tenant=trace.tenant,
-                hints=trace.hints,
-            )
-            self.scheduler.add(request)
-        except ConfigError as error:
-            raise ConfigError(f"{self.source.name}, {trace.origin}: {error}") from error
-        self.live[request_id] = _Live(trace)
+        return Request(
+            request_id,
+            trace.prompt.token_ids(),
+            sampling,
+            hasher=self.scheduler.cache.hasher,
+            arrival_time=trace.timestamp_s,
+            encoder=encoder,
+            marks=trace.marks,
+            tenant=trace.tenant,
+            hints=trace.hints,
+        )
+
+    def add(self, request: Request, trace: TraceRequest) -> None:
+        """``request`` of ``trace`` arrives. ConfigError for one that can never fit."""
+        self.scheduler.add(request)
+        self.live[request.request_id] = _Live(trace)
+        self.prompt_tokens += trace.num_prompt_tokens
+        self.output_tokens += trace.num_output_tokens
+        self.longest_tokens = max(self.longest_tokens, trace.num_tokens)
 
     def _step(self) -> None:
         step = self.scheduler.schedule()
@@ -307,9 +294,9 @@ class _Replay:
         for done in self.scheduler.update(StepResult(step.id, sampled)).finished:
             self._finish(done.request)
 
-    def _stride(self, arrival: TraceRequest | None) -> bool:
-        """As many steps as one as are alike before ``arrival``; False, and nothing done, where the next is not."""
-        plan = _Stretch(self.rows, self.cost, self.clock, None if arrival is None else arrival.timestamp_s)
+    def _stride(self, arrival_s: float | None) -> bool:
+        """As many steps as one as are alike before ``arrival_s``; False, and nothing done, where the next is not."""
+        plan = _Stretch(self.rows, self.cost, self.clock, arrival_s)
         stride = self.scheduler.stride(plan.choose, plan)
         if not stride.steps:
             return False
@@ -344,19 +331,19 @@ class _Replay:
         self.finished += 1
         self.first_token_s.append(live.first_token_s - live.trace.timestamp_s)
         later_tokens = live.trace.num_output_tokens - 1
-        if later_tokens:
-            self.per_token_s.append((self.clock.now_s - live.first_token_s) / later_tokens)
+        spent_s = self.clock.now_s - live.first_token_s
+        self.per_token_s.append(spent_s / later_tokens if later_tokens else math.nan)
 
-    def report(self, summary: TraceSummary) -> ReplayReport:
-        """What came of it."""
+    def report(self, source: str) -> ReplayReport:
+        """What came of it. source: its name."""
         counts, kept = self.scheduler.statistics(), self.scheduler.cache.statistics()
         return ReplayReport(
-            source=self.source.name,
+            source=source,
             requests=self.finished,
-            prompt_tokens=summary.prompt_tokens,
-            output_tokens=summary.output_tokens,
-            longest_tokens=summary.longest_tokens,
-            bad_lines=summary.bad_lines,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            longest_tokens=self.longest_tokens,
+            bad_lines=0,
             hit_tokens=counts.hit_tokens,
             computed_tokens=counts.computed_tokens,
             preemptions=counts.preemptions,
@@ -365,7 +352,7 @@ class _Replay:
             mean_running=round(self.row_steps / self.steps, 6) if self.steps else 0.0,
             simulated_s=round(self.clock.now_s, 6),
             time_to_first_token_s=Distribution.of(self.first_token_s),
-            time_per_output_token_s=Distribution.of(self.per_token_s),
+            time_per_output_token_s=Distribution.of([one for one in self.per_token_s if not math.isnan(one)]),
             groups=tuple(self._groups()),
             refusals=dict(sorted(counts.refusals.items())),
             moves=self.moves,
@@ -413,8 +400,56 @@ def replay_through(
     Raises TraceError for a malformed line, ConfigError naming a request that can never fit.
     """
     counted = source.summary() if summary is None else summary
-    run = _Replay(
-        source, scheduler, cost, SimulatedClock() if clock is None else clock, encoder_tokens, step_by_step=step_by_step
+    clock = SimulatedClock() if clock is None else clock
+    replica = Replica(scheduler, cost, clock, encoder_tokens, step_by_step=step_by_step)
+    run_replicas(source, [replica], lambda _request, _now_s: 0, on_progress)
+    return replace(replica.report(source.name), bad_lines=counted.bad_lines)
+
+
+def run_replicas(
+    source: RequestSource,
+    replicas: Sequence[Replica],
+    choose: Callable[[Request, float], int],
+    on_progress: Callable[[Progress], None] | None = None,
+    on_steps: Callable[[int], None] | None = None,
+) -> None:
+    """Every request of ``source`` in one of ``replicas``, which have one hasher, until all are done.
+
+    choose: the index of the replica for a request that arrives now, all steps that began before being done.
+    on_progress: called at most every 64 steps and at the end. on_steps: called with a replica's index behind steps.
+    """
+    told = 0
+
+    def stepped(at: int) -> None:
+        nonlocal told
+        if on_steps is not None:
+            on_steps(at)
+        if on_progress is not None and (now := sum(one.steps for one in replicas) // _STEPS_PER_PROGRESS) > told:
+            told = now
+            on_progress(_progress(replicas))
+
+    watch = [partial(stepped, at) for at in range(len(replicas))]
+    for number, trace in enumerate(source):
+        for at, replica in enumerate(replicas):
+            replica.advance(trace.timestamp_s, watch[at])
+        try:
+            request = replicas[0].request_of(str(number), trace)
+            replicas[choose(request, trace.timestamp_s)].add(request, trace)
+        except ConfigError as error:
+            raise ConfigError(f"{source.name}, {trace.origin}: {error}") from error
+    for at, replica in enumerate(replicas):
+        replica.advance(None, watch[at])
+    if on_progress is not None:
+        on_progress(_progress(replicas))
+
+
+def _progress(replicas: Sequence[Replica]) -> Progress:
+    """Where they stand."""
+    schedulers = [one.scheduler for one in replicas]
+    return Progress(
+        sum(one.finished for one in replicas),
+        sum(one.steps for one in replicas),
+        sum(one.num_running for one in schedulers),
+        sum(one.num_waiting for one in schedulers),
+        max(one.clock.now_s for one in replicas),
     )
-    run.run(on_progress)
-    return run.report(counted)

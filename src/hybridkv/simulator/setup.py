@@ -15,9 +15,10 @@ from hybridkv.frozen import check_fields, one_of
 from hybridkv.models import Model
 from hybridkv.planner import Plan, plan
 from hybridkv.planner.plan import DEFAULT_LAYOUT, NO_STATES
+from hybridkv.request import Hasher
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.simulator.cost import H100, Hardware, StepCost
-from hybridkv.simulator.loop import Progress, SimulatedClock, replay_through
+from hybridkv.simulator.loop import Progress, Replica, SimulatedClock, replay_through
 from hybridkv.simulator.report import ReplayReport
 from hybridkv.simulator.trace import RequestSource, TraceSummary
 from hybridkv.units import MOST_COUNT, format_bytes, format_count, shown
@@ -163,6 +164,10 @@ class Simulation:
     caching_off: str | None
     step_by_step: bool
 
+    def replica(self) -> Replica:
+        """What runs it, to be used once."""
+        return Replica(self.scheduler, self.cost, self.clock, self.encoder_tokens, step_by_step=self.step_by_step)
+
     def run(
         self,
         source: RequestSource,
@@ -184,8 +189,13 @@ class Simulation:
         return replace(report, caching_off=self.caching_off)
 
 
-def simulation_of(plan: Plan, settings: ReplaySettings) -> Simulation:
-    """A manager and a scheduler for ``plan``. ConfigError for settings that cannot work."""
+def simulation_of(
+    plan: Plan, settings: ReplaySettings, *, hasher: Hasher | None = None, events: bool = False
+) -> Simulation:
+    """A manager and a scheduler for ``plan``. ConfigError for settings that cannot work.
+
+    hasher: that of another, whose requests may come here. events: the manager tells what it stores and forgets.
+    """
     cost = StepCost.of(plan, hardware=settings.hardware, time_scale=settings.time_scale)
     ids = max(plan.config.blocks_of(at) for at in range(len(plan.config.groups)))
     if ids > MOST_BLOCKS:
@@ -206,6 +216,8 @@ def simulation_of(plan: Plan, settings: ReplaySettings) -> Simulation:
         shares=settings.shares,
         remembered_losses=settings.remembered_losses,
         clock=clock,
+        hasher=hasher,
+        enable_kv_cache_events=events,
     )
     off = None if cache.enable_caching else _why_off(plan, settings)
     scheduler = Scheduler(cache, limits, clock=clock)
