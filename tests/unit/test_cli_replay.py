@@ -107,6 +107,7 @@ def test_a_report_for_programs(trace: Path) -> None:
         "remembered_losses": 0,
         "eviction": DEFAULT_EVICTIONS["natural"].name,
         "shares": [{"tenant": None, "guaranteed": 0.0, "greatest": 1.0}],
+        "weights": "bf16",
         "hardware": {
             "name": "H100 SXM",
             "flops_per_s": 989e12,
@@ -114,6 +115,9 @@ def test_a_report_for_programs(trace: Path) -> None:
             "compute_efficiency": 0.5,
             "memory_efficiency": 0.8,
             "overhead_s": 0.001,
+            "fp8_flops_per_s": 1979e12,
+            "memory_bytes": 80e9,
+            "sheet": "NVIDIA H100 Tensor Core GPU data sheet, SXM",
         },
     }
     assert made["hit_tokens"] == hits

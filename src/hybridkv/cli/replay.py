@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from hybridkv.cache.placement import TenantShares, eviction_of, placement_of
+from hybridkv.cli.hardware import HardwareOption, WeightsOption
 from hybridkv.cli.keeping import REMEMBERED, EvictionOption, ExplainOption, ShareOption, show_tenants
 from hybridkv.cli.output import console, in_words, print_facts, share, table
 from hybridkv.cli.panels import MODEL, OUTPUT, REQUESTS, RUN
@@ -58,10 +59,13 @@ from hybridkv.simulator import (
     RequestSource,
     TraceSummary,
     Workload,
+    hardware_named,
     plan_for_trace,
     plan_with_length,
     simulation_of,
 )
+from hybridkv.simulator.cost import BF16
+from hybridkv.simulator.hardware import DEFAULT_HARDWARE
 from hybridkv.units import format_bytes, format_count
 
 _SECONDS_PER_LINE: Final = 10.0
@@ -144,6 +148,8 @@ def replay_command(
     marks: MarksOption = False,
     limit: LimitOption = None,
     skip_bad_lines: SkipBadLines = False,
+    hardware: HardwareOption = DEFAULT_HARDWARE,
+    weights: WeightsOption = BF16,
     eviction: EvictionOption = None,
     shares: ShareOption = None,
     explain: ExplainOption = False,
@@ -173,6 +179,8 @@ def replay_command(
         token_budget,
         time_scale,
         prefix_caching=not no_prefix_caching,
+        hardware=hardware_named(hardware),
+        weights=weights,
         placement=placement,
         eviction=eviction,
         step_by_step=step_by_step,

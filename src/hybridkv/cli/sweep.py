@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from hybridkv.cli.hardware import HardwareList, WeightsList
 from hybridkv.cli.output import console, share, table
 from hybridkv.cli.panels import CACHE, MODEL, OUTPUT, RUN
 from hybridkv.cli.printable import printable
@@ -36,6 +37,8 @@ from hybridkv.cli.requests import (
 from hybridkv.errors import ConfigError
 from hybridkv.models import DTYPE_NAMES
 from hybridkv.simulator import Cell, Swept, processes, sweep
+from hybridkv.simulator.cost import BF16
+from hybridkv.simulator.hardware import DEFAULT_HARDWARE
 from hybridkv.simulator.routing import ROUND_ROBIN, ROUTERS
 from hybridkv.simulator.setup import TOKEN_BUDGET
 from hybridkv.units import GiB, MiB, format_count, parse_bytes, shown
@@ -84,6 +87,8 @@ def sweep_command(
     ] = None,
     max_running: Annotated[str, typer.Option(help="Requests at once.", rich_help_panel=RUN)] = "256",
     token_budget: Annotated[str, typer.Option(help="Tokens of a step.", rich_help_panel=RUN)] = str(TOKEN_BUDGET),
+    hardware: HardwareList = DEFAULT_HARDWARE,
+    weights: WeightsList = BF16,
     replicas: Annotated[str, typer.Option(help="Engines behind a router.", rich_help_panel=RUN)] = "1",
     router: Annotated[str, typer.Option(help=f"{', '.join(ROUTERS)}.", rich_help_panel=RUN)] = ROUND_ROBIN,
     jobs: Annotated[
@@ -116,6 +121,8 @@ def sweep_command(
         "dtype": [None] if dtype is None else [DTYPE_NAMES.get(one, one) for one in words("--kv-dtype", dtype)],
         "max_running": numbers("--max-running", max_running),
         "token_budget": numbers("--token-budget", token_budget),
+        "hardware": words("--hardware", hardware),
+        "weights": words("--weights", weights),
         "replicas": numbers("--replicas", replicas),
         "router": words("--router", router),
     }

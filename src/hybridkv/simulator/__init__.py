@@ -5,7 +5,7 @@ TraceFile | Workload  ->  TraceRequest  ->  replay(source, plan)  ->  ReplayRepo
 formats, records, trace, tokens    the readers, and token ids out of pieces
 workloads, uniform        generators
 prefixes, described, converted    what requests share, what a source holds, and any as a token-exact trace
-cost, traffic             modelled time, and the bytes of the cache in it
+cost, traffic, hardware             modelled time, and the bytes of the cache in it
 loop, report              the loop, what came of it
 fleet, routing            several replicas behind a router
 cells, sweep              many settings over one source, each a file
@@ -14,10 +14,11 @@ setup                     plan, manager, scheduler and loop put together
 
 from hybridkv.simulator.cells import Cell
 from hybridkv.simulator.converted import convert
-from hybridkv.simulator.cost import H100, Hardware, StepCost
+from hybridkv.simulator.cost import StepCost
 from hybridkv.simulator.described import TraceDescription, describe
 from hybridkv.simulator.fleet import FleetReport, replay_replicas
 from hybridkv.simulator.formats import FORMATS, TraceRequest
+from hybridkv.simulator.hardware import H100, HARDWARE, Hardware, hardware_named
 from hybridkv.simulator.loop import Progress, SimulatedClock, replay_through
 from hybridkv.simulator.report import GroupReport, ReplayReport
 from hybridkv.simulator.setup import (
@@ -38,6 +39,7 @@ from hybridkv.simulator.workloads import WORKLOADS, Workload
 __all__ = [
     "FORMATS",
     "H100",
+    "HARDWARE",
     "WORKLOADS",
     "CacheTraffic",
     "Cell",
@@ -61,6 +63,7 @@ __all__ = [
     "Workload",
     "convert",
     "describe",
+    "hardware_named",
     "plan_for_trace",
     "plan_with_length",
     "processes",

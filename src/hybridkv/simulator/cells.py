@@ -14,7 +14,9 @@ from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError
 from hybridkv.models import Model, read_model
 from hybridkv.planner.plan import ALIGN, DEFAULT_LAYOUT, LAYOUTS, NATURAL, NO_STATES
+from hybridkv.simulator.cost import BF16
 from hybridkv.simulator.fleet import MOST_REPLICAS, replay_replicas
+from hybridkv.simulator.hardware import DEFAULT_HARDWARE, hardware_named
 from hybridkv.simulator.routing import ROUND_ROBIN, router_named
 from hybridkv.simulator.setup import TOKEN_BUDGET, ReplaySettings, plan_for_trace
 from hybridkv.simulator.trace import RequestSource, TraceSummary
@@ -29,6 +31,8 @@ _NAME_CHARACTERS: Final = 60
 class Cell:
     """A setting. model: as read_model takes it. memory: for the cache of one rank. dtype: of keys and values.
 
+    hardware: as hardware_named takes it.
+
     Others as plan_for_trace and ReplaySettings have them. ConfigError for what no model or machine could make right.
     """
 
@@ -42,6 +46,8 @@ class Cell:
     dtype: str | None = None
     max_running: int = 256
     token_budget: int = TOKEN_BUDGET
+    hardware: str = DEFAULT_HARDWARE
+    weights: str = BF16
     replicas: int = 1
     router: str = ROUND_ROBIN
 
@@ -72,11 +78,24 @@ class Cell:
     def settings(self) -> ReplaySettings:
         """How it runs."""
         placed = self.placement if self.layout == NATURAL else None
-        return ReplaySettings(self.max_running, self.token_budget, placement=placed, eviction=self.eviction)
+        return ReplaySettings(
+            self.max_running,
+            self.token_budget,
+            hardware=hardware_named(self.hardware),
+            weights=self.weights,
+            placement=placed,
+            eviction=self.eviction,
+        )
 
     def run(self, source: RequestSource, summary: TraceSummary) -> dict[str, object]:
         """Its document: the report, or why the setting cannot serve these requests."""
-        document: dict[str, object] = {"schema": SCHEMA, "version": VERSION, "cell": asdict(self)}
+        machine = asdict(hardware_named(self.hardware))  # a file may say something else tomorrow
+        document: dict[str, object] = {"schema": SCHEMA, "version": VERSION, "cell": asdict(self), "machine": machine}
+            "schema": SCHEMA,
+            "version": VERSION,
+            "cell": asdict(self),
+            "machine": asdict(hardware_named(self.hardware)),
+        }
         try:
             plan = plan_for_trace(
                 summary,
@@ -101,5 +120,6 @@ def is_document_of(cell: Cell, document: object) -> bool:
         and document.get("schema") == SCHEMA
         and document.get("version") == VERSION
         and document.get("cell") == asdict(cell)
+        and document.get("machine") == asdict(hardware_named(cell.hardware))
         and isinstance(document.get("report", document.get("refused")), dict | str)
     )

@@ -2,9 +2,11 @@
 
     seconds = time_scale * (max(compute, memory) + overhead)
     compute = 2 * active parameters / tp * tokens / (FLOP/s * efficiency)
-    memory  = (weights read / tp * 2 bytes + cache bytes moved) / (bytes/s * efficiency)
+    memory  = (weights read / tp * bytes of a weight + cache bytes moved) / (bytes/s * efficiency)
 
-tokens: those the step runs. Weights read: all, once a step; of a mixture of experts no more than its tokens can
+tokens: those the step runs. A weight takes 2 bytes (bf16), 1 (fp8) or a half (int4, scales left out); fp8 computes at
+the rate of fp8 where the hardware has one, int4 at that of bf16, to which it is unpacked (Lin et al., AWQ, arXiv
+2306.00978, section 4). Weights read: all, once a step; of a mixture of experts no more than its tokens can
 choose, ``min(parameters, active parameters * tokens)``. Cache bytes moved are those of one rank, by layer kind:
 hybridkv.simulator.traffic.
 
@@ -17,8 +19,9 @@ beside whom: hits, blocks and preemptions come from the real scheduler and manag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, Self
 
 import numpy as np
@@ -27,47 +30,44 @@ from numpy.typing import NDArray
 from hybridkv.cache import Transfer
 from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan
+from hybridkv.simulator.hardware import H100, Hardware
 from hybridkv.simulator.traffic import CacheTraffic
 from hybridkv.step import Copy, Step
+from hybridkv.units import shown
+
+BF16: Final = "bf16"
+FP8: Final = "fp8"
+WEIGHT_BYTES: Final[Mapping[str, float]] = MappingProxyType({BF16: 2, FP8: 1, "int4": 0.5})
+"""Of one weight, by what weights are kept in."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """One accelerator. Rates are peaks; the efficiencies say what share of them a forward reaches.
-
-    overhead_s: seconds of a step that do not depend on its size (launches, scheduling, sampling).
-    """
-
-    name: str
-    flops_per_s: float
-    bytes_per_s: float
-    compute_efficiency: float
-    memory_efficiency: float
-    overhead_s: float
-
-
-H100: Final = Hardware("H100 SXM", 989e12, 3.35e12, 0.5, 0.8, 0.001)
-"""Peaks of NVIDIA's data sheet (dense bf16, HBM3); efficiencies and overhead are round guesses."""
-
-_WEIGHT_BYTES: Final = 2
+def weights_named(name: str) -> str:
+    """``name``. ConfigError for what weights are not kept in."""
+    if name not in WEIGHT_BYTES:
+        raise ConfigError(f"weights (--weights) must be one of {', '.join(WEIGHT_BYTES)}, got {shown(name)}")
+    return name
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of a Step for one model on one kind of hardware; build it with ``of``. Parameters are one rank's."""
+    """Seconds of a Step for one model on one kind of hardware; build it with ``of``. Parameters are one rank's.
+
+    weights: what they are kept in, a name of WEIGHT_BYTES.
+    """
 
     parameters: float
     active_parameters: float
     traffic: CacheTraffic
     hardware: Hardware = H100
     time_scale: float = 1.0
+    weights: str = BF16
 
     @classmethod
-    def of(cls, plan: Plan, *, hardware: Hardware = H100, time_scale: float = 1.0) -> Self:
+    def of(cls, plan: Plan, *, hardware: Hardware = H100, time_scale: float = 1.0, weights: str = BF16) -> Self:
         """Cost of the plan's model, its tensor parallel ranks at work side by side.
 
-        time_scale: multiplies durations; 0 is a machine that takes no time. ConfigError for a negative one, and for a
-        model whose weights nobody counted.
+        time_scale: multiplies durations; 0 is a machine that takes no time. ConfigError for a negative one, for a
+        model whose weights nobody counted, and for weights of another kind.
         """
         if not 0 <= time_scale < float("inf"):
             raise ConfigError(f"the time scale must be 0 or more and finite, got {time_scale}")
@@ -78,7 +78,7 @@ class StepCost:
                 "and --set active_parameters=N, or --time-scale 0"
             )
         parameters, active = model.parameters / model.tp, model.active_parameters / model.tp
-        return cls(parameters, active, CacheTraffic.of(plan), hardware, time_scale)
+        return cls(parameters, active, CacheTraffic.of(plan), hardware, time_scale, weights_named(weights))
 
     def seconds(self, step: Step) -> float:
         """Seconds of ``step``. O(rows + copies)."""
@@ -102,8 +102,9 @@ class StepCost:
     def _bounds(self, tokens: int) -> tuple[float, float]:
         """Seconds that ``tokens`` tokens compute, and bytes of the weights that they read."""
         machine = self.hardware
-        compute_s = 2 * self.active_parameters * tokens / (machine.flops_per_s * machine.compute_efficiency)
-        return compute_s, min(self.parameters, self.active_parameters * tokens) * _WEIGHT_BYTES
+        peak = machine.fp8_flops_per_s if self.weights == FP8 and machine.fp8_flops_per_s else machine.flops_per_s
+        compute_s = 2 * self.active_parameters * tokens / (peak * machine.compute_efficiency)
+        return compute_s, min(self.parameters, self.active_parameters * tokens) * WEIGHT_BYTES[self.weights]
 
     @property
     def _bytes_per_s(self) -> float:

@@ -17,7 +17,8 @@ from hybridkv.planner import Plan, plan
 from hybridkv.planner.plan import DEFAULT_LAYOUT, NO_STATES
 from hybridkv.request import Hasher
 from hybridkv.schedule import Scheduler, SchedulerLimits
-from hybridkv.simulator.cost import H100, Hardware, StepCost
+from hybridkv.simulator.cost import BF16, StepCost, weights_named
+from hybridkv.simulator.hardware import H100, Hardware
 from hybridkv.simulator.loop import Progress, Replica, SimulatedClock, replay_through
 from hybridkv.simulator.report import ReplayReport
 from hybridkv.simulator.trace import RequestSource, TraceSummary
@@ -35,8 +36,8 @@ MOST_BLOCKS: Final = 1 << 25
 class ReplaySettings:
     """How a replay runs. max_running: requests at once. token_budget: tokens of a step.
 
-    time_scale: multiplies the modelled durations; 0 makes steps take no time. prefix_caching: whether blocks
-    are shared at all. placement: natural layout: where recurrent states are kept, instead of where the plan says.
+    time_scale: multiplies the modelled durations; 0 makes steps take no time. hardware, weights: as StepCost.
+    prefix_caching: whether blocks are shared at all. placement: natural layout: where recurrent states are kept, instead of where the plan says.
     eviction: what is given up next, by name, instead of what suits the plan. step_by_step: take every step by itself,
     also where several are alike; the report is the same. shares: natural layout: of tenants of what is kept.
     remembered_losses: keys of evicted blocks that are remembered to explain misses; 0: none is explained.
@@ -48,6 +49,7 @@ class ReplaySettings:
     time_scale: float = 1.0
     prefix_caching: bool = True
     hardware: Hardware = H100
+    weights: str = BF16
     placement: str | None = None
     eviction: str | None = None
     step_by_step: bool = False
@@ -58,6 +60,8 @@ class ReplaySettings:
         if self.eviction is not None:
             eviction_named(self.eviction)
         check_fields(self, one_of(TenantShares), "shares")
+        check_fields(self, one_of(Hardware), "hardware")
+        weights_named(self.weights)
         check_fields(self, partial(integer, least=0, most=MOST_COUNT), "remembered_losses")
         for name, most in (("max_running", MOST_RUNNING), ("token_budget", MOST_COUNT)):
             value, option = getattr(self, name), name.replace("_", "-")
@@ -196,7 +200,7 @@ def simulation_of(
 
     hasher: that of another, whose requests may come here. events: the manager tells what it stores and forgets.
     """
-    cost = StepCost.of(plan, hardware=settings.hardware, time_scale=settings.time_scale)
+    cost = StepCost.of(plan, hardware=settings.hardware, time_scale=settings.time_scale, weights=settings.weights)
     ids = max(plan.config.blocks_of(at) for at in range(len(plan.config.groups)))
     if ids > MOST_BLOCKS:
         raise ConfigError(

@@ -1,0 +1,127 @@
+"""Machines by name, or from a TOML file: peaks as data sheets say them, and what share of them is reached.
+
+    like = "h100"                   # what is not said is that of this one; without it every field must be said
+    name = "our H100s"
+    memory_efficiency = 0.72
+
+Peaks are of dense matrices: a data sheet that tells them with sparsity tells twice as much. Efficiencies and overheads
+are round guesses, the same for all: they were measured on none of these.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from hybridkv.arguments import real, text
+from hybridkv.errors import ConfigError
+from hybridkv.frozen import check_fields
+from hybridkv.units import shown
+
+_SUFFIX: Final = ".toml"
+_MOST: Final = 1e24
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One accelerator. Rates are peaks; the efficiencies say what share of them a forward reaches.
+
+    flops_per_s: of bf16. overhead_s: seconds of a step that do not depend on its size (launches, scheduling,
+    sampling). fp8_flops_per_s: 0 where there is no faster fp8. memory_bytes: 0 where it is not its own. sheet: where
+    the peaks stand.
+    """
+
+    name: str
+    flops_per_s: float
+    bytes_per_s: float
+    compute_efficiency: float
+    memory_efficiency: float
+    overhead_s: float
+    fp8_flops_per_s: float = 0.0
+    memory_bytes: float = 0.0
+    sheet: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self, text, "name")
+        if not isinstance(self.sheet, str):
+            raise ConfigError(f"sheet must be text, got {shown(self.sheet)}")
+        rates = ("flops_per_s", "bytes_per_s", "compute_efficiency", "memory_efficiency")
+        for name in (*rates, "overhead_s", "fp8_flops_per_s", "memory_bytes"):
+            value = real(name, getattr(self, name))
+            if not 0 <= value <= _MOST or (not value and name in rates):
+                raise ConfigError(f"{name} must be {'above 0' if name in rates else '0 or more'}, got {shown(value)}")
+
+
+def _gpu(  # noqa: PLR0917  # a row of a table
+    name: str, tflops: float, fp8: float, gb: int, gb_per_s: float, sheet: str
+) -> Hardware:
+    return Hardware(name, tflops * 1e12, gb_per_s * 1e9, 0.5, 0.8, 0.001, fp8 * 1e12, gb * 1e9, sheet)
+
+
+H100: Final = _gpu("H100 SXM", 989, 1979, 80, 3350, "NVIDIA H100 Tensor Core GPU data sheet, SXM")
+
+DEFAULT_HARDWARE: Final = "h100"
+HARDWARE: Final[Mapping[str, Hardware]] = MappingProxyType(
+    {
+        DEFAULT_HARDWARE: H100,
+        "h100-pcie": _gpu("H100 PCIe", 756, 1513, 80, 2000, "NVIDIA H100 Tensor Core GPU data sheet, PCIe"),
+        "h200": _gpu("H200 SXM", 989, 1979, 141, 4800, "NVIDIA H200 Tensor Core GPU data sheet, SXM"),
+        "b200": _gpu("B200", 2250, 4500, 180, 8000, "NVIDIA DGX B200 data sheet, an eighth of it"),
+        "a100-40": _gpu("A100 40GB SXM", 312, 0, 40, 1555, "NVIDIA A100 Tensor Core GPU data sheet, 40GB SXM"),
+        "a100-80": _gpu("A100 80GB SXM", 312, 0, 80, 2039, "NVIDIA A100 Tensor Core GPU data sheet, 80GB SXM"),
+        "l40s": _gpu("L40S", 362, 733, 48, 864, "NVIDIA L40S data sheet"),
+        "l4": _gpu("L4", 121, 242.5, 24, 300, "NVIDIA L4 Tensor Core GPU data sheet"),
+        "mi300x": _gpu("MI300X", 1307.4, 2614.9, 192, 5300, "AMD Instinct MI300X data sheet"),
+        "epyc-9654": replace(
+            _gpu(
+                "EPYC 9654",
+                14.7,
+                0,
+                0,
+                460.8,
+                "AMD EPYC 9654 page: 96 cores, 2.4 GHz; 64 bf16 operations a cycle",
+            ),
+            overhead_s=0.005,
+        ),
+    }
+)
+"""By the name that options and prices use."""
+
+
+def hardware_named(name: str) -> Hardware:
+    """That of HARDWARE, or of the TOML file. ConfigError for a name that nobody knows and for a file that is wrong."""
+    if name in HARDWARE:
+        return HARDWARE[name]
+    if not name.endswith(_SUFFIX):
+        raise ConfigError(f"unknown hardware {shown(name)}: use one of {', '.join(HARDWARE)}, or a {_SUFFIX} file")
+    try:
+        said = tomllib.loads(Path(name).read_text("utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{name} is no TOML: {error}") from None
+    try:
+        return _of(said)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def _of(said: Mapping[str, Any]) -> Hardware:
+    known = {field.name for field in fields(Hardware)}
+    unknown = sorted(said.keys() - known - {"like"})
+    if unknown:
+        raise ConfigError(f"there is no field {shown(unknown[0])}: use like, {', '.join(sorted(known))}")
+    base: dict[str, Any] = {}
+    if "like" in said:
+        if said["like"] not in HARDWARE:
+            raise ConfigError(f"like = {shown(said['like'])}: use one of {', '.join(HARDWARE)}")
+        base = asdict(HARDWARE[said["like"]])
+    values = base | {name: value for name, value in said.items() if name != "like"}
+    missing = [field.name for field in fields(Hardware) if field.name not in values][:6]
+    if missing and not base:
+        needed = [name for name in missing if name not in {"fp8_flops_per_s", "memory_bytes", "sheet"}]
+        if needed:
+            raise ConfigError(f'{", ".join(needed)} missing: say them, or like = "h100"')
+    return Hardware(**values)

@@ -1,0 +1,134 @@
+"""Hardware by name and from files; what weights are kept in."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from cli_support import error, run
+
+from hybridkv.errors import ConfigError
+from hybridkv.models import read_model
+from hybridkv.planner import plan
+from hybridkv.simulator import (
+    H100,
+    HARDWARE,
+    CacheTraffic,
+    Cell,
+    ReplaySettings,
+    StepCost,
+    UniformWorkload,
+    hardware_named,
+    sweep,
+)
+
+
+def test_the_names_and_what_they_say() -> None:
+    assert list(HARDWARE) == [
+        *("h100", "h100-pcie", "h200", "b200", "a100-40", "a100-80", "l40s", "l4", "mi300x", "epyc-9654"),
+    ]
+    assert hardware_named("h100") is H100
+    for one in HARDWARE.values():
+        assert one.sheet
+        assert one.fp8_flops_per_s in {0.0} or 1.9 < one.fp8_flops_per_s / one.flops_per_s < 2.1
+    # bytes/s and bytes as the sheets have them
+    told = {name: (one.bytes_per_s / 1e9, one.memory_bytes / 1e9) for name, one in HARDWARE.items()}
+    assert (told["h200"], told["a100-40"], told["l4"], told["epyc-9654"]) == (
+        (4800, 141),
+        (1555, 40),
+        (300, 24),
+        (460.8, 0),
+    )
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text('like = "h100"\nname = "ours"\nmemory_efficiency = 0.7\n', "utf-8")
+    assert hardware_named(str(path)) == replace(H100, name="ours", memory_efficiency=0.7)
+    path.write_text(
+        'name = "x"\nflops_per_s = 1e12\nbytes_per_s = 1e11\ncompute_efficiency = 1\nmemory_efficiency = 1\noverhead_s = 0\n',
+        "utf-8",
+    )
+    assert hardware_named(str(path)).flops_per_s == 1e12
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("x =", "is no TOML"),
+        ('like = "h100"\nflops = 1', "there is no field 'flops': use like, bytes_per_s"),
+        ('like = "x"', "like = 'x': use one of h100"),
+        ('name = "x"\nflops_per_s = 1e12', "bytes_per_s, compute_efficiency, memory_efficiency, overhead_s missing"),
+        ('like = "h100"\nflops_per_s = 0', "flops_per_s must be above 0, got 0"),
+        ('like = "h100"\nflops_per_s = "1"', "flops_per_s must be a number"),
+        ('like = "h100"\noverhead_s = -1', "overhead_s must be 0 or more"),
+        ('like = "h100"\nbytes_per_s = nan', "bytes_per_s must be a number, and finite"),
+        ('like = "h100"\nname = 5', "name must be text"),
+    ],
+)
+def test_a_file_that_is_wrong(tmp_path: Path, text: str, what: str) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text(text, "utf-8")
+    with pytest.raises(ConfigError) as caught:
+        hardware_named(str(path))
+    assert what in str(caught.value)
+    assert "ours.toml" in str(caught.value)
+
+
+def test_weights_take_their_bytes_and_fp8_its_rate() -> None:
+    def seconds(weights: str, tokens: int, hardware: str = "h100") -> float:
+        cost = StepCost(1e9, 1e9, CacheTraffic(), replace(HARDWARE[hardware], overhead_s=0.0), weights=weights)
+        return max(cost._bounds(tokens)[0], cost._bounds(tokens)[1] / cost._bytes_per_s)
+
+    rate = 3.35e12 * 0.8
+    assert [seconds(one, 1) for one in ("bf16", "fp8", "int4")] == pytest.approx([2e9 / rate, 1e9 / rate, 0.5e9 / rate])
+    many = 2e9 * 8192 / (989e12 * 0.5)
+    assert [seconds(one, 8192) for one in ("bf16", "fp8", "int4")] == pytest.approx([many, many * 989 / 1979, many])
+    assert seconds("fp8", 8192, "a100-80") == pytest.approx(seconds("bf16", 8192, "a100-80"))  # no faster fp8
+    with pytest.raises(ConfigError, match="weights .* must be one of bf16, fp8, int4, got 'x'"):
+        StepCost.of(plan(read_model("llama-3-8b"), "20GiB"), weights="x")
+    with pytest.raises(ConfigError, match="weights"):
+        ReplaySettings(weights="x")
+    with pytest.raises(ConfigError, match="hardware"):
+        ReplaySettings(hardware="h100")  # type: ignore[arg-type]  # what is tested
+
+
+def test_a_changed_file_is_another_cell(tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415  # here alone
+
+    path = tmp_path / "ours.toml"
+    path.write_text('like = "h100"\n', "utf-8")
+    with ThreadPoolExecutor(1) as executor:
+        for text, again in (("", True), ("overhead_s = 0.5\n", False)):
+            sweep(UniformWorkload(), [Cell("llama-3-8b", "1GiB", hardware=str(path))], tmp_path / "out", executor)
+            path.write_text('like = "h100"\n' + text, "utf-8")
+            (one,) = sweep(
+                UniformWorkload(), [Cell("llama-3-8b", "1GiB", hardware=str(path))], tmp_path / "out", executor
+            )
+            assert one.again is again
+
+
+# -- as commands
+
+
+def test_hardware_is_listed() -> None:
+    text = run("hardware").stdout
+    assert "H100 SXM" in text
+    assert "NVIDIA L40S data sheet" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert json.loads(run("hardware", "--json").stdout)["h100"] == asdict(H100)
+
+
+def test_a_replay_on_other_hardware() -> None:
+    base = ("replay", "workload:uniform", "--model", "llama-3-8b", "--memory", "1GiB", "--json")
+    fast, slow, light = (
+        json.loads(run(*base, *more).stdout)
+        for more in ((), ("--hardware", "l4"), ("--hardware", "l4", "--weights", "int4"))
+    )
+    assert slow["settings"]["hardware"]["name"] == "L4"
+    assert fast["hit_tokens"] == slow["hit_tokens"]
+    times = [one["time_per_output_token_s"]["p50"] for one in (fast, slow, light)]
+    assert times[1] > times[2] > times[0]
+    assert "unknown hardware 'x': use one of h100, " in error(*base, "--hardware", "x")
+    assert "--weights" in error(*base, "--weights", "x")
+    assert "No such file" in error(*base, "--hardware", "none.toml")
