@@ -30,15 +30,10 @@ def test_the_names_and_what_they_say() -> None:
     assert hardware_named("h100") is H100
     for one in HARDWARE.values():
         assert one.sheet
-        assert one.fp8_flops_per_s in {0.0} or 1.9 < one.fp8_flops_per_s / one.flops_per_s < 2.1
+        assert not one.fp8_flops_per_s or 1.9 < one.fp8_flops_per_s / one.flops_per_s < 2.1
     # bytes/s and bytes as the sheets have them
     told = {name: (one.bytes_per_s / 1e9, one.memory_bytes / 1e9) for name, one in HARDWARE.items()}
-    assert (told["h200"], told["a100-40"], told["l4"], told["epyc-9654"]) == (
-        (4800, 141),
-        (1555, 40),
-        (300, 24),
-        (460.8, 0),
-    )
+    assert [told[one] for one in ("h200", "a100-40", "l4")] == [(4800, 141), (1555, 40), (300, 24)]
 
 
 def test_a_file(tmp_path: Path) -> None:
@@ -46,7 +41,8 @@ def test_a_file(tmp_path: Path) -> None:
     path.write_text('like = "h100"\nname = "ours"\nmemory_efficiency = 0.7\n', "utf-8")
     assert hardware_named(str(path)) == replace(H100, name="ours", memory_efficiency=0.7)
     path.write_text(
-        'name = "x"\nflops_per_s = 1e12\nbytes_per_s = 1e11\ncompute_efficiency = 1\nmemory_efficiency = 1\noverhead_s = 0\n',
+        'name = "x"\nflops_per_s = 1e12\nbytes_per_s = 1e11\ncompute_efficiency = 1\n'
+        "memory_efficiency = 1\noverhead_s = 0\n",
         "utf-8",
     )
     assert hardware_named(str(path)).flops_per_s == 1e12
@@ -85,7 +81,7 @@ def test_weights_take_their_bytes_and_fp8_its_rate() -> None:
     many = 2e9 * 8192 / (989e12 * 0.5)
     assert [seconds(one, 8192) for one in ("bf16", "fp8", "int4")] == pytest.approx([many, many * 989 / 1979, many])
     assert seconds("fp8", 8192, "a100-80") == pytest.approx(seconds("bf16", 8192, "a100-80"))  # no faster fp8
-    with pytest.raises(ConfigError, match="weights .* must be one of bf16, fp8, int4, got 'x'"):
+    with pytest.raises(ConfigError, match=r"weights .* must be one of bf16, fp8, int4, got 'x'"):
         StepCost.of(plan(read_model("llama-3-8b"), "20GiB"), weights="x")
     with pytest.raises(ConfigError, match="weights"):
         ReplaySettings(weights="x")

@@ -91,11 +91,6 @@ class Cell:
         """Its document: the report, or why the setting cannot serve these requests."""
         machine = asdict(hardware_named(self.hardware))  # a file may say something else tomorrow
         document: dict[str, object] = {"schema": SCHEMA, "version": VERSION, "cell": asdict(self), "machine": machine}
-            "schema": SCHEMA,
-            "version": VERSION,
-            "cell": asdict(self),
-            "machine": asdict(hardware_named(self.hardware)),
-        }
         try:
             plan = plan_for_trace(
                 summary,

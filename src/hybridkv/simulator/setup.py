@@ -37,9 +37,10 @@ class ReplaySettings:
     """How a replay runs. max_running: requests at once. token_budget: tokens of a step.
 
     time_scale: multiplies the modelled durations; 0 makes steps take no time. hardware, weights: as StepCost.
-    prefix_caching: whether blocks are shared at all. placement: natural layout: where recurrent states are kept, instead of where the plan says.
-    eviction: what is given up next, by name, instead of what suits the plan. step_by_step: take every step by itself,
-    also where several are alike; the report is the same. shares: natural layout: of tenants of what is kept.
+    prefix_caching: whether blocks are shared at all. placement: natural layout: where recurrent states are kept,
+    instead of where the plan says. eviction: what is given up next, by name, instead of what suits the plan.
+    step_by_step: take every step by itself, also where several are alike; the report is the same. shares: natural
+    layout: of tenants of what is kept.
     remembered_losses: keys of evicted blocks that are remembered to explain misses; 0: none is explained.
     Raises ConfigError for values out of range.
     """
