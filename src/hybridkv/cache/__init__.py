@@ -1,5 +1,6 @@
 """The cache: which block holds which tokens, which tokens are there already, and what goes first."""
 
+from hybridkv.cache.blocks.block_times import EDGES_S, BlockTimeStatistics, TimeCounts
 from hybridkv.cache.blocks.pool import BlockPool
 from hybridkv.cache.bounds import CacheBounds
 from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventsDropped, KVCacheEvent
@@ -24,6 +25,7 @@ from hybridkv.cache.statistics import (
 from hybridkv.cache.values import BlockView, KVCacheBlocks
 
 __all__ = [
+    "EDGES_S",
     "Admission",
     "AllBlocksCleared",
     "BatchSlots",
@@ -32,6 +34,7 @@ __all__ = [
     "BlockPool",
     "BlockRemoved",
     "BlockStored",
+    "BlockTimeStatistics",
     "BlockView",
     "CacheBounds",
     "CacheGroup",
@@ -55,6 +58,7 @@ __all__ = [
     "SlotPlan",
     "StateMoves",
     "TenantStatistics",
+    "TimeCounts",
     "Transfer",
     "Transfers",
     "cells_of",

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from hybridkv.cli.comparison import show_comparison
 from hybridkv.cli.output import console, floor, in_words, print_facts, table
+from hybridkv.cli.pages import PageFile, checked_page, write_page
 from hybridkv.cli.panels import CACHE, OUTPUT, REQUESTS
 from hybridkv.cli.planning import (
     BlockSize,
@@ -34,6 +35,7 @@ from hybridkv.models import Model
 from hybridkv.models.reading import ASSUMED
 from hybridkv.planner import Plan, plan, plan_to_json
 from hybridkv.planner.plan import NO_STATES
+from hybridkv.report import plan_page
 from hybridkv.specs import BATCHED_TOKENS, Keeps
 from hybridkv.units import format_bytes, format_count
 
@@ -96,6 +98,7 @@ def plan_command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the plan as a document that --plan reads.", rich_help_panel=OUTPUT)
     ] = False,
+    page_file: PageFile = None,
 ) -> None:
     """Plan the KV cache of a model: groups, pages, blocks, and the requests that fit."""
     options = PlanOptions(
@@ -103,10 +106,10 @@ def plan_command(
     )
     bounds = {"max_model_len": max_model_len, "max_batched_tokens": max_batched_tokens}
     of_layout = {"prefill_checkpoints": prefill_checkpoints, "kernel_block_size": kernel_block_size}
+    page_file = checked_page(page_file)
     if compare:
-        _refuse_beside_compare(
-            {"--layout": layout, "--plan": plan_file, "--json": as_json or None, **_as_options(of_layout)}
-        )
+        given_besides = {"--layout": layout, "--plan": plan_file, "--json": as_json or None, "--report": page_file}
+        _refuse_beside_compare({**given_besides, **_as_options(of_layout)})
         show_comparison(partial(_make, options, given=bounds))
         return
     given = {**bounds, **of_layout}
@@ -115,6 +118,8 @@ def plan_command(
         made = load_plan(plan_file)
     else:
         made = _make(options, given=given)
+    if page_file is not None:
+        write_page(page_file, plan_page(made))
     if as_json:
         print(plan_to_json(made), end="")
     else:

@@ -19,6 +19,7 @@ from hybridkv.cache.placement import TenantShares, eviction_of, placement_of
 from hybridkv.cli.hardware import HardwareOption, WeightsOption
 from hybridkv.cli.keeping import REMEMBERED, EvictionOption, ExplainOption, ShareOption, show_tenants
 from hybridkv.cli.output import console, in_words, print_facts, share, table
+from hybridkv.cli.pages import PageFile, checked_page, write_page
 from hybridkv.cli.panels import MODEL, OUTPUT, REQUESTS, RUN
 from hybridkv.cli.planning import (
     BlockSize,
@@ -52,6 +53,7 @@ from hybridkv.cli.requests import (
 )
 from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan
+from hybridkv.report import replay_page
 from hybridkv.simulator import (
     Progress,
     ReplayReport,
@@ -66,11 +68,12 @@ from hybridkv.simulator import (
 )
 from hybridkv.simulator.cost import BF16
 from hybridkv.simulator.hardware import DEFAULT_HARDWARE
+from hybridkv.simulator.recording import Recording
 from hybridkv.units import format_bytes, format_count
 
 _SECONDS_PER_LINE: Final = 10.0
 _DEFAULT: Final = ReplaySettings()
-_NOT_TOLD: Final = {"placement", "step_by_step", "shares"}
+_NOT_TOLD: Final = {"placement", "step_by_step", "shares", "block_times"}
 """Settings that say nothing, or stand elsewhere in documents."""
 _WHY: Final = {
     "never_seen": "never seen",
@@ -165,6 +168,7 @@ def replay_command(
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.", rich_help_panel=OUTPUT)] = False,
+    page_file: PageFile = None,
 ) -> None:
     """Replay requests through the scheduler and the cache manager; only time is modelled."""
     asked = _Asked(
@@ -186,7 +190,9 @@ def replay_command(
         step_by_step=step_by_step,
         shares=TenantShares.parse(shares or ()),
         remembered_losses=REMEMBERED if explain else 0,
+        block_times=page_file is not None,
     )
+    page_file = checked_page(page_file)
     source = SourceOptions(
         format_name, trace_block_size, tokenizer, arrivals, skip_bad_lines, seed, hours, rate, marks, limit
     ).source(trace)
@@ -201,8 +207,11 @@ def replay_command(
         print_facts({"longest request": f"{format_count(plan.max_model_len)} tokens, {set_by}{beyond}"})
         sys.stdout.flush()
     begun = time.perf_counter()
+    recording = None if page_file is None else Recording(simulation.scheduler)
     with _progress(summary.requests, begun) as on_progress:
-        report = simulation.run(source, summary=summary, on_progress=on_progress)
+        report = simulation.run(source, summary=summary, on_progress=on_progress, recording=recording)
+    if page_file is not None and recording is not None:
+        write_page(page_file, replay_page(plan, report, recording.recorded()))
     if as_json:
         print(report.to_json(_settings(plan, settings, length_from, source)), end="")
         return

@@ -18,8 +18,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from hybridkv.cache import MissReason
-from hybridkv.cache.blocks.block_times import EDGES_S, TimeCounts
+from hybridkv.cache import EDGES_S, MissReason, TimeCounts
 from hybridkv.cache.statistics import CacheStatistics
 from hybridkv.errors import ConfigError
 from hybridkv.runner.completion import Completion

@@ -29,6 +29,7 @@ from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, Uniform
 from hybridkv.simulator.cost import StepCost
 from hybridkv.simulator.formats import TraceRequest
+from hybridkv.simulator.recording import Recording
 from hybridkv.simulator.report import Distribution, GroupReport, ReplayReport
 from hybridkv.simulator.tokens import token_ids_at
 from hybridkv.simulator.trace import RequestSource, TraceSummary
@@ -63,10 +64,11 @@ class SimulatedClock:
 class _Live:
     """A request between arrival and end. piece: index of the output piece that comes next."""
 
-    __slots__ = ("first_token_s", "piece", "trace")
+    __slots__ = ("begun_s", "first_token_s", "piece", "trace")
 
     def __init__(self, trace: TraceRequest) -> None:
         self.trace = trace
+        self.begun_s: float | None = None
         self.first_token_s = 0.0
         self.piece = 0
 
@@ -213,8 +215,8 @@ class _Stretch:
 class Replica:
     """A scheduler in simulated time: the requests alive, what was measured.
 
-    For reading: scheduler, clock, live (by request id), first_token_s and per_token_s of what finished, in order,
-    per_token_s NaN for an output of one token.
+    recording: what looks on, None for nobody. For reading: scheduler, clock, live (by request id), first_token_s and
+    per_token_s of what finished, in order, per_token_s NaN for an output of one token.
     """
 
     def __init__(
@@ -231,6 +233,7 @@ class Replica:
         self.clock = clock
         self.encoder_tokens = encoder_tokens
         self.step_by_step = step_by_step
+        self.recording: Recording | None = None
         self.steps = self.empty_steps = self.row_steps = self.finished = 0
         self.prompt_tokens = self.output_tokens = self.longest_tokens = 0
         self.live: dict[str, _Live] = {}
@@ -247,12 +250,16 @@ class Replica:
         on_steps: called behind a step, or several that were taken as one.
         """
         while not self.scheduler.drained and (until_s is None or self.clock.now_s < until_s):
+            if self.recording is not None:
+                self.recording.look(self.clock.now_s)
             if self.step_by_step or not self._stride(until_s):
                 self._step()
             if on_steps is not None:
                 on_steps()
         if until_s is not None:
             self.clock.now_s = max(self.clock.now_s, until_s)
+        elif self.recording is not None:
+            self.recording.look(self.clock.now_s, last=True)
 
     def request_of(self, request_id: str, trace: TraceRequest) -> Request:
         """``trace`` as a request of this replica, and of others with its hasher. ConfigError for one that cannot be."""
@@ -282,7 +289,9 @@ class Replica:
     def _step(self) -> None:
         step = self.scheduler.schedule()
         for new in step.new_rows:
-            self.rows.begin(new, self.live[new.request_id])
+            live = self.live[new.request_id]
+            self.rows.begin(new, live)
+            live.begun_s = self.clock.now_s if live.begun_s is None else live.begun_s
         sampled, first = self.rows.sample(step)
         self.clock.now_s += self.cost.seconds(step)
         if first.size:
@@ -329,6 +338,11 @@ class Replica:
     def _finish(self, request: Request) -> None:
         live = self.live.pop(request.request_id)
         self.finished += 1
+        if self.recording is not None:
+            begun_s = live.first_token_s if live.begun_s is None else live.begun_s
+            times = (live.trace.timestamp_s, begun_s, live.first_token_s, self.clock.now_s)
+            tokens = (live.trace.num_prompt_tokens, request.first_hit_tokens or 0, live.trace.num_output_tokens)
+            self.recording.end(times, tokens)
         self.first_token_s.append(live.first_token_s - live.trace.timestamp_s)
         later_tokens = live.trace.num_output_tokens - 1
         spent_s = self.clock.now_s - live.first_token_s
@@ -391,17 +405,20 @@ def replay_through(
     summary: TraceSummary | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     step_by_step: bool = False,
+    recording: Recording | None = None,
 ) -> ReplayReport:
     """``replay`` with a scheduler of one's own, which must be fresh.
 
     clock: that of the scheduler; without it the scheduler's patience with requests that do not fit is one of
     wall time. encoder_tokens: of every request's encoder input, 0 for none. summary: of the source, when it is
     at hand already. on_progress: called at most every 64 steps and at the end. step_by_step: see ReplaySettings.
+    recording: of that scheduler; what the replay looked like on the way.
     Raises TraceError for a malformed line, ConfigError naming a request that can never fit.
     """
     counted = source.summary() if summary is None else summary
     clock = SimulatedClock() if clock is None else clock
     replica = Replica(scheduler, cost, clock, encoder_tokens, step_by_step=step_by_step)
+    replica.recording = recording
     run_replicas(source, [replica], lambda _request, _now_s: 0, on_progress)
     return replace(replica.report(source.name), bad_lines=counted.bad_lines)
 

@@ -20,6 +20,7 @@ from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.simulator.cost import BF16, StepCost, weights_named
 from hybridkv.simulator.hardware import H100, Hardware
 from hybridkv.simulator.loop import Progress, Replica, SimulatedClock, replay_through
+from hybridkv.simulator.recording import Recording
 from hybridkv.simulator.report import ReplayReport
 from hybridkv.simulator.trace import RequestSource, TraceSummary
 from hybridkv.units import MOST_COUNT, format_bytes, format_count, shown
@@ -42,6 +43,7 @@ class ReplaySettings:
     step_by_step: take every step by itself, also where several are alike; the report is the same. shares: natural
     layout: of tenants of what is kept.
     remembered_losses: keys of evicted blocks that are remembered to explain misses; 0: none is explained.
+    block_times: count how long blocks are kept, idle and between hits, as a Recording needs.
     Raises ConfigError for values out of range.
     """
 
@@ -56,6 +58,7 @@ class ReplaySettings:
     step_by_step: bool = False
     shares: TenantShares = EVERYBODY
     remembered_losses: int = 0
+    block_times: bool = False
 
     def __post_init__(self) -> None:
         if self.eviction is not None:
@@ -179,8 +182,9 @@ class Simulation:
         *,
         summary: TraceSummary | None = None,
         on_progress: Callable[[Progress], None] | None = None,
+        recording: Recording | None = None,
     ) -> ReplayReport:
-        """Replay ``source``, once."""
+        """Replay ``source``, once. recording: of ``scheduler``."""
         report = replay_through(
             source,
             self.scheduler,
@@ -190,6 +194,7 @@ class Simulation:
             summary=summary,
             on_progress=on_progress,
             step_by_step=self.step_by_step,
+            recording=recording,
         )
         return replace(report, caching_off=self.caching_off)
 
@@ -220,6 +225,7 @@ def simulation_of(
         eviction=eviction_of(plan, settings.eviction),
         shares=settings.shares,
         remembered_losses=settings.remembered_losses,
+        block_times=settings.block_times,
         clock=clock,
         hasher=hasher,
         enable_kv_cache_events=events,

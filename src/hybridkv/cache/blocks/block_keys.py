@@ -96,6 +96,10 @@ class BlockKeys:
         counts: list[int] = np.bincount(self._group[keyed], minlength=len(self.indexes)).tolist()
         return counts
 
+    def in_group(self, group: int) -> Int64:
+        """Blocks with a key in ``group``, int64. O(num_blocks)."""
+        return np.flatnonzero(self._group == group)
+
     def kept_since(self, ids: Int32, evictions: int) -> bool:
         """Whether none of ``ids`` lost its key since ``self.evictions`` was ``evictions``. No look-up in the index."""
         return self.num_kept(ids, evictions) == len(ids)

@@ -96,6 +96,11 @@ class BlockTimes:
         """Blocks that have a key, int64. O(blocks)."""
         return np.flatnonzero(~np.isnan(self._begun))
 
+    def idle(self, ids: Ids) -> tuple[int, ...]:
+        """How many of ``ids``, which have keys, nobody came for how long, by bucket of EDGES_S and above."""
+        places = np.searchsorted(EDGES_S, self._clock() - self._hit[ids])
+        return tuple(np.bincount(places, minlength=len(EDGES_S) + 1).tolist())
+
     def statistics(self) -> BlockTimeStatistics:
         """So far."""
         return BlockTimeStatistics(self._lifetime.counts(), self._idle.counts(), self._gap.counts())

@@ -1,0 +1,209 @@
+"""The page of a replay: what was found, who waited, what filled the cache, how long requests took, what was wasted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache import EDGES_S, MissReason
+from hybridkv.planner import Plan
+from hybridkv.report.charts import ALERT, FREE, PADDING, Kind, bars, kinds_of, layers, line, lying, steps
+from hybridkv.report.page import Chart, page
+from hybridkv.simulator import ReplayReport
+from hybridkv.simulator.recording import Recorded
+from hybridkv.units import format_bytes, format_count
+
+_BINS: Final = 80
+_SLOWEST: Final = 40
+_TIME: Final = {"title": "seconds of the trace"}
+Float64 = NDArray[np.float64]
+
+
+def replay_page(plan: Plan, report: ReplayReport, recorded: Recorded) -> str:
+    """The file. recorded: of the replay that ``report`` is of. ConfigError where plotly is not installed."""
+    title = f"{report.source}: {plan.model.name} in {format_bytes(plan.memory_bytes)}"
+    return page(title, _facts(plan, report), list(_charts(plan, report, recorded)))
+
+
+def _facts(plan: Plan, report: ReplayReport) -> dict[str, str]:
+    first, later = report.time_to_first_token_s, report.time_per_output_token_s
+    return {
+        "layout": f"{plan.layout}, {format_count(plan.config.num_blocks)} {plan.config.unit}s",
+        "requests": format_count(report.requests),
+        "prompt tokens": format_count(report.prompt_tokens),
+        "found in the cache": f"{report.hit_rate:.1%}",
+        "preemptions": format_count(report.preemptions),
+        "memory in use, at most": f"{report.peak_usage:.1%}",
+        "first token within (50% / 99%)": f"{first.p50:,.3f} / {first.p99:,.3f} s",
+        "a token more (50% / 99%)": f"{later.p50 * 1000:,.1f} / {later.p99 * 1000:,.1f} ms",
+        "requests side by side": f"{report.mean_running:.1f}",
+        "simulated": f"{report.simulated_s:,.0f} s",
+    }
+
+
+def _charts(plan: Plan, report: ReplayReport, recorded: Recorded) -> Iterator[Chart]:
+    kinds = kinds_of(plan.config)
+    yield _hits(recorded)
+    if report.misses:
+        yield _misses(recorded)
+    yield _filled(plan, kinds, recorded)
+    yield _ages(kinds, recorded)
+    yield _queue(recorded)
+    yield from _latencies(recorded)
+    yield _slowest(recorded)
+    yield _waste(plan, report, kinds)
+
+
+def _hits(recorded: Recorded) -> Chart:
+    at, prompt, hit = _thinned(recorded.samples.time_s, recorded.samples.prompt_tokens, recorded.samples.hit_tokens)
+    traces = [
+        steps("just then", at[:-1], _share(np.diff(hit), np.diff(prompt)), 5),
+        line("so far", at[1:], _share(hit[1:], prompt[1:]), 0),
+    ]
+    said = "Of the prompt tokens of requests that began: how many were in the cache and did not have to run."
+    axis = {"tickformat": ".0%", "range": [0, 1]}
+    return Chart("Prompt tokens found", said, traces, {"xaxis": {"title": _TIME["title"]}, "yaxis": axis})
+
+
+def _misses(recorded: Recorded) -> Chart:
+    at, missed = _thinned(recorded.samples.time_s, recorded.samples.missed)
+    parts = [
+        (reason.value.replace("_", " "), missed[:, number], number)
+        for number, reason in enumerate(MissReason)
+        if missed[-1, number]
+    ]
+    said = "Prompt tokens that had to run, by the reason why they were not found, summed up."
+    return Chart("Why tokens were missed", said, layers(at, parts), {"xaxis": _TIME, "yaxis": {"title": "tokens"}})
+
+
+def _filled(plan: Plan, kinds: list[Kind], recorded: Recorded) -> Chart:
+    at, held, evictable = _thinned(recorded.samples.time_s, recorded.samples.held, recorded.samples.evictable)
+    used = [(f"{one.name}, in use", held @ one.block_bytes / 2**30, one.colour) for one in kinds]
+    cached = [(f"{one.name}, cached", evictable @ one.block_bytes / 2**30, one.colour) for one in kinds]
+    taken = sum((values for _, values, _ in (*used, *cached)), np.zeros(len(at)))
+    left = np.maximum(plan.config.arena_bytes / 2**30 - taken, 0)
+    traces = [
+        *layers(at, used),
+        *layers(at, cached, fillpattern={"shape": "/", "size": 5}),
+        *layers(at, [("free, or holes in slabs", left, FREE)]),
+    ]
+    said = "All of the memory for the cache: blocks that requests hold, blocks that only wait for a hit, and the rest."
+    return Chart("What fills the cache", said, traces, {"xaxis": _TIME, "yaxis": {"title": "GiB"}}, 380)
+
+
+def _ages(kinds: list[Kind], recorded: Recorded) -> Chart:
+    counts = np.array(recorded.idle).T
+    used = np.flatnonzero(counts.any(axis=1))
+    names = [f"{EDGES_S[at]:g} s" if at < len(EDGES_S) else "longer" for at in used.tolist()]
+    traces = [bars(one.name, names, counts[used] @ one.block_bytes / 2**30, one.colour) for one in kinds]
+    said = "Cached blocks at the end, by how long ago they were hit, or written if never."
+    layout = {"barmode": "stack", "xaxis": {"title": "up to", "type": "category"}, "yaxis": {"title": "GiB"}}
+    return Chart("How old the cache is", said, traces, layout)
+
+
+def _queue(recorded: Recorded) -> Chart:
+    samples = recorded.samples
+    traces = [
+        steps("run", samples.time_s, samples.running, 0),
+        steps("wait", samples.time_s, samples.waiting, ALERT),
+    ]
+    said = (
+        "Requests that run and that wait. Waiting for long means too little memory, or too few rows or tokens a step."
+    )
+    return Chart("Requests at once", said, traces, {"xaxis": _TIME})
+
+
+def _latencies(recorded: Recorded) -> Iterator[Chart]:
+    times = recorded.requests
+    yield Chart(
+        "Time to the first token",
+        "By when requests arrived: half of them, 90% and 99% had their first token within so many seconds.",
+        _quantiles(times.arrival_s, times.first_token_s - times.arrival_s),
+        {"xaxis": _TIME, "yaxis": {"title": "seconds", "type": "log", "rangemode": "normal"}},
+    )
+    later = times.output_tokens > 1
+    if later.any():
+        each = (times.end_s - times.first_token_s)[later] / (times.output_tokens[later] - 1)
+        yield Chart(
+            "Time per output token",
+            "Of requests with more than one token, the mean over those behind the first.",
+            _quantiles(times.arrival_s[later], each * 1000),
+            {"xaxis": _TIME, "yaxis": {"title": "milliseconds"}},
+        )
+
+
+def _quantiles(at: Float64, values: Float64) -> list[Any]:
+    """Lines of the median, 90% and 99% over bins of time that have requests."""
+    edges = np.linspace(at.min(), at.max(), min(_BINS, max(len(at) // 20, 1)) + 1)
+    places = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, len(edges) - 2)
+    bins = [place for place in range(len(edges) - 1) if (places == place).any()]
+    middles = [(edges[place] + edges[place + 1]) / 2 for place in bins]
+    found = [(f"{share:.0%}", share, colour) for share, colour in ((0.5, 0), (0.9, 1), (0.99, ALERT))]
+    return [
+        line(
+            name, middles, [np.quantile(values[places == place], share) for place in bins], colour, mode="lines+markers"
+        )
+        for name, share, colour in found
+    ]
+
+
+def _slowest(recorded: Recorded) -> Chart:
+    times = recorded.requests
+    longest = np.argsort(times.end_s - times.arrival_s)[-_SLOWEST:]
+    names = [
+        f"at {times.arrival_s[i]:,.1f} s: {times.prompt_tokens[i]:,.0f} + {times.output_tokens[i]:,.0f}"
+        for i in longest
+    ]
+    parts = (
+        ("waits", (times.begun_s - times.arrival_s)[longest], ALERT),
+        ("reads its prompt", (times.first_token_s - times.begun_s)[longest], 1),
+        ("says its output", (times.end_s - times.first_token_s)[longest], 0),
+    )
+    said = f"The {len(names)} requests that took longest, named by their arrival and tokens of prompt + output."
+    layout = {
+        "barmode": "stack",
+        "hovermode": "closest",
+        "xaxis": {"title": "seconds since it arrived"},
+        "yaxis": {"showticklabels": False, "title": "requests"},
+    }
+    traces = [lying(name, names, seconds, colour) for name, seconds, colour in parts]
+    return Chart("The slowest requests", said, traces, layout, 420)
+
+
+def _waste(plan: Plan, report: ReplayReport, kinds: list[Kind]) -> Chart:
+    needed = report.prompt_tokens - report.hit_tokens + report.output_tokens - report.requests
+    again = max(report.computed_tokens - needed, 0)
+    made = sum(one.made for one in report.ends)
+    unused = sum(one.unused for one in report.ends)
+    rows = [
+        ("computed again", again / max(report.computed_tokens, 1), ALERT),
+        ("kept, never hit", unused / made if made else 0.0, 1),
+        *((f"padding of {one.name}", one.padding, PADDING) for one in kinds),
+        ("left over", plan.capacity.unused_bytes / plan.memory_bytes, PADDING),
+    ]
+    rows.reverse()
+    traces = [lying(name, [name], [share], colour, showlegend=False) for name, share, colour in rows]
+    said = (
+        "What served nobody: tokens computed again after preemptions, of all computed; ends kept and given up without "
+        "a hit, of all kept; padding in blocks; memory in which no block fits."
+    )
+    most = max(0.05, *(share for _, share, _ in rows))
+    layout = {"hovermode": "closest", "xaxis": {"tickformat": ".1%", "range": [0, most]}, "barmode": "stack"}
+    return Chart("Waste", said, traces, layout, 120 + 34 * len(rows))
+
+
+def _share(part: NDArray[Any], whole: NDArray[Any]) -> Float64:
+    """NaN where the whole is nothing."""
+    shares: Float64 = np.divide(part, whole, out=np.full(len(whole), np.nan), where=whole > 0)
+    return shares
+
+
+def _thinned(at: Float64, *columns: NDArray[Any]) -> tuple[NDArray[Any], ...]:
+    """Samples at the ends of bins of time, the first and the last among them."""
+    if len(at) <= 2 * _BINS:
+        return (at, *columns)
+    places = np.unique(np.searchsorted(at, np.linspace(at[0], at[-1], 2 * _BINS)))
+    return (at[places], *(column[places] for column in columns))

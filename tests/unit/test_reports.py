@@ -1,0 +1,203 @@
+"""Pages say what reports say, in figures that a browser draws; recording changes nothing of a replay."""
+
+import json
+import re
+import shutil
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cli_support import error, run
+
+from hybridkv.cache import EDGES_S
+from hybridkv.cli.pages import checked_page
+from hybridkv.errors import ConfigError
+from hybridkv.models import read_model
+from hybridkv.planner import Plan
+from hybridkv.report import Chart, page, plan_page, replay_page
+from hybridkv.simulator import ReplayReport, ReplaySettings, Workload, plan_for_trace, simulation_of
+from hybridkv.simulator.recording import MOST_SAMPLES, Recorded, Recording
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SOURCE = Workload("chat", hours=0.03)
+SETTINGS = ReplaySettings(block_times=True, remembered_losses=1 << 16)
+
+
+def replayed(
+    model: str, memory: str, settings: ReplaySettings = SETTINGS, source: Workload = SOURCE
+) -> tuple[Plan, ReplayReport, Recorded]:
+    summary = source.summary()
+    plan = plan_for_trace(summary, read_model(model), memory)
+    simulation = simulation_of(plan, settings)
+    recording = Recording(simulation.scheduler)
+    report = simulation.run(source, summary=summary, recording=recording)
+    simulation.scheduler.check()
+    return plan, report, recording.recorded()
+
+
+@pytest.fixture(scope="module")
+def hybrid() -> tuple[Plan, ReplayReport, Recorded]:
+    return replayed("qwen3.5-35b-a3b", "2GiB")
+
+
+def charts(text: str) -> dict[str, Any]:
+    """Title of each chart and its traces, as they stand in a page."""
+    titles = re.findall(r"<section><h2>(.*?)</h2>", text)
+    found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    drawn = json.loads(found.group(1).replace("<\\/", "</"))
+    assert len(drawn) == len(titles) == len(set(titles))
+    return {title: one["traces"] for title, one in zip(titles, drawn, strict=True)}
+
+
+def test_a_page_says_what_the_report_says(hybrid: tuple[Plan, ReplayReport, Recorded]) -> None:
+    plan, report, recorded = hybrid
+    text = replay_page(plan, report, recorded)
+    shown = charts(text)
+    _, so_far = shown["Prompt tokens found"]
+    assert so_far["y"][-1] == pytest.approx(report.hit_rate, abs=1e-5)
+    assert 0.1 < report.hit_rate < 1
+    missed = {one["name"].replace(" ", "_"): one["y"][-1] for one in shown["Why tokens were missed"]}
+    assert missed == pytest.approx(report.misses, rel=1e-5)
+    whole = np.sum([one["y"] for one in shown["What fills the cache"]], axis=0)
+    assert whole == pytest.approx(plan.config.arena_bytes / 2**30, rel=1e-4)
+    at_the_end = sum(one["y"][-1] for one in shown["What fills the cache"] if one["name"].endswith("cached"))
+    by_age = np.sum([one["y"] for one in shown["How old the cache is"]])
+    cached = [group.cached_blocks * plan.config.block_bytes_of(at) for at, group in enumerate(report.groups)]
+    assert by_age == pytest.approx(sum(cached) / 2**30, rel=1e-4)
+    assert at_the_end == pytest.approx(by_age, rel=1e-4)
+    assert sum(cached)
+    slowest = np.sum([one["x"] for one in shown["The slowest requests"]], axis=0)
+    took = recorded.requests.end_s - recorded.requests.arrival_s
+    assert slowest.tolist() == pytest.approx(np.sort(took)[-40:].tolist(), rel=1e-4)
+    waste = {one["name"]: one["x"][0] for one in shown["Waste"]}
+    assert waste["kept, never hit"] == pytest.approx(
+        sum(one.unused for one in report.ends) / sum(one.made for one in report.ends), rel=1e-4
+    )
+    assert 0 < waste["padding of keys and values of 10 layers"] < 0.01
+    assert f"<dd>{report.hit_rate:.1%}</dd>" in text
+
+
+def test_what_is_recorded_is_what_the_report_has(hybrid: tuple[Plan, ReplayReport, Recorded]) -> None:
+    _, report, recorded = hybrid
+    samples, requests = recorded.samples, recorded.requests
+    assert samples.prompt_tokens[-1] == report.prompt_tokens == requests.prompt_tokens.sum()
+    assert samples.hit_tokens[-1] == report.hit_tokens == requests.hit_tokens.sum()
+    assert samples.missed[-1].sum() == sum(report.misses.values())
+    assert samples.running[-1] == samples.waiting[-1] == samples.held[-1].sum() == 0
+    assert samples.running.max() > 1
+    assert samples.usage.max() <= report.peak_usage
+    assert (np.diff(samples.time_s) >= 0).all()
+    assert samples.time_s[-1] == pytest.approx(report.simulated_s)
+    assert len(requests.end_s) == report.requests
+    for before, after in (("arrival_s", "begun_s"), ("begun_s", "first_token_s"), ("first_token_s", "end_s")):
+        assert (getattr(requests, before) <= getattr(requests, after)).all()
+    assert (requests.begun_s < requests.first_token_s).all()
+    assert (requests.begun_s > requests.arrival_s).any()
+    first = np.mean(requests.first_token_s - requests.arrival_s)
+    assert first == pytest.approx(report.time_to_first_token_s.mean, abs=1e-6)
+    assert [sum(counts) for counts in recorded.idle] == [group.cached_blocks for group in report.groups]
+    assert all(len(counts) == len(EDGES_S) + 1 for counts in recorded.idle)
+
+
+def test_recording_changes_nothing_and_strides_do_not_change_it() -> None:
+    short = Workload("agent", hours=0.006)
+    plan, report, recorded = replayed("qwen3.5-35b-a3b", "2GiB", source=short)
+    alone = simulation_of(plan, SETTINGS).run(short)
+    assert asdict(alone) == asdict(report)
+    _, _, slowly = replayed("qwen3.5-35b-a3b", "2GiB", replace(SETTINGS, step_by_step=True), short)
+    for name in recorded.requests.__dataclass_fields__:
+        assert getattr(recorded.requests, name) == pytest.approx(getattr(slowly.requests, name)), name
+    assert list(map(sum, recorded.idle)) == list(map(sum, slowly.idle))
+
+
+def test_there_are_so_many_samples_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridkv.simulator.recording.MOST_SAMPLES", 50)
+    _, report, recorded = replayed("llama-3-8b", "8GiB")
+    at = recorded.samples.time_s
+    assert 25 <= len(at) <= 51 < MOST_SAMPLES
+    assert at[0] < report.simulated_s / 20
+    assert np.median(np.diff(at)) < report.simulated_s / 20
+
+
+def test_a_plan_is_drawn_to_scale() -> None:
+    plan = plan_for_trace(SOURCE.summary(), read_model("nemotron-3-nano-30b-a3b"), "4GiB")
+    shown = charts(plan_page(plan))
+    cache = sum(one["x"][0] for one in shown["Memory map"] if one["y"] == ["cache"])
+    assert cache == pytest.approx(4.0, rel=1e-4)
+    weights = sum(one["x"][0] for one in shown["Memory map"] if one["y"] == ["weights"])
+    assert weights == pytest.approx(2 * plan.model.parameters / 2**30, rel=1e-4)
+    (fit,) = shown["Requests that fit"]
+    assert fit["y"][-1] == pytest.approx(plan.capacity.concurrency, rel=1e-4)
+    assert fit["y"] == sorted(fit["y"], reverse=True)
+    states = next(one for one in shown["One request"] if one["name"].startswith("states"))
+    assert len(set(states["y"])) == 1
+
+
+def test_what_is_shown_is_text_not_markup() -> None:
+    text = page("<b>a</b>", {"<i>": "</script><script>"}, [Chart("<u>", "&", [{"name": "</script>"}])])
+    assert "<b>a</b>" not in text
+    assert "<i>" not in text
+    assert "<script>alert" not in text
+    assert text.count("</script>") == 3 + text.count("<script></script>")
+
+
+def test_without_plotly_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ConfigError, match=r"hybridkv\[report\]"):
+        page("a", {}, [])
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"hybridkv\[report\]"):
+        checked_page(tmp_path / "a.html")
+
+
+@pytest.mark.parametrize("name", ["nowhere/a.html", "."])
+def test_a_page_that_cannot_be_written_is_refused_first(name: str, tmp_path: Path) -> None:
+    asked = ("replay", "workload:chat", "--model", "llama-3-8b", "--memory", "8GiB", "--report", tmp_path / name)
+    assert "--report" in error(*asked)
+
+
+def test_commands_write_pages(tmp_path: Path) -> None:
+    plan, replay = tmp_path / "plan.html", tmp_path / "replay.html"
+    run("plan", "gemma-3-27b", "--memory", "40GiB", "--report", plan)
+    asked = ("replay", "workload:chat", "--hours", "0.02", "--model", "gemma-3-27b", "--memory", "10GiB", "--explain")
+    document = json.loads(run(*asked, "--json", "--report", replay).stdout)
+    assert "block_times" not in document["settings"]
+    assert "Memory map" in charts(plan.read_text("utf-8"))
+    assert "Why tokens were missed" in charts(replay.read_text("utf-8"))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+@pytest.mark.parametrize("width", [1400, 420])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_draws_all_of_it(
+    width: int, scheme: str, hybrid: tuple[Plan, ReplayReport, Recorded], tmp_path: Path
+) -> None:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    plan, report, recorded = hybrid
+    pages = {"replay": replay_page(plan, report, recorded), "plan": plan_page(plan)}
+    with sync_api.sync_playwright() as playing:
+        browser = playing.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        for name, text in pages.items():
+            (tmp_path / name).with_suffix(".html").write_text(text, "utf-8")
+            view = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
+            errors: list[str] = []
+            view.on("console", lambda said, errors=errors: errors.append(said.text) if said.type == "error" else None)
+            view.on("pageerror", lambda error, errors=errors: errors.append(str(error)))
+            view.goto(f"file://{tmp_path / name}.html")
+            view.wait_for_function("document.querySelectorAll('.chart .main-svg').length > 0")
+            marks = view.evaluate(
+                "[...document.querySelectorAll('.chart')].map(one => one.querySelectorAll('.trace').length)"
+            )
+            wanted = [len(traces) for traces in charts(text).values()]
+            assert all(drawn >= 1 for drawn in marks)
+            assert len(marks) == len(wanted)
+            assert [drawn for drawn in marks if drawn] == wanted
+            assert view.evaluate("document.documentElement.scrollWidth") <= width
+            dark = view.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 29)"
+            assert dark == (scheme == "dark")
+            assert not errors
+        browser.close()
