@@ -2,6 +2,7 @@
 
 import triton_here  # isort: skip  # noqa: F401 - before anything that imports Triton, as transformers does
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -14,6 +15,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that is no folder is look
 
 torch.set_num_threads(1)  # such models are done before threads have met; `make test` has a process for each core
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same in processes that tests start
+
+gc.set_threshold(
+    20_000, 20, 50
+)  # looking through all that transformers and thousands of tests made takes a tenth of a second
 
 SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 

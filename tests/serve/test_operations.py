@@ -1,6 +1,10 @@
 """Health, the document, and the cache forgotten."""
 
+import socket
+
 from serve_support import Served
+
+from hybridkv.serve.server import listen
 
 PATH = "/v1/completions"
 
@@ -63,3 +67,11 @@ def test_the_document_names_every_route_and_field(llama: Served) -> None:
     body = document["components"]["schemas"]["CompletionBody"]
     assert {"prompt", "echo", "logprobs", "cache_salt", "ignore_eos"} <= body["properties"].keys()
     assert body["additionalProperties"] is False
+
+
+def test_answers_do_not_wait_for_acknowledgements() -> None:
+    """Of the piece before: 40 ms for each answer on a connection that is kept."""
+    with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

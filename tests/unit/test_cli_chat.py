@@ -222,7 +222,7 @@ class Terminal:
         for _ in range(20):
             self.type(key)
             try:
-                return self.process.wait(15)
+                return self.process.wait(3)
             except subprocess.TimeoutExpired:
                 continue
         raise AssertionError(self.said)

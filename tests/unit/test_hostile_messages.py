@@ -21,6 +21,7 @@ from wire_support import example_step, results, same, steps
 from hybridkv.errors import SchemaError, WireError
 from hybridkv.step import Csr, StepResult
 from hybridkv.wire import decode_reply, decode_step, encode_reply, encode_step
+from hybridkv.wire.reader import MOST_LISTED
 
 MEGABYTE = 1_000_000
 
@@ -93,8 +94,11 @@ def test_claims_beyond_the_bytes_are_refused_before_anything_is_made(claim: byte
             refused(with_item(name, claim + bytes(behind)))
 
 
-def test_a_message_lists_so_much_and_no_more_on_both_ways() -> None:
-    """2**19 items: here two rows, and stop ids."""
+def test_a_message_lists_so_much_and_no_more_on_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2**19 items, here 2**12: two rows, and stop ids."""
+    assert MOST_LISTED == 1 << 19
+    for module in ("reader", "records"):
+        monkeypatch.setattr(f"hybridkv.wire.{module}.MOST_LISTED", 1 << 12)
     step = example_step()
     new = step.new_rows[0]  # it has one stop string
     few = replace(new, sampling=replace(new.sampling, stop=(), stop_token_ids=()))
@@ -103,10 +107,10 @@ def test_a_message_lists_so_much_and_no_more_on_both_ways() -> None:
         many = replace(new, sampling=replace(new.sampling, stop_token_ids=(3,) * count))
         return encode_step(replace(step, new_rows=(many, few)))
 
-    most = (1 << 19) - 3
+    most = (1 << 12) - 3
     data = with_ids(most)
     assert len(decode_step(data).new_rows[0].sampling.stop_token_ids) == most
-    with pytest.raises(WireError, match=r"may have 524,288 items together, not 524,289"):
+    with pytest.raises(WireError, match=r"may have 4,096 items together, not 4,097"):
         with_ids(most + 1)
     rest = most + 1  # no stop string
     words = ((5,),) * (rest // 2)  # a word and its token
@@ -117,11 +121,11 @@ def test_a_message_lists_so_much_and_no_more_on_both_ways() -> None:
     ):
         data_of_arrays = encode_step(replace(step, new_rows=(replace(new, sampling=sampling, held_ids=held), few)))
         assert decode_step(data_of_arrays).new_rows[0].sampling == sampling
-        with pytest.raises(WireError, match=r"may have 524,288 items together, not 524,289"):
+        with pytest.raises(WireError, match=r"may have 4,096 items together, not 4,097"):
             encode_step(replace(step, new_rows=(replace(new, sampling=sampling, held_ids=(*held, 3)), few)))
     one_more = data.replace(b"stop_token_ids" + head(4, most), b"stop_token_ids" + head(4, most + 1) + b"\3")
     assert len(one_more) == len(data) + 1
-    with pytest.raises(WireError, match=r"lists of a message may have 524,288 items together, not 524,289"):
+    with pytest.raises(WireError, match=r"lists of a message may have 4,096 items together, not 4,097"):
         decode_step(one_more)
 
 
