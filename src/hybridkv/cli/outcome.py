@@ -33,6 +33,7 @@ _EXTRAS: Final = {
     "zmq": ("publishing events", "pyzmq", "cli,runner,serve,events"),
     "fastapi": ("serving a model", "fastapi", "cli,runner,serve"),
     "starlette": ("serving a model", "fastapi", "cli,runner,serve"),
+    "optuna": ("tuning", "optuna", "cli,tune"),
     "pydantic": ("serving a model", "fastapi", "cli,runner,serve"),
     "uvicorn": ("serving a model", "uvicorn", "cli,runner,serve"),
     "prometheus_client": ("serving a model", "prometheus_client", "cli,runner,serve"),

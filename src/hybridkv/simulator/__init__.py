@@ -8,6 +8,7 @@ prefixes, described, converted    what requests share, what a source holds, and 
 cost, traffic, hardware             modelled time, and the bytes of the cache in it
 loop, report              the loop, what came of it
 fleet, routing            several replicas behind a router
+aims, tune                the cheapest of many settings that keeps the aims
 cells, sweep              many settings over one source, each a file
 setup                     plan, manager, scheduler and loop put together
 """
@@ -33,6 +34,7 @@ from hybridkv.simulator.sweep import Swept, processes, sweep
 from hybridkv.simulator.tokens import Pieces
 from hybridkv.simulator.trace import RequestSource, TraceFile, TraceSummary
 from hybridkv.simulator.traffic import CacheTraffic
+from hybridkv.simulator.tune import Tried, tune
 from hybridkv.simulator.uniform import UniformWorkload
 from hybridkv.simulator.workloads import WORKLOADS, Workload
 
@@ -59,6 +61,7 @@ __all__ = [
     "TraceFile",
     "TraceRequest",
     "TraceSummary",
+    "Tried",
     "UniformWorkload",
     "Workload",
     "convert",
@@ -72,4 +75,5 @@ __all__ = [
     "replay_through",
     "simulation_of",
     "sweep",
+    "tune",
 ]

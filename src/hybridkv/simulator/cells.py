@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -31,7 +32,7 @@ _NAME_CHARACTERS: Final = 60
 class Cell:
     """A setting. model: as read_model takes it. memory: for the cache of one rank. dtype: of keys and values.
 
-    hardware: as hardware_named takes it.
+    hardware: as hardware_named takes it. first_token_s, per_token_s: aims that single requests are counted by.
 
     Others as plan_for_trace and ReplaySettings have them. ConfigError for what no model or machine could make right.
     """
@@ -50,6 +51,8 @@ class Cell:
     weights: str = BF16
     replicas: int = 1
     router: str = ROUND_ROBIN
+    first_token_s: float = math.inf
+    per_token_s: float = math.inf
 
     def __post_init__(self) -> None:
         parse_bytes(self.memory)
@@ -63,10 +66,14 @@ class Cell:
         router_named(self.router)
         self.settings()
 
+    def said(self) -> dict[str, object]:
+        """The fields as JSON has them: what is not limited is null."""
+        return {name: None if value == math.inf else value for name, value in asdict(self).items()}
+
     @property
     def name(self) -> str:
         """Of its file: readable, and another one for any other setting."""
-        said = asdict(self)
+        said = self.said()
         words = [str(said[name]) for name in ("model", "memory", "layout", "placement", "eviction") if said[name]]
         digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
         return f"{re.sub(r'[^A-Za-z0-9.]+', '-', '_'.join(words))[-_NAME_CHARACTERS:].strip('-')}-{digest}"
@@ -90,7 +97,7 @@ class Cell:
     def run(self, source: RequestSource, summary: TraceSummary) -> dict[str, object]:
         """Its document: the report, or why the setting cannot serve these requests."""
         machine = asdict(hardware_named(self.hardware))  # a file may say something else tomorrow
-        document: dict[str, object] = {"schema": SCHEMA, "version": VERSION, "cell": asdict(self), "machine": machine}
+        document: dict[str, object] = {"schema": SCHEMA, "version": VERSION, "cell": self.said(), "machine": machine}
         try:
             plan = plan_for_trace(
                 summary,
@@ -105,7 +112,8 @@ class Cell:
             )
         except ConfigError as error:
             return {**document, "refused": str(error)}
-        return {**document, "report": report.to_dict({})}
+        within = report.within(self.first_token_s, self.per_token_s)
+        return {**document, "report": {**report.to_dict({}), "requests_within_aims": within}}
 
 
 def is_document_of(cell: Cell, document: object) -> bool:
@@ -114,7 +122,7 @@ def is_document_of(cell: Cell, document: object) -> bool:
         isinstance(document, Mapping)
         and document.get("schema") == SCHEMA
         and document.get("version") == VERSION
-        and document.get("cell") == asdict(cell)
+        and document.get("cell") == cell.said()
         and document.get("machine") == asdict(hardware_named(cell.hardware))
         and isinstance(document.get("report", document.get("refused")), dict | str)
     )

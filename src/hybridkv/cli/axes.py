@@ -1,0 +1,142 @@
+"""Settings that `sweep` and `tune` vary: the options, each a list, and the combinations of their values."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Final
+
+import typer
+
+from hybridkv.cli.panels import CACHE, MODEL, RUN
+from hybridkv.errors import ConfigError
+from hybridkv.models import DTYPE_NAMES
+from hybridkv.simulator import Cell, ReplaySettings
+from hybridkv.simulator.routing import ROUND_ROBIN, ROUTERS
+from hybridkv.units import GiB, MiB, format_count, parse_bytes, shown
+
+_MOST_CELLS: Final = 100_000
+DEFAULTS: Final = ReplaySettings()
+
+ModelsOption = Annotated[
+    str,
+    typer.Option("--model", help="Models: config.json files, folders with one, or known names.", rich_help_panel=MODEL),
+]
+MemoriesOption = Annotated[
+    str,
+    typer.Option(
+        "--memory",
+        help="For the cache of one rank: 20GiB,40GiB, or from:to:step, as 20GiB:80GiB:20GiB.",
+        rich_help_panel=CACHE,
+    ),
+]
+RanksOption = Annotated[str, typer.Option("--tp", help="Tensor parallel ranks.", rich_help_panel=MODEL)]
+LayoutsOption = Annotated[str, typer.Option("--layout", help="natural, reference.", rich_help_panel=CACHE)]
+PlacementsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--placement",
+        help="Where recurrent states are kept.",
+        show_default="that of the layout",
+        rich_help_panel=CACHE,
+    ),
+]
+EvictionsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--eviction",
+        help="What is given up next, in the natural layout.",
+        show_default="what suits",
+        rich_help_panel=CACHE,
+    ),
+]
+BlockSizesOption = Annotated[str, typer.Option("--block-size", help="Tokens of a block.", rich_help_panel=CACHE)]
+DtypesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-dtype", help="Of keys and values: bf16, fp8.", show_default="the config's", rich_help_panel=CACHE
+    ),
+]
+MaxRunningOption = Annotated[str, typer.Option("--max-running", help="Requests at once.", rich_help_panel=RUN)]
+TokenBudgetOption = Annotated[str, typer.Option("--token-budget", help="Tokens of a step.", rich_help_panel=RUN)]
+ReplicasOption = Annotated[str, typer.Option("--replicas", help="Engines behind a router.", rich_help_panel=RUN)]
+RouterOption = Annotated[str, typer.Option("--router", help=f"{', '.join(ROUTERS)}.", rich_help_panel=RUN)]
+JobsOption = Annotated[
+    int | None, typer.Option("--jobs", help="Processes at once.", show_default="one a core", rich_help_panel=RUN)
+]
+
+
+def axes_of(
+    *, memory: str, placement: str | None, eviction: str | None, dtype: str | None, **lists: str
+) -> dict[str, Sequence[object]]:
+    """Values by the fields of Cell, of options as they were given. ConfigError for lists that are none."""
+    numbered = ("tp", "block_size", "max_running", "token_budget", "replicas")
+    axes: dict[str, Sequence[object]] = {
+        "model": words("--model", lists["model"]),
+        "memory": sizes(memory),
+        "placement": [None] if placement is None else words("--placement", placement),
+        "eviction": [None] if eviction is None else words("--eviction", eviction),
+        "dtype": [None] if dtype is None else [DTYPE_NAMES.get(one, one) for one in words("--kv-dtype", dtype)],
+    }
+    for name in ("layout", "hardware", "weights", "router"):
+        axes[name] = words(f"--{name}", lists[name])
+    for name in numbered:
+        axes[name] = numbers("--" + name.replace("_", "-"), lists[name])
+    return axes
+
+
+def cells_of(axes: Mapping[str, Sequence[object]]) -> list[Cell]:
+    """Every combination. ConfigError for more than anybody waits for."""
+    count = 1
+    for values in axes.values():
+        count *= len(values)
+    if count > _MOST_CELLS:
+        raise ConfigError(f"{format_count(count)} cells are more than a sweep takes ({format_count(_MOST_CELLS)})")
+    chosen: Iterator[tuple[Any, ...]] = itertools.product(*axes.values())
+    cells = [Cell(**dict(zip(axes, values, strict=True))) for values in chosen]
+    # before one engine all routers are alike
+    return list(dict.fromkeys(one if one.replicas > 1 else replace(one, router=ROUND_ROBIN) for one in cells))
+
+
+def words(option: str, given: str) -> list[str]:
+    """A list separated by commas, each once."""
+    found = list(dict.fromkeys(one.strip() for one in given.split(",")))
+    if not all(found):
+        raise ConfigError(f"{option} {shown(given)} has an empty entry")
+    return found
+
+
+def numbers(option: str, given: str) -> list[int]:
+    """Whole numbers, separated by commas."""
+    found = words(option, given)
+    for one in found:
+        if not (one.isascii() and one.isdigit() and len(one) < 10):
+            raise ConfigError(f"{option} {shown(one)} is no number: say {option} 1,2")
+    return list(map(int, found))
+
+
+def sizes(given: str) -> list[str]:
+    """Memories: each by itself, or from:to:step with both ends."""
+    found: list[str] = []
+    for one in words("--memory", given):
+        first, *more = one.split(":")
+        if not more:
+            parse_bytes(first)
+            found.append(first)
+            continue
+        if len(more) != 2:
+            raise ConfigError(f"--memory {shown(one)}: a range is from:to:step, as 20GiB:80GiB:20GiB")
+        least, most, step = map(parse_bytes, (first, *more))
+        if least > most or (most - least) // step >= _MOST_CELLS:
+            raise ConfigError(f"--memory {shown(one)}: the range must ascend, in fewer than {_MOST_CELLS} steps")
+        found += map(_exact, range(least, most + 1, step))
+    return list(dict.fromkeys(found))
+
+
+def _exact(size_bytes: int) -> str:
+    """As short as it can be said exactly."""
+    for unit, name in ((GiB, "GiB"), (MiB, "MiB")):
+        if size_bytes % unit == 0:
+            return f"{size_bytes // unit}{name}"
+    return str(size_bytes)

@@ -1,0 +1,208 @@
+"""`hybridkv tune`: the cheapest setting that keeps the aims."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from hybridkv.cli.axes import (
+    DEFAULTS,
+    BlockSizesOption,
+    DtypesOption,
+    EvictionsOption,
+    JobsOption,
+    LayoutsOption,
+    MaxRunningOption,
+    MemoriesOption,
+    ModelsOption,
+    PlacementsOption,
+    RanksOption,
+    ReplicasOption,
+    RouterOption,
+    TokenBudgetOption,
+    axes_of,
+)
+from hybridkv.cli.hardware import HardwareList, WeightsList
+from hybridkv.cli.output import console, share, table
+from hybridkv.cli.panels import OUTPUT, REQUESTS, RUN
+from hybridkv.cli.printable import printable
+from hybridkv.cli.requests import (
+    ArrivalsOption,
+    FormatOption,
+    HoursOption,
+    LimitOption,
+    MarksOption,
+    RateOption,
+    SeedOption,
+    SkipBadLines,
+    SourceOptions,
+    TokenizerOption,
+    TraceArgument,
+    TraceBlockSize,
+)
+from hybridkv.planner.plan import DEFAULT_LAYOUT
+from hybridkv.simulator import Tried, processes, tune
+from hybridkv.simulator.aims import parse_aims, parse_prices
+from hybridkv.simulator.cost import BF16
+from hybridkv.simulator.hardware import DEFAULT_HARDWARE
+from hybridkv.simulator.routing import ROUND_ROBIN
+from hybridkv.units import format_count
+
+_SHOWN: Final = 10
+"""Settings in the table."""
+_TRIALS: Final = 50
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("tune")(tune_command)
+
+
+def tune_command(
+    *,
+    trace: TraceArgument,
+    model: ModelsOption,
+    memory: MemoriesOption,
+    slo: Annotated[
+        str,
+        typer.Option(help="Aims: ttft-p99=1s,tpot-p99=50ms; also mean, p50, p90.", rich_help_panel=REQUESTS),
+    ],
+    price: Annotated[
+        str,
+        typer.Option(
+            help="Of one machine by hardware: h100=2.5/h,l4=0.8/h; /d and /mo, too.", rich_help_panel=REQUESTS
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(help="The folder of the study and its cells.", metavar="DIR", rich_help_panel=OUTPUT)
+    ],
+    trials: Annotated[int, typer.Option(help="Settings tried at most.", rich_help_panel=RUN)] = _TRIALS,
+    tp: RanksOption = "1",
+    layout: LayoutsOption = DEFAULT_LAYOUT,
+    placement: PlacementsOption = None,
+    eviction: EvictionsOption = None,
+    block_size: BlockSizesOption = "16",
+    dtype: DtypesOption = None,
+    max_running: MaxRunningOption = str(DEFAULTS.max_running),
+    token_budget: TokenBudgetOption = str(DEFAULTS.token_budget),
+    hardware: HardwareList = DEFAULT_HARDWARE,
+    weights: WeightsList = BF16,
+    replicas: ReplicasOption = "1",
+    router: RouterOption = ROUND_ROBIN,
+    jobs: JobsOption = None,
+    format_name: FormatOption = None,
+    trace_block_size: TraceBlockSize = None,
+    tokenizer: TokenizerOption = None,
+    arrivals: ArrivalsOption = None,
+    seed: SeedOption = None,
+    hours: HoursOption = None,
+    rate: RateOption = None,
+    marks: MarksOption = False,
+    limit: LimitOption = None,
+    skip_bad_lines: SkipBadLines = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what was tried as JSON.", rich_help_panel=OUTPUT)
+    ] = False,
+) -> None:
+    """Find the cheapest of many settings that keeps latency aims for a trace; started again, the search goes on."""
+    source = SourceOptions(
+        format_name, trace_block_size, tokenizer, arrivals, skip_bad_lines, seed, hours, rate, marks, limit
+    ).source(trace)
+    aims, prices = parse_aims(slo), parse_prices(price)
+    axes = axes_of(
+        model=model,
+        memory=memory,
+        tp=tp,
+        layout=layout,
+        placement=placement,
+        eviction=eviction,
+        block_size=block_size,
+        dtype=dtype,
+        max_running=max_running,
+        token_budget=token_budget,
+        hardware=hardware,
+        weights=weights,
+        replicas=replicas,
+        router=router,
+    )
+    at_once = (os.cpu_count() or 1) if jobs is None else jobs
+    with processes(at_once) as executor, _progress(trials) as on_done:
+        tried = tune(
+            source, axes, aims, prices, out, executor=executor, trials=trials, at_once=at_once, on_done=on_done
+        )
+    if as_json:
+        documents = [{**asdict(one), "cell": one.cell.said(), "keeps_aims": one.keeps_aims} for one in tried]
+        print(json.dumps(documents, indent=2))
+        return
+    _show(tried)
+
+
+def _show(tried: Sequence[Tried]) -> None:
+    """The best ones, then in words: which, and how far the next is."""
+    said = [one.cell.said() for one in tried]
+    differ = [name for name in said[0] if len({str(of[name]) for of in said}) > 1] or ["model", "memory"]
+    aims = list(next((one.reached for one in tried if one.reached), {}))
+    rows = table(
+        *(name.replace("_", " ") for name in differ), *aims, "price/h", "goodput/s", "tokens/1", "keeps",
+        numbers_from=len(differ),
+    )  # fmt: skip
+    for one, setting in list(zip(tried, said, strict=True))[:_SHOWN]:
+        named = [printable("-" if setting[name] is None else str(setting[name])) for name in differ]
+        if one.reached is None:
+            rows.add_row(*named, *["" for _ in aims], f"{one.price_per_h:,.2f}", "", "", "refused")
+            continue
+        times = [f"{seconds:.3f} s" for seconds in one.reached.values()]
+        worth = f"{one.price_per_h:,.2f}", f"{one.goodput_per_s:,.2f}", f"{one.tokens:,.0f}"
+        rows.add_row(*named, *times, *worth, "yes" if one.keeps_aims else "no")
+    out = console()
+    out.print(rows)
+    if len(tried) > _SHOWN:
+        out.print(f"{format_count(len(tried) - _SHOWN)} more were tried, told with --json")
+    for line in _in_words(tried, differ):
+        out.print(printable(line), soft_wrap=True)
+
+
+def _in_words(tried: Sequence[Tried], differ: Sequence[str]) -> Iterator[str]:
+    def setting(of: Tried) -> str:
+        return ", ".join(f"{name.replace('_', ' ')} {of.cell.said()[name]}" for name in differ)
+
+    best, *others = tried
+    kept = sum(one.keeps_aims for one in tried)
+    yield f"{format_count(len(tried))} settings tried, {format_count(kept)} keep the aims"
+    if best.refused is not None:
+        yield f"none can serve this trace: {best.refused}"
+        return
+    price, (aim, taken) = f"{best.price_per_h:,.2f} an hour", best.worst
+    if not kept:
+        yield f"none keeps the aims; the nearest: {setting(best)}, {price}, whose {aim} is {taken:.2f} times the aim"
+        return
+    yield f"cheapest: {setting(best)}, {price}; {aim} is {share(taken)} of the aim"
+    for one in [one for one in others if one.refused is None][:1]:
+        aim, taken = one.worst
+        if one.keeps_aims:
+            more = share(one.price_per_h / best.price_per_h - 1)
+            yield f"runner-up: {setting(one)}, {more} dearer; {aim} is {share(taken)} of the aim"
+        else:
+            yield f"no other keeps them; the nearest: {setting(one)}, whose {aim} is {taken:.2f} times the aim"
+
+
+@contextmanager
+def _progress(trials: int) -> Iterator[Callable[[Tried], None]]:
+    """A bar on a terminal, else a line a setting, on standard error."""
+    if not sys.stderr.isatty():
+        yield lambda one: print(f"tune: {one.cell.name}: {'keeps' if one.keeps_aims else 'misses'}", file=sys.stderr)
+        return
+    columns = (TextColumn("tune"), BarColumn(), MofNCompleteColumn(), TextColumn("settings,"), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("tune", total=trials)
+        yield lambda _: bar.advance(task)

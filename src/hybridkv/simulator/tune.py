@@ -1,0 +1,192 @@
+"""The cheapest setting that keeps the aims: Optuna asks, cells of a sweep answer.
+
+    DIR/study.jsonl     Optuna's journal: what was tried in which order; started again, the search goes on
+    DIR/cells/...       as a sweep's, so that nothing is run twice
+
+Few settings are all tried; of many, those that Optuna's sampler (TPE) thinks best. What keeps all aims is worth its
+price; what does not ranks behind all of these, by how far it is off.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from hybridkv.arguments import integer
+from hybridkv.errors import ConfigError, SweepError
+from hybridkv.simulator.aims import Aim, of_requests, worst
+from hybridkv.simulator.cells import Cell
+from hybridkv.simulator.routing import ROUND_ROBIN
+from hybridkv.simulator.sweep import Swept, sweep
+from hybridkv.simulator.trace import RequestSource
+
+_STUDY: Final = "study.jsonl"
+_REFUSED: Final = 1e9
+"""How far a setting is off that cannot serve the trace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A setting and what came of it. price_per_h: of all its machines.
+
+    refused: why it cannot serve the trace. reached: seconds by aim. worst: what is missed most, or kept most barely,
+    and what share of it is taken. goodput_per_s: requests a second whose own times keep the aims. tokens: output tokens
+    for one of the currency.
+    """
+
+    cell: Cell
+    price_per_h: float
+    refused: str | None = None
+    reached: Mapping[str, float] | None = None
+    worst: tuple[str, float] = ("", _REFUSED)
+    goodput_per_s: float = 0.0
+    tokens: float = 0.0
+
+    @property
+    def keeps_aims(self) -> bool:
+        """All of them."""
+        return self.worst[1] <= 1
+
+    @property
+    def rank(self) -> tuple[bool, float, float]:
+        """Less is better: the price, then how much of the aims is taken."""
+        return (False, self.price_per_h, self.worst[1]) if self.keeps_aims else (True, self.worst[1], self.price_per_h)
+
+
+def tune(
+    source: RequestSource,
+    axes: Mapping[str, Sequence[object]],
+    aims: tuple[Aim, ...],
+    prices: Mapping[str, float],
+    folder: str | Path,
+    *,
+    executor: Executor,
+    trials: int = 50,
+    at_once: int = 1,
+    on_done: Callable[[Tried], None] | None = None,
+) -> list[Tried]:
+    """Settings that were tried, the best first. axes: values by the fields of Cell.
+
+    prices: per hour of one machine, by hardware. trials: settings that are tried at most, those of earlier runs among
+    them. at_once: how many are asked for before the first is known. Raises as sweep, ConfigError for hardware without a
+    price, ModuleNotFoundError without Optuna.
+    """
+    integer("trials", trials, 1)
+    unpriced = [str(one) for one in axes["hardware"] if one not in prices]
+    if unpriced:
+        raise ConfigError(f"no price for {', '.join(unpriced)}: say --price {unpriced[0]}=2.5/h")
+    single = {"first_token_s": of_requests(aims, "ttft"), "per_token_s": of_requests(aims, "tpot")}
+    about = json.dumps([[asdict(one) for one in aims], prices], sort_keys=True)
+    search = _Search(axes, Path(folder), trials, about)
+    tried: dict[Cell, Tried] = {}
+    dearest = max(prices.values()) * max(map(_number, axes["tp"])) * max(map(_number, axes["replicas"]))
+    while asked := search.ask(at_once):
+        cells = [_cell(values, single) for values in asked]
+        for swept in sweep(source, cells, folder, executor):
+            if swept.cell not in tried:
+                tried[swept.cell] = _tried(swept, aims, prices)
+                if on_done is not None:
+                    on_done(tried[swept.cell])
+        search.tell([_value(tried[cell], dearest) for cell in cells])
+    for values in search.known():
+        cell = _cell(values, single)
+        if cell not in tried:
+            (swept,) = sweep(source, [cell], folder, executor)
+            tried[cell] = _tried(swept, aims, prices)
+    return sorted(tried.values(), key=lambda one: one.rank)
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else 1
+
+
+def _cell(values: Mapping[str, Any], single: Mapping[str, Any]) -> Cell:
+    cell = Cell(**values, **single)
+    return cell if cell.replicas > 1 else replace(cell, router=ROUND_ROBIN)
+
+
+def _tried(swept: Swept, aims: tuple[Aim, ...], prices: Mapping[str, float]) -> Tried:
+    cell = swept.cell
+    price_per_h = prices[cell.hardware] * cell.tp * cell.replicas
+    report: Any = swept.document.get("report")
+    if report is None:
+        return Tried(cell, price_per_h, refused=str(swept.document["refused"]))
+    aim, taken = worst(aims, report)
+    seconds = report["simulated_s"] or 1.0
+    return Tried(
+        cell,
+        price_per_h,
+        reached={one.name: one.reached(report) for one in aims},
+        worst=(aim.name, taken),
+        goodput_per_s=report["requests_within_aims"] / seconds,
+        tokens=report["output_tokens"] / (price_per_h * seconds / 3600),
+    )
+
+
+def _value(tried: Tried, dearest: float) -> float:
+    """What Optuna makes small."""
+    return tried.price_per_h if tried.keeps_aims else dearest * min(1 + tried.worst[1], _REFUSED)
+
+
+class _Search:
+    """Which settings to try, kept in a file. about: what else their worth depends on."""
+
+    def __init__(self, axes: Mapping[str, Sequence[object]], folder: Path, trials: int, about: str) -> None:
+        import optuna  # noqa: PLC0415  # an extra
+        from optuna.storages.journal import JournalFileBackend  # noqa: PLC0415
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._axes = axes
+        self._texts = {name: [json.dumps(one) for one in values] for name, values in axes.items()}
+        self._choices = {
+            name: optuna.distributions.CategoricalDistribution(texts) for name, texts in self._texts.items()
+        }
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / _STUDY)))
+            self._study = optuna.create_study(
+                study_name=f"{json.dumps(self._texts, sort_keys=True)} {about}",  # others are another search
+                storage=storage,
+                load_if_exists=True,
+                sampler=optuna.samplers.TPESampler(seed=0),
+                direction="minimize",
+            )
+        except OSError as error:
+            raise SweepError(f"{folder}: cannot write: {error.strerror}; name another folder (--out)") from error
+        done = [dict(trial.params) for trial in self._finished()]
+        self._left = trials - len(done)
+        every = itertools.islice(itertools.product(*self._texts.values()), trials + 1)
+        named = [dict(zip(self._texts, one, strict=True)) for one in every]
+        self._all = [one for one in named if one not in done] if len(named) <= trials else None
+        self._open: list[Any] = []
+
+    def _finished(self) -> list[Any]:
+        return [trial for trial in self._study.get_trials(deepcopy=False) if trial.state.is_finished()]
+
+    def ask(self, most: int) -> list[dict[str, Any]]:
+        """The next settings; none when enough were tried."""
+        count = min(most, self._left if self._all is None else len(self._all))
+        for _ in range(count):
+            if self._all is not None:
+                self._study.enqueue_trial(self._all.pop(0))
+            self._open.append(self._study.ask(self._choices))
+            self._left -= 1
+        return [self._values(trial.params) for trial in self._open]
+
+    def tell(self, values: Sequence[float]) -> None:
+        """What those are worth that were asked for last."""
+        for trial, value in zip(self._open, values, strict=True):
+            self._study.tell(trial, value)
+        self._open = []
+
+    def known(self) -> list[dict[str, Any]]:
+        """All that were tried, in earlier runs too."""
+        return [self._values(trial.params) for trial in self._finished()]
+
+    def _values(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: json.loads(text) for name, text in params.items()}

@@ -1,0 +1,151 @@
+"""The cheapest setting that keeps the aims: the search, what it remembers, what it says."""
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from cli_support import error, run
+
+from hybridkv.errors import ConfigError
+from hybridkv.simulator import Tried, UniformWorkload, tune
+from hybridkv.simulator.aims import Aim, parse_aims, parse_prices, worst
+from hybridkv.simulator.cells import Cell
+
+AXES: dict[str, Sequence[object]] = {
+    "model": ["llama-3-8b"],
+    "memory": ["1GiB"],
+    "tp": [1],
+    "hardware": ["l4", "l40s", "h100"],
+    "replicas": [1, 2],
+    "router": ["round-robin"],
+}
+PRICES = {"l4": 0.8, "l40s": 1.2, "h100": 2.5}
+SOURCE = UniformWorkload(conversations=4, turns=2)
+
+
+def tuned(folder: Path, slo: str, *, trials: int = 50, memory: str = "1GiB") -> list[Tried]:
+    pytest.importorskip("optuna")
+    with ThreadPoolExecutor(1) as executor:
+        axes = {**AXES, "memory": [memory]}
+        return tune(SOURCE, axes, parse_aims(slo), PRICES, folder, executor=executor, trials=trials)
+
+
+def test_aims() -> None:
+    assert parse_aims("ttft-p99=1s, tpot-mean = 50 ms") == (Aim("ttft", "p99", 1.0), Aim("tpot", "mean", 0.05))
+    report = {"time_to_first_token_s": {"p99": 2.0}, "time_per_output_token_s": {"mean": 0.05}}
+    aim, taken = worst(parse_aims("ttft-p99=1s,tpot-mean=50ms"), report)
+    assert (aim.name, taken) == ("ttft-p99", 2.0)
+    for wrong, what in (
+        ("", "is no aim"),
+        ("x-p99=1s", "is no aim"),
+        ("ttft-p98=1s", "is no aim"),
+        ("ttft-p99", "is no aim"),
+        ("ttft-p99=1", "has no unit of time"),
+        ("ttft-p99=1h", "has no unit of time"),
+        ("ttft-p99=0s", "nothing takes no time"),
+        ("ttft-p99=1s,ttft-p99=2s", "says ttft-p99 twice"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            parse_aims(wrong)
+
+
+def test_prices() -> None:
+    assert parse_prices("h100=2.5/h, l4 = 24 / d,b200=730/mo") == {"h100": 2.5, "l4": 1.0, "b200": 1.0}
+    for wrong, what in (
+        ("h100=2.5", "has no unit of time: say /h"),
+        ("h100=2.5/y", "has no unit of time"),
+        ("h100", "is no price"),
+        ("h100=x/h", "is no price"),
+        ("h100=0/h", "costs nothing"),
+        ("x=1/h", "unknown hardware 'x'"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            parse_prices(wrong)
+
+
+def test_the_cheapest_that_keeps_the_aims(tmp_path: Path) -> None:
+    tried = tuned(tmp_path, "tpot-p99=40ms")
+    assert len(tried) == 6
+    best, runner_up, *_ = tried
+    # an L4 takes 16 GB / 240 GB/s = 67 ms a token, an L40S 23
+    assert (best.cell.hardware, best.cell.replicas, best.price_per_h, best.keeps_aims) == ("l40s", 1, 1.2, True)
+    assert (runner_up.cell.hardware, runner_up.cell.replicas, runner_up.price_per_h) == ("l40s", 2, 2.4)
+    assert [one.keeps_aims for one in tried] == [True] * 4 + [False] * 2
+    assert [one.price_per_h for one in tried[:4]] == [1.2, 2.4, 2.5, 5.0]
+    assert best.reached is not None
+    assert best.worst == ("tpot-p99", best.reached["tpot-p99"] / 0.04)
+    report = json.loads((tmp_path / "cells" / f"{best.cell.name}.json").read_text("utf-8"))["report"]
+    assert best.goodput_per_s == report["requests_within_aims"] / report["simulated_s"] == 8 / report["simulated_s"]
+    assert best.tokens == pytest.approx(report["output_tokens"] / (1.2 * report["simulated_s"] / 3600))
+
+
+def test_an_aim_that_nothing_keeps_has_a_nearest(tmp_path: Path) -> None:
+    tried = tuned(tmp_path, "tpot-p99=1ms")
+    assert not any(one.keeps_aims for one in tried)
+    assert tried[0].cell.hardware == "h100"
+    assert tried[0].worst[1] == min(one.worst[1] for one in tried) > 1
+    assert tried[0].goodput_per_s == 0
+
+
+def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
+    first = tuned(tmp_path, "tpot-p99=40ms", trials=3)
+    assert 1 <= len(first) <= 3
+    with patch.object(Cell, "run", side_effect=AssertionError("it was run before")):
+        assert tuned(tmp_path, "tpot-p99=40ms", trials=3) == first
+    other = tuned(tmp_path, "tpot-p99=1ms")  # another search in the same folder
+    assert not any(one.keeps_aims for one in other)
+    every = tuned(tmp_path, "tpot-p99=40ms", trials=50)
+    assert len(every) == 6
+    assert {one.cell for one in first} <= {one.cell for one in every}
+    with patch.object(Cell, "run", side_effect=AssertionError("it was run before")):
+        assert tuned(tmp_path, "tpot-p99=40ms") == every
+
+
+def test_what_cannot_serve_the_trace_comes_last(tmp_path: Path) -> None:
+    tried = tuned(tmp_path, "tpot-p99=40ms", memory="1MiB")
+    assert all(one.refused is not None and not one.keeps_aims for one in tried)
+    assert len(tried) == 6
+
+
+def test_hardware_without_a_price(tmp_path: Path) -> None:
+    with (
+        ThreadPoolExecutor(1) as executor,
+        pytest.raises(ConfigError, match="no price for l40s, h100"),
+    ):
+        tune(SOURCE, AXES, parse_aims("ttft-p99=1s"), {"l4": 1.0}, tmp_path, executor=executor)
+
+
+def test_tuning_as_a_command(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    base = ("tune", "workload:uniform", "--model", "llama-3-8b", "--memory", "1GiB", "--out", tmp_path, "--jobs", "1")
+    priced = (*base, "--hardware", "l40s,h100", "--price", "l40s=1.2/h,h100=60/d")
+    text = run(*priced, "--slo", "ttft-p99=1s,tpot-p99=40ms").stdout
+    for part in (
+        "2 settings tried, 2 keep the aims",
+        "cheapest: hardware l40s, 1.20 an hour; tpot-p99 is ",
+        "runner-up: hardware h100, 108.33% dearer; ",
+        "goodput/s",
+    ):
+        assert part in text
+    text = run(*priced, "--slo", "tpot-p99=10ms").stdout
+    assert "cheapest: hardware h100, 2.50 an hour" in text
+    assert "no other keeps them; the nearest: hardware l40s, whose tpot-p99 is " in text
+    text = run(*priced, "--slo", "tpot-p99=1ms").stdout
+    assert "none keeps the aims; the nearest: hardware h100, 2.50 an hour, whose tpot-p99 is " in text
+    made = json.loads(run(*priced, "--slo", "tpot-p99=10ms", "--json").stdout)
+    assert [one["keeps_aims"] for one in made] == [True, False]
+    assert "no unit of time" in error(*base, "--slo", "ttft-p99=1s", "--price", "h100=2.5")
+    assert "no price for h100" in error(*base, "--slo", "ttft-p99=1s", "--price", "l4=2.5/h")
+    assert "trials" in error(*base, "--slo", "ttft-p99=1s", "--price", "h100=2.5/h", "--trials", "0")
+
+
+def test_without_optuna(tmp_path: Path) -> None:
+    with patch.dict("sys.modules", {"optuna": None}):
+        line = error(
+            *("tune", "workload:uniform", "--model", "llama-3-8b", "--memory", "1GiB", "--out", tmp_path),
+            *("--slo", "ttft-p99=1s", "--price", "h100=2.5/h", "--jobs", "1"),
+        )
+    assert "hybridkv[cli,tune]" in line
