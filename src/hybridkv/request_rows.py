@@ -126,7 +126,7 @@ class RequestRows:
         n = self.num_tokens[rows]
         place = n % self.tail_tokens
         n += 1
-        whole = np.flatnonzero(place == self.tail_tokens - 1)
+        whole = (place == self.tail_tokens - 1).nonzero()[0]
         failed = dict[int, HashError]()
         if whole.size:
             failed = self._fill(rows[whole], tokens[whole])
@@ -144,7 +144,7 @@ class RequestRows:
         """
         size, count = self.tail_tokens, tokens.shape[1]
         n = self.num_tokens[rows]
-        some = np.flatnonzero(n % size + count >= size)
+        some = (n % size + count >= size).nonzero()[0]
         if some.size and not self._fill_many(rows[some], n[some] % size, tokens[some]):
             return False
         last = np.arange(max(count - size, 0), count)

@@ -170,9 +170,9 @@ def _gather_tokens(requests: RequestRows, rows: Int64, computed: Int64, counts: 
     else:
         values = np.empty(int(indptr[-1]), np.int32)
         other = (counts != 1) | (ahead != 1)
-        single = np.flatnonzero(~other)
+        single = (~other).nonzero()[0]
         values[indptr[single]] = requests.last_tokens(rows[single])
-    for i in np.flatnonzero(other).tolist():
+    for i in other.nonzero()[0].tolist():
         start, count = int(computed[i]), int(counts[i])
         if ahead[i] <= 0:
             values[indptr[i] : indptr[i + 1]] = SAMPLED_BY_WORKER

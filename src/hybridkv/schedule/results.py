@@ -45,11 +45,11 @@ class Results:
         taken = flight.step.samples & alive
         appended = taken.astype(np.int64)
         if num_drafts is None:
-            ended = self._append_one(rows, np.flatnonzero(taken), sampled, appended)
+            ended = self._append_one(rows, taken.nonzero()[0], sampled, appended)
         else:
-            ended = self._append_several(rows, np.flatnonzero(taken), sampled, appended)
+            ended = self._append_several(rows, taken.nonzero()[0], sampled, appended)
             kept = np.minimum(np.diff(sampled.indptr) - 1, appended)
-            some = np.flatnonzero(held & (num_drafts > 0))
+            some = (held & (num_drafts > 0)).nonzero()[0]
             self._cache.accept_drafts(rows[some], num_drafts[some], kept[some])  # what is not kept was never there
         if ended:
             self._releaser.end(Finished(flight.requests[i], *ended[i]) for i in sorted(ended))
@@ -94,7 +94,7 @@ class Results:
             return {}
         ended: Ended = {
             places.item(i): (FinishReason.STOP if stopped[i] else FinishReason.LENGTH, None)
-            for i in np.flatnonzero(done).tolist()
+            for i in done.nonzero()[0].tolist()
         }
         for i in np.flatnonzero(np.isin(rows, list(failed))).tolist():
             appended[places[i]] -= 1

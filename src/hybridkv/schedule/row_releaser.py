@@ -129,7 +129,7 @@ class RowReleaser:
         if not running.num_dead:
             return
         mask = flight.held() & running.dead[flight.rows] & (running.steps[flight.rows] == 0)
-        for i in np.flatnonzero(mask).tolist():
+        for i in mask.nonzero()[0].tolist():
             running.unmark_dead(int(flight.rows[i]))
             self._free(flight.requests[i], written=written)
 

@@ -119,7 +119,7 @@ class RunningRows:
     def remove(self, rows: list[int]) -> None:
         """``rows`` run no longer."""
         keep = ~np.isin(self.order, rows)
-        kept = np.flatnonzero(keep).tolist()
+        kept = keep.nonzero()[0].tolist()
         self.requests = tuple(self.requests[place] for place in kept)
         self._queue_keys = [self._queue_keys[place] for place in kept]
         self.order = self.order[keep]

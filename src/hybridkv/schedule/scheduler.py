@@ -225,7 +225,7 @@ class Scheduler:
             rows = self._running.order[start:]
             shares = builder.shares(rows, self._wanted(rows, held))
             if not shares.all():
-                some = np.flatnonzero(shares)
+                some = shares.nonzero()[0]
                 places, rows, shares = some + start, rows[some], shares[some]
             else:
                 places = None

@@ -115,11 +115,11 @@ class BlockRows:
         """
         held = self.count[rows]
         after = held + counts
-        small = np.flatnonzero(after - self.base[rows] > self.room[rows])
+        small = (after - self.base[rows] > self.room[rows]).nonzero()[0]
         for i in small.tolist():
             self._ensure(int(rows[i]), int(after[i]))
         if counts.max(initial=0) <= 1:  # decoding rows
-            owner = np.flatnonzero(counts)
+            owner = counts.nonzero()[0]
             column = held[owner]
         else:
             owner = np.repeat(np.arange(len(rows)), counts)

@@ -178,7 +178,7 @@ class Publisher:
                 continue
             first = group.published[rows]
             counts = np.maximum(rule.decided_rows(known) - first, 0)
-            ready = np.flatnonzero(counts)
+            ready = counts.nonzero()[0]
             if ready.size:
                 begun = None if since is None else since[ready]
                 self._publish_ready(group, requests, rows[ready], first[ready], counts[ready], begun)

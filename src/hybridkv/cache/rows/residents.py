@@ -135,7 +135,7 @@ class Residents:
 
     def due(self, rows: Int64, total_tokens: Int64) -> Int64:
         """Indices of the ``rows`` for which something must be done at ``total_tokens``."""
-        return np.flatnonzero(total_tokens >= self._next_event[rows])
+        return (total_tokens >= self._next_event[rows]).nonzero()[0]
 
     def ends_due(self, rows: Int64, end_tokens: Int64) -> NDArray[np.bool_]:
         """Which of ``rows`` have an end to publish at ``end_tokens``, bool[rows]."""

@@ -79,7 +79,7 @@ def take(groups: Sequence[CacheGroup], transfers: TransferLog, rows: Int64, miss
     ids = transfers.new_blocks_each(of_group)
     of_row, of_column = np.empty(total, np.int32), np.empty(total, np.int32)
     for g, group in enumerate(groups):
-        mine = np.flatnonzero(of_group == g)
+        mine = (of_group == g).nonzero()[0]
         owner, column = group.rows.extend_many(rows, missing[:, g], ids[mine])
         of_row[mine], of_column[mine] = index[owner], column
     return BatchSlots(0, of_row, of_group, of_column, ids)
@@ -162,7 +162,7 @@ def drop(groups: Sequence[CacheGroup], pool: BlockPool, batch: Batch, columns: I
     parts: list[tuple[CacheGroup, Int64, Int64]] = []
     owners, numbers, blocks = [], [], []
     for g, group in enumerate(groups):
-        some = np.flatnonzero(columns[:, g] > group.rows.dropped[batch.rows])
+        some = (columns[:, g] > group.rows.dropped[batch.rows]).nonzero()[0]
         if not some.size:
             continue
         rows, upto = batch.rows[some], columns[some, g]

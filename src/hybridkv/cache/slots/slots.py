@@ -377,5 +377,7 @@ class Slots:
 
 def _runs(plain: NDArray[np.bool_]) -> list[tuple[int, int]]:
     """Stretches of rows that are plain, and of those that are not."""
+    if np.logical_and.reduce(plain):  # as nearly always
+        return [(0, len(plain))] if len(plain) else []
     cuts = (np.flatnonzero(np.diff(plain)) + 1).tolist()
-    return list(zip([0, *cuts], [*cuts, len(plain)], strict=True)) if len(plain) else []
+    return list(zip([0, *cuts], [*cuts, len(plain)], strict=True))

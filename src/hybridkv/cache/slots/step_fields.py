@@ -166,7 +166,7 @@ def state_moves(groups: Sequence[CacheGroup], pool: BlockPool, spans: RowSpans) 
 
 def _zeroed(computed: Int64, numbers: Int64, read_blocks: Int32) -> Int32:
     """Step.zero: the states of rows that have computed nothing. read_blocks: int32[rows, groups]."""
-    new = np.flatnonzero(computed == 0)
+    new = (computed == 0).nonzero()[0]
     if not new.size:
         return _NO_ZERO
     zero = np.empty((len(new), len(numbers), 2), np.int32)
@@ -181,7 +181,7 @@ def _columns_of(group: CacheGroup, states: StateColumns, spans: RowSpans, owner:
     before, after = states.column(computed), states.column(certain)
     accepted = group.accepted[spans.rows]
     stays = (accepted >= 0) | (drafted > 0)
-    moves = np.flatnonzero((computed > 0) & ~stays & (before != after))
+    moves = ((computed > 0) & ~stays & (before != after)).nonzero()[0]
     if not stays.any():
         return _Columns(after, moves, before[moves], after)
     read = np.where(stays, np.where(accepted >= 0, accepted, before), after)
