@@ -116,6 +116,8 @@ def test_a_report_for_programs(trace: Path) -> None:
             "memory_efficiency": 0.8,
             "overhead_s": 0.001,
             "fp8_flops_per_s": 1979e12,
+            "link_bytes_per_s": 450e9,
+            "link_efficiency": 0.8,
             "memory_bytes": 80e9,
             "sheet": "NVIDIA H100 Tensor Core GPU data sheet, SXM",
         },

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cli_support import error, run
 
@@ -87,6 +88,25 @@ def test_weights_take_their_bytes_and_fp8_its_rate() -> None:
         ReplaySettings(weights="x")
     with pytest.raises(ConfigError, match="hardware"):
         ReplaySettings(hardware="h100")  # type: ignore[arg-type]  # what is tested
+
+
+def test_ranks_add_up_their_parts_over_the_link() -> None:
+    def cost(tp: int, hardware: str = "h100") -> StepCost:
+        made = plan(read_model("llama-3-70b", tp=tp), "40GiB")
+        return StepCost.of(made, hardware=HARDWARE[hardware])
+
+    # 80 layers, 8192 wide, two bytes, twice a layer; a ring of 4 sends three halves of it
+    assert cost(4).reduced_bytes == 2 * 80 * 8192 * 2 * 1.5
+    assert cost(1).reduced_bytes == 0
+    bounds = cost(4)._bounds(8192)
+    assert bounds == cost(4, "h200")._bounds(8192)
+    spent = [cost(4, name)._reduced_s(8192) for name in ("h100", "h100-pcie")]
+    assert spent == pytest.approx([8192 * cost(4).reduced_bytes / (one * 0.8) for one in (450e9, 64e9)])
+    computed = np.full(8, 1000, np.int64)
+    quiet = replace(H100, link_bytes_per_s=0.0)
+    with_link, without = cost(4), replace(cost(4), hardware=quiet)
+    more = with_link.decode_seconds(computed, 3) - without.decode_seconds(computed, 3)
+    assert more == pytest.approx(8 * cost(4).reduced_bytes / (450e9 * 0.8))
 
 
 def test_a_changed_file_is_another_cell(tmp_path: Path) -> None:

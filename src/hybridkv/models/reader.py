@@ -162,6 +162,7 @@ def read_model(
         tp=tp,
         max_encoder_tokens=facts.max_encoder_tokens,
         num_speculative_tokens=num_speculative_tokens,
+        hidden_size=described.optional("hidden_size", minimum=0) or 0,
     )
 
 

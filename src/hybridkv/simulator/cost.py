@@ -1,8 +1,13 @@
 """How long a step takes: a roofline over compute and memory, and a fixed overhead.
 
-    seconds = time_scale * (max(compute, memory) + overhead)
+    seconds = time_scale * (max(compute, memory) + reduced + overhead)
     compute = 2 * active parameters / tp * tokens / (FLOP/s * efficiency)
     memory  = (weights read / tp * bytes of a weight + cache bytes moved) / (bytes/s * efficiency)
+    reduced = 2 * decoder layers * tokens * hidden size * 2 bytes * 2 (tp - 1) / tp / (link's bytes/s * efficiency)
+
+Tensor parallel ranks add up their parts twice a decoder layer, behind its mixer and behind its MLP (Shoeybi et al.,
+Megatron-LM, arXiv 1909.08053, section 3), here in bf16 and without overlap; a ring sends 2 (tp - 1) / tp of the bytes
+from each rank (Patarasuk, Yuan, J. Parallel Distrib. Comput. 69, 2009).
 
 tokens: those the step runs. A weight takes 2 bytes (bf16), 1 (fp8) or a half (int4, scales left out); fp8 computes at
 the rate of fp8 where the hardware has one, int4 at that of bf16, to which it is unpacked (Lin et al., AWQ, arXiv
@@ -12,8 +17,8 @@ hybridkv.simulator.traffic.
 
 Two operations per weight and token is the usual count of a forward (Kaplan et al., arXiv 2001.08361, section
 2.1); the roofline is Williams, Waterman, Patterson, CACM 52(4), 2009. Left out: the operations of attention
-(a tenth of the rest for a 70B model at 12k tokens) and of recurrent scans, an encoder's run, traffic between
-ranks, sampling; context parallel ranks share the cache, not the operations. Durations decide only who runs
+(a tenth of the rest for a 70B model at 12k tokens) and of recurrent scans, an encoder's run, latencies of
+links, sampling; context parallel ranks share the cache, not the operations. Durations decide only who runs
 beside whom: hits, blocks and preemptions come from the real scheduler and manager.
 """
 
@@ -29,6 +34,7 @@ from numpy.typing import NDArray
 
 from hybridkv.cache import Transfer
 from hybridkv.errors import ConfigError
+from hybridkv.models import Model
 from hybridkv.planner import Plan
 from hybridkv.simulator.hardware import H100, Hardware
 from hybridkv.simulator.traffic import CacheTraffic
@@ -52,7 +58,7 @@ def weights_named(name: str) -> str:
 class StepCost:
     """Seconds of a Step for one model on one kind of hardware; build it with ``of``. Parameters are one rank's.
 
-    weights: what they are kept in, a name of WEIGHT_BYTES.
+    weights: what they are kept in, a name of WEIGHT_BYTES. reduced_bytes: that a rank sends to others for a token.
     """
 
     parameters: float
@@ -61,6 +67,7 @@ class StepCost:
     hardware: Hardware = H100
     time_scale: float = 1.0
     weights: str = BF16
+    reduced_bytes: float = 0.0
 
     @classmethod
     def of(cls, plan: Plan, *, hardware: Hardware = H100, time_scale: float = 1.0, weights: str = BF16) -> Self:
@@ -78,13 +85,23 @@ class StepCost:
                 "and --set active_parameters=N, or --time-scale 0"
             )
         parameters, active = model.parameters / model.tp, model.active_parameters / model.tp
-        return cls(parameters, active, CacheTraffic.of(plan), hardware, time_scale, weights_named(weights))
+        return cls(
+            parameters,
+            active,
+            CacheTraffic.of(plan),
+            hardware,
+            time_scale,
+            weights_named(weights),
+            _reduced_bytes(model),
+        )
 
     def seconds(self, step: Step) -> float:
         """Seconds of ``step``. O(rows + copies)."""
         compute_s, weight_bytes = self._bounds(step.num_tokens)
         memory_s = (weight_bytes + self.traffic.bytes_of(step)) / self._bytes_per_s
-        return self.time_scale * (max(compute_s, memory_s) + self.hardware.overhead_s)
+        return self.time_scale * (
+            max(compute_s, memory_s) + self._reduced_s(step.num_tokens) + self.hardware.overhead_s
+        )
 
     def decode_seconds(
         self, computed: NDArray[np.int64], steps: int, copies: Sequence[Transfer | Copy] = ()
@@ -96,8 +113,9 @@ class StepCost:
         """
         compute_s, weight_bytes = self._bounds(len(computed))
         memory_s = (weight_bytes + self.traffic.decode_bytes(computed, steps, copies)) / self._bytes_per_s
-        seconds: NDArray[np.float64] = self.time_scale * (np.maximum(compute_s, memory_s) + self.hardware.overhead_s)
-        return seconds
+        reduced_s = self._reduced_s(len(computed))
+        busy_s: NDArray[np.float64] = np.maximum(compute_s, memory_s) + reduced_s + self.hardware.overhead_s
+        return self.time_scale * busy_s
 
     def _bounds(self, tokens: int) -> tuple[float, float]:
         """Seconds that ``tokens`` tokens compute, and bytes of the weights that they read."""
@@ -106,6 +124,19 @@ class StepCost:
         compute_s = 2 * self.active_parameters * tokens / (peak * machine.compute_efficiency)
         return compute_s, min(self.parameters, self.active_parameters * tokens) * WEIGHT_BYTES[self.weights]
 
+    def _reduced_s(self, tokens: int) -> float:
+        """Seconds in which ranks add up their parts of ``tokens`` tokens."""
+        machine = self.hardware
+        if not machine.link_bytes_per_s:
+            return 0.0
+        return self.reduced_bytes * tokens / (machine.link_bytes_per_s * machine.link_efficiency)
+
     @property
     def _bytes_per_s(self) -> float:
         return self.hardware.bytes_per_s * self.hardware.memory_efficiency
+
+
+def _reduced_bytes(model: Model) -> float:
+    """That one rank of ``model`` sends for a token."""
+    sums = 2 * len({layer.index for layer in model.layers})
+    return sums * model.hidden_size * WEIGHT_BYTES[BF16] * 2 * (model.tp - 1) / model.tp

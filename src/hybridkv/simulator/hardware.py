@@ -4,6 +4,7 @@
     name = "our H100s"
     memory_efficiency = 0.72
 
+Links are NVLink of SXM boards, Infinity Fabric of the MI300X, else PCIe: half of what sheets say of both directions.
 Peaks are of dense matrices: a data sheet that tells them with sparsity tells twice as much. Efficiencies and overheads
 are round guesses, the same for all: they were measured on none of these.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -31,7 +32,8 @@ class Hardware:
     """One accelerator. Rates are peaks; the efficiencies say what share of them a forward reaches.
 
     flops_per_s: of bf16. overhead_s: seconds of a step that do not depend on its size (launches, scheduling,
-    sampling). fp8_flops_per_s: 0 where there is no faster fp8. memory_bytes: 0 where it is not its own. sheet: where
+    sampling). fp8_flops_per_s: 0 where there is no faster fp8. link_bytes_per_s: to other ranks, in one direction; 0:
+    nothing that passes there takes time. memory_bytes: 0 where it is not its own. sheet: where
     the peaks stand.
     """
 
@@ -42,6 +44,8 @@ class Hardware:
     memory_efficiency: float
     overhead_s: float
     fp8_flops_per_s: float = 0.0
+    link_bytes_per_s: float = 0.0
+    link_efficiency: float = 0.8
     memory_bytes: float = 0.0
     sheet: str = ""
 
@@ -49,33 +53,44 @@ class Hardware:
         check_fields(self, text, "name")
         if not isinstance(self.sheet, str):
             raise ConfigError(f"sheet must be text, got {shown(self.sheet)}")
-        rates = ("flops_per_s", "bytes_per_s", "compute_efficiency", "memory_efficiency")
-        for name in (*rates, "overhead_s", "fp8_flops_per_s", "memory_bytes"):
+        rates = ("flops_per_s", "bytes_per_s", "compute_efficiency", "memory_efficiency", "link_efficiency")
+        for name in (*rates, "overhead_s", "fp8_flops_per_s", "memory_bytes", "link_bytes_per_s"):
             value = real(name, getattr(self, name))
             if not 0 <= value <= _MOST or (not value and name in rates):
                 raise ConfigError(f"{name} must be {'above 0' if name in rates else '0 or more'}, got {shown(value)}")
 
 
 def _gpu(  # noqa: PLR0917  # a row of a table
-    name: str, tflops: float, fp8: float, gb: int, gb_per_s: float, sheet: str
+    name: str, tflops: float, fp8: float, gb: int, gb_per_s: float, link: float, sheet: str
 ) -> Hardware:
-    return Hardware(name, tflops * 1e12, gb_per_s * 1e9, 0.5, 0.8, 0.001, fp8 * 1e12, gb * 1e9, sheet)
+    return Hardware(
+        name,
+        flops_per_s=tflops * 1e12,
+        bytes_per_s=gb_per_s * 1e9,
+        compute_efficiency=0.5,
+        memory_efficiency=0.8,
+        overhead_s=0.001,
+        fp8_flops_per_s=fp8 * 1e12,
+        link_bytes_per_s=link * 1e9,
+        memory_bytes=gb * 1e9,
+        sheet=sheet,
+    )
 
 
-H100: Final = _gpu("H100 SXM", 989, 1979, 80, 3350, "NVIDIA H100 Tensor Core GPU data sheet, SXM")
+H100: Final = _gpu("H100 SXM", 989, 1979, 80, 3350, 450, "NVIDIA H100 Tensor Core GPU data sheet, SXM")
 
 DEFAULT_HARDWARE: Final = "h100"
 HARDWARE: Final[Mapping[str, Hardware]] = MappingProxyType(
     {
         DEFAULT_HARDWARE: H100,
-        "h100-pcie": _gpu("H100 PCIe", 756, 1513, 80, 2000, "NVIDIA H100 Tensor Core GPU data sheet, PCIe"),
-        "h200": _gpu("H200 SXM", 989, 1979, 141, 4800, "NVIDIA H200 Tensor Core GPU data sheet, SXM"),
-        "b200": _gpu("B200", 2250, 4500, 180, 8000, "NVIDIA DGX B200 data sheet, an eighth of it"),
-        "a100-40": _gpu("A100 40GB SXM", 312, 0, 40, 1555, "NVIDIA A100 Tensor Core GPU data sheet, 40GB SXM"),
-        "a100-80": _gpu("A100 80GB SXM", 312, 0, 80, 2039, "NVIDIA A100 Tensor Core GPU data sheet, 80GB SXM"),
-        "l40s": _gpu("L40S", 362, 733, 48, 864, "NVIDIA L40S data sheet"),
-        "l4": _gpu("L4", 121, 242.5, 24, 300, "NVIDIA L4 Tensor Core GPU data sheet"),
-        "mi300x": _gpu("MI300X", 1307.4, 2614.9, 192, 5300, "AMD Instinct MI300X data sheet"),
+        "h100-pcie": _gpu("H100 PCIe", 756, 1513, 80, 2000, 64, "NVIDIA H100 Tensor Core GPU data sheet, PCIe"),
+        "h200": _gpu("H200 SXM", 989, 1979, 141, 4800, 450, "NVIDIA H200 Tensor Core GPU data sheet, SXM"),
+        "b200": _gpu("B200", 2250, 4500, 180, 8000, 900, "NVIDIA DGX B200 data sheet, an eighth of it"),
+        "a100-40": _gpu("A100 40GB SXM", 312, 0, 40, 1555, 300, "NVIDIA A100 Tensor Core GPU data sheet, 40GB SXM"),
+        "a100-80": _gpu("A100 80GB SXM", 312, 0, 80, 2039, 300, "NVIDIA A100 Tensor Core GPU data sheet, 80GB SXM"),
+        "l40s": _gpu("L40S", 362, 733, 48, 864, 32, "NVIDIA L40S data sheet"),
+        "l4": _gpu("L4", 121, 242.5, 24, 300, 32, "NVIDIA L4 Tensor Core GPU data sheet"),
+        "mi300x": _gpu("MI300X", 1307.4, 2614.9, 192, 5300, 448, "AMD Instinct MI300X data sheet"),
         "epyc-9654": replace(
             _gpu(
                 "EPYC 9654",
@@ -83,6 +98,7 @@ HARDWARE: Final[Mapping[str, Hardware]] = MappingProxyType(
                 0,
                 0,
                 460.8,
+                64,
                 "AMD EPYC 9654 page: 96 cores, 2.4 GHz; 64 bf16 operations a cycle",
             ),
             overhead_s=0.005,
@@ -119,9 +135,7 @@ def _of(said: Mapping[str, Any]) -> Hardware:
             raise ConfigError(f"like = {shown(said['like'])}: use one of {', '.join(HARDWARE)}")
         base = asdict(HARDWARE[said["like"]])
     values = base | {name: value for name, value in said.items() if name != "like"}
-    missing = [field.name for field in fields(Hardware) if field.name not in values][:6]
-    if missing and not base:
-        needed = [name for name in missing if name not in {"fp8_flops_per_s", "memory_bytes", "sheet"}]
-        if needed:
-            raise ConfigError(f'{", ".join(needed)} missing: say them, or like = "h100"')
+    missing = [field.name for field in fields(Hardware) if field.default is MISSING and field.name not in values]
+    if missing:
+        raise ConfigError(f'{", ".join(missing)} missing: say them, or like = "{DEFAULT_HARDWARE}"')
     return Hardware(**values)
