@@ -253,7 +253,7 @@ def of_natural(lines: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Whole streams that natural_table.py replayed, as lines of this table: align and lru."""
     ways = {(REFERENCE, "align"): REFERENCE_ALIGN, (NATURAL, EndsPlacement().name): LRU.name}
     for line in lines:
-        eviction = ways.get((line["layout"], line["placement"]))
+        eviction = ways.get((line.get("layout", ""), line.get("placement", "")))
         if eviction and line["time_scale"] == 1 and not line["limit"] and not line["ideal"]:
             yield {**line, "stream": line["workload"], "eviction": eviction, "replayed": True}
 

@@ -215,6 +215,7 @@ def test_bounds_are_wanted_where_hazard_is_known() -> None:
 def test_whole_streams_of_the_other_table_stand_beside() -> None:
     whole = {"workload": "mix", "model": "m", "memory_gib": 10, "time_scale": 1.0, "ideal": False, "limit": 0}
     other = [
+        {"limit_of": "mix", "hit_rate": 0.9},
         {**whole, "layout": "reference", "placement": "align", "hit_rate": 0.3, "requests": 99},
         {**whole, "layout": "natural", "placement": "ends", "hit_rate": 0.2, "requests": 99},
         {**whole, "layout": "natural", "placement": "align", "hit_rate": 0.1, "requests": 99},
