@@ -1,7 +1,7 @@
 """What a trace's records look like: each format by its content, or by name.
 
 hashed    Mooncake, token-exact            texts     ShareGPT, `vllm bench`, aiperf, OpenAI-style logs
-lengths   Azure, BurstGPT                  stored    KV events
+lengths   Azure, BurstGPT
 
 Text needs an encoder (encoders); what it was is forgotten at once (token_tree).
 """
