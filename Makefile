@@ -105,7 +105,8 @@ find-vllm:
 # the same random calls on vLLM's cache manager and on ours
 VLLM_OPERATIONS ?= 100000
 test-vllm: find-vllm
-	$(VLLM_PYTHON) tests/vllm/compare.py --operations $(VLLM_OPERATIONS)
+	PYTHONPATH=tests/support $(VLLM_PYTHON) tests/vllm/compare.py --operations $(VLLM_OPERATIONS)
+	PYTHONPATH=tests/support $(VLLM_PYTHON) tests/vllm/compare.py --operations $(VLLM_OPERATIONS) --short-runs --seed 2
 
 # the same prompts through vLLM (CPU build) and through Engine; minutes
 test-vllm-generate: find-vllm

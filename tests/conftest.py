@@ -11,14 +11,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from few import few_are_many
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that is no folder is looked up on the hub: not by tests
 
 torch.set_num_threads(1)  # such models are done before threads have met; `make test` has a process for each core
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same in processes that tests start
 
-gc.set_threshold(
-    20_000, 20, 50
-)  # looking through all that transformers and thousands of tests made takes a tenth of a second
+# looking through all that transformers and thousands of tests made takes a tenth of a second
+gc.set_threshold(20_000, 20, 50)
 
 SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 
@@ -51,13 +52,6 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def short_runs() -> Iterator[None]:
-    """Few are few: random runs lack hundreds.
-
-    Runs of keys and remembered chains are of two blocks, and two rows of a step are served together.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("runs", "index"):
-            patch.setattr(f"hybridkv.cache.blocks.{module}.LEAST_KEYS", 2)
-        patch.setattr("hybridkv.cache.hashing.block_hasher.LEAST_BLOCKS", 2)
-        patch.setattr("hybridkv.cache.slots.slots.FEW", 1)
+    """Few are many, see there."""
+    with few_are_many():
         yield

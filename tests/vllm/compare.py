@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from random import Random
 
@@ -21,6 +22,8 @@ from duel import Duel
 from random_calls import Caller
 from sides import Found
 from vllm_side import prepare
+
+from few import few_are_many
 
 CALLS_OF_A_RUN = 120
 SHRINK_SECONDS = 20.0
@@ -174,10 +177,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", default=",".join(Kind), help="kinds of groups to compare")
     parser.add_argument("--plain", action="store_true", help="one rank, no EAGLE, dense publishing")
     parser.add_argument("--failures", type=int, default=3, help="stop after so many unexplained differences")
+    parser.add_argument(
+        "--short-runs", action="store_true", help="keys in runs and remembered chains from two blocks on"
+    )
     options = parser.parse_args(arguments)
     kinds = [Kind(kind) for kind in options.kinds.split(",")]
     prepare()
     logging.disable()
+    with few_are_many() if options.short_runs else nullcontext():
+        return compare(options, kinds)
+
+
+def compare(options: argparse.Namespace, kinds: Sequence[Kind]) -> int:
+    """As many runs as it takes; 1 where a difference is not explained."""
     totals, failed, number, start = Totals(), 0, options.first, time.monotonic()
     while totals.operations.total() < options.operations and failed < options.failures:
         if options.runs is not None and totals.runs >= options.runs:
