@@ -243,9 +243,8 @@ class FreeOrder:
         self._ring[first : first + len(ids)] = ids[:room]
         if len(ids) > room:
             self._ring[: len(ids) - room] = ids[room:]
-        self._place[ids] = np.arange(
-            start, start + len(ids), dtype=np.int32
-        )  # converting 64 bits takes longer than this
+        # of the column's own bits: converting 64 takes longer than this
+        self._place[ids] = np.arange(start, start + len(ids), dtype=np.int32)
 
     def _compact(self) -> None:
         ids = self.order()
