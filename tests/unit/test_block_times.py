@@ -7,7 +7,7 @@ import pytest
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.blocks.block_times import EDGES_S, BlockTimes, TimeCounts
-from hybridkv.errors import CacheError
+from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import Request
 from hybridkv.testing.configs import full_spec, model_config
 
@@ -89,3 +89,5 @@ def test_nothing_is_kept_unless_it_is_asked_for() -> None:
     cache = KVCacheManager(model_config(13, (full_spec(4),)), 64)
     assert cache.block_pool.keys.times is None
     assert cache.statistics().times is None
+    with pytest.raises(ConfigError, match="block_times"):
+        cache.idle_blocks()

@@ -617,6 +617,16 @@ class KVCacheManager:
         counts = cache_statistics(self.block_pool, self.groups, len(self._residents), self.pins.num_blocks)
         return self._parts.kept.add_statistics(counts)
 
+    def idle_blocks(self) -> tuple[tuple[int, ...], ...]:
+        """By group, how many cached blocks nobody came for how long, by bucket of EDGES_S and above. O(num_blocks).
+
+        ConfigError without block_times.
+        """
+        keys = self.block_pool.keys
+        if keys.times is None:
+            raise ConfigError("nobody counts how long blocks are idle: construct with block_times")
+        return tuple(keys.times.idle(keys.in_group(number)) for number in range(len(self.groups)))
+
     def resident_requests(self) -> tuple[Request, ...]:
         """Requests that hold blocks."""
         return tuple(self._residents)

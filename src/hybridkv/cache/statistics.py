@@ -97,8 +97,7 @@ class CacheStatistics:
     pinned_blocks: held by pins, counted for each. evictions: keys lost so far. groups: the same per group.
     ends: by kind, where an eviction ranks them. missed_tokens: what ends given up would have been hit for, so far;
     missed_a_gib_more: what of it a GiB more would have found, roughly: what was given up last. tenants: where there are
-    shares. moved_blocks: from slab to slab, so far. times: None unless asked for (block_times). idle:
-    then, by group, how many cached blocks nobody came for how long, by bucket of EDGES_S and above.
+    shares. moved_blocks: from slab to slab, so far. times: None unless asked for (block_times).
     """
 
     num_blocks: int
@@ -115,7 +114,6 @@ class CacheStatistics:
     tenants: tuple[TenantStatistics, ...] = ()
     moved_blocks: int = 0
     times: BlockTimeStatistics | None = None
-    idle: tuple[tuple[int, ...], ...] = ()
 
 
 def cache_statistics(
@@ -138,5 +136,4 @@ def cache_statistics(
         ),
         moved_blocks=pool.moved,
         times=None if times is None else times.statistics(),
-        idle=() if times is None else tuple(times.idle(pool.keys.in_group(number)) for number in range(len(groups))),
     )
