@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Final
 
 import typer
 
+from hybridkv.cli.hardware import HardwareList, WeightsList
 from hybridkv.cli.panels import CACHE, MODEL, RUN
 from hybridkv.errors import ConfigError
 from hybridkv.models import DTYPE_NAMES
+from hybridkv.planner.plan import DEFAULT_LAYOUT
 from hybridkv.simulator import Cell, ReplaySettings
+from hybridkv.simulator.cost import BF16
+from hybridkv.simulator.hardware import DEFAULT_HARDWARE
 from hybridkv.simulator.routing import ROUND_ROBIN, ROUTERS
 from hybridkv.units import GiB, MiB, format_count, parse_bytes, shown
 
 _MOST_CELLS: Final = 100_000
-DEFAULTS: Final = ReplaySettings()
+_DEFAULTS: Final = ReplaySettings()
+_NUMBERED: Final = {"tp", "block_size", "max_running", "token_budget", "replicas"}
 
-ModelsOption = Annotated[
+_Models = Annotated[
     str,
     typer.Option("--model", help="Models: config.json files, folders with one, or known names.", rich_help_panel=MODEL),
 ]
-MemoriesOption = Annotated[
+_Memories = Annotated[
     str,
     typer.Option(
         "--memory",
@@ -31,9 +36,9 @@ MemoriesOption = Annotated[
         rich_help_panel=CACHE,
     ),
 ]
-RanksOption = Annotated[str, typer.Option("--tp", help="Tensor parallel ranks.", rich_help_panel=MODEL)]
-LayoutsOption = Annotated[str, typer.Option("--layout", help="natural, reference.", rich_help_panel=CACHE)]
-PlacementsOption = Annotated[
+_Ranks = Annotated[str, typer.Option("--tp", help="Tensor parallel ranks.", rich_help_panel=MODEL)]
+_Layouts = Annotated[str, typer.Option("--layout", help="natural, reference.", rich_help_panel=CACHE)]
+_Placements = Annotated[
     str | None,
     typer.Option(
         "--placement",
@@ -42,7 +47,7 @@ PlacementsOption = Annotated[
         rich_help_panel=CACHE,
     ),
 ]
-EvictionsOption = Annotated[
+_Evictions = Annotated[
     str | None,
     typer.Option(
         "--eviction",
@@ -51,39 +56,55 @@ EvictionsOption = Annotated[
         rich_help_panel=CACHE,
     ),
 ]
-BlockSizesOption = Annotated[str, typer.Option("--block-size", help="Tokens of a block.", rich_help_panel=CACHE)]
-DtypesOption = Annotated[
+_BlockSizes = Annotated[str, typer.Option("--block-size", help="Tokens of a block.", rich_help_panel=CACHE)]
+_Dtypes = Annotated[
     str | None,
     typer.Option(
         "--kv-dtype", help="Of keys and values: bf16, fp8.", show_default="the config's", rich_help_panel=CACHE
     ),
 ]
-MaxRunningOption = Annotated[str, typer.Option("--max-running", help="Requests at once.", rich_help_panel=RUN)]
-TokenBudgetOption = Annotated[str, typer.Option("--token-budget", help="Tokens of a step.", rich_help_panel=RUN)]
-ReplicasOption = Annotated[str, typer.Option("--replicas", help="Engines behind a router.", rich_help_panel=RUN)]
-RouterOption = Annotated[str, typer.Option("--router", help=f"{', '.join(ROUTERS)}.", rich_help_panel=RUN)]
+_MaxRunning = Annotated[str, typer.Option("--max-running", help="Requests at once.", rich_help_panel=RUN)]
+_TokenBudget = Annotated[str, typer.Option("--token-budget", help="Tokens of a step.", rich_help_panel=RUN)]
+_Replicas = Annotated[str, typer.Option("--replicas", help="Engines behind a router.", rich_help_panel=RUN)]
+_Router = Annotated[str, typer.Option("--router", help=f"{', '.join(ROUTERS)}.", rich_help_panel=RUN)]
 JobsOption = Annotated[
     int | None, typer.Option("--jobs", help="Processes at once.", show_default="one a core", rich_help_panel=RUN)
 ]
 
 
-def axes_of(
-    *, memory: str, placement: str | None, eviction: str | None, dtype: str | None, **lists: str
-) -> dict[str, Sequence[object]]:
-    """Values by the fields of Cell, of options as they were given. ConfigError for lists that are none."""
-    numbered = ("tp", "block_size", "max_running", "token_budget", "replicas")
-    axes: dict[str, Sequence[object]] = {
-        "model": words("--model", lists["model"]),
-        "memory": sizes(memory),
-        "placement": [None] if placement is None else words("--placement", placement),
-        "eviction": [None] if eviction is None else words("--eviction", eviction),
-        "dtype": [None] if dtype is None else [DTYPE_NAMES.get(one, one) for one in words("--kv-dtype", dtype)],
-    }
-    for name in ("layout", "hardware", "weights", "router"):
-        axes[name] = words(f"--{name}", lists[name])
-    for name in numbered:
-        axes[name] = numbers("--" + name.replace("_", "-"), lists[name])
-    return axes
+@dataclass(frozen=True, slots=True)
+class AxesOptions:
+    """Lists as they were given."""
+
+    model: _Models
+    memory: _Memories
+    tp: _Ranks = "1"
+    layout: _Layouts = DEFAULT_LAYOUT
+    placement: _Placements = None
+    eviction: _Evictions = None
+    block_size: _BlockSizes = "16"
+    dtype: _Dtypes = None
+    max_running: _MaxRunning = str(_DEFAULTS.max_running)
+    token_budget: _TokenBudget = str(_DEFAULTS.token_budget)
+    hardware: HardwareList = DEFAULT_HARDWARE
+    weights: WeightsList = BF16
+    replicas: _Replicas = "1"
+    router: _Router = ROUND_ROBIN
+
+    def values(self) -> dict[str, Sequence[object]]:
+        """By the fields of Cell, which these are. ConfigError for lists that are none."""
+        found: dict[str, Sequence[object]] = {}
+        for field in fields(self):
+            name, given = field.name, getattr(self, field.name)
+            option = "--kv-dtype" if name == "dtype" else "--" + name.replace("_", "-")
+            if given is None:
+                found[name] = [None]
+            elif name == "memory":
+                found[name] = sizes(given)
+            else:
+                found[name] = numbers(option, given) if name in _NUMBERED else words(option, given)
+        found["dtype"] = [DTYPE_NAMES.get(str(one), one) for one in found["dtype"]]
+        return found
 
 
 def cells_of(axes: Mapping[str, Sequence[object]]) -> list[Cell]:

@@ -6,8 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Final
 
 import typer
@@ -15,66 +13,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from hybridkv.cache.placement import TenantShares, eviction_of, placement_of
-from hybridkv.cli.hardware import HardwareOption, WeightsOption
-from hybridkv.cli.keeping import REMEMBERED, EvictionOption, ExplainOption, ShareOption, show_tenants
+from hybridkv.cli.gathered import gathered
+from hybridkv.cli.keeping import REMEMBERED, ExplainOption, show_tenants
 from hybridkv.cli.output import console, in_words, print_facts, share, table
 from hybridkv.cli.pages import PageFile, checked_page, write_page
-from hybridkv.cli.panels import MODEL, OUTPUT, REQUESTS, RUN
-from hybridkv.cli.planning import (
-    BlockSize,
-    DtypeOption,
-    LayoutOption,
-    Memory,
-    MtpLayers,
-    PlacementOption,
-    PlanFile,
-    PlanOptions,
-    SetFields,
-    StateDtype,
-    TensorParallel,
-    WindowsAsFull,
-    load_plan,
-)
+from hybridkv.cli.panels import OUTPUT
 from hybridkv.cli.printable import printable
-from hybridkv.cli.requests import (
-    ArrivalsOption,
-    FormatOption,
-    HoursOption,
-    LimitOption,
-    MarksOption,
-    RateOption,
-    SeedOption,
-    SkipBadLines,
-    SourceOptions,
-    TokenizerOption,
-    TraceArgument,
-    TraceBlockSize,
-)
-from hybridkv.errors import ConfigError
-from hybridkv.planner import Plan
+from hybridkv.cli.requests import TraceArgument
+from hybridkv.cli.running import Prepared, RunOptions
 from hybridkv.report import replay_page
-from hybridkv.simulator import (
-    Progress,
-    ReplayReport,
-    ReplaySettings,
-    RequestSource,
-    TraceSummary,
-    Workload,
-    hardware_named,
-    plan_for_trace,
-    plan_with_length,
-    simulation_of,
-)
-from hybridkv.simulator.cost import BF16
-from hybridkv.simulator.hardware import DEFAULT_HARDWARE
+from hybridkv.simulator import Progress, ReplayReport
 from hybridkv.simulator.recording import Recording
 from hybridkv.units import format_bytes, format_count
 
 _SECONDS_PER_LINE: Final = 10.0
-_DEFAULT: Final = ReplaySettings()
-_NOT_TOLD: Final = {"placement", "step_by_step", "shares", "block_times"}
-"""Settings that say nothing, or stand elsewhere in documents."""
 _WHY: Final = {
     "never_seen": "never seen",
     "other_salt": "seen under another salt only",
@@ -103,192 +55,58 @@ _PUT_OFF: Final = {
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("replay")(replay_command)
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """Options whose meaning depends on others; None where the user said nothing."""
-
-    planning: PlanOptions
-    plan_file: Path | None
-    max_model_len: int | None
+    app.command("replay")(gathered(replay_command))
 
 
 def replay_command(
     *,
     trace: TraceArgument,
-    model: Annotated[
-        str | None, typer.Option(help="A config.json, a folder with one, or a known name.", rich_help_panel=MODEL)
-    ] = None,
-    memory: Memory = None,
-    plan_file: PlanFile = None,
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(help="Tokens of the longest request.", show_default="that of the trace", rich_help_panel=REQUESTS),
-    ] = None,
-    max_running: Annotated[int, typer.Option(help="Requests at once.", rich_help_panel=RUN)] = _DEFAULT.max_running,
-    token_budget: Annotated[int, typer.Option(help="Tokens of a step.", rich_help_panel=RUN)] = _DEFAULT.token_budget,
-    time_scale: Annotated[
-        float, typer.Option(help="Multiplies the modelled durations; 0: steps take no time.", rich_help_panel=RUN)
-    ] = _DEFAULT.time_scale,
-    block_size: BlockSize = None,
-    dtype: DtypeOption = None,
-    state_dtype: StateDtype = None,
-    mtp_layers: MtpLayers = None,
-    fields: SetFields = None,
-    layout: LayoutOption = None,
-    placement: PlacementOption = None,
-    windows_as_full: WindowsAsFull = None,
-    format_name: FormatOption = None,
-    trace_block_size: TraceBlockSize = None,
-    tokenizer: TokenizerOption = None,
-    arrivals: ArrivalsOption = None,
-    tp: TensorParallel = None,
-    seed: SeedOption = None,
-    hours: HoursOption = None,
-    rate: RateOption = None,
-    marks: MarksOption = False,
-    limit: LimitOption = None,
-    skip_bad_lines: SkipBadLines = False,
-    hardware: HardwareOption = DEFAULT_HARDWARE,
-    weights: WeightsOption = BF16,
-    eviction: EvictionOption = None,
-    shares: ShareOption = None,
+    options: RunOptions,
     explain: ExplainOption = False,
-    no_prefix_caching: Annotated[
-        bool, typer.Option("--no-prefix-caching", help="Share nothing.", rich_help_panel=RUN)
-    ] = False,
-    step_by_step: Annotated[
-        bool,
-        typer.Option(
-            "--step-by-step",
-            help="Never take several steps as one; slower, the report is the same.",
-            rich_help_panel=RUN,
-        ),
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.", rich_help_panel=OUTPUT)] = False,
     page_file: PageFile = None,
 ) -> None:
     """Replay requests through the scheduler and the cache manager; only time is modelled."""
-    asked = _Asked(
-        planning=PlanOptions(
-            model, memory, tp, block_size, dtype, layout, placement, windows_as_full, fields, state_dtype, mtp_layers
-        ),
-        plan_file=plan_file,
-        max_model_len=max_model_len,
-    )
-    settings = ReplaySettings(
-        max_running,
-        token_budget,
-        time_scale,
-        prefix_caching=not no_prefix_caching,
-        hardware=hardware_named(hardware),
-        weights=weights,
-        placement=placement,
-        eviction=eviction,
-        step_by_step=step_by_step,
-        shares=TenantShares.parse(shares or ()),
-        remembered_losses=REMEMBERED if explain else 0,
-        block_times=page_file is not None,
-    )
+    settings = options.settings(remembered_losses=REMEMBERED if explain else 0, block_times=page_file is not None)
     page_file = checked_page(page_file)
-    source = SourceOptions(
-        format_name, trace_block_size, tokenizer, arrivals, skip_bad_lines, seed, hours, rate, marks, limit
-    ).source(trace)
-    summary = source.summary()
-    plan, own_length = _plan(summary, asked, token_budget)
-    simulation = simulation_of(plan, settings)  # what cannot work is said before anything else
-    length_from = "longest request" if max_model_len is None else "--max-model-len"
+    run = options.prepare(trace, settings)
+    plan, summary = run.plan, run.summary
     if not as_json:
-        _show_plan(plan, settings)
-        set_by = f"that of {summary.longest_at}" if max_model_len is None else f"set by {length_from}"
-        beyond = f"; {plan.model.name} is made for {format_count(own_length)}" if own_length else ""
+        _show_plan(run)
+        set_by = f"that of {summary.longest_at}" if options.max_model_len is None else f"set by {run.length_from}"
+        beyond = f"; {plan.model.name} is made for {format_count(run.own_length)}" if run.own_length else ""
         print_facts({"longest request": f"{format_count(plan.max_model_len)} tokens, {set_by}{beyond}"})
         sys.stdout.flush()
     begun = time.perf_counter()
-    recording = None if page_file is None else Recording(simulation.scheduler)
+    recording = None if page_file is None else Recording(run.simulation.scheduler)
     with _progress(summary.requests, begun) as on_progress:
-        report = simulation.run(source, summary=summary, on_progress=on_progress, recording=recording)
+        report = run.simulation.run(run.source, summary=summary, on_progress=on_progress, recording=recording)
     if page_file is not None and recording is not None:
         write_page(page_file, replay_page(plan, report, recording.recorded()))
     if as_json:
-        print(report.to_json(_settings(plan, settings, length_from, source)), end="")
+        print(report.to_json(run.told()), end="")
         return
-    _show(report, plan, settings, summary)
+    _show(report, run)
     print_facts({"took": f"{time.perf_counter() - begun:.1f} s here for {report.simulated_s:,.1f} s simulated"})
 
 
-def _plan(summary: TraceSummary, asked: _Asked, token_budget: int) -> tuple[Plan, int | None]:
-    """The plan, and the model's own limit where the plan's maximum length is above it."""
-    options, length = asked.planning, asked.max_model_len
-    if asked.plan_file is not None:
-        options.refuse_beside_plan({"--model": options.config}, placed=False)
-        read = load_plan(asked.plan_file)
-        options.refuse_beside_plan({}, placed=read.config.slabs is None)
-        model, plan = read.model, plan_with_length(summary, read, length, token_budget=token_budget)
-    else:
-        needed = {"--model": options.config, "--memory": options.memory}
-        missing = [name for name, value in needed.items() if value is None]
-        if missing:
-            raise ConfigError(
-                f"{' and '.join(missing)} missing: for example --model llama-3-8b --memory 40GiB, or --plan FILE"
-            )
-        model = options.model()
-        plan = plan_for_trace(summary, model, str(options.memory), length, token_budget=token_budget, **options.rules)
-    own = model.max_model_len
-    return plan, own if own is not None and own < plan.max_model_len else None
-
-
-def _settings(plan: Plan, settings: ReplaySettings, length_from: str, source: RequestSource) -> dict[str, object]:
-    """What the numbers were made under, for the JSON document."""
-    drawn = {name: getattr(source, name) for name in ("seed", "hours", "rate", "marks") if isinstance(source, Workload)}
-    return {
-        "model": plan.model.name,
-        "dtype": plan.model.dtype,
-        "tp": plan.model.tp,
-        "block_size": plan.model.block_size,
-        "layout": plan.layout,
-        "placement": _placement(plan, settings),
-        "dcp": plan.limits.dcp,
-        "pcp": plan.limits.pcp,
-        "encoder_tokens": plan.limits.max_encoder_tokens,
-        "memory_bytes": plan.memory_bytes,
-        "num_blocks": plan.config.num_blocks,
-        "unit": plan.config.unit,
-        "unit_bytes": plan.config.unit_bytes,
-        "max_model_len": plan.max_model_len,
-        "max_model_len_from": length_from,
-        **{name: value for name, value in asdict(settings).items() if name not in _NOT_TOLD},
-        "eviction": eviction_of(plan, settings.eviction).name,
-        "shares": [asdict(one) for one in settings.shares.of],
-        **drawn,
-    }
-
-
-def _placement(plan: Plan, settings: ReplaySettings) -> str | None:
-    """Where recurrent states are kept, None without any."""
-    placement = placement_of(plan, settings.placement)
-    return plan.placement if placement is None or plan.placement is None else placement.name
-
-
-def _show_plan(plan: Plan, settings: ReplaySettings) -> None:
+def _show_plan(run: Prepared) -> None:
     """What the requests will find, for people."""
+    plan, settings = run.plan, run.settings
     model = plan.model
     sizes = sorted({group.spec.block_size for group in plan.config.groups})
     _print(
         f"{model.name}, tp {model.tp}, {format_bytes(plan.memory_bytes)}: "
         f"blocks of {' or '.join(map(format_count, sizes))} tokens"
     )
-    placement = _placement(plan, settings)
-    states = "no recurrent states" if placement is None else f"placement {placement}"
+    states = "no recurrent states" if run.placement is None else f"placement {run.placement}"
     evicts = "" if settings.eviction is None else f"eviction {settings.eviction}, "
     _print(f"layout {plan.layout}, {states}, {evicts}{model.dtype} cache")
     running, budget = format_count(settings.max_running), format_count(settings.token_budget)
     _print(f"up to {running} requests and {budget} tokens a step")
 
 
-def _show(report: ReplayReport, plan: Plan, settings: ReplaySettings, summary: TraceSummary) -> None:
+def _show(report: ReplayReport, run: Prepared) -> None:
     """The report for people."""
     if report.caching_off is not None:
         _print(f"prefix caching is off: {report.caching_off}")
@@ -311,9 +129,9 @@ def _show(report: ReplayReport, plan: Plan, settings: ReplaySettings, summary: T
         " half / 90% / 99% within": f"{later.p50 * 1000:,.1f} / {later.p90 * 1000:,.1f} / {later.p99 * 1000:,.1f} ms",
     }
     rows |= {f"put off, {_PUT_OFF.get(reason, reason)}": format_count(n) for reason, n in report.refusals.items()}
-    if plan.config.slabs is not None:
+    if run.plan.config.slabs is not None:
         rows["blocks moved"] = f"{format_count(report.moves)}, {format_bytes(report.moved_bytes)}"
-        if _placement(plan, settings) is not None:
+        if run.placement is not None:
             stored, declined = format_count(report.checkpoints), format_count(report.declined_checkpoints)
             rows["states kept"] = f"{stored}, no room for {declined}"
     if report.bad_lines:
@@ -325,8 +143,8 @@ def _show(report: ReplayReport, plan: Plan, settings: ReplaySettings, summary: T
     _show_groups(report)
     _show_ends(report)
     show_tenants(report.tenants)
-    if summary.first_bad is not None:
-        print_facts({"first bad line": summary.first_bad})
+    if run.summary.first_bad is not None:
+        print_facts({"first bad line": run.summary.first_bad})
 
 
 def _show_misses(report: ReplayReport) -> None:

@@ -23,7 +23,7 @@ TraceArgument = Annotated[
         metavar="TRACE|workload:NAME",
     ),
 ]
-FormatOption = Annotated[
+_Format = Annotated[
     str | None,
     typer.Option(
         "--format",
@@ -33,17 +33,17 @@ FormatOption = Annotated[
         rich_help_panel=REQUESTS,
     ),
 ]
-TraceBlockSize = Annotated[
+_TraceBlockSize = Annotated[
     int | None, typer.Option(help="Tokens of a Mooncake hash id.", show_default="512", rich_help_panel=REQUESTS)
 ]
-TokenizerOption = Annotated[
+_Tokenizer = Annotated[
     str | None,
     typer.Option(
         help="Of a trace that holds text: a tokenizer.json, its folder, or bytes:N, N bytes a token.",
         rich_help_panel=REQUESTS,
     ),
 ]
-ArrivalsOption = Annotated[
+_Arrivals = Annotated[
     float | None,
     typer.Option(
         "--arrivals",
@@ -52,24 +52,24 @@ ArrivalsOption = Annotated[
         rich_help_panel=REQUESTS,
     ),
 ]
-SeedOption = Annotated[int | None, typer.Option(help="Of a workload.", show_default="0", rich_help_panel=REQUESTS)]
-HoursOption = Annotated[
+_Seed = Annotated[int | None, typer.Option(help="Of a workload.", show_default="0", rich_help_panel=REQUESTS)]
+_Hours = Annotated[
     float | None, typer.Option(help="Of arrivals of a workload.", show_default="1", rich_help_panel=REQUESTS)
 ]
-RateOption = Annotated[
+_Rate = Annotated[
     float | None,
     typer.Option(help="Multiplies the arrivals of a workload.", show_default="1", rich_help_panel=REQUESTS),
 ]
-MarksOption = Annotated[
+_Marks = Annotated[
     bool,
     typer.Option(
         "--marks", help="Of a workload: mark where the shared beginning of each prompt ends.", rich_help_panel=REQUESTS
     ),
 ]
-LimitOption = Annotated[
+_Limit = Annotated[
     int | None, typer.Option(help="The first N requests only.", show_default="all", rich_help_panel=REQUESTS)
 ]
-SkipBadLines = Annotated[
+_SkipBadLines = Annotated[
     bool, typer.Option("--skip-bad-lines", help="Count malformed lines, go on.", rich_help_panel=REQUESTS)
 ]
 
@@ -78,18 +78,18 @@ SkipBadLines = Annotated[
 class SourceOptions:
     """What was given; None for what was not."""
 
-    format_name: str | None = None
-    trace_block_size: int | None = None
-    tokenizer: str | None = None
-    arrivals: float | None = None
-    skip_bad_lines: bool = False
-    seed: int | None = None
-    hours: float | None = None
-    rate: float | None = None
-    marks: bool = False
-    limit: int | None = None
+    format_name: _Format = None
+    trace_block_size: _TraceBlockSize = None
+    tokenizer: _Tokenizer = None
+    arrivals: _Arrivals = None
+    seed: _Seed = None
+    hours: _Hours = None
+    rate: _Rate = None
+    marks: _Marks = False
+    limit: _Limit = None
+    skip_bad_lines: _SkipBadLines = False
 
-    def source(self, trace: str) -> RequestSource:
+    def read(self, trace: str) -> RequestSource:
         """The trace file or workload. ConfigError for options of the other kind."""
         generated, kind = trace.startswith(_WORKLOAD), trace.removeprefix(_WORKLOAD)
         foreign = dict(self._of_files if generated else self._of_workloads)

@@ -16,107 +16,33 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from hybridkv.cli.axes import (
-    DEFAULTS,
-    BlockSizesOption,
-    DtypesOption,
-    EvictionsOption,
-    JobsOption,
-    LayoutsOption,
-    MaxRunningOption,
-    MemoriesOption,
-    ModelsOption,
-    PlacementsOption,
-    RanksOption,
-    ReplicasOption,
-    RouterOption,
-    TokenBudgetOption,
-    axes_of,
-    cells_of,
-)
-from hybridkv.cli.hardware import HardwareList, WeightsList
+from hybridkv.cli.axes import AxesOptions, JobsOption, cells_of
+from hybridkv.cli.gathered import gathered
 from hybridkv.cli.output import console, share, table
 from hybridkv.cli.panels import OUTPUT
 from hybridkv.cli.printable import printable
-from hybridkv.cli.requests import (
-    ArrivalsOption,
-    FormatOption,
-    HoursOption,
-    LimitOption,
-    MarksOption,
-    RateOption,
-    SeedOption,
-    SkipBadLines,
-    SourceOptions,
-    TokenizerOption,
-    TraceArgument,
-    TraceBlockSize,
-)
-from hybridkv.planner.plan import DEFAULT_LAYOUT
+from hybridkv.cli.requests import SourceOptions, TraceArgument
 from hybridkv.simulator import Swept, processes, sweep
-from hybridkv.simulator.cost import BF16
-from hybridkv.simulator.hardware import DEFAULT_HARDWARE
-from hybridkv.simulator.routing import ROUND_ROBIN
 from hybridkv.units import format_count
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("sweep")(sweep_command)
+    app.command("sweep")(gathered(sweep_command))
 
 
 def sweep_command(
     *,
     trace: TraceArgument,
-    model: ModelsOption,
-    memory: MemoriesOption,
+    axes: AxesOptions,
     out: Annotated[Path, typer.Option(help="The folder of the cells.", metavar="DIR", rich_help_panel=OUTPUT)],
-    tp: RanksOption = "1",
-    layout: LayoutsOption = DEFAULT_LAYOUT,
-    placement: PlacementsOption = None,
-    eviction: EvictionsOption = None,
-    block_size: BlockSizesOption = "16",
-    dtype: DtypesOption = None,
-    max_running: MaxRunningOption = str(DEFAULTS.max_running),
-    token_budget: TokenBudgetOption = str(DEFAULTS.token_budget),
-    hardware: HardwareList = DEFAULT_HARDWARE,
-    weights: WeightsList = BF16,
-    replicas: ReplicasOption = "1",
-    router: RouterOption = ROUND_ROBIN,
     jobs: JobsOption = None,
-    format_name: FormatOption = None,
-    trace_block_size: TraceBlockSize = None,
-    tokenizer: TokenizerOption = None,
-    arrivals: ArrivalsOption = None,
-    seed: SeedOption = None,
-    hours: HoursOption = None,
-    rate: RateOption = None,
-    marks: MarksOption = False,
-    limit: LimitOption = None,
-    skip_bad_lines: SkipBadLines = False,
+    options: SourceOptions,
     as_json: Annotated[bool, typer.Option("--json", help="Print all cells as JSON.", rich_help_panel=OUTPUT)] = False,
 ) -> None:
     """Replay one trace under all combinations of settings, lists with commas; what is there is not run again."""
-    source = SourceOptions(
-        format_name, trace_block_size, tokenizer, arrivals, skip_bad_lines, seed, hours, rate, marks, limit
-    ).source(trace)
-    axes = axes_of(
-        model=model,
-        memory=memory,
-        tp=tp,
-        layout=layout,
-        placement=placement,
-        eviction=eviction,
-        block_size=block_size,
-        dtype=dtype,
-        max_running=max_running,
-        token_budget=token_budget,
-        hardware=hardware,
-        weights=weights,
-        replicas=replicas,
-        router=router,
-    )
-    cells = cells_of(axes)
+    source = options.read(trace)
+    cells = cells_of(axes.values())
     at_once = min(os.cpu_count() or 1, len(cells)) if jobs is None else jobs
     with processes(at_once) as executor, _progress(len(cells)) as on_done:
         done = sweep(source, cells, out, executor, on_done=on_done)

@@ -9,24 +9,12 @@ from typing import Annotated, Final
 
 import typer
 
+from hybridkv.cli.gathered import gathered
 from hybridkv.cli.output import console, print_facts, share, table
 from hybridkv.cli.panels import OUTPUT
 from hybridkv.cli.pictures import bar, sparkline
 from hybridkv.cli.printable import printable
-from hybridkv.cli.requests import (
-    ArrivalsOption,
-    FormatOption,
-    HoursOption,
-    LimitOption,
-    MarksOption,
-    RateOption,
-    SeedOption,
-    SkipBadLines,
-    SourceOptions,
-    TokenizerOption,
-    TraceArgument,
-    TraceBlockSize,
-)
+from hybridkv.cli.requests import SourceOptions, TraceArgument
 from hybridkv.errors import ConfigError
 from hybridkv.simulator import TraceDescription, TraceFile, convert, describe
 from hybridkv.simulator.described import BLOCK_SIZES, LengthBin
@@ -40,23 +28,15 @@ _MOST_DIGITS: Final = 9
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     group = typer.Typer(help="What a trace holds, and any format as the token-exact one.", no_args_is_help=True)
-    group.command("describe")(describe_command)
-    group.command("convert")(convert_command)
+    group.command("describe")(gathered(describe_command, without=["marks"]))  # which change no token
+    group.command("convert")(gathered(convert_command))
     app.add_typer(group, name="trace")
 
 
 def describe_command(
     *,
     trace: TraceArgument,
-    format_name: FormatOption = None,
-    trace_block_size: TraceBlockSize = None,
-    tokenizer: TokenizerOption = None,
-    arrivals: ArrivalsOption = None,
-    seed: SeedOption = None,
-    hours: HoursOption = None,
-    rate: RateOption = None,
-    limit: LimitOption = None,
-    skip_bad_lines: SkipBadLines = False,
+    options: SourceOptions,
     block_sizes: Annotated[
         str,
         typer.Option(help="Of the endless cache whose hits are told, in tokens.", rich_help_panel=OUTPUT),
@@ -64,9 +44,7 @@ def describe_command(
     as_json: AsJson = False,
 ) -> None:
     """Lengths, rates, what prompts share, and what a cache that forgets nothing would hit."""
-    source = SourceOptions(
-        format_name, trace_block_size, tokenizer, arrivals, skip_bad_lines, seed, hours, rate, limit=limit
-    ).source(trace)
+    source = options.read(trace)
     told = describe(source, _sizes(block_sizes))
     if as_json:
         print(told.to_json(), end="")
@@ -78,22 +56,11 @@ def convert_command(
     *,
     trace: TraceArgument,
     out: Annotated[Path, typer.Argument(help="The file to write; gzip where it ends in .gz.", metavar="OUT")],
-    format_name: FormatOption = None,
-    trace_block_size: TraceBlockSize = None,
-    tokenizer: TokenizerOption = None,
-    arrivals: ArrivalsOption = None,
-    seed: SeedOption = None,
-    hours: HoursOption = None,
-    rate: RateOption = None,
-    marks: MarksOption = False,
-    limit: LimitOption = None,
-    skip_bad_lines: SkipBadLines = False,
+    options: SourceOptions,
     as_json: AsJson = False,
 ) -> None:
     """Write a trace in the token-exact form: lengths, times and what is equal, and no text."""
-    source = SourceOptions(
-        format_name, trace_block_size, tokenizer, arrivals, skip_bad_lines, seed, hours, rate, marks, limit
-    ).source(trace)
+    source = options.read(trace)
     summary = source.summary()
     if isinstance(source, TraceFile) and out.exists() and out.samefile(source.path):
         raise ConfigError(f"{out} is the trace itself: name another file to write")

@@ -15,47 +15,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from hybridkv.cli.axes import (
-    DEFAULTS,
-    BlockSizesOption,
-    DtypesOption,
-    EvictionsOption,
-    JobsOption,
-    LayoutsOption,
-    MaxRunningOption,
-    MemoriesOption,
-    ModelsOption,
-    PlacementsOption,
-    RanksOption,
-    ReplicasOption,
-    RouterOption,
-    TokenBudgetOption,
-    axes_of,
-)
-from hybridkv.cli.hardware import HardwareList, WeightsList
+from hybridkv.cli.axes import AxesOptions, JobsOption
+from hybridkv.cli.gathered import gathered
 from hybridkv.cli.output import console, share, table
 from hybridkv.cli.panels import OUTPUT, REQUESTS, RUN
 from hybridkv.cli.printable import printable
-from hybridkv.cli.requests import (
-    ArrivalsOption,
-    FormatOption,
-    HoursOption,
-    LimitOption,
-    MarksOption,
-    RateOption,
-    SeedOption,
-    SkipBadLines,
-    SourceOptions,
-    TokenizerOption,
-    TraceArgument,
-    TraceBlockSize,
-)
-from hybridkv.planner.plan import DEFAULT_LAYOUT
+from hybridkv.cli.requests import SourceOptions, TraceArgument
 from hybridkv.simulator import Tried, processes, tune
 from hybridkv.simulator.aims import parse_aims, parse_prices
-from hybridkv.simulator.cost import BF16
-from hybridkv.simulator.hardware import DEFAULT_HARDWARE
-from hybridkv.simulator.routing import ROUND_ROBIN
 from hybridkv.units import format_count
 
 _SHOWN: Final = 10
@@ -65,14 +32,14 @@ _TRIALS: Final = 50
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("tune")(tune_command)
+    app.command("tune")(gathered(tune_command))
 
 
 def tune_command(
     *,
     trace: TraceArgument,
-    model: ModelsOption,
-    memory: MemoriesOption,
+    trials: Annotated[int, typer.Option(help="Settings tried at most.", rich_help_panel=RUN)] = _TRIALS,
+    axes: AxesOptions,
     slo: Annotated[
         str,
         typer.Option(help="Aims: ttft-p99=1s,tpot-p99=50ms; also mean, p50, p90.", rich_help_panel=REQUESTS),
@@ -86,59 +53,19 @@ def tune_command(
     out: Annotated[
         Path, typer.Option(help="The folder of the study and its cells.", metavar="DIR", rich_help_panel=OUTPUT)
     ],
-    trials: Annotated[int, typer.Option(help="Settings tried at most.", rich_help_panel=RUN)] = _TRIALS,
-    tp: RanksOption = "1",
-    layout: LayoutsOption = DEFAULT_LAYOUT,
-    placement: PlacementsOption = None,
-    eviction: EvictionsOption = None,
-    block_size: BlockSizesOption = "16",
-    dtype: DtypesOption = None,
-    max_running: MaxRunningOption = str(DEFAULTS.max_running),
-    token_budget: TokenBudgetOption = str(DEFAULTS.token_budget),
-    hardware: HardwareList = DEFAULT_HARDWARE,
-    weights: WeightsList = BF16,
-    replicas: ReplicasOption = "1",
-    router: RouterOption = ROUND_ROBIN,
     jobs: JobsOption = None,
-    format_name: FormatOption = None,
-    trace_block_size: TraceBlockSize = None,
-    tokenizer: TokenizerOption = None,
-    arrivals: ArrivalsOption = None,
-    seed: SeedOption = None,
-    hours: HoursOption = None,
-    rate: RateOption = None,
-    marks: MarksOption = False,
-    limit: LimitOption = None,
-    skip_bad_lines: SkipBadLines = False,
+    options: SourceOptions,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print what was tried as JSON.", rich_help_panel=OUTPUT)
     ] = False,
 ) -> None:
     """Find the cheapest of many settings that keeps latency aims for a trace; started again, the search goes on."""
-    source = SourceOptions(
-        format_name, trace_block_size, tokenizer, arrivals, skip_bad_lines, seed, hours, rate, marks, limit
-    ).source(trace)
+    source = options.read(trace)
     aims, prices = parse_aims(slo), parse_prices(price)
-    axes = axes_of(
-        model=model,
-        memory=memory,
-        tp=tp,
-        layout=layout,
-        placement=placement,
-        eviction=eviction,
-        block_size=block_size,
-        dtype=dtype,
-        max_running=max_running,
-        token_budget=token_budget,
-        hardware=hardware,
-        weights=weights,
-        replicas=replicas,
-        router=router,
-    )
     at_once = (os.cpu_count() or 1) if jobs is None else jobs
     with processes(at_once) as executor, _progress(trials) as on_done:
         tried = tune(
-            source, axes, aims, prices, out, executor=executor, trials=trials, at_once=at_once, on_done=on_done
+            source, axes.values(), aims, prices, out, executor=executor, trials=trials, at_once=at_once, on_done=on_done
         )
     if as_json:
         documents = [{**asdict(one), "cell": one.cell.said(), "keeps_aims": one.keeps_aims} for one in tried]
