@@ -69,6 +69,25 @@ def test_blocks_of_groups_while_a_request_runs(llama: Served) -> None:
         assert held >= 3
 
 
+@pytest.mark.parametrize(
+    ("seats", "memory", "reason"), [(1, "4MiB", "seats"), (8, "420KiB", "no_space")], ids=["seats", "memory"]
+)
+def test_why_requests_wait(seats: int, memory: str, reason: str) -> None:
+    """One of four prompts runs, and the others lack its seat, or its memory."""
+    options = EngineOptions(max_running=seats)
+    target = Engine(load("tiny:llama"), memory=memory, max_model_len=512, options=options)
+    prompts = [[one, *([7] * 400)] for one in range(4)]
+    with serving(target) as served:
+        body = {"prompt": prompts, "max_tokens": 100, "ignore_eos": True, "stream": True, "return_token_ids": True}
+        with served.client.stream("POST", PATH, json=body) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: {")
+            found = samples(served)
+        waiting = {name: value for name, value in found.items() if "waiting_by_reason" in name and value}
+    assert waiting == {f"hybridkv:num_requests_waiting_by_reason['{reason}']": 3}
+    assert found["hybridkv:num_requests_waiting"] == 3
+
+
 def test_names_of_vllm_drafts_and_kinds_of_groups() -> None:
     target = Engine(load("tiny:qwen3_next"), memory="8MiB", max_model_len=512, speculate=NgramDrafter(2))
     with serving(target, ServeOptions(metrics_prefix="vllm")) as served:

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import pytest
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.models import read_model
+from hybridkv.planner import plan
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.schedule.waiting import Waiting, WaitingQueue
@@ -209,3 +211,36 @@ def test_who_comes_while_others_are_looked_at_is_handed_out_in_its_turn() -> Non
     assert queue.requests() == (late, requests[0], *requests[2:])
     with closing(queue.in_order()) as entries:
         assert [entry.request for entry in entries] == [late, requests[0], *requests[2:]]
+
+
+def test_why_each_waits() -> None:
+    """For a seat, memory, a turn, or a step that was not made yet."""
+    cache = KVCacheManager(attention_config(12, (4,)), 40)
+    scheduler = Scheduler(cache, SchedulerLimits(max_running=2, max_batched_tokens=24, max_overtaken=0))
+    for name, tokens in (("a", 20), ("b", 36), ("c", 4)):
+        scheduler.add(_asked(cache, name, tokens))
+    assert _waits(scheduler) == {"a": "arrived", "b": "arrived", "c": "arrived"}
+    scheduler.schedule()
+    assert _waits(scheduler) == {"b": "admission_limit", "c": "turn"}
+    scheduler.abort("b")
+    scheduler.add(_asked(cache, "d", 4))
+    scheduler.update(StepResult(0, Csr.from_lists([[7]])))
+    scheduler.schedule()
+    assert _waits(scheduler) == {"d": "seats"}
+
+
+def test_branches_wait_for_their_parent() -> None:
+    cache = KVCacheManager(plan(read_model("llama-3-8b"), memory="1GiB", max_model_len=512))
+    scheduler = Scheduler(cache, SchedulerLimits(max_batched_tokens=64))
+    scheduler.add(_asked(cache, "p", 100, n=3))
+    scheduler.schedule()
+    assert _waits(scheduler) == {"p#1": "parent", "p#2": "parent"}
+
+
+def _asked(cache: KVCacheManager, name: str, tokens: int, n: int = 1) -> Request:
+    prompt = [ord(name), *range(200, 199 + tokens)]
+    return Request(name, prompt, SamplingParams(max_tokens=4, n=n), hasher=cache.hasher)
+
+
+def _waits(scheduler: Scheduler) -> dict[str, str]:
+    return {one.request.request_id: str(one.reason) for one in scheduler.waits()}

@@ -36,7 +36,7 @@ _EXTRAS: Final = {
     "optuna": ("tuning", "optuna", "cli,tune"),
     "pydantic": ("serving a model", "fastapi", "cli,runner,serve"),
     "uvicorn": ("serving a model", "uvicorn", "cli,runner,serve"),
-    "prometheus_client": ("serving a model", "prometheus_client", "cli,runner,serve"),
+    "prometheus_client": ("reading metrics", "prometheus_client", "cli"),
 }
 """Of a module of an extra: what needs it, what that needs, and the extras to install."""
 

@@ -3,6 +3,7 @@
 from hybridkv.schedule.limits import Finished, FinishReason, Outcome, SchedulerLimits, SchedulerStatistics
 from hybridkv.schedule.scheduler import Scheduler
 from hybridkv.schedule.strides import Choose, Stride, StrideTimes, Uniform
+from hybridkv.schedule.waiting import Wait, WaitReason
 
 __all__ = [
     "Choose",
@@ -15,4 +16,6 @@ __all__ = [
     "Stride",
     "StrideTimes",
     "Uniform",
+    "Wait",
+    "WaitReason",
 ]

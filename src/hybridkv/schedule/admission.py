@@ -20,7 +20,7 @@ from hybridkv.schedule.forks import Forks
 from hybridkv.schedule.limits import Finished, FinishReason, SchedulerLimits
 from hybridkv.schedule.row_releaser import RowReleaser
 from hybridkv.schedule.running import RunningRows
-from hybridkv.schedule.waiting import QueueKey, Waiting, WaitingQueue
+from hybridkv.schedule.waiting import QueueKey, Wait, Waiting, WaitingQueue, WaitReason
 from hybridkv.specs import RequestLimits
 from hybridkv.units import format_bytes
 
@@ -239,6 +239,14 @@ class AdmissionControl:
         for reason, count in refused.items():
             self.refusals[reason] += count * steps
 
+    # -- answers
+
+    def waits(self) -> list[Wait]:
+        """Who waits in the queue, in order, then branches that wait for their parents, and why. O(n log n)."""
+        seat = self._running.has_seat
+        queued = [Wait(entry.request, _why(entry, seat=seat)) for entry in self._waiting.entries()]
+        return queued + [Wait(child, WaitReason.PARENT) for child in self._forks.requests()]
+
     # -- one request
 
     def _plan_behind_hit(self, entry: Waiting, builder: StepBuilder) -> SlotPlan | None:
@@ -254,7 +262,9 @@ class AdmissionControl:
         plan, refusal = self._plan(request, cache.blocks_of(entry.hit), entry.hit.tokens, builder, alone=alone)
         if refusal is not None and alone and any(entry.hit.sources):  # what is copied may be in the way of the copy
             plan, refusal = self._plan(request, None, 0, builder, alone=alone)
+        entry.lacked = None
         if refusal is not None:
+            entry.lacked = refusal.reason
             self.refusals[refusal.reason] += 1
         return plan
 
@@ -302,3 +312,12 @@ class AdmissionControl:
             request.first_hit_tokens = plan.hit_tokens
             self.prompt_tokens += request.num_prompt_tokens
             self.hit_tokens += min(plan.hit_tokens, request.num_prompt_tokens)
+
+
+def _why(entry: Waiting, *, seat: bool) -> WaitReason:
+    """Why ``entry`` waits. seat: whether one more may run."""
+    if entry.in_flight_steps:
+        return WaitReason.IN_FLIGHT
+    if not seat:
+        return WaitReason.SEATS
+    return WaitReason.TURN if entry.lacked is None else WaitReason(entry.lacked)

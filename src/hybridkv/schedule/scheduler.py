@@ -35,7 +35,7 @@ from hybridkv.schedule.row_releaser import RowReleaser
 from hybridkv.schedule.running import InFlight, RunningRows
 from hybridkv.schedule.speculation import Speculation
 from hybridkv.schedule.strides import NO_STRIDE, Choose, Stride, Strides, StrideTimes
-from hybridkv.schedule.waiting import WaitingQueue
+from hybridkv.schedule.waiting import Wait, WaitingQueue, WaitReason
 from hybridkv.step import Step, StepResult
 from hybridkv.units import MOST_COUNT, shown
 
@@ -160,6 +160,12 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests that run."""
         return len(self._running)
+
+    def waits(self) -> list[Wait]:
+        """Who waits, in order, branches last, and why. By the owner's thread only. O(waiting * log waiting)."""
+        self._inbox.claim()
+        arriving = [Wait(request, WaitReason.ARRIVED) for request in self._inbox.arriving()]
+        return self._admission.waits() + arriving
 
     @property
     def num_in_flight(self) -> int:

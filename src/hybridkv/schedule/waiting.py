@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from heapq import heapify, heappop, heappush
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
-from hybridkv.cache import CommonHit, KVCacheManager
+from hybridkv.cache import CommonHit, KVCacheManager, Reason
 from hybridkv.request import Request
 
 QueueKey = tuple[float, float, int]
@@ -16,12 +17,39 @@ QueueKey = tuple[float, float, int]
 _FEW: Final = 64  # keys of entries that left: as many are never looked for
 
 
+class WaitReason(StrEnum):
+    """Why a request waits.
+
+    arrived: no step was made since it came. parent: it branches off one that is not so far. seats: as many run as may.
+    in_flight: steps that it was preempted in are not done. turn: those before it did not let it pass, or the step's
+    tokens were spent. The others: what it lacked when it was last looked at, as Reason has it.
+    """
+
+    ARRIVED = "arrived"
+    PARENT = "parent"
+    SEATS = "seats"
+    IN_FLIGHT = "in_flight"
+    TURN = "turn"
+    NO_SPACE = Reason.NO_SPACE.value
+    FRAGMENTED = Reason.FRAGMENTED.value
+    ADMISSION_LIMIT = Reason.ADMISSION_LIMIT.value
+    PREFIX_NOT_WRITTEN = Reason.PREFIX_NOT_WRITTEN.value
+
+
+class Wait(NamedTuple):
+    """A request that waits, and why."""
+
+    request: Request
+    reason: WaitReason
+
+
 @dataclass(slots=True)
 class Waiting:
     """One waiting request.
 
     queue_key: its place. in_flight_steps: steps in flight that still sample for it (it was preempted meanwhile): it is
     admitted when their results are in. hit, evictions: the look-up remembered, and when it was made.
+    lacked: why it did not come in when it was last looked at; None for the budget, or before.
     overtaken: admissions of requests behind it since it was refused, first at ``refused_at`` seconds.
     """
 
@@ -30,6 +58,7 @@ class Waiting:
     in_flight_steps: int = 0
     hit: CommonHit | None = field(default=None, repr=False)
     evictions: int = 0
+    lacked: Reason | None = None
     overtaken: int = 0
     refused_at: float | None = None
 
@@ -126,6 +155,10 @@ class WaitingQueue:
         keys = set(self._queue_keys)
         return [entry.request for key, entry in self._at.items() if key not in keys]
 
-    def requests(self) -> tuple[Request, ...]:
+    def entries(self) -> list[Waiting]:
         """All that wait, in order. O(waiting * log waiting)."""
-        return tuple(self._at[key].request for key in sorted(self._at))
+        return [self._at[key] for key in sorted(self._at)]
+
+    def requests(self) -> tuple[Request, ...]:
+        """Those requests."""
+        return tuple(entry.request for entry in self.entries())

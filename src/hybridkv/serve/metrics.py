@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections import Counter as Counts
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
@@ -23,7 +24,7 @@ from hybridkv.cache.statistics import CacheStatistics
 from hybridkv.errors import ConfigError
 from hybridkv.runner.completion import Completion
 from hybridkv.runner.engine import Engine
-from hybridkv.schedule import SchedulerStatistics
+from hybridkv.schedule import SchedulerStatistics, WaitReason
 from hybridkv.units import shown
 
 PREFIX: Final = "hybridkv"
@@ -43,7 +44,7 @@ def metrics_prefix(name: str, value: object) -> str:
 class Snapshot:
     """What an engine says of itself at one moment. kinds: what each of the plan's groups keeps; sizes: of its blocks.
 
-    explains: whether misses have reasons.
+    explains: whether misses have reasons. waits: how many wait, by reason.
     """
 
     scheduler: SchedulerStatistics
@@ -52,14 +53,16 @@ class Snapshot:
     kinds: tuple[str, ...]
     sizes: tuple[int, ...]
     explains: bool
+    waits: Mapping[WaitReason, int]
 
     @classmethod
     def of(cls, engine: Engine) -> Snapshot:
-        """Of now, in the engine's own thread. O(blocks)."""
+        """Of now, in the engine's own thread. O(blocks + waiting * log waiting)."""
         config, cache = engine.plan.config, engine.cache
         kinds = tuple(str(one.spec.keeps) for one in config.groups)
         sizes = tuple(config.block_bytes_of(number) for number in range(len(kinds)))
-        return cls(engine.statistics(), cache.statistics(), cache.usage, kinds, sizes, cache.explains)
+        waits = Counts(one.reason for one in engine.scheduler.waits())
+        return cls(engine.statistics(), cache.statistics(), cache.usage, kinds, sizes, cache.explains, waits)
 
 
 class RequestMetrics:
@@ -157,6 +160,10 @@ class SnapshotCollector:
             gauge = self._gauge(name, said)
             gauge.add_metric([self._model_name], value)
             yield gauge
+        waits = self._gauge("num_requests_waiting_by_reason", "Requests that wait, by what for.", "reason")
+        for reason in WaitReason:
+            waits.add_metric([self._model_name, reason], now.waits.get(reason, 0))
+        yield waits
 
     def _counters(self, now: SchedulerStatistics) -> Iterator[Metric]:
         for name, said, value in (

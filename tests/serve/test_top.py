@@ -1,0 +1,186 @@
+"""`hybridkv top` shows what /metrics say, whatever their prefix, and says in one line why it cannot."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from io import StringIO
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from serve_support import Served, engine_of, serving
+
+from hybridkv.cli import top
+from hybridkv.cli.exposition import Exposition
+from hybridkv.errors import ConfigError
+from hybridkv.serve import ServeOptions
+from hybridkv.serve.keys import ApiKeys
+
+PATH = "/v1/completions"
+RECORDED = """
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m\x1b[31m"} 3.0
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m\x1b[31m"} 7.0
+# TYPE vllm:num_requests_waiting_by_reason gauge
+vllm:num_requests_waiting_by_reason{model_name="m",reason="no_space"} 5.0
+vllm:num_requests_waiting_by_reason{model_name="m",reason="seats"} 2.0
+vllm:num_requests_waiting_by_reason{model_name="m",reason="turn"} 0.0
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{model_name="m"} 0.25
+# TYPE vllm:prefix_cache_queries counter
+vllm:prefix_cache_queries_total{model_name="m"} 1000.0
+# TYPE vllm:prefix_cache_hits counter
+vllm:prefix_cache_hits_total{model_name="m"} 250.0
+# TYPE vllm:generation_tokens counter
+vllm:generation_tokens_total{model_name="m"} 100.0
+# TYPE vllm:time_to_first_token_seconds histogram
+vllm:time_to_first_token_seconds_bucket{le="0.1",model_name="m"} 50.0
+vllm:time_to_first_token_seconds_bucket{le="0.2",model_name="m"} 100.0
+vllm:time_to_first_token_seconds_bucket{le="+Inf",model_name="m"} 100.0
+vllm:time_to_first_token_seconds_count{model_name="m"} 100.0
+vllm:time_to_first_token_seconds_sum{model_name="m"} 10.0
+"""
+LATER = (
+    RECORDED.replace("} 1000.0", "} 1100.0")
+    .replace('hits_total{model_name="m"} 250.0', 'hits_total{model_name="m"} 340.0')
+    .replace('generation_tokens_total{model_name="m"} 100.0', 'generation_tokens_total{model_name="m"} 120.0')
+)
+
+
+def drawn(view: top.View) -> list[str]:
+    out = StringIO()
+    Console(file=out, width=80).print(view.shown())
+    assert all(len(line) <= 80 for line in out.getvalue().splitlines())
+    return [" ".join(line.split()) for line in out.getvalue().splitlines() if line.strip()]
+
+
+def test_a_recorded_exposition() -> None:
+    view = top.View("http://there/metrics")
+    view.add(Exposition.parse(RECORDED, 10.0))
+    lines = drawn(view)
+    assert lines[0] == r"m\x1b[31m at http://there/metrics"
+    assert "running 3" in lines
+    assert "waiting 7 5 no space, 2 seats" in lines
+    assert any(line.startswith("memory held 25.0% █") for line in lines)
+    assert "found in the cache - 25.0%" in lines
+    assert "first token 0.1 0.18 0.198" in lines
+    view.add(Exposition.parse(LATER, 12.0))
+    lines = drawn(view)
+    assert "found in the cache 90.0% 30.9% █" in lines
+    assert "output, a second 10.0 120" in lines
+
+
+def test_a_server_that_was_begun_anew_counts_from_nothing() -> None:
+    later, again = Exposition.parse(LATER, 1.0), Exposition.parse(RECORDED, 2.0)
+    assert again.rate(later, "generation_tokens_total") == 100
+    assert again.hit_rate(later) == 0.25
+
+
+@given(st.lists(st.floats(0, 0.35), min_size=1, max_size=40), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+def test_quantiles_lie_in_the_right_bucket(times: list[float], share: float) -> None:
+    edges = [0.1, 0.2, 0.3]
+    counts = [sum(one <= edge for one in times) for edge in edges] + [len(times)]
+    text = "x:num_requests_running 0\n" + "".join(
+        f'x:t_bucket{{le="{edge}"}} {count}\n' for edge, count in zip([*edges, "+Inf"], counts, strict=True)
+    )
+    found = Exposition.parse(text, 0.0).quantile("t", share)
+    assert found is not None
+    wanted = share * len(times)
+    here = next(at for at, count in enumerate(counts) if count >= wanted and (count or not wanted))
+    if wanted:
+        assert ([0.0, *edges][here]) <= found <= [*edges, edges[-1]][here]
+
+
+def test_a_server_beside_its_own_counts(llama: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        llama.post(PATH, prompt="a prompt that comes twice, of two blocks", max_tokens=6, ignore_eos=True)
+    assert top.top_command(url=llama.url, once=True) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    now = llama.front.engine.statistics()
+    groups = llama.front.engine._engine.cache.statistics().groups
+    assert f"tiny:llama at {llama.url}/metrics" in lines
+    assert f"found in the cache - {now.hit_tokens / now.prompt_tokens:.1%}" in lines
+    assert f"prompt, a second - {now.prompt_tokens}" in lines
+    assert any(line.startswith(f"0 tokens {groups[0].held_blocks} {groups[0].cached_blocks} ") for line in lines)
+    assert f"ended {now.requests_finished} 0 since this began" in lines
+
+
+def test_it_goes_on_in_a_terminal(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    class EnoughError(Exception):
+        pass
+
+    out, slept = StringIO(), list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        llama.post(PATH, prompt="more", max_tokens=5, ignore_eos=True)
+        if len(slept) == 3:
+            raise EnoughError
+
+    monkeypatch.setattr(top, "console", lambda: Console(file=out, force_terminal=True, width=80))
+    monkeypatch.setattr(time, "sleep", sleep)
+    with pytest.raises(EnoughError):
+        top.top_command(url=llama.url, every=0.1)
+    assert out.getvalue().count("found in the cache") >= 3
+
+
+def test_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys"
+    file.write_text("sk-all\nsk-one salt\n")
+    with serving(engine_of("llama"), ServeOptions(keys=ApiKeys.read(file), metrics_prefix="vllm")) as served:
+        for key, status in ((None, "401 Unauthorized"), ("sk-one", "403 Forbidden")):
+            with pytest.raises(ConfigError, match=f"answers {status}: name a key without a salt in HYBRIDKV_API_KEY"):
+                top.top_command(url=served.url, once=True, api_key=key)
+        assert top.top_command(url=f"{served.url}/metrics", once=True, api_key="sk-all") == 0
+    assert "running" in capsys.readouterr().out
+
+
+class Other(BaseHTTPRequestHandler):
+    """Of something else: what the first part of a path asks for."""
+
+    def do_GET(self) -> None:
+        said = {"/page": b"<html>", "/other": b"up 1\n", "/bytes": b"\xff\xfe"}[self.path.removesuffix("/metrics")]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(said)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def something_else() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Other) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("path", "said"), [("/page", "no metrics"), ("/other", "not those of hybridkv or vLLM"), ("/bytes", "cannot read")]
+)
+def test_what_is_no_such_server(path: str, said: str) -> None:
+    with something_else() as there, pytest.raises(ConfigError, match=said):
+        top.top_command(url=there + path, once=True)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "file:///etc/passwd", "http://", "ftp://a", "http://a b", "http://[", "a:0", "a:x"]
+)
+def test_what_is_no_address(url: str) -> None:
+    with pytest.raises(ConfigError, match="is no address of a server"):
+        top.top_command(url=url, once=True)
+
+
+def test_nobody_there() -> None:
+    with something_else() as there:
+        pass
+    with pytest.raises(ConfigError, match=r"cannot read http://127.0.0.1:\d+/metrics: .* is a server there\?"):
+        top.top_command(url=there, once=True)
