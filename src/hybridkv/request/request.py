@@ -245,6 +245,12 @@ class Request:
             return head
         return head + self._rows.tail[self.row, max(start - whole, 0) : end - whole].tobytes()
 
+    def token_tuple(self, start: int, stop: int) -> tuple[int, ...]:
+        """Known tokens 0 <= start .. stop-1. O(stop - start), in haste."""
+        if stop <= len(self._tokens):
+            return tuple(self._tokens[start:stop])
+        return tuple(self.token_ids(start, stop).tolist())
+
     @property
     def output_token_ids(self) -> list[int]:
         """Tokens behind the prompt."""

@@ -135,7 +135,7 @@ def _stored(run: Run, first: int, last: int) -> BlockStored:
     return BlockStored(
         block_hashes=tuple(keys),
         parent_block_hash=parent,
-        token_ids=tuple(request.token_ids(first * size, last * size).tolist()),
+        token_ids=request.token_tuple(first * size, last * size),
         block_size=size,
         lora_id=None if request.lora is None else request.lora.id,
         lora_name=None if request.lora is None else request.lora.name,
