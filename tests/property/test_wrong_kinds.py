@@ -101,6 +101,7 @@ class World:
 
     def goes_on(self) -> None:
         """Nothing is lost: what waits and runs comes to its end, and gives everything back."""
+        self.cache.free("loaded")  # which the scheduler knows nothing of
         self.sched.check()
         while self.sched.num_in_flight:
             self.land(self.flights().pop(0))
@@ -165,6 +166,11 @@ def cache_calls(world: World) -> Calls:
     none = np.array([0])
     yield cache.accept_drafts, {"rows": rows, "drafted": none, "kept": none}
     yield cache.cache_blocks, {"request": a, "num_computed_tokens": 4}
+    loaded = world.request("loaded")
+    cache.allocate_slots(loaded, 0, delay_cache_blocks=True, num_external_computed_tokens=2)
+    yield cache.finish_load, {"request": loaded, "num_computed_tokens": 2}
+    yield cache.get_computed_blocks_per_group, {"request": fresh}
+    yield cache.evict_blocks, {"group": 0, "block_ids": []}
     yield cache.forget_moved, {"moved": np.array([], np.int64)}
     yield cache.bounds.refuse_drafts, {"num_drafts": 0}
     yield cache.bounds.peak_blocks, {"limits": RequestLimits(100), "max_in_flight": 1}

@@ -23,6 +23,7 @@ from hybridkv.cache.slots.checkpoints import Checkpoints
 from hybridkv.cache.slots.holds import Locks, Pins
 from hybridkv.cache.slots.judged import JudgedEnds
 from hybridkv.cache.slots.kept import KeptEnds, LastUsed
+from hybridkv.cache.slots.loads import Loads
 from hybridkv.cache.slots.lookup import PrefixLookup
 from hybridkv.cache.slots.misses import Misses
 from hybridkv.cache.slots.plan import SlotPlanner
@@ -76,6 +77,7 @@ class CacheParts:
     checkpoints: Checkpoints
     lookup: PrefixLookup
     misses: Misses | None
+    loads: Loads
     planner: SlotPlanner
     slots: Slots
     strides: Strides
@@ -136,8 +138,18 @@ def assemble(config: KVCacheConfig, layout: Layout, options: CacheOptions) -> Ca
         residents.begins = misses.note_begun
     if options.block_times:
         pool.keys.times = BlockTimes(pool.num_blocks, options.clock)
-    planner = SlotPlanner(pool, residents, publisher=publisher, log=log, max_model_len=options.max_model_len)
-    slots = Slots(pool, residents, planner=planner, publisher=publisher, transfers=transfers, checkpoints=checkpoints)
+    loads = Loads(groups, locks)
+    planner = SlotPlanner(
+        pool, residents, publisher=publisher, log=log, loads=loads, max_model_len=options.max_model_len
+    )
+    slots = Slots(
+        pool,
+        residents,
+        planner=planner,
+        publisher=publisher,
+        transfers=transfers,
+        checkpoints=checkpoints,
+    )
     strides = Strides(
         pool,
         residents,
@@ -162,6 +174,7 @@ def assemble(config: KVCacheConfig, layout: Layout, options: CacheOptions) -> Ca
         checkpoints,
         lookup,
         misses,
+        loads,
         planner,
         slots,
         strides,

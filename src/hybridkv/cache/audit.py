@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hybridkv.cache.rows.residents import STALLED
 from hybridkv.errors import CacheError
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ def _columns(group: CacheGroup, bound: dict[int, Request]) -> Iterator[str]:
 
 
 def _next_event(parts: CacheParts, row: int) -> int:
+    if row in parts.loads:
+        return STALLED
     soonest = min(group.next_event(row, publishes=parts.hasher is not None) for group in parts.groups)
     return min(soonest, parts.publisher.next_end(row))
 

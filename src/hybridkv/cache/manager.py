@@ -36,7 +36,7 @@ from hybridkv.cache.slots.strides import Advance
 from hybridkv.cache.slots.transfers import Transfers
 from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats, cache_statistics
 from hybridkv.cache.values import KVCacheBlocks
-from hybridkv.errors import CacheError, ConfigError
+from hybridkv.errors import BlockError, CacheError, ConfigError
 from hybridkv.planner import KVCacheConfig, Plan
 from hybridkv.request import Hasher, Request, checked_hasher
 from hybridkv.step import Cells
@@ -171,6 +171,16 @@ class KVCacheManager:
         hit = self.look_up(request)
         return self.blocks_of(hit), hit.tokens
 
+    def get_computed_blocks_per_group(self, request: Request) -> tuple[KVCacheBlocks, tuple[int, ...]]:
+        """What each group has of ``request``, whatever the others have: its blocks, and how many tokens that is.
+
+        For connectors, which fetch what is missing. Each ends where its own blocks do, or at any token in the natural
+        layout, whose blocks that are used in part, and kept states, are left out. Nothing is adopted or counted.
+        O(blocks of the request).
+        """
+        hits = self._lookup.of_each(request)
+        return KVCacheBlocks(tuple(hit.blocks for hit in hits), self.block_pool), tuple(hit.tokens for hit in hits)
+
     def look_up(self, request: Request) -> CommonHit:
         """find_hit, counted in the statistics."""
         hit = self._lookup.find(request)
@@ -208,8 +218,9 @@ class KVCacheManager:
     def blocks_to_share(self, request: Request) -> tuple[KVCacheBlocks, int]:
         """What a branch of ``request``, which no step in flight holds, begins with, and its tokens: those computed.
 
-        Natural layout. CacheError for a request that holds no blocks.
+        Natural layout. CacheError for a request that holds no blocks, or is being loaded.
         """
+        self._parts.loads.refuse(instance("request", request, Request))
         return self._lookup.blocks_to_share(request)
 
     @property
@@ -331,11 +342,13 @@ class KVCacheManager:
         """What ``request`` needs to compute ``num_new_tokens`` behind its computed tokens. Changes nothing.
 
         num_new_computed_tokens, new_computed_blocks: a hit to adopt, for a request that holds no blocks.
-        num_external_computed_tokens: tokens behind the hit whose KV and state are loaded from elsewhere.
+        num_external_computed_tokens: tokens behind the hit whose KV and state are loaded from elsewhere: by this step's
+        worker before its forward, or, with 0 new tokens and delay_cache_blocks, by a transfer beside the steps, which
+        begins behind this one's copies: until ``finish_load`` the request computes nothing and its blocks stay put.
         num_lookahead_tokens: room for draft tokens, never published. delay_cache_blocks: publish nothing.
         num_encoder_tokens: of the encoder's input, for cross attention.
         Raises ConfigError when there is nothing to allocate or the hit cannot be adopted, and for a request
-        of another hasher; CacheError for one that holds blocks of another manager.
+        of another hasher; CacheError for one that holds blocks of another manager, or is being loaded.
         """
         self._residents.refuse_stranger(request)
         wanted = self._demand_of(
@@ -450,6 +463,17 @@ class KVCacheManager:
         """
         self._slots.publish_computed(request, integer("num_computed_tokens", num_computed_tokens, 0))
 
+    def finish_load(self, request: Request, num_computed_tokens: int | None = None) -> int:
+        """The transfer for ``request`` is over: its first ``num_computed_tokens`` tokens came, None for all.
+
+        Returns behind how many of them it goes on: those are computed, and can be hit. 0: it holds nothing any longer,
+        for nothing came, or not what some group goes on from (the end of a window, a state); look it up anew, what is
+        not here is computed. ConfigError for more than were to come, CacheError for a request that is not loaded.
+        """
+        tokens = num_computed_tokens
+        came = None if tokens is None else integer("num_computed_tokens", tokens, 0, MOST_COUNT)
+        return self._slots.finish_load(instance("request", request, Request), came)
+
     def keep_end(self, request: Request) -> None:
         """``request`` ends or is preempted, and no step in flight holds it: its computed tokens can be hit to the last.
 
@@ -524,6 +548,19 @@ class KVCacheManager:
         """Free each of ``requests``, in this order, in one go where they share no block."""
         self._slots.free_many([one.request_id for one in instances("requests", requests, Request)])
 
+    def evict_blocks(self, group: int, block_ids: Sequence[int] | Int32) -> None:
+        """Blocks of ``group``, by ids as get_block_ids has them, can be hit no longer; who holds them keeps them.
+
+        For those whose load failed. In the reference layout all groups share their ids. BlockError for others.
+        """
+        of = self.block_pool.classes[integer("group", group, 0, len(self.groups) - 1)]
+        ids = np.unique(integers("block_ids", block_ids, 0))
+        last = [*self.block_pool.bases, self.block_pool.num_blocks][of + 1]
+        found = ids[ids > 0] + self.block_pool.bases[of]
+        if found.size and found[-1] >= last:
+            raise BlockError(f"group {group} has no block {int(ids[-1])}: evict those of get_block_ids")
+        self.block_pool.evict_blocks(found.astype(np.int32))
+
     def reset_prefix_cache(self) -> bool:
         """Forget all keys, if no block is in use. Returns whether it was done."""
         done = self.block_pool.reset_prefix_cache()
@@ -540,8 +577,8 @@ class KVCacheManager:
     def lock(self, request: Request | str) -> BlockLock:
         """What a request holds now stays where it is, and held, until ``unlock``: for a transfer to elsewhere.
 
-        Natural layout: those blocks are not moved between slabs, also when the request ends meanwhile. CacheError for
-        a request that holds no blocks.
+        Also when the request ends meanwhile: lock, then free. In the natural layout those blocks are not moved between
+        slabs either. CacheError for a request that holds no blocks.
         """
         request_id = _id_of(request)
         resident = self._residents.get(request_id)

@@ -21,6 +21,9 @@ Int64 = NDArray[np.int64]
 
 _NEVER: Final = np.iinfo(np.int64).max
 
+STALLED: Final = 1
+"""The next event of a row that gets nothing now: before whatever is asked for."""
+
 MOST_NAMES: Final = 1 << 16
 """Names that are remembered; the one not seen for longest goes first."""
 
@@ -146,6 +149,10 @@ class Residents:
         """Find the next event of one row, without arrays of one element."""
         soonest = min(group.next_event(row, publishes=self._publishes) for group in self.groups)
         self._next_event[row] = min(soonest, self._publisher.next_end(row))
+
+    def stall(self, row: int) -> None:
+        """``row`` may hold no token more, whoever asks, until it is refreshed."""
+        self._next_event[row] = STALLED
 
     def refresh_many(self, rows: Int64) -> None:
         """Find the next events of ``rows``, all at once."""

@@ -68,7 +68,12 @@ class Checkpoints:
         self._next = grown(self._next, row + 1, NEVER)
         self._late.pop(row, None)
         self._kept.begin(request, hit_tokens)
-        self._next[row] = self._next_stop(request, computed_tokens)
+        self.go_on(request, computed_tokens)
+
+    def go_on(self, request: Request, computed_tokens: int) -> None:
+        """``request``, which has a row, goes on behind ``computed_tokens``."""
+        if not self.idle:
+            self._next[request.row] = self._next_stop(request, computed_tokens)
 
     # -- stops
 

@@ -21,6 +21,7 @@ from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.cache.rows.publishing import Publisher
 from hybridkv.cache.rows.residents import Residents
 from hybridkv.cache.rows.write_log import WriteLog
+from hybridkv.cache.slots.loads import Loads
 from hybridkv.cache.values import KVCacheBlocks
 from hybridkv.errors import CacheError, ConfigError, StalePlanError
 from hybridkv.request import Request
@@ -66,7 +67,8 @@ class SlotPlan(NamedTuple):
     certain_tokens: tokens that are computed then, drafts left out. sources: by group, the block that its new last
     column, or its state, is copied from; 0: none. hit_tokens: those adopted. computed_tokens: those before the
     new ones. known_tokens: those that may be published. begins: the request holds no row yet. encodes: blocks for the
-    encoder's output are taken, which whoever runs the first tokens must write.
+    encoder's output are taken, which whoever runs the first tokens must write. loads: nothing is computed, the
+    computed tokens come from elsewhere.
     """
 
     epoch: int
@@ -80,6 +82,7 @@ class SlotPlan(NamedTuple):
     known_tokens: int = 0
     begins: bool = False
     encodes: bool = False
+    loads: bool = False
 
 
 class Admission(NamedTuple):
@@ -87,12 +90,14 @@ class Admission(NamedTuple):
 
     full: all tokens of the request must fit, as these limits say. steps: that may be in flight; 0: of states, those
     that the first tokens take are all that is asked for.
-    reserve_blocks: blocks (slabs, where there are any) that must stay free besides.
+    reserve_blocks: blocks (slabs, where there are any) that must stay free besides. chunk_reserve: that must stay free
+    besides the first tokens alone: what others that run still need, for one that cannot give way.
     """
 
     full: RequestLimits
     steps: int = 1
     reserve_blocks: int = 0
+    chunk_reserve: int = 0
 
 
 class SlotDemand(NamedTuple):
@@ -108,10 +113,20 @@ class SlotDemand(NamedTuple):
 
 
 class SlotPlanner:
-    """Adds up what the policies of all groups say, and touches nothing. max_model_len: most tokens of a request."""
+    """Adds up what the policies of all groups say, and touches nothing. max_model_len: most tokens of a request.
+
+    loads: rows that get nothing now.
+    """
 
     def __init__(
-        self, pool: BlockPool, residents: Residents, *, publisher: Publisher, log: WriteLog, max_model_len: int
+        self,
+        pool: BlockPool,
+        residents: Residents,
+        *,
+        publisher: Publisher,
+        log: WriteLog,
+        loads: Loads,
+        max_model_len: int,
     ) -> None:
         groups = residents.groups
         self.max_model_len = max_model_len
@@ -121,10 +136,12 @@ class SlotPlanner:
         self._request_rows = residents.request_rows
         self._publisher = publisher
         self._log = log
+        self.loads = loads
 
     def plan(self, request: Request, wanted: SlotDemand, admission: Admission | None = None) -> SlotPlan | Refusal:
         """One GroupPlan a group, or why not. ConfigError for a demand that makes no sense."""
         groups, pool, row = self._groups, self._pool, request.row
+        self.loads.refuse(request)
         _check_wanted(request, wanted, groups, caching=self._publisher.publishes)
         self._check_hit(request, wanted)
         in_flight = self._request_rows.in_flight.item(row) if row >= 0 else 0
@@ -151,10 +168,10 @@ class SlotPlanner:
             return Refusal(Reason.PREFIX_NOT_WRITTEN, blocked, needed, free)
         if admission is not None:
             kept = _needed_blocks(plans, (0,) * len(plans), pool)  # sources are held for this step alone
-            later = _later_blocks(groups, plans, admission)
+            later = _later_blocks(groups, plans, row, admission)
             in_all = pool.weigh([now + then for now, then in zip(kept, later, strict=True)], freed).needed
-            if in_all + admission.reserve_blocks > free:
-                wanted_blocks = in_all + admission.reserve_blocks
+            wanted_blocks = max(in_all + admission.reserve_blocks, needed + admission.chunk_reserve)
+            if wanted_blocks > free:
                 return Refusal(Reason.ADMISSION_LIMIT, _largest_group(plans), wanted_blocks, free, tuple(needs))
         if pool.waits(needs, freed):
             return Refusal(Reason.FRAGMENTED, _largest_group(plans), needed, free)
@@ -170,6 +187,7 @@ class SlotPlanner:
             demand.known,
             begins=row < 0,
             encodes=any(plan.take for plan, group in zip(plans, groups, strict=True) if group in self._encoded),
+            loads=not wanted.new_tokens,
         )
 
     def _adopted(self, request: Request, wanted: SlotDemand) -> Sequence[Int32]:
@@ -242,7 +260,7 @@ def _check_wanted(request: Request, wanted: SlotDemand, groups: Sequence[CacheGr
     """
     name = request.request_id
     if wanted.new_tokens <= 0:
-        raise ConfigError(f"nothing to allocate for {name!r}: num_new_tokens is {wanted.new_tokens}")
+        _check_load(request, wanted)
     if min(wanted.external_tokens, wanted.lookahead_tokens, wanted.encoder_tokens) < 0:
         raise ConfigError(f"token counts for {name!r} must not be negative")
     if wanted.encoder_tokens and not any(group.kind.spec.keeps == Keeps.ENCODER for group in groups):
@@ -263,6 +281,25 @@ def _check_wanted(request: Request, wanted: SlotDemand, groups: Sequence[CacheGr
         _check_hit_size(request, wanted, groups)
         if wanted.hit.is_stale:
             raise StalePlanError(f"blocks of the hit handed over for {name!r} were evicted since: look up again")
+
+
+def _check_load(request: Request, wanted: SlotDemand) -> None:
+    """ConfigError unless what is asked for without a token to compute are blocks for tokens from elsewhere."""
+    name = request.request_id
+    if wanted.new_tokens < 0 or wanted.external_tokens <= 0:
+        raise ConfigError(f"nothing to allocate for {name!r}: num_new_tokens is {wanted.new_tokens}")
+    if not wanted.delayed:
+        raise ConfigError(
+            f"external tokens of {name!r} are not there yet and none is computed: say delay_cache_blocks=True, and "
+            "finish_load when they have come"
+        )
+    if wanted.encoder_tokens:
+        raise ConfigError(f"nobody runs the encoder of {name!r} while it is loaded: compute a token with it")
+    if wanted.hit_tokens + wanted.external_tokens >= request.num_tokens:
+        raise ConfigError(
+            f"{wanted.external_tokens} external tokens behind {wanted.hit_tokens} leave nothing to compute of "
+            f"{request.num_tokens}: load all but the last token at most"
+        )
 
 
 def _check_hit_size(request: Request, wanted: SlotDemand, groups: Sequence[CacheGroup]) -> None:
@@ -335,12 +372,16 @@ def _largest_group(plans: Sequence[GroupPlan]) -> int:
     return max(range(len(plans)), key=lambda group: plans[group].take)
 
 
-def _later_blocks(groups: Sequence[CacheGroup], plans: Sequence[GroupPlan], admission: Admission) -> list[int]:
-    """What an admitted request may need besides, up to its peak, by group."""
-    return [
-        max(group.peak_blocks(admission.full, admission.steps) - int(np.count_nonzero(plan.reuse)) - plan.take, 0)
-        for group, plan in zip(groups, plans, strict=True)
-    ]
+def _later_blocks(
+    groups: Sequence[CacheGroup], plans: Sequence[GroupPlan], row: int, admission: Admission
+) -> list[int]:
+    """What an admitted request may need besides, up to its peak, by group. row: -1, or what it was loaded into."""
+    later = []
+    for group, plan in zip(groups, plans, strict=True):
+        held = plan.reuse if row < 0 else group.rows.ids(row)[plan.drop :]
+        peak = group.peak_blocks(admission.full, admission.steps)
+        later.append(max(peak - int(np.count_nonzero(held)) - plan.take, 0))
+    return later
 
 
 def _unwritten_prefix(

@@ -35,7 +35,9 @@ _NONE = np.empty(0, np.int32)
 
 
 class Slots:
-    """The one that changes rows and holds of running requests. planner: decides what it does.
+    """The one that changes rows and holds of running requests.
+
+    planner: decides what it does, and knows which rows are being loaded.
 
     The last one told of a row is ``residents``, which then finds its next event.
     """
@@ -60,6 +62,7 @@ class Slots:
         self._publisher = publisher
         self._transfers = transfers
         self._checkpoints = checkpoints
+        self._loads = planner.loads
         self._no_hit = KVCacheBlocks((_NONE,) * len(residents.groups), pool)
         self._only_grow = all(group.policy.only_grows for group in residents.groups)
 
@@ -87,6 +90,7 @@ class Slots:
             not self._only_grow
             or total_tokens > self._planner.max_model_len
             or end_tokens >= self._publisher.next_end(row)
+            or row in self._loads
         ):
             return None
         processed = requests.num_computed.item(row) - requests.in_flight.item(row)
@@ -125,8 +129,28 @@ class Slots:
         if plan.begins:
             self._checkpoints.begin(request, plan.hit_tokens, plan.computed_tokens)
         self._pool.advance_epoch()
-        self._residents.refresh(row)
+        if plan.loads:
+            request.num_computed_tokens = plan.computed_tokens
+            self._loads.begin(row, plan.computed_tokens)
+            self._residents.stall(row)
+        else:
+            self._residents.refresh(row)
         return new
+
+    def finish_load(self, request: Request, tokens: int | None) -> int:
+        """What was loaded for ``request`` has come, its first ``tokens`` tokens; see KVCacheManager.finish_load."""
+        row, arrived = self._residents.row_of(request), self._loads.arrived(request, tokens)
+        self._loads.end(row)
+        request.num_computed_tokens = arrived
+        if not arrived:
+            self.free(request.request_id)
+            return 0
+        self._publisher.begin(request, arrived)
+        self._checkpoints.go_on(request, arrived)
+        self._publisher.publish_computed(request, arrived, written=True)
+        self._pool.advance_epoch()
+        self._residents.refresh(row)
+        return arrived
 
     def _carry_out(self, plan: SlotPlan, row: int) -> tuple[Int32, ...]:
         """All groups drop before any touches, and touch before any takes.
@@ -199,7 +223,7 @@ class Slots:
 
     def drop_skipped(self, request: Request) -> None:
         """Give back what ``request`` reads no longer: windows and states before its processed tokens."""
-        if request.row < 0:
+        if request.row < 0 or request.row in self._loads:
             return
         row = self._residents.row_of(request)
         processed = self._request_rows.num_computed.item(row) - self._request_rows.in_flight.item(row)
@@ -222,6 +246,9 @@ class Slots:
     def allocate(self, rows: Int64, num_new_tokens: Int64 | int, num_lookahead_tokens: int) -> BatchSlots:
         """Slots for ``rows``, distinct; see KVCacheManager.allocate_batch."""
         requests, most = self._request_rows, self._planner.max_model_len
+        for row in self._loads:
+            if (rows == row).any():
+                self._loads.refuse(requests.owner(row))
         end = np.minimum(requests.num_computed[rows] + num_new_tokens, most)
         total = np.minimum(end + num_lookahead_tokens, most)
         due = self._residents.due(rows, total)
@@ -328,6 +355,7 @@ class Slots:
         holds no blocks for them.
         """
         row = self._residents.row_of(request)
+        self._loads.refuse(request)
         if self._publisher.publishes:
             self._refuse_short(request, num_computed_tokens)
             self._publisher.publish_computed(request, num_computed_tokens, written=written)
@@ -342,10 +370,10 @@ class Slots:
     def keep_end(self, request: Request) -> None:
         """``request`` ends or is preempted, and no step in flight holds it: its computed tokens can be hit to the last.
 
-        CacheError for a request that holds no blocks.
+        Nothing of one that is being loaded. CacheError for a request that holds no blocks.
         """
-        self._residents.row_of(request)
-        if self._publisher.edges(request) is None:
+        row = self._residents.row_of(request)
+        if self._publisher.edges(request) is None or row in self._loads:
             return
         computed = request.num_computed_tokens
         self.publish_computed(request, computed, written=True)
@@ -359,6 +387,7 @@ class Slots:
         resident = self._residents.get(request_id)
         if resident is None:
             return
+        self._loads.end(resident.row)
         self._transfers.forget(resident.row)
         for group in self._groups:
             self._pool.release(group.rows.held(resident.row)[::-1])
@@ -369,6 +398,7 @@ class Slots:
         found = dict.fromkeys(map(self._residents.get, request_ids))
         residents = [resident for resident in found if resident is not None]
         for resident in residents:
+            self._loads.end(resident.row)
             self._transfers.forget(resident.row)
         self._pool.free_many([group.rows.held(resident.row)[::-1] for resident in residents for group in self._groups])
         for resident in residents:

@@ -1,0 +1,347 @@
+"""Blocks written from elsewhere: taken for nothing that is computed now, found by nobody until they are there."""
+
+import numpy as np
+import pytest
+
+from hybridkv import KVCacheManager, Request
+from hybridkv.cache import Admission, BlockStored, Refusal
+from hybridkv.cache.placement import eviction_named
+from hybridkv.errors import BlockError, CacheError, ConfigError
+from hybridkv.planner import KVCacheConfig
+from hybridkv.specs import RequestLimits
+from hybridkv.testing.configs import chunk_spec, full_spec, model_config, natural_model_config, state_spec, window_spec
+
+REFERENCE = {
+    "full": model_config(40, (full_spec(4),)),
+    "window": model_config(40, (full_spec(4), window_spec(4, 6))),
+    "chunk": model_config(40, (full_spec(4), chunk_spec(4, 8))),
+    "state": model_config(40, (full_spec(4), state_spec(4))),
+}
+NATURAL = {
+    "full": natural_model_config(20, (full_spec(4),), [2]),
+    "window": natural_model_config(20, (full_spec(4), window_spec(4, 6)), [2, 2]),
+    "state": natural_model_config(20, (full_spec(4), state_spec(4)), [2, 1]),
+}
+EVERY = [*REFERENCE.values(), *NATURAL.values()]
+IDS = [*(f"reference-{name}" for name in REFERENCE), *(f"natural-{name}" for name in NATURAL)]
+WITH_STATES = [REFERENCE["state"], NATURAL["state"]]
+
+every_layout = pytest.mark.parametrize("config", EVERY, ids=IDS)
+
+
+def made(config: KVCacheConfig, **options: object) -> KVCacheManager:
+    return KVCacheManager(config, 100, enable_kv_cache_events=True, **options)  # type: ignore[arg-type]
+
+
+def request(cache: KVCacheManager, name: str = "r", tokens: int = 21) -> Request:
+    return Request(name, list(range(tokens)), hasher=cache.hasher)
+
+
+def hit_tokens(cache: KVCacheManager, tokens: int = 21) -> int:
+    return cache.find_hit(request(cache, "look", tokens)).tokens
+
+
+def loading(cache: KVCacheManager, tokens: int = 21, external: int = 16) -> Request:
+    one = request(cache, tokens=tokens)
+    blocks, hit = cache.get_computed_blocks(one)
+    taken = cache.allocate_slots(
+        one, 0, hit, blocks, delay_cache_blocks=True, num_external_computed_tokens=external - hit
+    )
+    assert taken is not None
+    cache.take_transfers()
+    return one
+
+
+@every_layout
+def test_what_is_loaded_is_found_when_it_is_there(config: KVCacheConfig) -> None:
+    cache = made(config)
+    one = loading(cache)
+    cache.check()
+    assert one.num_computed_tokens == 16
+    assert cache.usage > 0
+    assert hit_tokens(cache) == 0
+    assert cache.take_events() == []
+    assert cache.finish_load(one) == 16
+    cache.check()
+    assert one.num_computed_tokens == 16
+    # what a running state has behind it is a checkpoint's affair: the row's own block is rewritten by its next step
+    kept = cache.placement is not None and any(group.states is not None for group in cache.groups)
+    assert hit_tokens(cache) == (0 if kept else 16)
+    assert kept or any(isinstance(event, BlockStored) for event in cache.take_events())
+    assert cache.allocate_slots(one, 5) is not None
+    cache.check()
+    cache.free(one)
+    cache.check()
+    assert cache.usage == 0
+
+
+@every_layout
+def test_nothing_else_is_done_with_it_meanwhile(config: KVCacheConfig) -> None:
+    cache = made(config)
+    one = loading(cache)
+    for ask in (
+        lambda: cache.allocate_slots(one, 1),
+        lambda: cache.plan_slots(one, 1),
+        lambda: cache.allocate_batch(np.array([one.row]), 1),
+        lambda: cache.cache_blocks(one, 16),
+        lambda: cache.blocks_to_share(one),
+    ):
+        with pytest.raises(CacheError, match="being loaded"):
+            ask()
+    cache.keep_end(one)
+    cache.drop_skipped(one)
+    cache.check()
+    assert hit_tokens(cache) == 0
+    cache.free(one)
+    cache.check()
+    assert not list(cache.locks)
+    assert hit_tokens(cache) == 0
+
+
+@every_layout
+def test_a_batch_beside_one_that_is_loaded_is_served(config: KVCacheConfig) -> None:
+    cache = made(config)
+    other = request(cache, "other", 9)
+    other_done = cache.allocate_slots(other, 9)
+    assert other_done is not None
+    other.num_computed_tokens = 9
+    one = loading(cache, tokens=25, external=20)
+    assert cache.allocate_batch(np.array([other.row]), 4).accepted == 1
+    with pytest.raises(CacheError, match="being loaded"):
+        cache.allocate_batch(np.array([other.row, one.row]), 4)
+
+
+@every_layout
+def test_of_what_came_in_part_the_rest_is_computed(config: KVCacheConfig) -> None:
+    cache = made(config)
+    one = loading(cache)
+    went_on = cache.finish_load(one, 12)
+    cache.check()
+    whole = all(group.policy.droppable(16) == 0 and group.states is None for group in cache.groups)
+    assert went_on == (12 if whole else 0)
+    if went_on:
+        assert hit_tokens(cache) == 12
+        assert cache.allocate_slots(one, 9) is not None
+        assert hit_tokens(cache) == 20
+    else:
+        assert one.row < 0
+        assert cache.usage == 0
+        blocks, hit = cache.get_computed_blocks(one)
+        assert hit == 0
+        assert cache.allocate_slots(one, 21, hit, blocks) is not None
+    cache.check()
+
+
+@every_layout
+def test_nothing_that_came_is_found(config: KVCacheConfig) -> None:
+    cache = made(config)
+    one = loading(cache)
+    assert cache.finish_load(one, 0) == 0
+    assert one.row < 0
+    assert one.num_computed_tokens == 0
+    assert hit_tokens(cache) == 0
+    assert not list(cache.locks)
+    cache.check()
+
+
+@every_layout
+def test_what_is_here_and_what_is_loaded(config: KVCacheConfig) -> None:
+    cache = made(config)
+    first = request(cache, "first", 9)
+    for tokens in (8, 1):
+        assert cache.allocate_slots(first, tokens) is not None
+        first.num_computed_tokens += tokens
+    cache.keep_end(first)
+    cache.free(first)
+    natural = cache.placement is not None
+    assert hit_tokens(cache) == (9 if natural else 8)
+    one = request(cache)
+    blocks, hit = cache.get_computed_blocks(one)
+    external = 16 - hit
+    assert cache.allocate_slots(one, 0, hit, blocks, delay_cache_blocks=True, num_external_computed_tokens=external)
+    copies = cache.take_transfers().copies
+    assert {copy.kind for copy in copies} == ({"block"} if natural else set())  # a state comes from elsewhere
+    assert cache.finish_load(one) == 16
+    cache.check()
+
+
+@pytest.mark.parametrize("config", WITH_STATES, ids=["reference", "natural"])
+def test_a_state_that_came_is_behind_all_of_the_tokens(config: KVCacheConfig) -> None:
+    cache = made(config)
+    one = loading(cache)
+    assert cache.finish_load(one, 16) == 16
+    assert cache.allocate_slots(one, 5) is not None
+    one.num_computed_tokens = 21
+    cache.keep_end(one)
+    cache.free(one)
+    assert hit_tokens(cache, 30) == (21 if cache.placement is not None else 16)
+    cache.check()
+
+
+@every_layout
+def test_its_blocks_are_locked_until_they_are_there(config: KVCacheConfig) -> None:
+    cache = made(config)
+    one = loading(cache)
+    (lock,) = cache.locks
+    held = [ids[ids != 0].tolist() for ids in cache.get_blocks("r").ids]
+    assert [ids.tolist() for ids in lock.blocks] == held
+    assert any(held)
+    cache.finish_load(one)
+    assert not list(cache.locks)
+
+
+def test_ends_behind_what_came_are_published() -> None:
+    cache = made(NATURAL["full"], eviction=eviction_named("hazard"))
+    one = Request("r", list(range(21)), hasher=cache.hasher, marks=(14,))
+    assert cache.allocate_slots(one, 0, delay_cache_blocks=True, num_external_computed_tokens=16) is not None
+    assert cache.finish_load(one, 13) == 13
+    for end in (15, 21):
+        assert cache.allocate_slots(one, end - one.num_computed_tokens) is not None
+        cache.store_checkpoints(np.array([one.row]), np.array([one.num_computed_tokens]), np.array([end]))
+        one.num_computed_tokens = end
+    other = Request("other", [*range(14), *[99] * 7], hasher=cache.hasher)
+    assert cache.find_hit(other).tokens == 14
+    assert sum(end.kept for end in cache.statistics().ends) == 2  # at the mark, and before the prompt's last token
+    cache.check()
+
+
+def test_written_by_no_step() -> None:
+    """Told inside a step, it is there all the same: a state can be hit in that very step."""
+    cache = made(REFERENCE["state"])
+    one = loading(cache)
+    with cache.step(0):
+        cache.finish_load(one)
+        other = request(cache, "other")
+        blocks, hit = cache.get_computed_blocks(other)
+        assert hit == 16
+        assert cache.allocate_slots(other, 5, hit, blocks) is not None
+    cache.revoke(0)
+    assert hit_tokens(cache) == 16
+    cache.check()
+
+
+def test_what_is_held_past_free_is_held_in_the_reference_layout_too() -> None:
+    for config in (REFERENCE["full"], NATURAL["full"]):
+        cache = made(config)
+        one = loading(cache)
+        usage = cache.usage
+        lock = cache.lock(one)
+        cache.free(one)
+        cache.check()
+        assert cache.usage == usage
+        cache.unlock(lock)
+        assert cache.usage == 0
+        cache.check()
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"num_new_tokens": 0}, "nothing to allocate"),
+        ({"num_new_tokens": -1, "num_external_computed_tokens": 4, "delay_cache_blocks": True}, "nothing to allocate"),
+        ({"num_new_tokens": 0, "num_external_computed_tokens": 4}, "delay_cache_blocks=True"),
+        ({"num_new_tokens": 0, "num_external_computed_tokens": 21, "delay_cache_blocks": True}, "nothing to compute"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused(asked: dict[str, int], said: str) -> None:
+    cache = made(REFERENCE["full"])
+    with pytest.raises(ConfigError, match=said):
+        cache.allocate_slots(request(cache), **asked)  # type: ignore[arg-type]
+    cache.check()
+
+
+def test_what_was_not_to_come_is_refused() -> None:
+    cache = made(REFERENCE["full"])
+    one = loading(cache)
+    with pytest.raises(ConfigError, match="17 cannot have come"):
+        cache.finish_load(one, 17)
+    cache.finish_load(one)
+    with pytest.raises(CacheError, match="nothing of 'r' is being loaded"):
+        cache.finish_load(one)
+    with pytest.raises(CacheError, match="holds no blocks"):
+        cache.finish_load(request(cache, "nobody"))
+
+
+# -- admission
+
+
+def test_an_admission_leaves_others_what_they_need_now() -> None:
+    """39 blocks: 6 of the chunk fit beside 33, and not beside 34, though the whole fits either way."""
+    cache = made(REFERENCE["full"])
+    one = request(cache, tokens=40)
+    whole = RequestLimits(40)
+    plan = cache.plan_slots(one, 24, admission=Admission(whole, chunk_reserve=34))
+    assert isinstance(plan, Refusal)
+    assert (plan.reason, plan.needed_blocks) == ("admission_limit", 40)
+    assert not isinstance(cache.plan_slots(one, 24, admission=Admission(whole, chunk_reserve=33)), Refusal)
+    assert isinstance(cache.plan_slots(one, 24, admission=Admission(whole, reserve_blocks=30)), Refusal)
+
+
+@every_layout
+def test_what_was_loaded_is_part_of_what_the_whole_needs(config: KVCacheConfig) -> None:
+    cache = made(config)
+    one = loading(cache)
+    cache.finish_load(one)
+    free = cache.block_pool.weigh([0] * len(cache.groups), [0] * len(cache.groups)).free
+    fresh = cache.plan_slots(request(cache, "fresh"), 21, admission=Admission(RequestLimits(21), reserve_blocks=free))
+    own = cache.plan_slots(one, 5, admission=Admission(RequestLimits(21), reserve_blocks=free))
+    assert isinstance(fresh, Refusal)
+    assert isinstance(own, Refusal)
+    assert own.needed_blocks < fresh.needed_blocks
+
+
+# -- connectors
+
+
+def test_each_group_says_what_it_has() -> None:
+    cache = made(REFERENCE["state"])
+    one = request(cache)
+    assert cache.allocate_slots(one, 10) is not None  # a chunk that ends inside a block: no state at 8
+    one.num_computed_tokens = 10
+    cache.free(one)
+    look = request(cache, "look")
+    assert cache.find_hit(look).tokens == 0
+    blocks, tokens = cache.get_computed_blocks_per_group(look)
+    assert tokens == (8, 0)
+    assert [len(ids) for ids in blocks.blocks] == [2, 0]
+    cache.reset_prefix_cache()
+    assert cache.get_computed_blocks_per_group(look)[1] == (0, 0)
+
+
+def test_each_group_drops_for_eagle_as_it_does() -> None:
+    cache = made(REFERENCE["full"], use_eagle=True)
+    assert cache.allocate_slots(request(cache), 21) is not None
+    assert cache.get_computed_blocks_per_group(request(cache, "look"))[1] == (hit_tokens(cache),) == (16,)
+
+
+@pytest.mark.parametrize("config", [REFERENCE["window"], NATURAL["window"]], ids=["reference", "natural"])
+def test_groups_that_agree_say_the_same(config: KVCacheConfig) -> None:
+    cache = made(config)
+    one = request(cache)
+    assert cache.allocate_slots(one, 21) is not None
+    one.num_computed_tokens = 21
+    hit = cache.find_hit(request(cache, "look"))
+    blocks, tokens = cache.get_computed_blocks_per_group(request(cache, "look"))
+    assert set(tokens) == {hit.tokens}
+    assert blocks.blocks == cache.blocks_of(hit).blocks
+    short = request(cache, "short", 3)
+    assert cache.get_computed_blocks_per_group(short)[1] == (0, 0) if cache.placement is None else True
+
+
+@pytest.mark.parametrize("config", [REFERENCE["window"], NATURAL["window"]], ids=["reference", "natural"])
+def test_a_block_whose_load_failed_is_found_no_longer(config: KVCacheConfig) -> None:
+    cache = made(config)
+    one = request(cache)
+    assert cache.allocate_slots(one, 21) is not None
+    one.num_computed_tokens = 21
+    table = cache.get_block_ids("r")
+    cache.evict_blocks(0, table[0][3:])
+    cache.check()
+    assert hit_tokens(cache) == 12
+    assert cache.get_block_ids("r") == table
+    cache.evict_blocks(0, [0, table[0][0]])
+    assert hit_tokens(cache) == 0
+    with pytest.raises(BlockError, match="group 1 has no block 999"):
+        cache.evict_blocks(1, [999])
+    with pytest.raises(ConfigError, match="group"):
+        cache.evict_blocks(2, [1])
