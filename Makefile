@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-newest test-real bench-real bench-gpu bench-guard native test-native test-all docs check lint check-trace vllm-env find-vllm test-vllm test-vllm-generate test-vllm-engine test-vllm-own clean
+.PHONY: demo test test-newest test-real bench-real bench-gpu bench-guard native test-native test-all page-pictures docs check lint check-trace vllm-env find-vllm test-vllm test-vllm-generate test-vllm-engine test-vllm-own clean
 
 # torch first and alone: with it in place nothing pulls another build of it
 .venv/runner.stamp: pyproject.toml constraints.txt
@@ -74,6 +74,10 @@ bench-guard: .venv/dev.stamp
 BENCH_PYTHON ?= $(PYTHON)
 bench-gpu:
 	PYTHONPATH=src $(BENCH_PYTHON) benchmarks/bench_gpu.py
+
+# pictures of the live page under traffic, which docs/serving.md shows; Chromium is installed
+page-pictures: .venv/dev.stamp
+	PYTHONPATH=tests/serve $(BIN)/python tests/serve/page_pictures.py docs/pictures
 
 # the documentation site, into site/
 docs: .venv/dev.stamp

@@ -83,7 +83,8 @@ def test_the_wheel_is_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> No
     found = {one for one in wheel.namelist() if ".dist-info/" not in one}
     assert found == package
     assert any(one.endswith(".json") for one in found)
-    assert any(one.endswith("licenses/LICENSE") for one in wheel.namelist())
+    for licence in ("LICENSE", "src/hybridkv/serve/page/uplot.LICENSE"):
+        assert any(one.endswith(f"licenses/{licence}") for one in wheel.namelist())
     (points,) = (one for one in wheel.namelist() if one.endswith("entry_points.txt"))
     assert wheel.read(points).decode() == "[console_scripts]\nhybridkv = hybridkv.cli:main\n"
 
@@ -93,7 +94,7 @@ def test_what_an_index_shows(wheel: zipfile.ZipFile) -> None:
     assert (said["Name"], said["Author"], said["License-Expression"]) == (
         "hybridkv",
         "The hybridkv developers",
-        "Apache-2.0",
+        "Apache-2.0 AND MIT",
     )
     assert said["Requires-Python"] == ">=3.11"
     assert said["Summary"].startswith("Plans, shares, schedules")

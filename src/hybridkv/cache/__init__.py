@@ -20,6 +20,7 @@ from hybridkv.cache.statistics import (
     EndStatistics,
     GroupStatistics,
     PrefixCacheStats,
+    PrefixStatistics,
     TenantStatistics,
 )
 from hybridkv.cache.values import BlockView, KVCacheBlocks
@@ -52,6 +53,7 @@ __all__ = [
     "MissReason",
     "Pin",
     "PrefixCacheStats",
+    "PrefixStatistics",
     "Reason",
     "Refusal",
     "RowSpans",

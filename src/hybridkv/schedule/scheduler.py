@@ -161,6 +161,11 @@ class Scheduler:
         """Requests that run."""
         return len(self._running)
 
+    def running_requests(self) -> tuple[Request, ...]:
+        """Who runs, in order. By the owner's thread only."""
+        self._inbox.claim()
+        return self._running.requests
+
     def waits(self) -> list[Wait]:
         """Who waits, in order, branches last, and why. By the owner's thread only. O(waiting * log waiting)."""
         self._inbox.claim()

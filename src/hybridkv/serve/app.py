@@ -23,6 +23,7 @@ from hybridkv.serve.front import Front, ServeOptions
 from hybridkv.serve.generation import answer
 from hybridkv.serve.keys import KeyGate
 from hybridkv.serve.operations import add_operations
+from hybridkv.serve.page import add_page
 
 MOST_BODY_BYTES: Final = 32 << 20
 _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
@@ -68,6 +69,7 @@ def create_app(engine: Engine, options: ServeOptions | None = None, *, events: E
     app.state.front = front
     answer_errors(app)
     add_operations(app, front)
+    add_page(app, front)
     _add_generation(app, front)
     _add_rendering(app, front)
     return app

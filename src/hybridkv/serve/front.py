@@ -18,6 +18,7 @@ from hybridkv.runner.async_engine import AsyncEngine, EventSink
 from hybridkv.runner.engine import Engine
 from hybridkv.serve.errors import ApiError
 from hybridkv.serve.keys import ApiKeys, salt_for, tenant_of
+from hybridkv.serve.live import Live
 from hybridkv.serve.metrics import PREFIX, RequestMetrics, metrics_prefix
 from hybridkv.serve.places import Places
 from hybridkv.serve.tokens import TokenThread
@@ -55,6 +56,7 @@ class Front:
         self.places = Places(engine.options.max_running + options.max_waiting)
         self.tokens = TokenThread()
         self.metrics = RequestMetrics(options.metrics_prefix, self.name)
+        self.live = Live(self.engine, self.metrics)
         self.created = int(time.time())
         self.draining = False
         self._closing = AsyncExitStack()

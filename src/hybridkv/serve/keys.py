@@ -22,9 +22,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from hybridkv.arguments import text
 from hybridkv.errors import ConfigError
 from hybridkv.serve.errors import ApiError
+from hybridkv.serve.page import PAGE
 
-OPEN_ROUTES: Final = frozenset({"/health", "/ready"})
-"""Asked by whoever starts and stops servers."""
+OPEN_ROUTES: Final = frozenset({"/health", "/ready"} | PAGE.keys())
+"""Asked by whoever starts and stops servers; the page, which has no figures before it gives a key."""
 TENANT_ROUTES: Final = ("/v1/", "/tokenize", "/detokenize", "/version", "/openapi.json")
 """What a tenant may ask for; the rest concerns all tenants."""
 

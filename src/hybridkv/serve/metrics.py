@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter as Counts
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
@@ -66,11 +66,16 @@ class Snapshot:
 
 
 class RequestMetrics:
-    """What came of requests, as the event loop saw it: of one server."""
+    """What came of requests, as the event loop saw it: of one server.
+
+    heard: told of each that ends, when it was asked for, when its output began, and when it ended (monotonic clock).
+    """
 
     def __init__(self, prefix: str, model_name: str) -> None:
         self.registry = CollectorRegistry()
-        self._prefix, self._model_name = prefix, model_name
+        self._prefix, self.model_name = prefix, model_name
+        self.heard: Callable[[Completion, float, float, float], object] | None = None
+        self.output_tokens = 0
         self.first_token = self._histogram("time_to_first_token_seconds", "Until the first token.", _SECONDS)
         self.next_token = self._histogram("inter_token_latency_seconds", "Between an output's tokens.", _SECONDS)
         self._per_token = self._histogram(
@@ -84,11 +89,11 @@ class RequestMetrics:
         self._ended = Counter(
             f"{prefix}:request_success", "Requests that ended.", [_MODEL, "finished_reason"], registry=self.registry
         )
-        self.tokens = self._tokens.labels(model_name)
+        self._output_tokens = self._tokens.labels(model_name)
 
     def _histogram(self, name: str, said: str, buckets: tuple[float, ...]) -> Histogram:
         made = Histogram(f"{self._prefix}:{name}", said, [_MODEL], registry=self.registry, buckets=buckets)
-        return made.labels(self._model_name)
+        return made.labels(self.model_name)
 
     def ended(self, done: Completion, begun: float, first: float) -> None:
         """An output has ended. begun, first: when it was asked for and began to come, on the monotonic clock."""
@@ -99,7 +104,14 @@ class RequestMetrics:
         self._output.observe(tokens)
         if tokens > 1:
             self._per_token.observe((now - first) / (tokens - 1))
-        self._ended.labels(self._model_name, str(done.finish_reason)).inc()
+        self._ended.labels(self.model_name, str(done.finish_reason)).inc()
+        if self.heard is not None:
+            self.heard(done, begun, first, now)
+
+    def came(self, tokens: int) -> None:
+        """So many more output tokens."""
+        self.output_tokens += tokens
+        self._output_tokens.inc(tokens)
 
 
 class Watch:
@@ -120,7 +132,7 @@ class Watch:
             for _ in range(tokens):
                 self._metrics.next_token.observe((now - self._last) / tokens)
         self._last = now
-        self._metrics.tokens.inc(tokens)
+        self._metrics.came(tokens)
         if done is not None:
             self._metrics.ended(done, self._begun, self._first or now)
 

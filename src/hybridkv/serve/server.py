@@ -54,6 +54,11 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self._ready()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's; who listens for ever is let go."""
+        self._front.draining = True
+        await super().shutdown(sockets)
+
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         """While it serves, the first signal drains."""

@@ -25,12 +25,13 @@ from hybridkv.cache.placement.tenants import TenantRankings
 from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.cache.slots.end_counts import EndCounts
 from hybridkv.cache.slots.end_shares import EndShares
+from hybridkv.cache.slots.end_sizes import heaviest
 from hybridkv.cache.slots.end_tree import EndTree, Node
 from hybridkv.cache.slots.judged_audit import check_ends
 from hybridkv.cache.slots.known import KnownTokens
 from hybridkv.cache.slots.known_ends import Ghosts
 from hybridkv.cache.slots.known_queue import KnownQueue
-from hybridkv.cache.statistics import CacheStatistics
+from hybridkv.cache.statistics import CacheStatistics, PrefixStatistics
 from hybridkv.request import NO_HINTS, Request
 
 Int64 = NDArray[np.int64]
@@ -456,6 +457,11 @@ class JudgedEnds:
             missed_tokens=self._counts.missed_tokens,
             missed_a_gib_more=self._counts.missed_a_gib_more,
         )
+
+    def heaviest(self, most: int) -> tuple[PrefixStatistics, ...]:
+        """O(ends log ends)."""
+        self._settle()
+        return heaviest(self._tree.root, self._tree.kept(), self._blocks.size_behind_parent, most, self._clock())
 
     # -- what must hold
 

@@ -1,0 +1,306 @@
+"""The live page: figures of /metrics, for who may have them, made while somebody looks and in a bounded message."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from page_support import CHROMIUM, browser, tab
+from serve_support import LONGEST, WAIT, Served, engine_of, serving, until
+
+from hybridkv.cache.slots.block_map import BlockState, block_map
+from hybridkv.request import SamplingParams
+from hybridkv.runner import AsyncEngine, Engine, EngineOptions, load
+from hybridkv.serve import ServeOptions
+from hybridkv.serve.keys import ApiKeys
+from hybridkv.serve.live import MOST_CELLS, MOST_ENDED, MOST_PREFIXES, MOST_REQUESTS, Live, _look
+from hybridkv.serve.metrics import RequestMetrics
+
+PATH = "/v1/completions"
+ASKED = {"prompt": "a prompt that comes again, of more than two blocks", "max_tokens": 8, "ignore_eos": True}
+LISTENS = "document.getElementById('state').textContent === 'live'"
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+
+
+def one_sample(served: Served, **headers: str) -> dict[str, Any]:
+    """The first of a listener that then goes."""
+    with served.client.stream("GET", "/live", headers=headers) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        line = next(answer.iter_lines())
+    sample: dict[str, Any] = json.loads(line.removeprefix("data: "))
+    return sample
+
+
+def holds(page: Any, condition: str, within_s: float = WAIT) -> None:  # noqa: ANN401 - playwright is optional
+    """Wait until ``condition`` does, in the page; its own policy forbids that it evaluates text itself."""
+    end = time.monotonic() + within_s
+    while not page.evaluate(condition):
+        assert time.monotonic() < end, condition
+        page.wait_for_timeout(20)
+
+
+def metric(served: Served, name: str) -> float:
+    """Of all its samples."""
+    lines = served.client.get("/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"hybridkv:{name}{{"))
+
+
+def test_a_sample_says_what_metrics_say(llama: Served) -> None:
+    for _ in range(2):
+        llama.post(PATH, **ASKED)
+    found = one_sample(llama)
+    for name, of in (
+        ("running", "num_requests_running"),
+        ("waiting", "num_requests_waiting"),
+        ("queries", "prefix_cache_queries_total"),
+        ("hits", "prefix_cache_hits_total"),
+        ("output", "generation_tokens_total"),
+        ("preemptions", "num_preemptions_total"),
+        ("ended", "requests_finished_total"),
+        ("evictions", "kv_group_evictions_total"),
+    ):
+        assert found[name] == metric(llama, of), name
+    ((kind, size, held, cached, *_),) = found["groups"]
+    assert (kind, held) == ("tokens", 0)
+    assert cached * size == metric(llama, "kv_group_block_bytes") * cached > 0
+    assert found["map"]["states"].count("c") > 0
+    assert {len(one) for one in found["map"].values()} == {len(found["map"]["states"])}
+    assert found["misses"] is None
+
+
+def test_no_cost_when_nobody_looks(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    front, looks = llama.front, []
+    between = front.engine.between_steps
+
+    def counted(ask: Any) -> Any:  # noqa: ANN401 - as it is
+        looks.append(ask)
+        return between(ask)
+
+    monkeypatch.setattr(front.engine, "between_steps", counted)
+    until(lambda: front.live.listeners == 0)
+    before = front.live.samples
+    llama.post(PATH, **ASKED)
+    time.sleep(1.2)
+    assert (looks, front.live.samples, len(front.live._ended)) == ([], before, 0)
+    one_sample(llama)
+    assert len(looks) == front.live.samples - before == 1
+    until(lambda: front.live.listeners == 0)
+    time.sleep(1.2)
+    assert len(looks) == 1
+
+
+def test_listeners_share_samples(llama: Served) -> None:
+    with llama.client.stream("GET", "/live") as one, llama.client.stream("GET", "/live") as other:
+        before = llama.front.live.samples
+        lines = [one.iter_lines(), other.iter_lines()]
+        first, second = (next(each) for each in lines)
+        assert llama.front.live.samples - before <= 1
+        assert llama.front.live.listeners == 2
+        assert first.startswith("data: {")
+        assert second.startswith("data: {")
+
+
+def test_what_ended_is_told_by_how_long_it_took() -> None:
+    with serving(engine_of("llama")) as served, served.client.stream("GET", "/live") as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        next(lines)
+        for tokens in (4, 40):
+            served.post(PATH, **{**ASKED, "max_tokens": tokens})
+        for line in lines:
+            slowest = json.loads(line[6:])["slowest"]
+            if len(slowest) == 2:
+                break
+    assert [one[7] for one in slowest] == [40, 4]
+    for _, ago, queued, first, whole, prompt, found, _, preempted in slowest:
+        assert 0 <= queued < first < whole
+        assert 0 <= ago < 60
+        assert (prompt, preempted) == (len(ASKED["prompt"]), 0)  # type: ignore[arg-type]  # text, a token a letter
+        assert 0 <= found < prompt
+
+
+def test_keys_and_what_is_never_told(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("sk-all\nsk-one salt-of-one\n")
+    with serving(engine_of("llama"), ServeOptions(keys=ApiKeys.read(file))) as served:
+        one, everybody = {"Authorization": "Bearer sk-one"}, {"Authorization": "Bearer sk-all"}
+        body = {**ASKED, "max_tokens": 400, "stream": True}
+        with served.client.stream("POST", PATH, json=body, headers=one) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            assert served.client.get("/live").status_code == 401
+            assert served.client.get("/live", headers=one).status_code == 403
+            found = one_sample(served, **everybody)
+        text = json.dumps(found)
+        assert found["running"] == 1
+        assert len(found["runs"]) == 1
+        assert "salt-of-one" not in text
+        assert str(ASKED["prompt"]) not in text
+        for path in (
+            "/",
+            "/page/page.js",
+            "/page/page.css",
+            "/page/uplot.js",
+            "/page/uplot.css",
+            "/page/uplot.LICENSE",
+        ):
+            answer_ = served.client.get(path)
+            assert answer_.status_code == 200
+            assert "connect-src 'self'" in answer_.headers["content-security-policy"]
+            assert "salt" not in answer_.text or path == "/"
+        assert served.client.get("/page/nothing.js").status_code == 401
+
+
+def test_a_server_drains_though_somebody_listens() -> None:
+    with serving(engine_of("llama")) as served, served.client.stream("GET", "/live") as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        served.stop()
+        assert all(not line or line.startswith("data: ") for line in lines)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3"])
+def test_the_map_has_every_block_once(name: str) -> None:
+    with Engine(load(f"tiny:{name}"), memory="3MiB", max_model_len=LONGEST) as engine:
+        pinned = [5] * 40
+        engine.generate([pinned, [6] * 70], SamplingParams(max_tokens=30, ignore_eos=True))
+        for prompt in ([1] * 50, [2] * 90, pinned):
+            engine.add(prompt, SamplingParams(max_tokens=60, ignore_eos=True))
+        for _ in range(5):
+            engine.step()
+        cache = engine.cache
+        found, groups = block_map(cache.config, cache.block_pool, cache.groups, cache.pins), cache.statistics().groups
+        assert (found.starts[1:] >= found.ends[:-1]).all()
+        assert found.ends.max() <= cache.config.arena_bytes
+        sizes = [cache.config.block_bytes_of(group) for group in range(len(groups))]
+        assert (found.ends - found.starts == np.array(sizes)[found.groups]).all()
+        for number, group in enumerate(groups):
+            states = found.states[found.groups == number]
+            assert np.count_nonzero(states == BlockState.RUNNING) == group.held_blocks > 0
+            assert np.count_nonzero(states == BlockState.CACHED) == group.evictable_blocks
+        assert found.at(found.starts).tolist() == found.at(found.ends - 1).tolist() == list(range(len(found.starts)))
+        assert found.at(np.array([0])).tolist() == [-1]  # the null block
+
+
+def test_prefixes_hold_what_is_cached() -> None:
+    with Engine(load("tiny:llama"), memory="4MiB", max_model_len=LONGEST) as engine:
+        shared = [3] * 64
+        for tail in ([1] * 32, [2] * 48, [2] * 48):
+            engine.generate([[*shared, *tail]], SamplingParams(max_tokens=17, ignore_eos=True))
+        found, cache = engine.cache.heaviest_prefixes(100), engine.cache.statistics()
+        held = sum(one.size_bytes for one in found if one.parent is None)
+        assert held == cache.groups[0].cached_blocks * engine.plan.config.block_bytes_of(0)
+        known = {one.serial: one for one in found}
+        for one in found:
+            assert one.parent is None or known[one.parent].tokens < one.tokens
+            behind = sum(other.size_bytes for other in found if other.parent == one.serial)
+            assert one.size_bytes >= behind
+        assert max(one.hits for one in found) == sum(each.hits for each in cache.ends) > 0
+        assert [one.serial for one in engine.cache.heaviest_prefixes(1)] == [found[0].serial]
+
+
+@pytest.fixture(scope="module")
+def crowd() -> tuple[bytes, float]:
+    """A sample of a thousand that run and a thousand that wait, and the seconds that it took, its look included."""
+    options = EngineOptions(max_running=1000, token_budget=1000)
+    with Engine(load("tiny:llama"), memory="64MiB", max_model_len=64, options=options) as engine:
+        for number in range(2000):
+            engine.add([number % 97], SamplingParams(max_tokens=40, ignore_eos=True))
+        engine.step()
+        samples = Live(AsyncEngine(engine), RequestMetrics("hybridkv", "crowd"))  # whose thread would go on stepping
+        begun = time.perf_counter()
+        text = json.dumps(samples._told(_look(engine, prefixes=True))).encode()
+        return text, time.perf_counter() - begun
+
+
+def test_a_thousand_requests_are_a_short_message(crowd: tuple[bytes, float]) -> None:
+    text, took = crowd
+    assert took < 0.25  # some 15 ms where nothing else runs
+    found = json.loads(text)
+    assert (found["running"], found["waiting"]) == (1000, 1000)
+    assert found["waits"] == {"seats": 1000}
+    assert len(found["runs"]) == len(found["queue"]) == MOST_REQUESTS
+    assert len(found["map"]["states"]) == MOST_CELLS
+    assert len(found["prefixes"]) <= MOST_PREFIXES
+    assert len(found["slowest"]) <= MOST_ENDED
+    assert len(text) < 32_768
+
+
+@needs_chromium
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (820, "dark"), (390, "light")])
+def test_the_page_says_what_metrics_say(llama: Served, width: int, scheme: str) -> None:
+    pytest.importorskip("playwright.sync_api")
+    llama.post(PATH, **ASKED)
+    with browser() as opened, tab(opened, llama.url, width, scheme) as page:
+        holds(page, LISTENS)
+        shown = "Number(document.querySelector('[data-figure=hits]').dataset.value)"
+        before = page.evaluate(shown)
+        llama.post(PATH, **ASKED)
+        holds(page, f"{shown} > {before}", within_s=2)
+        holds(page, "Number(document.querySelector('[data-figure=running]').dataset.value) === 0")
+        for figure, name in (
+            ("hits", "prefix_cache_hits_total"),
+            ("queries", "prefix_cache_queries_total"),
+            ("output", "generation_tokens_total"),
+            ("waiting", "num_requests_waiting"),
+            ("preemptions", "num_preemptions_total"),
+            ("evictions", "kv_group_evictions_total"),
+        ):
+            tile = page.locator(f"[data-figure={figure}]")
+            assert float(tile.get_attribute("data-value")) == metric(llama, name), figure
+            assert tile.inner_text() == f"{int(metric(llama, name)):,}"
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.locator(".uplot").count() == 4
+        dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 29)"
+        assert dark == (scheme == "dark")
+        page.wait_for_selector("#slowest li")
+        page.locator("#groups button").press("Enter")
+        assert page.locator("#groups button").get_attribute("aria-pressed") == "true"
+        page.locator("#map").press("ArrowRight")
+        page.locator("#map").press("ArrowRight")
+        assert "B in: " in page.locator("#cell").inner_text()
+
+
+@needs_chromium
+def test_a_key_is_asked_for_and_remembered_nowhere(tmp_path: Path) -> None:
+    pytest.importorskip("playwright.sync_api")
+    file = tmp_path / "keys"
+    file.write_text("sk-all\n")
+    with serving(engine_of("llama"), ServeOptions(keys=ApiKeys.read(file))) as served, browser() as opened:
+        page = opened.new_page()
+        page.goto(served.url)
+        page.wait_for_selector("#ask:not([hidden])")
+        assert page.locator("[data-figure=running]").inner_text() == "-"
+        page.locator("#key").fill("sk-all")
+        page.locator("#key").press("Enter")
+        holds(page, LISTENS)
+        assert not page.locator("#ask").is_visible()
+        assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+        page.close()
+
+
+@needs_chromium
+def test_a_thousand_requests_do_not_make_the_page_stutter(llama: Served, crowd: tuple[bytes, float]) -> None:
+    pytest.importorskip("playwright.sync_api")
+    with browser() as opened, tab(opened, llama.url) as page:
+        holds(page, LISTENS)
+        took, rows, said = page.evaluate(
+            """(text) => {
+            for (let at = 0; at < 1750; at += 1) { const one = JSON.parse(text); one.time += at - 1800; keep(one); }
+            const all = [];
+            for (let at = 0; at < 50; at += 1) {
+                const begun = performance.now();
+                const one = JSON.parse(text);
+                one.time += at - 50;
+                show(one);
+                all.push(performance.now() - begun);
+            }
+            const rows = document.querySelectorAll("#runs tbody tr").length;
+            return [all.sort((a, b) => a - b)[25], rows, document.getElementById("runs-more").textContent];
+            }""",
+            crowd[0].decode(),
+        )
+    assert (rows, said) == (MOST_REQUESTS, f"the first {MOST_REQUESTS} of 1,000")
+    assert took < 250  # milliseconds of a sample, half an hour of history there; the machine may be busy
