@@ -28,6 +28,12 @@ def append_tokens(requests: Sequence[Request], tokens: Sequence[int] | NDArray[n
     except (AttributeError, TypeError, LookupError):
         instances("requests", requests, Request)  # says what is none
         raise
+    if home is not None and home.num_lent:
+        for request in requests:
+            if request.is_lent:
+                raise ConfigError(
+                    f"tokens of {request.request_id!r} are its engine's: change them there, then synchronise"
+                )
     if len(requests) != len(ids):
         raise ConfigError(f"{len(requests)} requests but {len(ids)} tokens: give one token to each request")
     if home is not None and len(rows) == len(requests):
@@ -48,7 +54,8 @@ class RequestRows:
 
     num_tokens, num_computed: int64[capacity]. in_flight: int64[capacity], how many of those computed are of
     steps in flight; 0 in a row that was just handed out. tail: int32[capacity, tail_tokens], the tokens
-    behind a row's last whole hash block (kept until overwritten). requests: who has the row, None when free.
+    behind a row's last whole hash block (kept until overwritten; of lent ones nothing). requests: who has the row, None
+    when free. lent: bool[capacity], whose tokens an engine keeps; num_lent: how many those are.
     promised: of a row, the tokens that others may hit. Rows are handed out lowest first; the columns grow by
     doubling, so never keep a reference to them.
     """
@@ -62,6 +69,8 @@ class RequestRows:
         self.num_computed = np.zeros(capacity, np.int64)
         self.in_flight = np.zeros(capacity, np.int64)
         self.tail = np.zeros((capacity, tail_tokens), np.int32)
+        self.lent = np.zeros(capacity, np.bool_)
+        self.num_lent = 0
         self.requests: list[Request | None] = [None] * capacity
         self._free = list(range(capacity))
         self._look_anew()
@@ -83,14 +92,20 @@ class RequestRows:
             self._grow()
         row = heapq.heappop(self._free)
         tokens = request._tokens
+        self.num_computed[row] = request._computed
+        self.in_flight[row] = 0
+        self.requests[row] = request
+        if request.is_lent:
+            self.num_tokens[row] = request.num_tokens
+            self.lent[row] = True
+            self.num_lent += 1
+            request._rows, request.row = self, row
+            return row
         whole = len(tokens) // self.tail_tokens * self.tail_tokens
         rest = tokens[whole:]
         self.tail[row, : len(rest)] = rest
         self.num_tokens[row] = len(tokens)
-        self.num_computed[row] = request._computed
-        self.in_flight[row] = 0
         del tokens[whole:]
-        self.requests[row] = request
         request._rows, request.row = self, row
         if not rest:  # the last token must be readable in the tail: a decode step sends it
             self.tail[row, -1] = tokens[-1]
@@ -101,8 +116,12 @@ class RequestRows:
         row = request.row
         if request._rows is not self or self.requests[row] is not request:
             raise CacheError(f"request {request.request_id!r} holds no row here")
-        rest = self.num_tokens.item(row) - len(request._tokens)
-        request._tokens.extend(self.tail[row, :rest].tolist())
+        if request.is_lent:
+            self.lent[row] = False
+            self.num_lent -= 1
+        else:
+            rest = self.num_tokens.item(row) - len(request._tokens)
+            request._tokens.extend(self.tail[row, :rest].tolist())
         request._computed = self.num_computed.item(row)
         request._rows, request.row = None, -1
         self.requests[row] = None
@@ -230,6 +249,38 @@ class RequestRows:
         self.num_computed[rows] += tokens
         self.in_flight[rows] += tokens
 
+    def synchronise(
+        self,
+        rows: NDArray[np.int64],
+        num_tokens: NDArray[np.int64],
+        num_computed: NDArray[np.int64],
+        in_flight: NDArray[np.int64],
+    ) -> None:
+        """Counts of ``rows`` are these from now on. ConfigError, and nothing changed, for what cannot be.
+
+        HashError, as well, where blocks of lent tokens cannot be hashed.
+        """
+        known = self.num_tokens[rows]
+        changed = num_tokens != known
+        if changed.any():
+            wrong = changed & (~self.lent[rows] | (num_tokens < known))
+            if wrong.any():
+                place = int(wrong.argmax())
+                raise ConfigError(
+                    f"{self.owner(rows.item(place)).request_id!r} has {known[place]} tokens, and cannot have "
+                    f"{num_tokens[place]}: lent ones become more, others are appended"
+                )
+        if (in_flight > num_computed).any():
+            raise ConfigError("a row has at most its computed tokens in flight")
+        self.num_tokens[rows] = num_tokens
+        for place in np.flatnonzero(num_tokens // self.tail_tokens != known // self.tail_tokens).tolist():
+            try:
+                self.owner(rows.item(place)).hash_lent()
+            except (HashError, ConfigError):
+                self.num_tokens[rows] = known
+                raise
+        self.num_computed[rows], self.in_flight[rows] = num_computed, in_flight
+
     def complete(self, rows: NDArray[np.int64], tokens: NDArray[np.integer]) -> None:
         """A step that computed ``tokens`` in each of ``rows`` has run."""
         self.in_flight[rows] -= tokens
@@ -263,6 +314,7 @@ class RequestRows:
         old, new = self.capacity, 2 * self.capacity
         self.num_tokens, self.num_computed = grown(self.num_tokens, new), grown(self.num_computed, new)
         self.in_flight, self.tail = grown(self.in_flight, new), grown(self.tail, new)
+        self.lent = grown(self.lent, new)
         self._look_anew()
         self.requests += [None] * old
         self._free = list(range(old, new))

@@ -8,17 +8,18 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from wrong_values import unnamed_errors, wrong_values
 
-from hybridkv.cache import BlockHasher, BlockPool, KVCacheBlocks, KVCacheManager
+from hybridkv.cache import BlockHasher, BlockPool, EngineHashes, KVCacheBlocks, KVCacheManager
 from hybridkv.errors import HybridKVError
 from hybridkv.extra_keys import EncoderInput, ExtraKeys, LoraAdapter, MultimodalItem
 from hybridkv.planner.config import KVCacheConfig
-from hybridkv.request import Request, SamplingParams, checked_marks, output_ids, token_array
+from hybridkv.request import Lent, Request, SamplingParams, checked_marks, output_ids, token_array
 from hybridkv.request_rows import append_tokens
 from hybridkv.schedule import FinishReason, Scheduler, SchedulerLimits
 from hybridkv.specs import RequestLimits
@@ -184,6 +185,11 @@ def cache_calls(world: World) -> Calls:
     yield cache.get_block_ids, {"request_id": "a"}
     yield cache.get_num_common_prefix_blocks, {"request": "a", "num_running_requests": 1}
     yield cache.next_event, {"row": a.row}
+    for column in (cache.next_events, cache.publish_edges):
+        yield column, {"rows": rows}
+    counts = {"num_tokens": np.array([a.num_tokens]), "num_computed": np.array([a.num_computed_tokens])}
+    yield cache.synchronise, {"rows": rows, **counts, "in_flight": cache.rows.in_flight[rows]}
+    yield cache.settle, {"step": 0}
     computed = np.array([a.num_computed_tokens])
     yield cache.store_checkpoints, {"rows": rows, "computed": computed, "end": computed}
     yield opened(cache), {"step": 1 << 20}
@@ -230,6 +236,11 @@ def request_calls(world: World) -> Calls:
     extras = {"lora": None, "multimodal": (), "cache_salt": None, "prompt_embeds": None, "encoder": None}
     yield ExtraKeys, {"num_prompt_tokens": 9, "block_size": 4, **extras}
     yield token_array, {"tokens": [1]}
+    yield (
+        Lent,
+        {"lender": SimpleNamespace(num_tokens=3, all_token_ids=[1, 2, 3]), "num_prompt_tokens": 3, "hashes": None},
+    )
+    yield EngineHashes, {"block_size": 4}
     yield checked_marks, {"marks": [1]}
     yield output_ids, {"request_id": "a", "n": 2}
 

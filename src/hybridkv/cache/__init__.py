@@ -4,7 +4,7 @@ from hybridkv.cache.blocks.block_times import EDGES_S, BlockTimeStatistics, Time
 from hybridkv.cache.blocks.pool import BlockPool
 from hybridkv.cache.bounds import CacheBounds
 from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventsDropped, KVCacheEvent
-from hybridkv.cache.hashing import BlockHasher
+from hybridkv.cache.hashing import BlockHasher, EngineHashes
 from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.cache.slots.batch import BatchSlots
@@ -44,6 +44,7 @@ __all__ = [
     "CommonHit",
     "EndClassStatistics",
     "EndStatistics",
+    "EngineHashes",
     "EventsDropped",
     "GroupStatistics",
     "KVCacheBlocks",

@@ -260,11 +260,26 @@ class KVCacheManager:
         the manager without a Scheduler opens one for each forward. Outside of any, what is published counts as written
         at once. CacheError inside another one.
         """
-        self.write_log.begin(integer("step", step, 0, MOST_COUNT))
+        self.begin_step(step)
         try:
             yield
         finally:
-            self.write_log.end()
+            self.end_step()
+
+    def begin_step(self, step: int) -> None:
+        """``step`` for loops that are no ``with`` block: until ``end_step``."""
+        self.write_log.begin(integer("step", step, 0, MOST_COUNT))
+
+    def end_step(self) -> None:
+        """All that the open step allocates is allocated; nothing where none is open."""
+        self.write_log.end()
+
+    def settle(self, step: int) -> None:
+        """Steps up to ``step`` have run: all of them that are neither written nor revoked count as written."""
+        last = integer("step", step, 0, MOST_COUNT)
+        for one in self.write_log.in_flight:
+            if one <= last:
+                self.write_log.mark_written(one)
 
     def mark_written(self, step: int) -> None:
         """``step`` was executed. CacheError for one that never began, or was marked or revoked already."""
@@ -439,6 +454,43 @@ class KVCacheManager:
         judges reads the manager's clock.
         """
         return self._strides.advance(self._residents.rows_held(rows), tokens, begin)
+
+    # -- rows whose counts a loop keeps itself
+
+    def synchronise(
+        self,
+        rows: Int64,
+        *,
+        num_tokens: Int64 | None = None,
+        num_computed: Int64 | None = None,
+        in_flight: Int64 | None = None,
+    ) -> None:
+        """What the engine's own counts of ``rows`` are by now, int64[R] each; None: as they were.
+
+        num_tokens: known ones, of requests that are lent: blocks that they fill are hashed, or were by the engine.
+        num_computed: whose KV is there or scheduled; it may be ahead of those known, for a token is computed before
+        the one behind it is drawn, and what is not known is not published. in_flight: of those computed, of steps that
+        did not settle. O(R) in array operations, and a Python call a row that fills a block. Errors as allocate_batch,
+        and ConfigError for fewer tokens than before, HashError as ``Request.append``.
+        """
+        rows, columns = self._residents.rows_held(rows), self.rows
+        columns.synchronise(
+            rows,
+            columns.num_tokens[rows] if num_tokens is None else _one_a_row("num_tokens", num_tokens, rows, 1),
+            columns.num_computed[rows] if num_computed is None else _one_a_row("num_computed", num_computed, rows, 0),
+            columns.in_flight[rows] if in_flight is None else _one_a_row("in_flight", in_flight, rows, 0),
+        )
+
+    def next_events(self, rows: Int64) -> Int64:
+        """next_event of many rows, int64[R]: who stays below with all tokens needs no call. CacheError as there."""
+        return self._residents.next_events(self._residents.rows_held(rows))
+
+    def publish_edges(self, rows: Int64) -> Int64:
+        """Known and computed tokens at which ``cache_blocks`` next has something to publish, int64[R].
+
+        A number that no request reaches where nothing is published. CacheError as allocate_batch.
+        """
+        return self._parts.publisher.next_edges(self._residents.rows_held(rows))
 
     # -- drafts
 

@@ -2,6 +2,7 @@
 
 from hybridkv.request.branches import branch_id, output_ids
 from hybridkv.request.hints import NO_HINTS, Hints
+from hybridkv.request.lent import Lender, Lent
 from hybridkv.request.protocols import Columns, Hasher, checked_hasher
 from hybridkv.request.request import Request, hash_error
 from hybridkv.request.sampling import MOST_BIAS, MOST_OUTPUTS, LogitsProcessor, SamplingParams, takes_prompt
@@ -15,6 +16,8 @@ __all__ = [
     "Columns",
     "Hasher",
     "Hints",
+    "Lender",
+    "Lent",
     "LogitsProcessor",
     "Request",
     "SamplingParams",

@@ -18,6 +18,7 @@ class Columns(Protocol):
 
     num_tokens: NDArray[np.int64]
     num_computed: NDArray[np.int64]
+    num_lent: int
     tail: NDArray[np.int32]
 
     def append_one(self, row: int, token: int) -> None:

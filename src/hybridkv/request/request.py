@@ -9,6 +9,7 @@ columns of a RequestRows, so that a step reads and writes all rows with a few ar
 waits keeps them itself. Either way the Request answers for both.
 
     tokens  [ array of whole hash blocks | tail: row of RequestRows.tail (resident) or the array's end ]
+            or Lent: an engine's own, read where they lie; rows hear of new ones by KVCacheManager.synchronise
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from hybridkv.arguments import flag, instance, instances, integer, integers, rea
 from hybridkv.errors import ConfigError, HashError
 from hybridkv.extra_keys import EncoderInput, Extra, ExtraKeys, LoraAdapter, MultimodalItem
 from hybridkv.request.hints import NO_HINTS, Hints
+from hybridkv.request.lent import Lent
 from hybridkv.request.protocols import Columns, Hasher, checked_hasher
 from hybridkv.request.sampling import SamplingParams
 from hybridkv.request.token_ids import MAX_TOKEN_ID, checked_marks, token_array
@@ -34,7 +36,8 @@ _GREEDY: Final = SamplingParams()
 class Request:
     """One request. Not shared between managers; see the module's text for where its tokens live.
 
-    prompt: token ids, at least one. hasher: what hashes its blocks; None without prefix caching.
+    prompt: token ids, at least one; or Lent, where an engine's own request keeps them. hasher: what hashes its blocks;
+    None without prefix caching.
     cache_salt: only requests with an equal salt share blocks. lora, multimodal, prompt_embeds, encoder: what
     else tells its blocks from those of equal tokens; see hybridkv.extra_keys. prompt_embeds is not kept.
     tenant: on whose share of memory what is kept of it counts (KVCacheManager(shares=)); by default its salt.
@@ -54,6 +57,7 @@ class Request:
         "_computed",
         "_encoder_keys",
         "_extras",
+        "_lent",
         "_rows",
         "_tokens",
         "arrival_time",
@@ -83,7 +87,7 @@ class Request:
     def __init__(
         self,
         request_id: str,
-        prompt: Sequence[int] | NDArray[np.integer],
+        prompt: Sequence[int] | NDArray[np.integer] | Lent,
         sampling: SamplingParams | None = None,
         *,
         hasher: Hasher | None = None,
@@ -103,8 +107,10 @@ class Request:
         hints: Hints | None = None,
     ) -> None:
         self.request_id = text("request_id", request_id)
-        self._tokens = token_array(prompt)
-        if not self._tokens:
+        self._lent = prompt if isinstance(prompt, Lent) else None
+        self._tokens = token_array(()) if isinstance(prompt, Lent) else token_array(prompt)
+        self.num_prompt_tokens = len(self._tokens) if self._lent is None else self._lent.num_prompt_tokens
+        if not self.num_prompt_tokens:
             raise ConfigError(f"request {request_id!r} has an empty prompt: give it at least one token")
         self.hints = NO_HINTS if hints is None else instance("hints", hints, Hints)
         self.marks = checked_marks(marks, f"marks of {request_id!r}")
@@ -124,13 +130,14 @@ class Request:
         self.arrival_time = arrival_time
         none = type(eos_token_ids) is tuple and not eos_token_ids
         self.eos_token_ids = () if none else tuple(integers("eos_token_ids", eos_token_ids, 0).tolist())
-        self.num_prompt_tokens = len(self._tokens)
         self.priority = priority
         self.skip_reading_prefix_cache = flag("skip_reading_prefix_cache", skip_reading_prefix_cache)
         self.skip_writing_prefix_cache = flag("skip_writing_prefix_cache", skip_writing_prefix_cache)
         self._begin()
         self.hashes: list[bytes] = []
-        if continues is None:
+        if self._lent is not None and self._lent.hashes is not None:
+            self.hashes = self._lent.hashes if self.hasher is not None else []
+        elif continues is None:
             self.hashes = self._new_hashes()
         else:
             self.hashes = self._common_hashes(instance("continues", continues, Request))
@@ -142,7 +149,7 @@ class Request:
         if not self.multimodal and all(one is None for one in given):
             return None
         extras = ExtraKeys(
-            len(self._tokens),
+            self.num_prompt_tokens,
             1 if self.hasher is None else self.hasher.block_size,
             lora=self.lora,
             multimodal=self.multimodal,
@@ -182,6 +189,7 @@ class Request:
             setattr(child, name, getattr(self, name))
         child.request_id = text("request_id", request_id)
         child.sampling = instance("sampling", sampling, SamplingParams)
+        child._lent = None
         child._tokens = token_array(self.token_ids())
         child.hashes = list(self.hashes)
         child._begin()
@@ -193,7 +201,14 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens known: prompt and outputs."""
         rows = self._rows
-        return len(self._tokens) if rows is None else rows.num_tokens.item(self.row)
+        if rows is None:
+            return len(self._tokens) if self._lent is None else self._lent.lender.num_tokens
+        return rows.num_tokens.item(self.row)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether its tokens are an engine's own (Lent)."""
+        return self._lent is not None
 
     @property
     def num_output_tokens(self) -> int:
@@ -230,6 +245,8 @@ class Request:
         """Tokens start .. stop-1 as a new int32 array. O(stop - start). ConfigError for negative places."""
         start, known = integer("start", start, 0), self.num_tokens
         end = known if stop is None else min(integer("stop", stop, 0), known)
+        if self._lent is not None:
+            return np.array(self._lent.lender.all_token_ids[start:end], np.int32)
         whole = len(self._tokens)
         head = np.frombuffer(self._tokens, np.int32)[start:end].copy()
         if self._rows is None or end <= whole:
@@ -240,6 +257,8 @@ class Request:
     def token_bytes(self, start: int, stop: int) -> bytes:
         """Known tokens 0 <= start .. stop-1 as the bytes of an int32 array. O(stop - start), in haste."""
         whole, end = len(self._tokens), min(stop, self.num_tokens)
+        if self._lent is not None:
+            return np.array(self._lent.lender.all_token_ids[start:end], np.int32).tobytes()
         head = self._tokens[start:end].tobytes()
         if self._rows is None or end <= whole:
             return head
@@ -264,6 +283,7 @@ class Request:
         """
         if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
             token = integer(f"token for {self.request_id!r}", token, 0, MAX_TOKEN_ID)
+        self._refuse_lent()
         if self._rows is not None:
             self._rows.append_one(self.row, token)
             return
@@ -277,6 +297,7 @@ class Request:
         fewer than are computed or published: those may be shared already. O(tokens forgotten).
         """
         num_tokens = integer("num_tokens", num_tokens, most=MOST_COUNT)
+        self._refuse_lent()
         known, computed = self.num_tokens, self.num_computed_tokens
         held = 0 if self._rows is None else self._rows.least_tokens(self.row)
         least = max(self.num_prompt_tokens, min(held, known))
@@ -293,7 +314,26 @@ class Request:
         if self.hasher is not None:
             del self.hashes[num_tokens // self.hasher.block_size :]
 
+    def _refuse_lent(self) -> None:
+        if self._lent is not None:
+            raise ConfigError(f"tokens of {self.request_id!r} are its engine's: change them there, then synchronise")
+
     # -- hashes
+
+    def hash_lent(self) -> None:
+        """Its full blocks are hashed, as far as tokens are known, unless its engine does so.
+
+        HashError as ``append``; ConfigError where the engine is late.
+        """
+        if self.hasher is None or self._lent is None:
+            return
+        if self._lent.hashes is None:
+            self.hashes += self._new_hashes()
+        elif len(self.hashes) < self.num_tokens // self.hasher.block_size:
+            raise ConfigError(
+                f"{self.request_id!r} has {self.num_tokens} tokens, of which its engine has hashed {len(self.hashes)} "
+                f"blocks of {self.hasher.block_size}: hash first"
+            )
 
     def extra_keys(self, first_block: int, count: int) -> list[Extra | None] | None:
         """Extra keys of hash blocks first_block .. first_block + count - 1; None when all are empty."""
@@ -326,6 +366,8 @@ class Request:
 
     def _common_hashes(self, earlier: Request) -> list[bytes]:
         """Hashes of the full blocks that this request and ``earlier`` begin with: equal tokens and extra keys."""
+        if self._lent is not None or earlier._lent is not None:
+            return []
         if earlier.hasher is not self.hasher:
             raise ConfigError(
                 f"request {self.request_id!r} continues {earlier.request_id!r}, which was hashed by another hasher: "
@@ -351,9 +393,12 @@ class Request:
         if self.hasher is None:
             return []
         size, done = self.hasher.block_size, len(self.hashes)
-        full = (len(self._tokens) + len(more)) // size
+        full = (len(self._tokens) + len(more) if self._lent is None else self.num_tokens) // size
         if full == done:
             return []
+        if self._lent is not None:
+            tokens = self.token_ids(done * size, full * size)
+            return self._hashed(self.hashes[-1] if done else None, tokens, self.extra_keys(done, full - done))
         rest = self._tokens
         if more or done:  # what is whole, and all of it new, is read where it lies
             rest = rest[done * size :]

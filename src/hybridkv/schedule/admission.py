@@ -75,6 +75,10 @@ class AdmissionControl:
     def refuse_impossible(self, request: Request) -> None:
         """ConfigError or CapacityError for a request that could not run even alone."""
         cache = self._cache
+        if request.is_lent:
+            raise ConfigError(
+                f"tokens of {request.request_id!r} are another engine's: give a Scheduler tokens of its own"
+            )
         cache.refuse_stranger(request)
         if request.num_encoder_tokens and not cache.bounds.reads_encoder:
             raise ConfigError(

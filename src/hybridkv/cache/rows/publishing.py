@@ -214,6 +214,14 @@ class Publisher:
         runs = _rows_runs(group, owners, columns, ids) if self._log.wants_runs else []
         self._log.record(ids, runs, self._log.open_step)
 
+    def next_edges(self, rows: Int64) -> Int64:
+        """The token count at which each of ``rows`` can next publish a full block, int64[rows]; NEVER for none."""
+        soonest = np.full(len(rows), NEVER)
+        for group in self._groups if self.publishes else ():
+            if group.policy.publishing is not None:
+                np.minimum(soonest, group.policy.publishing.next_tokens(group.published[rows]), out=soonest)
+        return soonest
+
     # -- ends inside blocks
 
     def begin(self, request: Request, tokens: int) -> None:
