@@ -11,7 +11,7 @@ from cli_support import run
 from eviction_table import serve_alone
 
 from hybridkv.cache import KVCacheManager, Miss, MissReason
-from hybridkv.cache.blocks.lost_keys import LostKeys
+from hybridkv.cache.blocks.lost_keys import Lost, LostKeys
 from hybridkv.cache.placement import EndsPlacement
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
@@ -151,16 +151,22 @@ def test_without_a_memory_of_losses_nothing_is_explained() -> None:
 def test_losses_are_forgotten_by_generations() -> None:
     now = [0.0]
     lost = LostKeys(4, (10, 5), lambda: now[0])
+
+    def known(number: int | None) -> Lost | None:
+        return None if number is None else lost.lost(number)
+
     lost.note(0, [b"a"], (), 1)
     now[0] = 1.0
-    lost.note(1, [b"b"], [(b"p", b"tail")], 1)  # three: the generation is full
-    assert (lost.whole(0, b"a"), lost.whole(1, b"b")) == ((0.0, 0), (1.0, 10))
-    assert list(lost.inside(1, b"p")) == [(b"tail", (1.0, 10))]
+    with lost.evicting_for("r"):
+        lost.note(1, [b"b"], [(b"p", b"tail")], 1)  # three: the generation is full
+    assert (known(lost.whole(0, b"a")), known(lost.whole(1, b"b"))) == (Lost(0.0, 0), Lost(1.0, 10, "r"))
+    assert [(tokens, known(number)) for tokens, number in lost.inside(1, b"p")] == [(b"tail", Lost(1.0, 10, "r"))]
     now[0] = 2.0
-    lost.note(1, [b"b"], (), 1)
-    lost.note(0, [b"c", b"d"], (), 2)
+    lost.note(1, [b"b"], (), 1, np.array([7.0]))
+    lost.note(0, [b"c", b"d"], (), 2, np.array([8.0, 9.0]))
     assert (lost.whole(0, b"a"), list(lost.inside(1, b"p"))) == (None, [])
-    assert (lost.whole(1, b"b"), lost.whole(0, b"d"), lost.lost_bytes) == ((2.0, 15), (2.0, 20), 40)
+    assert (known(lost.whole(1, b"b")), known(lost.whole(0, b"d"))) == (Lost(2.0, 15, None, 7), Lost(2.0, 20, None, 9))
+    assert lost.lost_bytes == 40
     assert lost.knows(1)[1].keys() == {b"b"}
     lost.clear()
     assert lost.whole(1, b"b") is None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 from hybridkv.cache.blocks.needs import BlockNeeds
 from hybridkv.cache.blocks.pool import BlockPool
@@ -75,7 +75,8 @@ class Layout(Protocol):
     retention: see KVCacheManager.
     rewrites_states: running states are rewritten in place, so that a failed step leaves them broken. shares_in_part: a
     branch can begin with blocks that its parent has half filled. keeps_ends: what a request has computed stays to the
-    last token when it ends; publishes_ends: so does what lies before other ends inside blocks.
+    last token when it ends; publishes_ends: so does what lies before other ends inside blocks. evicts_in_order: free
+    blocks of one size go in the order of their last use.
     """
 
     @property
@@ -120,6 +121,11 @@ class Layout(Protocol):
 
     @property
     def publishes_ends(self) -> bool:
+        """See the class."""
+        ...
+
+    @property
+    def evicts_in_order(self) -> bool:
         """See the class."""
         ...
 
@@ -241,6 +247,7 @@ class ReferenceLayout:
     shares_in_part: bool = False
     keeps_ends: bool = False
     publishes_ends: bool = False
+    evicts_in_order: ClassVar[bool] = True
 
     def publishes(self, spec: KVCacheSpec) -> bool:
         """Tokens, and states if their spec keeps them."""
@@ -314,6 +321,7 @@ class NaturalLayout:
     rewrites_states: bool = True
     shares_in_part: bool = True
     keeps_ends: bool = True
+    evicts_in_order: ClassVar[bool] = False
 
     def publishes(self, spec: KVCacheSpec) -> bool:
         """Tokens, and states if the placement keeps any."""

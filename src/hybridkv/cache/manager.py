@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 from numpy.typing import NDArray
@@ -210,6 +210,15 @@ class KVCacheManager:
         self._residents.refuse_stranger(request)
         hit = None if hit_tokens is None else integer("hit_tokens", hit_tokens, 0, MOST_COUNT)
         return self._parts.misses.explain(request, hit, self._clock())
+
+    @property
+    def evicts_in_order(self) -> bool:
+        """Whether blocks of one size go in the order of their last use, so that ``Miss.more_bytes`` is a bound."""
+        return self._layout.evicts_in_order
+
+    def evicting_for(self, request: Request) -> AbstractContextManager[None]:
+        """What is evicted inside makes room for ``request``, says ``explain`` later. Nothing without it."""
+        return nullcontext() if self._parts.misses is None else self._parts.misses.evicting_for(request)
 
     def blocks_of(self, hit: CommonHit) -> KVCacheBlocks:
         """The blocks of a hit, 0 for null columns."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Annotated, Final
 
 import typer
@@ -14,32 +14,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from hybridkv.cli.gathered import gathered
-from hybridkv.cli.keeping import REMEMBERED, ExplainOption, show_tenants
+from hybridkv.cli.keeping import show_tenants
 from hybridkv.cli.output import console, in_words, print_facts, share, table
 from hybridkv.cli.pages import PageFile, checked_page, write_page
 from hybridkv.cli.panels import OUTPUT
 from hybridkv.cli.printable import printable
 from hybridkv.cli.requests import TraceArgument
 from hybridkv.cli.running import Prepared, RunOptions
+from hybridkv.cli.why import WHY, WhyOptions
 from hybridkv.report import replay_page
 from hybridkv.simulator import Progress, ReplayReport
+from hybridkv.simulator.explained import explained_file
 from hybridkv.simulator.recording import Recording
 from hybridkv.units import format_bytes, format_count
 
 _SECONDS_PER_LINE: Final = 10.0
-_WHY: Final = {
-    "never_seen": "never seen",
-    "other_salt": "seen under another salt only",
-    "unpublished": "seen, not published",
-    "evicted": "evicted",
-    "no_state": "no state kept behind them",
-    "no_window": "no window kept behind them",
-    "block_edge": "in a block's last part",
-    "no_room": "no room to copy them",
-    "caching_off": "caching off",
-    "last_token": "last of a prompt",
-}
-"""Why tokens were missed, by the name that documents have."""
 _MOST_CLASSES: Final = 12
 """Of ends, that are shown."""
 _MOST_HITS: Final = 3
@@ -62,12 +51,14 @@ def replay_command(
     *,
     trace: TraceArgument,
     options: RunOptions,
-    explain: ExplainOption = False,
+    why: WhyOptions,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.", rich_help_panel=OUTPUT)] = False,
     page_file: PageFile = None,
 ) -> None:
     """Replay requests through the scheduler and the cache manager; only time is modelled."""
-    settings = options.settings(remembered_losses=REMEMBERED if explain else 0, block_times=page_file is not None)
+    settings = options.settings(
+        remembered_losses=why.remembered_losses, block_times=page_file is not None or why.explain_to is not None
+    )
     page_file = checked_page(page_file)
     run = options.prepare(trace, settings)
     plan, summary = run.plan, run.summary
@@ -79,8 +70,12 @@ def replay_command(
         sys.stdout.flush()
     begun = time.perf_counter()
     recording = None if page_file is None else Recording(run.simulation.scheduler)
-    with _progress(summary.requests, begun) as on_progress:
-        report = run.simulation.run(run.source, summary=summary, on_progress=on_progress, recording=recording)
+    in_order = run.simulation.scheduler.cache.evicts_in_order
+    told = nullcontext() if why.explain_to is None else explained_file(why.explain_to, in_order=in_order)
+    with told as on_explained, _progress(summary.requests, begun) as on_progress:
+        report = run.simulation.run(
+            run.source, summary=summary, on_progress=on_progress, recording=recording, on_explained=on_explained
+        )
     if page_file is not None and recording is not None:
         write_page(page_file, replay_page(plan, report, recording.recorded()))
     if as_json:
@@ -153,7 +148,7 @@ def _show_misses(report: ReplayReport) -> None:
         return
     misses = table("prompt tokens missed", "tokens", "of the prompts", numbers_from=1)
     for reason, tokens in sorted(report.misses.items(), key=lambda one: -one[1]):
-        misses.add_row(_WHY.get(reason, reason), format_count(tokens), share(tokens / report.prompt_tokens))
+        misses.add_row(WHY.get(reason, reason), format_count(tokens), share(tokens / report.prompt_tokens))
     console().print(misses)
 
 

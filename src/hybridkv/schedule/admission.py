@@ -7,12 +7,23 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Final
 
-from hybridkv.cache import Admission, CommonHit, KVCacheBlocks, KVCacheManager, MissReason, Reason, Refusal, SlotPlan
+from hybridkv.cache import (
+    Admission,
+    CommonHit,
+    KVCacheBlocks,
+    KVCacheManager,
+    Miss,
+    MissReason,
+    Reason,
+    Refusal,
+    SlotPlan,
+)
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.request import Request
 from hybridkv.schedule.builder import StepBuilder
@@ -25,6 +36,9 @@ from hybridkv.specs import RequestLimits
 from hybridkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
+
+OnExplained = Callable[[Request, int, tuple[Miss, ...]], None]
+"""Called with a request that begins for the first time, its hit tokens and why the others were not found."""
 
 _MOST_PASSED: Final = 16  # refused requests that a step looks at: each costs a look-up
 
@@ -47,7 +61,7 @@ class AdmissionControl:
     """Moves requests from ``forks`` and ``waiting`` to ``running`` and into a step.
 
     prompt_tokens, hit_tokens: of first admissions, so far; misses: the others, by reason, where they are explained.
-    refusals: by reason, so far.
+    refusals: by reason, so far. on_explained: who is told of each request, where misses are explained.
     """
 
     def __init__(
@@ -69,6 +83,7 @@ class AdmissionControl:
         self.prompt_tokens = self.hit_tokens = 0
         self.refusals: Counter[Reason] = Counter()
         self.misses: Counter[MissReason] = Counter()
+        self.on_explained: OnExplained | None = None
 
     # -- ever
 
@@ -305,10 +320,10 @@ class AdmissionControl:
     def _begin(self, plan: SlotPlan, queue_key: QueueKey, builder: StepBuilder) -> None:
         """The request of ``plan`` runs from now on."""
         request = plan.request
-        if self._cache.explains and request.first_hit_tokens is None:  # before anything is evicted for it
-            for miss in self._cache.explain(request, plan.hit_tokens):
-                self.misses[miss.reason] += miss.tokens
-        self._cache.commit(plan)
+        if self._cache.explains:
+            self._commit_explained(plan)
+        else:
+            self._cache.commit(plan)
         request.num_computed_tokens = plan.hit_tokens
         self._running.admit(request, queue_key)
         builder.add_admitted(plan)
@@ -316,6 +331,18 @@ class AdmissionControl:
             request.first_hit_tokens = plan.hit_tokens
             self.prompt_tokens += request.num_prompt_tokens
             self.hit_tokens += min(plan.hit_tokens, request.num_prompt_tokens)
+
+    def _commit_explained(self, plan: SlotPlan) -> None:
+        """``plan`` is done, and it is known why tokens were missed before anything was evicted for it."""
+        cache, request = self._cache, plan.request
+        if request.first_hit_tokens is None:
+            misses = cache.explain(request, plan.hit_tokens)
+            for miss in misses:
+                self.misses[miss.reason] += miss.tokens
+            if self.on_explained is not None:
+                self.on_explained(request, plan.hit_tokens, misses)
+        with cache.evicting_for(request):
+            cache.commit(plan)
 
 
 def _why(entry: Waiting, *, seat: bool) -> WaitReason:

@@ -24,7 +24,7 @@ from hybridkv.cache import KVCacheManager, Reason, RowSpans
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import MOST_OUTPUTS, Request
 from hybridkv.schedule import audit
-from hybridkv.schedule.admission import AdmissionControl
+from hybridkv.schedule.admission import AdmissionControl, OnExplained
 from hybridkv.schedule.builder import StepBuilder
 from hybridkv.schedule.chunks import split_of
 from hybridkv.schedule.forks import Forks, branches_of
@@ -148,6 +148,16 @@ class Scheduler:
             refusals={str(reason): count for reason, count in admission.refusals.items()},
             misses={str(reason): count for reason, count in sorted(admission.misses.items())},
         )
+
+    def tell_misses(self, listener: OnExplained) -> None:
+        """From now on ``listener`` is called as requests begin for the first time; it must not touch the scheduler.
+
+        With the request, its hit tokens, and why the others of its prompt were not found. For operators, as
+        ``KVCacheManager.explain``. ConfigError where nothing is explained.
+        """
+        if not self.cache.explains:
+            raise ConfigError("misses are explained from what was lost: construct the cache with remembered_losses")
+        self._admission.on_explained = listener
 
     # -- answers
 

@@ -21,13 +21,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache import Transfer
+from hybridkv.cache import Miss, Transfer
 from hybridkv.columns import grown
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.extra_keys import EncoderInput
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, Uniform
 from hybridkv.simulator.cost import StepCost
+from hybridkv.simulator.explained import Explained
 from hybridkv.simulator.formats import TraceRequest
 from hybridkv.simulator.recording import Recording
 from hybridkv.simulator.report import Distribution, GroupReport, ReplayReport
@@ -286,6 +287,16 @@ class Replica:
         self.output_tokens += trace.num_output_tokens
         self.longest_tokens = max(self.longest_tokens, trace.num_tokens)
 
+    def explain_to(self, listener: Callable[[Explained], None]) -> None:
+        """``listener`` is told of each request that begins. ConfigError where misses are not explained."""
+
+        def told(request: Request, hit_tokens: int, misses: tuple[Miss, ...]) -> None:
+            trace = self.live[request.request_id].trace
+            hit = min(hit_tokens, request.num_prompt_tokens)
+            listener(Explained(int(request.request_id), trace, self.clock.now_s, hit, misses))
+
+        self.scheduler.tell_misses(told)
+
     def _step(self) -> None:
         step = self.scheduler.schedule()
         for new in step.new_rows:
@@ -406,19 +417,23 @@ def replay_through(
     on_progress: Callable[[Progress], None] | None = None,
     step_by_step: bool = False,
     recording: Recording | None = None,
+    on_explained: Callable[[Explained], None] | None = None,
 ) -> ReplayReport:
     """``replay`` with a scheduler of one's own, which must be fresh.
 
     clock: that of the scheduler; without it the scheduler's patience with requests that do not fit is one of
     wall time. encoder_tokens: of every request's encoder input, 0 for none. summary: of the source, when it is
     at hand already. on_progress: called at most every 64 steps and at the end. step_by_step: see ReplaySettings.
-    recording: of that scheduler; what the replay looked like on the way.
+    recording: of that scheduler; what the replay looked like on the way. on_explained: called as each request begins,
+    with why its tokens were missed.
     Raises TraceError for a malformed line, ConfigError naming a request that can never fit.
     """
     counted = source.summary() if summary is None else summary
     clock = SimulatedClock() if clock is None else clock
     replica = Replica(scheduler, cost, clock, encoder_tokens, step_by_step=step_by_step)
     replica.recording = recording
+    if on_explained is not None:
+        replica.explain_to(on_explained)
     run_replicas(source, [replica], lambda _request, _now_s: 0, on_progress)
     return replace(replica.report(source.name), bad_lines=counted.bad_lines)
 

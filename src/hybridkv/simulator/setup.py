@@ -18,6 +18,7 @@ from hybridkv.planner.plan import DEFAULT_LAYOUT, NO_STATES
 from hybridkv.request import Hasher
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.simulator.cost import BF16, StepCost, weights_named
+from hybridkv.simulator.explained import Explained
 from hybridkv.simulator.hardware import H100, Hardware
 from hybridkv.simulator.loop import Progress, Replica, SimulatedClock, replay_through
 from hybridkv.simulator.recording import Recording
@@ -183,8 +184,9 @@ class Simulation:
         summary: TraceSummary | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         recording: Recording | None = None,
+        on_explained: Callable[[Explained], None] | None = None,
     ) -> ReplayReport:
-        """Replay ``source``, once. recording: of ``scheduler``."""
+        """Replay ``source``, once. recording: of ``scheduler``. on_explained: as replay_through has it."""
         report = replay_through(
             source,
             self.scheduler,
@@ -195,6 +197,7 @@ class Simulation:
             on_progress=on_progress,
             step_by_step=self.step_by_step,
             recording=recording,
+            on_explained=on_explained,
         )
         return replace(report, caching_off=self.caching_off)
 

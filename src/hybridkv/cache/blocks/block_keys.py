@@ -205,11 +205,21 @@ class BlockKeys:
     ) -> None:
         """``blocks`` lose ``keys`` and tails in ``groups``."""
         for group in sorted(set(groups)):
-            index = self.indexes[group]
-            mine = [place for place, of in enumerate(groups) if of == group]
-            whole = [key for place in mine if (key := keys[place]) is not None]
-            tails = [tail for place in mine for tail in index.tails_in(blocks[place])] if index.num_tails else []
-            lost.note(group, whole, tails, len(mine))
+            if groups.count(group) < len(groups):
+                mine = [place for place, of in enumerate(groups) if of == group]
+                self._remember_all(lost, [blocks[place] for place in mine], [keys[place] for place in mine], group)
+            else:
+                self._remember_all(lost, blocks, keys, group)
+
+    def _remember_all(self, lost: LostKeys, blocks: Sequence[int], keys: Sequence[bytes | None], group: int) -> None:
+        """As above, all of one group."""
+        index, idle_s = self.indexes[group], None
+        tails = index.tails_in(blocks) if index.num_tails else []
+        named = [key for key in keys if key is not None]
+        if self.times is not None:
+            whole = [block for key, block in zip(keys, blocks, strict=True) if key is not None]
+            idle_s = self.times.idle_s(np.array([*whole, *(blocks[place] for place, *_ in tails)], np.int64))
+        lost.note(group, named, [(parent, tokens) for _, parent, tokens in tails], len(blocks), idle_s)
 
     def _forget_tails(self, blocks: Sequence[int], groups: Sequence[int]) -> set[int]:
         """The tails of ``blocks``, of ``groups``, go; which of them had one."""

@@ -20,6 +20,7 @@ Float64 = NDArray[np.float64]
 
 EDGES_S: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
 """Seconds that end a bucket, they among them; one more has all above."""
+_MOST_ADDED: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +41,28 @@ class BlockTimeStatistics:
 
 
 class _Histogram:
+    """What is added is binned in one go, many at once."""
+
     def __init__(self) -> None:
         self._counts = np.zeros(len(EDGES_S) + 1, np.int64)
         self._sum_s = 0.0
+        self._added: list[Float64] = []
 
     def add(self, seconds: Float64) -> None:
         """O(seconds)."""
+        self._added.append(seconds)
+        if len(self._added) == _MOST_ADDED:
+            self._bin()
+
+    def _bin(self) -> None:
+        seconds = np.concatenate([np.empty(0), *self._added])
+        self._added = []
         self._counts += np.bincount(np.searchsorted(EDGES_S, seconds), minlength=len(self._counts))
         self._sum_s += float(seconds.sum())
 
     def counts(self) -> TimeCounts:
         """As they are now."""
+        self._bin()
         return TimeCounts(tuple(self._counts.tolist()), self._sum_s)
 
 
@@ -100,6 +112,11 @@ class BlockTimes:
         """How many of ``ids``, which have keys, nobody came for how long, by bucket of EDGES_S and above."""
         places = np.searchsorted(EDGES_S, self._clock() - self._hit[ids])
         return tuple(np.bincount(places, minlength=len(EDGES_S) + 1).tolist())
+
+    def idle_s(self, ids: Ids) -> Float64:
+        """How long nobody came for ``ids``, seconds; NaN for those without a key."""
+        found: Float64 = self._clock() - self._hit[ids]
+        return found
 
     def statistics(self) -> BlockTimeStatistics:
         """So far."""

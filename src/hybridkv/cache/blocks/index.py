@@ -188,10 +188,16 @@ class PrefixIndex:
         """Whether ``block`` is known for its first tokens."""
         return block in self._parent
 
-    def tails_in(self, block: int) -> list[tuple[bytes, bytes]]:
-        """Of ``block``: parent, and the bytes of its tokens, of each."""
-        parent = self._parent.get(block)
-        return [] if parent is None else [(parent, tail.tokens) for tail in self._tails[parent] if tail.block == block]
+    def tails_in(self, blocks: Sequence[int]) -> list[tuple[int, bytes, bytes]]:
+        """The tails that ``blocks`` carry: at which place among them, behind which parent, of which tokens."""
+        found = [(place, block) for place, block in enumerate(blocks) if block in self._parent]
+        return [
+            (place, parent, tail.tokens)
+            for place, block in found
+            for parent in (self._parent[block],)
+            for tail in self._tails[parent]
+            if tail.block == block
+        ]
 
     def add_tail(self, parent: bytes, tail: Tail) -> int | None:
         """One more; the block whose oldest one had to go, if one had to. The same tail must not be there."""

@@ -9,11 +9,13 @@ Every reason is what the next one asks less: a hit could end at ``drops`` if not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import chain, groupby, islice
 from typing import Final, NamedTuple
 
-from hybridkv.cache.blocks.lost_keys import Lost, LostKeys
+from hybridkv.cache.blocks.lost_keys import LostKeys
 from hybridkv.cache.policies import Search
 from hybridkv.cache.rows.group import CacheGroup, parent_key
 from hybridkv.cache.rows.residents import Residents
@@ -22,6 +24,8 @@ from hybridkv.cache.slots.lookup import PrefixLookup
 from hybridkv.request import Request
 
 _TOKEN_BYTES: Final = 4
+_LEAST_INTERVAL: Final = 128
+"""Tokens between states: closer ones cost more than they find."""
 
 
 class MissReason(StrEnum):
@@ -52,9 +56,14 @@ class MissReason(StrEnum):
 class Miss:
     """Tokens first .. first + tokens - 1 of a prompt, which have one reason.
 
-    group: that lost them, of EVICTED. ago_s: how long ago the first of them went; more_bytes: of blocks that lost their
-    keys since, and with it: so much more memory would have them all, where blocks go in the order of their last use.
-    None where it is not remembered of all of them, and for other reasons.
+    Of EVICTED: group, which lost them; of the first of them to go: ago_s, how long ago; idle_s, for how long nobody had
+    come for it then, None without block_times; by, the request that room was made for, None where it was for requests
+    that went on, or for states to keep; more_bytes, of blocks that lost their keys since, and with it. That much more
+    memory would have them all: at most where blocks of one size go in the order of their last use
+    (``KVCacheManager.evicts_in_order``), an estimate elsewhere. None where it is not remembered of all of them.
+
+    Of NO_STATE: nearest_state, tokens behind which the last state is that could be begun with, 0 for none; interval,
+    the widest that would have kept one behind the first half of them (``interval:N``), None for none.
     """
 
     first: int
@@ -63,21 +72,34 @@ class Miss:
     group: int | None = None
     ago_s: float | None = None
     more_bytes: int | None = None
+    idle_s: float | None = None
+    by: str | None = None
+    nearest_state: int | None = None
+    interval: int | None = None
+
+    @property
+    def end(self) -> int:
+        """Behind the last of them."""
+        return self.first + self.tokens
 
     def behind(self, other: Miss) -> Miss | None:
         """Both in one, where ``other``, right before it, has the same reason and neither group lost them."""
         if (self.reason, self.group) != (other.reason, other.group) or self.reason is MissReason.EVICTED:
             return None
-        return Miss(other.first, other.tokens + self.tokens, self.reason)
+        return replace(self, first=other.first, tokens=other.tokens + self.tokens)
 
 
 class _Cut(NamedTuple):
-    """Tokens before ``end`` that none before it has: a reason, and which group lost them."""
+    """Tokens before ``end`` that none before it has: a reason, and which group lost them.
+
+    lost: the number of the first loss. nearest_state: see Miss.
+    """
 
     end: int
     reason: MissReason
     group: int | None = None
-    lost: Lost | None = None
+    lost: int | None = None
+    nearest_state: int | None = None
 
 
 class Misses:
@@ -128,15 +150,26 @@ class Misses:
             tokens = min(cut.end, end) - at
             if tokens <= 0:
                 continue
-            ago, more = (None, None) if cut.lost is None else (now - cut.lost.at_s, self._since(cut.lost))
-            miss = Miss(at, tokens, cut.reason, cut.group, ago, more)
+            miss = self._miss(cut, at, tokens, now)
             joined = miss.behind(misses[-1]) if misses else None
             misses[len(misses) - (joined is not None) :] = [joined or miss]
             at += tokens
         return tuple(misses)
 
-    def _since(self, lost: Lost) -> int:
-        return self._lost.lost_bytes - lost.before_bytes
+    def evicting_for(self, request: Request) -> AbstractContextManager[None]:
+        """What is evicted inside makes room for ``request``."""
+        return self._lost.evicting_for(request.request_id)
+
+    def _miss(self, cut: _Cut, first: int, tokens: int, now: float) -> Miss:
+        """``cut`` from ``first`` on, told in full."""
+        miss = Miss(first, tokens, cut.reason, cut.group)
+        if cut.lost is not None:
+            lost = self._lost.lost(cut.lost)
+            more_bytes = self._lost.lost_bytes - lost.before_bytes
+            return replace(miss, ago_s=now - lost.at_s, more_bytes=more_bytes, idle_s=lost.idle_s, by=lost.by)
+        if cut.nearest_state is not None:
+            return replace(miss, nearest_state=cut.nearest_state, interval=_interval(first, first + tokens))
+        return miss
 
     def _cuts(self, request: Request, hit: int) -> Iterator[_Cut]:
         """Behind ``hit`` tokens, in order; the last one is behind the prompt."""
@@ -158,7 +191,7 @@ class Misses:
         yield _Cut(windows, MissReason.BLOCK_EDGE)
         yield _Cut(states, MissReason.NO_WINDOW)
         yield from self._lost_states(request, states, tokens)
-        yield _Cut(tokens, MissReason.NO_STATE)
+        yield _Cut(tokens, MissReason.NO_STATE, nearest_state=states)
         yield from self._tokens(request, tokens, edge, seen)
         yield _Cut(last, MissReason.BLOCK_EDGE)
         yield _Cut(last + 1, MissReason.LAST_TOKEN)
@@ -180,8 +213,8 @@ class Misses:
         """Hash blocks up to the last one that is, or was, published in any group. O(hash blocks)."""
         hashes, most = request.hashes, 0
         for group in self._groups:
-            young, old = self._lost.knows(group.number)
-            asked: tuple[Callable[[bytes], object], ...] = (group.index.get, young.get, old.get)
+            lost = [table.get for table in self._lost.knows(group.number) if table]
+            asked: list[Callable[[bytes], object]] = [group.index.get, *lost]
             for get in asked:
                 behind = len(hashes) - most
                 later = enumerate(map(get, reversed(hashes[most:])))
@@ -197,15 +230,19 @@ class Misses:
         running = self._running(request, begins)
         if running > begins:
             cut = _Cut(min(running * size, end), MissReason.UNPUBLISHED)
-        for block in range(max(begins, running), seen):
-            stop, lacking = min((block + 1) * size, end), self._lacking(request, block)
-            if lacking is None:
+        block = max(begins, running)
+        for group, run in groupby(self._lacking(hashes, block, seen)):
+            first, block = block, block + sum(1 for _ in run)
+            stop = min(block * size, end)
+            if group is None:
                 cut = cut._replace(end=stop)
-            elif cut.group == lacking[0]:
-                cut = cut._replace(end=stop, lost=_earlier(cut.lost, lacking[1]))
+                continue
+            lost = self._first_loss(group, hashes, first, block)
+            if cut.group == group.number:
+                cut = cut._replace(end=stop, lost=_earlier(cut.lost, lost))
             else:
                 yield cut
-                cut = _Cut(stop, MissReason.EVICTED, *lacking)
+                cut = _Cut(stop, MissReason.EVICTED, group.number, lost)
         yield cut
         known = max(running, seen, begins)
         for reason, blocks in (
@@ -218,13 +255,31 @@ class Misses:
                 yield cut
         yield cut._replace(end=end)
 
-    def _lacking(self, request: Request, block: int) -> tuple[int, Lost | None] | None:
-        """The first group, of those that read all, without hash block ``block``; when it lost it."""
-        for group in self._full:
-            at = (block // group.key_stride + 1) * group.key_stride - 1
-            if at < len(request.hashes) and group.index.get(request.hashes[at]) is None:
-                return group.number, self._lost.whole(group.number, request.hashes[at])
-        return None
+    def _lacking(self, hashes: Sequence[bytes], first: int, end: int) -> list[CacheGroup | None]:
+        """Of hash blocks ``first`` .. ``end`` the first group, of those that read all, that is without it."""
+        lacking: list[CacheGroup | None] = [None] * max(end - first, 0)
+        if not lacking:
+            return lacking
+        for group in reversed(self._full):
+            stride = group.key_stride
+            begins = first // stride * stride
+            found = list(map(group.index.get, hashes[begins + stride - 1 : end + stride - 1 : stride]))
+            each = chain.from_iterable(zip(*[found] * stride, strict=True)) if stride > 1 else found
+            for place, block in enumerate(islice(each, first - begins, end - begins)):
+                if block is None:
+                    lacking[place] = group
+        return lacking
+
+    def _first_loss(self, group: CacheGroup, hashes: Sequence[bytes], first: int, end: int) -> int | None:
+        """The number of the first loss of hash blocks ``first`` .. ``end``; None where not all are remembered."""
+        stride = group.key_stride
+        keys = hashes[first // stride * stride + stride - 1 : end + stride - 1 : stride]
+        young, old = self._lost.knows(group.number)
+        numbers = [
+            old.get(key) if number is None else number for key, number in zip(keys, map(young.get, keys), strict=True)
+        ]
+        known = [number for number in numbers if number is not None]
+        return min(known) if len(known) == len(numbers) else None
 
     def _running(self, request: Request, first: int) -> int:
         """Leading hash blocks that some running request has, published or not, if more than ``first``.
@@ -269,8 +324,8 @@ class Misses:
                 if aligned and first < ends <= end and request.token_ids(begins, ends).tobytes() == tokens:
                     yield ends
 
-    def _lost_state(self, request: Request, group: CacheGroup, tokens: int) -> Lost | None:
-        """The state after ``tokens`` tokens, if it was lost."""
+    def _lost_state(self, request: Request, group: CacheGroup, tokens: int) -> int | None:
+        """The number of the loss of the state after ``tokens`` tokens, if it was lost."""
         column, rest = divmod(tokens, group.policy.block_size)
         if not rest:
             return self._lost.whole(group.number, request.hashes[column * group.key_stride - 1])
@@ -291,7 +346,16 @@ def _parent(request: Request, group: CacheGroup, column: int) -> bytes:
     return parent_key(request, column * group.key_stride, group.key_stride)
 
 
-def _earlier(one: Lost | None, other: Lost | None) -> Lost | None:
+def _interval(first: int, end: int) -> int | None:
+    """The greatest power of two that has a multiple in the second half of first + 1 .. end; None where it is small."""
+    least = first + (end - first + 1) // 2
+    interval = 1 << end.bit_length()
+    while end // interval * interval < max(least, 1):
+        interval //= 2
+    return interval if interval >= _LEAST_INTERVAL else None
+
+
+def _earlier(one: int | None, other: int | None) -> int | None:
     """What went first; None where that is not known of both."""
     return None if one is None or other is None else min(one, other)
 
