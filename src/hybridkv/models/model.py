@@ -65,6 +65,7 @@ class Model:
     look-up) and the routed experts it does not choose. A forward of one token costs about
     ``2 * active_parameters`` floating point operations besides attention; only cost models use it.
     hidden_size: elements of what layers hand on for a token, 0 where the config does not say; for cost models, too.
+    query_heads: of an attention layer of the whole model, 0 where the config does not say; for cost models, too.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Model:
     max_encoder_tokens: int = 0
     num_speculative_tokens: int = 0
     hidden_size: int = 0
+    query_heads: int = 0
     dtype_from: str | None = None
     read_from: tuple[ReadFact, ...] = ()
 
@@ -91,7 +93,7 @@ class Model:
         check_fields(self, or_none(text), "dtype_from")
         check_fields(self, each(one_of(ReadFact)), "read_from")
         check_fields(self, integer, "vocab_size", "parameters", "active_parameters", "block_size", "tp")
-        check_fields(self, integer, "max_encoder_tokens", "num_speculative_tokens", "hidden_size")
+        check_fields(self, integer, "max_encoder_tokens", "num_speculative_tokens", "hidden_size", "query_heads")
         if not self.layers:
             raise ConfigError(f"{self.name} has no layer that keeps anything in the cache")
         if len(self.layers) > 2 * MOST_LAYERS:  # a decoder layer may keep two things

@@ -16,7 +16,7 @@ from hybridkv.models.delta import kimi_linear, lfm2, olmo_hybrid, qwen3_next, qw
 from hybridkv.models.encoder_decoder import t5, whisper
 from hybridkv.models.families import Family, NotingFamily, ReadOptions, refuse_not_yet
 from hybridkv.models.fields import DTYPE_NAMES, Fields, config_dtype, max_model_len
-from hybridkv.models.general import general
+from hybridkv.models.general import HEADS, general
 from hybridkv.models.hybrids import bamba, falcon_h1, granite_hybrid, jamba, nemotron_h
 from hybridkv.models.json_text import DocumentError, read_json
 from hybridkv.models.llama import LLAMA, MISTRAL, QWEN2, QWEN3
@@ -163,7 +163,13 @@ def read_model(
         max_encoder_tokens=facts.max_encoder_tokens,
         num_speculative_tokens=num_speculative_tokens,
         hidden_size=described.optional("hidden_size", minimum=0) or 0,
+        query_heads=_query_heads(described),
     )
+
+
+def _query_heads(described: Fields) -> int:
+    """Of an attention layer, 0 where nothing says so."""
+    return next((heads for key in HEADS if (heads := described.optional(key, minimum=0))), 0)
 
 
 def _check_counts(block_size: int, tp: int, num_speculative_tokens: int, mtp_layers: int) -> None:

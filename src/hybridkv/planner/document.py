@@ -160,6 +160,7 @@ def _model(node: Node) -> Model:
         max_encoder_tokens=node.integer("max_encoder_tokens", default=0),
         num_speculative_tokens=node.integer("num_speculative_tokens", default=0),
         hidden_size=node.integer("hidden_size", default=0),
+        query_heads=node.integer("query_heads", default=0),
         dtype_from=node.text("dtype_from") if node.has("dtype_from") else None,
         read_from=_read_from(node) if node.has("read_from") else (),
     )

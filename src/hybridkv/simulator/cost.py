@@ -1,9 +1,10 @@
 """How long a step takes: a roofline over compute and memory, and a fixed overhead.
 
-    seconds = time_scale * (max(compute, memory) + reduced + overhead)
-    compute = 2 * active parameters / tp * tokens / (FLOP/s * efficiency)
+    seconds = time_scale * (max(compute, memory) + reduced + rows * seconds of a row + overhead)
+    compute = (2 * active parameters / tp * tokens + attention and states) / (FLOP/s * efficiency)
     memory  = (weights read / tp * bytes of a weight + cache bytes moved) / (bytes/s * efficiency)
-    reduced = 2 * decoder layers * tokens * hidden size * 2 bytes * 2 (tp - 1) / tp / (link's bytes/s * efficiency)
+    reduced = 2 * decoder layers * (tokens * hidden size * 2 bytes * 2 (tp - 1) / tp / (link's bytes/s * efficiency)
+              + latency)
 
 Tensor parallel ranks add up their parts twice a decoder layer, behind its mixer and behind its MLP (Shoeybi et al.,
 Megatron-LM, arXiv 1909.08053, section 3), here in bf16 and without overlap; a ring sends 2 (tp - 1) / tp of the bytes
@@ -16,10 +17,10 @@ choose, ``min(parameters, active parameters * tokens)``. Cache bytes moved are t
 hybridkv.simulator.traffic.
 
 Two operations per weight and token is the usual count of a forward (Kaplan et al., arXiv 2001.08361, section
-2.1); the roofline is Williams, Waterman, Patterson, CACM 52(4), 2009. Left out: the operations of attention
-(a tenth of the rest for a 70B model at 12k tokens) and of recurrent scans, an encoder's run, latencies of
-links, sampling; context parallel ranks share the cache, not the operations. Durations decide only who runs
-beside whom: hits, blocks and preemptions come from the real scheduler and manager.
+2.1); those of attention and of recurrent states are in hybridkv.simulator.operations; the roofline is Williams,
+Waterman, Patterson, CACM 52(4), 2009. Left out: an encoder's run, sampling; context parallel ranks share the cache and
+attention, not the weights' operations. Durations decide only who runs beside whom: hits, blocks and preemptions come
+from the real scheduler and manager.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.models import Model
 from hybridkv.planner import Plan
 from hybridkv.simulator.hardware import H100, Hardware
+from hybridkv.simulator.operations import NONE_BESIDES, Operations
 from hybridkv.simulator.traffic import CacheTraffic
 from hybridkv.step import Copy, Step
 from hybridkv.units import shown
@@ -58,7 +60,8 @@ def weights_named(name: str) -> str:
 class StepCost:
     """Seconds of a Step for one model on one kind of hardware; build it with ``of``. Parameters are one rank's.
 
-    weights: what they are kept in, a name of WEIGHT_BYTES. reduced_bytes: that a rank sends to others for a token.
+    weights: what they are kept in, a name of WEIGHT_BYTES. reduced_bytes: that a rank sends to others for a token, in
+    ``sums`` sums over ranks a step.
     """
 
     parameters: float
@@ -68,6 +71,8 @@ class StepCost:
     time_scale: float = 1.0
     weights: str = BF16
     reduced_bytes: float = 0.0
+    sums: int = 0
+    operations: Operations = NONE_BESIDES
 
     @classmethod
     def of(cls, plan: Plan, *, hardware: Hardware = H100, time_scale: float = 1.0, weights: str = BF16) -> Self:
@@ -93,15 +98,17 @@ class StepCost:
             time_scale,
             weights_named(weights),
             _reduced_bytes(model),
+            _sums(model),
+            Operations.of(plan),
         )
 
     def seconds(self, step: Step) -> float:
         """Seconds of ``step``. O(rows + copies)."""
-        compute_s, weight_bytes = self._bounds(step.num_tokens)
+        weights_s, weight_bytes = self._bounds(step.num_tokens)
+        made = self.operations.of_rows(step.num_computed.astype(np.int64), step.num_scheduled.astype(np.int64))
+        compute_s = weights_s + made / self._attention_per_s
         memory_s = (weight_bytes + self.traffic.bytes_of(step)) / self._bytes_per_s
-        return self.time_scale * (
-            max(compute_s, memory_s) + self._reduced_s(step.num_tokens) + self.hardware.overhead_s
-        )
+        return self.time_scale * (max(compute_s, memory_s) + self._besides_s(step.num_tokens, len(step)))
 
     def decode_seconds(
         self, computed: NDArray[np.int64], steps: int, copies: Sequence[Transfer | Copy] = ()
@@ -111,10 +118,11 @@ class StepCost:
         float64[steps]. computed: int64[rows], tokens computed before the first. copies: of blocks, in each of the
         steps. O(rows + steps), O(rows * steps) for rows that are not as long as a window yet and for chunks.
         """
-        compute_s, weight_bytes = self._bounds(len(computed))
+        rows = len(computed)
+        weights_s, weight_bytes = self._bounds(rows)
+        compute_s = weights_s + self.operations.of_decodes(computed, steps) / self._attention_per_s
         memory_s = (weight_bytes + self.traffic.decode_bytes(computed, steps, copies)) / self._bytes_per_s
-        reduced_s = self._reduced_s(len(computed))
-        busy_s: NDArray[np.float64] = np.maximum(compute_s, memory_s) + reduced_s + self.hardware.overhead_s
+        busy_s: NDArray[np.float64] = np.maximum(compute_s, memory_s) + self._besides_s(rows, rows)
         return self.time_scale * busy_s
 
     def _bounds(self, tokens: int) -> tuple[float, float]:
@@ -124,19 +132,30 @@ class StepCost:
         compute_s = 2 * self.active_parameters * tokens / (peak * machine.compute_efficiency)
         return compute_s, min(self.parameters, self.active_parameters * tokens) * WEIGHT_BYTES[self.weights]
 
-    def _reduced_s(self, tokens: int) -> float:
-        """Seconds in which ranks add up their parts of ``tokens`` tokens."""
+    def _besides_s(self, tokens: int, rows: int) -> float:
+        """Seconds of what overlaps with nothing: ranks that add up their parts, rows, the step itself."""
         machine = self.hardware
-        if not machine.link_bytes_per_s:
-            return 0.0
-        return self.reduced_bytes * tokens / (machine.link_bytes_per_s * machine.link_efficiency)
+        reduced_s = self.sums * machine.link_latency_s
+        if machine.link_bytes_per_s:
+            reduced_s += self.reduced_bytes * tokens / (machine.link_bytes_per_s * machine.link_efficiency)
+        return reduced_s + rows * machine.row_s + machine.overhead_s
+
+    @property
+    def _attention_per_s(self) -> float:
+        """Operations a second: attention computes in bf16, whatever weights are kept in."""
+        machine = self.hardware
+        return machine.flops_per_s * (machine.attention_efficiency or machine.compute_efficiency)
 
     @property
     def _bytes_per_s(self) -> float:
         return self.hardware.bytes_per_s * self.hardware.memory_efficiency
 
 
+def _sums(model: Model) -> int:
+    """Over the ranks of ``model``, in a step."""
+    return 2 * len({layer.index for layer in model.layers}) if model.tp > 1 else 0
+
+
 def _reduced_bytes(model: Model) -> float:
     """That one rank of ``model`` sends for a token."""
-    sums = 2 * len({layer.index for layer in model.layers})
-    return sums * model.hidden_size * WEIGHT_BYTES[BF16] * 2 * (model.tp - 1) / model.tp
+    return _sums(model) * model.hidden_size * WEIGHT_BYTES[BF16] * 2 * (model.tp - 1) / model.tp

@@ -32,9 +32,10 @@ class Hardware:
     """One accelerator. Rates are peaks; the efficiencies say what share of them a forward reaches.
 
     flops_per_s: of bf16. overhead_s: seconds of a step that do not depend on its size (launches, scheduling,
-    sampling). fp8_flops_per_s: 0 where there is no faster fp8. link_bytes_per_s: to other ranks, in one direction; 0:
-    nothing that passes there takes time. memory_bytes: 0 where it is not its own. sheet: where
-    the peaks stand.
+    sampling). row_s: of each row of a step besides. fp8_flops_per_s: 0 where there is no faster fp8.
+    attention_efficiency: of attention and recurrent states, 0 where it is that of the weights.
+    link_bytes_per_s: to other ranks, in one direction; 0: nothing that passes there takes time. link_latency_s: of each
+    sum over ranks besides. memory_bytes: 0 where it is not its own. sheet: where the peaks stand.
     """
 
     name: str
@@ -46,6 +47,9 @@ class Hardware:
     fp8_flops_per_s: float = 0.0
     link_bytes_per_s: float = 0.0
     link_efficiency: float = 0.8
+    link_latency_s: float = 0.0
+    attention_efficiency: float = 0.0
+    row_s: float = 0.0
     memory_bytes: float = 0.0
     sheet: str = ""
 
@@ -54,7 +58,8 @@ class Hardware:
         if not isinstance(self.sheet, str):
             raise ConfigError(f"sheet must be text, got {shown(self.sheet)}")
         rates = ("flops_per_s", "bytes_per_s", "compute_efficiency", "memory_efficiency", "link_efficiency")
-        for name in (*rates, "overhead_s", "fp8_flops_per_s", "memory_bytes", "link_bytes_per_s"):
+        others = ("overhead_s", "row_s", "fp8_flops_per_s", "attention_efficiency", "memory_bytes")
+        for name in (*rates, *others, "link_bytes_per_s", "link_latency_s"):
             value = real(name, getattr(self, name))
             if not 0 <= value <= _MOST or (not value and name in rates):
                 raise ConfigError(f"{name} must be {'above 0' if name in rates else '0 or more'}, got {shown(value)}")

@@ -104,13 +104,24 @@ class CacheTraffic:
         context = (int(computed.sum()) + rows * more).astype(np.float64)
         moved: NDArray[np.float64] = self.token_bytes * context + self.row_bytes * rows
         for window, token_bytes in self.windows:
-            short = computed[computed < window]
-            read = np.minimum(short[:, None] + more, window).sum(axis=0) + (rows - len(short)) * window
-            moved += token_bytes * read
+            moved += token_bytes * window_reads(computed, more, window)
         for chunk, token_bytes in self.chunks:
-            moved += token_bytes * ((computed[:, None] + (more - 1)) % chunk + 1).sum(axis=0)
+            moved += token_bytes * chunk_reads(computed, more, chunk)
         moved += sum(self.copy_bytes[copy.group] for copy in copies)
         return moved
+
+
+def window_reads(computed: NDArray[np.int64], more: NDArray[np.int64], window: int) -> NDArray[np.int64]:
+    """Tokens that all rows of ``computed`` tokens read in a window, each in its step ``more``, counted from 1."""
+    short = computed[computed < window]
+    read: NDArray[np.int64] = np.minimum(short[:, None] + more, window).sum(axis=0)
+    return read + (len(computed) - len(short)) * window
+
+
+def chunk_reads(computed: NDArray[np.int64], more: NDArray[np.int64], chunk: int) -> NDArray[np.int64]:
+    """The same in the chunks that their tokens are in."""
+    read: NDArray[np.int64] = ((computed[:, None] + (more - 1)) % chunk + 1).sum(axis=0)
+    return read
 
 
 def _spans(token_bytes: Mapping[int, float]) -> Spans:
