@@ -1,0 +1,251 @@
+"""Many clients at once, some of which leave, talk nonsense or read slowly, for as long as one likes.
+
+this process     a server, and what is looked at: resident memory, what is left behind, the scheduler's own check
+another one      the clients, which compare each answer with that of an engine that ran alone
+
+python tests/serve/soak.py --minutes 60
+"""
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+import httpx2
+from serve_support import LONGEST, WAIT, Served, serving, until
+
+from hybridkv.request import SamplingParams
+from hybridkv.runner import Engine, EngineOptions, load
+from hybridkv.runner.drafters import NgramDrafter
+from hybridkv.serve import ServeOptions
+
+PATH = "/v1/completions"
+BEGINNINGS = ["", "one two three " * 3, "four five " * 7, "six " * 12]
+MALFORMED = [b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": 1}', b'{"prompt": "a", "max_tokens": -1}', b"[" * 2000]
+EVERY_S = 1.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A body that is asked for, and what an engine alone makes of it."""
+
+    prompt: str
+    max_tokens: int
+    temperature: float
+    seed: int
+    text: str
+
+    def body(self, random: Random) -> dict[str, Any]:
+        asked = {key: value for key, value in asdict(self).items() if key != "text"}
+        n = random.choice([1, 1, 1, 2]) if not self.temperature else 1  # a branch has a seed of its own
+        return {**asked, "ignore_eos": True, "n": n, "cache_salt": random.choice([None, "one", "two"])}
+
+
+@dataclass(frozen=True)
+class Soaked:
+    """counts: of what clients did. resident: MiB each second of the server's process, behind its warm-up."""
+
+    counts: Counter[str]
+    resident: list[float]
+    steps: int
+
+    @property
+    def grown(self) -> float:
+        """The last quarter's resident memory beside the first one's."""
+        quarter = max(len(self.resident) // 4, 1)
+        return median(self.resident[-quarter:]) / median(self.resident[:quarter]) - 1
+
+
+def engine(name: str, *, max_running: int = 16) -> Engine:
+    """With drafts, and so little memory that blocks are evicted and requests preempted."""
+    options = EngineOptions(max_running=max_running, remembered_losses=1 << 12)
+    return Engine(
+        load(f"tiny:{name}"), memory="2MiB", max_model_len=LONGEST, options=options, speculate=NgramDrafter(2)
+    )
+
+
+def cases(name: str, count: int) -> list[Case]:
+    """Bodies and their answers."""
+    random = Random(count)
+    asked = []
+    for number in range(count):
+        prompt = f"{random.choice(BEGINNINGS)}and {number}"
+        sampling = SamplingParams(
+            max_tokens=random.randint(1, 24), ignore_eos=True, temperature=random.choice([0.0, 0.8]), seed=number
+        )
+        asked.append((prompt, sampling))
+    with engine(name) as alone:
+        done = alone.generate([prompt for prompt, _ in asked], [sampling for _, sampling in asked])
+    return [
+        Case(prompt, sampling.max_tokens, sampling.temperature, sampling.seed or 0, one.text or "")
+        for (prompt, sampling), one in zip(asked, done, strict=True)
+    ]
+
+
+# -- clients, in a process of their own
+
+
+async def _streamed(
+    http: httpx2.AsyncClient, asked: dict[str, Any], random: Random, most: int | None
+) -> list[str] | None:
+    """What a stream says, read slowly, at most so many events of it; None where it is turned away."""
+    texts, read = [""] * asked["n"], 0
+    async with http.stream("POST", PATH, json=asked) as answer:
+        if answer.status_code == 429:
+            return None
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                texts[choice["index"]] += choice["text"]
+                read += 1
+                if read == most:
+                    break
+                await asyncio.sleep(random.random() / 50)
+    return texts
+
+
+async def _one(http: httpx2.AsyncClient, random: Random, known: list[Case]) -> str:
+    """One request, and what came of it."""
+    case = random.choice(known)
+    asked, what = case.body(random), random.random()
+    right = [case.text] * asked["n"]
+    if what < 0.1:
+        answer = await http.post(PATH, content=random.choice(MALFORMED), headers={"content-type": "application/json"})
+        assert answer.status_code == 400, answer.text
+        return "refused"
+    if what < 0.3:
+        with suppress(httpx2.TimeoutException):
+            await http.post(PATH, json=asked, timeout=random.random() / 5)
+        return "left"
+    if what < 0.6:
+        read = random.randrange(1, 6) if what < 0.4 else None
+        texts = await _streamed(http, {**asked, "stream": True}, random, read)
+        assert texts is None or read or texts == right, (case, texts)
+        return "turned away" if texts is None else "left in the middle" if read else "streamed"
+    answer = await http.post(PATH, json=asked)
+    if answer.status_code == 429:
+        await asyncio.sleep(int(answer.headers["retry-after"]) * random.random())
+        return "turned away"
+    texts = [one["text"] for one in answer.json()["choices"]]
+    assert texts == right, (case, texts)
+    return "answered"
+
+
+async def _client(number: int, url: str, known: list[Case], end: float) -> Counter[str]:
+    random, counts = Random(number), Counter[str]()
+    async with httpx2.AsyncClient(base_url=url, timeout=WAIT) as http:
+        while time.monotonic() < end:
+            counts[await _one(http, random, known)] += 1
+    return counts
+
+
+async def _looker(url: str, end: float) -> Counter[str]:
+    """Somebody who watches the page and scrapes."""
+    counts = Counter[str]()
+    async with httpx2.AsyncClient(base_url=url, timeout=WAIT) as http:
+        while time.monotonic() < end:
+            async with http.stream("GET", "/live") as answer:
+                lines = answer.aiter_lines()
+                for _ in range(9):
+                    await anext(lines)
+            counts["looked"] += (await http.get("/metrics")).status_code == 200
+    return counts
+
+
+async def _crowd(url: str, clients: int, seconds: float, known: list[Case]) -> Counter[str]:
+    end = time.monotonic() + seconds
+    asking = [_client(number, url, known, end) for number in range(clients)]
+    return sum(await asyncio.gather(_looker(url, end), *asking), Counter())
+
+
+def _be_clients() -> None:
+    told = json.loads(sys.stdin.read())
+    known = [Case(**one) for one in told["cases"]]
+    print(json.dumps(asyncio.run(_crowd(told["url"], told["clients"], told["seconds"], known))))  # noqa: T201 - to who began it
+
+
+# -- the server
+
+
+def soak(name: str, clients: int, seconds: float, *, max_waiting: int = 32) -> Soaked:
+    """Raises AssertionError for an answer that is not the engine's own, and for what is left behind."""
+    known = cases(name, 200)
+    served_engine = engine(name)
+    with serving(served_engine, ServeOptions(max_waiting=max_waiting)) as served:
+        told = {"url": served.url, "clients": clients, "seconds": seconds, "cases": [asdict(one) for one in known]}
+        command = [sys.executable, __file__, "--be-clients"]
+        with subprocess.Popen(  # noqa: S603 - this file
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(told))
+            process.stdin.close()
+            resident = _watch(process, seconds)
+            assert process.stdout is not None
+            said = process.stdout.read()
+        assert process.returncode == 0, "clients found a wrong answer: it is told above"
+        nothing_is_left(served, served_engine)
+        return Soaked(Counter(json.loads(said)), resident, served.front.engine.statistics().steps)
+
+
+def _watch(process: subprocess.Popen[str], seconds: float) -> list[float]:
+    """Resident memory while clients run, the first third left out."""
+    begun, found = time.monotonic(), list[float]()
+    while process.poll() is None:
+        assert time.monotonic() - begun < seconds + 2 * WAIT, "clients do not come to an end"
+        time.sleep(EVERY_S)
+        if time.monotonic() - begun > seconds / 3:
+            found.append(_resident_mib())
+    return found
+
+
+def _resident_mib() -> float:
+    (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmRSS"))
+    return int(line.split()[1]) / 1024
+
+
+def nothing_is_left(served: Served, engine: Engine) -> None:
+    """No place taken, no row, no block, no step failed; the scheduler's own check passes."""
+    front = served.front
+    until(lambda: front.places.taken == 0 and front.engine.statistics().running == 0)
+    now = front.engine.statistics()
+    assert (now.waiting, now.failed_steps) == (0, 0)
+
+    def checked() -> tuple[float, int, int]:
+        engine.scheduler.check()
+        held = sum(group.held_blocks for group in engine.cache.statistics().groups)
+        return engine.cache.usage, held, len(engine.cache.resident_requests())
+
+    assert front.engine._thread.submit(checked).result(WAIT) == (0, 0, 0)
+
+
+def main() -> None:
+    """One soak, told in a line or two."""
+    parser = argparse.ArgumentParser(description="Soak a server of a tiny model.")
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--model", default="qwen3_next")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--be-clients", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.be_clients:
+        _be_clients()
+        return
+    found = soak(asked.model, asked.clients, asked.minutes * 60)
+    counts = ", ".join(f"{count} {what}" for what, count in found.counts.most_common())
+    print(f"{asked.minutes:g} minutes, {asked.clients} clients, {found.steps} steps: {counts}")  # noqa: T201 - a script
+    print(f"resident: {found.resident[0]:.1f} MiB, at the end {found.resident[-1]:.1f}, grown by {found.grown:.2%}")  # noqa: T201
+    if found.grown > 0.05:
+        raise SystemExit("resident memory grows")
+
+
+if __name__ == "__main__":
+    main()
