@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from cli_support import error, run
+from token_traces import trace
 
 from hybridkv.cache import Miss, MissReason
 from hybridkv.models import read_model
@@ -33,16 +34,6 @@ def explained(
     simulation, told = simulation_of(plan, settings), list[Explained]()
     simulation.run(source, summary=summary, on_explained=told.append)
     return told, simulation.scheduler
-
-
-def trace(path: Path, *prompts: list[list[int]], gap_s: float = 100.0) -> TraceFile:
-    """One request after the other, their prompts as pieces; each says one token of its own."""
-    lines = [
-        json.dumps({"timestamp": at * gap_s * 1000, "prompt": pieces, "output": [[10_000 + at, 0, 2]]})
-        for at, pieces in enumerate(prompts)
-    ]
-    path.write_text("\n".join(lines) + "\n", "utf-8")
-    return TraceFile(path)
 
 
 @pytest.mark.parametrize("layout", ["natural", "reference"])

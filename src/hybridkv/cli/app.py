@@ -9,7 +9,22 @@ from typing import Annotated, Any
 
 import typer
 
-from hybridkv.cli import chat, demo, explain, generate, hardware, models, plan, replay, serve, sweep, top, trace, tune
+from hybridkv.cli import (
+    chat,
+    demo,
+    doctor,
+    explain,
+    generate,
+    hardware,
+    models,
+    plan,
+    replay,
+    serve,
+    sweep,
+    top,
+    trace,
+    tune,
+)
 
 app = typer.Typer(
     name="hybridkv",
@@ -38,5 +53,5 @@ def command() -> Callable[..., Any]:
     return typer.main.get_command(app)
 
 
-for _command in (plan, generate, chat, serve, top, replay, explain, sweep, tune, trace, hardware, models, demo):
+for _command in (plan, generate, chat, serve, top, replay, explain, doctor, sweep, tune, trace, hardware, models, demo):
     _command.register(app)

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from http.client import HTTPException
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Final
-from urllib.error import HTTPError
-from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
 
 import typer
 from rich.console import Group, RenderableType
@@ -19,14 +15,13 @@ from rich.table import Table
 from hybridkv.cli.output import console, table
 from hybridkv.cli.panels import OUTPUT, REQUESTS
 from hybridkv.cli.printable import printable
+from hybridkv.cli.scrape import metrics_url, read_metrics
 from hybridkv.errors import ConfigError
 from hybridkv.units import format_bytes, format_count
 
 if TYPE_CHECKING:  # prometheus_client is loaded once the command runs
     from hybridkv.cli.exposition import Exposition
 
-_MOST_BYTES: Final = 16 << 20
-_WAIT_S: Final = 10.0
 _KEPT: Final = 60
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _TIMES: Final = {
@@ -64,7 +59,7 @@ def top_command(
 
     Without a terminal: one look.
     """
-    out, view = console(), View(_metrics_url(url))
+    out, view = console(), View(metrics_url(url))
     view.take(api_key)
     if once or not out.is_terminal:
         out.print(view.shown())
@@ -88,7 +83,7 @@ class View:
         """Look once more. ConfigError where nothing of the kind answers."""
         from hybridkv.cli.exposition import Exposition  # noqa: PLC0415  # prometheus_client: only this command pays
 
-        text = _read(self._url, api_key)
+        text = read_metrics(self._url, api_key)
         try:
             self.add(Exposition.parse(text, time.monotonic()))
         except ConfigError as error:
@@ -169,33 +164,6 @@ def _misses(now: Exposition) -> Table:
     for reason, tokens in sorted(reasons.items(), key=lambda one: -one[1]):
         rows.add_row(printable(reason.replace("_", " ")), _count(tokens), _share(tokens / (sum(reasons.values()) or 1)))
     return rows
-
-
-def _metrics_url(url: str) -> str:
-    """Where the metrics of the server at ``url`` are. ConfigError for what is no address of one."""
-    whole = url if "://" in url else f"http://{url}"
-    try:
-        parts = urlsplit(whole)
-        there = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        there = False
-    if not there or not whole.isprintable() or " " in whole:
-        raise ConfigError(f"{url!r} is no address of a server: give http://HOST:PORT")
-    return f"{whole.rstrip('/').removesuffix('/metrics')}/metrics"
-
-
-def _read(url: str, api_key: str | None) -> str:
-    """What ``url`` answers. ConfigError, in one line, where it does not, or with something else."""
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    try:
-        with urlopen(Request(url, headers=headers), timeout=_WAIT_S) as answer:  # noqa: S310 - http alone
-            read: bytes = answer.read(_MOST_BYTES)
-            return read.decode()
-    except HTTPError as error:
-        key = ": name a key without a salt in HYBRIDKV_API_KEY" if error.code in {401, 403} else ""
-        raise ConfigError(f"{url} answers {error.code} {error.reason}{key}") from error
-    except (OSError, HTTPException, ValueError) as error:
-        raise ConfigError(f"cannot read {url}: {getattr(error, 'reason', error)}: is a server there?") from error
 
 
 def _count(value: float | None) -> str:

@@ -94,6 +94,7 @@ class TraceFile:
     tokenizer: for formats of text, as encoder_named takes it, or what encodes. arrivals_per_s: of formats without
     times. limit: read this many requests at most.
     skip_bad_lines: leave malformed lines out and count them, where otherwise the first raises TraceError.
+    salts: whether requests of different ones share nothing, where a format has any.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class TraceFile:
         arrivals_per_s: float = ARRIVALS_PER_S,
         skip_bad_lines: bool = False,
         limit: int | None = None,
+        salts: bool = True,
     ) -> None:
         if trace_block_size < 1:
             raise ConfigError(f"the trace's block size must be at least 1 token, got {trace_block_size}")
@@ -123,9 +125,11 @@ class TraceFile:
             "arrivals_per_s": arrivals_per_s,
             "skip_bad_lines": skip_bad_lines,
             "limit": limit,
+            **({} if salts else {"salts": salts}),
         }
         self._arrivals_per_s = arrivals_per_s
-        self._formats = formats(trace_block_size, encoder_named(tokenizer) if isinstance(tokenizer, str) else tokenizer)
+        encode = encoder_named(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        self._formats = formats(trace_block_size, encode, salts=salts)
         self._named = None if format_name is None else format_named(format_name, self._formats)
 
     @property
@@ -142,6 +146,10 @@ class TraceFile:
             if not self.skip_bad_lines:
                 raise item
         raise TraceError(f"{self.path} holds no requests")
+
+    def without_salts(self) -> TraceFile:
+        """The same, as if all requests had one salt."""
+        return TraceFile(self.path, **{**self._options, "salts": False})  # type: ignore[arg-type]  # as __reduce__
 
     def __reduce__(self) -> tuple[object, ...]:
         """Sources cross processes; each opens the file for itself."""

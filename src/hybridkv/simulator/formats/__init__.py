@@ -25,11 +25,21 @@ from hybridkv.units import shown
 __all__ = ["FORMATS", "Format", "MalformedLineError", "Record", "TraceRequest", "format_named", "formats"]
 
 
-def formats(trace_block_size: int, encode: Encoder | None) -> tuple[Format, ...]:
-    """All of them; the first that owns a record has it. encode: of text, None where none was named."""
+def formats(trace_block_size: int, encode: Encoder | None, *, salts: bool = True) -> tuple[Format, ...]:
+    """All of them; the first that owns a record has it. encode: of text, None where none was named.
+
+    salts: whether requests of different ones share nothing.
+    """
     text = encode or _no_encoder
     hashed = (MooncakeFormat(trace_block_size), PieceFormat())
-    return (*hashed, *ROW_FORMATS, AiperfFormat(text), ShareGptFormat(text), OpenAiFormat(text), BenchFormat(text))
+    return (
+        *hashed,
+        *ROW_FORMATS,
+        AiperfFormat(text),
+        ShareGptFormat(text),
+        OpenAiFormat(text, salts),
+        BenchFormat(text),
+    )
 
 
 def _no_encoder(_text: str) -> NDArray[np.int32]:

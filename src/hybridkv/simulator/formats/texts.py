@@ -196,9 +196,10 @@ class AiperfFormat:
 
 @dataclass(frozen=True, slots=True)
 class OpenAiFormat:
-    """Logs of requests in OpenAI's forms."""
+    """Logs of requests in OpenAI's forms. salts: whether those of different ``cache_salt`` share nothing."""
 
     encode: Encoder
+    salts: bool = True
     name = "openai"
     fields = "time, body (messages or prompt, max_tokens), response"
     timed = True
@@ -216,7 +217,7 @@ class OpenAiFormat:
 
         def parse(record: Record, origin: str, _number: int) -> tuple[TraceRequest]:
             body = _object(record, "body") or _object(record, "request") or record
-            salt = body.get("cache_salt", "")
+            salt = body.get("cache_salt", "") if self.salts else ""
             made = written.request(
                 0.0, self._prompt(body, written), self._output(record, body), origin, salt=json.dumps(salt)
             )

@@ -1,0 +1,136 @@
+"""`hybridkv doctor`: what is wrong with a plan, a trace or a running server, in sentences, and what to change."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from hybridkv.cli.gathered import gathered
+from hybridkv.cli.output import console
+from hybridkv.cli.panels import OUTPUT, REQUESTS
+from hybridkv.cli.printable import printable
+from hybridkv.cli.running import RunOptions
+from hybridkv.cli.scrape import metrics_url, read_metrics
+from hybridkv.doctor import Diagnosis, Finding, examine_plan, examine_server, examine_trace
+from hybridkv.errors import ConfigError
+from hybridkv.models.json_text import DocumentError, parse_json
+from hybridkv.planner import plan_from_json
+from hybridkv.planner.document import SCHEMA
+
+_LOOKED_AT: Final = 1 << 16
+_METRICS: Final = ":num_requests_running"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("doctor")(gathered(doctor_command))
+
+
+def doctor_command(
+    *,
+    subject: Annotated[
+        str,
+        typer.Argument(
+            metavar="PLAN|TRACE|URL|METRICS",
+            help="A plan as `hybridkv plan --json` writes it; a trace, or workload:NAME; http://HOST:PORT of a server, "
+            "or what its /metrics answered, in a file.",
+        ),
+    ],
+    options: RunOptions,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="HYBRIDKV_API_KEY",
+            help="For a server with keys: one without a salt; better named in the environment.",
+            show_default="none",
+            rich_help_panel=REQUESTS,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.", rich_help_panel=OUTPUT)] = False,
+) -> None:
+    """Say what is wrong, the figure that shows it, and what to change; of a trace, with the replay that proves it."""
+    diagnosis = _diagnosis(subject, options, api_key)
+    if as_json:
+        print(json.dumps(asdict(diagnosis), indent=2))
+        return
+    _show(diagnosis)
+
+
+def _diagnosis(subject: str, options: RunOptions, api_key: str | None) -> Diagnosis:
+    if subject.startswith(("http://", "https://")):
+        url = metrics_url(subject)
+        return _server(url, read_metrics(url, api_key))
+    beginning = _beginning(subject)
+    if beginning.lstrip().startswith("{") and f'"{SCHEMA}"' in beginning:
+        return examine_plan(plan_from_json(_whole(subject)), options.max_running)
+    if _METRICS in beginning:
+        return _server(subject, _whole(subject))
+    if not options.plan_file and (options.model is None or options.memory is None) and _is_document(beginning):
+        raise ConfigError(f"{subject} is no plan (schema {SCHEMA}), no trace and no metrics: name one of these")
+    run = options.prepare(subject, options.settings())
+    return examine_trace(
+        run.source,
+        run.plan,
+        run.settings,
+        summary=run.summary,
+        on_replay=lambda change: print(f"doctor: replay {change}", file=sys.stderr),
+    )
+
+
+def _server(subject: str, text: str) -> Diagnosis:
+    from hybridkv.cli.exposition import Exposition  # noqa: PLC0415  # prometheus_client: who asks of servers pays
+
+    try:
+        return examine_server(subject, Exposition.parse(text, 0.0))
+    except ConfigError as error:
+        raise ConfigError(f"{subject}: {error}") from error
+
+
+def _beginning(subject: str) -> str:
+    """Of a file; nothing of what is none, which the reader of traces will say."""
+    try:
+        with Path(subject).open("rb") as file:
+            return file.read(_LOOKED_AT).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _whole(subject: str) -> str:
+    return Path(subject).read_text("utf-8", errors="replace")
+
+
+def _is_document(beginning: str) -> bool:
+    """Whether all of it is one JSON object over several lines, as no trace is."""
+    try:
+        return isinstance(parse_json(beginning), dict) and beginning.count("\n") > 1
+    except DocumentError:
+        return False
+
+
+def _show(diagnosis: Diagnosis) -> None:
+    out = console()
+    out.print(printable(diagnosis.subject), soft_wrap=True)
+    for finding in diagnosis.findings:
+        for line in _in_words(finding):
+            out.print(printable(line), soft_wrap=True)
+    wrong = {finding.name for finding in diagnosis.findings}
+    fine = {name: figure for name, figure in diagnosis.figures.items() if name not in wrong}
+    if not diagnosis.findings:
+        out.print("nothing wrong was found")
+    for name, figure in fine.items():
+        out.print(printable(f"fine: {name.replace('_', ' ')}: {figure}"), soft_wrap=True)
+
+
+def _in_words(finding: Finding) -> list[str]:
+    said = [f"WRONG: {finding.said}", f"  shown by: {finding.figure}", f"  change:   {finding.remedy}"]
+    proof = finding.proof
+    if proof is not None:
+        shares = proof.figure == "hit rate"
+        before, after = (f"{one:.2%}" if shares else f"{one:,.2f}" for one in (proof.before, proof.after))
+        said.append(f"  proof:    {proof.figure} {before} -> {after}, {proof.change}")
+    return said
