@@ -82,7 +82,7 @@ def test_weights_take_their_bytes_and_fp8_its_rate() -> None:
     many = 2e9 * 8192 / (989e12 * 0.5)
     assert [seconds(one, 8192) for one in ("bf16", "fp8", "int4")] == pytest.approx([many, many * 989 / 1979, many])
     assert seconds("fp8", 8192, "a100-80") == pytest.approx(seconds("bf16", 8192, "a100-80"))  # no faster fp8
-    with pytest.raises(ConfigError, match=r"weights .* must be one of bf16, fp8, int4, got 'x'"):
+    with pytest.raises(ConfigError, match=r"weights .* must be one of fp32, bf16, fp8, int4, got 'x'"):
         StepCost.of(plan(read_model("llama-3-8b"), "20GiB"), weights="x")
     with pytest.raises(ConfigError, match="weights"):
         ReplaySettings(weights="x")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from hybridkv.cli import (
+    calibrate,
     chat,
     demo,
     doctor,
@@ -53,5 +54,21 @@ def command() -> Callable[..., Any]:
     return typer.main.get_command(app)
 
 
-for _command in (plan, generate, chat, serve, top, replay, explain, doctor, sweep, tune, trace, hardware, models, demo):
+for _command in (
+    plan,
+    generate,
+    chat,
+    serve,
+    top,
+    replay,
+    explain,
+    doctor,
+    sweep,
+    tune,
+    trace,
+    hardware,
+    calibrate,
+    models,
+    demo,
+):
     _command.register(app)

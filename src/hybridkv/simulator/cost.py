@@ -10,9 +10,9 @@ Tensor parallel ranks add up their parts twice a decoder layer, behind its mixer
 Megatron-LM, arXiv 1909.08053, section 3), here in bf16 and without overlap; a ring sends 2 (tp - 1) / tp of the bytes
 from each rank (Patarasuk, Yuan, J. Parallel Distrib. Comput. 69, 2009).
 
-tokens: those the step runs. A weight takes 2 bytes (bf16), 1 (fp8) or a half (int4, scales left out); fp8 computes at
-the rate of fp8 where the hardware has one, int4 at that of bf16, to which it is unpacked (Lin et al., AWQ, arXiv
-2306.00978, section 4). Weights read: all, once a step; of a mixture of experts no more than its tokens can
+tokens: those the step runs. A weight takes 4 bytes (fp32), 2 (bf16), 1 (fp8) or a half (int4, scales left out); fp8
+computes at the rate of fp8 where the hardware has one, int4 at that of bf16, to which it is unpacked (Lin et al., AWQ,
+arXiv 2306.00978, section 4). Weights read: all, once a step; of a mixture of experts no more than its tokens can
 choose, ``min(parameters, active parameters * tokens)``. Cache bytes moved are those of one rank, by layer kind:
 hybridkv.simulator.traffic.
 
@@ -43,9 +43,10 @@ from hybridkv.simulator.traffic import CacheTraffic
 from hybridkv.step import Copy, Step
 from hybridkv.units import shown
 
+FP32: Final = "fp32"
 BF16: Final = "bf16"
 FP8: Final = "fp8"
-WEIGHT_BYTES: Final[Mapping[str, float]] = MappingProxyType({BF16: 2, FP8: 1, "int4": 0.5})
+WEIGHT_BYTES: Final[Mapping[str, float]] = MappingProxyType({FP32: 4, BF16: 2, FP8: 1, "int4": 0.5})
 """Of one weight, by what weights are kept in."""
 
 
@@ -125,12 +126,17 @@ class StepCost:
         busy_s: NDArray[np.float64] = np.maximum(compute_s, memory_s) + self._besides_s(rows, rows)
         return self.time_scale * busy_s
 
+    def work(self, tokens: int) -> tuple[float, float]:
+        """Operations of the weights for ``tokens`` tokens, and bytes of them that are read."""
+        read = min(self.parameters, self.active_parameters * tokens) * WEIGHT_BYTES[self.weights]
+        return 2 * self.active_parameters * tokens, read
+
     def _bounds(self, tokens: int) -> tuple[float, float]:
         """Seconds that ``tokens`` tokens compute, and bytes of the weights that they read."""
         machine = self.hardware
         peak = machine.fp8_flops_per_s if self.weights == FP8 and machine.fp8_flops_per_s else machine.flops_per_s
-        compute_s = 2 * self.active_parameters * tokens / (peak * machine.compute_efficiency)
-        return compute_s, min(self.parameters, self.active_parameters * tokens) * WEIGHT_BYTES[self.weights]
+        flops, read = self.work(tokens)
+        return flops / (peak * machine.compute_efficiency), read
 
     def _besides_s(self, tokens: int, rows: int) -> float:
         """Seconds of what overlaps with nothing: ranks that add up their parts, rows, the step itself."""

@@ -1,0 +1,140 @@
+"""`hybridkv calibrate`: how fast this machine runs a model, as a file that replays take for their hardware."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hybridkv.cli.loading import ModelOption, TrustOption, bars_for_terminals, load_quietly
+from hybridkv.cli.output import console, table
+from hybridkv.cli.panels import CACHE, OUTPUT, RUN
+from hybridkv.cli.stepping import AttentionOption
+from hybridkv.errors import ConfigError
+from hybridkv.request import SamplingParams
+from hybridkv.simulator.calibration import (
+    FITTED,
+    HELD_BACK,
+    Measured,
+    Shape,
+    fitted,
+    predicted,
+    relative_errors,
+    shapes_within,
+    steps_of,
+    toml_of,
+)
+from hybridkv.simulator.cost import BF16, FP32, StepCost
+from hybridkv.units import MOST_COUNT, format_count
+
+if TYPE_CHECKING:  # it needs torch, which is loaded once the command runs
+    from hybridkv.runner.engine import Engine
+    from hybridkv.runner.load import LoadedModel
+
+_LONGEST: Final = 2048
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("calibrate")(calibrate_command)
+
+
+def calibrate_command(
+    *,
+    model: ModelOption,
+    trust_remote_code: TrustOption = False,
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="Where the machine is written, TOML.", rich_help_panel=OUTPUT)
+    ] = Path("machine.toml"),
+    memory: Annotated[str, typer.Option(help="For the cache: 8GiB, or bytes.", rich_help_panel=CACHE)] = "2GiB",
+    repeat: Annotated[
+        int, typer.Option(min=1, max=MOST_COUNT, help="Runs of each shape; the fastest counts.", rich_help_panel=RUN)
+    ] = 3,
+    scale: Annotated[
+        int,
+        typer.Option(
+            min=1, max=1024, help="Multiplies the prompts: a GPU needs long ones to be busy.", rich_help_panel=RUN
+        ),
+    ] = 1,
+    attention: AttentionOption = "gather",
+) -> None:
+    """Measure this machine through the engine: a few prompts and decodes, and what was held back.
+
+    Writes a file for `replay --hardware FILE`, and prints by how much replays with it are off.
+    """
+    bars_for_terminals()
+    if out.suffix != ".toml":
+        raise ConfigError(f"--out must end in .toml, got {out}: that is how --hardware knows a file")
+    loaded = load_quietly(model, trust_remote_code=trust_remote_code)
+    from hybridkv.runner.assembly import EngineOptions  # noqa: PLC0415  # see load_quietly
+    from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
+
+    options = EngineOptions(attention=attention)
+    longest = _longest(loaded, scale)
+    with Engine(loaded, options=options, memory=memory, max_model_len=longest) as engine:
+        weights = _weights(loaded)
+        cost = StepCost.of(engine.plan, weights=weights)
+        asked = [shapes_within((one.scaled(scale) for one in shapes), engine.plan) for shapes in (FITTED, HELD_BACK)]
+        with _progress(repeat * sum(map(len, asked))) as advance:
+            seen, held_back = ([_measured(engine, one, repeat, advance) for one in shapes] for shapes in asked)
+    machine = replace(cost, hardware=fitted(seen, cost, name=f"measured with {loaded.name}"))
+    off = relative_errors(held_back, machine)
+    median, worst = f"{np.median(np.abs(off)):.1%}", f"{np.abs(off).max():.1%}"
+    said = f"{len(seen)} shapes; {len(held_back)} others are {median} off (median), {worst} at worst"
+    out.write_text(toml_of(machine.hardware, [f"hybridkv calibrate: {said}", f"weights: {weights}"]), "utf-8")
+    _print(held_back, machine, off.tolist())
+    console().print(f"\noff by {median} (median), {worst} at worst; written to {out}:\n", soft_wrap=True)
+    console().print(f"  hybridkv replay TRACE --model ... --hardware {out} --weights {weights}", soft_wrap=True)
+
+
+def _longest(loaded: LoadedModel, scale: int) -> int:
+    """Tokens of the longest request that shapes may have."""
+    most = getattr(loaded.model.config, "max_position_embeddings", None)
+    return min(_LONGEST * scale, most) if isinstance(most, int) and most > 0 else _LONGEST * scale
+
+
+def _weights(loaded: LoadedModel) -> str:
+    """What they are kept in, as cost models name it."""
+    import torch  # noqa: PLC0415  # see load_quietly
+
+    return FP32 if next(loaded.model.parameters()).dtype == torch.float32 else BF16
+
+
+def _measured(engine: Engine, shape: Shape, repeat: int, advance: Callable[[], None]) -> Measured:
+    """The least of ``repeat`` runs: what else the machine does makes one longer, never shorter."""
+    draw = np.random.default_rng(shape.rows * shape.prompt)
+    sampling = SamplingParams(max_tokens=shape.output, ignore_eos=True)
+    spent = []
+    for _ in range(repeat):
+        engine.cache.reset_prefix_cache()
+        prompts = draw.integers(0, engine.plan.model.vocab_size, (shape.rows, shape.prompt)).tolist()
+        begun = time.perf_counter()
+        engine.generate(prompts, sampling)
+        spent.append(time.perf_counter() - begun)
+        advance()
+    return Measured(shape, steps_of(engine.plan, engine.scheduler.limits, shape), min(spent))
+
+
+def _print(measured: Sequence[Measured], cost: StepCost, off: Sequence[float]) -> None:
+    rows = table("requests x prompt + output", "steps", "measured", "replayed", "off")
+    for one, by in zip(measured, off, strict=True):
+        seconds = f"{one.seconds:.3f} s", f"{predicted(one, cost):.3f} s"
+        rows.add_row(str(one.shape), format_count(len(one.steps)), *seconds, f"{by:+.1%}")
+    console().print(rows)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    """A bar on standard error."""
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)

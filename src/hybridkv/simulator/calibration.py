@@ -1,0 +1,224 @@
+"""A machine's rates from how long its engine took: shapes of requests, the steps that they are, and what fits.
+
+    Shape (rows x prompt + output) -> steps_of: its Steps, of the real scheduler -> measured seconds -> fitted: Hardware
+
+A step takes ``max(a * weights' operations + b * attention's, c * bytes) + d * rows + e`` (hybridkv.simulator.cost).
+Which side of the maximum counts depends on what is sought, so both are found in turn: with each step's side held, the
+rest is linear, and solved in least squares of relative errors, none of the five below zero. It begins with several
+guesses, steps of fewer operations a byte than some ridge (Williams et al.) waiting for bytes; the best end counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.errors import ConfigError
+from hybridkv.planner import Plan
+from hybridkv.request import Request, SamplingParams
+from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.simulator.cost import StepCost
+from hybridkv.simulator.hardware import Hardware
+from hybridkv.step import Csr, Step, StepResult
+
+_TURNS: Final = 50
+_RIDGES: Final = tuple(n / 12 for n in range(1, 12))
+"""Where the search begins: which share of the steps waits for bytes."""
+_FASTEST: Final = 1e21
+"""A rate that takes no time worth telling: of what nothing that was measured waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """``rows`` requests at once, each of ``prompt`` tokens that nobody else has, and ``output`` tokens behind them."""
+
+    rows: int
+    prompt: int
+    output: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.prompt} + {self.output}"
+
+    @property
+    def tokens(self) -> int:
+        """All of one request."""
+        return self.prompt + self.output
+
+    def scaled(self, times: int) -> Shape:
+        """With a prompt so many times as long."""
+        return Shape(self.rows, self.prompt * times, self.output)
+
+
+FITTED: Final = (
+    *(Shape(1, prompt, 1) for prompt in (16, 64, 256, 512, 1024, 1536)),
+    *(Shape(rows, 128, 1) for rows in (2, 4, 8, 16)),
+    *(Shape(1, prompt, 24) for prompt in (16, 256, 1024)),
+    *(Shape(4, prompt, 24) for prompt in (16, 256, 768)),
+    *(Shape(16, prompt, 16) for prompt in (16, 128, 384)),
+    Shape(32, 32, 16),
+)
+"""What rates are found from."""
+
+HELD_BACK: Final = (
+    *(Shape(1, prompt, 1) for prompt in (128, 384, 1280)),
+    *(Shape(rows, 200, 1) for rows in (3, 12)),
+    *(Shape(1, prompt, 32) for prompt in (100, 600)),
+    *(Shape(rows, 100, 32) for rows in (2, 8, 24)),
+    *(Shape(rows, 500, 20) for rows in (3, 10)),
+)
+"""What they are held against; none of these is in FITTED."""
+
+
+class Measured(NamedTuple):
+    """A shape's steps, and the seconds in which an engine took all of them."""
+
+    shape: Shape
+    steps: tuple[Step, ...]
+    seconds: float
+
+
+def shapes_within(shapes: Iterable[Shape], plan: Plan) -> tuple[Shape, ...]:
+    """Those that ``plan`` has room for without a preemption. ConfigError where these are less than half of them."""
+    every = tuple(shapes)
+    fit = plan.capacity.tokens_that_fit
+    some = tuple(
+        one
+        for one in every
+        if one.tokens <= plan.max_model_len and (fit is None or one.rows * (one.tokens + plan.model.block_size) <= fit)
+    )
+    if 2 * len(some) < len(every):
+        raise ConfigError(
+            f"only {len(some)} of {len(every)} shapes fit: requests of at most {plan.max_model_len} tokens"
+            f"{'' if fit is None else f', {fit} in all'}: raise the memory (--memory), or lower --scale"
+        )
+    return some
+
+
+def steps_of(plan: Plan, limits: SchedulerLimits, shape: Shape) -> tuple[Step, ...]:
+    """What an engine of ``plan`` runs for ``shape``: its Steps, whatever the tokens are. O(steps * rows)."""
+    cache = KVCacheManager(plan)
+    scheduler = Scheduler(cache, limits)
+    sampling = SamplingParams(max_tokens=shape.output, ignore_eos=True)
+    for row in range(shape.rows):
+        prompt = np.arange(shape.prompt) + row * shape.prompt
+        scheduler.add(Request(str(row), prompt.astype(np.int32), sampling, hasher=cache.hasher))
+    steps: list[Step] = []
+    while not scheduler.drained:
+        step = scheduler.schedule()
+        steps.append(step)
+        said = np.concatenate(([0], np.cumsum(step.samples)))
+        scheduler.update(StepResult(step.id, Csr(said, np.zeros(said[-1], np.int32))))
+    return tuple(step for step in steps if len(step))
+
+
+def fitted(measured: Sequence[Measured], cost: StepCost, name: str) -> Hardware:
+    """The machine on which ``measured`` took their seconds, as ``name``. cost: of the model that ran.
+
+    Rates are of what was reached, so that efficiencies are 1. ConfigError where nothing fits, as of too few shapes.
+    """
+    work = [np.array([_work(step, cost) for step in one.steps]) for one in measured]
+    seconds = np.array([one.seconds for one in measured])
+    if len(measured) < 5 or not (seconds > 0).all():
+        raise ConfigError(
+            f"{len(measured)} shapes do not say what a machine does: measure at least five, each above 0 s"
+        )
+    best, least = np.zeros(5), float("inf")
+    intensity = [one[:, :2].sum(axis=1) / one[:, 2] for one in work]  # operations a byte
+    for ridge in (0.0, *np.quantile(np.concatenate(intensity), _RIDGES).tolist(), float("inf")):
+        bound = [one < ridge for one in intensity]
+        for _ in range(_TURNS):
+            rates = _solved(np.array([_summed(one, side) for one, side in zip(work, bound, strict=True)]), seconds)
+            error = float(np.square(np.log(_seconds(work, rates) / seconds)).mean())
+            if error < least:
+                best, least = rates, error
+            now = [one[:, :2] @ rates[:2] < one[:, 2] * rates[2] for one in work]
+            if all((one == other).all() for one, other in zip(now, bound, strict=True)):
+                break
+            bound = now
+    weights, attention, moved, row_s, overhead_s = best.tolist()
+    return Hardware(
+        name,
+        flops_per_s=min(1 / max(weights, 1 / _FASTEST), _FASTEST),
+        bytes_per_s=min(1 / max(moved, 1 / _FASTEST), _FASTEST),
+        compute_efficiency=1.0,
+        memory_efficiency=1.0,
+        overhead_s=overhead_s,
+        attention_efficiency=min(weights / attention, _FASTEST) if weights and attention else 1.0,
+        row_s=row_s,
+    )
+
+
+def predicted(one: Measured, cost: StepCost) -> float:
+    """Seconds of its steps."""
+    return sum(cost.seconds(step) for step in one.steps)
+
+
+def relative_errors(measured: Iterable[Measured], cost: StepCost) -> NDArray[np.float64]:
+    """By how much ``cost`` is off of each, as a share of what was measured."""
+    return np.array([predicted(one, cost) / one.seconds - 1 for one in measured])
+
+
+def toml_of(hardware: Hardware, comments: Sequence[str] = ()) -> str:
+    """A file that hardware_named reads."""
+    said = {
+        "name": '"' + hardware.name.replace("\\", "\\\\").replace('"', '\\"') + '"',
+        **{
+            name: repr(getattr(hardware, name))
+            for name in (
+                *("flops_per_s", "bytes_per_s", "compute_efficiency", "memory_efficiency", "attention_efficiency"),
+                *("overhead_s", "row_s"),
+            )
+        },
+    }
+    return "\n".join(
+        chain((f"# {line}" for line in comments), (f"{name} = {value}" for name, value in said.items()), ("",))
+    )
+
+
+def _work(step: Step, cost: StepCost) -> tuple[float, float, float, float, float]:
+    """Of one step: operations of weights, of attention, bytes, rows, and itself."""
+    computed, scheduled = step.num_computed.astype(np.int64), step.num_scheduled.astype(np.int64)
+    flops, weight_bytes = cost.work(step.num_tokens)
+    moved = weight_bytes + cost.traffic.bytes_of(step)
+    return flops, cost.operations.of_rows(computed, scheduled), moved, len(step), 1
+
+
+def _summed(work: NDArray[np.float64], bound_by_bytes: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Of all steps of a shape, float64[5], with the side that does not count left out."""
+    counted = work.copy()
+    counted[bound_by_bytes, :2] = 0
+    counted[~bound_by_bytes, 2] = 0
+    summed: NDArray[np.float64] = counted.sum(axis=0)
+    return summed
+
+
+def _seconds(work: Sequence[NDArray[np.float64]], rates: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.array([_of_steps(one, rates).sum() for one in work])
+
+
+def _of_steps(work: NDArray[np.float64], rates: NDArray[np.float64]) -> NDArray[np.float64]:
+    compute_s, memory_s = work[:, :2] @ rates[:2], work[:, 2] * rates[2]
+    seconds: NDArray[np.float64] = np.maximum(compute_s, memory_s) + work[:, 3:] @ rates[3:]
+    return seconds
+
+
+def _solved(work: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Seconds of each kind of work, none below 0, in least squares of relative errors: what would be is left out."""
+    scaled = work / seconds[:, None]
+    size = np.where(scaled.any(axis=0), np.abs(scaled).max(axis=0), 1)
+    kept: NDArray[np.bool_] = np.array(scaled.any(axis=0), ndmin=1)
+    found = np.zeros(scaled.shape[1])
+    while kept.any():
+        some = np.linalg.lstsq(scaled[:, kept] / size[kept], np.ones(len(seconds)), rcond=None)[0]
+        if (some >= 0).all():
+            found[kept] = some / size[kept]
+            break
+        worst = np.flatnonzero(kept)[int(some.argmin())]
+        kept[worst] = False
+    return found
