@@ -17,12 +17,41 @@ from hybridkv.cli.pages import checked_page
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
 from hybridkv.planner import Plan
-from hybridkv.report import Chart, page, plan_page, replay_page
-from hybridkv.simulator import ReplayReport, ReplaySettings, Workload, plan_for_trace, simulation_of
+from hybridkv.report import Chart, page, plan_page, replay_page, sweep_page, tune_page
+from hybridkv.simulator import (
+    Cell,
+    ReplayReport,
+    ReplaySettings,
+    Swept,
+    Tried,
+    Workload,
+    plan_for_trace,
+    simulation_of,
+)
+from hybridkv.simulator.aims import parse_aims
 from hybridkv.simulator.recording import MOST_SAMPLES, Recorded, Recording
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SOURCE = Workload("chat", hours=0.03)
+SHORT = Workload("chat", hours=0.01)
+AIMS = parse_aims("ttft-p99=1s,tpot-p99=50ms")
+TRIED = [
+    Tried(
+        Cell("llama-3-8b", memory),
+        price,
+        reached={"ttft-p99": first, "tpot-p99": later},
+        worst=max(("ttft-p99", first), ("tpot-p99", later / 0.05), key=lambda one: one[1]),
+        goodput_per_s=goodput,
+        tokens=1e6 / price,
+    )
+    for memory, price, first, later, goodput in (
+        ("3GiB", 2.0, 0.4, 0.02, 0.5),
+        ("4GiB", 2.5, 0.3, 0.02, 0.6),
+        ("6GiB", 3.0, 0.2, 0.02, 0.6),
+        ("2GiB", 1.0, 4.0, 0.06, 0.0),
+    )
+]
+TRIED.append(Tried(Cell("llama-3-8b", "1MiB"), 1.0, refused="too small"))
 SETTINGS = ReplaySettings(block_times=True, remembered_losses=1 << 16)
 
 
@@ -41,6 +70,16 @@ def replayed(
 @pytest.fixture(scope="module")
 def hybrid() -> tuple[Plan, ReplayReport, Recorded]:
     return replayed("qwen3.5-35b-a3b", "2GiB")
+
+
+def swept() -> list[Swept]:
+    """Two models, one of them in two memories and once refused."""
+    cells = [Cell("llama-3-8b", memory) for memory in ("4GiB", "2GiB", "64MiB")]
+    documents = [cell.run(SHORT, SHORT.summary()) for cell in (*cells, Cell("gemma-3-27b", "4GiB"))]
+    return [
+        Swept(cell, document, again=False)
+        for cell, document in zip((*cells, Cell("gemma-3-27b", "4GiB")), documents, strict=True)
+    ]
 
 
 def charts(text: str) -> dict[str, Any]:
@@ -137,6 +176,61 @@ def test_a_plan_is_drawn_to_scale() -> None:
     assert len(set(states["y"])) == 1
 
 
+def table_of(text: str) -> list[list[str]]:
+    """Rows of a page's table, the first its head."""
+    found = re.findall(r"<tr>(.*?)</tr>", text)
+    return [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in found]
+
+
+def test_a_sweep_is_drawn_over_memory() -> None:
+    done = swept()
+    assert "refused" in done[2].document
+    text = sweep_page("chat", done)
+    shown = charts(text)
+    rates: list[Any] = [one.document["report"] for one in done if "report" in one.document]
+    (llama,) = (one for one in shown["Hit rate over memory"] if one["name"] == "llama-3-8b")
+    assert llama["x"] == [2, 4]
+    assert llama["y"] == pytest.approx([rates[1]["hit_rate"], rates[0]["hit_rate"]], rel=1e-5)
+    assert llama["y"][0] < llama["y"][1]
+    assert {one["name"] for one in shown["Time to the first token over memory"]} == {"llama-3-8b", "gemma-3-27b"}
+    (heat,) = shown["Hit rate of every setting"]
+    assert heat["x"] == ["64MiB", "2GiB", "4GiB"]
+    assert dict(zip(heat["y"], heat["z"], strict=True))["llama-3-8b"][0] is None
+    rows = table_of(text)
+    assert [len(row) for row in rows] == [8, 8, 8, 3, 8]
+    assert rows[1][2] == f"{rates[0]['hit_rate']:.2%}"
+    assert rows[3][2].startswith("refused: ")
+
+
+def test_a_search_is_drawn_by_cost_and_goodput() -> None:
+    text = tune_page("chat", TRIED, AIMS)
+    shown = charts(text)
+    drawn = {one["name"]: (one["x"], one["y"]) for one in shown["Cost and goodput"]}
+    assert drawn["cheapest"] == ([2.0], [0.5])
+    assert drawn["runner-up"] == ([2.5], [0.6])
+    assert drawn["keep the aims"] == ([3.0], [0.6])
+    assert drawn["miss them"] == ([1.0], [0.0])
+    first, _ = shown["How much of the aims is taken"]
+    assert first["x"] == [4.0, 0.2, 0.3, 0.4]
+    assert "<dd>memory 4GiB: 25.0% dearer, tpot-p99 at 40.0% of the aim</dd>" in text
+    assert table_of(text)[-1][-1] == "refused: too small"
+    only_refused = tune_page("chat", TRIED[-1:], AIMS)
+    assert charts(only_refused) == {}
+    assert "<dd>too small</dd>" in only_refused
+    nearest = tune_page("chat", TRIED[3:4], AIMS)
+    assert [one["name"] for one in charts(nearest)["Cost and goodput"]] == ["nearest"]
+
+
+def test_commands_of_many_settings_write_pages(tmp_path: Path) -> None:
+    asked = ("workload:chat", "--hours", "0.01", "--model", "llama-3-8b", "--memory", "2GiB,4GiB", "--jobs", "1")
+    run("sweep", *asked, "--out", tmp_path / "out", "--report", tmp_path / "sweep.html")
+    assert "Hit rate over memory" in charts((tmp_path / "sweep.html").read_text("utf-8"))
+    pytest.importorskip("optuna")
+    more = ("--slo", "ttft-p99=1s", "--price", "h100=2/h", "--report", tmp_path / "tune.html")
+    run("tune", *asked, "--out", tmp_path / "out", *more)
+    assert "Cost and goodput" in charts((tmp_path / "tune.html").read_text("utf-8"))
+
+
 def test_what_is_shown_is_text_not_markup() -> None:
     text = page("<b>a</b>", {"<i>": "</script><script>"}, [Chart("<u>", "&", [{"name": "</script>"}])])
     assert "<b>a</b>" not in text
@@ -179,6 +273,7 @@ def test_a_browser_draws_all_of_it(
     sync_api = pytest.importorskip("playwright.sync_api")
     plan, report, recorded = hybrid
     pages = {"replay": replay_page(plan, report, recorded), "plan": plan_page(plan)}
+    pages |= {"sweep": sweep_page("chat", swept()), "tune": tune_page("chat", TRIED, AIMS)}
     with sync_api.sync_playwright() as playing:
         browser = playing.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         for name, text in pages.items():
@@ -190,7 +285,7 @@ def test_a_browser_draws_all_of_it(
             view.goto(f"file://{tmp_path / name}.html")
             view.wait_for_function("document.querySelectorAll('.chart .main-svg').length > 0")
             marks = view.evaluate(
-                "[...document.querySelectorAll('.chart')].map(one => one.querySelectorAll('.trace').length)"
+                "[...document.querySelectorAll('.chart')].map(one => one.querySelectorAll('.trace, .hm').length)"
             )
             wanted = [len(traces) for traces in charts(text).values()]
             assert all(drawn >= 1 for drawn in marks)

@@ -19,10 +19,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hybridkv.cli.axes import AxesOptions, JobsOption, cells_of
 from hybridkv.cli.gathered import gathered
 from hybridkv.cli.output import console, share, table
+from hybridkv.cli.pages import PageFile, checked_page, write_page
 from hybridkv.cli.panels import OUTPUT
 from hybridkv.cli.printable import printable
 from hybridkv.cli.requests import SourceOptions, TraceArgument
+from hybridkv.report import sweep_page
 from hybridkv.simulator import Swept, processes, sweep
+from hybridkv.simulator.cells import differing
 from hybridkv.units import format_count
 
 
@@ -39,13 +42,17 @@ def sweep_command(
     jobs: JobsOption = None,
     options: SourceOptions,
     as_json: Annotated[bool, typer.Option("--json", help="Print all cells as JSON.", rich_help_panel=OUTPUT)] = False,
+    page_file: PageFile = None,
 ) -> None:
     """Replay one trace under all combinations of settings, lists with commas; what is there is not run again."""
+    page_file = checked_page(page_file)
     source = options.read(trace)
     cells = cells_of(axes.values())
     at_once = min(os.cpu_count() or 1, len(cells)) if jobs is None else jobs
     with processes(at_once) as executor, _progress(len(cells)) as on_done:
         done = sweep(source, cells, out, executor, on_done=on_done)
+    if page_file is not None:
+        write_page(page_file, sweep_page(source.name, done))
     if as_json:
         print(json.dumps([one.document for one in done], indent=2))
         return
@@ -58,7 +65,7 @@ def sweep_command(
 def show(done: Sequence[Swept]) -> None:
     """A row a cell: what differs between them, and what came of each."""
     settings = [asdict(one.cell) for one in done]
-    differ = [name for name in settings[0] if len({of[name] for of in settings}) > 1] or ["model", "memory"]
+    differ = differing([one.cell for one in done]) or ["model", "memory"]
     numbers_ = ("hit rate", "TTFT p99", "TPOT p99", "tokens/s", "preempted")
     rows = table(*(name.replace("_", " ") for name in differ), *numbers_, numbers_from=len(differ))
     refused: dict[str, None] = {}

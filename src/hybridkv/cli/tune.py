@@ -18,11 +18,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hybridkv.cli.axes import AxesOptions, JobsOption
 from hybridkv.cli.gathered import gathered
 from hybridkv.cli.output import console, share, table
+from hybridkv.cli.pages import PageFile, checked_page, write_page
 from hybridkv.cli.panels import OUTPUT, REQUESTS, RUN
 from hybridkv.cli.printable import printable
 from hybridkv.cli.requests import SourceOptions, TraceArgument
+from hybridkv.report import tune_page
 from hybridkv.simulator import Tried, processes, tune
 from hybridkv.simulator.aims import parse_aims, parse_prices
+from hybridkv.simulator.cells import differing, in_words
 from hybridkv.units import format_count
 
 _SHOWN: Final = 10
@@ -58,8 +61,10 @@ def tune_command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print what was tried as JSON.", rich_help_panel=OUTPUT)
     ] = False,
+    page_file: PageFile = None,
 ) -> None:
     """Find the cheapest of many settings that keeps latency aims for a trace; started again, the search goes on."""
+    page_file = checked_page(page_file)
     source = options.read(trace)
     aims, prices = parse_aims(slo), parse_prices(price)
     at_once = (os.cpu_count() or 1) if jobs is None else jobs
@@ -67,6 +72,8 @@ def tune_command(
         tried = tune(
             source, axes.values(), aims, prices, out, executor=executor, trials=trials, at_once=at_once, on_done=on_done
         )
+    if page_file is not None:
+        write_page(page_file, tune_page(source.name, tried, aims))
     if as_json:
         documents = [{**asdict(one), "cell": one.cell.said(), "keeps_aims": one.keeps_aims} for one in tried]
         print(json.dumps(documents, indent=2))
@@ -77,7 +84,7 @@ def tune_command(
 def _show(tried: Sequence[Tried]) -> None:
     """The best ones, then in words: which, and how far the next is."""
     said = [one.cell.said() for one in tried]
-    differ = [name for name in said[0] if len({str(of[name]) for of in said}) > 1] or ["model", "memory"]
+    differ = differing([one.cell for one in tried]) or ["model", "memory"]
     aims = list(next((one.reached for one in tried if one.reached), {}))
     rows = table(
         *(name.replace("_", " ") for name in differ), *aims, "price/h", "goodput/s", "tokens/1", "keeps",
@@ -101,7 +108,7 @@ def _show(tried: Sequence[Tried]) -> None:
 
 def _in_words(tried: Sequence[Tried], differ: Sequence[str]) -> Iterator[str]:
     def setting(of: Tried) -> str:
-        return ", ".join(f"{name.replace('_', ' ')} {of.cell.said()[name]}" for name in differ)
+        return in_words(of.cell, differ)
 
     best, *others = tried
     kept = sum(one.keeps_aims for one in tried)

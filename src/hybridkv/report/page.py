@@ -29,20 +29,29 @@ class Chart:
     height: int = 320
 
 
-def page(title: str, facts: Mapping[str, str], charts: Sequence[Chart]) -> str:
+@dataclass(frozen=True, slots=True)
+class Table:
+    """title and said as of a Chart. rows: texts; a short row's last cell is wide. named: columns without numbers."""
+
+    title: str
+    said: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    named: int = 1
+
+
+def page(title: str, facts: Mapping[str, str], parts: Sequence[Chart | Table]) -> str:
     """The file. facts: name and value, in words. ConfigError where plotly is not installed."""
     try:
         from plotly.offline import get_plotlyjs  # noqa: PLC0415  # an extra, and slow to import
     except ImportError as error:
         raise ConfigError("pages with pictures need plotly: pip install 'hybridkv[report]'") from error
+    charts = [part for part in parts if isinstance(part, Chart)]
     drawn = [{"traces": [dict(one) for one in chart.traces], "layout": dict(chart.layout)} for chart in charts]
     data = json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
     rows = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in facts.items())
     sections = "".join(
-        f"<section><h2>{html.escape(chart.title)}</h2><p>{html.escape(chart.said)}</p>"
-        f'<div class="chart" id="chart-{at}" style="height:{chart.height}px" role="img" '
-        f'aria-label="{html.escape(chart.title, quote=True)}"></div></section>'
-        for at, chart in enumerate(charts)
+        _section(part, charts.index(part)) if isinstance(part, Chart) else _table(part) for part in parts
     )
     return _PAGE.format(
         title=html.escape(title),
@@ -53,6 +62,32 @@ def page(title: str, facts: Mapping[str, str], charts: Sequence[Chart]) -> str:
         data=data,
         draw=_DRAW,
     )
+
+
+def _section(chart: Chart, at: int) -> str:
+    """Where ``chart``, the ``at``-th, is drawn."""
+    return (
+        f"<section><h2>{html.escape(chart.title)}</h2><p>{html.escape(chart.said)}</p>"
+        f'<div class="chart" id="chart-{at}" style="height:{chart.height}px" role="img" '
+        f'aria-label="{html.escape(chart.title, quote=True)}"></div></section>'
+    )
+
+
+def _table(table: Table) -> str:
+    """As it is read."""
+    head = "".join(f"<th>{html.escape(one)}</th>" for one in table.columns)
+    rows = "".join(f"<tr>{_cells(row, table)}</tr>" for row in table.rows)
+    return (
+        f'<section class="table"><h2>{html.escape(table.title)}</h2><p>{html.escape(table.said)}</p>'
+        f"<div><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _cells(row: Sequence[str], table: Table) -> str:
+    kinds = ["" if at < table.named else ' class="number"' for at in range(len(row))]
+    if len(row) < len(table.columns):
+        kinds[-1] = f' colspan="{len(table.columns) - len(row) + 1}"'
+    return "".join(f"<td{kind}>{html.escape(one)}</td>" for kind, one in zip(kinds, row, strict=True))
 
 
 _PAGE: Final = """<!doctype html>
@@ -79,6 +114,12 @@ dt { color: var(--soft); font-size: .85rem; break-after: avoid; }
 dd { margin: 0 0 8px; break-inside: avoid; font-variant-numeric: tabular-nums; }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px; margin: 0 0 16px; }
 .chart { width: 100%; }
+section.table > div { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .85rem; }
+th, td { text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th { color: var(--soft); font-weight: normal; }
+td[colspan] { white-space: normal; min-width: 20em; }
+.number { font-variant-numeric: tabular-nums; }
 """
 
 _DRAW: Final = """

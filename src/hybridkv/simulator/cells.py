@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
@@ -126,3 +126,21 @@ def is_document_of(cell: Cell, document: object) -> bool:
         and document.get("machine") == asdict(hardware_named(cell.hardware))
         and isinstance(document.get("report", document.get("refused")), dict | str)
     )
+
+
+def differing(cells: Sequence[Cell]) -> list[str]:
+    """Fields that are not the same in all ``cells``."""
+    said = [cell.said() for cell in cells]
+    return [name for name in said[0] if len({str(of[name]) for of in said}) > 1]
+
+
+def in_words(cell: Cell, names: Sequence[str]) -> str:
+    """Its ``names``, and what they are."""
+    said = cell.said()
+    return ", ".join(f"{name.replace('_', ' ')} {said[name]}" for name in names)
+
+
+def in_short(cell: Cell, names: Sequence[str]) -> str:
+    """What its ``names`` are."""
+    said = cell.said()
+    return ", ".join(str(said[name]) for name in names if said[name] is not None)

@@ -1,0 +1,170 @@
+"""The page of a sweep: what settings find and how long requests wait, over memory, side by side, and in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from hybridkv.report.charts import line
+from hybridkv.report.page import Chart, Table, page
+from hybridkv.simulator import Swept
+from hybridkv.simulator.cells import differing, in_short, in_words
+from hybridkv.units import format_count, parse_bytes
+
+_MOST_LINES: Final = 20
+_HEAT: Final = [[0, "#3b4a6b"], [0.5, "#b0578d"], [1, "#f2c14e"]]
+"""Colours that are told apart on light and on dark, and without some of them."""
+Report = dict[str, Any]
+
+
+def sweep_page(source: str, done: Sequence[Swept]) -> str:
+    """The file. source: its name. done: at least one cell. ConfigError where plotly is not installed."""
+    cells = [one.cell for one in done]
+    names = differing(cells) or ["model", "memory"]
+    lines = _by_other_settings(done, names)
+    return page(f"{source}: {format_count(len(done))} settings", _facts(done, names), list(_parts(done, names, lines)))
+
+
+def _facts(done: Sequence[Swept], names: Sequence[str]) -> dict[str, str]:
+    served = [one for one in done if "report" in one.document]
+    facts = {"settings": format_count(len(done))}
+    if len(served) < len(done):
+        facts["refused"] = format_count(len(done) - len(served))
+    if served:
+        best = max(served, key=lambda one: _report(one)["hit_rate"])
+        quick = min(served, key=_first_token)
+        facts |= {
+            "requests": format_count(_report(best)["requests"]),
+            "prompt tokens": format_count(_report(best)["prompt_tokens"]),
+            f"most found, {_report(best)['hit_rate']:.1%}": in_words(best.cell, names),
+            f"99% of first tokens within {_first_token(quick):,.3f} s": in_words(quick.cell, names),
+        }
+    return facts
+
+
+def _parts(done: Sequence[Swept], names: Sequence[str], lines: dict[str, list[Swept]]) -> Iterator[Chart | Table]:
+    if any(len(one) > 1 for one in lines.values()):
+        yield from _curves(lines)
+    if any("report" in one.document for one in done):
+        yield _heat(lines)
+    yield _table(done, names)
+
+
+def _by_other_settings(done: Sequence[Swept], names: Sequence[str]) -> dict[str, list[Swept]]:
+    """By all that differs but memory, each by memory."""
+    found: dict[str, list[Swept]] = {}
+    others = [name for name in names if name != "memory"]
+    for one in sorted(done, key=lambda one: parse_bytes(one.cell.memory)):
+        found.setdefault(in_short(one.cell, others) or one.cell.model, []).append(one)
+    return found
+
+
+def _curves(lines: dict[str, list[Swept]]) -> Iterator[Chart]:
+    """The lines that find most, where there are many."""
+    best = sorted(
+        lines.items(), key=lambda one: -max((_report(cell)["hit_rate"] for cell in _served(one[1])), default=-1)
+    )
+    shown = [name for name, _ in best[:_MOST_LINES]]
+    many = f" The {_MOST_LINES} of {len(lines)} that find most." if len(lines) > _MOST_LINES else ""
+    share = {"tickformat": ".0%", "range": [0, 1]}
+    log = {"type": "log", "rangemode": "normal"}
+    for title, said, value, axis in (
+        ("Hit rate over memory", "Of all prompt tokens, how many were found.", lambda one: one["hit_rate"], share),
+        (
+            "Time to the first token over memory",
+            "99% of the requests had their first token within so many seconds.",
+            lambda one: one["time_to_first_token_s"]["p99"] or None,
+            {"title": "seconds", **log},
+        ),
+        (
+            "Time per output token over memory",
+            "99% of the requests had a token more within so many milliseconds, in the mean.",
+            lambda one: one["time_per_output_token_s"]["p99"] * 1000,
+            {"title": "milliseconds"},
+        ),
+    ):
+        traces = [_curve(name, lines[name], value, colour) for colour, name in enumerate(shown)]
+        yield Chart(
+            title, said + many, traces, {"xaxis": {"title": "GiB for the cache of one rank"}, "yaxis": axis}, 380
+        )
+
+
+def _curve(name: str, cells: Sequence[Swept], value: Callable[[Report], float | None], colour: int) -> dict[str, Any]:
+    served = _served(cells)
+    sizes = [parse_bytes(one.cell.memory) / 2**30 for one in served]
+    values = [float("nan") if (found := value(_report(one))) is None else found for one in served]
+    dash = ("solid", "dash", "dot")[colour // 10 % 3]  # as many colours as there are, then other strokes
+    return dict(line(name, sizes, values, colour, mode="lines+markers", line={"dash": dash}))
+
+
+def _heat(lines: dict[str, list[Swept]]) -> Chart:
+    """A row for each line, a column for each memory."""
+    memories = list(dict.fromkeys(one.cell.memory for cells in lines.values() for one in cells))
+    memories.sort(key=parse_bytes)
+    rows = []
+    for cells in lines.values():
+        rates = {one.cell.memory: round(_report(one)["hit_rate"], 6) for one in _served(cells)}
+        rows.append([rates.get(memory) for memory in memories])
+    trace = {
+        "type": "heatmap",
+        "x": memories,
+        "y": list(lines),
+        "z": rows,
+        "texttemplate": "%{z:.1%}" if len(memories) <= 8 else "",
+        "hovertemplate": "%{y}, %{x}: %{z:.2%}<extra></extra>",
+        "colorscale": _HEAT,
+        "showscale": False,
+        "xgap": 2,
+        "ygap": 2,
+    }
+    layout = {
+        "hovermode": "closest",
+        "xaxis": {"type": "category", "title": "memory", "showgrid": False},
+        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
+    }
+    said = "Share of the prompt tokens that were found; a gap is a setting that cannot serve these requests."
+    return Chart("Hit rate of every setting", said, [trace], layout, 110 + 34 * len(lines))
+
+
+def _table(done: Sequence[Swept], names: Sequence[str]) -> Table:
+    rows = []
+    for one in done:
+        setting = ["-" if (value := getattr(one.cell, name)) is None else str(value) for name in names]
+        if "report" not in one.document:
+            rows.append([*setting, f"refused: {one.document['refused']}"])
+            continue
+        told = _report(one)
+        first, later = told["time_to_first_token_s"], told["time_per_output_token_s"]
+        seconds = told["simulated_s"] or 1.0
+        rows.append(
+            [
+                *setting,
+                f"{told['hit_rate']:.2%}",
+                f"{first['p50']:,.3f} / {first['p99']:,.3f} s",
+                f"{later['p50'] * 1000:,.1f} / {later['p99'] * 1000:,.1f} ms",
+                f"{told['output_tokens'] / seconds:,.0f}",
+                format_count(told["preemptions"]),
+                f"{told['peak_usage']:.1%}",
+            ]
+        )
+    columns = [
+        *(name.replace("_", " ") for name in names),
+        "found",
+        "first token (50% / 99%)",
+        "a token more (50% / 99%)",
+    ]
+    columns += ["output tokens/s", "preempted", "memory in use, at most"]
+    return Table("All settings", "Each was replayed by itself.", columns, rows, len(names))
+
+
+def _served(cells: Sequence[Swept]) -> list[Swept]:
+    return [one for one in cells if "report" in one.document]
+
+
+def _report(one: Swept) -> Report:
+    found: Any = one.document["report"]
+    return dict(found)
+
+
+def _first_token(one: Swept) -> float:
+    return float(_report(one)["time_to_first_token_s"]["p99"])
