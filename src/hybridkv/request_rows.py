@@ -281,6 +281,17 @@ class RequestRows:
                 raise
         self.num_computed[rows], self.in_flight[rows] = num_computed, in_flight
 
+    def synchronise_one(self, row: int, num_tokens: int, num_computed: int, in_flight: int) -> None:
+        """Counts of one row, as ``synchronise``, without arrays of one element."""
+        known: int = self._num_tokens[row]
+        if num_tokens != known:
+            if num_tokens < known or not self.lent[row] or num_tokens // self.tail_tokens != known // self.tail_tokens:
+                one, counts = np.array([row]), (num_tokens, num_computed, in_flight)
+                self.synchronise(one, *(np.array([count], np.int64) for count in counts))
+                return
+            self._num_tokens[row] = num_tokens
+        self.num_computed[row], self.in_flight[row] = num_computed, in_flight
+
     def complete(self, rows: NDArray[np.int64], tokens: NDArray[np.integer]) -> None:
         """A step that computed ``tokens`` in each of ``rows`` has run."""
         self.in_flight[rows] -= tokens

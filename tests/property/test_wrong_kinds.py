@@ -167,11 +167,6 @@ def cache_calls(world: World) -> Calls:
     none = np.array([0])
     yield cache.accept_drafts, {"rows": rows, "drafted": none, "kept": none}
     yield cache.cache_blocks, {"request": a, "num_computed_tokens": 4}
-    loaded = world.request("loaded")
-    cache.allocate_slots(loaded, 0, delay_cache_blocks=True, num_external_computed_tokens=2)
-    yield cache.finish_load, {"request": loaded, "num_computed_tokens": 2}
-    yield cache.get_computed_blocks_per_group, {"request": fresh}
-    yield cache.evict_blocks, {"group": 0, "block_ids": []}
     yield cache.forget_moved, {"moved": np.array([], np.int64)}
     yield cache.bounds.refuse_drafts, {"num_drafts": 0}
     yield cache.bounds.peak_blocks, {"limits": RequestLimits(100), "max_in_flight": 1}
@@ -185,11 +180,6 @@ def cache_calls(world: World) -> Calls:
     yield cache.get_block_ids, {"request_id": "a"}
     yield cache.get_num_common_prefix_blocks, {"request": "a", "num_running_requests": 1}
     yield cache.next_event, {"row": a.row}
-    for column in (cache.next_events, cache.publish_edges):
-        yield column, {"rows": rows}
-    counts = {"num_tokens": np.array([a.num_tokens]), "num_computed": np.array([a.num_computed_tokens])}
-    yield cache.synchronise, {"rows": rows, **counts, "in_flight": cache.rows.in_flight[rows]}
-    yield cache.settle, {"step": 0}
     computed = np.array([a.num_computed_tokens])
     yield cache.store_checkpoints, {"rows": rows, "computed": computed, "end": computed}
     yield opened(cache), {"step": 1 << 20}
@@ -201,6 +191,25 @@ def cache_calls(world: World) -> Calls:
         yield taking, {next(iter(inspect.signature(taking).parameters)): np.array([], np.int32)}
     yield pool.free_many, {"parts": []}
     yield pool.get_cached_block, {"key": b"x", "group": 0}
+
+
+def foreign_calls(world: World) -> Calls:
+    """Those of the manager's that loops of others need."""
+    cache, a = world.cache, world.requests["a"]
+    rows, fresh = np.array([a.row]), world.request("fresh")
+    loaded = world.request("loaded")
+    cache.allocate_slots(loaded, 0, delay_cache_blocks=True, num_external_computed_tokens=2)
+    yield cache.finish_load, {"request": loaded, "num_computed_tokens": 2}
+    yield cache.get_computed_blocks_per_group, {"request": fresh}
+    yield cache.evict_blocks, {"group": 0, "block_ids": []}
+    for column in (cache.next_events, cache.publish_edges):
+        yield column, {"rows": rows}
+    counts = {"num_tokens": np.array([a.num_tokens]), "num_computed": np.array([a.num_computed_tokens])}
+    yield cache.synchronise, {"rows": rows, **counts, "in_flight": cache.rows.in_flight[rows]}
+    yield cache.settle, {"step": 0}
+    borrowed = Request("borrowed", Lent(SimpleNamespace(num_tokens=3, all_token_ids=[1, 2, 3]), 3), hasher=cache.hasher)
+    yield cache.synchronise_one, {"request": borrowed, "num_computed_tokens": 2, "num_in_flight_tokens": 1}
+    yield cache.blocks_to_come, {"request": fresh, "limits": RequestLimits(100)}
 
 
 def scheduler_calls(world: World) -> Calls:
@@ -278,7 +287,7 @@ def behind(world: World) -> str:
 
 @pytest.mark.parametrize("part", [pytest.param(n, marks=[pytest.mark.thorough] if n else []) for n in range(PARTS)])
 @pytest.mark.parametrize("layout", list(CONFIGS))
-@pytest.mark.parametrize("surface", [cache_calls, scheduler_calls])
+@pytest.mark.parametrize("surface", [cache_calls, foreign_calls, scheduler_calls])
 def test_what_changes_something_takes_it_or_refuses_it_by_name(surface: Surface, layout: str, part: int) -> None:
     """In a world of its own for each value, which must go on behind it. part: of the values, others in each layout."""
     problems = []

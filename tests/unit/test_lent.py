@@ -156,6 +156,31 @@ def test_what_steps_in_flight_read_is_kept() -> None:
     assert dropped == [1, 2]  # of a window of 6: the next token of 9, or of 15, reads from 4, or 10, on
 
 
+def test_the_counts_of_one_are_those_of_all() -> None:
+    """Each of two requests grows by a token at a time, and by many; one is told by itself, the other as a row."""
+    cache = KVCacheManager(REFERENCE, 200)
+    (one, mine), (other, theirs) = (lent(cache, name, list(range(5))) for name in ("one", "other"))
+    cache.synchronise_one(one, 0)
+    for known in (one, other):
+        assert cache.allocate_slots(known, 5) is not None
+    for more in (1, 1, 1, 1, 9, 0):
+        mine.grow(*range(more))
+        theirs.grow(*range(more))
+        cache.synchronise_one(one, mine.num_tokens - 1, 1)
+        sync(cache, other, theirs, theirs.num_tokens - 1, 1)
+        assert one.num_tokens == other.num_tokens == mine.num_tokens
+        assert one.num_computed_tokens == other.num_computed_tokens
+        assert one.hashes == other.hashes
+        assert cache.rows.in_flight[[one.row, other.row]].tolist() == [1, 1]
+    mine.all_token_ids.pop()
+    with pytest.raises(ConfigError, match="cannot have"):
+        cache.synchronise_one(one, 3)
+    with pytest.raises(ConfigError, match="num_in_flight_tokens"):
+        cache.synchronise_one(other, 3, 4)
+    with pytest.raises(ConfigError, match="are its own"):
+        cache.synchronise_one(Request("r", [1], hasher=cache.hasher), 0)
+
+
 @every_layout
 def test_who_stays_below_its_next_event_needs_no_call(config: KVCacheConfig) -> None:
     cache = KVCacheManager(config, 200, hasher=EngineHashes(BLOCK))

@@ -290,6 +290,19 @@ def test_what_was_loaded_is_part_of_what_the_whole_needs(config: KVCacheConfig) 
     assert own.needed_blocks < fresh.needed_blocks
 
 
+@every_layout
+def test_what_is_to_come_is_what_is_not_held(config: KVCacheConfig) -> None:
+    cache = made(config)
+    limits = RequestLimits(21)
+    whole = cache.blocks_to_come(request(cache), limits)
+    assert 0 < whole <= cache.bounds.peak_blocks(limits, 1)
+    one = loading(cache)
+    assert 0 < cache.blocks_to_come(one, limits) < whole
+    cache.finish_load(one)
+    assert cache.allocate_slots(one, 5) is not None
+    assert cache.blocks_to_come(one, limits) <= 1  # of a window or a state, what steps in flight may hold besides
+
+
 # -- connectors
 
 

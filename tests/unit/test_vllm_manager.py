@@ -74,6 +74,11 @@ class Stats:
         self.seen.append((num_tokens, num_hits, preempted))
 
 
+class InPool:
+    def bind_gpu_block_pool(self, pool: object) -> None:
+        pass
+
+
 def manager(*specs: Any, num_blocks: int = 20, **changed: Any) -> CacheManager:  # noqa: ANN401 - of vLLM's kinds
     settings: dict[str, Any] = {
         "max_model_len": 64,
@@ -174,11 +179,12 @@ def test_a_state_is_not_hit_before_its_step_has_run() -> None:
 def test_steps_without_output_are_passed_over() -> None:
     cache = manager(FullAttentionSpec())
     outputs = [object() for _ in range(3)]
-    for output in outputs:
+    for number, output in enumerate(outputs):
         with cache.step():
-            pass
+            cache.allocate_slots(Asked(str(number), [number] * 4), 4)
         cache.scheduled(output)
     cache.executed(outputs[1])
+    assert cache.cache.statistics().unwritten_blocks == 1
     cache.executed(outputs[1])
     cache.executed(outputs[2])
     with pytest.raises(Exception, match="step"):
@@ -394,6 +400,7 @@ def test_what_is_prepared_ends_at_the_first_that_prefills() -> None:
     first, second, third = running(cache, 3)
     second.append(*range(8))
     third.num_output_placeholders = -1  # nothing left to run
+    first.num_in_flight_tokens = 99  # of before it was preempted
     with cache.step():
         cache.prepare([third, first, second, first], 1, 0)
     assert cache._owed.keys() == {"0"}
@@ -439,13 +446,14 @@ def test_what_is_not_supported_is_refused_by_name(spec: object, message: str) ->
 def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kinds
     """A scheduler of vLLM's that is supported, but for what is ``changed``."""
     coordinator = SimpleNamespace(enable_partial_hash_hits=changed.pop("partial", False))
-    spec = SimpleNamespace(dcp_sharded=changed.pop("dcp_sharded", True))
+    spec = changed.pop("spec", SimpleNamespace(dcp_sharded=changed.pop("dcp_sharded", True)))
     group = SimpleNamespace(layer_names=["layer0"], kv_cache_spec=spec, host_resident=False, role="default")
     vars(group).update(changed.pop("group", {}))
     fields = {
         "vllm_config": SimpleNamespace(kv_transfer_config=changed.pop("transfer", None)),
         "kv_cache_manager": SimpleNamespace(enable_caching=True, coordinator=coordinator),
         "kv_cache_config": SimpleNamespace(kv_cache_groups=[group]),
+        "connector": None,
         "block_size": 64,
         "hash_block_size": 32,
         "num_prefill_lookahead": 0,
@@ -458,7 +466,11 @@ def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kind
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"transfer": SimpleNamespace(kv_connector="NixlConnector")}, "NixlConnector: take ExampleConnector"),
+        (
+            {"transfer": SimpleNamespace(kv_connector="Offload"), "connector": InPool()},
+            "Offload, which works in vLLM's own",
+        ),
+        ({"transfer": SimpleNamespace(kv_connector="Nixl"), "spec": MambaSpec()}, "beside recurrent states"),
         ({"partial": True}, "hits inside a block of 64 tokens, at multiples of 32"),
         ({"num_prefill_lookahead": 2}, "drafts of 2 modules"),
         ({"kv_metrics_collector": object()}, "--kv-cache-metrics"),
@@ -478,22 +490,160 @@ def test_what_is_supported_is_not_refused() -> None:
     refuse(started(dcp_world_size=2))
 
 
+def admit_load(cache: CacheManager, request: Asked, external: int, **asked: Any) -> Any:  # noqa: ANN401 - Blocks or None
+    """As a scheduler does whose connector brings ``external`` tokens beside the steps."""
+    with cache.step():
+        blocks, hit, _ = cache.get_computed_blocks(request)
+        new = cache.allocate_slots(
+            request,
+            0,
+            num_new_computed_tokens=hit,
+            new_computed_blocks=blocks,
+            num_external_computed_tokens=external,
+            delay_cache_blocks=True,
+            **asked,
+        )
+    if new is not None:
+        request.num_computed_tokens = hit + external
+    return new
+
+
+def other_hits(cache: CacheManager) -> int:
+    return int(cache.get_computed_blocks(Asked("other", [*PROMPT, 1]))[1])
+
+
+def test_what_a_connector_brings_beside_the_steps_is_found_when_it_is_there() -> None:
+    cache = manager(FullAttentionSpec())
+    request = Asked("a", PROMPT)
+    assert admit_load(cache, request, 8) is not None
+    assert len(cache.get_block_ids("a")[0]) == 2
+    assert other_hits(cache) == 0
+    cache.cache_blocks(request, 8)
+    assert other_hits(cache) == 8
+    run(cache, request, 6)
+    assert other_hits(cache) == 12
+    cache.free(request)
+    assert cache.usage == 0
+    cache.cache.check()
+
+
+def test_a_prompt_that_comes_whole_has_its_last_token_computed() -> None:
+    cache = manager(FullAttentionSpec())
+    request = Asked("a", PROMPT[:13])
+    assert admit_load(cache, request, 13) is not None
+    assert len(cache.get_block_ids("a")[0]) == 4  # what the transfer writes, the 13th token's too
+    cache.cache_blocks(request, 13)
+    request.num_computed_tokens = 12
+    run(cache, request, 1)
+    assert other_hits(cache) == 12
+    cache.cache.check()
+
+
+@pytest.mark.parametrize(("came", "goes_on"), [(8, 8), (0, 0)])
+def test_what_did_not_come_is_computed(came: int, goes_on: int) -> None:
+    cache = manager(FullAttentionSpec())
+    request = Asked("a", PROMPT)
+    assert admit_load(cache, request, 12) is not None
+    request.num_computed_tokens = came
+    if came:
+        cache.cache_blocks(request, came)
+    else:
+        cache.free(request)  # as vLLM does where nothing came
+    assert request.num_computed_tokens == goes_on
+    assert other_hits(cache) == goes_on
+    run(cache, request, len(PROMPT) - goes_on)
+    cache.cache_blocks(request, len(PROMPT))
+    assert other_hits(cache) == 12
+    cache.cache.check()
+
+
+def test_where_the_end_of_a_window_did_not_come_it_begins_anew() -> None:
+    cache = manager(SlidingWindowSpec())
+    request = Asked("a", PROMPT)
+    assert admit_load(cache, request, 12) is not None
+    cache.cache_blocks(request, 4)
+    assert request.num_computed_tokens == 0
+    assert cache.get_block_ids("a") == ([],)
+    run(cache, request, len(PROMPT))
+    cache.cache.check()
+
+
+def test_a_load_leaves_those_that_prefill_what_they_need() -> None:
+    cache = manager(FullAttentionSpec(), num_blocks=10)  # 9 blocks
+    first = Asked("first", list(range(100, 124)))  # 6 blocks, 2 of them now
+    run(cache, first, 8)
+    needs = cache.coordinator.get_num_blocks_to_allocate("first", 24, (), 0, 8, 8, 24, apply_admission_cap=True)
+    assert needs == 4
+    assert cache.coordinator.get_num_blocks_to_allocate("nobody", 24, (), 0, 8, 8, 24) == 0
+    second = Asked("second", PROMPT)
+    assert admit_load(cache, second, 13, reserved_blocks=needs) is None
+    assert admit_load(cache, second, 12, reserved_blocks=needs) is not None
+    cache.cache.check()
+
+
+def test_one_that_was_loaded_is_let_in_only_whole() -> None:
+    cache = manager(FullAttentionSpec(), num_blocks=8)
+    running, request = Asked("running", [7] * 8), Asked("a", PROMPT)
+    run(cache, running, 8)
+    assert admit_load(cache, request, 8) is not None
+    cache.cache_blocks(request, 8)
+    run(cache, Asked("longer", [9] * 5), 5)  # one block is left, where its 14 tokens need two
+    assert cache.allocate_slots(request, 4, full_sequence_must_fit=True) is None
+    cache.free(running)
+    assert cache.allocate_slots(request, 4, full_sequence_must_fit=True) is not None
+
+
+def test_a_connector_that_has_less_than_is_here_is_taken_at_its_word() -> None:
+    """As ExampleConnector says it: 12 tokens are here, it has 4, so it brings -8."""
+    cache = manager(FullAttentionSpec())
+    run(cache, Asked("a", PROMPT), len(PROMPT))
+    for has, took in ((4, 1), (0, 0)):
+        request = Asked(f"has {has}", PROMPT)
+        blocks, hit, _ = cache.get_computed_blocks(request)
+        asked: dict[str, Any] = {"num_new_computed_tokens": hit, "new_computed_blocks": blocks}
+        assert cache.allocate_slots(request, 14 - has, num_external_computed_tokens=has - hit, **asked) is not None
+        shared = set(cache.get_block_ids("a")[0]) & set(cache.get_block_ids(request.request_id)[0])
+        assert len(shared) == took
+        cache.cache.check()
+    windows = manager(SlidingWindowSpec())
+    run(windows, Asked("a", PROMPT), len(PROMPT))
+    request = Asked("b", PROMPT)
+    blocks, hit, _ = windows.get_computed_blocks(request)
+    with pytest.raises(ConfigError, match="cannot be cut to 4"):
+        windows.allocate_slots(
+            request, 10, num_new_computed_tokens=hit, new_computed_blocks=blocks, num_external_computed_tokens=4 - hit
+        )
+
+
+def test_blocks_that_a_transfer_writes_are_not_cleared() -> None:
+    cache = manager(FullAttentionSpec())
+    admit_load(cache, Asked("a", PROMPT), 8, skip_zeroing_group_ids=(0,))
+    assert cache.take_new_block_ids() == []
+    admit_load(cache, Asked("b", [3] * 9), 8)
+    assert len(cache.take_new_block_ids()) == 2
+
+
+def test_blocks_that_were_not_loaded_are_found_no_longer() -> None:
+    cache = manager(FullAttentionSpec())
+    request = Asked("a", PROMPT)
+    run(cache, request, len(PROMPT))
+    cache.evict_blocks(set(cache.get_block_ids("a")[0][1:]))
+    assert other_hits(cache) == 4
+    cache.cache.check()
+
+
 def test_what_it_cannot_do_is_refused() -> None:
     cache = manager(FullAttentionSpec())
     request = Asked("a", PROMPT)
     with pytest.raises(ConfigError, match="end at blocks"):
         cache.truncate_computed_blocks(cache.empty_kv_cache_blocks, 3)
-    with pytest.raises(ConfigError, match="recomputes"):
-        cache.evict_blocks({1})
-    with pytest.raises(ConfigError, match="loads beside the forward"):
-        cache.allocate_slots(request, 0, num_external_computed_tokens=4)
     run(cache, request, len(PROMPT))
     request.all_token_ids = request.all_token_ids[:5]
-    with pytest.raises(ConfigError, match="outputs are cut"):
+    with pytest.raises(ConfigError, match="has 14 tokens, and cannot have 5"):
         cache.allocate_slots(request, 1)
     longer = Asked("b", PROMPT)
     longer.block_hashes = longer.block_hashes[:1]
-    with pytest.raises(Exception, match="the engine has hashed 1"):
+    with pytest.raises(ConfigError, match="its engine has hashed 1"):
         cache.get_computed_blocks(longer)
 
 

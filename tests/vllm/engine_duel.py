@@ -50,6 +50,7 @@ class Regime:
     """options: of vllm.LLM. little: a pool so small that the models of POOLS are preempted. everywhere: for all models.
 
     stores: an ExampleConnector stores what is computed; what is compared is a second engine, which loads it.
+    late: beside its steps, and not all of it (late_connector).
     """
 
     name: str
@@ -59,6 +60,7 @@ class Regime:
     abort: int = 0
     little: bool = False
     stores: bool = False
+    late: bool = False
     everywhere: bool = False
 
 
@@ -76,6 +78,8 @@ REGIMES = (
     Regime("events", {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}),
     Regime("all kept", {"prefix_cache_retention_interval": None}),
     Regime("stored, and started anew", stores=True),
+    Regime("loaded beside steps", stores=True, late=True),
+    Regime("loaded beside steps, preempted", stores=True, late=True, little=True),
     Regime("two ranks", {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
     Regime("two stages", {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}),
     Regime("nothing cached", {"enable_prefix_caching": False}),
@@ -105,7 +109,14 @@ def run(model: Path, rounds: Sequence[Round], match: Match, regime: Regime, sche
     }
     script = Path(__file__).with_name("vllm_engine.py")
     if regime.stores:
-        answers_of(script, asked, model.parent)
+        plenty = {name: value for name, value in options.items() if name != "num_gpu_blocks_override"}
+        answers_of(script, {**asked, "options": plenty}, model.parent)
+    if regime.late:
+        options["kv_transfer_config"] |= {
+            "kv_connector": "LateConnector",
+            "kv_connector_module_path": "late_connector",
+            "kv_load_failure_policy": "recompute",
+        }
     return answers_of(script, asked, model.parent)
 
 

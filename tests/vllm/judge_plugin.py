@@ -10,18 +10,15 @@ from pathlib import Path
 import pytest
 from vllm.v1.core.sched import async_scheduler, scheduler
 
-from hybridkv.vllm import AsyncScheduler, Scheduler, refusals
+from hybridkv.vllm import AsyncScheduler, Scheduler
 
 OURS, OUT = "JUDGE_OURS", "JUDGE_OUT"
-MOCKS = ("MockKVConnector",)
-"""Connectors of the tests, which no name vouches for."""
 
 found = dict[str, str]()
 """By test: "" for one that passed, or the last line of what it says."""
 
 if os.environ.get(OURS):
     scheduler.Scheduler, async_scheduler.AsyncScheduler = Scheduler, AsyncScheduler
-    setattr(refusals, "CONNECTORS", (*refusals.CONNECTORS, *MOCKS))  # noqa: B010 - it is final for all others
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

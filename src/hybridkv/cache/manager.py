@@ -39,6 +39,7 @@ from hybridkv.cache.values import KVCacheBlocks
 from hybridkv.errors import BlockError, CacheError, ConfigError
 from hybridkv.planner import KVCacheConfig, Plan
 from hybridkv.request import Hasher, Request, checked_hasher
+from hybridkv.specs import RequestLimits
 from hybridkv.step import Cells
 from hybridkv.units import MOST_COUNT
 
@@ -418,6 +419,14 @@ class KVCacheManager:
         self._residents.refuse_stranger(request)
         self._slots.drop_skipped(request)
 
+    def blocks_to_come(self, request: Request, limits: RequestLimits) -> int:
+        """Most blocks, or slabs, that ``request`` may take yet within ``limits``: for who reserves them.
+
+        A request that holds nothing may take all of them. O(columns of the request).
+        """
+        self._residents.refuse_stranger(request)
+        return self._planner.blocks_to_come(request, instance("limits", limits, RequestLimits))
+
     # -- slots, all rows of a step
 
     def allocate_batch(self, rows: Int64, num_new_tokens: Int64 | int, num_lookahead_tokens: int = 0) -> BatchSlots:
@@ -489,6 +498,18 @@ class KVCacheManager:
             columns.num_computed[rows] if num_computed is None else _one_a_row("num_computed", num_computed, rows, 0),
             columns.in_flight[rows] if in_flight is None else _one_a_row("in_flight", in_flight, rows, 0),
         )
+
+    def synchronise_one(self, request: Request, num_computed_tokens: int, num_in_flight_tokens: int = 0) -> None:
+        """The counts of one request that is lent, as many tokens as its lender has. Before it holds blocks, too."""
+        lent = instance("request", request, Request).lender
+        computed = integer("num_computed_tokens", num_computed_tokens, 0, MOST_COUNT)
+        in_flight = integer("num_in_flight_tokens", num_in_flight_tokens, 0, computed)
+        if lent is None:
+            raise ConfigError(f"tokens of {request.request_id!r} are its own: set num_computed_tokens, append tokens")
+        if request.row < 0:
+            request.num_computed_tokens = computed
+            return
+        self.rows.synchronise_one(self._residents.row_of(request), lent.num_tokens, computed, in_flight)
 
     def next_events(self, rows: Int64) -> Int64:
         """next_event of many rows, int64[R]: who stays below with all tokens needs no call. CacheError as there."""

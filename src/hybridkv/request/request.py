@@ -24,7 +24,7 @@ from hybridkv.arguments import flag, instance, instances, integer, integers, rea
 from hybridkv.errors import ConfigError, HashError
 from hybridkv.extra_keys import EncoderInput, Extra, ExtraKeys, LoraAdapter, MultimodalItem
 from hybridkv.request.hints import NO_HINTS, Hints
-from hybridkv.request.lent import Lent
+from hybridkv.request.lent import Lender, Lent
 from hybridkv.request.protocols import Columns, Hasher, checked_hasher
 from hybridkv.request.sampling import SamplingParams
 from hybridkv.request.token_ids import MAX_TOKEN_ID, checked_marks, token_array
@@ -209,6 +209,11 @@ class Request:
     def is_lent(self) -> bool:
         """Whether its tokens are an engine's own (Lent)."""
         return self._lent is not None
+
+    @property
+    def lender(self) -> Lender | None:
+        """Who has them; None for tokens of its own."""
+        return None if self._lent is None else self._lent.lender
 
     @property
     def num_output_tokens(self) -> int:

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache import Admission, BlockLock, KVCacheBlocks, KVCacheEvent, KVCacheManager, Refusal
+from hybridkv.cache import Admission, BlockLock, EngineHashes, KVCacheBlocks, KVCacheEvent, KVCacheManager, Refusal
 from hybridkv.errors import ConfigError
 from hybridkv.specs import Keeps, RequestLimits
 from hybridkv.vllm.blocks import Blocks
-from hybridkv.vllm.mirrors import EngineRequest, LentHashes, Mirrors
+from hybridkv.vllm.mirrors import EngineRequest, Mirrors
 from hybridkv.vllm.specs import Config, cache_config
 
 Int64 = NDArray[np.int64]
@@ -60,7 +60,7 @@ def reference_cache(config: Config, settings: Settings) -> KVCacheManager:
         use_eagle=settings.use_eagle,
         enable_kv_cache_events=settings.enable_events,
         dcp_world_size=settings.dcp_world_size,
-        hasher=LentHashes(settings.hash_block_size) if settings.enable_caching else None,
+        hasher=EngineHashes(settings.hash_block_size) if settings.enable_caching else None,
         retention=settings.retention,
     )
 
@@ -92,11 +92,12 @@ class CacheManager:
             tuple(
                 GroupManager(cached.policy.block_size, group.kv_cache_spec)
                 for cached, group in zip(self.cache.groups, config.kv_cache_groups, strict=True)
-            )
+            ),
+            self._blocks_to_come,
         )
         self.prefix_cache_stats = None if settings.new_stats is None else settings.new_stats()
         self.log_stats = settings.new_stats is not None
-        self._mirrors = Mirrors(self.cache.rows, self.cache.hasher)
+        self._mirrors = Mirrors(self.cache)
         kept = [group.spec.keeps for group in cache.config.groups]
         self._attention = [number for number, keeps in enumerate(kept) if keeps is not Keeps.STATE]
         self._block = min(group.policy.block_size for group in self.cache.groups)
@@ -105,6 +106,8 @@ class CacheManager:
         self._ready = dict[str, tuple[int, int]]()
         self._owed = dict[str, tuple[list[int], ...]]()
         self._due = dict[str, int]()
+        self._loading = dict[str, int]()  # tokens that its transfer brings
+        self._loaded = set[str]()  # whose transfer is over, and who was not let in yet
         self._new_ids: list[int] = []
         self._step = -1
         self._in_flight = deque[tuple[int, object]]()
@@ -159,11 +162,10 @@ class CacheManager:
         """The step of ``output`` has run, and those before it."""
         if all(one is not output for _, one in self._in_flight):
             return
-        while self._in_flight:
+        step, one = self._in_flight.popleft()
+        while one is not output:
             step, one = self._in_flight.popleft()
-            self.cache.mark_written(step)
-            if one is output:
-                return
+        self.cache.settle(step)
 
     def new_step_starts(self) -> None:
         """Nothing: ``step`` begins it."""
@@ -242,17 +244,21 @@ class CacheManager:
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> Blocks | None:
         """The new blocks; None when they do not fit."""
-        del skip_zeroing_group_ids
         if (num_new_tokens, num_lookahead_tokens) == self._ready.pop(request.request_id, None):
             return self._with_owed(request.request_id, self.empty_kv_cache_blocks)
         mine = self._mirrors.of(request)
-        if mine.row >= 0:
+        if mine.row >= 0 and request.request_id not in self._loaded:
             new = self.cache.allocate_slots(mine, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens)
         else:
-            if reserved_blocks or not num_new_tokens:
-                raise ConfigError(
-                    "loads beside the forward are not supported by hybridkv.vllm: take a connector that waits"
-                )
+            loaded = num_new_computed_tokens + num_external_computed_tokens
+            if not num_new_tokens and loaded == request.num_tokens:
+                # vLLM computes the last token again: its block is taken all the same, since the transfer writes it
+                num_external_computed_tokens, num_lookahead_tokens = num_external_computed_tokens - 1, 1
+            watermark = self._watermark if has_scheduled_reqs else 0
+            if num_external_computed_tokens < 0 and new_computed_blocks is not None:
+                # a connector that has less than is here says so in the negative, and vLLM computes the difference again
+                num_new_computed_tokens, num_external_computed_tokens = loaded, 0
+                new_computed_blocks = self._cut(new_computed_blocks, loaded)
             hit = new_computed_blocks.held if new_computed_blocks is not None and num_new_computed_tokens else None
             last = request.num_tokens if full_sequence_must_fit else 1
             plan = self.cache.plan_slots(
@@ -267,16 +273,36 @@ class CacheManager:
                 admission=Admission(
                     self._limits(last, num_encoder_tokens),
                     steps=0,  # as vLLM counts: of states that which the chunk leaves, not that which the next one reads
-                    reserve_blocks=self._watermark if has_scheduled_reqs else 0,
+                    reserve_blocks=watermark,
+                    chunk_reserve=reserved_blocks + watermark,
                 ),
             )
             new = None if isinstance(plan, Refusal) else self.cache.commit(plan)
-            if new is not None:
-                mine.num_computed_tokens = num_new_computed_tokens + num_external_computed_tokens
-        return None if new is None else self._with_owed(request.request_id, Blocks(new))
+            if new is None:
+                return None
+            self._loaded.discard(request.request_id)
+            if loaded and num_new_tokens:
+                self.cache.synchronise_one(mine, loaded)
+            if not num_new_tokens:
+                self._loading[request.request_id] = loaded
+        return None if new is None else self._with_owed(request.request_id, Blocks(new), skip_zeroing_group_ids)
 
-    def _with_owed(self, request_id: str, new: Blocks) -> Blocks:
-        """``new`` blocks of a request behind those that it was given by ``prepare`` and not told of."""
+    def _cut(self, blocks: Blocks, num_tokens: int) -> Blocks:
+        """The first ``num_tokens`` tokens of a hit. ConfigError where others than its last ones are not kept."""
+        given = blocks.held
+        sizes = [num_tokens // group.policy.block_size for group in self.cache.groups]
+        kept = tuple(ids[:size] for ids, size in zip(given.ids, sizes, strict=True))
+        if not all(ids.all() for ids in kept):
+            raise ConfigError(
+                f"a hit cannot be cut to {num_tokens} tokens: of windows and states its end is kept alone"
+            )
+        return Blocks(KVCacheBlocks(kept, given.pool, given.evictions))
+
+    def _with_owed(self, request_id: str, new: Blocks, uncleared: tuple[int, ...] = ()) -> Blocks:
+        """``new`` blocks of a request behind those that it was given by ``prepare`` and not told of.
+
+        uncleared: groups whose blocks a transfer writes.
+        """
         owed = self._owed.pop(request_id, None)
         if owed is not None:
             given = KVCacheBlocks(tuple(np.array(ids, np.int32) for ids in owed), self.empty_kv_cache_blocks.held.pool)
@@ -284,9 +310,15 @@ class CacheManager:
         elif new is self.empty_kv_cache_blocks:
             return new
         for group in self._attention:
+            if group in uncleared:
+                continue
             ids = new.held.ids[group]
             self._new_ids += ids[ids != 0].tolist()
         return new
+
+    def _blocks_to_come(self, request_id: str, num_tokens: int, encoder_tokens: int) -> int:
+        mine = self._mirrors.known(request_id)
+        return 0 if mine is None else self.cache.blocks_to_come(mine, self._limits(num_tokens, encoder_tokens))
 
     @property
     def _watermark(self) -> int:
@@ -301,7 +333,14 @@ class CacheManager:
         )
 
     def cache_blocks(self, request: EngineRequest, num_computed_tokens: int) -> None:
-        """Publish what is full of the first ``num_computed_tokens`` tokens."""
+        """Publish what is full of the first ``num_computed_tokens`` tokens: for one that is loaded, so many came.
+
+        Where it cannot go on behind those, it begins anew.
+        """
+        asked = self._loading.pop(request.request_id, None)
+        if asked is not None:
+            self._finish_load(request, None if num_computed_tokens >= asked else num_computed_tokens)
+            return
         if not self.enable_caching or num_computed_tokens < self._due.get(request.request_id, 0):
             return
         mine = self._mirrors.of(request)
@@ -309,6 +348,16 @@ class CacheManager:
             tokens = min(num_computed_tokens, mine.num_tokens)
             self.cache.cache_blocks(mine, tokens)
             self._due[request.request_id] = (tokens // self._block + 1) * self._block
+
+    def _finish_load(self, request: EngineRequest, came: int | None) -> None:
+        mine = self._mirrors.known(request.request_id)
+        if mine is None:
+            raise ConfigError(f"request {request.request_id!r} is loaded, and nobody knows it")
+        if self.cache.finish_load(mine, came):
+            self._loaded.add(request.request_id)
+        else:
+            self._mirrors.forget(request.request_id)
+            request.num_computed_tokens = 0
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
@@ -318,7 +367,7 @@ class CacheManager:
         mine = self._mirrors.known(request_id)
         if mine is None or mine.row < 0:
             return
-        mine.num_computed_tokens, self.cache.rows.in_flight[mine.row] = processed_computed_tokens, 0
+        self.cache.synchronise_one(mine, processed_computed_tokens)
         self.cache.drop_skipped(mine)
 
     # -- the end
@@ -332,6 +381,8 @@ class CacheManager:
         name = request.request_id
         for table in (self._ready, self._owed, self._due):
             table.pop(name, None)
+        self._loading.pop(name, None)
+        self._loaded.discard(name)
         mine = self._mirrors.known(name)
         if mine is not None and mine.row >= 0 and self.cache.bounds.keeps_ends:
             self.cache.keep_end(self._mirrors.of(request))
@@ -353,8 +404,8 @@ class CacheManager:
         return done
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        """Not supported."""
-        raise ConfigError(f"{len(block_ids)} blocks were to be evicted by id: hybridkv.vllm recomputes failed loads")
+        """They can be hit no longer."""
+        self.cache.evict_blocks(0, sorted(block_ids))
 
     # -- answers
 
@@ -459,6 +510,24 @@ class GroupManager:
 
 @dataclass(frozen=True, slots=True)
 class Coordinator:
-    """What engines and routers ask of ``coordinator``."""
+    """What schedulers, engines and routers ask of ``coordinator``. blocks_to_come: of a request, by its tokens."""
 
     single_type_managers: tuple[GroupManager, ...]
+    blocks_to_come: Callable[[str, int, int], int]
+
+    def get_num_blocks_to_allocate(  # noqa: PLR0917 - vLLM's names
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: object,
+        num_encoder_tokens: int,
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+        prefill_end: int | None = None,
+    ) -> int:
+        """Blocks that a request, which runs or is loaded, takes yet up to ``num_tokens``."""
+        del new_computed_blocks, total_computed_tokens, num_local_computed_tokens
+        del num_tokens_main_model, apply_admission_cap, prefill_end
+        return self.blocks_to_come(request_id, num_tokens, num_encoder_tokens)

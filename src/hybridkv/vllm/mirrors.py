@@ -1,8 +1,7 @@
-"""Of each request of vLLM one of ours, with its tokens, its counts and its hashes.
+"""Of each request of vLLM one of ours, which borrows its tokens and hashes; counts are taken over when it is needed.
 
-vLLM's    [ prompt | outputs ]  num_computed_tokens  num_in_flight_tokens  block_hashes
-                    ^ what is new since the last call is appended, counts are set
-ours      [ prompt | outputs ]
+vLLM's    [ prompt | outputs ]  block_hashes  num_tokens  num_computed_tokens  num_in_flight_tokens
+            ^ read where they lie             ^ taken over, of one or of all at once
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.errors import ConfigError
-from hybridkv.extra_keys import Extra, LoraAdapter, MultimodalItem
-from hybridkv.request import Hasher, Request
-from hybridkv.request_rows import RequestRows
+from hybridkv.cache import EngineHashes, KVCacheManager
+from hybridkv.extra_keys import LoraAdapter, MultimodalItem
+from hybridkv.request import Lent, Request
 from hybridkv.vllm.wishes import wishes_of
 
 Int64 = NDArray[np.int64]
@@ -55,90 +53,36 @@ class EngineRequest(Protocol):
         ...
 
 
-class LentHashes:
-    """A Hasher that computes nothing: it hands over what the engine has hashed, of the request that was lent last."""
-
-    root = b""
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self._hashes: Sequence[bytes] = ()
-        self._next = 0
-
-    def lend(self, hashes: Sequence[bytes], first: int) -> None:
-        """The next blocks asked for are those of ``hashes`` from ``first`` on."""
-        self._hashes, self._next = hashes, first
-
-    def hash_chain(
-        self, parent: bytes | None, tokens: NDArray[np.int32], extras: Sequence[Extra | None] | None = None
-    ) -> list[bytes]:
-        """As Hasher; ConfigError where the engine has not hashed so far."""
-        del parent, extras
-        return self._take(len(tokens) // self.block_size)
-
-    def hash_rows(
-        self,
-        parents: Sequence[bytes | None],
-        tokens: NDArray[np.int32],
-        extras: Sequence[Extra | None] | None = None,
-    ) -> list[bytes]:
-        """As Hasher, for blocks that are all of the request that was lent."""
-        del parents, extras
-        return self._take(len(tokens))
-
-    def _take(self, count: int) -> list[bytes]:
-        first, self._next = self._next, self._next + count
-        if self._next > len(self._hashes):
-            raise ConfigError(f"{self._next} blocks are full, of which the engine has hashed {len(self._hashes)}")
-        return list(self._hashes[first : self._next])
-
-
 class Mirrors:
-    """Ours, by the id of vLLM's. rows: of the manager that they hold blocks of. hasher: None without prefix caching.
+    """Ours, by the id of vLLM's, whose tokens and hashes are borrowed. cache: where they hold blocks.
 
-    One that lends is lent what the engine has hashed; any other hashes itself.
+    A cache without EngineHashes hashes what it borrows itself.
     """
 
-    def __init__(self, rows: RequestRows, hasher: Hasher | None) -> None:
-        self._rows, self._hasher = rows, hasher
-        self._lent = hasher if isinstance(hasher, LentHashes) else None
+    def __init__(self, cache: KVCacheManager) -> None:
+        self._cache, self._hasher = cache, cache.hasher
+        self._keyed = isinstance(cache.hasher, EngineHashes)
         self._requests: dict[str, Request] = {}
 
     def of(self, request: EngineRequest) -> Request:
-        """Ours, up to date with ``request``. O(tokens that are new). ConfigError for one whose tokens were cut."""
+        """Ours, up to date with ``request``. ConfigError for one whose tokens were cut."""
         mine = self._requests.get(request.request_id)
         if mine is None:
             mine = self._requests[request.request_id] = self._begin(request)
-        known = mine.num_tokens
-        if known != request.num_tokens:
-            self._append(mine, known, request)
-        mine.num_computed_tokens = request.num_computed_tokens
-        if mine.row >= 0:
-            # what was preempted may still have tokens in flight that are computed no longer
-            self._rows.in_flight[mine.row] = min(request.num_in_flight_tokens, request.num_computed_tokens)
+        computed = request.num_computed_tokens
+        # what was preempted may still have tokens in flight that are computed no longer
+        self._cache.synchronise_one(mine, computed, min(request.num_in_flight_tokens, computed))
         return mine
 
     def of_rows(self, requests: Sequence[EngineRequest]) -> Int64:
         """``of`` for requests that hold blocks, all at once; their rows. O(requests), a few array operations."""
-        rows, table = self._rows, self._requests
-        mine = [table[request.request_id] for request in requests]
-        held = np.fromiter([one.row for one in mine], np.int64, len(mine))
-        known = rows.num_tokens[held]
-        given = np.fromiter([request.num_tokens for request in requests], np.int64, len(mine))
-        one_more = given == known + 1
-        if self._lent is not None:  # the engine's hashes are lent for a request at a time
-            one_more &= given % self._lent.block_size != 0
-        for place in np.flatnonzero((given != known) & ~one_more).tolist():
-            self._append(mine[place], known.item(place), requests[place])
-        more = np.flatnonzero(one_more)
-        if more.size:
-            last = [requests[place].all_token_ids[-1] for place in more.tolist()]
-            rows.append(held[more], np.fromiter(last, np.int32, len(last)))
-        computed = np.fromiter([request.num_computed_tokens for request in requests], np.int64, len(mine))
-        in_flight = np.fromiter([request.num_in_flight_tokens for request in requests], np.int64, len(mine))
-        rows.num_computed[held] = computed
-        rows.in_flight[held] = np.minimum(in_flight, computed)
-        return held
+        table = self._requests
+        rows = np.fromiter([table[request.request_id].row for request in requests], np.int64, len(requests))
+        counts = [(one.num_tokens, one.num_computed_tokens, one.num_in_flight_tokens) for one in requests]
+        tokens, computed, in_flight = np.array(counts, np.int64).reshape(-1, 3).T
+        in_flight = np.minimum(in_flight, computed)
+        self._cache.synchronise(rows, num_tokens=tokens, num_computed=computed, in_flight=in_flight)
+        return rows
 
     def holds_blocks(self, request_id: str) -> bool:
         """Whether ours of that id holds blocks."""
@@ -154,17 +98,15 @@ class Mirrors:
         self._requests.pop(request_id, None)
 
     def _begin(self, request: EngineRequest) -> Request:
-        """With its prompt alone: outputs are told apart from it where windows and states are kept for reuse."""
-        if self._lent is not None:
-            self._lent.lend(request.block_hashes, 0)
+        """Outputs are told apart from its prompt where windows and states are kept for reuse."""
         lora = request.lora_request
         # its tokens are all the same: the engine's hashes tell its embeddings apart, ours would not
-        unseen = self._lent is None and request.prompt_embeds is not None
+        unseen = not self._keyed and request.prompt_embeds is not None
         # of no use without keys; and those of an encoder lie in no prompt
         features = [] if self._hasher is None else request.mm_features
         return Request(
             request.request_id,
-            np.array(request.all_token_ids[: request.num_prompt_tokens], np.int32),
+            Lent(request, request.num_prompt_tokens, request.block_hashes if self._keyed else None),
             hasher=self._hasher,
             cache_salt=request.cache_salt,
             lora=None if lora is None else LoraAdapter(lora.lora_name, lora.lora_path, lora.lora_int_id),
@@ -175,14 +117,3 @@ class Mirrors:
             skip_writing_prefix_cache=unseen,
             **wishes_of(request),
         )
-
-    def _append(self, mine: Request, known: int, request: EngineRequest) -> None:
-        if request.num_tokens < known:
-            raise ConfigError(
-                f"request {request.request_id!r} had {known} tokens and has {request.num_tokens}: sessions whose "
-                "outputs are cut are not supported by hybridkv.vllm"
-            )
-        if self._lent is not None:
-            self._lent.lend(request.block_hashes, len(mine.hashes))
-        for token in request.all_token_ids[known:]:
-            mine.append(token)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 from hybridkv.errors import ConfigError
-
-CONNECTORS: Final = ("ExampleConnector",)
-"""They ask nothing of the cache that this library has not."""
 
 
 def refuse(scheduler: Any) -> None:  # noqa: ANN401 - vLLM's Scheduler, its own manager still in it
@@ -20,8 +17,12 @@ def refuse(scheduler: Any) -> None:  # noqa: ANN401 - vLLM's Scheduler, its own 
 def _unsupported(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - as above
     """What it is, and what to do about it."""
     transfer, theirs = scheduler.vllm_config.kv_transfer_config, scheduler.kv_cache_manager
-    if transfer is not None and transfer.kv_connector not in CONNECTORS:
-        yield f"the connector {transfer.kv_connector}: take {', '.join(CONNECTORS)}"
+    if transfer is not None and _works_in_pool(scheduler.connector):
+        yield f"the connector {transfer.kv_connector}, which works in vLLM's own pool: take one that is handed ids"
+    if transfer is not None and any(
+        hasattr(one.kv_cache_spec, "shapes") for one in scheduler.kv_cache_config.kv_cache_groups
+    ):
+        yield "connectors beside recurrent states: leave the connector out"
     if theirs.enable_caching and theirs.coordinator.enable_partial_hash_hits:
         yield (
             f"hits inside a block of {scheduler.block_size} tokens, at multiples of {scheduler.hash_block_size}: leave "
@@ -40,3 +41,13 @@ def _unsupported(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - as above
         tokens = not hasattr(group.kv_cache_spec, "shapes")
         if scheduler.dcp_world_size > 1 and tokens and not group.kv_cache_spec.dcp_sharded:
             yield f"layers that are whole on every rank of context parallelism ({group.layer_names[0]}): leave it out"
+
+
+def _works_in_pool(connector: Any) -> bool:  # noqa: ANN401 - as above
+    """Whether its class says what it does with vLLM's manager or pool, which the base of all connectors passes on."""
+    return any(
+        name in vars(kind)
+        for kind in type(connector).__mro__
+        if not kind.__module__.endswith("kv_connector.v1.base")
+        for name in ("bind_kv_cache_manager", "bind_gpu_block_pool")
+    )

@@ -190,6 +190,11 @@ class SlotPlanner:
             loads=not wanted.new_tokens,
         )
 
+    def blocks_to_come(self, request: Request, limits: RequestLimits) -> int:
+        """See KVCacheManager.blocks_to_come."""
+        whole = Admission(limits, 0)
+        return self._pool.units([max(_unheld(group, request.row, 0, whole), 0) for group in self._groups])
+
     def _adopted(self, request: Request, wanted: SlotDemand) -> Sequence[Int32]:
         """Blocks that a new row begins with, by group: those handed over, and the encoder's output if it is there.
 
@@ -376,12 +381,16 @@ def _later_blocks(
     groups: Sequence[CacheGroup], plans: Sequence[GroupPlan], row: int, admission: Admission
 ) -> list[int]:
     """What an admitted request may need besides, up to its peak, by group. row: -1, or what it was loaded into."""
-    later = []
-    for group, plan in zip(groups, plans, strict=True):
-        held = plan.reuse if row < 0 else group.rows.ids(row)[plan.drop :]
-        peak = group.peak_blocks(admission.full, admission.steps)
-        later.append(max(peak - int(np.count_nonzero(held)) - plan.take, 0))
-    return later
+    return [
+        max(_unheld(group, row, plan.drop, admission) - int(np.count_nonzero(plan.reuse)) - plan.take, 0)
+        for group, plan in zip(groups, plans, strict=True)
+    ]
+
+
+def _unheld(group: CacheGroup, row: int, dropped: int, admission: Admission) -> int:
+    """Blocks of a request at its peak but those that ``row``, -1 for none, has behind its ``dropped`` columns."""
+    held = _NO_BLOCKS if row < 0 else group.rows.ids(row)[dropped:]
+    return group.peak_blocks(admission.full, admission.steps) - int(np.count_nonzero(held))
 
 
 def _unwritten_prefix(
