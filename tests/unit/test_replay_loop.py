@@ -333,7 +333,8 @@ def test_progress_is_told() -> None:
     plan = plan_for_trace(source.summary(), MODEL, GiB)
     report = replay(source, plan, ReplaySettings(step_by_step=True), on_progress=told.append)
     assert [one.steps for one in told] == [*range(64, report.steps + 1, 64), report.steps]
-    assert told[-1] == Progress(16, report.steps, 0, 0, told[-1].time_s)
+    found = report.prompt_tokens, report.hit_tokens
+    assert told[-1] == Progress(16, report.steps, 0, 0, told[-1].time_s, *found, 0.0)
     assert all(a.requests <= b.requests for a, b in pairwise(told))
     in_strides: list[Progress] = []
     assert replay(source, plan, ReplaySettings(), on_progress=in_strides.append) == report

@@ -10,10 +10,10 @@ _STEPS: Final = " ▁▂▃▄▅▆▇█"
 _PARTS: Final = " ▏▎▍▌▋▊▉█"
 
 
-def sparkline(numbers: Sequence[float]) -> str:
-    """A character a number, its height that over the greatest; anything above zero is seen."""
-    most = max(numbers, default=0)
-    return "".join(_STEPS[math.ceil(one / most * 8) if most else 0] for one in numbers)
+def sparkline(numbers: Sequence[float], most: float | None = None) -> str:
+    """A character a number, its height that over ``most``, by default the greatest; anything above zero is seen."""
+    most = max(numbers, default=0) if most is None else most
+    return "".join(_STEPS[min(math.ceil(one / most * 8), 8) if most else 0] for one in numbers)
 
 
 def bar(part: float, width: int = 24) -> str:

@@ -16,6 +16,7 @@ from rich.progress import Progress as Bar
 from hybridkv.cli.gathered import gathered
 from hybridkv.cli.keeping import show_tenants
 from hybridkv.cli.output import console, in_words, print_facts, share, table
+from hybridkv.cli.over_time import OverTime
 from hybridkv.cli.pages import PageFile, checked_page, write_page
 from hybridkv.cli.panels import OUTPUT
 from hybridkv.cli.printable import printable
@@ -72,7 +73,13 @@ def replay_command(
     recording = None if page_file is None else Recording(run.simulation.scheduler)
     in_order = run.simulation.scheduler.cache.evicts_in_order
     told = nullcontext() if why.explain_to is None else explained_file(why.explain_to, in_order=in_order)
-    with told as on_explained, _progress(summary.requests, begun) as on_progress:
+    pictures = OverTime()
+    with told as on_explained, _progress(summary.requests, begun) as show_progress:
+
+        def on_progress(now: Progress) -> None:
+            show_progress(now)
+            pictures.see(now)
+
         report = run.simulation.run(
             run.source, summary=summary, on_progress=on_progress, recording=recording, on_explained=on_explained
         )
@@ -82,6 +89,7 @@ def replay_command(
         print(report.to_json(run.told()), end="")
         return
     _show(report, run)
+    pictures.show()
     print_facts({"took": f"{time.perf_counter() - begun:.1f} s here for {report.simulated_s:,.1f} s simulated"})
 
 

@@ -183,6 +183,11 @@ class Scheduler:
         return self._admission.waits() + arriving
 
     @property
+    def prompt_tokens_found(self) -> tuple[int, int]:
+        """Prompt tokens of requests that began, and how many of them were hit."""
+        return self._admission.prompt_tokens, self._admission.hit_tokens
+
+    @property
     def num_in_flight(self) -> int:
         """Steps whose results are not in."""
         return len(self._in_flight)

@@ -42,13 +42,20 @@ _MOST_EMPTY_STEPS: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a replay is. requests: those finished. time_s: simulated seconds."""
+    """How far a replay is. requests: those finished. time_s: simulated seconds.
+
+    prompt_tokens, hit_tokens: of requests that began so far. usage: share of the blocks that requests hold, 0 .. 1, the
+    most of any replica.
+    """
 
     requests: int
     steps: int
     running: int
     waiting: int
     time_s: float
+    prompt_tokens: int
+    hit_tokens: int
+    usage: float
 
 
 class SimulatedClock:
@@ -478,10 +485,14 @@ def run_replicas(
 def _progress(replicas: Sequence[Replica]) -> Progress:
     """Where they stand."""
     schedulers = [one.scheduler for one in replicas]
+    found = [one.prompt_tokens_found for one in schedulers]
     return Progress(
         sum(one.finished for one in replicas),
         sum(one.steps for one in replicas),
         sum(one.num_running for one in schedulers),
         sum(one.num_waiting for one in schedulers),
         max(one.clock.now_s for one in replicas),
+        sum(prompt for prompt, _ in found),
+        sum(hit for _, hit in found),
+        max(one.cache.usage for one in schedulers),
     )

@@ -1,0 +1,72 @@
+"""The pictures of a replay in a terminal say what its report says."""
+
+from __future__ import annotations
+
+import pytest
+from cli_support import run
+
+from hybridkv.cli.over_time import OverTime
+from hybridkv.simulator import Progress
+
+
+def looks(count: int, seconds: float) -> list[Progress]:
+    """The first half runs four at once and finds nothing; the second waits and finds all."""
+    return [
+        Progress(
+            requests=at,
+            steps=at * 64,
+            running=4 if at < count // 2 else 2,
+            waiting=0 if at < count // 2 else 3,
+            time_s=seconds * (at + 1) / count,
+            prompt_tokens=10 * (at + 1),
+            hit_tokens=10 * max(0, at + 1 - count // 2),
+            usage=0.5,
+        )
+        for at in range(count)
+    ]
+
+
+@pytest.mark.parametrize("count", [96, 9600])
+def test_each_part_of_the_time_has_its_character(count: int) -> None:
+    pictures = OverTime()
+    for one in looks(count, 480.0):
+        pictures.see(one)
+    time, *drawn = pictures.lines()
+    assert time.endswith("0 .. 480.0 s")
+    named = {line[:17].strip(): line[18:64] for line in drawn}
+    assert named["hit rate"][:22] == " " * 22
+    assert named["hit rate"][24:] == "█" * 22
+    assert named["running"][:22] == "█" * 22
+    assert named["running"][24:] == "▄" * 22
+    assert named["waiting"][24:] == "█" * 22
+    assert named["memory in use"] == "▄" * 46
+    said = {line[:17].strip(): line[64:].strip() for line in drawn}
+    assert said == {
+        "hit rate": "50.00% of all",
+        "running": "█ is 4",
+        "waiting": "█ is 3",
+        "memory in use": "█ is all of it",
+    }
+
+
+def test_a_part_without_a_look_is_as_the_one_before() -> None:
+    pictures = OverTime()
+    for one in looks(12, 480.0):
+        pictures.see(one)
+    running = next(line for line in pictures.lines() if line.startswith("running"))[18:64]
+    assert running.lstrip(" ") == "█" * running.count("█") + "▄" * running.count("▄")
+    assert running.count(" ") <= 4
+
+
+def test_a_replay_is_drawn_where_it_took_a_while(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("replay", "workload:chat", "--hours", "0.03", "--model", "llama-3-8b", "--memory", "2GiB")
+    lines = run(*asked).stdout.splitlines()
+    rate = next(line.split()[-1] for line in lines if line.startswith(" hit rate"))
+    (drawn,) = (line for line in lines if line.startswith("hit rate"))
+    assert drawn.endswith(f"{rate} of all")
+    assert not any(line.startswith("hit rate") for line in run(*asked, "--limit", "2").stdout.splitlines())
+    pictures = OverTime()
+    for one in looks(7, 10.0):
+        pictures.see(one)
+    pictures.show()
+    assert capsys.readouterr().out == ""
