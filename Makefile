@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-newest test-real bench-real bench-gpu bench-guard native test-native test-all page-pictures docs check lint check-trace vllm-env find-vllm test-vllm test-vllm-generate test-vllm-engine test-vllm-own clean
+.PHONY: demo test test-newest test-real bench-real bench-gpu bench-guard native test-native test-all page-pictures docs check lint check-trace vllm-env find-vllm test-vllm test-vllm-generate test-vllm-engine test-vllm-own clients-env test-clients clean
 
 # torch first and alone: with it in place nothing pulls another build of it
 .venv/runner.stamp: pyproject.toml constraints.txt
@@ -141,6 +141,23 @@ test-vllm-engine: find-vllm
 test-vllm-own: find-vllm
 	@test -d "$(VLLM_TESTS)" || { echo "say where vLLM's tests are: make $(MAKECMDGOALS) VLLM_TESTS=/path/to/vllm/tests"; exit 2; }
 	$(VLLM_PYTHON) tests/vllm/judge.py $(VLLM_TESTS)
+
+# clients of others in an environment of their own, from the package registry: some 6 GB, most of it torch, which guidellm imports
+CLIENTS_ENV ?= .venv/clients
+CLIENTS_PIP = $(CLIENTS_ENV)/bin/pip install --quiet --disable-pip-version-check
+$(CLIENTS_ENV)/done.stamp:
+	$(PYTHON) -m venv $(CLIENTS_ENV)
+	$(CLIENTS_PIP) torch==2.13.0
+	$(CLIENTS_PIP) litellm==1.106.2 'lm-eval[api]==0.4.13' aiperf==0.13.0 guidellm==0.8.1 torch==2.13.0
+	touch $@
+
+clients-env: $(CLIENTS_ENV)/done.stamp
+	@echo "make test-clients CLIENTS_PYTHON=$(CLIENTS_ENV)/bin/python"
+
+# they ask a server; CLIENTS_PYTHON is a Python with litellm, lm-eval, aiperf and guidellm; two minutes
+test-clients: .venv/dev.stamp
+	@test -n "$(CLIENTS_PYTHON)" || { echo "say which Python has them: make $(MAKECMDGOALS) CLIENTS_PYTHON=/path/to/python"; exit 2; }
+	CLIENTS_PYTHON=$(abspath $(CLIENTS_PYTHON)) $(BIN)/pytest tests/serve/test_other_clients.py
 
 clean:
 	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
