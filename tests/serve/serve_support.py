@@ -10,6 +10,7 @@ from typing import Any
 import httpx2
 import torch
 from fastapi import FastAPI
+from opentelemetry.trace import Tracer
 
 from hybridkv.runner import Engine, EngineOptions, load
 from hybridkv.runner.async_engine import EventSink
@@ -59,10 +60,14 @@ class Served:
 
 @contextmanager
 def serving(
-    engine: Engine, options: ServeOptions | None = None, *, events: EventSink | None = None
+    engine: Engine,
+    options: ServeOptions | None = None,
+    *,
+    events: EventSink | None = None,
+    tracer: Tracer | None = None,
 ) -> Iterator[Served]:
     """``engine`` behind a real server in a thread."""
-    app = create_app(engine, options, events=events)
+    app = create_app(engine, options, events=events, tracer=tracer)
     listening = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     answers = threading.Event()

@@ -35,6 +35,7 @@ _EXTRAS: Final = {
     "starlette": ("serving a model", "fastapi", "cli,runner,serve"),
     "optuna": ("tuning", "optuna", "cli,tune"),
     "pydantic": ("serving a model", "fastapi", "cli,runner,serve"),
+    "opentelemetry": ("serving a model", "opentelemetry-api", "cli,runner,serve"),
     "uvicorn": ("serving a model", "uvicorn", "cli,runner,serve"),
     "prometheus_client": ("reading metrics", "prometheus_client", "cli"),
 }

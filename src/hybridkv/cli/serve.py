@@ -67,6 +67,14 @@ def serve_command(
         str | None,
         typer.Option(metavar="ENDPOINT", help="Answer who missed some, or comes late.", rich_help_panel=OUTPUT),
     ] = None,
+    spans: Annotated[
+        bool,
+        typer.Option(
+            "--spans",
+            help="Send a span of OpenTelemetry a request to OTEL_EXPORTER_OTLP_ENDPOINT.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
     max_waiting: Annotated[
         int,
         typer.Option(
@@ -125,7 +133,12 @@ def serve_command(
             from hybridkv.kv_events import KVEventPublisher  # noqa: PLC0415  # msgspec and pyzmq are an extra
 
             events = ending.enter_context(KVEventPublisher(engine.plan.config, kv_events, kv_events_replay))
-        app = create_app(engine, served, events=events)
+        tracer = None
+        if spans:
+            from hybridkv.serve.spans import exporting  # noqa: PLC0415  # OpenTelemetry's SDK is an extra
+
+            tracer = ending.enter_context(exporting())
+        app = create_app(engine, served, events=events, tracer=tracer)
         Server(app, lambda: print(_ready(engine, served, at), flush=True)).run(sockets=[listening])
     print("drained: all that was asked has been answered", flush=True)
     return 0

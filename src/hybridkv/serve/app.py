@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any, Final
 
 from fastapi import FastAPI, Request, Response
+from opentelemetry.trace import Tracer
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -43,13 +44,19 @@ _STREAM: Final[dict[int | str, dict[str, Any]]] = {
 }
 
 
-def create_app(engine: Engine, options: ServeOptions | None = None, *, events: EventSink | None = None) -> FastAPI:
+def create_app(
+    engine: Engine,
+    options: ServeOptions | None = None,
+    *,
+    events: EventSink | None = None,
+    tracer: Tracer | None = None,
+) -> FastAPI:
     """``engine`` served; its lifespan closes it. engine: has not run yet, and is used by nobody else from here on.
 
-    events: as AsyncEngine has them.
+    events: as AsyncEngine has them. tracer: of OpenTelemetry, begins a span for each body that is answered.
     ``app.state.front`` is what its routes share.
     """
-    front = Front(instance("engine", engine, Engine), options or ServeOptions(), events)
+    front = Front(instance("engine", engine, Engine), options or ServeOptions(), events, tracer)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

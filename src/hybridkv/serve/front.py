@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
+from opentelemetry.trace import Tracer
 from starlette.requests import Request
 
 from hybridkv.arguments import integer, text
@@ -48,7 +49,9 @@ class ServeOptions:
 class Front:
     """An engine that is served: used as ``async with``, which closes it."""
 
-    def __init__(self, engine: Engine, options: ServeOptions, events: EventSink | None) -> None:
+    def __init__(
+        self, engine: Engine, options: ServeOptions, events: EventSink | None, tracer: Tracer | None = None
+    ) -> None:
         self.engine, self.options = AsyncEngine(engine, events=events), options
         self.loaded = engine.loaded
         self.name = options.name or engine.loaded.name
@@ -57,6 +60,7 @@ class Front:
         self.tokens = TokenThread()
         self.metrics = RequestMetrics(options.metrics_prefix, self.name)
         self.live = Live(self.engine, self.metrics)
+        self.tracer = tracer
         self.created = int(time.time())
         self.draining = False
         self._closing = AsyncExitStack()

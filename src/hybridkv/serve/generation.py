@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
@@ -24,6 +24,7 @@ from hybridkv.runner.completion import Completion, Increment
 from hybridkv.serve.errors import api_error
 from hybridkv.serve.front import Front
 from hybridkv.serve.metrics import Watch
+from hybridkv.serve.spans import RequestSpan
 
 T = TypeVar("T")
 
@@ -102,12 +103,13 @@ class Form(Protocol):
 async def answer(front: Front, request: Request, asked: Asked, form: Form, *, stream: bool) -> Response:
     """What ``asked`` comes to, in ``form``. ApiError for what the engine refuses or fails at, and for a full queue."""
     try:
+        span = None if front.tracer is None else RequestSpan(front.tracer, front.name, request, asked)
         if stream:
-            parts = generate(front, asked)
+            parts = generate(front, asked, span)
             # what is refused, or fails at once, has a status of its own: the answer begins with the first token
             first = await _unless_gone(request, anext(parts))
             return _gone() if first is None else EventStream(parts, _events(parts, first, form))
-        done = await _unless_gone(request, _completions(front, asked))
+        done = await _unless_gone(request, _completions(front, asked, span))
     except Exception as error:
         raise api_error(error) from error
     if done is None:
@@ -117,17 +119,40 @@ async def answer(front: Front, request: Request, asked: Asked, form: Form, *, st
     return JSONResponse(form.whole(done))
 
 
-async def generate(front: Front, asked: Asked) -> AsyncGenerator[Part, None]:
-    """Parts of all outputs as they come. Whoever leaves early (``aclosing``) ends them. Raises as ``answer``."""
+async def generate(front: Front, asked: Asked, span: RequestSpan | None = None) -> AsyncGenerator[Part, None]:
+    """Parts of all outputs as they come. Whoever leaves early (``aclosing``) ends them. Raises as ``answer``.
+
+    span: is told of them, and ends with them.
+    """
     begun = time.monotonic()
     watches = [Watch(front.metrics, begun) for _ in range(asked.outputs)]
     prompts = [_parts(front, asked, number) for number in range(len(asked.prompts))]
     source = prompts[0] if len(prompts) == 1 else _merged(prompts)
-    with front.places.take(asked.outputs):
+    with _told(span), front.places.take(asked.outputs):
         async with aclosing(source):
             async for part in source:
                 watches[part.choice].came(len(part.increment.token_ids), part.increment.completion)
+                if span is not None:
+                    span.came(part)
                 yield part
+
+
+@contextmanager
+def _told(span: RequestSpan | None) -> Iterator[None]:
+    """``span`` ends behind, and hears of what went wrong."""
+    if span is None:
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        span.failed(error)
+        raise
+    except BaseException:  # the generator is closed, or its task cancelled
+        span.left()
+        raise
+    finally:
+        span.end()
 
 
 async def _parts(front: Front, asked: Asked, prompt: int) -> AsyncGenerator[Part, None]:
@@ -167,10 +192,10 @@ async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
         await asyncio.gather(*asking, return_exceptions=True)
 
 
-async def _completions(front: Front, asked: Asked) -> list[Completion]:
+async def _completions(front: Front, asked: Asked, span: RequestSpan | None) -> list[Completion]:
     """All outputs, whole, in their order."""
     done: dict[int, Completion] = {}
-    async with aclosing(generate(front, asked)) as parts:
+    async with aclosing(generate(front, asked, span)) as parts:
         async for part in parts:
             if part.increment.completion is not None:
                 done[part.choice] = part.increment.completion
