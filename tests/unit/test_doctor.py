@@ -104,6 +104,8 @@ def test_a_trace_whose_states_nobody_reads(tmp_path: Path) -> None:
     assert "placement interval:512" in found["states_read_again"]["figure"]
     assert found["states_read_again"]["remedy"] == "--placement ends"
     assert wrong(*asked, "--placement", "none") == {}
+    roomy = (tmp_path / "t.jsonl", *HYBRID, "--memory", "40GiB", "--eviction", "lru", "--placement", "interval:512")
+    assert wrong(*roomy) == {}  # they are in nobody's way
 
 
 def test_a_trace_with_room_for_few_states(tmp_path: Path) -> None:
