@@ -13,7 +13,7 @@ SOURCES = "https://pypi.org/project/hybridkv/#files"
 
 def described(readme: str) -> str:
     """``readme`` with no link but absolute ones."""
-    text = re.sub(r"\[([^\]]+)\]\((?!\w+:)([^)\s]+)\)", r"\1 (`\2`)", readme)
+    text = re.sub(r"!?\[([^\]]+)\]\((?!\w+:)([^)\s]+)\)", r"\1 (`\2`)", readme)
     return f"{text}\nPaths here are those of the [source distribution]({SOURCES}).\n"
 
 

@@ -44,6 +44,18 @@ def command(*more: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             process.kill()
 
 
+def test_the_readmes_line_is_what_it_prints() -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    found = re.search(r"^    \$ hybridkv serve (.*)\n    (serving .*)$", text, re.MULTILINE)
+    assert found is not None
+    shown = [sys.executable, "-m", "hybridkv", "serve", *found[1].split(), "--port", "0"]
+    with subprocess.Popen(shown, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 - our own command
+        assert process.stdout is not None
+        printed = process.stdout.readline()
+        process.kill()
+    assert re.sub(r":\d+: ", ":8000: ", printed).strip() == found[2]
+
+
 def test_openais_client_and_then_a_drain(alone: Engine) -> None:
     kept = ("--eviction", "coverage", "--share", "mine=20%..50%")
     with command("--speculate", "ngram:2", "--served-model-name", "small", *kept) as (process, url):
