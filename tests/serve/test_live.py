@@ -10,13 +10,18 @@ import pytest
 from page_support import CHROMIUM, browser, tab
 from serve_support import LONGEST, WAIT, Served, engine_of, serving, until
 
+from hybridkv.cache import KVCacheManager
 from hybridkv.cache.slots.block_map import BlockState, block_map
-from hybridkv.request import SamplingParams
+from hybridkv.models import read_model
+from hybridkv.planner import plan
+from hybridkv.request import Request, SamplingParams
 from hybridkv.runner import AsyncEngine, Engine, EngineOptions, load
+from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.serve import ServeOptions
 from hybridkv.serve.keys import ApiKeys
-from hybridkv.serve.live import MOST_CELLS, MOST_ENDED, MOST_PREFIXES, MOST_REQUESTS, Live, _look
+from hybridkv.serve.live import MOST_CELLS, MOST_ENDED, MOST_PREFIXES, MOST_REQUESTS, Ages, Live, _look
 from hybridkv.serve.metrics import RequestMetrics
+from hybridkv.step import Csr, StepResult
 
 PATH = "/v1/completions"
 ASKED = {"prompt": "a prompt that comes again, of more than two blocks", "max_tokens": 8, "ignore_eos": True}
@@ -304,3 +309,27 @@ def test_a_thousand_requests_do_not_make_the_page_stutter(llama: Served, crowd: 
         )
     assert (rows, said) == (MOST_REQUESTS, f"the first {MOST_REQUESTS} of 1,000")
     assert took < 250  # milliseconds of a sample, half an hour of history there; the machine may be busy
+
+
+def test_pinned_blocks_are_told_and_how_long_blocks_have_been_as_they_are() -> None:
+    cache = KVCacheManager(plan(read_model("llama-3-8b"), memory="1GiB", max_model_len=512), max_pinned_blocks=10)
+    scheduler = Scheduler(cache, SchedulerLimits())
+    prompt = list(range(50))
+    scheduler.add(Request("a", prompt, SamplingParams(max_tokens=1), hasher=cache.hasher))
+    ages = Ages()
+
+    def looked(now: float) -> dict[int, set[float]]:
+        found = block_map(cache.config, cache.block_pool, cache.groups, cache.pins)
+        old = ages.of(found, cache.block_pool.num_blocks, now)
+        return {state: set(old[found.states == state].tolist()) for state in set(found.states.tolist())}
+
+    assert looked(1.0) == {}
+    step = scheduler.schedule()
+    assert looked(2.0) == {BlockState.RUNNING: {0.0}}
+    assert looked(5.0) == {BlockState.RUNNING: {3.0}}
+    scheduler.update(StepResult(step.id, Csr.from_lists([[7]])))
+    assert looked(6.0) == {BlockState.CACHED: {0.0}}
+    pin = cache.pin([*prompt[:32], 99])
+    assert looked(9.0) == {BlockState.CACHED: {3.0}, BlockState.PINNED: {0.0}}
+    cache.unpin(pin)
+    assert looked(10.0) == {BlockState.CACHED: {0.0, 4.0}}
