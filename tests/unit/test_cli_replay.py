@@ -108,6 +108,7 @@ def test_a_report_for_programs(trace: Path) -> None:
         "eviction": DEFAULT_EVICTIONS["natural"].name,
         "shares": [{"tenant": None, "guaranteed": 0.0, "greatest": 1.0}],
         "weights": "bf16",
+        "speculation": None,
         "hardware": {
             "name": "H100 SXM",
             "flops_per_s": 989e12,

@@ -127,7 +127,10 @@ class PlanRules(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What was given; None for what was not. config: where the model is described. fields: as FIELD=VALUE."""
+    """What was given; None for what was not. config: where the model is described. fields: as FIELD=VALUE.
+
+    num_speculative_tokens: drafts that recurrent layers have room for.
+    """
 
     config: str | None = None
     memory: str | None = None
@@ -140,6 +143,7 @@ class PlanOptions:
     fields: Sequence[str] | None = None
     state_dtype: CacheDtype | None = None
     mtp_layers: int | None = None
+    num_speculative_tokens: int = 0
 
     def refuse_beside_plan(self, own: Mapping[str, object], *, placed: bool = True) -> None:
         """ConfigError when anything was given that a plan file holds. own: the command's names of such options.
@@ -164,6 +168,7 @@ class PlanOptions:
             fields=dict(map(_field, self.fields or ())),
             state_dtype=DTYPE_NAMES.get(self.state_dtype or "auto"),
             mtp_layers=self.mtp_layers or 0,
+            num_speculative_tokens=self.num_speculative_tokens,
         )
 
     @property

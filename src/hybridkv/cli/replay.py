@@ -137,6 +137,8 @@ def _show(report: ReplayReport, run: Prepared) -> None:
         if run.placement is not None:
             stored, declined = format_count(report.checkpoints), format_count(report.declined_checkpoints)
             rows["states kept"] = f"{stored}, no room for {declined}"
+    if report.drafted_tokens:
+        rows["drafts accepted"] = f"{format_count(report.accepted_tokens)} of {format_count(report.drafted_tokens)}"
     if report.bad_lines:
         rows["bad lines left out"] = format_count(report.bad_lines)
     for name, value in rows.items():

@@ -42,6 +42,7 @@ from hybridkv.simulator import (
 )
 from hybridkv.simulator.cost import BF16
 from hybridkv.simulator.hardware import DEFAULT_HARDWARE
+from hybridkv.simulator.speculation import Speculation
 
 _DEFAULT: Final = ReplaySettings()
 _SAID_NOTHING: Final = SourceOptions()
@@ -81,6 +82,13 @@ class RunOptions:
     weights: WeightsOption = BF16
     eviction: EvictionOption = None
     shares: ShareOption = None
+    drafts: Annotated[
+        int,
+        typer.Option("--drafts", metavar="N", help="Drafts of each row that decodes, in a step.", rich_help_panel=RUN),
+    ] = 0
+    acceptance: Annotated[
+        float, typer.Option(help="Of a draft, if those before it were accepted: 0 .. 1.", rich_help_panel=RUN)
+    ] = 0.7
     no_prefix_caching: Annotated[
         bool, typer.Option("--no-prefix-caching", help="Share nothing.", rich_help_panel=RUN)
     ] = False
@@ -108,6 +116,7 @@ class RunOptions:
             shares=TenantShares.parse(self.shares or ()),
             remembered_losses=remembered_losses,
             block_times=block_times,
+            speculation=Speculation(self.drafts, self.acceptance) if self.drafts else None,
         )
 
     def prepare(self, trace: str, settings: ReplaySettings) -> Prepared:
@@ -133,6 +142,7 @@ class RunOptions:
             self.fields,
             self.state_dtype,
             self.mtp_layers,
+            self.drafts,
         )
         length, budget = self.max_model_len, self.token_budget
         if self.plan_file is not None:

@@ -30,6 +30,7 @@ from hybridkv.simulator.setup import (
     replay,
     simulation_of,
 )
+from hybridkv.simulator.speculation import Speculation
 from hybridkv.simulator.sweep import Swept, processes, sweep
 from hybridkv.simulator.tokens import Pieces
 from hybridkv.simulator.trace import RequestSource, TraceFile, TraceSummary
@@ -55,6 +56,7 @@ __all__ = [
     "RequestSource",
     "SimulatedClock",
     "Simulation",
+    "Speculation",
     "StepCost",
     "Swept",
     "TraceDescription",

@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache import Miss, Transfer
-from hybridkv.columns import grown
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.extra_keys import EncoderInput
 from hybridkv.request import Request, SamplingParams
@@ -30,11 +29,12 @@ from hybridkv.schedule import Scheduler, Uniform
 from hybridkv.simulator.cost import StepCost
 from hybridkv.simulator.explained import Explained
 from hybridkv.simulator.formats import TraceRequest
+from hybridkv.simulator.outputs import Live, OutputRows
 from hybridkv.simulator.recording import Recording
 from hybridkv.simulator.report import Distribution, GroupReport, ReplayReport
-from hybridkv.simulator.tokens import token_ids_at
+from hybridkv.simulator.speculation import Speculation
 from hybridkv.simulator.trace import RequestSource, TraceSummary
-from hybridkv.step import Copy, Csr, NewRow, Step, StepResult
+from hybridkv.step import Copy, Step, StepResult
 
 _STEPS_PER_PROGRESS: Final = 64
 _MOST_EMPTY_STEPS: Final = 1000
@@ -69,120 +69,13 @@ class SimulatedClock:
         return self.now_s
 
 
-class _Live:
-    """A request between arrival and end. piece: index of the output piece that comes next."""
-
-    __slots__ = ("begun_s", "first_token_s", "piece", "trace")
-
-    def __init__(self, trace: TraceRequest) -> None:
-        self.trace = trace
-        self.begun_s: float | None = None
-        self.first_token_s = 0.0
-        self.piece = 0
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether its first token is out."""
-        return self.first_token_s > 0
-
-
-class _Rows:
-    """What the requests in the scheduler's rows say next, as columns over the rows.
-
-    starts, positions: uint64, the next output token (tokens.py). left: int64, tokens left of the current
-    piece. silent: bool, no token yet. live: who has the row.
-    """
-
-    def __init__(self) -> None:
-        self.starts = np.zeros(64, np.uint64)
-        self.positions = np.zeros(64, np.uint64)
-        self.left = np.zeros(64, np.int64)
-        self.silent = np.zeros(64, np.bool_)
-        self.live: list[_Live | None] = [None] * 64
-
-    def begin(self, new: NewRow, live: _Live) -> None:
-        """``new`` begins or, after a preemption, goes on. O(pieces of the output)."""
-        self._make_room(new.row + 1)
-        said = len(new.token_ids) - new.num_prompt_tokens
-        self.live[new.row] = live
-        self.silent[new.row] = said == 0
-        live.piece = 0
-        self._next_piece(new.row, live)
-        while said > self.left[new.row]:
-            said -= self.left.item(new.row)
-            self._next_piece(new.row, live)
-        self.positions[new.row] += np.uint64(said)
-        self.left[new.row] -= said
-
-    def sample(self, step: Step) -> tuple[Csr, NDArray[np.int32]]:
-        """The sampled tokens of ``step``, and the rows that gave their first one. A few numpy calls."""
-        rows = step.rows[step.samples]
-        indptr = np.zeros(len(step) + 1, np.int64)
-        np.cumsum(step.samples, out=indptr[1:])
-        dry = rows[self.left[rows] == 0]
-        for row in dry.tolist():
-            self._next_piece(row, self._owner(row))
-        positions = self.positions[rows]
-        tokens = token_ids_at(self.starts[rows], positions)
-        self.positions[rows] = positions + np.uint64(1)
-        self.left[rows] -= 1
-        first = rows[self.silent[rows]]
-        if first.size:
-            self.silent[first] = False
-        return Csr(indptr, tokens), first
-
-    def say(self, rows: NDArray[np.int64], most: int) -> NDArray[np.int32]:
-        """What ``rows`` sample in as many of the next ``most`` steps as can be said at once; int32[rows, steps].
-
-        No column where one has its first token to say. Nothing is said until ``pass_by``. A few numpy calls.
-        """
-        if self.silent[rows].any():
-            return np.empty((len(rows), 0), np.int32)
-        left = self.left[rows]
-        for row in rows[left == 0].tolist():
-            self._next_piece(row, self._owner(row))
-        more = np.arange(min(most, int(self.left[rows].min()))).astype(np.uint64)
-        positions = self.positions[rows][:, None] + more
-        return token_ids_at(self.starts[rows][:, None], positions)
-
-    def pass_by(self, rows: NDArray[np.int64], steps: int) -> None:
-        """``rows`` have said their next ``steps`` tokens."""
-        self.positions[rows] += np.uint64(steps)
-        self.left[rows] -= steps
-
-    def note_first(self, rows: NDArray[np.int32], now_s: float) -> None:
-        """The first token of ``rows`` came out now."""
-        for row in rows.tolist():
-            self._owner(row).first_token_s = now_s
-
-    def _owner(self, row: int) -> _Live:
-        live = self.live[row]
-        if live is None:
-            raise CacheError(f"a step names row {row}, which no request began")
-        return live
-
-    def _next_piece(self, row: int, live: _Live) -> None:
-        if live.piece == len(live.trace.output.pieces):
-            raise CacheError(f"{live.trace.origin} was asked for more tokens than its trace has")
-        starts, positions, lengths = live.trace.output.columns()
-        self.starts[row] = starts[live.piece]
-        self.positions[row] = positions[live.piece]
-        self.left[row] = lengths[live.piece]
-        live.piece += 1
-
-    def _make_room(self, rows: int) -> None:
-        for name in ("starts", "positions", "left", "silent"):
-            setattr(self, name, grown(getattr(self, name), rows))
-        self.live += [None] * (len(self.left) - len(self.live))
-
-
 class _Stretch:
     """The steps from now on that a stride may take, and when each ends: none begins at ``arrival_s`` or later.
 
     clock: says so while they are taken.
     """
 
-    def __init__(self, saying: _Rows, cost: StepCost, clock: SimulatedClock, arrival_s: float | None) -> None:
+    def __init__(self, saying: OutputRows, cost: StepCost, clock: SimulatedClock, arrival_s: float | None) -> None:
         self._saying = saying
         self._cost = cost
         self._clock = clock
@@ -235,17 +128,19 @@ class Replica:
         encoder_tokens: int,
         *,
         step_by_step: bool,
+        speculation: Speculation | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.cost = cost
         self.clock = clock
         self.encoder_tokens = encoder_tokens
-        self.step_by_step = step_by_step
+        self.step_by_step = step_by_step or speculation is not None
+        self.speculation = speculation
         self.recording: Recording | None = None
         self.steps = self.empty_steps = self.row_steps = self.finished = 0
         self.prompt_tokens = self.output_tokens = self.longest_tokens = 0
-        self.live: dict[str, _Live] = {}
-        self.rows = _Rows()
+        self.live: dict[str, Live] = {}
+        self.rows = OutputRows()
         self.copies = [0] * len(scheduler.cache.groups)
         self.block_bytes = [scheduler.cache.config.block_bytes_of(group) for group in range(len(self.copies))]
         self.moves = self.moved_bytes = 0
@@ -289,7 +184,7 @@ class Replica:
     def add(self, request: Request, trace: TraceRequest) -> None:
         """``request`` of ``trace`` arrives. ConfigError for one that can never fit."""
         self.scheduler.add(request)
-        self.live[request.request_id] = _Live(trace)
+        self.live[request.request_id] = Live(trace)
         self.prompt_tokens += trace.num_prompt_tokens
         self.output_tokens += trace.num_output_tokens
         self.longest_tokens = max(self.longest_tokens, trace.num_tokens)
@@ -305,12 +200,18 @@ class Replica:
         self.scheduler.tell_misses(told)
 
     def _step(self) -> None:
+        speculation = self.speculation
+        if speculation is not None:
+            self._propose(speculation)
         step = self.scheduler.schedule()
         for new in step.new_rows:
             live = self.live[new.request_id]
             self.rows.begin(new, live)
             live.begun_s = self.clock.now_s if live.begun_s is None else live.begun_s
-        sampled, first = self.rows.sample(step)
+        if speculation is None:
+            sampled, first = self.rows.sample(step)
+        else:
+            sampled, first = self.rows.sample_drafted(step, speculation)
         self.clock.now_s += self.cost.seconds(step)
         if first.size:
             self.rows.note_first(first, self.clock.now_s)
@@ -318,8 +219,16 @@ class Replica:
         self.row_steps += len(step)
         self._count(step.copies)
         self._check_progress(step)
-        for done in self.scheduler.update(StepResult(step.id, sampled)).finished:
+        accepted = None if speculation is None else np.diff(sampled.indptr).astype(np.int32)
+        for done in self.scheduler.update(StepResult(step.id, sampled, accepted)).finished:
             self._finish(done.request)
+
+    def _propose(self, speculation: Speculation) -> None:
+        """Drafts for all who run; the scheduler passes over those that cannot have any now."""
+        running = self.scheduler.running_requests()
+        rows = np.array([request.row for request in running], np.int64)
+        drafts = self.rows.drafts(rows, speculation)
+        self.scheduler.propose({one.request_id: some for one, some in zip(running, drafts, strict=True) if some})
 
     def _stride(self, arrival_s: float | None) -> bool:
         """As many steps as one as are alike before ``arrival_s``; False, and nothing done, where the next is not."""
@@ -396,6 +305,8 @@ class Replica:
             missed_a_gib_more=kept.missed_a_gib_more,
             tenants=kept.tenants,
             misses=counts.misses,
+            drafted_tokens=counts.drafted_tokens,
+            accepted_tokens=counts.accepted_tokens,
         )
 
     def _groups(self) -> Iterator[GroupReport]:
@@ -423,6 +334,7 @@ def replay_through(
     summary: TraceSummary | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     step_by_step: bool = False,
+    speculation: Speculation | None = None,
     recording: Recording | None = None,
     on_explained: Callable[[Explained], None] | None = None,
 ) -> ReplayReport:
@@ -430,14 +342,14 @@ def replay_through(
 
     clock: that of the scheduler; without it the scheduler's patience with requests that do not fit is one of
     wall time. encoder_tokens: of every request's encoder input, 0 for none. summary: of the source, when it is
-    at hand already. on_progress: called at most every 64 steps and at the end. step_by_step: see ReplaySettings.
-    recording: of that scheduler; what the replay looked like on the way. on_explained: called as each request begins,
-    with why its tokens were missed.
+    at hand already. on_progress: called at most every 64 steps and at the end. step_by_step, speculation: see
+    ReplaySettings. recording: of that scheduler; what the replay looked like on the way. on_explained: called as each
+    request begins, with why its tokens were missed.
     Raises TraceError for a malformed line, ConfigError naming a request that can never fit.
     """
     counted = source.summary() if summary is None else summary
     clock = SimulatedClock() if clock is None else clock
-    replica = Replica(scheduler, cost, clock, encoder_tokens, step_by_step=step_by_step)
+    replica = Replica(scheduler, cost, clock, encoder_tokens, step_by_step=step_by_step, speculation=speculation)
     replica.recording = recording
     if on_explained is not None:
         replica.explain_to(on_explained)

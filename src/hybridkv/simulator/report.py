@@ -73,6 +73,7 @@ class ReplayReport:
     state was kept, and at which there was no room for it (natural layout). ends, missed_tokens, missed_a_gib_more: of
     what an eviction kept that ranks ends, as CacheStatistics has them; tenants: as there, where they have shares.
     misses: prompt tokens that were not hit, by reason (MissReason), where misses are explained.
+    drafted_tokens, accepted_tokens: drafts that were verified, and those that came true, where there is speculation.
     """
 
     source: str
@@ -102,6 +103,8 @@ class ReplayReport:
     missed_a_gib_more: int = 0
     tenants: tuple[TenantStatistics, ...] = ()
     misses: dict[str, int] = field(default_factory=dict)
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def hit_rate(self) -> float:

@@ -11,7 +11,7 @@ from hybridkv.arguments import integer
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.placement import EVERYBODY, TenantShares, eviction_named, eviction_of, placement_of
 from hybridkv.errors import CapacityError, ConfigError
-from hybridkv.frozen import check_fields, one_of
+from hybridkv.frozen import check_fields, one_of, or_none
 from hybridkv.models import Model
 from hybridkv.planner import Plan, plan
 from hybridkv.planner.plan import DEFAULT_LAYOUT, NO_STATES
@@ -23,6 +23,7 @@ from hybridkv.simulator.hardware import H100, Hardware
 from hybridkv.simulator.loop import Progress, Replica, SimulatedClock, replay_through
 from hybridkv.simulator.recording import Recording
 from hybridkv.simulator.report import ReplayReport
+from hybridkv.simulator.speculation import Speculation
 from hybridkv.simulator.trace import RequestSource, TraceSummary
 from hybridkv.units import MOST_COUNT, format_bytes, format_count, shown
 
@@ -44,6 +45,8 @@ class ReplaySettings:
     step_by_step: take every step by itself, also where several are alike; the report is the same. shares: natural
     layout: of tenants of what is kept.
     remembered_losses: keys of evicted blocks that are remembered to explain misses; 0: none is explained.
+    speculation: drafts of rows that decode, None for none; the plan's model must have been read with room for them
+    (num_speculative_tokens), and every step is taken by itself.
     block_times: count how long blocks are kept, idle and between hits, as a Recording needs.
     Raises ConfigError for values out of range.
     """
@@ -60,12 +63,14 @@ class ReplaySettings:
     shares: TenantShares = EVERYBODY
     remembered_losses: int = 0
     block_times: bool = False
+    speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
         if self.eviction is not None:
             eviction_named(self.eviction)
         check_fields(self, one_of(TenantShares), "shares")
         check_fields(self, one_of(Hardware), "hardware")
+        check_fields(self, or_none(one_of(Speculation)), "speculation")
         weights_named(self.weights)
         check_fields(self, partial(integer, least=0, most=MOST_COUNT), "remembered_losses")
         for name, most in (("max_running", MOST_RUNNING), ("token_budget", MOST_COUNT)):
@@ -162,8 +167,8 @@ def _maximum(summary: TraceSummary, max_model_len: int | None) -> int:
 class Simulation:
     """All that a replay drives, fresh.
 
-    encoder_tokens: of every request. caching_off: why nothing can be hit, None where something can. step_by_step: see
-    ReplaySettings.
+    encoder_tokens: of every request. caching_off: why nothing can be hit, None where something can. step_by_step,
+    speculation: see ReplaySettings.
     """
 
     scheduler: Scheduler
@@ -172,10 +177,18 @@ class Simulation:
     encoder_tokens: int
     caching_off: str | None
     step_by_step: bool
+    speculation: Speculation | None
 
     def replica(self) -> Replica:
         """What runs it, to be used once."""
-        return Replica(self.scheduler, self.cost, self.clock, self.encoder_tokens, step_by_step=self.step_by_step)
+        return Replica(
+            self.scheduler,
+            self.cost,
+            self.clock,
+            self.encoder_tokens,
+            step_by_step=self.step_by_step,
+            speculation=self.speculation,
+        )
 
     def run(
         self,
@@ -196,6 +209,7 @@ class Simulation:
             summary=summary,
             on_progress=on_progress,
             step_by_step=self.step_by_step,
+            speculation=self.speculation,
             recording=recording,
             on_explained=on_explained,
         )
@@ -216,7 +230,12 @@ def simulation_of(
             f"{format_count(ids)} blocks are more than a replay keeps ({format_count(MOST_BLOCKS)}): lower memory "
             "(--memory), or raise block_size (--block-size)"
         )
-    limits = SchedulerLimits(max_running=settings.max_running, max_batched_tokens=settings.token_budget)
+    speculation = settings.speculation
+    limits = SchedulerLimits(
+        max_running=settings.max_running,
+        max_batched_tokens=settings.token_budget,
+        num_speculative_tokens=0 if speculation is None else speculation.drafts,
+    )
     clock = SimulatedClock()
     cache = KVCacheManager(
         plan.config,
@@ -235,7 +254,8 @@ def simulation_of(
     )
     off = None if cache.enable_caching else _why_off(plan, settings)
     scheduler = Scheduler(cache, limits, clock=clock)
-    return Simulation(scheduler, cost, clock, plan.limits.max_encoder_tokens, off, settings.step_by_step)
+    encoder_tokens = plan.limits.max_encoder_tokens
+    return Simulation(scheduler, cost, clock, encoder_tokens, off, settings.step_by_step, speculation)
 
 
 def _why_off(plan: Plan, settings: ReplaySettings) -> str:
