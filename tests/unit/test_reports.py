@@ -202,6 +202,24 @@ def test_a_sweep_is_drawn_over_memory() -> None:
     assert rows[3][2].startswith("refused: ")
 
 
+def test_of_many_settings_the_best_are_drawn() -> None:
+    (one, *_) = swept()
+    report: Any = one.document["report"]
+    many = [
+        Swept(
+            replace(one.cell, memory=memory, max_running=at + 1),
+            {"report": {**report, "hit_rate": at / 100}},
+            again=False,
+        )
+        for at in range(70)
+        for memory in ("2GiB", "4GiB")
+    ]
+    shown = charts(sweep_page("chat", many))
+    assert [line["name"] for line in shown["Hit rate over memory"]] == [str(at) for at in range(70, 50, -1)]
+    (heat,) = shown["Hit rate of every setting"]
+    assert heat["y"] == [str(at) for at in range(11, 71)]
+
+
 def test_a_search_is_drawn_by_cost_and_goodput() -> None:
     text = tune_page("chat", TRIED, AIMS)
     shown = charts(text)

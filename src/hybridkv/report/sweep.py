@@ -12,6 +12,8 @@ from hybridkv.simulator.cells import differing, in_short, in_words
 from hybridkv.units import format_count, parse_bytes
 
 _MOST_LINES: Final = 20
+_MOST_ROWS: Final = 60
+_MOST_CELLS: Final = 1000
 _HEAT: Final = [[0, "#3b4a6b"], [0.5, "#b0578d"], [1, "#f2c14e"]]
 """Colours that are told apart on light and on dark, and without some of them."""
 Report = dict[str, Any]
@@ -61,11 +63,7 @@ def _by_other_settings(done: Sequence[Swept], names: Sequence[str]) -> dict[str,
 
 def _curves(lines: dict[str, list[Swept]]) -> Iterator[Chart]:
     """The lines that find most, where there are many."""
-    best = sorted(
-        lines.items(), key=lambda one: -max((_report(cell)["hit_rate"] for cell in _served(one[1])), default=-1)
-    )
-    shown = [name for name, _ in best[:_MOST_LINES]]
-    many = f" The {_MOST_LINES} of {len(lines)} that find most." if len(lines) > _MOST_LINES else ""
+    shown, many = _best(lines, _MOST_LINES)
     share = {"tickformat": ".0%", "range": [0, 1]}
     log = {"type": "log", "rangemode": "normal"}
     for title, said, value, axis in (
@@ -89,6 +87,15 @@ def _curves(lines: dict[str, list[Swept]]) -> Iterator[Chart]:
         )
 
 
+def _best(lines: dict[str, list[Swept]], most: int) -> tuple[list[str], str]:
+    """Names of the ``most`` that find most, the best first, and what to say where there are others."""
+    rates = {
+        name: max((_report(one)["hit_rate"] for one in _served(cells)), default=-1) for name, cells in lines.items()
+    }
+    some = f" The {most} of {format_count(len(lines))} that find most." if len(lines) > most else ""
+    return sorted(rates, key=lambda name: -rates[name])[:most], some
+
+
 def _curve(name: str, cells: Sequence[Swept], value: Callable[[Report], float | None], colour: int) -> dict[str, Any]:
     served = _served(cells)
     sizes = [parse_bytes(one.cell.memory) / 2**30 for one in served]
@@ -102,13 +109,15 @@ def _heat(lines: dict[str, list[Swept]]) -> Chart:
     memories = list(dict.fromkeys(one.cell.memory for cells in lines.values() for one in cells))
     memories.sort(key=parse_bytes)
     rows = []
-    for cells in lines.values():
+    best, some = _best(lines, _MOST_ROWS)
+    shown = {name: cells for name, cells in lines.items() if name in best}
+    for cells in shown.values():
         rates = {one.cell.memory: round(_report(one)["hit_rate"], 6) for one in _served(cells)}
         rows.append([rates.get(memory) for memory in memories])
     trace = {
         "type": "heatmap",
         "x": memories,
-        "y": list(lines),
+        "y": list(shown),
         "z": rows,
         "texttemplate": "%{z:.1%}" if len(memories) <= 8 else "",
         "hovertemplate": "%{y}, %{x}: %{z:.2%}<extra></extra>",
@@ -122,13 +131,13 @@ def _heat(lines: dict[str, list[Swept]]) -> Chart:
         "xaxis": {"type": "category", "title": "memory", "showgrid": False},
         "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
     }
-    said = "Share of the prompt tokens that were found; a gap is a setting that cannot serve these requests."
-    return Chart("Hit rate of every setting", said, [trace], layout, 110 + 34 * len(lines))
+    said = f"Share of the prompt tokens that were found; a gap is a setting that cannot serve these requests.{some}"
+    return Chart("Hit rate of every setting", said, [trace], layout, 110 + 34 * len(shown))
 
 
 def _table(done: Sequence[Swept], names: Sequence[str]) -> Table:
     rows = []
-    for one in done:
+    for one in done[:_MOST_CELLS]:
         setting = ["-" if (value := getattr(one.cell, name)) is None else str(value) for name in names]
         if "report" not in one.document:
             rows.append([*setting, f"refused: {one.document['refused']}"])
@@ -154,7 +163,8 @@ def _table(done: Sequence[Swept], names: Sequence[str]) -> Table:
         "a token more (50% / 99%)",
     ]
     columns += ["output tokens/s", "preempted", "memory in use, at most"]
-    return Table("All settings", "Each was replayed by itself.", columns, rows, len(names))
+    first = f" The first {_MOST_CELLS} of them." if len(done) > _MOST_CELLS else ""
+    return Table("All settings", f"Each was replayed by itself.{first}", columns, rows, len(names))
 
 
 def _served(cells: Sequence[Swept]) -> list[Swept]:
