@@ -95,7 +95,7 @@ class RequestRows:
         self.num_computed[row] = request._computed
         self.in_flight[row] = 0
         self.requests[row] = request
-        if request.is_lent:
+        if request._lent is not None:
             self.num_tokens[row] = request.num_tokens
             self.lent[row] = True
             self.num_lent += 1
@@ -116,7 +116,7 @@ class RequestRows:
         row = request.row
         if request._rows is not self or self.requests[row] is not request:
             raise CacheError(f"request {request.request_id!r} holds no row here")
-        if request.is_lent:
+        if request._lent is not None:
             self.lent[row] = False
             self.num_lent -= 1
         else:

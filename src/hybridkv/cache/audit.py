@@ -83,7 +83,7 @@ def _columns(group: CacheGroup, bound: dict[int, Request]) -> Iterator[str]:
 
 
 def _next_event(parts: CacheParts, row: int) -> int:
-    if row in parts.loads:
+    if row in parts.loads.of_row:
         return STALLED
     soonest = min(group.next_event(row, publishes=parts.hasher is not None) for group in parts.groups)
     return min(soonest, parts.publisher.next_end(row))

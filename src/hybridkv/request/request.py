@@ -288,7 +288,8 @@ class Request:
         """
         if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
             token = integer(f"token for {self.request_id!r}", token, 0, MAX_TOKEN_ID)
-        self._refuse_lent()
+        if self._lent is not None:
+            self._refuse_lent()
         if self._rows is not None:
             self._rows.append_one(self.row, token)
             return

@@ -93,7 +93,7 @@ class Residents:
             raise ConfigError(
                 f"request {request.request_id!r} was hashed by another hasher: construct it with hasher=cache.hasher"
             )
-        if request.row < 0 and request.is_lent:
+        if request._lent is not None and request.row < 0:
             request.hash_lent()  # of tokens that came while nobody synchronised it
         if request.row >= 0 and request._rows is not self.request_rows:
             raise CacheError(f"request {request.request_id!r} holds blocks of another manager: free it there first")

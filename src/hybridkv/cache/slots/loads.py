@@ -8,7 +8,7 @@ finish: too few came, free    blocks are given back: the next look-up finds what
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hybridkv.cache.rows.group import CacheGroup
@@ -23,35 +23,29 @@ class _Load(NamedTuple):
 
 
 class Loads:
-    """Rows of ``groups`` that wait for a transfer. locks: those of the cache, by which their blocks stay in place."""
+    """Rows of ``groups`` that wait for a transfer. locks: those of the cache, by which their blocks stay in place.
+
+    of_row: what each of them waits for; for reading, always the same mapping.
+    """
 
     def __init__(self, groups: Sequence[CacheGroup], locks: Locks) -> None:
         self._groups = tuple(groups)
         self._locks = locks
-        self._of_row: dict[int, _Load] = {}
-
-    def __contains__(self, row: object) -> bool:
-        return row in self._of_row
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._of_row)
-
-    def __len__(self) -> int:
-        return len(self._of_row)
+        self.of_row: dict[int, _Load] = {}
 
     def begin(self, row: int, tokens: int) -> None:
         """The first ``tokens`` tokens of ``row``, which holds its blocks, are to come."""
-        self._of_row[row] = _Load(tokens, self._locks.add([group.rows.held(row) for group in self._groups]))
+        self.of_row[row] = _Load(tokens, self._locks.add([group.rows.held(row) for group in self._groups]))
 
     def end(self, row: int) -> None:
         """No transfer writes the blocks of ``row`` any longer; nothing for a row that waits for none."""
-        load = self._of_row.pop(row, None)
+        load = self.of_row.pop(row, None)
         if load is not None:
             self._locks.release(load.lock)
 
     def refuse(self, request: Request) -> None:
         """CacheError for a request that is loaded."""
-        if self._of_row and request.row in self._of_row:
+        if self.of_row and request.row in self.of_row:
             raise CacheError(f"tokens of {request.request_id!r} are being loaded: tell finish_load what came first")
 
     def arrived(self, request: Request, tokens: int | None) -> int:
@@ -59,7 +53,7 @@ class Loads:
 
         ConfigError for more than were asked for, CacheError for a request that is not loaded.
         """
-        load = self._of_row.get(request.row)
+        load = self.of_row.get(request.row)
         if load is None:
             raise CacheError(f"nothing of {request.request_id!r} is being loaded: admit it with 0 new tokens")
         if tokens is None or tokens == load.tokens:

@@ -63,6 +63,7 @@ class Slots:
         self._transfers = transfers
         self._checkpoints = checkpoints
         self._loads = planner.loads
+        self._loading = self._loads.of_row
         self._no_hit = KVCacheBlocks((_NONE,) * len(residents.groups), pool)
         self._only_grow = all(group.policy.only_grows for group in residents.groups)
 
@@ -90,7 +91,7 @@ class Slots:
             not self._only_grow
             or total_tokens > self._planner.max_model_len
             or end_tokens >= self._publisher.next_end(row)
-            or row in self._loads
+            or row in self._loading
         ):
             return None
         processed = requests.num_computed.item(row) - requests.in_flight.item(row)
@@ -223,7 +224,7 @@ class Slots:
 
     def drop_skipped(self, request: Request) -> None:
         """Give back what ``request`` reads no longer: windows and states before its processed tokens."""
-        if request.row < 0 or request.row in self._loads:
+        if request.row < 0 or request.row in self._loading:
             return
         row = self._residents.row_of(request)
         processed = self._request_rows.num_computed.item(row) - self._request_rows.in_flight.item(row)
@@ -246,7 +247,7 @@ class Slots:
     def allocate(self, rows: Int64, num_new_tokens: Int64 | int, num_lookahead_tokens: int) -> BatchSlots:
         """Slots for ``rows``, distinct; see KVCacheManager.allocate_batch."""
         requests, most = self._request_rows, self._planner.max_model_len
-        for row in self._loads:
+        for row in self._loading:
             if (rows == row).any():
                 self._loads.refuse(requests.owner(row))
         end = np.minimum(requests.num_computed[rows] + num_new_tokens, most)
@@ -373,7 +374,7 @@ class Slots:
         Nothing of one that is being loaded. CacheError for a request that holds no blocks.
         """
         row = self._residents.row_of(request)
-        if self._publisher.edges(request) is None or row in self._loads:
+        if self._publisher.edges(request) is None or row in self._loading:
             return
         computed = request.num_computed_tokens
         self.publish_computed(request, computed, written=True)
@@ -387,7 +388,8 @@ class Slots:
         resident = self._residents.get(request_id)
         if resident is None:
             return
-        self._loads.end(resident.row)
+        if self._loading:
+            self._loads.end(resident.row)
         self._transfers.forget(resident.row)
         for group in self._groups:
             self._pool.release(group.rows.held(resident.row)[::-1])
@@ -398,7 +400,8 @@ class Slots:
         found = dict.fromkeys(map(self._residents.get, request_ids))
         residents = [resident for resident in found if resident is not None]
         for resident in residents:
-            self._loads.end(resident.row)
+            if self._loading:
+                self._loads.end(resident.row)
             self._transfers.forget(resident.row)
         self._pool.free_many([group.rows.held(resident.row)[::-1] for resident in residents for group in self._groups])
         for resident in residents:
