@@ -192,6 +192,7 @@ class Engine:
     def step(self) -> None:
         output, owners = Output(), dict[str, Asked]()
         with self.manager.step():
+            self.manager.prepare(self.running, 1, 0)
             room = self.go_on(output, owners)
             if room:
                 self.let_in(output, owners)

@@ -18,8 +18,11 @@ SPECS: dict[str, list[KVCacheSpec]] = {
     "window": [full_spec(BLOCK), window_spec(BLOCK, 10)],
     "wide": [full_spec(BLOCK), window_spec(2 * BLOCK, 10)],
     "states": [full_spec(BLOCK), state_spec(2 * BLOCK)],
+    "window at edges": [full_spec(BLOCK), window_spec(BLOCK, 10)],
+    "window at intervals": [full_spec(BLOCK), window_spec(BLOCK, 10)],
     "natural": [full_spec(BLOCK), window_spec(BLOCK, 10)],
 }
+RETENTION = {"window at edges": 0, "window at intervals": 6 * BLOCK}
 
 
 class World:
@@ -29,7 +32,7 @@ class World:
         specs = SPECS[layout]
         natural = layout == "natural"
         config = natural_model_config(blocks, specs, [2] * len(specs)) if natural else model_config(blocks, specs)
-        self.manager = KVCacheManager(config, MAX_LEN, enable_kv_cache_events=True)
+        self.manager = KVCacheManager(config, MAX_LEN, enable_kv_cache_events=True, retention=RETENTION.get(layout))
         self.manager._slots._only_grow &= not planned
         self.requests: list[Request] = []
         self.grown = 0

@@ -7,6 +7,7 @@ import pytest
 from kinds_support import cache_of, full, grow, hit_tokens, published, start, state, window
 
 from hybridkv.cache import KVCacheManager
+from hybridkv.cache.policies import PublishRule
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
 from hybridkv.specs import KVCacheSpec
@@ -221,3 +222,18 @@ def test_where_others_branched_off_is_kept() -> None:
 def test_retention_is_a_multiple_of_the_alignment(retention: int) -> None:
     with pytest.raises(ConfigError, match="a multiple of the common alignment of 16 tokens"):
         cache_of(full(16), window(8, 4), retention=retention)
+
+
+def test_of_one_column_the_rule_says_the_same_as_of_many() -> None:
+    cases = [
+        PublishRule(4, alignment, need, past, interval)
+        for alignment in (4, 12)
+        for need in (None, 1, 2, 3)
+        for past in (0, 1)
+        for interval in (None, 0, 12, 24)
+    ]
+    for rule in cases:
+        for edges in ((), (13,), (40, 25)):
+            mask = rule.mask(np.arange(30), edges).tolist()
+            assert [rule.keeps(column, edges) for column in range(30)] == mask, (rule, edges)
+    assert len({tuple(rule.mask(np.arange(30), (13,)).tolist()) for rule in cases}) > 8

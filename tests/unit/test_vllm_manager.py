@@ -321,6 +321,10 @@ def running(cache: CacheManager, count: int) -> list[Asked]:
     return found
 
 
+def ids_of(blocks: Any) -> Any:  # noqa: ANN401 - Blocks or None
+    return None if blocks is None else blocks.get_block_ids()
+
+
 def test_slots_of_a_step_in_one_batch_are_those_one_by_one() -> None:
     specs = FullAttentionSpec(), SlidingWindowSpec()
     together, alone = manager(*specs, num_blocks=60), manager(*specs, num_blocks=60)
@@ -404,11 +408,32 @@ def test_what_is_prepared_ends_at_the_first_that_prefills() -> None:
     with cache.step():
         cache.prepare([third, first, second, first], 1, 0)
     assert cache._owed.keys() == {"0"}
-    states = manager(FullAttentionSpec(), MambaSpec())
-    (only,) = running(states, 1)
-    with states.step():
-        states.prepare([only], 1, 0)
-    assert not states._owed
+
+
+def test_with_states_those_alone_are_prepared_that_need_no_block() -> None:
+    """Call for call all is one. Of four tokens one takes a block, one drops a state, one publishes what is full."""
+    batched, single = manager(FullAttentionSpec(), MambaSpec()), manager(FullAttentionSpec(), MambaSpec())
+    requests = [running(cache, 2) for cache in (batched, single)]
+    for place in range(9):
+        given = []
+        with batched.step(), single.step():
+            batched.prepare(requests[0], 1, 0)
+            assert set(batched._ready) == ({"0", "1"} if place % SIZE == 2 else set())
+            for cache, several in zip((batched, single), requests, strict=True):
+                given.append([ids_of(cache.allocate_slots(request, 1)) for request in several])
+        assert given[0] == given[1]
+        for cache, several in zip((batched, single), requests, strict=True):
+            cache.scheduled(several)
+            cache.executed(several)
+            for request in several:
+                request.num_computed_tokens += 1
+                request.append(place)
+                cache.cache_blocks(request, request.num_computed_tokens)
+            cache.cache.check()
+    assert batched.get_block_ids("0") == single.get_block_ids("0")
+    other = [Asked("other", list(requests[0][0].all_token_ids)) for _ in range(2)]
+    hits = [cache.get_computed_blocks(one)[1] for cache, one in zip((batched, single), other, strict=True)]
+    assert hits[0] == hits[1] > 8
 
 
 def test_slots_that_do_not_fit_are_asked_for_one_by_one() -> None:

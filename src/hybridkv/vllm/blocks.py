@@ -34,6 +34,8 @@ class Blocks:
         self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
     ) -> tuple[list[int], ...] | None:
         """Ids by group, of ``group_ids`` where they are given; None for none at all with ``allow_none``."""
+        if allow_none and group_ids is None and not any(map(len, self.held.ids)):
+            return None
         every = self.held.blocks
         ids = every if group_ids is None else tuple(every[group] for group in group_ids)
         return None if allow_none and not any(ids) else ids

@@ -100,6 +100,7 @@ class CacheManager:
         self._mirrors = Mirrors(self.cache)
         kept = [group.spec.keeps for group in cache.config.groups]
         self._attention = [number for number, keeps in enumerate(kept) if keeps is not Keeps.STATE]
+        self._takes_ahead = len(self._attention) == len(kept) and cache.placement is None
         self._block = min(group.policy.block_size for group in self.cache.groups)
         # by request: tokens and look-ahead that it has slots for in this step; blocks by group that it was not told
         # of yet; how many tokens fill its next block
@@ -127,31 +128,36 @@ class CacheManager:
 
         most_tokens: of a request that decodes, drafts included; those behind the first that runs more are left out, so
         that blocks go round as they would one by one. What a scheduler then does not ask for waits for the request's
-        next step. Nothing for models with states, whose columns move.
+        next step. With states, whose columns move, and in the natural layout, whose blocks are copied, those alone that
+        need no block.
         """
-        if len(self._attention) < self.num_kv_cache_groups:
-            return
-        asked, tokens = list[EngineRequest](), list[int]()
+        known, longest = self._mirrors.known, self.max_model_len - 1
+        names, counts = list[str](), list[tuple[int, int, int, int, int]]()
         for request in running:
-            computed = request.num_computed_tokens
-            more = request.num_tokens_with_spec + request.num_output_placeholders - computed
-            more = min(more, self.max_model_len - computed - 1)
-            if more > most_tokens or not self._mirrors.holds_blocks(request.request_id):
+            mine, computed = known(request.request_id), request.num_computed_tokens
+            more = min(request.num_tokens_with_spec + request.num_output_placeholders, longest) - computed
+            if more > most_tokens or mine is None or mine.row < 0:
                 break
             if more > 0:
-                asked.append(request)
-                tokens.append(more)
-        if not asked:
+                names.append(request.request_id)
+                counts.append((mine.row, request.num_tokens, computed, request.num_in_flight_tokens, more))
+        if not names:
             return
-        slots = self.cache.allocate_batch(
-            self._mirrors.of_rows(asked), np.fromiter(tokens, np.int64, len(tokens)), num_lookahead_tokens
-        )
+        rows, known_tokens, computed_tokens, in_flight, tokens = np.array(counts, np.int64).T
+        # what was preempted may still have tokens in flight that are computed no longer
+        in_flight = np.minimum(in_flight, computed_tokens)
+        self.cache.synchronise(rows, num_tokens=known_tokens, num_computed=computed_tokens, in_flight=in_flight)
+        if not self._takes_ahead:
+            idle = np.flatnonzero(self.cache.next_events(rows) > computed_tokens + tokens + num_lookahead_tokens)
+            rows, tokens, names = rows[idle], tokens[idle], [names[place] for place in idle.tolist()]
+        slots = self.cache.allocate_batch(rows, tokens, num_lookahead_tokens)
         self._ready = {
-            asked[taken].request_id: (tokens[taken], num_lookahead_tokens) for taken in range(slots.accepted)
+            name: (count, num_lookahead_tokens)
+            for name, count in zip(names[: slots.accepted], tokens.tolist(), strict=False)
         }
         cells = zip(slots.owner.tolist(), slots.group.tolist(), slots.block.tolist(), strict=True)
         for owner, group, block in cells:
-            owed = self._owed.setdefault(asked[owner].request_id, tuple([] for _ in range(self.num_kv_cache_groups)))
+            owed = self._owed.setdefault(names[owner], tuple([] for _ in range(self.num_kv_cache_groups)))
             owed[group].append(block)
 
     def scheduled(self, output: object) -> None:
@@ -244,7 +250,10 @@ class CacheManager:
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> Blocks | None:
         """The new blocks; None when they do not fit."""
-        if (num_new_tokens, num_lookahead_tokens) == self._ready.pop(request.request_id, None):
+        name = request.request_id
+        if (num_new_tokens, num_lookahead_tokens) == self._ready.pop(name, None):
+            if name not in self._owed:
+                return self.empty_kv_cache_blocks
             return self._with_owed(request.request_id, self.empty_kv_cache_blocks)
         mine = self._mirrors.of(request)
         if mine.row >= 0 and request.request_id not in self._loaded:

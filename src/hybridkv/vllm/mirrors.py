@@ -74,21 +74,6 @@ class Mirrors:
         self._cache.synchronise_one(mine, computed, min(request.num_in_flight_tokens, computed))
         return mine
 
-    def of_rows(self, requests: Sequence[EngineRequest]) -> Int64:
-        """``of`` for requests that hold blocks, all at once; their rows. O(requests), a few array operations."""
-        table = self._requests
-        rows = np.fromiter([table[request.request_id].row for request in requests], np.int64, len(requests))
-        counts = [(one.num_tokens, one.num_computed_tokens, one.num_in_flight_tokens) for one in requests]
-        tokens, computed, in_flight = np.array(counts, np.int64).reshape(-1, 3).T
-        in_flight = np.minimum(in_flight, computed)
-        self._cache.synchronise(rows, num_tokens=tokens, num_computed=computed, in_flight=in_flight)
-        return rows
-
-    def holds_blocks(self, request_id: str) -> bool:
-        """Whether ours of that id holds blocks."""
-        mine = self._requests.get(request_id)
-        return mine is not None and mine.row >= 0
-
     def known(self, request_id: str) -> Request | None:
         """Ours as it was brought up to date last."""
         return self._requests.get(request_id)

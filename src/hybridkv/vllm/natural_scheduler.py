@@ -35,6 +35,7 @@ class NaturalScheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not type
     def schedule(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
         """As vLLM's; what the worker has to do besides rides on its output."""
         with self.kv_cache_manager.step():
+            self.kv_cache_manager.prepare(self.running, 1 + self.num_spec_tokens, self.num_lookahead_tokens)
             output = super().schedule(*args, **kwargs)
             setattr(output, ATTRIBUTE, self._writer.write(output))
         self.kv_cache_manager.scheduled(output)

@@ -76,6 +76,18 @@ class PublishRule:
         kept: Int64 = every[self.mask(every, edges)]
         return kept
 
+    def keeps(self, column: int, edges: tuple[int, ...] = ()) -> bool:
+        """Mask of one column, without arrays of one element."""
+        if self.need is None:
+            return True
+        segment = self.alignment if self.interval is None else self.interval
+        per = segment // self.block_size if segment else NEVER
+        at = column - self.past
+        if self.need >= per or (at >= 0 and at % per >= per - self.need):
+            return True
+        ends = (edge // self.alignment * self.alignment // self.block_size + self.past for edge in edges)
+        return any(end - self.need <= column < end for end in ends)
+
     def mask(self, columns: Int64, edges: tuple[int, ...] = ()) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
         """Which of ``columns`` are published, bool[len(columns)]."""
         if self.need is None:

@@ -155,6 +155,13 @@ class Publisher:
             decided = first if rule is None else rule.decided(known)
             if decided <= first:
                 continue
+            if rule is not None and not rule.keeps_all:
+                if decided == first + 1 and not rule.keeps(first, self.edges(request) or ()):
+                    group.published[row] = decided
+                    continue
+                kept = rule.columns(max(first, group.rows.dropped.item(row)), decided, self.edges(request) or ())
+                self._publish_columns(group, request, kept, decided)
+                continue
             if decided > first + 1 or self._log.wants_runs:
                 columns = np.arange(max(first, group.rows.dropped.item(row)), decided)
                 self._publish_columns(group, request, columns, decided)

@@ -28,7 +28,7 @@ from hybridkv.request import Request
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
-FEW = 4
+FEW = 10
 """So many rows of a step are sooner served one by one."""
 
 _NONE = np.empty(0, np.int32)
@@ -65,7 +65,7 @@ class Slots:
         self._loads = planner.loads
         self._loading = self._loads.of_row
         self._no_hit = KVCacheBlocks((_NONE,) * len(residents.groups), pool)
-        self._only_grow = all(group.policy.only_grows for group in residents.groups)
+        self._only_grow = all(group.policy.takes_at_its_end for group in residents.groups)
 
     # -- one request
 
@@ -283,7 +283,8 @@ class Slots:
         needs = needs._replace(plain=needs.plain & ~self._residents.ends_due(due.rows, due.end))
         parts: list[BatchSlots] = []
         for first, last in _runs(needs.plain):
-            served = self._serve(due.part(first, last), needs.part(first, last)) if needs.plain[first] else None
+            together = needs.plain[first] and (last - first > FEW or not self._only_grow or self._transfers.judges)
+            served = self._serve(due.part(first, last), needs.part(first, last)) if together else None
             if served is None:
                 part = due.part(first, last)
                 refusal, cells = self._each(part.place, part.rows, part.end, lookahead)

@@ -1,0 +1,136 @@
+"""Processor time that scheduling takes, a request and step: vLLM's scheduler and ours in turn, no forwards.
+
+    python tests/vllm/scheduling.py --requests 64 256 1024
+
+An engine is started once a model, for its config; then schedulers of either kind run the same requests side by side,
+step for step in turn, and are handed made-up outputs: microseconds of schedule() and update_from_output() in each step
+that decodes, medians over all steps. Prompts differ in length, so in every step some requests need a block. Prints a
+table in Markdown; see docs/vllm.md.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its scheduler's arguments are looked up
+
+from generate_duel import MATCHES, say
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler as StockAsync
+from vllm.v1.core.sched.scheduler import Scheduler as Stock
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+import vllm
+from hybridkv.runner import tiny_model
+from hybridkv.vllm.scheduler import AsyncScheduler, Scheduler
+
+MODELS = ("llama", "gemma3", "granite_hybrid")
+KINDS = {"one step at a time": (Stock, Scheduler), "a step ahead": (StockAsync, AsyncScheduler)}
+PROMPT, OUTPUT, BLOCK = 48, 64, 32
+
+
+class Side:
+    """One scheduler. ahead: steps that are scheduled before the first one's output is in. took: us a decoding step."""
+
+    def __init__(self, kind: Any, core: Any, ahead: int) -> None:  # noqa: ANN401 - vLLM's
+        made = core.scheduler
+        self.scheduler = kind(
+            vllm_config=made.vllm_config,
+            kv_cache_config=made.kv_cache_config,
+            structured_output_manager=made.structured_output_manager,
+            block_size=made.block_size,
+            hash_block_size=made.hash_block_size,
+            log_stats=False,
+        )
+        self.hasher, self.ahead = core.request_block_hasher, ahead
+        self.flight: deque[Any] = deque()
+        self.took: list[float] = []
+
+    def add(self, count: int) -> None:
+        asked = vllm.SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, detokenize=False)
+        for number in range(count):
+            prompt = [(7 * number + 3 * place) % 500 for place in range(PROMPT - number % BLOCK)]
+            self.scheduler.add_request(Request(f"{number}", prompt, asked, None, block_hasher=self.hasher))
+
+    def step(self, count: int) -> int:
+        """A step is scheduled, and the first one in flight answered; how many requests it ran."""
+        began = time.thread_time()
+        output = self.scheduler.schedule()
+        scheduled = time.thread_time() - began
+        self.flight.append(output)
+        if len(self.flight) <= self.ahead and output.num_scheduled_tokens:
+            return -1
+        first = self.flight.popleft()
+        names = list(first.num_scheduled_tokens)
+        answer = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, self.tokens(names))
+        began = time.thread_time()
+        self.scheduler.update_from_output(first, answer)
+        updated = time.thread_time() - began
+        if first.total_num_scheduled_tokens == len(names) == count == len(output.num_scheduled_tokens):
+            self.took.append(1e6 * (scheduled + updated) / count)
+        return len(names)
+
+    def tokens(self, names: Sequence[str]) -> list[list[int]]:
+        """Sampled where the prompt is through, as every prompt is within a step here."""
+        return [[int(name) % 500] for name in names]
+
+
+def run(core: Any, kinds: tuple[Any, Any], ahead: int, count: int) -> tuple[list[float], list[float]]:  # noqa: ANN401 - vLLM's
+    """us a request and decoding step, stock's and ours."""
+    sides = [Side(kind, core, ahead) for kind in kinds]
+    for side in sides:
+        side.add(count)
+    going = True
+    while going:
+        going = False
+        for side in sides:
+            ran = side.step(count)
+            going |= ran != 0
+    stock, ours = sides
+    if len(stock.took) != len(ours.took) or not ours.took:
+        raise SystemExit(f"{len(stock.took)} decoding steps of stock, {len(ours.took)} of ours")
+    return stock.took, ours.took
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--requests", nargs="+", type=int, default=(64, 256, 1024))
+    asked = parser.parse_args(arguments)
+    say("| model | steps | requests | us a request and step: stock | ours | stock / ours |")
+    say("|---|---|--:|--:|--:|--:|")
+    for match in (match for match in MATCHES if match.name in asked.models):
+        with TemporaryDirectory() as name:
+            folder = Path(name) / "model"
+            tiny_model(match.name, 0, match.fields).save_pretrained(folder)
+            options = {"dtype": "float32", "max_model_len": 320, "block_size": BLOCK, **match.options}
+            most = max(asked.requests)
+            options |= {"max_num_seqs": most, "max_num_batched_tokens": most, "num_gpu_blocks_override": 8 * most}
+            llm = vllm.LLM(
+                model=str(folder), skip_tokenizer_init=True, enforce_eager=True, enable_prefix_caching=True, **options
+            )
+            core = llm.llm_engine.engine_core.engine_core
+            # whole prompts in one step: of what no forward runs there may be as many tokens
+            core.scheduler.vllm_config.scheduler_config.max_num_batched_tokens = PROMPT * most
+        for title, kinds in KINDS.items():
+            for count in asked.requests:
+                stock, ours = (median(took) for took in run(core, kinds, int(kinds[0] is StockAsync), count))
+                say(f"| tiny:{match.name} | {title} | {count:,} | {stock:.2f} | {ours:.2f} | {stock / ours:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's threads and groups are of no use any longer
