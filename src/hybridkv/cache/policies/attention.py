@@ -35,7 +35,6 @@ class AttentionPolicy:
     publishing: PublishRule
     hits: BlockHits | TokenHits
     states: None = None
-    takes_at_its_end: bool = True
 
     def columns(self, num_tokens: T) -> T:
         """Columns that a row of ``num_tokens`` tokens has, null ones included. A number or an int64 array."""

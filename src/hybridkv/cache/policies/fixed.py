@@ -183,7 +183,6 @@ class FixedPolicy:
     states: RunningStates | None = None
     publishing: None = None
     only_grows: bool = False
-    takes_at_its_end: bool = False
 
     def columns(self, num_tokens: T) -> T:
         """What the decoder's tokens ask for, however many they are."""

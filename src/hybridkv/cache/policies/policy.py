@@ -112,11 +112,6 @@ class Policy(Protocol):
         """Whether a row that runs is always plain, but for the columns that it drops."""
         ...
 
-    @property
-    def takes_at_its_end(self) -> bool:
-        """Whether a row that runs needs no more than columns to drop, blocks at its end and keys of some columns."""
-        ...
-
     def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:
         """What is missing for ``demand``. hit: blocks to adopt, for a row that holds nothing."""
         ...

@@ -148,7 +148,6 @@ class AlignedStatePolicy:
     hits: StateHits
     states: AlignedStates
     only_grows: bool = False
-    takes_at_its_end: bool = False
 
     def columns(self, num_tokens: T) -> T:
         """Columns that a row of ``num_tokens`` tokens has, null ones and drafts' included."""

@@ -65,7 +65,8 @@ class Slots:
         self._loads = planner.loads
         self._loading = self._loads.of_row
         self._no_hit = KVCacheBlocks((_NONE,) * len(residents.groups), pool)
-        self._only_grow = all(group.policy.takes_at_its_end for group in residents.groups)
+        # tokens alone: columns to drop, blocks at the end, some keys; states move, what is fixed is taken once
+        self._only_grow = all(one.states is None and one.policy.publishing is not None for one in residents.groups)
 
     # -- one request
 
