@@ -28,7 +28,7 @@ from hybridkv.request import Request
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
-FEW = 10
+FEW = 6
 """So many rows of a step are sooner served one by one."""
 
 _NONE = np.empty(0, np.int32)
