@@ -84,7 +84,11 @@ def calibrate_command(
         cost = StepCost.of(engine.plan, weights=weights)
         asked = [shapes_within((one.scaled(scale) for one in shapes), engine.plan) for shapes in (FITTED, HELD_BACK)]
         with _progress(repeat * sum(map(len, asked))) as advance:
-            seen, held_back = ([_measured(engine, one, repeat, advance) for one in shapes] for shapes in asked)
+            spent = _spent(engine, [one for shapes in asked for one in shapes], repeat, advance)
+        limits = engine.scheduler.limits
+        seen, held_back = (
+            [Measured(one, steps_of(engine.plan, limits, one), spent[one]) for one in shapes] for shapes in asked
+        )
     machine = replace(cost, hardware=fitted(seen, cost, name=f"measured with {loaded.name}"))
     off = relative_errors(held_back, machine)
     median, worst = f"{np.median(np.abs(off)):.1%}", f"{np.abs(off).max():.1%}"
@@ -108,19 +112,22 @@ def _weights(loaded: LoadedModel) -> str:
     return FP32 if next(loaded.model.parameters()).dtype == torch.float32 else BF16
 
 
-def _measured(engine: Engine, shape: Shape, repeat: int, advance: Callable[[], None]) -> Measured:
-    """The least of ``repeat`` runs: what else the machine does makes one longer, never shorter."""
-    draw = np.random.default_rng(shape.rows * shape.prompt)
-    sampling = SamplingParams(max_tokens=shape.output, ignore_eos=True)
-    spent = []
+def _spent(engine: Engine, shapes: Sequence[Shape], repeat: int, advance: Callable[[], None]) -> dict[Shape, float]:
+    """Seconds of each: the least of ``repeat`` runs, for what else a machine does makes one longer, never shorter.
+
+    All once, then all again: a slow minute is one run of many shapes, not all runs of one.
+    """
+    draw = np.random.default_rng(0)
+    spent: dict[Shape, float] = {}
     for _ in range(repeat):
-        engine.cache.reset_prefix_cache()
-        prompts = draw.integers(0, engine.plan.model.vocab_size, (shape.rows, shape.prompt)).tolist()
-        begun = time.perf_counter()
-        engine.generate(prompts, sampling)
-        spent.append(time.perf_counter() - begun)
-        advance()
-    return Measured(shape, steps_of(engine.plan, engine.scheduler.limits, shape), min(spent))
+        for shape in shapes:
+            engine.cache.reset_prefix_cache()
+            prompts = draw.integers(0, engine.plan.model.vocab_size, (shape.rows, shape.prompt)).tolist()
+            begun = time.perf_counter()
+            engine.generate(prompts, SamplingParams(max_tokens=shape.output, ignore_eos=True))
+            spent[shape] = min(time.perf_counter() - begun, spent.get(shape, float("inf")))
+            advance()
+    return spent
 
 
 def _print(measured: Sequence[Measured], cost: StepCost, off: Sequence[float]) -> None:
