@@ -83,7 +83,9 @@ class Engine:
         self.waiting: deque[Asked] = deque()
         self.running: list[Asked] = []
         self.ours: dict[str, Request] = {}
-        self.loads: dict[str, tuple[Asked, int, int]] = {}  # request, tokens that come, step in which they have
+        self.loads: dict[
+            str, tuple[Asked, int, int, int]
+        ] = {}  # request, its hit, tokens then, step in which they came
         self.flight: deque[Step] = deque()
         self.counts: Counter[str] = Counter()
         self.number = 0
@@ -109,14 +111,14 @@ class Engine:
 
     def arrive(self) -> None:
         """Transfers that are over: the request goes on behind what came, or begins anew."""
-        for name, (request, tokens, when) in list(self.loads.items()):
+        for name, (request, hit, tokens, when) in list(self.loads.items()):
             if when > self.number:
                 continue
             del self.loads[name]
             self.counts["loads"] += 1
             failed = self.counts["loads"] % FAILS == 0
-            came = tokens // 2 if failed else tokens
-            self.write(request, 0, came)
+            came = hit + (tokens - hit) // 2 if failed else tokens
+            self.write(request, hit, came - hit)
             request.computed = self.cache.finish_load(self.ours[name], came)
             self.counts["loads that brought half"] += failed
             self.waiting.appendleft(request)
@@ -176,7 +178,7 @@ class Engine:
         )
         if taken is not None:
             self.store.pop(tuple(request.all_token_ids[: request.prompt]))  # a load is tried once
-            self.loads[request.name] = self.waiting.popleft(), tokens, self.number + TAKES
+            self.loads[request.name] = self.waiting.popleft(), hit, tokens, self.number + TAKES
         return taken is not None
 
     def schedule(self, step: Step, request: Asked, count: int) -> None:

@@ -1,5 +1,5 @@
 // Hash chains of blocks of tokens: SHA-256 of the canonical CBOR of (parent, tokens, tail or null), as
-// hybridkv.cache.hashing.digests writes it in Python. The two are compared byte by byte in tests/native.
+// hybridkv.cache.hashing.digests writes it in Python. The two are compared byte by byte in native/tests.
 //
 // OpenSSL hashes; what is here encodes integers (RFC 8949, 4.2.1) and spares a Python object for each of them.
 
@@ -27,7 +27,7 @@ constexpr std::size_t kHash = 32;
 constexpr std::size_t kBefore = 3;                                     // an array of three, a byte string of 32
 constexpr std::uint8_t kBeforeParent[kBefore] = {0x83, 0x58, kHash};
 constexpr std::uint8_t kNull = 0xF6;
-constexpr std::size_t kLongestToken = 5, kLongestHead = 9;
+constexpr std::size_t kLongestToken = 5, kLongestHead = 9, kLongestBlock = std::size_t{1} << 31;
 
 using Tokens = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
@@ -151,8 +151,8 @@ public:
 
 private:
     static std::size_t count(std::size_t tokens, std::size_t block_size) {
-        if (block_size == 0 || tokens % block_size)
-            throw nb::value_error("tokens: whole blocks are wanted");
+        if (block_size == 0 || block_size > kLongestBlock || tokens % block_size)
+            throw nb::value_error("tokens: whole blocks of 1 .. 2**31 tokens are wanted");
         return tokens / block_size;
     }
 

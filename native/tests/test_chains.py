@@ -90,6 +90,7 @@ TWO = np.arange(32, dtype=np.uint32)
         ((ROOT, TWO[::2], 16, None), TypeError),
         ((ROOT, TWO.reshape(2, 16), 16, None), TypeError),
         ((ROOT, TWO, -1, None), TypeError),
+        ((ROOT, TWO[:0], 2**64 - 9, None), ValueError),
         ((None, TWO, 16, None), TypeError),
     ],
 )

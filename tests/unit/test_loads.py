@@ -358,3 +358,26 @@ def test_a_block_whose_load_failed_is_found_no_longer(config: KVCacheConfig) -> 
         cache.evict_blocks(1, [999])
     with pytest.raises(ConfigError, match="group"):
         cache.evict_blocks(2, [1])
+
+
+@every_layout
+@pytest.mark.parametrize("came", [0, 3, 6])
+def test_what_others_hold_is_never_gone_on_in(config: KVCacheConfig, came: int) -> None:
+    """Less came than the hit has: the request goes on behind that, or looks again."""
+    cache = made(config)
+    first = Request("a", list(range(13)), hasher=cache.hasher)
+    assert cache.allocate_slots(first, 13) is not None
+    cache.take_transfers()
+    hit = hit_tokens(cache)
+    one = loading(cache, external=16)
+    held = {block for ids in cache.get_block_ids("a") for block in ids}
+    went_on = cache.finish_load(one, came)
+    cache.check()
+    assert went_on in {0, hit} if hit else went_on in {0, came}
+    if not went_on:
+        assert one.row < 0
+        return
+    mine = [set(ids[went_on // 4 :]) for ids in cache.get_block_ids(one.request_id)]
+    assert not any(ids & held for ids in mine), "it would write where another reads"
+    assert cache.allocate_slots(one, 21 - went_on) is not None
+    cache.check()

@@ -233,7 +233,7 @@ def test_of_one_column_the_rule_says_the_same_as_of_many() -> None:
         for interval in (None, 0, 12, 24)
     ]
     for rule in cases:
-        for edges in ((), (13,), (40, 25)):
+        for edges in ((), (13,), (40, 25), (3,)):
             mask = rule.mask(np.arange(30), edges).tolist()
             assert [rule.keeps(column, edges) for column in range(30)] == mask, (rule, edges)
     assert len({tuple(rule.mask(np.arange(30), (13,)).tolist()) for rule in cases}) > 8

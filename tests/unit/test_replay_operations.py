@@ -89,3 +89,16 @@ def test_a_long_prompt_takes_the_time_of_its_attention() -> None:
 def test_a_model_of_unknown_heads_counts_no_attention() -> None:
     model = replace(read_model("llama-3-8b"), query_heads=0)
     assert Operations.of(plan(model, "20GiB")).pair == 0
+
+
+def test_context_parallel_ranks() -> None:
+    """Those of decoding have all heads of a part of the tokens, as many as alone; those of prefill share queries."""
+    model = read_model("deepseek-v3", tp=8)
+    alone, decoding, prefill = (
+        Operations.of(plan(model, "60GiB", max_model_len=8192, layout="reference", **ranks)).pair
+        for ranks in ({}, {"dcp": 8}, {"pcp": 2})
+    )
+    assert alone == decoding == 2 * prefill
+    whisper = read_model("whisper-large-v3")
+    every = [Operations.of(plan(whisper, "8GiB", layout="reference", pcp=pcp)).token for pcp in (1, 2)]
+    assert every[0] == every[1] > 0

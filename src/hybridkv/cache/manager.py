@@ -548,7 +548,8 @@ class KVCacheManager:
     def finish_load(self, request: Request, num_computed_tokens: int | None = None) -> int:
         """The transfer for ``request`` is over: its first ``num_computed_tokens`` tokens came, None for all.
 
-        Returns behind how many of them it goes on: those are computed, and can be hit. 0: it holds nothing any longer,
+        Returns behind how many of them it goes on, its hit at least: those are computed, and can be hit. 0: it holds
+        nothing any longer,
         for nothing came, or not what some group goes on from (the end of a window, a state); look it up anew, what is
         not here is computed. ConfigError for more than were to come, CacheError for a request that is not loaded.
         """

@@ -149,7 +149,7 @@ def fitted(measured: Sequence[Measured], cost: StepCost, name: str) -> Hardware:
         compute_efficiency=1.0,
         memory_efficiency=1.0,
         overhead_s=overhead_s,
-        attention_efficiency=min(weights / attention, _FASTEST) if weights and attention else 1.0,
+        attention_efficiency=min(max(weights, 1 / _FASTEST) / max(attention, 1 / _FASTEST), _FASTEST),
         row_s=row_s,
     )
 

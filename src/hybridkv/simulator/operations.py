@@ -5,8 +5,10 @@
                 latents as they are absorbed, 4 * their width (DeepSeek-V2, arXiv 2405.04434, section 2.1.2)
     states      6 for each element and token: it decays, is written and is read (Mamba-2, arXiv 2405.21060, section 2.1)
 
-Pairs are those of the mask, so a causal prompt has half of its square. Of an encoder only what decoders read of it is
-counted. Where nobody knows the query heads attention counts nothing.
+Pairs are those of the mask, so a causal prompt has half of its square. Ranks of decode context parallelism are tensor
+parallel ones, each with the query heads of all of them and its part of the tokens, which comes to the same; those of
+prefill share a prompt's queries. Of an encoder only what decoders read of it is counted. Where nobody knows the query
+heads attention counts nothing, and so do layers that read what others keep (they have no cache of their own).
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class Operations:
                 continue
             if not isinstance(spec, AttentionSpec):
                 continue
-            of_pair = _of_pair(spec) * heads / limits.cp
+            of_pair = _of_pair(spec) * heads / (1 if spec.keeps is Keeps.ENCODER else limits.pcp)
             window, chunk = spec.mask
             if window is not None:
                 windows[window] += of_pair

@@ -85,6 +85,8 @@ class PublishRule:
         at = column - self.past
         if self.need >= per or (at >= 0 and at % per >= per - self.need):
             return True
+        if self.interval is None:
+            return False
         ends = (edge // self.alignment * self.alignment // self.block_size + self.past for edge in edges)
         return any(end - self.need <= column < end for end in ends)
 

@@ -18,7 +18,10 @@ from hybridkv.request import Request
 
 
 class _Load(NamedTuple):
+    """tokens: computed once all has come. hit_tokens: those of them that were here before."""
+
     tokens: int
+    hit_tokens: int
     lock: BlockLock
 
 
@@ -33,9 +36,9 @@ class Loads:
         self._locks = locks
         self.of_row: dict[int, _Load] = {}
 
-    def begin(self, row: int, tokens: int) -> None:
-        """The first ``tokens`` tokens of ``row``, which holds its blocks, are to come."""
-        self.of_row[row] = _Load(tokens, self._locks.add([group.rows.held(row) for group in self._groups]))
+    def begin(self, row: int, tokens: int, hit_tokens: int) -> None:
+        """Of the first ``tokens`` tokens of ``row``, which holds its blocks, those behind a hit are to come."""
+        self.of_row[row] = _Load(tokens, hit_tokens, self._locks.add([group.rows.held(row) for group in self._groups]))
 
     def end(self, row: int) -> None:
         """No transfer writes the blocks of ``row`` any longer; nothing for a row that waits for none."""
@@ -51,6 +54,7 @@ class Loads:
     def arrived(self, request: Request, tokens: int | None) -> int:
         """Behind how many tokens ``request`` can go on when ``tokens`` came, None for all; 0 behind none.
 
+        Never inside its hit: those blocks are others', too, and what they hold is there.
         ConfigError for more than were asked for, CacheError for a request that is not loaded.
         """
         load = self.of_row.get(request.row)
@@ -60,7 +64,8 @@ class Loads:
             return load.tokens
         if tokens > load.tokens:
             raise ConfigError(f"{load.tokens} tokens of {request.request_id!r} are loaded, {tokens} cannot have come")
-        return tokens if all(_goes_on(group, request.row, tokens) for group in self._groups) else 0
+        there = max(tokens, load.hit_tokens)
+        return there if all(_goes_on(group, request.row, there) for group in self._groups) else 0
 
 
 def _goes_on(group: CacheGroup, row: int, tokens: int) -> bool:

@@ -133,7 +133,7 @@ class Slots:
         self._pool.advance_epoch()
         if plan.loads:
             request.num_computed_tokens = plan.computed_tokens
-            self._loads.begin(row, plan.computed_tokens)
+            self._loads.begin(row, plan.computed_tokens, plan.hit_tokens)
             self._residents.stall(row)
         else:
             self._residents.refresh(row)
