@@ -233,6 +233,23 @@ def test_a_thousand_requests_are_a_short_message(crowd: tuple[bytes, float]) -> 
     assert len(text) < 32_768
 
 
+def test_a_look_stays_as_it_was_when_the_engine_goes_on() -> None:
+    options = EngineOptions(max_running=2)
+    with Engine(load("tiny:llama"), memory="4MiB", max_model_len=64, options=options) as engine:
+        for number in range(4):
+            engine.add([number, 5], SamplingParams(max_tokens=3, ignore_eos=True))
+        engine.step()
+        samples = Live(AsyncEngine(engine), RequestMetrics("hybridkv", "looked"))
+        look = _look(engine, prefixes=False)
+        before = samples._told(look)
+        assert [list(one[1:]) for one in before["runs"]] == [[2, 0, 2, 1, 0]] * 2
+        assert [list(one[1:]) for one in before["queue"]] == [[2, "seats"]] * 2
+        for _ in range(4):  # rows are released, and taken by those that waited
+            engine.step()
+        after = samples._told(look)
+        assert (after["runs"], after["queue"]) == (before["runs"], before["queue"])
+
+
 @needs_chromium
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (820, "dark"), (390, "light")])
 def test_the_page_says_what_metrics_say(llama: Served, width: int, scheme: str) -> None:
@@ -284,6 +301,44 @@ def test_a_key_is_asked_for_and_remembered_nowhere(tmp_path: Path) -> None:
         assert not page.locator("#ask").is_visible()
         assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
         page.close()
+
+
+@needs_chromium
+def test_the_page_goes_on_when_misses_are_explained_later_or_others(llama: Served) -> None:
+    pytest.importorskip("playwright.sync_api")
+    sample = one_sample(llama)
+    assert sample["misses"] is None
+    with browser() as opened, tab(opened, llama.url) as page:
+        holds(page, LISTENS)
+        labels = page.evaluate(
+            """(sample) => {
+            ending.abort();
+            const shown = [];
+            let time = sample.time;
+            for (const misses of [null, { evicted: 5 }, { evicted: 0, no_room: 3 }]) {
+                show({ ...sample, time: time += 1, misses });
+                shown.push([...document.querySelectorAll("#chart-misses .u-label")].map((one) => one.textContent));
+            }
+            return shown;
+            }""",
+            sample,
+        )
+    assert [one[1:] for one in labels] == [[], ["evicted"], ["no room"]]  # the first is time
+
+
+@needs_chromium
+def test_a_second_key_ends_the_stream_of_the_first(llama: Served) -> None:
+    pytest.importorskip("playwright.sync_api")
+    with browser() as opened, tab(opened, llama.url) as page:
+        holds(page, LISTENS)
+        first, second = page.evaluate(
+            """() => {
+            const first = ending;
+            document.getElementById("ask").requestSubmit();
+            return [first.signal.aborted, ending.signal.aborted];
+            }"""
+        )
+    assert (first, second) == (True, False)
 
 
 @needs_chromium

@@ -47,15 +47,19 @@ _DIGITS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """At an engine, in its own thread. seats: how many may run. prefixes: None where they were not looked at."""
+    """At an engine, in its own thread: values alone, as requests go on while they are told.
+
+    seats: how many may run. runs, queue: of the first of those that run and wait, what the page reads of each.
+    prefixes: None where they were not looked at.
+    """
 
     snapshot: Snapshot
     blocks: BlockMap
     num_blocks: int
     arena_bytes: int
     seats: int
-    running: tuple[Request, ...]
-    waits: list[Wait]
+    runs: tuple[tuple[str, int, int, int, int, int], ...]
+    queue: tuple[tuple[str, int, str], ...]
     prefixes: tuple[PrefixStatistics, ...] | None
 
 
@@ -165,20 +169,8 @@ class Live:
                 for kind, size, one in zip(now.kinds, now.sizes, cache.groups, strict=True)
             ],
             "map": self._map(look),
-            "runs": [
-                [
-                    one.request_id,
-                    one.num_prompt_tokens,
-                    one.first_hit_tokens or 0,
-                    one.num_computed_tokens,
-                    one.num_output_tokens,
-                    one.num_preemptions,
-                ]
-                for one in look.running[:MOST_REQUESTS]
-            ],
-            "queue": [
-                [one.request.request_id, one.request.num_tokens, str(one.reason)] for one in look.waits[:MOST_REQUESTS]
-            ],
+            "runs": look.runs,
+            "queue": look.queue,
             "slowest": [one.told(self._made_at) for one in slowest],
             "prefixes": None
             if look.prefixes is None
@@ -217,7 +209,16 @@ def _look(engine: Engine, *, prefixes: bool) -> Look:
         cache.block_pool.num_blocks,
         cache.config.arena_bytes,
         engine.options.max_running,
-        scheduler.running_requests(),
-        scheduler.waits(),
+        tuple(map(_run_told, scheduler.running_requests()[:MOST_REQUESTS])),
+        tuple(map(_wait_told, scheduler.waits()[:MOST_REQUESTS])),
         cache.heaviest_prefixes(MOST_PREFIXES) if prefixes else None,
     )
+
+
+def _run_told(one: Request) -> tuple[str, int, int, int, int, int]:
+    hit, output = one.first_hit_tokens or 0, one.num_output_tokens
+    return one.request_id, one.num_prompt_tokens, hit, one.num_computed_tokens, output, one.num_preemptions
+
+
+def _wait_told(one: Wait) -> tuple[str, int, str]:
+    return one.request.request_id, one.request.num_tokens, str(one.reason)

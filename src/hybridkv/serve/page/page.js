@@ -126,7 +126,7 @@ function drawCharts() {
     "chart-requests": [column((one) => one.running), column((one) => one.waiting)],
     "chart-memory": [column((one) => one.held), column((one) => one.held + one.cached)],
     "chart-misses": reasons.map((name) => column((_, place) => {
-      const more = grown(place, (one) => one.misses[name]);
+      const more = grown(place, (one) => one.misses?.[name] ?? 0); // null: kept from before --explain
       return more && more.more / more.seconds;
     })),
   };
@@ -316,7 +316,7 @@ function show(sample) {
   keep(sample);
   const place = seen.length - 1;
   const names = sample.misses === null ? [] : Object.keys(sample.misses).filter((one) => sample.misses[one] > 0);
-  if (names.length !== reasons.length || !Object.keys(drawn).length) {
+  if (names.join() !== reasons.join() || !Object.keys(drawn).length) {
     reasons = names;
     makeCharts();
   }
@@ -396,6 +396,7 @@ async function listen() {
 at("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   key = at("key").value.trim();
+  ending?.abort();
   listen();
 });
 document.addEventListener("visibilitychange", () => {
