@@ -13,6 +13,12 @@ import pytest
 from cli_support import error, run
 from token_traces import trace
 
+from hybridkv.doctor import traces
+from hybridkv.models import read_model
+from hybridkv.planner import Plan
+from hybridkv.planner import plan as make_plan
+from hybridkv.simulator import ReplaySettings, Simulation, simulation_of
+
 HYBRID = ("--model", "qwen3.5-35b-a3b")
 ALL = {"blocks_and_prefixes", "states_read_again", "states_and_requests", "windows", "salts", "found"}
 
@@ -115,6 +121,33 @@ def test_a_trace_with_room_for_few_states(tmp_path: Path) -> None:
     proof = found["states_and_requests"]["proof"]
     assert proof["after"] < proof["before"] / 2
     assert wrong(tmp_path / "t.jsonl", *HYBRID, "--memory", "8GiB") == {}
+
+
+def test_a_short_trace_whose_requests_come_at_once(tmp_path: Path) -> None:
+    """It is over before the first 64 steps are."""
+    trace(tmp_path / "t.jsonl", *([[at, 0, 200]] for at in range(24)), gap_s=0.0, output=8)
+    found = wrong(tmp_path / "t.jsonl", *HYBRID, "--memory", "1GiB")
+    assert found.keys() == {"states_and_requests"}
+    assert ", 24 wanted to run at once" in found["states_and_requests"]["figure"]
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
+def test_remedies_are_replayed_on_as_many_ranks(
+    ranks: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = trace(tmp_path / "t.jsonl", *([[1, 0, 800], [2 + at, 0, 50]] for at in range(4)))
+    made = make_plan(read_model("llama-3-8b", block_size=512), "8GiB", layout="reference", dcp=ranks[0], pcp=ranks[1])
+    replayed: list[Plan] = []
+
+    def seen(plan: Plan, settings: ReplaySettings) -> Simulation:
+        replayed.append(plan)
+        return simulation_of(plan, settings)
+
+    monkeypatch.setattr(traces, "simulation_of", seen)
+    found = traces.examine_trace(source, made, ReplaySettings())
+    assert [one.name for one in found.findings] == ["blocks_and_prefixes"]
+    assert [one.layout for one in replayed] == ["reference", "natural"]
+    assert {(one.limits.dcp, one.limits.pcp) for one in replayed} == {ranks}
 
 
 def test_a_trace_with_windows_as_full(tmp_path: Path) -> None:

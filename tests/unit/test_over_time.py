@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from cli_support import run
 
@@ -21,6 +23,7 @@ def looks(count: int, seconds: float) -> list[Progress]:
             prompt_tokens=10 * (at + 1),
             hit_tokens=10 * max(0, at + 1 - count // 2),
             usage=0.5,
+            most_at_once=5,
         )
         for at in range(count)
     ]
@@ -47,6 +50,20 @@ def test_each_part_of_the_time_has_its_character(count: int) -> None:
         "waiting": "█ is 3",
         "memory in use": "█ is all of it",
     }
+
+
+@pytest.mark.parametrize("count", [4096, 4097, 9601])
+def test_the_end_is_told_however_the_looks_are_thinned(count: int) -> None:
+    pictures = OverTime()
+    seen = looks(count, 480.0)
+    for one in seen:
+        pictures.see(one)
+    time, rate, *_ = pictures.lines()
+    assert time.endswith("0 .. 480.0 s")
+    assert rate.endswith(f"{seen[-1].hit_tokens / seen[-1].prompt_tokens:.2%} of all")
+    end = replace(seen[-1], time_s=1000.0)
+    pictures.see(end)
+    assert next(pictures.lines()).endswith("0 .. 1,000.0 s")
 
 
 def test_a_part_without_a_look_is_as_the_one_before() -> None:

@@ -10,6 +10,7 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import Model, read_model
 from hybridkv.planner import Plan
+from hybridkv.request import Request
 from hybridkv.schedule import Outcome, Scheduler, SchedulerLimits
 from hybridkv.simulator import (
     CacheTraffic,
@@ -27,7 +28,9 @@ from hybridkv.simulator import (
     plan_with_length,
     replay,
     replay_through,
+    simulation_of,
 )
+from hybridkv.simulator.loop import run_replicas
 from hybridkv.simulator.trace import summarise
 from hybridkv.step import Step, StepResult
 from hybridkv.units import GiB, MiB
@@ -327,6 +330,23 @@ def test_equal_inputs_give_equal_reports() -> None:
     assert once() == once()
 
 
+@pytest.mark.parametrize("step_by_step", [True, False])
+def test_the_most_at_once_are_counted_at_every_arrival(step_by_step: bool) -> None:
+    source = Workload("chat", seed=5, limit=24)
+    plan = plan_for_trace(source.summary(), MODEL, 3 * GiB)
+    replica = simulation_of(plan, ReplaySettings(max_running=2, step_by_step=step_by_step)).replica()
+    counted: list[int] = []
+
+    def choose(_request: Request, _now_s: float) -> int:
+        counted.append(replica.scheduler.num_running + replica.scheduler.num_waiting + 1)
+        return 0
+
+    told: list[Progress] = []
+    run_replicas(source, [replica], choose, told.append)
+    assert told[-1].most_at_once == max(counted) > 1
+    assert (told[-1].running, told[-1].waiting) == (0, 0)
+
+
 def test_progress_is_told() -> None:
     told: list[Progress] = []
     source = UniformWorkload(conversations=4)
@@ -334,7 +354,7 @@ def test_progress_is_told() -> None:
     report = replay(source, plan, ReplaySettings(step_by_step=True), on_progress=told.append)
     assert [one.steps for one in told] == [*range(64, report.steps + 1, 64), report.steps]
     found = report.prompt_tokens, report.hit_tokens
-    assert told[-1] == Progress(16, report.steps, 0, 0, told[-1].time_s, *found, 0.0)
+    assert told[-1] == Progress(16, report.steps, 0, 0, told[-1].time_s, *found, 0.0, told[-1].most_at_once)
     assert all(a.requests <= b.requests for a, b in pairwise(told))
     in_strides: list[Progress] = []
     assert replay(source, plan, ReplaySettings(), on_progress=in_strides.append) == report

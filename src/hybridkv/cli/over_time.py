@@ -22,23 +22,26 @@ class OverTime:
     """What replays told of their progress, the last few thousand looks evenly thinned."""
 
     def __init__(self) -> None:
-        self._seen: list[Progress] = []
+        self._kept: list[Progress] = []
+        self._newest: Progress | None = None
         self._every, self._skipped = 1, 0
 
     def see(self, now: Progress) -> None:
         """One more look."""
+        self._newest = now
         self._skipped += 1
         if self._skipped < self._every:
             return
         self._skipped = 0
-        self._seen.append(now)
-        if len(self._seen) == _MOST:
-            self._seen = self._seen[::2]
+        self._kept.append(now)
+        if len(self._kept) == _MOST:
+            self._kept = self._kept[::2]
             self._every *= 2
 
     def show(self) -> None:
         """Lines of pictures; nothing of what was over at once."""
-        if len(self._seen) < _FEWEST or not self._seen[-1].time_s:
+        seen = self._seen()
+        if len(seen) < _FEWEST or not seen[-1].time_s:
             return
         out = console()
         for line in self.lines():
@@ -46,11 +49,12 @@ class OverTime:
 
     def lines(self) -> Iterator[str]:
         """Each a name, a character for each part of the time, and what is worth a number."""
-        seconds = self._seen[-1].time_s
-        parts = self._parts(seconds)
+        seen = self._seen()
+        last = seen[-1]
+        seconds = last.time_s
+        parts = _parts(seen, seconds)
         yield f"{'over time':<{_NAME_COLUMNS}} 0 .. {seconds:,.1f} s"
         found = [_found(before[-1], part[-1]) for before, part in pairwise(parts)]
-        last = self._seen[-1]
         whole = last.hit_tokens / last.prompt_tokens if last.prompt_tokens else 0.0
         yield _line("hit rate", sparkline(found, 1.0), f"{share(whole)} of all")
         for name, counts in (
@@ -61,15 +65,22 @@ class OverTime:
         usage = [max(one.usage for one in part) for part in parts[1:]]
         yield _line("memory in use", sparkline(usage, 1.0), "█ is all of it")
 
-    def _parts(self, seconds: float) -> list[list[Progress]]:
-        """The looks before the first, then those of each part of the time; one without any has the last before it."""
-        parts = [[Progress(0, 0, 0, 0, 0.0, 0, 0, 0.0)], *([] for _ in range(_WIDTH))]
-        for one in self._seen:
-            parts[min(int(one.time_s / seconds * _WIDTH), _WIDTH - 1) + 1].append(one)
-        for before, part in pairwise(parts):
-            if not part:
-                part.append(before[-1])
-        return parts
+    def _seen(self) -> list[Progress]:
+        """The looks that are kept, and the newest, which says how it ended."""
+        if self._newest is None or (self._kept and self._kept[-1] is self._newest):
+            return self._kept
+        return [*self._kept, self._newest]
+
+
+def _parts(seen: list[Progress], seconds: float) -> list[list[Progress]]:
+    """The looks before the first, then those of each part of the time; one without any has the last before it."""
+    parts = [[Progress(0, 0, 0, 0, 0.0, 0, 0, 0.0, 0)], *([] for _ in range(_WIDTH))]
+    for one in seen:
+        parts[min(int(one.time_s / seconds * _WIDTH), _WIDTH - 1) + 1].append(one)
+    for before, part in pairwise(parts):
+        if not part:
+            part.append(before[-1])
+    return parts
 
 
 def _found(before: Progress, now: Progress) -> float:

@@ -62,7 +62,7 @@ def _run(source: RequestSource, plan: Plan, settings: ReplaySettings, summary: T
 
     def see(now: Progress) -> None:
         nonlocal most
-        most = max(most, now.running + now.waiting)
+        most = now.most_at_once
 
     report = simulation_of(plan, settings).run(source, summary=summary, on_progress=see)
     return _Ran(report, max(most, 1))
@@ -175,6 +175,8 @@ class _Case:
             "placement": placement if planned.get("layout", plan.layout) == plan.layout else None,
             "windows_as_full": windows_are_full(plan),
             "max_model_len": plan.max_model_len,
+            "dcp": plan.limits.dcp,
+            "pcp": plan.limits.pcp,
             **planned,
         }
         made = plan_for_trace(self.summary, plan.model, token_budget=settings.token_budget, **wanted)

@@ -45,7 +45,7 @@ class Progress:
     """How far a replay is. requests: those finished. time_s: simulated seconds.
 
     prompt_tokens, hit_tokens: of requests that began so far. usage: share of the blocks that requests hold, 0 .. 1, the
-    most of any replica.
+    most of any replica. most_at_once: requests that ran or waited at one time so far, the most of any replica; exact.
     """
 
     requests: int
@@ -56,6 +56,7 @@ class Progress:
     prompt_tokens: int
     hit_tokens: int
     usage: float
+    most_at_once: int
 
 
 class SimulatedClock:
@@ -116,8 +117,8 @@ class _Stretch:
 class Replica:
     """A scheduler in simulated time: the requests alive, what was measured.
 
-    recording: what looks on, None for nobody. For reading: scheduler, clock, live (by request id), first_token_s and
-    per_token_s of what finished, in order, per_token_s NaN for an output of one token.
+    recording: what looks on, None for nobody. For reading: scheduler, clock, live (by request id), most_at_once (of
+    those), first_token_s and per_token_s of what finished, in order, per_token_s NaN for an output of one token.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class Replica:
         self.steps = self.empty_steps = self.row_steps = self.finished = 0
         self.prompt_tokens = self.output_tokens = self.longest_tokens = 0
         self.live: dict[str, Live] = {}
+        self.most_at_once = 0
         self.rows = OutputRows()
         self.copies = [0] * len(scheduler.cache.groups)
         self.block_bytes = [scheduler.cache.config.block_bytes_of(group) for group in range(len(self.copies))]
@@ -185,6 +187,7 @@ class Replica:
         """``request`` of ``trace`` arrives. ConfigError for one that can never fit."""
         self.scheduler.add(request)
         self.live[request.request_id] = Live(trace)
+        self.most_at_once = max(self.most_at_once, len(self.live))  # it grows nowhere else
         self.prompt_tokens += trace.num_prompt_tokens
         self.output_tokens += trace.num_output_tokens
         self.longest_tokens = max(self.longest_tokens, trace.num_tokens)
@@ -407,4 +410,5 @@ def _progress(replicas: Sequence[Replica]) -> Progress:
         sum(prompt for prompt, _ in found),
         sum(hit for _, hit in found),
         max(one.cache.usage for one in schedulers),
+        max(one.most_at_once for one in replicas),
     )

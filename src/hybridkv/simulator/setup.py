@@ -97,12 +97,14 @@ def plan_for_trace(
     placement: str | None = None,
     windows_as_full: bool = False,
     layout: str = DEFAULT_LAYOUT,
+    dcp: int = 1,
+    pcp: int = 1,
     token_budget: int = TOKEN_BUDGET,
 ) -> Plan:
     """A plan whose maximum length is ``max_model_len`` or, for None, that of the longest request.
 
-    The model's own limit does not count here: a replay runs no model. placement, windows_as_full and layout
-    are those of plan. token_budget: tokens of a step, which windows and chunks must have room for.
+    The model's own limit does not count here: a replay runs no model. placement, windows_as_full, layout,
+    dcp and pcp are those of plan. token_budget: tokens of a step, which windows and chunks must have room for.
     Raises ConfigError for a maximum below the longest request, CapacityError when memory is too small for one.
     """
     longest = _maximum(summary, max_model_len)
@@ -115,6 +117,8 @@ def plan_for_trace(
             placement=placement,
             windows_as_full=windows_as_full,
             layout=layout,
+            dcp=dcp,
+            pcp=pcp,
         )
     except CapacityError as error:
         if max_model_len is not None:
