@@ -171,6 +171,46 @@ def test_what_is_no_such_server(path: str, said: str) -> None:
         top.top_command(url=there + path, once=True)
 
 
+@contextmanager
+def asked(to: str | None = None) -> Iterator[tuple[str, list[str | None]]]:
+    """A server's address and the keys that it was sent: metrics at /there/metrics, anything else is ``to`` or there."""
+    keys: list[str | None] = []
+
+    class Sends(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            keys.append(self.headers["Authorization"])
+            there = self.path == "/there/metrics"
+            self.send_response(200 if there else 307)
+            if not there:
+                self.send_header("Location", f"{to or ''}/there/metrics")
+            self.end_headers()
+            self.wfile.write(RECORDED.encode() if there else b"")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Sends) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", keys
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_key_goes_to_no_other_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with asked() as (other, keys), asked(other) as (url, _):
+        with pytest.raises(ConfigError, match=f"sends on to '{other}', which does not get the key"):
+            top.top_command(url=url, once=True, api_key="sk-all")
+        assert keys == []
+        assert top.top_command(url=url, once=True) == 0
+        assert keys == [None]
+        assert top.top_command(url=other, once=True, api_key="sk-all") == 0
+        assert keys[1:] == ["Bearer sk-all"] * 2
+    assert "running" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "url", ["", "file:///etc/passwd", "http://", "ftp://a", "http://a b", "http://[", "a:0", "a:x"]
 )

@@ -165,6 +165,11 @@ def test_one_request_in_sentences(tmp_path: Path) -> None:
     assert "3,984 of them (99.60%) found" in shown
     assert "in a block's last part" in shown
     assert "there is no request 4" in error("explain", tmp_path / "t.jsonl", "4", *asked)
+    for command in (
+        ("explain", tmp_path / "t.jsonl", "3"),
+        ("replay", tmp_path / "t.jsonl", "--explain-to", tmp_path / "to.jsonl"),
+    ):
+        assert "--remember" in error(*command, *asked, "--remember", "0")
 
 
 def test_a_state_in_sentences(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ from hybridkv.simulator.speculation import Speculation
 
 _DEFAULT: Final = ReplaySettings()
 _SAID_NOTHING: Final = SourceOptions()
+_ACCEPTANCE: Final = 0.7
 _NOT_TOLD: Final = {"placement", "step_by_step", "shares", "block_times"}
 """Settings that say nothing, or stand elsewhere in documents."""
 
@@ -87,8 +88,13 @@ class RunOptions:
         typer.Option("--drafts", metavar="N", help="Drafts of each row that decodes, in a step.", rich_help_panel=RUN),
     ] = 0
     acceptance: Annotated[
-        float, typer.Option(help="Of a draft, if those before it were accepted: 0 .. 1.", rich_help_panel=RUN)
-    ] = 0.7
+        float | None,
+        typer.Option(
+            help="Of a draft, if those before it were accepted: 0 .. 1.",
+            show_default=str(_ACCEPTANCE),
+            rich_help_panel=RUN,
+        ),
+    ] = None
     no_prefix_caching: Annotated[
         bool, typer.Option("--no-prefix-caching", help="Share nothing.", rich_help_panel=RUN)
     ] = False
@@ -116,8 +122,15 @@ class RunOptions:
             shares=TenantShares.parse(self.shares or ()),
             remembered_losses=remembered_losses,
             block_times=block_times,
-            speculation=Speculation(self.drafts, self.acceptance) if self.drafts else None,
+            speculation=self._speculation(),
         )
+
+    def _speculation(self) -> Speculation | None:
+        if self.drafts:
+            return Speculation(self.drafts, _ACCEPTANCE if self.acceptance is None else self.acceptance)
+        if self.acceptance is not None:
+            raise ConfigError("--acceptance is of drafts, and there are none: give --drafts N, too")
+        return None
 
     def prepare(self, trace: str, settings: ReplaySettings) -> Prepared:
         """All that is needed to begin. What cannot work is said here."""

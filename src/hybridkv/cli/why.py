@@ -43,6 +43,7 @@ RememberOption = Annotated[
     int,
     typer.Option(
         "--remember",
+        min=1,
         help="Keys of evicted blocks that are remembered to explain misses, some 200 bytes each.",
         rich_help_panel=OUTPUT,
     ),
