@@ -256,7 +256,7 @@ class RequestRows:
         num_computed: NDArray[np.int64],
         in_flight: NDArray[np.int64],
     ) -> None:
-        """Counts of ``rows`` are these from now on. ConfigError, and nothing changed, for what cannot be.
+        """Counts of ``rows`` are these from now on. ConfigError, and no count changed, for what cannot be.
 
         HashError, as well, where blocks of lent tokens cannot be hashed.
         """
