@@ -134,3 +134,10 @@ def asked(context: zmq.Context[Any], endpoint: str, what: bytes) -> list[Message
             socket.close()
             return found
         found.append((int.from_bytes(number, "big"), batch))
+
+
+def settled(publisher: KVEventPublisher, context: zmq.Context[Any], last: int) -> None:
+    """Wait until batch ``last`` was told."""
+    assert publisher.replay_endpoint is not None
+    while not asked(context, publisher.replay_endpoint, last.to_bytes(8, "big")):
+        pass

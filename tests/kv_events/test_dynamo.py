@@ -15,6 +15,9 @@ from urllib.request import Request, urlopen
 
 import pytest
 from events_support import BLOCK, SALTS, cache_of, looked_up, prompt, publisher_of, run
+from exact_support import CACHES, Run, cache_of_layers, can_be_hit
+
+from hybridkv.kv_events import KVEventPublisher
 
 PYTHON = os.environ.get("DYNAMO_PYTHON")
 SECONDS = 30.0
@@ -74,3 +77,36 @@ def test_the_indexer_finds_what_the_cache_finds(tmp_path: Path, kept: int) -> No
             assert told == found or told == found + BLOCK == len(tokens), (tokens, salt)
             hits += found > 0
         assert hits > 100
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(PYTHON is None, reason="DYNAMO_PYTHON names no Python")
+@pytest.mark.parametrize("kept", [10_000, 5], ids=["replayed", "from a snapshot"])
+@pytest.mark.parametrize("layers", ["states", "all"])
+def test_the_indexer_of_exact_events_finds_what_can_be_hit(tmp_path: Path, layers: str, kept: int) -> None:
+    config, cache = cache_of_layers(CACHES[layers], natural=True, size=60)
+    run, anywhere, known = Run(cache, Random(4)), "tcp://127.0.0.1:0", 0
+    with (
+        indexer(tmp_path / "log") as url,
+        KVEventPublisher(config, anywhere, anywhere, exact=True, kept_batches=kept) as publisher,
+    ):
+        for turns in (60, 100):
+            for _ in range(turns):
+                run.turn()
+                publisher.publish(cache.take_events())
+            if turns == 60:
+                worker = {"instance_id": 1, "model_name": "m", "block_size": BLOCK}
+                endpoints = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
+                assert post(f"{url}/register", {**worker, **endpoints}) == {"status": "ok"}
+                time.sleep(1)  # until it has subscribed
+        while not run.settled:
+            run.turn()
+            publisher.publish(cache.take_events())
+        time.sleep(1)  # until it has heard
+        hittable = can_be_hit(cache, run.prompts())
+        for salt, tokens in run.prompts():
+            ends = [end for end in range(0, len(tokens) + 1, BLOCK) if not end or (salt, tokens[:end]) in hittable]
+            query = {"token_ids": [*tokens, 77], "model_name": "m"} | ({} if salt is None else {"cache_salt": salt})
+            assert post(f"{url}/query", query)["scores"].get("1", {}).get("0", 0) == ends[-1], (tokens, salt)
+            known += ends[-1] > 0
+        assert known > 5

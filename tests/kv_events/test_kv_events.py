@@ -1,6 +1,5 @@
 """Consumers of published events find what the cache finds: from the first message, behind lost ones, and late."""
 
-from collections.abc import Iterator
 from random import Random
 from threading import Event
 from typing import Any
@@ -20,6 +19,7 @@ from events_support import (
     publisher_of,
     received,
     run,
+    settled,
     subscribed,
 )
 
@@ -27,20 +27,6 @@ from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheM
 from hybridkv.errors import ConfigError
 from hybridkv.kv_events import SNAPSHOT, EventForm, KVEventPublisher
 from hybridkv.kv_events.told import Told
-
-
-@pytest.fixture
-def context() -> Iterator[zmq.Context[Any]]:
-    made: zmq.Context[Any] = zmq.Context()
-    yield made
-    made.destroy(linger=0)
-
-
-def settled(publisher: KVEventPublisher, context: zmq.Context[Any], last: int) -> None:
-    """Wait until batch ``last`` was told."""
-    assert publisher.replay_endpoint is not None
-    while not asked(context, publisher.replay_endpoint, last.to_bytes(8, "big")):
-        pass
 
 
 def same_answers(cache: KVCacheManager, consumer: Consumer, random: Random, count: int) -> None:

@@ -1,11 +1,15 @@
 """A server publishes what its cache stores and forgets, as its requests run."""
 
+import subprocess
+from socket import create_server
 from typing import Any
 
+import httpx2
 import msgspec
 import pytest
 import zmq
 from serve_support import LONGEST, WAIT, engine_of, serving
+from test_command import COMMAND, command
 
 from hybridkv.errors import ConfigError
 from hybridkv.kv_events import KVEventPublisher
@@ -14,19 +18,42 @@ from hybridkv.runner import AsyncEngine, Engine, EngineOptions, load
 PROMPT = "a prompt of three blocks, each of sixteen tokens"
 
 
-def test_a_server_publishes_what_it_stores_and_forgets() -> None:
-    engine = Engine(load("tiny:llama"), memory="4MiB", max_model_len=LONGEST, options=EngineOptions(kv_events=True))
+@pytest.mark.parametrize(("model", "exact"), [("tiny:llama", False), ("tiny:qwen3_next", True)])
+def test_a_server_publishes_what_it_stores_and_forgets(model: str, exact: bool) -> None:
+    options = EngineOptions(kv_events=True, end_events=exact)
+    engine = Engine(load(model), memory="4MiB", max_model_len=LONGEST, options=options)
     anywhere = "tcp://127.0.0.1:0"
     with (
-        KVEventPublisher(engine.plan.config, anywhere, anywhere) as publisher,
+        KVEventPublisher(engine.plan.config, anywhere, anywhere, exact=exact) as publisher,
         serving(engine, events=publisher) as served,
-        zmq.Context() as context,
-        context.socket(zmq.DEALER) as socket,
     ):
         served.post("/v1/completions", prompt=PROMPT, max_tokens=2, cache_salt="mine")
         assert served.client.post("/reset_prefix_cache").status_code == 200
         assert publisher.replay_endpoint is not None
-        socket.connect(publisher.replay_endpoint)
+        told_until_cleared(publisher.replay_endpoint)
+
+
+def test_the_command_publishes_exact_events() -> None:
+    with create_server(("127.0.0.1", 0)) as one, create_server(("127.0.0.1", 0)) as other:
+        events, replay = (f"tcp://127.0.0.1:{free.getsockname()[1]}" for free in (one, other))
+    with command("--kv-events", events, "--kv-events-replay", replay, "--kv-events-form", "exact") as (_, url):
+        body = {"prompt": PROMPT, "max_tokens": 2, "cache_salt": "mine"}
+        assert httpx2.post(f"{url}/v1/completions", json=body, timeout=WAIT).status_code == 200
+        assert httpx2.post(f"{url}/reset_prefix_cache", timeout=WAIT).status_code == 200
+        told_until_cleared(replay)
+
+
+def test_a_form_of_no_events_is_refused() -> None:
+    asked = [*COMMAND, "--kv-events-form", "exact"]
+    refused = subprocess.run(asked, check=False, capture_output=True, text=True, timeout=WAIT)  # noqa: S603 - our own command
+    assert refused.returncode != 0
+    assert "name that endpoint, too" in " ".join(refused.stderr.split())
+
+
+def told_until_cleared(replay_endpoint: str) -> None:
+    """The prompt's three blocks, and that they are gone."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(replay_endpoint)
         events: list[dict[str, Any]] = []
         while not events or events[-1]["type"] != "AllBlocksCleared":
             socket.send_multipart((b"", (0).to_bytes(8, "big")))
@@ -37,10 +64,10 @@ def test_a_server_publishes_what_it_stores_and_forgets() -> None:
                 if int.from_bytes(number, "big", signed=True) < 0:
                     break
                 events += msgspec.msgpack.decode(batch)[1]
-        stored = [one for one in events if one["type"] == "BlockStored"]
-        assert [token for one in stored for token in one["token_ids"]] == [*PROMPT.encode()]
-        assert {one["cache_salt"] for one in stored} == {"mine"}
-        assert stored[0]["block_size"] == 16
+    stored = [one for one in events if one["type"] == "BlockStored" and one["group_idx"] == events[0]["group_idx"]]
+    assert [token for one in stored for token in one["token_ids"]] == [*PROMPT.encode()]
+    assert {one["cache_salt"] for one in stored} == {"mine"}
+    assert stored[0]["block_size"] == 16
 
 
 def test_an_engine_without_events_has_none_to_tell() -> None:

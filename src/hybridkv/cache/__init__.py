@@ -3,7 +3,15 @@
 from hybridkv.cache.blocks.block_times import EDGES_S, BlockTimeStatistics, TimeCounts
 from hybridkv.cache.blocks.pool import BlockPool
 from hybridkv.cache.bounds import CacheBounds
-from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventsDropped, KVCacheEvent
+from hybridkv.cache.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EndKept,
+    EndLost,
+    EventsDropped,
+    KVCacheEvent,
+)
 from hybridkv.cache.hashing import BlockHasher, EngineHashes
 from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.rows.group import CacheGroup
@@ -43,6 +51,8 @@ __all__ = [
     "Checkpoint",
     "CommonHit",
     "EndClassStatistics",
+    "EndKept",
+    "EndLost",
     "EndStatistics",
     "EngineHashes",
     "EventsDropped",

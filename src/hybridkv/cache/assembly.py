@@ -45,6 +45,7 @@ class CacheOptions:
     enable_caching: bool
     use_eagle: bool
     enable_events: bool
+    end_events: bool
     max_event_blocks: int
     ranks: int
     hasher: Hasher | None
@@ -93,6 +94,7 @@ def assemble(config: KVCacheConfig, layout: Layout, options: CacheOptions) -> Ca
     alignment = layout.alignment(kinds)
 
     pool = layout.pool(config, enable_events=options.enable_events, max_event_blocks=options.max_event_blocks)
+    pool.keys.tells_ends = options.end_events
     groups = tuple(
         CacheGroup(number, kind, policy, index, hash_block)
         for number, (kind, policy, index) in enumerate(

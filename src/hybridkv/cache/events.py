@@ -60,7 +60,33 @@ class EventsDropped:
     count: int
 
 
-KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared | EventsDropped
+@dataclass(frozen=True, slots=True)
+class EndKept:
+    """Something that is no whole block of tokens can be hit: a state, or tokens that end inside a block.
+
+    Told where a manager has ``end_events``, for who works out where hits can end; never on the wire.
+    behind: hash of the last whole block before it, of a state that ends with a block that one's own; None before the
+    first. parent, tail: under what it is found, and the tokens inside the block (bytes of int32), none of a state
+    that ends with a block. extra_keys: of the block that it ends in.
+    """
+
+    group_idx: int
+    behind: bytes | None
+    parent: bytes
+    tail: bytes = b""
+    extra_keys: tuple[object, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EndLost:
+    """What an EndKept may have told of can be hit no longer; see there."""
+
+    group_idx: int
+    parent: bytes
+    tail: bytes = b""
+
+
+KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared | EventsDropped | EndKept | EndLost
 
 MAX_EVENT_BLOCKS: Final = 100_000
 """Unless told: about 100 MB of events with 16 tokens a block."""

@@ -68,6 +68,8 @@ class KVCacheManager:
     waits for the next; at least 1, which lets one request have its moves in each step; None: no bound.
     space: in the natural layout, where free blocks come from instead of slabs, for measurements.
     published_ends: in the natural layout, whether hits may end inside a block, which is copied then.
+    end_events: events tell of states and of tokens that end inside a block, too (EndKept, EndLost): what an exact
+    KVEventPublisher needs in the natural layout.
     max_event_blocks: blocks that events waiting for ``take_events`` tell of; beyond it the oldest events are dropped,
     and EventsDropped says so in front of those taken next.
     remembered_losses: keys of evicted blocks that are remembered, for ``explain``; 0: nothing is explained.
@@ -97,6 +99,7 @@ class KVCacheManager:
         max_moved_bytes: int | None = None,
         space: ClassedSpace | None = None,
         published_ends: bool = True,
+        end_events: bool = False,
         max_event_blocks: int = MAX_EVENT_BLOCKS,
         remembered_losses: int = 0,
         block_times: bool = False,
@@ -126,6 +129,7 @@ class KVCacheManager:
             enable_caching=flag("enable_caching", enable_caching),
             use_eagle=flag("use_eagle", use_eagle),
             enable_events=flag("enable_kv_cache_events", enable_kv_cache_events),
+            end_events=flag("enable_kv_cache_events", enable_kv_cache_events) and flag("end_events", end_events),
             max_event_blocks=integer("max_event_blocks", max_event_blocks, 1),
             ranks=limits.cp,
             hasher=None if hasher is None else checked_hasher(hasher),

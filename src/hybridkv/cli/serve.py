@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -22,6 +23,13 @@ if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
     from hybridkv.serve.front import ServeOptions
 
 _MOST_PORT: Final = (1 << 16) - 1
+
+
+class KVEventsForm(StrEnum):
+    """Which events are published; see docs/events.md."""
+
+    RAW = "raw"
+    EXACT = "exact"
 
 
 def register(app: typer.Typer) -> None:
@@ -67,6 +75,13 @@ def serve_command(
         str | None,
         typer.Option(metavar="ENDPOINT", help="Answer who missed some, or comes late.", rich_help_panel=OUTPUT),
     ] = None,
+    kv_events_form: Annotated[
+        KVEventsForm,
+        typer.Option(
+            help="raw: all that is cached. exact: what can be hit, where layers keep states or windows.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = KVEventsForm.RAW,
     spans: Annotated[
         bool,
         typer.Option(
@@ -114,6 +129,7 @@ def serve_command(
         prefix_caching=not no_prefix_caching,
         attention=attention,
         kv_events=kv_events is not None,
+        end_events=kv_events_form is KVEventsForm.EXACT,
         eviction=eviction,
         shares=TenantShares.parse(shares or ()),
         remembered_losses=REMEMBERED if explain else 0,
@@ -121,6 +137,8 @@ def serve_command(
     )
     if kv_events_replay is not None and kv_events is None:
         raise ConfigError("--kv-events-replay repeats what --kv-events publishes: name that endpoint, too")
+    if kv_events_form is KVEventsForm.EXACT and kv_events is None:
+        raise ConfigError("--kv-events-form exact says what --kv-events publishes: name that endpoint, too")
     listening = listen(host, port)  # what cannot be should show before a model is loaded
     loaded = load_quietly(model, trust_remote_code=trust_remote_code)
     drafter = None if asked is None else asked.drafter_of_a_server(options, trust_remote_code=trust_remote_code)
@@ -132,7 +150,9 @@ def serve_command(
         if kv_events is not None:
             from hybridkv.kv_events import KVEventPublisher  # noqa: PLC0415  # msgspec and pyzmq are an extra
 
-            events = ending.enter_context(KVEventPublisher(engine.plan.config, kv_events, kv_events_replay))
+            exact = kv_events_form is KVEventsForm.EXACT
+            publisher = KVEventPublisher(engine.plan.config, kv_events, kv_events_replay, exact=exact)
+            events = ending.enter_context(publisher)
         tracer = None
         if spans:
             from hybridkv.serve.spans import exporting  # noqa: PLC0415  # OpenTelemetry's SDK is an extra

@@ -22,9 +22,10 @@ from typing import Final, Self
 
 import zmq
 
-from hybridkv.arguments import instance, integer
+from hybridkv.arguments import flag, instance, integer
 from hybridkv.cache.events import AllBlocksCleared, KVCacheEvent
 from hybridkv.errors import ConfigError
+from hybridkv.kv_events.exact import Exact, without_ends
 from hybridkv.kv_events.schema import EventForm, Writer
 from hybridkv.kv_events.told import Told
 from hybridkv.planner.config import KVCacheConfig
@@ -48,8 +49,9 @@ class KVEventPublisher:
     (``tcp://127.0.0.1:5557``, ``ipc://...``; port 0 is any free one, and the attributes then say which); None: no
     replay and no snapshots. topic: in front of every message. kept_batches: how many are replayed as they were.
     max_queued: batches that may wait for the thread; further ones are dropped, counted in ``dropped``, and consumers
-    are told to forget everything.
-    Raises ConfigError for endpoints where nothing can listen.
+    are told to forget everything. exact: publish what can be hit, not all that is cached: see docs/events.md; in the
+    natural layout of a manager with ``end_events``.
+    Raises ConfigError for endpoints where nothing can listen, and for a config that cannot be ``exact``.
     """
 
     def __init__(
@@ -62,12 +64,14 @@ class KVEventPublisher:
         topic: str = "",
         kept_batches: int = 10_000,
         max_queued: int = 100_000,
+        exact: bool = False,
     ) -> None:
         form = EventForm() if form is None else instance("form", form, EventForm)
         self._writer = Writer(instance("config", config, KVCacheConfig), form)
         self._topic = instance("topic", topic, str).encode()
         self._kept = deque[tuple[int, bytes]](maxlen=integer("kept_batches", kept_batches, 0))
         self._queue = Queue[tuple[int, Sequence[KVCacheEvent]] | None](integer("max_queued", max_queued, 1))
+        self._filtered = Exact(config).hear if flag("exact", exact) else without_ends
         self._told = Told()
         self._next_number = 0
         self._last_told = -1
@@ -135,6 +139,7 @@ class KVEventPublisher:
         if number != self._last_told + 1:
             events = [AllBlocksCleared(), *events]
         try:
+            events = self._filtered(events)
             batch = self._writer.batch(events, time.time())
         except Exception:  # a batch that cannot be told is one that was dropped
             logger.exception("events of batch %d could not be written", number)

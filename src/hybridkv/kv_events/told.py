@@ -25,7 +25,7 @@ class Told:
         for event in events:
             match event:
                 case BlockStored():
-                    for one in _single_blocks(event):
+                    for one in single_blocks(event):
                         key = event.group_idx, one.block_hashes[0]
                         self._blocks[key] = one
                         self._copies[key] = self._copies.get(key, 0) + 1
@@ -60,7 +60,7 @@ class Told:
         return told
 
 
-def _single_blocks(event: BlockStored) -> Iterator[BlockStored]:
+def single_blocks(event: BlockStored) -> Iterator[BlockStored]:
     """``event`` as one event a block."""
     size, parent = event.block_size, event.parent_block_hash
     for at, key in enumerate(event.block_hashes):

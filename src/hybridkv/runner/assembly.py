@@ -33,7 +33,8 @@ class EngineOptions:
     compile: "decode" for steps that only decode as CUDA graphs, where the model allows it and attention is "triton";
     elsewhere they run as they are, and the log says why.
     self_check: first compare the model on pages with plain forwards, some 15 short ones (hybridkv.runner.self_check).
-    kv_events: the cache tells what it stores and forgets, for AsyncEngine's ``events``.
+    kv_events: the cache tells what it stores and forgets, for AsyncEngine's ``events``; end_events: and where hits can
+    end, for an exact KVEventPublisher.
     image_bytes: of the features of images kept on the device; beyond it those read longest ago are made anew.
     eviction, shares: what the cache gives up next, by name, None for what suits the plan, and shares of tenants of what
     it keeps (KVCacheManager). remembered_losses, block_times: what statistics tell besides (KVCacheManager).
@@ -49,6 +50,7 @@ class EngineOptions:
     attention: AttentionBackend | str = AttentionBackend.GATHER
     compile: str | None = None
     kv_events: bool = False
+    end_events: bool = False
     eviction: str | None = None
     shares: TenantShares = EVERYBODY
     remembered_losses: int = 0
@@ -58,7 +60,7 @@ class EngineOptions:
         check_fields(self, partial(integer, least=1), "max_running", "token_budget")
         check_fields(self, partial(integer, least=1, most=2), "in_flight")
         check_fields(self, partial(integer, least=0), "image_bytes", "remembered_losses")
-        check_fields(self, flag, "prefix_caching", "self_check", "kv_events", "block_times")
+        check_fields(self, flag, "prefix_caching", "self_check", "kv_events", "end_events", "block_times")
         check_fields(self, attention_backend, "attention")
         check_fields(self, compile_option, "compile")
         if self.eviction is not None:
@@ -126,6 +128,7 @@ def assemble(
         plan,
         enable_caching=options.prefix_caching,
         enable_kv_cache_events=options.kv_events,
+        end_events=options.end_events,
         eviction=eviction_of(plan, options.eviction),
         shares=options.shares,
         remembered_losses=options.remembered_losses,

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache.blocks.block_times import BlockTimes
-from hybridkv.cache.blocks.index import PrefixIndex, Tail
+from hybridkv.cache.blocks.index import MOST_TAILS, PrefixIndex, Tail
 from hybridkv.cache.blocks.lost_keys import LostKeys
 from hybridkv.cache.blocks.needs import Needs, NoNeeds
-from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, EventQueue, KVCacheEvent
+from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, EndKept, EndLost, EventQueue, KVCacheEvent
 from hybridkv.errors import CacheError
 
 Int32 = NDArray[np.int32]
@@ -40,7 +40,8 @@ def _wrapped(count: int) -> np.int32:
 class BlockKeys:
     """Keys of ``num_blocks`` blocks in ``num_groups`` groups.
 
-    events: where events go, None where nobody wants any. silent: groups whose keys make no events.
+    events: where events go, None where nobody wants any. silent: groups whose keys make no events. tells_ends: of what
+    else can be hit, there are events, too (EndKept, EndLost).
     Attributes for reading: indexes (one a group), evictions (keys lost so far, grows with ``clear`` and with moves
     too: who remembers blocks looks anew), needs (hears of blocks that lose their keys or move), lost_keys (remembers
     keys that are evicted, None where nobody asks), times (of keys, None as well), given and lost (blocks that got their
@@ -69,6 +70,7 @@ class BlockKeys:
         self.needs: Needs = NoNeeds()
         self.lost_keys: LostKeys | None = None
         self.times: BlockTimes | None = None
+        self.tells_ends = False
 
     # -- answers
 
@@ -160,6 +162,8 @@ class BlockKeys:
         """
         self._begin(group, block, step)
         index = self.indexes[group]
+        if self.tells_ends:
+            self._tell_displaced(group, parent)
         gone = index.add_tail(parent, Tail(tokens, block))
         if gone is None:
             return None
@@ -183,6 +187,8 @@ class BlockKeys:
         blocks, keys, groups = ids.tolist(), self._keys[where].tolist(), self._group[where].tolist()
         if self.lost_keys is not None:
             self._remember(self.lost_keys, blocks, keys, groups)
+        if self.tells_ends:
+            self._tell_lost_tails(blocks)
         tailed = self._forget_tails(blocks, groups)
         for group, count in enumerate(np.bincount(groups).tolist()):
             self.lost[group] += count
@@ -354,6 +360,8 @@ class BlockKeys:
         """An event for each of ``keys``, of ``ids`` in ``groups``, that had been written."""
         if self._events is None:
             return
+        if self.tells_ends:
+            self._tell_lost_states(keys, groups)
         written = (self._step[ids] == WRITTEN).tolist()
         self._events.put_removed(
             [
@@ -362,6 +370,34 @@ class BlockKeys:
                 if done and group not in self._silent
             ]
         )
+
+    # -- what else can be hit: states, tokens that end inside a block
+
+    def is_kept(self, end: EndKept) -> int | None:
+        """The step that ``end`` waits for, WRITTEN for none; None where nothing is found there."""
+        index = self.indexes[end.group_idx]
+        block = index.get(end.parent)
+        if end.tail:
+            block = next((tail.block for tail in index.tails_of(end.parent) if tail.tokens == end.tail), None)
+        return None if block is None else self.step_of(block)
+
+    def _tell_displaced(self, group: int, parent: bytes) -> None:
+        """One more tail is added behind ``parent``: the oldest of too many goes."""
+        tails = self.indexes[group].tails_of(parent)
+        if len(tails) == MOST_TAILS:
+            self.emit(EndLost(group, parent, tails[0].tokens))
+
+    def _tell_lost_tails(self, blocks: Sequence[int]) -> None:
+        """Those of ``blocks`` go."""
+        for group, index in enumerate(self.indexes):
+            for _, parent, tokens in index.tails_in(blocks) if index.num_tails else ():
+                self.emit(EndLost(group, parent, tokens))
+
+    def _tell_lost_states(self, keys: Sequence[bytes], groups: Sequence[int]) -> None:
+        """``keys`` in ``groups`` are gone; of states the last one of a key is told."""
+        for key, group in zip(keys, groups, strict=True):
+            if group in self._silent and self.indexes[group].get(key) is None:
+                self.emit(EndLost(group, key))
 
     def take_events(self) -> list[KVCacheEvent]:
         """Events since the last call, oldest first; empty when they are off."""

@@ -277,8 +277,12 @@ class Publisher:
         if not block:
             return
         parent, tail = group.view(request).tail(end)
-        if self._pool.publish_tail(group.number, block, parent, tail, step) and step != WRITTEN:
+        if not self._pool.publish_tail(group.number, block, parent, tail, step):
+            return
+        if step != WRITTEN:
             self._log.record(np.array([block], np.int32), [], step)
+        if self._log.wants_ends:
+            self._log.record_end(group, request, end, step)
 
 
 def _ends_of(request: Request) -> list[int]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hybridkv.cache.blocks.block_keys import WRITTEN
 from hybridkv.cache.blocks.pool import BlockPool
-from hybridkv.cache.events import BlockStored, published_extras, untagged
+from hybridkv.cache.events import BlockStored, EndKept, published_extras, untagged
 from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
@@ -38,6 +38,7 @@ class WriteLog:
         self._pool = pool
         self._runs: dict[int, list[Run]] = {}
         self._ids: dict[int, list[NDArray[np.int32]]] = {}
+        self._ends: dict[int, list[EndKept]] = {}
         self.open_step = WRITTEN
 
     def begin(self, step: int) -> None:
@@ -71,6 +72,29 @@ class WriteLog:
         self._ids[step].append(ids)
         self._runs[step] += runs
 
+    @property
+    def wants_ends(self) -> bool:
+        """Whether what is no whole block of tokens must be recorded, for events."""
+        return self._pool.keys.tells_ends
+
+    def record_end(self, group: CacheGroup, request: Request, tokens: int, step: int) -> None:
+        """Beside ``record``: ``step``, or WRITTEN, writes in ``group`` what ends with ``tokens`` of ``request``."""
+        size, stride = group.policy.block_size, group.key_stride
+        column, inside = divmod(tokens, size)
+        behind = request.hashes[column * stride - 1] if column else None
+        if inside:
+            extras = request.extra_keys(column * stride, stride)
+            told = None if extras is None else untagged(published_extras(extras, stride, size // stride)[0])
+            end = EndKept(group.number, behind, *group.view(request).tail(tokens), extra_keys=told)
+        elif behind is None:
+            return
+        else:
+            end = EndKept(group.number, behind, behind)
+        if step == WRITTEN:
+            self._pool.keys.emit(end)
+        else:
+            self._ends.setdefault(step, []).append(end)
+
     def promised(self, step: int) -> set[int]:
         """Blocks that ``step`` published; none for a step that is not in flight."""
         return {block for part in self._ids.get(step, ()) for block in part.tolist()}
@@ -99,6 +123,8 @@ class WriteLog:
             self._mark_run_written(run, step)
         if ids:
             self._pool.keys.mark_written(np.concatenate(ids), step)
+        for end in self._ends.pop(step, ()) if self._ends else ():
+            self._tell_end(end)
 
     def revoke(self, first_step: int) -> None:
         """Steps from ``first_step`` on failed: what they published can be hit no longer."""
@@ -108,6 +134,15 @@ class WriteLog:
             self._pool.unpublish_unwritten(np.concatenate(ids), first_step)
         for step in failed:
             del self._ids[step], self._runs[step]
+            self._ends.pop(step, None)
+
+    def _tell_end(self, end: EndKept) -> None:
+        """The step that kept ``end`` has run; a later one may have gone on in its block, which has its turn then."""
+        step = self._pool.keys.is_kept(end)
+        if step == WRITTEN:
+            self._pool.keys.emit(end)
+        elif step is not None:
+            self._ends.setdefault(step, []).append(end)
 
     def _mark_run_written(self, run: Run, step: int) -> None:
         """One stored-event for each stretch of ``run`` that is written."""

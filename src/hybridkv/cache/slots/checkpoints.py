@@ -172,6 +172,8 @@ class Checkpoints:
             self._pool.publish(group.number, (block,), (request.hashes[column - 1],), step)
         if step != WRITTEN:
             self._log.record(np.array([block], np.int32), [], step)
+        if self._log.wants_ends:
+            self._log.record_end(group, request, tokens, step)
 
     # -- ends
 

@@ -1,0 +1,175 @@
+"""Exact events tell the prefixes that the cache itself can hit, after every step: none more, none less."""
+
+from collections import Counter
+from random import Random
+from typing import Any
+
+import pytest
+import zmq
+from events_support import BLOCK, Consumer, asked, cache_of, publisher_of, settled
+from events_support import run as run_full
+from exact_support import CACHES, Known, Prompt, Run, cache_of_layers, can_be_hit
+
+from hybridkv.cache import AllBlocksCleared, EndKept, EndLost, KVCacheEvent, KVCacheManager
+from hybridkv.cache.placement import eviction_named, placement_named
+from hybridkv.errors import ConfigError
+from hybridkv.kv_events import SNAPSHOT, KVEventPublisher
+from hybridkv.kv_events.exact import Exact
+from hybridkv.kv_events.told import Told
+from hybridkv.planner.config import KVCacheConfig
+from hybridkv.request import Request, SamplingParams
+from hybridkv.schedule import Scheduler
+from hybridkv.step import Csr, StepResult
+from hybridkv.testing.configs import attention_config, chunk_spec, full_spec, model_config, state_spec, window_spec
+
+PLACEMENTS = ("ends", "interval:8", "align:4")
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("natural", [True, False])
+@pytest.mark.parametrize("layers", CACHES)
+def test_what_is_told_is_what_can_be_hit(layers: str, natural: bool, seed: int) -> None:
+    random = Random(seed)
+    placement = placement_named(random.choice(PLACEMENTS), BLOCK) if natural else None
+    eviction = eviction_named(random.choice(["lru", "hazard"])) if natural else None
+    config, cache = cache_of_layers(
+        CACHES[layers], natural=natural, size=random.choice([16, 30]), placement=placement, eviction=eviction
+    )
+    exact, known, told, run = Exact(config), Known(), Told(), Run(cache, random)
+    most = compared = 0
+    for _ in range(100):
+        run.turn()
+        events = exact.hear(cache.take_events())
+        known.hear(events)
+        told.hear(events)
+        if run.settled:
+            hittable = can_be_hit(cache, run.prompts())
+            assert known.prefixes() == hittable
+            most, compared = max(most, len(hittable)), compared + 1
+    late = Known()
+    late.hear(told.snapshot())
+    assert late.prefixes() == known.prefixes()
+    assert (most > 4, compared > 25) == (True, True)
+    cache.check()
+
+
+def believed(consumer: Consumer, prompts: set[Prompt]) -> set[Prompt]:
+    """Prefixes of ``prompts`` of which a router expects to find all blocks."""
+    found = set[Prompt]()
+    for salt, tokens in prompts:
+        hit = consumer.looked_up((*tokens, 77), salt)
+        found.update((salt, tokens[:end]) for end in range(BLOCK, hit + 1, BLOCK))
+    return found
+
+
+def test_routers_that_lose_messages_or_come_late_believe_what_can_be_hit(context: zmq.Context[Any]) -> None:
+    random = Random(5)
+    config, cache = cache_of_layers(CACHES["states"], natural=True, size=24)
+    anywhere, run, count, most = "tcp://127.0.0.1:0", Run(cache, random), 0, 0
+    with KVEventPublisher(config, anywhere, anywhere, exact=True, kept_batches=8) as publisher:
+        assert publisher.replay_endpoint is not None
+        steady, lossy = Consumer(), Consumer()
+        for turn in range(90):
+            run.turn()
+            if events := cache.take_events():
+                publisher.publish(events)
+                count += 1
+                settled(publisher, context, count - 1)
+                steady.hear(asked(context, publisher.replay_endpoint, (count - 1).to_bytes(8, "big")))
+            if turn % 30 < 25 or not run.settled:
+                continue
+            late = Consumer()
+            late.begin_with(asked(context, publisher.replay_endpoint, SNAPSHOT))
+            lossy.hear(asked(context, publisher.replay_endpoint, (lossy.last + 1).to_bytes(8, "big")))
+            hittable = can_be_hit(cache, run.prompts())
+            most = max(most, len(hittable))
+            for consumer in (steady, lossy, late):
+                assert believed(consumer, run.prompts()) == hittable
+    assert most > 4
+
+
+def test_lost_batches_leave_no_belief_that_nothing_backs() -> None:
+    config, cache = cache_of_layers(CACHES["states"], natural=True, size=24)
+    exact, known, run = Exact(config), Known(), Run(cache, Random(2))
+    for turn in range(80):
+        run.turn()
+        events: list[KVCacheEvent] = cache.take_events()
+        if turn % 9 == 0:
+            events = [AllBlocksCleared()]  # what a publisher says behind a gap
+        known.hear(exact.hear(events))
+        if run.settled:
+            assert known.prefixes() <= can_be_hit(cache, run.prompts())
+
+
+def test_of_full_attention_all_is_told() -> None:
+    config, cache = cache_of()
+    random, exact = Random(1), Exact(config)
+    for number in range(40):
+        run_full(cache, random, number)
+        events = cache.take_events()
+        assert exact.hear(events) == events
+
+
+def test_without_it_no_ends_are_told_and_none_are_ever_on_the_wire(context: zmq.Context[Any]) -> None:
+    config, plain = cache_of_layers(CACHES["states"], natural=True, size=24)
+    events = plain.take_events()
+    run = Run(plain, Random(2))
+    for _ in range(30):
+        run.turn()
+        events += plain.take_events()
+    assert {type(event) for event in events} >= {EndKept, EndLost}
+    with publisher_of(config) as publisher:
+        publisher.publish([EndKept(0, None, b"p", b"1234"), EndLost(0, b"p", b"1234")])
+        settled(publisher, context, 0)
+        assert publisher.replay_endpoint is not None
+        consumer = Consumer()
+        consumer.hear(asked(context, publisher.replay_endpoint, (0).to_bytes(8, "big")))
+        assert consumer.last == 0
+    silent = KVCacheManager(config, 200, enable_kv_cache_events=True)
+    run = Run(silent, Random(2))
+    for _ in range(30):
+        run.turn()
+    assert not any(isinstance(event, EndKept | EndLost) for event in silent.take_events())
+
+
+def test_an_end_is_told_once_it_is_written() -> None:
+    _, cache = cache_of_layers(CACHES["states"], natural=True, size=24)
+    scheduler = Scheduler(cache)
+    scheduler.add(Request("one", [1] * 11, SamplingParams(max_tokens=1), hasher=cache.hasher))
+    step = scheduler.schedule()
+    assert cache.take_events() == []
+    scheduler.update(StepResult(step.id, Csr.from_lists([[9]])))
+    ends = [(event.group_idx, len(event.tail) // 4) for event in cache.take_events() if isinstance(event, EndKept)]
+    assert (0, 2) in ends
+    assert 1 in dict(ends)
+
+
+def test_of_too_many_ends_in_a_block_the_oldest_is_lost() -> None:
+    _, cache = cache_of_layers(CACHES["states"], natural=True, size=40)
+    run, kept = Run(cache, Random(0)), set[tuple[int, bytes, bytes]]()
+    for last in range(7):
+        run.complete([1] * BLOCK + [last] * 2)
+        for event in cache.take_events():
+            match event:
+                case EndKept():
+                    kept.add((event.group_idx, event.parent, event.tail))
+                case EndLost():
+                    kept.remove((event.group_idx, event.parent, event.tail))
+    there = {(group.number, parent, tail.tokens) for group in cache.groups for parent, tail in group.index.tails()}
+    assert {one for one in kept if one[2]} == there
+    assert max(Counter(parent for group, parent, _ in there if group == 0).values()) == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        (model_config(9, (full_spec(4), chunk_spec(4, 8))), "chunked attention"),
+        (model_config(9, (window_spec(4, 8),)), "full attention"),
+        (model_config(9, (full_spec(4), state_spec(8))), "one size"),
+    ],
+)
+def test_what_is_not_worked_out_is_refused(config: KVCacheConfig, what: str) -> None:
+    anywhere = "tcp://127.0.0.1:0"
+    with pytest.raises(ConfigError, match=what):
+        KVEventPublisher(config, anywhere, exact=True)
+    assert Exact(attention_config(9, (4, 8))).changes_nothing
