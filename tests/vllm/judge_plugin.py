@@ -7,10 +7,12 @@ import json
 import os
 from pathlib import Path
 
+import judge_views
 import pytest
 from vllm.v1.core.sched import async_scheduler, scheduler
 
 from hybridkv.vllm import AsyncScheduler, Scheduler
+from hybridkv.vllm.manager import CacheManager
 
 OURS, OUT = "JUDGE_OURS", "JUDGE_OUT"
 
@@ -18,6 +20,13 @@ found = dict[str, str]()
 """By test: "" for one that passed, or the last line of what it says."""
 
 if os.environ.get(OURS):
+    _made = CacheManager.__init__
+
+    def _made_and_viewed(self: CacheManager, *arguments: object, **options: object) -> None:
+        _made(self, *arguments, **options)  # type: ignore[arg-type]  # as they came
+        judge_views.viewed(self)
+
+    CacheManager.__init__ = _made_and_viewed  # type: ignore[method-assign]  # what tests look into
     scheduler.Scheduler, async_scheduler.AsyncScheduler = Scheduler, AsyncScheduler
 
 
