@@ -36,10 +36,20 @@ def test_a_client_of_openai_streams_and_hints(llama: Served) -> None:
 
 
 def test_events_are_published() -> None:
-    (snippet,) = snippets("events.md")
+    snippet, _ = snippets("events.md")
     for port in ("5557", "5558"):
         assert port in snippet
         snippet = snippet.replace(port, str(free_port()))
     names: dict[str, object] = {"model": tiny_model("llama")}
     exec(snippet, names)  # noqa: S102 - our own page
     names["engine"].close()  # type: ignore[attr-defined]  # made by the snippet
+
+
+def test_exact_events_are_published() -> None:
+    before, exact = snippets("events.md")
+    imports = "".join(line + "\n" for line in before.splitlines() if line.startswith("from "))
+    assert "exact=True" in exact
+    names: dict[str, object] = {"model": tiny_model("llama")}
+    exec(imports + exact.replace("5557", str(free_port())), names)  # noqa: S102 - our own page
+    names["publisher"].close()  # type: ignore[attr-defined]  # made by the snippet
+    names["engine"].close()  # type: ignore[attr-defined]  # same
