@@ -30,10 +30,7 @@ def append_tokens(requests: Sequence[Request], tokens: Sequence[int] | NDArray[n
         raise
     if home is not None and home.num_lent:
         for request in requests:
-            if request.is_lent:
-                raise ConfigError(
-                    f"tokens of {request.request_id!r} are its engine's: change them there, then synchronise"
-                )
+            request.refuse_lent()
     if len(requests) != len(ids):
         raise ConfigError(f"{len(requests)} requests but {len(ids)} tokens: give one token to each request")
     if home is not None and len(rows) == len(requests):

@@ -79,9 +79,9 @@ def sentence(miss: Miss, run: Prepared) -> str:
         return _MORE[miss.reason]
     nearest = f"the nearest is at {format_count(miss.nearest_state)}" if miss.nearest_state else "none before them"
     said = f"keys and values are there, but no state was kept: {nearest}"
-    if miss.interval is None:
+    if miss.interval_state is None:
         return said
-    at = format_count(miss.end // miss.interval * miss.interval)
+    at = format_count(miss.interval_state)
     layout = "" if run.plan.config.slabs is not None else "--layout natural "
     return f"{said}; {layout}--placement interval:{miss.interval} would have kept one at {at}, where there is room"
 

@@ -288,8 +288,8 @@ class Request:
         """
         if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
             token = integer(f"token for {self.request_id!r}", token, 0, MAX_TOKEN_ID)
-        if self._lent is not None:
-            self._refuse_lent()
+        if self._lent is not None:  # asked here: nearly nobody's are, and each token comes this way
+            self.refuse_lent()
         if self._rows is not None:
             self._rows.append_one(self.row, token)
             return
@@ -303,7 +303,7 @@ class Request:
         fewer than are computed or published: those may be shared already. O(tokens forgotten).
         """
         num_tokens = integer("num_tokens", num_tokens, most=MOST_COUNT)
-        self._refuse_lent()
+        self.refuse_lent()
         known, computed = self.num_tokens, self.num_computed_tokens
         held = 0 if self._rows is None else self._rows.least_tokens(self.row)
         least = max(self.num_prompt_tokens, min(held, known))
@@ -320,7 +320,8 @@ class Request:
         if self.hasher is not None:
             del self.hashes[num_tokens // self.hasher.block_size :]
 
-    def _refuse_lent(self) -> None:
+    def refuse_lent(self) -> None:
+        """ConfigError where its tokens are an engine's own, which changes them itself."""
         if self._lent is not None:
             raise ConfigError(f"tokens of {self.request_id!r} are its engine's: change them there, then synchronise")
 

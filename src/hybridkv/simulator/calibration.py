@@ -141,15 +141,16 @@ def fitted(measured: Sequence[Measured], cost: StepCost, name: str) -> Hardware:
             if all((one == other).all() for one, other in zip(now, bound, strict=True)):
                 break
             bound = now
-    weights, attention, moved, row_s, overhead_s = best.tolist()
+    weights, attention, moved = np.maximum(best[:3], 1 / _FASTEST).tolist()
+    row_s, overhead_s = best[3:].tolist()
     return Hardware(
         name,
-        flops_per_s=min(1 / max(weights, 1 / _FASTEST), _FASTEST),
-        bytes_per_s=min(1 / max(moved, 1 / _FASTEST), _FASTEST),
+        flops_per_s=1 / weights,
+        bytes_per_s=1 / moved,
         compute_efficiency=1.0,
         memory_efficiency=1.0,
         overhead_s=overhead_s,
-        attention_efficiency=min(max(weights, 1 / _FASTEST) / max(attention, 1 / _FASTEST), _FASTEST),
+        attention_efficiency=weights / attention,
         row_s=row_s,
     )
 

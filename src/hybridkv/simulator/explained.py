@@ -55,7 +55,7 @@ def _said(miss: Miss, bound: str) -> dict[str, object]:
     if "more_bytes" in said:
         said["more_bytes_is"] = bound
     if interval is not None:
-        said |= {"placement": f"interval:{interval}", "state_at": miss.end // interval * interval}
+        said |= {"placement": f"interval:{interval}", "state_at": miss.interval_state}
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in said.items()}
 
 

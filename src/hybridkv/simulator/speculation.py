@@ -19,12 +19,10 @@ from numpy.typing import NDArray
 from hybridkv.arguments import integer, real
 from hybridkv.errors import ConfigError
 from hybridkv.frozen import check_fields
-from hybridkv.simulator.tokens import UInt64, stream_starts
+from hybridkv.simulator.tokens import UInt64, chances_at
 from hybridkv.units import shown
 
 MOST_DRAFTS: Final = 64
-_OF_DRAFTS: Final = 4
-"""A kind of streams that no tokens are of (hybridkv.simulator.tokens)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,5 @@ class Speculation:
         """How many of its drafts each row would accept, int64[n]. starts, positions: of its next token. O(n)."""
         if self.acceptance in {0, 1}:
             return np.full(len(starts), self.drafts * int(self.acceptance))
-        drawn = stream_starts(_OF_DRAFTS, starts ^ (positions * np.uint64(0x9E3779B97F4A7C15)))
-        chance = (drawn >> np.uint64(11)).astype(np.float64) / (1 << 53)  # the top 53 bits, in [0, 1)
-        run = np.log(np.maximum(chance, 2.0**-60)) / math.log(self.acceptance)
+        run = np.log(np.maximum(chances_at(starts, positions), 2.0**-60)) / math.log(self.acceptance)
         return np.minimum(run.astype(np.int64), self.drafts)

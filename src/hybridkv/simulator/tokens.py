@@ -33,6 +33,8 @@ NEW_OUTPUT: Final = 2
 """Kind of an output that occurs nowhere else; the segment is the line's number."""
 NEW_PROMPT: Final = 3
 """Kind of a prompt of which only the length is known; the segment is the line's number."""
+_CHANCE: Final = 4
+"""Kind of no tokens: of chances along other streams."""
 
 
 def _mix(z: UInt64) -> UInt64:
@@ -61,6 +63,12 @@ def token_ids_at(starts: UInt64, positions: UInt64) -> NDArray[np.int32]:
     z *= _SECOND
     z >>= _TOP_31_BITS
     return z.astype(np.int32)
+
+
+def chances_at(starts: UInt64, positions: UInt64) -> NDArray[np.float64]:
+    """A number in [0, 1) for ``positions[i]`` of the stream at ``starts[i]``, float64[n], whatever its id is. O(n)."""
+    drawn = stream_starts(_CHANCE, starts ^ (positions * _GOLDEN))
+    return (drawn >> np.uint64(11)).astype(np.float64) / (1 << 53)  # the top 53 bits
 
 
 Piece = tuple[int, int, int]

@@ -82,6 +82,11 @@ class Miss:
         """Behind the last of them."""
         return self.first + self.tokens
 
+    @property
+    def interval_state(self) -> int | None:
+        """Behind how many tokens ``interval`` would have kept the last state in them; None without one."""
+        return None if self.interval is None else self.end // self.interval * self.interval
+
     def behind(self, other: Miss) -> Miss | None:
         """Both in one, where ``other``, right before it, has the same reason and neither group lost them."""
         if (self.reason, self.group) != (other.reason, other.group) or self.reason is MissReason.EVICTED:
