@@ -132,22 +132,44 @@ def test_a_short_trace_whose_requests_come_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
-def test_remedies_are_replayed_on_as_many_ranks(
-    ranks: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remedies_are_replayed_on_as_many_ranks(ranks: tuple[int, int], tmp_path: Path, replayed: list[Plan]) -> None:
     source = trace(tmp_path / "t.jsonl", *([[1, 0, 800], [2 + at, 0, 50]] for at in range(4)))
     made = make_plan(read_model("llama-3-8b", block_size=512), "8GiB", layout="reference", dcp=ranks[0], pcp=ranks[1])
-    replayed: list[Plan] = []
-
-    def seen(plan: Plan, settings: ReplaySettings) -> Simulation:
-        replayed.append(plan)
-        return simulation_of(plan, settings)
-
-    monkeypatch.setattr(traces, "simulation_of", seen)
     found = traces.examine_trace(source, made, ReplaySettings())
     assert [one.name for one in found.findings] == ["blocks_and_prefixes"]
     assert [one.layout for one in replayed] == ["reference", "natural"]
     assert {(one.limits.dcp, one.limits.pcp) for one in replayed} == {ranks}
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """Plans of the replays from now on."""
+    seen: list[Plan] = []
+
+    def see(plan: Plan, settings: ReplaySettings) -> Simulation:
+        seen.append(plan)
+        return simulation_of(plan, settings)
+
+    monkeypatch.setattr(traces, "simulation_of", see)
+    return seen
+
+
+def test_remedies_are_replayed_with_as_much_of_an_encoder(tmp_path: Path, replayed: list[Plan]) -> None:
+    source = trace(tmp_path / "t.jsonl", *([[1, 0, 450], [2 + at, 0, 50]] for at in range(4)))
+    model = read_model("flan-t5-large", block_size=512)
+    given = make_plan(model, "4GiB", max_model_len=1024, max_encoder_tokens=10, layout="reference")
+    traces.examine_trace(source, given, ReplaySettings())
+    assert [one.limits.max_encoder_tokens for one in replayed] == [10, 10]
+
+
+def test_remedies_are_replayed_with_blocks_that_the_kernel_reads(tmp_path: Path, replayed: list[Plan]) -> None:
+    source = trace(tmp_path / "t.jsonl", *([[at % 4, 0, 6000], [100 + at, 0, 20]] for at in range(8)))
+    model = read_model("gemma-3-27b", block_size=32)
+    given = make_plan(model, "6GiB", max_model_len=8000, windows_as_full=True, kernel_block_size=16)
+    found = traces.examine_trace(source, given, ReplaySettings())
+    assert [one.name for one in found.findings] == ["windows"]
+    assert [one.kernel_block_size for one in replayed] == [16, 16]
+    assert make_plan(model, "6GiB", max_model_len=8000).kernel_block_size is None
 
 
 def test_a_trace_with_windows_as_full(tmp_path: Path) -> None:

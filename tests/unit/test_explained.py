@@ -170,6 +170,8 @@ def test_one_request_in_sentences(tmp_path: Path) -> None:
         ("replay", tmp_path / "t.jsonl", "--explain-to", tmp_path / "to.jsonl"),
     ):
         assert "--remember" in error(*command, *asked, "--remember", "0")
+    plain = error("replay", tmp_path / "t.jsonl", *asked, "--remember", "64")
+    assert "give --explain or --explain-to FILE, too" in plain
 
 
 def test_a_state_in_sentences(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from hybridkv.models import read_model
 from hybridkv.simulator import (
     Cell,
     ReplaySettings,
+    Speculation,
     Swept,
     TraceFile,
     UniformWorkload,
@@ -64,6 +65,20 @@ def test_a_cell_is_a_replay(tmp_path: Path) -> None:
     assert one.document["report"] == {**report, "requests_within_aims": 40}
     ((name, text),) = files(tmp_path).items()
     assert (name, json.loads(text)) == (f"{SMALL.name}.json", json.loads(json.dumps(one.document)))
+
+
+def test_drafts_in_a_cell(tmp_path: Path) -> None:
+    hybrid = Cell("qwen3-next-80b-a3b", "4GiB", drafts=3, acceptance=0.9)
+    (one,) = sweep(SOURCE, [hybrid], tmp_path, Here())
+    model = read_model("qwen3-next-80b-a3b", num_speculative_tokens=3)  # states want room for them
+    plan = plan_for_trace(SOURCE.summary(), model, "4GiB")
+    report = replay(SOURCE, plan, ReplaySettings(speculation=Speculation(3, 0.9))).to_dict({})
+    assert one.document["report"] == {**report, "requests_within_aims": 40}
+    assert replace(hybrid, drafts=0).plainest() == Cell("qwen3-next-80b-a3b", "4GiB")
+    assert hybrid.plainest() == hybrid
+    for wrong in ({"drafts": 65}, {"drafts": -1}, {"acceptance": 1.5}):
+        with pytest.raises(ConfigError):
+            replace(hybrid, **wrong)
 
 
 def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
@@ -195,6 +210,9 @@ def test_a_sweep_as_a_command(tmp_path: Path) -> None:
     again = run(*base, "--memory", "2GiB", "--json")
     documents = json.loads(again.stdout)
     assert [one["cell"]["model"] for one in documents] == ["llama-3-8b", "qwen3-0.6b"]
+    drafted = run(*base, "--memory", "2GiB", "--drafts", "0,2", "--acceptance", "0.6,0.9", "--json")
+    cells = [one["cell"] for one in json.loads(drafted.stdout) if one["cell"]["model"] == "llama-3-8b"]
+    assert [(one["drafts"], one["acceptance"]) for one in cells] == [(0, 0.7), (2, 0.6), (2, 0.9)]
     assert "2 of them from before" in run(*base, "--memory", "2GiB").stdout
     for wrong, what in (
         (("--memory", "1GiB:3GiB"), "a range is from:to:step"),
@@ -205,6 +223,10 @@ def test_a_sweep_as_a_command(tmp_path: Path) -> None:
         (("--memory", "1GiB", "--tp", "x"), "--tp 'x' is no number"),
         (("--memory", "1GiB", "--placement", "x"), "placement"),
         (("--memory", "1GiB", "--jobs", "0"), "--jobs"),
+        (("--memory", "1GiB", "--acceptance", "0.5"), "give --drafts N, too"),
+        (("--memory", "1GiB", "--drafts", "2", "--acceptance", "much"), "--acceptance 0.6,0.8"),
+        (("--memory", "1GiB", "--drafts", "2", "--acceptance", "2"), "acceptance"),
+        (("--memory", "1GiB", "--drafts", "99"), "drafts"),
         (("--memory", "1GiB", "--rate", "2"), "--rate means nothing for workload:uniform|holds cells"),
     ):
         assert any(part in error(*base, *wrong) for part in what.split("|")), wrong

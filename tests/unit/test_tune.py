@@ -82,6 +82,18 @@ def test_the_cheapest_that_keeps_the_aims(tmp_path: Path) -> None:
     assert best.tokens == pytest.approx(report["output_tokens"] / (1.2 * report["simulated_s"] / 3600))
 
 
+def test_drafts_are_a_setting(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    axes = {**AXES, "hardware": ["l4"], "replicas": [1], "drafts": [0, 4], "acceptance": [0.5, 1.0]}
+    with ThreadPoolExecutor(1) as executor:
+        tried = tune(SOURCE, axes, parse_aims("tpot-p99=40ms"), PRICES, tmp_path, executor=executor)
+    assert [(one.cell.drafts, one.cell.acceptance, one.keeps_aims) for one in tried] == [
+        (4, 1.0, True),
+        (4, 0.5, False),
+        (0, 0.7, False),
+    ]
+
+
 def test_an_aim_that_nothing_keeps_has_a_nearest(tmp_path: Path) -> None:
     tried = tuned(tmp_path, "tpot-p99=1ms")
     assert not any(one.keeps_aims for one in tried)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Final
 
 import typer
 
 from hybridkv.cli.hardware import HardwareList, WeightsList
 from hybridkv.cli.panels import CACHE, MODEL, RUN
+from hybridkv.cli.speculation import require_drafts
 from hybridkv.errors import ConfigError
 from hybridkv.models import DTYPE_NAMES
 from hybridkv.planner.plan import DEFAULT_LAYOUT
@@ -18,11 +19,12 @@ from hybridkv.simulator import Cell, ReplaySettings
 from hybridkv.simulator.cost import BF16
 from hybridkv.simulator.hardware import DEFAULT_HARDWARE
 from hybridkv.simulator.routing import ROUND_ROBIN, ROUTERS
+from hybridkv.simulator.speculation import ACCEPTANCE
 from hybridkv.units import GiB, MiB, format_count, parse_bytes, shown
 
 _MOST_CELLS: Final = 100_000
 _DEFAULTS: Final = ReplaySettings()
-_NUMBERED: Final = {"tp", "block_size", "max_running", "token_budget", "replicas"}
+_NUMBERED: Final = {"tp", "block_size", "max_running", "token_budget", "replicas", "drafts"}
 
 _Models = Annotated[
     str,
@@ -67,6 +69,18 @@ _MaxRunning = Annotated[str, typer.Option("--max-running", help="Requests at onc
 _TokenBudget = Annotated[str, typer.Option("--token-budget", help="Tokens of a step.", rich_help_panel=RUN)]
 _Replicas = Annotated[str, typer.Option("--replicas", help="Engines behind a router.", rich_help_panel=RUN)]
 _Router = Annotated[str, typer.Option("--router", help=f"{', '.join(ROUTERS)}.", rich_help_panel=RUN)]
+_Drafts = Annotated[
+    str, typer.Option("--drafts", help="Drafts of each row that decodes, in a step.", rich_help_panel=RUN)
+]
+_Acceptances = Annotated[
+    str | None,
+    typer.Option(
+        "--acceptance",
+        help="Of a draft, if those before it were accepted: 0 .. 1.",
+        show_default=str(ACCEPTANCE),
+        rich_help_panel=RUN,
+    ),
+]
 JobsOption = Annotated[
     int | None, typer.Option("--jobs", help="Processes at once.", show_default="one a core", rich_help_panel=RUN)
 ]
@@ -90,6 +104,8 @@ class AxesOptions:
     weights: WeightsList = BF16
     replicas: _Replicas = "1"
     router: _Router = ROUND_ROBIN
+    drafts: _Drafts = "0"
+    acceptance: _Acceptances = None
 
     def values(self) -> dict[str, Sequence[object]]:
         """By the fields of Cell, which these are. ConfigError for lists that are none."""
@@ -99,10 +115,14 @@ class AxesOptions:
             option = "--kv-dtype" if name == "dtype" else "--" + name.replace("_", "-")
             if given is None:
                 found[name] = [None]
+            elif name == "acceptance":
+                found[name] = shares(option, given)
             elif name == "memory":
                 found[name] = sizes(given)
             else:
                 found[name] = numbers(option, given) if name in _NUMBERED else words(option, given)
+        require_drafts(any(found["drafts"]), self.acceptance)
+        found["acceptance"] = [ACCEPTANCE if one is None else one for one in found["acceptance"]]
         found["dtype"] = [DTYPE_NAMES.get(str(one), one) for one in found["dtype"]]
         return found
 
@@ -116,8 +136,7 @@ def cells_of(axes: Mapping[str, Sequence[object]]) -> list[Cell]:
         raise ConfigError(f"{format_count(count)} cells are more than a sweep takes ({format_count(_MOST_CELLS)})")
     chosen: Iterator[tuple[Any, ...]] = itertools.product(*axes.values())
     cells = [Cell(**dict(zip(axes, values, strict=True))) for values in chosen]
-    # before one engine all routers are alike
-    return list(dict.fromkeys(one if one.replicas > 1 else replace(one, router=ROUND_ROBIN) for one in cells))
+    return list(dict.fromkeys(one.plainest() for one in cells))
 
 
 def words(option: str, given: str) -> list[str]:
@@ -135,6 +154,15 @@ def numbers(option: str, given: str) -> list[int]:
         if not (one.isascii() and one.isdigit() and len(one) < 10):
             raise ConfigError(f"{option} {shown(one)} is no number: say {option} 1,2")
     return list(map(int, found))
+
+
+def shares(option: str, given: str) -> list[float]:
+    """Numbers of 0 .. 1, separated by commas."""
+    found = words(option, given)
+    try:
+        return list(map(float, found))
+    except ValueError:
+        raise ConfigError(f"{option} {shown(given)}: say numbers of 0 .. 1, as {option} 0.6,0.8") from None
 
 
 def sizes(given: str) -> list[str]:

@@ -12,13 +12,12 @@ from rich.table import Table
 
 from hybridkv.cache import MissReason
 from hybridkv.cli.gathered import gathered
-from hybridkv.cli.keeping import REMEMBERED
 from hybridkv.cli.output import console, print_facts, share
 from hybridkv.cli.panels import OUTPUT
 from hybridkv.cli.printable import printable
 from hybridkv.cli.requests import TraceArgument
 from hybridkv.cli.running import Prepared, RunOptions
-from hybridkv.cli.why import RememberOption, sentence
+from hybridkv.cli.why import RememberOption, remembered, sentence
 from hybridkv.errors import ConfigError
 from hybridkv.simulator import RequestSource, TraceRequest
 from hybridkv.simulator.explained import Explained
@@ -38,11 +37,11 @@ def explain_command(
     trace: TraceArgument,
     request: Annotated[int, typer.Argument(help="Its number in the trace; the first is 0.", metavar="REQUEST", min=0)],
     options: RunOptions,
-    remember: RememberOption = REMEMBERED,
+    remember: RememberOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.", rich_help_panel=OUTPUT)] = False,
 ) -> None:
     """Replay requests until one begins, and say of each part of its prompt why it was found, or not."""
-    run = options.prepare(trace, options.settings(remembered_losses=remember, block_times=True))
+    run = options.prepare(trace, options.settings(remembered_losses=remembered(remember), block_times=True))
     if request >= run.summary.requests:
         raise ConfigError(
             f"{run.source.name} holds {format_count(run.summary.requests)} requests, numbered from 0: there is no "

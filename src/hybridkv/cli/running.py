@@ -27,6 +27,7 @@ from hybridkv.cli.planning import (
     load_plan,
 )
 from hybridkv.cli.requests import SourceOptions
+from hybridkv.cli.speculation import require_drafts
 from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan
 from hybridkv.simulator import (
@@ -42,11 +43,10 @@ from hybridkv.simulator import (
 )
 from hybridkv.simulator.cost import BF16
 from hybridkv.simulator.hardware import DEFAULT_HARDWARE
-from hybridkv.simulator.speculation import Speculation
+from hybridkv.simulator.speculation import ACCEPTANCE, Speculation
 
 _DEFAULT: Final = ReplaySettings()
 _SAID_NOTHING: Final = SourceOptions()
-_ACCEPTANCE: Final = 0.7
 _NOT_TOLD: Final = {"placement", "step_by_step", "shares", "block_times"}
 """Settings that say nothing, or stand elsewhere in documents."""
 
@@ -91,7 +91,7 @@ class RunOptions:
         float | None,
         typer.Option(
             help="Of a draft, if those before it were accepted: 0 .. 1.",
-            show_default=str(_ACCEPTANCE),
+            show_default=str(ACCEPTANCE),
             rich_help_panel=RUN,
         ),
     ] = None
@@ -126,11 +126,10 @@ class RunOptions:
         )
 
     def _speculation(self) -> Speculation | None:
-        if self.drafts:
-            return Speculation(self.drafts, _ACCEPTANCE if self.acceptance is None else self.acceptance)
-        if self.acceptance is not None:
-            raise ConfigError("--acceptance is of drafts, and there are none: give --drafts N, too")
-        return None
+        require_drafts(self.drafts, self.acceptance)
+        if not self.drafts:
+            return None
+        return Speculation(self.drafts, ACCEPTANCE if self.acceptance is None else self.acceptance)
 
     def prepare(self, trace: str, settings: ReplaySettings) -> Prepared:
         """All that is needed to begin. What cannot work is said here."""

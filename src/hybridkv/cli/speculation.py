@@ -1,4 +1,4 @@
-"""What `--speculate` names: who proposes tokens, and how many of them."""
+"""What `--speculate` names: who proposes tokens, and how many of them; of replays, what is supposed of drafts."""
 
 from __future__ import annotations
 
@@ -32,6 +32,12 @@ SpeculateOption = Annotated[
         rich_help_panel=RUN,
     ),
 ]
+
+
+def require_drafts(drafts: object, acceptance: object) -> None:
+    """ConfigError where ``acceptance`` was given, and there are no drafts to accept."""
+    if acceptance is not None and not drafts:
+        raise ConfigError("--acceptance is of drafts, and there are none: give --drafts N, too")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from hybridkv.cli.keeping import REMEMBERED, ExplainOption
 from hybridkv.cli.output import in_words
 from hybridkv.cli.panels import OUTPUT
 from hybridkv.cli.running import Prepared
+from hybridkv.errors import ConfigError
 from hybridkv.units import format_bytes, format_count
 
 WHY: Final = {
@@ -40,11 +41,12 @@ _MORE: Final = {
 }
 
 RememberOption = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--remember",
         min=1,
         help="Keys of evicted blocks that are remembered to explain misses, some 200 bytes each.",
+        show_default=f"{REMEMBERED:,}",
         rich_help_panel=OUTPUT,
     ),
 ]
@@ -63,12 +65,23 @@ class WhyOptions:
             rich_help_panel=OUTPUT,
         ),
     ] = None
-    remember: RememberOption = REMEMBERED
+    remember: RememberOption = None
 
     @property
     def remembered_losses(self) -> int:
-        """For ReplaySettings; 0 where nothing is asked."""
-        return self.remember if self.explain or self.explain_to is not None else 0
+        """For ReplaySettings; 0 where nothing is asked. ConfigError for so many of what nobody asks for."""
+        if self.explain or self.explain_to is not None:
+            return remembered(self.remember)
+        if self.remember is not None:
+            raise ConfigError(
+                "--remember is of misses explained, and none is: give --explain or --explain-to FILE, too"
+            )
+        return 0
+
+
+def remembered(given: int | None) -> int:
+    """Keys, where misses are explained."""
+    return REMEMBERED if given is None else given
 
 
 def sentence(miss: Miss, run: Prepared) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from hybridkv.doctor.findings import BLOCKS, STATES_FIT, STATES_READ, WINDOWS, Diagnosis, Finding, Proof
 from hybridkv.planner import Plan
@@ -44,6 +44,26 @@ def edge_tokens(plan: Plan) -> int:
         group.spec for group in plan.config.groups if group.spec.keeps in {Keeps.TOKENS, Keeps.WINDOW, Keeps.STATE}
     ]
     return math.lcm(*(spec.block_size * (1 if spec.keeps is Keeps.STATE else plan.limits.cp) for spec in specs))
+
+
+def planned_again(plan: Plan, **changed: Any) -> Plan:  # noqa: ANN401 - arguments of hybridkv.planner.plan
+    """``plan`` anew, with ``changed`` instead of what it was made with. CapacityError where it does not fit so."""
+    same = changed.get("layout", plan.layout) == plan.layout
+    asked = {
+        "memory": plan.memory_bytes,
+        "max_model_len": plan.max_model_len,
+        "max_batched_tokens": plan.limits.max_in_flight_tokens,
+        "prefill_checkpoints": plan.limits.prefill_checkpoints if same else 0,
+        "placement": plan.placement if same else None,
+        "windows_as_full": windows_are_full(plan),
+        "max_encoder_tokens": plan.limits.max_encoder_tokens,
+        "dcp": plan.limits.dcp,
+        "pcp": plan.limits.pcp,
+        "layout": plan.layout,
+        "kernel_block_size": plan.kernel_block_size if same else None,
+        **changed,
+    }
+    return make_plan(replace(plan.model, max_model_len=plan.max_model_len), **asked)
 
 
 def states_that_fit(plan: Plan) -> int:
@@ -109,16 +129,7 @@ def _room(plan: Plan, max_running: int) -> Look:
 def _windows(plan: Plan) -> Look:
     if not windows_are_full(plan):
         return WINDOWS, "windows are kept as windows", None
-    other = make_plan(
-        plan.model,
-        plan.memory_bytes,
-        max_model_len=plan.max_model_len,
-        max_batched_tokens=plan.limits.max_in_flight_tokens,
-        placement=plan.placement,
-        dcp=plan.limits.dcp,
-        pcp=plan.limits.pcp,
-        layout=plan.layout,
-    )
+    other = planned_again(plan, windows_as_full=False)
     before, after = plan.capacity.concurrency, other.capacity.concurrency
     longest = f"requests of {format_count(plan.max_model_len)} tokens"
     figure = f"{before:.2f} {longest} fit, {after:.2f} with windows"

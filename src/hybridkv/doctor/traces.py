@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from hybridkv.doctor.findings import BLOCKS, SALTS, STATES_FIT, STATES_READ, WINDOWS, Diagnosis, Finding, Proof
-from hybridkv.doctor.plans import edge_tokens, has_windows, states_that_fit, windows_are_full
+from hybridkv.doctor.plans import edge_tokens, has_windows, planned_again, states_that_fit, windows_are_full
 from hybridkv.planner import Plan
 from hybridkv.planner.plan import NATURAL, NO_STATES
 from hybridkv.simulator import (
@@ -17,7 +17,6 @@ from hybridkv.simulator import (
     RequestSource,
     TraceFile,
     TraceSummary,
-    plan_for_trace,
     simulation_of,
 )
 from hybridkv.simulator.prefixes import Prefixes
@@ -168,19 +167,10 @@ class _Case:
         """With ``planned`` instead of what the plan has."""
         self.on_replay(change)
         plan, settings = self.plan, self.settings
-        placement = settings.placement or plan.placement
-        wanted = {
-            "memory": plan.memory_bytes,
-            "layout": plan.layout,
-            "placement": placement if planned.get("layout", plan.layout) == plan.layout else None,
-            "windows_as_full": windows_are_full(plan),
-            "max_model_len": plan.max_model_len,
-            "dcp": plan.limits.dcp,
-            "pcp": plan.limits.pcp,
-            **planned,
-        }
-        made = plan_for_trace(self.summary, plan.model, token_budget=settings.token_budget, **wanted)
-        return _run(self.source, made, replace(self.settings, placement=None), self.summary)
+        placed = planned.get("layout", plan.layout) == plan.layout and settings.placement is not None
+        wanted = {"placement": settings.placement, **planned} if placed else planned
+        made = planned_again(plan, max_batched_tokens=settings.token_budget, **wanted)
+        return _run(self.source, made, replace(settings, placement=None), self.summary)
 
 
 def _shared(source: RequestSource) -> list[int]:

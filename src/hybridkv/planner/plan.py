@@ -79,6 +79,13 @@ class Plan:
         return DEFAULT_PLACEMENTS[NATURAL] if self.states_kept is None else self.states_kept
 
     @property
+    def kernel_block_size(self) -> int | None:
+        """Tokens that attention kernels read as one block; None where they read whole blocks."""
+        groups = enumerate(self.config.groups)
+        parts = ((group.spec.block_size, self.config.kernel_blocks_of(at)) for at, group in groups)
+        return next((size // count for size, count in parts if count > 1), None)
+
+    @property
     def capacity(self) -> Capacity:
         """What the config holds."""
         return capacity_of(self.config, self.memory_bytes, self.limits)

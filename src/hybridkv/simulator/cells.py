@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 from hybridkv.arguments import integer
@@ -20,6 +20,7 @@ from hybridkv.simulator.fleet import MOST_REPLICAS, replay_replicas
 from hybridkv.simulator.hardware import DEFAULT_HARDWARE, hardware_named
 from hybridkv.simulator.routing import ROUND_ROBIN, router_named
 from hybridkv.simulator.setup import TOKEN_BUDGET, ReplaySettings, plan_for_trace
+from hybridkv.simulator.speculation import ACCEPTANCE, MOST_DRAFTS, Speculation
 from hybridkv.simulator.trace import RequestSource, TraceSummary
 from hybridkv.units import parse_bytes, shown
 
@@ -32,7 +33,8 @@ _NAME_CHARACTERS: Final = 60
 class Cell:
     """A setting. model: as read_model takes it. memory: for the cache of one rank. dtype: of keys and values.
 
-    hardware: as hardware_named takes it. first_token_s, per_token_s: aims that single requests are counted by.
+    hardware: as hardware_named takes it. drafts, acceptance: as Speculation has them, 0 drafts for none.
+    first_token_s, per_token_s: aims that single requests are counted by.
 
     Others as plan_for_trace and ReplaySettings have them. ConfigError for what no model or machine could make right.
     """
@@ -51,6 +53,8 @@ class Cell:
     weights: str = BF16
     replicas: int = 1
     router: str = ROUND_ROBIN
+    drafts: int = 0
+    acceptance: float = ACCEPTANCE
     first_token_s: float = math.inf
     per_token_s: float = math.inf
 
@@ -63,8 +67,14 @@ class Cell:
         if self.layout != NATURAL and self.placement not in {None, ALIGN, NO_STATES}:
             raise ConfigError(f"placement {shown(self.placement)} is none of the {self.layout} layout's")
         integer("replicas", self.replicas, 1, MOST_REPLICAS)
+        integer("drafts", self.drafts, 0, MOST_DRAFTS)
         router_named(self.router)
         self.settings()
+
+    def plainest(self) -> Cell:
+        """What runs alike, without what does nothing: a router before one engine, acceptance of no drafts."""
+        router = self.router if self.replicas > 1 else ROUND_ROBIN
+        return replace(self, router=router, acceptance=self.acceptance if self.drafts else ACCEPTANCE)
 
     def said(self) -> dict[str, object]:
         """The fields as JSON has them: what is not limited is null."""
@@ -80,7 +90,13 @@ class Cell:
 
     def read(self) -> Model:
         """The model. ConfigError where there is none, or none that is sharded so."""
-        return read_model(self.model, block_size=self.block_size, tp=self.tp, dtype=self.dtype)
+        return read_model(
+            self.model,
+            block_size=self.block_size,
+            tp=self.tp,
+            dtype=self.dtype,
+            num_speculative_tokens=self.drafts,
+        )
 
     def settings(self) -> ReplaySettings:
         """How it runs."""
@@ -92,6 +108,7 @@ class Cell:
             weights=self.weights,
             placement=placed,
             eviction=self.eviction,
+            speculation=Speculation(self.drafts, self.acceptance) if self.drafts else None,
         )
 
     def run(self, source: RequestSource, summary: TraceSummary) -> dict[str, object]:

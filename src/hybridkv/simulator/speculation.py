@@ -23,6 +23,8 @@ from hybridkv.simulator.tokens import UInt64, chances_at
 from hybridkv.units import shown
 
 MOST_DRAFTS: Final = 64
+ACCEPTANCE: Final = 0.7
+"""Of a draft, where nobody says."""
 
 
 @dataclass(frozen=True, slots=True)

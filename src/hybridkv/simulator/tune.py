@@ -13,7 +13,7 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,6 @@ from hybridkv.arguments import integer
 from hybridkv.errors import ConfigError, SweepError
 from hybridkv.simulator.aims import Aim, of_requests, worst
 from hybridkv.simulator.cells import Cell
-from hybridkv.simulator.routing import ROUND_ROBIN
 from hybridkv.simulator.sweep import Swept, sweep
 from hybridkv.simulator.trace import RequestSource
 
@@ -106,8 +105,7 @@ def _number(value: object) -> int:
 
 
 def _cell(values: Mapping[str, Any], single: Mapping[str, Any]) -> Cell:
-    cell = Cell(**values, **single)
-    return cell if cell.replicas > 1 else replace(cell, router=ROUND_ROBIN)
+    return Cell(**values, **single).plainest()
 
 
 def _tried(swept: Swept, aims: tuple[Aim, ...], prices: Mapping[str, float]) -> Tried:
