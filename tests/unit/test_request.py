@@ -1,7 +1,9 @@
 """A request answers for its tokens and counts, wherever they live."""
 
+import sys
 from collections.abc import Sequence
 from fractions import Fraction
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,26 @@ def test_counts_of_a_waiting_request() -> None:
     assert request.num_computed_tokens == 0
     assert request.first_hit_tokens is None
     assert repr(request) == "Request('r', prompt=3, tokens=4, computed=0)"
+
+
+def test_tokens_grow_and_shrink_while_somebody_keeps_every_frame() -> None:
+    """As profilers of other threads do: what frames see of the tokens must not be the tokens."""
+    frames: list[FrameType] = []
+    rows, hasher = RequestRows(4), BlockHasher(4)
+    sys.setprofile(lambda frame, *_: frames.append(frame))
+    try:
+        for prompt in (list(range(11)), np.arange(11, dtype=np.int32)):
+            first = Request(f"first of {type(prompt)}", prompt, hasher=hasher)
+            again = Request(f"again of {type(prompt)}", prompt, hasher=hasher, continues=first)
+            for request in (first, again):
+                rows.bind(request)
+                rows.append_one(request.row, 11)
+                rows.release(request)
+                request.append(12)
+    finally:
+        sys.setprofile(None)
+    assert len(frames) > 100
+    assert again.token_ids().tolist() == list(range(13))
 
 
 @pytest.mark.parametrize("prompt", [[-1], [2**31], ["a"], [1.5], np.array([-1]), np.array([2**31])])

@@ -384,7 +384,8 @@ class Request:
             return []
         size = self.hasher.block_size
         blocks = min(len(self._tokens) // size, len(earlier.hashes))
-        mine, theirs = (np.frombuffer(tokens, np.int32)[: blocks * size] for tokens in (self._tokens, earlier._tokens))
+        both = self._tokens, earlier._tokens
+        mine, theirs = (np.frombuffer(tokens[: blocks * size], np.int32) for tokens in both)
         differ = np.flatnonzero(mine != theirs)
         if differ.size:
             blocks = differ.item(0) // size
@@ -406,10 +407,8 @@ class Request:
         if self._lent is not None:
             tokens = self.token_ids(done * size, full * size)
             return self._hashed(self.hashes[-1] if done else None, tokens, self.extra_keys(done, full - done))
-        rest = self._tokens
-        if more or done:  # what is whole, and all of it new, is read where it lies
-            rest = rest[done * size :]
-            rest.extend(more)
+        rest = self._tokens[done * size :]  # a copy: whoever keeps this frame, as profilers do, locks what it views
+        rest.extend(more)
         tokens = np.frombuffer(rest, np.int32)[: (full - done) * size]
         return self._hashed(self.hashes[-1] if done else None, tokens, self.extra_keys(done, full - done))
 

@@ -44,7 +44,7 @@ def token_array(tokens: Sequence[int] | NDArray[np.integer]) -> array[int]:
         return out
     try:
         out = array("I", tokens)  # a third of the time that signed ones take
-        if not out or _all_fit(np.frombuffer(out, np.int32)):
+        if not out or _all_fit(np.frombuffer(out[:], np.int32)):
             return out
     except TypeError as error:
         raise ConfigError(f"token ids must be integers in 0 .. 2**31 - 1: {error}") from None
