@@ -122,6 +122,19 @@ def test_what_cannot_serve_the_trace_comes_last(tmp_path: Path) -> None:
     assert len(tried) == 6
 
 
+def test_no_machine_is_bought_that_does_not_hold_weights_and_cache(tmp_path: Path) -> None:
+    tried = tuned(tmp_path, "tpot-p99=1s", memory="10GiB")  # 16 GB of weights beside it, in 24
+    refused = [one for one in tried if one.refused is not None]
+    assert [(one.cell.hardware, one.cell.replicas) for one in refused] == [("l4", 1), ("l4", 2)]
+    assert "14.96 GiB of weights and a cache of 10GiB are more than the 22.35 GiB of one L4" in str(refused[0].refused)
+    assert len(list((tmp_path / "cells").iterdir())) == 4
+    assert Cell("llama-3-8b", "7GiB", hardware="l4").too_large() is None
+    assert Cell("llama-3-8b", "10GiB", hardware="l4", weights="fp8").too_large() is None
+    assert Cell("llama-3-8b", "999GiB", hardware="epyc-9654").too_large() is None  # nobody knows
+    assert Cell("llama-3-70b", "20GiB", tp=4, hardware="h100").too_large() is None
+    assert Cell("llama-3-70b", "20GiB", tp=1, hardware="h100").too_large() is not None
+
+
 def test_hardware_without_a_price(tmp_path: Path) -> None:
     with (
         ThreadPoolExecutor(1) as executor,

@@ -15,14 +15,14 @@ from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError
 from hybridkv.models import Model, read_model
 from hybridkv.planner.plan import ALIGN, DEFAULT_LAYOUT, LAYOUTS, NATURAL, NO_STATES
-from hybridkv.simulator.cost import BF16
+from hybridkv.simulator.cost import BF16, WEIGHT_BYTES
 from hybridkv.simulator.fleet import MOST_REPLICAS, replay_replicas
 from hybridkv.simulator.hardware import DEFAULT_HARDWARE, hardware_named
 from hybridkv.simulator.routing import ROUND_ROBIN, router_named
 from hybridkv.simulator.setup import TOKEN_BUDGET, ReplaySettings, plan_for_trace
 from hybridkv.simulator.speculation import ACCEPTANCE, MOST_DRAFTS, Speculation
 from hybridkv.simulator.trace import RequestSource, TraceSummary
-from hybridkv.units import parse_bytes, shown
+from hybridkv.units import format_bytes, parse_bytes, shown
 
 SCHEMA: Final = "hybridkv.sweep.cell"
 VERSION: Final = 1
@@ -96,6 +96,18 @@ class Cell:
             tp=self.tp,
             dtype=self.dtype,
             num_speculative_tokens=self.drafts,
+        )
+
+    def too_large(self) -> str | None:
+        """What of weights and cache the machine's memory does not hold; None where all fits, or nobody knows."""
+        machine, model = hardware_named(self.hardware), self.read()
+        weights = model.parameters / model.tp * WEIGHT_BYTES[self.weights]
+        needed = weights + parse_bytes(self.memory)
+        if not machine.memory_bytes or needed <= machine.memory_bytes:
+            return None
+        return (
+            f"{format_bytes(round(weights))} of weights and a cache of {self.memory} are more than the "
+            f"{format_bytes(round(machine.memory_bytes))} of one {machine.name}: lower --memory or raise --tp"
         )
 
     def settings(self) -> ReplaySettings:
