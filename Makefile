@@ -133,6 +133,7 @@ test-vllm-generate: find-vllm
 # whole engines of vLLM (CPU build), with its own scheduler and with ours; an hour and a half
 test-vllm-engine: find-vllm
 	$(VLLM_PYTHON) tests/vllm/drift.py
+	$(VLLM_PYTHON) tests/vllm/natural_views.py
 	$(VLLM_PYTHON) tests/vllm/served.py
 	$(VLLM_PYTHON) tests/vllm/engine_duel.py
 	$(VLLM_PYTHON) tests/vllm/natural_duel.py

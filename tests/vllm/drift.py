@@ -12,8 +12,9 @@ from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from vllm.config import CacheConfig, ParallelConfig, VllmConfig
+from vllm.config import CacheConfig, CompilationConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -26,11 +27,14 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     MambaSpec,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import select_common_block_size
+from vllm.v1.worker.worker_base import CompilationTimes
 
 from hybridkv.vllm.blocks import Blocks
 from hybridkv.vllm.manager import CacheManager
@@ -48,7 +52,13 @@ OF_SCHEDULERS = {
         "num_external_computed_tokens",
     ),
 }
-OF_WORKERS = {"initialize_from_config": ("kv_cache_config",), "execute_model": ("scheduler_output",)}
+OF_WORKERS = {
+    "initialize_from_config": ("kv_cache_config",),
+    "execute_model": ("scheduler_output",),
+    "compile_or_warm_up_model": (),
+    "get_supported_kv_cache_layouts": (),
+}
+OF_BLOCK_SIZES = ("kv_manager_block_size", "backends", "kv_cache_specs")
 IN_SCHEDULERS = (
     "connector",
     "dcp_world_size",
@@ -86,17 +96,23 @@ FIELDS = {
     VllmConfig: ("additional_config", "kv_transfer_config", "ec_transfer_config", "speculative_config"),
     ParallelConfig: ("worker_cls", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"),
     CacheConfig: ("enable_prefix_caching",),
+    CompilationTimes: ("language_model", "encoder"),
+    CompilationConfig: ("compilation_time", "encoder_compilation_time", "static_forward_context"),
 }
 """Of their dataclasses, read, made or put right."""
 IN_BATCHES = ("req_id_to_index", "block_table")
-IN_RUNNERS = ("requests", "input_batch", "kv_caches", "device")
+IN_RUNNERS = ("requests", "input_batch", "kv_caches", "device", "prepare_inputs_event")
 NAMED = (
     KVCacheConfig.num_blocks_of,
     KVCacheConfig.needs_kv_cache_zeroing,
     AttentionSpec.real_page_size_bytes,
     AttentionLayerBase.get_attn_backend,
     KVCacheGroupRole.DEFAULT,
-    select_common_block_size,
+    KVCacheLayout.is_block_compact,
+    KVCacheLayout.is_block_outermost,
+    current_platform.is_cpu,
+    current_platform.is_cuda_alike,
+    set_current_vllm_config,
 )
 """That these are there, importing says."""
 
@@ -124,18 +140,20 @@ def drifted() -> Iterator[str]:
                 yield f"{theirs.__name__}.{name} is not answered"
             elif callable(method) and parameters(mine) != parameters(method):
                 yield f"{theirs.__name__}.{name}{parameters(method)}, ours {parameters(mine)}"
-    for kind, methods in ((Scheduler, OF_SCHEDULERS), (CPUWorker, OF_WORKERS)):
+    for kind, methods in ((Scheduler, OF_SCHEDULERS), (CPUWorker, OF_WORKERS), (Worker, OF_WORKERS)):
         for name, wanted in methods.items():
             if parameters(getattr(kind, name)) != wanted:
                 yield f"{kind.__name__}.{name}{parameters(getattr(kind, name))}, not {wanted}"
     for kind, names in FIELDS.items():
-        there = {one.name for one in fields(kind)}
+        there = set(kind._fields) if hasattr(kind, "_fields") else {one.name for one in fields(kind)}
         yield from (f"{kind.__name__} has no {name}" for name in names if name not in there)
     yield from not_set()
 
 
 def not_set() -> Iterator[str]:
-    """What constructors and classes are to set, or to have."""
+    """What constructors and classes are to set, or to have, and one function to take."""
+    if parameters(select_common_block_size) != OF_BLOCK_SIZES:
+        yield f"select_common_block_size{parameters(select_common_block_size)}, not {OF_BLOCK_SIZES}"
     if not hasattr(SamplingParams(), "extra_args"):
         yield "SamplingParams has no extra_args"
     for made, names in (

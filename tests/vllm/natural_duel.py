@@ -48,7 +48,7 @@ class Regime:
 
     preempts: requests of ours are preempted, where tokens take blocks. drafts: not for models with recurrent states.
     alike: chunks end at the same tokens in both, and only so are bfloat16 models the same: second turns, which go on
-    from states that decoding left, are left out.
+    from states that decoding left, are left out. captured: on GPUs alone, where graphs of the kernels are captured.
     """
 
     name: str
@@ -59,6 +59,7 @@ class Regime:
     preempts: bool = False
     drafts: bool = False
     alike: bool = False
+    captured: bool = False
 
 
 def placed(name: str) -> Mapping[str, Any]:
@@ -86,6 +87,7 @@ REGIMES = (
         ours=placed("interval:64"),
         alike=True,
     ),
+    Regime("captured", {"enforce_eager": False}, captured=True),
     Regime("two ranks", {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
 )
 
@@ -93,7 +95,15 @@ REGIMES = (
 def answers(
     model: Path, rounds: Sequence[Round], match: Match, regime: Regime, *, ours: bool, fault: str | None = None
 ) -> Any:  # noqa: ANN401 - what vllm_engine.py answers
-    options = {"max_model_len": 320, "block_size": 32, "enable_prefix_caching": True, **match.options, **regime.options}
+    options = {
+        "max_model_len": 320,
+        "block_size": 32,
+        "enable_prefix_caching": True,
+        "kv_cache_memory_bytes": 1 << 30,
+        "async_scheduling": regime.ahead,
+        **match.options,
+        **regime.options,
+    }
     scheduler = None
     if ours:
         options |= {**OURS, **regime.ours}
@@ -118,6 +128,8 @@ def answers(
 
 def fits(match: Match, regime: Regime) -> bool:
     """Whether that is anything to compare."""
+    if regime.captured and not torch.cuda.is_available():
+        return False
     return (match.name in WITHOUT_STATES or not regime.drafts) and (regime.alike or match.name not in ROUNDED)
 
 

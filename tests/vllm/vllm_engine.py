@@ -72,8 +72,8 @@ def main(job_file: str, out: str) -> None:
         job["options"]["scheduler_cls"] = job["scheduler"]
     if job.get("fault") is not None:
         natural_faults.commit(job["fault"])
-    options = {"dtype": "float32", **job["options"]}
-    llm = vllm.LLM(model=job["model"], skip_tokenizer_init=True, enforce_eager=True, **options)
+    options = {"dtype": "float32", "enforce_eager": True, **job["options"]}
+    llm = vllm.LLM(model=job["model"], skip_tokenizer_init=True, **options)
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
     if job.get("ahead"):

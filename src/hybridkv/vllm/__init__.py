@@ -9,11 +9,12 @@ r"""hybridkv inside vLLM: its schedulers with this library's cache manager in th
         --scheduler-cls hybridkv.vllm.NaturalScheduler --worker-cls hybridkv.vllm.NaturalWorker
 
     natural          vLLM's config -> plan -> KVCacheManager (natural layout)
-    natural_step     moves, copies, states to keep: on vLLM's SchedulerOutput --> natural_worker, arena
+    natural_step     moves, copies, states to keep: on vLLM's SchedulerOutput --> natural_layout, arena
+    natural_worker   vLLM's worker of this platform, CPU or GPU, with natural_layout before it
 
 Nothing of vLLM is patched: the scheduler is a subclass whose ``kv_cache_manager`` is replaced once it is made. Only
-``scheduler``, ``events`` and ``natural_scheduler``, ``_config`` and ``_worker`` import vLLM; what else lies here goes
-by the names of its fields. vLLM 0.32 is supported.
+``scheduler``, ``events`` and ``natural_scheduler``, ``_config``, ``_layout`` and the workers import vLLM; what else
+lies here goes by the names of its fields. vLLM 0.32 is supported.
 """
 
 from __future__ import annotations

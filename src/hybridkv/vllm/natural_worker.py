@@ -1,96 +1,28 @@
-"""vLLM's worker over one arena in slabs: ``--worker-cls hybridkv.vllm.NaturalWorker``.
-
-What vLLM has computed of the layout, which gives all layers pages of one size, says how many bytes there are, and is
-left; the layout is the scheduler's, and comes with its first step.
-"""
+"""vLLM's workers in the natural layout: ``--worker-cls hybridkv.vllm.NaturalWorker``, whatever the platform."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
 
-import torch
-from vllm.config import set_current_vllm_config
-from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm.v1.worker.utils import select_common_block_size
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_worker import Worker
 
 from hybridkv.errors import ConfigError
-from hybridkv.vllm.arena import Arena
-from hybridkv.vllm.natural import Options, default_block_size, layer_specs
-from hybridkv.vllm.natural_config import natural_config
-from hybridkv.vllm.natural_step import ATTRIBUTE, Cell, NaturalStep
-
-if TYPE_CHECKING:
-    from hybridkv.planner import KVCacheConfig as OurConfig
+from hybridkv.vllm.natural_layout import NaturalLayout
 
 
-class NaturalLayout:
-    """A worker of vLLM's first model runner, in the natural layout: to stand before one of vLLM's workers."""
-
-    def initialize_from_config(self, kv_cache_config: Any) -> None:  # noqa: ANN401 - vLLM's
-        """Wait for the layout. ConfigError for blocks of attention that some kernel would cut, or not take at all."""
-        self._theirs = kv_cache_config
-        self._arena: Arena | None = None
-        config = self.vllm_config  # type: ignore[attr-defined] # of the worker behind this one
-        size = Options.of(config.additional_config, default_block_size(kv_cache_config)).block_size
-        layers = config.compilation_config.static_forward_context
-        for name, spec in layer_specs(kv_cache_config):
-            if not hasattr(spec, "shapes") and not _takes(layers[name].get_attn_backend(), size):
-                raise ConfigError(
-                    f"the kernel of {name} does not read blocks of {size} tokens as they are: give another block_size "
-                    "in hybridkv of --additional-config"
-                )
-
-    def execute_model(self, scheduler_output: Any) -> Any:  # noqa: ANN401 - vLLM's
-        """As vLLM's, between what the step does to blocks."""
-        step: NaturalStep | None = getattr(scheduler_output, ATTRIBUTE, None)
-        if step is None:
-            raise ConfigError("NaturalWorker takes its steps from --scheduler-cls hybridkv.vllm.NaturalScheduler")
-        if step.config is not None:
-            self._arena = self._lay_out(step.config)
-        arena = self._arena
-        if arena is None:
-            raise ConfigError("the first step was lost: it says how the cache is laid out")
-        arena.copy(step.moves)
-        arena.zero(step.zero)
-        arena.copy(step.copies)
-        for cell in step.cells:
-            self._rewrite(cell)
-        output = super().execute_model(scheduler_output)  # type: ignore[misc] # as above
-        arena.copy(step.keep)
-        return output
-
-    def _lay_out(self, config: OurConfig) -> Arena:
-        """Allocate, and bind every layer to its view."""
-        if config.slabs is None:
-            raise ConfigError("the scheduler's layout has no slabs")
-        made = natural_config(self._theirs, config)
-        made.kv_cache_layout = self._theirs.kv_cache_layout
-        runner = self.model_runner  # type: ignore[attr-defined] # as above
-        with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined] # as above
-            super().initialize_from_config(made)  # type: ignore[misc] # as above
-        storage = torch.empty(0, dtype=torch.uint8, device=runner.device)
-        storage.set_(runner.kv_caches[0].untyped_storage())
-        return Arena(storage, config.slabs)
-
-    def _rewrite(self, cell: Cell) -> None:
-        """Nothing for a cell that the worker is yet to hear of."""
-        runner = self.model_runner  # type: ignore[attr-defined] # as above
-        known = runner.requests.get(cell.request_id)
-        if known is None or cell.column >= len(known.block_ids[cell.group]):
-            return
-        known.block_ids[cell.group][cell.column] = cell.block
-        row = runner.input_batch.req_id_to_index.get(cell.request_id)
-        if row is not None:
-            runner.input_batch.block_table[cell.group].block_table.np[row, cell.column] = cell.block
+class NaturalGPUWorker(NaturalLayout, Worker):  # type: ignore[misc] # vLLM is not typed here
+    """vLLM's worker for GPUs (CUDA, ROCm)."""
 
 
-def _takes(backend: Any, size: int) -> bool:  # noqa: ANN401 - vLLM's
-    """Whether its kernels read blocks of ``size`` tokens."""
-    try:
-        return bool(select_common_block_size(size, [backend]) == size)
-    except ValueError:
-        return False
+def _worker() -> type[NaturalLayout]:
+    """Of this platform."""
+    if current_platform.is_cpu():
+        # importing vLLM's worker for CPUs changes torch
+        return import_module("hybridkv.vllm.natural_cpu_worker").NaturalCPUWorker  # type: ignore[no-any-return]
+    if not current_platform.is_cuda_alike():
+        raise ConfigError("NaturalWorker runs on CPUs and on GPUs of CUDA and ROCm: leave --worker-cls out")
+    return NaturalGPUWorker
 
 
-class NaturalWorker(NaturalLayout, CPUWorker):  # type: ignore[misc] # as above
-    """vLLM's worker for CPUs."""
+NaturalWorker = _worker()
