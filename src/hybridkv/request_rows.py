@@ -12,7 +12,7 @@ from hybridkv.arguments import instances
 from hybridkv.columns import grown
 from hybridkv.errors import CacheError, ConfigError, HashError
 from hybridkv.extra_keys import Extra, ExtraKeys
-from hybridkv.request import Request, hash_error, token_array
+from hybridkv.request import Request, cut, extended, hash_error, token_array
 
 
 def append_tokens(requests: Sequence[Request], tokens: Sequence[int] | NDArray[np.integer]) -> None:
@@ -102,7 +102,7 @@ class RequestRows:
         rest = tokens[whole:]
         self.tail[row, : len(rest)] = rest
         self.num_tokens[row] = len(tokens)
-        del tokens[whole:]
+        request._tokens = tokens = cut(tokens, whole)
         request._rows, request.row = self, row
         if not rest:  # the last token must be readable in the tail: a decode step sends it
             self.tail[row, -1] = tokens[-1]
@@ -118,7 +118,7 @@ class RequestRows:
             self.num_lent -= 1
         else:
             rest = self.num_tokens.item(row) - len(request._tokens)
-            request._tokens.extend(self.tail[row, :rest].tolist())
+            request._tokens = extended(request._tokens, self.tail[row, :rest].tobytes())
         request._computed = self.num_computed.item(row)
         request._rows, request.row = None, -1
         self.requests[row] = None
@@ -189,7 +189,7 @@ class RequestRows:
         for several, blocks in parts:
             octets, width = blocks.tobytes(), blocks.itemsize * size
             for i, request in enumerate(several):
-                request._tokens.frombytes(octets[i * width : (i + 1) * width])
+                request._tokens = extended(request._tokens, octets[i * width : (i + 1) * width])
         return True
 
     def least_tokens(self, row: int) -> int:
@@ -204,7 +204,7 @@ class RequestRows:
         if whole < len(tokens):
             rest = tokens[whole:num_tokens]
             self.tail[row, : len(rest)] = rest
-            del tokens[whole:]
+            request._tokens = tokens = cut(tokens, whole)
         if whole == num_tokens:  # the last token must be readable in the tail
             self.tail[row, -1] = tokens[-1]
         self.num_tokens[row] = num_tokens
@@ -304,7 +304,7 @@ class RequestRows:
         block = self.tail[row].copy()
         block[-1] = token
         request.hash_block(block)
-        request._tokens.frombytes(block.tobytes())
+        request._tokens = extended(request._tokens, block.tobytes())
 
     def _fill(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> dict[int, HashError]:
         """Blocks that ``tokens`` complete go to their requests, hashed in one call; rows that could not be hashed."""
@@ -315,7 +315,7 @@ class RequestRows:
         octets, size = blocks.tobytes(), blocks.itemsize * self.tail_tokens
         for i, request in enumerate(owners):
             if not failed or request.row not in failed:
-                request._tokens.frombytes(octets[i * size : (i + 1) * size])
+                request._tokens = extended(request._tokens, octets[i * size : (i + 1) * size])
         return failed
 
     def _grow(self) -> None:

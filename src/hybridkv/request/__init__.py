@@ -6,7 +6,7 @@ from hybridkv.request.lent import Lender, Lent
 from hybridkv.request.protocols import Columns, Hasher, checked_hasher
 from hybridkv.request.request import Request, hash_error
 from hybridkv.request.sampling import MOST_BIAS, MOST_OUTPUTS, LogitsProcessor, SamplingParams, takes_prompt
-from hybridkv.request.token_ids import MAX_TOKEN_ID, checked_marks, token_array
+from hybridkv.request.token_ids import MAX_TOKEN_ID, checked_marks, cut, extended, token_array
 
 __all__ = [
     "MAX_TOKEN_ID",
@@ -24,6 +24,8 @@ __all__ = [
     "branch_id",
     "checked_hasher",
     "checked_marks",
+    "cut",
+    "extended",
     "hash_error",
     "output_ids",
     "takes_prompt",

@@ -15,6 +15,7 @@ waits keeps them itself. Either way the Request answers for both.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from sys import byteorder
 from typing import Final
 
 import numpy as np
@@ -27,7 +28,7 @@ from hybridkv.request.hints import NO_HINTS, Hints
 from hybridkv.request.lent import Lender, Lent
 from hybridkv.request.protocols import Columns, Hasher, checked_hasher
 from hybridkv.request.sampling import SamplingParams
-from hybridkv.request.token_ids import MAX_TOKEN_ID, checked_marks, token_array
+from hybridkv.request.token_ids import MAX_TOKEN_ID, checked_marks, cut, extended, token_array
 from hybridkv.units import MOST_COUNT
 
 _GREEDY: Final = SamplingParams()
@@ -294,7 +295,7 @@ class Request:
             self._rows.append_one(self.row, token)
             return
         self.hashes += self._new_hashes(token)
-        self._tokens.append(token)
+        self._tokens = extended(self._tokens, token.to_bytes(4, byteorder))
 
     def truncate(self, num_tokens: int) -> None:
         """Forget the tokens behind the first ``num_tokens``, and the hashes of the blocks that they filled.
@@ -313,7 +314,7 @@ class Request:
                 f"computed blocks, and no more than the {known} known"
             )
         if self._rows is None:
-            del self._tokens[num_tokens:]
+            self._tokens = cut(self._tokens, num_tokens)
             self._computed = min(computed, num_tokens)
         else:
             self._rows.truncate(self.row, num_tokens)
@@ -384,8 +385,7 @@ class Request:
             return []
         size = self.hasher.block_size
         blocks = min(len(self._tokens) // size, len(earlier.hashes))
-        both = self._tokens, earlier._tokens
-        mine, theirs = (np.frombuffer(tokens[: blocks * size], np.int32) for tokens in both)
+        mine, theirs = (np.frombuffer(tokens, np.int32)[: blocks * size] for tokens in (self._tokens, earlier._tokens))
         differ = np.flatnonzero(mine != theirs)
         if differ.size:
             blocks = differ.item(0) // size
@@ -407,8 +407,10 @@ class Request:
         if self._lent is not None:
             tokens = self.token_ids(done * size, full * size)
             return self._hashed(self.hashes[-1] if done else None, tokens, self.extra_keys(done, full - done))
-        rest = self._tokens[done * size :]  # a copy: whoever keeps this frame, as profilers do, locks what it views
-        rest.extend(more)
+        rest = self._tokens
+        if more or done:  # what is whole, and all of it new, is read where it lies
+            rest = rest[done * size :]
+            rest.extend(more)
         tokens = np.frombuffer(rest, np.int32)[: (full - done) * size]
         return self._hashed(self.hashes[-1] if done else None, tokens, self.extra_keys(done, full - done))
 

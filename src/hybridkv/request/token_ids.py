@@ -44,7 +44,7 @@ def token_array(tokens: Sequence[int] | NDArray[np.integer]) -> array[int]:
         return out
     try:
         out = array("I", tokens)  # a third of the time that signed ones take
-        if not out or _all_fit(np.frombuffer(out[:], np.int32)):
+        if not out or _all_fit(np.frombuffer(out, np.int32)):
             return out
     except TypeError as error:
         raise ConfigError(f"token ids must be integers in 0 .. 2**31 - 1: {error}") from None
@@ -54,6 +54,27 @@ def token_array(tokens: Sequence[int] | NDArray[np.integer]) -> array[int]:
     if wrong < 0:
         raise ConfigError(f"token ids must not be negative, got {shown(wrong)}")
     raise ConfigError(f"token ids must be integers in 0 .. 2**31 - 1, got {shown(wrong)}")
+
+
+def cut(tokens: array[int], length: int) -> array[int]:
+    """The first ``length`` of ``tokens``, which are theirs to change; a copy where somebody still looks at them.
+
+    Profilers and debuggers hold frames that ended, and with them views of what those read: nothing is resized then.
+    """
+    try:
+        del tokens[length:]
+    except BufferError:
+        return tokens[:length]
+    return tokens
+
+
+def extended(tokens: array[int], octets: bytes) -> array[int]:
+    """``tokens`` with those of ``octets`` behind them; a copy where somebody still looks at them (cut)."""
+    try:
+        tokens.frombytes(octets)
+    except BufferError:
+        return tokens + array(tokens.typecode, octets)
+    return tokens
 
 
 def _all_fit(ids: NDArray[np.integer]) -> bool:

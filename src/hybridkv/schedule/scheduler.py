@@ -394,7 +394,7 @@ class Scheduler:
         failed = [flight for flight in self._in_flight if flight.step.id >= step_id]
         if not failed or failed[0].step.id != step_id:
             raise CacheError(f"step {step_id} is not in flight: there is nothing to fail")
-        logger.warning("step %d and %d after it failed: %s", step_id, len(failed) - 1, error)
+        logger.warning("step %d and %d after it failed: %r", step_id, len(failed) - 1, error)
         for _ in failed:
             self._in_flight.pop()
         self._after = failed[0].step.after
