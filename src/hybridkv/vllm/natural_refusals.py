@@ -42,6 +42,7 @@ def _features(started: Any, config: Config) -> Iterator[str]:  # noqa: ANN401 - 
         "kv_events_config": events is not None and events.enable_kv_cache_events,
         "--scheduling-policy priority": started.scheduler_config.policy == "priority",
         "models with an encoder and a decoder": started.model_config.is_encoder_decoder,
+        # tests/vllm/stock_drafts.py: where stock answers otherwise with drafts, nothing can be shown
         "speculative_config for models with recurrent states": drafts is not None and states,
         "speculative_config of another method than ngram": drafts is not None and drafts.method != "ngram",
     }
