@@ -236,7 +236,7 @@ def test_a_format_by_name(tmp_path: Path) -> None:
         TraceFile(path, format_name="x")
     with pytest.raises(TraceError, match="line 1: it must name the columns TIMESTAMP, ContextTokens, GeneratedTokens"):
         list(TraceFile(path, format_name="azure"))
-    assert len(FORMATS) == len(set(FORMATS)) == 8
+    assert len(FORMATS) == len(set(FORMATS)) == 9
 
 
 def test_text_needs_a_tokenizer(tmp_path: Path) -> None:

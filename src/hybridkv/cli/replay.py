@@ -20,7 +20,7 @@ from hybridkv.cli.over_time import OverTime
 from hybridkv.cli.pages import PageFile, checked_page, write_page
 from hybridkv.cli.panels import OUTPUT
 from hybridkv.cli.printable import printable
-from hybridkv.cli.requests import TraceArgument
+from hybridkv.cli.requests import TraceArgument, untold
 from hybridkv.cli.running import Prepared, RunOptions
 from hybridkv.cli.why import WHY, WhyOptions
 from hybridkv.report import replay_page
@@ -67,6 +67,7 @@ def replay_command(
         _show_plan(run)
         set_by = f"that of {summary.longest_at}" if options.max_model_len is None else f"set by {run.length_from}"
         beyond = f"; {plan.model.name} is made for {format_count(run.own_length)}" if run.own_length else ""
+        print_facts(untold(run.source))
         print_facts({"longest request": f"{format_count(plan.max_model_len)} tokens, {set_by}{beyond}"})
         sys.stdout.flush()
     begun = time.perf_counter()

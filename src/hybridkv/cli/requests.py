@@ -11,6 +11,7 @@ import typer
 from hybridkv.cli.panels import REQUESTS
 from hybridkv.errors import ConfigError
 from hybridkv.simulator import FORMATS, WORKLOADS, RequestSource, TraceFile, UniformWorkload, Workload
+from hybridkv.simulator.formats.events import KvEventsFormat
 from hybridkv.simulator.trace import ARRIVALS_PER_S
 
 _WORKLOAD: Final = "workload:"
@@ -72,6 +73,13 @@ _Limit = Annotated[
 _SkipBadLines = Annotated[
     bool, typer.Option("--skip-bad-lines", help="Count malformed lines, go on.", rich_help_panel=REQUESTS)
 ]
+
+
+def untold(source: RequestSource) -> dict[str, str]:
+    """What the format of ``source`` cannot tell, as a fact by its name; nothing of most."""
+    if not isinstance(source, TraceFile) or source.format_name != KvEventsFormat.name:
+        return {}
+    return {source.format_name: "requests as blocks tell of them, without those that stored none, and what fills none"}
 
 
 @dataclass(frozen=True, slots=True)

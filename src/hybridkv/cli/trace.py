@@ -1,8 +1,10 @@
-"""`hybridkv trace`: what a trace holds, and any format as the token-exact one."""
+"""`hybridkv trace`: what a trace holds, any format as the token-exact one, and KV events as a trace."""
 
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final
@@ -14,7 +16,7 @@ from hybridkv.cli.output import console, print_facts, share, table
 from hybridkv.cli.panels import OUTPUT
 from hybridkv.cli.pictures import bar, sparkline
 from hybridkv.cli.printable import printable
-from hybridkv.cli.requests import SourceOptions, TraceArgument
+from hybridkv.cli.requests import SourceOptions, TraceArgument, untold
 from hybridkv.errors import ConfigError
 from hybridkv.simulator import TraceDescription, TraceFile, convert, describe
 from hybridkv.simulator.described import BLOCK_SIZES, LengthBin
@@ -23,13 +25,17 @@ from hybridkv.units import format_count, shown
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.", rich_help_panel=OUTPUT)]
 _MOST_DIGITS: Final = 9
+_SECONDS_PER_LINE: Final = 10.0
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    group = typer.Typer(help="What a trace holds, and any format as the token-exact one.", no_args_is_help=True)
+    group = typer.Typer(
+        help="What a trace holds, any format as the token-exact one, and KV events as a trace.", no_args_is_help=True
+    )
     group.command("describe")(gathered(describe_command, without=["marks"]))  # which change no token
     group.command("convert")(gathered(convert_command))
+    group.command("record")(record_command)
     app.add_typer(group, name="trace")
 
 
@@ -49,6 +55,7 @@ def describe_command(
     if as_json:
         print(told.to_json(), end="")
         return
+    print_facts(untold(source))
     _show(told, source.format_name if isinstance(source, TraceFile) else "generated")
 
 
@@ -68,8 +75,44 @@ def convert_command(
     if as_json:
         print(json.dumps({"out": str(out), "requests": requests, "bad_lines": summary.bad_lines}, indent=2))
         return
+    print_facts(untold(source))
     left = f", {format_count(summary.bad_lines)} bad lines left out" if summary.bad_lines else ""
     console().print(printable(f"{format_count(requests)} requests written to {out}{left}"), soft_wrap=True)
+
+
+def record_command(
+    *,
+    endpoint: Annotated[str, typer.Argument(help="Where events are published: tcp://HOST:PORT.", metavar="ENDPOINT")],
+    out: Annotated[Path, typer.Argument(help="The file to write, a line a batch.", metavar="OUT")],
+    replay: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ENDPOINT",
+            help="The publisher's replay endpoint: asked for what it published before.",
+            show_default="begin now",
+        ),
+    ] = None,
+    topic: Annotated[str, typer.Option(help="Of messages.", show_default="any")] = "",
+    seconds: Annotated[float | None, typer.Option(help="How long.", min=0, show_default="until interrupted")] = None,
+) -> None:
+    """Record the KV events of a running engine, ours or vLLM's: names of blocks and times, no token ids."""
+    from hybridkv.kv_events import Recorded, record  # noqa: PLC0415  # msgspec and pyzmq are an extra
+
+    next_s = time.monotonic()
+
+    def show(told: Recorded) -> None:
+        nonlocal next_s
+        if time.monotonic() >= next_s:
+            next_s = time.monotonic() + _SECONDS_PER_LINE
+            print(f"trace: {_recorded(told.batches, told.blocks)}", file=sys.stderr)
+
+    told = record(endpoint, out, replay_endpoint=replay, topic=topic, seconds=seconds, on_batch=show)
+    lost = f", {format_count(told.lost)} batches lost" if told.lost else ""
+    console().print(printable(f"{_recorded(told.batches, told.blocks)}{lost}, written to {out}"), soft_wrap=True)
+
+
+def _recorded(batches: int, blocks: int) -> str:
+    return f"{format_count(batches)} batches, {format_count(blocks)} blocks"
 
 
 def _sizes(given: str) -> list[int]:

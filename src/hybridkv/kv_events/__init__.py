@@ -5,10 +5,13 @@
                                   v
               Told (what can be hit) -> messages with sequence numbers -> PUB; replay and snapshot -> ROUTER
 
+    record(endpoint, file)                                 a publisher's batches as lines, for replays
+
 Needs msgspec and pyzmq (extra ``events``), and nothing of a model.
 """
 
 from hybridkv.kv_events.publisher import SNAPSHOT, KVEventPublisher
+from hybridkv.kv_events.recorder import Recorded, record
 from hybridkv.kv_events.schema import EventForm
 
-__all__ = ["SNAPSHOT", "EventForm", "KVEventPublisher"]
+__all__ = ["SNAPSHOT", "EventForm", "KVEventPublisher", "Recorded", "record"]

@@ -24,6 +24,7 @@ from hybridkv.errors import ConfigError, TraceError
 from hybridkv.simulator.formats import FORMATS, Format, MalformedLineError, Record, TraceRequest, format_named, formats
 from hybridkv.simulator.formats.encoders import Encoder, encoder_named
 from hybridkv.simulator.formats.lengths import ROW_FORMATS
+from hybridkv.simulator.formats.request import Held
 from hybridkv.simulator.records import records
 from hybridkv.units import shown
 
@@ -218,6 +219,7 @@ class TraceFile:
         """The requests of each record, or what is wrong with it."""
         line_format, good = self._named, 0
         read = None if line_format is None else line_format.reader()
+        number = 0
         for number, record in records(self.path, self._is_row):
             try:
                 if isinstance(record, MalformedLineError):
@@ -231,6 +233,8 @@ class TraceFile:
                 yield self._wrong(number, str(error))
                 if good == 0 and self._named is None:
                     line_format = None
+        if line_format is not None and isinstance(read, Held):
+            yield line_format, number, tuple(read.rest())
 
     def _wrong(self, number: int, what: str) -> TraceError:
         return TraceError(f"{self.path}, line {number}: {what}")

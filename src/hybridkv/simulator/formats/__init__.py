@@ -1,7 +1,7 @@
 """What a trace's records look like: each format by its content, or by name.
 
 hashed    Mooncake, token-exact            texts     ShareGPT, `vllm bench`, aiperf, OpenAI-style logs
-lengths   Azure, BurstGPT
+lengths   Azure, BurstGPT                  events    KV events of an engine
 
 Text needs an encoder (encoders); what it was is forgotten at once (token_tree).
 """
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError
 from hybridkv.simulator.formats.encoders import Encoder
+from hybridkv.simulator.formats.events import KvEventsFormat
 from hybridkv.simulator.formats.fields import MalformedLineError, Record
 from hybridkv.simulator.formats.hashed import MooncakeFormat, PieceFormat
 from hybridkv.simulator.formats.lengths import ROW_FORMATS
@@ -35,6 +36,7 @@ def formats(trace_block_size: int, encode: Encoder | None, *, salts: bool = True
     return (
         *hashed,
         *ROW_FORMATS,
+        KvEventsFormat(),
         AiperfFormat(text),
         ShareGptFormat(text),
         OpenAiFormat(text, salts),

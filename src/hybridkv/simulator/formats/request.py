@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from hybridkv.request import NO_HINTS, Hints
 from hybridkv.simulator.formats.fields import Record
@@ -44,8 +44,21 @@ class TraceRequest:
         return self.prompt.num_tokens + self.output.num_tokens
 
 
-Reader = Callable[[Record, str, int], Iterable[TraceRequest]]
-"""(a record, where it stands, its number) -> its requests; MalformedLineError. Of one pass: it may remember lines."""
+class Reader(Protocol):
+    """What reads the records of one pass: it may remember lines."""
+
+    def __call__(self, record: Record, origin: str, number: int, /) -> Iterable[TraceRequest]:
+        """The requests of ``record``; origin, number: where it stands. MalformedLineError."""
+        ...
+
+
+@runtime_checkable
+class Held(Reader, Protocol):
+    """A Reader that knows its requests only when the file has ended."""
+
+    def rest(self) -> Iterable[TraceRequest]:
+        """All of them, by time."""
+        ...
 
 
 class Format(Protocol):

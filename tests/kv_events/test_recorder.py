@@ -1,0 +1,138 @@
+"""Recordings: what was published, from the first batch on, as lines; and what replays find of it."""
+
+import json
+from pathlib import Path
+from random import Random
+from threading import Thread
+from typing import Any
+
+import pytest
+import zmq
+from events_support import cache_of, publisher_of, run, settled
+from recorded_traces import recorded
+
+from hybridkv.cli import outcome
+from hybridkv.errors import ConfigError
+from hybridkv.kv_events import EventForm, Recorded, record
+from hybridkv.models import read_model
+from hybridkv.simulator import TraceFile, Workload, describe, plan_for_trace, replay
+
+
+@pytest.mark.parametrize(("name", "whole_hashes"), [("llama-3-8b", True), ("qwen3.5-35b-a3b", False)])
+def test_a_recording_replays_like_the_requests(name: str, whole_hashes: bool, tmp_path: Path) -> None:
+    source = Workload("agent", hours=0.004)
+    plan = plan_for_trace(source.summary(), read_model(name), "4GiB")
+    true = recorded(source, plan, tmp_path / "events.jsonl", whole_hashes=whole_hashes, as_arrays=whole_hashes)
+    guessed = replay(TraceFile(tmp_path / "events.jsonl"), plan)
+    assert guessed.requests == pytest.approx(true.requests, rel=0.02)
+    assert guessed.prompt_tokens == pytest.approx(true.prompt_tokens, rel=0.02)
+    assert guessed.output_tokens == pytest.approx(true.output_tokens, rel=0.05)
+    assert guessed.hit_rate == pytest.approx(true.hit_rate, abs=0.03)
+    assert true.hit_rate > 0.5
+
+
+def test_a_recording_holds_no_tokens(tmp_path: Path) -> None:
+    source = Workload("chat", limit=3)
+    plan = plan_for_trace(source.summary(), read_model("llama-3-8b"), "4GiB")
+    recorded(source, plan, tmp_path / "events.jsonl")
+    for line in (tmp_path / "events.jsonl").read_text("utf-8").splitlines():
+        batch = json.loads(line)
+        assert batch.keys() == {"seq", "ts", "events"}
+        for event in batch["events"]:
+            assert event.keys() == {
+                *("type", "block_hashes", "parent_block_hash", "block_size", "medium", "group_idx"),
+                "kv_cache_spec_kind",
+            }
+
+
+def test_it_listens_from_the_first_batch_on(context: zmq.Context[Any], tmp_path: Path) -> None:
+    random, (config, cache) = Random(7), cache_of()
+    told: list[Recorded] = []
+    with publisher_of(config) as publisher:
+        for number in range(40):
+            run(cache, random, number)
+            publisher.publish(cache.take_events())
+        settled(publisher, context, publisher._next_number - 1)
+        path = tmp_path / "events.jsonl"
+        options = {"replay_endpoint": publisher.replay_endpoint, "seconds": 2.0, "on_batch": told.append}
+        thread = Thread(target=record, args=(publisher.endpoint, path), kwargs=options)
+        thread.start()
+        while len(told) < publisher._next_number and thread.is_alive():
+            thread.join(0.01)
+        for number in range(40, 60):
+            run(cache, random, number)
+            publisher.publish(cache.take_events())
+        thread.join()
+        count = publisher._next_number
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    assert [line["seq"] for line in lines] == list(range(count))
+    assert not any("known" in line for line in lines)
+    blocks = sum(len(event["block_hashes"]) for line in lines for event in line["events"])
+    assert told[-1] == Recorded(count, blocks, 0)
+    assert describe(TraceFile(path)).requests > 10
+
+
+def test_what_stands_for_batches_that_are_not_kept_is_no_request(
+    context: zmq.Context[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridkv.kv_events.publisher._SNAPSHOT_BLOCKS", 5)
+    random, (config, cache) = Random(7), cache_of()
+    with publisher_of(config, EventForm(as_arrays=True), kept_batches=2) as publisher:
+        for number in range(40):
+            run(cache, random, number)
+            publisher.publish(cache.take_events())
+        settled(publisher, context, publisher._next_number - 1)
+        path = tmp_path / "events.jsonl"
+        record(publisher.endpoint, path, replay_endpoint=publisher.replay_endpoint, seconds=0.3)
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    assert len(lines) > 1
+    assert all(line["known"] for line in lines)
+
+
+def test_a_gap_is_counted(context: zmq.Context[Any], tmp_path: Path) -> None:
+    config, cache = cache_of()
+    random = Random(7)
+    with publisher_of(config) as publisher:
+        for at in range(4):
+            run(cache, random, at, [at] * 12)
+            publisher._next_number += 4 if at == 3 else 0  # as batches that are dropped
+            publisher.publish(cache.take_events())
+        settled(publisher, context, 7)
+        done = record(
+            publisher.endpoint, tmp_path / "events.jsonl", replay_endpoint=publisher.replay_endpoint, seconds=0.0
+        )
+    assert (done.batches, done.lost) == (4, 4)
+
+
+def test_what_cannot_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.jsonl"
+    with pytest.raises(ConfigError, match="cannot listen to nowhere"):
+        record("nowhere", path, seconds=0)
+    path.unlink()
+    monkeypatch.setattr("hybridkv.kv_events.recorder._ANSWER_MS", 50)
+    with pytest.raises(ConfigError, match="nobody answers at"):
+        record("tcp://127.0.0.1:1", path, replay_endpoint="tcp://127.0.0.1:1", seconds=0)
+    path.unlink()
+    path.write_text("mine", "utf-8")
+    with pytest.raises(FileExistsError):
+        record("tcp://127.0.0.1:1", path, seconds=0)
+    assert path.read_text("utf-8") == "mine"
+
+
+def test_the_command(
+    context: zmq.Context[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, cache = cache_of()
+    path = tmp_path / "events.jsonl"
+    with publisher_of(config) as publisher:
+        for at in range(2):
+            run(cache, Random(7), at, [at] * 13)
+            publisher.publish(cache.take_events())
+        settled(publisher, context, 1)
+        command = ["hybridkv", "trace", "record", publisher.endpoint, str(path)]
+        monkeypatch.setattr("sys.argv", [*command, "--replay", str(publisher.replay_endpoint), "--seconds", "0"])
+        assert outcome.run() == 0
+        assert "2 batches, 6 blocks, written to " in capsys.readouterr().out
+        assert outcome.run() == 2
+        assert "File exists" in capsys.readouterr().err
+    assert [one.num_prompt_tokens for one in TraceFile(path)] == [12, 12]
