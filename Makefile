@@ -130,13 +130,15 @@ test-vllm: find-vllm
 test-vllm-generate: find-vllm
 	$(VLLM_PYTHON) tests/vllm/generate_duel.py
 
-# whole engines of vLLM (CPU build), with its own scheduler and with ours; an hour and a half
+# whole engines of vLLM (CPU build), with its own scheduler and with ours; two hours
 test-vllm-engine: find-vllm
 	$(VLLM_PYTHON) tests/vllm/drift.py
 	$(VLLM_PYTHON) tests/vllm/natural_views.py
 	$(VLLM_PYTHON) tests/vllm/served.py
+	$(VLLM_PYTHON) tests/vllm/pd_served.py
 	$(VLLM_PYTHON) tests/vllm/engine_duel.py
 	$(VLLM_PYTHON) tests/vllm/natural_duel.py
+	$(VLLM_PYTHON) tests/vllm/pd_duel.py
 
 # vLLM's own tests of its scheduler, with stock and with ours; VLLM_TESTS is the folder tests of vLLM's sources
 test-vllm-own: find-vllm

@@ -55,21 +55,26 @@ class Kept:
         self.sizes = [group.spec.block_size for group in groups]
         self.windows = [group.spec.mask[0] for group in groups]
 
-    def seen(self, group: int, length: int) -> range:
+    def seen(self, group: int, length: int, ahead: int = 0) -> range:
+        """Of ``length`` tokens, those that the last one sees; by the ``ahead``-th behind it."""
         window = self.windows[group]
-        return range(0 if window is None else max(0, length - window), length)
+        return range(0 if window is None else max(0, length + ahead - window), length)
+
+    def left(self, tokens: list[int], ahead: int = 0) -> list[int]:
+        """Of ``tokens``, what their last one sees, or the ``ahead``-th behind it."""
+        state, found = 0, list[int]()
+        for token in tokens:
+            state = digest(state, token)
+        for group in range(len(self.sizes)):
+            places = self.seen(group, len(tokens), ahead)
+            found += [state] if group in self.states else [digest(tokens[: place + 1]) for place in places]
+        return found
 
     def plain(self, prompt: list[int], outputs: int) -> list[int]:
         """Without a cache."""
         tokens = list(prompt)
         while len(tokens) < len(prompt) + outputs:
-            state, read = 0, list[int]()
-            for token in tokens:
-                state = digest(state, token)
-            for group in range(len(self.sizes)):
-                places = self.seen(group, len(tokens))
-                read += [state] if group in self.states else [digest(tokens[: place + 1]) for place in places]
-            tokens.append(digest(read) % VOCABULARY)
+            tokens.append(digest(self.left(tokens)) % VOCABULARY)
             if tokens[-1] == STOP:
                 break
         return tokens[len(prompt) :]
@@ -129,6 +134,26 @@ class Worker:
         before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         yield from ((name, before[name], count) for name, count in output.num_scheduled_tokens.items())
 
+    def write(self, tables: Table, tokens: list[int], count: int) -> None:
+        """What a forward of the first ``count`` tokens would leave, and no state that is not of all that are said."""
+        state = 0
+        for place in range(count):
+            state = digest(state, tokens[place])
+            for group, size in enumerate(self.kept.sizes):
+                block = tables[group][0 if group in self.kept.states else place // size]
+                if block:
+                    cell = (0, state) if group in self.kept.states else (place % size, digest(tokens[: place + 1]))
+                    self.memory[self.class_of[group]].setdefault(block, {})[cell[0]] = cell[1]
+
+    def read(self, tables: Table, length: int, ahead: int = 0) -> list[int | None]:
+        """As Kept.left has it, where ``tables`` say that it lies."""
+        found = list[int | None]()
+        for group, size in enumerate(self.kept.sizes):
+            memory = self.memory[self.class_of[group]]
+            places = [0] if group in self.kept.states else self.kept.seen(group, length, ahead)
+            found += [memory.get(tables[group][place // size], {}).get(place % size) for place in places]
+        return found
+
     def forward(self, name: str, start: int, count: int) -> int | None:
         tables, tokens, kept = self.tables[name], self.tokens[name], self.kept
         for place in range(start, start + count):
@@ -143,17 +168,63 @@ class Worker:
         length = start + count
         if length < len(tokens):
             return None
-        read = list[int | None]()
-        for group, size in enumerate(kept.sizes):
-            memory = self.memory[self.class_of[group]]
-            places = [0] if group in kept.states else kept.seen(group, length)
-            read += [memory.get(tables[group][place // size], {}).get(place % size) for place in places]
-        tokens.append(digest(read) % VOCABULARY)
+        tokens.append(digest(self.read(tables, length)) % VOCABULARY)
         return tokens[-1]
 
 
+@dataclass
+class Transfer:
+    """Of one request's blocks, by the ids that were told when it began. waits: steps. tokens: how many it is of."""
+
+    request: Asked
+    table: Table
+    tokens: int
+    waits: int
+
+
+class Connector:
+    """Brings every ``every``-th request all tokens but the last, and reads what requests end with, both ``delay`` late.
+
+    tears: of every so many-th load only the first half comes. sent: what was read.
+    """
+
+    def __init__(self, every: int, delay: int, tears: int = 0) -> None:
+        self.every, self.delay, self.tears, self.asked = every, delay, tears, 0
+        self.tried = set[str]()
+        self.loads, self.sends = list[Transfer](), list[Transfer]()
+        self.sent: dict[str, list[int | None]] = {}
+        self.brought = 0
+
+    def has(self, request: Asked, hit: int) -> int:
+        """Tokens behind ``hit`` that it brings; once."""
+        if request.request_id in self.tried:
+            return 0
+        self.tried.add(request.request_id)
+        self.asked += 1
+        return 0 if self.asked % self.every else max(request.num_tokens - 1 - hit, 0)
+
+    def run(self, worker: Worker) -> tuple[list[tuple[Transfer, int]], list[Transfer]]:
+        """Loads that are over, with what came, and sends that are over."""
+        for one in self.loads + self.sends:
+            one.waits -= 1
+        over, sent = ([one for one in some if one.waits < 0] for some in (self.loads, self.sends))
+        self.loads, self.sends = ([one for one in some if one.waits >= 0] for some in (self.loads, self.sends))
+        came = []
+        for one in over:
+            self.brought += 1
+            torn = bool(self.tears) and self.brought % self.tears == 0
+            worker.write(one.table, one.request.all_token_ids, one.tokens // 2 if torn else one.tokens)
+            came.append((one, one.tokens // 2 if torn else one.tokens))
+        for one in sent:
+            self.sent[one.request.request_id] = worker.read(one.table, one.tokens, 1)
+        return came, sent
+
+
 class Engine:
-    """ahead: a step is scheduled before the last one's output is in. change: of every NaturalStep, a fault."""
+    """ahead: a step is scheduled before the last one's output is in. change: of every NaturalStep, a fault.
+
+    connector: None without one.
+    """
 
     def __init__(
         self,
@@ -163,6 +234,7 @@ class Engine:
         seats: int = 6,
         ahead: bool = False,
         change: Callable[[NaturalStep], NaturalStep] = lambda step: step,
+        connector: Connector | None = None,
     ) -> None:
         self.manager, self.writer, self.kept = manager, StepWriter(manager), Kept(manager)
         self.worker = Worker(self.kept)
@@ -174,6 +246,8 @@ class Engine:
         self.hits: dict[str, int] = {}
         self.preemptions = 0
         self.in_flight = deque[tuple[Output, dict[str, Asked], dict[str, int]]]()
+        self.connector = connector
+        self.arrived = list[tuple[Transfer, int]]()
 
     def add(self, name: str, prompt: list[int], outputs: int) -> Asked:
         request = Asked(name, prompt)
@@ -183,7 +257,8 @@ class Engine:
 
     def run(self) -> None:
         for _ in range(MOST_STEPS):
-            if not (self.waiting or self.running or self.in_flight):
+            transfers = self.connector is not None and (self.connector.loads or self.connector.sends or self.arrived)
+            if not (self.waiting or self.running or self.in_flight or transfers):
                 return
             self.step()
             self.manager.cache.check()
@@ -194,6 +269,7 @@ class Engine:
         with self.manager.step():
             self.manager.prepare(self.running, 1, 0)
             room = self.go_on(output, owners)
+            self.take_arrived()
             if room:
                 self.let_in(output, owners)
             step = self.change(self.writer.write(output))
@@ -205,6 +281,11 @@ class Engine:
             if request.num_computed_tokens == request.num_tokens + request.num_output_placeholders:
                 request.num_output_placeholders += 1
         self.in_flight.append((output, owners, self.worker.execute(output, step, self.prompts)))
+        if self.connector is not None:
+            came, sent = self.connector.run(self.worker)
+            self.arrived += came
+            for one in sent:
+                self.manager.free(one.request)
         while len(self.in_flight) > (self.ahead and bool(output.num_scheduled_tokens)):
             self.take_in()
 
@@ -250,15 +331,20 @@ class Engine:
             request, name = self.waiting[0], self.waiting[0].request_id
             if request.stale:
                 return  # until what it has in flight is in
-            blocks, hit, _ = self.manager.get_computed_blocks(request)
-            more = self.manager.share(request, hit, min(self.budget_left(output), request.num_tokens - hit))
+            blocks, hit, loaded = self.manager.empty_kv_cache_blocks, 0, request.num_computed_tokens
+            if not loaded:
+                blocks, hit, _ = self.manager.get_computed_blocks(request)
+                if self.load(request, blocks, hit):
+                    continue
+            begins = loaded or hit
+            more = self.manager.share(request, begins, min(self.budget_left(output), request.num_tokens - begins))
             new = self.manager.allocate_slots(
                 request, more, hit, blocks, full_sequence_must_fit=True, has_scheduled_reqs=bool(self.running)
             )
             if new is None:
                 return
             self.running.append(self.waiting.popleft())
-            request.num_computed_tokens = hit
+            hit = request.num_computed_tokens = begins
             self.hits.setdefault(name, hit)
             table = self.manager.get_blocks(name).get_block_ids()
             if name in self.resumed:
@@ -272,6 +358,40 @@ class Engine:
                 output.scheduled_new_reqs.append(New(name, table, hit))
             output.num_scheduled_tokens[name] = more
             owners[name] = request
+
+    def load(self, request: Asked, blocks: Any, hit: int) -> bool:  # noqa: ANN401 - Blocks
+        """Whether the first that waits is loaded beside the steps from now on."""
+        more = 0 if self.connector is None else self.connector.has(request, hit)
+        if self.connector is None or not more:
+            return False
+        new = self.manager.allocate_slots(
+            request, 0, hit, blocks, num_external_computed_tokens=more, delay_cache_blocks=True
+        )
+        if new is None:
+            return False
+        self.waiting.popleft()
+        request.num_computed_tokens = hit + more
+        table = self.manager.get_block_ids(request.request_id)
+        self.connector.loads.append(Transfer(request, list(table), hit + more, self.connector.delay))
+        return True
+
+    def take_arrived(self) -> None:
+        for one, came in self.arrived:
+            one.request.num_computed_tokens = came
+            self.manager.cache_blocks(one.request, came)
+            self.waiting.appendleft(one.request)
+        self.arrived = []
+
+    def end(self, request: Asked) -> None:
+        """Its blocks go when they have been sent, if there is who takes them."""
+        if self.connector is None or request.num_in_flight_tokens:
+            self.manager.free(request)
+            return
+        tokens = request.num_computed_tokens
+        self.manager.remove_skipped_blocks(request.request_id, tokens)
+        table = self.manager.get_block_ids_for_computed_tokens(request.request_id, tokens)
+        self.manager.hold(request)
+        self.connector.sends.append(Transfer(request, list(table), tokens, self.connector.delay))
 
     def take_in(self) -> None:
         output, owners, sampled = self.in_flight.popleft()
@@ -290,7 +410,7 @@ class Engine:
                 request.finished = True
                 if request in self.running:
                     self.running.remove(request)
-                    self.manager.free(request)
+                    self.end(request)
                 else:
                     self.waiting.remove(request)
                     self.manager.free(request)

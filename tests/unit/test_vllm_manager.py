@@ -5,7 +5,6 @@ Whole engines are compared beside vLLM itself: tests/vllm/engine_duel.py.
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -13,56 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine_groups import PROMPT, FullAttentionSpec, MambaSpec, SlidingWindowSpec, manager, run
 from engine_request import SIZE, Asked, Sampling
 from hybridkv import vllm
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
-from hybridkv.vllm.manager import CacheManager, Settings, reference_cache
+from hybridkv.vllm.manager import CacheManager
 from hybridkv.vllm.refusals import refuse
 from hybridkv.vllm.specs import cache_config, spec_of
 from hybridkv.vllm.wishes import HINTS
-
-
-@dataclass
-class FullAttentionSpec:
-    block_size: int = SIZE
-    num_kv_heads: int = 1
-    head_size: int = 8
-    dtype: str = "torch.float32"
-
-
-@dataclass
-class SlidingWindowSpec(FullAttentionSpec):
-    sliding_window: int = 6
-    extra_retained_tokens: int = 0
-
-
-@dataclass
-class MambaSpec:
-    block_size: int = SIZE
-    shapes: tuple[tuple[int, ...], ...] = ((2, 2),)
-    dtypes: tuple[str, ...] = ("torch.float32",)
-    mamba_cache_mode: str = "align"
-    num_speculative_blocks: int = 0
-    num_prefill_checkpoint_blocks: int = 0
-
-
-class HiSparseHotSpec(FullAttentionSpec):
-    pass
-
-
-@dataclass
-class Group:
-    kv_cache_spec: Any
-    layer_names: Sequence[str] = ("layer",)
-    is_eagle_group: bool = False
-
-
-@dataclass
-class Config:
-    kv_cache_groups: Sequence[Any]
-    num_blocks: int = 20
 
 
 @dataclass
@@ -74,43 +33,13 @@ class Stats:
         self.seen.append((num_tokens, num_hits, preempted))
 
 
+class HiSparseHotSpec(FullAttentionSpec):
+    pass
+
+
 class InPool:
     def bind_gpu_block_pool(self, pool: object) -> None:
         pass
-
-
-def manager(*specs: Any, num_blocks: int = 20, **changed: Any) -> CacheManager:  # noqa: ANN401 - of vLLM's kinds
-    settings: dict[str, Any] = {
-        "max_model_len": 64,
-        "max_in_flight_tokens": 64,
-        "hash_block_size": SIZE,
-        "enable_caching": True,
-        "use_eagle": False,
-        "enable_events": False,
-    }
-    groups = [Group(spec, (f"layer{number}",)) for number, spec in enumerate(specs)]
-    config, made = Config(groups, num_blocks), Settings(**(settings | changed))
-    return CacheManager(reference_cache(config, made), config, made)
-
-
-def run(cache: CacheManager, request: Asked, tokens: int) -> Any:  # noqa: ANN401 - Blocks or None
-    """A step of ``request`` alone, which is executed at once; what it was given."""
-    with cache.step():
-        hit: dict[str, Any] = {}
-        if not request.num_computed_tokens:
-            blocks, hits, request.shared_prefix_boundary = cache.get_computed_blocks(request)
-            hit = {"num_new_computed_tokens": hits, "new_computed_blocks": blocks}
-            tokens -= hits
-        new = cache.allocate_slots(request, tokens, **hit)
-    if new is not None:
-        request.num_computed_tokens += tokens + hit.get("num_new_computed_tokens", 0)
-    output = object()
-    cache.scheduled(output)
-    cache.executed(output)
-    return new
-
-
-PROMPT = list(range(1, 15))
 
 
 def test_hits_and_tables_are_those_of_the_manager_itself() -> None:
@@ -468,6 +397,11 @@ def test_what_is_not_supported_is_refused_by_name(spec: object, message: str) ->
         spec_of(spec)
 
 
+def test_states_are_shapes_with_their_dtypes_as_vllm_counts_their_bytes() -> None:
+    spec = spec_of(MambaSpec(shapes=((2, 2), (3,)), dtypes=("torch.float32",)))
+    assert (spec.shapes, spec.dtypes) == (((2, 2),), ("float32",))  # type: ignore[attr-defined]
+
+
 def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kinds
     """A scheduler of vLLM's that is supported, but for what is ``changed``."""
     coordinator = SimpleNamespace(enable_partial_hash_hits=changed.pop("partial", False))
@@ -495,7 +429,10 @@ def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kind
             {"transfer": SimpleNamespace(kv_connector="Offload"), "connector": InPool()},
             "Offload, which works in vLLM's own",
         ),
-        ({"transfer": SimpleNamespace(kv_connector="Nixl"), "spec": MambaSpec()}, "beside recurrent states"),
+        (
+            {"transfer": SimpleNamespace(kv_connector="OffloadingConnector"), "spec": MambaSpec()},
+            "OffloadingConnector beside recurrent states",
+        ),
         ({"partial": True}, "hits inside a block of 64 tokens, at multiples of 32"),
         ({"num_prefill_lookahead": 2}, "drafts of 2 modules"),
         ({"kv_metrics_collector": object()}, "--kv-cache-metrics"),
@@ -512,149 +449,9 @@ def test_what_vllm_was_started_with_is_refused_by_name(changed: dict[str, Any], 
 def test_what_is_supported_is_not_refused() -> None:
     refuse(started())
     refuse(started(transfer=SimpleNamespace(kv_connector="ExampleConnector"), num_prefill_lookahead=1))
+    refuse(started(transfer=SimpleNamespace(kv_connector="NixlConnector"), spec=MambaSpec()))
+    refuse(started(transfer=SimpleNamespace(kv_connector="OffloadingConnector")))
     refuse(started(dcp_world_size=2))
-
-
-def admit_load(cache: CacheManager, request: Asked, external: int, **asked: Any) -> Any:  # noqa: ANN401 - Blocks or None
-    """As a scheduler does whose connector brings ``external`` tokens beside the steps."""
-    with cache.step():
-        blocks, hit, _ = cache.get_computed_blocks(request)
-        new = cache.allocate_slots(
-            request,
-            0,
-            num_new_computed_tokens=hit,
-            new_computed_blocks=blocks,
-            num_external_computed_tokens=external,
-            delay_cache_blocks=True,
-            **asked,
-        )
-    if new is not None:
-        request.num_computed_tokens = hit + external
-    return new
-
-
-def other_hits(cache: CacheManager) -> int:
-    return int(cache.get_computed_blocks(Asked("other", [*PROMPT, 1]))[1])
-
-
-def test_what_a_connector_brings_beside_the_steps_is_found_when_it_is_there() -> None:
-    cache = manager(FullAttentionSpec())
-    request = Asked("a", PROMPT)
-    assert admit_load(cache, request, 8) is not None
-    assert len(cache.get_block_ids("a")[0]) == 2
-    assert other_hits(cache) == 0
-    cache.cache_blocks(request, 8)
-    assert other_hits(cache) == 8
-    run(cache, request, 6)
-    assert other_hits(cache) == 12
-    cache.free(request)
-    assert cache.usage == 0
-    cache.cache.check()
-
-
-def test_a_prompt_that_comes_whole_has_its_last_token_computed() -> None:
-    cache = manager(FullAttentionSpec())
-    request = Asked("a", PROMPT[:13])
-    assert admit_load(cache, request, 13) is not None
-    assert len(cache.get_block_ids("a")[0]) == 4  # what the transfer writes, the 13th token's too
-    cache.cache_blocks(request, 13)
-    request.num_computed_tokens = 12
-    run(cache, request, 1)
-    assert other_hits(cache) == 12
-    cache.cache.check()
-
-
-@pytest.mark.parametrize(("came", "goes_on"), [(8, 8), (0, 0)])
-def test_what_did_not_come_is_computed(came: int, goes_on: int) -> None:
-    cache = manager(FullAttentionSpec())
-    request = Asked("a", PROMPT)
-    assert admit_load(cache, request, 12) is not None
-    request.num_computed_tokens = came
-    if came:
-        cache.cache_blocks(request, came)
-    else:
-        cache.free(request)  # as vLLM does where nothing came
-    assert request.num_computed_tokens == goes_on
-    assert other_hits(cache) == goes_on
-    run(cache, request, len(PROMPT) - goes_on)
-    cache.cache_blocks(request, len(PROMPT))
-    assert other_hits(cache) == 12
-    cache.cache.check()
-
-
-def test_where_the_end_of_a_window_did_not_come_it_begins_anew() -> None:
-    cache = manager(SlidingWindowSpec())
-    request = Asked("a", PROMPT)
-    assert admit_load(cache, request, 12) is not None
-    cache.cache_blocks(request, 4)
-    assert request.num_computed_tokens == 0
-    assert cache.get_block_ids("a") == ([],)
-    run(cache, request, len(PROMPT))
-    cache.cache.check()
-
-
-def test_a_load_leaves_those_that_prefill_what_they_need() -> None:
-    cache = manager(FullAttentionSpec(), num_blocks=10)  # 9 blocks
-    first = Asked("first", list(range(100, 124)))  # 6 blocks, 2 of them now
-    run(cache, first, 8)
-    needs = cache.coordinator.get_num_blocks_to_allocate("first", 24, (), 0, 8, 8, 24, apply_admission_cap=True)
-    assert needs == 4
-    assert cache.coordinator.get_num_blocks_to_allocate("nobody", 24, (), 0, 8, 8, 24) == 0
-    second = Asked("second", PROMPT)
-    assert admit_load(cache, second, 13, reserved_blocks=needs) is None
-    assert admit_load(cache, second, 12, reserved_blocks=needs) is not None
-    cache.cache.check()
-
-
-def test_one_that_was_loaded_is_let_in_only_whole() -> None:
-    cache = manager(FullAttentionSpec(), num_blocks=8)
-    running, request = Asked("running", [7] * 8), Asked("a", PROMPT)
-    run(cache, running, 8)
-    assert admit_load(cache, request, 8) is not None
-    cache.cache_blocks(request, 8)
-    run(cache, Asked("longer", [9] * 5), 5)  # one block is left, where its 14 tokens need two
-    assert cache.allocate_slots(request, 4, full_sequence_must_fit=True) is None
-    cache.free(running)
-    assert cache.allocate_slots(request, 4, full_sequence_must_fit=True) is not None
-
-
-def test_a_connector_that_has_less_than_is_here_is_taken_at_its_word() -> None:
-    """As ExampleConnector says it: 12 tokens are here, it has 4, so it brings -8."""
-    cache = manager(FullAttentionSpec())
-    run(cache, Asked("a", PROMPT), len(PROMPT))
-    for has, took in ((4, 1), (0, 0)):
-        request = Asked(f"has {has}", PROMPT)
-        blocks, hit, _ = cache.get_computed_blocks(request)
-        asked: dict[str, Any] = {"num_new_computed_tokens": hit, "new_computed_blocks": blocks}
-        assert cache.allocate_slots(request, 14 - has, num_external_computed_tokens=has - hit, **asked) is not None
-        shared = set(cache.get_block_ids("a")[0]) & set(cache.get_block_ids(request.request_id)[0])
-        assert len(shared) == took
-        cache.cache.check()
-    windows = manager(SlidingWindowSpec())
-    run(windows, Asked("a", PROMPT), len(PROMPT))
-    request = Asked("b", PROMPT)
-    blocks, hit, _ = windows.get_computed_blocks(request)
-    with pytest.raises(ConfigError, match="cannot be cut to 4"):
-        windows.allocate_slots(
-            request, 10, num_new_computed_tokens=hit, new_computed_blocks=blocks, num_external_computed_tokens=4 - hit
-        )
-
-
-def test_blocks_that_a_transfer_writes_are_not_cleared() -> None:
-    cache = manager(FullAttentionSpec())
-    admit_load(cache, Asked("a", PROMPT), 8, skip_zeroing_group_ids=(0,))
-    assert cache.take_new_block_ids() == []
-    admit_load(cache, Asked("b", [3] * 9), 8)
-    assert len(cache.take_new_block_ids()) == 2
-
-
-def test_blocks_that_were_not_loaded_are_found_no_longer() -> None:
-    cache = manager(FullAttentionSpec())
-    request = Asked("a", PROMPT)
-    run(cache, request, len(PROMPT))
-    cache.evict_blocks(set(cache.get_block_ids("a")[0][1:]))
-    assert other_hits(cache) == 4
-    cache.cache.check()
 
 
 def test_what_it_cannot_do_is_refused() -> None:

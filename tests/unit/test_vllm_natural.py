@@ -14,10 +14,11 @@ from engine_request import Sampling
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.planner import SlabClass, SlabLayout
 from hybridkv.vllm.arena import Arena
-from hybridkv.vllm.manager import CacheManager, Settings
+from hybridkv.vllm.manager import CacheManager
 from hybridkv.vllm.natural import Options, default_block_size, natural_cache, natural_plan
 from hybridkv.vllm.natural_refusals import refuse
-from natural_engine import Engine
+from hybridkv.vllm.settings import Settings
+from natural_engine import Connector, Engine
 
 SIZE, LENGTH, OUTPUTS = 4, 128, 16
 
@@ -144,6 +145,35 @@ def test_tokens_are_those_without_a_cache(
         computed = [len(engine.worker.tokens[f"0.{i}"]) - 1 for i in range(6)]
         assert all(engine.hits[f"second.{i}"] >= tokens for i, tokens in enumerate(computed))
     assert (engine.preemptions > 0) is (memory == SMALL and len(specs) > 1)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("tears", [0, 2])
+@pytest.mark.parametrize(
+    ("specs", "memory", "delay"),
+    [
+        (HYBRID, LARGE, 2),
+        (HYBRID, SMALL, 2),
+        (HYBRID, 30 << 10, 20),
+        (HYBRID, 50 << 10, 8),
+        (WINDOWS, LARGE, 2),
+        (WINDOWS, SMALL, 2),
+        ((MambaSpec(),), SMALL, 2),
+    ],
+)
+def test_what_a_connector_brings_and_what_it_reads_is_what_was_computed(
+    specs: Sequence[object], memory: int, delay: int, tears: int, *, ahead: bool
+) -> None:
+    """Beside steps that move blocks: who is loaded or read keeps its own where the connector was told."""
+    connector = Connector(every=2, delay=delay, tears=tears)
+    engine = Engine(manager(memory, specs, Options(SIZE, "interval:16")), ahead=ahead, connector=connector)
+    _, wrong = play(engine)
+    assert not wrong
+    assert connector.brought >= 6
+    assert len(connector.sent) >= 6
+    for name, read in connector.sent.items():
+        tokens = engine.worker.tokens[name][:-1]
+        assert read == engine.kept.left(tokens, 1), name
 
 
 def test_where_no_state_is_kept_nothing_is_hit() -> None:
@@ -302,7 +332,6 @@ def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kind
         ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size 2"),
         ({"parallel_config": {"data_parallel_size": 2}}, "data_parallel_size 2"),
         ({"parallel_config": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size 2"),
-        ({"kv_transfer_config": object()}, "kv_transfer_config"),
         ({"ec_transfer_config": object()}, "ec_transfer_config"),
         ({"kv_events_config": {"enable_kv_cache_events": True}}, "kv_events_config"),
         ({"scheduler_config": {"policy": "priority"}}, "--scheduling-policy priority"),
@@ -312,12 +341,18 @@ def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kind
 )
 def test_what_vllm_was_started_with_is_refused_by_name(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"NaturalScheduler .*{message}"):
-        refuse(started(**changed), config(LARGE, HYBRID))
+        refuse(started(**changed), config(LARGE, HYBRID), None)
+
+
+def test_connectors_say_whether_they_go_by_this_layout() -> None:
+    refuse(started(), config(LARGE, HYBRID), SimpleNamespace(supports_natural_layout=True))
+    with pytest.raises(ConfigError, match="does not support connectors whose class does not say supports_natural_lay"):
+        refuse(started(), config(LARGE, HYBRID), object())
 
 
 def test_what_is_supported_is_not_refused() -> None:
-    refuse(started(), config(LARGE, HYBRID))
-    refuse(started(kv_events_config=None), config(LARGE, HYBRID))
-    refuse(started(speculative_config={"method": "ngram"}), config(LARGE, WINDOWS))
+    refuse(started(), config(LARGE, HYBRID), None)
+    refuse(started(kv_events_config=None), config(LARGE, HYBRID), None)
+    refuse(started(speculative_config={"method": "ngram"}), config(LARGE, WINDOWS), None)
     with pytest.raises(ConfigError, match="another method than ngram"):
-        refuse(started(speculative_config={"method": "eagle"}), config(LARGE, WINDOWS))
+        refuse(started(speculative_config={"method": "eagle"}), config(LARGE, WINDOWS), None)

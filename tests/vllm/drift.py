@@ -13,6 +13,8 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from vllm.config import CacheConfig, CompilationConfig, ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
@@ -45,6 +47,7 @@ NOT_ASKED = {"create_kv_cache_blocks"}
 OF_SCHEDULERS = {
     "schedule": ("throttle_prefills",),
     "update_from_output": ("scheduler_output", "model_runner_output"),
+    "_connector_finished": ("request",),
     "_mamba_block_aligned_split": (
         "request",
         "num_new_tokens",
@@ -52,6 +55,7 @@ OF_SCHEDULERS = {
         "num_external_computed_tokens",
     ),
 }
+OF_FACTORIES = {"create_connector": ("config", "role", "kv_cache_config")}
 OF_WORKERS = {
     "initialize_from_config": ("kv_cache_config",),
     "execute_model": ("scheduler_output",),
@@ -60,6 +64,7 @@ OF_WORKERS = {
 }
 OF_BLOCK_SIZES = ("kv_manager_block_size", "backends", "kv_cache_specs")
 IN_SCHEDULERS = (
+    "block_size",
     "connector",
     "dcp_world_size",
     "hash_block_size",
@@ -108,6 +113,7 @@ NAMED = (
     AttentionSpec.real_page_size_bytes,
     AttentionLayerBase.get_attn_backend,
     KVCacheGroupRole.DEFAULT,
+    KVConnectorRole.SCHEDULER,
     KVCacheLayout.is_block_compact,
     KVCacheLayout.is_block_outermost,
     current_platform.is_cpu,
@@ -140,7 +146,12 @@ def drifted() -> Iterator[str]:
                 yield f"{theirs.__name__}.{name} is not answered"
             elif callable(method) and parameters(mine) != parameters(method):
                 yield f"{theirs.__name__}.{name}{parameters(method)}, ours {parameters(mine)}"
-    for kind, methods in ((Scheduler, OF_SCHEDULERS), (CPUWorker, OF_WORKERS), (Worker, OF_WORKERS)):
+    for kind, methods in (
+        (Scheduler, OF_SCHEDULERS),
+        (CPUWorker, OF_WORKERS),
+        (Worker, OF_WORKERS),
+        (KVConnectorFactory, OF_FACTORIES),
+    ):
         for name, wanted in methods.items():
             if parameters(getattr(kind, name)) != wanted:
                 yield f"{kind.__name__}.{name}{parameters(getattr(kind, name))}, not {wanted}"

@@ -18,34 +18,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache import Admission, BlockLock, EngineHashes, KVCacheBlocks, KVCacheEvent, KVCacheManager, Refusal
+from hybridkv.cache import BlockLock, EngineHashes, KVCacheBlocks, KVCacheEvent, KVCacheManager
 from hybridkv.errors import ConfigError
-from hybridkv.specs import Keeps, RequestLimits
+from hybridkv.specs import Keeps
+from hybridkv.vllm.admissions import Admissions, Asked
 from hybridkv.vllm.blocks import Blocks
 from hybridkv.vllm.mirrors import EngineRequest, Mirrors
+from hybridkv.vllm.settings import Settings
 from hybridkv.vllm.specs import Config, cache_config
 
 Int64 = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What vLLM was started with, as far as its cache minds.
-
-    max_in_flight_tokens: of all steps that may be scheduled and not settled. watermark: share of all blocks that stay
-    free at an admission beside others. new_stats: an empty PrefixCacheStats of vLLM; None without statistics.
-    """
-
-    max_model_len: int
-    max_in_flight_tokens: int
-    hash_block_size: int
-    enable_caching: bool
-    use_eagle: bool
-    enable_events: bool
-    dcp_world_size: int = 1
-    retention: int | None = None
-    watermark: float = 0.0
-    new_stats: Callable[[], Any] | None = None
 
 
 def reference_cache(config: Config, settings: Settings) -> KVCacheManager:
@@ -88,16 +70,17 @@ class CacheManager:
         self.num_kv_cache_groups = len(cache.groups)
         self.empty_kv_cache_blocks = Blocks(self.cache.create_empty_block_list())
         self.block_pool = Pool(self.cache)
+        self._mirrors = Mirrors(self.cache)
+        self._admissions = Admissions(self.cache, self._mirrors, settings)
         self.coordinator = Coordinator(
             tuple(
                 GroupManager(cached.policy.block_size, group.kv_cache_spec)
                 for cached, group in zip(self.cache.groups, config.kv_cache_groups, strict=True)
             ),
-            self._blocks_to_come,
+            self._admissions.blocks_to_come,
         )
         self.prefix_cache_stats = None if settings.new_stats is None else settings.new_stats()
         self.log_stats = settings.new_stats is not None
-        self._mirrors = Mirrors(self.cache)
         kept = [group.spec.keeps for group in cache.config.groups]
         self._attention = [number for number, keeps in enumerate(kept) if keeps is not Keeps.STATE]
         self._takes_ahead = len(self._attention) == len(kept) and cache.placement is None
@@ -107,8 +90,7 @@ class CacheManager:
         self._ready = dict[str, tuple[int, int]]()
         self._owed = dict[str, tuple[list[int], ...]]()
         self._due = dict[str, int]()
-        self._loading = dict[str, int]()  # tokens that its transfer brings
-        self._loaded = set[str]()  # whose transfer is over, and who was not let in yet
+        self._held = dict[str, BlockLock]()
         self._new_ids: list[int] = []
         self._step = -1
         self._in_flight = deque[tuple[int, object]]()
@@ -119,6 +101,7 @@ class CacheManager:
     def step(self) -> Iterator[None]:
         """What is allocated inside is of one step, whose ``output`` is to be handed to ``scheduled``."""
         self._step += 1
+        self._admissions.let_in.clear()
         with self.cache.step(self._step):
             yield
         self._ready.clear()
@@ -192,6 +175,10 @@ class CacheManager:
         known = self._mirrors.known
         return np.fromiter((-1 if (mine := known(name)) is None else mine.row for name in names), np.int64)
 
+    def goes_on_behind_load(self, request_id: str) -> bool:
+        """Whether this step lets in a request behind what a connector brought beside the steps."""
+        return request_id in self._admissions.let_in
+
     # -- look-up
 
     def prefix_cache_lookup_enabled(self, request: EngineRequest) -> bool:
@@ -256,56 +243,27 @@ class CacheManager:
                 return self.empty_kv_cache_blocks
             return self._with_owed(request.request_id, self.empty_kv_cache_blocks)
         mine = self._mirrors.of(request)
-        if mine.row >= 0 and request.request_id not in self._loaded:
+        if mine.row >= 0 and not self._admissions.is_due(name):
             new = self.cache.allocate_slots(mine, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens)
         else:
-            loaded = num_new_computed_tokens + num_external_computed_tokens
-            if not num_new_tokens and loaded == request.num_tokens:
-                # vLLM computes the last token again: its block is taken all the same, since the transfer writes it
-                num_external_computed_tokens, num_lookahead_tokens = num_external_computed_tokens - 1, 1
-            watermark = self._watermark if has_scheduled_reqs else 0
-            if num_external_computed_tokens < 0 and new_computed_blocks is not None:
-                # a connector that has less than is here says so in the negative, and vLLM computes the difference again
-                num_new_computed_tokens, num_external_computed_tokens = loaded, 0
-                new_computed_blocks = self._cut(new_computed_blocks, loaded)
-            hit = new_computed_blocks.held if new_computed_blocks is not None and num_new_computed_tokens else None
-            last = request.num_tokens if full_sequence_must_fit else 1
-            plan = self.cache.plan_slots(
+            hit = None if new_computed_blocks is None else new_computed_blocks.held
+            new = self._admissions.admit(
+                request,
                 mine,
-                num_new_tokens,
-                num_new_computed_tokens,
-                hit,
-                num_lookahead_tokens,
-                delay_cache_blocks,
-                num_encoder_tokens,
-                num_external_computed_tokens=num_external_computed_tokens,
-                admission=Admission(
-                    self._limits(last, num_encoder_tokens),
-                    steps=0,  # as vLLM counts: of states that which the chunk leaves, not that which the next one reads
-                    reserve_blocks=watermark,
-                    chunk_reserve=reserved_blocks + watermark,
+                Asked(
+                    num_new_tokens,
+                    num_new_computed_tokens,
+                    hit if num_new_computed_tokens else None,
+                    num_external_computed_tokens,
+                    lookahead=num_lookahead_tokens,
+                    encoder_tokens=num_encoder_tokens,
+                    delayed=delay_cache_blocks,
+                    whole=full_sequence_must_fit,
+                    reserved=reserved_blocks,
+                    beside_others=has_scheduled_reqs,
                 ),
             )
-            new = None if isinstance(plan, Refusal) else self.cache.commit(plan)
-            if new is None:
-                return None
-            self._loaded.discard(request.request_id)
-            if loaded and num_new_tokens:
-                self.cache.synchronise_one(mine, loaded)
-            if not num_new_tokens:
-                self._loading[request.request_id] = loaded
-        return None if new is None else self._with_owed(request.request_id, Blocks(new), skip_zeroing_group_ids)
-
-    def _cut(self, blocks: Blocks, num_tokens: int) -> Blocks:
-        """The first ``num_tokens`` tokens of a hit. ConfigError where others than its last ones are not kept."""
-        given = blocks.held
-        sizes = [num_tokens // group.policy.block_size for group in self.cache.groups]
-        kept = tuple(ids[:size] for ids, size in zip(given.ids, sizes, strict=True))
-        if not all(ids.all() for ids in kept):
-            raise ConfigError(
-                f"a hit cannot be cut to {num_tokens} tokens: of windows and states its end is kept alone"
-            )
-        return Blocks(KVCacheBlocks(kept, given.pool, given.evictions))
+        return None if new is None else self._with_owed(name, Blocks(new), skip_zeroing_group_ids)
 
     def _with_owed(self, request_id: str, new: Blocks, uncleared: tuple[int, ...] = ()) -> Blocks:
         """``new`` blocks of a request behind those that it was given by ``prepare`` and not told of.
@@ -325,30 +283,13 @@ class CacheManager:
             self._new_ids += ids[ids != 0].tolist()
         return new
 
-    def _blocks_to_come(self, request_id: str, num_tokens: int, encoder_tokens: int) -> int:
-        mine = self._mirrors.known(request_id)
-        return 0 if mine is None else self.cache.blocks_to_come(mine, self._limits(num_tokens, encoder_tokens))
-
-    @property
-    def _watermark(self) -> int:
-        return int(self._settings.watermark * self.cache.config.num_blocks)
-
-    def _limits(self, num_tokens: int, encoder_tokens: int) -> RequestLimits:
-        return RequestLimits(
-            min(num_tokens, self.max_model_len),
-            self._settings.max_in_flight_tokens,
-            dcp=self._settings.dcp_world_size,
-            max_encoder_tokens=encoder_tokens,
-        )
-
     def cache_blocks(self, request: EngineRequest, num_computed_tokens: int) -> None:
         """Publish what is full of the first ``num_computed_tokens`` tokens: for one that is loaded, so many came.
 
         Where it cannot go on behind those, it begins anew.
         """
-        asked = self._loading.pop(request.request_id, None)
-        if asked is not None:
-            self._finish_load(request, None if num_computed_tokens >= asked else num_computed_tokens)
+        if self._admissions.is_loading(request.request_id):
+            self._admissions.finish_load(request, num_computed_tokens)
             return
         if not self.enable_caching or num_computed_tokens < self._due.get(request.request_id, 0):
             return
@@ -357,16 +298,6 @@ class CacheManager:
             tokens = min(num_computed_tokens, mine.num_tokens)
             self.cache.cache_blocks(mine, tokens)
             self._due[request.request_id] = (tokens // self._block + 1) * self._block
-
-    def _finish_load(self, request: EngineRequest, came: int | None) -> None:
-        mine = self._mirrors.known(request.request_id)
-        if mine is None:
-            raise ConfigError(f"request {request.request_id!r} is loaded, and nobody knows it")
-        if self.cache.finish_load(mine, came):
-            self._loaded.add(request.request_id)
-        else:
-            self._mirrors.forget(request.request_id)
-            request.num_computed_tokens = 0
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
@@ -390,13 +321,21 @@ class CacheManager:
         name = request.request_id
         for table in (self._ready, self._owed, self._due):
             table.pop(name, None)
-        self._loading.pop(name, None)
-        self._loaded.discard(name)
+        self._admissions.forget(name)
         mine = self._mirrors.known(name)
         if mine is not None and mine.row >= 0 and self.cache.bounds.keeps_ends:
             self.cache.keep_end(self._mirrors.of(request))
         self.cache.free(name)
+        held = self._held.pop(name, None)
+        if held is not None:
+            self.cache.unlock(held)
         self._mirrors.forget(name)
+
+    def hold(self, request: EngineRequest) -> None:
+        """A transfer reads its blocks: until ``free`` they stay where they are."""
+        mine = self._mirrors.known(request.request_id)
+        if mine is not None and mine.row >= 0:
+            self._held[request.request_id] = self.cache.lock(mine)
 
     def pop_blocks_for_free(self, request: EngineRequest) -> list[BlockLock]:
         """What it held, still held until ``block_pool.free_blocks`` has it."""

@@ -20,7 +20,7 @@ from hybridkv.planner import Plan, plan
 from hybridkv.planner.plan import NATURAL
 from hybridkv.specs import KVCacheSpec
 from hybridkv.units import shown
-from hybridkv.vllm.manager import Settings
+from hybridkv.vllm.settings import Settings
 from hybridkv.vllm.specs import Config, spec_of
 
 OPTIONS: Final = "hybridkv"

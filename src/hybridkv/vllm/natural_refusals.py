@@ -10,11 +10,13 @@ from hybridkv.vllm.natural import layer_specs
 from hybridkv.vllm.specs import Config
 
 WORKER: Final = "hybridkv.vllm.NaturalWorker"
+TAKES: Final = "supports_natural_layout"
+"""What a connector's class says that goes by this layout (docs/vllm.md)."""
 
 
-def refuse(started: Any, config: Config) -> None:  # noqa: ANN401 - vLLM's VllmConfig
-    """ConfigError for the first of them. config: vLLM's KVCacheConfig."""
-    for why in (*_switches(started), *_features(started, config)):
+def refuse(started: Any, config: Config, connector: Any) -> None:  # noqa: ANN401 - vLLM's VllmConfig
+    """ConfigError for the first of them. config: vLLM's KVCacheConfig. connector: None without one."""
+    for why in (*_switches(started), *_features(started, config, connector)):
         raise ConfigError(f"NaturalScheduler {why}")
 
 
@@ -28,7 +30,7 @@ def _switches(started: Any) -> Iterator[str]:  # noqa: ANN401 - as above
         yield "supports vLLM's first model runner: start with VLLM_USE_V2_MODEL_RUNNER=0"
 
 
-def _features(started: Any, config: Config) -> Iterator[str]:  # noqa: ANN401 - as above
+def _features(started: Any, config: Config, connector: Any) -> Iterator[str]:  # noqa: ANN401 - as above
     """What has to be left out."""
     for name in ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"):
         size = getattr(started.parallel_config, name)
@@ -37,7 +39,9 @@ def _features(started: Any, config: Config) -> Iterator[str]:  # noqa: ANN401 - 
     events, drafts = started.kv_events_config, started.speculative_config
     states = any(hasattr(spec, "shapes") for _, spec in layer_specs(config))
     given = {
-        "kv_transfer_config, connectors": started.kv_transfer_config,
+        f"connectors whose class does not say {TAKES} = True": (
+            connector is not None and not getattr(connector, TAKES, False)
+        ),
         "ec_transfer_config, connectors of encoders": started.ec_transfer_config,
         "kv_events_config": events is not None and events.enable_kv_cache_events,
         "--scheduling-policy priority": started.scheduler_config.policy == "priority",

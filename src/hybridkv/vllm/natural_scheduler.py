@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as TheirAsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as TheirScheduler
 from vllm.v1.metrics.stats import PrefixCacheStats
 
 import vllm
-from hybridkv.vllm.manager import CacheManager, Settings
+from hybridkv.vllm.manager import CacheManager
 from hybridkv.vllm.natural import Options, default_block_size, natural_cache, natural_plan
 from hybridkv.vllm.natural_config import natural_config
 from hybridkv.vllm.natural_refusals import refuse
 from hybridkv.vllm.natural_step import ATTRIBUTE, StepWriter
 from hybridkv.vllm.scheduler import require_version
+from hybridkv.vllm.settings import Settings
 
 
 class NaturalScheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
@@ -23,14 +26,19 @@ class NaturalScheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not type
     vLLM's own prefix caching is off: then a row has one running state, which is what this layout has.
     """
 
+    connector: Any  # vLLM's; None without one
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
         super().__init__(*args, **kwargs)
         require_version(vllm.__version__)
-        refuse(self.vllm_config, self.kv_cache_config)
+        refuse(self.vllm_config, self.kv_cache_config, self.connector)
         self.kv_cache_manager = _manager(self)
         self.need_mamba_block_aligned_split = self.kv_cache_manager.cache.bounds.keeps_checkpoints
         self.needs_kv_cache_zeroing = False  # StepWriter names the blocks, class by class
         self._writer = StepWriter(self.kv_cache_manager)
+        if self.connector is not None:
+            self.connector = _connector(self)
+            self.block_size = 1  # hits end at any token, and none is cut for a connector that has more
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
         """As vLLM's; what the worker has to do besides rides on its output."""
@@ -46,6 +54,13 @@ class NaturalScheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not type
         self.kv_cache_manager.executed(scheduler_output)
         return super().update_from_output(scheduler_output, model_runner_output)
 
+    def _connector_finished(self, request: Any) -> Any:  # noqa: ANN401 - vLLM's
+        """As vLLM's; blocks that a transfer reads from now on stay where they are."""
+        delayed, params = super()._connector_finished(request)
+        if delayed:
+            self.kv_cache_manager.hold(request)
+        return delayed, params
+
     def _mamba_block_aligned_split(
         self,
         request: Any,  # noqa: ANN401 - vLLM's
@@ -60,6 +75,18 @@ class NaturalScheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not type
 
 class AsyncNaturalScheduler(NaturalScheduler, TheirAsyncScheduler):  # type: ignore[misc] # as above
     """The same beside forwards that are still running (vLLM's default on GPUs)."""
+
+
+def _connector(scheduler: Any) -> Any:  # noqa: ANN401 - vLLM's
+    """The scheduler's end of its connector, made anew: that of vLLM's constructor was told of vLLM's own layout."""
+    scheduler.connector.shutdown()
+    made = KVConnectorFactory.create_connector(
+        config=scheduler.vllm_config,
+        role=KVConnectorRole.SCHEDULER,
+        kv_cache_config=scheduler.kv_cache_manager.kv_cache_config,
+    )
+    made.bind_kv_cache_manager(scheduler.kv_cache_manager)
+    return made
 
 
 def _manager(scheduler: Any) -> CacheManager:  # noqa: ANN401 - vLLM's

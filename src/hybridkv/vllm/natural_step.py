@@ -145,7 +145,7 @@ class StepWriter:
         """Ids of ``output`` as they are by now; (class, block) of those of attention that begin with this step."""
         for one in output.scheduled_new_reqs:
             one.block_ids = self._cache.get_block_ids(one.req_id)
-            yield from self._begun(one.block_ids, one.num_computed_tokens)
+            yield from self._begun(one.req_id, one.block_ids, one.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for place, name in enumerate(cached.req_ids):
             given = cached.new_block_ids[place]
@@ -154,17 +154,22 @@ class StepWriter:
             table = self._cache.get_block_ids(name)
             if name in cached.resumed_req_ids:
                 cached.new_block_ids[place] = table
-                yield from self._begun(table, cached.num_computed_tokens[place])
+                yield from self._begun(name, table, cached.num_computed_tokens[place])
                 continue
             new = tuple(ids[len(ids) - len(some) :] for ids, some in zip(table, given, strict=True))
             cached.new_block_ids[place] = new
             for group, _ in self._tokens:
                 yield from ((self._class_of[group], block) for block in new[group] if block)
 
-    def _begun(self, table: tuple[list[int], ...], hit_tokens: int) -> Iterator[tuple[int, int]]:
-        """Those of a row that begins: all behind the full blocks of its hit."""
+    def _begun(self, name: str, table: tuple[list[int], ...], computed: int) -> Iterator[tuple[int, int]]:
+        """Those of a row that begins: all behind the full blocks of its hit, or all that a connector wrote nothing to.
+
+        What is copied into the block that a hit ends in comes behind the clearing, what was loaded came before.
+        """
+        loaded = self._manager.goes_on_behind_load(name)
         for group, size in self._tokens:
-            yield from ((self._class_of[group], block) for block in table[group][hit_tokens // size :] if block)
+            first = -(-computed // size) if loaded else computed // size
+            yield from ((self._class_of[group], block) for block in table[group][first:] if block)
 
 
 def _triples(given: Iterable[tuple[int, int, int]]) -> Int32:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from hybridkv.errors import ConfigError
+
+_GATHERS_STATES: Final = ("OffloadingConnector",)
+"""Connectors that are to be told of each state that is kept at a block's edge; Mooncake's store works in the pool."""
 
 
 def refuse(scheduler: Any) -> None:  # noqa: ANN401 - vLLM's Scheduler, its own manager still in it
@@ -19,10 +22,12 @@ def _unsupported(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - as above
     transfer, theirs = scheduler.vllm_config.kv_transfer_config, scheduler.kv_cache_manager
     if transfer is not None and _works_in_pool(scheduler.connector):
         yield f"the connector {transfer.kv_connector}, which works in vLLM's own pool: take one that is handed ids"
-    if transfer is not None and any(
-        hasattr(one.kv_cache_spec, "shapes") for one in scheduler.kv_cache_config.kv_cache_groups
-    ):
-        yield "connectors beside recurrent states: leave the connector out"
+    states = any(hasattr(one.kv_cache_spec, "shapes") for one in scheduler.kv_cache_config.kv_cache_groups)
+    if transfer is not None and states and transfer.kv_connector in _GATHERS_STATES:
+        yield (
+            f"the connector {transfer.kv_connector} beside recurrent states, which it gathers while a prompt is "
+            "computed: take one that hands over what a request ends with"
+        )
     if theirs.enable_caching and theirs.coordinator.enable_partial_hash_hits:
         yield (
             f"hits inside a block of {scheduler.block_size} tokens, at multiples of {scheduler.hash_block_size}: leave "

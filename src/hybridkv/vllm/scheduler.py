@@ -11,8 +11,9 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 import vllm
 from hybridkv.errors import ConfigError
 from hybridkv.vllm.events import Teller
-from hybridkv.vllm.manager import CacheManager, Settings, reference_cache
+from hybridkv.vllm.manager import CacheManager, reference_cache
 from hybridkv.vllm.refusals import refuse
+from hybridkv.vllm.settings import Settings
 
 SUPPORTED: Final = "0.32."
 """Versions that begin so."""

@@ -107,10 +107,12 @@ def _states(spec: Any) -> KVCacheSpec:  # noqa: ANN401 - as above
         raise ConfigError(
             f"--mamba-cache-mode {spec.mamba_cache_mode} is not supported by hybridkv.vllm: use align, or none"
         )
+    # as vLLM counts their bytes: what has no other of the pair is none
+    states = tuple(zip(spec.shapes, spec.dtypes, strict=False))
     return MambaSpec(
         block_size=spec.block_size,
-        shapes=tuple(map(tuple, spec.shapes)),
-        dtypes=tuple(map(_dtype, spec.dtypes)),
+        shapes=tuple(tuple(shape) for shape, _ in states),
+        dtypes=tuple(_dtype(dtype) for _, dtype in states),
         num_speculative_blocks=spec.num_speculative_blocks,
         cache_mode=spec.mamba_cache_mode,
     )

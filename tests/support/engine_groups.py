@@ -1,0 +1,79 @@
+"""Groups as vLLM's have them, by the names of their fields, and hybridkv.vllm's manager of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine_request import SIZE, Asked
+from hybridkv.vllm.manager import CacheManager, reference_cache
+from hybridkv.vllm.settings import Settings
+
+PROMPT = list(range(1, 15))
+
+
+@dataclass
+class FullAttentionSpec:
+    block_size: int = SIZE
+    num_kv_heads: int = 1
+    head_size: int = 8
+    dtype: str = "torch.float32"
+
+
+@dataclass
+class SlidingWindowSpec(FullAttentionSpec):
+    sliding_window: int = 6
+    extra_retained_tokens: int = 0
+
+
+@dataclass
+class MambaSpec:
+    block_size: int = SIZE
+    shapes: tuple[tuple[int, ...], ...] = ((2, 2),)
+    dtypes: tuple[str, ...] = ("torch.float32",)
+    mamba_cache_mode: str = "align"
+    num_speculative_blocks: int = 0
+    num_prefill_checkpoint_blocks: int = 0
+
+
+@dataclass
+class Group:
+    kv_cache_spec: Any
+    layer_names: Sequence[str] = ("layer",)
+    is_eagle_group: bool = False
+
+
+@dataclass
+class Config:
+    kv_cache_groups: Sequence[Any]
+    num_blocks: int = 20
+
+
+def manager(*specs: Any, num_blocks: int = 20, **changed: Any) -> CacheManager:  # noqa: ANN401 - of vLLM's kinds
+    settings: dict[str, Any] = {
+        "max_model_len": 64,
+        "max_in_flight_tokens": 64,
+        "hash_block_size": SIZE,
+        "enable_caching": True,
+        "use_eagle": False,
+        "enable_events": False,
+    }
+    groups = [Group(spec, (f"layer{number}",)) for number, spec in enumerate(specs)]
+    config, made = Config(groups, num_blocks), Settings(**(settings | changed))
+    return CacheManager(reference_cache(config, made), config, made)
+
+
+def run(cache: CacheManager, request: Asked, tokens: int) -> Any:  # noqa: ANN401 - Blocks or None
+    """A step of ``request`` alone, which is executed at once; what it was given."""
+    with cache.step():
+        hit: dict[str, Any] = {}
+        if not request.num_computed_tokens:
+            blocks, hits, request.shared_prefix_boundary = cache.get_computed_blocks(request)
+            hit = {"num_new_computed_tokens": hits, "new_computed_blocks": blocks}
+            tokens -= hits
+        new = cache.allocate_slots(request, tokens, **hit)
+    if new is not None:
+        request.num_computed_tokens += tokens + hit.get("num_new_computed_tokens", 0)
+    output = object()
+    cache.scheduled(output)
+    cache.executed(output)
+    return new
