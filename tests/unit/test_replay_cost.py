@@ -1,6 +1,7 @@
 """The cost model, by hand, and the report's numbers."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,9 +9,10 @@ import pytest
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
 from hybridkv.planner import plan
+from hybridkv.request import SamplingParams
 from hybridkv.simulator import H100, CacheTraffic, Hardware, ReplayReport, StepCost
 from hybridkv.simulator.report import Distribution
-from hybridkv.step import Cells, Csr, Step
+from hybridkv.step import Cells, Csr, EncoderRead, NewRow, Step
 
 # 1,000 operations and 100 bytes a second, half and a quarter of them reached
 SLOW = Hardware("slow", 1000, 100, 0.5, 0.25, 0.125)
@@ -51,6 +53,26 @@ def test_experts_that_no_token_chooses_are_not_read() -> None:
     assert cost.seconds(step((0, 1))) == 2 * 10 / 25 + 0.125
     assert cost.seconds(step((0, 4))) == 2 * 40 / 25 + 0.125
     assert cost.seconds(step((0, 50))) == 2 * 100 / 25 + 0.125
+
+
+def test_encoders_run_where_requests_begin() -> None:
+    cost = StepCost(10, 6, CacheTraffic(), SLOW, encoder_parameters=4)
+    assert cost.seconds(step((5, 1), (9, 1))) == 2 * 6 / 25 + 0.125  # nobody reads the encoder's weights
+
+    def new(row: int, tokens: int, *, encodes: bool) -> NewRow:
+        read = EncoderRead("input", tokens, encodes)
+        return NewRow(row, str(row), np.zeros(1, np.int32), 1, SamplingParams(), read)
+
+    begun = replace(step((0, 1), (0, 1)), new_rows=(new(0, 300, encodes=True), new(1, 900, encodes=False)))
+    # 2 * 6 * 2 operations, and 2 * 4 for each of the 300 tokens
+    assert cost.seconds(begun) == (24 + 2400) / 500 + 0.125
+    small = replace(step((0, 1), (0, 1)), new_rows=(new(0, 1, encodes=True),))
+    assert cost.seconds(small) == 2 * (6 + 4) / 25 + 0.125
+
+
+@pytest.mark.parametrize(("name", "encoder"), [("flan-t5-large", 308_332_032), ("llama-3-8b", 0), ("qwen3-30b-a3b", 0)])
+def test_weights_of_an_encoder(name: str, encoder: int) -> None:
+    assert StepCost.of(plan(read_model(name), "8GiB", max_model_len=4096)).encoder_parameters == encoder
 
 
 def test_an_empty_step_costs_its_overhead() -> None:

@@ -23,7 +23,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
-from hybridkv.simulator.cost import StepCost
+from hybridkv.simulator.cost import StepCost, encoded_tokens
 from hybridkv.simulator.hardware import Hardware
 from hybridkv.step import Csr, Step, StepResult
 
@@ -185,7 +185,7 @@ def toml_of(hardware: Hardware, comments: Sequence[str] = ()) -> str:
 def _work(step: Step, cost: StepCost) -> tuple[float, float, float, float, float]:
     """Of one step: operations of weights, of attention, bytes, rows, and itself."""
     computed, scheduled = step.num_computed.astype(np.int64), step.num_scheduled.astype(np.int64)
-    flops, weight_bytes = cost.work(step.num_tokens)
+    flops, weight_bytes = cost.work(step.num_tokens, encoded_tokens(step))
     moved = weight_bytes + cost.traffic.bytes_of(step)
     return flops, cost.operations.of_rows(computed, scheduled), moved, len(step), 1
 

@@ -18,9 +18,11 @@ hybridkv.simulator.traffic.
 
 Two operations per weight and token is the usual count of a forward (Kaplan et al., arXiv 2001.08361, section
 2.1); those of attention and of recurrent states are in hybridkv.simulator.operations; the roofline is Williams,
-Waterman, Patterson, CACM 52(4), 2009. Left out: an encoder's run, sampling; context parallel ranks share the cache and
-attention, not the weights' operations. Durations decide only who runs beside whom: hits, blocks and preemptions come
-from the real scheduler and manager.
+Waterman, Patterson, CACM 52(4), 2009. An encoder-decoder's encoder runs in the step that begins a request with another
+input: its weights, which are those that no decoder's token is multiplied with, are read once a step, and multiplied
+with the tokens of each input. Left out: attention inside encoders, those of pictures and sound that a decoder reads as
+tokens, sampling; context parallel ranks share the cache and attention, not the weights' operations. Durations decide
+only who runs beside whom: hits, blocks and preemptions come from the real scheduler and manager.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from hybridkv.planner import Plan
 from hybridkv.simulator.hardware import H100, Hardware
 from hybridkv.simulator.operations import NONE_BESIDES, Operations
 from hybridkv.simulator.traffic import CacheTraffic
+from hybridkv.specs import Keeps
 from hybridkv.step import Copy, Step
 from hybridkv.units import shown
 
@@ -62,7 +65,7 @@ class StepCost:
     """Seconds of a Step for one model on one kind of hardware; build it with ``of``. Parameters are one rank's.
 
     weights: what they are kept in, a name of WEIGHT_BYTES. reduced_bytes: that a rank sends to others for a token, in
-    ``sums`` sums over ranks a step.
+    ``sums`` sums over ranks a step. encoder_parameters: of ``parameters``, those that only encoders' tokens meet.
     """
 
     parameters: float
@@ -74,6 +77,7 @@ class StepCost:
     reduced_bytes: float = 0.0
     sums: int = 0
     operations: Operations = NONE_BESIDES
+    encoder_parameters: float = 0.0
 
     @classmethod
     def of(cls, plan: Plan, *, hardware: Hardware = H100, time_scale: float = 1.0, weights: str = BF16) -> Self:
@@ -101,11 +105,12 @@ class StepCost:
             _reduced_bytes(model),
             _sums(model),
             Operations.of(plan),
+            parameters - active if any(layer.spec.keeps is Keeps.ENCODER for layer in model.layers) else 0.0,
         )
 
     def seconds(self, step: Step) -> float:
         """Seconds of ``step``. O(rows + copies)."""
-        weights_s, weight_bytes = self._bounds(step.num_tokens)
+        weights_s, weight_bytes = self._bounds(step.num_tokens, encoded_tokens(step))
         made = self.operations.of_rows(step.num_computed.astype(np.int64), step.num_scheduled.astype(np.int64))
         compute_s = weights_s + made / self._attention_per_s
         memory_s = (weight_bytes + self.traffic.bytes_of(step)) / self._bytes_per_s
@@ -126,16 +131,18 @@ class StepCost:
         busy_s: NDArray[np.float64] = np.maximum(compute_s, memory_s) + self._besides_s(rows, rows)
         return self.time_scale * busy_s
 
-    def work(self, tokens: int) -> tuple[float, float]:
-        """Operations of the weights for ``tokens`` tokens, and bytes of them that are read."""
-        read = min(self.parameters, self.active_parameters * tokens) * WEIGHT_BYTES[self.weights]
-        return 2 * self.active_parameters * tokens, read
+    def work(self, tokens: int, encoded: int = 0) -> tuple[float, float]:
+        """Operations of the weights for ``tokens`` tokens, ``encoded`` of encoders, and bytes of them that are read."""
+        read = min(self.parameters - self.encoder_parameters, self.active_parameters * tokens)
+        read += self.encoder_parameters if encoded else 0
+        made = 2 * (self.active_parameters * tokens + self.encoder_parameters * encoded)
+        return made, read * WEIGHT_BYTES[self.weights]
 
-    def _bounds(self, tokens: int) -> tuple[float, float]:
-        """Seconds that ``tokens`` tokens compute, and bytes of the weights that they read."""
+    def _bounds(self, tokens: int, encoded: int = 0) -> tuple[float, float]:
+        """Seconds that such tokens compute, and bytes of the weights that they read."""
         machine = self.hardware
         peak = machine.fp8_flops_per_s if self.weights == FP8 and machine.fp8_flops_per_s else machine.flops_per_s
-        flops, read = self.work(tokens)
+        flops, read = self.work(tokens, encoded)
         return flops / (peak * machine.compute_efficiency), read
 
     def _besides_s(self, tokens: int, rows: int) -> float:
@@ -155,6 +162,12 @@ class StepCost:
     @property
     def _bytes_per_s(self) -> float:
         return self.hardware.bytes_per_s * self.hardware.memory_efficiency
+
+
+def encoded_tokens(step: Step) -> int:
+    """Tokens of all inputs whose encoder runs in ``step``."""
+    reads = [new.encoder for new in step.new_rows if new.encoder is not None]
+    return sum(read.num_tokens for read in reads if read.encodes)
 
 
 def _sums(model: Model) -> int:
