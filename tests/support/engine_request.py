@@ -23,7 +23,7 @@ class Asked:
         self.request_id, self.all_token_ids = name, list(prompt)
         self.num_prompt_tokens, self.num_computed_tokens, self.num_in_flight_tokens = len(prompt), 0, 0
         self.num_preemptions = self.shared_prefix_boundary = self.num_output_placeholders = 0
-        self.drafts = 0
+        self.drafts, self.max_tokens, self.is_prefill_chunk = 0, 1000, False
         self.finished, self.stale = False, 0
         self.skip_reading_prefix_cache = False
         self.cache_salt: str | None = None

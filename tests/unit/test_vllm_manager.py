@@ -5,6 +5,7 @@ Whole engines are compared beside vLLM itself: tests/vllm/engine_duel.py.
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -336,7 +337,10 @@ def test_what_is_prepared_ends_at_the_first_that_prefills() -> None:
     first.num_in_flight_tokens = 99  # of before it was preempted
     with cache.step():
         cache.prepare([third, first, second, first], 1, 0)
-    assert cache._owed.keys() == {"0"}
+        assert cache.ahead.take("0", (1, 0))
+        assert not cache.ahead.take("1", (1, 0))
+        assert cache.ahead.owed("0") is not None
+        assert cache.ahead.owed("2") is None
 
 
 def test_with_states_those_alone_are_prepared_that_need_no_block() -> None:
@@ -347,7 +351,9 @@ def test_with_states_those_alone_are_prepared_that_need_no_block() -> None:
         given = []
         with batched.step(), single.step():
             batched.prepare(requests[0], 1, 0)
-            assert set(batched._ready) == ({"0", "1"} if place % SIZE == 2 else set())
+            idle = [batched.ahead.take(request.request_id, (1, 0)) for request in requests[0]]
+            assert idle == [place % SIZE == 2] * 2
+            batched.prepare(requests[0], 1, 0)
             for cache, several in zip((batched, single), requests, strict=True):
                 given.append([ids_of(cache.allocate_slots(request, 1)) for request in several])
         assert given[0] == given[1]
@@ -486,3 +492,85 @@ def test_numpy_tokens_of_a_prompt() -> None:
     mine = cache._mirrors.known("a")
     assert mine is not None
     assert np.array_equal(mine.token_ids(), PROMPT)
+
+
+# -- steps in which all decode one token
+
+
+def settle(cache: CacheManager, several: Sequence[Asked], token: int) -> None:
+    """Their step has run."""
+    cache.scheduled(several)
+    cache.executed(several)
+    for request in several:
+        request.num_computed_tokens += 1
+        request.append(token)
+
+
+@pytest.mark.parametrize("count", [3, 12])
+@pytest.mark.parametrize(
+    "specs", [(FullAttentionSpec(),), (FullAttentionSpec(), SlidingWindowSpec()), (FullAttentionSpec(), MambaSpec())]
+)
+def test_a_step_of_one_token_each_gives_what_one_call_each_gives(specs: Sequence[Any], count: int) -> None:
+    """Ids, what is to be cleared and what can be hit; of requests that cross a block's edge together, and apart."""
+    told, asked = (manager(*specs, num_blocks=40 * count) for _ in range(2))
+    sides = [running(cache, count) for cache in (told, asked)]
+    for cache, several in zip((told, asked), sides, strict=True):
+        for request in several[::2]:
+            run(cache, request, 1)
+            request.append(3)
+        cache.take_new_block_ids()
+    for place in range(4 * SIZE):
+        with told.step(), asked.step():
+            decoded = told.decode(sides[0])
+            assert decoded is not None
+            assert decoded.requests == sides[0]
+            assert decoded.num_computed_tokens == [request.num_computed_tokens for request in sides[0]]
+            one_by_one = [asked.allocate_slots(request, 1) for request in sides[1]]
+        assert decoded.new_blocks == [new.get_block_ids(allow_none=True) for new in one_by_one if new is not None]
+        assert told.take_new_block_ids() == asked.take_new_block_ids()
+        for cache, several in zip((told, asked), sides, strict=True):
+            settle(cache, several, place)
+        again = [Asked(f"again {place}", sides[0][0].all_token_ids) for _ in range(2)]
+        hits = [cache.get_computed_blocks(one)[1] for cache, one in zip((told, asked), again, strict=True)]
+        assert hits[0] == hits[1]
+    assert hits[0] > SIZE * 2
+
+
+def test_what_is_not_one_token_each_is_left_to_the_loop() -> None:
+    cache = manager(FullAttentionSpec())
+    first, second = running(cache, 2)
+    with cache.step():
+        second.append(8)  # two tokens to run
+        assert cache.decode([first, second]) is None
+        second.all_token_ids.pop()
+        for name, value in (("is_prefill_chunk", True), ("mm_features", [object()])):
+            before = getattr(second, name)
+            setattr(second, name, value)
+            assert cache.decode([first, second]) is None
+            setattr(second, name, before)
+        assert cache.decode([first, Asked("nobody knows", [1])]) is None
+        assert cache.decode([first, second]) is not None
+    short = manager(FullAttentionSpec(), max_model_len=SIZE * 2 + 1)
+    ends = running(short, 1)
+    with short.step():
+        assert short.decode(ends) is None
+
+
+def test_who_waits_for_the_last_token_is_left_out() -> None:
+    cache = manager(FullAttentionSpec())
+    first, second = running(cache, 2)
+    second.num_output_placeholders, second.num_computed_tokens, second.max_tokens = 1, SIZE * 2 + 1, 2
+    with cache.step():
+        decoded = cache.decode([first, second])
+    assert decoded is not None
+    assert decoded.requests == [first]
+
+
+def test_where_blocks_run_out_the_loop_finds_given_what_was_given() -> None:
+    cache = manager(FullAttentionSpec(), num_blocks=8)  # one is none, each of two holds two: four are left, less one
+    several = running(cache, 3)
+    with cache.step():
+        assert cache.decode(several) is None
+        given = [ids_of(cache.allocate_slots(request, 1)) for request in several]
+    assert [ids is None for ids in given] == [False, True, True]
+    assert sum(map(len, given[0])) == 1

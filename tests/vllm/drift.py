@@ -54,6 +54,8 @@ OF_SCHEDULERS = {
         "num_new_local_computed_tokens",
         "num_external_computed_tokens",
     ),
+    "_get_new_block_ids_to_zero": (),
+    "_update_after_schedule": ("scheduler_output",),
 }
 OF_FACTORIES = {"create_connector": ("config", "role", "kv_cache_config")}
 OF_WORKERS = {
@@ -64,34 +66,79 @@ OF_WORKERS = {
 }
 OF_BLOCK_SIZES = ("kv_manager_block_size", "backends", "kv_cache_specs")
 IN_SCHEDULERS = (
+    "_pause_state",
+    "aux_output_connector",
     "block_size",
     "connector",
+    "current_step",
     "dcp_world_size",
+    "defer_block_free",
+    "ec_connector",
+    "encoder_cache_manager",
+    "finished_req_ids",
     "hash_block_size",
     "kv_cache_config",
     "kv_cache_manager",
+    "kv_holding_waiting",
     "kv_metrics_collector",
     "mamba_has_prefill_checkpoint_blocks",
     "max_model_len",
+    "max_num_scheduled_tokens",
     "need_mamba_block_aligned_split",
     "needs_kv_cache_zeroing",
     "num_lookahead_tokens",
     "num_prefill_lookahead",
+    "num_sampled_tokens_per_step",
     "num_spec_tokens",
+    "observability_config",
+    "prefill_capacity_bound",
+    "prev_step_scheduled_req_ids",
+    "reset_preempted_req_ids",
     "running",
+    "sched_step_seq",
     "scheduler_config",
+    "use_pp",
+    "use_v2_model_runner",
     "vllm_config",
+    "waiting",
 )
 """Set by their constructor, read or replaced by ours."""
 FIELDS = {
     SchedulerOutput: (
-        "num_scheduled_tokens",
-        "scheduled_spec_decode_tokens",
         "scheduled_new_reqs",
         "scheduled_cached_reqs",
+        "num_scheduled_tokens",
+        "total_num_scheduled_tokens",
+        "scheduled_spec_decode_tokens",
+        "scheduled_encoder_inputs",
+        "finished_req_ids",
+        "free_encoder_mm_hashes",
+        "scheduled_encoder_input_stats",
+        "preempted_req_ids",
+        "has_structured_output_requests",
+        "pending_structured_output_tokens",
+        "num_invalid_spec_tokens",
+        "kv_connector_metadata",
+        "has_sync_kv_loads",
+        "aux_output_connector_metadata",
+        "ec_connector_metadata",
+        "ec_manager_metadata",
+        "new_block_ids_to_zero",
+        "kv_cache_block_copies",
+        "kv_connector_block_state",
+        "num_spec_tokens_to_schedule",
+        "num_common_prefix_blocks",
     ),
     NewRequestData: ("req_id", "block_ids", "num_computed_tokens"),
-    CachedRequestData: ("req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"),
+    CachedRequestData: (
+        "req_ids",
+        "resumed_req_ids",
+        "new_token_ids",
+        "all_token_ids",
+        "new_block_ids",
+        "num_computed_tokens",
+        "num_output_tokens",
+    ),
     CachedRequestState: ("block_ids",),
     KVCacheConfig: ("num_blocks", "kv_cache_tensors", "kv_cache_groups", "kv_cache_layout"),
     KVCacheGroupSpec: ("layer_names", "kv_cache_spec", "is_eagle_group", "host_resident", "role"),
@@ -105,6 +152,7 @@ FIELDS = {
     CompilationConfig: ("compilation_time", "encoder_compilation_time", "static_forward_context"),
 }
 """Of their dataclasses, read, made or put right."""
+WHOLE = (SchedulerOutput, CachedRequestData)
 IN_BATCHES = ("req_id_to_index", "block_table")
 IN_RUNNERS = ("requests", "input_batch", "kv_caches", "device", "prepare_inputs_event")
 NAMED = (
@@ -163,6 +211,9 @@ def drifted() -> Iterator[str]:
 
 def not_set() -> Iterator[str]:
     """What constructors and classes are to set, or to have, and one function to take."""
+    for kind in WHOLE:  # of what we make, another field is another thing to say
+        more = {one.name for one in fields(kind)} - set(FIELDS[kind])
+        yield from (f"{kind.__name__} has a field {name}, of which decode_step says nothing" for name in sorted(more))
     if parameters(select_common_block_size) != OF_BLOCK_SIZES:
         yield f"select_common_block_size{parameters(select_common_block_size)}, not {OF_BLOCK_SIZES}"
     if not hasattr(SamplingParams(), "extra_args"):

@@ -14,6 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -64,14 +65,14 @@ class Side:
             prompt = [(7 * number + 3 * place) % 500 for place in range(PROMPT - number % BLOCK)]
             self.scheduler.add_request(Request(f"{number}", prompt, asked, None, block_hasher=self.hasher))
 
-    def step(self, count: int) -> int:
-        """A step is scheduled, and the first one in flight answered; how many requests it ran."""
+    def step(self, count: int) -> tuple[int, list[Any]]:
+        """Schedules a step, answers the first one in flight; how many requests it ran, what workers are told."""
         began = time.thread_time()
         output = self.scheduler.schedule()
         scheduled = time.thread_time() - began
         self.flight.append(output)
         if len(self.flight) <= self.ahead and output.num_scheduled_tokens:
-            return -1
+            return -1, said_to_workers(output)
         first = self.flight.popleft()
         names = list(first.num_scheduled_tokens)
         answer = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, self.tokens(names))
@@ -80,11 +81,19 @@ class Side:
         updated = time.thread_time() - began
         if first.total_num_scheduled_tokens == len(names) == count == len(output.num_scheduled_tokens):
             self.took.append(1e6 * (scheduled + updated) / count)
-        return len(names)
+        return len(names), said_to_workers(output)
 
     def tokens(self, names: Sequence[str]) -> list[list[int]]:
         """Sampled where the prompt is through, as every prompt is within a step here."""
         return [[int(name) % 500] for name in names]
+
+
+def said_to_workers(output: Any) -> list[Any]:  # noqa: ANN401 - vLLM's
+    """What a step's output says of those that ran before, and of all; new ones by their blocks."""
+    told = {one.name: getattr(output, one.name) for one in fields(output) if one.name != "scheduled_new_reqs"}
+    old = told.pop("scheduled_cached_reqs")
+    new = [(one.req_id, one.block_ids, one.num_computed_tokens) for one in output.scheduled_new_reqs]
+    return [new, {one.name: getattr(old, one.name) for one in fields(old)}, told]
 
 
 def run(core: Any, kinds: tuple[Any, Any], ahead: int, count: int) -> tuple[list[float], list[float]]:  # noqa: ANN401 - vLLM's
@@ -94,10 +103,13 @@ def run(core: Any, kinds: tuple[Any, Any], ahead: int, count: int) -> tuple[list
         side.add(count)
     going = True
     while going:
-        going = False
+        going, heard = False, []
         for side in sides:
-            ran = side.step(count)
+            ran, told = side.step(count)
             going |= ran != 0
+            heard.append(told)
+        if heard[0] != heard[1]:
+            raise SystemExit(f"stock's workers would be told\n{heard[0]}\nours\n{heard[1]}")
     stock, ours = sides
     if len(stock.took) != len(ours.took) or not ours.took:
         raise SystemExit(f"{len(stock.took)} decoding steps of stock, {len(ours.took)} of ours")

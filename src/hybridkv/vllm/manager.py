@@ -25,6 +25,7 @@ from hybridkv.vllm.admissions import Admissions, Asked
 from hybridkv.vllm.blocks import Blocks
 from hybridkv.vllm.mirrors import EngineRequest, Mirrors
 from hybridkv.vllm.settings import Settings
+from hybridkv.vllm.slots_ahead import Decoded, SlotsAhead
 from hybridkv.vllm.specs import Config, cache_config
 
 Int64 = NDArray[np.int64]
@@ -83,13 +84,9 @@ class CacheManager:
         self.log_stats = settings.new_stats is not None
         kept = [group.spec.keeps for group in cache.config.groups]
         self._attention = [number for number, keeps in enumerate(kept) if keeps is not Keeps.STATE]
-        self._takes_ahead = len(self._attention) == len(kept) and cache.placement is None
         self._block = min(group.policy.block_size for group in self.cache.groups)
-        # by request: tokens and look-ahead that it has slots for in this step; blocks by group that it was not told
-        # of yet; how many tokens fill its next block
-        self._ready = dict[str, tuple[int, int]]()
-        self._owed = dict[str, tuple[list[int], ...]]()
-        self._due = dict[str, int]()
+        self.ahead = SlotsAhead(self.cache, self._mirrors, settings.max_model_len)
+        self._due = dict[str, int]()  # by request, how many tokens fill its next block
         self._held = dict[str, BlockLock]()
         self._new_ids: list[int] = []
         self._step = -1
@@ -104,44 +101,20 @@ class CacheManager:
         self._admissions.let_in.clear()
         with self.cache.step(self._step):
             yield
-        self._ready.clear()
+        self.ahead.end_step()
 
     def prepare(self, running: Sequence[EngineRequest], most_tokens: int, num_lookahead_tokens: int) -> None:
-        """Slots for what ``running`` decode next, in one batch; ``allocate_slots`` then hands them out.
+        """Slots for what ``running`` decode next, which ``allocate_slots`` hands out."""
+        self.ahead.give(running, most_tokens, num_lookahead_tokens)
 
-        most_tokens: of a request that decodes, drafts included; those behind the first that runs more are left out, so
-        that blocks go round as they would one by one. What a scheduler then does not ask for waits for the request's
-        next step. With states, whose columns move, and in the natural layout, whose blocks are copied, those alone that
-        need no block.
-        """
-        known, longest = self._mirrors.known, self.max_model_len - 1
-        names, counts = list[str](), list[tuple[int, int, int, int, int]]()
-        for request in running:
-            mine, computed = known(request.request_id), request.num_computed_tokens
-            more = min(request.num_tokens_with_spec + request.num_output_placeholders, longest) - computed
-            if more > most_tokens or mine is None or mine.row < 0:
-                break
-            if more > 0:
-                names.append(request.request_id)
-                counts.append((mine.row, request.num_tokens, computed, request.num_in_flight_tokens, more))
-        if not names:
-            return
-        rows, known_tokens, computed_tokens, in_flight, tokens = np.array(counts, np.int64).T
-        # what was preempted may still have tokens in flight that are computed no longer
-        in_flight = np.minimum(in_flight, computed_tokens)
-        self.cache.synchronise(rows, num_tokens=known_tokens, num_computed=computed_tokens, in_flight=in_flight)
-        if not self._takes_ahead:
-            idle = np.flatnonzero(self.cache.next_events(rows) > computed_tokens + tokens + num_lookahead_tokens)
-            rows, tokens, names = rows[idle], tokens[idle], [names[place] for place in idle.tolist()]
-        slots = self.cache.allocate_batch(rows, tokens, num_lookahead_tokens)
-        self._ready = {
-            name: (count, num_lookahead_tokens)
-            for name, count in zip(names[: slots.accepted], tokens.tolist(), strict=False)
-        }
-        cells = zip(slots.owner.tolist(), slots.group.tolist(), slots.block.tolist(), strict=True)
-        for owner, group, block in cells:
-            owed = self._owed.setdefault(names[owner], tuple([] for _ in range(self.num_kv_cache_groups)))
-            owed[group].append(block)
+    def decode(self, running: Sequence[EngineRequest]) -> Decoded | None:
+        """Slots for a step in which all of ``running`` decode one token; None where vLLM's loop has to see to it."""
+        decoded = self.ahead.decode(running)
+        if decoded is not None:
+            for ids in filter(None, decoded.new_blocks):
+                for group in self._attention:
+                    self._new_ids += filter(None, ids[group])
+        return decoded
 
     def scheduled(self, output: object) -> None:
         """``output`` is what the scheduler made of the step that ended last."""
@@ -238,10 +211,8 @@ class CacheManager:
     ) -> Blocks | None:
         """The new blocks; None when they do not fit."""
         name = request.request_id
-        if (num_new_tokens, num_lookahead_tokens) == self._ready.pop(name, None):
-            if name not in self._owed:
-                return self.empty_kv_cache_blocks
-            return self._with_owed(request.request_id, self.empty_kv_cache_blocks)
+        if self.ahead.take(name, (num_new_tokens, num_lookahead_tokens)):
+            return self._with_owed(name, self.empty_kv_cache_blocks)
         mine = self._mirrors.of(request)
         if mine.row >= 0 and not self._admissions.is_due(name):
             new = self.cache.allocate_slots(mine, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens)
@@ -270,7 +241,7 @@ class CacheManager:
 
         uncleared: groups whose blocks a transfer writes.
         """
-        owed = self._owed.pop(request_id, None)
+        owed = self.ahead.owed(request_id)
         if owed is not None:
             given = KVCacheBlocks(tuple(np.array(ids, np.int32) for ids in owed), self.empty_kv_cache_blocks.held.pool)
             new = Blocks(given + new.held)
@@ -319,8 +290,8 @@ class CacheManager:
         their order, so whoever copies from it does so when they have run.
         """
         name = request.request_id
-        for table in (self._ready, self._owed, self._due):
-            table.pop(name, None)
+        self.ahead.forget(name)
+        self._due.pop(name, None)
         self._admissions.forget(name)
         mine = self._mirrors.known(name)
         if mine is not None and mine.row >= 0 and self.cache.bounds.keeps_ends:

@@ -28,6 +28,8 @@ class EngineRequest(Protocol):
     num_computed_tokens: int
     num_in_flight_tokens: int
     num_output_placeholders: int
+    max_tokens: int
+    is_prefill_chunk: bool
     num_preemptions: int
     skip_reading_prefix_cache: bool
     block_hashes: list[bytes]

@@ -10,6 +10,7 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 
 import vllm
 from hybridkv.errors import ConfigError
+from hybridkv.vllm.decode_step import decode_step
 from hybridkv.vllm.events import Teller
 from hybridkv.vllm.manager import CacheManager, reference_cache
 from hybridkv.vllm.refusals import refuse
@@ -26,11 +27,13 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
         super().__init__(*args, **kwargs)
         replace_manager(self)
 
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
+    def schedule(self, throttle_prefills: bool = False) -> Any:  # noqa: ANN401 - vLLM's
         """As vLLM's."""
         with self.kv_cache_manager.step():
-            self.kv_cache_manager.prepare(self.running, 1 + self.num_spec_tokens, self.num_lookahead_tokens)
-            output = super().schedule(*args, **kwargs)
+            output = decode_step(self)
+            if output is None:
+                self.kv_cache_manager.prepare(self.running, 1 + self.num_spec_tokens, self.num_lookahead_tokens)
+                output = super().schedule(throttle_prefills)
         self.kv_cache_manager.scheduled(output)
         return output
 
