@@ -195,6 +195,45 @@ def test_two_workers_of_dask(tmp_path: Path) -> None:
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
+RAY = """
+import sys
+import ray
+from concurrent.futures import BrokenExecutor
+from hybridkv.errors import ConfigError
+from hybridkv.simulator import Cell, UniformWorkload, sweep
+from hybridkv.simulator.ray_executor import RayExecutor
+
+def wrong():
+    raise ConfigError("as it was raised")
+
+def lost():
+    import os
+    os._exit(1)
+
+if __name__ == "__main__":
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    with RayExecutor() as executor:
+        cells = [Cell("llama-3-8b", memory) for memory in ("1GiB", "2GiB", "3GiB")]
+        sweep(UniformWorkload(), cells, sys.argv[1], executor)
+        print(repr(executor.submit(wrong).exception()))
+        print(type(executor.submit(lost).exception()) is BrokenExecutor)
+    ray.shutdown()
+"""
+
+
+def test_ray(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="its wheel and what it needs are 350 MB: pip install 'hybridkv[ray]'")
+    script = tmp_path / "script.py"
+    script.write_text(RAY, "utf-8")
+    command = [sys.executable, str(script), str(tmp_path / "a")]
+    quiet = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    told = subprocess.run(command, env=quiet, capture_output=True, text=True, check=False)  # noqa: S603  # our own
+    lines = [line for line in told.stdout.splitlines() if "raylet" not in line]
+    assert lines == ["ConfigError('as it was raised')", "True"], told.stderr
+    sweep(SOURCE, [Cell("llama-3-8b", memory) for memory in ("1GiB", "2GiB", "3GiB")], tmp_path / "b", Here())
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
 # -- as a command
 
 
