@@ -224,6 +224,8 @@ class Engine:
     """ahead: a step is scheduled before the last one's output is in. change: of every NaturalStep, a fault.
 
     connector: None without one.
+    by_priority: who came last is not who is preempted: every third goes last, though it runs. preempted_late: who had
+    its slots in the step that preempted it.
     """
 
     def __init__(
@@ -235,16 +237,18 @@ class Engine:
         ahead: bool = False,
         change: Callable[[NaturalStep], NaturalStep] = lambda step: step,
         connector: Connector | None = None,
+        by_priority: bool = False,
     ) -> None:
         self.manager, self.writer, self.kept = manager, StepWriter(manager), Kept(manager)
         self.worker = Worker(self.kept)
         self.budget, self.seats, self.ahead, self.change = budget, seats, ahead, change
-        self.waiting, self.running = deque[Asked](), list[Asked]()
+        self.asked, self.waiting, self.running = list[Asked](), deque[Asked](), list[Asked]()
         self.prompts: dict[str, list[int]] = {}
         self.limits: dict[str, int] = {}
         self.resumed: set[str] = set()
         self.hits: dict[str, int] = {}
-        self.preemptions = 0
+        self.preemptions = self.preempted_late = 0
+        self.by_priority = by_priority
         self.in_flight = deque[tuple[Output, dict[str, Asked], dict[str, int]]]()
         self.connector = connector
         self.arrived = list[tuple[Transfer, int]]()
@@ -252,6 +256,7 @@ class Engine:
     def add(self, name: str, prompt: list[int], outputs: int) -> Asked:
         request = Asked(name, prompt)
         self.prompts[name], self.limits[name] = prompt, len(prompt) + outputs
+        self.asked.append(request)
         self.waiting.append(request)
         return request
 
@@ -305,7 +310,12 @@ class Engine:
                 continue
             while (new := self.manager.allocate_slots(request, more)) is None:
                 room = False
-                last = self.running.pop()
+                last = self.victim()
+                place -= self.running.index(last) < place
+                self.running.remove(last)
+                if output.num_scheduled_tokens.pop(last.request_id, 0):
+                    self.preempted_late += 1
+                    self.leave_out(output, last.request_id)
                 self.preempt(last)
                 if last is request:
                     return False
@@ -317,6 +327,19 @@ class Engine:
             owners[request.request_id] = request
             place += 1
         return room
+
+    def victim(self) -> Asked:
+        """By priority the first of each three goes last."""
+        if not self.by_priority:
+            return self.running[-1]
+        return max(self.running, key=lambda one: self.asked.index(one) % 3 == 0)
+
+    @staticmethod
+    def leave_out(output: Output, name: str) -> None:
+        cached = output.scheduled_cached_reqs
+        place = cached.req_ids.index(name)
+        for column in (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens):
+            del column[place]
 
     def preempt(self, request: Asked) -> None:
         self.manager.free(request)

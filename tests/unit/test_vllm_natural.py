@@ -1,5 +1,6 @@
 """The natural layout inside vLLM, without vLLM: an engine in its manner, whose tokens say what was read."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -10,15 +11,18 @@ import pytest
 import torch
 from natural_faults import FAULTS
 
-from engine_request import Sampling
+from engine_request import Asked, Sampling
+from hybridkv.cache import BlockRemoved, BlockStored, KVCacheManager
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.planner import SlabClass, SlabLayout
+from hybridkv.request import Request
 from hybridkv.vllm.arena import Arena
 from hybridkv.vllm.manager import CacheManager
 from hybridkv.vllm.natural import Options, default_block_size, natural_cache, natural_plan
 from hybridkv.vllm.natural_refusals import refuse
+from hybridkv.vllm.natural_step import StepWriter
 from hybridkv.vllm.settings import Settings
-from natural_engine import Connector, Engine
+from natural_engine import Connector, Engine, Output
 
 SIZE, LENGTH, OUTPUTS = 4, 128, 16
 
@@ -86,7 +90,9 @@ def config(memory: int, specs: Sequence[object]) -> Config:
     return Config(groups, [Tensor(memory)])
 
 
-def manager(memory: int = LARGE, specs: Sequence[object] = HYBRID, options: Options = OPTIONS) -> CacheManager:
+def manager(
+    memory: int = LARGE, specs: Sequence[object] = HYBRID, options: Options = OPTIONS, *, events: bool = False
+) -> CacheManager:
     given = config(memory, specs)
     settings = Settings(
         max_model_len=LENGTH,
@@ -94,7 +100,7 @@ def manager(memory: int = LARGE, specs: Sequence[object] = HYBRID, options: Opti
         hash_block_size=SIZE,
         enable_caching=True,
         use_eagle=False,
-        enable_events=False,
+        enable_events=events,
     )
     made = natural_plan(given, options, name="tiny", max_model_len=LENGTH, max_in_flight_tokens=48)
     groups = [Group(group.spec, group.layer_names) for group in made.config.groups]
@@ -120,6 +126,35 @@ def play(engine: Engine) -> tuple[int, int]:
 
 
 WINDOWS = (FullAttentionSpec(), SlidingWindowSpec())
+
+
+@pytest.mark.parametrize("specs", [HYBRID, WINDOWS])
+@pytest.mark.parametrize("memory", [SMALL, LARGE])
+def test_events_are_of_blocks_of_attention_and_name_their_tokens(memory: int, specs: Sequence[object]) -> None:
+    """Keys are ours. What was stored, and not removed, is what can be hit."""
+    engine = Engine(manager(memory, specs, events=True))
+    play(engine)
+    cache, known = engine.manager.cache, Counter[tuple[int, bytes]]()
+    tokens_of: dict[tuple[int, bytes], list[int]] = {}
+    for event in engine.manager.take_events():
+        if isinstance(event, BlockRemoved):
+            known.subtract((event.group_idx, key) for key in event.block_hashes)
+            continue
+        assert isinstance(event, BlockStored)
+        parent = event.parent_block_hash
+        before = [] if parent is None else tokens_of[event.group_idx, parent]
+        for number, key in enumerate(event.block_hashes):
+            before = [*before, *event.token_ids[number * SIZE : (number + 1) * SIZE]]
+            tokens_of[event.group_idx, key] = before
+            known[event.group_idx, key] += 1
+    states = {number for number, spec in enumerate(specs) if spec in HYBRID[:1]}
+    assert not states & {group for group, _ in known}
+    assert min(known.values()) >= 0
+    assert (0 in known.values()) is (memory == SMALL)
+    told = {request.request_id: request.all_token_ids for request in engine.asked}
+    assert all(any(ids[: len(found)] == found for ids in told.values()) for found in tokens_of.values())
+    keys = cache.block_pool.keys.indexes
+    assert all((keys[group].get(key) is not None) is (count > 0) for (group, key), count in known.items())
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -174,6 +209,50 @@ def test_what_a_connector_brings_and_what_it_reads_is_what_was_computed(
     for name, read in connector.sent.items():
         tokens = engine.worker.tokens[name][:-1]
         assert read == engine.kept.left(tokens, 1), name
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("specs", [HYBRID, WINDOWS])
+def test_by_priority_who_has_its_slots_may_be_preempted(specs: Sequence[object], *, ahead: bool) -> None:
+    engine = Engine(manager(SMALL, specs), ahead=ahead, by_priority=True)
+    assert play(engine)[1] == 0
+    assert engine.preempted_late
+
+
+@pytest.mark.parametrize("specs", [HYBRID, WINDOWS])
+def test_what_a_step_does_not_write_after_all_is_not_found(specs: Sequence[object]) -> None:
+    """Slots for 16 tokens behind 8, and then it is preempted in that very step."""
+    cache, writer = (made := manager(specs=specs)), StepWriter(made)
+    first, second = Asked("first", list(range(1, 25))), Asked("second", list(range(1, 25)))
+    for tokens in (8, 16):
+        with cache.step():
+            assert cache.allocate_slots(first, tokens) is not None
+            if tokens == 16:
+                cache.free(first)
+            output = Output()
+            writer.write(output)
+        cache.scheduled(output)
+        cache.executed(output)
+        first.num_computed_tokens += tokens
+    assert cache.get_computed_blocks(second)[1] == 8
+    cache.cache.check()
+
+
+@pytest.mark.parametrize("memory", [SMALL, LARGE])
+def test_what_a_step_in_flight_computes_is_known_when_its_request_ends(
+    memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two steps at once no end goes without its label: the token that the last one runs was sampled before it."""
+    ahead = Counter[int]()
+    keep_end = KVCacheManager.keep_end
+
+    def counted(cache: KVCacheManager, request: Request) -> None:
+        ahead[request.num_computed_tokens - request.num_tokens] += 1
+        keep_end(cache, request)
+
+    monkeypatch.setattr(KVCacheManager, "keep_end", counted)
+    play(Engine(manager(memory), ahead=True))
+    assert set(ahead) == {-1, 0}
 
 
 def test_where_no_state_is_kept_nothing_is_hit() -> None:
@@ -310,9 +389,7 @@ def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kind
             "decode_context_parallel_size": 1,
         },
         "cache_config": {"enable_prefix_caching": False},
-        "scheduler_config": {"policy": "fcfs"},
         "model_config": {"is_encoder_decoder": False},
-        "kv_events_config": {"enable_kv_cache_events": False},
     }
     whole = dict.fromkeys(("kv_transfer_config", "ec_transfer_config", "speculative_config", "use_v2_model_runner"))
     for part, fields in changed.items():
@@ -333,8 +410,6 @@ def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kind
         ({"parallel_config": {"data_parallel_size": 2}}, "data_parallel_size 2"),
         ({"parallel_config": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size 2"),
         ({"ec_transfer_config": object()}, "ec_transfer_config"),
-        ({"kv_events_config": {"enable_kv_cache_events": True}}, "kv_events_config"),
-        ({"scheduler_config": {"policy": "priority"}}, "--scheduling-policy priority"),
         ({"model_config": {"is_encoder_decoder": True}}, "an encoder and a decoder"),
         ({"speculative_config": {"method": "ngram"}}, "speculative_config for models with recurrent states"),
     ],
@@ -352,7 +427,6 @@ def test_connectors_say_whether_they_go_by_this_layout() -> None:
 
 def test_what_is_supported_is_not_refused() -> None:
     refuse(started(), config(LARGE, HYBRID), None)
-    refuse(started(kv_events_config=None), config(LARGE, HYBRID), None)
     refuse(started(speculative_config={"method": "ngram"}), config(LARGE, WINDOWS), None)
     with pytest.raises(ConfigError, match="another method than ngram"):
         refuse(started(speculative_config={"method": "eagle"}), config(LARGE, WINDOWS), None)

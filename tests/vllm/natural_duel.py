@@ -49,6 +49,7 @@ class Regime:
     preempts: requests of ours are preempted, where tokens take blocks. drafts: not for models with recurrent states.
     alike: chunks end at the same tokens in both, and only so are bfloat16 models the same: second turns, which go on
     from states that decoding left, are left out. captured: on GPUs alone, where graphs of the kernels are captured.
+    priorities: later prompts go first.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Regime:
     drafts: bool = False
     alike: bool = False
     captured: bool = False
+    priorities: bool = False
 
 
 def placed(name: str) -> Mapping[str, Any]:
@@ -72,12 +74,14 @@ REGIMES = (
     Regime("little memory", SMALL, preempts=True),
     Regime("a step ahead", ahead=True),
     Regime("little memory, a step ahead", SMALL, ahead=True, preempts=True),
+    Regime("little memory, by priority", {**SMALL, "scheduling_policy": "priority"}, preempts=True, priorities=True),
     Regime("aborts", abort=2),
     Regime(
         "drafts",
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
         drafts=True,
     ),
+    Regime("events", {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}),
     Regime("interval:64", ours=placed("interval:64")),
     Regime("align:32", ours=placed("align:32")),
     Regime("nothing kept", ours=placed("none"), alike=True),
@@ -118,7 +122,7 @@ def answers(
         "output": OUTPUT,
         "options": options,
         "scheduler": scheduler,
-        "priorities": False,
+        "priorities": regime.priorities,
         "abort": regime.abort,
         "ahead": regime.ahead,
         "fault": fault,

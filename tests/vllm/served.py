@@ -1,40 +1,48 @@
 """What ``vllm serve`` starts with the options of docs/vllm.md, asked by OpenAI's SDK: ``make test-vllm-engine ...``.
 
 Stock, the reference layout and the natural layout answer the same prompts, one after the other: tokens and the metrics
-of the server's prefix cache must be those of stock; the natural layout may have more hits. Prints a table in Markdown.
+of the server's prefix cache must be those of stock; the natural layout may have more hits. KV events are subscribed to
+as a router does, and decoded by vLLM's own classes: the reference layout's must be those of stock, the natural layout's
+name the tokens of prompts and outputs. Prints a table in Markdown.
 """
 
+import json
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.error import URLError
 from urllib.request import urlopen
 
+import msgspec
 import openai
+import zmq
 from generate_duel import MATCHES, say
 from generators import OUTPUT, Plain
 from rounds import make_rounds
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
 from hybridkv.runner import tiny_model, wrap
 
 SEED, VOCABULARY = 0, 128
 STARTS_WITHIN_S, ANSWERS_WITHIN_S = 300.0, 120.0
+SUBSCRIBED_WITHIN_S, LAST_EVENTS_WITHIN_MS = 2.0, 3000
 QUERIES, HITS, USAGE = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "vllm:kv_cache_usage_perc"
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    "PYTHONHASHSEED": "0",  # what vLLM's keys begin with
 }
 NATURAL = ("--scheduler-cls", "hybridkv.vllm.NaturalScheduler", "--worker-cls", "hybridkv.vllm.NaturalWorker")
 
@@ -56,10 +64,11 @@ LINES = (
 
 
 class Answered(NamedTuple):
-    """outputs: token ids by prompt. metrics: the server's own, once all is answered."""
+    """outputs: token ids by prompt. metrics: the server's own, once all is answered. events: vLLM's, in order."""
 
     outputs: list[list[int]]
     metrics: Mapping[str, float]
+    events: list[Any]
 
 
 def model_with_words(folder: Path) -> Plain:
@@ -72,12 +81,16 @@ def model_with_words(folder: Path) -> Plain:
     return Plain(wrap(model, name=match.name))
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 @contextmanager
 def server(model: Path, options: Sequence[str]) -> Iterator[str]:
     """Its address. Ended behind the block."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     sizes = ("--max-model-len", "320", "--block-size", "32", "--dtype", "float32", "--enforce-eager")
     # what ``vllm serve`` runs; the command itself asks for metadata of vllm, and the CPU build's are vllm-cpu's
     command = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model)
@@ -107,7 +120,31 @@ def wait_for(address: str, running: subprocess.Popen[bytes], log: Path) -> None:
     raise SystemExit(f"vllm serve did not start:\n{log.read_text('utf-8')[-3000:]}")
 
 
+@contextmanager
+def subscribed(endpoint: str) -> Iterator[Callable[[], list[Any]]]:
+    """What takes all events so far, decoded as vLLM has them."""
+    decoder = msgspec.msgpack.Decoder(KVEventBatch)
+    with zmq.Context() as context, context.socket(zmq.SUB) as heard:
+        heard.connect(endpoint)
+        heard.subscribe(b"")
+        time.sleep(SUBSCRIBED_WITHIN_S)
+
+        def take() -> list[Any]:
+            found = list[Any]()
+            while heard.poll(LAST_EVENTS_WITHIN_MS):
+                found += decoder.decode(heard.recv_multipart()[-1]).events
+            return found
+
+        yield take
+
+
 def ask(address: str, prompts: Sequence[Sequence[int]]) -> Answered:
+    outputs = outputs_of(address, prompts)
+    with urlopen(f"{address}/metrics", timeout=ANSWERS_WITHIN_S) as page:  # noqa: S310 - loopback
+        return Answered(outputs, metrics(page.read().decode()), [])
+
+
+def outputs_of(address: str, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=ANSWERS_WITHIN_S)
     outputs = []
     for prompt in prompts:
@@ -119,8 +156,7 @@ def ask(address: str, prompts: Sequence[Sequence[int]]) -> Answered:
             extra_body={"ignore_eos": True, "return_token_ids": True},
         )
         outputs.append(list(answer.choices[0].model_extra["token_ids"]))  # type: ignore[index] # vLLM's field
-    with urlopen(f"{address}/metrics", timeout=ANSWERS_WITHIN_S) as page:  # noqa: S310 - loopback
-        return Answered(outputs, metrics(page.read().decode()))
+    return outputs
 
 
 def metrics(page: str) -> dict[str, float]:
@@ -129,8 +165,29 @@ def metrics(page: str) -> dict[str, float]:
     return {name.partition("{")[0]: float(value) for name, _, value in lines}
 
 
+def untold(found: Answered, prompts: Sequence[Sequence[int]]) -> Iterator[str]:
+    """What events of blocks say that nobody asked or answered: chains of blocks are beginnings of texts."""
+    texts = [[*prompt, *output] for prompt, output in zip(prompts, found.outputs, strict=True)]
+    known = dict[Any, list[int]]()
+    for event in found.events:
+        if not isinstance(event, BlockStored):
+            continue
+        before = [] if event.parent_block_hash is None else known.get((event.group_idx, event.parent_block_hash))
+        if before is None:
+            yield f"a block behind {event.parent_block_hash}, which was not told"
+            continue
+        for number, key in enumerate(event.block_hashes):
+            before = [*before, *event.token_ids[number * event.block_size : (number + 1) * event.block_size]]
+            known[event.group_idx, key] = before
+    yield from (f"{ids} was stored" for ids in known.values() if not any(text[: len(ids)] == ids for text in texts))
+    if not known:
+        yield "no block was told"
+
+
 def faults(line: Line, stock: Answered, found: Answered) -> Iterator[str]:
     """What is not as it should be."""
+    if not line.more and found.events != stock.events:
+        yield f"{len(found.events)} events, not the {len(stock.events)} of stock"
     for number, (theirs, ours) in enumerate(zip(stock.outputs, found.outputs, strict=True)):
         if theirs != ours:
             yield f"prompt {number}: {theirs}, {line.name} {ours}"
@@ -145,20 +202,27 @@ def faults(line: Line, stock: Answered, found: Answered) -> Iterator[str]:
 
 def main() -> int:
     wrong = 0
-    say("| vllm serve | prompts | tokens asked for | hit, of the server's metrics | |")
-    say("|---|--:|--:|--:|---|")
+    say("| vllm serve | prompts | tokens asked for | hit, of the server's metrics | KV events | |")
+    say("|---|--:|--:|--:|--:|---|")
     with TemporaryDirectory() as name:
         model = Path(name) / "model"
         plain = model_with_words(model)
         prompts = [prompt for one in make_rounds(SEED, plain.generate) for prompt in one.prompts]
         stock = None
         for line in LINES:
-            with server(model, line.options) as address:
-                found = ask(address, prompts)
+            endpoint = f"ipc://{model.with_name('events')}"  # vLLM binds those, and tcp://*: on all addresses
+            told_at = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+            options = (*line.options, "--kv-events-config", json.dumps(told_at))
+            with server(model, options) as address, subscribed(endpoint) as take:
+                found = ask(address, prompts)._replace(events=take())
             stock = stock or found
-            bad = list(faults(line, stock, found))
+            bad = [*faults(line, stock, found), *untold(found, prompts)]
             asked, hits = (f"{found.metrics[what]:,.0f}" for what in (QUERIES, HITS))
-            say(f"| {line.name} | {len(prompts)} | {asked} | {hits} | {f'**{len(bad)} faults**' if bad else 'equal'} |")
+            told = f"{len(found.events)}"
+            say(
+                f"| {line.name} | {len(prompts)} | {asked} | {hits} | {told} | "
+                f"{f'**{len(bad)} faults**' if bad else 'equal'} |"
+            )
             for one in bad[:8]:
                 say(one)
             wrong += len(bad)

@@ -561,6 +561,15 @@ class KVCacheManager:
         came = None if tokens is None else integer("num_computed_tokens", tokens, 0, MOST_COUNT)
         return self._slots.finish_load(instance("request", request, Request), came)
 
+    def withdraw(self, request: Request) -> None:
+        """The open step does not run ``request`` after all, whose slots it has been given: it is freed next.
+
+        What it would have filled can be hit no longer; nothing where no step is open. For engines that preempt requests
+        which the step being made holds already. O(blocks of the step, and of the request). CacheError for a request
+        that holds no blocks.
+        """
+        self._slots.withdraw(instance("request", request, Request))
+
     def keep_end(self, request: Request) -> None:
         """``request`` ends or is preempted, and no step in flight holds it: its computed tokens can be hit to the last.
 

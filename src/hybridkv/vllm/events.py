@@ -39,7 +39,8 @@ class Teller:
             lora_id=event.lora_id,
             medium=event.medium,
             lora_name=event.lora_name,
-            extra_keys=None if event.extra_keys is None else list(event.extra_keys),
+            # stock has a list always
+            extra_keys=[None] * len(event.block_hashes) if event.extra_keys is None else list(event.extra_keys),
             group_idx=event.group_idx,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,

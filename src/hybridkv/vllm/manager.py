@@ -295,6 +295,7 @@ class CacheManager:
         self._admissions.forget(name)
         mine = self._mirrors.known(name)
         if mine is not None and mine.row >= 0 and self.cache.bounds.keeps_ends:
+            self.cache.withdraw(mine)  # by priority who is preempted may have had its slots
             self.cache.keep_end(self._mirrors.of(request))
         self.cache.free(name)
         held = self._held.pop(name, None)

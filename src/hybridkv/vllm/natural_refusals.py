@@ -36,15 +36,13 @@ def _features(started: Any, config: Config, connector: Any) -> Iterator[str]:  #
         size = getattr(started.parallel_config, name)
         if size > 1:
             yield f"does not support {name} {size}: leave it out"
-    events, drafts = started.kv_events_config, started.speculative_config
+    drafts = started.speculative_config
     states = any(hasattr(spec, "shapes") for _, spec in layer_specs(config))
     given = {
         f"connectors whose class does not say {TAKES} = True": (
             connector is not None and not getattr(connector, TAKES, False)
         ),
         "ec_transfer_config, connectors of encoders": started.ec_transfer_config,
-        "kv_events_config": events is not None and events.enable_kv_cache_events,
-        "--scheduling-policy priority": started.scheduler_config.policy == "priority",
         "models with an encoder and a decoder": started.model_config.is_encoder_decoder,
         # tests/vllm/stock_drafts.py: where stock answers otherwise with drafts, nothing can be shown
         "speculative_config for models with recurrent states": drafts is not None and states,

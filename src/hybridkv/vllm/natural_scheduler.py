@@ -11,6 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as TheirScheduler
 from vllm.v1.metrics.stats import PrefixCacheStats
 
 import vllm
+from hybridkv.vllm.events import Teller
 from hybridkv.vllm.manager import CacheManager
 from hybridkv.vllm.natural import Options, default_block_size, natural_cache, natural_plan
 from hybridkv.vllm.natural_config import natural_config
@@ -98,7 +99,7 @@ def _manager(scheduler: Any) -> CacheManager:  # noqa: ANN401 - vLLM's
         hash_block_size=options.block_size,
         enable_caching=True,
         use_eagle=False,
-        enable_events=False,
+        enable_events=theirs.enable_kv_cache_events,
         watermark=scheduler.scheduler_config.watermark,
         new_stats=PrefixCacheStats if theirs.log_stats else None,
     )
@@ -109,4 +110,5 @@ def _manager(scheduler: Any) -> CacheManager:  # noqa: ANN401 - vLLM's
         max_model_len=scheduler.max_model_len,
         max_in_flight_tokens=settings.max_in_flight_tokens,
     )
-    return CacheManager(natural_cache(made, options, settings), natural_config(config, made.config), settings)
+    laid_out = natural_config(config, made.config)
+    return CacheManager(natural_cache(made, options, settings), laid_out, settings, Teller(laid_out))

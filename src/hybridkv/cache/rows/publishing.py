@@ -7,6 +7,7 @@
     transfer complete --publish_computed--> full blocks can be hit
     drafts accepted   --publish_accepted--> full blocks, and ends
     ended, preempted  --publish_last------> so can the last, unfinished one (natural layout)
+    left out of the open step --withdraw--> what it would have filled cannot
 
 A block with an end goes on being filled by its request: what a partial key speaks of is not written again.
 """
@@ -251,6 +252,16 @@ class Publisher:
         """``request`` ends, or is preempted, with ``tokens`` computed, all of them written."""
         for group in self._ends_in:
             self._publish_end(group, request, tokens, WRITTEN)
+
+    def withdraw(self, row: int) -> None:
+        """What the open step would have written of ``row`` can be hit no longer, for it does not run there."""
+        step = self._log.open_step
+        if step == WRITTEN:
+            return
+        promised = self._log.promised(step)
+        mine = [block for group in self._groups for block in group.rows.held(row).tolist() if block in promised]
+        if mine:
+            self._pool.unpublish_unwritten(np.array(mine, np.int32), step)
 
     def _pass_ends(self, request: Request, known_tokens: int) -> None:
         """Ends up to ``known_tokens`` are dealt with."""

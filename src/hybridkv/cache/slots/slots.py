@@ -385,6 +385,11 @@ class Slots:
             self._checkpoints.keep_end(request, computed)
         self._pool.advance_epoch()
 
+    def withdraw(self, request: Request) -> None:
+        """The open step does not run ``request``: see KVCacheManager.withdraw."""
+        self._publisher.withdraw(self._residents.row_of(request))
+        self._pool.advance_epoch()
+
     def free(self, request_id: str) -> None:
         """Give back what a request holds, group after group, the last block first; nothing if it holds nothing."""
         resident = self._residents.get(request_id)
