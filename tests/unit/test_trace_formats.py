@@ -150,13 +150,63 @@ def test_aiperf(tmp_path: Path) -> None:
     trace = TraceFile(file(tmp_path, lines), tokenizer="bytes:4")
     assert trace.format_name == "aiperf"
     assert lengths(trace) == [(1.0, 2, 3), (2.0, 3 + 1 + 1 + 4, 4), (3.0, 77, 5)]
-    with pytest.raises(TraceError, match="line 2: the field 'timestamp' is missing"):
-        list(
-            TraceFile(
-                file(tmp_path, [lines[0], {"session_id": "a", "delay": 5, "text_input": "x", "output_length": 1}]),
-                tokenizer="bytes:4",
-            )
-        )
+
+
+def test_turns_behind_others(tmp_path: Path) -> None:
+    hashed = [
+        {"session_id": "a", "timestamp": 0, "input_length": 600, "output_length": 50, "hash_ids": [1, 2]},
+        {"session_id": "a", "delay": 2000, "input_length": 80, "output_length": 25, "hash_ids": [3]},
+        {"session_id": "a", "delay": 500, "input_length": 7, "output_length": 1, "hash_ids": [4]},
+        {"session_id": "b", "timestamp": 3500, "input_length": 512, "output_length": 100, "hash_ids": [1]},
+        {"timestamp": 3500, "input_length": 512, "output_length": 1, "hash_ids": [1]},
+        {"session_id": "b", "delay": 0, "input_length": 9, "output_length": 2, "hash_ids": [9]},
+    ]
+    # 50 tokens of an answer take a second, then the delay
+    expected = [(0.0, 600, 50), (3.0, 730, 25), (3.5, 512, 100), (3.5, 512, 1), (4.0, 762, 1), (5.5, 621, 2)]
+    trace = TraceFile(file(tmp_path, hashed))
+    assert trace.format_name == "mooncake"
+    assert lengths(trace) == expected
+    first, second, other, alone, third, last = trace
+    assert (shared(first, second), shared(second, third), shared(first, other)) == (600, 730, 512)
+    assert second.prompt.token_ids()[600:650].tolist() == first.output.token_ids().tolist()
+    assert third.prompt.token_ids()[730:755].tolist() == second.output.token_ids().tolist()
+    assert (shared(other, last), shared(other, alone), shared(first, last)) == (512, 512, 512)
+
+    plain = [{name: value for name, value in line.items() if name != "hash_ids"} for line in hashed]
+    assert lengths(TraceFile(file(tmp_path, plain))) == expected
+    one, two, *_ = TraceFile(file(tmp_path, plain))
+    assert shared(one, two) == 600
+
+    said = [
+        {"session_id": "a", "timestamp": 0, "text_input": "abcdefgh", "output_length": 50},
+        {"session_id": "a", "delay": 2000, "text_input": "x" * 40, "output_length": 4},
+        {"session_id": "b", "timestamp": 9000, "messages": [{"role": "user", "content": "hi"}], "output_length": 4},
+        {"session_id": "b", "delay": 20, "messages": [{"role": "user", "content": "hi"}] * 2, "output_length": 1},
+    ]
+    trace = TraceFile(file(tmp_path, said), tokenizer="bytes:4")
+    assert lengths(trace) == [(0.0, 2, 50), (3.0, 62, 4), (9.0, 9, 4), (9.1, 14, 1)]  # messages are a whole prompt
+
+
+@pytest.mark.parametrize(
+    ("turn", "what"),
+    [
+        ({"session_id": "x", "delay": 5}, "the session 'x' has no turn before this one"),
+        ({"session_id": "a", "delay": -5}, r"delay must lie in 0 \.\. 1e15"),
+        ({"session_id": "a", "delay": "5"}, "delay must be a number of milliseconds"),
+        ({"session_id": "a"}, "the field 'timestamp' is missing"),
+        ({"delay": 5}, "the field 'session_id' is missing"),
+        ({"session_id": 7, "delay": 5}, "session_id must be text"),
+        ({"session_id": "a", "delay": 5, "input_length": 2**31 - 2}, "a request of 2147483662 tokens is longer"),
+    ],
+)
+def test_turns_that_cannot_be(turn: dict[str, object], what: str, tmp_path: Path) -> None:
+    first = {"session_id": "a", "timestamp": 0, "input_length": 6, "output_length": 5}
+    later = {"timestamp": 9000, "input_length": 6, "output_length": 5}
+    with pytest.raises(TraceError, match=f"line 2: {what}"):
+        list(TraceFile(file(tmp_path, [first, {"input_length": 6, "output_length": 5, **turn}])))
+    late = {"session_id": "a", "delay": 5, "input_length": 6, "output_length": 5}
+    with pytest.raises(TraceError, match="line 3: timestamp 105 ms is before the previous request's 9000 ms"):
+        list(TraceFile(file(tmp_path, [first, later, late])))
 
 
 def test_openai_logs(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ times arrive as a Poisson process, equal ones for equal files; of conversations 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -189,31 +190,31 @@ class TraceFile:
                 return
 
     def _in_order(self) -> Iterator[TraceRequest | TraceError]:
-        """Those of formats without times each where its turn is."""
-        later: list[tuple[float, int, TraceRequest]] = []
-        gaps, begins_s, previous_s, made = np.random.default_rng(0), 0.0, 0.0, 0
+        """Those of formats without times, and turns behind others, each where its turn is."""
+        later = _Later()
+        gaps, begins_s = np.random.default_rng(0), 0.0
+        previous_s = 0.0
         for item in self._items():
             if isinstance(item, TraceError):
                 yield item
                 continue
             line_format, number, requests = item
-            if line_format.timed:
+            if not line_format.timed:
+                yield from later.until(begins_s)
                 for request in requests:
-                    if request.timestamp_s < previous_s:
-                        yield self._wrong(number, _unordered(request.timestamp_s, previous_s))
-                        continue
-                    previous_s = request.timestamp_s
-                    yield request
+                    later.put(replace(request, timestamp_s=round(begins_s + request.timestamp_s, 3)))
+                begins_s += gaps.exponential(1 / self._arrivals_per_s) if requests else 0.0
                 continue
-            while later and later[0][0] <= begins_s:
-                yield heapq.heappop(later)[2]
             for request in requests:
-                made += 1
-                at_s = round(begins_s + request.timestamp_s, 3)
-                heapq.heappush(later, (at_s, made, replace(request, timestamp_s=at_s)))
-            begins_s += gaps.exponential(1 / self._arrivals_per_s) if requests else 0.0
-        while later:
-            yield heapq.heappop(later)[2]
+                if request.timestamp_s < previous_s:
+                    yield self._wrong(number, _unordered(request.timestamp_s, previous_s))
+                elif request.delayed:
+                    later.put(request)
+                else:
+                    previous_s = request.timestamp_s
+                    yield from later.until(previous_s)
+                    yield request
+        yield from later.until(math.inf)
 
     def _items(self) -> Iterator[tuple[Format, int, tuple[TraceRequest, ...]] | TraceError]:
         """The requests of each record, or what is wrong with it."""
@@ -254,6 +255,24 @@ class TraceFile:
             f"no format is recognised by the fields {shown(sorted(record))}: name it (--format), one of "
             f"{', '.join(FORMATS)}"
         )
+
+
+class _Later:
+    """Requests whose turn is to come, by time; of equal times the first first."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, TraceRequest]] = []
+        self._made = 0
+
+    def put(self, request: TraceRequest) -> None:
+        """``request`` waits."""
+        self._made += 1
+        heapq.heappush(self._heap, (request.timestamp_s, self._made, request))
+
+    def until(self, now_s: float) -> Iterator[TraceRequest]:
+        """Those whose turn it is by then; they wait no more."""
+        while self._heap and self._heap[0][0] <= now_s:
+            yield heapq.heappop(self._heap)[2]
 
 
 def _unordered(timestamp_s: float, previous_s: float) -> str:

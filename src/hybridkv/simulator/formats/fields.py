@@ -59,13 +59,18 @@ def tokens(record: Record, name: str) -> int:
 
 def seconds_of_ms(record: Record) -> float:
     """``timestamp``: milliseconds in the line, seconds out."""
-    value = field(record, "timestamp")
+    return milliseconds(record, "timestamp") / 1000
+
+
+def milliseconds(record: Record, name: str) -> float:
+    """A time."""
+    value = field(record, name)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise MalformedLineError(f"timestamp must be a number of milliseconds, not {shown(value)}")
+        raise MalformedLineError(f"{name} must be a number of milliseconds, not {shown(value)}")
     # the bound keeps integers of any size out of float(), and sums of seconds exact to a microsecond
     if not (0 <= value < 1e15 and math.isfinite(value)):
-        raise MalformedLineError(f"timestamp must lie in 0 .. 1e15 milliseconds, got {shown(value)}")
-    return value / 1000
+        raise MalformedLineError(f"{name} must lie in 0 .. 1e15 milliseconds, got {shown(value)}")
+    return value
 
 
 def check_total(total: int) -> None:

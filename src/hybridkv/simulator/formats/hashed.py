@@ -16,6 +16,7 @@ Other fields are left alone. Every count is checked: a request has at least one 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from hybridkv.arguments import text
@@ -32,10 +33,13 @@ from hybridkv.simulator.formats.fields import (
     tokens,
 )
 from hybridkv.simulator.formats.request import Reader, TraceRequest
+from hybridkv.simulator.formats.sessions import Sessions
 from hybridkv.simulator.tokens import HASHED_BLOCK, NEW_OUTPUT, PROMPT_SEGMENT, Piece, Pieces
 from hybridkv.units import MOST_COUNT, ceil_div, shown
 
 _PIECE_LENGTH: Final = 3
+_UNSHARED: Final = 1 << 63
+"""Blocks from here on are of one line alone; traces count theirs from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +57,11 @@ class MooncakeFormat:
         return "hash_ids" in record
 
     def reader(self) -> Reader:
-        """Each line by itself."""
-        return self._parse
+        """Each line by itself, but for turns of a session that come behind another."""
+        return partial(self._parse, Sessions())
 
-    def _parse(self, record: Record, origin: str, number: int) -> tuple[TraceRequest]:
-        timestamp_s = seconds_of_ms(record)
+    def _parse(self, sessions: Sessions, record: Record, origin: str, number: int) -> tuple[TraceRequest]:
+        timestamp_s, before = sessions.turn(record)
         prompt_tokens = tokens(record, "input_length")
         output_tokens = tokens(record, "output_length")
         check_total(prompt_tokens + output_tokens)
@@ -71,8 +75,18 @@ class MooncakeFormat:
         ids = [integer(one, "a hash id", MOST_SEGMENT) for one in hash_ids]
         pieces = [(one, 0, self.block_size) for one in ids]
         pieces[-1] = (ids[-1], 0, prompt_tokens - (blocks - 1) * self.block_size)
-        prompt, output = Pieces(HASHED_BLOCK, tuple(pieces)), Pieces(NEW_OUTPUT, ((number, 0, output_tokens),))
-        return (TraceRequest(timestamp_s, prompt, output, (), origin, _tenant(record), _hints(record)),)
+        if before is not None:  # behind an output that nobody else has, nothing is shared
+            said = (*before.prompt.pieces, *before.output.pieces)
+            pieces = [*said, (_UNSHARED + 2 * number, 0, prompt_tokens)]
+            check_total(before.num_tokens + prompt_tokens + output_tokens)
+        output = (
+            Pieces(HASHED_BLOCK, ((_UNSHARED + 2 * number + 1, 0, output_tokens),))  # for a turn to come
+            if "session_id" in record
+            else Pieces(NEW_OUTPUT, ((number, 0, output_tokens),))
+        )
+        prompt, tenant, hints = Pieces(HASHED_BLOCK, tuple(pieces)), _tenant(record), _hints(record)
+        made = TraceRequest(timestamp_s, prompt, output, (), origin, tenant, hints, before is not None)
+        return (sessions.note(record, made),)
 
 
 @dataclass(frozen=True, slots=True)

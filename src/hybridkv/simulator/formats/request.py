@@ -17,7 +17,7 @@ class TraceRequest:
 
     timestamp_s: seconds since the trace began. prompt, output: tokens as pieces, ids on demand.
     marks: token counts, ascending, at which the caller wants a state kept. origin: where it stands, for messages.
-    tenant, hints: as Request has them.
+    tenant, hints: as Request has them. delayed: it comes some time behind another, maybe behind what stands below it.
     """
 
     timestamp_s: float
@@ -27,6 +27,7 @@ class TraceRequest:
     origin: str = ""
     tenant: str | None = None
     hints: Hints = NO_HINTS
+    delayed: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

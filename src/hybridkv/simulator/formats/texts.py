@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -37,12 +37,12 @@ from hybridkv.simulator.formats.fields import (
     field,
     integer,
     listed,
-    seconds_of_ms,
     text,
     tokens,
 )
-from hybridkv.simulator.formats.lengths import Times, iso_seconds, request_of_lengths
+from hybridkv.simulator.formats.lengths import Times, iso_seconds
 from hybridkv.simulator.formats.request import Reader, TraceRequest
+from hybridkv.simulator.formats.sessions import Sessions
 from hybridkv.simulator.formats.token_tree import TokenTree, split
 from hybridkv.simulator.tokens import PROMPT_SEGMENT, Pieces
 from hybridkv.units import MOST_COUNT, shown
@@ -86,6 +86,17 @@ class _Written:
         asked, said = split(tree.pieces(known), len(prompt))
         said = said or ((next(self._segments), 0, new),)
         return TraceRequest(timestamp_s, Pieces(PROMPT_SEGMENT, asked), Pieces(PROMPT_SEGMENT, said), origin=origin)
+
+    def turn(
+        self, before: TraceRequest | None, timestamp_s: float, tokens: int, output: int, origin: str
+    ) -> TraceRequest:
+        """One that goes on behind ``before`` with so many ``tokens``, which nobody else has."""
+        said = () if before is None else (*before.prompt.pieces, *before.output.pieces)
+        prompt = Pieces(PROMPT_SEGMENT, (*said, (next(self._segments), 0, tokens)))
+        check_total(prompt.num_tokens + output)
+        return TraceRequest(
+            timestamp_s, prompt, Pieces(PROMPT_SEGMENT, ((next(self._segments), 0, output),)), (), origin
+        )
 
     def header(self, role: str) -> Ids:
         """What stands before a content."""
@@ -177,21 +188,28 @@ class AiperfFormat:
         )
 
     def reader(self) -> Reader:
-        """One request a line; turns that are timed by a delay behind the one before are malformed."""
-        written = _Written(self.encode)
+        """One request a line; a turn may come some time behind the one before of its session."""
+        written, sessions = _Written(self.encode), Sessions()
 
-        def parse(record: Record, origin: str, number: int) -> tuple[TraceRequest]:
-            seconds = seconds_of_ms(record)
-            output = tokens(record, "output_length")
-            if "text_input" in record:
-                prompt = self.encode(text(record, "text_input"))
-            elif "messages" in record:
-                prompt = written.conversation(_messages(record))
-            else:
-                return (request_of_lengths(seconds, tokens(record, "input_length"), output, origin, number),)
-            return (written.request(seconds, prompt, output, origin),)
+        def parse(record: Record, origin: str, _number: int) -> tuple[TraceRequest]:
+            seconds, before = sessions.turn(record)
+            made = self._turn(record, written, before, seconds, origin)
+            return (sessions.note(record, made if before is None else replace(made, delayed=True)),)
 
         return parse
+
+    def _turn(
+        self, record: Record, written: _Written, before: TraceRequest | None, seconds: float, origin: str
+    ) -> TraceRequest:
+        output = tokens(record, "output_length")
+        if "messages" in record:
+            return written.request(seconds, written.conversation(_messages(record)), output, origin)
+        if "text_input" not in record:
+            return written.turn(before, seconds, tokens(record, "input_length"), output, origin)
+        asked = self.encode(text(record, "text_input"))
+        if before is None or not len(asked):
+            return written.request(seconds, asked, output, origin)
+        return written.turn(before, seconds, len(asked), output, origin)
 
 
 @dataclass(frozen=True, slots=True)
