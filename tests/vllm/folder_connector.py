@@ -10,6 +10,7 @@ A recurrent layer hands over one state: the one behind exactly the tokens that w
 number of tokens that could be gone on from, so a load is whole or fails.
 
 kv_connector_extra_config   folder; patience_s: how long whole.json is waited for; delay: steps that a load takes;
+                            within: loads are of the step that goes on from them, and end the engine where they fail;
                             fault: one of FAULTS
 """
 
@@ -103,7 +104,7 @@ class FolderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # 
         said = self._kv_transfer_config.get_from_extra_config
         self._folder = Path(said("folder", ""))
         self._patience_s, self._delay = float(said("patience_s", 5)), int(said("delay", 0))
-        self._fault = said("fault", None)
+        self._within, self._fault = bool(said("within", None)), said("fault", None)
         # the scheduler's
         self._told = Told()
         self._asked_at: dict[str, float] = {}
@@ -175,7 +176,7 @@ class FolderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # 
             return 0, False
         self._tokens[name] = len(tokens)
         more = max(len(tokens) - num_computed_tokens, 0)
-        return more, more > 0
+        return more, more > 0 and not self._within
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401 - vLLM's
         if num_external_tokens:
@@ -207,7 +208,13 @@ class FolderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # 
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
         del forward_context, kwargs
-        self._loads += self._get_connector_metadata().loads
+        loads = self._get_connector_metadata().loads
+        if not self._within:
+            self._loads += loads
+            return
+        for load in loads:
+            for layer, kept in self._layers.items():
+                self._read(load, layer, kept)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         del layer_name

@@ -38,6 +38,7 @@ SIDES: Mapping[str, Mapping[str, Any]] = {
 WHOLE, LATE = "whole.json", "a state one token late"
 """As folder_connector has them, which imports vLLM."""
 
+WITH_STATES, REFUSAL, EDGES = "granite_hybrid", "let it load beside the steps", (65, 129, 193)
 TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
@@ -47,6 +48,8 @@ class Regime:
 
     at_once: the second is asked before the first has answered. gone: of every so many-th handover no file is left but
     whole.json; never: it is not even asked for. fault: of the connector, which must show. little: memory of the second.
+    within: loads are of the step that goes on from them, behind whole blocks. With states nobody can: stock answers
+    otherwise, ours refuses.
     """
 
     name: str
@@ -59,6 +62,11 @@ class Regime:
     fault: str | None = None
     states_alone: bool = False
     little: bool = False
+    within: bool = False
+
+    def refuses(self, match: Match, side: str) -> bool:
+        """Whether ours has to."""
+        return self.within and (side == "natural" or (side == "reference" and match.name == WITH_STATES))
 
 
 REGIMES = (
@@ -69,6 +77,7 @@ REGIMES = (
     Regime("never came", connector={"patience_s": 0.5}, never=3),
     Regime("chunks", {"max_num_batched_tokens": 48}),
     Regime("few blocks", connector={"delay": 3}, little=True),
+    Regime("loaded within the step", connector={"within": True}, within=True),
     Regime("two ranks", TWO_RANKS, TWO_RANKS),
     Regime(LATE, fault=LATE, states_alone=True),
     Regime("a state that did not come", fault="a state that did not come", states_alone=True),
@@ -230,10 +239,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             model.save_pretrained(folder)
             wanted = single(folder, match, rounds)
             for regime in (regime for regime in REGIMES if regime.name in asked.regimes):
-                if regime.states_alone and match.name != "granite_hybrid":
+                if regime.states_alone and match.name != WITH_STATES:
                     continue
-                wrong += compare(folder, match, rounds, regime, asked.sides, wanted, plain)
+                if regime.within:
+                    some = at_edges(rounds)
+                    wrong += compare(folder, match, some, regime, asked.sides, single(folder, match, some), plain)
+                else:
+                    wrong += compare(folder, match, rounds, regime, asked.sides, wanted, plain)
     return int(wrong > 0)
+
+
+def at_edges(rounds: Sequence[Round]) -> tuple[Round, ...]:
+    """The first prompts, as long as whole blocks and the token that the second engine computes."""
+    return (Round("edges", tuple(one[:n] for one in rounds[0].prompts for n in EDGES if len(one) >= n)),)
 
 
 def compare(  # noqa: PLR0917 - what a line is made of
@@ -251,10 +269,15 @@ def compare(  # noqa: PLR0917 - what a line is made of
         try:
             pairs[side] = pair(model, match, rounds, regime, side)
         except VllmError as error:
-            failed.append(f"{side}: {error}")
-            faults += [failed[-1]] if side != "stock" else []
+            refused = regime.refuses(match, side) and REFUSAL in str(error)
+            failed.append(f"{side} refuses" if refused else f"{side}: {error}")
+            faults += [failed[-1]] if side != "stock" and not refused else []
+    faults += [f"{side} does not refuse" for side in pairs if regime.refuses(match, side)]
     compared = {side: compared_with(wanted, rounds, one, plain) for side, one in pairs.items()}
     different = {side: [one for one in found if not one.near_tie] for side, found in compared.items()}
+    if regime.within and match.name == WITH_STATES and (theirs := different.pop("stock", None)) is not None:
+        failed.append(f"stock answers {len(theirs)} otherwise")
+        faults += [] if theirs else ["stock answers as one engine does: it need not be refused any longer"]
     if regime.fault is None:
         faults += [f"{side}: {one}" for side, found in different.items() for one in found]
         faults += [f"{side}: {fault}" for side, one in pairs.items() for fault in one.faults]
@@ -273,7 +296,7 @@ def compare(  # noqa: PLR0917 - what a line is made of
         str(sum(one.near_tie for found in compared.values() for one in found)),
         *(f"{hits[side]:,}" if side in hits else "-" for side in sides),
         *(str(pairs[side].preemptions) if side in pairs else "-" for side in sides),
-        "; ".join((f"**{len(faults)} faults**" if faults else shown(regime, different), *failed)),
+        "; ".join(filter(None, (f"**{len(faults)} faults**" if faults else shown(regime, different), *failed))),
     )
     say(f"| {' | '.join(cells)} |")
     for line in faults[:8]:
@@ -284,7 +307,7 @@ def compare(  # noqa: PLR0917 - what a line is made of
 def shown(regime: Regime, different: Mapping[str, Sequence[object]]) -> str:
     """That all is well."""
     if regime.fault is None:
-        return "equal"
+        return "equal" if different else ""
     return f"seen: {', '.join(f'{len(found)} ({side})' for side, found in different.items())} outputs differ"
 
 
