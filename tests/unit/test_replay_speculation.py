@@ -11,7 +11,7 @@ from hybridkv.models import read_model
 from hybridkv.planner import Plan
 from hybridkv.simulator import ReplayReport, ReplaySettings, Speculation, Workload, plan_for_trace, replay
 
-CHAT = Workload("chat", limit=12)
+CHAT = Workload("chat", limit=4)
 
 
 def planned(name: str, memory: str, drafts: int, layout: str = "natural") -> Plan:
@@ -62,7 +62,7 @@ def test_all_or_nothing(name: str, layout: str) -> None:
 
 
 def test_pressure_and_that_a_replay_is_the_same_again() -> None:
-    plan = planned("qwen3-next-80b-a3b", "600MiB", 4)
+    plan = planned("qwen3-next-80b-a3b", "300MiB", 4)
     one, other = made(plan, Speculation(4, 0.7)), made(plan, Speculation(4, 0.7))
     assert asdict(one) == asdict(other)
     assert one.requests == made(plan).requests
