@@ -27,7 +27,7 @@ import zmq
 from generate_duel import MATCHES, say
 from generators import OUTPUT, Plain
 from rounds import make_rounds
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
@@ -77,7 +77,9 @@ def model_with_words(folder: Path) -> Plain:
     model = tiny_model(match.name, SEED, match.fields)
     model.save_pretrained(folder)
     words = models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0")  # noqa: S106 - a word
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="w1").save_pretrained(folder)  # noqa: S106 - same
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1").save_pretrained(folder)  # noqa: S106 - same
     return Plain(wrap(model, name=match.name))
 
 
