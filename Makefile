@@ -134,6 +134,7 @@ test-vllm-generate: find-vllm
 test-vllm-engine: find-vllm
 	$(VLLM_PYTHON) tests/vllm/drift.py
 	$(VLLM_PYTHON) tests/vllm/natural_views.py
+	$(VLLM_PYTHON) tests/vllm/schedule_duel.py
 	$(VLLM_PYTHON) tests/vllm/scheduling.py --requests 64
 	$(VLLM_PYTHON) tests/vllm/served.py
 	$(VLLM_PYTHON) tests/vllm/pd_served.py

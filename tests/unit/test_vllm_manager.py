@@ -5,7 +5,6 @@ Whole engines are compared beside vLLM itself: tests/vllm/engine_duel.py.
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ from hybridkv import vllm
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
-from hybridkv.vllm.manager import CacheManager
 from hybridkv.vllm.refusals import refuse
 from hybridkv.vllm.specs import cache_config, spec_of
 from hybridkv.vllm.wishes import HINTS
@@ -36,6 +34,14 @@ class Stats:
 
 class HiSparseHotSpec(FullAttentionSpec):
     pass
+
+
+class OffloadingConnector:
+    """Of that name is vLLM's."""
+
+
+class Gathers(OffloadingConnector):
+    """Somebody's own."""
 
 
 class InPool:
@@ -241,64 +247,6 @@ def test_states_inside_a_step_are_left_to_chunk_ends() -> None:
     assert [bool(one) for one in cache.get_block_ids("a")[1]] == [False, False, False, True]
 
 
-def running(cache: CacheManager, count: int) -> list[Asked]:
-    """Requests of different prompts, as long as blocks are, that decode next."""
-    found = [Asked(str(number), [number + 1] * (SIZE * 2)) for number in range(count)]
-    for request in found:
-        run(cache, request, request.num_tokens)
-        request.append(7)
-    cache.take_new_block_ids()
-    return found
-
-
-def ids_of(blocks: Any) -> Any:  # noqa: ANN401 - Blocks or None
-    return None if blocks is None else blocks.get_block_ids()
-
-
-def test_slots_of_a_step_in_one_batch_are_those_one_by_one() -> None:
-    specs = FullAttentionSpec(), SlidingWindowSpec()
-    together, alone = manager(*specs, num_blocks=60), manager(*specs, num_blocks=60)
-    batch, single = running(together, 4), running(alone, 4)
-    for token in range(9):
-        with together.step():
-            together.prepare(batch, 1, 0)
-            given = [together.allocate_slots(one, 1) for one in batch]
-        with alone.step():
-            wanted = [alone.allocate_slots(one, 1) for one in single]
-        assert [one and one.get_block_ids() for one in given] == [one and one.get_block_ids() for one in wanted]
-        assert sorted(together.take_new_block_ids()) == sorted(alone.take_new_block_ids())
-        for cache, requests in ((together, batch), (alone, single)):
-            cache.scheduled(token)
-            cache.executed(token)
-            for one in requests:
-                one.num_computed_tokens += 1
-                one.append(token)
-                cache.cache_blocks(one, one.num_computed_tokens)
-    for first, second in zip(batch, single, strict=True):
-        assert together.get_block_ids(first.request_id) == alone.get_block_ids(second.request_id)
-        assert together.get_computed_blocks(Asked("x", first.all_token_ids))[1] == 16
-    together.cache.check()
-
-
-def test_blocks_that_were_not_asked_for_come_with_the_next_step() -> None:
-    cache = manager(FullAttentionSpec())
-    first, second = running(cache, 2)
-    with cache.step():
-        cache.prepare([first, second], 1, 0)
-        given = cache.allocate_slots(first, 1)
-    assert given is not None
-    assert given.get_block_ids() == ([5],)
-    with cache.step():
-        given = cache.allocate_slots(second, 5)
-    assert given is not None
-    assert given.get_block_ids() == ([6, 7],)
-    assert cache.take_new_block_ids() == [5, 6, 7]
-    with cache.step():
-        cache.prepare([first, second], 1, 0)
-    cache.free(second)
-    assert cache.get_block_ids("1") == ([],)
-
-
 @pytest.mark.parametrize("given", [{"secret": True}, '{"secret": true}'])
 def test_hints_are_heard(given: object) -> None:
     cache = manager(FullAttentionSpec())
@@ -327,57 +275,6 @@ def test_hints_that_cannot_be_end_no_scheduler(given: object, said: str, caplog:
     assert run(cache, request, len(PROMPT)) is not None
     assert said in caplog.text
     assert "wrong" in caplog.text
-
-
-def test_what_is_prepared_ends_at_the_first_that_prefills() -> None:
-    cache = manager(FullAttentionSpec())
-    first, second, third = running(cache, 3)
-    second.append(*range(8))
-    third.num_output_placeholders = -1  # nothing left to run
-    first.num_in_flight_tokens = 99  # of before it was preempted
-    with cache.step():
-        cache.prepare([third, first, second, first], 1, 0)
-        assert cache.ahead.take("0", (1, 0))
-        assert not cache.ahead.take("1", (1, 0))
-        assert cache.ahead.owed("0") is not None
-        assert cache.ahead.owed("2") is None
-
-
-def test_with_states_those_alone_are_prepared_that_need_no_block() -> None:
-    """Call for call all is one. Of four tokens one takes a block, one drops a state, one publishes what is full."""
-    batched, single = manager(FullAttentionSpec(), MambaSpec()), manager(FullAttentionSpec(), MambaSpec())
-    requests = [running(cache, 2) for cache in (batched, single)]
-    for place in range(9):
-        given = []
-        with batched.step(), single.step():
-            batched.prepare(requests[0], 1, 0)
-            idle = [batched.ahead.take(request.request_id, (1, 0)) for request in requests[0]]
-            assert idle == [place % SIZE == 2] * 2
-            batched.prepare(requests[0], 1, 0)
-            for cache, several in zip((batched, single), requests, strict=True):
-                given.append([ids_of(cache.allocate_slots(request, 1)) for request in several])
-        assert given[0] == given[1]
-        for cache, several in zip((batched, single), requests, strict=True):
-            cache.scheduled(several)
-            cache.executed(several)
-            for request in several:
-                request.num_computed_tokens += 1
-                request.append(place)
-                cache.cache_blocks(request, request.num_computed_tokens)
-            cache.cache.check()
-    assert batched.get_block_ids("0") == single.get_block_ids("0")
-    other = [Asked("other", list(requests[0][0].all_token_ids)) for _ in range(2)]
-    hits = [cache.get_computed_blocks(one)[1] for cache, one in zip((batched, single), other, strict=True)]
-    assert hits[0] == hits[1] > 8
-
-
-def test_slots_that_do_not_fit_are_asked_for_one_by_one() -> None:
-    cache = manager(FullAttentionSpec(), num_blocks=6)
-    first, second = running(cache, 2)
-    with cache.step():
-        cache.prepare([first, second], 1, 0)
-        assert cache.allocate_slots(first, 1) is not None
-        assert cache.allocate_slots(second, 1) is None
 
 
 def test_events_speak_of_the_engines_hashes() -> None:
@@ -436,8 +333,8 @@ def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kind
             "Offload, which works in vLLM's own",
         ),
         (
-            {"transfer": SimpleNamespace(kv_connector="OffloadingConnector"), "spec": MambaSpec()},
-            "OffloadingConnector beside recurrent states",
+            {"transfer": SimpleNamespace(kv_connector="Mine"), "connector": Gathers(), "spec": MambaSpec()},
+            "Mine beside recurrent states",
         ),
         ({"partial": True}, "hits inside a block of 64 tokens, at multiples of 32"),
         ({"num_prefill_lookahead": 2}, "drafts of 2 modules"),
@@ -456,7 +353,7 @@ def test_what_is_supported_is_not_refused() -> None:
     refuse(started())
     refuse(started(transfer=SimpleNamespace(kv_connector="ExampleConnector"), num_prefill_lookahead=1))
     refuse(started(transfer=SimpleNamespace(kv_connector="NixlConnector"), spec=MambaSpec()))
-    refuse(started(transfer=SimpleNamespace(kv_connector="OffloadingConnector")))
+    refuse(started(transfer=SimpleNamespace(kv_connector="OffloadingConnector"), connector=Gathers()))
     refuse(started(dcp_world_size=2))
 
 
@@ -492,85 +389,3 @@ def test_numpy_tokens_of_a_prompt() -> None:
     mine = cache._mirrors.known("a")
     assert mine is not None
     assert np.array_equal(mine.token_ids(), PROMPT)
-
-
-# -- steps in which all decode one token
-
-
-def settle(cache: CacheManager, several: Sequence[Asked], token: int) -> None:
-    """Their step has run."""
-    cache.scheduled(several)
-    cache.executed(several)
-    for request in several:
-        request.num_computed_tokens += 1
-        request.append(token)
-
-
-@pytest.mark.parametrize("count", [3, 12])
-@pytest.mark.parametrize(
-    "specs", [(FullAttentionSpec(),), (FullAttentionSpec(), SlidingWindowSpec()), (FullAttentionSpec(), MambaSpec())]
-)
-def test_a_step_of_one_token_each_gives_what_one_call_each_gives(specs: Sequence[Any], count: int) -> None:
-    """Ids, what is to be cleared and what can be hit; of requests that cross a block's edge together, and apart."""
-    told, asked = (manager(*specs, num_blocks=40 * count) for _ in range(2))
-    sides = [running(cache, count) for cache in (told, asked)]
-    for cache, several in zip((told, asked), sides, strict=True):
-        for request in several[::2]:
-            run(cache, request, 1)
-            request.append(3)
-        cache.take_new_block_ids()
-    for place in range(4 * SIZE):
-        with told.step(), asked.step():
-            decoded = told.decode(sides[0])
-            assert decoded is not None
-            assert decoded.requests == sides[0]
-            assert decoded.num_computed_tokens == [request.num_computed_tokens for request in sides[0]]
-            one_by_one = [asked.allocate_slots(request, 1) for request in sides[1]]
-        assert decoded.new_blocks == [new.get_block_ids(allow_none=True) for new in one_by_one if new is not None]
-        assert told.take_new_block_ids() == asked.take_new_block_ids()
-        for cache, several in zip((told, asked), sides, strict=True):
-            settle(cache, several, place)
-        again = [Asked(f"again {place}", sides[0][0].all_token_ids) for _ in range(2)]
-        hits = [cache.get_computed_blocks(one)[1] for cache, one in zip((told, asked), again, strict=True)]
-        assert hits[0] == hits[1]
-    assert hits[0] > SIZE * 2
-
-
-def test_what_is_not_one_token_each_is_left_to_the_loop() -> None:
-    cache = manager(FullAttentionSpec())
-    first, second = running(cache, 2)
-    with cache.step():
-        second.append(8)  # two tokens to run
-        assert cache.decode([first, second]) is None
-        second.all_token_ids.pop()
-        for name, value in (("is_prefill_chunk", True), ("mm_features", [object()])):
-            before = getattr(second, name)
-            setattr(second, name, value)
-            assert cache.decode([first, second]) is None
-            setattr(second, name, before)
-        assert cache.decode([first, Asked("nobody knows", [1])]) is None
-        assert cache.decode([first, second]) is not None
-    short = manager(FullAttentionSpec(), max_model_len=SIZE * 2 + 1)
-    ends = running(short, 1)
-    with short.step():
-        assert short.decode(ends) is None
-
-
-def test_who_waits_for_the_last_token_is_left_out() -> None:
-    cache = manager(FullAttentionSpec())
-    first, second = running(cache, 2)
-    second.num_output_placeholders, second.num_computed_tokens, second.max_tokens = 1, SIZE * 2 + 1, 2
-    with cache.step():
-        decoded = cache.decode([first, second])
-    assert decoded is not None
-    assert decoded.requests == [first]
-
-
-def test_where_blocks_run_out_the_loop_finds_given_what_was_given() -> None:
-    cache = manager(FullAttentionSpec(), num_blocks=8)  # one is none, each of two holds two: four are left, less one
-    several = running(cache, 3)
-    with cache.step():
-        assert cache.decode(several) is None
-        given = [ids_of(cache.allocate_slots(request, 1)) for request in several]
-    assert [ids is None for ids in given] == [False, True, True]
-    assert sum(map(len, given[0])) == 1

@@ -116,6 +116,22 @@ def run(core: Any, kinds: tuple[Any, Any], ahead: int, count: int) -> tuple[list
     return stock.took, ours.took
 
 
+def engine_core(match: Any, most: int) -> Any:  # noqa: ANN401 - vLLM's
+    """Of an engine of that model, for up to ``most`` requests."""
+    with TemporaryDirectory() as name:
+        folder = Path(name) / "model"
+        tiny_model(match.name, 0, match.fields).save_pretrained(folder)
+        options = {"dtype": "float32", "max_model_len": 320, "block_size": BLOCK, **match.options}
+        options |= {"max_num_seqs": most, "max_num_batched_tokens": most, "num_gpu_blocks_override": 8 * most}
+        llm = vllm.LLM(
+            model=str(folder), skip_tokenizer_init=True, enforce_eager=True, enable_prefix_caching=True, **options
+        )
+    core = llm.llm_engine.engine_core.engine_core
+    # whole prompts in one step: of what no forward runs there may be as many tokens
+    core.scheduler.vllm_config.scheduler_config.max_num_batched_tokens = PROMPT * most
+    return core
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
@@ -124,18 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     say("| model | steps | requests | us a request and step: stock | ours | stock / ours |")
     say("|---|---|--:|--:|--:|--:|")
     for match in (match for match in MATCHES if match.name in asked.models):
-        with TemporaryDirectory() as name:
-            folder = Path(name) / "model"
-            tiny_model(match.name, 0, match.fields).save_pretrained(folder)
-            options = {"dtype": "float32", "max_model_len": 320, "block_size": BLOCK, **match.options}
-            most = max(asked.requests)
-            options |= {"max_num_seqs": most, "max_num_batched_tokens": most, "num_gpu_blocks_override": 8 * most}
-            llm = vllm.LLM(
-                model=str(folder), skip_tokenizer_init=True, enforce_eager=True, enable_prefix_caching=True, **options
-            )
-            core = llm.llm_engine.engine_core.engine_core
-            # whole prompts in one step: of what no forward runs there may be as many tokens
-            core.scheduler.vllm_config.scheduler_config.max_num_batched_tokens = PROMPT * most
+        core = engine_core(match, max(asked.requests))
         for title, kinds in KINDS.items():
             for count in asked.requests:
                 stock, ours = (median(took) for took in run(core, kinds, int(kinds[0] is StockAsync), count))

@@ -38,7 +38,6 @@ def decode_step(scheduler: Any) -> SchedulerOutput | None:  # noqa: ANN401 - vLL
             for request, computed in zip(running, decoded.num_computed_tokens, strict=True)
         ],
     )
-    manager.take_boundary_state_offloads()
     output = SchedulerOutput(
         scheduled_new_reqs=[],
         scheduled_cached_reqs=told,
@@ -53,8 +52,6 @@ def decode_step(scheduler: Any) -> SchedulerOutput | None:  # noqa: ANN401 - vLL
         ec_manager_metadata=scheduler.encoder_cache_manager.get_manager_metadata(),
         num_spec_tokens_to_schedule=0,
     )
-    if scheduler.defer_block_free:
-        scheduler.sched_step_seq += 1
     scheduler._update_after_schedule(output)
     return output
 
@@ -76,7 +73,7 @@ def _nothing_else(scheduler: Any) -> bool:  # noqa: ANN401 - vLLM's
         scheduler.waiting
         or scheduler.kv_holding_waiting
         or scheduler._pause_state is not PauseState.UNPAUSED
-        or scheduler.connector is not None
+        or scheduler.connector is not None  # which alone has blocks freed late
         or scheduler.ec_connector is not None
         or scheduler.aux_output_connector is not None
         or scheduler.vllm_config.speculative_config is not None

@@ -390,7 +390,7 @@ class CacheManager:
         return [], []
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
-        """None: connectors with recurrent states are refused."""
+        """None: a connector that gathers states while a prompt is computed is refused."""
         return {}
 
     def finalize_partial_tail_offloads(self, request: EngineRequest) -> list[tuple[int, int, int]]:

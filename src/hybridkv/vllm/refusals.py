@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from hybridkv.errors import ConfigError
 
-_GATHERS_STATES: Final = ("OffloadingConnector",)
-"""Connectors that are to be told of each state that is kept at a block's edge; Mooncake's store works in the pool."""
+_GATHERS_STATES: Final = {"OffloadingConnector"}
+"""Classes of connectors that hear of each state kept at a block's edge; Mooncake's store works in the pool."""
 
 
 def refuse(scheduler: Any) -> None:  # noqa: ANN401 - vLLM's Scheduler, its own manager still in it
@@ -23,7 +23,8 @@ def _unsupported(scheduler: Any) -> Iterator[str]:  # noqa: ANN401 - as above
     if transfer is not None and _works_in_pool(scheduler.connector):
         yield f"the connector {transfer.kv_connector}, which works in vLLM's own pool: take one that is handed ids"
     states = any(hasattr(one.kv_cache_spec, "shapes") for one in scheduler.kv_cache_config.kv_cache_groups)
-    if transfer is not None and states and transfer.kv_connector in _GATHERS_STATES:
+    kinds = {kind.__name__ for kind in type(scheduler.connector).__mro__}
+    if transfer is not None and states and kinds & _GATHERS_STATES:
         yield (
             f"the connector {transfer.kv_connector} beside recurrent states, which it gathers while a prompt is "
             "computed: take one that hands over what a request ends with"

@@ -37,9 +37,8 @@ class SlotsAhead:
     def __init__(self, cache: KVCacheManager, mirrors: Mirrors, longest: int) -> None:
         self._cache, self._mirrors, self._longest = cache, mirrors, longest
         self._num_groups = len(cache.groups)
-        natural = cache.placement is not None
         states = any(group.spec.keeps is Keeps.STATE for group in cache.config.groups)
-        self._alone, self._all_at_once = natural, not (natural or states)
+        self._all_at_once = cache.placement is None and not states
         # by request: tokens and look-ahead that it has slots for in this step; blocks that vLLM was not told of yet;
         # tokens below which a row needs nothing
         self._ready = dict[str, tuple[int, int]]()
@@ -74,8 +73,14 @@ class SlotsAhead:
         known, longest = self._mirrors.known, self._longest - 1
         names, counts = list[str](), list[tuple[int, int, int, int, int]]()
         for request in running:
-            mine, computed = known(request.request_id), request.num_computed_tokens
-            more = min(request.num_tokens_with_spec + request.num_output_placeholders, longest) - computed
+            mine, computed, ahead = (
+                known(request.request_id),
+                request.num_computed_tokens,
+                request.num_output_placeholders,
+            )
+            if ahead > 0 and _last_on_the_way(request):
+                continue
+            mine, more = known(request.request_id), min(request.num_tokens_with_spec + ahead, longest) - computed
             if more > most_tokens or mine is None or mine.row < 0:
                 break
             if more > 0:
@@ -109,16 +114,14 @@ class SlotsAhead:
     def decode(self, running: Iterable[EngineRequest]) -> Decoded | None:
         """Slots for a token of each of ``running`` whose last one is not on the way.
 
-        None where one of them does something else, or has no slot: those before it are ready then. In the natural
-        layout always, where each step looks at all rows. O(running), a call for those that need something.
+        None where one of them does something else, or has no slot: those before it are ready then. Of the reference
+        layout: in the natural one each step looks at all rows. O(running), a call for those that need something.
         """
-        if self._alone:
-            return None
         requests, computed_tokens, due = list[EngineRequest](), list[int](), list[int]()
         enough, longest = self._enough, self._longest - 1
         for request in running:
             computed, ahead = request.num_computed_tokens, request.num_output_placeholders
-            if ahead > 0 and computed + 2 - ahead >= request.num_prompt_tokens + request.max_tokens:
+            if ahead > 0 and _last_on_the_way(request):
                 continue
             new = request.num_tokens + ahead - computed
             if new != 1 or computed >= longest or request.is_prefill_chunk or request.mm_features:
@@ -162,3 +165,9 @@ class SlotsAhead:
         rows = np.array([mine.row for _, mine in held], np.int64)
         self._enough.update(zip(names, self._cache.next_events(rows).tolist(), strict=True))
         return True
+
+
+def _last_on_the_way(request: EngineRequest) -> bool:
+    """Whether the last token that it may have comes of a step in flight, of which it has some: it runs no more."""
+    sure = request.num_computed_tokens + 1 - (request.num_output_placeholders - 1)  # whatever becomes of drafts
+    return sure >= request.num_prompt_tokens + request.max_tokens

@@ -1,0 +1,172 @@
+"""vLLM's schedulers and ours on the same random requests, step for step: what workers are told, and what comes out.
+
+    python tests/vllm/schedule_duel.py --seeds 40
+
+No forwards: outputs are made up of the place they stand in. Requests come while others run, share heads, end by a stop
+token, by length and by being aborted; blocks are so few that some are preempted; the cache is forgotten in between.
+Of models of full attention alone every step's output is that of stock's, field by field. Of others it is that of ours
+without ``decode_step``: who is admitted beside windows and states may differ from stock (docs/differential.md).
+"""
+
+import argparse
+import copy
+import os
+import sys
+from collections import Counter, deque
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import scheduling
+from generate_duel import MATCHES, say
+from scheduling import KINDS, engine_core, said_to_workers
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+import hybridkv.vllm.scheduler as ours
+import vllm
+from hybridkv.vllm.decode_step import decode_step
+
+STOP, STEPS, REQUESTS = 7, 250, 30
+TAKEN: Counter[bool] = Counter()
+"""Steps that ``decode_step`` made, and those that it left to the loop."""
+
+
+def counted(scheduler: Any, decode: Any = decode_step) -> Any:  # noqa: ANN401 - of vLLM
+    """``decode_step``, but for a scheduler that goes without."""
+    output = None if getattr(scheduler, "goes_without", False) else decode(scheduler)
+    TAKEN[output is not None] += 1
+    return output
+
+
+class Side:
+    """A scheduler and its steps in flight. ahead: how many are scheduled before the first one's output is in."""
+
+    def __init__(self, kind: Any, core: Any, ahead: int, blocks: int, *, goes_without: bool) -> None:  # noqa: ANN401
+        made, config = core.scheduler, copy.copy(core.scheduler.kv_cache_config)
+        config.num_blocks = made.vllm_config.cache_config.num_gpu_blocks = blocks
+        self.scheduler = kind(
+            vllm_config=made.vllm_config,
+            kv_cache_config=config,
+            structured_output_manager=made.structured_output_manager,
+            block_size=made.block_size,
+            hash_block_size=made.hash_block_size,
+            log_stats=False,
+        )
+        self.scheduler.goes_without = goes_without
+        self.hasher, self.ahead = core.request_block_hasher, ahead
+        self.flight: deque[tuple[Any, dict[str, int]]] = deque()
+
+    def does(self, act: tuple[Any, ...]) -> None:
+        what, name, *rest = act
+        if what == "asks":
+            prompt, most = rest
+            sampling = vllm.SamplingParams(
+                temperature=0, max_tokens=most, ignore_eos=True, detokenize=False, stop_token_ids=[STOP]
+            )
+            request = Request(name, list(prompt), sampling, None, arrival_time=float(name), block_hasher=self.hasher)
+            self.scheduler.add_request(request)
+        elif what == "leaves":
+            self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        else:
+            self.scheduler.reset_prefix_cache()
+
+    def step(self, seed: int) -> list[Any]:
+        """What the step's output says, what comes of the one that ends, and how things stand."""
+        output = self.scheduler.schedule()
+        told: list[Any] = copy.deepcopy(said_to_workers(output))
+        ends = {
+            name: self.scheduler.requests[name].num_computed_tokens
+            for name in output.num_scheduled_tokens
+            if not self.scheduler.requests[name].is_prefill_chunk
+        }
+        self.flight.append((output, ends))
+        if len(self.flight) > self.ahead or not output.num_scheduled_tokens:
+            first, ends = self.flight.popleft()
+            names = list(first.num_scheduled_tokens)
+            tokens = [[token_at(name, ends[name], seed)] if name in ends else [] for name in names]
+            answer = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, tokens)
+            came = self.scheduler.update_from_output(first, answer)
+            told += [
+                [(one.request_id, one.new_token_ids, str(one.finish_reason)) for one in outputs.outputs]
+                for outputs in came.values()
+            ]
+        stands = self.scheduler
+        usage = stands.kv_cache_manager.usage
+        return [*told, len(stands.running), len(stands.waiting), usage, stands.prefill_capacity_bound]
+
+
+def token_at(name: str, place: int, seed: int) -> int:
+    """One in sixty ends its request."""
+    token = Random(f"{name} {place} {seed}").randrange(8, 500)
+    return STOP if token % 60 == 0 else token
+
+
+def acts_of(random: Random, prompts: list[list[int]], live: Sequence[str]) -> list[tuple[Any, ...]]:
+    """What happens before a step."""
+    acts: list[tuple[Any, ...]] = []
+    if len(prompts) < REQUESTS and (not live or random.random() < 0.06):
+        prompt = [random.randrange(500) for _ in range(random.randrange(1, 150))]
+        if prompts and random.random() < 0.5:
+            head = random.choice(prompts)
+            prompt = head[: random.randrange(1, len(head) + 1)] + prompt[:20]
+        acts.append(("asks", str(len(prompts)), prompt, random.choice([1, 2, 3, 40, 90, 150])))
+        prompts.append(prompt)
+    if live and random.random() < 0.01:
+        acts.append(("leaves", random.choice(live)))
+    if random.random() < 0.005:
+        acts.append(("forgets", ""))
+    return acts
+
+
+def duel(core: Any, kinds: tuple[Any, Any], ahead: int, seed: int, *, beside_stock: bool) -> None:  # noqa: ANN401
+    """SystemExit where the two differ."""
+    random = Random(seed)
+    blocks, (stock, mine) = random.randrange(14, 60), kinds
+    sides = [
+        Side(stock if beside_stock else mine, core, ahead, blocks, goes_without=True),
+        Side(mine, core, ahead, blocks, goes_without=False),
+    ]
+    prompts = list[list[int]]()
+    for step in range(STEPS):
+        live = sorted(sides[0].scheduler.requests)
+        acts = acts_of(random, prompts, live)
+        told = []
+        for side in sides:
+            for act in acts:
+                side.does(act)
+            told.append(side.step(seed))
+        if told[0] != told[1]:
+            other = "stock" if beside_stock else "without decode_step"
+            raise SystemExit(f"seed {seed}, step {step}, {blocks} blocks: {other}\n{told[0]}\nours\n{told[1]}")
+        if not live and len(prompts) == REQUESTS:
+            break
+    sides[1].scheduler.kv_cache_manager.cache.check()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=scheduling.MODELS, choices=scheduling.MODELS)
+    parser.add_argument("--seeds", type=int, default=40)
+    asked = parser.parse_args()
+    vars(ours)["decode_step"] = counted
+    say("| model | steps | beside | seeds | made by decode_step | by the loop |")
+    say("|---|---|---|--:|--:|--:|")
+    for match in (match for match in MATCHES if match.name in asked.models):
+        core = engine_core(match, 64)
+        core.scheduler.vllm_config.scheduler_config.max_num_batched_tokens = 64
+        beside_stock = match.name == "llama"
+        for title, kinds in KINDS.items():
+            TAKEN.clear()
+            for seed in range(asked.seeds):
+                duel(core, kinds, int("ahead" in title), seed, beside_stock=beside_stock)
+            if not TAKEN[True]:
+                raise SystemExit("decode_step made no step")
+            beside = "stock" if beside_stock else "ours without"
+            say(f"| tiny:{match.name} | {title} | {beside} | {asked.seeds} | {TAKEN[True]:,} | {TAKEN[False]:,} |")
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's threads and groups are of no use any longer
