@@ -6,6 +6,7 @@ from random import Random
 from threading import Thread
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from events_support import cache_of, publisher_of, run, settled
@@ -14,6 +15,7 @@ from recorded_traces import recorded
 from hybridkv.cli import outcome
 from hybridkv.errors import ConfigError
 from hybridkv.kv_events import EventForm, Recorded, record
+from hybridkv.kv_events.recorder import line_of
 from hybridkv.models import read_model
 from hybridkv.simulator import TraceFile, Workload, describe, plan_for_trace, replay
 
@@ -108,11 +110,11 @@ def test_what_cannot_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path = tmp_path / "events.jsonl"
     with pytest.raises(ConfigError, match="cannot listen to nowhere"):
         record("nowhere", path, seconds=0)
-    path.unlink()
+    assert not path.exists()
     monkeypatch.setattr("hybridkv.kv_events.recorder._ANSWER_MS", 50)
     with pytest.raises(ConfigError, match="nobody answers at"):
         record("tcp://127.0.0.1:1", path, replay_endpoint="tcp://127.0.0.1:1", seconds=0)
-    path.unlink()
+    assert not path.exists()
     path.write_text("mine", "utf-8")
     with pytest.raises(FileExistsError):
         record("tcp://127.0.0.1:1", path, seconds=0)
@@ -136,3 +138,53 @@ def test_the_command(
         assert outcome.run() == 2
         assert "File exists" in capsys.readouterr().err
     assert [one.num_prompt_tokens for one in TraceFile(path)] == [12, 12]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        b"\xc1",
+        msgspec.msgpack.encode(7),
+        msgspec.msgpack.encode([None, []]),
+        msgspec.msgpack.encode([float("nan"), []]),
+        msgspec.msgpack.encode([1.0, [7]]),
+        *(
+            msgspec.msgpack.encode([1.0, [{"type": "BlockStored", "block_hashes": hashes, "block_size": size}]])
+            for hashes, size in (("abc", 4), ([], 4), ([1], None), ([1], 0))
+        ),
+    ],
+)
+def test_what_is_no_batch_is_refused_by_name_and_leaves_no_file(
+    batch: bytes, context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="batch 3 is none of vLLM's schema"):
+        line_of(3, batch, known=False)
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+
+    def answer() -> None:
+        asker, *_ = router.recv_multipart()
+        for number, told in ((0, batch), (-1, b"")):
+            router.send_multipart((asker, b"", number.to_bytes(8, "big", signed=True), told))
+
+    thread = Thread(target=answer)
+    thread.start()
+    address, path = f"tcp://127.0.0.1:{port}", tmp_path / "events.jsonl"
+    with pytest.raises(ConfigError, match="batch 0 is none of vLLM's schema"):
+        record(address, path, replay_endpoint=address, seconds=0)
+    thread.join()
+    router.close(linger=0)
+    assert not path.exists()
+
+
+def test_an_interrupted_command_says_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, on_batch: Any, **__: object) -> None:  # noqa: ANN401 - what is called
+        on_batch(Recorded(2, 6, 4))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hybridkv.kv_events.record", interrupted)
+    monkeypatch.setattr("sys.argv", ["hybridkv", "trace", "record", "tcp://127.0.0.1:1", str(tmp_path / "x")])
+    assert outcome.run() == 130
+    assert "2 batches, 6 blocks, 4 batches lost, written to " in capsys.readouterr().out

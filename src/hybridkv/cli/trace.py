@@ -98,17 +98,24 @@ def record_command(
     """Record the KV events of a running engine, ours or vLLM's: names of blocks and times, no token ids."""
     from hybridkv.kv_events import Recorded, record  # noqa: PLC0415  # msgspec and pyzmq are an extra
 
-    next_s = time.monotonic()
+    next_s, last = time.monotonic(), Recorded()
 
     def show(told: Recorded) -> None:
-        nonlocal next_s
+        nonlocal next_s, last
+        last = told
         if time.monotonic() >= next_s:
             next_s = time.monotonic() + _SECONDS_PER_LINE
             print(f"trace: {_recorded(told.batches, told.blocks)}", file=sys.stderr)
 
-    told = record(endpoint, out, replay_endpoint=replay, topic=topic, seconds=seconds, on_batch=show)
-    lost = f", {format_count(told.lost)} batches lost" if told.lost else ""
-    console().print(printable(f"{_recorded(told.batches, told.blocks)}{lost}, written to {out}"), soft_wrap=True)
+    try:
+        record(endpoint, out, replay_endpoint=replay, topic=topic, seconds=seconds, on_batch=show)
+    finally:
+        if last.batches:  # interrupted, too, as most recordings end
+            lost = f", {format_count(last.lost)} batches lost" if last.lost else ""
+            said = f"{_recorded(last.batches, last.blocks)}{lost}, written to {out}"
+            console().print(printable(said), soft_wrap=True)
+    if not last.batches:
+        console().print(printable(f"nothing was heard, {out} is empty"), soft_wrap=True)
 
 
 def _recorded(batches: int, blocks: int) -> str:

@@ -18,11 +18,14 @@ from typing import Any, Final
 import msgspec
 import zmq
 
+from hybridkv.arguments import real
 from hybridkv.errors import ConfigError
+from hybridkv.units import shown
 
 _NUMBER_BYTES: Final = 8
 _POLL_MS: Final = 200
 _ANSWER_MS: Final = 5000
+_FRAMES: Final = ("topic", "number", "batch")
 _POSITIONS: Final = (
     *("type", "block_hashes", "parent_block_hash", None, "block_size", None, "medium", None, None),
     *("group_idx", "kv_cache_spec_kind"),
@@ -56,14 +59,15 @@ def record(
     """Listen to ``endpoint``, as ZeroMQ names it, for ``seconds`` (None: until an exception), and write to ``path``.
 
     replay_endpoint: asked for all batches from the first on; without it the recording begins now. topic: of messages.
-    Raises ConfigError for endpoints that are none, and where nobody answers, FileExistsError for a file that is there.
+    Raises ConfigError for endpoints that are none, where nobody answers, and for messages of another schema,
+    FileExistsError for a file that is there. A file of no batch is left behind only where nothing was wrong.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    told, last = Recorded(), -1
     try:
         with Path(path).open("x", encoding="utf-8") as file, closing(_connected(context, zmq.SUB, endpoint)) as socket:
             socket.setsockopt_string(zmq.SUBSCRIBE, topic)
             before = [] if replay_endpoint is None else _asked(context, replay_endpoint)
-            told, last = Recorded(), -1
             known = _stands_for_others(before)
             for number, batch in _followed(before, _heard(socket, seconds)):
                 gap = max(number - last - 1, 0) if told.batches else 0
@@ -74,6 +78,10 @@ def record(
                 file.flush()
                 on_batch(told)
             return told
+    except ConfigError:
+        if not told.batches:
+            Path(path).unlink()
+        raise
     finally:
         context.destroy(linger=0)
 
@@ -107,8 +115,12 @@ def _heard(socket: zmq.Socket[bytes], seconds: float | None) -> Iterator[Numbere
     end = None if seconds is None else time.monotonic() + seconds
     while end is None or time.monotonic() < end:
         if socket.poll(_POLL_MS):
-            _, number, batch = socket.recv_multipart()
-            yield int.from_bytes(number, "big"), batch
+            frames = socket.recv_multipart()
+            if len(frames) != len(_FRAMES):
+                raise ConfigError(
+                    f"a message has {len(frames)} frames, not {', '.join(_FRAMES)}: no KV events are there"
+                )
+            yield int.from_bytes(frames[1], "big"), frames[2]
 
 
 def _followed(before: Sequence[Numbered], heard: Iterator[Numbered]) -> Iterator[Numbered]:
@@ -125,23 +137,34 @@ def _stands_for_others(batches: Sequence[Numbered]) -> bool:
     """Whether they are all that is cached, in place of batches not kept: made at one time, behind a clearing."""
     if not batches:
         return False
-    decoded = [msgspec.msgpack.decode(batch) for _, batch in batches]
-    first = decoded[0][1]
-    cleared = bool(first) and _fields(first[0]).get("type") == _CLEARED
-    return cleared and len({seconds for seconds, *_ in decoded}) == 1
+    decoded = [_decoded(*one) for one in batches]
+    _, first = decoded[0]
+    cleared = bool(first) and first[0].get("type") == _CLEARED
+    return cleared and len({seconds for seconds, _ in decoded}) == 1
 
 
 def line_of(number: int, batch: bytes, *, known: bool) -> tuple[str, int]:
     """What is kept of a batch, and how many blocks. ConfigError for what is no batch."""
+    seconds, events = _decoded(number, batch)
+    stored = [fields for fields in events if fields.get("type") == _STORED]
+    for one in stored:
+        hashes, size = one.get("block_hashes"), one.get("block_size")
+        if not isinstance(hashes, list) or not hashes or not isinstance(size, int) or size < 1:
+            raise ConfigError(
+                f"batch {number} is none of vLLM's schema: blocks {shown(hashes)} of {shown(size)} tokens"
+            )
+    kept = [{name: _written(one.get(name)) for name in _KEPT} for one in stored]
+    line = {"seq": number, "ts": seconds, **({"known": True} if known else {}), "events": kept}
+    return json.dumps(line, separators=(",", ":")) + "\n", sum(len(one["block_hashes"]) for one in stored)
+
+
+def _decoded(number: int, batch: bytes) -> tuple[float, list[Mapping[str, Any]]]:
+    """Its time, and the fields of its events. ConfigError for what is no batch."""
     try:
         seconds, events, *_ = msgspec.msgpack.decode(batch)
-        stored = [fields for fields in map(_fields, events) if fields.get("type") == _STORED]
-        kept = [{name: _written(one.get(name)) for name in _KEPT} for one in stored]
-        blocks = sum(len(one["block_hashes"]) for one in stored)
-    except (msgspec.DecodeError, TypeError, ValueError, KeyError) as error:
+        return real("ts", seconds), [_fields(event) for event in events]
+    except (msgspec.DecodeError, TypeError, ValueError, ConfigError) as error:
         raise ConfigError(f"batch {number} is none of vLLM's schema: {error}") from error
-    line = {"seq": number, "ts": seconds, **({"known": True} if known else {}), "events": kept}
-    return json.dumps(line, separators=(",", ":")) + "\n", blocks
 
 
 def _fields(event: Any) -> Mapping[str, Any]:  # noqa: ANN401 - whatever a message holds
