@@ -123,12 +123,12 @@ def test_the_long_description_leads_nowhere_but_out(wheel: zipfile.ZipFile) -> N
     assert text.count("\n") >= readme.count("\n")
 
 
-def test_all_is_every_extra_but_those_of_developers_vllm_and_what_is_compiled() -> None:
-    """VLLM asks for a torch of its own: it is never a dependency but where it is asked for; nor is a compiler."""
+def test_all_is_every_extra_but_those_of_developers_vllm_ray_and_what_is_compiled() -> None:
+    """VLLM asks for a torch of its own: it is a dependency only where it is asked for; so are a compiler and Ray."""
     extras = PROJECT["optional-dependencies"]
     (every,) = extras["all"]
     named = set(every.removeprefix("hybridkv[").removesuffix("]").split(","))
-    assert named == extras.keys() - {"all", "docs", "dev", "native", "vllm"}
+    assert named == extras.keys() - {"all", "docs", "dev", "native", "ray", "vllm"}
     readme = (ROOT / "README.md").read_text("utf-8")
     shown = set(re.findall(r"pip install '?hybridkv(?:\[([a-z,]+)\])?", readme))
     assert {"", "cli", "cli,runner", "all"} <= shown

@@ -283,8 +283,15 @@ def test_commands_write_pages(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-@pytest.mark.parametrize("width", [1400, 420])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (1400, "light"),
+        (420, "dark"),
+        pytest.param(1400, "dark", marks=pytest.mark.thorough),
+        pytest.param(420, "light", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_browser_draws_all_of_it(
     width: int, scheme: str, hybrid: tuple[Plan, ReplayReport, Recorded], tmp_path: Path
 ) -> None:
