@@ -73,11 +73,7 @@ class SlotsAhead:
         known, longest = self._mirrors.known, self._longest - 1
         names, counts = list[str](), list[tuple[int, int, int, int, int]]()
         for request in running:
-            mine, computed, ahead = (
-                known(request.request_id),
-                request.num_computed_tokens,
-                request.num_output_placeholders,
-            )
+            computed, ahead = request.num_computed_tokens, request.num_output_placeholders
             if ahead > 0 and _last_on_the_way(request):
                 continue
             mine, more = known(request.request_id), min(request.num_tokens_with_spec + ahead, longest) - computed
