@@ -249,12 +249,18 @@ def test_a_bad_request_is_its_own_callers_alone() -> None:
                 async def aborted(**given: Any) -> None:  # noqa: ANN401  # same
                     server.abort(**given)
 
+                async def together(**given: Any) -> None:  # noqa: ANN401  # same
+                    with server.read(**given) as reading:
+                        while await reading.next():
+                            pass
+
                 batch = {"prompts": [PROMPT], "sampling": SAMPLING, "encoders": None, "images": None}
                 calls: list[tuple[Any, dict[str, Any]]] = [(streamed, {name: ADD[name]}) for name in ADD]
                 calls += [(server.generate, {name: batch[name]}) for name in batch]
                 calls.append((aborted, {"request_id": "nobody"}))
+                calls.append((together, {"requests": [lambda one: one.stream(PROMPT, SAMPLING)]}))
                 for call, one in calls:
-                    rest = {**(ADD if call is streamed else batch if call is not aborted else {})}
+                    rest = {**(ADD if call is streamed else batch if call not in {aborted, together} else {})}
                     rest.pop("request_id", None)  # all of them run at once
                     bad = [(name, {**rest, **given}) for name, given in trials(one, tensors)]
                     good = asyncio.create_task(server.generate([PROMPT], greedy(40)))

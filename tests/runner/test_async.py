@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import pytest
@@ -12,7 +13,8 @@ from runner_support import failing, generated, greedy, loaded_model, shared_prom
 
 from hybridkv.errors import CacheError, ConfigError, OwnershipError
 from hybridkv.request import SamplingParams
-from hybridkv.runner import AsyncEngine, Engine, EngineOptions, Increment
+from hybridkv.runner import AsyncEngine, Engine, EngineOptions, Increment, LoadedModel, Stream, encode
+from hybridkv.runner.async_engine import Reading
 from hybridkv.schedule import FinishReason
 
 T = TypeVar("T")
@@ -176,6 +178,93 @@ def test_a_slow_reader_holds_nobody_up_and_finds_larger_parts() -> None:
             assert max(len(part.token_ids) for part in parts) > 20
 
     run(work)
+
+
+# -- several requests read together
+
+
+def queued(prompt: list[int], most: int, engine: Engine) -> Stream:
+    return engine.stream(prompt, greedy(most))
+
+
+async def all_of(reading: Reading) -> None:
+    while await reading.next():
+        pass
+
+
+def test_requests_read_together_come_with_all_there_is() -> None:
+    lengths = [20, 1, 7]
+    expected = [generated(LLAMA, *one) for one in zip(PROMPTS, lengths, strict=False)]
+
+    async def work() -> None:
+        async with engines(max_unread=4) as (front, engine):
+            asked = [partial(queued, *one) for one in zip(PROMPTS, lengths, strict=False)]
+            found: list[list[Increment]] = [[], [], []]
+            turns = 0
+            with front.read(asked) as reading:
+                while new := await reading.next():
+                    turns += 1
+                    for number, part in new:
+                        found[number].append(part)
+                    if turns == 2:  # all are read in one go, however many steps they took
+                        await until(lambda: engine.statistics().steps >= 6)
+                        await asyncio.sleep(0.02)
+                    assert reading.ended == (sum(one[-1].completion is not None for one in found if one) == 3)
+                assert reading.ended
+                assert await reading.next() == []
+            assert [tokens(one) for one in found] == expected
+            assert turns < 20
+            assert engine.idle
+
+    run(work)
+
+
+def test_who_reads_requests_together_hears_what_went_wrong_last() -> None:
+    async def work() -> None:
+        async with engines() as (front, engine):
+            with (
+                pytest.raises(ConfigError, match="outside the vocabulary"),
+                front.read([partial(queued, PROMPTS[0], 99), partial(queued, [999], 1)]) as reading,
+            ):
+                await all_of(reading)
+            await until(lambda: engine.idle)
+            assert engine.statistics().steps < 50
+            with (
+                failing(LLAMA.model.model.layers[1], (4).__eq__),
+                front.read([partial(queued, PROMPTS[0], 9)]) as reading,
+            ):
+                await until(lambda: engine.statistics().failed_steps == 1)
+                await asyncio.sleep(0.02)
+                assert len(await reading.next()) == 3
+                with pytest.raises(RuntimeError, match="the device is gone"):
+                    await reading.next()
+
+    run(work)
+
+
+def test_a_reading_that_is_left_ends_who_waits_for_it() -> None:
+    async def work() -> None:
+        async with engines() as (front, engine):
+            with front.read([partial(queued, PROMPTS[0], 180)]) as reading:
+                await reading.next()
+                waiting = asyncio.create_task(reading.next())
+                await asyncio.sleep(0)
+                reading.leave()
+                await waiting
+                assert await reading.next() == []
+                await until(lambda: engine.idle)
+            assert engine.statistics().steps < 100
+            assert engine.cache.usage == 0
+        with pytest.raises(CacheError, match="was closed"), front.read([partial(queued, PROMPTS[0], 1)]):
+            pass
+
+    run(work)
+
+
+def test_ids_are_checked_without_asking_the_model_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = iter([LLAMA.vocab_size])
+    monkeypatch.setattr(LoadedModel, "vocab_size", property(lambda _: next(sizes)))
+    assert encode(LLAMA, [1, 2, 3] * 100) == [1, 2, 3] * 100
 
 
 # -- readers that leave

@@ -3,17 +3,19 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Any
 
 import httpx2
 import pytest
 from serve_support import LONGEST, WAIT, Served, engine_of, serving, until
+from starlette.requests import Request
 
-from hybridkv.runner import Increment
 from hybridkv.serve import ServeOptions
-from hybridkv.serve.generation import EventStream, Part
+from hybridkv.serve.bodies import CompletionBody
+from hybridkv.serve.completions import CompletionForm, ask
+from hybridkv.serve.front import Front
+from hybridkv.serve.generation import Answer
 
 PATH = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": "go on", "max_tokens": LONGEST - 8, "ignore_eos": True}
@@ -48,31 +50,66 @@ def test_an_answer_that_nobody_waits_for_ends(llama: Served) -> None:
     assert now.steps - before.steps < LONGEST / 2  # of some 500
 
 
-def test_parts_are_closed_with_their_stream_wherever_it_stands() -> None:
-    closed = []
-
-    async def parts() -> AsyncGenerator[Part, None]:
-        try:
-            while True:
-                yield Part(0, 0, Increment("1", (1,), "a"))
-        finally:
-            closed.append("parts")
-
-    async def events() -> AsyncGenerator[bytes, None]:
-        yield b""
-
-    async def gone() -> dict[str, Any]:
-        return {"type": "http.disconnect"}
-
-    async def never(_: object) -> None:
-        await asyncio.sleep(WAIT)
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_takes_one_message_a_step(n: int) -> None:
+    """Messages are what a stream costs the interpreter that the engine's thread needs, too."""
 
     async def work() -> None:
-        source = parts()
-        await anext(source)
-        stream = EventStream(source, events())
-        await stream({"type": "http", "asgi": {"spec_version": "2.3"}}, gone, never)
-        assert closed == ["parts"]
+        async with asyncio.timeout(WAIT), Front(engine_of("llama"), ServeOptions(), None) as front:
+            sent: list[dict[str, Any]] = []
+
+            async def send(message: Any) -> None:  # noqa: ANN401  # ASGI's
+                sent.append(message)
+
+            body = CompletionBody(prompt=list(range(40)), max_tokens=9, ignore_eos=True, stream=True, n=n)
+            await (await streamed(front, body))({}, never, send)
+            await asyncio.sleep(0)
+            assert [one["type"] for one in sent] == ["http.response.start"] + ["http.response.body"] * (len(sent) - 1)
+            assert [one.get("more_body") for one in sent[1:]] == [True] * (len(sent) - 2) + [False]
+            assert len(sent) - 1 <= front.engine.statistics().steps
+            events = b"".join(one["body"] for one in sent[1:]).split(b"\n\n")
+            assert events[-2:] == [b"data: [DONE]", b""]
+            assert b'"finish_reason":"length"' in sent[-1]["body"]  # with the last token of all
+
+    asyncio.run(work())
+
+
+async def never() -> dict[str, Any]:
+    await asyncio.Event().wait()
+    return {}
+
+
+async def streamed(front: Front, body: CompletionBody) -> Answer:
+    asked = await ask(front, body, None)
+    form, request = CompletionForm(front, body, asked), Request({"type": "http", "headers": []})
+    return Answer(front, request, asked, form, stream=True)
+
+
+def test_what_was_asked_ends_even_while_something_is_sent() -> None:
+    """A server may wait long for room in a socket whose client has gone."""
+
+    async def work() -> None:
+        async with asyncio.timeout(WAIT), Front(engine_of("llama"), ServeOptions(), None) as front:
+            gone, sent = asyncio.Event(), asyncio.Event()
+
+            async def receive() -> dict[str, Any]:
+                await gone.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(_: object) -> None:
+                gone.set()
+                await sent.wait()
+
+            body = CompletionBody(prompt="go on", max_tokens=400, ignore_eos=True, stream=True)
+            answering = asyncio.create_task((await streamed(front, body))({}, receive, send))
+            await gone.wait()
+            while front.engine.statistics().running:  # noqa: ASYNC110  # nothing tells
+                await asyncio.sleep(0.001)
+            assert front.engine.statistics().steps < 100  # of some 400
+            assert not answering.done()
+            sent.set()
+            await answering
+            assert front.places.taken == 0
 
     asyncio.run(work())
 

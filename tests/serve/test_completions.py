@@ -228,3 +228,8 @@ def test_an_error_tells_what_no_json_can() -> None:
     assert ApiError(400, "a \ud800 b").response().body == (
         rb'{"error":{"message":"a \\ud800 b","type":"invalid_request_error","param":null,"code":null}}'
     )
+
+
+def test_ids_wait_for_no_tokenizer(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama.front.tokens, "run", None)
+    assert llama.post(PATH, prompt=[[1, 2], [3]], max_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] == 4

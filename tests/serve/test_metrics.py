@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 
 import pytest
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 from serve_support import Served, engine_of, serving
 
@@ -12,6 +14,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.runner import Engine, EngineOptions, load
 from hybridkv.runner.drafters import NgramDrafter
 from hybridkv.serve import ServeOptions
+from hybridkv.serve.metrics import Tally
 
 PATH = "/v1/completions"
 
@@ -55,6 +58,23 @@ def test_counts_are_those_of_the_engine(llama: Served) -> None:
         for name in ("request_queue_time_seconds", "time_to_first_token_seconds", "e2e_request_latency_seconds")
     )
     assert queue < first < whole
+
+
+def test_a_tally_is_prometheus_own_histogram() -> None:
+    edges = (0.001, 0.5, 1.0, 20.0)
+    values = [0.0, 0.001, 0.0011, 0.5, 0.7, 20.0, 20.5, 300.0, *Random(1).choices(range(30), k=50)]
+    registry = CollectorRegistry()
+    theirs = Histogram("a:seconds", "Said.", ["model_name"], registry=registry, buckets=edges).labels("tiny")
+    ours = Tally("a:seconds", "Said.", edges)
+    for value in values:
+        theirs.observe(value)
+        theirs.observe(value)
+        ours.add(value, 2)
+    (family,) = registry.collect()
+    mine = ours.family("tiny")
+    assert (mine.name, mine.type, mine.documentation) == (family.name, family.type, family.documentation)
+    expected = {(one.name, *one.labels.items()): one.value for one in family.samples if "created" not in one.name}
+    assert {(one.name, *one.labels.items()): pytest.approx(one.value) for one in mine.samples} == expected
 
 
 def test_blocks_of_groups_while_a_request_runs(llama: Served) -> None:

@@ -1,8 +1,8 @@
 """AsyncEngine: an Engine behind asyncio.
 
-    event loop   stream() -> Reader -----> arrivals        parts -> async for
-                                              |              ^
-    one thread                       turn: open streams, one step, take what is new
+    event loop   stream(), read() -> Reader -----> arrivals        parts -> async for, Reading.next()
+                                                      |              ^
+    one thread                               turn: open streams, one step, take what is new
 
 The thread owns the engine; the loop hands it readers and takes parts back between its turns. A reader holds at most
 ``max_unread`` increments. Behind that nothing is taken for it: what its request outputs meanwhile comes later in one
@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, Self, TypeVar
@@ -31,6 +32,7 @@ from hybridkv.runner.images.prompt_images import Images, images_each
 from hybridkv.runner.inputs import one_each
 from hybridkv.runner.stream import Stream
 from hybridkv.schedule import SchedulerStatistics
+from hybridkv.units import shown
 
 T = TypeVar("T")
 
@@ -53,17 +55,38 @@ class _News:
     error: Exception | None = None
 
 
-class _Reader:
-    """One ``async for``. open: queues its request, in the engine's thread. ``stream`` is that thread's alone."""
+class _Bell:
+    """Rung for one task that waits, maybe. What it is rung for must be seen elsewhere: nobody remembers a ring."""
 
-    def __init__(self, open_stream: Callable[[], Stream], max_unread: int) -> None:
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()  # asked for once: a system call
+        self._waits: asyncio.Future[None] | None = None
+
+    def ring(self) -> None:
+        """Who waits goes on."""
+        if self._waits is not None and not self._waits.done():
+            self._waits.set_result(None)
+
+    async def wait(self) -> None:
+        """For the next ring."""
+        self._waits = self._loop.create_future()
+        await self._waits
+
+
+class _Reader:
+    """Of one request. open_stream: queues it, in the engine's thread. ``stream`` is that thread's alone.
+
+    bell: rung for what is delivered; wake: set when there is room again.
+    """
+
+    def __init__(self, open_stream: Callable[[], Stream], max_unread: int, bell: _Bell, wake: asyncio.Event) -> None:
         self.open_stream, self._max_unread = open_stream, max_unread
         self.stream: Stream | None = None
         self.left = False
         self._parts: deque[Increment] = deque()
         self._ended = False
         self._error: Exception | None = None
-        self._changed = asyncio.Event()
+        self._bell, self._wake = bell, wake
 
     @property
     def room(self) -> int:
@@ -80,12 +103,17 @@ class _Reader:
         """Nothing more is delivered."""
         return self._ended
 
+    @property
+    def over(self) -> bool:
+        """Nothing is left to read, not even what went wrong."""
+        return self._ended and not self._parts and self._error is None
+
     def deliver(self, news: _News) -> None:
         """More to read."""
         self._parts += news.parts
         self._error = news.error
         self._ended = news.ended or news.error is not None
-        self._changed.set()
+        self._bell.ring()
 
     async def next(self) -> Increment | None:
         """The next increment; None behind the last. Raises what went wrong, behind what came before."""
@@ -94,9 +122,55 @@ class _Reader:
                 raise self._error
             if self._ended:
                 return None
-            self._changed.clear()
-            await self._changed.wait()
+            await self._bell.wait()
+        self._make_room()
         return self._parts.popleft()
+
+    def take(self) -> list[Increment]:
+        """All that is there. Raises what went wrong where nothing is."""
+        if not self._parts and self._error is not None:
+            raise self._error
+        self._make_room()
+        parts = list(self._parts)
+        self._parts.clear()
+        return parts
+
+    def _make_room(self) -> None:
+        if not self.room:
+            self._wake.set()
+
+
+class Reading:
+    """Requests that one task reads together: see ``AsyncEngine.read``."""
+
+    def __init__(self, readers: Sequence[_Reader], bell: _Bell, leave: Callable[[_Reader], None]) -> None:
+        self._readers, self._bell, self._leave = readers, bell, leave
+        self._unread = list(enumerate(readers))
+
+    async def next(self) -> list[tuple[int, Increment]]:
+        """Everything that is new, each with the number of its request; waits for it. Empty behind the last.
+
+        Raises what went wrong with any request, behind what came of it before. O(requests + increments).
+        """
+        while self._unread:
+            found = [(number, part) for number, one in self._unread for part in one.take()]
+            if found:
+                self._unread = [one for one in self._unread if not one[1].over]
+                return found
+            await self._bell.wait()
+        return []
+
+    @property
+    def ended(self) -> bool:
+        """Nothing is there, and nothing more will come."""
+        return not self._unread
+
+    def leave(self) -> None:
+        """Read no further, which aborts what still runs: ``next`` finds nothing more, and ends if it waits."""
+        self._unread = []
+        for one in self._readers:
+            self._leave(one)
+        self._bell.ring()
 
 
 class AsyncEngine:
@@ -155,15 +229,33 @@ class AsyncEngine:
             encoder_digest=encoder_digest,
             images=images,
         )
-        reader = _Reader(queued, self._max_unread)
+        reader = _Reader(queued, self._max_unread, _Bell(), self._wake)
         self._enter(reader)
         try:
             while (part := await reader.next()) is not None:
-                if reader.room == 1:  # it was full
-                    self._wake.set()
                 yield part
         finally:
             self._leave(reader)
+
+    @contextmanager
+    def read(self, requests: Sequence[Callable[[Engine], Stream]]) -> Iterator[Reading]:
+        """``requests`` queued, for one task that reads them all, and aborted where they go on when it leaves.
+
+        requests: each queues its own by ``Engine.stream``, in the engine's thread. Whoever reads takes all increments
+        there are at once. Raises CacheError once the engine is closed, ConfigError for what is no list of functions;
+        Reading.next as ``stream``.
+        """
+        if not isinstance(requests, list | tuple) or not all(map(callable, requests)):
+            raise ConfigError(f"requests must be a list of functions of an engine, got {shown(requests)}")
+        bell = _Bell()
+        readers = [_Reader(partial(one, self._engine), self._max_unread, bell, self._wake) for one in requests]
+        reading = Reading(readers, bell, self._leave)
+        try:
+            for one in readers:
+                self._enter(one)
+            yield reading
+        finally:
+            reading.leave()
 
     async def generate(
         self,
@@ -338,7 +430,7 @@ class AsyncEngine:
             if reader.left:
                 continue
             try:
-                reader.stream = reader.open_stream()
+                reader.stream = instance("what a request queues", reader.open_stream(), Stream)
                 self._open.append(reader)
             except Exception as error:  # noqa: BLE001  # as above
                 refused.append(_News(reader, error=error))

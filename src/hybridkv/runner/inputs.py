@@ -165,10 +165,11 @@ def encode(
         ids = _token_ids(prompt, what)
     if not ids:
         raise ConfigError(f"the {what} is empty: give it at least one token")
-    wrong = [one for one in ids if not 0 <= one < loaded.vocab_size]
+    vocab_size = loaded.vocab_size  # asked of the model's embedding, which takes microseconds
+    wrong = [one for one in ids if not 0 <= one < vocab_size]
     if wrong:
         raise ConfigError(
-            f"token id {wrong[0]} lies outside the vocabulary of {loaded.name}: ids are 0 .. {loaded.vocab_size - 1}"
+            f"token id {wrong[0]} lies outside the vocabulary of {loaded.name}: ids are 0 .. {vocab_size - 1}"
         )
     return ids
 

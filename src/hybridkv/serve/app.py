@@ -21,7 +21,7 @@ from hybridkv.serve import chats, completions, rendering, responses
 from hybridkv.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, ResponseBody, TokenizeBody
 from hybridkv.serve.errors import ApiError, ErrorBody, answer_errors
 from hybridkv.serve.front import Front, ServeOptions
-from hybridkv.serve.generation import answer
+from hybridkv.serve.generation import Answer
 from hybridkv.serve.keys import KeyGate
 from hybridkv.serve.operations import add_operations
 from hybridkv.serve.page import add_page
@@ -114,21 +114,21 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         """Text behind prompts."""
         asked = await completions.ask(front, body, front.salt(request, body.cache_salt))
         form = completions.CompletionForm(front, body, asked)
-        return await answer(front, request, asked, form, stream=bool(body.stream))
+        return Answer(front, request, asked, form, stream=bool(body.stream))
 
     @app.post("/v1/chat/completions", response_model=chats.ChatAnswer, responses=_STREAM)
     async def chat(body: ChatBody, request: Request) -> Response:
         """The next turn of a conversation."""
         asked = await chats.ask(front, body, front.salt(request, body.cache_salt))
         form = chats.ChatForm(front, body, asked)
-        return await answer(front, request, asked, form, stream=bool(body.stream))
+        return Answer(front, request, asked, form, stream=bool(body.stream))
 
     @app.post("/v1/responses", response_model=responses.ResponseAnswer, responses=_STREAM)
     async def respond(body: ResponseBody, request: Request) -> Response:
         """The next turn of a conversation, which is not kept."""
         asked = await responses.ask(front, body, front.salt(request, body.cache_salt))
         form = responses.ResponseForm(front, body, asked)
-        return await answer(front, request, asked, form, stream=bool(body.stream))
+        return Answer(front, request, asked, form, stream=bool(body.stream))
 
 
 def _add_rendering(app: FastAPI, front: Front) -> None:

@@ -16,7 +16,7 @@ from hybridkv.serve.counts import Counter, Usage
 from hybridkv.serve.front import Front
 from hybridkv.serve.generation import Asked, Event, Part
 from hybridkv.serve.logprobs import Columns, ColumnWriter, joined
-from hybridkv.serve.tokens import TokenTexts, prompt_ids
+from hybridkv.serve.tokens import TokenTexts
 
 DEFAULT_MAX_TOKENS: Final = 16
 DONE: Final = Event("[DONE]")
@@ -49,7 +49,7 @@ async def ask(front: Front, body: CompletionBody, salt: str | None) -> Asked:
     front.require_model(body.model)
     if not body.return_token_ids:
         front.require_text()
-    prompts = await front.tokens.run(prompt_ids, front.loaded, body.prompts)
+    prompts = await front.tokens.ids(front.loaded, body.prompts)
     asked = body.max_tokens
     if asked == 0:
         if not body.echo:
@@ -143,9 +143,11 @@ class CompletionForm:
 
     def _columns(self, number: int, prompt: Sequence[int], new: Increment | Completion) -> Columns | None:
         first = number not in self._writers
-        writer = self._writers.setdefault(number, ColumnWriter(self._texts, prompt[-1]))
+        if first:
+            self._writers[number] = ColumnWriter(self._texts, prompt[-1])
         if new.logprobs is None:
             return None
+        writer = self._writers[number]
         values = () if self._prompt_alone else new.logprobs
         if not first or new.prompt_logprobs is None:
             return writer.output(values)

@@ -1,35 +1,39 @@
 """Requests of one body through the engine, and back as one answer or as events while they run.
 
-    Asked -> places -> AsyncEngine.stream, one for each prompt -> Part, Part, ... -> Form -> JSON, or events
+    Asked -> places -> AsyncEngine.read -> Parts of a step -> Form -> JSON, or events, in one message of the step
 
-A client that goes away ends what it asked for: within a step its rows are free.
+A client that goes away ends what it asked for: within a step its rows are free. All tokens of a server pass here, in
+the interpreter that the engine's thread needs as well: a step of a stream costs one task's turn and one ``send``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from functools import partial
+from typing import Final, Protocol
 
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from hybridkv.request import Hints, SamplingParams
+from hybridkv.runner.async_engine import Reading
 from hybridkv.runner.completion import Completion, Increment
+from hybridkv.runner.engine import Engine
+from hybridkv.runner.stream import Stream
 from hybridkv.serve.errors import api_error
 from hybridkv.serve.front import Front
 from hybridkv.serve.metrics import Watch
 from hybridkv.serve.spans import RequestSpan
 
-T = TypeVar("T")
-
 CLIENT_GONE: Final = 499
 """The status of an answer that nobody reads."""
+_STREAM_HEADERS: Final = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,19 @@ class Asked:
         """Of the engine's request of a prompt, by its number."""
         return self.id if len(self.prompts) == 1 else f"{self.id}-{prompt}"
 
+    def requests(self) -> list[Callable[[Engine], Stream]]:
+        """For each prompt, what queues its request."""
+        return [partial(self._queued, number) for number in range(len(self.prompts))]
+
+    def _queued(self, prompt: int, engine: Engine) -> Stream:
+        return engine.stream(
+            self.prompts[prompt],
+            self.sampling,
+            request_id=self.request_id(prompt),
+            cache_salt=self.salt,
+            hints=self.hints,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -73,11 +90,9 @@ class Event:
 
     def encoded(self) -> bytes:
         """On the wire."""
-        named = "" if self.name is None else f"event: {self.name}\n"
-        data = self.data
-        if not isinstance(data, str):
-            data = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        return f"{named}data: {data}\n\n".encode()
+        data = self.data.encode() if isinstance(self.data, str) else to_json(self.data)
+        named = b"" if self.name is None else b"event: %b\n" % self.name.encode()
+        return b"%bdata: %b\n\n" % (named, data)
 
 
 class Form(Protocol):
@@ -100,41 +115,129 @@ class Form(Protocol):
         ...
 
 
-async def answer(front: Front, request: Request, asked: Asked, form: Form, *, stream: bool) -> Response:
-    """What ``asked`` comes to, in ``form``. ApiError for what the engine refuses or fails at, and for a full queue."""
-    try:
-        span = None if front.tracer is None else RequestSpan(front.tracer, front.name, request, asked)
-        if stream:
-            parts = generate(front, asked, span)
-            # what is refused, or fails at once, has a status of its own: the answer begins with the first token
-            first = await _unless_gone(request, anext(parts))
-            return _gone() if first is None else EventStream(parts, _events(parts, first, form))
-        done = await _unless_gone(request, _completions(front, asked, span))
-    except Exception as error:
-        raise api_error(error) from error
-    if done is None:
-        return _gone()
-    if asked.sampling.prompt_logprobs is not None:  # naming thousands of tokens takes a while
-        return JSONResponse(await front.tokens.run(form.whole, done))
-    return JSONResponse(form.whole(done))
+class ClientGoneError(Exception):
+    """Nobody reads the answer any more."""
 
 
-async def generate(front: Front, asked: Asked, span: RequestSpan | None = None) -> AsyncGenerator[Part, None]:
-    """Parts of all outputs as they come. Whoever leaves early (``aclosing``) ends them. Raises as ``answer``.
+class Generation:
+    """What ``asked`` comes to while it is ``reading``. span: is told of it."""
 
-    span: is told of them, and ends with them.
+    def __init__(self, front: Front, asked: Asked, reading: Reading, span: RequestSpan | None) -> None:
+        self._outputs, self._reading, self._span = asked.sampling.n, reading, span
+        begun = time.monotonic()
+        self._watches = [Watch(front.metrics, begun) for _ in range(asked.outputs)]
+        self._gone = False
+
+    async def next(self) -> list[Part]:
+        """Everything that is new of all outputs; waits for it. Empty behind the last.
+
+        Raises what went wrong, and ClientGoneError.
+        """
+        found = [Part(prompt * self._outputs + one.output, prompt, one) for prompt, one in await self._reading.next()]
+        if self._gone:
+            raise ClientGoneError
+        for part in found:
+            self._watches[part.choice].came(len(part.increment.token_ids), part.increment.completion)
+            if self._span is not None:
+                self._span.came(part)
+        return found
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will come."""
+        return self._reading.ended
+
+    @contextmanager
+    def watched(self, receive: Receive) -> Iterator[None]:
+        """It ends when its client goes, even while something is sent."""
+        leaving = asyncio.ensure_future(_leaves(receive))
+        leaving.add_done_callback(self._leave)
+        try:
+            yield
+        finally:
+            leaving.remove_done_callback(self._leave)
+            leaving.cancel()
+
+    def _leave(self, _: object) -> None:
+        self._gone = True
+        self._reading.leave()
+
+
+class Answer(Response):
+    """What ``asked`` comes to, in ``form``: whole, or as a stream of events, an error on the way its last one.
+
+    It begins with the first token: what is refused, or fails before, is raised, as an ApiError, and so is a full queue.
     """
-    begun = time.monotonic()
-    watches = [Watch(front.metrics, begun) for _ in range(asked.outputs)]
-    prompts = [_parts(front, asked, number) for number in range(len(asked.prompts))]
-    source = prompts[0] if len(prompts) == 1 else _merged(prompts)
-    with _told(span), front.places.take(asked.outputs):
-        async with aclosing(source):
-            async for part in source:
-                watches[part.choice].came(len(part.increment.token_ids), part.increment.completion)
-                if span is not None:
-                    span.came(part)
-                yield part
+
+    def __init__(self, front: Front, request: Request, asked: Asked, form: Form, *, stream: bool) -> None:
+        super().__init__()
+        self._front, self._asked, self._form, self._stream = front, asked, form, stream
+        self._span = None if front.tracer is None else RequestSpan(front.tracer, front.name, request, asked)
+        self._begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As an ASGI application."""
+        try:
+            if self._stream:
+                with self._generated(receive) as generation:
+                    await self._send_events(generation, send)
+            else:
+                with self._generated(receive) as generation:
+                    done = await _completions(generation)
+                await (await self._whole(done))(scope, receive, send)
+        except ClientGoneError:
+            if not self._begun:
+                await Response(status_code=CLIENT_GONE)(scope, receive, send)
+        except Exception as error:
+            refused = api_error(error)
+            if not self._begun:
+                raise refused from error
+            # whatever it is, the client must hear of it: the status is sent
+            await _send(send, [Event(refused.body)], more=False)
+
+    @contextmanager
+    def _generated(self, receive: Receive) -> Iterator[Generation]:
+        asked, front = self._asked, self._front
+        with _told(self._span), front.places.take(asked.outputs), front.engine.read(asked.requests()) as reading:
+            generation = Generation(front, asked, reading, self._span)
+            with generation.watched(receive):
+                yield generation
+
+    async def _send_events(self, generation: Generation, send: Send) -> None:
+        parts = await generation.next()
+        self._begun = True
+        await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
+        events = [*self._form.begin()]
+        while parts:
+            events += [event for part in parts for event in self._form.part(part)]
+            if generation.ended:
+                break  # what comes behind goes with the last part
+            await _send(send, events, more=True)
+            events = []
+            parts = await generation.next()
+        await _send(send, [*events, *self._form.end()], more=False)
+
+    async def _whole(self, done: Sequence[Completion]) -> Response:
+        if self._asked.sampling.prompt_logprobs is not None:  # naming thousands of tokens takes a while
+            return JSONResponse(await self._front.tokens.run(self._form.whole, done))
+        return JSONResponse(self._form.whole(done))
+
+
+async def _send(send: Send, events: Iterable[Event], *, more: bool) -> None:
+    """``events`` in one message, if there are any. more: some may follow."""
+    body = b"".join(one.encoded() for one in events)
+    if body or not more:
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def _completions(generation: Generation) -> list[Completion]:
+    """All outputs, whole, in their order."""
+    done: dict[int, Completion] = {}
+    while parts := await generation.next():
+        for part in parts:
+            if part.increment.completion is not None:
+                done[part.choice] = part.increment.completion
+    return [done[choice] for choice in sorted(done)]
 
 
 @contextmanager
@@ -145,109 +248,20 @@ def _told(span: RequestSpan | None) -> Iterator[None]:
         return
     try:
         yield
+    except ClientGoneError:
+        span.left()
+        raise
     except Exception as error:
         span.failed(error)
         raise
-    except BaseException:  # the generator is closed, or its task cancelled
+    except BaseException:  # the task is cancelled
         span.left()
         raise
     finally:
         span.end()
 
 
-async def _parts(front: Front, asked: Asked, prompt: int) -> AsyncGenerator[Part, None]:
-    """Those of one prompt."""
-    increments = front.engine.stream(
-        asked.prompts[prompt],
-        asked.sampling,
-        request_id=asked.request_id(prompt),
-        cache_salt=asked.salt,
-        hints=asked.hints,
-    )
-    async with aclosing(increments):
-        async for one in increments:
-            yield Part(prompt * asked.sampling.n + one.output, prompt, one)
-
-
-async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """What any of ``sources`` has, as it comes; the first error ends all."""
-    asking = {asyncio.ensure_future(anext(one)): one for one in sources}
-    try:
-        while asking:
-            done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                source = asking.pop(task)
-                try:
-                    found = task.result()
-                except StopAsyncIteration:
-                    continue
-                asking[asyncio.ensure_future(anext(source))] = source
-                yield found
-    finally:
-        for task, source in asking.items():
-            if task.done():
-                await source.aclose()
-            else:
-                task.cancel()  # which closes its source
-        await asyncio.gather(*asking, return_exceptions=True)
-
-
-async def _completions(front: Front, asked: Asked, span: RequestSpan | None) -> list[Completion]:
-    """All outputs, whole, in their order."""
-    done: dict[int, Completion] = {}
-    async with aclosing(generate(front, asked, span)) as parts:
-        async for part in parts:
-            if part.increment.completion is not None:
-                done[part.choice] = part.increment.completion
-    return [done[choice] for choice in sorted(done)]
-
-
-async def _events(parts: AsyncGenerator[Part, None], first: Part, form: Form) -> AsyncGenerator[bytes, None]:
-    """The stream of ``form``; an error on the way is its last event."""
-    async with aclosing(parts):
-        try:
-            for event in [*form.begin(), *form.part(first)]:
-                yield event.encoded()
-            async for part in parts:
-                for event in form.part(part):
-                    yield event.encoded()
-            for event in form.end():
-                yield event.encoded()
-        except Exception as error:  # noqa: BLE001  # whatever it is, the client must hear of it: the status is sent
-            yield Event(api_error(error).body).encoded()
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events; the parts that they come from are closed when the client goes, wherever it stands."""
-
-    def __init__(self, parts: AsyncGenerator[Part, None], events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        self._parts, self._events = parts, events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As an ASGI application."""
-        async with aclosing(self._parts), aclosing(self._events):
-            await super().__call__(scope, receive, send)
-
-
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
-    """What ``work`` comes to; None, with the work cancelled, when the client goes before."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_leaves(request))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return await working if working.done() else None
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _leaves(request: Request) -> None:
+async def _leaves(receive: Receive) -> None:
     """Until the client has gone."""
-    while (await request.receive())["type"] != "http.disconnect":
+    while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _gone() -> Response:
-    return Response(status_code=CLIENT_GONE)

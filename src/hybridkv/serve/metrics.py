@@ -1,7 +1,7 @@
 """Counts of an engine as Prometheus reads them, under the names that dashboards of vLLM know.
 
     statistics(), asked for when somebody looks -> Snapshot -> families        nothing of it is on a step's path
-    answers, as the event loop sees them come   -> RequestMetrics -> histograms
+    answers, as the event loop sees them come   -> RequestMetrics -> tallies -> families
 
 Names begin with a prefix of ours; with ``vllm`` for one, they are those of vLLM where both count the same.
 """
@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import re
 import time
+from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
-from hybridkv.cache import EDGES_S, MissReason, TimeCounts
+from hybridkv.cache import EDGES_S, MissReason
 from hybridkv.cache.statistics import CacheStatistics
 from hybridkv.errors import ConfigError
 from hybridkv.runner.completion import Completion
@@ -65,6 +66,29 @@ class Snapshot:
         return cls(engine.statistics(), cache.statistics(), cache.usage, kinds, sizes, cache.explains, waits)
 
 
+class Tally:
+    """A histogram of one thread. Prometheus's client has one for several, whose locks cost more than a bin does.
+
+    edges: end a bucket each, and are in it; one more has all above.
+    """
+
+    def __init__(self, name: str, said: str, edges: Sequence[float]) -> None:
+        self._name, self._said, self._edges = name, said, edges
+        self._counts = [0] * (len(edges) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        """``value``, so many times. O(log edges)."""
+        self._counts[bisect_left(self._edges, value)] += times
+        self._sum += value * times
+
+    def family(self, model_name: str) -> Metric:
+        """As Prometheus reads it."""
+        made = HistogramMetricFamily(self._name, self._said, labels=[_MODEL])
+        made.add_metric([model_name], _buckets(self._edges, self._counts), self._sum)
+        return made
+
+
 class RequestMetrics:
     """What came of requests, as the event loop saw it: of one server.
 
@@ -72,46 +96,51 @@ class RequestMetrics:
     """
 
     def __init__(self, prefix: str, model_name: str) -> None:
-        self.registry = CollectorRegistry()
         self._prefix, self.model_name = prefix, model_name
         self.heard: Callable[[Completion, float, float, float], object] | None = None
         self.output_tokens = 0
-        self.first_token = self._histogram("time_to_first_token_seconds", "Until the first token.", _SECONDS)
-        self.next_token = self._histogram("inter_token_latency_seconds", "Between an output's tokens.", _SECONDS)
-        self._per_token = self._histogram(
+        self._tallies: list[Tally] = []
+        self.first_token = self._tally("time_to_first_token_seconds", "Until the first token.", _SECONDS)
+        self.next_token = self._tally("inter_token_latency_seconds", "Between an output's tokens.", _SECONDS)
+        self._per_token = self._tally(
             "request_time_per_output_token_seconds", "Of a request: behind its first token, a token.", _SECONDS
         )
-        self._queued = self._histogram("request_queue_time_seconds", "Until it first ran.", _SECONDS)
-        self._whole = self._histogram("e2e_request_latency_seconds", "Until its end.", _SECONDS)
-        self._prompt = self._histogram("request_prompt_tokens", "Of its prompt.", _TOKENS)
-        self._output = self._histogram("request_generation_tokens", "Of its output.", _TOKENS)
-        self._tokens = Counter(f"{prefix}:generation_tokens", "Output tokens.", [_MODEL], registry=self.registry)
-        self._ended = Counter(
-            f"{prefix}:request_success", "Requests that ended.", [_MODEL, "finished_reason"], registry=self.registry
-        )
-        self._output_tokens = self._tokens.labels(model_name)
+        self._queued = self._tally("request_queue_time_seconds", "Until it first ran.", _SECONDS)
+        self._whole = self._tally("e2e_request_latency_seconds", "Until its end.", _SECONDS)
+        self._prompt = self._tally("request_prompt_tokens", "Of its prompt.", _TOKENS)
+        self._output = self._tally("request_generation_tokens", "Of its output.", _TOKENS)
+        self._ended = Counts[str]()
 
-    def _histogram(self, name: str, said: str, buckets: tuple[float, ...]) -> Histogram:
-        made = Histogram(f"{self._prefix}:{name}", said, [_MODEL], registry=self.registry, buckets=buckets)
-        return made.labels(self.model_name)
+    def _tally(self, name: str, said: str, edges: Sequence[float]) -> Tally:
+        self._tallies.append(Tally(f"{self._prefix}:{name}", said, edges))
+        return self._tallies[-1]
 
     def ended(self, done: Completion, begun: float, first: float) -> None:
         """An output has ended. begun, first: when it was asked for and began to come, on the monotonic clock."""
         now, tokens = time.monotonic(), len(done.token_ids)
-        self._whole.observe(now - begun)
-        self._queued.observe(done.queue_seconds)
-        self._prompt.observe(len(done.prompt_token_ids))
-        self._output.observe(tokens)
+        self._whole.add(now - begun)
+        self._queued.add(done.queue_seconds)
+        self._prompt.add(len(done.prompt_token_ids))
+        self._output.add(tokens)
         if tokens > 1:
-            self._per_token.observe((now - first) / (tokens - 1))
-        self._ended.labels(self.model_name, str(done.finish_reason)).inc()
+            self._per_token.add((now - first) / (tokens - 1))
+        self._ended[str(done.finish_reason)] += 1
         if self.heard is not None:
             self.heard(done, begun, first, now)
 
-    def came(self, tokens: int) -> None:
-        """So many more output tokens."""
-        self.output_tokens += tokens
-        self._output_tokens.inc(tokens)
+    def families(self) -> Iterator[Metric]:
+        """All of it."""
+        for one in self._tallies:
+            yield one.family(self.model_name)
+        tokens = CounterMetricFamily(f"{self._prefix}:generation_tokens", "Output tokens.", labels=[_MODEL])
+        tokens.add_metric([self.model_name], self.output_tokens)
+        yield tokens
+        ended = CounterMetricFamily(
+            f"{self._prefix}:request_success", "Requests that ended.", labels=[_MODEL, "finished_reason"]
+        )
+        for reason, count in self._ended.items():
+            ended.add_metric([self.model_name, reason], count)
+        yield ended
 
 
 class Watch:
@@ -126,13 +155,12 @@ class Watch:
         now = time.monotonic()
         if tokens and not self._first:
             self._first = now
-            self._metrics.first_token.observe(now - self._begun)
+            self._metrics.first_token.add(now - self._begun)
         elif tokens:
             # those that came at once, as accepted drafts do, share the time
-            for _ in range(tokens):
-                self._metrics.next_token.observe((now - self._last) / tokens)
+            self._metrics.next_token.add((now - self._last) / tokens, tokens)
         self._last = now
-        self._metrics.came(tokens)
+        self._metrics.output_tokens += tokens
         if done is not None:
             self._metrics.ended(done, self._begun, self._first or now)
 
@@ -147,7 +175,7 @@ class SnapshotCollector:
     def collect(self) -> Iterator[Metric]:
         """All of it."""
         now = self._snapshot
-        yield from self._requests.registry.collect()
+        yield from self._requests.families()
         yield from self._gauges(now)
         yield from self._counters(now.scheduler)
         yield from self._groups(now)
@@ -264,11 +292,11 @@ class SnapshotCollector:
             ("kv_block_reuse_gap_seconds", "Between two hits of a block.", now.times.gap),
         ):
             family = HistogramMetricFamily(f"{self._prefix}:{name}", said, labels=[_MODEL])
-            family.add_metric([self._model_name], _buckets(counts), counts.sum_s)
+            family.add_metric([self._model_name], _buckets(EDGES_S, counts.counts), counts.sum_s)
             yield family
 
 
-def _buckets(counts: TimeCounts) -> list[tuple[str, float]]:
+def _buckets(edges: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
     """Name and all up to its end, of each bucket, as Prometheus has them."""
-    names = [*(f"{edge:g}" for edge in EDGES_S), "+Inf"]
-    return list(zip(names, map(float, accumulate(counts.counts)), strict=True))
+    names = [*map(floatToGoString, edges), "+Inf"]
+    return list(zip(names, map(float, accumulate(counts)), strict=True))

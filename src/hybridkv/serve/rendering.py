@@ -10,7 +10,7 @@ from hybridkv.runner.inputs import encode
 from hybridkv.serve.bodies import DetokenizeBody, TokenizeBody
 from hybridkv.serve.front import Front
 from hybridkv.serve.generation import Asked
-from hybridkv.serve.tokens import TokenTexts, conversation_ids, prompt_ids
+from hybridkv.serve.tokens import TokenTexts, conversation_ids
 
 
 class Tokenized(TypedDict):
@@ -45,7 +45,7 @@ async def tokenized(front: Front, body: TokenizeBody) -> Tokenized:
     if body.messages is not None:
         ids = await front.tokens.run(conversation_ids, front.loaded, body.messages, body)
     else:
-        (ids,) = await front.tokens.run(prompt_ids, front.loaded, [body.prompt or ""])
+        (ids,) = await front.tokens.ids(front.loaded, [body.prompt or ""])
     made: Tokenized = {"count": len(ids), "max_model_len": front.max_model_len, "tokens": ids}
     if body.return_token_strs:
         made["token_strs"] = await front.tokens.run(_texts, front, ids)
