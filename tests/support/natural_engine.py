@@ -225,7 +225,7 @@ class Engine:
 
     connector: None without one.
     by_priority: who came last is not who is preempted: every third goes last, though it runs. preempted_late: who had
-    its slots in the step that preempted it.
+    its slots in the step that preempted it. decodes: steps in which all decode one token.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class Engine:
         self.limits: dict[str, int] = {}
         self.resumed: set[str] = set()
         self.hits: dict[str, int] = {}
-        self.preemptions = self.preempted_late = 0
+        self.preemptions = self.preempted_late = self.decodes = 0
         self.by_priority = by_priority
         self.in_flight = deque[tuple[Output, dict[str, Asked], dict[str, int]]]()
         self.connector = connector
@@ -255,6 +255,7 @@ class Engine:
 
     def add(self, name: str, prompt: list[int], outputs: int) -> Asked:
         request = Asked(name, prompt)
+        request.max_tokens = outputs
         self.prompts[name], self.limits[name] = prompt, len(prompt) + outputs
         self.asked.append(request)
         self.waiting.append(request)
@@ -272,11 +273,12 @@ class Engine:
     def step(self) -> None:
         output, owners = Output(), dict[str, Asked]()
         with self.manager.step():
-            self.manager.prepare(self.running, 1, 0)
-            room = self.go_on(output, owners)
-            self.take_arrived()
-            if room:
-                self.let_in(output, owners)
+            if not self.decode(output, owners):
+                self.manager.prepare(self.running, 1, 0)
+                room = self.go_on(output, owners)
+                self.take_arrived()
+                if room:
+                    self.let_in(output, owners)
             step = self.change(self.writer.write(output))
         self.manager.scheduled(output)
         for name, count in output.num_scheduled_tokens.items():
@@ -293,6 +295,20 @@ class Engine:
                 self.manager.free(one.request)
         while len(self.in_flight) > (self.ahead and bool(output.num_scheduled_tokens)):
             self.take_in()
+
+    def decode(self, output: Output, owners: dict[str, Asked]) -> bool:
+        """Whether all that runs decodes one token, and nobody is there besides: they are then in ``output``."""
+        if self.waiting or self.arrived or self.connector is not None or len(self.running) > self.budget:
+            return False
+        decoded = self.manager.decode(self.running)
+        if decoded is None:
+            return False
+        self.decodes += bool(decoded.requests)
+        names = [request.request_id for request in decoded.requests]
+        output.scheduled_cached_reqs = Cached(names, list(decoded.new_blocks), decoded.num_computed_tokens)
+        output.num_scheduled_tokens |= dict.fromkeys(names, 1)
+        owners |= {request.request_id: request for request in self.running}
+        return True
 
     def budget_left(self, output: Output) -> int:
         return self.budget - sum(output.num_scheduled_tokens.values())

@@ -365,7 +365,7 @@ def test_what_it_cannot_do_is_refused() -> None:
     run(cache, request, len(PROMPT))
     request.all_token_ids = request.all_token_ids[:5]
     with pytest.raises(ConfigError, match="has 14 tokens, and cannot have 5"):
-        cache.allocate_slots(request, 1)
+        cache.allocate_slots(request, 3)
     longer = Asked("b", PROMPT)
     longer.block_hashes = longer.block_hashes[:1]
     with pytest.raises(ConfigError, match="its engine has hashed 1"):

@@ -261,6 +261,18 @@ def test_where_no_state_is_kept_nothing_is_hit() -> None:
     assert not engine.worker.counts
 
 
+def test_states_are_kept_where_rows_that_decode_pass_a_stop() -> None:
+    """Though they need no block there."""
+    engine = Engine(manager(specs=[MambaSpec()], options=Options(SIZE, "interval:6")))
+    request = engine.add("a", [3] * 10, OUTPUTS)
+    engine.run()
+    assert request.num_tokens == 10 + OUTPUTS
+    assert engine.decodes == OUTPUTS - 1
+    assert engine.manager.cache.checkpoints.stored == len([6, 12, 18, 24])
+    for stop in (6, 12, 18, 24):
+        assert engine.manager.get_computed_blocks(Asked(f"to {stop}", request.all_token_ids[: stop + 1]))[1] == stop
+
+
 def test_blocks_that_move_are_found_again() -> None:
     engine = Engine(manager(SMALL))
     play(engine)

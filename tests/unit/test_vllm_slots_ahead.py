@@ -26,8 +26,8 @@ def ids_of(blocks: Any) -> Any:  # noqa: ANN401 - Blocks or None
 
 def test_slots_of_a_step_in_one_batch_are_those_one_by_one() -> None:
     specs = FullAttentionSpec(), SlidingWindowSpec()
-    together, alone = manager(*specs, num_blocks=60), manager(*specs, num_blocks=60)
-    batch, single = running(together, 4), running(alone, 4)
+    together, alone = manager(*specs, num_blocks=180), manager(*specs, num_blocks=180)
+    batch, single = running(together, 12), running(alone, 12)
     for token in range(9):
         with together.step():
             together.prepare(batch, 1, 0)
@@ -50,18 +50,22 @@ def test_slots_of_a_step_in_one_batch_are_those_one_by_one() -> None:
 
 
 def test_blocks_that_were_not_asked_for_come_with_the_next_step() -> None:
-    cache = manager(FullAttentionSpec())
-    first, second = running(cache, 2)
+    cache = manager(FullAttentionSpec(), num_blocks=60)
+    first, second, *others = running(cache, 9)
     with cache.step():
-        cache.prepare([first, second], 1, 0)
+        cache.prepare([first, second, *others], 1, 0)
         given = cache.allocate_slots(first, 1)
     assert given is not None
-    assert given.get_block_ids() == ([5],)
+    assert given.get_block_ids() == ([19],)
     with cache.step():
+        assert cache.decode([second]) is not None, "it is looked at, though it has blocks for what it runs"
         given = cache.allocate_slots(second, 5)
     assert given is not None
-    assert given.get_block_ids() == ([6, 7],)
-    assert cache.take_new_block_ids() == [5, 6, 7]
+    assert given.get_block_ids() == ([28],)
+    with cache.step():
+        given = cache.allocate_slots(others[0], 5)
+    assert given is not None
+    assert given.get_block_ids() == ([21, 29],)
     with cache.step():
         cache.prepare([first, second], 1, 0)
     cache.free(second)
@@ -69,34 +73,40 @@ def test_blocks_that_were_not_asked_for_come_with_the_next_step() -> None:
 
 
 def test_what_is_prepared_ends_at_the_first_that_prefills() -> None:
-    cache = manager(FullAttentionSpec())
-    first, second, third = running(cache, 3)
-    second.append(*range(8))
+    cache = manager(FullAttentionSpec(), num_blocks=60)
+    third, *leading = running(cache, 12)
+    prefills, behind = leading.pop(), leading.pop()
+    prefills.append(*range(8))
     third.num_output_placeholders = -1  # nothing left to run
-    first.num_in_flight_tokens = 99  # of before it was preempted
+    leading[0].num_in_flight_tokens = 99  # of before it was preempted
     with cache.step():
-        cache.prepare([third, first, second, first], 1, 0)
-        assert cache.ahead.take("0", (1, 0))
-        assert not cache.ahead.take("1", (1, 0))
-        assert cache.ahead.owed("0") is not None
-        assert cache.ahead.owed("2") is None
+        cache.prepare([third, *leading, prefills, behind], 1, 0)
+        assert all(cache.ahead.take(one, 1, 0) for one in leading)
+        assert not any(cache.ahead.take(one, 1, 0) for one in (prefills, behind, third))
+        assert [cache.ahead.owed(one.request_id) is None for one in leading] == [False] * 9
+        assert cache.ahead.owed(third.request_id) is None
 
 
-def test_with_states_those_alone_are_prepared_that_need_no_block() -> None:
+QUIET = {1: {1, 2}, 2: {2}}
+"""By number of groups: of each block, tokens whose step needs nothing."""
+
+
+@pytest.mark.parametrize("specs", [(FullAttentionSpec(),), (FullAttentionSpec(), MambaSpec())])
+def test_who_needs_nothing_is_not_looked_at(specs: Sequence[Any]) -> None:
     """Call for call all is one. Of four tokens one takes a block, one drops a state, one publishes what is full."""
-    batched, single = manager(FullAttentionSpec(), MambaSpec()), manager(FullAttentionSpec(), MambaSpec())
-    requests = [running(cache, 2) for cache in (batched, single)]
-    for place in range(9):
+    some, each = manager(*specs), manager(*specs)
+    requests = [running(cache, 2) for cache in (some, each)]
+    for place in range(4 * SIZE):
         given = []
-        with batched.step(), single.step():
-            batched.prepare(requests[0], 1, 0)
-            idle = [batched.ahead.take(request.request_id, (1, 0)) for request in requests[0]]
-            assert idle == [place % SIZE == 2] * 2
-            batched.prepare(requests[0], 1, 0)
-            for cache, several in zip((batched, single), requests, strict=True):
+        with some.step(), each.step():
+            for cache, several in zip((some, each), requests, strict=True):
+                for request in several if cache is each else ():
+                    cache.ahead.forget(request.request_id)
                 given.append([ids_of(cache.allocate_slots(request, 1)) for request in several])
+            looked_at = list(some.ahead.served)
         assert given[0] == given[1]
-        for cache, several in zip((batched, single), requests, strict=True):
+        assert looked_at == ([] if place % SIZE in QUIET[len(specs)] else ["0", "1"])
+        for cache, several in zip((some, each), requests, strict=True):
             cache.scheduled(several)
             cache.executed(several)
             for request in several:
@@ -104,9 +114,9 @@ def test_with_states_those_alone_are_prepared_that_need_no_block() -> None:
                 request.append(place)
                 cache.cache_blocks(request, request.num_computed_tokens)
             cache.cache.check()
-    assert batched.get_block_ids("0") == single.get_block_ids("0")
+    assert some.get_block_ids("0") == each.get_block_ids("0")
     other = [Asked("other", list(requests[0][0].all_token_ids)) for _ in range(2)]
-    hits = [cache.get_computed_blocks(one)[1] for cache, one in zip((batched, single), other, strict=True)]
+    hits = [cache.get_computed_blocks(one)[1] for cache, one in zip((some, each), other, strict=True)]
     assert hits[0] == hits[1] > 8
 
 

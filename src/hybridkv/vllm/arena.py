@@ -27,5 +27,6 @@ class Arena:
 
     def zero(self, blocks: Int32) -> None:
         """(class, block), int32[n, 2]."""
-        for of, block in blocks.tolist():
-            self._blocks[of][block] = 0
+        for of in set(blocks[:, 0].tolist()):
+            rows = self._blocks[of]
+            rows.index_fill_(0, torch.from_numpy(blocks[blocks[:, 0] == of, 1].astype("int64")).to(rows.device), 0)

@@ -143,11 +143,6 @@ class CacheManager:
                 return end - computed
             end = stop  # and what a shorter chunk reaches: placements may keep the last edge of one
 
-    def rows_of(self, names: Iterable[str]) -> Int64:
-        """The rows of those requests, which hold blocks."""
-        known = self._mirrors.known
-        return np.fromiter((-1 if (mine := known(name)) is None else mine.row for name in names), np.int64)
-
     def goes_on_behind_load(self, request_id: str) -> bool:
         """Whether this step lets in a request behind what a connector brought beside the steps."""
         return request_id in self._admissions.let_in
@@ -211,11 +206,11 @@ class CacheManager:
     ) -> Blocks | None:
         """The new blocks; None when they do not fit."""
         name = request.request_id
-        if self.ahead.take(name, (num_new_tokens, num_lookahead_tokens)):
+        if self.ahead.take(request, num_new_tokens, num_lookahead_tokens):
             return self._with_owed(name, self.empty_kv_cache_blocks)
         mine = self._mirrors.of(request)
         if mine.row >= 0 and not self._admissions.is_due(name):
-            new = self.cache.allocate_slots(mine, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens)
+            new = self.ahead.serve(request, mine, num_new_tokens, num_lookahead_tokens)
         else:
             hit = None if new_computed_blocks is None else new_computed_blocks.held
             new = self._admissions.admit(
@@ -234,6 +229,8 @@ class CacheManager:
                     beside_others=has_scheduled_reqs,
                 ),
             )
+            if new is not None and num_new_tokens:
+                self.ahead.begin(name, mine)
         return None if new is None else self._with_owed(name, Blocks(new), skip_zeroing_group_ids)
 
     def _with_owed(self, request_id: str, new: Blocks, uncleared: tuple[int, ...] = ()) -> Blocks:

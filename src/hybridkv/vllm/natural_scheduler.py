@@ -11,6 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as TheirScheduler
 from vllm.v1.metrics.stats import PrefixCacheStats
 
 import vllm
+from hybridkv.vllm.decode_step import decode_step
 from hybridkv.vllm.events import Teller
 from hybridkv.vllm.manager import CacheManager
 from hybridkv.vllm.natural import Options, default_block_size, natural_cache, natural_plan
@@ -44,8 +45,9 @@ class NaturalScheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not type
     def schedule(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
         """As vLLM's; what the worker has to do besides rides on its output."""
         with self.kv_cache_manager.step():
-            self.kv_cache_manager.prepare(self.running, 1 + self.num_spec_tokens, self.num_lookahead_tokens)
-            output = super().schedule(*args, **kwargs)
+            output = decode_step(self)
+            if output is None:
+                output = super().schedule(*args, **kwargs)
             setattr(output, ATTRIBUTE, self._writer.write(output))
         self.kv_cache_manager.scheduled(output)
         return output

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hybridkv.cache import Transfers
 from hybridkv.errors import CacheError
 from hybridkv.planner import KVCacheConfig
-from hybridkv.specs import Keeps
+from hybridkv.specs import AttentionSpec, Keeps
 from hybridkv.vllm.manager import CacheManager
 
 Int32 = NDArray[np.int32]
@@ -24,6 +24,9 @@ Int64 = NDArray[np.int64]
 
 ATTRIBUTE: Final = "hybridkv_step"
 """Of a SchedulerOutput."""
+
+
+_NO_COPIES, _NO_BLOCKS = np.empty((0, 3), np.int32), np.empty((0, 2), np.int32)
 
 
 class Cell(NamedTuple):
@@ -84,36 +87,52 @@ class StepWriter:
         if slabs is None:
             raise CacheError("steps of the natural layout need a cache in slabs")
         self._class_of = [slabs.classes.index(slabs.class_of(group)) for group in range(len(self._cache.groups))]
-        kept = [group.spec.keeps for group in self._cache.config.groups]
-        self._tokens = [
+        specs = [group.spec for group in self._cache.config.groups]
+        # what lies in a block behind its tokens is read and masked: harmless, unless it was written as something else
+        written_as = {spec.dtype if isinstance(spec, AttentionSpec) else None for spec in specs}
+        mixed = written_as == {None} or len(written_as) > 1
+        self._cleared = [
             (number, group.policy.block_size)
-            for number, (group, keeps) in enumerate(zip(self._cache.groups, kept, strict=True))
-            if keeps is not Keeps.STATE
+            for number, (group, spec) in enumerate(zip(self._cache.groups, specs, strict=True))
+            if mixed and spec.keeps is not Keeps.STATE
         ]
         self._config: KVCacheConfig | None = self._cache.config
 
     def write(self, output: Output) -> NaturalStep:
         """What goes with ``output``, whose ids are put right; inside the manager's step. O(scheduled requests)."""
-        cache, names = self._cache, list(output.num_scheduled_tokens)
-        rows = self._manager.rows_of(names)
-        computed = cache.rows.num_computed[rows]
-        drafts = output.scheduled_spec_decode_tokens
-        counts = (count - len(drafts.get(name, ())) for name, count in output.num_scheduled_tokens.items())
-        ends = computed + np.fromiter(counts, np.int64, len(names))
-        cache.store_checkpoints(rows, computed, ends)
-        transfers = cache.take_transfers()
+        ends = self._store(output)
+        transfers = self._cache.take_transfers()
         zero = list(self._put_right(output))
         config, self._config = self._config, None
         moved = [one for one in transfers.copies if one.kind == "move"]
         copied = [one for one in transfers.copies if one.kind != "move"]
         return NaturalStep(
             _triples((self._class_of[one.group], one.source, one.target) for one in moved),
-            np.array(zero, np.int32).reshape(-1, 2),
+            np.array(zero, np.int32).reshape(-1, 2) if zero else _NO_BLOCKS,
             _triples((self._class_of[one.group], one.source, one.target) for one in copied),
-            _triples(self._kept(transfers, dict(zip(rows.tolist(), ends.tolist(), strict=True)))),
+            _triples(self._kept(transfers, ends)),
             tuple(self._moved_cells(transfers)),
             config,
         )
+
+    def _store(self, output: Output) -> Mapping[int, int]:
+        """Blocks for the states that the step passes; of all rows that may pass one where they end, drafts left out."""
+        if self._cache.checkpoints.idle:
+            return {}
+        cached, counts, drafts = (
+            output.scheduled_cached_reqs,
+            output.num_scheduled_tokens,
+            output.scheduled_spec_decode_tokens,
+        )
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed |= {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
+        some = [(mine.row, name) for name, mine in self._manager.ahead.served.items() if name in counts]
+        if not some:
+            return {}
+        ends = {row: computed[name] + counts[name] - len(drafts.get(name, ())) for row, name in some}
+        before = np.array([computed[name] for _, name in some], np.int64)
+        self._cache.store_checkpoints(np.array(list(ends), np.int64), before, np.array(list(ends.values()), np.int64))
+        return ends
 
     def _kept(self, transfers: Transfers, ends: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
         """From each row's running state, as the forward leaves it. CacheError for one inside the chunk: it is gone."""
@@ -158,7 +177,7 @@ class StepWriter:
                 continue
             new = tuple(ids[len(ids) - len(some) :] for ids, some in zip(table, given, strict=True))
             cached.new_block_ids[place] = new
-            for group, _ in self._tokens:
+            for group, _ in self._cleared:
                 yield from ((self._class_of[group], block) for block in new[group] if block)
 
     def _begun(self, name: str, table: tuple[list[int], ...], computed: int) -> Iterator[tuple[int, int]]:
@@ -167,10 +186,11 @@ class StepWriter:
         What is copied into the block that a hit ends in comes behind the clearing, what was loaded came before.
         """
         loaded = self._manager.goes_on_behind_load(name)
-        for group, size in self._tokens:
+        for group, size in self._cleared:
             first = -(-computed // size) if loaded else computed // size
             yield from ((self._class_of[group], block) for block in table[group][first:] if block)
 
 
 def _triples(given: Iterable[tuple[int, int, int]]) -> Int32:
-    return np.array(list(given), np.int32).reshape(-1, 3)
+    found = list(given)
+    return np.array(found, np.int32).reshape(-1, 3) if found else _NO_COPIES

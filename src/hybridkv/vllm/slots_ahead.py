@@ -11,14 +11,16 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hybridkv.cache import KVCacheManager
+from hybridkv.cache import KVCacheBlocks, KVCacheManager
+from hybridkv.request import Request
 from hybridkv.specs import Keeps
 from hybridkv.vllm.mirrors import EngineRequest, Mirrors
 
 Ids = tuple[list[int], ...]
 """Of blocks, by group."""
+_Asked = tuple[EngineRequest, Request, int]
+"""Whose, ours of it, and how many tokens."""
 _FEW: Final = 8
 """So many calls take less time than one for all."""
 
@@ -32,7 +34,10 @@ class Decoded(NamedTuple):
 
 
 class SlotsAhead:
-    """Of the requests of ``mirrors``. longest: tokens that a model takes."""
+    """Of the requests of ``mirrors``. longest: tokens that a model takes.
+
+    served: ours of each that was looked at in this step; all others need no block in it, and pass no stop.
+    """
 
     def __init__(self, cache: KVCacheManager, mirrors: Mirrors, longest: int) -> None:
         self._cache, self._mirrors, self._longest = cache, mirrors, longest
@@ -44,63 +49,87 @@ class SlotsAhead:
         self._ready = dict[str, tuple[int, int]]()
         self._owed = dict[str, Ids]()
         self._enough = dict[str, int]()
+        self.served = dict[str, Request]()
 
     def end_step(self) -> None:
         """What was not asked for waits for the request's next step: no worker has heard of it."""
         self._ready.clear()
+        served, self.served = self.served, {}
+        if served:
+            rows = np.fromiter((mine.row for mine in served.values()), np.int64, len(served))
+            needed = np.minimum(self._cache.next_events(rows), self._cache.checkpoints.next_stops(rows))
+            enough = zip(served, needed.tolist(), strict=True)
+            self._enough.update(one for one in enough if one[0] not in self._owed)
 
     def forget(self, name: str) -> None:
         """It holds nothing any longer."""
+        self.served.pop(name, None)
         for table in (self._ready, self._owed, self._enough):
             table.pop(name, None)
 
-    def take(self, name: str, asked: tuple[int, int]) -> bool:
-        """Whether it has slots for so many tokens and so much look-ahead in this step. Whoever asks uses them."""
-        self._enough.pop(name, None)
-        return self._ready.pop(name, None) == asked
+    def begin(self, name: str, mine: Request) -> None:
+        """It holds blocks from this step on. mine: ours of it."""
+        self.served[name] = mine
+
+    def serve(self, request: EngineRequest, mine: Request, new_tokens: int, lookahead: int) -> KVCacheBlocks | None:
+        """What a call of its own gives one that holds blocks. mine: ours of ``request``."""
+        self.served[request.request_id] = mine
+        return self._cache.allocate_slots(mine, new_tokens, num_lookahead_tokens=lookahead)
+
+    def take(self, request: EngineRequest, new_tokens: int, lookahead: int) -> bool:
+        """Whether it has slots for so many tokens and so much look-ahead behind those computed, or needs none."""
+        name = request.request_id
+        if request.num_computed_tokens + new_tokens + lookahead < self._enough.get(name, 0):
+            return True
+        return self._ready.pop(name, None) == (new_tokens, lookahead)
 
     def owed(self, name: str) -> Ids | None:
         """Blocks that it has and vLLM was not told of, which it now is."""
         return self._owed.pop(name, None)
 
     def give(self, running: Sequence[EngineRequest], most_tokens: int, lookahead: int) -> None:
-        """Slots for what ``running`` decode next, in one batch.
+        """Slots for what ``running`` decode next, in one batch, of those that need some.
 
         most_tokens: of a request that decodes, drafts included; those behind the first that runs more are left out, so
-        that blocks go round as they would one by one. With states, whose columns move, and in the natural layout,
-        whose blocks are copied, those alone that need no block.
+        that blocks go round as they would one by one. Nothing with states, whose columns move, and in the natural
+        layout, whose blocks are copied, nor for a few, which sooner ask for themselves. O(running).
         """
-        known, longest = self._mirrors.known, self._longest - 1
-        names, counts = list[str](), list[tuple[int, int, int, int, int]]()
+        if not self._all_at_once:
+            return
+        some, enough, longest = list[_Asked](), self._enough, self._longest - 1
         for request in running:
-            computed, ahead = request.num_computed_tokens, request.num_output_placeholders
+            name, computed, ahead = request.request_id, request.num_computed_tokens, request.num_output_placeholders
             if ahead > 0 and _last_on_the_way(request):
                 continue
-            mine, more = known(request.request_id), min(request.num_tokens_with_spec + ahead, longest) - computed
-            if more > most_tokens or mine is None or mine.row < 0:
+            more = min(request.num_tokens_with_spec + ahead, longest) - computed
+            if more > most_tokens:
                 break
-            if more > 0:
-                names.append(request.request_id)
-                counts.append((mine.row, request.num_tokens, computed, request.num_in_flight_tokens, more))
-        if names:
-            self._allocate(names, np.array(counts, np.int64).T, lookahead, idle_alone=not self._all_at_once)
+            if more <= 0 or computed + more + lookahead < enough.get(name, 0):
+                continue
+            mine = self._mirrors.known(name)
+            if mine is None or mine.row < 0:
+                break
+            some.append((request, mine, more))
+        if len(some) > _FEW:
+            self._allocate(some, lookahead)
 
-    def _allocate(
-        self, names: Sequence[str], counts: NDArray[np.int64], lookahead: int, *, idle_alone: bool = False
-    ) -> None:
-        """counts: row, tokens known, computed and in flight, and how many run, int64[5, names]."""
-        rows, known_tokens, computed, in_flight, tokens = counts
-        # what was preempted may still have tokens in flight that are computed no longer
-        in_flight = np.minimum(in_flight, computed)
+    def _allocate(self, some: Sequence[_Asked], lookahead: int) -> bool:
+        """Slots for ``some`` in one batch; whether all of them got theirs."""
+        counts = [
+            # what was preempted may still have tokens in flight that are computed no longer
+            (mine.row, one.num_tokens, one.num_computed_tokens, min(one.num_in_flight_tokens, one.num_computed_tokens))
+            for one, mine, _ in some
+        ]
+        rows, known_tokens, computed, in_flight = np.array(counts, np.int64).T
         self._cache.synchronise(rows, num_tokens=known_tokens, num_computed=computed, in_flight=in_flight)
-        if idle_alone:
-            idle = np.flatnonzero(self._cache.next_events(rows) > computed + tokens + lookahead)
-            rows, tokens, names = rows[idle], tokens[idle], [names[place] for place in idle.tolist()]
-        slots = self._cache.allocate_batch(rows, tokens, lookahead)
-        given = zip(names[: slots.accepted], tokens.tolist(), strict=False)
-        self._ready |= {name: (count, lookahead) for name, count in given}
+        slots = self._cache.allocate_batch(rows, np.array([tokens for *_, tokens in some], np.int64), lookahead)
+        names = [one.request_id for one, *_ in some]
+        for name, (_, mine, tokens) in zip(names[: slots.accepted], some, strict=False):
+            self._ready[name] = tokens, lookahead
+            self.served[name] = mine
         for owner, group, block in zip(slots.owner.tolist(), slots.group.tolist(), slots.block.tolist(), strict=True):
             self._owe(names[owner])[group].append(block)
+        return slots.accepted == len(names)
 
     def _owe(self, name: str) -> Ids:
         return self._owed.setdefault(name, tuple([] for _ in range(self._num_groups)))
@@ -110,8 +139,8 @@ class SlotsAhead:
     def decode(self, running: Iterable[EngineRequest]) -> Decoded | None:
         """Slots for a token of each of ``running`` whose last one is not on the way.
 
-        None where one of them does something else, or has no slot: those before it are ready then. Of the reference
-        layout: in the natural one each step looks at all rows. O(running), a call for those that need something.
+        None where one of them does something else, or has no slot: those before it are ready then. O(running), a call
+        for those that need something.
         """
         requests, computed_tokens, due = list[EngineRequest](), list[int](), list[int]()
         enough, longest = self._enough, self._longest - 1
@@ -137,29 +166,19 @@ class SlotsAhead:
 
     def _decode_due(self, due: Sequence[EngineRequest]) -> bool:
         """Whether all of ``due`` got their slots, in their order."""
-        held = [(request, mine) for request in due if (mine := self._mirrors.known(request.request_id)) is not None]
-        if len(held) < len(due) or any(mine.row < 0 for _, mine in held):
+        some = [(one, mine, 1) for one in due if (mine := self._mirrors.known(one.request_id)) is not None]
+        if len(some) < len(due) or any(mine.row < 0 for _, mine, _ in some):
             return False
-        names = [request.request_id for request in due]
         if self._all_at_once and len(due) > _FEW:
-            counts = [
-                (mine.row, request.num_tokens, request.num_computed_tokens, request.num_in_flight_tokens, 1)
-                for request, mine in held
-            ]
-            self._allocate(names, np.array(counts, np.int64).T, 0)
-            if not all(name in self._ready for name in names):
+            return self._allocate(some, 0)
+        for request in due:
+            new = self.serve(request, self._mirrors.of(request), 1, 0)
+            if new is None:
                 return False
-        else:
-            for request in due:
-                new = self._cache.allocate_slots(self._mirrors.of(request), 1)
-                if new is None:
-                    return False
-                self._ready[request.request_id] = (1, 0)
-                for group, ids in enumerate(new.ids):
-                    if len(ids):
-                        self._owe(request.request_id)[group].extend(ids.tolist())
-        rows = np.array([mine.row for _, mine in held], np.int64)
-        self._enough.update(zip(names, self._cache.next_events(rows).tolist(), strict=True))
+            self._ready[request.request_id] = (1, 0)
+            for group, ids in enumerate(new.ids):
+                if len(ids):
+                    self._owe(request.request_id)[group].extend(ids.tolist())
         return True
 
 

@@ -68,7 +68,7 @@ def _encode_blocks(tokens: NDArray[np.integer], block_size: int) -> list[bytes]:
     if blocks <= _FEW:
         head = _head(4, block_size)
         return [
-            b"".join((head, *map(_encode_token, row), _NULL_ITEM))
+            b"".join((head, *map(_ENCODED.__getitem__, row), _NULL_ITEM))
             for row in tokens.reshape(blocks, block_size).tolist()
         ]
     size = _CHUNK * block_size
@@ -86,6 +86,23 @@ def _encode_token(n: int) -> bytes:
     if n < 1 << 16:
         return (0x190000 | n).to_bytes(3, "big")
     return (0x1A << 32 | n).to_bytes(5, "big")
+
+
+class _Encoded(dict[int, bytes]):
+    """_encode_token of ids; the first ``most`` that are asked for are remembered, some 140 bytes each."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __missing__(self, n: int) -> bytes:
+        found = _encode_token(n)
+        if len(self) < self._most:
+            self[n] = found
+        return found
+
+
+_ENCODED: Final = _Encoded(1 << 16)
 
 
 def _encode_many(tokens: NDArray[np.integer], block_size: int) -> list[bytes]:
