@@ -281,6 +281,7 @@ def scenarios() -> Mapping[str, Callable[[Bench], None]]:
         "decode": lambda bench: bench.decode("decode", [FULL]),
         "decode_one": lambda bench: bench.decode("decode_one", [FULL], singly=True),
         "decode_observed": lambda bench: bench.decode("decode_observed", [FULL], observe=True),
+        "decode_one_states": lambda bench: bench.decode("decode_one_states", [FULL, WINDOW, STATES], singly=True),
         "decode_window": lambda bench: bench.decode("decode_window", [FULL, WINDOW]),
         "decode_states": lambda bench: bench.decode("decode_states", [FULL, WINDOW, STATES]),
         "hybrid_window": lambda bench: bench.hybrid("hybrid_window", [FULL, WINDOW]),

@@ -74,6 +74,10 @@ class IdealSpace:
         held = [ref + n - f for ref, n, f in zip(self._referenced, needs, freed, strict=True)]
         return Weight(self.units(held), self.num_units)
 
+    def gives(self, needs: Sequence[int]) -> bool:
+        """As many bytes are not held."""
+        return self.units(self._referenced) + self.units(needs) <= self.num_units
+
     def takes_in_any_order(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
         """Where nothing must be evicted."""
         return self._used() + self.units(needs) <= self.num_units and not drops()
@@ -94,6 +98,11 @@ class IdealSpace:
         del empty[len(empty) - n :]
         self._referenced[of] += n
         return (ids + self.bases[of]).astype(np.int32)
+
+    def take_one(self, of: int) -> int:
+        """A block, if bytes for it are free; else 0."""
+        ids = self.take(1, of)
+        return ids.item(0) if ids.size else 0
 
     def begin_step(self) -> None:
         """Nothing: nothing moves."""
@@ -132,6 +141,14 @@ class IdealSpace:
             self._stamps[of][local] = np.arange(self._now, self._now + len(local))
             self._now += len(local)
             self._referenced[of] -= len(local)
+
+    def append_one(self, block: int) -> None:
+        """``append`` of one."""
+        self.append(np.array([block]))
+
+    def prepend_one(self, block: int) -> None:
+        """``prepend`` of one."""
+        self.prepend(np.array([block]))
 
     def prepend(self, ids: Ids) -> None:
         """Blocks lose their last holder and have no key."""

@@ -51,7 +51,8 @@ class RequestRows:
 
     num_tokens, num_computed: int64[capacity]. in_flight: int64[capacity], how many of those computed are of
     steps in flight; 0 in a row that was just handed out. tail: int32[capacity, tail_tokens], the tokens
-    behind a row's last whole hash block (kept until overwritten; of lent ones nothing). requests: who has the row, None
+    behind a row's last whole hash block (kept until overwritten; of lent ones nothing). each_num_tokens,
+    each_num_computed, each_in_flight: the same as those without, quick to read singly. requests: who has the row, None
     when free. lent: bool[capacity], whose tokens an engine keeps; num_lent: how many those are.
     promised: of a row, the tokens that others may hit. Rows are handed out lowest first; the columns grow by
     doubling, so never keep a reference to them.
@@ -74,7 +75,8 @@ class RequestRows:
 
     def _look_anew(self) -> None:
         """Columns are new arrays: single cells of them are read and written in half of the time that numpy takes."""
-        self._num_tokens, self._tail = self.num_tokens.data, self.tail.data
+        self.each_num_tokens, self.each_num_computed = self.num_tokens.data, self.num_computed.data
+        self.each_in_flight, self._tail = self.in_flight.data, self.tail.data
 
     @property
     def capacity(self) -> int:
@@ -127,12 +129,12 @@ class RequestRows:
 
     def append_one(self, row: int, token: int) -> None:
         """One token behind the known ones of ``row``. HashError, and nothing appended, if it fills a block in vain."""
-        n: int = self._num_tokens[row]
+        n: int = self.each_num_tokens[row]
         place = n % self.tail_tokens
         if place == self.tail_tokens - 1:
             self._fill_one(row, token)
         self._tail[row, place] = token
-        self._num_tokens[row] = n + 1
+        self.each_num_tokens[row] = n + 1
 
     def append(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> dict[int, HashError]:
         """``tokens[i]`` behind the known ones of ``rows[i]``; rows distinct. Rows that complete a block are hashed.
@@ -280,13 +282,13 @@ class RequestRows:
 
     def synchronise_one(self, row: int, num_tokens: int, num_computed: int, in_flight: int) -> None:
         """Counts of one row, as ``synchronise``, without arrays of one element."""
-        known: int = self._num_tokens[row]
+        known: int = self.each_num_tokens[row]
         if num_tokens != known:
             if num_tokens < known or not self.lent[row] or num_tokens // self.tail_tokens != known // self.tail_tokens:
                 one, counts = np.array([row]), (num_tokens, num_computed, in_flight)
                 self.synchronise(one, *(np.array([count], np.int64) for count in counts))
                 return
-            self._num_tokens[row] = num_tokens
+            self.each_num_tokens[row] = num_tokens
         self.num_computed[row], self.in_flight[row] = num_computed, in_flight
 
     def complete(self, rows: NDArray[np.int64], tokens: NDArray[np.integer]) -> None:

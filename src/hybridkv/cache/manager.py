@@ -322,7 +322,8 @@ class KVCacheManager:
         When they do not, columns that are read no longer are given back all the same.
         """
         if (
-            instance("request", request, Request)._rows is self.rows
+            isinstance(request, Request)
+            and request._rows is self.rows
             and new_computed_blocks is None
             and type(num_new_tokens) is type(num_lookahead_tokens) is int
             # what is no count, plan_slots refuses
@@ -331,7 +332,7 @@ class KVCacheManager:
             and num_new_tokens > 0
             and num_lookahead_tokens >= 0
         ):
-            end = self.rows.num_computed.item(request.row) + num_new_tokens
+            end = self.rows.each_num_computed[request.row] + num_new_tokens
             total = end + num_lookahead_tokens
             if total < self._residents.next_event(request.row):
                 self._slots.label(request.row, end)
@@ -339,7 +340,7 @@ class KVCacheManager:
             if delay_cache_blocks is False:
                 grown = self._slots.grow(request, end, total)
                 if grown is not None:
-                    return KVCacheBlocks(grown, self.block_pool)
+                    return KVCacheBlocks(grown, self.block_pool) if grown else self._lookup.empty
         self._residents.refuse_stranger(request)
         new = self._slots.allocate_one(
             request,

@@ -32,9 +32,9 @@ WRITTEN: Final = -1
 _NO_GROUP: Final = -1
 
 
-def _wrapped(count: int) -> np.int32:
-    """``count`` modulo 2**32 as a signed number, so that differences of close counts are right."""
-    return np.int32((count + (1 << 31)) % (1 << 32) - (1 << 31))
+def _wrapped(count: int) -> int:
+    """``count`` modulo 2**32 as a signed number of 32 bits, so that differences of close counts are right."""
+    return (count + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 class BlockKeys:
@@ -42,10 +42,11 @@ class BlockKeys:
 
     events: where events go, None where nobody wants any. silent: groups whose keys make no events. tells_ends: of what
     else can be hit, there are events, too (EndKept, EndLost).
-    Attributes for reading: indexes (one a group), evictions (keys lost so far, grows with ``clear`` and with moves
-    too: who remembers blocks looks anew), needs (hears of blocks that lose their keys or move), lost_keys (remembers
-    keys that are evicted, None where nobody asks), times (of keys, None as well), given and lost (blocks that got their
-    first key and that lost their last, so far, per group).
+    Attributes for reading: indexes (one a group), each_group (of the keys of each block, -1 without key), evictions
+    (keys lost so far, grows with ``clear`` and with moves too: who remembers blocks looks anew), needs (hears of
+    blocks that lose their keys or move), lost_keys (remembers keys that are evicted, None where nobody asks), times
+    (of keys, None as well), given and lost (blocks that got their first key and that lost their last, so far, per
+    group).
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class BlockKeys:
         self._keys = np.full(num_blocks, None, np.object_)  # bytes, or None for a block without key of all its tokens
         self._step = np.full(num_blocks, WRITTEN, np.int32)  # the step that will write a published block
         self._lost_at = np.zeros(num_blocks, np.int32)  # evictions when it last lost its key, modulo 2**32
+        self.each_group, self._each_step = self._group.data, self._step.data  # quick to read and write singly
+        self._each_lost_at = self._lost_at.data
         self._supersedable: set[int] = set()
         self._events = events
         self.needs: Needs = NoNeeds()
@@ -81,11 +84,11 @@ class BlockKeys:
 
     def group_of(self, block: int) -> int:
         """The group of the keys of ``block``, -1 without key."""
-        return self._group.item(block)
+        return self.each_group[block]
 
     def step_of(self, block: int) -> int:
         """The step that ``block`` waits for, WRITTEN when for none."""
-        return self._step.item(block)
+        return self._each_step[block]
 
     def are_on(self, ids: Int32 | Int64) -> Bool:
         """Which of ``ids`` have a key, bool[len(ids)]."""
@@ -123,7 +126,7 @@ class BlockKeys:
         if len(ids) != len(keys):
             raise CacheError(f"{len(ids)} blocks but {len(keys)} keys: publish takes one key for each block")
         if len(ids) == 1:
-            self._publish_one(group, int(ids[0]), keys[0], step)
+            self.publish_one(group, int(ids[0]), keys[0], step)
             return
         where = np.asarray(ids, np.int64)
         tailed = np.count_nonzero(self._group[where] >= 0) if self.indexes[group].num_tails else 0
@@ -136,18 +139,18 @@ class BlockKeys:
         if self.times is not None:
             self.times.begin(where)
 
-    def _publish_one(self, group: int, block: int, key: bytes, step: int) -> None:
-        """Publish without arrays of one element."""
+    def publish_one(self, group: int, block: int, key: bytes, step: int) -> None:
+        """``publish`` of one block, without arrays of one element."""
         self._begin(group, block, step)
         self._keys[block] = key
-        self.indexes[group].add((key,), [block])
+        self.indexes[group].add_one(key, block)
 
     def _begin(self, group: int, block: int, step: int) -> None:
         """``block`` gets a key in ``group``, its first one or one more."""
-        self.given[group] += self._group.item(block) < 0
-        self._group[block] = group
+        self.given[group] += self.each_group[block] < 0
+        self.each_group[block] = group
         if step != WRITTEN:
-            self._step[block] = step
+            self._each_step[block] = step
         if self.times is not None:
             self.times.begin(np.array([block]))
 
@@ -180,6 +183,23 @@ class BlockKeys:
         """``ids``, which all have a key, can be hit no longer. CacheError for one whose key nobody knows."""
         self._forget(ids)
         self._wipe(ids)
+
+    def evict_one(self, block: int) -> None:
+        """``evict`` of one block: without arrays of one element, where nobody wants to hear of it."""
+        group, key = self.each_group[block], self.key_of(block)
+        index = self.indexes[group]
+        told = self._events is not None or self.lost_keys is not None or self.times is not None
+        if told or key is None or index.num_tails:
+            self.evict(np.array([block], np.int32))
+            return
+        index.remove(key, block)
+        self.lost[group] += 1
+        self._keys[block] = None
+        self.each_group[block], self._each_step[block] = _NO_GROUP, WRITTEN
+        self._supersedable.discard(block)
+        self.needs.lose_one(block)
+        self.evictions += 1
+        self._each_lost_at[block] = _wrapped(self.evictions)
 
     def _forget(self, ids: Int32) -> None:
         """The indexes know nothing of ``ids`` any longer; events say so."""

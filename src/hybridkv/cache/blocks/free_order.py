@@ -43,6 +43,7 @@ class FreeOrder:
         if place is not None:
             self._place = place
             self._head = self._tail = self._count = 0
+            self._each_ring, self._each_place = self._ring.data, self._place.data
             return
         self._ring[: num_blocks - 1] = np.arange(1, num_blocks, dtype=np.int32)
         self._place = np.arange(-1, num_blocks - 1, dtype=np.int32)
@@ -50,6 +51,7 @@ class FreeOrder:
         self._head = 0
         self._tail = num_blocks - 1
         self._count = num_blocks - 1
+        self._each_ring, self._each_place = self._ring.data, self._place.data
 
     def __len__(self) -> int:
         """Free blocks."""
@@ -81,6 +83,10 @@ class FreeOrder:
     def weigh(self, needs: Sequence[int], freed: Sequence[int]) -> Weight:
         """Blocks to take against those that are free, ``freed`` among them."""
         return Weight(sum(needs), self._count + sum(freed))
+
+    def gives(self, needs: Sequence[int]) -> bool:
+        """As many are free."""
+        return sum(needs) <= self._count
 
     def units(self, blocks: Sequence[int]) -> int:
         """Blocks."""
@@ -137,7 +143,7 @@ class FreeOrder:
     def take(self, n: int, of: int = 0) -> Int32:  # noqa: ARG002 - as above
         """The first ``n`` blocks, int32[n]; they are free no longer. The caller knows that there are n."""
         if n == 1:
-            return np.array([self._take_one()], np.int32)
+            return np.array([self.take_one()], np.int32)
         out, self._head = self._leading(n)
         self._place[out.astype(np.int64)] = NOWHERE
         self._count -= n
@@ -167,11 +173,14 @@ class FreeOrder:
             span = max(2 * span, _SPAN)  # stale entries were among them: look further at once
         return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, np.int32)]), head
 
-    def _take_one(self) -> int:
-        ring, place, capacity, i = self._ring, self._place, self._capacity, self._head
+    def take_one(self, of: int = 0) -> int:  # noqa: ARG002 - as above
+        """The first block, which is free no longer; 0 without any."""
+        if not self._count:
+            return 0
+        ring, place, capacity, i = self._each_ring, self._each_place, self._capacity, self._head
         while True:
-            block = ring.item(i % capacity)
-            if place.item(block) == i:
+            block: int = ring[i % capacity]
+            if place[block] == i:
                 break
             i += 1
         self._head = i + 1
@@ -218,6 +227,24 @@ class FreeOrder:
         self._head -= n
         self._write(self._head, ids)
         self._count += n
+
+    def append_one(self, block: int) -> None:
+        """``block`` becomes the last to be taken."""
+        if self._tail + 1 - self._head > self._capacity or self._tail + 1 > _FARTHEST:
+            self._compact()
+        self._each_ring[self._tail % self._capacity] = block
+        self._each_place[block] = self._tail
+        self._tail += 1
+        self._count += 1
+
+    def prepend_one(self, block: int) -> None:
+        """``block`` becomes the first to be taken."""
+        if self._tail + 1 - self._head > self._capacity or 1 - self._head >= _FARTHEST:
+            self._compact()
+        self._head -= 1
+        self._each_ring[self._head % self._capacity] = block
+        self._each_place[block] = self._head
+        self._count += 1
 
     def order(self) -> Int32:
         """All free blocks in the order they would be taken. O(ring)."""

@@ -78,6 +78,12 @@ class PrefixIndex:
             if earlier != block:
                 self._others.setdefault(key, []).append(block)
 
+    def add_one(self, key: bytes, block: int) -> None:
+        """``add`` of one."""
+        self.additions += 1
+        if self._first.setdefault(key, block) != block:
+            self._others.setdefault(key, []).append(block)
+
     def remove(self, key: bytes, block: int) -> None:
         """``block`` carries ``key`` no longer; the next one with the same key shows."""
         first, others = self._first, self._others

@@ -34,8 +34,16 @@ class Needs(Protocol):
         """``ids``, cached, have lost their last holders, in this order."""
         ...
 
+    def release_one(self, block: int) -> None:
+        """``release`` of one block, without an array."""
+        ...
+
     def lose(self, ids: Ids) -> None:
         """``ids`` have lost their keys."""
+        ...
+
+    def lose_one(self, block: int) -> None:
+        """``lose`` of one block, without an array."""
         ...
 
     def follow(self, moves: Int64) -> None:
@@ -57,7 +65,13 @@ class NoNeeds:
     def release(self, ids: Ids) -> None:
         """Nothing."""
 
+    def release_one(self, block: int) -> None:
+        """Nothing."""
+
     def lose(self, ids: Ids) -> None:
+        """Nothing."""
+
+    def lose_one(self, block: int) -> None:
         """Nothing."""
 
     def follow(self, moves: Int64) -> None:
@@ -158,6 +172,11 @@ class BlockNeeds:
         if loose.size:
             self.space.give_up(loose)
 
+    def release_one(self, block: int) -> None:
+        """It is given up if no end needs it."""
+        if not self.each[block]:
+            self.space.give_up(np.array([block]))
+
     def lose(self, ids: Ids) -> None:
         """No end needs them, whatever it counted on."""
         if not (self.counts.item(ids.item(0)) if len(ids) == 1 else self.counts[ids].any()):
@@ -166,6 +185,11 @@ class BlockNeeds:
         self._lost += needed.tolist()
         self._discharge(needed)
         self.counts[needed] = 0
+
+    def lose_one(self, block: int) -> None:
+        """As ``lose``."""
+        if self.each[block]:
+            self.lose(np.array([block]))
 
     @property
     def has_lost(self) -> bool:

@@ -90,6 +90,7 @@ class BlockPool:
         self._free: Space = FreeOrder(num_blocks) if space is None else space
         self._reserved = [0] * len(self.bases)
         self._ref = np.zeros(num_blocks, np.int32)
+        self._each_ref = self._ref.data  # quick to read and write singly
 
     def heed(self, needs: Needs) -> None:
         """From now on, with nothing cached yet: ``needs`` says which cached blocks go first since nobody needs them."""
@@ -127,11 +128,7 @@ class BlockPool:
 
     def gives(self, needs: Sequence[int]) -> bool:
         """Whether ``needs`` blocks, by group, can be taken now."""
-        if not any(needs):
-            return True
-        wanted, none = self.by_class(needs), [0] * len(self.bases)
-        weight = self._free.weigh(wanted, none)
-        return weight.needed <= weight.free and not self._free.waits(wanted, none)
+        return not any(needs) or self._free.gives(self.by_class(needs))
 
     def takes_in_any_order(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
         """Whether ``needs`` blocks, by group, are the same ones in whatever order groups and requests take them.
@@ -190,7 +187,7 @@ class BlockPool:
 
     def ref_count(self, block: int) -> int:
         """How many rows hold ``block``."""
-        return self._ref.item(block)
+        return self._each_ref[block]
 
     def ref_counts(self, ids: Int32 | Int64) -> Int32:
         """How many rows hold each of ``ids``, int32[len(ids)]."""
@@ -278,9 +275,9 @@ class BlockPool:
             ids = np.concatenate((ids, self._take_with_room(n - len(ids), of, moves, held)))
         if n == 1:
             block = ids.item(0)
-            if self.keys.group_of(block) >= 0:
-                self.keys.evict(ids)
-            self._ref[block] = 1
+            if self.keys.each_group[block] >= 0:
+                self.keys.evict_one(block)
+            self._each_ref[block] = 1
         else:
             cached = ids[self.keys.are_on(ids)]
             if cached.size:
@@ -288,6 +285,16 @@ class BlockPool:
             self._ref[ids] = 1
         self.epoch += 1
         return Taken(ids, moves, held)
+
+    def take_one(self, group: int) -> int:
+        """``take`` of one block for ``group``, a group of this pool; 0, and nothing done, where room must be made."""
+        block = self._free.take_one(self.classes[group])
+        if block:
+            if self.keys.each_group[block] >= 0:
+                self.keys.evict_one(block)
+            self._each_ref[block] = 1
+            self.epoch += 1
+        return block
 
     def _take_with_room(self, missing: int, of: int, moves: list[Int64], held: list[NDArray[np.bool_]]) -> Int32:
         """``missing`` blocks of class ``of``, room being made for them; those evicted lose their keys together.
@@ -374,6 +381,20 @@ class BlockPool:
         self._needs.release(ids)
         self.epoch += 1
 
+    def release_one(self, block: int) -> None:
+        """``release`` of one block, without arrays of one element. BlockError for one that nobody holds."""
+        held: int = self._each_ref[block]
+        if held < 1:
+            raise _double_free(block)
+        self._each_ref[block] = held - 1
+        if held == 1:
+            if self.keys.each_group[block] >= 0:
+                self._free.append_one(block)
+                self._needs.release_one(block)
+            else:
+                self._free.prepend_one(block)
+        self.epoch += 1
+
     def last_releases(self, ids: Int32) -> NDArray[np.bool_] | None:
         """Which of ``ids``, given back one after the other, lose their last holder by it, bool[n]; some may come twice.
 
@@ -429,7 +450,7 @@ class BlockPool:
         """How many rows hold each of ``ids``, of this pool; BlockError unless all are held."""
         held: Int32 = self._ref[ids]
         if np.minimum.reduce(held) < 1:
-            raise BlockError(f"double free of block {int(ids[held < 1][0])}: nobody holds it")
+            raise _double_free(int(ids[held < 1][0]))
         return held
 
     def refuse_foreign(self, ids: Int32) -> None:
@@ -527,6 +548,10 @@ class BlockPool:
     def take_events(self) -> list[KVCacheEvent]:
         """Events since the last call, oldest first; empty when they are off."""
         return self.keys.take_events()
+
+
+def _double_free(block: int) -> BlockError:
+    return BlockError(f"double free of block {block}: nobody holds it")
 
 
 def _require_ids(ids: object) -> None:

@@ -166,6 +166,10 @@ class SlabSpace:
         more = _less(needs, freed)
         return not self.fits(more) or (self._is_spent and not self.fits_without_moves(more))
 
+    def gives(self, needs: Sequence[int]) -> bool:
+        """Whether they fit, and without moves where none are to be had; see Space."""
+        return self.needed_slabs(needs) <= self.num_slabs and not self.waits(needs, [0] * len(needs))
+
     def units(self, blocks: Sequence[int]) -> int:
         """Slabs that ``blocks``, by class, fill in an empty pool."""
         return sum(-(-count // k) for count, k in zip(blocks, self.ks, strict=True))
@@ -246,6 +250,19 @@ class SlabSpace:
         The same blocks however they are asked for: take(3) is take(1) three times. O(n + slabs touched).
         """
         return self._holes.take(n, of)
+
+    def take_one(self, of: int) -> int:
+        """A block of class ``of``, 0 where room has to be made first."""
+        ids = self._holes.take(1, of)
+        return ids.item(0) if ids.size else 0
+
+    def append_one(self, block: int) -> None:
+        """``append`` of one."""
+        self.append(np.array([block]))
+
+    def prepend_one(self, block: int) -> None:
+        """``prepend`` of one."""
+        self.prepend(np.array([block]))
 
     def remove(self, ids: Ids) -> None:
         """Cached blocks ``ids`` (distinct, of any classes) are referenced again. O(ids)."""

@@ -64,6 +64,10 @@ class Space(Protocol):
         """needs: blocks to take, freed: blocks to be given back before, by class. They fit if needed <= free."""
         ...
 
+    def gives(self, needs: Sequence[int]) -> bool:
+        """Whether ``needs`` blocks, by class, can be taken now: they fit, and need no moves that are not to be had."""
+        ...
+
     def units(self, blocks: Sequence[int]) -> int:
         """Units that ``blocks``, by class, take in an empty pool."""
         ...
@@ -88,6 +92,10 @@ class Space(Protocol):
 
     def take(self, n: int, of: int) -> Int32:
         """Blocks of class ``of``; fewer than ``n`` where room must be made first."""
+        ...
+
+    def take_one(self, of: int) -> int:
+        """A block of class ``of``, 0 where room must be made first: ``take`` of one, without an array."""
         ...
 
     def begin_step(self) -> None:
@@ -119,6 +127,14 @@ class Space(Protocol):
 
     def prepend(self, ids: Ids) -> None:
         """Blocks that lost their last holder and have no key."""
+        ...
+
+    def append_one(self, block: int) -> None:
+        """``append`` of one block, without an array."""
+        ...
+
+    def prepend_one(self, block: int) -> None:
+        """``prepend`` of one block, without an array."""
         ...
 
     def age_first(self, ids: Ids) -> None:

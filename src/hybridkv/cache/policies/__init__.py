@@ -27,7 +27,6 @@ from hybridkv.cache.policies.values import (
     Hit,
     Index,
     RowFacts,
-    RowTokens,
     Search,
 )
 
@@ -56,7 +55,6 @@ __all__ = [
     "Policy",
     "PublishRule",
     "RowFacts",
-    "RowTokens",
     "RunningState",
     "RunningStates",
     "Search",

@@ -18,7 +18,6 @@ from hybridkv.cache.policies.values import (
     Int32,
     Int64,
     RowFacts,
-    RowTokens,
     T,
 )
 
@@ -42,18 +41,21 @@ class AttentionPolicy:
 
     def next_need(self, held: T, dropped: T) -> T:
         """The token count at which a row needs another block, or may drop one. Numbers or int64 arrays."""
-        need, drop = held * self.block_size + 1, self.span.drop_tokens(dropped + 1, self.block_size) + 1
+        need = held * self.block_size + 1
+        if self.span.downward_closed:  # all is read
+            return need
+        drop = self.span.drop_tokens(dropped + 1, self.block_size) + 1
         return need + (drop - need) * (drop < need)
 
     def droppable(self, processed_tokens: T) -> T:
         """Leading columns that are read no longer. A number or an int64 array."""
+        if self.span.downward_closed:
+            return processed_tokens * 0
         return self.span.first_live_token(processed_tokens) // self.block_size
 
-    def is_plain(self, columns: Int64, published: Int64, tokens: RowTokens) -> Bool:  # noqa: ARG002 - same
-        """Whether rows need no more than ``columns`` new blocks at their end and a key for every decided column."""
-        if self.publishing.keeps_all:
-            return np.ones(len(published), np.bool_)
-        return self.publishing.decided_rows(tokens.known) <= published
+    def is_plain(self, columns: T, published: T, tokens: tuple[T, T, T]) -> Bool | bool:  # noqa: ARG002 - same
+        """Whether a row needs no more than ``columns`` new blocks at its end and a key for every decided column."""
+        return published >= 0 if self.publishing.keeps_all else self.publishing.decided(tokens[2]) <= published
 
     @property
     def only_grows(self) -> bool:

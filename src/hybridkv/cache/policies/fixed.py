@@ -27,7 +27,6 @@ from hybridkv.cache.policies.values import (
     Int32,
     Int64,
     RowFacts,
-    RowTokens,
     Search,
     T,
 )
@@ -196,9 +195,9 @@ class FixedPolicy:
         """Nothing."""
         return processed_tokens * 0
 
-    def is_plain(self, columns: Int64, published: Int64, tokens: RowTokens) -> Bool:  # noqa: ARG002 - as above
+    def is_plain(self, columns: T, published: T, tokens: tuple[T, T, T]) -> Bool | bool:  # noqa: ARG002 - as above
         """Always, once the row runs."""
-        return np.ones(len(published), np.bool_)
+        return published >= 0
 
     def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:
         """All blocks at once, for a row that has none: those of ``hit``, or as many new ones."""

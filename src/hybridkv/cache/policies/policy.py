@@ -17,7 +17,6 @@ from hybridkv.cache.policies.values import (
     Int32,
     Int64,
     RowFacts,
-    RowTokens,
     Search,
     T,
 )
@@ -103,8 +102,11 @@ class Policy(Protocol):
         """Leading columns that are read no longer. A number or an int64 array."""
         ...
 
-    def is_plain(self, columns: Int64, published: Int64, tokens: RowTokens) -> Bool:
-        """Whether rows need no more than ``columns`` new blocks at their end and a key for every decided column."""
+    def is_plain(self, columns: T, published: T, tokens: tuple[T, T, T]) -> Bool | bool:
+        """Whether a row needs no more than ``columns`` new blocks at its end and a key for every decided column.
+
+        tokens: computed, end and known, as in Demand. Numbers or int64 arrays.
+        """
         ...
 
     @property

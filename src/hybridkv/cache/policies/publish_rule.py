@@ -11,7 +11,7 @@ likely to be resumed. This is what vLLM 0.32 publishes; see tests/unit/test_publ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -32,36 +32,34 @@ class PublishRule:
     need: int | None = None
     past: int = 0
     interval: int | None = None
+    keeps_all: bool = field(init=False, repr=False, compare=False)
+    """Whether every full column is published, whoever asks."""
 
-    def decided(self, known_tokens: int) -> int:
-        """Leading columns about which ``known_tokens`` tokens decide: up to the last edge, and ``past``."""
-        edge = known_tokens // self.alignment * self.alignment
-        if self.past and edge:
-            edge = min(known_tokens, edge + self.past * self.block_size)
-        return edge // self.block_size
+    def __post_init__(self) -> None:
+        all_is_read = self.need is None or (self.interval is None and self.need * self.block_size >= self.alignment)
+        object.__setattr__(self, "keeps_all", all_is_read)
 
-    def decided_rows(self, known_tokens: Int64) -> Int64:
-        """decided() of many rows."""
+    def decided(self, known_tokens: T) -> T:
+        """Leading columns about which ``known_tokens`` tokens decide: up to the last edge, and ``past``.
+
+        A number or an int64 array.
+        """
         edge = known_tokens // self.alignment * self.alignment
         if self.past:
-            beyond = np.minimum(known_tokens, edge + self.past * self.block_size)
-            edge = np.where(edge > 0, beyond, edge)
-        columns: Int64 = edge // self.block_size
-        return columns
+            behind, most = known_tokens - edge, self.past * self.block_size
+            edge += (behind - (behind - most) * (behind > most)) * (edge > 0)
+        return edge // self.block_size
 
     def next_tokens(self, decided: T) -> T:
         """The token count at which more than ``decided`` columns are decided. A number or an int64 array."""
         end = (decided + 1) * self.block_size
         at_edge = -(-end // self.alignment) * self.alignment
+        if not self.past:
+            return at_edge
         before = end - self.past * self.block_size
-        is_past = (before > 0) & (before % self.alignment == 0) & (self.past > 0)
+        is_past = (before > 0) & (before % self.alignment == 0)
         soonest: T = at_edge - (at_edge - end) * is_past
         return soonest
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether every full column is published, whoever asks."""
-        return self.need is None or (self.interval is None and self.need * self.block_size >= self.alignment)
 
     @property
     def keeps_every_edge(self) -> bool:

@@ -29,7 +29,6 @@ from hybridkv.cache.policies.values import (
     Int32,
     Int64,
     RowFacts,
-    RowTokens,
     Search,
     T,
 )
@@ -162,14 +161,16 @@ class AlignedStatePolicy:
         """Leading columns that are read no longer: those before the state of ``processed_tokens``."""
         return (processed_tokens - 1) * (processed_tokens > 0) // self.block_size
 
-    def is_plain(self, columns: Int64, published: Int64, tokens: RowTokens) -> Bool:
-        """Whether rows need at most one block, and a key for no column but the one that ``known`` ends."""
+    def is_plain(self, columns: T, published: T, tokens: tuple[T, T, T]) -> Bool | bool:
+        """Whether a row needs at most one block, and a key for no column but the one that ``known`` ends."""
+        if self.drafts or not self.publishing.keeps_every_edge:
+            return published < 0
         computed, end, known = tokens
-        decided, size = self.publishing.decided_rows(known), self.block_size
+        decided, size = self.publishing.decided(known), self.block_size
         ends_here = (decided == published + 1) & (known % size == 0) & (end - known < size)
-        pends = (computed % size == 0) & (computed > known)  # a state of tokens that are not known yet
-        plain: Bool = (columns <= 1) & ((decided <= published) | ends_here) & ~pends
-        return plain if not self.drafts and self.publishing.keeps_every_edge else np.zeros(len(plain), np.bool_)
+        goes_on = (computed % size > 0) | (computed <= known)  # else a state of tokens that are not known yet
+        plain: Bool | bool = (columns <= 1) & ((decided <= published) | ends_here) & goes_on
+        return plain
 
     def plan(self, row: RowFacts, hit: Int32 | None, demand: Demand) -> GroupPlan:
         """What is missing for ``demand.end`` tokens; look-ahead is ignored, the drafts' blocks are there."""

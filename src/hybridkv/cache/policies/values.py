@@ -135,14 +135,6 @@ class Demand(NamedTuple):
     edges: tuple[int, ...] = ()
 
 
-class RowTokens(NamedTuple):
-    """Demand of many rows, as far as it decides whether they are plain. int64[rows] each."""
-
-    computed: Int64
-    end: Int64
-    known: Int64
-
-
 class GroupPlan(NamedTuple):
     """What a request needs in one group, and the columns of its row after the commit.
 

@@ -32,7 +32,8 @@ _FEW = 16
 class BlockRows:
     """Rows of block ids. start, room, base, dropped, count: int64[capacity]; count is the columns of a row.
 
-    origin: start - base, so that column c of a row is cells[origin + c].
+    origin: start - base, so that column c of a row is cells[origin + c]. each_count, each_dropped: the same as those
+    without, quick to read singly.
     """
 
     def __init__(self, capacity: int = 64) -> None:
@@ -45,6 +46,13 @@ class BlockRows:
         self.count = np.zeros(capacity, np.int64)
         self._used = 0
         self._spare: dict[int, list[int]] = {}
+        self._look_anew()
+
+    def _look_anew(self) -> None:
+        """Columns are new arrays: single cells of them are read and written in half of the time that numpy takes."""
+        self.each_count, self.each_dropped = self.count.data, self.dropped.data
+        self._each_base, self._each_room, self._each_origin = self.base.data, self.room.data, self.origin.data
+        self._each_cell = self.cells.data
 
     def ids(self, row: int) -> Int32:
         """What the columns of ``row`` hold, null ones too; a new int32 array."""
@@ -84,15 +92,15 @@ class BlockRows:
 
     def cell(self, row: int, column: int) -> int:
         """The block in ``column`` of ``row``, which has it; 0 for a null one."""
-        return self.cells.item(self.origin.item(row) + column) if column >= self.base.item(row) else 0
+        return self._each_cell[self._each_origin[row] + column] if column >= self._each_base[row] else 0
 
     def push(self, row: int, block: int) -> None:
         """``block``, not the null one, behind what ``row`` has."""
-        count = self.count.item(row)
-        if count - self.base.item(row) >= self.room.item(row):
+        count: int = self.each_count[row]
+        if count - self._each_base[row] >= self._each_room[row]:
             self._ensure(row, count + 1)
-        self.cells[self.origin.item(row) + count] = block
-        self.count[row] = count + 1
+        self._each_cell[self._each_origin[row] + count] = block
+        self.each_count[row] = count + 1
 
     def extend(self, row: int, ids: Int32) -> None:
         """``ids`` behind what ``row`` has. Null columns at the beginning of a row take no room."""
@@ -138,6 +146,17 @@ class BlockRows:
         gone[:] = 0
         self.dropped[row] = columns
         return ids
+
+    def drop_one(self, row: int) -> int:
+        """``drop`` of the first column that is not dropped: the block that it held, 0 for a null one."""
+        column: int = self.each_dropped[row]
+        self.each_dropped[row] = column + 1
+        if column < self._each_base[row]:
+            return 0
+        place: int = self._each_origin[row] + column
+        block: int = self._each_cell[place]
+        self._each_cell[place] = 0
+        return block
 
     def columns_before(self, rows: Int64, columns: Int64) -> tuple[Int64, Int32]:
         """Columns dropped .. columns[i]-1 of ``rows[i]``, row after row, each highest column first.
@@ -216,6 +235,7 @@ class BlockRows:
             self.start, self.room = grown(self.start, capacity), grown(self.room, capacity)
             self.base, self.origin = grown(self.base, capacity), grown(self.origin, capacity)
             self.dropped, self.count = grown(self.dropped, capacity), grown(self.count, capacity)
+            self._look_anew()
 
     def extents(self) -> list[tuple[int, int]]:
         """(start, room) of every extent, given to a row or spare; for checks."""
@@ -246,6 +266,8 @@ class BlockRows:
         if spare:
             return spare.pop()
         start = self._used
-        self.cells = grown(self.cells, start + room)
+        if start + room > len(self.cells):
+            self.cells = grown(self.cells, start + room)
+            self._look_anew()
         self._used = start + room
         return start

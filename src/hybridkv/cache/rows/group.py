@@ -27,7 +27,8 @@ class CacheGroup:
     """What the manager keeps of one group.
 
     number: position in the config. kind: its spec and flags. states: where a row's lie; None where blocks hold tokens.
-    rows: block tables of the resident requests.
+    rows: block tables of the resident requests. each_published, each_label: the same as those without, quick to read
+    singly.
     published: int64[rows], how many leading columns of a row are published or passed over. label:
     int64[rows], token count of the state that a row's last step leaves. pending: row -> token counts of its
     states that could not be published yet. accepted: int64[rows], the column of the state of a row's last accepted
@@ -48,6 +49,11 @@ class CacheGroup:
         self.rotated = np.zeros(len(self.rows.start), np.int64)
         self.pending: dict[int, tuple[int, ...]] = {}
         self.key_stride = policy.block_size // hash_block_size
+        self._look_anew()
+
+    def _look_anew(self) -> None:
+        """Columns are new arrays."""
+        self.each_published, self.each_label = self.published.data, self.label.data
 
     # -- keys
 
@@ -121,6 +127,7 @@ class CacheGroup:
         self.published = grown(self.published, capacity)
         self.label = grown(self.label, capacity)
         self.accepted, self.rotated = grown(self.accepted, capacity, -1), grown(self.rotated, capacity)
+        self._look_anew()
 
     def clear(self, row: int) -> None:
         """``row`` holds nothing."""
@@ -146,9 +153,12 @@ class CacheGroup:
 
     def next_event(self, row: int, *, publishes: bool) -> int:
         """The token count at which ``row`` needs, drops or can publish a block."""
-        soonest = self.policy.next_need(self.rows.count.item(row), self.rows.dropped.item(row))
-        if publishes and self.policy.publishing is not None:
-            soonest = min(soonest, self.policy.publishing.next_tokens(self.published.item(row)))
+        policy, rows = self.policy, self.rows
+        soonest = policy.next_need(rows.each_count[row], rows.each_dropped[row])
+        if publishes and (rule := policy.publishing) is not None:
+            edge = rule.next_tokens(self.each_published[row])
+            if edge < soonest:
+                return edge
         return soonest
 
     def next_events(self, rows: Int64, *, publishes: bool) -> Int64:

@@ -82,6 +82,7 @@ class Publisher:
         self._ends_in = tuple(ends_in)
         self._ended = np.zeros(64, np.int64)
         self._next_end = np.full(64, NEVER)
+        self._each_next_end = self._next_end.data  # quick to read singly
 
     def edges(self, request: Request) -> tuple[int, ...] | None:
         """Where ``request`` may be resumed, in tokens, if retention asks for it; None when it publishes nothing."""
@@ -150,30 +151,23 @@ class Publisher:
         """publish_rows of one request whose groups do nothing but grow, without arrays of one element."""
         if not self.publishes:
             return
-        row, step = request.row, self._log.open_step
+        row, log = request.row, self._log
         for group in self._groups:
-            rule, first = group.policy.publishing, group.published.item(row)
-            decided = first if rule is None else rule.decided(known)
-            if decided <= first:
+            rule, first = group.policy.publishing, group.each_published[row]
+            if rule is None or (decided := rule.decided(known)) <= first:
                 continue
-            if rule is not None and not rule.keeps_all:
-                if decided == first + 1 and not rule.keeps(first, self.edges(request) or ()):
-                    group.published[row] = decided
-                    continue
-                kept = rule.columns(max(first, group.rows.dropped.item(row)), decided, self.edges(request) or ())
-                self._publish_columns(group, request, kept, decided)
+            if decided > first + 1 or log.wants_runs:
+                begin, edges = max(first, group.rows.each_dropped[row]), () if rule.keeps_all else self.edges(request)
+                self._publish_columns(group, request, rule.columns(begin, decided, edges or ()), decided)
                 continue
-            if decided > first + 1 or self._log.wants_runs:
-                columns = np.arange(max(first, group.rows.dropped.item(row)), decided)
-                self._publish_columns(group, request, columns, decided)
-                continue
-            group.published[row] = decided
-            block = group.rows.cell(row, first)
-            if block:
-                key = request.hashes[decided * group.key_stride - 1]
-                self._pool.publish(group.number, (block,), (key,), step)
-                if step != WRITTEN:
-                    self._log.record(np.array([block], np.int32), [], step)
+            group.each_published[row] = decided
+            if rule.keeps_all or rule.keeps(first, self.edges(request) or ()):
+                block = group.rows.cell(row, first)
+                if block:
+                    key = request.hashes[decided * group.key_stride - 1]
+                    self._pool.keys.publish_one(group.number, block, key, log.open_step)
+                    if log.open_step != WRITTEN:
+                        log.record_one(block, log.open_step)
 
     def publish_rows(self, requests: RequestRows, rows: Int64, known: Int64, since: Int64 | None = None) -> None:
         """What each of ``rows`` can publish at ``known`` tokens, in order within a group. Ends are not looked at.
@@ -185,7 +179,7 @@ class Publisher:
             if rule is None:
                 continue
             first = group.published[rows]
-            counts = np.maximum(rule.decided_rows(known) - first, 0)
+            counts = np.maximum(rule.decided(known) - first, 0)
             ready = counts.nonzero()[0]
             if ready.size:
                 begun = None if since is None else since[ready]
@@ -236,12 +230,13 @@ class Publisher:
         """``request`` begins with ``tokens`` computed: ends up to there are others' affair."""
         self._ended = grown(self._ended, request.row + 1)
         self._next_end = grown(self._next_end, request.row + 1, NEVER)
+        self._each_next_end = self._next_end.data
         self._ended[request.row] = 0
         self._pass_ends(request, tokens)
 
     def next_end(self, row: int) -> int:
         """The token count at which ``row`` has an end to publish."""
-        return self._next_end.item(row) if row < len(self._next_end) else NEVER
+        return self._each_next_end[row] if row < len(self._each_next_end) else NEVER
 
     def next_ends(self, rows: Int64) -> Int64:
         """next_end of many resident rows, int64[rows]."""

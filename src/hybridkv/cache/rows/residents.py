@@ -149,8 +149,12 @@ class Residents:
 
     def refresh(self, row: int) -> None:
         """Find the next event of one row, without arrays of one element."""
-        soonest = min(group.next_event(row, publishes=self._publishes) for group in self.groups)
-        self._next_event[row] = min(soonest, self._publisher.next_end(row))
+        soonest, publishes = self._publisher.next_end(row), self._publishes
+        for group in self.groups:
+            event = group.next_event(row, publishes=publishes)
+            if event < soonest:  # noqa: PLR1730 - a call of min takes longer than all of this
+                soonest = event
+        self._next_event[row] = soonest
 
     def stall(self, row: int) -> None:
         """``row`` may hold no token more, whoever asks, until it is refreshed."""

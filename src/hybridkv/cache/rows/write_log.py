@@ -8,6 +8,7 @@ Without an open step, published counts as written at once.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,12 +33,17 @@ class Run:
 
 
 class WriteLog:
-    """Runs published by each step in flight."""
+    """Runs published by each step in flight.
+
+    wants_runs: whether they must be recorded one by one, for events; else ids are enough.
+    """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
+        self.wants_runs = pool.keys.events_enabled
         self._runs: dict[int, list[Run]] = {}
         self._ids: dict[int, list[NDArray[np.int32]]] = {}
+        self._ones: dict[int, array[int]] = {}
         self._ends: dict[int, list[EndKept]] = {}
         self.open_step = WRITTEN
 
@@ -49,16 +55,11 @@ class WriteLog:
         if step <= latest:
             raise CacheError(f"step {step} begins behind step {latest}, which is in flight: number steps in order")
         self.open_step = step
-        self._runs[step], self._ids[step] = [], []
+        self._runs[step], self._ids[step], self._ones[step] = [], [], array("i")
 
     def end(self) -> None:
         """The open step is complete: nothing more is published by it."""
         self.open_step = WRITTEN
-
-    @property
-    def wants_runs(self) -> bool:
-        """Whether runs must be recorded one by one, for events; else ids are enough."""
-        return self._pool.keys.events_enabled
 
     def record(self, ids: NDArray[np.int32], runs: list[Run], step: int) -> None:
         """``ids`` were published and ``step``, the open one or WRITTEN, writes them.
@@ -71,6 +72,10 @@ class WriteLog:
             return
         self._ids[step].append(ids)
         self._runs[step] += runs
+
+    def record_one(self, block: int, step: int) -> None:
+        """``record`` of one block, which nobody wants a run of. step: the open one."""
+        self._ones[step].append(block)
 
     @property
     def wants_ends(self) -> bool:
@@ -97,14 +102,19 @@ class WriteLog:
 
     def promised(self, step: int) -> set[int]:
         """Blocks that ``step`` published; none for a step that is not in flight."""
-        return {block for part in self._ids.get(step, ()) for block in part.tolist()}
+        return {block for part in self._published(step) for block in part.tolist()} if step in self._ids else set()
+
+    def _published(self, step: int) -> list[NDArray[np.int32]]:
+        """What ``step``, which is in flight, published; the arrays themselves."""
+        ones = self._ones[step]
+        return [*self._ids[step], np.frombuffer(ones, np.int32)] if ones else self._ids[step]
 
     def follow(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         """Blocks moved from ``sources`` to ``targets``. O(blocks of the steps in flight)."""
         order = np.argsort(sources)
         sources, targets = sources[order], targets[order]
         for step in self._ids:
-            for ids in (*self._ids[step], *(run.ids for run in self._runs[step])):
+            for ids in (*self._published(step), *(run.ids for run in self._runs[step])):
                 place = np.minimum(np.searchsorted(sources, ids), len(sources) - 1)
                 moved = sources[place] == ids
                 ids[moved] = targets[place[moved]]
@@ -118,7 +128,9 @@ class WriteLog:
         """``step`` was executed: what it published is written. CacheError for a step that never began."""
         if step not in self._ids:
             raise CacheError(f"step {step} is not in flight")
-        runs, ids = self._runs.pop(step), self._ids.pop(step)
+        ids = self._published(step)
+        runs = self._runs.pop(step)
+        del self._ids[step], self._ones[step]
         for run in runs:
             self._mark_run_written(run, step)
         if ids:
@@ -129,11 +141,11 @@ class WriteLog:
     def revoke(self, first_step: int) -> None:
         """Steps from ``first_step`` on failed: what they published can be hit no longer."""
         failed = [step for step in self._ids if step >= first_step]
-        ids = [part for step in failed for part in self._ids[step]]
+        ids = [part for step in failed for part in self._published(step)]
         if ids:
             self._pool.unpublish_unwritten(np.concatenate(ids), first_step)
         for step in failed:
-            del self._ids[step], self._runs[step]
+            del self._ids[step], self._runs[step], self._ones[step]
             self._ends.pop(step, None)
 
     def _tell_end(self, end: EndKept) -> None:

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache.blocks.pool import BlockPool
-from hybridkv.cache.policies import RowTokens
 from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.cache.slots.plan import Reason
 from hybridkv.cache.slots.transfers import TransferLog
@@ -145,8 +144,9 @@ def needs_of(groups: Sequence[CacheGroup], batch: Batch) -> Needs:
         missing[:, g] = np.maximum(policy.columns(asked) - held, 0)
         drop[:, g] = np.minimum(np.maximum(policy.droppable(batch.processed), dropped), held)
         if group.kind.publishes:
-            tokens = RowTokens(batch.computed, batch.end, batch.known)
-            plain &= policy.is_plain(missing[:, g], group.published[batch.rows], tokens)
+            plain &= policy.is_plain(
+                missing[:, g], group.published[batch.rows], (batch.computed, batch.end, batch.known)
+            )
             if group.pending:
                 plain &= ~np.isin(batch.rows, list(group.pending))
         else:

@@ -65,8 +65,7 @@ class Slots:
         self._loads = planner.loads
         self._loading = self._loads.of_row
         self._no_hit = KVCacheBlocks((_NONE,) * len(residents.groups), pool)
-        # tokens alone: columns to drop, blocks at the end, some keys; states move, what is fixed is taken once
-        self._only_grow = all(one.states is None and one.policy.publishing is not None for one in residents.groups)
+        self._only_grow = all(one.policy.is_plain(0, 0, (0, 0, 0)) for one in residents.groups)  # who needs nothing
 
     # -- one request
 
@@ -84,8 +83,8 @@ class Slots:
     def grow(self, request: Request, end_tokens: int, total_tokens: int) -> tuple[Int32, ...] | None:
         """allocate_one for a request that runs and needs no more than blocks at the end of its rows.
 
-        The new columns of each group; None, and nothing done but columns dropped that are read no longer, where it
-        takes a plan, or is refused. end_tokens: of the step; total_tokens: with drafts.
+        The new columns of each group, () where none is new; None, and nothing done but columns dropped that are read
+        no longer, where it takes a plan, or is refused. end_tokens: of the step; total_tokens: with drafts.
         """
         row, requests = request.row, self._request_rows
         if (
@@ -95,28 +94,60 @@ class Slots:
             or row in self._loading
         ):
             return None
-        processed = requests.num_computed.item(row) - requests.in_flight.item(row)
-        missing = []
-        for group in self._groups:
-            policy, held = group.policy, group.rows.count.item(row)
-            self._drop(group, row, min(policy.droppable(processed), held))
-            missing.append(max(policy.columns(total_tokens) - held, 0))
-        if not self._pool.gives(missing):
+        known: int = min(end_tokens, requests.each_num_tokens[row])
+        missing = self._missing(row, (requests.each_num_computed[row], end_tokens, known), total_tokens)
+        if missing is None:
             return None
-        new = tuple(self._extend(group, row, n) if n else _NONE for group, n in zip(self._groups, missing, strict=True))
-        self._publisher.publish_grown(request, min(end_tokens, requests.num_tokens.item(row)))
+        new: tuple[Int32, ...] = ()
+        if any(missing):
+            if not self._pool.gives(missing):
+                return None
+            new = self._extend(row, missing)
+        self._publisher.publish_grown(request, known)
+        for group in self._states:
+            group.each_label[row] = known
         self._pool.advance_epoch()
         self._residents.refresh(row)
         return new
 
-    def _extend(self, group: CacheGroup, row: int, n: int) -> Int32:
-        """``n`` new blocks at the end of ``row``."""
-        ids = self._transfers.new_blocks(n, group.number)
-        if n == 1:
-            group.rows.push(row, ids.item(0))
-        else:
-            group.rows.extend(row, ids)
-        return ids
+    def _missing(self, row: int, tokens: tuple[int, int, int], total_tokens: int) -> list[int] | None:
+        """Blocks that ``row`` needs at its end, by group, what it reads no longer dropped; None where states move.
+
+        tokens: computed, end, known.
+        """
+        computed, end_tokens, _ = tokens
+        processed = computed - self._request_rows.each_in_flight[row]
+        missing = []
+        for group in self._groups:
+            policy, rows = group.policy, group.rows
+            held = rows.each_count[row]
+            if group.states is None:
+                more = policy.columns(total_tokens) - held
+            else:
+                more = policy.columns(end_tokens) - held
+                if row in group.pending or not policy.is_plain(more, group.each_published[row], tokens):
+                    return None
+            drop = policy.droppable(processed)
+            if drop > rows.each_dropped[row]:
+                self._drop(group, row, min(drop, held))
+            missing.append(more if more > 0 else 0)  # noqa: FURB136 - a call of max takes longer
+        return missing
+
+    def _extend(self, row: int, missing: Sequence[int]) -> tuple[Int32, ...]:
+        """``missing`` new blocks, by group, at the end of ``row``."""
+        new = []
+        for group, n in zip(self._groups, missing, strict=True):
+            if n == 1:
+                block = self._transfers.new_block(group.number)
+                group.rows.push(row, block)
+                ids = np.array([block], np.int32)
+            elif n:
+                ids = self._transfers.new_blocks(n, group.number)
+                group.rows.extend(row, ids)
+            else:
+                ids = _NONE
+            new.append(ids)
+        return tuple(new)
 
     def commit(self, plan: SlotPlan) -> tuple[Int32, ...]:
         """Carry out ``plan``; the new columns of each group, null and moved ones included.
@@ -197,7 +228,12 @@ class Slots:
 
     def _drop(self, group: CacheGroup, row: int, columns: int) -> None:
         """Columns before ``columns`` are given back, the last one first."""
-        if columns > group.rows.dropped.item(row):
+        dropped = group.rows.each_dropped[row]
+        if columns == dropped + 1:
+            block = group.rows.drop_one(row)
+            if block:
+                self._pool.release_one(block)
+        elif columns > dropped:
             self._pool.free_blocks(group.rows.drop(row, columns))
 
     def accept_drafts(self, rows: Int64, drafted: Int64, kept: Int64) -> None:

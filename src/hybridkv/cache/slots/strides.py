@@ -126,7 +126,7 @@ class Strides:
             if rule is None:
                 continue
             columns = np.array(missing, np.int64)[:, None] // group.policy.block_size
-            first, last = group.published[rows], rule.decided_rows(end)
+            first, last = group.published[rows], rule.decided(end)
             if additions >= 0 or ((first <= columns) & (columns < last)).any():
                 return False
         return True

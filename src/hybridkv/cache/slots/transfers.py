@@ -130,6 +130,14 @@ class TransferLog:
     def new_blocks(self, n: int, group: int) -> Int32:
         """Take ``n`` blocks for ``group``, int32[n]. BlockError if n cannot be had."""
         self._ends.make_way(n, group)
+        return self._take(n, group)
+
+    def new_block(self, group: int) -> int:
+        """new_blocks of one."""
+        self._ends.make_way(1, group)
+        return self._pool.take_one(group) or self._take(1, group).item(0)
+
+    def _take(self, n: int, group: int) -> Int32:
         taken = self._pool.take(n, group)
         for moves, held in zip(taken.moves, taken.held, strict=True):
             self._follow(moves, held)
