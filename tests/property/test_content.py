@@ -298,7 +298,14 @@ def test_a_block_that_two_rows_hold_is_caught() -> None:
     def make(random: Random) -> Rig:
         rig = Rig(replace(some_options(random, (full_spec(4),)), num_blocks=20, caching=False))
         pool = rig.cache.block_pool
-        take, last = pool.take, [1]
+        take, take_one, last = pool.take, pool.take_one, [1]
+
+        def one_twice(group: int) -> int:
+            block = take_one(group)
+            if block and pool.ref_count(last[0]) and random.random() < 0.2:
+                return last[0]
+            last[0] = block or last[0]
+            return block
 
         def twice(n: int, group: int = 0) -> object:
             ids, moves, held = take(n, group)
@@ -307,7 +314,7 @@ def test_a_block_that_two_rows_hold_is_caught() -> None:
             last[0] = int(ids[-1]) if n else last[0]
             return Taken(ids, moves, held)
 
-        pool.take = twice  # type: ignore[method-assign,assignment]  # broken on purpose
+        pool.take, pool.take_one = twice, one_twice  # type: ignore[method-assign,assignment]  # broken on purpose
         rig.check = lambda: None  # type: ignore[method-assign]  # only the content is asked
         rig._compare_step = lambda *_: None  # type: ignore[method-assign]  # same
         rig._check_content = lambda: None  # type: ignore[method-assign]  # same
