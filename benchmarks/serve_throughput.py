@@ -1,10 +1,11 @@
 """A server beside AsyncEngine alone: output tokens a second of 32 clients, and processor time of its process, in turns.
 
-    python serve_throughput.py [--rounds 5] [--clients 32] [--new-tokens 64] [--model tiny:llama]
+    python serve_throughput.py [--rounds 5] [--clients 32] [--new-tokens 32] [--model tiny:llama] [--bare]
 
 Clients of the server are in a process of their own, and read streams; those of AsyncEngine alone are tasks beside it.
 Each client asks four times in a row, for outputs of different lengths, so that requests begin and end apart. Prompts
-are new in every round, so that both compute them; the same ones go to both.
+are new in every round, so that both compute them; the same ones go to both. ``--bare`` serves by the least there can be
+in one process: as many bytes a token, and nothing else that a server does.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
 from statistics import median
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from larger_models import llama_100m
+from starlette.types import Receive, Scope, Send
 
 from hybridkv.request import SamplingParams
 from hybridkv.runner import AsyncEngine, Engine, EngineOptions, load
@@ -85,12 +89,46 @@ def alone_in_turns(asked: argparse.Namespace, rounds: Sequence[Requests]) -> Ite
 # -- the server
 
 
+CHUNK = b"data: " + b"x" * 220 + b"\n\n"
+"""As long as what a token's chunk of a completion is."""
+
+
+class Bare:
+    """An ASGI application that sends CHUNK for each token, and the count of them that clients read."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._front = AsyncEngine(engine)
+        self.state = SimpleNamespace(front=SimpleNamespace(draining=False))  # which a Server sets
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As an ASGI application."""
+        if scope["type"] == "lifespan":
+            await receive()
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+            await self._front.close()
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message["body"], message["more_body"]
+        asked = json.loads(body)
+        sampling = SamplingParams(max_tokens=asked["max_tokens"], ignore_eos=True, temperature=1.0, seed=0)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        with self._front.read([lambda engine: engine.stream(asked["prompt"], sampling)]) as reading:
+            while parts := await reading.next():
+                await send({"type": "http.response.body", "body": CHUNK * len(parts), "more_body": True})
+        usage = b'data: {"usage":{"completion_tokens":%d}}\n\n' % asked["max_tokens"]
+        await send({"type": "http.response.body", "body": usage})
+
+
 @contextmanager
-def served(engine: Engine) -> Iterator[int]:
+def served(app: Any) -> Iterator[int]:  # noqa: ANN401 - of create_app, or what is as little as Bare
     """The port of a server in a thread of this process."""
     listening = listen("127.0.0.1", 0)
     ready = threading.Event()
-    server = Server(create_app(engine), ready.set)
+    server = Server(app, ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     ready.wait()
@@ -142,6 +180,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--model", default="tiny:llama", help="tiny:NAME, or llama-100m")
+    parser.add_argument("--bare", action="store_true", help="the least there can be in place of the server")
     parser.add_argument("--be-clients", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.be_clients:
@@ -150,7 +189,8 @@ def main() -> None:
     torch.set_num_threads(1)
     rounds = [requests_of(number, asked.clients, asked.new_tokens) for number in range(asked.rounds + 1)]
     alone = alone_in_turns(asked, rounds)
-    with served(engine_of(asked.model, asked.clients)) as port:
+    engine = engine_of(asked.model, asked.clients)
+    with served(Bare(engine) if asked.bare else create_app(engine)) as port:
         command = [sys.executable, __file__, "--be-clients"]
         with subprocess.Popen(  # noqa: S603 - this file
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -178,8 +218,9 @@ def main() -> None:
             clients.stdin.close()
     for _ in alone:
         pass
+    what = f"{asked.model} bare" if asked.bare else asked.model
     print(
-        f"{asked.model}, {asked.clients} clients, {asked.new_tokens} tokens: {median(ratios):.3f} of the throughput, "
+        f"{what}, {asked.clients} clients, {asked.new_tokens} tokens: {median(ratios):.3f} of the throughput, "
         f"{median(works):.2f} times the processor time"
     )
 

@@ -1,9 +1,11 @@
 """`hybridkv serve` as a process of its own, OpenAI's clients that ask it, and how it ends."""
 
 import asyncio
+import gc
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,9 +19,11 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 from openai.types.chat import ChatCompletionUserMessageParam
 from serve_support import WAIT
 
+from hybridkv.cli import main
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine
 from hybridkv.runner.chat import chat_ids
+from hybridkv.serve import Server
 
 MODEL = ["--model", "tiny:llama", "--memory", "4MiB", "--max-model-len", "1024", "--port", "0"]
 COMMAND = [sys.executable, "-m", "hybridkv", "serve", *MODEL]
@@ -54,6 +58,23 @@ def test_the_readmes_line_is_what_it_prints() -> None:
         printed = process.stdout.readline()
         process.kill()
     assert re.sub(r":\d+: ", ":8000: ", printed).strip() == found[2]
+
+
+def test_what_was_loaded_is_never_looked_through_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = []
+
+    def run(_: Server, sockets: list[socket.socket]) -> None:
+        sockets[0].close()
+        frozen.append(gc.get_freeze_count())
+
+    monkeypatch.setattr(Server, "run", run)
+    monkeypatch.setattr(sys, "argv", ["hybridkv", *COMMAND[3:]])
+    try:
+        with pytest.raises(SystemExit, match="0"):
+            main()
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > 100_000
 
 
 def test_openais_client_and_then_a_drain(alone: Engine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
@@ -159,6 +160,8 @@ def serve_command(
 
             tracer = ending.enter_context(exporting())
         app = create_app(engine, served, events=events, tracer=tracer)
+        gc.collect()
+        gc.freeze()  # what was loaded stays: looking for garbage in it would stop all streams for some 0.2 s
         Server(app, lambda: print(_ready(engine, served, at), flush=True)).run(sockets=[listening])
     print("drained: all that was asked has been answered", flush=True)
     return 0
