@@ -31,10 +31,10 @@ parser = FlexibleArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
-PREFIXES, PREFIX_TOKENS, TAIL_TOKENS, OUTPUT_TOKENS = 4, 128, 48, 24
+PREFIXES, PREFIX_TOKENS, TAIL_TOKENS = 4, 128, 48
 
 
-def benched(address: str, model: Path, requests: int, at_once: int, seed: int) -> Mapping[str, Any]:
+def benched(address: str, model: Path, asked: argparse.Namespace, seed: int) -> Mapping[str, Any]:
     """What the benchmark writes."""
     result = model.with_name("result.json")
     options = {
@@ -44,12 +44,12 @@ def benched(address: str, model: Path, requests: int, at_once: int, seed: int) -
         "model": "tiny",
         "tokenizer": model,
         "dataset-name": "prefix_repetition",
-        "num-prompts": requests,
-        "max-concurrency": at_once,
+        "num-prompts": asked.requests,
+        "max-concurrency": asked.at_once,
         "prefix-repetition-num-prefixes": PREFIXES,
         "prefix-repetition-prefix-len": PREFIX_TOKENS,
         "prefix-repetition-suffix-len": TAIL_TOKENS,
-        "prefix-repetition-output-len": OUTPUT_TOKENS,
+        "prefix-repetition-output-len": asked.output_tokens,
         "seed": seed,
         "result-dir": model.parent,
         "result-filename": result.name,
@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--at-once", type=int, default=16)
+    parser.add_argument("--output-tokens", type=int, default=24, help="at most 144")
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args(arguments)
     found: dict[str, list[Mapping[str, Any]]] = {line.name: [] for line in LINES}
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             addresses[line.name] = running.enter_context(server(own, line.options))
         for seed in range(asked.rounds + 1):  # the first warms up
             for of, address in addresses.items():
-                found[of].append(benched(address, model, asked.requests, asked.at_once, seed))
+                found[of].append(benched(address, model, asked, seed))
         for of, address in addresses.items():
             with urlopen(f"{address}/metrics", timeout=ANSWERS_WITHIN_S) as page:  # noqa: S310 - loopback
                 told[of] = metrics(page.read().decode())

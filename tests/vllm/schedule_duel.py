@@ -153,7 +153,7 @@ def main() -> None:
     say("| model | steps | beside | seeds | made by decode_step | by the loop |")
     say("|---|---|---|--:|--:|--:|")
     for match in (match for match in MATCHES if match.name in asked.models):
-        core = engine_core(match, 64)
+        core, _engine = engine_core(match, 64)
         core.scheduler.vllm_config.scheduler_config.max_num_batched_tokens = 64
         beside_stock = match.name != "granite_hybrid"
         for title, kinds in KINDS.items():

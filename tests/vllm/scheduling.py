@@ -116,8 +116,8 @@ def run(core: Any, kinds: tuple[Any, Any], ahead: int, count: int) -> tuple[list
     return stock.took, ours.took
 
 
-def engine_core(match: Any, most: int) -> Any:  # noqa: ANN401 - vLLM's
-    """Of an engine of that model, for up to ``most`` requests."""
+def engine_core(match: Any, most: int) -> tuple[Any, Any]:  # noqa: ANN401 - vLLM's
+    """Of an engine of that model, for up to ``most`` requests, and that engine: with it goes what the core knows."""
     with TemporaryDirectory() as name:
         folder = Path(name) / "model"
         tiny_model(match.name, 0, match.fields).save_pretrained(folder)
@@ -129,7 +129,7 @@ def engine_core(match: Any, most: int) -> Any:  # noqa: ANN401 - vLLM's
     core = llm.llm_engine.engine_core.engine_core
     # whole prompts in one step: of what no forward runs there may be as many tokens
     core.scheduler.vllm_config.scheduler_config.max_num_batched_tokens = PROMPT * most
-    return core
+    return core, llm
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     say("| model | steps | requests | us a request and step: stock | ours | stock / ours |")
     say("|---|---|--:|--:|--:|--:|")
     for match in (match for match in MATCHES if match.name in asked.models):
-        core = engine_core(match, max(asked.requests))
+        core, _engine = engine_core(match, max(asked.requests))
         for title, kinds in KINDS.items():
             for count in asked.requests:
                 stock, ours = (median(took) for took in run(core, kinds, int(kinds[0] is StockAsync), count))

@@ -591,6 +591,12 @@ class KVCacheManager:
         computed, end = _one_a_row("computed", computed, rows, 0), _one_a_row("end", end, rows, 0)
         self.checkpoints.store(self.rows.requests, rows, computed, end)
 
+    def store_checkpoints_of(self, request: Request, computed: int, end: int) -> None:
+        """store_checkpoints of one request. CacheError for one that holds no blocks."""
+        if not self.checkpoints.idle:
+            self._residents.row_of(request)
+            self.checkpoints.store_of(request, integer("computed", computed, 0), integer("end", end, 0))
+
     def take_transfers(self) -> Transfers:
         """Moves, copies and checkpoints since the last call, for the worker; their blocks are held no longer.
 

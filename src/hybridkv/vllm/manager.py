@@ -256,10 +256,12 @@ class CacheManager:
 
         Where it cannot go on behind those, it begins anew.
         """
+        if num_computed_tokens < self._due.get(request.request_id, 0):  # of one that is loaded there is none
+            return
         if self._admissions.is_loading(request.request_id):
             self._admissions.finish_load(request, num_computed_tokens)
             return
-        if not self.enable_caching or num_computed_tokens < self._due.get(request.request_id, 0):
+        if not self.enable_caching:
             return
         mine = self._mirrors.of(request)
         if mine.row >= 0:

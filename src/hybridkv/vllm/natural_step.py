@@ -126,12 +126,11 @@ class StepWriter:
         )
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         computed |= {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
-        some = [(mine.row, name) for name, mine in self._manager.ahead.served.items() if name in counts]
-        if not some:
-            return {}
-        ends = {row: computed[name] + counts[name] - len(drafts.get(name, ())) for row, name in some}
-        before = np.array([computed[name] for _, name in some], np.int64)
-        self._cache.store_checkpoints(np.array(list(ends), np.int64), before, np.array(list(ends.values()), np.int64))
+        ends = dict[int, int]()
+        for name, mine in self._manager.ahead.served.items():
+            if name in counts:
+                ends[mine.row] = end = computed[name] + counts[name] - len(drafts.get(name, ()))
+                self._cache.store_checkpoints_of(mine, computed[name], end)
         return ends
 
     def _kept(self, transfers: Transfers, ends: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:

@@ -108,6 +108,11 @@ class Checkpoints:
             if request is not None:
                 self._store_row(request, computed.item(place), end.item(place))
 
+    def store_of(self, request: Request, computed: int, end: int) -> None:
+        """The same of one request, which has a row."""
+        if end >= self._next.item(request.row) or request.row in self._late:
+            self._store_row(request, computed, end)
+
     def _store_row(self, request: Request, computed: int, end: int) -> None:
         for stop, column in self._late.pop(request.row, ()):
             self._store_one(request, stop, column)
