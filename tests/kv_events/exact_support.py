@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from random import Random
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from events_support import BLOCK, SALTS
@@ -23,6 +24,10 @@ CACHES: Mapping[str, Sequence[str]] = {
     "windows": ("full", "window"),
     "all": ("full", "window", "state"),
 }
+
+
+_ASKED = WeakKeyDictionary[KVCacheManager, dict[Prompt, Request]]()
+"""What caches were asked with: made once, for they are asked after every step."""
 
 
 def cache_of_layers(
@@ -89,9 +94,12 @@ class Known:
 def can_be_hit(cache: KVCacheManager, prompts: Iterable[Prompt]) -> set[Prompt]:
     """Prefixes of whole blocks that are hit by what begins as ``prompts`` and goes on otherwise anywhere."""
     begun = {(salt, tokens[:length]) for salt, tokens in prompts for length in range(1, len(tokens) + 1)}
-    found = set[Prompt]()
+    found, known = set[Prompt](), _ASKED.setdefault(cache, {})
     for salt, tokens in begun:
-        request = Request("asked", (*tokens, 77), hasher=cache.hasher, cache_salt=salt)
+        request = known.get((salt, tokens))
+        if request is None:
+            request = Request("asked", (*tokens, 77), hasher=cache.hasher, cache_salt=salt)
+            known[salt, tokens] = request
         hit = cache.find_hit(request).tokens // BLOCK * BLOCK
         found.update((salt, tokens[:end]) for end in range(BLOCK, hit + 1, BLOCK))
     return found

@@ -50,6 +50,8 @@ GOLDEN = {
 }
 MODELS = list(GOLDEN)
 """One of every kind of plan, of those known by name."""
+TWICE = {"jamba-1.5-mini", "gemma-3-27b", "whisper-large-v3"}
+"""Replayed twice, where one replay says all but that another one says the same."""
 MEMORY = {"lfm2-1.2b": "4GiB"}
 """Where 40 GiB are millions of blocks, each of which ``check`` looks at."""
 
@@ -132,12 +134,18 @@ def test_every_known_model_hits_what_can_be_hit(name: str) -> None:
     assert (report.preemptions, report.caching_off is None) == (0, bool(hit_tokens))
 
 
+def run_to_the_end(name: str, workload: UniformWorkload, made: Plan) -> ReplayReport:
+    """What a replay reports; of some models another one says the same."""
+    first, *again = (finished(workload, simulation_of(made, ReplaySettings())) for _ in range(1 + (name in TWICE)))
+    assert [one.to_json({}) for one in again] == [first.to_json({})] * len(again)
+    return first
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_known_model_runs_in_a_small_pool(name: str) -> None:
     crowd = replace(LONG, gap_s=0.05)
     plan = tight(name, crowd)
-    first, again = (finished(crowd, simulation_of(plan, ReplaySettings())) for _ in range(2))
-    assert first.to_json({}) == again.to_json({})
+    first = run_to_the_end(name, crowd, plan)
     if name != "whisper-large-v3":
         assert 0 < first.hit_tokens <= GOLDEN[name][1]
 
@@ -172,11 +180,10 @@ def test_a_short_prompt_never_hits_in_blocks_that_cover_a_state() -> None:
 def test_without_placement_no_state_is_hit(name: str) -> None:
     aligned = planned(name, LONG)
     plan = planned(name, LONG, placement="none")
-    report = finished(LONG, simulation_of(plan, ReplaySettings()))
     if aligned.placement is None:
-        assert (plan.placement, plan.config) == (None, aligned.config)
-        assert report.hit_tokens == GOLDEN[name][1]
+        assert plan == aligned
         return
+    report = finished(LONG, simulation_of(plan, ReplaySettings()))
     assert (aligned.placement, plan.placement) == ("align", "none")
     assert (report.hit_tokens, report.caching_off) == (0, "placement none keeps no state to resume from")
     assert not any(group.cached_blocks or group.copies for group in report.groups)
@@ -225,8 +232,9 @@ def test_a_plan_that_was_written_and_read_gives_the_same_report(name: str, layou
     written = plan_with_length(SHORT.summary(), plan_from_json(plan_to_json(made)))
     direct = plan_with_length(SHORT.summary(), made)
     assert written == direct
-    first, other = (replay(SHORT, one, ReplaySettings()).to_json({}) for one in (written, direct))
-    assert first == other
+    if name in TWICE:
+        first, other = (replay(SHORT, one, ReplaySettings()).to_json({}) for one in (written, direct))
+        assert first == other
 
 
 def test_context_parallel_ranks_of_the_plan_are_the_managers() -> None:
@@ -328,8 +336,7 @@ def test_every_known_model_hits_ends_to_the_token_in_the_natural_layout(name: st
 def test_every_known_model_runs_in_few_slabs(name: str) -> None:
     crowd = replace(LONG, gap_s=0.05)
     plan = tight(name, crowd, layout="natural")
-    first, again = (finished(crowd, simulation_of(plan, ReplaySettings())) for _ in range(2))
-    assert first.to_json({}) == again.to_json({})
+    run_to_the_end(name, crowd, plan)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "gemma-3-27b", "llama-4-scout", "jamba-1.5-mini"])
