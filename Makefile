@@ -147,7 +147,7 @@ test-vllm-own: find-vllm
 	@test -d "$(VLLM_TESTS)" || { echo "say where vLLM's tests are: make $(MAKECMDGOALS) VLLM_TESTS=/path/to/vllm/tests"; exit 2; }
 	$(VLLM_PYTHON) tests/vllm/judge.py $(VLLM_TESTS)
 
-# clients of others in an environment of their own, from the package registry: some 6 GB, most of it torch, which guidellm imports
+# clients of others in an environment of their own, from the package registry: 2.5 GB, most of it torch, which guidellm imports
 CLIENTS_ENV ?= .venv/clients
 CLIENTS_PIP = $(CLIENTS_ENV)/bin/pip install --quiet --disable-pip-version-check
 $(CLIENTS_ENV)/done.stamp:
