@@ -242,6 +242,42 @@ def test_who_reads_requests_together_hears_what_went_wrong_last() -> None:
     run(work)
 
 
+def test_what_ends_one_output_of_several_is_not_lost_on_who_reads_late() -> None:
+    async def work() -> None:
+        opened: list[Stream] = []
+
+        def two(engine: Engine) -> Stream:
+            asked = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, seed=0, n=2)
+            opened.append(engine.stream(PROMPTS[0], asked))
+            return opened[0]
+
+        async with engines() as (front, engine):
+            with front.read([two]) as reading:
+                await reading.next()
+                opened[0]._cursors[0]._progress.error = ValueError("no such text")
+                await until(lambda: engine.idle)
+                with pytest.raises(ValueError, match="no such text"):
+                    await all_of(reading)
+            assert engine.cache.usage == 0
+
+    run(work)
+
+
+def test_a_request_that_ends_without_a_part_keeps_nobody_waiting() -> None:
+    async def work() -> None:
+        def closed(engine: Engine) -> Stream:
+            stream = queued(PROMPTS[0], 9, engine)
+            stream.close()
+            return stream
+
+        async with engines() as (front, _):
+            with front.read([closed]) as reading:
+                assert await reading.next() == []
+                assert reading.ended
+
+    run(work)
+
+
 def test_a_reading_that_is_left_ends_who_waits_for_it() -> None:
     async def work() -> None:
         async with engines() as (front, engine):

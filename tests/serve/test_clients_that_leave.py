@@ -114,6 +114,27 @@ def test_what_was_asked_ends_even_while_something_is_sent() -> None:
     asyncio.run(work())
 
 
+def test_an_answer_that_was_left_at_its_beginning_is_no_whole_one() -> None:
+    async def work() -> None:
+        async with asyncio.timeout(WAIT), Front(engine_of("llama"), ServeOptions(), None) as front:
+            gone, sent = asyncio.Event(), list[dict[str, Any]]()
+
+            async def receive() -> dict[str, Any]:
+                await gone.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message: Any) -> None:  # noqa: ANN401  # ASGI's
+                sent.append(message)
+                gone.set()
+                await asyncio.sleep(0.01)
+
+            await (await streamed(front, CompletionBody(**LONG, stream=True)))({}, receive, send)
+            assert all(one["more_body"] for one in sent[1:])
+            assert front.places.taken == 0
+
+    asyncio.run(work())
+
+
 def test_a_queue_that_is_full_says_when_to_come_again() -> None:
     with serving(engine_of("llama", max_running=1), ServeOptions(max_waiting=1)) as served:
         with served.client.stream("POST", PATH, json={**LONG, "stream": True}) as first:

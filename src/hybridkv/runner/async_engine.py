@@ -108,8 +108,15 @@ class _Reader:
         """Nothing is left to read, not even what went wrong."""
         return self._ended and not self._parts and self._error is None
 
+    @property
+    def failed(self) -> bool:
+        """What went wrong is all that is left to read."""
+        return not self._parts and self._error is not None
+
     def deliver(self, news: _News) -> None:
-        """More to read."""
+        """More to read; nothing behind an error."""
+        if self._ended:
+            return
         self._parts += news.parts
         self._error = news.error
         self._ended = news.ended or news.error is not None
@@ -128,7 +135,7 @@ class _Reader:
 
     def take(self) -> list[Increment]:
         """All that is there. Raises what went wrong where nothing is."""
-        if not self._parts and self._error is not None:
+        if self._error is not None and self.failed:
             raise self._error
         self._make_room()
         parts = list(self._parts)
@@ -153,11 +160,15 @@ class Reading:
         Raises what went wrong with any request, behind what came of it before. O(requests + increments).
         """
         while self._unread:
-            found = [(number, part) for number, one in self._unread for part in one.take()]
+            found = list[tuple[int, Increment]]()
+            for number, one in self._unread:
+                if not (found and one.failed):  # which the next call says
+                    found += ((number, part) for part in one.take())
+            self._unread = [one for one in self._unread if not one[1].over]
             if found:
-                self._unread = [one for one in self._unread if not one[1].over]
                 return found
-            await self._bell.wait()
+            if self._unread:
+                await self._bell.wait()
         return []
 
     @property
@@ -464,5 +475,6 @@ def _taken(reader: _Reader) -> _News:
         while len(parts) < reader.room and (part := reader.stream.take()) is not None:
             parts.append(part)
     except Exception as error:  # noqa: BLE001  # as above
+        reader.stream.close()  # of its other outputs nobody would hear the end
         return _News(reader, parts, error=error)
     return _News(reader, parts, reader.stream.ended)

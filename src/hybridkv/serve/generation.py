@@ -144,8 +144,8 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        """Nothing more will come."""
-        return self._reading.ended
+        """Nothing more will come, and the client is there."""
+        return self._reading.ended and not self._gone
 
     @contextmanager
     def watched(self, receive: Receive) -> Iterator[None]:
