@@ -78,6 +78,7 @@ IN_SCHEDULERS = (
     "hash_block_size",
     "kv_cache_config",
     "kv_cache_manager",
+    "defer_block_free",
     "kv_holding_waiting",
     "kv_metrics_collector",
     "mamba_has_prefill_checkpoint_blocks",

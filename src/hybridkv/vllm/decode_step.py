@@ -73,7 +73,8 @@ def _nothing_else(scheduler: Any) -> bool:  # noqa: ANN401 - vLLM's
         scheduler.waiting
         or scheduler.kv_holding_waiting
         or scheduler._pause_state is not PauseState.UNPAUSED
-        or scheduler.connector is not None  # which alone has blocks freed late
+        or scheduler.connector is not None
+        or scheduler.defer_block_free  # steps are counted in the loop
         or scheduler.ec_connector is not None
         or scheduler.aux_output_connector is not None
         or scheduler.vllm_config.speculative_config is not None
