@@ -20,7 +20,7 @@ from hybridkv.vllm.arena import Arena
 from hybridkv.vllm.manager import CacheManager
 from hybridkv.vllm.natural import Options, default_block_size, natural_cache, natural_plan
 from hybridkv.vllm.natural_refusals import refuse
-from hybridkv.vllm.natural_step import StepWriter
+from hybridkv.vllm.natural_step import NaturalStep, StepWriter
 from hybridkv.vllm.settings import Settings
 from natural_engine import Connector, Engine, Output
 
@@ -271,6 +271,18 @@ def test_states_are_kept_where_rows_that_decode_pass_a_stop() -> None:
     assert engine.manager.cache.checkpoints.stored == len([6, 12, 18, 24])
     for stop in (6, 12, 18, 24):
         assert engine.manager.get_computed_blocks(Asked(f"to {stop}", request.all_token_ids[: stop + 1]))[1] == stop
+
+
+@pytest.mark.parametrize(("specs", "cleared"), [(HYBRID, True), (WINDOWS, False)])
+def test_blocks_are_cleared_where_a_state_may_have_lain(specs: Sequence[object], *, cleared: bool) -> None:
+    zeroed = list[int]()
+
+    def seen(step: NaturalStep) -> NaturalStep:
+        zeroed.append(len(step.zero))
+        return step
+
+    play(Engine(manager(specs=specs), change=seen))
+    assert any(zeroed) == cleared
 
 
 def test_blocks_that_move_are_found_again() -> None:

@@ -2,7 +2,8 @@
 
 give     in one batch, for what leads the running requests, before vLLM's own loop
 decode   for a step in which all of them decode one token: those alone are looked at that need something
-take     what a request was given in this step
+take     whether vLLM has to ask at all: no, where it was given so much in this step, or needs nothing
+serve    what a call of its own gives
 """
 
 from __future__ import annotations
