@@ -97,7 +97,7 @@ class BlockNeeds:
         self.weights = [0] * tenants
         self.payers = np.zeros(space.num_blocks if tenants > 1 else 0, np.int32)
         self.cleared = 0
-        self._lost: list[int] = []
+        self._lost: dict[int, int] = {}
 
     def add(self, ids: Ids, tenant: int) -> None:
         """One more end of ``tenant`` needs each of ``ids``, distinct, with keys; those given up are kept again."""
@@ -182,7 +182,7 @@ class BlockNeeds:
         if not (self.counts.item(ids.item(0)) if len(ids) == 1 else self.counts[ids].any()):
             return
         needed = ids[self.counts[ids] > 0]
-        self._lost += needed.tolist()
+        self._lost.update(zip(needed.tolist(), self.counts[needed].tolist(), strict=True))
         self._discharge(needed)
         self.counts[needed] = 0
 
@@ -196,14 +196,17 @@ class BlockNeeds:
         """Whether ``take_lost`` says any."""
         return bool(self._lost)
 
-    def take_lost(self) -> list[int]:
-        """Blocks that were lost though ends needed them, since the last call."""
-        lost, self._lost = self._lost, []
+    def take_lost(self) -> dict[int, int]:
+        """Return the blocks that lost their keys since the last call, with how many ends needed each: 1 or more."""
+        lost, self._lost = self._lost, {}
         return lost
 
     def follow(self, moves: Int64) -> None:
-        """Counts go with the blocks."""
+        """Counts go with the blocks, and so do blocks that are lost and not yet taken by ``take_lost``."""
         sources, targets = moves[:, 0], moves[:, 1]
+        if self._lost:
+            moved = dict(moves.tolist())
+            self._lost = {moved.get(block, block): count for block, count in self._lost.items()}
         self.counts[targets] = self.counts[sources]
         self.counts[sources] = 0
         if self.payers.size:
@@ -213,5 +216,5 @@ class BlockNeeds:
         """No end needs any block."""
         self.counts.fill(0)
         self.weights[:] = [0] * len(self.weights)
-        self._lost = []
+        self._lost = {}
         self.cleared += 1

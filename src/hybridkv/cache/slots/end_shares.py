@@ -7,7 +7,7 @@ owners     of each block that ends need by themselves: states, and what their la
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,11 +148,18 @@ class EndShares:
             for node in owners:
                 node.own = [target if block == source else block for block in node.own]
 
-    def lose(self, lost: Iterable[int]) -> set[Node]:
-        """Blocks are not there any longer: the ends that needed one by themselves."""
-        broken = set[Node]()
-        for block in lost:
-            for node in self.owners.pop(block, ()):
+    def lose(self, lost: Mapping[int, int]) -> tuple[set[Node], bool]:
+        """Forget blocks that lost their keys, as blocks of their own of resume points.
+
+        lost: block -> how many resume points needed it. O(lost and their owners).
+
+        Returns the resume points that owned one, and whether no other resume point needed any of them.
+        """
+        broken, owned_alone = set[Node](), True
+        for block, count in lost.items():
+            owners = self.owners.pop(block, [])
+            owned_alone &= len(owners) == count
+            for node in owners:
                 node.own.remove(block)
                 broken.add(node)
-        return broken
+        return broken, owned_alone

@@ -11,7 +11,7 @@ is not before the other; of those that go on with the same key it is before all,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 from hybridkv.cache.placement.ends import End, Kind
@@ -24,6 +24,9 @@ CROWD: Final = 8
 
 _FIRST_CHUNK: Final = 32
 """Hash blocks that are looked at together, then twice as many each time."""
+
+_WHOLE: Final = (b"", b"")
+"""``Node.inside`` of a resume point at the edge of a hash block."""
 
 
 class Node:
@@ -160,31 +163,79 @@ class Node:
         return [key for part in reversed(parts) for key in part]
 
 
+class _Place:
+    """Resume points that share all of their whole hash blocks, by the tokens that follow the last whole one.
+
+    A look-up costs one dictionary access for each length in use, however many resume points there are.
+
+    Attributes
+        by_inside: the resume point of each ``Node.inside``.
+        lengths: bytes of the tokens inside the block -> how many resume points have so many.
+    """
+
+    __slots__ = ("by_inside", "lengths")
+
+    def __init__(self) -> None:
+        self.by_inside: dict[tuple[bytes, bytes], Node] = {}
+        self.lengths: dict[int, int] = {}
+
+    def add(self, node: Node) -> None:
+        """Add ``node``. O(1)."""
+        length = len(node.inside[1])
+        self.by_inside[node.inside] = node
+        self.lengths[length] = self.lengths.get(length, 0) + 1
+
+    def remove(self, node: Node) -> None:
+        """Remove ``node``. O(1)."""
+        length = len(node.inside[1])
+        del self.by_inside[node.inside]
+        self.lengths[length] -= 1
+        if not self.lengths[length]:
+            del self.lengths[length]
+
+
 class EndTree:
     """hash_block: tokens. For reading: root, which is kept and is no end; nodes, by the serials of their ends."""
 
     def __init__(self, hash_block: int) -> None:
-        self.root = Node(End(-1, Kind.GRID, 0, 0.0, None), 0, b"", (b"", b""))
+        self.root = Node(End(-1, Kind.GRID, 0, 0.0, None), 0, b"", _WHOLE)
         self.root.kept = True
         self.nodes: dict[int, Node] = {}
         self._hash_block = hash_block
-        self._at: dict[bytes, list[Node]] = {}
+        self._places: dict[bytes, _Place] = {}
         self._next = 0
 
     def back(self, request: Request, limit: int) -> Iterator[Node]:
-        """Ends, kept or remembered, that ``request`` begins with, up to ``limit`` tokens, the deepest first.
+        """Yield the resume points, kept or remembered, that ``request`` begins with, the deepest first.
 
-        O(hash blocks) look-ups up to the last one that is asked for, Python operations for those found.
+        O(hash blocks) dictionary look-ups up to the last one that is asked for; Python operations at each place that
+        has resume points: as many as there are lengths inside a hash block, at most.
+
+        request: whose tokens are compared.
+        limit: most tokens of a resume point.
         """
-        hashes, get = request.hashes, self._at.get
+        hashes, get = request.hashes, self._places.get
         stop, chunk = min(limit // self._hash_block, len(hashes)), _FIRST_CHUNK
         while stop > 0:
             start = max(stop - chunk, 0)
-            for nodes in filter(None, map(get, reversed(hashes[start:stop]))):
-                for node in nodes if len(nodes) == 1 else reversed(in_order(nodes)):
-                    if node.end.tokens <= limit and self._begins(request, node):
-                        yield node
+            for depth, place in zip(range(stop, start, -1), map(get, reversed(hashes[start:stop])), strict=True):
+                if place is not None:
+                    yield from self._within(place, request, depth, limit)
             stop, chunk = start, 2 * chunk
+
+    def _within(self, place: _Place, request: Request, depth: int, limit: int) -> Iterator[Node]:
+        """Yield those of ``place``, behind ``depth`` hash blocks, that ``request`` begins with, the deepest first."""
+        found = place.by_inside
+        lengths = sorted(place.lengths, reverse=True)
+        if lengths[0]:
+            parent = parent_key(request, depth, 1)
+            start = depth * self._hash_block
+            own = request.token_bytes(start, min(limit, start + self._hash_block - 1))
+            for length in lengths:
+                if 0 < length <= len(own) and (node := found.get((parent, own[:length]))) is not None:
+                    yield node
+        if (node := found.get(_WHOLE)) is not None:
+            yield node
 
     def deepest(self, request: Request, limit: int) -> Node | None:
         """The last kept one of them."""
@@ -194,27 +245,21 @@ class EndTree:
         """Whether ``request``, all but its last token, begins with the tokens of ``node``. O(1)."""
         keys = request.hashes
         there = node.depth <= len(keys) and node.tokens < request.num_tokens and keys[node.depth - 1] == node.chain
-        return there and self._begins(request, node)
-
-    def _begins(self, request: Request, node: Node) -> bool:
-        parent, tokens = node.inside
-        if not tokens:
-            return True
-        inside = request.token_bytes(node.depth * self._hash_block, node.end.tokens)
-        return inside == tokens and parent == parent_key(request, node.depth, 1)
+        return there and self._inside(request, node.tokens) == node.inside
 
     def _inside(self, request: Request, tokens: int) -> tuple[bytes, bytes]:
+        """What tells the tokens inside a hash block apart, of the first ``tokens`` of ``request``."""
         depth, rest = divmod(tokens, self._hash_block)
         if not rest:
-            return b"", b""
+            return _WHOLE
         return parent_key(request, depth, 1), request.token_bytes(depth * self._hash_block, tokens)
 
     def find(self, request: Request, tokens: int) -> Node | None:
-        """The end at ``tokens`` of ``request``, kept or remembered."""
-        found = (
-            self._at.get(request.hashes[tokens // self._hash_block - 1], ()) if self.has_room(request, tokens) else ()
-        )
-        return next((one for one in found if one.tokens == tokens and self._begins(request, one)), None)
+        """Return the resume point at ``tokens`` tokens of ``request``, kept or remembered; None without one. O(1)."""
+        if not self.has_room(request, tokens):
+            return None
+        place = self._places.get(request.hashes[tokens // self._hash_block - 1])
+        return None if place is None else place.by_inside.get(self._inside(request, tokens))
 
     def has_room(self, request: Request, tokens: int) -> bool:
         """Whether ``tokens`` fill a hash block at least, and are known."""
@@ -228,17 +273,17 @@ class EndTree:
         end = End(self._next, kind, tokens, now, gap, tenant)
         self._next += 1
         node = Node(end, depth, request.hashes[depth - 1], self._inside(request, tokens))
-        self._at.setdefault(node.chain, []).append(node)
+        self._places.setdefault(node.chain, _Place()).add(node)
         self.nodes[end.serial] = node
         return node
 
     def forget(self, node: Node) -> None:
         """``node``, not kept, is found no longer."""
         del self.nodes[node.end.serial]
-        there = self._at[node.chain]
-        there.remove(node)
-        if not there:
-            del self._at[node.chain]
+        place = self._places[node.chain]
+        place.remove(node)
+        if not place.by_inside:
+            del self._places[node.chain]
 
     def parent_of(self, request: Request, tokens: int) -> Node:
         """The nearest kept end before ``tokens`` of ``request``, or the root."""
@@ -246,9 +291,4 @@ class EndTree:
 
     def kept(self) -> list[Node]:
         """Kept ends, parents first. O(ends log ends)."""
-        return in_order(node for node in self.nodes.values() if node.kept)
-
-
-def in_order(nodes: Iterable[Node]) -> list[Node]:
-    """By their tokens."""
-    return sorted(nodes, key=lambda node: node.tokens)
+        return sorted((node for node in self.nodes.values() if node.kept), key=lambda node: node.tokens)

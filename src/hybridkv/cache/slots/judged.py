@@ -426,8 +426,15 @@ class JudgedEnds:
                 self._rankings.of(node.end).forget(node.end, now)
             self._begin()
             return
-        if self._needs.has_lost:
-            self._recount(self._shares.lose(self._needs.take_lost()))
+        if not self._needs.has_lost:
+            return
+        broken, owned_alone = self._shares.lose(self._needs.take_lost())
+        if not owned_alone:
+            self._recount(broken)
+            return
+        now = self._clock()
+        for node in sorted(broken, key=lambda one: (one.tokens, one.end.serial), reverse=True):
+            self._release(node, now)
 
     def _recount(self, broken: set[Node]) -> None:
         """Count anew, without ``broken`` ends and those whose tokens are gone. O(kept ends and their segments)."""
