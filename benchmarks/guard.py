@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 from kv_adapter import HybridKVAdapter
+from shared_prefix import SharedPrefix
 
 HERE: Final = Path(__file__).parent
 DECLARED: Final = HERE / "work.json"
@@ -270,6 +271,13 @@ class Bench:
             result = adapter.sched_prepare(scheduler, made, names, 9)
             self.call(f"{told}.update.per_step", 1, adapter.sched_update, scheduler, made, result)
 
+    def shared_prefix(self) -> None:
+        """Requests with one system prompt and a short end of their own, behind 100 and behind 500 like them."""
+        server = SharedPrefix("qwen3-next-80b-a3b", "natural")
+        for behind, more in ((100, 100), (500, 380)):
+            server.serve(more)
+            self.call(f"shared_prefix.behind_{behind}.per_request", 20, server.serve, 20)
+
 
 def scenarios() -> Mapping[str, Callable[[Bench], None]]:
     """All of them by name."""
@@ -289,6 +297,7 @@ def scenarios() -> Mapping[str, Callable[[Bench], None]]:
         "churn": Bench.churn,
         "tables": Bench.tables,
         "sched": lambda bench: bench.steps("sched", [FULL]),
+        "shared_prefix": Bench.shared_prefix,
         "sched_hybrid": lambda bench: bench.steps("sched_hybrid", [FULL, WINDOW, STATES, STATES]),
     }
 

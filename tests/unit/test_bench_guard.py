@@ -65,3 +65,18 @@ def test_every_row_is_declared(guard: ModuleType) -> None:
     declared = json.loads((BENCHMARKS / "work.json").read_text())
     assert set(guard.measure(["tables", "decode_one"])) <= set(declared["rows"])
     assert {"python", "numpy"} <= set(declared)
+
+
+def test_shared_prefix_work_does_not_grow_with_requests(guard: ModuleType) -> None:
+    """A request behind 400 with the same system prompt costs what one behind 100 costs (2.3 times as much before)."""
+    work = {}
+    server = guard.SharedPrefix("llama-3-8b", "natural")
+    for behind, more in ((100, 100), (400, 280)):
+        server.serve(more)
+        counter = guard.Counter()
+        with counter.counted("request", 20):
+            server.serve(20)
+        work[behind] = counter.per_operation()["request"]
+    assert work[400][0] < 1.1 * work[100][0]
+    assert work[400][1] < 1.1 * work[100][1]
+    server.cache.check()

@@ -58,10 +58,13 @@ class EndBlocks:
     def window(self, node: Node) -> list[int] | None:
         """Whole blocks that windows and chunks read before it; None where one is not there. O(windows)."""
         found = list[int]()
+        keys_of: dict[tuple[int, int, int], list[bytes]] = {}  # groups with the same window read the same keys
         for group in self._windows:
             size, stride = group.policy.block_size, group.key_stride
-            first, last = group.policy.hits.first_needed(node.tokens) // size, node.tokens // size
-            found += group.index.blocks_of(node.keys(first * stride, last * stride)[stride - 1 :: stride])
+            read = group.policy.hits.first_needed(node.tokens) // size, node.tokens // size, stride
+            if read not in keys_of:
+                keys_of[read] = node.keys(read[0] * stride, read[1] * stride)[stride - 1 :: stride]
+            found += group.index.blocks_of(keys_of[read])
         return None if 0 in found else found
 
     def own(self, request: Request, tokens: int) -> list[int] | None:

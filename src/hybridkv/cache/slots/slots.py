@@ -193,13 +193,16 @@ class Slots:
         work = tuple(zip(self._groups, plan.groups, strict=True))
         for group, part in work:
             self._drop(group, row, part.drop)
+        touched = list[Int32]()
         for place, (group, part) in enumerate(work):
             if part.reuse.size:
-                self._pool.touch(part.reuse[part.reuse != 0])
+                touched.append(part.reuse[part.reuse != 0])
                 group.rows.extend(row, part.reuse)
             if plan.sources and plan.sources[place]:
-                self._pool.touch(np.array([plan.sources[place]], np.int32))
+                touched.append(np.array([plan.sources[place]], np.int32))
                 self._transfers.owe_copy(group, plan.sources[place], row, group.policy.hits.columns(plan.hit_tokens))
+        if touched:
+            self._pool.touch(touched[0] if len(touched) == 1 else np.concatenate(touched))
         if plan.begins:
             self._publisher.begin(plan.request, plan.computed_tokens)
         new = tuple(self._append(group, row, part) for group, part in work)
