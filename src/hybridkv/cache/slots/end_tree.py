@@ -11,7 +11,9 @@ is not before the other; of those that go on with the same key it is before all,
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator, Sequence
+from operator import attrgetter
 from typing import Final
 
 from hybridkv.cache.placement.ends import End, Kind
@@ -28,11 +30,14 @@ _FIRST_CHUNK: Final = 32
 _WHOLE: Final = (b"", b"")
 """``Node.inside`` of a resume point at the edge of a hash block."""
 
+_INSIDE: Final = attrgetter("inside")
+
 
 class Node:
     """An end in the tree. depth: whole hash blocks before it. chain, inside, segment: see the module.
 
-    own: blocks of its own, states and those of its last tokens. children: by the first key of their segments.
+    own: blocks of its own, states and those of its last tokens. children: by the first key of their segments; those
+    without a segment under b"", sorted by ``inside``, for thousands may differ inside one hash block.
     kept: it is no ghost. ranked: it may be given up.
     """
 
@@ -91,16 +96,31 @@ class Node:
         return any(len(one.children.get(key, ())) > CROWD for one in before for key in (self.first_key, b""))
 
     def behind(self, other: Node, known: Collection[bytes]) -> list[Node]:
-        """Children that ``other``, new behind this end, lies before. O(children that begin as it does).
+        """Return the children that ``other``, new behind this node, lies before.
 
-        known: keys of next blocks that begin as ``other`` does, which ends inside one.
+        O(children that share its first hash block), O(log children + found) inside one hash block.
+
+        known: keys of the next hash blocks that begin as ``other`` does, if ``other`` ends inside one.
         """
         length = len(other.segment)
-        passing = self._through(other.segment) if length else self.children.get(b"", ())
-        found = [one for one in passing if len(one.segment) == length and other.begins_block_of(one)]
-        if other.inside[1]:
-            return found + [one for key in known for one in self._through([*other.segment, key])]
-        return found + [one for one in passing if len(one.segment) > length]
+        if not length:
+            found = self._inside(other.inside)
+        else:
+            passing = self._through(other.segment)
+            found = [one for one in passing if len(one.segment) == length and other.begins_block_of(one)]
+            if not other.inside[1]:
+                return found + [one for one in passing if len(one.segment) > length]
+        return found + [one for key in known for one in self._through([*other.segment, key])]
+
+    def _inside(self, prefix: tuple[bytes, bytes]) -> list[Node]:
+        """Return the children behind the same whole hash blocks whose ``inside`` begins with ``prefix``."""
+        bucket, found = self.children.get(b"", []), list[Node]()
+        for place in range(bisect_left(bucket, prefix, key=_INSIDE), len(bucket)):
+            parent, tokens = bucket[place].inside
+            if parent != prefix[0] or not tokens.startswith(prefix[1]):
+                break
+            found.append(bucket[place])
+        return found
 
     def _through(self, keys: Sequence[bytes]) -> list[Node]:
         """Children whose segments begin with ``keys``, one at least."""
@@ -129,7 +149,11 @@ class Node:
     def link(self, parent: Node) -> None:
         """``parent`` is the nearest kept end before."""
         self.parent = parent
-        parent.children.setdefault(self.first_key, []).append(self)
+        bucket = parent.children.setdefault(self.first_key, [])
+        if self.segment:
+            bucket.append(self)
+        else:
+            insort(bucket, self, key=_INSIDE)
 
     def unlink(self) -> Node:
         """The parent, whose child it is no longer."""
@@ -137,7 +161,7 @@ class Node:
         if parent is None:
             raise CacheError(f"the end of {self.tokens} tokens has no parent")
         bucket = parent.children[self.first_key]
-        bucket.remove(self)
+        del bucket[bucket.index(self) if self.segment else bisect_left(bucket, self.inside, key=_INSIDE)]
         if not bucket:
             del parent.children[self.first_key]
         self.parent = None
