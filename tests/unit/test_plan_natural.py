@@ -21,7 +21,7 @@ from hybridkv.planner.capacity import blocks_needed, reserved_blocks
 from hybridkv.planner.comparison import facts_of, padding_of
 from hybridkv.planner.natural import natural_config
 from hybridkv.planner.packing import LayerKind, packings, worst_padding
-from hybridkv.planner.plan import DEFAULT_PLACEMENTS
+from hybridkv.planner.plan import DEFAULT_PLACEMENTS, LAYOUTS
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -358,7 +358,22 @@ def test_a_hybrid_by_hand() -> None:
     assert padding_of(made.config) == Fraction(96, 4000)
     facts = facts_of(made)
     assert (facts.attention_tokens, facts.states) == (255 * 4 * 8, 255)
-    assert facts.short_request_bytes == (2 + 4) * 4096
+    # of a request of 100 tokens: 13 blocks, 4 in a slab that others fill up, or 4 slabs alone
+    assert facts.short_request_bytes == 2 * 4096 + 13 * 1024
+    assert facts.short_request_alone_bytes == (2 + 4) * 4096
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "gemma-3-27b", "llama-3-8b", "kimi-linear-48b-a3b"])
+def test_requests_times_what_one_takes_are_the_memory(name: str, layout: str) -> None:
+    made = plan(read_model(name), "80GiB", layout=layout)
+    facts = facts_of(made)
+    taken = facts.short_requests * facts.short_request_bytes
+    assert taken <= 80 * 2**30
+    # less what is left over, the null unit and sinks, and a part of a slab of each group
+    spare = facts.unused_bytes + (2 + facts.groups) * facts.unit_bytes
+    assert taken >= 80 * 2**30 - spare - facts.short_request_bytes
+    assert facts.short_request_alone_bytes >= facts.short_request_bytes
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ def show_comparison(make: Callable[[str], Plan]) -> None:
     out = console()
     out.print(shown)
     out.print(f"requests of at most {format_count(plan.max_model_len)} tokens, sharing nothing", soft_wrap=True)
+    out.print("units: blocks, or slabs that blocks of several requests share", soft_wrap=True)
     out.print("padding: of the group that loses most, over what its layers keep", soft_wrap=True)
 
 
@@ -54,6 +55,7 @@ _ROWS: Final[dict[str, Callable[[LayoutFacts], str]]] = {
     "such requests at once": lambda f: floor(f.concurrency),
     f"requests of {format_count(SHORT_TOKENS)} tokens": lambda f: floor(f.short_requests),
     "one of these takes": lambda f: format_bytes(f.short_request_bytes),
+    "one alone, in whole units": lambda f: format_bytes(f.short_request_alone_bytes),
     "attention tokens that fit": lambda f: _count(f.attention_tokens),
     "states that fit": lambda f: _count(f.states),
     "attention block, tokens": lambda f: ", ".join(map(format_count, f.attention_block_tokens)) or _NOT_THERE,

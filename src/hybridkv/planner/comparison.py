@@ -26,13 +26,14 @@ SHORT_TOKENS: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class LayoutFacts:
-    """A plan as a comparison shows it; memory_bytes: of the plan. What does not exist in a model is None.
+    """A plan as a comparison shows it. What does not exist in a model is None.
 
     attention_block_tokens: sizes of the blocks that attention has. unit_bytes: what the pool gives out, a block or a
     slab, and units how many of them, the null one included. blocks_per_slab: of each group. padding: over content, of
-    the group that loses most. short_request_bytes: units of one request of 1,024 tokens, short_requests: how many such
-    requests fit. attention_tokens: kept if all memory held full attention. states: kept if all held states, each of all
-    recurrent layers.
+    the group that loses most. short_requests: how many requests of 1,024 tokens fit. short_request_bytes: what one of
+    them takes beside the others, whose blocks share slabs with its own; short_requests of them are the memory.
+    short_request_alone_bytes: what one takes alone, in whole units. attention_tokens: kept if all memory held full
+    attention. states: kept if all held states, each of all recurrent layers.
     """
 
     layout: str
@@ -45,8 +46,9 @@ class LayoutFacts:
     unused_bytes: int
     longest_context: int
     concurrency: float
-    short_request_bytes: int
     short_requests: float
+    short_request_bytes: int
+    short_request_alone_bytes: int
     attention_tokens: int | None
     states: int | None
 
@@ -79,22 +81,29 @@ def facts_of(plan: Plan) -> LayoutFacts:
         group.spec.block_size for group in config.groups if group.spec.keeps not in {Keeps.STATE, Keeps.NOTHING}
     }
     slabs = config.slabs
+    blocks_per_slab = tuple(slabs.class_of(at).blocks_per_slab if slabs else 1 for at in range(len(config.groups)))
     return LayoutFacts(
         layout=plan.layout,
         attention_block_tokens=tuple(sorted(attention)),
         groups=len(config.groups),
         units=config.num_blocks,
         unit_bytes=config.unit_bytes,
-        blocks_per_slab=tuple(slabs.class_of(at).blocks_per_slab if slabs else 1 for at in range(len(config.groups))),
+        blocks_per_slab=blocks_per_slab,
         padding=float(padding_of(config)),
         unused_bytes=holds.unused_bytes,
         longest_context=holds.longest_context,
         concurrency=holds.concurrency,
-        short_request_bytes=config.units_for(short) * config.unit_bytes,
         short_requests=copies_that_fit(config, limits, short)[1],
+        short_request_bytes=round(_units_among_others(blocks_per_slab, short) * config.unit_bytes),
+        short_request_alone_bytes=config.units_for(short) * config.unit_bytes,
         attention_tokens=_attention_tokens(config, limits),
         states=_states(config, limits),
     )
+
+
+def _units_among_others(blocks_per_slab: Sequence[int], blocks: Sequence[int]) -> Fraction:
+    """Units that so many ``blocks`` of each group take where others' blocks fill the rest of their slabs."""
+    return sum((Fraction(n, slab) for n, slab in zip(blocks, blocks_per_slab, strict=True)), Fraction())
 
 
 def padding_of(config: KVCacheConfig) -> Fraction:
