@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybridkv.models import read_model
-from hybridkv.simulator import ReplayReport, ReplaySettings, TraceFile, plan_for_trace, replay
+from hybridkv.simulator import H100_UNBOUNDED, ReplayReport, ReplaySettings, TraceFile, plan_for_trace, replay
 from hybridkv.units import MiB
 
 BLOCK = 16
@@ -109,7 +109,7 @@ def replayed(path: Path, *, take_time: bool) -> tuple[ReplayReport, float]:
     model = read_model(MODEL, block_size=BLOCK)
     blocks_for_all = (summary.prompt_tokens + summary.output_tokens) // BLOCK + 2 * summary.requests
     memory = int(blocks_for_all * BLOCK * model.kv_bytes_per_token) + MiB
-    settings = ReplaySettings(time_scale=1.0 if take_time else 0.0)
+    settings = ReplaySettings(hardware=H100_UNBOUNDED, time_scale=1.0 if take_time else 0.0)
     report = replay(source, plan_for_trace(summary, model, memory, layout="reference"), settings, summary=summary)
     return report, time.perf_counter() - begun
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from eviction_table import WAYS, model_of
 
 from hybridkv.planner.plan import NATURAL, REFERENCE
-from hybridkv.simulator import ReplaySettings, TraceFile, plan_for_trace, simulation_of
+from hybridkv.simulator import H100_UNBOUNDED, ReplaySettings, TraceFile, plan_for_trace, simulation_of
 from hybridkv.simulator.formats import TraceRequest
 from hybridkv.simulator.trace import TraceSummary, summarise
 
@@ -47,8 +47,8 @@ def hit_rate(piece: Piece, way: str, model: str, memory: str) -> float:
     """Of the piece's prompt tokens, in a cache that was empty."""
     summary = piece.summary()
     plan = plan_for_trace(summary, model_of(model), memory, layout=REFERENCE if way == "align" else NATURAL)
-    settings = ReplaySettings(eviction=None if way == "align" else way)
-    return simulation_of(plan, settings).run(piece, summary=summary).hit_rate
+    settings = ReplaySettings(hardware=H100_UNBOUNDED, eviction=None if way == "align" else way)
+    return simulation_of(plan, settings).run(piece, summary=summary).hit_rate or 0.0
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ from hybridkv.errors import CacheError, CapacityError
 from hybridkv.models import Model, read_model
 from hybridkv.planner.plan import NATURAL, REFERENCE
 from hybridkv.request import Request
-from hybridkv.simulator import ReplaySettings, SimulatedClock, TraceFile, plan_for_trace, simulation_of
+from hybridkv.simulator import H100_UNBOUNDED, ReplaySettings, SimulatedClock, TraceFile, plan_for_trace, simulation_of
 from hybridkv.simulator.formats import TraceRequest
 from hybridkv.simulator.trace import RequestSource, TraceSummary
 from hybridkv.simulator.workloads import WORKLOADS, Workload
@@ -203,9 +203,10 @@ def replayed(cell: Cell, source: RequestSource, summary: TraceSummary) -> dict[s
     align = cell.eviction == REFERENCE_ALIGN
     layout, eviction = (REFERENCE, None) if align else (NATURAL, cell.eviction)
     plan = plan_for_trace(summary, model_of(cell.model), f"{cell.memory_gib}GiB", layout=layout)
-    report = simulation_of(plan, ReplaySettings(eviction=eviction)).run(source, summary=summary)
+    settings = ReplaySettings(hardware=H100_UNBOUNDED, eviction=eviction)
+    report = simulation_of(plan, settings).run(source, summary=summary)
     return {
-        "hit_rate": round(report.hit_rate, 6),
+        "hit_rate": round(report.hit_rate or 0.0, 6),
         "requests": report.requests,
         "checkpoints": report.checkpoints,
         "declined": report.declined_checkpoints,

@@ -31,7 +31,7 @@ from hybridkv.models import Model, read_model
 from hybridkv.planner import Plan
 from hybridkv.planner.comparison import padding_of
 from hybridkv.schedule import Scheduler, SchedulerLimits
-from hybridkv.simulator import ReplaySettings, SimulatedClock, TraceFile, plan_for_trace, simulation_of
+from hybridkv.simulator import H100_UNBOUNDED, ReplaySettings, SimulatedClock, TraceFile, plan_for_trace, simulation_of
 
 MODELS = {
     "qwen3.5-35b-a3b": "auto",
@@ -87,7 +87,9 @@ def run(cell: Cell, folder: str) -> dict[str, Any]:
     source = TraceFile(f"{folder}/{cell.workload}.jsonl.gz", limit=cell.limit or None)
     summary = source.summary()
     plan = plan_for_trace(summary, model_of(cell), f"{cell.memory_gib}GiB", layout=cell.layout)
-    settings = ReplaySettings(time_scale=cell.time_scale, placement=cell.placement, eviction=LRU.name)
+    settings = ReplaySettings(
+        hardware=H100_UNBOUNDED, time_scale=cell.time_scale, placement=cell.placement, eviction=LRU.name
+    )
     begun = time.perf_counter()
     simulation = simulation_of(plan, settings)
     if cell.ideal:
@@ -95,7 +97,7 @@ def run(cell: Cell, folder: str) -> dict[str, Any]:
     report = simulation.run(source, summary=summary)
     return {
         **asdict(cell),
-        "hit_rate": round(report.hit_rate, 6),
+        "hit_rate": round(report.hit_rate or 0.0, 6),
         "prompt_tokens": report.prompt_tokens,
         "requests": report.requests,
         "refusals": report.refusals,

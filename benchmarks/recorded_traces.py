@@ -11,6 +11,7 @@ from hybridkv.kv_events.schema import EventForm, Writer
 from hybridkv.models import read_model
 from hybridkv.planner import Plan
 from hybridkv.simulator import (
+    H100_UNBOUNDED,
     ReplayReport,
     ReplaySettings,
     RequestSource,
@@ -28,7 +29,7 @@ MEMORY = "4GiB"
 
 def recorded(source: RequestSource, plan: Plan, path: Path, **form: bool) -> ReplayReport:
     """The report of ``source``; at ``path`` is what an engine that steps so would have published, as it is recorded."""
-    simulation = simulation_of(plan, ReplaySettings(step_by_step=True), events=True)
+    simulation = simulation_of(plan, ReplaySettings(hardware=H100_UNBOUNDED, step_by_step=True), events=True)
     replica, writer = simulation.replica(), Writer(plan.config, EventForm(**form))
     lines: list[str] = []
 
@@ -51,7 +52,10 @@ def main() -> None:
             source, path = Workload(kind, hours=0.05), Path(folder) / "events.jsonl"
             plan = plan_for_trace(source.summary(), read_model(name), MEMORY)
             true = recorded(source, plan, path)
-            for what, one in (("requests", true), ("recording", replay(TraceFile(path), plan))):
+            for what, one in (
+                ("requests", true),
+                ("recording", replay(TraceFile(path), plan, ReplaySettings(hardware=H100_UNBOUNDED))),
+            ):
                 counts = f"{one.requests:,} | {one.prompt_tokens:,} | {one.output_tokens:,} | {one.hit_rate:.2%}"
                 print(f"| {kind}, {name} | {what} | {counts} |")
 

@@ -17,6 +17,7 @@ from hybridkv.models import read_model
 from hybridkv.planner import Plan
 from hybridkv.schedule import Choose, Stride, StrideTimes
 from hybridkv.simulator import (
+    H100_UNBOUNDED,
     ReplayReport,
     ReplaySettings,
     RequestSource,
@@ -45,14 +46,14 @@ def main() -> None:
 def row(source: RequestSource, summary: TraceSummary, plan: Plan, asked: argparse.Namespace) -> str:
     """Both ways, and what came of them."""
     settings = {"max_running": asked.max_running, "eviction": asked.eviction}
-    made = simulation_of(plan, ReplaySettings(**settings))
+    made = simulation_of(plan, ReplaySettings(hardware=H100_UNBOUNDED, **settings))
     counted = Counted(made)
     report, seconds = timed(made, source, summary)
     what = f"{source.name}, {asked.model}, {asked.memory}, {plan.layout}"
     taken = f"| {what} | {report.steps:,} | {counted.steps / report.steps:.1%} | {counted.strides:,} "
     if asked.strides_only:
         return f"{taken}| | {seconds:.1f} | | |"
-    by_step = simulation_of(plan, ReplaySettings(step_by_step=True, **settings))
+    by_step = simulation_of(plan, ReplaySettings(hardware=H100_UNBOUNDED, step_by_step=True, **settings))
     slow, slow_seconds = timed(by_step, source, summary)
     same = asdict(report) == asdict(slow)
     return f"{taken}| {slow_seconds:.1f} | {seconds:.1f} | {slow_seconds / seconds:.1f} | {same} |"

@@ -18,7 +18,7 @@ from itertools import pairwise
 from eviction_table import REFERENCE_ALIGN, model_of
 
 from hybridkv.planner.plan import NATURAL, REFERENCE
-from hybridkv.simulator import Progress, ReplaySettings, TraceFile, plan_for_trace, simulation_of
+from hybridkv.simulator import H100_UNBOUNDED, Progress, ReplaySettings, TraceFile, plan_for_trace, simulation_of
 from hybridkv.simulator.formats import TraceRequest
 from hybridkv.simulator.tokens import Pieces
 from hybridkv.simulator.trace import RequestSource, TraceSummary, summarise
@@ -57,7 +57,7 @@ def curve(source: Joined, way: str, model: str, memory: str, windows: int) -> li
     layout, eviction = (REFERENCE, None) if way == REFERENCE_ALIGN else (NATURAL, way)
     summary = source.summary()
     plan = plan_for_trace(summary, model_of(model), memory, layout=layout)
-    simulation = simulation_of(plan, ReplaySettings(eviction=eviction))
+    simulation = simulation_of(plan, ReplaySettings(hardware=H100_UNBOUNDED, eviction=eviction))
     seen = [(0, 0)]
 
     def watch(progress: Progress) -> None:

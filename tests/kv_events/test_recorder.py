@@ -30,7 +30,7 @@ def test_a_recording_replays_like_the_requests(name: str, whole_hashes: bool, tm
     assert guessed.prompt_tokens == pytest.approx(true.prompt_tokens, rel=0.02)
     assert guessed.output_tokens == pytest.approx(true.output_tokens, rel=0.05)
     assert guessed.hit_rate == pytest.approx(true.hit_rate, abs=0.03)
-    assert true.hit_rate > 0.5
+    assert (true.hit_rate or 0) > 0.5
 
 
 def test_a_recording_holds_no_tokens(tmp_path: Path) -> None:

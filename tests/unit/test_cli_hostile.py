@@ -125,7 +125,7 @@ def test_whatever_an_option_says(command: tuple[str, ...], option: str, here: Ca
         ((*REPLAY, "--max-running", str(10**9)), "max_running (--max-running) must be at most 1048576"),
         ((*REPLAY, "--token-budget", str(2**63)), "token_budget (--token-budget) must be at most 2147483647"),
         ((*REPLAY, "--time-scale", "1e308"), "must be at most 1e+06"),
-        ((*REPLAY[:-1], "4000TiB"), "more than a replay keeps"),
+        ((*REPLAY[:-1], "4000TiB", "--hardware", "h100-unbounded"), "more than a replay keeps"),
         (("replay", "workload:mix", "--hours", "1000", "--rate", "1000"), "hours times rate must be at most 100"),
     ],
 )

@@ -99,7 +99,8 @@ def test_a_natural_plan_for_people_and_programs(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(run("plan", *options, "--json").stdout, "utf-8")
     assert run("plan", "--plan", path).stdout == text
-    assert re.search(r"layout natural, no recurrent states", run("replay", "workload:uniform", "--plan", path).stdout)
+    replayed = run("replay", "workload:uniform", "--plan", path, "--hardware", "h200").stdout
+    assert re.search(r"layout natural, no recurrent states", replayed)
 
 
 def test_a_natural_plan_keeps_its_placement() -> None:
@@ -118,6 +119,9 @@ def test_layouts_side_by_side() -> None:
     assert re.search(r"blocks in one, by group +1 x4 +1, 196 *\n", text)
     assert re.search(r"padding +0\.76% +0\.31% *\n", text)
     assert re.search(r"states that fit +661 +665 *\n", text)
+    assert re.search(r"requests of 1,024 tokens +283\.42 +285\.50 *\n", text)
+    assert re.search(r"one of these takes +144\.38 MiB +142\.95 MiB *\n", text)
+    assert re.search(r"one alone, in whole units +144\.38 MiB +184\.32 MiB *\n", text)
     assert max(map(len, text.splitlines())) <= 80
     # what gemma's 8 empty layer slots cost is enough for a request to fit
     still = ("--max-batched-tokens", "0")

@@ -57,6 +57,7 @@ def test_a_report_for_people() -> None:
             r"\Allama-3-8b, tp 1, 4 GiB: blocks of 16 tokens\n"
             r"layout natural, no recurrent states, bfloat16 cache\n"
             r"up to 256 requests and 8,192 tokens a step\n"
+            r"on 1 x H100 SXM: 14\.96 GiB of bf16 weights \+ 4 GiB of cache in 74\.51 GiB\n"
             r"longest request   382 tokens, that of request 30\n"
         ),
         r"group +layers +tokens +published +evicted +cached +copied ",
@@ -244,7 +245,8 @@ def test_states_that_are_not_kept_are_said_to_be() -> None:
     assert run("replay", "workload:uniform", *BASE, "--no-prefix-caching").stdout.count("off: as asked for\n") == 1
 
 
-NATURAL = ("workload:uniform", "--model", "jamba-1.5-mini", "--memory", "4GiB", "--layout", "natural")
+ANY = ("--hardware", "h100-unbounded")
+NATURAL = ("workload:uniform", "--model", "jamba-1.5-mini", "--memory", "4GiB", "--layout", "natural", *ANY)
 
 
 @pytest.mark.parametrize(
@@ -302,11 +304,11 @@ def test_a_natural_plan_keeps_its_placement(tmp_path: Path) -> None:
     path, reference = tmp_path / "plan.json", tmp_path / "reference.json"
     options = ("plan", "jamba-1.5-mini", "--memory", "4GiB", "--max-model-len", "400", "--json")
     path.write_text(run(*options, "--layout", "natural", "--placement", "interval:64").stdout, "utf-8")
-    made = document("replay", "workload:uniform", "--plan", path)
+    made = document("replay", "workload:uniform", "--plan", path, *ANY)
     assert made["settings"]["placement"] == "interval:64"
     assert made == document("replay", *NATURAL, "--placement", "interval:64")
     # the groups are the same for all but none: another placement may be tried on them
-    other = document("replay", "workload:uniform", "--plan", path, "--placement", "align")
+    other = document("replay", "workload:uniform", "--plan", path, "--placement", "align", *ANY)
     assert other == document("replay", *NATURAL, "--placement", "align")
     assert other["settings"]["placement"] == "align:80"
     reference.write_text(run(*options, "--layout", "reference").stdout, "utf-8")
@@ -327,14 +329,25 @@ def test_a_plan_in_a_pipe(model: str) -> None:
     options = ("--memory", "8GiB", "--max-model-len", "400")
     plan = run("plan", model, *options, "--json").stdout
     piped = subprocess.run(
-        [sys.executable, "-m", "hybridkv", "replay", "workload:uniform", "--plan", "-", "--json"],
+        [
+            sys.executable,
+            "-m",
+            "hybridkv",
+            "replay",
+            "workload:uniform",
+            "--plan",
+            "-",
+            "--json",
+            "--hardware",
+            "h100-unbounded",
+        ],
         input=plan,
         capture_output=True,
         text=True,
         check=True,
         timeout=60,
     )
-    assert piped.stdout == run("replay", "workload:uniform", "--model", model, *options[:2], "--json").stdout
+    assert piped.stdout == run("replay", "workload:uniform", "--model", model, *options[:2], "--json", *ANY).stdout
     broken = subprocess.run(
         [sys.executable, "-m", "hybridkv", "replay", "workload:uniform", "--plan", "-"],
         input=plan[:-9],

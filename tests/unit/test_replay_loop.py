@@ -13,6 +13,7 @@ from hybridkv.planner import Plan
 from hybridkv.request import Request
 from hybridkv.schedule import Outcome, Scheduler, SchedulerLimits
 from hybridkv.simulator import (
+    H100_UNBOUNDED,
     CacheTraffic,
     Hardware,
     Pieces,
@@ -123,7 +124,7 @@ def test_a_uniform_workload_hits_what_its_closed_form_says(block_size: int, time
 def test_the_closed_form_can_differ() -> None:
     workload = UniformWorkload(templates=1, conversations=2, turns=2)
     assert endless(workload).hit_tokens == 16 * 33
-    assert endless(replace(workload, gap_s=0.0)).hit_tokens < 16 * 33  # answers are not there yet
+    assert 0 < (endless(replace(workload, gap_s=0.0)).hit_tokens or 0) < 16 * 33  # answers are not there yet
 
 
 def test_without_prefix_caching_everything_runs() -> None:
@@ -313,7 +314,9 @@ def test_moves_are_those_of_the_steps() -> None:
 
 def test_equal_inputs_give_equal_reports_in_the_natural_layout() -> None:
     source = Workload("api", seed=1, hours=0.01)
-    first, again = (replay(source, natural_plan(source), ReplaySettings(max_running=4)) for _ in range(2))
+    first, again = (
+        replay(source, natural_plan(source), ReplaySettings(hardware=H100_UNBOUNDED, max_running=4)) for _ in range(2)
+    )
     assert first.to_json({}) == again.to_json({})
     assert list(first.refusals) == sorted(first.refusals)
 
@@ -353,7 +356,7 @@ def test_progress_is_told() -> None:
     plan = plan_for_trace(source.summary(), MODEL, GiB)
     report = replay(source, plan, ReplaySettings(step_by_step=True), on_progress=told.append)
     assert [one.steps for one in told] == [*range(64, report.steps + 1, 64), report.steps]
-    found = report.prompt_tokens, report.hit_tokens
+    found = report.prompt_tokens, report.hit_tokens or 0
     assert told[-1] == Progress(16, report.steps, 0, 0, told[-1].time_s, *found, 0.0, told[-1].most_at_once)
     assert all(a.requests <= b.requests for a, b in pairwise(told))
     in_strides: list[Progress] = []

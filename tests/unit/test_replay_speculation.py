@@ -9,7 +9,15 @@ from cli_support import error, run
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
 from hybridkv.planner import Plan
-from hybridkv.simulator import ReplayReport, ReplaySettings, Speculation, Workload, plan_for_trace, replay
+from hybridkv.simulator import (
+    H100_UNBOUNDED,
+    ReplayReport,
+    ReplaySettings,
+    Speculation,
+    Workload,
+    plan_for_trace,
+    replay,
+)
 
 CHAT = Workload("chat", limit=4)
 
@@ -19,7 +27,7 @@ def planned(name: str, memory: str, drafts: int, layout: str = "natural") -> Pla
 
 
 def made(plan: Plan, speculation: Speculation | None = None) -> ReplayReport:
-    return replay(CHAT, plan, ReplaySettings(speculation=speculation))
+    return replay(CHAT, plan, ReplaySettings(hardware=H100_UNBOUNDED, speculation=speculation))
 
 
 @pytest.mark.parametrize(("drafts", "acceptance"), [(1, 0.5), (4, 0.7), (8, 0.9), (3, 0.05)])
@@ -55,7 +63,7 @@ def test_all_or_nothing(name: str, layout: str) -> None:
     assert every.accepted_tokens == every.drafted_tokens > 0
     assert every.steps < without.steps / 2
     assert none.accepted_tokens == 0 < none.drafted_tokens
-    more = none.computed_tokens + none.hit_tokens - without.computed_tokens - without.hit_tokens
+    more = none.computed_tokens + (none.hit_tokens or 0) - without.computed_tokens - (without.hit_tokens or 0)
     assert none.drafted_tokens == more
     assert none.time_per_output_token_s.mean >= without.time_per_output_token_s.mean
     assert (without.drafted_tokens, without.accepted_tokens) == (0, 0)
@@ -87,11 +95,11 @@ def test_what_cannot_be(drafts: int, acceptance: float, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Speculation(drafts, acceptance)
     with pytest.raises(ConfigError, match="speculation"):
-        ReplaySettings(speculation=4)  # type: ignore[arg-type]  # what is tested
+        ReplaySettings(hardware=H100_UNBOUNDED, speculation=4)  # type: ignore[arg-type]  # what is tested
 
 
 def test_the_command() -> None:
-    given = ("replay", "workload:chat", "--limit", "5", "--model", "jamba-1.5-mini", "--memory", "4GiB")
+    given = ("replay", "workload:chat", "--limit", "5", "--model", "jamba-1.5-mini", "--memory", "4GiB", "--tp", "2")
     told = run(*given, "--drafts", "3", "--acceptance", "0.8")
     assert "drafts accepted" in told.stdout
     assert "drafts accepted" not in run(*given).stdout

@@ -22,6 +22,7 @@ from hybridkv.schedule import Choose, Scheduler, SchedulerLimits
 from hybridkv.schedule.admission import AdmissionControl, Standstill
 from hybridkv.schedule.builder import StepBuilder
 from hybridkv.simulator import (
+    H100_UNBOUNDED,
     WORKLOADS,
     CacheTraffic,
     ReplayReport,
@@ -79,7 +80,8 @@ def compared(source: Source, made_of: Plan, **settings: object) -> tuple[ReplayR
     By last use unless ``settings`` say otherwise.
     """
     summary = source.summary()
-    asked = [ReplaySettings(step_by_step=one, **{"eviction": "lru", **settings}) for one in (True, False)]  # type: ignore[arg-type]  # settings of this file
+    settings = {"eviction": "lru", "hardware": H100_UNBOUNDED, **settings}
+    asked = [ReplaySettings(step_by_step=one, **settings) for one in (True, False)]  # type: ignore[arg-type]  # settings of this file
     ways = [simulation_of(made_of, one) for one in asked]
     singles = 0
     schedule = ways[1].scheduler.schedule

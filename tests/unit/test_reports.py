@@ -98,7 +98,7 @@ def test_a_page_says_what_the_report_says(hybrid: tuple[Plan, ReplayReport, Reco
     shown = charts(text)
     _, so_far = shown["Prompt tokens found"]
     assert so_far["y"][-1] == pytest.approx(report.hit_rate, abs=1e-5)
-    assert 0.1 < report.hit_rate < 1
+    assert 0.1 < (report.hit_rate or 0) < 1
     missed = {one["name"].replace(" ", "_"): one["y"][-1] for one in shown["Why tokens were missed"]}
     assert missed == pytest.approx(report.misses, rel=1e-5)
     whole = np.sum([one["y"] for one in shown["What fills the cache"]], axis=0)

@@ -19,6 +19,7 @@ from cli_support import error, run
 from hybridkv.errors import ConfigError, SweepError
 from hybridkv.models import read_model
 from hybridkv.simulator import (
+    HARDWARE,
     Cell,
     ReplaySettings,
     Speculation,
@@ -68,13 +69,15 @@ def test_a_cell_is_a_replay(tmp_path: Path) -> None:
 
 
 def test_drafts_in_a_cell(tmp_path: Path) -> None:
-    hybrid = Cell("qwen3-next-80b-a3b", "4GiB", drafts=3, acceptance=0.9)
+    hybrid = Cell("qwen3-next-80b-a3b", "4GiB", drafts=3, acceptance=0.9, hardware="b200")
     (one,) = sweep(SOURCE, [hybrid], tmp_path, Here())
     model = read_model("qwen3-next-80b-a3b", num_speculative_tokens=3)  # states want room for them
     plan = plan_for_trace(SOURCE.summary(), model, "4GiB")
-    report = replay(SOURCE, plan, ReplaySettings(speculation=Speculation(3, 0.9))).to_dict({})
+    report = replay(SOURCE, plan, ReplaySettings(speculation=Speculation(3, 0.9), hardware=HARDWARE["b200"])).to_dict(
+        {}
+    )
     assert one.document["report"] == {**report, "requests_within_aims": 40}
-    assert replace(hybrid, drafts=0).plainest() == Cell("qwen3-next-80b-a3b", "4GiB")
+    assert replace(hybrid, drafts=0).plainest() == Cell("qwen3-next-80b-a3b", "4GiB", hardware="b200")
     assert hybrid.plainest() == hybrid
     for wrong in ({"drafts": 65}, {"drafts": -1}, {"acceptance": 1.5}):
         with pytest.raises(ConfigError):

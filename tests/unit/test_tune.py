@@ -126,13 +126,21 @@ def test_no_machine_is_bought_that_does_not_hold_weights_and_cache(tmp_path: Pat
     tried = tuned(tmp_path, "tpot-p99=1s", memory="10GiB")  # 16 GB of weights beside it, in 24
     refused = [one for one in tried if one.refused is not None]
     assert [(one.cell.hardware, one.cell.replicas) for one in refused] == [("l4", 1), ("l4", 2)]
-    assert "14.96 GiB of weights and a cache of 10GiB are more than the 22.35 GiB of one L4" in str(refused[0].refused)
-    assert len(list((tmp_path / "cells").iterdir())) == 4
-    assert Cell("llama-3-8b", "7GiB", hardware="l4").too_large() is None
-    assert Cell("llama-3-8b", "10GiB", hardware="l4", weights="fp8").too_large() is None
-    assert Cell("llama-3-8b", "999GiB", hardware="epyc-9654").too_large() is None  # nobody knows
-    assert Cell("llama-3-70b", "20GiB", tp=4, hardware="h100").too_large() is None
-    assert Cell("llama-3-70b", "20GiB", tp=1, hardware="h100").too_large() is not None
+    held = "14.96 GiB of bf16 weights and 10 GiB of cache are more than the 22.35 GiB of one L4: use --tp 2, or lower"
+    assert held in str(refused[0].refused)
+
+
+def test_the_reason_of_a_refusal_is_told(tmp_path: Path) -> None:
+    """In the terminal, beside settings that can serve the trace."""
+    pytest.importorskip("optuna")
+    done = run(
+        *("tune", "workload:uniform", "--model", "llama-3-8b", "--memory", "10GiB", "--hardware", "l4,l40s"),
+        *("--slo", "tpot-p99=1s", "--price", "l4=0.8/h,l40s=1.2/h", "--out", tmp_path, "--jobs", "1"),
+    )
+    assert "\nrefused: llama-3-8b does not fit: 14.96 GiB of bf16 weights and 10 GiB of cache are more" in done.stdout
+    assert "cheapest: hardware l40s, 1.20 an hour" in done.stdout
+    assert "times are those of L40S with bf16 weights, L4 with bf16 weights\n" in done.stdout
+    assert sum(line.endswith(": refused") for line in done.stderr.splitlines()) == 1
 
 
 def test_hardware_without_a_price(tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ def explain_command(
     )
     (explained,) = found
     if as_json:
-        print(json.dumps(explained.to_dict(in_order=run.simulation.scheduler.cache.evicts_in_order), indent=2))
+        told = explained.to_dict(in_order=run.simulation.scheduler.cache.evicts_in_order)
+        print(json.dumps({"machine": run.simulation.machine, **told}, indent=2))
         return
     _show(explained, run)
 
@@ -82,6 +83,7 @@ def _show(explained: Explained, run: Prepared) -> None:
     waited = explained.begun_s - trace.timestamp_s
     print_facts(
         {
+            "machine": run.simulation.machine,
             f"request {explained.number}": f"{trace.origin}, at {trace.timestamp_s:,.3f} s; "
             f"it began {waited:,.3f} s later",
             "its prompt": f"{format_count(tokens)} tokens, {format_count(explained.hit_tokens)} of them "

@@ -14,6 +14,8 @@ from rich.table import Table
 from hybridkv.cli.printable import printable
 
 PIPE_COLUMNS: Final = 400
+UNKNOWN: Final = "unknown"
+"""A figure that nobody can tell, such as hits of a trace of lengths alone."""
 _NAME_COLUMNS: Final = 17
 _KINDS: Final = {
     "FullAttentionSpec": "full attention",

@@ -19,9 +19,10 @@ _NAME_COLUMNS: Final = 17
 
 
 class OverTime:
-    """What replays told of their progress, the last few thousand looks evenly thinned."""
+    """What replays told of their progress, the last few thousand looks evenly thinned. hits: whether they are known."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, hits: bool = True) -> None:
+        self._hits = hits
         self._kept: list[Progress] = []
         self._newest: Progress | None = None
         self._every, self._skipped = 1, 0
@@ -56,7 +57,8 @@ class OverTime:
         yield f"{'over time':<{_NAME_COLUMNS}} 0 .. {seconds:,.1f} s"
         found = [_found(before[-1], part[-1]) for before, part in pairwise(parts)]
         whole = last.hit_tokens / last.prompt_tokens if last.prompt_tokens else 0.0
-        yield _line("hit rate", sparkline(found, 1.0), f"{share(whole)} of all")
+        if self._hits:
+            yield _line("hit rate", sparkline(found, 1.0), f"{share(whole)} of all")
         for name, counts in (
             ("running", [max(one.running for one in part) for part in parts[1:]]),
             ("waiting", [max(one.waiting for one in part) for part in parts[1:]]),

@@ -15,7 +15,7 @@ from rich.progress import Progress as Bar
 
 from hybridkv.cli.gathered import gathered
 from hybridkv.cli.keeping import show_tenants
-from hybridkv.cli.output import console, in_words, print_facts, share, table
+from hybridkv.cli.output import UNKNOWN, console, in_words, print_facts, share, table
 from hybridkv.cli.over_time import OverTime
 from hybridkv.cli.pages import PageFile, checked_page, write_page
 from hybridkv.cli.panels import OUTPUT
@@ -67,14 +67,14 @@ def replay_command(
         _show_plan(run)
         set_by = f"that of {summary.longest_at}" if options.max_model_len is None else f"set by {run.length_from}"
         beyond = f"; {plan.model.name} is made for {format_count(run.own_length)}" if run.own_length else ""
-        print_facts(untold(run.source))
+        print_facts(untold(run.source, tokens_known=summary.tokens_known))
         print_facts({"longest request": f"{format_count(plan.max_model_len)} tokens, {set_by}{beyond}"})
         sys.stdout.flush()
     begun = time.perf_counter()
     recording = None if page_file is None else Recording(run.simulation.scheduler)
     in_order = run.simulation.scheduler.cache.evicts_in_order
     told = nullcontext() if why.explain_to is None else explained_file(why.explain_to, in_order=in_order)
-    pictures = OverTime()
+    pictures = OverTime(hits=summary.tokens_known)
     with told as on_explained, _progress(summary.requests, begun) as show_progress:
 
         def on_progress(now: Progress) -> None:
@@ -108,6 +108,7 @@ def _show_plan(run: Prepared) -> None:
     _print(f"layout {plan.layout}, {states}, {evicts}{model.dtype} cache")
     running, budget = format_count(settings.max_running), format_count(settings.token_budget)
     _print(f"up to {running} requests and {budget} tokens a step")
+    _print(f"on {run.simulation.machine}")
 
 
 def _show(report: ReplayReport, run: Prepared) -> None:
@@ -115,22 +116,18 @@ def _show(report: ReplayReport, run: Prepared) -> None:
     if report.caching_off is not None:
         _print(f"prefix caching is off: {report.caching_off}")
     counts = table("", report.source)
-    first, later = report.time_to_first_token_s, report.time_per_output_token_s
     rows = {
         "requests": format_count(report.requests),
         "prompt tokens": format_count(report.prompt_tokens),
-        "hit tokens": format_count(report.hit_tokens),
-        "hit rate": share(report.hit_rate),
+        "hit tokens": UNKNOWN if report.hit_tokens is None else format_count(report.hit_tokens),
+        "hit rate": UNKNOWN if report.hit_rate is None else share(report.hit_rate),
         "computed tokens": format_count(report.computed_tokens),
         "output tokens": format_count(report.output_tokens),
         "preemptions": format_count(report.preemptions),
         "memory in use, at most": share(report.peak_usage),
         "steps": format_count(report.steps),
         "requests per step": f"{report.mean_running:.1f}",
-        "time to first token, mean": f"{first.mean:,.3f} s",
-        "  half / 90% / 99% within": f"{first.p50:,.3f} / {first.p90:,.3f} / {first.p99:,.3f} s",
-        "time per output token, mean": f"{later.mean * 1000:,.1f} ms",
-        " half / 90% / 99% within": f"{later.p50 * 1000:,.1f} / {later.p90 * 1000:,.1f} / {later.p99 * 1000:,.1f} ms",
+        **_times(report),
     }
     rows |= {f"put off, {_PUT_OFF.get(reason, reason)}": format_count(n) for reason, n in report.refusals.items()}
     if run.plan.config.slabs is not None:
@@ -151,6 +148,19 @@ def _show(report: ReplayReport, run: Prepared) -> None:
     show_tenants(report.tenants)
     if run.summary.first_bad is not None:
         print_facts({"first bad line": run.summary.first_bad})
+
+
+def _times(report: ReplayReport) -> dict[str, str]:
+    """Of requests; none where steps take no time."""
+    if not report.timed:
+        return {}
+    first, later = report.time_to_first_token_s, report.time_per_output_token_s
+    return {
+        "time to first token, mean": f"{first.mean:,.3f} s",
+        "  half / 90% / 99% within": f"{first.p50:,.3f} / {first.p90:,.3f} / {first.p99:,.3f} s",
+        "time per output token, mean": f"{later.mean * 1000:,.1f} ms",
+        " half / 90% / 99% within": f"{later.p50 * 1000:,.1f} / {later.p90 * 1000:,.1f} / {later.p99 * 1000:,.1f} ms",
+    }
 
 
 def _show_misses(report: ReplayReport) -> None:
@@ -182,8 +192,10 @@ def _show_ends(report: ReplayReport) -> None:
         ends.add_row(one.kind, *map(format_count, counts))
     console().print(ends)
     _show_classes(report)
-    found = format_count(report.missed_a_gib_more)
-    print_facts({"tokens missed": f"{format_count(report.missed_tokens)}; a GiB more would have found {found} of them"})
+    missed, found = report.missed_tokens, report.missed_a_gib_more
+    if missed is not None and found is not None:
+        more = f"a GiB more would have found {format_count(found)} of them"
+        print_facts({"tokens missed": f"{format_count(missed)}; {more}"})
 
 
 def _show_classes(report: ReplayReport) -> None:

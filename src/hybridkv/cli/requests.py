@@ -75,8 +75,13 @@ _SkipBadLines = Annotated[
 ]
 
 
-def untold(source: RequestSource) -> dict[str, str]:
-    """What the format of ``source`` cannot tell, as a fact by its name; nothing of most."""
+def untold(source: RequestSource, *, tokens_known: bool) -> dict[str, str]:
+    """What the format of ``source`` cannot tell, as a fact by its name; nothing of most.
+
+    tokens_known: as TraceSummary has it.
+    """
+    if not tokens_known:
+        return {"lengths alone": "which tokens are equal is unknown, and so are hits; times are those without any"}
     if not isinstance(source, TraceFile) or source.format_name != KvEventsFormat.name:
         return {}
     return {source.format_name: "requests as blocks tell of them, without those that stored none, and what fills none"}

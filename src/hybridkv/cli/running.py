@@ -135,6 +135,11 @@ class RunOptions:
         """All that is needed to begin. What cannot work is said here."""
         source = self.source.read(trace)
         summary = source.summary()
+        if settings.remembered_losses and not summary.tokens_known:
+            raise ConfigError(
+                f"{source.name} tells lengths alone: which tokens are equal is unknown, and so is why they are missed; "
+                "replay it without explaining misses"
+            )
         plan, own_length = self._plan(summary)
         length_from = "longest request" if self.max_model_len is None else "--max-model-len"
         simulation = simulation_of(plan, settings)

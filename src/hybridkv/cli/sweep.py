@@ -18,14 +18,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hybridkv.cli.axes import AxesOptions, JobsOption, cells_of
 from hybridkv.cli.gathered import gathered
-from hybridkv.cli.output import console, share, table
+from hybridkv.cli.output import UNKNOWN, console, share, table
 from hybridkv.cli.pages import PageFile, checked_page, write_page
 from hybridkv.cli.panels import OUTPUT
 from hybridkv.cli.printable import printable
 from hybridkv.cli.requests import SourceOptions, TraceArgument
 from hybridkv.report import sweep_page
 from hybridkv.simulator import Swept, processes, sweep
-from hybridkv.simulator.cells import differing
+from hybridkv.simulator.cells import differing, machines_of
 from hybridkv.units import format_count
 
 
@@ -59,7 +59,10 @@ def sweep_command(
     show(done)
     again = sum(one.again for one in done)
     kept = f", {format_count(again)} of them from before" if again else ""
-    console().print(printable(f"{format_count(len(done))} cells in {out}{kept}"), soft_wrap=True)
+    said = (
+        f"{format_count(len(done))} cells in {out}{kept}; times are those of {machines_of([one.cell for one in done])}"
+    )
+    console().print(printable(said), soft_wrap=True)
 
 
 def show(done: Sequence[Swept]) -> None:
@@ -78,7 +81,7 @@ def show(done: Sequence[Swept]) -> None:
             continue
         rows.add_row(
             *named,
-            share(report["hit_rate"]),
+            UNKNOWN if report["hit_rate"] is None else share(report["hit_rate"]),
             f"{report['time_to_first_token_s']['p99']:.3f} s",
             f"{report['time_per_output_token_s']['p99'] * 1000:.1f} ms",
             f"{report['output_tokens'] / report['simulated_s'] if report['simulated_s'] else 0:,.0f}",

@@ -12,7 +12,7 @@ from typing import Annotated, Final
 import typer
 
 from hybridkv.cli.gathered import gathered
-from hybridkv.cli.output import console, print_facts, share, table
+from hybridkv.cli.output import UNKNOWN, console, print_facts, share, table
 from hybridkv.cli.panels import OUTPUT
 from hybridkv.cli.pictures import bar, sparkline
 from hybridkv.cli.printable import printable
@@ -55,7 +55,7 @@ def describe_command(
     if as_json:
         print(told.to_json(), end="")
         return
-    print_facts(untold(source))
+    print_facts(untold(source, tokens_known=told.shared_tokens is not None))
     _show(told, source.format_name if isinstance(source, TraceFile) else "generated")
 
 
@@ -75,7 +75,7 @@ def convert_command(
     if as_json:
         print(json.dumps({"out": str(out), "requests": requests, "bad_lines": summary.bad_lines}, indent=2))
         return
-    print_facts(untold(source))
+    print_facts(untold(source, tokens_known=summary.tokens_known))
     left = f", {format_count(summary.bad_lines)} bad lines left out" if summary.bad_lines else ""
     console().print(printable(f"{format_count(requests)} requests written to {out}{left}"), soft_wrap=True)
 
@@ -150,9 +150,14 @@ def _show(told: TraceDescription, format_name: str) -> None:
         ("outputs", told.output_tokens, told.output_lengths),
         ("shared with one before", told.shared_tokens, told.shared_lengths),
     ):
-        lengths.add_row(name, format_count(total), *_numbers(one))
+        if total is None or one is None:
+            lengths.add_row(name, UNKNOWN)
+        else:
+            lengths.add_row(name, format_count(total), *_numbers(one))
     console().print(lengths)
     _show_bins({"prompts": told.prompts, "outputs": told.outputs, "shared": told.shared}, told.requests)
+    if not told.hits:
+        return
     hits = table("block, tokens", "hit tokens", "hit rate of an endless cache", "")
     hits.columns[3].justify = "left"
     for found in told.hits:

@@ -25,7 +25,7 @@ from hybridkv.cli.requests import SourceOptions, TraceArgument
 from hybridkv.report import tune_page
 from hybridkv.simulator import Tried, processes, tune
 from hybridkv.simulator.aims import parse_aims, parse_prices
-from hybridkv.simulator.cells import differing, in_words
+from hybridkv.simulator.cells import differing, in_words, machines_of
 from hybridkv.units import format_count
 
 _SHOWN: Final = 10
@@ -102,6 +102,11 @@ def _show(tried: Sequence[Tried]) -> None:
     out.print(rows)
     if len(tried) > _SHOWN:
         out.print(f"{format_count(len(tried) - _SHOWN)} more were tried, told with --json")
+    refused = list(dict.fromkeys(one.refused for one in tried if one.refused is not None))
+    for why in refused[:_SHOWN]:
+        out.print(printable(f"refused: {why}"), soft_wrap=True)
+    if len(refused) > _SHOWN:
+        out.print(f"{format_count(len(refused) - _SHOWN)} more reasons are told with --json")
     for line in _in_words(tried, differ):
         out.print(printable(line), soft_wrap=True)
 
@@ -113,8 +118,9 @@ def _in_words(tried: Sequence[Tried], differ: Sequence[str]) -> Iterator[str]:
     best, *others = tried
     kept = sum(one.keeps_aims for one in tried)
     yield f"{format_count(len(tried))} settings tried, {format_count(kept)} keep the aims"
+    yield f"times are those of {machines_of([one.cell for one in tried])}"
     if best.refused is not None:
-        yield f"none can serve this trace: {best.refused}"
+        yield "none can serve this trace"
         return
     price, (aim, taken) = f"{best.price_per_h:,.2f} an hour", best.worst
     if not kept:
@@ -130,11 +136,17 @@ def _in_words(tried: Sequence[Tried], differ: Sequence[str]) -> Iterator[str]:
             yield f"no other keeps them; the nearest: {setting(one)}, whose {aim} is {taken:.2f} times the aim"
 
 
+def _came_of(one: Tried) -> str:
+    if one.refused is not None:
+        return "refused"
+    return "keeps" if one.keeps_aims else "misses"
+
+
 @contextmanager
 def _progress(trials: int) -> Iterator[Callable[[Tried], None]]:
     """A bar on a terminal, else a line a setting, on standard error."""
     if not sys.stderr.isatty():
-        yield lambda one: print(f"tune: {one.cell.name}: {'keeps' if one.keeps_aims else 'misses'}", file=sys.stderr)
+        yield lambda one: print(f"tune: {one.cell.name}: {_came_of(one)}", file=sys.stderr)
         return
     columns = (TextColumn("tune"), BarColumn(), MofNCompleteColumn(), TextColumn("settings,"), TimeElapsedColumn())
     with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=Console(stderr=True)) as bar:

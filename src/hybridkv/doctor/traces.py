@@ -19,9 +19,10 @@ from hybridkv.simulator import (
     TraceSummary,
     simulation_of,
 )
+from hybridkv.simulator.machine import room_for_cache
 from hybridkv.simulator.prefixes import Prefixes
 from hybridkv.specs import Keeps
-from hybridkv.units import format_bytes, format_count
+from hybridkv.units import MiB, format_bytes, format_count
 
 _LITTLE: Final = 0.01
 """Of the prompt tokens; less is not worth a word."""
@@ -44,8 +45,9 @@ def examine_trace(
     counted = source.summary() if summary is None else summary
     on_replay("as it is")
     case = _Case(source, plan, settings, counted, on_replay)
-    subject = f"{source.name} on {plan.model.name} in {format_bytes(plan.memory_bytes)}"
-    return Diagnosis.of(subject, case.looks(_run(source, plan, settings, counted)))
+    ran = _run(source, plan, settings, counted)
+    subject = f"{source.name} on {plan.model.name} in {format_bytes(plan.memory_bytes)}, on {ran.report.machine}"
+    return Diagnosis.of(subject, case.looks(ran))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +78,19 @@ class _Case:
     on_replay: Callable[[str], None]
 
     def looks(self, ran: _Ran) -> Iterator[Look]:
-        """All that there is to look at."""
+        """All that there is to look at; of a trace of lengths alone, what does not depend on hits."""
+        keeps_states = any(group.spec.keeps is Keeps.STATE for group in self.plan.config.groups)
+        if not self.summary.tokens_known:
+            yield BLOCKS, "unknown: the trace tells lengths alone", None
+            if keeps_states:
+                yield self._states_fit(ran)
+            return
         shared = _shared(self.source)
         prompts = self.summary.prompt_tokens
         yield self._blocks(ran, shared, prompts)
         if isinstance(self.source, TraceFile) and self.source.format_name == _SALTED:
             yield self._salts(ran, self.source, sum(shared), prompts)
-        if any(group.spec.keeps is Keeps.STATE for group in self.plan.config.groups):
+        if keeps_states:
             yield self._states_read(ran)
             yield self._states_fit(ran)
         if has_windows(self.plan):
@@ -113,7 +121,7 @@ class _Case:
         change = "one salt for all who may share, such as a tenant, instead of one a request"
         self.on_replay("with one salt")
         after = _run(plain, self.plan, self.settings, self.summary).report
-        proof = Proof("with one salt", "hit rate", ran.report.hit_rate, after.hit_rate)
+        proof = Proof("with one salt", "hit rate", _rate(ran.report), _rate(after))
         return SALTS, figure, Finding(SALTS, said, figure, change, proof)
 
     def _states_read(self, ran: _Ran) -> Look:
@@ -144,10 +152,19 @@ class _Case:
             return STATES_FIT, figure, None
         memory = self.plan.memory_bytes * (2 * wanted // max(fit, 1) + 1)
         said = "Memory holds fewer states than requests want to run: they wait, and no state is kept for a hit."
-        remedy = f"more memory, such as {format_bytes(memory)}, or more ranks or replicas"
-        after = self._replay(f"with {format_bytes(memory)}", memory=memory).report.time_to_first_token_s.p99
-        before = ran.report.time_to_first_token_s.p99
-        proof = Proof(f"with {format_bytes(memory)}", "seconds to 99% of first tokens", before, after)
+        hardware = self.settings.hardware
+        room = room_for_cache(self.plan.model, hardware, self.settings.weights) if self.settings.time_scale else None
+        if room is not None:
+            memory = min(memory, room // MiB * MiB)
+        if memory <= self.plan.memory_bytes:
+            remedy = f"more ranks or replicas: the cache has what weights leave of one {hardware.name}"
+            return STATES_FIT, figure, Finding(STATES_FIT, said, figure, remedy, None)
+        remedy, change = f"more memory, such as {format_bytes(memory)}, or more ranks or replicas", format_bytes(memory)
+        if not ran.report.timed:
+            return STATES_FIT, figure, Finding(STATES_FIT, said, figure, remedy, None)
+        after = self._replay(f"with {change}", memory=memory).report.time_to_first_token_s
+        before = ran.report.time_to_first_token_s
+        proof = Proof(f"with {change}", "seconds to 99% of first tokens", before.p99, after.p99)
         return STATES_FIT, figure, Finding(STATES_FIT, said, figure, remedy, proof)
 
     def _windows(self, ran: _Ran) -> Look:
@@ -161,7 +178,7 @@ class _Case:
         return WINDOWS, figure, Finding(WINDOWS, said, figure, "plan without --windows-as-full", proof)
 
     def _hits(self, change: str, ran: _Ran, **planned: Any) -> Proof:  # noqa: ANN401 - arguments of plan_for_trace
-        return Proof(change, "hit rate", ran.report.hit_rate, self._replay(change, **planned).report.hit_rate)
+        return Proof(change, "hit rate", _rate(ran.report), _rate(self._replay(change, **planned).report))
 
     def _replay(self, change: str, **planned: Any) -> _Ran:  # noqa: ANN401 - as above
         """With ``planned`` instead of what the plan has."""
@@ -171,6 +188,11 @@ class _Case:
         wanted = {"placement": settings.placement, **planned} if placed else planned
         made = planned_again(plan, max_batched_tokens=settings.token_budget, **wanted)
         return _run(self.source, made, replace(settings, placement=None), self.summary)
+
+
+def _rate(report: ReplayReport) -> float:
+    """Its hit rate; asked for where tokens are known alone."""
+    return report.hit_rate or 0.0
 
 
 def _shared(source: RequestSource) -> list[int]:

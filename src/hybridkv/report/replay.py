@@ -29,31 +29,45 @@ def replay_page(plan: Plan, report: ReplayReport, recorded: Recorded) -> str:
 
 
 def _facts(plan: Plan, report: ReplayReport) -> dict[str, str]:
-    first, later = report.time_to_first_token_s, report.time_per_output_token_s
     return {
+        "machine": report.machine,
         "layout": f"{plan.layout}, {format_count(plan.config.num_blocks)} {plan.config.unit}s",
         "requests": format_count(report.requests),
         "prompt tokens": format_count(report.prompt_tokens),
-        "found in the cache": f"{report.hit_rate:.1%}",
+        "found in the cache": "unknown: the trace tells lengths alone"
+        if report.hit_rate is None
+        else f"{report.hit_rate:.1%}",
         "preemptions": format_count(report.preemptions),
         "memory in use, at most": f"{report.peak_usage:.1%}",
-        "first token within (50% / 99%)": f"{first.p50:,.3f} / {first.p99:,.3f} s",
-        "a token more (50% / 99%)": f"{later.p50 * 1000:,.1f} / {later.p99 * 1000:,.1f} ms",
+        **_times(report),
         "requests side by side": f"{report.mean_running:.1f}",
         "simulated": f"{report.simulated_s:,.0f} s",
     }
 
 
+def _times(report: ReplayReport) -> dict[str, str]:
+    """Of requests, where steps take time."""
+    if not report.timed:
+        return {}
+    first, later = report.time_to_first_token_s, report.time_per_output_token_s
+    return {
+        "first token within (50% / 99%)": f"{first.p50:,.3f} / {first.p99:,.3f} s",
+        "a token more (50% / 99%)": f"{later.p50 * 1000:,.1f} / {later.p99 * 1000:,.1f} ms",
+    }
+
+
 def _charts(plan: Plan, report: ReplayReport, recorded: Recorded) -> Iterator[Chart]:
     kinds = kinds_of(plan.config)
-    yield _hits(recorded)
+    if report.hit_tokens is not None:
+        yield _hits(recorded)
     if report.misses:
         yield _misses(recorded)
     yield _filled(plan, kinds, recorded)
     yield _ages(kinds, recorded)
     yield _queue(recorded)
-    yield from _latencies(recorded)
-    yield _slowest(recorded)
+    if report.timed:
+        yield from _latencies(recorded)
+        yield _slowest(recorded)
     yield _waste(plan, report, kinds)
 
 
@@ -174,7 +188,7 @@ def _slowest(recorded: Recorded) -> Chart:
 
 
 def _waste(plan: Plan, report: ReplayReport, kinds: list[Kind]) -> Chart:
-    needed = report.prompt_tokens - report.hit_tokens + report.output_tokens - report.requests
+    needed = report.prompt_tokens - (report.hit_tokens or 0) + report.output_tokens - report.requests
     again = max(report.computed_tokens - needed, 0)
     made = sum(one.made for one in report.ends)
     unused = sum(one.unused for one in report.ends)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from typing import Any, Final
 
 from hybridkv.report.charts import line
 from hybridkv.report.page import Chart, Table, page
 from hybridkv.simulator import Swept
-from hybridkv.simulator.cells import differing, in_short, in_words
+from hybridkv.simulator.cells import differing, in_short, in_words, machines_of
 from hybridkv.units import format_count, parse_bytes
 
 _MOST_LINES: Final = 20
@@ -29,25 +30,33 @@ def sweep_page(source: str, done: Sequence[Swept]) -> str:
 
 def _facts(done: Sequence[Swept], names: Sequence[str]) -> dict[str, str]:
     served = [one for one in done if "report" in one.document]
-    facts = {"settings": format_count(len(done))}
+    facts = {"settings": format_count(len(done)), "machines": machines_of([one.cell for one in done])}
     if len(served) < len(done):
         facts["refused"] = format_count(len(done) - len(served))
     if served:
-        best = max(served, key=lambda one: _report(one)["hit_rate"])
         quick = min(served, key=_first_token)
         facts |= {
-            "requests": format_count(_report(best)["requests"]),
-            "prompt tokens": format_count(_report(best)["prompt_tokens"]),
-            f"most found, {_report(best)['hit_rate']:.1%}": in_words(best.cell, names),
+            "requests": format_count(_report(quick)["requests"]),
+            "prompt tokens": format_count(_report(quick)["prompt_tokens"]),
+            **_most_found(served, names),
             f"99% of first tokens within {_first_token(quick):,.3f} s": in_words(quick.cell, names),
         }
     return facts
 
 
+def _most_found(served: Sequence[Swept], names: Sequence[str]) -> dict[str, str]:
+    """The setting that finds most, where hits are known."""
+    if not _hits_known(served):
+        return {"found in the cache": "unknown: the trace tells lengths alone"}
+    best = max(served, key=lambda one: _report(one)["hit_rate"])
+    return {f"most found, {_report(best)['hit_rate']:.1%}": in_words(best.cell, names)}
+
+
 def _parts(done: Sequence[Swept], names: Sequence[str], lines: dict[str, list[Swept]]) -> Iterator[Chart | Table]:
     if any(len(one) > 1 for one in lines.values()):
         yield from _curves(lines)
-    if any("report" in one.document for one in done):
+    served = _served(done)
+    if served and _hits_known(served):
         yield _heat(lines)
     yield _table(done, names)
 
@@ -66,8 +75,12 @@ def _curves(lines: dict[str, list[Swept]]) -> Iterator[Chart]:
     shown, many = _best(lines, _MOST_LINES)
     share = {"tickformat": ".0%", "range": [0, 1]}
     log = {"type": "log", "rangemode": "normal"}
+    hits: list[tuple[str, str, Callable[[Report], float | None], dict[str, Any]]] = []
+    if _hits_known([one for cells in lines.values() for one in _served(cells)]):
+        said = "Of all prompt tokens, how many were found."
+        hits.append(("Hit rate over memory", said, lambda one: one["hit_rate"], share))
     for title, said, value, axis in (
-        ("Hit rate over memory", "Of all prompt tokens, how many were found.", lambda one: one["hit_rate"], share),
+        *hits,
         (
             "Time to the first token over memory",
             "99% of the requests had their first token within so many seconds.",
@@ -88,12 +101,18 @@ def _curves(lines: dict[str, list[Swept]]) -> Iterator[Chart]:
 
 
 def _best(lines: dict[str, list[Swept]], most: int) -> tuple[list[str], str]:
-    """Names of the ``most`` that find most, the best first, and what to say where there are others."""
-    rates = {
-        name: max((_report(one)["hit_rate"] for one in _served(cells)), default=-1) for name, cells in lines.items()
+    """Names of the ``most`` that find most, the best first, and what to say where there are others.
+
+    Where hits are unknown, those whose first tokens come soonest.
+    """
+    known = _hits_known([one for cells in lines.values() for one in _served(cells)])
+    worth = {
+        name: max((_report(one)["hit_rate"] if known else -_first_token(one) for one in _served(cells)), default=-inf)
+        for name, cells in lines.items()
     }
-    some = f" The {most} of {format_count(len(lines))} that find most." if len(lines) > most else ""
-    return sorted(rates, key=lambda name: -rates[name])[:most], some
+    best = "that find most" if known else "with the earliest first tokens"
+    some = f" The {most} of {format_count(len(lines))} {best}." if len(lines) > most else ""
+    return sorted(worth, key=lambda name: -worth[name])[:most], some
 
 
 def _curve(name: str, cells: Sequence[Swept], value: Callable[[Report], float | None], colour: int) -> dict[str, Any]:
@@ -148,7 +167,7 @@ def _table(done: Sequence[Swept], names: Sequence[str]) -> Table:
         rows.append(
             [
                 *setting,
-                f"{told['hit_rate']:.2%}",
+                "unknown" if told["hit_rate"] is None else f"{told['hit_rate']:.2%}",
                 f"{first['p50']:,.3f} / {first['p99']:,.3f} s",
                 f"{later['p50'] * 1000:,.1f} / {later['p99'] * 1000:,.1f} ms",
                 f"{told['output_tokens'] / seconds:,.0f}",
@@ -169,6 +188,11 @@ def _table(done: Sequence[Swept], names: Sequence[str]) -> Table:
 
 def _served(cells: Sequence[Swept]) -> list[Swept]:
     return [one for one in cells if "report" in one.document]
+
+
+def _hits_known(served: Sequence[Swept]) -> bool:
+    """Whether the trace, which is the same for all of ``served``, tells which tokens are equal."""
+    return all(_report(one)["hit_rate"] is not None for one in served)
 
 
 def _report(one: Swept) -> Report:

@@ -9,7 +9,7 @@ from hybridkv.report.charts import ALERT, lying, numbers
 from hybridkv.report.page import Chart, Table, Trace, page
 from hybridkv.simulator import Tried
 from hybridkv.simulator.aims import Aim
-from hybridkv.simulator.cells import differing, in_short, in_words
+from hybridkv.simulator.cells import differing, in_short, in_words, machines_of
 from hybridkv.units import format_count
 
 _SHOWN: Final = 20
@@ -23,6 +23,7 @@ def tune_page(source: str, tried: Sequence[Tried], aims: Sequence[Aim]) -> str:
     names = differing([one.cell for one in tried]) or ["model", "memory"]
     kept = sum(one.keeps_aims for one in tried)
     facts = {
+        "machines": machines_of([one.cell for one in tried]),
         "aims": ", ".join(f"{one.name} within {one.most_s:g} s" for one in aims),
         "settings tried": format_count(len(tried)),
         "keep the aims": format_count(kept),

@@ -6,6 +6,7 @@ formats, records, trace, tokens    the readers, and token ids out of pieces
 workloads, uniform        generators
 prefixes, described, converted    what requests share, what a source holds, and any as a token-exact trace
 cost, traffic, hardware             modelled time, and the bytes of the cache in it
+machine                   whether a machine holds weights and cache, and its name in reports
 loop, report              the loop, what came of it
 fleet, routing            several replicas behind a router
 aims, tune                the cheapest of many settings that keeps the aims
@@ -19,7 +20,7 @@ from hybridkv.simulator.cost import StepCost
 from hybridkv.simulator.described import TraceDescription, describe
 from hybridkv.simulator.fleet import FleetReport, replay_replicas
 from hybridkv.simulator.formats import FORMATS, TraceRequest
-from hybridkv.simulator.hardware import H100, HARDWARE, Hardware, hardware_named
+from hybridkv.simulator.hardware import H100, H100_UNBOUNDED, HARDWARE, Hardware, hardware_named
 from hybridkv.simulator.loop import Progress, SimulatedClock, replay_through
 from hybridkv.simulator.report import GroupReport, ReplayReport
 from hybridkv.simulator.setup import (
@@ -42,6 +43,7 @@ from hybridkv.simulator.workloads import WORKLOADS, Workload
 __all__ = [
     "FORMATS",
     "H100",
+    "H100_UNBOUNDED",
     "HARDWARE",
     "WORKLOADS",
     "CacheTraffic",

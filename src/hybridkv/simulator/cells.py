@@ -15,17 +15,17 @@ from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError
 from hybridkv.models import Model, read_model
 from hybridkv.planner.plan import ALIGN, DEFAULT_LAYOUT, LAYOUTS, NATURAL, NO_STATES
-from hybridkv.simulator.cost import BF16, WEIGHT_BYTES
+from hybridkv.simulator.cost import BF16
 from hybridkv.simulator.fleet import MOST_REPLICAS, replay_replicas
 from hybridkv.simulator.hardware import DEFAULT_HARDWARE, hardware_named
 from hybridkv.simulator.routing import ROUND_ROBIN, router_named
 from hybridkv.simulator.setup import TOKEN_BUDGET, ReplaySettings, plan_for_trace
 from hybridkv.simulator.speculation import ACCEPTANCE, MOST_DRAFTS, Speculation
 from hybridkv.simulator.trace import RequestSource, TraceSummary
-from hybridkv.units import format_bytes, parse_bytes, shown
+from hybridkv.units import parse_bytes, shown
 
 SCHEMA: Final = "hybridkv.sweep.cell"
-VERSION: Final = 1
+VERSION: Final = 2
 _NAME_CHARACTERS: Final = 60
 
 
@@ -98,18 +98,6 @@ class Cell:
             num_speculative_tokens=self.drafts,
         )
 
-    def too_large(self) -> str | None:
-        """What of weights and cache the machine's memory does not hold; None where all fits, or nobody knows."""
-        machine, model = hardware_named(self.hardware), self.read()
-        weights = model.parameters / model.tp * WEIGHT_BYTES[self.weights]
-        needed = weights + parse_bytes(self.memory)
-        if not machine.memory_bytes or needed <= machine.memory_bytes:
-            return None
-        return (
-            f"{format_bytes(round(weights))} of weights and a cache of {self.memory} are more than the "
-            f"{format_bytes(round(machine.memory_bytes))} of one {machine.name}: lower --memory or raise --tp"
-        )
-
     def settings(self) -> ReplaySettings:
         """How it runs."""
         placed = self.placement if self.layout == NATURAL else None
@@ -161,6 +149,11 @@ def differing(cells: Sequence[Cell]) -> list[str]:
     """Fields that are not the same in all ``cells``."""
     said = [cell.said() for cell in cells]
     return [name for name in said[0] if len({str(of[name]) for of in said}) > 1]
+
+
+def machines_of(cells: Sequence[Cell]) -> str:
+    """Name the machines that times of ``cells`` are of, and what they keep weights in."""
+    return ", ".join(dict.fromkeys(f"{hardware_named(one.hardware).name} with {one.weights} weights" for one in cells))
 
 
 def in_words(cell: Cell, names: Sequence[str]) -> str:

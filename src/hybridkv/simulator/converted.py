@@ -50,7 +50,9 @@ def _lines(source: RequestSource) -> Iterator[bytes]:
 
 
 def _record(request: TraceRequest, numbers: defaultdict[tuple[int, int], int]) -> dict[str, object]:
-    def numbered(run: Pieces) -> list[list[int]]:
+    def numbered(run: Pieces) -> list[list[int]] | int:
+        if not request.tokens_known:
+            return run.num_tokens
         return [[numbers[run.kind, segment], offset, length] for segment, offset, length in run.pieces]
 
     milliseconds = round(request.timestamp_s * 1000, 3)

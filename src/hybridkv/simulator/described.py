@@ -50,7 +50,8 @@ class TraceDescription:
     """seconds: from the first request to the last. arrivals: requests in equal parts of that time.
 
     prompt_tokens, output_tokens, shared_tokens: of all requests. prompts, outputs, shared: of single requests, binned
-    by powers of two; shared is the beginning of a prompt that one before had, its outputs included.
+    by powers of two; shared is the beginning of a prompt that one before had, its outputs included. Of a trace of
+    lengths alone nobody knows what is shared: shared_tokens and shared_lengths are None, shared and hits empty.
     busiest_per_s: mean rate in the busiest of the parts. tenants: distinct names.
     """
 
@@ -63,11 +64,11 @@ class TraceDescription:
     prompt_tokens: int
     output_tokens: int
     longest_tokens: int
-    shared_tokens: int
+    shared_tokens: int | None
     tenants: int
     prompt_lengths: Distribution
     output_lengths: Distribution
-    shared_lengths: Distribution
+    shared_lengths: Distribution | None
     arrivals: tuple[int, ...]
     prompts: tuple[LengthBin, ...]
     outputs: tuple[LengthBin, ...]
@@ -102,7 +103,8 @@ def describe(source: RequestSource, block_sizes: Sequence[int] = BLOCK_SIZES) ->
         raise TraceError(f"{source.name} changed while it was read")
     seconds = times[-1] - times[0]
     arrivals = _parts(times, seconds)
-    hits = [sum(one // size * size for one in shared) for size in sizes]
+    known = summary.tokens_known
+    hits = [(size, sum(one // size * size for one in shared)) for size in sizes] if known else []
     return TraceDescription(
         source=source.name,
         requests=summary.requests,
@@ -113,16 +115,16 @@ def describe(source: RequestSource, block_sizes: Sequence[int] = BLOCK_SIZES) ->
         prompt_tokens=summary.prompt_tokens,
         output_tokens=summary.output_tokens,
         longest_tokens=summary.longest_tokens,
-        shared_tokens=sum(shared),
+        shared_tokens=sum(shared) if known else None,
         tenants=len(tenants),
         prompt_lengths=Distribution.of(prompts),
         output_lengths=Distribution.of(outputs),
-        shared_lengths=Distribution.of(shared),
+        shared_lengths=Distribution.of(shared) if known else None,
         arrivals=tuple(arrivals),
         prompts=_bins(prompts),
         outputs=_bins(outputs),
-        shared=_bins(shared),
-        hits=tuple(BlockHits(size, hit, hit / summary.prompt_tokens) for size, hit in zip(sizes, hits, strict=True)),
+        shared=_bins(shared) if known else (),
+        hits=tuple(BlockHits(size, hit, hit / summary.prompt_tokens) for size, hit in hits),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from hybridkv.arguments import integer
 from hybridkv.planner import Plan
-from hybridkv.simulator.loop import Progress, Replica, run_replicas
+from hybridkv.simulator.loop import Progress, Replica, run_replicas, told_of
 from hybridkv.simulator.report import Distribution, GroupReport, ReplayReport
 from hybridkv.simulator.routing import ROUND_ROBIN, router_named
 from hybridkv.simulator.setup import ReplaySettings, simulation_of
@@ -82,14 +82,15 @@ def replay_replicas(
         on_progress,
         lambda at: route.heard(at, runs[at]),
     )
-    bad_lines = (source.summary() if summary is None else summary).bad_lines
-    each = [replace(run.report(source.name), caching_off=first.caching_off) for run in runs]
+    counted = source.summary() if summary is None else summary
+    each = [replace(run.report(source.name), caching_off=first.caching_off, machine=first.machine) for run in runs]
     firsts, laters = array("d"), array("d")
     for run in runs:
         firsts += run.first_token_s
         laters += run.per_token_s
     whole = each[0] if count == 1 else _together(runs, each, firsts, laters)
-    return FleetReport(router, replace(whole, bad_lines=bad_lines), tuple(each), firsts, laters)
+    reports = [told_of(one, counted) for one in (whole, *each)]
+    return FleetReport(router, replace(reports[0], bad_lines=counted.bad_lines), tuple(reports[1:]), firsts, laters)
 
 
 def _together(

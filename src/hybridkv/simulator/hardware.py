@@ -35,7 +35,7 @@ class Hardware:
     sampling). row_s: of each row of a step besides. fp8_flops_per_s: 0 where there is no faster fp8.
     attention_efficiency: of attention and recurrent states, 0 where it is that of the weights.
     link_bytes_per_s: to other ranks, in one direction; 0: nothing that passes there takes time. link_latency_s: of each
-    sum over ranks besides. memory_bytes: 0 where it is not its own. sheet: where the peaks stand.
+    sum over ranks besides. memory_bytes: what weights and cache must fit; 0: any fit. sheet: where the peaks stand.
     """
 
     name: str
@@ -85,9 +85,13 @@ def _gpu(  # noqa: PLR0917  # a row of a table
 H100: Final = _gpu("H100 SXM", 989, 1979, 80, 3350, 450, "NVIDIA H100 Tensor Core GPU data sheet, SXM")
 
 DEFAULT_HARDWARE: Final = "h100"
+UNBOUNDED: Final = "h100-unbounded"
+H100_UNBOUNDED: Final = replace(H100, name="H100 SXM of any memory", memory_bytes=0.0)
+"""No machine that exists: for hit rates of weights and caches that no H100 holds."""
 HARDWARE: Final[Mapping[str, Hardware]] = MappingProxyType(
     {
         DEFAULT_HARDWARE: H100,
+        UNBOUNDED: H100_UNBOUNDED,
         "h100-pcie": _gpu("H100 PCIe", 756, 1513, 80, 2000, 64, "NVIDIA H100 Tensor Core GPU data sheet, PCIe"),
         "h200": _gpu("H200 SXM", 989, 1979, 141, 4800, 450, "NVIDIA H200 Tensor Core GPU data sheet, SXM"),
         "b200": _gpu("B200", 2250, 4500, 180, 8000, 900, "NVIDIA DGX B200 data sheet, an eighth of it"),

@@ -297,6 +297,7 @@ class Replica:
             simulated_s=round(self.clock.now_s, 6),
             time_to_first_token_s=Distribution.of(self.first_token_s),
             time_per_output_token_s=Distribution.of([one for one in self.per_token_s if not math.isnan(one)]),
+            timed=self.cost.time_scale > 0,
             groups=tuple(self._groups()),
             refusals=dict(sorted(counts.refusals.items())),
             moves=self.moves,
@@ -357,7 +358,12 @@ def replay_through(
     if on_explained is not None:
         replica.explain_to(on_explained)
     run_replicas(source, [replica], lambda _request, _now_s: 0, on_progress)
-    return replace(replica.report(source.name), bad_lines=counted.bad_lines)
+    return replace(told_of(replica.report(source.name), counted), bad_lines=counted.bad_lines)
+
+
+def told_of(report: ReplayReport, summary: TraceSummary) -> ReplayReport:
+    """Return ``report`` with hits as far as the trace lets them be known: not at all where it tells lengths alone."""
+    return report if summary.tokens_known else report.without_hits()
 
 
 def run_replicas(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Final
 
 from hybridkv.cache import EndStatistics, TenantStatistics
@@ -60,13 +60,15 @@ class GroupReport:
 class ReplayReport:
     """The result of a replay.
 
-    source: name of the trace or workload. bad_lines: lines of it that were left out.
-    prompt_tokens, output_tokens: of the requests. hit_tokens: prompt tokens found in the cache when a request
-    was admitted for the first time. computed_tokens: all that ran, recomputation after a preemption included.
+    source: name of the trace or workload. bad_lines: lines of it that were left out. machine: in words, the one
+    that times are of. prompt_tokens, output_tokens: of the requests. hit_tokens: prompt tokens found in the cache when
+    a request was admitted for the first time; None where the trace tells lengths alone, and nobody knows.
+    computed_tokens: all that ran, recomputation after a preemption included.
     peak_usage: largest share of the blocks in use, 0 .. 1. mean_running: rows per step.
     longest_tokens: prompt and output of the longest request. simulated_s: end of the last step, in trace time.
     time_to_first_token_s: from arrival to the end of the step that gave the first token.
-    time_per_output_token_s: of each request with two or more, the mean over those after the first.
+    time_per_output_token_s: of each request with two or more, the mean over those after the first. timed: False where
+    steps take no time; then both are zeros, and null in the document.
     caching_off: why no request could hit anything, None when they could. groups: in the order of the plan.
     refusals: how often a waiting request was looked at and not admitted, by reason; once a step and request.
     moves, moved_bytes: blocks that passed from slab to slab. checkpoints, declined_checkpoints: stops at which a
@@ -82,7 +84,7 @@ class ReplayReport:
     output_tokens: int
     longest_tokens: int
     bad_lines: int
-    hit_tokens: int
+    hit_tokens: int | None
     computed_tokens: int
     preemptions: int
     peak_usage: float
@@ -91,6 +93,8 @@ class ReplayReport:
     simulated_s: float
     time_to_first_token_s: Distribution
     time_per_output_token_s: Distribution
+    machine: str = ""
+    timed: bool = True
     caching_off: str | None = None
     groups: tuple[GroupReport, ...] = ()
     refusals: dict[str, int] = field(default_factory=dict)
@@ -99,21 +103,30 @@ class ReplayReport:
     checkpoints: int = 0
     declined_checkpoints: int = 0
     ends: tuple[EndStatistics, ...] = ()
-    missed_tokens: int = 0
-    missed_a_gib_more: int = 0
+    missed_tokens: int | None = 0
+    missed_a_gib_more: int | None = 0
     tenants: tuple[TenantStatistics, ...] = ()
     misses: dict[str, int] = field(default_factory=dict)
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 
     @property
-    def hit_rate(self) -> float:
-        """hit_tokens / prompt_tokens."""
+    def hit_rate(self) -> float | None:
+        """hit_tokens / prompt_tokens, None where hits are unknown."""
+        if self.hit_tokens is None:
+            return None
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def without_hits(self) -> ReplayReport:
+        """Return the same, with everything unknown that follows from which tokens are equal."""
+        unknown = replace(self, hit_tokens=None, missed_tokens=None, missed_a_gib_more=None)
+        return replace(unknown, ends=(), tenants=(), misses={})
 
     def to_dict(self, settings: Mapping[str, object]) -> dict[str, object]:
         """The document: schema, the settings it was made under, then every field and the hit rate."""
         counts = asdict(self)
+        if not counts.pop("timed"):
+            counts |= {"time_to_first_token_s": None, "time_per_output_token_s": None}
         return {
             "schema": SCHEMA,
             "version": VERSION,

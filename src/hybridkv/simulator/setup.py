@@ -21,6 +21,7 @@ from hybridkv.simulator.cost import BF16, StepCost, weights_named
 from hybridkv.simulator.explained import Explained
 from hybridkv.simulator.hardware import H100, Hardware
 from hybridkv.simulator.loop import Progress, Replica, SimulatedClock, replay_through
+from hybridkv.simulator.machine import machine_in_words, too_large
 from hybridkv.simulator.recording import Recording
 from hybridkv.simulator.report import ReplayReport
 from hybridkv.simulator.speculation import Speculation
@@ -172,7 +173,7 @@ class Simulation:
     """All that a replay drives, fresh.
 
     encoder_tokens: of every request. caching_off: why nothing can be hit, None where something can. step_by_step,
-    speculation: see ReplaySettings.
+    speculation: see ReplaySettings. machine: that times are of, in words.
     """
 
     scheduler: Scheduler
@@ -182,6 +183,7 @@ class Simulation:
     caching_off: str | None
     step_by_step: bool
     speculation: Speculation | None
+    machine: str
 
     def replica(self) -> Replica:
         """What runs it, to be used once."""
@@ -217,7 +219,7 @@ class Simulation:
             recording=recording,
             on_explained=on_explained,
         )
-        return replace(report, caching_off=self.caching_off)
+        return replace(report, caching_off=self.caching_off, machine=self.machine)
 
 
 def simulation_of(
@@ -225,9 +227,14 @@ def simulation_of(
 ) -> Simulation:
     """A manager and a scheduler for ``plan``. ConfigError for settings that cannot work.
 
+    One of them is a machine whose memory does not hold the weights and the cache, unless steps take no time.
     hasher: that of another, whose requests may come here. events: the manager tells what it stores and forgets.
     """
     cost = StepCost.of(plan, hardware=settings.hardware, time_scale=settings.time_scale, weights=settings.weights)
+    if settings.time_scale:
+        refused = too_large(plan.model, plan.memory_bytes, settings.hardware, settings.weights)
+        if refused is not None:
+            raise ConfigError(refused)
     ids = max(plan.config.blocks_of(at) for at in range(len(plan.config.groups)))
     if ids > MOST_BLOCKS:
         raise ConfigError(
@@ -259,7 +266,8 @@ def simulation_of(
     off = None if cache.enable_caching else _why_off(plan, settings)
     scheduler = Scheduler(cache, limits, clock=clock)
     encoder_tokens = plan.limits.max_encoder_tokens
-    return Simulation(scheduler, cost, clock, encoder_tokens, off, settings.step_by_step, speculation)
+    machine = machine_in_words(plan, settings.hardware, settings.weights, settings.time_scale)
+    return Simulation(scheduler, cost, clock, encoder_tokens, off, settings.step_by_step, speculation, machine)
 
 
 def _why_off(plan: Plan, settings: ReplaySettings) -> str:

@@ -40,7 +40,8 @@ class TraceSummary:
     """What one pass over a source says.
 
     longest_tokens: prompt and output of the longest request. longest_at: where it stands.
-    bad_lines: lines left out. first_bad: what was wrong with the first of them.
+    bad_lines: lines left out. first_bad: what was wrong with the first of them. tokens_known: False where lengths are
+    all that is known of the prompts, so that nobody can say which of their tokens are equal.
     """
 
     requests: int
@@ -50,6 +51,7 @@ class TraceSummary:
     longest_at: str
     bad_lines: int = 0
     first_bad: str | None = None
+    tokens_known: bool = True
 
 
 class RequestSource(Protocol):
@@ -72,7 +74,7 @@ class RequestSource(Protocol):
 def summarise(items: Iterable[TraceRequest | TraceError], name: str) -> TraceSummary:
     """Counts over ``items``; an error among them is a line left out. TraceError when no request is left."""
     requests = prompt_tokens = output_tokens = longest_tokens = bad_lines = 0
-    longest_at, first_bad = "", None
+    longest_at, first_bad, known = "", None, False
     for item in items:
         if isinstance(item, TraceError):
             bad_lines += 1
@@ -81,12 +83,14 @@ def summarise(items: Iterable[TraceRequest | TraceError], name: str) -> TraceSum
         requests += 1
         prompt_tokens += item.num_prompt_tokens
         output_tokens += item.num_output_tokens
+        known = known or item.tokens_known
         if item.num_tokens > longest_tokens:
             longest_tokens, longest_at = item.num_tokens, item.origin
     if not requests:
         because = f" but {bad_lines} bad lines; the first: {first_bad}" if bad_lines else ""
         raise TraceError(f"{name} holds no requests{because}")
-    return TraceSummary(requests, prompt_tokens, output_tokens, longest_tokens, longest_at, bad_lines, first_bad)
+    longest = longest_tokens, longest_at
+    return TraceSummary(requests, prompt_tokens, output_tokens, *longest, bad_lines, first_bad, known)
 
 
 class TraceFile:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -86,16 +86,19 @@ def tune(
     dearest = max(prices.values()) * max(map(_number, axes["tp"])) * max(map(_number, axes["replicas"]))
     while asked := search.ask(at_once):
         cells = [_cell(values, single) for values in asked]
-        for one in _try(source, [cell for cell in cells if cell not in tried], aims, prices, folder, executor=executor):
-            tried[one.cell] = one
+        for swept in sweep(source, _new(cells, tried), folder, executor):
+            tried[swept.cell] = one = _tried(swept, aims, prices)
             if on_done is not None:
                 on_done(one)
         search.tell([_value(tried[cell], dearest) for cell in cells])
-    for values in search.known():
-        cell = _cell(values, single)
-        if cell not in tried:
-            (tried[cell],) = _try(source, [cell], aims, prices, folder, executor=executor)
+    if earlier := _new([_cell(values, single) for values in search.known()], tried):
+        tried |= {swept.cell: _tried(swept, aims, prices) for swept in sweep(source, earlier, folder, executor)}
     return sorted(tried.values(), key=lambda one: one.rank)
+
+
+def _new(cells: Sequence[Cell], tried: Mapping[Cell, Tried]) -> list[Cell]:
+    """Those of ``cells`` that were not tried, each once."""
+    return [cell for cell in dict.fromkeys(cells) if cell not in tried]
 
 
 def _number(value: object) -> int:
@@ -106,31 +109,9 @@ def _cell(values: Mapping[str, Any], single: Mapping[str, Any]) -> Cell:
     return Cell(**values, **single).plainest()
 
 
-def _try(
-    source: RequestSource,
-    cells: Sequence[Cell],
-    aims: tuple[Aim, ...],
-    prices: Mapping[str, float],
-    folder: str | Path,
-    *,
-    executor: Executor,
-) -> Iterator[Tried]:
-    """Each of ``cells``, which are distinct; machines that do not hold weights and cache are bought by nobody."""
-    too_large = {cell: cell.too_large() for cell in dict.fromkeys(cells)}
-    for cell, why in too_large.items():
-        if why is not None:
-            yield Tried(cell, _price_per_h(cell, prices), refused=why)
-    for swept in sweep(source, [cell for cell, why in too_large.items() if why is None], folder, executor):
-        yield _tried(swept, aims, prices)
-
-
-def _price_per_h(cell: Cell, prices: Mapping[str, float]) -> float:
-    return prices[cell.hardware] * cell.tp * cell.replicas
-
-
 def _tried(swept: Swept, aims: tuple[Aim, ...], prices: Mapping[str, float]) -> Tried:
     cell = swept.cell
-    price_per_h = _price_per_h(cell, prices)
+    price_per_h = prices[cell.hardware] * cell.tp * cell.replicas
     report: Any = swept.document.get("report")
     if report is None:
         return Tried(cell, price_per_h, refused=str(swept.document["refused"]))

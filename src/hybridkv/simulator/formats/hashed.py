@@ -5,7 +5,8 @@
                   block the tokens are a function of the id; outputs are tokens that occur nowhere else
     token-exact   {"timestamp": ms, "prompt": [[segment, offset, length], ...], "output": [[...], ...]}
                   optionally "marks": [token count, ...], where the caller wants a state kept and a hit to be
-                  able to end (natural layout): 1 .. tokens of prompt and output, in any order
+                  able to end (natural layout): 1 .. tokens of prompt and output, in any order; prompt and output may
+                  be counts of tokens instead, both of them, where nothing but their lengths is known
     of both       optionally "tenant": name, on whose share of memory it counts, and "hints": what the caller knows of
                   when its prefix is wanted again (hybridkv.request.Hints), any of
                   {"over": true, "goes_on": true, "within_s": s, "shared_tokens": n, "scratch": true, "secret": true}
@@ -15,7 +16,7 @@ Other fields are left alone. Every count is checked: a request has at least one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -32,6 +33,7 @@ from hybridkv.simulator.formats.fields import (
     seconds_of_ms,
     tokens,
 )
+from hybridkv.simulator.formats.lengths import request_of_lengths
 from hybridkv.simulator.formats.request import Reader, TraceRequest
 from hybridkv.simulator.formats.sessions import Sessions
 from hybridkv.simulator.tokens import HASHED_BLOCK, NEW_OUTPUT, PROMPT_SEGMENT, Piece, Pieces
@@ -107,8 +109,12 @@ class PieceFormat:
         return self._parse
 
     @staticmethod
-    def _parse(record: Record, origin: str, _number: int) -> tuple[TraceRequest]:
+    def _parse(record: Record, origin: str, number: int) -> tuple[TraceRequest]:
         timestamp_s = seconds_of_ms(record)
+        if isinstance(record.get("prompt"), int):
+            made = request_of_lengths(timestamp_s, tokens(record, "prompt"), tokens(record, "output"), origin, number)
+            marks = _marks(record, made.num_tokens)
+            return (replace(made, marks=marks, tenant=_tenant(record), hints=_hints(record)),)
         prompt = _pieces(record, "prompt")
         output = _pieces(record, "output")
         total = prompt.num_tokens + output.num_tokens

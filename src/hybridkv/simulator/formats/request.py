@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from hybridkv.request import NO_HINTS, Hints
 from hybridkv.simulator.formats.fields import Record
-from hybridkv.simulator.tokens import Pieces
+from hybridkv.simulator.tokens import NEW_PROMPT, Pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,11 @@ class TraceRequest:
     tenant: str | None = None
     hints: Hints = NO_HINTS
     delayed: bool = False
+
+    @property
+    def tokens_known(self) -> bool:
+        """Whether it is known which tokens of the prompt are equal to others'; else only how many there are."""
+        return self.prompt.kind != NEW_PROMPT
 
     @property
     def num_prompt_tokens(self) -> int:

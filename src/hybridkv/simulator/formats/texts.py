@@ -40,7 +40,7 @@ from hybridkv.simulator.formats.fields import (
     text,
     tokens,
 )
-from hybridkv.simulator.formats.lengths import Times, iso_seconds
+from hybridkv.simulator.formats.lengths import Times, iso_seconds, request_of_lengths
 from hybridkv.simulator.formats.request import Reader, TraceRequest
 from hybridkv.simulator.formats.sessions import Sessions
 from hybridkv.simulator.formats.token_tree import TokenTree, split
@@ -191,8 +191,11 @@ class AiperfFormat:
         """One request a line; a turn may come some time behind the one before of its session."""
         written, sessions = _Written(self.encode), Sessions()
 
-        def parse(record: Record, origin: str, _number: int) -> tuple[TraceRequest]:
+        def parse(record: Record, origin: str, number: int) -> tuple[TraceRequest]:
             seconds, before = sessions.turn(record)
+            if "session_id" not in record and not {"messages", "text_input"} & record.keys():
+                counts = tokens(record, "input_length"), tokens(record, "output_length")
+                return (request_of_lengths(seconds, *counts, origin, number),)
             made = self._turn(record, written, before, seconds, origin)
             return (sessions.note(record, made if before is None else replace(made, delayed=True)),)
 
