@@ -2,6 +2,7 @@
 
     HybridKVError
     ├── ConfigError             a plan, a limit or an option that cannot work
+    │   ├── MissingFieldError       a model config without a field that is needed
     │   ├── UnsupportedModelError   a model with layer types that are not handled
     │   └── CapacityError           memory too small for what was asked
     ├── SchemaError             a file or message of another (usually newer) schema
@@ -14,6 +15,7 @@
     │   └── OwnershipError          a second thread drives a scheduler
     ├── WorkerError             a Step that the worker cannot apply
     └── WireError               bytes that are no message, or a Step that cannot be one
+    AssumptionWarning       a UserWarning: a plan rests on something that no config field says
 
 A message says what is wrong and what to change. A command prints it as one line, without traceback.
 A cache that is merely full raises nothing: it answers with a reasoned Refusal.
@@ -22,12 +24,20 @@ A cache that is merely full raises nothing: it answers with a reasoned Refusal.
 from __future__ import annotations
 
 
+class AssumptionWarning(UserWarning):
+    """A plan rests on something that no field of the model's config says; the message names what was assumed."""
+
+
 class HybridKVError(Exception):
     """Base of all errors raised on purpose."""
 
 
 class ConfigError(HybridKVError, ValueError):
     """A value handed in cannot work; the message names the value and the fix."""
+
+
+class MissingFieldError(ConfigError):
+    """A model config lacks a field; the message names the field."""
 
 
 class UnsupportedModelError(ConfigError):

@@ -113,10 +113,11 @@ def test_golden_plans_hold_what_arithmetic_says(
 
 def test_a_plan_of_the_first_release_is_read() -> None:
     # written before pages could be padded, before there were encoder and speculative tokens, and before plans told the
-    # hidden size and query heads; its limits are its own
+    # hidden size, query heads and bytes of the weights; its limits are its own
     old = read_plan(HERE / "first-version.plan.json")
     assert old.limits.max_in_flight_tokens == 0
-    assert (old.model.hidden_size, old.model.query_heads) == (0, 0)
+    assert (old.model.hidden_size, old.model.query_heads, old.model.weight_bytes) == (0, 0, 0)
     now = read_plan(HERE / "qwen2.5-7b.plan.json")
-    model = replace(old.model, hidden_size=now.model.hidden_size, query_heads=now.model.query_heads)
+    later = {name: getattr(now.model, name) for name in ("hidden_size", "query_heads", "weight_bytes")}
+    model = replace(old.model, **later)
     assert replace(old, model=model, limits=replace(old.limits, max_in_flight_tokens=8192)) == now

@@ -5,6 +5,7 @@ from itertools import groupby
 
 import pytest
 
+from assumed import plan_of
 from hybridkv.models import known_models, read_model
 from hybridkv.planner import KVCacheConfig, Plan, plan, plan_from_json, plan_to_json
 from hybridkv.planner.comparison import facts_of, padding_of
@@ -55,7 +56,7 @@ def test_every_known_model_has_such_a_plan() -> None:
     """The others only in short."""
     for known in known_models():
         model = read_model(known.name)
-        made = plan(model, 640 * GiB, max_model_len=min(4096, model.max_model_len or 4096), layout="natural")
+        made = plan_of(model, 640 * GiB, max_model_len=min(4096, model.max_model_len or 4096), layout="natural")
         config = made.config
         assert config.slabs is not None
         assert padding_of(config) <= 0.02

@@ -1,11 +1,11 @@
 import json
-import logging
 from pathlib import Path
 
 import pytest
 
-from hybridkv.errors import ConfigError, UnsupportedModelError
+from hybridkv.errors import AssumptionWarning, ConfigError, UnsupportedModelError
 from hybridkv.models import Model, known_model, read_model
+from hybridkv.planner import plan
 from hybridkv.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 LLAMA: dict[str, object] = {
@@ -225,14 +225,15 @@ def test_the_text_part_of_a_larger_config() -> None:
     assert read_model({**outer, "text_config": LLAMA}).dtype == "float16"
 
 
-def test_a_config_without_dtype_gets_one_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_config_without_dtype_gets_one_and_a_warning() -> None:
     bare = {key: value for key, value in LLAMA.items() if key != "torch_dtype"}
-    with caplog.at_level(logging.WARNING, "hybridkv.models"):
-        assert read_model(bare).dtype == "bfloat16"
-    assert "--dtype" in caplog.text
-    caplog.clear()
-    assert read_model(bare, dtype="bf16").dtype == "bfloat16"
-    assert not caplog.text
+    model = read_model(bare)
+    assert model.dtype == "bfloat16"
+    with pytest.warns(AssumptionWarning, match=r"dtype of keys and values bfloat16 .*--dtype"):
+        plan(model, "1GiB")
+    said = read_model(bare, dtype="bf16")
+    assert (said.dtype, said.assumptions) == ("bfloat16", ())
+    plan(said, "1GiB")  # no warning, or the suite fails
 
 
 @pytest.mark.parametrize(

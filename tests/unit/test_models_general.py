@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from cli_support import error, run
 
+from assumed import plan_of
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import ReadFact, read_model
 from hybridkv.models.reading import ASSUMED, CONFIG, DEFAULT, GIVEN
@@ -218,7 +219,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
 
 
 def test_time_needs_weights_that_somebody_counted() -> None:
-    made = plan(read_model(STRANGER), "1MiB")
+    made = plan_of(read_model(STRANGER), "1MiB")
     assert made.model.parameters == 0
     with pytest.raises(ConfigError, match="--set parameters=N"):
         StepCost.of(made)

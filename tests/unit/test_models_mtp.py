@@ -2,6 +2,7 @@
 
 import pytest
 
+from assumed import plan_of
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
 from hybridkv.planner import plan, plan_from_json, plan_to_json
@@ -64,7 +65,7 @@ def test_a_model_without_them_is_refused() -> None:
 
 @pytest.mark.parametrize("layout", ["natural", "reference"])
 def test_a_plan_has_them_and_comes_back_equal(layout: str) -> None:
-    with_them = plan(read_model("qwen3.5-27b", mtp_layers=1), "80GiB", layout=layout)
+    with_them = plan_of(read_model("qwen3.5-27b", mtp_layers=1), "80GiB", layout=layout)
     without = plan(read_model("qwen3.5-27b"), "80GiB", layout=layout)
     assert plan_from_json(plan_to_json(with_them)) == with_them
     assert sum(len(one.layer_names) for one in with_them.config.groups) == 65

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from assumed import plan_of
 from hybridkv import planner
 from hybridkv.errors import ConfigError, SchemaError
 from hybridkv.models import Layer, known_models, read_model
@@ -39,7 +40,7 @@ def document() -> Document:
 @pytest.mark.parametrize("name", [known.name for known in known_models()])
 def test_a_plan_comes_back_equal(name: str) -> None:
     tp = {"smollm2-135m": 3, "smollm2-360m": 5}.get(name, 2)
-    made = plan(read_model(name, tp=tp), "640GiB", max_model_len=400, max_batched_tokens=8192)
+    made = plan_of(read_model(name, tp=tp), "640GiB", max_model_len=400, max_batched_tokens=8192)
     text = plan_to_json(made)
     again = plan_from_json(text)
     assert again == made

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from assumed import plan_of
 from hybridkv.errors import ConfigError
 from hybridkv.models import known_model, known_models, read_model
-from hybridkv.planner import plan
 from hybridkv.specs import Keeps
 
 KNOWN = known_models()
@@ -70,7 +70,7 @@ def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("layout", ["natural", "reference"])
 def test_each_is_planned(name: str, layout: str) -> None:
     model = read_model(name)
-    made = plan(model, "640GiB", max_model_len=min(2048, model.max_model_len or 2048), layout=layout)
+    made = plan_of(model, "640GiB", max_model_len=min(2048, model.max_model_len or 2048), layout=layout)
     assert made.capacity.concurrency >= 1
     assert sorted(one for group in made.config.groups for one in group.layer_names) == sorted(
         layer.name for layer in model.layers

@@ -28,7 +28,7 @@ def show_comparison(make: Callable[[str], Plan]) -> None:
     model = plan.model
     shown = table(
         *("", *LAYOUTS),
-        title=f"{model.name}: {len(model.layers)} layers, {model.dtype} cache, tp {model.tp}, "
+        title=f"{model.name}: {model.depth} layers, {model.dtype} cache, tp {model.tp}, "
         f"{format_bytes(plan.memory_bytes)}",
     )
     for name, show in _ROWS.items():

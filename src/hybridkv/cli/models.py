@@ -65,7 +65,7 @@ def _facts(known: KnownModel, model: Model) -> dict[str, object]:
         "verified": known.verified,
         "verification": known.verification,
         "model_type": model.model_type,
-        "layers": len(model.layers),
+        "layers": model.depth,
         "kv_bytes_per_token": int(model.kv_bytes_per_token),
         "window_bytes_per_token": int(model.window_bytes_per_token),
         "encoder_bytes_per_token": int(model.encoder_bytes_per_token),
@@ -75,5 +75,6 @@ def _facts(known: KnownModel, model: Model) -> dict[str, object]:
         "vocab_size": model.vocab_size,
         "parameters": model.parameters,
         "active_parameters": model.active_parameters,
+        "weight_bytes": model.weight_bytes,
         "config": known.config,
     }

@@ -11,12 +11,14 @@ from __future__ import annotations
 import io
 import os
 import sys
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, TextIO
 
 from hybridkv.cli.printable import printable
-from hybridkv.errors import ConfigError, HybridKVError
+from hybridkv.errors import AssumptionWarning, ConfigError, HybridKVError
 
 USER_ERROR: Final = 2
 PIPE_CLOSED: Final = 1
@@ -48,7 +50,8 @@ def run() -> int:
         _open_streams()
         from hybridkv.cli.app import command  # noqa: PLC0415  # typer may be missing
 
-        code = command()(standalone_mode=False)
+        with _assumptions_in_one_line():
+            code = command()(standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
         code = PIPE_CLOSED
@@ -64,6 +67,23 @@ def run() -> int:
         if stream is not None:
             _let_go(stream)
     return code if isinstance(code, int) else 0
+
+
+@contextmanager
+def _assumptions_in_one_line() -> Iterator[None]:
+    """Print each AssumptionWarning once, as a line of its own; leave other warnings as they are."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", AssumptionWarning)
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: object) -> None:
+            if issubclass(category, AssumptionWarning):
+                _say(f"warning: {message}")
+            else:
+                others(message, category, *where)  # type: ignore[arg-type]  # handed on as it came
+
+        warnings.showwarning = show  # type: ignore[assignment]  # the rest of the arguments is handed on
+        yield
 
 
 def _open_streams() -> None:

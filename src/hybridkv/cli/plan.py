@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Annotated
@@ -30,9 +31,9 @@ from hybridkv.cli.planning import (
     load_plan,
 )
 from hybridkv.cli.printable import printable
-from hybridkv.errors import ConfigError
+from hybridkv.errors import AssumptionWarning, ConfigError
 from hybridkv.models import Model
-from hybridkv.models.reading import ASSUMED
+from hybridkv.models.model import ASSUMED
 from hybridkv.planner import Plan, plan, plan_to_json
 from hybridkv.planner.plan import NO_STATES
 from hybridkv.report import plan_page
@@ -117,7 +118,7 @@ def plan_command(
         options.refuse_beside_plan({"CONFIG": config, **_as_options(given)})
         made = load_plan(plan_file)
     else:
-        made = _make(options, given=given)
+        made = _make(options, given=given, tells=not as_json)
     if page_file is not None:
         write_page(page_file, plan_page(made))
     if as_json:
@@ -137,22 +138,31 @@ def _as_options(given: Mapping[str, object]) -> dict[str, object]:
     return {"--" + name.replace("_", "-"): value for name, value in given.items()}
 
 
-def _make(options: PlanOptions, layout: str | None = None, *, given: Mapping[str, int | None]) -> Plan:
-    """The plan of ``options``. layout: instead of theirs. given: other arguments of plan, None for its defaults."""
+def _make(
+    options: PlanOptions, layout: str | None = None, *, given: Mapping[str, int | None], tells: bool = False
+) -> Plan:
+    """The plan of ``options``.
+
+    layout: instead of theirs. given: other arguments of plan, None for its defaults. tells: what is printed of the plan
+    says what was assumed.
+    """
     if options.config is None:
         raise ConfigError("CONFIG is missing: give a config.json, a folder with one or a known name, or --plan FILE")
     if options.memory is None:
         raise ConfigError("--memory is missing: say what one rank has for its cache, for example --memory 40GiB")
     rules = options.rules if layout is None else options.rules_of(layout)
     said = {name: value for name, value in given.items() if value is not None}
-    return plan(options.model(), options.memory, **rules, **said)
+    with warnings.catch_warnings():
+        if tells:
+            warnings.simplefilter("ignore", AssumptionWarning)
+        return plan(options.model(), options.memory, **rules, **said)
 
 
 def show_plan(plan: Plan) -> None:
     """Print a plan for people: what fits, what it takes, then the groups that share blocks."""
     model, holds = plan.model, plan.capacity
     out = console()
-    title = f"{model.name}: {model.model_type}, {len(model.layers)} layers, {model.dtype} cache, tp {model.tp}"
+    title = f"{model.name}: {model.model_type}, {model.depth} layers, {model.dtype} cache, tp {model.tp}"
     out.print(Text(printable(title), style="bold"), soft_wrap=True)
     longest = f"{format_count(holds.longest_context)} tokens"
     fit = "any number" if holds.tokens_that_fit is None else format_count(holds.tokens_that_fit)

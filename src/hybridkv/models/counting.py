@@ -75,6 +75,13 @@ _ROUTED: Final = Mixture("n_routed_experts", shared="n_shared_experts")
 _LOCAL: Final = Mixture("num_local_experts", width="intermediate_size")
 RECIPES: Final[Mapping[str, Recipe]] = {
     "arcee": Recipe(matrices=2, mlp_bias="mlp_bias"),
+    "bailing_moe_linear": Recipe(
+        qk_norm="head",
+        qk_if="use_qk_norm",
+        bias="use_qkv_bias",
+        out="use_bias",
+        mixture=Mixture(shared="num_shared_experts"),
+    ),
     "cohere": Recipe(norms=1, qk_norm="heads", qk_if="use_qk_norm"),
     "cohere2": Recipe(norms=1),
     "cwm": Recipe(mlp_bias="mlp_bias"),
@@ -143,19 +150,19 @@ _BESIDE: Final[Mapping[str, tuple[str, ...]]] = {
 """What types with embeddings of every layer need besides."""
 
 
-def count(reading: Reading, layers: Sequence[Attention]) -> Weights | None:
-    """The weights of a decoder of ``layers``, those that share keys and values too.
+def count(reading: Reading, layers: Sequence[Attention]) -> Weights:
+    """Count the weights of a decoder of ``layers``, those that share keys and values too.
 
-    None for a type without a recipe, and where a field that they depend on is nowhere; ConfigError for one that is
-    no number. O(layers).
+    Weights() for no layers, for a type without a recipe, and where a field that they depend on is nowhere; ConfigError
+    for one that is no number. O(layers).
     """
     recipe = RECIPES.get(reading.fields.text("model_type") or "")
-    if recipe is None or any(reading.key((key,)) is None for key in ("hidden_size", "vocab_size")):
-        return None
+    if not layers or recipe is None or any(reading.key((key,)) is None for key in ("hidden_size", "vocab_size")):
+        return Weights()
     counting = _Counting(reading, recipe)
     mlps = counting.mlps(layers) if counting.is_whole(layers) else None
     if mlps is None:
-        return None
+        return Weights()
     hidden = counting.hidden
     dense = sum(counting.attention(one) for one in layers) + len(layers) * recipe.norms * hidden
     weights = mlps + Weights.dense(dense + recipe.last * hidden)
@@ -182,10 +189,11 @@ class _Counting:
     def attention(self, one: Attention) -> int:
         """Projections, their biases and norms."""
         recipe, hidden = self.recipe, self.hidden
-        if self.reading.key(("kv_lora_rank",)) is not None:
+        if self.reading.key(("kv_lora_rank",)) is not None and one.kind != LINEAR:
             return self._latent(one.heads.heads) + (self._indexer() if one.indexer else 0)
         if one.kind == LINEAR:  # lightning attention: Q, K, V, an output gate and the output, and a norm
-            return (5 * hidden + 1) * one.heads.heads * one.heads.head_dim
+            norms = 2 * one.heads.head_dim if recipe.qk_norm and self._has(recipe.qk_if) else 0
+            return (5 * hidden + 1) * one.heads.heads * one.heads.head_dim + norms
         q, k = one.heads.heads * one.heads.head_dim, one.heads.kv_heads * one.heads.head_dim
         own = k + one.heads.kv_heads * one.value_dim
         if one.kind == FULL and self.fields.flag("attention_k_eq_v"):
@@ -215,7 +223,8 @@ class _Counting:
         )
         if mixture.shared is not None and self.reading.key((mixture.shared,)) is not None:
             shared = self.fields.integer(mixture.shared, minimum=0)
-            each += Weights.dense(self._mlp(shared if mixture.wide else shared * width) if shared else 0)
+            one = self.fields.optional("moe_shared_expert_intermediate_size") or width
+            each += Weights.dense(self._mlp(shared if mixture.wide else shared * one) if shared else 0)
         each += Weights.dense(self.hidden if mixture.gate else 0)
         if self._type == "gemma4_text":
             # beside an MLP, behind norms of its own, with a scale for the router's input and one for every expert

@@ -10,7 +10,7 @@ from hybridkv.models.families import FamilyFacts, ReadOptions, layer_name
 from hybridkv.models.fields import Fields
 from hybridkv.models.model import Layer
 from hybridkv.models.parallel import kv_heads_per_rank
-from hybridkv.models.weights import Weights, language_model
+from hybridkv.models.weights import Weights, experts, gated_mlp, language_model
 from hybridkv.specs import MLAAttentionSpec
 
 
@@ -22,13 +22,17 @@ def deepseek(fields: Fields, options: ReadOptions) -> FamilyFacts:
     refuse_layer_types(fields.names("layer_types") or (), fields.name, ("full_attention",))
     spec = mla_spec(fields, options)
     layers = tuple(Layer(layer_name(i), spec, i) for i in range(count))
-    hidden = fields.integer("hidden_size")
-    embedding = fields.integer("vocab_size") * hidden
-    dense, every, active = _mlp_parameters(fields)
-    sparse_layers = _sparse_layers(fields, count)
-    shared = count * (mla_parameters(fields, heads) + 2 * hidden) + hidden + (count - sparse_layers) * dense
-    weights = Weights(shared + sparse_layers * every, shared + sparse_layers * active)
-    return FamilyFacts(layers, language_model(weights, embedding=embedding, tied=fields.flag("tie_word_embeddings")))
+
+    def weights() -> Weights:
+        hidden = fields.integer("hidden_size")
+        sparse = _sparse_layers(fields, count)
+        dense = gated_mlp(hidden, fields.integer("intermediate_size")) if sparse < count else 0
+        shared = count * (mla_parameters(fields, heads) + 2 * hidden) + hidden + (count - sparse) * dense
+        own = Weights.dense(shared) + (_mixture(fields) * sparse if sparse else Weights())
+        embedding = fields.integer("vocab_size") * hidden
+        return language_model(own, embedding=embedding, tied=fields.flag("tie_word_embeddings"))
+
+    return FamilyFacts(layers, weights)
 
 
 def mla_spec(fields: Fields, options: ReadOptions) -> MLAAttentionSpec:
@@ -62,16 +66,12 @@ def mla_parameters(fields: Fields, heads: int) -> int:
     return query + keys + heads * value * hidden + bias
 
 
-def _mlp_parameters(fields: Fields) -> tuple[int, int, int]:
-    """Weights of a dense MLP, of a mixture with its router, and the part of it that one token uses."""
-    hidden = fields.integer("hidden_size")
-    dense = 3 * hidden * fields.integer("intermediate_size")
-    experts = fields.optional("n_routed_experts")
-    if experts is None:
-        return dense, dense, dense
-    expert = 3 * hidden * fields.integer("moe_intermediate_size")
-    always = expert * fields.integer("n_shared_experts", 0, minimum=0) + hidden * experts
+def _mixture(fields: Fields) -> Weights:
+    """Count the weights of one mixture of experts: routed and shared experts, and the router."""
+    hidden, total = fields.integer("hidden_size"), fields.integer("n_routed_experts")
+    expert = gated_mlp(hidden, fields.integer("moe_intermediate_size"))
     chosen = fields.integer("num_experts_per_tok")
-    if chosen > experts:
-        raise fields.fail(f"num_experts_per_tok {chosen} exceeds n_routed_experts {experts}: lower it")
-    return dense, always + experts * expert, always + chosen * expert
+    if chosen > total:
+        raise fields.fail(f"num_experts_per_tok {chosen} exceeds n_routed_experts {total}: lower it")
+    always = expert * fields.integer("n_shared_experts", 0, minimum=0) + hidden * total
+    return Weights.dense(always) + experts(expert, total, chosen)

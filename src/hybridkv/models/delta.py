@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from hybridkv.models.attention import Heads, read_heads, refuse_layer_types
 from hybridkv.models.deepseek import mla_parameters, mla_spec
-from hybridkv.models.families import FamilyFacts, ReadOptions
+from hybridkv.models.families import Counting, FamilyFacts, ReadOptions
 from hybridkv.models.fields import Fields
 from hybridkv.models.hybrids import FULL, HYBRID_TYPES, LINEAR
 from hybridkv.models.model import Layer
@@ -22,25 +22,35 @@ from hybridkv.specs import KVCacheSpec
 def qwen3_next(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """Qwen3-Next: a mixture of experts in every ``decoder_sparse_step``-th layer but those of ``mlp_only_layers``."""
     count = fields.layers("num_hidden_layers")
-    step, dense_layers = fields.integer("decoder_sparse_step", 1), set(fields.integers("mlp_only_layers") or ())
-    sparse = sum((i + 1) % step == 0 and i not in dense_layers for i in range(count)) if _experts(fields) else 0
-    hidden = fields.integer("hidden_size")
-    rest = _mixture(fields) * sparse if sparse else Weights()
-    if sparse < count:
-        rest += Weights.dense((count - sparse) * gated_mlp(hidden, fields.integer("intermediate_size", 5632)))
-    return _qwen(fields, options, rest)
+
+    def mlps() -> Weights:
+        step, dense_layers = fields.integer("decoder_sparse_step", 1), set(fields.integers("mlp_only_layers") or ())
+        sparse = sum((i + 1) % step == 0 and i not in dense_layers for i in range(count)) if _experts(fields) else 0
+        counted = _mixture(fields) * sparse if sparse else Weights()
+        if sparse == count:
+            return counted
+        dense = gated_mlp(fields.integer("hidden_size"), fields.integer("intermediate_size", 5632))
+        return counted + Weights.dense((count - sparse) * dense)
+
+    return _qwen(fields, options, mlps)
 
 
 def qwen35(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """Qwen3.5, dense."""
     count = fields.layers("num_hidden_layers")
-    mlp = gated_mlp(fields.integer("hidden_size"), fields.integer("intermediate_size", 12288))
-    return _qwen(fields, options, Weights.dense(count * mlp), kv_heads=4)
+
+    def mlps() -> Weights:
+        return Weights.dense(
+            count * gated_mlp(fields.integer("hidden_size"), fields.integer("intermediate_size", 12288))
+        )
+
+    return _qwen(fields, options, mlps, kv_heads=4)
 
 
 def qwen35_moe(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """Qwen3.5 with a mixture of experts in every layer."""
-    return _qwen(fields, options, _mixture(fields) * fields.layers("num_hidden_layers"))
+    count = fields.layers("num_hidden_layers")
+    return _qwen(fields, options, lambda: _mixture(fields) * count)
 
 
 def olmo_hybrid(fields: Fields, options: ReadOptions) -> FamilyFacts:
@@ -61,11 +71,15 @@ def olmo_hybrid(fields: Fields, options: ReadOptions) -> FamilyFacts:
         value_dim=fields.integer("linear_value_head_dim", 2 * key_dim),
         kernel=fields.integer("linear_conv_kernel_dim", 4),
     )
-    attention = heads.weights(hidden, bias=fields.flag("attention_bias"))
-    attention += (heads.heads + heads.kv_heads) * heads.head_dim
-    rest = count * (gated_mlp(hidden, fields.integer("intermediate_size")) + 2 * hidden)
     specs = {FULL: heads.full(fields, options), LINEAR: mixer.spec(fields, options)}
-    return _facts(fields, types, specs, {FULL: attention, LINEAR: mixer.weights}, rest=Weights.dense(rest))
+
+    def weights() -> Weights:
+        attention = heads.weights(hidden, bias=fields.flag("attention_bias"))
+        attention += (heads.heads + heads.kv_heads) * heads.head_dim
+        mixers = types.count(FULL) * attention + types.count(LINEAR) * mixer.weights
+        return Weights.dense(mixers + count * (gated_mlp(hidden, fields.integer("intermediate_size")) + 2 * hidden))
+
+    return _facts(fields, types, specs, weights)
 
 
 def kimi_linear(fields: Fields, options: ReadOptions) -> FamilyFacts:
@@ -80,9 +94,12 @@ def kimi_linear(fields: Fields, options: ReadOptions) -> FamilyFacts:
     attention_heads = fields.integer("num_attention_heads")
     per_rank(attention_heads, options.tp, "attention heads", fields.name)
     specs: dict[str, KVCacheSpec] = {FULL: mla_spec(fields, options), LINEAR: mixer.spec(fields, options)}
-    weights = {FULL: mla_parameters(fields, attention_heads), LINEAR: mixer.kda_weights}
-    rest = Weights.dense(count * 2 * hidden) + _kimi_mlps(fields, count)
-    return _facts(fields, types, specs, weights, rest=rest, linear_module="self_attn")
+
+    def weights() -> Weights:
+        mixers = types.count(FULL) * mla_parameters(fields, attention_heads) + types.count(LINEAR) * mixer.kda_weights
+        return Weights.dense(mixers + count * 2 * hidden) + _kimi_mlps(fields, count)
+
+    return _facts(fields, types, specs, weights, linear_module="self_attn")
 
 
 def lfm2(fields: Fields, options: ReadOptions) -> FamilyFacts:
@@ -93,24 +110,28 @@ def lfm2(fields: Fields, options: ReadOptions) -> FamilyFacts:
     types = fields.layer_types("layer_types", count, default)
     heads = read_heads(fields, kv_heads=8)
     mixer = ShortConv(hidden, fields.integer("conv_L_cache", 3), bias=fields.flag("conv_bias"))
-    inner = fields.integer("block_ff_dim", fields.optional("intermediate_size", 12288))
-    if fields.flag("block_auto_adjust_ff_dim", default=True):
-        multiple = fields.integer("block_multiple_of", 256)
-        inner = int((fields.number("block_ffn_dim_multiplier") or 1.0) * int(2 * inner / 3))
-        inner = multiple * -(-inner // multiple)
     refuse_layer_types(types, fields.name, (FULL, "conv"))
     specs: dict[str, KVCacheSpec] = {FULL: heads.full(fields, options), "conv": mixer.spec(fields, options)}
     modules = {FULL: "self_attn", "conv": "conv"}
     layers = tuple(Layer(f"model.layers.{i}.{modules[kind]}", specs[kind], i) for i, kind in enumerate(types))
-    own = types.count(FULL) * heads.weights(hidden, qk_norm=True) + types.count("conv") * mixer.weights
-    weights = Weights.dense(own + count * (gated_mlp(hidden, inner) + 2 * hidden) + hidden)
-    embedding = fields.integer("vocab_size") * hidden
-    tied = fields.flag("tie_embedding", default=fields.flag("tie_word_embeddings", default=True))
-    return FamilyFacts(layers, language_model(weights, embedding=embedding, tied=tied))
+
+    def weights() -> Weights:
+        inner = fields.integer("block_ff_dim", fields.optional("intermediate_size", 12288))
+        if fields.flag("block_auto_adjust_ff_dim", default=True):
+            multiple = fields.integer("block_multiple_of", 256)
+            inner = int((fields.number("block_ffn_dim_multiplier") or 1.0) * int(2 * inner / 3))
+            inner = multiple * -(-inner // multiple)
+        own = types.count(FULL) * heads.weights(hidden, qk_norm=True) + types.count("conv") * mixer.weights
+        own += count * (gated_mlp(hidden, inner) + 2 * hidden) + hidden
+        embedding = fields.integer("vocab_size") * hidden
+        tied = fields.flag("tie_embedding", default=fields.flag("tie_word_embeddings", default=True))
+        return language_model(Weights.dense(own), embedding=embedding, tied=tied)
+
+    return FamilyFacts(layers, weights)
 
 
-def _qwen(fields: Fields, options: ReadOptions, rest: Weights, *, kv_heads: int = 2) -> FamilyFacts:
-    """Layers of Qwen3-Next and Qwen3.5; rest: the weights of all MLPs. kv_heads: where the config leaves them out."""
+def _qwen(fields: Fields, options: ReadOptions, mlps: Counting, *, kv_heads: int = 2) -> FamilyFacts:
+    """Layers of Qwen3-Next and Qwen3.5; mlps: the weights of all MLPs. kv_heads: where the config leaves them out."""
     count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     interval = fields.integer("full_attention_interval", 4)
     default = [LINEAR if (i + 1) % interval else FULL for i in range(count)]
@@ -124,10 +145,14 @@ def _qwen(fields: Fields, options: ReadOptions, rest: Weights, *, kv_heads: int 
         value_dim=fields.integer("linear_value_head_dim", 128),
         kernel=fields.integer("linear_conv_kernel_dim", 4),
     )
-    attention = heads.weights(hidden, bias=fields.flag("attention_bias"), qk_norm=True, gate=True)
     specs = {FULL: heads.full(fields, options), LINEAR: mixer.spec(fields, options)}
-    weights = {FULL: attention, LINEAR: mixer.weights}
-    return _facts(fields, types, specs, weights, rest=rest + Weights.dense(count * 2 * hidden))
+
+    def weights() -> Weights:
+        attention = heads.weights(hidden, bias=fields.flag("attention_bias"), qk_norm=True, gate=True)
+        mixers = types.count(FULL) * attention + types.count(LINEAR) * mixer.weights
+        return Weights.dense(mixers + count * 2 * hidden) + mlps()
+
+    return _facts(fields, types, specs, weights)
 
 
 def _experts(fields: Fields) -> int:
@@ -170,17 +195,19 @@ def _facts(
     fields: Fields,
     types: Sequence[str],
     specs: dict[str, KVCacheSpec],
-    mixers: dict[str, int],
+    own: Counting,
     *,
-    rest: Weights,
     linear_module: str = "linear_attn",
 ) -> FamilyFacts:
-    """Layers of full and linear attention with the weights of each; rest: of everything else in all layers."""
+    """Layers of full and linear attention; own: the weights of all layers."""
     refuse_layer_types(types, fields.name, HYBRID_TYPES)
     modules = {FULL: "self_attn", LINEAR: linear_module}
     layers = tuple(Layer(f"model.layers.{i}.{modules[kind]}", specs[kind], i) for i, kind in enumerate(types))
-    hidden = fields.integer("hidden_size")
-    weights = rest + Weights.dense(sum(mixers[kind] for kind in types) + hidden)
-    embedding = fields.integer("vocab_size") * hidden
-    tied = fields.flag("tie_word_embeddings")
-    return FamilyFacts(layers, language_model(weights, embedding=embedding, tied=tied))
+
+    def weights() -> Weights:
+        hidden = fields.integer("hidden_size")
+        embedding = fields.integer("vocab_size") * hidden
+        tied = fields.flag("tie_word_embeddings")
+        return language_model(own() + Weights.dense(hidden), embedding=embedding, tied=tied)
+
+    return FamilyFacts(layers, weights)

@@ -20,42 +20,47 @@ def whisper(fields: Fields, options: ReadOptions) -> FamilyFacts:
     module = "model.decoder.layers.{}"
     layers = _layers(count, heads, fields, options, own=f"{module}.self_attn", cross=f"{module}.encoder_attn")
     source = fields.integer("max_source_positions", 1500)
-    # queries, values and the output have biases, keys have none; every norm has one
-    attention = 4 * hidden * hidden + 3 * hidden + 2 * hidden
 
-    def mlp(inner: int) -> int:
+    def mlp(key: str) -> int:
+        inner = fields.integer(key)
         return linear(hidden, inner, bias=True) + linear(inner, hidden, bias=True) + 2 * hidden
 
-    convolutions = 3 * hidden * (fields.integer("num_mel_bins", 80) + hidden) + 2 * hidden
-    encoder = fields.layers("encoder_layers") * (attention + mlp(fields.integer("encoder_ffn_dim")))
-    encoder += convolutions + source * hidden + 2 * hidden
-    decoder = count * (2 * attention + mlp(fields.integer("decoder_ffn_dim"))) + 2 * hidden
-    look_ups = fields.integer("max_target_positions", 448) * hidden
-    head = fields.integer("vocab_size") * hidden
-    # one decoder token is multiplied with the decoder and the tied head
-    weights = Weights(encoder + decoder + look_ups + head, decoder + head)
+    def weights() -> Weights:
+        # queries, values and the output have biases, keys have none; every norm has one
+        attention = 4 * hidden * hidden + 3 * hidden + 2 * hidden
+        convolutions = 3 * hidden * (fields.integer("num_mel_bins", 80) + hidden) + 2 * hidden
+        encoder = fields.layers("encoder_layers") * (attention + mlp("encoder_ffn_dim"))
+        encoder += convolutions + source * hidden + 2 * hidden
+        decoder = count * (2 * attention + mlp("decoder_ffn_dim")) + 2 * hidden
+        look_ups = fields.integer("max_target_positions", 448) * hidden
+        head = fields.integer("vocab_size") * hidden
+        # one decoder token is multiplied with the decoder and the tied head
+        return Weights(encoder + decoder + look_ups + head, decoder + head, embedded=look_ups + head)
+
     return FamilyFacts(layers, weights, max_encoder_tokens=source)
 
 
 def t5(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """T5: relative positions set no limit; ``n_positions`` (512) is what the encoder was trained with."""
-    hidden, inner = fields.integer("d_model"), fields.integer("d_ff")
-    encoder_layers = fields.layers("num_layers")
+    hidden, encoder_layers = fields.integer("d_model"), fields.layers("num_layers")
     count = fields.layers("num_decoder_layers", encoder_layers)
     heads = _heads(fields, fields.integer("num_heads"), hidden, fields.integer("d_kv", 64))
     module = "decoder.block.{}.layer"
     layers = _layers(
         count, heads, fields, options, own=f"{module}.0.SelfAttention", cross=f"{module}.1.EncDecAttention"
     )
-    attention = 4 * hidden * heads.heads * heads.head_dim + hidden
-    gated = (fields.text("feed_forward_proj") or "relu").startswith("gated")
-    mlp = (3 if gated else 2) * hidden * inner + hidden
-    positions = fields.integer("relative_attention_num_buckets", 32) * heads.heads
-    encoder = encoder_layers * (attention + mlp) + positions + hidden
-    decoder = count * (2 * attention + mlp) + positions + hidden
-    # the output head is tied to the embedding whatever the config says
-    head = fields.integer("vocab_size") * hidden
-    weights = Weights(encoder + decoder + head, decoder + head)
+
+    def weights() -> Weights:
+        attention = 4 * hidden * heads.heads * heads.head_dim + hidden
+        gated = (fields.text("feed_forward_proj") or "relu").startswith("gated")
+        mlp = (3 if gated else 2) * hidden * fields.integer("d_ff") + hidden
+        positions = fields.integer("relative_attention_num_buckets", 32) * heads.heads
+        encoder = encoder_layers * (attention + mlp) + positions + hidden
+        decoder = count * (2 * attention + mlp) + positions + hidden
+        # the output head is tied to the embedding whatever the config says
+        head = fields.integer("vocab_size") * hidden
+        return Weights(encoder + decoder + head, decoder + head, embedded=head)
+
     return FamilyFacts(layers, weights, max_encoder_tokens=fields.integer("n_positions", 512))
 
 

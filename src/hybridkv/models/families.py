@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 from hybridkv.errors import UnsupportedModelError
 from hybridkv.models.fields import Fields
@@ -48,23 +48,29 @@ class ReadOptions:
     every_state: str | None = None
 
 
+Counting: TypeAlias = Callable[[], Weights]
+"""Counts weights when called. Raises MissingFieldError for a field that only the weights need."""
+
+
 @dataclass(frozen=True, slots=True)
 class FamilyFacts:
     """What a family makes of a config.
 
-    weights: of the whole model. max_encoder_tokens: as in Model. rope_scales: whether a rotary scaling of the
-    config makes its positions more than ``max_position_embeddings``. positions: the field that says how many there are;
-    None for the usual ones. fields: the config with the defaults of its class; None where the config is enough.
-    read_from: as in Model.
+    weights: counts those of the whole model; Weights() where nobody can. max_encoder_tokens: as in Model.
+    rope_scales: whether a rotary scaling of the config makes its positions more than ``max_position_embeddings``.
+    positions: the field that says how many there are; None for the usual ones. fields: the config with the defaults of
+    its class; None where the config is enough.
+    read_from: as in Model. num_layers: of the model; None for what the config says.
     """
 
     layers: tuple[Layer, ...]
-    weights: Weights
+    weights: Counting
     max_encoder_tokens: int = 0
     rope_scales: bool = True
     positions: str | None = None
     fields: Fields | None = None
     read_from: tuple[ReadFact, ...] = ()
+    num_layers: int | None = None
 
 
 class Family(Protocol):

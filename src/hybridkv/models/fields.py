@@ -6,15 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from hybridkv.errors import ConfigError
+from hybridkv.errors import ConfigError, MissingFieldError
 from hybridkv.models.model import MOST_LAYERS
 from hybridkv.units import MOST_COUNT, dtype_name, shown
 
 DTYPE_NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "fp8"}
 """Short names of cache dtypes; fp8 is for keys and values, a backend has to know how."""
 
-LEGACY_LAYER_TYPES: Final = {"attention": "full_attention", "mamba": "linear_attention"}
-"""What older config files call layer types, and transformers 5 now."""
+LEGACY_LAYER_TYPES: Final = {
+    "attention": "full_attention",
+    "deepseek_sparse_attention": "indexed_attention",
+    "mamba": "linear_attention",
+}
+"""What other versions of config files call layer types, and transformers 5.19."""
 
 T = TypeVar("T")
 
@@ -43,7 +47,7 @@ class Fields:
         if value is None:
             value = default
         if value is None:
-            raise self.fail(f"{key} is missing: add it")
+            raise MissingFieldError(f"config of {self.name}: {key} is missing: add it")
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.fail(f"{key} must be an integer of at least {minimum}, got {shown(value)}")
         if value > most:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from hybridkv.errors import UnsupportedModelError
@@ -36,7 +37,6 @@ from hybridkv.models.model import MOST_LAYERS, Layer
 from hybridkv.models.mtp import FIELDS as MTP_FIELDS
 from hybridkv.models.mtp import MTP, mtp_layers
 from hybridkv.models.reading import Reading, class_defaults
-from hybridkv.models.weights import Weights
 from hybridkv.specs import AttentionSpec, KVCacheSpec, MLAAttentionSpec
 from hybridkv.units import shown
 
@@ -132,28 +132,22 @@ def general(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> 
         for i, (kind, shape) in enumerate(zip(types, shapes, strict=True))
     ]
     plain = known is not None and not images and not longest
-    return facts(reading, layers, max_encoder_tokens=longest, weights=count(reading, attentions) if plain else None)
+    return facts(reading, layers, attentions if plain else (), max_encoder_tokens=longest)
 
 
 def facts(
-    reading: Reading, layers: Sequence[Layer], *, max_encoder_tokens: int = 0, weights: Weights | None = None
+    reading: Reading, layers: Sequence[Layer], attentions: Sequence[Attention] = (), *, max_encoder_tokens: int = 0
 ) -> FamilyFacts:
-    """What is handed on, with everything that was noted; the caller's fields come before the ``weights`` counted."""
-    counted = weights or Weights()
-    every = reading.fields.integer("parameters", counted.every, minimum=0, most=1 << 62)
-    default = counted.active if every == counted.every else every
-    active = reading.fields.integer("active_parameters", default, minimum=0, most=1 << 62)
-    if not every:
-        reading.assume("parameters", "not counted", "a replay needs them: --set parameters=N")
+    """What is handed on, with everything that was noted. attentions: of every layer, where weights can be counted."""
     drafting, left_out = mtp_layers(reading.fields)
     if left_out:
         reading.assume(MTP, f"{left_out} left out", f"{drafting}: they draft, where they run")
     key = reading.key(POSITIONS)
     if key is None:
-        reading.assume("longest request", "no limit", f"there is none of {', '.join(POSITIONS[:3])}")
+        reading.derive("longest request", "no limit", f"there is none of {', '.join(POSITIONS[:3])}")
     return FamilyFacts(
         tuple(layers),
-        Weights(every, active),
+        partial(count, reading, attentions),
         max_encoder_tokens=max_encoder_tokens,
         positions=key,
         fields=reading.fields,
@@ -172,7 +166,7 @@ def layer_count(reading: Reading) -> int:
     count = reading.required("layers", LAYERS, most=MOST_LAYERS)
     if model_type == "hrm_text" and reading.fields.values.get("num_layers_per_stack") is None:
         high, low = (reading.required(what, (what,)) for what in ("H_cycles", "L_cycles"))
-        reading.assume(
+        reading.derive(
             "layers", count * high * (low + 1), f"{count} layers run {high} * ({low} + 1) times, each with a cache"
         )
         return count * high * (low + 1)
@@ -193,7 +187,7 @@ def heads_of(reading: Reading, options: ReadOptions, *, known: bool = True) -> H
                 "--set head_dim=N (fields=)"
             )
         width = hidden // heads
-        reading.assume("width of a head", width, "hidden size / attention heads")
+        reading.derive("width of a head", width, "hidden size / attention heads")
     return Heads(heads, kv_heads, width)
 
 
@@ -203,13 +197,13 @@ def _kv_heads(reading: Reading, heads: int, options: ReadOptions, *, known: bool
     if model_type in {"falcon", "gpt_bigcode"}:
         many = model_type == "falcon" and fields.flag("new_decoder_architecture")
         if many and options.backend == "transformers":
-            reading.assume("KV heads", heads, "transformers' Falcon keeps a copy for every attention head")
+            reading.derive("KV heads", heads, "transformers' Falcon keeps a copy for every attention head")
             return heads
         if not many and reading.flag("multi-query attention", "multi_query"):
-            reading.assume("KV heads", 1, "multi_query")
+            reading.derive("KV heads", 1, "multi_query")
             return 1
         if model_type == "gpt_bigcode":
-            reading.assume("KV heads", heads, "one for each attention head")
+            reading.derive("KV heads", heads, "one for each attention head")
             return heads
     if model_type == "dbrx":
         inner = Reading(Fields(fields.mapping("attn_config"), fields.name), {"kv_n_heads": 1})
@@ -219,7 +213,7 @@ def _kv_heads(reading: Reading, heads: int, options: ReadOptions, *, known: bool
         return found
     if not known and not reading.declares(KV_HEADS):
         raise reading.missing("KV heads", KV_HEADS[0])
-    reading.assume("KV heads", heads, "one for each attention head: no field says otherwise")
+    reading.derive("KV heads", heads, "one for each attention head: no field says otherwise")
     return heads
 
 
@@ -241,7 +235,7 @@ def _shapes(reading: Reading, types: Sequence[str], options: ReadOptions, *, kno
     if fields.text("model_type") == "mimo_v2_flash":
         if fields.integer("swa_num_key_value_heads", 2 * heads.kv_heads) != 2 * heads.kv_heads:
             raise reading.refuse_value("swa_num_key_value_heads", fields.values["swa_num_key_value_heads"])
-        reading.assume(
+        reading.derive(
             "KV heads of windowed layers", 2 * heads.kv_heads, "twice those of the others, as its class has them"
         )
         wide = replace(common, heads=replace(heads, kv_heads=2 * heads.kv_heads))
@@ -266,13 +260,13 @@ def _layer_window(reading: Reading) -> int:
     # ModernBERT's decoder says a window, or else a span of which it is half
     if reading.own.values.get(WINDOW[0]) is None and reading.key(("local_attention",)) is not None:
         span = reading.required("local attention", ("local_attention",), minimum=2)
-        reading.assume("window", span // 2, "half of local_attention")
+        reading.derive("window", span // 2, "half of local_attention")
         return span // 2
     window = reading.required("window", WINDOW)
     if str(reading.fields.text("model_type")).startswith("gemma4"):
         both = reading.fields.values.get("use_bidirectional_attention")
         if both == "all":
-            reading.assume("window", window // 2 + 1, "half, as attention goes both ways")
+            reading.derive("window", window // 2 + 1, "half, as attention goes both ways")
             return window // 2 + 1
     return window
 
@@ -359,7 +353,7 @@ def _has_indexer(reading: Reading, index: int) -> bool:
         ):
             raise reading.missing("which layers have an indexer", "indexer_types", '["full", "shared", ...]')
         every, first = (reading.fields.integer(key, most, minimum=0) for key, most in _INDEXERS.items())
-        reading.assume(
+        reading.derive(
             "layers with an indexer", f"every {max(every, 1)} from {first} on", "as its config class makes them"
         )
         return max(index - first + 1, 0) % max(every, 1) == 0
@@ -380,7 +374,7 @@ def _indexer(reading: Reading, options: ReadOptions) -> KVCacheSpec:
     width = reading.required("key of the indexer", ("index_head_dim",))
     scaled = options.backend == "vllm" and reading.key(("kv_lora_rank",)) is not None
     if scaled:
-        reading.assume(
+        reading.derive(
             "keys of the indexer", f"{width + width // 128 * 4} bytes", "8-bit floats with scales, as vLLM keeps them"
         )
         return MLAAttentionSpec(block_size=options.block_size, head_size=width + width // 128 * 4, dtype="uint8")

@@ -6,10 +6,11 @@ Layer types and defaults of missing fields are those of transformers' config cla
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from hybridkv.models.attention import Heads, read_heads, refuse_layer_types
-from hybridkv.models.families import FamilyFacts, ReadOptions
+from hybridkv.models.families import Counting, FamilyFacts, ReadOptions
 from hybridkv.models.fields import Fields
 from hybridkv.models.mamba import dt_rank
 from hybridkv.models.model import Layer
@@ -28,10 +29,13 @@ def bamba(fields: Fields, options: ReadOptions) -> FamilyFacts:
     count = fields.layers("num_hidden_layers")
     attention = set(fields.integers("attn_layer_indices") or ())
     types = [FULL if i in attention else LINEAR for i in range(count)]
-    hidden = fields.integer("hidden_size")
-    mlp = gated_mlp(hidden, fields.integer("intermediate_size"), bias=fields.flag("mlp_bias"))
-    rest = Weights.dense(mlp + 2 * hidden)
-    return _decoder(fields, options, types, _mamba2(fields), rest * count)
+
+    def rest() -> Weights:
+        hidden = fields.integer("hidden_size")
+        mlp = gated_mlp(hidden, fields.integer("intermediate_size"), bias=fields.flag("mlp_bias"))
+        return Weights.dense(count * (mlp + 2 * hidden))
+
+    return _decoder(fields, options, types, _mamba2(fields), rest)
 
 
 def granite_hybrid(fields: Fields, options: ReadOptions) -> FamilyFacts:
@@ -39,12 +43,16 @@ def granite_hybrid(fields: Fields, options: ReadOptions) -> FamilyFacts:
     count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     default = fields.layer_types("layers_block_type", count, [LINEAR] * count)
     types = fields.layer_types("layer_types", count, default)
-    total = fields.integer("num_local_experts", 8, minimum=0)
-    rest = Weights.dense(gated_mlp(hidden, fields.integer("shared_intermediate_size", 1024)) + 2 * hidden)
-    if total:
-        expert = gated_mlp(hidden, fields.integer("intermediate_size"))
-        rest += Weights.dense(hidden * total) + experts(expert, total, fields.integer("num_experts_per_tok", 2))
-    return _decoder(fields, options, types, _mamba2(fields), rest * count)
+
+    def rest() -> Weights:
+        total = fields.integer("num_local_experts", 8, minimum=0)
+        each = Weights.dense(gated_mlp(hidden, fields.integer("shared_intermediate_size", 1024)) + 2 * hidden)
+        if total:
+            expert = gated_mlp(hidden, fields.integer("intermediate_size"))
+            each += Weights.dense(hidden * total) + experts(expert, total, fields.integer("num_experts_per_tok", 2))
+        return each * count
+
+    return _decoder(fields, options, types, _mamba2(fields), rest)
 
 
 def falcon_h1(fields: Fields, options: ReadOptions) -> FamilyFacts:
@@ -57,9 +65,12 @@ def falcon_h1(fields: Fields, options: ReadOptions) -> FamilyFacts:
     layers = []
     for i in range(count):
         layers += [Layer(f"model.layers.{i}.self_attn", full, i), Layer(f"model.layers.{i}.mamba", state, i)]
-    mlp = gated_mlp(hidden, fields.integer("intermediate_size"), bias=fields.flag("mlp_bias"))
-    attention = heads.weights(hidden, bias=fields.flag("attention_bias"))
-    weights = Weights.dense(count * (attention + mixer.weights + mlp + 2 * hidden))
+
+    def weights() -> Weights:
+        mlp = gated_mlp(hidden, fields.integer("intermediate_size"), bias=fields.flag("mlp_bias"))
+        attention = heads.weights(hidden, bias=fields.flag("attention_bias"))
+        return Weights.dense(count * (attention + mixer.weights + mlp + 2 * hidden))
+
     return _facts(fields, tuple(layers), weights)
 
 
@@ -78,13 +89,16 @@ def jamba(fields: Fields, options: ReadOptions) -> FamilyFacts:
         bias=fields.flag("mamba_proj_bias"),
         norms=True,
     )
-    total, mlp = fields.integer("num_experts", 16), gated_mlp(hidden, fields.integer("intermediate_size"))
-    sparse = 0
-    if total > 1:
-        step, start = fields.integer("expert_layer_period", 2), fields.integer("expert_layer_offset", 1, minimum=0)
-        sparse = sum(i % step == start for i in range(count))
-    mixture = Weights.dense(hidden * total) + experts(mlp, total, fields.integer("num_experts_per_tok", 2))
-    rest = mixture * sparse + Weights.dense((count - sparse) * mlp + count * 2 * hidden)
+
+    def rest() -> Weights:
+        total, mlp = fields.integer("num_experts", 16), gated_mlp(hidden, fields.integer("intermediate_size"))
+        sparse = 0
+        if total > 1:
+            step, start = fields.integer("expert_layer_period", 2), fields.integer("expert_layer_offset", 1, minimum=0)
+            sparse = sum(i % step == start for i in range(count))
+        mixture = Weights.dense(hidden * total) + experts(mlp, total, fields.integer("num_experts_per_tok", 2))
+        return mixture * sparse + Weights.dense((count - sparse) * mlp + count * 2 * hidden)
+
     return _decoder(fields, options, types, mixer, rest)
 
 
@@ -105,17 +119,21 @@ def nemotron_h(fields: Fields, options: ReadOptions) -> FamilyFacts:
     heads = read_heads(fields, kv_heads=8, head_dim=fields.integer("attention_head_dim", 128))
     specs: dict[str, KVCacheSpec] = {FULL: heads.full(fields, options), LINEAR: mixer.spec(fields, options)}
     layers = tuple(Layer(f"model.layers.{i}.mixer", specs[kind], i) for i, kind in enumerate(types) if kind in specs)
-    weights = Weights.dense(
-        types.count(FULL) * heads.weights(hidden, bias=fields.flag("attention_bias"))
-        + types.count(LINEAR) * mixer.weights
-        + len(types) * hidden
-    )
-    if "mlp" in types:
-        mlp = _up_down(hidden, fields.integer("intermediate_size"), bias=fields.flag("mlp_bias"))
-        weights += Weights.dense(types.count("mlp") * mlp)
-    if "moe" in types:
-        weights += _nemotron_mixture(fields) * types.count("moe")
-    return _facts(fields, layers, weights)
+
+    def weights() -> Weights:
+        counted = Weights.dense(
+            types.count(FULL) * heads.weights(hidden, bias=fields.flag("attention_bias"))
+            + types.count(LINEAR) * mixer.weights
+            + len(types) * hidden
+        )
+        if "mlp" in types:
+            mlp = _up_down(hidden, fields.integer("intermediate_size"), bias=fields.flag("mlp_bias"))
+            counted += Weights.dense(types.count("mlp") * mlp)
+        if "moe" in types:
+            counted += _nemotron_mixture(fields) * types.count("moe")
+        return counted
+
+    return replace(_facts(fields, layers, weights), num_layers=len(types))
 
 
 def _nemotron_types(fields: Fields) -> tuple[str, ...]:
@@ -169,7 +187,7 @@ def _mamba2(fields: Fields, *, inner: int | None = None) -> Mamba2:
 
 
 def _decoder(
-    fields: Fields, options: ReadOptions, types: Sequence[str], mixer: Mamba1 | Mamba2, rest: Weights
+    fields: Fields, options: ReadOptions, types: Sequence[str], mixer: Mamba1 | Mamba2, rest: Counting
 ) -> FamilyFacts:
     """Layers of attention or ``mixer``; rest: the weights of everything else in all layers."""
     refuse_layer_types(types, fields.name, HYBRID_TYPES)
@@ -177,14 +195,21 @@ def _decoder(
     specs: dict[str, KVCacheSpec] = {FULL: heads.full(fields, options), LINEAR: mixer.spec(fields, options)}
     modules = {FULL: "self_attn", LINEAR: "mamba"}
     layers = tuple(Layer(f"model.layers.{i}.{modules[kind]}", specs[kind], i) for i, kind in enumerate(types))
-    attention = heads.weights(fields.integer("hidden_size"), bias=fields.flag("attention_bias"))
-    mixers = types.count(FULL) * attention + types.count(LINEAR) * mixer.weights
-    return _facts(fields, layers, rest + Weights.dense(mixers))
+
+    def weights() -> Weights:
+        attention = heads.weights(fields.integer("hidden_size"), bias=fields.flag("attention_bias"))
+        return rest() + Weights.dense(types.count(FULL) * attention + types.count(LINEAR) * mixer.weights)
+
+    return _facts(fields, layers, weights)
 
 
-def _facts(fields: Fields, layers: tuple[Layer, ...], weights: Weights) -> FamilyFacts:
-    """With the last norm and the embeddings."""
-    hidden = fields.integer("hidden_size")
-    embedding = fields.integer("vocab_size") * hidden
-    tied = fields.flag("tie_word_embeddings")
-    return FamilyFacts(layers, language_model(weights + Weights.dense(hidden), embedding=embedding, tied=tied))
+def _facts(fields: Fields, layers: tuple[Layer, ...], own: Counting) -> FamilyFacts:
+    """Add the last norm and the embeddings to ``own``, the weights of all layers."""
+
+    def weights() -> Weights:
+        hidden = fields.integer("hidden_size")
+        embedding = fields.integer("vocab_size") * hidden
+        tied = fields.flag("tie_word_embeddings")
+        return language_model(own() + Weights.dense(hidden), embedding=embedding, tied=tied)
+
+    return FamilyFacts(layers, weights)

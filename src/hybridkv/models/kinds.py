@@ -21,6 +21,8 @@ NOTHING: Final = ("mlp", "moe")
 KINDS: Final = (FULL, SLIDING, CHUNKED, *INDEXED, *NOTHING)
 
 LAYER_TYPES: Final = ("layer_types", "layers_block_type")
+ATTENTION_CODES: Final = "attn_type_list"
+"""Of MiniMax's files: 0 for a layer of lightning attention, 1 for one of softmax attention."""
 PATTERN: Final = "hybrid_layer_pattern"
 """Of MiMo-V2-Flash's file: 1 for a layer with a window."""
 WINDOW: Final = ("sliding_window", "sliding_window_size", "attention_window_size")
@@ -37,6 +39,10 @@ def layer_types(reading: Reading, count: int, *, known: bool) -> tuple[str, ...]
                 f"{kind} layers", ranges([i for i, one in enumerate(found) if one == kind]), key, reading.source(key)
             )
         return _last_is_full(reading, found)
+    if reading.key((ATTENTION_CODES,)) is not None:
+        coded = coded_types(reading, count)
+        refuse_layer_types(coded, reading.name, KINDS)
+        return coded
     pattern = reading.fields.integers(PATTERN)
     if pattern is not None and reading.fields.text("model_type") == "mimo_v2_flash":
         if len(pattern) != count or not set(pattern) <= {0, 1}:
@@ -53,14 +59,26 @@ def layer_types(reading: Reading, count: int, *, known: bool) -> tuple[str, ...]
         kind = CHUNKED
     if reading.key(("index_head_dim",)) is not None and reading.key(("kv_lora_rank",)) is not None:
         kind = INDEXED[0]
-    reading.assume("layers", f"{count} of {kind}", "there are no layer_types")
+    reading.derive("layers", f"{count} of {kind}", "there are no layer_types")
     return (kind,) * count
+
+
+def coded_types(reading: Reading, count: int) -> tuple[str, ...]:
+    """Read ``attn_type_list``: FULL or LINEAR for each of ``count`` layers. Raises ConfigError for any other list."""
+    codes = reading.fields.integers(ATTENTION_CODES) or ()
+    if len(codes) != count or not set(codes) <= {0, 1}:
+        raise reading.refuse_value(ATTENTION_CODES, list(codes))
+    types = tuple(FULL if code else LINEAR for code in codes)
+    for kind in dict.fromkeys(types):
+        where = ranges([i for i, one in enumerate(types) if one == kind])
+        reading.say(f"{kind} layers", where, ATTENTION_CODES, reading.source(ATTENTION_CODES))
+    return types
 
 
 def _last_is_full(reading: Reading, types: tuple[str, ...]) -> tuple[str, ...]:
     """Gemma 4 makes the last layer one of full attention whatever its config says."""
     if str(reading.fields.text("model_type")).startswith("gemma4") and types[-1] != FULL:
-        reading.assume("last layer", FULL, "as its config class makes it")
+        reading.derive("last layer", FULL, "as its config class makes it")
         return (*types[:-1], FULL)
     return types
 
@@ -95,20 +113,20 @@ def _made_by_class(reading: Reading, count: int) -> tuple[str, ...]:
         field, period = _PERIODS[model_type]
         if field and field in reading.fields:
             period = reading.required("every n-th layer is full", (field,))
-        reading.assume("layers", f"every {period}th of {FULL}, others of {SLIDING}", "as its config class makes them")
+        reading.derive("layers", f"every {period}th of {FULL}, others of {SLIDING}", "as its config class makes them")
         return tuple(SLIDING if (i + 1) % period else FULL for i in range(count))
     if model_type == "mimo_v2_flash":
-        reading.assume(
+        reading.derive(
             "layers", f"the first and every 6th of {FULL}, others of {SLIDING}", "as its config class has it"
         )
         return tuple(SLIDING if i and (i + 1) % 6 else FULL for i in range(count))
     if model_type in _FROM_A_LAYER and (window := window_of(reading)) is not None:
         first = reading.required("first layer with a window", ("max_window_layers",), minimum=0)
-        reading.assume("layers", f"windows of {window} from layer {first} on", "as its config class makes them")
+        reading.derive("layers", f"windows of {window} from layer {first} on", "as its config class makes them")
         return tuple(SLIDING if i >= first else FULL for i in range(count))
     kind = _ALL_OF.get(model_type)
     if kind is not None and not (model_type in _SWITCHED and reading.fields.flag("use_sliding_window")):
-        reading.assume("layers", f"{count} of {kind}", "as its config class makes them")
+        reading.derive("layers", f"{count} of {kind}", "as its config class makes them")
         return (kind,) * count
     raise reading.missing("what each layer is", "layer_types", '["full_attention", ...]')
 

@@ -42,12 +42,14 @@ class LlamaFamily:
         layers = tuple(
             Layer(layer_name(i), heads.of_type(kind, fields, options, window=window), i) for i, kind in enumerate(types)
         )
-        hidden = fields.integer("hidden_size")
-        weights = Weights.dense(count * self._layer_parameters(fields, heads) + hidden)
-        embedding = fields.integer("vocab_size") * hidden
-        return FamilyFacts(
-            layers, language_model(weights, embedding=embedding, tied=fields.flag("tie_word_embeddings"))
-        )
+
+        def weights() -> Weights:
+            hidden = fields.integer("hidden_size")
+            own = Weights.dense(count * self._layer_parameters(fields, heads) + hidden)
+            embedding = fields.integer("vocab_size") * hidden
+            return language_model(own, embedding=embedding, tied=fields.flag("tie_word_embeddings"))
+
+        return FamilyFacts(layers, weights)
 
     def _layer_types(self, fields: Fields, count: int) -> tuple[str, ...]:
         """The type of every layer; one sign of a window or chunk is enough to call a layer by it."""

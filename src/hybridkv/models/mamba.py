@@ -53,7 +53,10 @@ def _stack(fields: Fields, options: ReadOptions, mixer: Mamba1 | Mamba2, *, tied
     count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
     spec = mixer.spec(fields, options)
     layers = tuple(Layer(f"backbone.layers.{i}.mixer", spec, i) for i in range(count))
-    weights = Weights.dense(count * (mixer.weights + hidden) + hidden)
-    embedding = fields.integer("vocab_size") * hidden
-    tied = fields.flag("tie_word_embeddings", default=tied)
-    return FamilyFacts(layers, language_model(weights, embedding=embedding, tied=tied))
+
+    def weights() -> Weights:
+        own = Weights.dense(count * (mixer.weights + hidden) + hidden)
+        embedding = fields.integer("vocab_size") * hidden
+        return language_model(own, embedding=embedding, tied=fields.flag("tie_word_embeddings", default=tied))
+
+    return FamilyFacts(layers, weights)

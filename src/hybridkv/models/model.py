@@ -15,6 +15,10 @@ MOST_LAYERS: Final = 4096
 """Of one model: 20 times the deepest there is. Reading and planning take about 0.1 ms a layer."""
 
 
+ASSUMED: Final = "assumed"
+"""The source of a fact that nobody said."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One entry in the cache: its name, its spec on one rank, and the index of the decoder layer it is part of.
@@ -59,13 +63,15 @@ class Model:
     or is that of the weights. block_size: tokens. tp: tensor parallel ranks.
     max_encoder_tokens: most tokens that the encoder of an encoder-decoder model hands over, 0 without one.
     num_speculative_tokens: drafts a step that the recurrent layers have room for.
-    read_from: what was read from where and what was assumed, by the reader of model types without one of their own.
+    read_from: what was read from where and what was assumed.
     parameters: weights of the whole model, multi-token prediction modules left out; 0 where nobody counted them.
+    weight_bytes: what the checkpoint takes, as far as ``parameters`` counts it; 0 where that is not known.
     active_parameters: the weights that one token is multiplied with: all but the input embedding (a
     look-up) and the routed experts it does not choose. A forward of one token costs about
     ``2 * active_parameters`` floating point operations besides attention; only cost models use it.
     hidden_size: elements of what layers hand on for a token, 0 where the config does not say; for cost models, too.
     query_heads: of an attention layer of the whole model, 0 where the config does not say; for cost models, too.
+    num_layers: decoder layers, whatever they keep; 0 for as many as keep something.
     """
 
     name: str
@@ -84,6 +90,8 @@ class Model:
     query_heads: int = 0
     dtype_from: str | None = None
     read_from: tuple[ReadFact, ...] = ()
+    num_layers: int = 0
+    weight_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self, one_of(str), "name")  # a config may call itself anything: what is printed is escaped
@@ -94,12 +102,23 @@ class Model:
         check_fields(self, each(one_of(ReadFact)), "read_from")
         check_fields(self, integer, "vocab_size", "parameters", "active_parameters", "block_size", "tp")
         check_fields(self, integer, "max_encoder_tokens", "num_speculative_tokens", "hidden_size", "query_heads")
+        check_fields(self, integer, "num_layers", "weight_bytes")
         if not self.layers:
             raise ConfigError(f"{self.name} has no layer that keeps anything in the cache")
         if len(self.layers) > 2 * MOST_LAYERS:  # a decoder layer may keep two things
             raise ConfigError(f"{self.name} has {len(self.layers)} layers: at most {2 * MOST_LAYERS} are planned")
         if len({layer.name for layer in self.layers}) != len(self.layers):
             raise ConfigError(f"{self.name} has two layers of the same name: give each its own")
+
+    @property
+    def depth(self) -> int:
+        """Decoder layers of the model: one that keeps two things counts once, one that keeps nothing counts, too."""
+        return self.num_layers or len({layer.index for layer in self.layers})
+
+    @property
+    def assumptions(self) -> tuple[ReadFact, ...]:
+        """What of ``read_from`` nobody said."""
+        return tuple(fact for fact in self.read_from if fact.source == ASSUMED)
 
     @property
     def kv_bytes_per_token(self) -> Fraction:

@@ -8,8 +8,7 @@ from typing import Final
 
 from hybridkv.errors import ConfigError
 from hybridkv.models.fields import Fields
-from hybridkv.models.model import Layer, ReadFact
-from hybridkv.models.reading import ASSUMED
+from hybridkv.models.model import ASSUMED, Layer, ReadFact
 from hybridkv.specs import Keeps
 
 MTP: Final = "multi-token prediction layers"

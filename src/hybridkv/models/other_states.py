@@ -1,4 +1,4 @@
-"""Decoders with states of other kinds: lightning attention, RWKV, xLSTM, RG-LRU, convolutions beside attention.
+"""Decoders with states of other kinds: RWKV, xLSTM, RG-LRU, convolutions beside attention.
 
 States lie as transformers (5.19) keeps them, whatever the backend: the mixers of other engines are not known here.
 """
@@ -10,7 +10,6 @@ from typing import Final
 
 from hybridkv.errors import ConfigError
 from hybridkv.models.attention import Heads, refuse_layer_types
-from hybridkv.models.counting import Attention, count
 from hybridkv.models.families import FamilyFacts, ReadOptions
 from hybridkv.models.fields import Fields
 from hybridkv.models.general import WIDTH, facts, heads_of, layer_count, spec_of
@@ -28,7 +27,7 @@ def lfm2_moe(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) ->
     """LFM2 with mixtures of experts: attention, or gated short convolutions."""
     reading = _reading(fields, given)
     number = layer_count(reading)
-    types = _types(reading, number, (FULL, "conv"))
+    types = types_of(reading, number, (FULL, "conv"))
     heads = heads_of(reading, options)
     mixer = ShortConv(
         reading.required("hidden size", ("hidden_size",)),
@@ -36,21 +35,6 @@ def lfm2_moe(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) ->
     )
     specs: dict[str, KVCacheSpec] = {FULL: heads.full(fields, options), "conv": mixer.spec(fields, options)}
     return facts(reading, [Layer(f"model.layers.{i}.{kind}", specs[kind], i) for i, kind in enumerate(types)])
-
-
-def minimax(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
-    """MiniMax-Text-01: a matrix of head width x head width for every head (lightning attention), or attention."""
-    reading = _reading(fields, given)
-    types = _types(reading, layer_count(reading), (FULL, LINEAR))
-    heads = heads_of(reading, options)
-    matrix = (_per_rank(heads.heads, options, "heads", reading), heads.head_dim, heads.head_dim)
-    specs: dict[str, KVCacheSpec] = {
-        FULL: heads.full(fields, options),
-        LINEAR: _state(options, LINEAR, (matrix, options.state_dtype)),
-    }
-    weights = count(reading, [Attention(heads, heads.head_dim, kind) for kind in types])
-    layers = [Layer(f"model.layers.{i}.self_attn", specs[kind], i) for i, kind in enumerate(types)]
-    return facts(reading, layers, weights=weights)
 
 
 def recurrent_gemma(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> FamilyFacts:
@@ -71,7 +55,7 @@ def recurrent_gemma(fields: Fields, options: ReadOptions, given: Sequence[str] =
     window = reading.required("window", WINDOW)
     specs: dict[str, KVCacheSpec] = {
         "attention": heads.sliding(fields, options, window),
-        "recurrent": _state(options, LINEAR, ((width, columns), options.state_dtype), ((width,), _F32)),
+        "recurrent": state_of(options, LINEAR, ((width, columns), options.state_dtype), ((width,), _F32)),
     }
     kinds = [pattern[i % len(pattern)] for i in range(number)]
     return facts(reading, [Layer(f"model.layers.{i}.temporal_block", specs[kind], i) for i, kind in enumerate(kinds)])
@@ -85,7 +69,7 @@ def rwkv(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> Fam
     hidden = reading.required("hidden size", ("hidden_size",))
     inner = reading.integer("width of the attention", ("attention_hidden_size",)) or hidden
     inputs = ((hidden,), options.state_dtype)
-    state = _state(options, LINEAR, inputs, inputs, *[((inner,), _F32)] * 3)
+    state = state_of(options, LINEAR, inputs, inputs, *[((inner,), _F32)] * 3)
     return facts(reading, [Layer(f"rwkv.blocks.{i}", state, i) for i in range(number)])
 
 
@@ -102,7 +86,7 @@ def xlstm(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> Fa
         )
     keys, values = (width // heads for width in widths)
     shapes = ((heads, keys, values), (heads, keys), (heads, 1))
-    state = _state(options, LINEAR, *[(shape, options.state_dtype) for shape in shapes])
+    state = state_of(options, LINEAR, *[(shape, options.state_dtype) for shape in shapes])
     return facts(reading, [Layer(f"backbone.blocks.{i}", state, i) for i in range(number)])
 
 
@@ -114,12 +98,12 @@ def zaya(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> Fam
     reading = _reading(fields, given)
     _one_rank(options, reading)
     number = layer_count(reading)
-    types = _types(reading, number, ("hybrid", "hybrid_sliding"))
+    types = types_of(reading, number, ("hybrid", "hybrid_sliding"))
     heads = heads_of(reading, options)
     first, second = (reading.required("width of a convolution", (key,)) for key in ("cca_time0", "cca_time1"))
     own = heads.kv_heads * heads.head_dim
     conv = (own + heads.heads * heads.head_dim, first + second - 2)
-    state = _state(options, "short_conv", (conv, options.state_dtype), ((own // 2,), options.state_dtype))
+    state = state_of(options, "short_conv", (conv, options.state_dtype), ((own // 2,), options.state_dtype))
     return facts(reading, _hybrids(reading, types, dict.fromkeys(types, heads), dict.fromkeys(types, state), options))
 
 
@@ -128,7 +112,7 @@ def inkling(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> 
     reading = _reading(fields, given)
     _one_rank(options, reading)
     number = layer_count(reading)
-    types = _types(reading, number, ("hybrid", "hybrid_sliding"))
+    types = types_of(reading, number, ("hybrid", "hybrid_sliding"))
     hidden, kernel = (reading.required(what, (what,)) for what in ("hidden_size", "conv_kernel_size"))
     heads = {"hybrid": heads_of(reading, options)}
     heads["hybrid_sliding"] = Heads(
@@ -140,7 +124,7 @@ def inkling(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> 
     for kind, of in heads.items():
         own = ((of.kv_heads * of.head_dim, kernel), _F32)
         block = ((hidden, kernel), _F32)
-        states[kind] = _state(options, "short_conv", own, own, block, block)
+        states[kind] = state_of(options, "short_conv", own, own, block, block)
     return facts(reading, _hybrids(reading, types, heads, states, options))
 
 
@@ -169,7 +153,7 @@ def _reading(fields: Fields, given: Sequence[str]) -> Reading:
     return Reading(fields, class_defaults(fields.text("model_type") or "") or {}, given)
 
 
-def _types(reading: Reading, number: int, kinds: Sequence[str]) -> tuple[str, ...]:
+def types_of(reading: Reading, number: int, kinds: Sequence[str]) -> tuple[str, ...]:
     """layer_types, which only the config says."""
     key = reading.key(("layer_types", "layers_block_type"))
     if key is None:
@@ -188,13 +172,7 @@ def _one_rank(options: ReadOptions, reading: Reading) -> None:
         )
 
 
-def _per_rank(count: int, options: ReadOptions, what: str, reading: Reading) -> int:
-    if count % options.tp:
-        raise ConfigError(f"tp={options.tp} does not divide the {count} {what} of {reading.name}: use a divisor")
-    return count // options.tp
-
-
-def _state(options: ReadOptions, mamba_type: str, *states: tuple[tuple[int, ...], str]) -> MambaSpec:
+def state_of(options: ReadOptions, mamba_type: str, *states: tuple[tuple[int, ...], str]) -> MambaSpec:
     """The state of ``states``, shapes and dtypes in the order in which they lie in a page."""
     return MambaSpec(
         block_size=options.block_size,

@@ -19,7 +19,7 @@ from hybridkv.units import shown
 FP8: Final = "fp8"
 SIDECAR: Final = "hf_quant_config.json"
 
-_CONFIGS: Final = ("quantization_config", "compression_config")
+QUANTIZED: Final = ("quantization_config", "compression_config")
 _INNER: Final = ("quantization", "export")
 _SCHEME: Final = "kv_cache_scheme"
 _ALGORITHM: Final = "kv_cache_quant_algo"
@@ -62,7 +62,7 @@ def kv_dtype(config: Mapping[str, object], name: str, sidecar: Mapping[str, obje
 
 
 def _said(fields: Fields, where: str) -> Iterator[KVDtype]:
-    for key in _CONFIGS:
+    for key in QUANTIZED:
         yield from _said_in(Fields(fields.mapping(key), fields.name), f"{where}{key}.")
 
 

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from hybridkv.arguments import instance, integer
-from hybridkv.errors import ConfigError, UnsupportedModelError
+from hybridkv.errors import ConfigError, MissingFieldError, UnsupportedModelError
 from hybridkv.models.attention import refuse_layer_types
 from hybridkv.models.catalog import known_model
 from hybridkv.models.deepseek import deepseek
 from hybridkv.models.delta import kimi_linear, lfm2, olmo_hybrid, qwen3_next, qwen35, qwen35_moe
 from hybridkv.models.encoder_decoder import t5, whisper
-from hybridkv.models.families import Family, NotingFamily, ReadOptions, refuse_not_yet
+from hybridkv.models.families import Counting, Family, NotingFamily, ReadOptions, refuse_not_yet
 from hybridkv.models.fields import DTYPE_NAMES, Fields, config_dtype, max_model_len
-from hybridkv.models.general import HEADS, general
+from hybridkv.models.general import HEADS, LAYERS, general
 from hybridkv.models.hybrids import bamba, falcon_h1, granite_hybrid, jamba, nemotron_h
 from hybridkv.models.json_text import DocumentError, read_json
+from hybridkv.models.lightning import BAILING, MINIMAX, bailing, minimax
 from hybridkv.models.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from hybridkv.models.mamba import mamba, mamba2
-from hybridkv.models.model import Model
+from hybridkv.models.model import ASSUMED, Model, ReadFact
 from hybridkv.models.mtp import with_mtp
-from hybridkv.models.other_states import inkling, lfm2_moe, minimax, recurrent_gemma, rwkv, xlstm, zaya
-from hybridkv.models.quantization import SIDECAR, KVDtype, kv_dtype
+from hybridkv.models.other_states import inkling, lfm2_moe, recurrent_gemma, rwkv, xlstm, zaya
+from hybridkv.models.quantization import QUANTIZED, SIDECAR, KVDtype, kv_dtype
 from hybridkv.models.reading import text_parts
+from hybridkv.models.unread import refuse_unread
+from hybridkv.models.weight_bytes import weight_bytes
+from hybridkv.models.weights import Weights
 from hybridkv.models.windowed import gemma2, gemma3, gpt_oss, llama4
 from hybridkv.models.zamba import zamba, zamba2
 from hybridkv.units import MOST_BYTES, MOST_COUNT, dtype_bytes, dtype_name, shown
-
-logger = logging.getLogger(__name__)
 
 ASSUMED_DTYPE: Final = "bfloat16"
 BACKENDS: Final = ("vllm", "transformers")
@@ -68,9 +69,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "zamba2": zamba2,
 }
 OTHER_STATES: Final[Mapping[str, NotingFamily]] = {
+    **dict.fromkeys(BAILING, bailing),
+    **dict.fromkeys(MINIMAX, minimax),
     "inkling_text": inkling,
     "lfm2_moe": lfm2_moe,
-    "minimax": minimax,
     "recurrent_gemma": recurrent_gemma,
     "rwkv": rwkv,
     "xlstm": xlstm,
@@ -99,7 +101,7 @@ def read_model(
 
     source: the config as a dict, a path to config.json, a folder with one, or a known model's name.
     block_size: tokens. dtype: of keys and values, None for that of the config: of its quantized KV cache, else of its
-    weights (bfloat16 and a warning in the log where it names none); bf16, fp16, fp32 and fp8 are understood. States
+    weights (bfloat16, which Model.read_from says, where it names none); bf16, fp16, fp32 and fp8 are understood. States
     keep the dtype of the weights.
     backend: whose layout recurrent states have, ``vllm`` or ``transformers``; attention is the same in both.
     num_speculative_tokens: drafts a step for which states have room.
@@ -137,16 +139,18 @@ def read_model(
     every_state = _every_state(state_dtype, backend)
     options = ReadOptions(block_size, tp, cache_dtype, backend, of_states, num_speculative_tokens, every_state)
     noting = OTHER_STATES.get(model_type, general)
+    refuse_unread(part, model_type, general=family is None and noting is general)
     facts = noting(part, options, tuple(given)) if family is None else family(part, options)
     described = facts.fields or part
-    layers, read_from = facts.layers, facts.read_from
+    weights, not_counted = _weights(facts.weights, described)
+    layers, read_from = facts.layers, (*facts.read_from, *not_counted)
     if mtp_layers:
         layers, drafting = with_mtp(layers, described, mtp_layers)
         read_from = (*(one for one in read_from if one.what != drafting.what), drafting)
-    if facts.weights.every > MOST_BYTES:
-        raise part.fail(f"its sizes make {shown(facts.weights.every)} parameters: correct them")
     if asked is None:
-        logger.warning("the config of %s names no dtype: %s is assumed, else say dtype= (--dtype)", name, ASSUMED_DTYPE)
+        why = "the config names no dtype: say dtype= (--dtype) where it is another"
+        read_from = (*read_from, ReadFact("dtype of keys and values", ASSUMED_DTYPE, why, ASSUMED))
+    depth = (facts.num_layers or _said_layers(described)) + mtp_layers
     return Model(
         name=name,
         model_type=model_type,
@@ -156,15 +160,49 @@ def read_model(
         dtype=cache_dtype,
         dtype_from=None if quantized is None else quantized.said_by,
         read_from=read_from,
-        parameters=facts.weights.every,
-        active_parameters=facts.weights.active,
+        parameters=weights.every,
+        active_parameters=weights.active,
         block_size=block_size,
         tp=tp,
         max_encoder_tokens=facts.max_encoder_tokens,
         num_speculative_tokens=num_speculative_tokens,
         hidden_size=described.optional("hidden_size", minimum=0) or 0,
         query_heads=_query_heads(described),
+        weight_bytes=weight_bytes(
+            weights, _quantization(config, name), dtype_bytes(config_dtype(part) or ASSUMED_DTYPE)
+        ),
+        num_layers=depth if depth != len({layer.index for layer in layers}) else 0,
     )
+
+
+def _weights(counting: Counting, described: Fields) -> tuple[Weights, tuple[ReadFact, ...]]:
+    """Count weights; what the caller said comes first. Weights() and why where nobody can: a cache needs none."""
+    why = "a replay needs them: --set parameters=N"
+    try:
+        counted = counting()
+    except MissingFieldError as error:
+        counted, why = Weights(), f"{error}, or say --set parameters=N"
+    every = described.integer("parameters", counted.every, minimum=0, most=1 << 62)
+    active = described.integer("active_parameters", every, minimum=0, most=1 << 62)
+    if every != counted.every or described.values.get("active_parameters") is not None:
+        counted = Weights(every, active)
+    if every > MOST_BYTES:
+        raise described.fail(f"its sizes make {shown(every)} parameters: correct them")
+    return counted, () if every else (ReadFact("parameters", "not counted", why, ASSUMED),)
+
+
+def _quantization(config: Mapping[str, object], name: str) -> Fields:
+    """The checkpoint's quantization_config, without fields where nothing is quantized."""
+    inner = config.get("text_config")
+    wholes = (config, inner if isinstance(inner, Mapping) else {})
+    found = [part for one in wholes for key in QUANTIZED if (part := one.get(key)) not in (None, {})]
+    said = found[0] if found else {}
+    return Fields(said if isinstance(said, Mapping) else {QUANTIZED[0]: said}, name)
+
+
+def _said_layers(described: Fields) -> int:
+    """Decoder layers, 0 where the config does not say how many."""
+    return next((count for key in LAYERS if (count := described.optional(key, minimum=0))), 0)
 
 
 def _query_heads(described: Fields) -> int:

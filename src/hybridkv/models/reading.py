@@ -10,7 +10,7 @@ from typing import Final
 
 from hybridkv.errors import ConfigError
 from hybridkv.models.fields import Fields
-from hybridkv.models.model import ReadFact
+from hybridkv.models.model import ASSUMED, ReadFact
 from hybridkv.units import MOST_COUNT, shown
 
 MADE_BY_CLASS: Final = "?"
@@ -19,7 +19,7 @@ MADE_BY_CLASS: Final = "?"
 CONFIG: Final = "config"
 DEFAULT: Final = "default of its config class"
 GIVEN: Final = "given"
-ASSUMED: Final = "assumed"
+DERIVED: Final = "rule of its config class"
 
 
 @cache
@@ -121,6 +121,10 @@ class Reading:
         fact = ReadFact(what, value, field, source)
         if fact not in self.facts:
             self.facts.append(fact)
+
+    def derive(self, what: str, value: object, why: str) -> None:
+        """Write down what the config class makes of other fields; an assumption where nobody described the class."""
+        self.say(what, str(value), why, DERIVED if self.defaults else ASSUMED)
 
     def assume(self, what: str, value: object, why: str) -> None:
         """Write down what no field says."""

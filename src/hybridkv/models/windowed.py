@@ -6,8 +6,10 @@ gpt-oss's sinks are one learned logit a head, not tokens: they take no memory in
 
 from __future__ import annotations
 
+from functools import partial
+
 from hybridkv.models.attention import Heads, read_heads, refuse_layer_types
-from hybridkv.models.families import FamilyFacts, ReadOptions, layer_name
+from hybridkv.models.families import Counting, FamilyFacts, ReadOptions, layer_name
 from hybridkv.models.fields import Fields
 from hybridkv.models.model import Layer
 from hybridkv.models.weights import Weights, experts, gated_mlp, language_model
@@ -36,21 +38,26 @@ def gemma3(fields: Fields, options: ReadOptions) -> FamilyFacts:
 
 def gpt_oss(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """Every second layer is windowed, the first one too; every layer is a mixture of experts with biases."""
-    count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
+    count = fields.layers("num_hidden_layers")
     types = fields.layer_types("layer_types", count, _pattern(count, "sliding_attention", 2))
     heads = read_heads(fields, kv_heads=8, head_dim=64)
     layers = _layers(types, heads, fields, options, fields.integer("sliding_window", 128))
-    inner, total = fields.integer("intermediate_size"), fields.integer("num_local_experts")
-    expert = 3 * hidden * inner + 2 * inner + hidden
-    attention = heads.weights(hidden, bias=fields.flag("attention_bias", default=True)) + heads.heads
-    layer = Weights.dense(attention + 2 * hidden + (hidden + 1) * total)
-    layer += experts(expert, total, fields.integer("num_experts_per_tok", 4))
-    return _decoder(fields, layers, layer * count + Weights.dense(hidden))
+
+    def weights() -> Weights:
+        hidden = fields.integer("hidden_size")
+        inner, total = fields.integer("intermediate_size"), fields.integer("num_local_experts")
+        attention = heads.weights(hidden, bias=fields.flag("attention_bias", default=True)) + heads.heads
+        layer = Weights.dense(attention + 2 * hidden + (hidden + 1) * total)
+        chosen = fields.integer("num_experts_per_tok", 4)
+        layer += experts(gated_mlp(hidden, inner), total, chosen, biases=2 * inner + hidden)
+        return layer * count + Weights.dense(hidden)
+
+    return _decoder(fields, layers, weights)
 
 
 def llama4(fields: Fields, options: ReadOptions) -> FamilyFacts:
     """Layers with rotary positions are chunked; every ``no_rope_layer_interval``-th (4) has none and is full."""
-    count, hidden = fields.layers("num_hidden_layers"), fields.integer("hidden_size")
+    count = fields.layers("num_hidden_layers")
     rotary = fields.integers("no_rope_layers") or tuple(
         int((i + 1) % fields.integer("no_rope_layer_interval", 4) != 0) for i in range(count)
     )
@@ -72,7 +79,7 @@ def llama4(fields: Fields, options: ReadOptions) -> FamilyFacts:
         )
         for i, kind in enumerate(types)
     )
-    return _decoder(fields, layers, _llama4_weights(fields, heads, count) + Weights.dense(hidden))
+    return _decoder(fields, layers, partial(_llama4_weights, fields, heads, count))
 
 
 def _llama4_weights(fields: Fields, heads: Heads, count: int) -> Weights:
@@ -85,7 +92,7 @@ def _llama4_weights(fields: Fields, heads: Heads, count: int) -> Weights:
     mixture += experts(gated_mlp(hidden, inner), total, fields.integer("num_experts_per_tok", 1))
     dense = gated_mlp(hidden, fields.integer("intermediate_size_mlp", 16384))
     attention = heads.weights(hidden, bias=fields.flag("attention_bias")) + 2 * hidden
-    return mixture * sparse + Weights.dense(count * attention + (count - sparse) * dense)
+    return mixture * sparse + Weights.dense(count * attention + (count - sparse) * dense + hidden)
 
 
 def _pattern(count: int, other: str, period: int) -> list[str]:
@@ -103,17 +110,22 @@ def _layers(
 
 
 def _gemma(fields: Fields, layers: tuple[Layer, ...], heads: Heads, *, window_norms: bool) -> FamilyFacts:
-    hidden = fields.integer("hidden_size", 2304)
-    attention = heads.weights(hidden, bias=fields.flag("attention_bias"), qk_norm=window_norms)
-    layer = attention + gated_mlp(hidden, fields.integer("intermediate_size", 9216)) + 4 * hidden
-    return _decoder(
-        fields, layers, Weights.dense(len(layers) * layer + hidden), tied=True, rope_scales=not window_norms
-    )
+    def weights() -> Weights:
+        hidden = fields.integer("hidden_size", 2304)
+        attention = heads.weights(hidden, bias=fields.flag("attention_bias"), qk_norm=window_norms)
+        layer = attention + gated_mlp(hidden, fields.integer("intermediate_size", 9216)) + 4 * hidden
+        return Weights.dense(len(layers) * layer + hidden)
+
+    return _decoder(fields, layers, weights, tied=True, rope_scales=not window_norms)
 
 
 def _decoder(
-    fields: Fields, layers: tuple[Layer, ...], weights: Weights, *, tied: bool = False, rope_scales: bool = True
+    fields: Fields, layers: tuple[Layer, ...], own: Counting, *, tied: bool = False, rope_scales: bool = True
 ) -> FamilyFacts:
-    embedding = fields.integer("vocab_size") * fields.integer("hidden_size", 2304)
-    tied = fields.flag("tie_word_embeddings", default=tied)
-    return FamilyFacts(layers, language_model(weights, embedding=embedding, tied=tied), rope_scales=rope_scales)
+    """own: the weights of everything but the embeddings."""
+
+    def weights() -> Weights:
+        embedding = fields.integer("vocab_size") * fields.integer("hidden_size", 2304)
+        return language_model(own(), embedding=embedding, tied=fields.flag("tie_word_embeddings", default=tied))
+
+    return FamilyFacts(layers, weights, rope_scales=rope_scales)

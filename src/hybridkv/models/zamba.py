@@ -7,7 +7,7 @@ Source of defaults: transformers' config classes (5.19).
 from __future__ import annotations
 
 from hybridkv.models.attention import Heads, refuse_layer_types
-from hybridkv.models.families import FamilyFacts, ReadOptions
+from hybridkv.models.families import Counting, FamilyFacts, ReadOptions
 from hybridkv.models.fields import Fields
 from hybridkv.models.mamba import dt_rank
 from hybridkv.models.model import Layer
@@ -35,9 +35,12 @@ def zamba(fields: Fields, options: ReadOptions) -> FamilyFacts:
         heads=fields.integer("n_mamba_heads", 2),
     )
     heads = _heads(fields, fields.optional("attention_head_dim"), default_kv_heads=16)
-    shared = _shared_block(fields, heads, fields.integer("intermediate_size"))
     layers = _layers(types, heads, mixer, fields, options, block="shared_transf")
-    return _facts(fields, layers, types, mixer, Weights.dense(shared))
+
+    def shared() -> Weights:
+        return Weights.dense(_shared_block(fields, heads, fields.integer("intermediate_size")))
+
+    return _facts(fields, layers, types, mixer, shared)
 
 
 def zamba2(fields: Fields, options: ReadOptions) -> FamilyFacts:
@@ -58,18 +61,21 @@ def zamba2(fields: Fields, options: ReadOptions) -> FamilyFacts:
         bias=fields.flag("add_bias_linear"),
     )
     heads = _heads(fields, None, default_kv_heads=None)
-    inner = fields.optional("intermediate_size") or 4 * hidden
-    hybrid, blocks = types.count("hybrid"), fields.integer("num_mem_blocks", 1)
-    bias = (2 * inner + hidden) if fields.flag("add_bias_linear") else 0
-    shared = _shared_block(fields, heads, inner) + bias
-    rank = fields.integer("adapter_rank", 128)
-    adapters = rank * (hidden + 2 * inner)
-    if fields.flag("use_shared_attention_adapter"):
-        adapters += 3 * rank * (2 * hidden + heads.heads * heads.head_dim)
     layers = _layers(types, heads, mixer, fields, options, block="shared_transformer")
-    # with fewer hybrid layers than blocks the last blocks are never built
-    held = min(blocks, hybrid) * shared + hybrid * adapters
-    return _facts(fields, layers, types, mixer, Weights.dense(held))
+
+    def held() -> Weights:
+        inner = fields.optional("intermediate_size") or 4 * hidden
+        hybrid, blocks = types.count("hybrid"), fields.integer("num_mem_blocks", 1)
+        bias = (2 * inner + hidden) if fields.flag("add_bias_linear") else 0
+        shared = _shared_block(fields, heads, inner) + bias
+        rank = fields.integer("adapter_rank", 128)
+        adapters = rank * (hidden + 2 * inner)
+        if fields.flag("use_shared_attention_adapter"):
+            adapters += 3 * rank * (2 * hidden + heads.heads * heads.head_dim)
+        # with fewer hybrid layers than blocks the last blocks are never built
+        return Weights.dense(min(blocks, hybrid) * shared + hybrid * adapters)
+
+    return _facts(fields, layers, types, mixer, held)
 
 
 def _heads(fields: Fields, head_dim: int | None, *, default_kv_heads: int | None) -> Heads:
@@ -106,11 +112,15 @@ def _layers(
 
 
 def _facts(
-    fields: Fields, layers: tuple[Layer, ...], types: tuple[str, ...], mixer: Mamba1 | Mamba2, shared: Weights
+    fields: Fields, layers: tuple[Layer, ...], types: tuple[str, ...], mixer: Mamba1 | Mamba2, shared: Counting
 ) -> FamilyFacts:
     """A norm and a mixer a layer, a projection behind every shared block, the last norm, the embeddings."""
-    hidden = fields.integer("hidden_size")
-    own = len(types) * (mixer.weights + hidden) + types.count("hybrid") * hidden * hidden + hidden
-    embedding = fields.integer("vocab_size") * hidden
-    tied = fields.flag("tie_word_embeddings", default=True)
-    return FamilyFacts(layers, language_model(shared + Weights.dense(own), embedding=embedding, tied=tied))
+
+    def weights() -> Weights:
+        hidden = fields.integer("hidden_size")
+        own = len(types) * (mixer.weights + hidden) + types.count("hybrid") * hidden * hidden + hidden
+        embedding = fields.integer("vocab_size") * hidden
+        tied = fields.flag("tie_word_embeddings", default=True)
+        return language_model(shared() + Weights.dense(own), embedding=embedding, tied=tied)
+
+    return FamilyFacts(layers, weights)

@@ -42,6 +42,9 @@ def plan_to_json(plan: Plan) -> str:
         facts["read_from"] = [asdict(fact) for fact in plan.model.read_from]
     else:
         del facts["read_from"]
+    for later in ("num_layers", "weight_bytes"):
+        if not facts[later]:
+            del facts[later]
     layers = [{"name": one.name, "index": one.index, "spec": specs.index(one.spec)} for one in plan.model.layers]
     document = {
         "schema": SCHEMA,
@@ -161,6 +164,8 @@ def _model(node: Node) -> Model:
         num_speculative_tokens=node.integer("num_speculative_tokens", default=0),
         hidden_size=node.integer("hidden_size", default=0),
         query_heads=node.integer("query_heads", default=0),
+        num_layers=node.integer("num_layers", default=0),
+        weight_bytes=node.integer("weight_bytes", default=0),
         dtype_from=node.text("dtype_from") if node.has("dtype_from") else None,
         read_from=_read_from(node) if node.has("read_from") else (),
     )

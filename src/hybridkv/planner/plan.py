@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
 from hybridkv.arguments import flag, instance, integer
-from hybridkv.errors import CapacityError, ConfigError
+from hybridkv.errors import AssumptionWarning, CapacityError, ConfigError
 from hybridkv.frozen import check_fields, one_of, or_none
 from hybridkv.models import Model
 from hybridkv.planner.capacity import (
@@ -126,7 +127,8 @@ def plan(
     layout: ``reference`` (one page size) or ``natural`` (pages of their own size, in slabs).
     kernel_block_size: natural only: tokens that attention kernels read as one block, a divisor of the block.
     Raises ConfigError for a limit, layout or placement that cannot work (a model whose max_model_len is None takes
-    any), CapacityError when one request of max_model_len does not fit.
+    any), CapacityError when one request of max_model_len does not fit. Warns once, with AssumptionWarning, of all
+    ``model.assumptions``.
     """
     instance("model", model, Model)
     instance("layout", layout, str)
@@ -157,6 +159,9 @@ def plan(
     config = _config(model, layers, memory_bytes, limits, layout=layout, kernel_block_size=kernel_block_size)
     made = Plan(model, config, memory_bytes, limits, layout)
     kept = layout == NATURAL and made.placement not in (None, NO_STATES)
+    if model.assumptions:
+        said = "; ".join(f"{fact.what} {fact.value} ({fact.field})" for fact in model.assumptions)
+        warnings.warn(f"the plan of {model.name} assumes: {said}", AssumptionWarning, stacklevel=2)
     return replace(made, states_kept=wanted) if kept else made
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hybridkv.planner import KVCacheConfig
+from hybridkv.planner import Plan
 from hybridkv.report.page import Trace
 from hybridkv.specs import Keeps
 
@@ -47,16 +47,18 @@ class Kind:
         return 1 - float(self.content_bytes.sum() / self.block_bytes.sum())
 
 
-def kinds_of(config: KVCacheConfig) -> list[Kind]:
+def kinds_of(plan: Plan) -> list[Kind]:
     """All that the plan has, in the order of its groups."""
+    config, index = plan.config, {layer.name: layer.index for layer in plan.model.layers}
     keeps = [str(group.spec.keeps) for group in config.groups]
     blocks = np.array([config.block_bytes_of(at) for at in range(len(keeps))], np.float64)
     contents = np.array([group.content_bytes for group in config.groups], np.float64)
     found = []
     for kind in dict.fromkeys(keeps):
         mine = np.array([one == kind for one in keeps])
-        layers = sum(len(group.layer_names) for group, one in zip(config.groups, mine, strict=True) if one)
-        name = f"{_SAID.get(kind, kind)} of {layers} layers"
+        groups = [group for group, one in zip(config.groups, mine, strict=True) if one]
+        layers = {index[name] for group in groups for name in group.layer_names}
+        name = f"{_SAID.get(kind, kind)} of {len(layers)} layers"
         found.append(Kind(name, _OF_KINDS[kind], blocks * mine, contents * mine))
     return found
 

@@ -17,8 +17,6 @@ from hybridkv.units import format_bytes, format_count
 
 _SHORTEST: Final = 256
 _LENGTHS: Final = 24
-_WEIGHT_BYTES: Final = 2
-"""Of a weight in bfloat16."""
 
 
 def plan_page(plan: Plan) -> str:
@@ -40,7 +38,7 @@ def _facts(plan: Plan) -> dict[str, str]:
 
 
 def _charts(plan: Plan) -> Iterator[Chart]:
-    kinds = kinds_of(plan.config)
+    kinds = kinds_of(plan)
     longest = plan.capacity.longest_context
     lengths = np.unique(np.geomspace(min(_SHORTEST, longest), longest, _LENGTHS).astype(np.int64))
     blocks = np.array([_blocks(plan, tokens) for tokens in lengths.tolist()])
@@ -63,9 +61,9 @@ def _map(plan: Plan, kinds: list[Kind], blocks: NDArray[np.int64]) -> Chart:
     left = plan.memory_bytes - padding - sum(size for _, size, _ in parts)
     parts += [("padding", padding, PADDING), ("too little for one more", left, FREE)]
     traces = [lying(name, ["cache"], [size / 2**30], colour) for name, size, colour in parts if size]
-    weights = plan.model.parameters * _WEIGHT_BYTES / plan.model.tp
+    weights = plan.model.weight_bytes / plan.model.tp
     if weights:
-        traces.append(lying("weights, 2 bytes each", ["weights"], [weights / 2**30], 3))
+        traces.append(lying("weights", ["weights"], [weights / 2**30], 3))
     many = (
         f"{format_count(copies)} request{'s' if copies != 1 else ''} of {format_count(plan.capacity.longest_context)}"
     )

@@ -57,7 +57,7 @@ def _times(report: ReplayReport) -> dict[str, str]:
 
 
 def _charts(plan: Plan, report: ReplayReport, recorded: Recorded) -> Iterator[Chart]:
-    kinds = kinds_of(plan.config)
+    kinds = kinds_of(plan)
     if report.hit_tokens is not None:
         yield _hits(recorded)
     if report.misses:

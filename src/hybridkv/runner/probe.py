@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn
 
 import torch
@@ -298,7 +298,8 @@ def planner_view(
     """The planner's view of ``model``: from its config, with the dtype of its weights.
 
     num_speculative_tokens: drafts a step for which recurrent layers have room.
-    The config's own dtype is that of a checkpoint, which may have been cast.
+    The config's own dtype is that of a checkpoint, which may have been cast. Nothing is assumed: what layers keep is
+    compared with what a forward leaves behind (page_layout).
     """
     dtype = str(model.dtype).removeprefix("torch.")
     source = {**model.config.to_dict(), "dtype": dtype}
@@ -306,13 +307,14 @@ def planner_view(
         source["text_config"] = {**text, "dtype": dtype}
     if name is not None:
         source["_name_or_path"] = name
-    return read_model(
+    planned = read_model(
         source,
         block_size=block_size,
         dtype=dtype,
         backend="transformers",
         num_speculative_tokens=num_speculative_tokens,
     )
+    return replace(planned, read_from=tuple(fact for fact in planned.read_from if fact not in planned.assumptions))
 
 
 def require_runnable(planned: Model) -> None:
