@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from cli_support import error, run
 
-from hybridkv.models import read_model
+from hybridkv.models import known_models, read_model
+from hybridkv.models.reader import text_fields
 from hybridkv.planner import plan, plan_from_json
 
 
@@ -279,3 +280,36 @@ def test_planning_needs_no_torch() -> None:
         "assert not {'torch', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)  # noqa: S603  # as above
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("llama-3-8b", 32),
+        # attention and a state in every layer; an indexer beside every latent; cross attention
+        ("falcon-h1-7b", 44),
+        ("deepseek-v3.2", 61),
+        ("whisper-large-v3", 32),
+        # layers of MLPs and experts keep nothing; the last ones read what others keep
+        ("nemotron-3-nano-30b-a3b", 52),
+        ("gemma-3n-e4b", 35),
+        ("kimi-linear-48b-a3b", 27),
+    ],
+)
+def test_titles_count_the_layers_of_the_model(name: str, layers: int) -> None:
+    assert read_model(name).depth == layers
+    options = ("--memory", "80GiB", "--max-model-len", "400")
+    assert f", {layers} layers, " in run("plan", name, *options).stdout.splitlines()[0]
+    assert f": {layers} layers, " in run("plan", name, *options, "--compare").stdout
+    known = json.loads(run("models", name, "--json").stdout)["models"]
+    assert next(one["layers"] for one in known if one["name"] == name) == layers
+
+
+def test_every_known_model_has_the_layers_of_its_config() -> None:
+    keys = ("decoder_layers", "num_decoder_layers", "num_hidden_layers", "num_layers")
+    for known in known_models():
+        fields = text_fields(known.config, known.name)
+        said = [fields.values[key] for key in keys if fields.values.get(key) is not None]
+        pattern = fields.values.get("layers_block_type") or fields.values.get("hybrid_override_pattern")
+        assert isinstance(pattern, list | str | None)
+        assert read_model(known.name).depth == (said[0] if said else len(pattern or ())), known.name

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cli_support import error, run
 
+from assumed import plan_of
 from hybridkv.cache import EDGES_S
 from hybridkv.cli.pages import checked_page
 from hybridkv.errors import ConfigError
@@ -160,6 +161,16 @@ def test_there_are_so_many_samples_and_no_more(monkeypatch: pytest.MonkeyPatch) 
     assert 25 <= len(at) <= 51 < MOST_SAMPLES
     assert at[0] < report.simulated_s / 20
     assert np.median(np.diff(at)) < report.simulated_s / 20
+
+
+def test_a_page_counts_layers_and_takes_the_weights_of_the_checkpoint() -> None:
+    """An indexer beside every latent makes two caches of a layer; experts of 4 bits are not counted as 16."""
+    model = read_model("deepseek-v3.2")
+    shown = charts(plan_page(plan_of(model, "80GiB", max_model_len=4096)))
+    assert "keys and values of 61 layers" in {one["name"] for one in shown["One request"]}
+    shown = charts(plan_page(plan_of(read_model("gpt-oss-20b"), "4GiB", max_model_len=4096)))
+    (weights,) = (one["x"][0] for one in shown["Memory map"] if one["y"] == ["weights"])
+    assert weights == pytest.approx(12.8, abs=0.05)
 
 
 def test_a_plan_is_drawn_to_scale() -> None:

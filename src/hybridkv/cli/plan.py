@@ -117,8 +117,12 @@ def plan_command(
     if plan_file is not None:
         options.refuse_beside_plan({"CONFIG": config, **_as_options(given)})
         made = load_plan(plan_file)
+    elif as_json:
+        made = _make(options, given=given)
     else:
-        made = _make(options, given=given, tells=not as_json)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AssumptionWarning)  # show_plan says it
+            made = _make(options, given=given)
     if page_file is not None:
         write_page(page_file, plan_page(made))
     if as_json:
@@ -138,24 +142,15 @@ def _as_options(given: Mapping[str, object]) -> dict[str, object]:
     return {"--" + name.replace("_", "-"): value for name, value in given.items()}
 
 
-def _make(
-    options: PlanOptions, layout: str | None = None, *, given: Mapping[str, int | None], tells: bool = False
-) -> Plan:
-    """The plan of ``options``.
-
-    layout: instead of theirs. given: other arguments of plan, None for its defaults. tells: what is printed of the plan
-    says what was assumed.
-    """
+def _make(options: PlanOptions, layout: str | None = None, *, given: Mapping[str, int | None]) -> Plan:
+    """The plan of ``options``. layout: instead of theirs. given: other arguments of plan, None for its defaults."""
     if options.config is None:
         raise ConfigError("CONFIG is missing: give a config.json, a folder with one or a known name, or --plan FILE")
     if options.memory is None:
         raise ConfigError("--memory is missing: say what one rank has for its cache, for example --memory 40GiB")
     rules = options.rules if layout is None else options.rules_of(layout)
     said = {name: value for name, value in given.items() if value is not None}
-    with warnings.catch_warnings():
-        if tells:
-            warnings.simplefilter("ignore", AssumptionWarning)
-        return plan(options.model(), options.memory, **rules, **said)
+    return plan(options.model(), options.memory, **rules, **said)
 
 
 def show_plan(plan: Plan) -> None:
