@@ -81,6 +81,8 @@ def packed(**scheme: object) -> dict[str, Any]:
         ({**FP8, "modules_to_not_convert": ["model.layers.0.something"]}, None),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, None),
         ({"quant_method": "awq"}, None),
+        ({"quant_method": "awq", "bits": 1 << 40}, None),
+        ({**FP8, "weight_block_size": [0, 128]}, None),
         ({"quant_method": 7}, None),
     ],
 )

@@ -27,6 +27,7 @@ _ALGORITHMS: Final[Mapping[str, Fraction]] = {
     "nvfp4": 4 + Fraction(8, 16),
 }
 """Bits of a weight with its share of the scales."""
+_MOST_BITS: Final = 16
 _LEFT_OUT: Final = ("modules_to_not_convert", "ignore", "exclude_modules")
 _SMALL: Final = re.compile(r"head|embed|norm|gate$|router|bias|indexer|vision|visual|projector|mtp")
 """Modules that are small, counted apart, or not counted at all."""
@@ -63,12 +64,14 @@ def _bits(quantization: Fields) -> Fraction | None:
     algorithm = (quantization.text("quant_algo") or method).lower()
     blocks = quantization.integers("weight_block_size")
     if algorithm == "fp8" and blocks:
-        return 8 + Fraction(32, prod(blocks))
+        return 8 + Fraction(32, prod(blocks)) if all(blocks) else None
     if algorithm in _ALGORITHMS:
         return _ALGORITHMS[algorithm]
     if method in {"awq", "gptq"}:
         zeros = quantization.flag("zero_point", default=not quantization.flag("sym"))
-        return _grouped(quantization.integer("bits"), quantization.optional("group_size", minimum=-1), zeros=zeros)
+        return _grouped(
+            quantization.integer("bits", most=_MOST_BITS), quantization.optional("group_size", minimum=-1), zeros=zeros
+        )
     groups = list(quantization.mapping("config_groups").values())
     if method != "compressed-tensors" or len(groups) != 1 or not isinstance(groups[0], dict):
         return None
@@ -77,7 +80,7 @@ def _bits(quantization: Fields) -> Fraction | None:
     if packed in _ALGORITHMS:
         return _ALGORITHMS[packed]
     zeros = not scheme.flag("symmetric", default=True)
-    return _grouped(scheme.integer("num_bits"), scheme.optional("group_size"), zeros=zeros)
+    return _grouped(scheme.integer("num_bits", most=_MOST_BITS), scheme.optional("group_size"), zeros=zeros)
 
 
 def _grouped(bits: int, group: int | None, *, zeros: bool) -> Fraction:
