@@ -9,7 +9,8 @@ from cli_support import error, run
 from assumed import plan_of
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import ReadFact, read_model
-from hybridkv.models.reading import ASSUMED, CONFIG, DEFAULT, GIVEN
+from hybridkv.models.model import ASSUMED
+from hybridkv.models.reading import CONFIG, DEFAULT, GIVEN
 from hybridkv.planner import plan, plan_from_json, plan_to_json
 from hybridkv.simulator.cost import StepCost
 from hybridkv.specs import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
