@@ -172,6 +172,19 @@ def test_the_same_fields_in_other_model_types() -> None:
         read_model({key: value for key, value in RING_MINI.items() if key != "layer_group_size"})
 
 
+def test_experts_of_kimi_k3_work_in_a_narrower_space() -> None:
+    """896 experts of 3 matrices of 3,584 x 3,072, not of 7,168, and two projections in each layer of experts."""
+    base = dict(known_model("kimi-linear-48b-a3b").config)
+    wide = {"hidden_size": 7168, "moe_intermediate_size": 3072, "num_experts": 896}
+    layers = base["num_hidden_layers"]
+    assert isinstance(layers, int)
+    fewer = (
+        read_model({**base, **wide}).parameters
+        - read_model({**base, **wide, "routed_expert_hidden_size": 3584}).parameters
+    )
+    assert fewer == (layers - 1) * (896 * 3 * 3584 * 3072 - 2 * 7168 * 3584)
+
+
 def test_golden_files_are_of_these_models() -> None:
     for name, tokens in (("minimax-m1", 10_240_000), ("ring-mini-linear-2.0", 131_072)):
         assert json.loads((GOLDEN / f"{name}.plan.json").read_text("utf-8"))["limits"]["max_model_len"] == tokens

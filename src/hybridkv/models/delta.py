@@ -185,8 +185,10 @@ def _kimi_mlps(fields: Fields, count: int) -> Weights:
     total = fields.integer("num_experts", fields.integer("num_local_experts", 256))
     chosen = fields.integer("num_experts_per_token", fields.integer("num_experts_per_tok", 8))
     shared = fields.integer("num_shared_experts", fields.integer("n_shared_experts", 1))
-    expert = gated_mlp(hidden, fields.integer("moe_intermediate_size", 1024))
-    mixture = Weights.dense(hidden * total + shared * expert) + experts(expert, total, chosen)
+    inner = fields.integer("moe_intermediate_size", 1024)
+    latent = fields.optional("routed_expert_hidden_size")  # Kimi K3: routed experts between two projections
+    always = hidden * total + shared * gated_mlp(hidden, inner) + (2 * hidden * latent if latent else 0)
+    mixture = Weights.dense(always) + experts(gated_mlp(latent or hidden, inner), total, chosen)
     dense = gated_mlp(hidden, fields.integer("intermediate_size"))
     return mixture * kinds.count("sparse") + Weights.dense(kinds.count("dense") * dense)
 

@@ -29,6 +29,7 @@ _READ_BY: Final[Mapping[str, tuple[str, ...]]] = {
     "attn_layer_offset": ("jamba", "zamba"),
     "attn_layer_period": ("jamba", "zamba"),
     "block_types": ("recurrent_gemma",),
+    "cross_layer_interval": ("idefics",),
     "full_attention_interval": _QWEN,
     "full_attn_idxs": ("lfm2",),
     "global_attn_every_n_layers": ("afmoe",),
