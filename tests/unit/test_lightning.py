@@ -36,7 +36,7 @@ MINIMAX_M1: dict[str, object] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 200064,
 }
-"""As in MiniMaxAI/MiniMax-M1-80k, which names no dtype."""
+"""As in MiniMaxAI/MiniMax-M1-80k; that file names no dtype."""
 RING_MINI: dict[str, object] = {
     "architectures": ["BailingMoeLinearV2ForCausalLM"],
     "first_k_dense_replace": 1,

@@ -48,8 +48,8 @@ def bailing(fields: Fields, options: ReadOptions, given: Sequence[str] = ()) -> 
     """Ling and Ring linear: the last of every ``layer_group_size`` layers is full attention.
 
     So are the layers of an unfinished last group. Full attention is MLA where the config has ``kv_lora_rank`` (2.5 and
-    later). The other layers are Kimi's delta
-    attention where it has ``short_conv_kernel_size`` (3), else lightning attention.
+    later). The other layers are Kimi's delta attention where the config has ``short_conv_kernel_size`` (3), else
+    lightning attention.
     """
     reading = Reading(fields, {}, given)
     number = layer_count(reading)

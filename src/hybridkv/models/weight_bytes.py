@@ -4,8 +4,9 @@
     fp8, mxfp8            8 bits, and a scale of 32 for every block of weight_block_size, or of 8 for every 32
     awq, gptq, integers   their bits, and a scale of 16 and a zero point for every group_size
 
-Embeddings and the output head keep the dtype of the config. So do modules that the config leaves out; where these are
-the attention, all but the routed experts is taken to be left out, provided that the experts are nearly all there is.
+Embeddings and the output head keep the dtype of the config, and so do modules that the config leaves out. A config that
+leaves out the attention is read as one that quantizes the routed experts alone; they must be nine tenths of the
+matrices.
 """
 
 from __future__ import annotations
