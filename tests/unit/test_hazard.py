@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from hybridkv.cache.placement.ends import LOSING, End, Kind, PassedThenLosing, Ring
+from hybridkv.cache.placement.ends import LOSING, NEVER, NOTHING, SOMETIME, End, Kind, PassedThenLosing, Ring
 from hybridkv.cache.placement.hazard import HazardRanking
 from hybridkv.cache.placement.hazard_table import BUCKETS, HazardTable, bucket_of
 
@@ -165,10 +165,50 @@ def test_of_a_ghost_that_is_kept_again_a_new_age_begins_though_it_is_hit_before_
         ranking.note_request(50.0)
     ranking.remove(one)
     ranking.given_up(one, None, 50.0, declined=False)
-    one.used = 60.0
+    ranking.kept(one, 60.0)
     ranking.hit(one, 61.5)
     assert (ranking.table.at_risk[0].sum(), ranking.table.at_risk[0, 0]) == (60.0 + 1.5, 2.0)
     assert ranking.check() == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_second_of_waiting_is_counted_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any order of events, under a clock that may stand still; the ranking counts what an end's own record says."""
+    monkeypatch.setattr("hybridkv.cache.placement.hazard._LEARN_EVERY", 3)
+    monkeypatch.setattr(HazardTable, "decay", lambda *_: None)
+    ranking, random, now, waited = HazardRanking(), Random(seed), 0.0, 0.0
+    ghosts: list[End] = []
+    for serial in range(12):
+        ghosts.append(end(serial))
+        ranking.given_up(ghosts[-1], None, now, declined=False)
+    for _ in range(400):
+        now += random.choice((0.0, 0.0, 0.25, 1.0, 50.0))
+        one = random.choice(ghosts)
+        match random.choice(("request", "request", "kept", "hit", "promised", "ranked", "forget")):
+            case "request":
+                ranking.note_request(now)
+            case "kept":
+                waited += now - one.used
+                ranking.kept(one, now)
+            case "hit":
+                waited += now - one.used
+                ranking.hit(one, now)
+            case "promised":
+                ranking.promised(one, random.choice((NOTHING, NEVER, SOMETIME)), now)
+            case "ranked":
+                ranking.add(one, now)
+                ranking.remove(one)
+            case "forget":
+                waited += now - one.used
+                ranking.forget(one, now)
+                ghosts.remove(one)
+                ghosts.append(end(one.serial, used=now))
+                ranking.given_up(ghosts[-1], None, now, declined=False)
+        assert ranking.check() == []
+    for one in ghosts:
+        waited += now - one.used
+        ranking.forget(one, now)
+    assert ranking.table.at_risk[0].sum() == pytest.approx(waited)
 
 
 def test_the_least_valuable_goes_first() -> None:

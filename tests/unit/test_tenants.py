@@ -202,6 +202,42 @@ def test_others_do_not_demote_what_a_tenant_goes_on_from() -> None:
         cache = Cache(TenantShares((Share("a"), Share("b"))), 30)
 
 
+# -- how long ends waited
+
+
+def release(cache: Cache, tenant: int) -> None:
+    """Give up all ends of a tenant; their blocks stay where they are."""
+    for node in [node for node in cache.kept._tree.kept() if node.end.tenant == tenant]:
+        cache.kept._release(node, cache.now)
+
+
+def count_waiting(cache: Cache, tenant: str | None) -> None:
+    """Run so many requests of a tenant that its ranking counts how long ends have waited, and what it knows fades."""
+    for _ in range(100):
+        cache.run(chat(99, 1), tenant)
+
+
+def test_no_waiting_is_taken_back_when_a_ghost_is_kept_again() -> None:
+    """Memory is ample, so nobody ranks the end before it is hit: meanwhile its waiting belongs to its new age."""
+    cache = Cache(EVERYBODY, 60, "hazard")
+    cache.run(chat(1, 1))
+    cache.now += 20.0
+    release(cache, 0)
+    cache.run(chat(1, 1))
+    count_waiting(cache, None)
+    cache.run(chat(1, 1))
+    cache.cache.check()
+
+
+def test_no_waiting_is_taken_back_when_another_tenant_hits_a_ghost() -> None:
+    cache = Cache(TenantShares((Share("a"), Share("b"))), 60, "hazard")
+    cache.run(chat(1, 1), "a")
+    release(cache, 1)  # from now on its ranking knows the end
+    count_waiting(cache, "a")
+    assert cache.run(chat(1, 1), "b") > 0
+    cache.cache.check()
+
+
 # -- what is charged
 
 

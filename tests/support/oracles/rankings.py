@@ -54,6 +54,9 @@ class NaiveCoverage:
         """One less."""
         self.ends.remove(end)
 
+    def kept(self, end: End, now: float) -> None:
+        """Nothing."""
+
     def hit(self, end: End, now: float) -> None:  # noqa: ARG002 - as above
         """Its session has not gone on from a later one after all."""
         self.gone_on.discard(end.serial)
@@ -177,11 +180,8 @@ class NaiveHazard:
         record.counted = age
 
     def know(self, end: End) -> Record:
-        """Its record; of a ghost that is kept again a new age begins."""
+        """Its record."""
         record = self.records.get(end.serial)
-        if record is not None and record.used != end.used:
-            self.waited(record, end.used - record.used)
-            record.used, record.counted = end.used, 0.0
         if record is None:
             record = self.records[end.serial] = Record((), end.used, end.promise, end.hits, end.log_gap)
             self.classify(end, record)
@@ -246,6 +246,13 @@ class NaiveHazard:
         """One less."""
         self.ends.remove(end)
 
+    def kept(self, end: End, now: float) -> None:
+        """A new age begins."""
+        record = self.records.get(end.serial)
+        if record is not None:
+            self.waited(record, now - record.used)
+            record.used, record.counted = now, 0.0
+
     def hit(self, end: End, now: float) -> None:
         """Those who would have hit its heir hit it from now on."""
         record = self.know(end)
@@ -294,7 +301,7 @@ class NaiveHazard:
         """It waited till now."""
         record = self.records.pop(end.serial, None)
         if record is not None:
-            self.waited(record, max(now - record.used, 0.0))
+            self.waited(record, now - record.used)
 
     # -- answers
 
@@ -378,6 +385,11 @@ class Beside:
         """See Ranking."""
         self.naive.remove(end)
         self.real.remove(end)
+
+    def kept(self, end: End, now: float) -> None:
+        """See Ranking."""
+        self.naive.kept(end, now)
+        self.real.kept(end, now)
 
     def hit(self, end: End, now: float) -> None:
         """See Ranking."""

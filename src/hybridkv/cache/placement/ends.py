@@ -143,7 +143,7 @@ class Ring:
 class Ranking(Protocol):
     """Which kept end goes next. ``now``: seconds, never less than before.
 
-    An end changes between ``remove`` and ``add`` only. ``hit`` is the one that notes a hit of it.
+    An end changes between ``remove`` and ``add`` only. Only ``kept`` and ``hit`` change when it was used.
     by_saving: whether what an end saves a byte tells where it stands.
     """
 
@@ -162,6 +162,10 @@ class Ranking(Protocol):
 
     def remove(self, end: End) -> None:
         """``end``, added before, may not be given up, or is kept no longer."""
+        ...
+
+    def kept(self, end: End, now: float) -> None:
+        """``end``, a ghost or new and not added now, is kept from now on: it is used now, and a new age begins."""
         ...
 
     def hit(self, end: End, now: float) -> None:
@@ -229,6 +233,10 @@ class PassedThenLosing:
     def remove(self, end: End) -> None:
         """Out of it."""
         self._ring(end).remove(end)
+
+    def kept(self, end: End, now: float) -> None:
+        """It is used now."""
+        end.used = now
 
     def hit(self, end: End, now: float) -> None:
         """Its kind wins; it is as good as new."""

@@ -107,6 +107,14 @@ class HazardRanking:
         self.table.wait_all(self._class[rows], self._counted[rows], ages)
         self._counted[rows] = ages
 
+    def kept(self, end: End, now: float) -> None:
+        """Count how long a ghost waited, now: what is counted later belongs to its new age."""
+        memo = self._memos.get(end.serial)
+        if memo is not None and end.used != now:
+            self._wait(memo, now - end.used)
+            self._used[memo.row], self._counted[memo.row] = now, 0.0
+        end.used = now
+
     def hit(self, end: End, now: float) -> None:
         """Its class was hit at its age; it has no heir, and a class of its own hits."""
         memo = self._memo(end)
@@ -131,9 +139,6 @@ class HazardRanking:
             self._used, self._counted = grown(self._used, self._rows), grown(self._counted, self._rows)
             memo = self._memos[end.serial] = _Memo(row, self._class_of(end))
             self._class[row], self._used[row], self._counted[row] = memo.of, end.used, 0.0
-        elif self._used.item(memo.row) != end.used:  # a ghost that is kept again: a new age begins
-            self._wait(memo, max(end.used - self._used.item(memo.row), 0.0))
-            self._used[memo.row], self._counted[memo.row] = end.used, 0.0
         return memo
 
     def _class_of(self, end: End) -> int:
@@ -246,7 +251,7 @@ class HazardRanking:
         """How long it waited counts; its row is free."""
         memo = self._memos.pop(end.serial, None)
         if memo is not None:
-            self._wait(memo, max(now - self._used.item(memo.row), 0.0))
+            self._wait(memo, now - end.used)
             self._class[memo.row] = _NOBODY
             self._free.append(memo.row)
 

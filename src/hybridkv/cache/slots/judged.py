@@ -112,7 +112,7 @@ class JudgedEnds:
         self._counts.note_request(tenant, request.num_prompt_tokens, hit_tokens)
         found = self._tree.find(request, hit_tokens)
         if found is not None and not found.kept:
-            self._insert(request, found, found.end.used)
+            self._insert(request, found, now, is_hit=True)
         path = self._tree.back(request, request.num_prompt_tokens - 1)
         deepest = next(path, None)
         session.consumed = deepest if deepest is None or deepest.kept else next((one for one in path if one.kept), None)
@@ -254,8 +254,11 @@ class JudgedEnds:
             self._ghosts.discard(node)
             node.end.tenant = tenant
 
-    def _insert(self, request: Request, node: Node, now: float) -> bool:
-        """``node``, a ghost or new, is kept from now on; False, and it is forgotten, where its tokens are not there."""
+    def _insert(self, request: Request, node: Node, now: float, *, is_hit: bool = False) -> bool:
+        """Keep ``node``, a ghost or new; forget it, and return False, if its tokens are not there.
+
+        is_hit: its age ends with the hit that follows, not now.
+        """
         self._adopt(request, node, now)
         changed = self._shares.put(request, node, self._tree.parent_of(request, node.tokens))
         if changed is None:
@@ -263,7 +266,8 @@ class JudgedEnds:
             return False
         self._counts.note_kept(node.end)
         self._ghosts.discard(node)
-        node.end.used = max(node.end.used, now)
+        if not is_hit:
+            self._rankings.of(node.end).kept(node.end, now)
         if len(self._queue):
             self._await(self._queue.note_kept(node, self._tree))
         self._note_stale(changed, now)
