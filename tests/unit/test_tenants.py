@@ -23,6 +23,7 @@ from hybridkv.cache.placement.ends import End, Kind
 from hybridkv.cache.placement.hazard import HazardRanking
 from hybridkv.cache.placement.tenants import TenantRankings
 from hybridkv.cache.slots.judged import JudgedEnds
+from hybridkv.cache.slots.known import KnownTokens
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import Hints, Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
@@ -116,6 +117,25 @@ def test_shares_are_read() -> None:
     assert shares.of == (Share(None, 0.2, 0.6), Share("a", 0.3), Share("b", 0.1, 0.5), Share("team=c"))
     assert shares.numbers() == {"a": 1, "b": 2, "team=c": 3}
     assert (EVERYBODY.of, EVERYBODY.numbers()) == ((Share(None),), {})
+
+
+def test_no_name_is_compared_with_all_others() -> None:
+    compared = count()
+
+    class Name(str):
+        __slots__ = ()
+
+        def __eq__(self, other: object) -> bool:
+            next(compared)
+            return str(self) == other
+
+        __hash__ = str.__hash__
+
+    each = [Share(f"tenant-{number}") for number in range(500)]
+    for one in each:
+        object.__setattr__(one, "tenant", Name(one.tenant))  # it tells who compares it
+    TenantShares(tuple(each))
+    assert next(compared) < 20 * 500
 
 
 @pytest.mark.parametrize("asked", ["a", "=30%", "a=", "a=30%..", "a=x", "a=1..2..3"])
@@ -344,8 +364,7 @@ def test_what_others_have_too_much_is_taken_whatever_it_is_worth() -> None:
 def test_a_flood_makes_nobody_forget_where_others_branched_off() -> None:
     """What was seen of ``a`` stays known for as long as without ``b``, though all of it is gone."""
     cache = Cache(TenantShares((Share("a"),)), 9)
-    for known in cache.kept._known:
-        known._most_young = 6
+    cache.kept._known.default_factory = lambda: KnownTokens(12)
     shared = list(range(100, 112))
     cache.run([*shared, 1, 1], "a")
     for node in cache.kept._tree.kept():

@@ -10,6 +10,7 @@ Nobody is kept from memory that no other wants: shares only say whose ends go wh
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
@@ -60,8 +61,8 @@ class TenantShares:
 
     def __post_init__(self) -> None:
         check_fields(self, each(one_of(Share)), "of")
-        names = [one.tenant for one in self.of]
-        twice = next((one for one in self.of if names.count(one.tenant) > 1), None)
+        times = Counter(one.tenant for one in self.of)
+        twice = next((one for one in self.of if times[one.tenant] > 1), None)
         if twice is not None:
             raise ConfigError(f"{shown(twice.name)} has more than one share: name it once")
         total = math.fsum(one.guaranteed for one in self.of)

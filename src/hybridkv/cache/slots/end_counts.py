@@ -23,7 +23,7 @@ class EndCounts:
 
     def __init__(self, shares: TenantShares) -> None:
         self._shares = shares.of
-        self._asked = [[0, 0, 0] for _ in shares.of]
+        self._asked = defaultdict[int, list[int]](lambda: [0] * 3)
         self.missed_tokens = self.missed_a_gib_more = 0
         self._of = {kind: [0] * 6 for kind in Kind}
         self._of_class: dict[tuple[int, int, int], list[int]] = defaultdict(lambda: [0] * 3)
@@ -89,5 +89,6 @@ class EndCounts:
         """One a tenant, none where there is a single one. weights: bytes that are kept of each."""
         if len(self._shares) == 1:
             return ()
-        parts = zip(self._shares, weights, self._asked, strict=True)
+        asked = [self._asked.get(number, [0] * 3) for number in range(len(self._shares))]
+        parts = zip(self._shares, weights, asked, strict=True)
         return tuple(TenantStatistics(share.name, weight, *counts) for share, weight, counts in parts)

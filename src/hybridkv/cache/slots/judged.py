@@ -9,7 +9,7 @@ needs room takes nothing but blocks given up, and ends are given up until there 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -76,9 +76,9 @@ class JudgedEnds:
         self._clock = clock
         self._hash_block = hash_block
         self._none = [0] * len(needs.block_bytes)
-        self._ghosts = Ghosts(len(rankings.shares.of))
+        self._ghosts = Ghosts()
         self._queue = KnownQueue()
-        self._known = [KnownTokens(_REMEMBERED * pool.num_blocks) for _ in rankings.shares.of]
+        self._known = defaultdict[int, KnownTokens](lambda: KnownTokens(_REMEMBERED * pool.num_blocks))
         self._begin()
 
     def _begin(self) -> None:
@@ -91,8 +91,7 @@ class JudgedEnds:
         self._parked: dict[int, Node] = {}
         self._stale: dict[int, Node] = {}
         self._cleared = self._needs.cleared
-        for known in self._known:
-            known.clear()
+        self._known.clear()
 
     # -- what happens to requests
 

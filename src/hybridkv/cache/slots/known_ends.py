@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Final
 
 from hybridkv.cache.slots.end_tree import Node
@@ -10,15 +11,15 @@ _MOST: Final = 4000
 
 
 class Ghosts:
-    """Of ``tenants``, by number. most: of each."""
+    """most: of each tenant."""
 
-    def __init__(self, tenants: int) -> None:
+    def __init__(self) -> None:
         self.most = _MOST
-        self._of = [dict[int, Node]() for _ in range(tenants)]
+        self._of = defaultdict[int, dict[int, Node]](dict)
 
     def __len__(self) -> int:
         """Of all tenants."""
-        return sum(map(len, self._of))
+        return sum(map(len, self._of.values()))
 
     def __contains__(self, node: Node) -> bool:
         """Whether it is remembered."""
@@ -37,5 +38,4 @@ class Ghosts:
 
     def clear(self) -> None:
         """There are none."""
-        for ghosts in self._of:
-            ghosts.clear()
+        self._of.clear()
