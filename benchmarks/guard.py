@@ -5,8 +5,8 @@
 
 Counted are the bytecodes that Python executes and the C functions that it calls in one operation, in hybridkv and in
 whatever it calls, numpy's own Python too. They depend on no machine, and on its load not at all, but on the versions of
-Python and numpy, which work.json names. Scenarios are those of the benchmark (kv_adapter.py), in small: what an array
-operation costs inside is not seen, nor is memory.
+Python and numpy, which work.json names. Scenarios are those of the benchmark (kv_adapter.py), in small, and one of
+named tenants. What an array operation costs inside is not seen, nor is memory.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -23,6 +24,11 @@ from typing import Any, Final
 import numpy as np
 from kv_adapter import HybridKVAdapter
 from shared_prefix import SharedPrefix
+
+from hybridkv.cache import KVCacheManager
+from hybridkv.cache.placement import HAZARD, EndsPlacement, Share, TenantShares
+from hybridkv.request import Request
+from hybridkv.testing.configs import full_spec, natural_model_config, state_spec
 
 HERE: Final = Path(__file__).parent
 DECLARED: Final = HERE / "work.json"
@@ -259,6 +265,32 @@ class Bench:
             prepared = adapter.table_prepare(starts, positions)
             self.call(f"table.slots_{kind}.per_call", 1, adapter.table_compute_slots, table, count, prepared)
 
+    def tenants(self, row: str, count: int) -> None:
+        """Shares of ``count`` named tenants; requests of 32 of them in a full cache, each gives up what others kept."""
+        each = [Share(f"tenant-{number}", 0.5 / count) for number in range(count)]
+        shares = self.call(f"{row}.shares", 1, TenantShares, (Share(None, 0.1), *each))
+        now, config = [0.0], natural_model_config(40, (full_spec(4), state_spec(4)), (4, 1))
+        make = partial(KVCacheManager, config, 200, placement=EndsPlacement(), eviction=HAZARD, clock=lambda: now[0])
+        cache = self.call(f"{row}.manager", 1, partial(make, shares=shares))
+        active = [each[number * count // 32].name for number in range(32)]
+        for place in range(96):
+            now[0] += 1.0
+            told = f"{row}.request.per_call" if place >= 64 else "warm.request"
+            self.call(told, 1, self._serve, cache, f"{place}", active[place % 32])
+
+    def _serve(self, cache: KVCacheManager, name: str, tenant: str) -> None:
+        """A request comes, is computed in one step with one token more, and goes."""
+        request = Request(name, self.tokens(14), hasher=cache.hasher, tenant=tenant)
+        hit = cache.look_up(request)
+        cache.allocate_slots(request, 14, hit.tokens, cache.blocks_of(hit))
+        cache.store_checkpoints(np.array([request.row]), np.array([0]), np.array([14]))
+        request.num_computed_tokens = 14
+        cache.take_transfers()
+        request.append(9)
+        cache.cache_blocks(request, 14)
+        cache.keep_end(request)
+        cache.free(request)
+
     def steps(self, row: str, groups: list[Group]) -> None:
         """The scheduler's: eight requests that decode."""
         adapter = self.adapter
@@ -296,6 +328,8 @@ def scenarios() -> Mapping[str, Callable[[Bench], None]]:
         "hybrid_states": lambda bench: bench.hybrid("hybrid_states", [FULL, WINDOW, STATES]),
         "churn": Bench.churn,
         "tables": Bench.tables,
+        "tenants": lambda bench: bench.tenants("tenants_100", 100),
+        "tenants_many": lambda bench: bench.tenants("tenants_10k", 10_000),
         "sched": lambda bench: bench.steps("sched", [FULL]),
         "shared_prefix": Bench.shared_prefix,
         "sched_hybrid": lambda bench: bench.steps("sched_hybrid", [FULL, WINDOW, STATES, STATES]),

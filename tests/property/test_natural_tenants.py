@@ -6,7 +6,7 @@ What a tenant weighs it finds from the keys of whole prefixes, each time anew; w
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -15,6 +15,7 @@ from test_natural_evictions import MODELS, PAIRS
 from how_much import how_many
 from hybridkv.cache.placement import Share, TenantShares
 from hybridkv.cache.placement.ends import End
+from hybridkv.cache.placement.shares import Standing
 from hybridkv.cache.placement.tenants import TenantRankings
 from hybridkv.cache.slots.end_tree import Node
 from hybridkv.cache.slots.judged import JudgedEnds
@@ -39,7 +40,6 @@ SHARES = (
     TenantShares((Share("tenant", 0.2, 0.3), Share(None, 0.5))),
     TenantShares((Share("tenant"), Share("nobody", 0.5))),
 )
-Lowest = Callable[[JudgedEnds, float, Sequence[int]], Node | None]
 
 
 def needed(kept: JudgedEnds, node: Node) -> set[int]:
@@ -78,28 +78,42 @@ def is_before(shares: TenantShares, one: int, other: int, weights: Sequence[int]
 
 
 class Watch:
-    """Looks at every victim. victims: of each tenant so far."""
+    """Looks at every victim. victims: of each tenant so far. wishes: bytes by tenant before a wish that is answered."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, shares: TenantShares) -> None:
         self.shares = shares
         self.victims = [0] * len(shares.of)
-        self._lowest: Lowest = JudgedEnds._lowest
+        self.wishes: dict[JudgedEnds, list[int]] = {}
+        self._lowest = JudgedEnds._lowest
         self._prefers = TenantRankings.prefers
+        give_way = JudgedEnds._give_way
 
-        def lowest(kept: JudgedEnds, now: float, weights: Sequence[int]) -> Node | None:
-            return self.lowest(kept, now, weights)
+        def lowest(kept: JudgedEnds, now: float) -> Node | None:
+            return self.lowest(kept, now)
 
-        def prefers(rankings: TenantRankings, end: End, other: End, now: float, weights: Sequence[int]) -> bool:
-            return self.prefers(rankings, end, other, now, weights)
+        def wish(kept: JudgedEnds, needs: Sequence[int], now: float, wants: End) -> bool:
+            self.wishes[kept] = weights_of(kept, self.shares)
+            answer = give_way(kept, needs, now, wants)
+            del self.wishes[kept]
+            same("bytes by tenant after a wish", kept._needs.weights.of, weights_of(kept, self.shares))
+            return answer
+
+        def prefers(rankings: TenantRankings, end: End, other: End, now: float) -> bool:
+            return self.prefers(rankings, end, other, now)
 
         monkeypatch.setattr(JudgedEnds, "_lowest", lowest)
+        monkeypatch.setattr(JudgedEnds, "_give_way", wish)
         monkeypatch.setattr(TenantRankings, "prefers", prefers)
 
-    def lowest(self, kept: JudgedEnds, now: float, weights: Sequence[int]) -> Node | None:
+    def lowest(self, kept: JudgedEnds, now: float) -> Node | None:
         """As the library, and what must be true of it."""
-        if weights is kept._needs.weights:
-            same("bytes by tenant", list(weights), weights_of(kept, self.shares))
-        found = self._lowest(kept, now, weights)
+        weights = list(kept._needs.weights.of)
+        if kept in self.wishes:  # without the ends that would go for it
+            more = [now > before for now, before in zip(weights, self.wishes[kept], strict=True)]
+            same("tenants that are charged more for a wish", more, [False] * len(weights))
+        else:
+            same("bytes by tenant", weights, weights_of(kept, self.shares))
+        found = self._lowest(kept, now)
         ranked = {node.end.tenant for node in kept._tree.kept() if node.ranked}
         first = None
         for tenant in sorted(ranked):
@@ -111,10 +125,11 @@ class Watch:
             self.victims[found.end.tenant] += 1
         return found
 
-    def prefers(self, rankings: TenantRankings, end: End, other: End, now: float, weights: Sequence[int]) -> bool:
+    def prefers(self, rankings: TenantRankings, end: End, other: End, now: float) -> bool:
         """Of two tenants the one that gives way first."""
-        answer = self._prefers(rankings, end, other, now, weights)
+        answer = self._prefers(rankings, end, other, now)
         if end.tenant != other.tenant:
+            weights = rankings._weights.of
             before = is_before(self.shares, other.tenant, end.tenant, weights, rankings._memory_bytes)
             same("whose end goes", answer, before)
         return answer
@@ -145,13 +160,13 @@ def test_both_tenants_give_way(monkeypatch: pytest.MonkeyPatch, eviction: str) -
     assert min(watch.victims) > 0
 
 
-def by_number(self: TenantShares, weights: Sequence[int], memory_bytes: int) -> list[int]:  # noqa: ARG001
+def by_number(self: TenantShares, tenant: int, weight: int, memory_bytes: int) -> Standing:  # noqa: ARG001
     """Who gives way, whatever anybody has."""
-    return list(range(len(self.of)))
+    return False, 0.0, tenant
 
 
 def test_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TenantShares, "giving_way", by_number)
+    monkeypatch.setattr(TenantShares, "standing", by_number)
     Watch(monkeypatch, SHARES[0])
     random = Random(1)
     rig = twins(random, MODELS["full, window and states"], "coverage", SHARES[0])

@@ -60,6 +60,18 @@ def test_what_counts_as_growth(guard: ModuleType) -> None:
     assert guard.grown(declared, {"c": (1, 1)}) == ["c: not declared"]
 
 
+def test_more_named_tenants_cost_a_request_nothing(guard: ModuleType) -> None:
+    """What a tenant needs is made for its first request, and nobody walks all tenants to find who gives way."""
+    guard.Bench(guard.Counter()).tenants("first uses", 32)
+    counter = guard.Counter()
+    for count in (100, 10_000):
+        guard.Bench(counter).tenants(f"{count}", count)
+    rows = counter.per_operation()
+    few, many = (rows[f"{count}.request.per_call"] for count in (100, 10_000))
+    assert all(after <= 1.02 * before for before, after in zip(few, many, strict=True)), (few, many)
+    assert rows["10000.manager"][1] == rows["100.manager"][1]  # C calls: nothing is made for each tenant
+
+
 def test_every_row_is_declared(guard: ModuleType) -> None:
     """Of one scenario here; `make bench-guard` compares all."""
     declared = json.loads((BENCHMARKS / "work.json").read_text())

@@ -89,7 +89,7 @@ def goes(eviction: str, *hints: Hints) -> list[int]:
     first = [Request("r", chat(person, 1), hasher=cache.cache.hasher).hashes[0] for person in range(len(hints))]
     gone = []
     for _ in range(2 * len(hints)):
-        node = cache.kept._lowest(cache.now, cache.kept._needs.weights)
+        node = cache.kept._lowest(cache.now)
         assert node is not None
         gone.append(first.index(node.keys(0, 1)[0]))
         cache.kept._release(node, cache.now)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.blocks.needs import BlockNeeds
+from hybridkv.cache.blocks.needs import BlockNeeds, Weights
 from hybridkv.cache.placement import (
     EVERYBODY,
     EVICTIONS,
@@ -194,23 +194,29 @@ def test_who_gives_way_by_hand() -> None:
         ([20, 29, 10, 1], [0, 3, 1, 2]),  # the others and c alone have more than was promised
     ]
     for weights, expected in order:
-        assert shares.giving_way(weights, 100) == expected
+        assert sorted(range(4), key=lambda one: shares.standing(one, weights[one], 100)) == expected
 
 
 def test_between_tenants_shares_decide_and_not_worth() -> None:
     """Of one tenant the more valuable stays; of another goes what is above its share, if more so than one's own."""
-    rankings = TenantRankings(HazardRanking, TenantShares((Share("a", 0.5), Share("b", 0.2))), 100)
+    weights = Weights(3)
+    rankings = TenantRankings(HazardRanking, TenantShares((Share("a", 0.5), Share("b", 0.2))), 100, weights)
     dear, cheap, other = (End(serial, Kind.PROMPT, 10, 0.0, None, tenant) for serial, tenant in enumerate((1, 1, 2)))
     dear.saved, cheap.saved, other.saved = 2.0, 1.0, 9.0
-    assert (rankings.prefers(dear, cheap, 1.0, [0] * 3), rankings.prefers(cheap, dear, 1.0, [0] * 3)) == (True, False)
-    assert rankings.prefers(cheap, other, 1.0, [0, 40, 21])
-    assert not rankings.prefers(other, cheap, 1.0, [0, 40, 21])
-    assert rankings.prefers(other, cheap, 1.0, [0, 60, 21])
+    assert (rankings.prefers(dear, cheap, 1.0), rankings.prefers(cheap, dear, 1.0)) == (True, False)
+    weights.replace([0, 40, 21])
+    assert rankings.prefers(cheap, other, 1.0)
+    assert not rankings.prefers(other, cheap, 1.0)
     for end in (dear, cheap, other):
-        rankings.of(end).add(end, 0.0)
-    assert rankings.lowest(1.0, [0, 40, 21]) is other
-    assert rankings.lowest(1.0, [0, 60, 21]) is cheap
-    assert rankings.lowest(1.0, [99, 0, 0]) is other  # nobody else has an end
+        rankings.add(end, 0.0)
+    assert rankings.lowest(1.0) is other
+    weights.add(1, 20)
+    assert rankings.prefers(other, cheap, 1.0)
+    assert rankings.lowest(1.0) is cheap
+    weights.replace([99, 0, 0])
+    assert rankings.lowest(1.0) is other  # nobody else has an end
+    rankings.remove(other)
+    assert rankings.lowest(1.0) is cheap
 
 
 def test_others_do_not_demote_what_a_tenant_goes_on_from() -> None:

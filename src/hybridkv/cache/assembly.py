@@ -123,7 +123,7 @@ def assemble(config: KVCacheConfig, layout: Layout, options: CacheOptions) -> Ca
             [group for group in groups if group.kind.publishes],
             pool,
             needs=layout.needs,
-            rankings=TenantRankings(layout.eviction.ranking, layout.shares, config.arena_bytes),
+            rankings=TenantRankings(layout.eviction.ranking, layout.shares, config.arena_bytes, layout.needs.weights),
             clock=options.clock,
             hash_block=hash_block,
         )

@@ -81,11 +81,34 @@ class NoNeeds:
         """Nothing."""
 
 
-class BlockNeeds:
-    """Counts for the blocks of ``space``. block_bytes: of each class.
+class Weights:
+    """Bytes that each tenant is charged, not followed for a single one.
 
-    For reading: both, counts, and each (the same, quick to read singly); cleared (how often all keys were lost at
-    once); weights, a list of the bytes that each of ``tenants`` is charged, not followed for a single one.
+    For reading: of, by number; changed, the tenants whose bytes were changed, until the one reader clears it.
+    """
+
+    __slots__ = ("changed", "of")
+
+    def __init__(self, tenants: int) -> None:
+        self.of = [0] * tenants
+        self.changed = set[int]()
+
+    def add(self, tenant: int, size: int) -> None:
+        """Charge ``tenant`` for ``size`` bytes more, or less where it is negative."""
+        self.of[tenant] += size
+        self.changed.add(tenant)
+
+    def replace(self, sizes: Sequence[int]) -> None:
+        """Charge each tenant for so many bytes. O(tenants)."""
+        self.of[:] = sizes
+        self.changed.update(range(len(sizes)))
+
+
+class BlockNeeds:
+    """Counts for the blocks of ``space``. block_bytes: of each class. tenants: among whom ``weights`` tells apart.
+
+    For reading: both, counts, and each (the same, quick to read singly); weights; cleared (how often all keys were lost
+    at once).
     """
 
     def __init__(self, space: ClassedSpace, block_bytes: Sequence[int], tenants: int = 1) -> None:
@@ -94,7 +117,8 @@ class BlockNeeds:
         self.block_bytes = tuple(block_bytes)
         self.counts = np.zeros(space.num_blocks, np.int32)
         self.each = self.counts.data
-        self.weights = [0] * tenants
+        self._sizes = np.array(block_bytes, np.int64)
+        self.weights = Weights(tenants)
         self.payers = np.zeros(space.num_blocks if tenants > 1 else 0, np.int32)
         self.cleared = 0
         self._lost: dict[int, int] = {}
@@ -107,7 +131,7 @@ class BlockNeeds:
         if new.size:
             if self.payers.size:
                 self.payers[new] = tenant
-                self.weights[tenant] += self.bytes_of(new)
+                self.weights.add(tenant, self._bytes_of(new))
             self.space.keep(new)
 
     def recount(self, ends: Sequence[tuple[int, Ids]]) -> None:
@@ -123,36 +147,48 @@ class BlockNeeds:
         self.space.keep(again)
         for tenant, needed in reversed(ends) if self.payers.size else ():
             self.payers[np.intersect1d(again, needed)] = tenant
-        self.weights[:] = self.charged()
+        self.weights.replace(self.charged())
 
-    def bytes_of(self, ids: Ids) -> int:
-        """Of all ``ids`` together."""
-        counts = np.bincount(np.searchsorted(self.space.bases, ids, side="right") - 1, minlength=len(self.block_bytes))
-        return int(counts @ np.array(self.block_bytes, np.int64))
+    def _bytes_of_each(self, ids: Ids) -> Int64:
+        sizes: Int64 = self._sizes[np.searchsorted(self.space.bases, ids, side="right") - 1]
+        return sizes
+
+    def _bytes_of(self, ids: Ids) -> int:
+        return int(self._bytes_of_each(ids).sum())
 
     def hand_on(self, ids: Ids, tenant: int) -> None:
         """``tenant`` is charged for ``ids``, which its ends need, from now on."""
         if self.payers.size:
             self._discharge(ids)
             self.payers[ids] = tenant
-            self.weights[tenant] += self.bytes_of(ids)
+            self.weights.add(tenant, self._bytes_of(ids))
 
     def _discharge(self, ids: Ids) -> None:
         if self.payers.size:
-            self.take_off(ids, self.weights)
+            self.take_off(ids, {})
 
-    def take_off(self, ids: Ids, weights: list[int]) -> None:
-        """``weights``, of several tenants, are those without ``ids``."""
-        payers = self.payers[ids]
-        for tenant in np.unique(payers).tolist():
-            weights[tenant] -= self.bytes_of(ids[payers == tenant])
+    def take_off(self, ids: Ids, taken: dict[int, int]) -> None:
+        """Of several tenants charge none for ``ids``, and add to ``taken`` what each was charged. O(ids log ids)."""
+        payers, place = np.unique(self.payers[ids], return_inverse=True)
+        sizes = np.zeros(payers.size, np.int64)
+        np.add.at(sizes, place, self._bytes_of_each(ids))
+        for tenant, size in zip(payers.tolist(), sizes.tolist(), strict=True):
+            self.weights.add(tenant, -size)
+            taken[tenant] = taken.get(tenant, 0) + size
+
+    def put_back(self, taken: dict[int, int]) -> None:
+        """Charge each tenant again for what ``take_off`` has added to ``taken``."""
+        for tenant, size in taken.items():
+            self.weights.add(tenant, size)
 
     def charged(self) -> list[int]:
-        """``weights`` counted anew. O(blocks)."""
-        needed = np.flatnonzero(self.counts)
-        if not self.payers.size:
-            return [0]
-        return [self.bytes_of(needed[self.payers[needed] == tenant]) for tenant in range(len(self.weights))]
+        """``weights`` counted anew. O(blocks + tenants)."""
+        sizes = np.zeros(len(self.weights.of), np.int64)
+        if self.payers.size:
+            needed = np.flatnonzero(self.counts)
+            np.add.at(sizes, self.payers[needed], self._bytes_of_each(needed))
+        found: list[int] = sizes.tolist()
+        return found
 
     def drop(self, ids: Ids) -> Ids:
         """One end less needs each of ``ids``, distinct; those that none needs now."""
@@ -215,6 +251,6 @@ class BlockNeeds:
     def clear(self) -> None:
         """No end needs any block."""
         self.counts.fill(0)
-        self.weights[:] = [0] * len(self.weights)
+        self.weights.replace([0] * len(self.weights.of))
         self._lost = {}
         self.cleared += 1

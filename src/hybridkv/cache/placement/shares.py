@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -19,6 +19,9 @@ from hybridkv.arguments import real, text
 from hybridkv.errors import ConfigError
 from hybridkv.frozen import check_fields, each, one_of, or_none
 from hybridkv.units import shown
+
+Standing = tuple[bool, float, int]
+"""Whether a tenant is within its greatest share, its bytes that are left of the share, and its number."""
 
 _OTHERS: Final = "*"
 _ROUNDING: Final = 1e-9
@@ -75,16 +78,15 @@ class TenantShares:
         """Of the tenants that are named."""
         return {one.tenant: number for number, one in enumerate(self.of) if one.tenant is not None}
 
-    def giving_way(self, weights: Sequence[int], memory_bytes: int) -> list[int]:
-        """Tenants by number, who gives way first in front. weights: bytes that are kept of each. O(n log n)."""
+    def standing(self, tenant: int, weight: int, memory_bytes: int) -> Standing:
+        """Return where a tenant stands among all: of two, the one that stands lower gives way first.
 
-        def standing(tenant: int) -> tuple[bool, float, int]:
-            share, weight = self.of[tenant], weights[tenant]
-            above = weight > share.greatest * memory_bytes
-            bound = share.greatest if above else share.guaranteed
-            return not above, bound * memory_bytes - weight, tenant
-
-        return sorted(range(len(self.of)), key=standing)
+        tenant: its number. weight: bytes that are kept of it. memory_bytes: of which the shares are.
+        """
+        share = self.of[tenant]
+        above = weight > share.greatest * memory_bytes
+        bound = share.greatest if above else share.guaranteed
+        return not above, bound * memory_bytes - weight, tenant
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Self:

@@ -6,81 +6,141 @@ says or does to make its ends look better costs none but itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping
 
+from hybridkv.cache.blocks.needs import Weights
 from hybridkv.cache.placement.ends import End, Ranking, Ring
-from hybridkv.cache.placement.shares import TenantShares
+from hybridkv.cache.placement.shares import Standing, TenantShares
 from hybridkv.request import Request
 
 
-class TenantRankings:
-    """ranking: makes one. memory_bytes: of which ``shares`` are. weights: bytes kept of each tenant.
+class _Tenant:
+    """What is kept of a tenant that has had a request. ends: how many may be given up. standing: its place in order."""
 
+    __slots__ = ("awaited", "ends", "ranking", "standing")
+
+    def __init__(self, ranking: Ranking) -> None:
+        self.ranking = ranking
+        self.awaited = Ring()
+        self.ends = 0
+        self.standing: Standing | None = None
+
+    def lowest(self, now: float) -> End | None:
+        """The end of this tenant to give up next."""
+        found = self.ranking.lowest(now)
+        return self.awaited.first() if found is None and len(self.awaited) else found
+
+
+class TenantRankings:
+    """Rank the ends of each tenant, and say whose end goes next. What a tenant needs is made for its first request.
+
+    ranking: makes one. memory_bytes: of which ``shares`` are. weights: bytes kept of each tenant, followed from now on.
     For reading: shares, and by_saving (see Ranking).
     """
 
-    def __init__(self, ranking: Callable[[], Ranking], shares: TenantShares, memory_bytes: int) -> None:
+    def __init__(
+        self, ranking: Callable[[], Ranking], shares: TenantShares, memory_bytes: int, weights: Weights
+    ) -> None:
         self.shares = shares
+        self._ranking = ranking
         self._memory_bytes = memory_bytes
-        self._of = [ranking() for _ in shares.of]
-        self.by_saving = self._of[0].by_saving
-        self._awaited = [Ring() for _ in shares.of]
+        self._weights = weights
+        self._tenants = {0: _Tenant(ranking())}
+        self.by_saving = self._tenants[0].ranking.by_saving
         self._numbers = shares.numbers()
+        self._order: list[Standing] = []
+        self._moved = set[int]()
 
     def tenant_of(self, request: Request) -> int:
         """Its number."""
         return self._numbers.get(request.tenant, 0) if request.tenant is not None else 0
 
+    def _tenant(self, number: int) -> _Tenant:
+        found = self._tenants.get(number)
+        if found is None:
+            found = self._tenants[number] = _Tenant(self._ranking())
+        return found
+
     def of(self, end: End) -> Ranking:
         """That of its tenant."""
-        return self._of[end.tenant]
+        return self._tenant(end.tenant).ranking
 
     def add(self, end: End, now: float) -> None:
         """See Ranking; an end that somebody waits for goes after all others of its tenant."""
+        tenant = self._tenant(end.tenant)
         if end.awaited:
-            self._awaited[end.tenant].add(end)
+            tenant.awaited.add(end)
         else:
-            self._of[end.tenant].add(end, now)
+            tenant.ranking.add(end, now)
+        tenant.ends += 1
+        if tenant.ends == 1:
+            self._moved.add(end.tenant)
 
     def remove(self, end: End) -> None:
         """See Ranking."""
+        tenant = self._tenants[end.tenant]
         if end.awaited:
-            self._awaited[end.tenant].remove(end)
+            tenant.awaited.remove(end)
         else:
-            self._of[end.tenant].remove(end)
+            tenant.ranking.remove(end)
+        tenant.ends -= 1
+        if not tenant.ends:
+            self._moved.add(end.tenant)
 
     def note_request(self, tenant: int, now: float) -> None:
         """One more request of ``tenant`` begins."""
-        self._of[tenant].note_request(now)
+        self._tenant(tenant).ranking.note_request(now)
 
-    def lowest(self, now: float, weights: Sequence[int]) -> End | None:
-        """The end to give up next, of the first tenant that gives way and has one. O(tenants log tenants) besides."""
-        if len(self._of) == 1:
-            return self._lowest_of(0, now)
-        order = self.shares.giving_way(weights, self._memory_bytes)
-        return next((end for of in order if (end := self._lowest_of(of, now)) is not None), None)
+    def lowest(self, now: float) -> End | None:
+        """Return the end to give up next: of the tenants that have one, the first that gives way.
 
-    def _lowest_of(self, tenant: int, now: float) -> End | None:
-        awaited = self._awaited[tenant]
-        found = self._of[tenant].lowest(now)
-        return awaited.first() if found is None and len(awaited) else found
+        O(log tenants) and a shift of a list, for each tenant whose bytes have changed since the last call.
+        """
+        if len(self.shares.of) == 1:
+            return self._tenants[0].lowest(now)
+        self._place()
+        return self._tenants[self._order[0][-1]].lowest(now) if self._order else None
 
-    def prefers(self, end: End, other: End, now: float, weights: Sequence[int]) -> bool:
+    def _place(self) -> None:
+        """Bring tenants whose bytes changed, or whose first or last end came or went, to their places."""
+        for number in self._moved | self._weights.changed:
+            tenant = self._tenants.get(number)
+            if tenant is None:
+                continue
+            if tenant.standing is not None:
+                del self._order[bisect_left(self._order, tenant.standing)]
+            tenant.standing = self._standing(number) if tenant.ends else None
+            if tenant.standing is not None:
+                insort(self._order, tenant.standing)
+        self._moved.clear()
+        self._weights.changed.clear()
+
+    def _standing(self, tenant: int) -> Standing:
+        return self.shares.standing(tenant, self._weights.of[tenant], self._memory_bytes)
+
+    def prefers(self, end: End, other: End, now: float) -> bool:
         """Whether ``other``, which is kept, goes for ``end``; one of another tenant, if that one gives way first."""
         if end.tenant == other.tenant:
             return not other.awaited and self.of(end).prefers(end, other, now)
-        order = self.shares.giving_way(weights, self._memory_bytes)
-        return order.index(other.tenant) < order.index(end.tenant)
+        return self._standing(other.tenant) < self._standing(end.tenant)
 
     def given_up(self, end: End, parent: End | None, now: float, *, declined: bool) -> None:
         """See Ranking; a parent of another tenant inherits nothing."""
         own = None if parent is None or parent.tenant != end.tenant else parent
         self.of(end).given_up(end, own, now, declined=declined)
 
-    def check(self) -> Iterator[str]:
-        """See Ranking."""
-        for ranking, awaited in zip(self._of, self._awaited, strict=True):
-            yield from ranking.check()
+    def check(self, ranked: Mapping[int, int]) -> Iterator[str]:
+        """See Ranking. ranked: how many ends of each tenant may be given up."""
+        for number, tenant in self._tenants.items():
+            yield from tenant.ranking.check()
             yield from (
-                f"an end of {end.tokens} tokens is awaited by nobody" for end in awaited.ends() if not end.awaited
+                f"an end of {end.tokens} tokens is awaited by nobody"
+                for end in tenant.awaited.ends()
+                if not end.awaited
             )
+            if tenant.ends != ranked.get(number, 0):
+                yield f"tenant {number} has {tenant.ends} ends that may go by count, not {ranked.get(number, 0)}"
+        self._place()
+        if len(self.shares.of) > 1 and self._order != sorted(map(self._standing, ranked)):
+            yield f"tenants give way as {self._order}, not by what they have too much"

@@ -94,11 +94,11 @@ class EndBlocks:
         held = self._pool.ref_count
         return all(map(held, node.own)) and all(map(held, self._besides(node)))
 
-    def frees(self, node: Node, gone: Counter[int], weights: list[int]) -> list[int]:
+    def frees(self, node: Node, gone: Counter[int], taken: dict[int, int]) -> list[int]:
         """Blocks by class that are free without ``node`` and all those asked before with the same ``gone``.
 
-        gone: for each block that several ends need, how many of those asked do. weights: bytes that each tenant
-        is charged without them; made those without ``node``.
+        gone: for each block that several ends need, how many of those asked do. taken: bytes that each tenant is
+        charged no longer without them, those of ``node`` are added; see BlockNeeds.put_back.
         """
         ids = np.array(self.charged(node), np.int64)
         counts = self._needs.counts[ids]
@@ -106,8 +106,8 @@ class EndBlocks:
         gone.update(shared)
         last = [block for block in shared if gone[block] == self._needs.counts.item(block)]
         loose = np.concatenate((ids[counts == 1], np.array(last, np.int64)))
-        if len(weights) > 1:
-            self._needs.take_off(loose, weights)
+        if self._needs.payers.size:
+            self._needs.take_off(loose, taken)
         loose = loose[self._pool.ref_counts(loose) == 0]
         found: list[int] = np.bincount(self._classes(loose), minlength=len(self._bytes)).tolist()
         return found

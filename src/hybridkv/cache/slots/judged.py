@@ -317,7 +317,7 @@ class JudgedEnds:
         needs, now = self._none.copy(), self._clock()
         needs[of] = n
         while not self._space.spares(needs, self._none):
-            node = self._lowest(now, self._needs.weights)
+            node = self._lowest(now)
             if node is None:
                 break
             self._release(node, now)
@@ -325,15 +325,16 @@ class JudgedEnds:
     def _give_way(self, needs: Sequence[int], now: float, wants: End) -> bool:
         """Whether there is room for ``needs`` now, ends given up for it, but none worth more than ``wants``."""
         more, victims, gone = list(self._none), list[Node](), Counter[int]()
-        enough, weights = True, list(self._needs.weights)
+        enough, taken = True, dict[int, int]()
         while not self._space.spares(needs, more):
-            node = self._lowest(now, weights)
-            if node is None or not self._rankings.prefers(wants, node.end, now, weights):
+            node = self._lowest(now)
+            if node is None or not self._rankings.prefers(wants, node.end, now):
                 enough = False
                 break
             self._unrank(node)
             victims.append(node)
-            more = [a + b for a, b in zip(more, self._blocks.frees(node, gone, weights), strict=True)]
+            more = [a + b for a, b in zip(more, self._blocks.frees(node, gone, taken), strict=True)]
+        self._needs.put_back(taken)
         for node in victims:
             if not enough or self._space.spares(needs, self._none):
                 self._rank(node, now)
@@ -341,15 +342,12 @@ class JudgedEnds:
                 self._release(node, now)
         return enough
 
-    def _lowest(self, now: float, weights: Sequence[int]) -> Node | None:
-        """The end to give up next, ranked still. Those of which somebody holds all are set aside.
-
-        weights: bytes that each tenant is charged.
-        """
+    def _lowest(self, now: float) -> Node | None:
+        """The end to give up next, ranked still. Those of which somebody holds all are set aside."""
         self._renew(now)
         again = bool(self._parked)
         while True:
-            end = self._rankings.lowest(now, weights)
+            end = self._rankings.lowest(now)
             if end is None:
                 if not again:
                     return None
@@ -463,7 +461,7 @@ class JudgedEnds:
         return replace(
             counts,
             ends=self._counts.statistics(node.end for node in self._tree.nodes.values() if node.kept),
-            tenants=self._counts.tenants(self._needs.weights),
+            tenants=self._counts.tenants(self._needs.weights.of),
             missed_tokens=self._counts.missed_tokens,
             missed_a_gib_more=self._counts.missed_a_gib_more,
         )

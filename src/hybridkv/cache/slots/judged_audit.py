@@ -5,6 +5,7 @@ Each function yields one line a violation.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -35,9 +36,9 @@ def check_ends(kept: JudgedEnds) -> Iterator[str]:
     given, cached = needs.space.given_up(), kept._pool.cached()
     for block in np.flatnonzero(cached & (given != (needs.counts == 0))).tolist():
         yield f"block {block}, cached, is given up: {bool(given[block])}, needed by {needs.counts[block]}"
-    if needs.weights != needs.charged():
-        yield f"tenants are charged {needs.weights} bytes, not {needs.charged()}"
-    yield from kept._rankings.check()
+    if needs.weights.of != needs.charged():
+        yield f"tenants are charged {needs.weights.of} bytes, not {needs.charged()}"
+    yield from kept._rankings.check(Counter(node.end.tenant for node in nodes if node.ranked))
     yield from kept._queue.check(kept._tree)
 
 
