@@ -300,6 +300,10 @@ class SlabHoles:
                 self.num_holes[slab] += holes
                 candidates.put(slab, self.num_holes[slab], self.num_held[slab])
             return slabs
+        if self.ks[part.of] == 1:  # each block has a slab of its own, which is never half full
+            self.all_held[slabs] += held
+            self.all_holes[slabs] += holes
+            return slabs
         last = np.empty(len(slabs), np.bool_)  # neighbours in a row mostly share a slab: count runs
         last[-1] = True
         np.not_equal(slabs[1:], slabs[:-1], out=last[:-1])
@@ -309,8 +313,7 @@ class SlabHoles:
             np.add.at(self.all_held, slabs, held * runs)
         if holes:
             np.add.at(self.all_holes, slabs, runs)
-        if self.ks[part.of] > 1:
-            candidates.put_many(slabs, self.all_holes[slabs], self.all_held[slabs])
+        candidates.put_many(slabs, self.all_holes[slabs], self.all_held[slabs])
         return slabs
 
     def _disown(self, slabs: Slabs, of: int) -> None:
