@@ -75,6 +75,10 @@ class Belady:
         """It stays, and may not be given up."""
         self._ranked[self._ends[end.serial][0]] = False
 
+    def kept(self, end: End, now: float) -> None:
+        """Note that the request of ``now`` keeps ``end``."""
+        end.used = now
+
     def given_up(self, end: End, parent: End | None, now: float, *, declined: bool) -> None:  # noqa: ARG002 - as above
         """Whoever would go on from it goes on from the one before."""
         if end.serial in self._ends:
