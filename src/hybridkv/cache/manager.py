@@ -585,7 +585,7 @@ class KVCacheManager:
 
     def store_checkpoints(self, rows: Int64, computed: Int64, end: Int64) -> None:
         """Blocks for the states that ``rows`` pass between ``computed`` and ``end`` tokens, with what room is left."""
-        if self.checkpoints.idle:
+        if not self.checkpoints.awaits_stops:
             return
         rows = self._residents.rows_held(rows)
         computed, end = _one_a_row("computed", computed, rows, 0), _one_a_row("end", end, rows, 0)

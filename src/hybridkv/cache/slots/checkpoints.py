@@ -56,6 +56,7 @@ class Checkpoints:
         self._kept = kept
         self.idle = not (self.groups or kept.judges)
         self._late: dict[int, list[tuple[int, int]]] = {}
+        self._ahead = set[int]()  # rows that have a stop ahead, so that steps without any cost nothing
         self.stored = self.declined = 0
 
     # -- rows
@@ -73,7 +74,19 @@ class Checkpoints:
     def go_on(self, request: Request, computed_tokens: int) -> None:
         """``request``, which has a row, goes on behind ``computed_tokens``."""
         if not self.idle:
-            self._next[request.row] = self._next_stop(request, computed_tokens)
+            self._set_next(request, computed_tokens)
+
+    def _set_next(self, request: Request, after_tokens: int) -> None:
+        stop = self._next[request.row] = self._next_stop(request, after_tokens)
+        if stop == NEVER:
+            self._ahead.discard(request.row)
+        else:
+            self._ahead.add(request.row)
+
+    @property
+    def awaits_stops(self) -> bool:
+        """Whether ``store`` may find anything to keep: some row has a stop ahead, or passed one with drafts."""
+        return bool(self._ahead or self._late)
 
     # -- stops
 
@@ -118,7 +131,7 @@ class Checkpoints:
             self._store_one(request, stop, column)
         for stop in self._stops(request, computed, end):
             self._store_one(request, stop)
-        self._next[request.row] = self._next_stop(request, end)
+        self._set_next(request, end)
 
     def next_stops(self, rows: Int64) -> Int64:
         """The token count at which each of ``rows`` has a state to store, int64[rows]."""
@@ -139,7 +152,7 @@ class Checkpoints:
             late = [(stop, (stop - start) % count) for stop in self._stops(request, start, start + count)]
             if late:
                 self._late[request.row] = late
-            self._next[request.row] = self._next_stop(request, start + count)
+            self._set_next(request, start + count)
 
     def _store_one(self, request: Request, tokens: int, column: int | None = None) -> None:
         lacking = [group for group in self.groups if group.view(request).labelled(tokens) is None]
@@ -189,6 +202,7 @@ class Checkpoints:
         """
         if self.idle:
             return
+        self._ahead.discard(request.row)
         for stop, column in self._late.pop(request.row, ()):
             self._keep_column(request, stop, column, ended=False)
         if self._placement.ends and tokens:
