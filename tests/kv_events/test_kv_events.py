@@ -1,7 +1,9 @@
 """Consumers of published events find what the cache finds: from the first message, behind lost ones, and late."""
 
+from contextlib import suppress
 from random import Random
-from threading import Event
+from threading import Event, Thread
+from time import monotonic, sleep
 from typing import Any
 
 import msgspec
@@ -27,6 +29,8 @@ from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheM
 from hybridkv.errors import ConfigError
 from hybridkv.kv_events import SNAPSHOT, EventForm, KVEventPublisher
 from hybridkv.kv_events.told import Told
+
+FLOODED_MS = 3_000
 
 
 def same_answers(cache: KVCacheManager, consumer: Consumer, random: Random, count: int) -> None:
@@ -201,6 +205,56 @@ def test_what_cannot_be_asked_gets_an_end(context: zmq.Context[Any]) -> None:
         assert publisher.replay_endpoint is not None
         for what in (b"", b"nonsense!", (9).to_bytes(8, "big"), SNAPSHOT):
             assert asked(context, publisher.replay_endpoint, what) == []
+
+
+def test_a_flood_of_replay_requests_does_not_stop_the_stream(context: zmq.Context[Any]) -> None:
+    random, ended = Random(5), Event()
+    config, cache = cache_of()
+
+    def flood(endpoint: str) -> None:
+        with context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDTIMEO, 50)
+            socket.connect(endpoint)
+            while not ended.is_set():
+                with suppress(zmq.Again):
+                    socket.send_multipart((b"", SNAPSHOT))
+
+    with publisher_of(config) as publisher, subscribed(context, publisher.endpoint) as socket:
+        assert publisher.replay_endpoint is not None
+        threads = [Thread(target=flood, args=(publisher.replay_endpoint,)) for _ in range(2)]
+        settled(publisher, context, published(cache, publisher, random, 60))
+        for _ in received(socket):
+            pass
+        try:
+            for thread in threads:
+                thread.start()
+            end = monotonic() + WAIT_MS / 1000
+            while not publisher.unanswered and monotonic() < end:
+                sleep(0.01)
+            assert publisher.unanswered  # the flood is there
+            for number in range(20):
+                run(cache, random, 1000 + number, [100 + number] * 9)
+                publisher.publish(cache.take_events())
+                assert socket.poll(FLOODED_MS), f"batch {number} was not published"
+                assert int.from_bytes(socket.recv_multipart()[1], "big") == publisher._next_number - 1
+            snapshot = asked(context, publisher.replay_endpoint, SNAPSHOT)
+            assert snapshot[-1][0] == publisher._next_number - 1
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join()
+
+
+def test_a_request_that_is_too_long_is_not_read(context: zmq.Context[Any]) -> None:
+    config, _ = cache_of()
+    with publisher_of(config) as publisher, context.socket(zmq.DEALER) as socket:
+        assert publisher.replay_endpoint is not None
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(publisher.replay_endpoint)
+        socket.send_multipart((b"", bytes(1 << 20)))
+        assert not socket.poll(200)
+        assert asked(context, publisher.replay_endpoint, SNAPSHOT) == []
 
 
 def test_endpoints_that_cannot_be() -> None:

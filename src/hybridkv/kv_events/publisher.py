@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from queue import Empty, Full, Queue
@@ -40,18 +40,29 @@ _SNAPSHOT_BLOCKS: Final = 1024
 """Of one batch of a snapshot."""
 _POLL_SECONDS: Final = 0.02
 """How long a replay may wait while nothing is published."""
+_MOST_READ: Final = 64
+"""Requests that one turn reads from the replay socket."""
+_MOST_ANSWERS: Final = 4
+"""Answers to one client in one turn. A consumer has one request in flight, so it never reaches this."""
+_MOST_REQUEST_BYTES: Final = 4096
+"""Of one frame. ZeroMQ disconnects a client that sends a longer one."""
 
 
 class KVEventPublisher:
-    """Publishes the events of one cache at ``endpoint``. Use it as ``with``, or call ``close``.
+    """Publish the events of one cache at ``endpoint``. Use it as a context manager, or call ``close``.
 
-    config: of the cache's plan. endpoint, replay_endpoint: where to listen, as ZeroMQ names it
-    (``tcp://127.0.0.1:5557``, ``ipc://...``; port 0 is any free one, and the attributes then say which); None: no
-    replay and no snapshots. topic: in front of every message. kept_batches: how many are replayed as they were.
-    max_queued: batches that may wait for the thread; further ones are dropped, counted in ``dropped``, and consumers
-    are told to forget everything. exact: publish what can be hit, not all that is cached: see docs/events.md; in the
-    natural layout of a manager with ``end_events``.
-    Raises ConfigError for endpoints where nothing can listen, and for a config that cannot be ``exact``.
+    config: the config of the cache's plan.
+    endpoint, replay_endpoint: addresses to listen at, in ZeroMQ's form (``tcp://127.0.0.1:5557``, ``ipc://...``).
+    Port 0 takes any free port, and the attributes of the same names say which. None: no replays and no snapshots.
+    form: how events are written. topic: sent in front of every message.
+    kept_batches: how many batches are replayed as they were.
+    max_queued: batches that may wait for the thread. Further ones are dropped and counted in ``dropped``, and
+    consumers are told to forget everything.
+    exact: publish what can be hit, not all that is cached (docs/events.md). In the natural layout this needs a
+    manager with ``end_events``.
+
+    ``unanswered`` counts replay requests that were dropped because one client sent many at once.
+    Raises ConfigError if an endpoint cannot be listened at, or if ``exact`` is not worked out for the config.
     """
 
     def __init__(
@@ -76,7 +87,9 @@ class KVEventPublisher:
         self._next_number = 0
         self._last_told = -1
         self.dropped = 0
+        self.unanswered = 0
         self._context = zmq.Context()
+        self._context.setsockopt(zmq.MAXMSGSIZE, _MOST_REQUEST_BYTES)  # of what comes in, at both sockets
         try:
             self._pub, self.endpoint = self._listen(zmq.PUB, endpoint)
             self._router = None
@@ -129,10 +142,11 @@ class KVEventPublisher:
         while True:
             self._answer()
             with suppress(Empty):
-                found = self._queue.get(timeout=_POLL_SECONDS)
-                if found is None:
-                    return
-                self._tell(*found)
+                for _ in range(max(1, self._queue.qsize())):  # all that wait, so that answers never delay batches
+                    found = self._queue.get(timeout=_POLL_SECONDS)
+                    if found is None:
+                        return
+                    self._tell(*found)
 
     def _tell(self, number: int, events: Sequence[KVCacheEvent]) -> None:
         """Send a batch. Behind a gap nothing is known of what was told before."""
@@ -151,17 +165,35 @@ class KVEventPublisher:
         self._pub.send_multipart((self._topic, _bytes_of(number), batch))
 
     def _answer(self) -> None:
-        """Requests that wait: replays, snapshots. What is neither gets the end alone."""
-        while self._router is not None and self._router.poll(0):
-            client, *empty, asked = self._router.recv_multipart()
-            batches: Sequence[tuple[int, bytes]] = ()
-            if asked == SNAPSHOT:
-                batches = [(self._last_told, batch) for batch in self._snapshot()]
-            elif len(asked) == _NUMBER_BYTES:
-                batches = self._from(int.from_bytes(asked, "big"))
-            for number, batch in batches:
-                self._router.send_multipart((client, *empty, self._topic, _bytes_of(number), batch))
-            self._router.send_multipart((client, *empty, b"", _END, b""))
+        """Answer requests that wait, until a batch waits or the turn has read enough. Drop and count a client's excess.
+
+        ZeroMQ reads clients in turn, so that one client's flood does not keep another from being answered.
+        """
+        router = self._router
+        if router is None:
+            return
+        answers = Counter[bytes]()
+        for _ in range(_MOST_READ):
+            if not router.poll(0):
+                return
+            client, *empty, asked = router.recv_multipart()
+            answers[client] += 1
+            if answers[client] > _MOST_ANSWERS:
+                self.unanswered += 1
+                continue
+            for number, batch in self._asked_for(asked):
+                router.send_multipart((client, *empty, self._topic, _bytes_of(number), batch))
+            router.send_multipart((client, *empty, b"", _END, b""))
+            if not self._queue.empty():
+                return
+
+    def _asked_for(self, asked: bytes) -> Sequence[tuple[int, bytes]]:
+        """Return the batches of a replay or a snapshot. Any other request has none."""
+        if asked == SNAPSHOT:
+            return [(self._last_told, batch) for batch in self._snapshot()]
+        if len(asked) == _NUMBER_BYTES:
+            return self._from(int.from_bytes(asked, "big"))
+        return ()
 
     def _from(self, first: int) -> list[tuple[int, bytes]]:
         """The batches from number ``first`` on, or what stands for them."""
