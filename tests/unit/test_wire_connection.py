@@ -288,6 +288,48 @@ def test_strangers_are_sent_away_and_the_next_with_the_key_comes_in(caplog: pyte
     assert sum("a peer was sent away" in line for line in caplog.messages) == 1 + len(strangers)
 
 
+def test_silent_peers_do_not_delay_a_good_one() -> None:
+    with Listener(ANYWHERE, authkey=KEY, handshake_s=20) as listener:
+        silent = [raw(listener) for _ in range(3)]
+        begun = time.monotonic()
+        exchange(listener, KEY)
+        assert time.monotonic() - begun < 10
+        for one in silent:
+            one.close()
+
+
+def test_a_crowd_of_silent_peers_leaves_few_threads_and_a_place(caplog: pytest.LogCaptureFixture) -> None:
+    threads = threading.active_count()
+    with Listener(ANYWHERE, authkey=KEY, handshake_s=20) as listener:
+        silent = [raw(listener) for _ in range(40)]
+        with pytest.raises(TimeoutError, match=r"no peer has shown the key in 0.5 s"):
+            listener.accept(0.5)
+        assert threading.active_count() - threads <= 2 * 32
+        exchange(listener, KEY)
+        assert sum("32 newer ones are in their handshake" in line for line in caplog.messages) == 9
+        for one in silent:
+            one.close()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == threads
+
+
+def test_a_peer_that_showed_its_key_late_is_there_for_the_next_call() -> None:
+    with Listener(ANYWHERE, authkey=KEY) as listener:
+        late = raw(listener)
+        thread, came = in_thread(lambda: listener.accept(0.2))
+        thread.join(20)
+        assert isinstance(came[0], TimeoutError)
+        late.settimeout(None)
+        link = Link(late.detach())
+        connection.answer_challenge(link, KEY)
+        connection.deliver_challenge(link, KEY)
+        link.send_bytes(b"here")
+        with listener.accept(20) as accepted, link:
+            assert accepted.recv_bytes(10) == b"here"
+
+
 def test_a_listener_that_waits_for_nobody() -> None:
     with Listener(ANYWHERE, authkey=KEY) as listener, pytest.raises(TimeoutError):
         listener.accept(0.05)

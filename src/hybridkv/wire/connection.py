@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import threading
 import time
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Final, Protocol, Self
 
@@ -31,6 +33,8 @@ MOST_BYTES: Final = 1 << 28
 """Of a message, unless said otherwise: 67 million token ids, such as 512 rows that begin with 128k tokens each."""
 HANDSHAKE_S: Final = 10.0
 """Seconds for both ends to show their key: hours of computing, for who has it."""
+_MOST_HANDSHAKES: Final = 32
+"""At a time, by one Listener."""
 _LEAST_KEY: Final = 16
 _TCP: Final = (socket.AF_INET, socket.AF_INET6)
 
@@ -58,13 +62,14 @@ class Link(Connection):
 
 
 class Listener:
-    """Waits at ``address`` for peers that have ``authkey``; port 0 is any free one.
+    """Wait at ``address`` for peers that have ``authkey``. Port 0 takes any free one.
 
-    authkey: the same 16 bytes or more at both ends, such as secrets.token_bytes(32); handed over by a way that nobody
-    else sees, say the environment of a child. trusted: on TCP, whoever reaches the port needs no key.
-    handshake_s: seconds that a peer has to show it.
+    authkey: the same 16 bytes or more at both ends, such as secrets.token_bytes(32). Hand it over where nobody else
+    can read it, say in the environment of a child process.
+    trusted: on TCP, accept any peer without a key. handshake_s: seconds that a peer has to show the key.
 
-    Raises ConfigError for TCP with neither of both, or a key that is too short; OSError for an address that is taken.
+    Raises ConfigError for TCP with neither a key nor ``trusted``, or for a key that is too short. Raises OSError if the
+    address is taken.
     """
 
     def __init__(
@@ -89,6 +94,12 @@ class Listener:
         else:
             family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
             self._socket = socket.create_server(address, family=family)
+        self._socket.settimeout(0)
+        self._lock = threading.Lock()  # between a handshake that ends and one that is ended
+        self._handshakes: dict[socket.socket, threading.Thread] = {}  # oldest first
+        self._links = SimpleQueue[Link]()
+        self._has_link, self._tell_link = socket.socketpair()  # one byte for each link in the queue
+        self._has_link.settimeout(0)
 
     @property
     def address(self) -> Address:
@@ -97,23 +108,79 @@ class Listener:
         return name if isinstance(name, str) else (name[0], name[1])
 
     def accept(self, timeout_s: float | None = None) -> Link:
-        """The next peer that has the key. TimeoutError if none comes in ``timeout_s`` seconds; None waits.
+        """Return the next peer that has shown the key. None waits for ever.
 
-        One without it is logged and sent away. Peers are heard one after the other, each for ``handshake_s`` at most.
+        Each handshake has a thread, so that silent peers delay nobody. A peer that fails is logged and disconnected. So
+        is the oldest of more than 32 unfinished handshakes. A peer whose handshake ends after this call returned is
+        there for the next call.
+
+        Raises TimeoutError if no peer has shown the key in ``timeout_s`` seconds.
         """
-        end = None if timeout_s is None else time.monotonic() + timeout_s
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            # 0 would be not to wait at all, which is another error
-            self._socket.settimeout(None if end is None else max(1e-3, end - time.monotonic()))
+            ready = wait([self._has_link, self._socket], None if end == math.inf else max(0.0, end - time.monotonic()))
+            if self._has_link in ready:
+                with contextlib.suppress(BlockingIOError):  # another thread took it
+                    self._has_link.recv(1)
+                    return self._links.get()
+            elif ready:
+                link = self._begin()
+                if link is not None:
+                    return link
+            if time.monotonic() >= end:
+                raise TimeoutError(f"no peer has shown the key in {timeout_s:g} s")
+
+    def _begin(self) -> Link | None:
+        """Accept a connection and begin its handshake. Return the link if it needs no key."""
+        try:
             accepted, peer = self._socket.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # the peer hung up before
+            return None
+        if self._authkey is None:
+            return _linked(accepted, None, self._handshake_s, listening=True)
+        if len(self._handshakes) >= _MOST_HANDSHAKES:
+            self._send_away(next(iter(self._handshakes)), f"{_MOST_HANDSHAKES} newer ones are in their handshake")
+        own = accepted.dup()
+        thread = threading.Thread(target=self._shake_hands, args=(accepted, own, peer or self._path), daemon=True)
+        self._handshakes[own] = thread
+        thread.start()
+        return None
+
+    def _shake_hands(self, accepted: socket.socket, own: socket.socket, peer: object) -> None:
+        """Make ``accepted`` a link, in its thread. own: the same socket, by which others end this."""
+        with own:
             try:
-                return _linked(accepted, self._authkey, self._handshake_s, listening=True)
+                link = _linked(accepted, self._authkey, self._handshake_s, listening=True)
             except WireError as error:
-                logger.warning("a peer was sent away (%s): %s", peer or self._path, error)
+                if self._handshakes.pop(own, None) is not None:  # else somebody else has ended it, and said why
+                    logger.warning("a peer was sent away (%s): %s", peer, error)
+                return
+            with self._lock:
+                if self._handshakes.pop(own, None) is None:
+                    link.close()
+                    return
+                self._links.put(link)
+                self._tell_link.send(b"\0")
+
+    def _send_away(self, own: socket.socket, why: str) -> None:
+        """End the handshake of ``own``, if it still goes on, and wait for its thread."""
+        with self._lock:
+            thread = self._handshakes.pop(own, None)
+        if thread is not None:
+            with contextlib.suppress(OSError):  # it ends just now
+                own.shutdown(socket.SHUT_RDWR)
+            logger.warning("a peer was sent away: %s", why)
+            thread.join()
 
     def close(self) -> None:
-        """No more peers; those that were accepted stay."""
+        """Accept no more peers, and end handshakes that go on. Links that ``accept`` returned stay open."""
         self._socket.close()
+        for own in list(self._handshakes):
+            self._send_away(own, "the listener was closed")
+        while not self._links.empty():
+            self._links.get().close()
+        self._has_link.close()
+        self._tell_link.close()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
