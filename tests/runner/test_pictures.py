@@ -94,8 +94,8 @@ def test_a_picture_is_upright_and_has_three_colours(tmp_path: Path) -> None:
         ("file://example.org/a.png", "is on another machine"),
         ("none.png", "cannot read picture 'none.png': No such file"),
         ("nul\0.png", "cannot read picture 'nul.x00.png'"),
-        (".", "is no file"),
-        ("pipe", "is no file"),
+        (".", "Is a directory"),
+        ("pipe", "not a regular file"),
         ("text.png", "is none of BMP, GIF, JPEG, PNG, WEBP"),
         ("drawing.eps", "is none of BMP"),
         ("half.png", "cannot decode picture 'half.png'"),
@@ -283,7 +283,7 @@ def test_chat_remembers_pictures(folder: Path, here: Call, monkeypatch: pytest.M
     assert summaries[2].startswith(f"[{prompt - 1} of {prompt} {seen} 0 times for 1 pictures")
     assert [line.partition(":")[2].strip() for line in err.splitlines()] == [
         "cannot read picture 'none.png': No such file or directory",
-        "picture '' is no file",
+        "cannot read picture '': Is a directory",
     ]
 
 

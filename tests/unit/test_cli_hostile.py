@@ -228,13 +228,43 @@ def test_whatever_a_document_is(text: str | bytes, said: str, here: Call, tmp_pa
     assert said in assert_one_line(here("replay", "workload:uniform", "--plan", path))
 
 
-def test_files_that_are_none(here: Call, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero"), Path("/dev/null"), tmp_path / ("x" * 300)):
-        assert_one_line(here("plan", path, "--memory", "1GiB"))
-        assert_one_line(here("replay", path, "--model", "llama-3-8b", "--memory", "4GiB"))
-        if path.name != "pipe":  # it may be written to yet
-            assert_one_line(here("plan", "--plan", path))
+@pytest.fixture
+def in_time() -> Iterator[None]:
+    """Fail a test that waits, say for a pipe that nobody writes to."""
+
+    def late(*_: object) -> None:
+        raise AssertionError("it waits")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(30)  # a first run imports torch
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("name", ["pipe.toml", "folder.toml", "/dev/zero", "/dev/null", "x" * 300])
+@pytest.mark.usefixtures("in_time")
+def test_files_that_are_none(name: str, here: Call, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.toml")
+    (tmp_path / "folder.toml").mkdir()
+    (prompts := tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    path = tmp_path / name  # or name, where that is absolute
+    sized = ("--model", "llama-3-8b", "--memory", "4GiB")
+    for command in (
+        ("plan", path, "--memory", "1GiB"),
+        ("plan", "--plan", path),
+        ("doctor", path),
+        ("doctor", path, *sized),
+        ("replay", path, *sized),
+        ("replay", "workload:uniform", "--plan", path),
+        ("replay", "workload:uniform", *sized, "--hardware", path),
+        ("trace", "describe", path),
+        ("generate", "--model", "tiny:llama", "--prompts", path),
+        ("generate", "--prompts", prompts, "--model", "tiny:llama", "--plan", path),
+        ("serve", "--model", "tiny:llama", "--memory", "8MiB", "--api-key-file", path),
+    ):
+        said = assert_one_line(here(*command))
+        assert name != "pipe.toml" or "not a regular file" in said, (command, said)
 
 
 @pytest.mark.parametrize("layout", ["natural", "reference"])

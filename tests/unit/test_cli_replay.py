@@ -442,7 +442,7 @@ def test_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Path) -> None:
         (("workload:uniform", *BASE, "--marks"), "--marks means nothing for workload:uniform"),
         (("pyproject.toml", *BASE, "--seed", "1", "--rate", "2"), "--seed, --rate means nothing for pyproject.toml"),
         (("pyproject.toml", *BASE), "pyproject.toml, line 1: not JSON"),
-        (("tests", *BASE), "tests is not a regular file"),
+        (("tests", *BASE), "cannot read tests: Is a directory"),
         (("workload:chat", *BASE, "--seed", "x"), "--seed"),
         ((), "TRACE|workload:NAME"),
     ],

@@ -263,7 +263,7 @@ def test_time_goes_forward(write: Write) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"cannot read .*none\.jsonl: No such file"):
         TraceFile(tmp_path / "none.jsonl").summary()
-    with pytest.raises(TraceError, match="not a regular file"):
+    with pytest.raises(TraceError, match="Is a directory"):
         list(TraceFile(tmp_path))
     broken = tmp_path / "broken.gz"
     many = gzip.compress("\n".join(json.dumps(changed(PIECES, timestamp=k)) for k in range(3000)).encode())

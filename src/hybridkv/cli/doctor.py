@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Final
 
 import typer
@@ -14,13 +13,15 @@ from hybridkv.cli.gathered import gathered
 from hybridkv.cli.output import console
 from hybridkv.cli.panels import OUTPUT, REQUESTS
 from hybridkv.cli.printable import printable
+from hybridkv.cli.requests import WORKLOAD
 from hybridkv.cli.running import RunOptions
-from hybridkv.cli.scrape import metrics_url, read_metrics
+from hybridkv.cli.scrape import MOST_BYTES, metrics_url, read_metrics
 from hybridkv.doctor import Diagnosis, Finding, examine_plan, examine_server, examine_trace
 from hybridkv.errors import ConfigError
 from hybridkv.models.json_text import DocumentError, parse_json
-from hybridkv.planner import plan_from_json
+from hybridkv.planner import read_plan
 from hybridkv.planner.document import SCHEMA
+from hybridkv.regular_files import open_regular
 
 _LOOKED_AT: Final = 1 << 16
 _METRICS: Final = ":num_requests_running"
@@ -65,11 +66,11 @@ def _diagnosis(subject: str, options: RunOptions, api_key: str | None) -> Diagno
     if subject.startswith(("http://", "https://")):
         url = metrics_url(subject)
         return _server(url, read_metrics(url, api_key))
-    beginning = _beginning(subject)
+    beginning = "" if subject.startswith(WORKLOAD) else _read(subject, _LOOKED_AT)
     if beginning.lstrip().startswith("{") and f'"{SCHEMA}"' in beginning:
-        return examine_plan(plan_from_json(_whole(subject)), options.max_running)
+        return examine_plan(read_plan(subject), options.max_running)
     if _METRICS in beginning:
-        return _server(subject, _whole(subject))
+        return _server(subject, _read(subject, MOST_BYTES))
     if not options.plan_file and (options.model is None or options.memory is None) and _is_document(beginning):
         raise ConfigError(f"{subject} is no plan (schema {SCHEMA}), no trace and no metrics: name one of these")
     run = options.prepare(subject, options.settings())
@@ -91,17 +92,13 @@ def _server(subject: str, text: str) -> Diagnosis:
         raise ConfigError(f"{subject}: {error}") from error
 
 
-def _beginning(subject: str) -> str:
-    """Of a file; nothing of what is none, which the reader of traces will say."""
+def _read(subject: str, most_bytes: int) -> str:
+    """Read the beginning of a file. Raises ConfigError if it cannot be read."""
     try:
-        with Path(subject).open("rb") as file:
-            return file.read(_LOOKED_AT).decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def _whole(subject: str) -> str:
-    return Path(subject).read_text("utf-8", errors="replace")
+        with open_regular(subject) as file:
+            return file.read(most_bytes).decode(errors="replace")
+    except OSError as error:
+        raise ConfigError(f"cannot read {subject}: {error.strerror or error}") from error
 
 
 def _is_document(beginning: str) -> bool:

@@ -14,7 +14,7 @@ from hybridkv.simulator import FORMATS, WORKLOADS, RequestSource, TraceFile, Uni
 from hybridkv.simulator.formats.events import KvEventsFormat
 from hybridkv.simulator.trace import ARRIVALS_PER_S
 
-_WORKLOAD: Final = "workload:"
+WORKLOAD: Final = "workload:"
 _UNIFORM: Final = "uniform"
 
 TraceArgument = Annotated[
@@ -104,7 +104,7 @@ class SourceOptions:
 
     def read(self, trace: str) -> RequestSource:
         """The trace file or workload. ConfigError for options of the other kind."""
-        generated, kind = trace.startswith(_WORKLOAD), trace.removeprefix(_WORKLOAD)
+        generated, kind = trace.startswith(WORKLOAD), trace.removeprefix(WORKLOAD)
         foreign = dict(self._of_files if generated else self._of_workloads)
         if generated and kind == _UNIFORM:
             foreign |= {**self._of_workloads, "--limit": self.limit}

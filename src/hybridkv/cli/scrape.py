@@ -11,7 +11,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 from hybridkv.errors import ConfigError
 from hybridkv.units import shown
 
-_MOST_BYTES: Final = 16 << 20
+MOST_BYTES: Final = 16 << 20
 _WAIT_S: Final = 10.0
 
 
@@ -37,7 +37,7 @@ def read_metrics(url: str, api_key: str | None) -> str:
     try:
         request = Request(url, headers=headers)  # noqa: S310 - http alone
         with build_opener(_KeyStays).open(request, timeout=_WAIT_S) as answer:
-            read: bytes = answer.read(_MOST_BYTES)
+            read: bytes = answer.read(MOST_BYTES)
             return read.decode()
     except HTTPError as error:
         key = ": name a key without a salt in HYBRIDKV_API_KEY" if error.code in {401, 403} else ""

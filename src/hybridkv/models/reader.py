@@ -31,6 +31,7 @@ from hybridkv.models.weight_bytes import weight_bytes
 from hybridkv.models.weights import Weights
 from hybridkv.models.windowed import gemma2, gemma3, gpt_oss, llama4
 from hybridkv.models.zamba import zamba, zamba2
+from hybridkv.regular_files import open_regular
 from hybridkv.units import MOST_BYTES, MOST_COUNT, dtype_bytes, dtype_name, shown
 
 ASSUMED_DTYPE: Final = "bfloat16"
@@ -291,9 +292,7 @@ def _load(source: str | Path | Mapping[str, object]) -> tuple[str, Mapping[str, 
         path /= "config.json"
         if not path.is_file():
             raise ConfigError(f"{path.parent} has no config.json: give a folder with one, or the file")
-    elif not path.is_file():
-        if path.exists():
-            raise ConfigError(f"{path} is not a regular file: give a config.json, a folder with one or a known name")
+    elif not path.exists():
         known = known_model(str(source))
         return known.name, known.config
     config = _read_json(path)
@@ -302,7 +301,7 @@ def _load(source: str | Path | Mapping[str, object]) -> tuple[str, Mapping[str, 
 
 def _read_json(path: Path) -> Mapping[str, object]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             config = read_json(file)
     except (OSError, DocumentError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error

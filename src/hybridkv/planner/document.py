@@ -24,6 +24,7 @@ from hybridkv.planner.node import Node
 from hybridkv.planner.plan import LAYOUTS, NATURAL, NO_STATES, Plan
 from hybridkv.planner.slabs import SlabClass, SlabLayout
 from hybridkv.planner.spec_document import spec_from_json, spec_to_json
+from hybridkv.regular_files import open_regular
 from hybridkv.specs import RequestLimits
 from hybridkv.units import shown
 
@@ -71,15 +72,15 @@ def _group_to_json(group: KVCacheGroupSpec) -> dict[str, object]:
 
 
 def read_plan(path: str | Path) -> Plan:
-    """The plan in a file. Raises ConfigError when it cannot be read, SchemaError as plan_from_json."""
+    """Read the plan in a regular file. Raises ConfigError if it cannot be read, and SchemaError as plan_from_json."""
     if not isinstance(path, str | Path):
         raise ConfigError(f"a plan is read from the path of a file, got {shown(path)}")
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(path) as file:
             return read_plan_from(file)
     except SchemaError as error:
         raise SchemaError(f"{path}: {error}") from error
-    except (OSError, ValueError) as error:  # a name that is none is a ValueError
+    except OSError as error:
         raise ConfigError(f"cannot read the plan {path}: {error}") from error
 
 

@@ -16,6 +16,7 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from hybridkv.errors import ConfigError
 from hybridkv.models.json_text import DocumentError, read_json
+from hybridkv.regular_files import open_regular
 
 CONFIG: Final = "config.json"
 _TOKENIZER: Final = "tokenizer_config.json"
@@ -84,7 +85,7 @@ def _tokenizer_class(name: object) -> object:
 def _object(path: Path) -> Mapping[str, object]:
     """The JSON object in a file. ConfigError where there is none."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             held = read_json(file)
     except (OSError, DocumentError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error

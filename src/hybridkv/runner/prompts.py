@@ -35,6 +35,7 @@ from typing import Final
 
 from hybridkv.arguments import text
 from hybridkv.errors import ConfigError, TraceError
+from hybridkv.regular_files import open_regular
 from hybridkv.request import NO_HINTS, Hints, SamplingParams, checked_marks
 from hybridkv.runner.chat import Message, chat_prompt, checked_messages, require_chat
 from hybridkv.runner.encoder_inputs import EncoderFeed
@@ -154,7 +155,8 @@ def read_conversations(
 
 def _lines(path: str | Path) -> list[bytes]:
     try:
-        return Path(path).read_bytes().split(b"\n")
+        with open_regular(path) as file:
+            return file.read().split(b"\n")
     except OSError as error:
         raise ConfigError(f"cannot read the prompts in {path}: {error.strerror or error}") from error
 

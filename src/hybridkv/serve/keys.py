@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hybridkv.arguments import text
 from hybridkv.errors import ConfigError
+from hybridkv.regular_files import open_regular
 from hybridkv.serve.errors import ApiError
 from hybridkv.serve.page import PAGE
 
@@ -51,7 +52,8 @@ class ApiKeys:
         file without keys.
         """
         try:
-            lines = Path(path).read_text("utf-8").splitlines()
+            with open_regular(path) as file:
+                lines = file.read().decode().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the API keys in {path}: {error}") from error
         tenants: dict[bytes, Tenant] = {}

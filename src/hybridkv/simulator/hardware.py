@@ -14,13 +14,13 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from hybridkv.arguments import real, text
 from hybridkv.errors import ConfigError
 from hybridkv.frozen import check_fields
+from hybridkv.regular_files import open_regular
 from hybridkv.units import shown
 
 _SUFFIX: Final = ".toml"
@@ -124,7 +124,8 @@ def hardware_named(name: str) -> Hardware:
     if not name.endswith(_SUFFIX):
         raise ConfigError(f"unknown hardware {shown(name)}: use one of {', '.join(HARDWARE)}, or a {_SUFFIX} file")
     try:
-        said = tomllib.loads(Path(name).read_text("utf-8"))
+        with open_regular(name) as file:
+            said = tomllib.load(file)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{name} is no TOML: {error}") from None
     try:

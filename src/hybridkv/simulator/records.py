@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from hybridkv.errors import TraceError
+from hybridkv.regular_files import open_regular
 from hybridkv.simulator.formats.fields import MalformedLineError, Record
 
 _GZIP_MAGIC: Final = b"\x1f\x8b"
@@ -74,9 +75,7 @@ def _lines(path: Path, file: gzip.GzipFile | io.BufferedReader) -> Iterator[tupl
 
 def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
     """The file's plain bytes, whatever its name says."""
-    if path.exists() and not path.is_file():
-        raise TraceError(f"{path} is not a regular file; a trace is read twice, so name a file")
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         zipped = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
     return gzip.open(path, "rb") if zipped else path.open("rb")
 

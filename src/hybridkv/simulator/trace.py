@@ -22,6 +22,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from hybridkv.errors import ConfigError, TraceError
+from hybridkv.regular_files import open_regular
 from hybridkv.simulator.formats import FORMATS, Format, MalformedLineError, Record, TraceRequest, format_named, formats
 from hybridkv.simulator.formats.encoders import Encoder, encoder_named
 from hybridkv.simulator.formats.lengths import ROW_FORMATS
@@ -165,7 +166,7 @@ class TraceFile:
         """Of the file's content and how it is read: equal ones give equal requests. O(bytes)."""
         found = sha256(repr(sorted(self._options.items())).encode())
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 while chunk := file.read(_CHUNK_BYTES):
                     found.update(chunk)
         except OSError as error:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import binascii
 import io
+import os
 import re
-import stat
 import warnings
 from base64 import b64decode
 from pathlib import Path
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from hybridkv.errors import ConfigError
+from hybridkv.regular_files import open_regular
 from hybridkv.units import format_bytes, shown
 
 FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
@@ -75,21 +76,13 @@ def _path_of(url: str, what: str) -> str:
 
 def _of_file(path: Path, what: str) -> bytes:
     try:
-        found = path.stat()
-    except (OSError, ValueError) as error:  # ValueError: a path with NUL
-        raise _unreadable(what, error) from error
-    if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for, a device never ends
-        raise ConfigError(f"picture {what} is no file")
-    if found.st_size > MOST_BYTES:
-        raise ConfigError(f"picture {what} has {format_bytes(found.st_size)}, more than {format_bytes(MOST_BYTES)}")
-    try:
-        return path.read_bytes()
+        with open_regular(path) as file:
+            size, octets = os.fstat(file.fileno()).st_size, file.read(MOST_BYTES)
     except OSError as error:
-        raise _unreadable(what, error) from error
-
-
-def _unreadable(what: str, error: Exception) -> ConfigError:
-    return ConfigError(f"cannot read picture {what}: {getattr(error, 'strerror', None) or error}")
+        raise ConfigError(f"cannot read picture {what}: {error.strerror or error}") from error
+    if size > MOST_BYTES:
+        raise ConfigError(f"picture {what} has {format_bytes(size)}, more than {format_bytes(MOST_BYTES)}")
+    return octets
 
 
 def _of_data(url: str, what: str) -> bytes:
