@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -154,6 +155,64 @@ def test_a_lost_worker_keeps_what_is_finished(tmp_path: Path) -> None:
     executor = Here()
     sweep(SOURCE, CELLS, tmp_path, executor)
     assert executor.ran in {2, 3}
+
+
+SHARED = """
+import os, sys, time
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from hybridkv.simulator import Cell, UniformWorkload, sweep
+
+class Here(Executor):
+    \"\"\"Notes each cell that this process begins. In the mode "stays" it stays in its second one.\"\"\"
+
+    def submit(self, fn, cell, *args):
+        with open(sys.argv[2], "a") as ran:
+            ran.write(f"{os.getpid()} {cell.name}\\n")
+        if sys.argv[3] == "stays" and Path(sys.argv[2]).read_text().count(f"{os.getpid()} ") == 2:
+            time.sleep(60)
+        future = Future()
+        future.set_result(fn(cell, *args))
+        return future
+
+cells = [Cell("llama-3-8b", f"{size}GiB") for size in range(1, 7)]
+print(len(sweep(UniformWorkload(), cells, sys.argv[1], Here(), at_a_time=1)), "cells")
+"""
+
+
+def test_two_sweeps_of_one_folder_run_no_cell_twice(tmp_path: Path) -> None:
+    """One stays in its second cell. The other runs all but that, until the first is killed; then it runs that, too."""
+    ran = tmp_path / "ran"
+
+    def begin(mode: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", SHARED, str(tmp_path / "out"), str(ran), mode]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603  # our own
+
+    def begun() -> list[str]:
+        return ran.read_text().split("\n")[:-1] if ran.exists() else []
+
+    def until(count: int) -> None:
+        end = time.monotonic() + 60
+        while len(begun()) < count and time.monotonic() < end:
+            time.sleep(0.02)
+        assert len(begun()) == count
+
+    with begin("stays") as stays:
+        try:
+            until(2)
+            with begin("runs") as other:
+                until(6)
+                held = [line.split()[1] for line in begun()]
+                assert len(set(held)) == 6
+                assert other.poll() is None  # it waits for the cell that is claimed
+                stays.kill()
+                assert other.communicate(timeout=60)[0] == "6 cells\n"
+        finally:
+            stays.kill()
+    assert [line.split()[1] for line in begun()] == [*held, held[1]]
+    again = Here()
+    done = sweep(SOURCE, [Cell("llama-3-8b", f"{size}GiB") for size in range(1, 7)], tmp_path / "out", again)
+    assert (again.ran, all(one.again for one in done)) == (0, True)
 
 
 def test_processes_threads_and_traces_of_text(tmp_path: Path) -> None:

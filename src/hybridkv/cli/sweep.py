@@ -50,7 +50,7 @@ def sweep_command(
     cells = cells_of(axes.values())
     at_once = min(os.cpu_count() or 1, len(cells)) if jobs is None else jobs
     with processes(at_once) as executor, _progress(len(cells)) as on_done:
-        done = sweep(source, cells, out, executor, on_done=on_done)
+        done = sweep(source, cells, out, executor, at_a_time=at_once, on_done=on_done)
     if page_file is not None:
         write_page(page_file, sweep_page(source.name, done))
     if as_json:
