@@ -1,6 +1,6 @@
 """Events in the ecosystem's schema, of written blocks only."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from random import Random
 
 import numpy as np
@@ -8,9 +8,14 @@ import pytest
 
 from hybridkv.cache import AllBlocksCleared, BlockHasher, BlockRemoved, BlockStored, EventsDropped, KVCacheManager
 from hybridkv.cache.events import untagged
+from hybridkv.cache.placement import placement_named
 from hybridkv.errors import CacheError, ConfigError
-from hybridkv.request import Request
-from hybridkv.testing import attention_config
+from hybridkv.request import Request, SamplingParams
+from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.specs import UniformTypeKVCacheSpecs
+from hybridkv.step import Csr, StepResult
+from hybridkv.testing import DifferenceError, attention_config, natural_model_config
+from hybridkv.testing.configs import full_spec, state_spec
 from hybridkv.testing.event_follower import EventFollower
 
 
@@ -245,6 +250,28 @@ def test_who_forgets_at_a_gap_believes_in_no_block_that_is_not_there(most: int) 
             gaps += any(isinstance(event, EventsDropped) for event in events)
             follower.hear(events)
     assert gaps > 3
+
+
+def test_a_follower_knows_that_states_of_several_sizes_have_no_events() -> None:
+    """In the natural layout, where such layers are one group, too."""
+    layers = tuple(
+        (f"group1.layer{i}", replace(state_spec(4, 0, "none"), shapes=((size,),))) for i, size in enumerate((5, 3))
+    )
+    states = UniformTypeKVCacheSpecs(block_size=4, layers=layers)
+    config = natural_model_config(60, [full_spec(4), states], [2, 2], layers_per_group=2)
+    cache = KVCacheManager(config, 100, enable_kv_cache_events=True, placement=placement_named("ends", 1))
+    scheduler, follower = Scheduler(cache, SchedulerLimits()), EventFollower(cache)
+    for number in range(3):
+        scheduler.add(
+            Request(str(number), range(10 * number, 10 * number + 9), SamplingParams(max_tokens=3), hasher=cache.hasher)
+        )
+    while not scheduler.drained:
+        step = scheduler.schedule()
+        scheduler.update(StepResult(step.id, Csr.from_lists([[1] if samples else [] for samples in step.samples])))
+        follower.follow()
+    assert cache.take_events() == []
+    with pytest.raises(DifferenceError, match="events"):
+        follower.hear([BlockRemoved((bytes(32),))])
 
 
 @pytest.mark.parametrize("most", [0, -1, 1.5, None, True])

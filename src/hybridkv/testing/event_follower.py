@@ -9,7 +9,7 @@ import numpy as np
 
 from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, EventsDropped, KVCacheEvent, KVCacheManager
 from hybridkv.extra_keys import Extra
-from hybridkv.specs import CrossAttentionSpec, MambaSpec
+from hybridkv.specs import Keeps
 from hybridkv.testing.configs import ENCODERS
 from hybridkv.testing.difference import DifferenceError, same
 
@@ -30,7 +30,7 @@ class EventFollower:
         self._silent = {
             number
             for number, group in enumerate(cache.config.groups)
-            if natural and isinstance(group.spec, MambaSpec | CrossAttentionSpec)
+            if natural and group.spec.keeps in {Keeps.STATE, Keeps.ENCODER}
         }
 
     def follow(self) -> None:
