@@ -108,7 +108,7 @@ class Engine:
         transfers = self.cache.take_transfers()
         for one in transfers.copies:  # in this order: a block may be the source of one and the target of the next
             kept = self.memory[one.group].get(one.source, {})  # nothing yet: taken in this very step, and moved
-            self.memory[one.group][one.target] = dict(kept)
+            self.memory[one.group][one.destination] = dict(kept)
             self.counts[f"blocks copied: {one.kind}"] += 1
         self.counts["checkpoints"] += len(transfers.checkpoints)
         return list(transfers.checkpoints)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hybridkv.simulator import TraceFile as TraceFile
     from hybridkv.simulator import Workload as Workload
     from hybridkv.simulator import replay as replay
+    from hybridkv.step import Csr as Csr
     from hybridkv.step import Step as Step
     from hybridkv.step import StepResult as StepResult
     from hybridkv.worker import BlockTable as BlockTable
@@ -51,7 +52,7 @@ _HOMES: Final = {
     "runner": ("AsyncEngine", "Engine", "EngineOptions", "ModelRunner", "load"),
     "schedule": ("Scheduler", "SchedulerLimits"),
     "simulator": ("ReplaySettings", "TraceFile", "Workload", "replay"),
-    "step": ("Step", "StepResult"),
+    "step": ("Csr", "Step", "StepResult"),
     "worker": ("BlockTable", "MultiGroupBlockTable", "PagedStorage"),
 }
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}

@@ -30,19 +30,26 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Csr:
-    """A list of lists: row i is ``values[indptr[i]:indptr[i + 1]]``. indptr int64[R + 1], values int32."""
+    """Hold a list of R lists of token ids as two arrays: row i is ``values[indptr[i]:indptr[i + 1]]``.
+
+    indptr: int64[R + 1], from 0 to len(values), never falling. values: int32.
+
+        >>> sampled = Csr.from_lists([[5], [], [7, 8]])
+        >>> sampled.indptr.tolist(), sampled.values.tolist(), sampled[2].tolist()
+        ([0, 1, 1, 3], [5, 7, 8], [7, 8])
+    """
 
     indptr: Int64
     values: Int32
 
     @classmethod
     def empty(cls, rows: int) -> Csr:
-        """``rows`` empty lists."""
+        """Return ``rows`` empty lists."""
         return cls(np.zeros(rows + 1, np.int64), np.empty(0, np.int32))
 
     @classmethod
     def from_lists(cls, lists: Sequence[Sequence[int]]) -> Csr:
-        """One row a list. O(tokens)."""
+        """Return the rows of ``lists``. O(tokens)."""
         indptr = np.zeros(len(lists) + 1, np.int64)
         np.cumsum([len(one) for one in lists], out=indptr[1:])
         return cls(indptr, np.asarray([t for one in lists for t in one], np.int32))
@@ -51,7 +58,7 @@ class Csr:
         return len(self.indptr) - 1
 
     def __getitem__(self, i: int) -> Int32:
-        """Row i, a view."""
+        """Return row i, a view."""
         return self.values[self.indptr[i] : self.indptr[i + 1]]
 
 

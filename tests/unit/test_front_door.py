@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 import hybridkv
 from hybridkv import KVCacheManager, Plan, Request, plan, read_model
 from hybridkv.cache.placement import LRU, AlignPlacement, EndsPlacement, IntervalPlacement, placement_of
+from hybridkv.cache.slots.transfers import Transfer
 from hybridkv.errors import ConfigError
+from hybridkv.step import Copy
 
 MODEL = read_model("qwen3-next-80b-a3b")
 TORCH = {"AsyncEngine", "BlockTable", "Engine", "EngineOptions", "ModelRunner", "MultiGroupBlockTable", "PagedStorage"}
@@ -122,3 +125,19 @@ def test_requests_longer_than_the_plan_are_refused() -> None:
     sched = hybridkv.Scheduler(cache)
     with pytest.raises(ConfigError, match="64"):
         sched.add(Request("long", list(range(64)), hasher=cache.hasher))
+
+
+def test_a_worker_of_ones_own_answers_with_names_of_the_front_door() -> None:
+    cache = hybridkv.KVCacheManager(planned())
+    sched = hybridkv.Scheduler(cache, hybridkv.SchedulerLimits())
+    sched.add(hybridkv.Request("a", [1, 2, 3], hybridkv.SamplingParams(max_tokens=2), hasher=cache.hasher))
+    while not sched.drained:
+        step = sched.schedule()
+        sampled = hybridkv.Csr.from_lists([[7] if samples else [] for samples in step.samples])
+        outcome = sched.update(hybridkv.StepResult(step.id, sampled))
+    assert [one.request.token_ids().tolist() for one in outcome.finished] == [[1, 2, 3, 7, 7]]
+
+
+def test_copies_have_the_same_words_in_steps_and_in_transfers() -> None:
+    in_steps = [field.name for field in fields(Copy)]
+    assert [name for name in in_steps if name in Transfer._fields] == [*Transfer._fields]

@@ -396,7 +396,7 @@ def test_a_live_block_moves_for_who_needs_its_slab() -> None:
     transfers = cache.take_transfers()
     assert [(one.group, one.kind) for one in transfers.copies] == [(0, "move")]
     rows = cache.get_block_ids("r0")[0] + cache.get_block_ids("r2")[0]
-    assert transfers.copies[0].target in rows
+    assert transfers.copies[0].destination in rows
     cache.check()
 
 

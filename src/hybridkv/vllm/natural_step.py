@@ -107,9 +107,9 @@ class StepWriter:
         moved = [one for one in transfers.copies if one.kind == "move"]
         copied = [one for one in transfers.copies if one.kind != "move"]
         return NaturalStep(
-            _triples((self._class_of[one.group], one.source, one.target) for one in moved),
+            _triples((self._class_of[one.group], one.source, one.destination) for one in moved),
             np.array(zero, np.int32).reshape(-1, 2) if zero else _NO_BLOCKS,
-            _triples((self._class_of[one.group], one.source, one.target) for one in copied),
+            _triples((self._class_of[one.group], one.source, one.destination) for one in copied),
             _triples(self._kept(transfers, ends)),
             tuple(self._moved_cells(transfers)),
             config,

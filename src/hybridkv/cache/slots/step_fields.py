@@ -211,7 +211,9 @@ def with_transfers(moves: StateMoves, transfers: Transfers, rows: Int64) -> Stat
     """``moves`` and what the cache asks for: its moves and copies first, its checkpoints behind all other writes."""
     if not (transfers.copies or transfers.checkpoints):
         return moves
-    asked = tuple(Copy("before", group, source, target, kind) for group, source, target, kind in transfers.copies)
+    asked = tuple(
+        Copy("before", group, source, destination, kind) for group, source, destination, kind in transfers.copies
+    )
     place = {row: i for i, row in enumerate(rows.tolist())}
     stored = [(place[one.row], one.group, one.tokens, one.block) for one in transfers.checkpoints]
     writes = np.concatenate((moves.state_writes, np.array(stored, np.int32).reshape(-1, 4)))

@@ -29,14 +29,14 @@ _NO_BLOCKS: Int64 = np.empty(0, np.int64)
 
 
 class Transfer(NamedTuple):
-    """One block to another; ids as the worker knows them. kind: "move", "block" or "state".
+    """Copy block ``source`` to block ``destination``, ids as the worker knows them. kind: "move", "block" or "state".
 
-    group: whose block it is; of a move, one of the groups whose blocks have these bytes: they share ids.
+    group: whose block it is. Of a move, one of the groups whose blocks have these bytes: they share ids.
     """
 
     group: int
     source: int
-    target: int
+    destination: int
     kind: str
 
 
@@ -229,12 +229,12 @@ class TransferLog:
     def _moved(self, moves: Int64) -> list[Transfer]:
         of = self._pool.class_of(int(moves[0, 0]))
         base, group = self._pool.bases[of], self._first_group[of]
-        return [Transfer(group, source - base, target - base, "move") for source, target in moves.tolist()]
+        return [Transfer(group, source - base, destination - base, "move") for source, destination in moves.tolist()]
 
     def _copied(self, copy: _Copy) -> Transfer:
-        target = self._block_at(copy.group, copy.row, copy.column)
+        destination = self._block_at(copy.group, copy.row, copy.column)
         kind = "state" if copy.group.states is not None else "block"
-        return Transfer(copy.group.number, self._local(copy.group, copy.source), target, kind)
+        return Transfer(copy.group.number, self._local(copy.group, copy.source), destination, kind)
 
     def _kept(self, one: Stored, column: int) -> Transfer:
         source = self._block_at(one.group, one.row, column)
