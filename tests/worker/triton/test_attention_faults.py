@@ -80,10 +80,24 @@ MUTANTS = {
 }
 
 
+_LEFT = 7.0
+
 IN_CI = list(MUTANTS)[::4]
 """The interpreter takes a second for each: the rest is `make test-all`'s."""
 
 
+@pytest.fixture
+def filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill new memory: of what a fault leaves unwritten, any other number could be right, or be NaN and only warn."""
+    empty = torch.empty
+
+    def full(*size: Any, **options: Any) -> torch.Tensor:  # noqa: ANN401  # as torch.empty
+        return empty(*size, **options).fill_(_LEFT)
+
+    monkeypatch.setattr(torch, "empty", full)
+
+
+@pytest.mark.usefixtures("filled")
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # what the interpreter says of a fault
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=() if one in IN_CI else pytest.mark.thorough) for one in MUTANTS]
