@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cli_support import run
+from transformers import LlamaForCausalLM
 
 from hybridkv.cli.outcome import run as entry
 from hybridkv.planner import plan_to_json
@@ -425,3 +426,20 @@ def test_a_line_of_prompts_may_not_nest_without_end(tmp_path: Path, here: Call) 
     code, _, err = here("--model", "tiny:llama", "--prompts", path)
     assert code == 2
     assert "line 2: not JSON" in err
+
+
+@pytest.mark.parametrize("method", ["forward", "generate"])
+def test_a_model_that_fails_in_plain_transformers_is_one_line(
+    method: str, here: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("shapes cannot be\nmultiplied")
+
+    monkeypatch.setattr("hybridkv.runner.self_check._COMPARED", {})
+    monkeypatch.setattr(LlamaForCausalLM, method, fails)
+    code, out, err = here("--model", "tiny:llama", "--check", "--max-new-tokens", "2")
+    said = err.splitlines()[-1]
+    assert (code, out) == (2, "")
+    assert said.startswith("error: LlamaForCausalLM fails in plain transformers, without pages: RuntimeError: shapes ")
+    assert "shapes cannot be multiplied: mend the model" in said
+    assert "Traceback" not in err

@@ -26,6 +26,7 @@ from hybridkv.runner.completion import Completion
 from hybridkv.runner.images.prompt_images import OF_TEXT, TOKEN_KINDS, Images
 from hybridkv.runner.inputs import with_word_ids
 from hybridkv.runner.load import LoadedModel
+from hybridkv.runner.plain_transformers import plain_transformers
 from hybridkv.runner.probe import attention_implementation
 from hybridkv.runner.sampling.edits import Edits, RowEdits
 from hybridkv.runner.sampling.rows import row_edits
@@ -204,7 +205,7 @@ def generate_greedy(
     config = GenerationConfig(
         do_sample=False, max_new_tokens=count, min_new_tokens=count, repetition_penalty=penalty, pad_token_id=0
     )
-    with _plain_generation_config(model):
+    with _plain_generation_config(model), plain_transformers(model):
         if encoder is None:
             given = {**images, "attention_mask": torch.ones_like(ids)}
             out = model.generate(ids, generation_config=config, **given)
@@ -278,13 +279,15 @@ def forced_logits(
     ids = torch.tensor([[*prompt, *output[:-1]]], device=model.device)
     if encoder is not None:
         heard = {model.main_input_name: encoder.to(model.device)}
-        every: torch.Tensor = model(decoder_input_ids=ids, use_cache=False, **heard).logits[0].float()
+        with plain_transformers(model):
+            every: torch.Tensor = model(decoder_input_ids=ids, use_cache=False, **heard).logits[0].float()
         return every[-len(output) :]
     behind = ids.shape[1] - len(prompt)
     given = {name: value for name, value in images.items() if name not in OF_TEXT}
     # what was generated is text
     given |= {name: functional.pad(images[name], (0, behind)) for name in TOKEN_KINDS if name in images}
-    logits: torch.Tensor = model(input_ids=ids, use_cache=False, **given).logits[0, -len(output) :].float()
+    with plain_transformers(model):
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False, **given).logits[0, -len(output) :].float()
     return logits
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hybridkv.errors import ConfigError, UnsupportedModelError
+from hybridkv.errors import ConfigError, HybridKVError, UnsupportedModelError
 from hybridkv.models import Layer, Model, read_model
 from hybridkv.runner.attention.attention_form import FormNotes
 from hybridkv.runner.encoder_decoder import decode, is_encoder_decoder
@@ -211,7 +211,9 @@ def probe(model: PreTrainedModel) -> Probed:
     with attention_implementation(model, "eager"), _callers(model, cache), torch.inference_mode():
         try:
             takes_positions = _forward(model, cache, crossed)
-        except (TypeError, AttributeError, IndexError, ValueError) as error:
+        except (HybridKVError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a model that gets a cache which it does not expect raises anything
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not run on a cache of keys, values and states: not supported ({error})"
             ) from error

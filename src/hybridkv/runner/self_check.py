@@ -27,6 +27,7 @@ from hybridkv.runner.attention.paged import AttentionBackend
 from hybridkv.runner.encoder_decoder import is_encoder_decoder
 from hybridkv.runner.forwards import Forwards, forwards_of
 from hybridkv.runner.load import LoadedModel
+from hybridkv.runner.plain_transformers import plain_transformers
 from hybridkv.runner.planning import plan_for
 from hybridkv.runner.probe import attention_implementation, planner_model, probe
 from hybridkv.runner.runner import ModelRunner
@@ -133,9 +134,9 @@ def require_same(loaded: LoadedModel, plan: Plan, attention: AttentionBackend) -
     if kind is not None and kind in _COMPARED:
         return _COMPARED[kind]
     step_context.require_free(loaded.model)
-    probed = probe(loaded.model)  # what cannot run on pages at all is refused for that
-    trial = Trial(plan, forwards_of(loaded.model, probed), attention)
     name, alone = type(loaded.model).__name__, said_alone(loaded, length)
+    probed = probe(loaded.model)  # refuses a model that cannot run on pages at all, and says why
+    trial = Trial(plan, forwards_of(loaded.model, probed), attention)
     report = _tried(loaded, alone, trial)
     if report.wrong and not report.failed and depends_on_calls(probed.mixers):
         return trial.forwards  # alone, too: its mixers were compared one by one, and the log tells
@@ -195,7 +196,10 @@ def _length(plan: Plan) -> int:
 
 
 def said_alone(loaded: LoadedModel, length: int) -> Alone:
-    """What ``loaded`` says to prompts of up to ``length`` tokens, at least 8. Raises what the model raises."""
+    """What ``loaded`` says to prompts of up to ``length`` tokens, at least 8.
+
+    Raises UnsupportedModelError if ``loaded`` fails without pages.
+    """
     draw = np.random.default_rng(_SEED)
     first, second, other = (draw.integers(0, loaded.vocab_size, length).tolist() for _ in range(3))
     prompts = (first, second[: length // 2])
@@ -225,7 +229,8 @@ def compare(loaded: LoadedModel, alone: Alone, trial: Trial) -> Report:
 def _plain(loaded: LoadedModel, prompt: Sequence[int]) -> torch.Tensor:
     """float32[tokens, vocabulary]."""
     ids = torch.tensor([list(prompt)], device=loaded.model.device)
-    logits: torch.Tensor = loaded.model(input_ids=ids, use_cache=False).logits[0].float()
+    with plain_transformers(loaded.model):
+        logits: torch.Tensor = loaded.model(input_ids=ids, use_cache=False).logits[0].float()
     return logits
 
 
