@@ -162,6 +162,7 @@ def serve_command(
         app = create_app(engine, served, events=events, tracer=tracer)
         gc.collect()
         gc.freeze()  # what was loaded stays: looking for garbage in it would stop all streams for some 0.2 s
+        ending.callback(gc.unfreeze)  # else the interpreter keeps it at its end, and libraries report it as leaked
         Server(app, lambda: print(_ready(engine, served, at), flush=True)).run(sockets=[listening])
     print("drained: all that was asked has been answered", flush=True)
     return 0
