@@ -449,3 +449,36 @@ def test_stop_strings_and_salts_go_through() -> None:
     assert "".join(one.text or "" for one in parts) == text[: text.index(text[8:11])]
     assert parts[-1].completion is not None
     assert parts[-1].completion.hit_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "raised", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError()], ids=repr
+)
+def test_what_is_no_exception_in_a_forward_leaves_nobody_waiting(raised: BaseException) -> None:
+    """The event loop goes on, every stream ends, and ``close`` raises what it was."""
+
+    def fail(*_: object) -> None:
+        calls.append(None)
+        if len(calls) == 3:
+            raise raised
+
+    calls: list[None] = []
+
+    async def work() -> None:
+        engine = Engine(LLAMA, memory="2MiB", max_model_len=256)
+        front = AsyncEngine(engine)
+        with LLAMA.model.register_forward_pre_hook(fail):
+            tasks = [asyncio.create_task(read(front, prompt, greedy(8))) for prompt in PROMPTS[:2]]
+            done, waiting = await asyncio.wait(tasks, timeout=20)
+        assert not waiting
+        said = f"the engine's thread ended by {type(raised).__name__}: close the engine"
+        for task in done:
+            assert str(task.exception()).startswith(said)
+        with pytest.raises(CacheError, match=said):
+            await read(front, PROMPTS[0], greedy(2))
+        with pytest.raises(type(raised)):
+            await front.close()
+        with pytest.raises(CacheError):
+            engine.step()
+
+    run(work)

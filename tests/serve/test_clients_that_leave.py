@@ -176,6 +176,21 @@ def test_a_forward_that_fails_is_an_error_of_the_server(monkeypatch: pytest.Monk
         assert served.post(PATH, prompt="a", max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_a_forward_that_asks_the_process_to_end_is_answered(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of("llama")
+    with serving(engine) as served:
+
+        def ends(*_: Any) -> Any:  # noqa: ANN401  # the runner's
+            raise kind("secret")
+
+        monkeypatch.setattr(engine.runner, "execute", ends)
+        for _ in range(2):
+            message = served.refused(PATH, 503, prompt="a")["message"]
+            assert message == f"the engine's thread ended by {kind.__name__}: close the engine and make another one"
+        assert served.client.get("/health").status_code == 503
+
+
 def test_a_server_that_drains_answers_what_it_has() -> None:
     with serving(engine_of("llama")) as served:
         with served.client.stream("POST", PATH, json={**LONG, "max_tokens": 60, "stream": True}) as answer:

@@ -13,6 +13,7 @@ reader is that far behind, no step runs.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,8 @@ from hybridkv.runner.inputs import one_each
 from hybridkv.runner.stream import Stream
 from hybridkv.schedule import SchedulerStatistics
 from hybridkv.units import shown
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -339,6 +342,8 @@ class AsyncEngine:
         try:
             if self._turns is not None:
                 await self._turns
+            if self._died_of is not None:
+                raise self._died_of
         finally:
             try:
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._end)
@@ -381,9 +386,12 @@ class AsyncEngine:
                     one.reader.deliver(one)
                 if idle:
                     await self._wake.wait()
-        except BaseException as error:
+        except asyncio.CancelledError as error:
             self._died_of = error
             raise
+        except BaseException as error:  # raised by a task, SystemExit and KeyboardInterrupt would stop the event loop
+            self._died_of = error
+            logger.critical("the engine's thread ended: %s", type(error).__name__, exc_info=error)
         finally:
             for reader in self._readers:
                 if not reader.ended:
@@ -393,7 +401,8 @@ class AsyncEngine:
         """Why nothing is read any more."""
         if self._died_of is None:
             return engine_closed()
-        over = CacheError(f"the engine's thread ended by {self._died_of!r}: close the engine and make another one")
+        kind = type(self._died_of).__name__  # what it says is in the log: a server shows this to its clients
+        over = CacheError(f"the engine's thread ended by {kind}: close the engine and make another one")
         over.__cause__ = self._died_of
         return over
 
