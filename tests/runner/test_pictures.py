@@ -52,13 +52,13 @@ def data_url(octets: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(octets).decode()
 
 
-def huge_png() -> bytes:
+def huge_png(width: int = 60000, height: int = 60000) -> bytes:
     """Few bytes that say they are 60,000 by 60,000 pixels."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
 
-    header = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     parts = [chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(bytes(1000))), chunk(b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
@@ -120,6 +120,14 @@ def test_what_is_no_picture_is_refused_by_name(
         (tmp_path / name).write_bytes(octets)
     with pytest.raises(ConfigError, match=message):
         open_picture(named, tmp_path)
+
+
+@pytest.mark.parametrize("bound", [None, 1 << 40, 89_478_485])
+def test_pixels_are_counted_before_they_are_decoded(bound: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever bound the application has given pillow."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", bound)
+    with pytest.raises(ConfigError, match=r"has 8192 x 8193 pixels, more than 67,108,864: give it in a smaller size"):
+        open_picture(data_url(huge_png(8192, 8193)), None)
 
 
 def test_files_are_read_only_where_the_caller_says_so(tmp_path: Path) -> None:

@@ -313,7 +313,7 @@ class AdmissionControl:
             ),
         )
         if isinstance(plan, Refusal):
-            logger.debug("request %s is not admitted: %s", request.request_id, plan)
+            logger.debug("request %r is not admitted: %s", request.request_id, plan)
             return None, plan
         return plan, None
 

@@ -53,7 +53,7 @@ class RowReleaser:
     def preempt_last(self, in_flight: Iterable[InFlight]) -> None:
         """The last in order gives its blocks back and waits, with the steps ``in_flight`` that hold it."""
         request = self._running.requests[-1]
-        logger.debug("request %s is preempted", request.request_id)
+        logger.debug("request %r is preempted", request.request_id)
         self.num_preempted += 1
         request.num_preemptions += 1
         self._send_back([request], in_flight, written=True)

@@ -29,6 +29,8 @@ from hybridkv.units import format_bytes, shown
 FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 MOST_BYTES: Final = 64 << 20
 """Of a picture as it is stored."""
+MOST_PIXELS: Final = 1 << 26
+"""Of a picture, which takes 3 bytes each once it is decoded: 192 MiB."""
 
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # two letters at least: one is a drive
 _DATA: Final = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
@@ -97,6 +99,15 @@ def _of_data(url: str, what: str) -> bytes:
         raise ConfigError(f"picture {what} is no base64: {error}") from error
 
 
+def _require_pixels(size: tuple[int, int], what: str) -> None:
+    """ConfigError for a picture that is large when decoded, whatever bound the application has set in pillow."""
+    width, height = size
+    if width * height > MOST_PIXELS:
+        raise ConfigError(
+            f"picture {what} has {width} x {height} pixels, more than {MOST_PIXELS:,}: give it in a smaller size"
+        )
+
+
 def _decoded(octets: bytes, what: str) -> Any:  # noqa: ANN401  # see open_picture
     require_pillow()
     from PIL import Image, ImageOps, UnidentifiedImageError  # noqa: PLC0415  # optional
@@ -104,8 +115,11 @@ def _decoded(octets: bytes, what: str) -> Any:  # noqa: ANN401  # see open_pictu
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(octets), formats=FORMATS) as picture:
+            with Image.open(io.BytesIO(octets), formats=FORMATS) as picture:  # reads the header alone
+                _require_pixels(picture.size, what)
                 return ImageOps.exif_transpose(picture).convert("RGB")
+    except ConfigError:
+        raise
     except UnidentifiedImageError as error:
         raise ConfigError(f"picture {what} is none of {', '.join(FORMATS)}") from error
     except Exception as error:  # broken files make decoders raise anything
