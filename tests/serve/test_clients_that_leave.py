@@ -16,6 +16,7 @@ from hybridkv.serve.bodies import CompletionBody
 from hybridkv.serve.completions import CompletionForm, ask
 from hybridkv.serve.front import Front
 from hybridkv.serve.generation import Answer
+from hybridkv.serve.keys import Tenant
 
 PATH = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": "go on", "max_tokens": LONGEST - 8, "ignore_eos": True}
@@ -80,9 +81,9 @@ async def never() -> dict[str, Any]:
 
 
 async def streamed(front: Front, body: CompletionBody) -> Answer:
-    asked = await ask(front, body, None)
-    form, request = CompletionForm(front, body, asked), Request({"type": "http", "headers": []})
-    return Answer(front, request, asked, form, stream=True)
+    request = Request({"type": "http", "headers": [], "client": None, "state": {"tenant": Tenant()}}, never)
+    asked = await ask(front, body, request)
+    return Answer(front, request, asked, CompletionForm(front, body, asked), stream=True)
 
 
 def test_what_was_asked_ends_even_while_something_is_sent() -> None:

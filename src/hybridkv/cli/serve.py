@@ -17,7 +17,7 @@ from hybridkv.cli.panels import CACHE, OUTPUT, REQUESTS, RUN
 from hybridkv.cli.speculation import Speculate, SpeculateOption
 from hybridkv.cli.stepping import AttentionOption, MaxRunningOption, NoPrefixCachingOption, TokenBudgetOption
 from hybridkv.errors import ConfigError
-from hybridkv.units import MOST_COUNT, format_bytes, format_count
+from hybridkv.units import MOST_COUNT, format_bytes, format_count, parse_bytes
 
 if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
     from hybridkv.runner.engine import Engine
@@ -65,6 +65,40 @@ def serve_command(
         Path | None,
         typer.Option(help="Lines of KEY, or KEY SALT for a tenant.", show_default="no keys", rich_help_panel=REQUESTS),
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Without keys: answer to this name in Host, beside private names and addresses. * for any.",
+            show_default=False,
+            rich_help_panel=REQUESTS,
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Let pages of https://HOST use the server from a browser.",
+            show_default=False,
+            rich_help_panel=REQUESTS,
+        ),
+    ] = None,
+    header_timeout: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="For the headers of a request to arrive.", rich_help_panel=REQUESTS),
+    ] = 10.0,
+    body_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="For its body to arrive.", rich_help_panel=REQUESTS)
+    ] = 60.0,
+    body_memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="For all bodies over 64 KiB together.", rich_help_panel=REQUESTS)
+    ] = "128MiB",
+    grace: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", help="After SIGTERM, for answers in hand; then they are cut off.", rich_help_panel=RUN
+        ),
+    ] = 30.0,
     metrics_prefix: Annotated[
         str, typer.Option(metavar="NAME", help="Of metrics' names: vllm for vLLM's own.", rich_help_panel=OUTPUT)
     ] = "hybridkv",
@@ -118,12 +152,16 @@ def serve_command(
     from hybridkv.runner.assembly import EngineOptions  # noqa: PLC0415  # torch takes seconds: only this command pays
     from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
     from hybridkv.serve.app import create_app  # noqa: PLC0415  # same
+    from hybridkv.serve.connections import ConnectionLimits  # noqa: PLC0415  # same
     from hybridkv.serve.front import ServeOptions  # noqa: PLC0415  # same
     from hybridkv.serve.keys import ApiKeys  # noqa: PLC0415  # same
+    from hybridkv.serve.origins import is_address  # noqa: PLC0415  # same
     from hybridkv.serve.server import Server, listen  # noqa: PLC0415  # same
 
     keys = None if api_key_file is None else ApiKeys.read(api_key_file)
-    served = ServeOptions(served_model_name, max_waiting, keys, metrics_prefix)
+    hosts = [*(allow_host or ()), *([host] if host and not is_address(host) else ())]
+    served = ServeOptions(served_model_name, max_waiting, keys, metrics_prefix, hosts, allow_origin or ())
+    limits = ConnectionLimits(header_timeout, body_timeout, parse_bytes(body_memory), grace)
     options = EngineOptions(
         max_running,
         token_budget,
@@ -163,7 +201,13 @@ def serve_command(
         gc.collect()
         gc.freeze()  # what was loaded stays: looking for garbage in it would stop all streams for some 0.2 s
         ending.callback(gc.unfreeze)  # else the interpreter keeps it at its end, and libraries report it as leaked
-        Server(app, lambda: print(_ready(engine, served, at), flush=True)).run(sockets=[listening])
+        server = Server(app, lambda: print(_ready(engine, served, at), flush=True), limits)
+        server.run(sockets=[listening])
+    if server.cut_off:
+        print(
+            f"ended: {server.cut_off} answers took longer than the {grace:g} s of --grace, and were cut off", flush=True
+        )
+        return 1
     print("drained: all that was asked has been answered", flush=True)
     return 0
 

@@ -12,7 +12,7 @@ A content is text, or a list of parts, as OpenAI's chat API and transformers hav
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any, Final
@@ -113,12 +113,20 @@ def chat_ids(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     names: Mapping[str, Any] | None = None,
+    check: Callable[[str], None] | None = None,
 ) -> list[int]:
-    """Token ids of ``messages`` and of what the assistant's answer begins with. O(characters).
+    """Return the token ids of ``messages`` and of the beginning of the assistant's answer. O(characters).
 
-    tools: functions that the template may offer to the model, as JSON schemas; names: others that the template reads.
-    Raises ConfigError as require_chat, for messages that the template refuses or that have pictures, and for what the
-    template does not read.
+    Args:
+        loaded: with a tokenizer that has a chat template.
+        messages: without pictures.
+        tools: functions that the template may offer to the model, as JSON schemas.
+        names: other variables that the template reads.
+        check: is called with the text of the template before it is tokenized, and may raise. It needs a tokenizer
+            that tokenizes this text as any other (TextBound.of knows it).
+
+    Raises ConfigError as require_chat, for messages that the template refuses or that have pictures, and for names
+    that the template does not read; and whatever ``check`` raises.
     """
     if any(_has_pictures(one) for one in messages):
         raise ConfigError("messages with pictures are more than token ids: ask chat_prompt for ids and images")
@@ -126,11 +134,16 @@ def chat_ids(
     read = {**(names or {}), **({} if tools is None else {"tools": list(tools)})}
     _refuse_unread(loaded, read, names or {})
     try:
-        ids = loaded.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=False, **read
+        said = loaded.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=check is None, return_dict=False, **read
         )
     except Exception as error:  # whatever a template raises is what it says of the messages
         raise ConfigError(f"the chat template of {loaded.name} refuses the messages: {error}") from error
+    if check is None:
+        ids = said
+    else:
+        check(said)
+        ids = loaded.tokenizer.encode(said, add_special_tokens=False)
     return encode(loaded, ids, what="conversation")
 
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 from fastapi import FastAPI, Request, Response
 from opentelemetry.trace import Tracer
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybridkv.arguments import instance
@@ -24,6 +24,7 @@ from hybridkv.serve.front import Front, ServeOptions
 from hybridkv.serve.generation import Answer
 from hybridkv.serve.keys import KeyGate
 from hybridkv.serve.operations import add_operations
+from hybridkv.serve.origins import OriginGate
 from hybridkv.serve.page import add_page
 
 MOST_BODY_BYTES: Final = 32 << 20
@@ -32,7 +33,7 @@ _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
     for status, said in (
         (400, "What the body says cannot be."),
         (401, "No known API key."),
-        (403, "Not for this API key."),
+        (403, "Not for this API key, this Host or this Origin."),
         (404, "No such model."),
         (413, "The body is too long."),
         (429, "The queue is full: ask again after Retry-After seconds."),
@@ -70,7 +71,11 @@ def create_app(
         docs_url=None,  # pages that fetch scripts from elsewhere
         redoc_url=None,
         responses=_ERRORS,
-        middleware=[Middleware(KeyGate, keys=front.options.keys), Middleware(LengthGate)],
+        middleware=[
+            *_gates_of_pages(front.options),
+            Middleware(KeyGate, keys=front.options.keys),
+            Middleware(BodyGate),
+        ],
         telemetry={"tracing": False},
     )
     app.state.front = front
@@ -82,51 +87,76 @@ def create_app(
     return app
 
 
-class LengthGate:
-    """Refuses bodies of more than MOST_BODY_BYTES: by what they say, or where they turn out to be."""
+def _gates_of_pages(options: ServeOptions) -> list[Middleware]:
+    """Those in front of all others, for what browsers send."""
+    gates: list[Middleware] = []
+    if options.keys is None:
+        gates.append(Middleware(OriginGate, hosts=options.allow_hosts, origins=options.allow_origins))
+    if options.allow_origins:
+        gates.append(
+            Middleware(CORSMiddleware, allow_origins=options.allow_origins, allow_methods=["*"], allow_headers=["*"])
+        )
+    return gates
+
+
+class BodyGate:
+    """Reads the body, of at most MOST_BODY_BYTES, before the application is asked.
+
+    A client that leaves on the way is dropped here with all it sent. FastAPI would raise, and hold the body until the
+    next garbage collection.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As an ASGI application."""
-        said = Headers(scope=scope).get("content-length", "") if scope["type"] == "http" else ""
-        if said.isdecimal() and int(said) > MOST_BODY_BYTES:
-            refused = ApiError(413, f"the body has {said} bytes, at most {MOST_BODY_BYTES} are read")
+        """Answer as an ASGI application."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        said = Headers(scope=scope).get("content-length", "")
+        size, read, more = int(said) if said.isdecimal() else 0, 0, True
+        pieces: list[bytes] = []
+        while more and size <= MOST_BODY_BYTES:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            pieces.append(message.get("body", b""))
+            more = message.get("more_body", False)
+            read += len(pieces[-1])
+            size = max(size, read)
+        if size > MOST_BODY_BYTES:
+            refused = ApiError(413, f"the body is too long: at most {MOST_BODY_BYTES} bytes are read")
             await refused.response()(scope, receive, send)
             return
-        read = 0
+        given: list[Message] = [{"type": "http.request", "body": b"".join(pieces), "more_body": False}]
+        pieces.clear()
 
-        async def counted() -> Message:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read > MOST_BODY_BYTES:
-                raise HTTPException(413, f"at most {MOST_BODY_BYTES} bytes of a body are read")
-            return message
+        async def receive_whole() -> Message:
+            return given.pop() if given else await receive()
 
-        await self._app(scope, counted, send)
+        await self._app(scope, receive_whole, send)
 
 
 def _add_generation(app: FastAPI, front: Front) -> None:
     @app.post("/v1/completions", response_model=completions.CompletionAnswer, responses=_STREAM)
     async def complete(body: CompletionBody, request: Request) -> Response:
         """Text behind prompts."""
-        asked = await completions.ask(front, body, front.salt(request, body.cache_salt))
+        asked = await completions.ask(front, body, request)
         form = completions.CompletionForm(front, body, asked)
         return Answer(front, request, asked, form, stream=bool(body.stream))
 
     @app.post("/v1/chat/completions", response_model=chats.ChatAnswer, responses=_STREAM)
     async def chat(body: ChatBody, request: Request) -> Response:
         """The next turn of a conversation."""
-        asked = await chats.ask(front, body, front.salt(request, body.cache_salt))
+        asked = await chats.ask(front, body, request)
         form = chats.ChatForm(front, body, asked)
         return Answer(front, request, asked, form, stream=bool(body.stream))
 
     @app.post("/v1/responses", response_model=responses.ResponseAnswer, responses=_STREAM)
     async def respond(body: ResponseBody, request: Request) -> Response:
         """The next turn of a conversation, which is not kept."""
-        asked = await responses.ask(front, body, front.salt(request, body.cache_salt))
+        asked = await responses.ask(front, body, request)
         form = responses.ResponseForm(front, body, asked)
         return Answer(front, request, asked, form, stream=bool(body.stream))
 
@@ -135,21 +165,21 @@ def _add_rendering(app: FastAPI, front: Front) -> None:
     @app.post("/v1/completions/render")
     async def render(body: CompletionBody, request: Request) -> list[rendering.Rendered]:
         """What such a completion would ask of the engine; nothing runs."""
-        asked = await completions.ask(front, body, front.salt(request, body.cache_salt))
+        asked = await completions.ask(front, body, request)
         return rendering.rendered(front, asked)
 
     @app.post("/v1/chat/completions/render")
     async def render_chat(body: ChatBody, request: Request) -> rendering.Rendered:
         """What such a chat would ask of the engine; nothing runs."""
-        asked = await chats.ask(front, body, front.salt(request, body.cache_salt))
+        asked = await chats.ask(front, body, request)
         return rendering.rendered(front, asked)[0]
 
     @app.post("/tokenize", response_model_exclude_unset=True)
-    async def tokenize(body: TokenizeBody) -> rendering.Tokenized:
+    async def tokenize(body: TokenizeBody, request: Request) -> rendering.Tokenized:
         """The tokens of a prompt or a conversation."""
-        return await rendering.tokenized(front, body)
+        return await rendering.tokenized(front, body, request)
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> rendering.Detokenized:
+    async def detokenize(body: DetokenizeBody, request: Request) -> rendering.Detokenized:
         """The text of tokens."""
-        return await rendering.detokenized(front, body)
+        return await rendering.detokenized(front, body, request)

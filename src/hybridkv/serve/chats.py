@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Literal, NotRequired
 
+from starlette.requests import Request
 from typing_extensions import TypedDict
 
 from hybridkv.runner.completion import Completion, Increment
@@ -16,7 +17,7 @@ from hybridkv.serve.counts import Counter, Usage
 from hybridkv.serve.front import Front
 from hybridkv.serve.generation import Asked, Event, Part
 from hybridkv.serve.logprobs import ChatLogprobs, RecordWriter
-from hybridkv.serve.tokens import TokenTexts, conversation_ids
+from hybridkv.serve.tokens import TokenTexts
 
 
 class Message(TypedDict):
@@ -57,10 +58,14 @@ class ChatAnswer(TypedDict):
     prompt_token_ids: NotRequired[list[int]]
 
 
-async def ask(front: Front, body: ChatBody, salt: str | None) -> Asked:
-    """What ``body`` asks an engine for. Raises ApiError and ConfigError for what cannot be."""
+async def ask(front: Front, body: ChatBody, request: Request) -> Asked:
+    """Return what ``body`` asks an engine for.
+
+    Raises ApiError and ConfigError if it cannot be served, and ClientGoneError if the client of ``request`` leaves.
+    """
     front.require_model(body.model)
-    prompts = [await front.tokens.run(conversation_ids, front.loaded, body.messages, body)]
+    salt = front.salt(request, body.cache_salt)
+    prompts = [await front.tokens.conversation(request, body.messages, body)]
     sampling = body.sampling(
         front.most_tokens(prompts, body.most_tokens),
         n=body.n,

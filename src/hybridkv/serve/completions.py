@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Literal, NotRequired
 
+from starlette.requests import Request
 from typing_extensions import TypedDict
 
 from hybridkv.errors import ConfigError
@@ -44,12 +45,17 @@ class CompletionAnswer(TypedDict):
     usage: NotRequired[Usage | None]
 
 
-async def ask(front: Front, body: CompletionBody, salt: str | None) -> Asked:
-    """What ``body`` asks an engine for. Raises ApiError and ConfigError for what cannot be."""
+async def ask(front: Front, body: CompletionBody, request: Request) -> Asked:
+    """Return what ``body`` asks an engine for.
+
+    Raises ApiError and ConfigError if it cannot be served, and ClientGoneError if the client of ``request`` leaves.
+    """
     front.require_model(body.model)
+    salt = front.salt(request, body.cache_salt)
     if not body.return_token_ids:
         front.require_text()
-    prompts = await front.tokens.ids(front.loaded, body.prompts)
+    front.places.require(len(body.prompts) * (body.n or 1))
+    prompts = await front.tokens.ids(request, body.prompts)
     asked = body.max_tokens
     if asked == 0:
         if not body.echo:

@@ -1,7 +1,7 @@
 """What went wrong, in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``, with its status.
 
-400 what the body says cannot be    401, 403 the key    404 no such model or route    413 too long a body
-429 the queue is full               500 the forward failed    503 the engine has ended
+400 the body is wrong       401, 403 the key, the Host or the Origin    404 no such model or route    408 too slow
+413, 414, 431 too long      429 the queue is full    500 the forward failed    503 the engine has ended, or no memory
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from typing_extensions import TypedDict
 
 from hybridkv.errors import CacheError, ConfigError
+from hybridkv.serve.leaving import CLIENT_GONE, ClientGoneError
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ def api_error(error: Exception) -> ApiError:
 def answer_errors(app: FastAPI) -> None:
     """Whatever ``app`` raises is answered in this form."""
     app.add_exception_handler(ApiError, _of_engine)
+    app.add_exception_handler(ClientGoneError, _of_nobody)
     app.add_exception_handler(ConfigError, _of_engine)
     app.add_exception_handler(CacheError, _of_engine)
     app.add_exception_handler(RequestValidationError, _of_body)
@@ -106,6 +108,10 @@ def answer_errors(app: FastAPI) -> None:
 
 async def _of_engine(_: Request, error: Exception) -> JSONResponse:
     return api_error(error).response()
+
+
+async def _of_nobody(_: Request, __: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)
 
 
 async def _of_route(request: Request, error: Exception) -> JSONResponse:

@@ -14,15 +14,16 @@ from starlette.requests import Request
 
 from hybridkv.arguments import integer, text
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import check_fields, one_of, or_none
+from hybridkv.frozen import check_fields, each, one_of, or_none
 from hybridkv.runner.async_engine import AsyncEngine, EventSink
 from hybridkv.runner.engine import Engine
 from hybridkv.serve.errors import ApiError
 from hybridkv.serve.keys import ApiKeys, salt_for, tenant_of
 from hybridkv.serve.live import Live
 from hybridkv.serve.metrics import PREFIX, RequestMetrics, metrics_prefix
+from hybridkv.serve.origins import host_name, origin
 from hybridkv.serve.places import Places
-from hybridkv.serve.tokens import TokenThread
+from hybridkv.serve.tokens import Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class ServeOptions:
 
     max_waiting: outputs that may wait beside those that run; further ones are answered 429.
     keys: who may ask; None for whoever reaches the server. metrics_prefix: what names of metrics begin with.
+    allow_hosts: names in Host that a server without keys answers to, beside private ones; "*" for any.
+    allow_origins: of pages that may use the server from a browser, such as https://app.example.
     Raises ConfigError for values that cannot be.
     """
 
@@ -38,12 +41,16 @@ class ServeOptions:
     max_waiting: int = 256
     keys: ApiKeys | None = None
     metrics_prefix: str = PREFIX
+    allow_hosts: Sequence[str] = ()
+    allow_origins: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, or_none(text), "name")
         check_fields(self, partial(integer, least=0), "max_waiting")
         check_fields(self, or_none(one_of(ApiKeys)), "keys")
         check_fields(self, metrics_prefix, "metrics_prefix")
+        check_fields(self, each(host_name), "allow_hosts")
+        check_fields(self, each(origin), "allow_origins")
 
 
 class Front:
@@ -57,7 +64,7 @@ class Front:
         self.name = options.name or engine.loaded.name
         self.max_model_len = engine.plan.max_model_len
         self.places = Places(engine.options.max_running + options.max_waiting)
-        self.tokens = TokenThread()
+        self.tokens = Tokens(engine.loaded, engine.plan.max_model_len)
         self.metrics = RequestMetrics(options.metrics_prefix, self.name)
         self.live = Live(self.engine, self.metrics)
         self.tracer = tracer

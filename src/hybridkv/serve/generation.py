@@ -28,11 +28,11 @@ from hybridkv.runner.engine import Engine
 from hybridkv.runner.stream import Stream
 from hybridkv.serve.errors import api_error
 from hybridkv.serve.front import Front
+from hybridkv.serve.leaving import ClientGoneError, leaves
 from hybridkv.serve.metrics import Watch
 from hybridkv.serve.spans import RequestSpan
+from hybridkv.serve.turns import Piece
 
-CLIENT_GONE: Final = 499
-"""The status of an answer that nobody reads."""
 _STREAM_HEADERS: Final = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"))
 
 
@@ -115,10 +115,6 @@ class Form(Protocol):
         ...
 
 
-class ClientGoneError(Exception):
-    """Nobody reads the answer any more."""
-
-
 class Generation:
     """What ``asked`` comes to while it is ``reading``. span: is told of it."""
 
@@ -150,7 +146,7 @@ class Generation:
     @contextmanager
     def watched(self, receive: Receive) -> Iterator[None]:
         """It ends when its client goes, even while something is sent."""
-        leaving = asyncio.ensure_future(_leaves(receive))
+        leaving = asyncio.ensure_future(leaves(receive))
         leaving.add_done_callback(self._leave)
         try:
             yield
@@ -171,7 +167,7 @@ class Answer(Response):
 
     def __init__(self, front: Front, request: Request, asked: Asked, form: Form, *, stream: bool) -> None:
         super().__init__()
-        self._front, self._asked, self._form, self._stream = front, asked, form, stream
+        self._front, self._request, self._asked, self._form, self._stream = front, request, asked, form, stream
         self._span = None if front.tracer is None else RequestSpan(front.tracer, front.name, request, asked)
         self._begun = False
 
@@ -187,7 +183,7 @@ class Answer(Response):
                 await (await self._whole(done))(scope, receive, send)
         except ClientGoneError:
             if not self._begun:
-                await Response(status_code=CLIENT_GONE)(scope, receive, send)
+                raise
         except Exception as error:
             refused = api_error(error)
             if not self._begun:
@@ -218,9 +214,12 @@ class Answer(Response):
         await _send(send, [*events, *self._form.end()], more=False)
 
     async def _whole(self, done: Sequence[Completion]) -> Response:
-        if self._asked.sampling.prompt_logprobs is not None:  # naming thousands of tokens takes a while
-            return JSONResponse(await self._front.tokens.run(self._form.whole, done))
-        return JSONResponse(self._form.whole(done))
+        if self._asked.sampling.prompt_logprobs is None:
+            return JSONResponse(self._form.whole(done))
+        # naming thousands of tokens takes a while
+        piece = Piece(sum(map(len, self._asked.prompts)), partial(self._form.whole, done))
+        (whole,) = await self._front.tokens.run(self._request, [piece])
+        return JSONResponse(whole)
 
 
 async def _send(send: Send, events: Iterable[Event], *, more: bool) -> None:
@@ -259,9 +258,3 @@ def _told(span: RequestSpan | None) -> Iterator[None]:
         raise
     finally:
         span.end()
-
-
-async def _leaves(receive: Receive) -> None:
-    """Until the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -19,11 +19,15 @@ class Places:
         self._most = most
         self.taken = 0
 
+    def require(self, count: int) -> None:
+        """Raise ApiError 400 for more outputs than there are places."""
+        if count > self._most:
+            raise ApiError(400, f"{count} outputs asked for at once: at most {self._most} are in hand at a time")
+
     @contextmanager
     def take(self, count: int) -> Iterator[None]:
         """``count`` of them, given back behind. ApiError 429 while too few are left, 400 where there never are."""
-        if count > self._most:
-            raise ApiError(400, f"{count} outputs asked for at once: at most {self._most} are in hand at a time")
+        self.require(count)
         if self.taken + count > self._most:
             raise ApiError(
                 429,

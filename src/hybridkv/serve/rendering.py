@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NotRequired
+from functools import partial
+from typing import Final, NotRequired
 
+from starlette.requests import Request
 from typing_extensions import TypedDict
 
 from hybridkv.runner.inputs import encode
 from hybridkv.serve.bodies import DetokenizeBody, TokenizeBody
 from hybridkv.serve.front import Front
 from hybridkv.serve.generation import Asked
-from hybridkv.serve.tokens import TokenTexts, conversation_ids
+from hybridkv.serve.tokens import TokenTexts
+from hybridkv.serve.turns import Piece
+
+_PIECE: Final = 1 << 10  # tokens whose texts are made at once: some 20 ms
 
 
 class Tokenized(TypedDict):
@@ -38,30 +43,41 @@ class Rendered(TypedDict):
     cache_salt: str | None
 
 
-async def tokenized(front: Front, body: TokenizeBody) -> Tokenized:
-    """The tokens of a prompt or a conversation. ApiError and ConfigError for what cannot be."""
+async def tokenized(front: Front, body: TokenizeBody, request: Request) -> Tokenized:
+    """Return the tokens of a prompt or a conversation.
+
+    Raises ApiError and ConfigError as completions.ask, and ClientGoneError if the client of ``request`` leaves.
+    """
     front.require_model(body.model)
     front.require_text()
     if body.messages is not None:
-        ids = await front.tokens.run(conversation_ids, front.loaded, body.messages, body)
+        ids = await front.tokens.conversation(request, body.messages, body)
     else:
-        (ids,) = await front.tokens.ids(front.loaded, [body.prompt or ""])
+        (ids,) = await front.tokens.ids(request, [body.prompt or ""])
     made: Tokenized = {"count": len(ids), "max_model_len": front.max_model_len, "tokens": ids}
     if body.return_token_strs:
-        made["token_strs"] = await front.tokens.run(_texts, front, ids)
+        pieces = [Piece(len(ids), partial(_texts, front, ids, begin)) for begin in range(0, len(ids), _PIECE)]
+        made["token_strs"] = [one for texts in await front.tokens.run(request, pieces) for one in texts]
     return made
 
 
-def _texts(front: Front, ids: list[int]) -> list[str]:
-    texts = TokenTexts(front.loaded.tokenizer)
-    return [texts.text(token, before) for before, token in zip([None, *ids], ids, strict=False)]
+def _texts(front: Front, ids: list[int], begin: int) -> list[str]:
+    """Of _PIECE of ``ids``, from ``begin`` on."""
+    texts, befores = TokenTexts(front.loaded.tokenizer), [None, *ids]
+    return [texts.text(ids[at], befores[at]) for at in range(begin, min(begin + _PIECE, len(ids)))]
 
 
-async def detokenized(front: Front, body: DetokenizeBody) -> Detokenized:
-    """The text of tokens. ApiError and ConfigError for what cannot be."""
+async def detokenized(front: Front, body: DetokenizeBody, request: Request) -> Detokenized:
+    """Return the text of tokens.
+
+    Raises ApiError and ConfigError for more tokens than the model has room for, and for unknown ones, and
+    ClientGoneError if the client of ``request`` leaves.
+    """
     front.require_model(body.model)
     front.require_text()
-    return {"prompt": await front.tokens.run(_decoded, front, body.tokens)}
+    front.tokens.require_room(body.tokens)
+    (text,) = await front.tokens.run(request, [Piece(len(body.tokens), partial(_decoded, front, body.tokens))])
+    return {"prompt": text}
 
 
 def _decoded(front: Front, ids: list[int]) -> str:

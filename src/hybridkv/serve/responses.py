@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+from starlette.requests import Request
 from typing_extensions import TypedDict
 
 from hybridkv.runner.completion import Completion
@@ -19,7 +20,6 @@ from hybridkv.schedule import FinishReason
 from hybridkv.serve.bodies import ResponseBody, TemplateBody
 from hybridkv.serve.front import Front
 from hybridkv.serve.generation import Asked, Event, Part
-from hybridkv.serve.tokens import conversation_ids
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -68,10 +68,14 @@ class ResponseAnswer(TypedDict):
     usage: dict[str, Any] | None
 
 
-async def ask(front: Front, body: ResponseBody, salt: str | None) -> Asked:
-    """What ``body`` asks an engine for. Raises ApiError and ConfigError for what cannot be."""
+async def ask(front: Front, body: ResponseBody, request: Request) -> Asked:
+    """Return what ``body`` asks an engine for.
+
+    Raises ApiError and ConfigError if it cannot be served, and ClientGoneError if the client of ``request`` leaves.
+    """
     front.require_model(body.model)
-    prompts = [await front.tokens.run(conversation_ids, front.loaded, body.messages, TemplateBody())]
+    salt = front.salt(request, body.cache_salt)
+    prompts = [await front.tokens.conversation(request, body.messages, TemplateBody())]
     sampling = body.sampling(front.most_tokens(prompts, body.max_output_tokens))
     return Asked(f"resp_{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints)
 

@@ -1,27 +1,31 @@
 """One process, one event loop, one engine, until a signal ends it.
 
-first SIGTERM or SIGINT: no new connections, those in hand are answered, then the process ends
+first SIGTERM or SIGINT: no new connections, requests in hand are answered within the grace, then the process ends
 second: what the handlers before it did, which is to end at once
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
 import signal
 import socket
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Final
+from typing import Any, Final, cast
 
 import uvicorn
 from fastapi import FastAPI
 
 from hybridkv.errors import ConfigError
+from hybridkv.serve.connections import ConnectionLimits, protocol
 from hybridkv.serve.front import Front
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG: Final = 2048
+_UNWIND_S: Final = 5
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -37,14 +41,37 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """``app`` of create_app, served until a signal; ``ready`` is called once it answers.
+    """``app`` of create_app, served until a signal.
 
     ``run(sockets=[listening])`` closes the socket, and the engine, before it returns.
+
+    Args:
+        app: of create_app.
+        ready: is called once it answers.
+        limits: of connections.
+
+    Attributes:
+        cut_off: connections closed because the grace had passed, with answers in hand.
     """
 
-    def __init__(self, app: FastAPI, ready: Callable[[], None] = lambda: None) -> None:
-        # its log would say again what the answers say
-        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, server_header=False))
+    def __init__(
+        self,
+        app: FastAPI,
+        ready: Callable[[], None] = lambda: None,
+        limits: ConnectionLimits = ConnectionLimits(),  # noqa: B008  # a frozen value
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            http=cast("Any", protocol(limits)),  # which makes one, as a class would
+            ws="none",
+            log_config=None,  # its log would say again what the answers say
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=math.ceil(limits.grace) + _UNWIND_S,
+        )
+        super().__init__(config)
+        self._grace = limits.grace
+        self.cut_off = 0
         self._front: Front = app.state.front
         self._ready = ready
         self._before: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
@@ -55,9 +82,16 @@ class Server(uvicorn.Server):
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's; who listens for ever is let go."""
+        """As uvicorn's; streams without an end are let go, and what is not answered within the grace is cut off."""
         self._front.draining = True
+        cutting = asyncio.get_running_loop().call_later(self._grace, self._cut_off)
         await super().shutdown(sockets)
+        cutting.cancel()
+
+    def _cut_off(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # which ends its request, as if the client had gone
+            self.cut_off += 1
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

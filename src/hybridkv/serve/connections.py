@@ -1,0 +1,314 @@
+"""Connections of a server, with limits that hold before a route, or a key, is looked at.
+
+    head (URL and headers): bytes, seconds -> 414, 431, 408       body: seconds -> 408; bytes of all bodies -> 503
+
+uvicorn parses HTTP, by httptools. It bounds none of these, and takes a client that has sent all it has for one that
+has gone: here such a client is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import select
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from typing import Any, Final
+
+import httptools
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from hybridkv.arguments import integer, real
+from hybridkv.errors import ConfigError
+from hybridkv.frozen import check_fields
+from hybridkv.serve.errors import ApiError
+
+MOST_URL_BYTES: Final = 8 << 10
+MOST_HEAD_BYTES: Final = 32 << 10
+"""Of the URL and all headers; a head that comes in pieces may have one piece more."""
+_SMALL_BODY: Final = 64 << 10
+_LINGER_S: Final = 2.0  # a socket closed with unread bytes in it loses the answer, too
+_MOST_LINGERED: Final = 32 << 20
+_FIRST_LOOK_S, _LOOK_S = 0.05, 1.0
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_NEEDS_POLL: Final = hasattr(select, "poll")  # not on Windows
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """How long clients may take, and how much of bodies is held.
+
+    Args:
+        header_timeout: seconds in which the URL and headers of a request must arrive.
+        body_timeout: seconds in which its body must arrive.
+        body_memory: bytes of all bodies together, from their arrival until they are answered; bodies of at most
+            64 KiB are not counted.
+        grace: seconds for answers in hand after SIGTERM; then they are cut off.
+
+    Raises ConfigError for values that are not positive.
+    """
+
+    header_timeout: float = 10.0
+    body_timeout: float = 60.0
+    body_memory: int = 128 << 20
+    grace: float = 30.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, _positive, "header_timeout", "body_timeout", "grace")
+        check_fields(self, partial(integer, least=1), "body_memory")
+
+
+def _positive(name: str, value: object) -> float:
+    found = real(name, value)
+    if found <= 0:
+        raise ConfigError(f"{name} must be positive, got {found}")
+    return found
+
+
+class Bodies:
+    """Bytes of all bodies that are held. O(connections with large bodies) where there are too many."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: dict[Connection, int] = {}
+        self.total = 0
+
+    def hold(self, owner: Connection, size: int) -> None:
+        """Count ``size`` bytes as those of ``owner``. While all are too many, refuse the largest that still arrives."""
+        self.total += size - self._held.get(owner, 0)
+        self._held[owner] = size
+        while self.total > self._most:
+            arriving = [one for one in self._held if one.body_arrives]
+            if not arriving:
+                return
+            largest = max(arriving, key=self._held.__getitem__)
+            self.release(largest)
+            largest.refuse(503, "the server holds too many bodies: ask again later", retry=True)
+
+    def release(self, owner: Connection) -> None:
+        """Count nothing of ``owner`` any more."""
+        self.total -= self._held.pop(owner, 0)
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's, with limits.
+
+    Args:
+        limits: of all connections.
+        bodies: those of all connections.
+        config, server_state, app_state, _loop: uvicorn's.
+    """
+
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        bodies: Bodies,
+        *,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits, self._bodies = limits, bodies
+        self._in_head = self.body_arrives = False
+        self._unparsed = 0  # bytes of this head, or since the last of this body
+        self._gets_on = False
+        self._held = self._lingered = 0
+        self._timed: str | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._refusal: tuple[int, str] | None = None
+        self._refused = self._half_closed = False
+
+    # what the transport tells
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        """Begin to wait for a head."""
+        super().connection_made(transport)
+        self._time("head")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Hold nothing more."""
+        super().connection_lost(exc)
+        self._time(None)
+        self._bodies.release(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse ``data``, and refuse what is too long or no HTTP."""
+        if self._refused:
+            self._lingered += len(data)
+            if self._lingered > _MOST_LINGERED:
+                self.transport.abort()
+            return
+        self._unset_keepalive_if_required()
+        waited, self._gets_on = self._in_head or self.body_arrives, False
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # to nothing that is offered: the request is answered as it is
+        except httptools.HttpParserError:
+            self.refuse(*(self._refusal or (400, "this is no HTTP/1.1 request")))
+            return
+        if waited and not self._gets_on:
+            self._unparsed += len(data)
+            if self._unparsed > MOST_HEAD_BYTES:
+                self.refuse(*self._too_long())
+                return
+        if self.body_arrives:
+            self._time("body")
+        else:
+            self._time("head" if self._in_head or self._idle else None)
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio's may say that it goes on
+        """Go on if a request is whole: its client may still read. Return whether the transport stays open."""
+        if self._refused or self._idle or self._in_head or self.body_arrives or not _NEEDS_POLL:
+            return False
+        self._half_closed = True
+        self._probe()
+        self.loop.call_later(_FIRST_LOOK_S, self._look)
+        return True
+
+    # what the parser tells
+
+    def on_message_begin(self) -> None:
+        """A head begins."""
+        super().on_message_begin()
+        self._in_head = self._gets_on = True
+        self._unparsed = 0
+
+    def on_headers_complete(self) -> None:
+        """A body begins; it may be empty."""
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if len(self.url) > MOST_URL_BYTES or size > MOST_HEAD_BYTES:
+            self._refusal = self._too_long()
+            raise ValueError(self._refusal)  # to the parser, which stops
+        self._in_head, self.body_arrives = False, True
+        self._gets_on = True
+        self._unparsed = self._held = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Hold more of a body."""
+        super().on_body(body)
+        self._gets_on = True
+        self._unparsed = 0
+        self._held += len(body)
+        if self._held > _SMALL_BODY and not self.cycle.response_complete:
+            self._bodies.hold(self, self._held)
+            if self._refused:
+                raise ValueError("refused")  # to the parser, which stops
+
+    def on_message_complete(self) -> None:
+        """A request is whole."""
+        super().on_message_complete()
+        self.body_arrives = False
+
+    def on_response_complete(self) -> None:
+        """Release the body; close if the client sends nothing more."""
+        self._bodies.release(self)
+        super().on_response_complete()
+        if self._half_closed and self._idle:
+            self.transport.close()
+
+    # what the server tells
+
+    def shutdown(self) -> None:
+        """Close, or answer what is in hand first; a request that is not whole is refused."""
+        if (self._in_head or self.body_arrives) and self._answerable:
+            self.refuse(503, "the server drains: it takes no more requests")
+        else:
+            super().shutdown()
+
+    def refuse(self, status: int, message: str, *, retry: bool = False) -> None:
+        """Answer the request that is not whole with an error, and close. If another is being answered, close alone."""
+        if self._refused or self.transport.is_closing():
+            return
+        self._refused = True
+        self._time(None)
+        self._bodies.release(self)
+        answers, cycle = self._answerable, self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if not answers:
+            self.transport.close()
+            return
+        self.transport.write(_error(status, message, retry=retry))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self.loop.call_later(_LINGER_S, self.transport.close)
+
+    # within
+
+    @property
+    def _idle(self) -> bool:
+        """Whether no request is in hand."""
+        return (self.cycle is None or self.cycle.response_complete) and not self.pipeline
+
+    @property
+    def _answerable(self) -> bool:
+        """Whether an error would be the answer to the request that is not whole, and to no other."""
+        if self.body_arrives:
+            return not self.pipeline and not self.cycle.response_started
+        return self._idle
+
+    def _too_long(self) -> tuple[int, str]:
+        if len(self.url) > MOST_URL_BYTES:
+            return 414, f"the URL has more than {MOST_URL_BYTES} bytes"
+        return 431, f"the headers have more than {MOST_HEAD_BYTES} bytes"
+
+    def _time(self, waited_for: str | None) -> None:
+        """Give a head or a body its time, from when it is first waited for."""
+        if waited_for == self._timed:
+            return
+        self._timed = waited_for
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if waited_for is not None:
+            seconds = self._limits.header_timeout if waited_for == "head" else self._limits.body_timeout
+            self._timer = self.loop.call_later(seconds, self._late)
+
+    def _late(self) -> None:
+        if self._in_head or (self.body_arrives and not self.cycle.response_complete):
+            self.refuse(408, f"the {self._timed} took too long to arrive")
+        else:
+            self.transport.close()
+
+    def _probe(self) -> None:
+        """Ask for a reset, by a line that any client skips, from a peer whose socket is closed."""
+        if self.cycle.scope["http_version"] == "1.1" and not self.cycle.response_started:
+            self.transport.write(_CONTINUE)
+
+    def _look(self) -> None:
+        """Notice that a client that had sent all has gone: after its end, a transport reads no more."""
+        if self.transport.is_closing():
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), 0)  # a reset is told unasked
+        if poll.poll(0):
+            self.transport.abort()
+            return
+        self._probe()
+        self.loop.call_later(_LOOK_S, self._look)
+
+
+def _error(status: int, message: str, *, retry: bool) -> bytes:
+    """An answer, as routes give it."""
+    body = json.dumps(ApiError(status, message).body).encode()
+    phrase, again = HTTPStatus(status).phrase, "retry-after: 1\r\n" if retry else ""
+    head = (
+        f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        f"{again}connection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def protocol(limits: ConnectionLimits) -> Callable[..., Connection]:
+    """Return what makes a connection of a server, as uvicorn wants it. All of one server share their bodies' memory."""
+    return partial(Connection, limits, Bodies(limits.body_memory))
