@@ -14,7 +14,7 @@ from opentelemetry.trace import Tracer
 
 from hybridkv.runner import Engine, EngineOptions, load
 from hybridkv.runner.async_engine import EventSink
-from hybridkv.serve import ServeOptions, Server, create_app, listen
+from hybridkv.serve import ConnectionLimits, ServeOptions, Server, create_app, listen
 from hybridkv.serve.front import Front
 
 torch.set_num_threads(1)
@@ -65,13 +65,14 @@ def serving(
     *,
     events: EventSink | None = None,
     tracer: Tracer | None = None,
+    limits: ConnectionLimits = ConnectionLimits(),  # noqa: B008  # a frozen value
 ) -> Iterator[Served]:
     """``engine`` behind a real server in a thread."""
     app = create_app(engine, options, events=events, tracer=tracer)
     listening = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     answers = threading.Event()
-    server = Server(app, answers.set)
+    server = Server(app, answers.set, limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
 

@@ -12,6 +12,7 @@ import asyncio
 import json
 import select
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -238,7 +239,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
             return
         self.transport.write(_error(status, message, retry=retry))
-        if self.transport.can_write_eof():
+        with suppress(OSError):  # the peer has gone
             self.transport.write_eof()
         self.flow.resume_reading()
         self.loop.call_later(_LINGER_S, self.transport.close)

@@ -1,0 +1,199 @@
+"""Texts that no model has room for, and many of them: others are answered as if nobody sent them."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2
+import pytest
+from serve_support import LONGEST, WAIT, Served, engine_of, serving, until
+from tokenizers import AddedToken
+
+from hybridkv.runner import Engine
+from hybridkv.serve import ServeOptions, tokens, turns
+from hybridkv.serve.keys import ApiKeys, Tenant, _digest
+
+PATH = "/v1/completions"
+PER_TOKEN = len("<eos>")
+"""Most characters of a token of tiny models."""
+FEW = {"prompt": "hello", "max_tokens": 1, "temperature": 0}
+TEXTS: list[tuple[str, Callable[[str], dict[str, Any]]]] = [
+    (PATH, lambda text: {"prompt": text, "max_tokens": 1}),
+    (PATH, lambda text: {"prompt": ["a", text], "max_tokens": 1}),
+    (f"{PATH}/render", lambda text: {"prompt": text}),
+    ("/tokenize", lambda text: {"prompt": text}),
+    ("/tokenize", lambda text: {"messages": [{"role": "user", "content": text}]}),
+    ("/v1/chat/completions", lambda text: {"messages": [{"role": "user", "content": text}]}),
+    (
+        "/v1/chat/completions",
+        lambda text: {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]},
+    ),
+    ("/v1/chat/completions/render", lambda text: {"messages": [{"role": "user", "content": text}] * 2}),
+    ("/v1/responses", lambda text: {"input": text}),
+    ("/v1/responses", lambda text: {"input": "a", "instructions": text}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), TEXTS)
+def test_a_text_that_cannot_fit_is_never_tokenized(
+    llama: Served, monkeypatch: pytest.MonkeyPatch, path: str, body: Callable[[str], dict[str, Any]]
+) -> None:
+    longest: list[int] = []
+    encode = llama.front.loaded.tokenizer._encode_plus
+
+    def counted(text: Any, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401  # transformers'
+        longest.append(len(text))
+        return encode(text, *arguments, **named)
+
+    monkeypatch.setattr(llama.front.loaded.tokenizer, "_encode_plus", counted)
+    error = llama.refused(path, 400, **body("x" * (LONGEST * PER_TOKEN + 1)))
+    assert error["code"] == "context_length_exceeded"
+    assert f"has {LONGEST} tokens for prompt and output together" in error["message"]
+    assert max(longest, default=0) <= 1
+
+
+def test_a_text_that_might_fit_is_tokenized(llama: Served) -> None:
+    text = "<eos>" * (LONGEST - 1)
+    assert llama.post("/tokenize", prompt=text)["count"] == LONGEST - 1
+    assert llama.post(PATH, prompt=text, max_tokens=1)["usage"]["prompt_tokens"] == LONGEST - 1
+    said = llama.post("/tokenize", prompt="x" * LONGEST * PER_TOKEN)
+    assert (said["count"], said["max_model_len"]) == (LONGEST * PER_TOKEN, LONGEST)
+
+
+def test_more_ids_than_fit_are_refused(llama: Served) -> None:
+    for path, body in ((PATH, {"prompt": [1] * (LONGEST + 1)}), ("/detokenize", {"tokens": [1] * (LONGEST + 1)})):
+        error = llama.refused(path, 400, **body)
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"].startswith(f"{LONGEST + 1} tokens do not fit")
+    assert len(llama.post("/detokenize", tokens=[65] * LONGEST)["prompt"]) == LONGEST
+
+
+def test_more_prompts_than_places_are_refused_untokenized(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama.front.tokens, "run", None)
+    assert llama.refused(PATH, 400, prompt=["a"] * 321)["message"].startswith("321 outputs asked for at once")
+    assert llama.refused(PATH, 400, prompt=["a"] * 161, n=2)["message"].startswith("322 outputs")
+
+
+def test_spaces_that_tokens_swallow_are_no_length() -> None:
+    engine = engine_of("llama")
+    engine.loaded.tokenizer.add_special_tokens({"eos_token": AddedToken("<eos>", lstrip=True, rstrip=True)})
+    with serving(engine) as served:
+        spaces = " " * (LONGEST * 16)
+        said = served.post("/tokenize", prompt=f"{spaces}<eos>{spaces}")
+        assert said["count"] == 1
+        long = f"{spaces}{'x' * (LONGEST * 6 + 1)}{spaces}"
+        assert served.refused("/tokenize", 400, prompt=long)["code"] == "context_length_exceeded"
+
+
+# -- many texts, and a tokenizer that takes its time
+
+
+class SlowTokenizer:
+    """Holds a server's tokenizer for texts with a star in them, until it is let go."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.begun = 0
+        self._go = threading.Event()
+        self._encode = engine.loaded.tokenizer._encode_plus
+        engine.loaded.tokenizer._encode_plus = self._encode_plus
+
+    def _encode_plus(self, text: Any, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401  # transformers'
+        if "*" in text:
+            self.begun += 1
+            assert self._go.wait(WAIT)
+        return self._encode(text, *arguments, **named)
+
+    def let_go(self) -> None:
+        self._go.set()
+
+
+@contextmanager
+def slow(
+    monkeypatch: pytest.MonkeyPatch, options: ServeOptions | None = None
+) -> Iterator[tuple[Served, SlowTokenizer]]:
+    monkeypatch.setattr(tokens, "SHORT", 100)  # so that two texts of 80 are no one piece
+    monkeypatch.setattr(turns, "_LANES", (100, None))
+    engine = engine_of("llama")
+    slowed = SlowTokenizer(engine)
+    with serving(engine, options) as served:
+        try:
+            yield served, slowed
+        finally:
+            slowed.let_go()
+
+
+def asking(served: Served, *keys: str, **body: object) -> threading.Thread:
+    """A client of its own."""
+
+    def ask() -> None:
+        headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+        assert httpx2.post(f"{served.url}{PATH}", json=body, headers=headers, timeout=WAIT).status_code == 200
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread
+
+
+def test_a_long_text_that_fits_holds_up_no_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with slow(monkeypatch) as (served, slowed):
+        long = asking(served, prompt="*" * 101, max_tokens=1)
+        until(lambda: slowed.begun == 1)
+        assert served.post(PATH, **FEW)["usage"]["completion_tokens"] == 1
+        slowed.let_go()
+        long.join(WAIT)
+        assert not long.is_alive()
+
+
+def test_a_tenant_with_many_texts_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ApiKeys({_digest("a"): Tenant("salt-a"), _digest("b"): Tenant("salt-b")})
+    with slow(monkeypatch, ServeOptions(keys=keys)) as (served, slowed):
+        threads = [asking(served, "a", prompt=["*" * 80] * 20, max_tokens=1) for _ in range(4)]
+        until(lambda: slowed.begun == 1)
+        other = served.client.post(PATH, json=FEW, headers={"Authorization": "Bearer b"})
+        assert other.status_code == 200
+        assert slowed.begun == 1
+        slowed.let_go()
+        for one in threads:
+            one.join(WAIT)
+
+
+def test_texts_of_a_client_that_left_are_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    with slow(monkeypatch) as (served, slowed):
+        for body in ({"prompt": ["*" * 80] * 20}, {"prompt": "*"}):
+            with pytest.raises(httpx2.TimeoutException):
+                served.client.post(PATH, json=body, timeout=0.2)
+            assert slowed.begun == 1
+        until(lambda: not served.front.tokens._turns._lanes[0][1]._waiting)
+        slowed.let_go()
+        assert served.post(PATH, **FEW)["usage"]["completion_tokens"] == 1
+        assert slowed.begun == 1
+
+
+def test_beside_long_texts_others_take_their_time(llama: Served) -> None:
+    """Texts of 2 MB, one behind the other: each took seconds of the one thread that all texts went through."""
+    raw = json.dumps({"prompt": "x" * 2_000_000, "max_tokens": 1}).encode()
+    stop, answers = threading.Event(), []
+
+    def attack() -> None:
+        with httpx2.Client(base_url=llama.url, timeout=WAIT) as client:
+            while not stop.is_set():
+                answer = client.post(PATH, content=raw, headers={"content-type": "application/json"})
+                answers.append((answer.status_code, answer.elapsed.total_seconds()))
+
+    def one() -> float:
+        begun = time.perf_counter()
+        llama.post(PATH, **FEW)
+        return time.perf_counter() - begun
+
+    alone = sorted(one() for _ in range(10))
+    attacker = threading.Thread(target=attack)
+    attacker.start()
+    until(lambda: bool(answers))
+    beside = sorted(one() for _ in range(10))
+    stop.set()
+    attacker.join(WAIT)
+    assert {status for status, _ in answers} == {400}
+    assert beside[5] < 10 * alone[5] + 0.1  # a machine of others; it was some hundred times as long
