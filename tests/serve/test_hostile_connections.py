@@ -14,8 +14,8 @@ from serve_support import LONGEST, WAIT, Served, engine_of, serving, until
 
 from hybridkv.errors import ConfigError
 from hybridkv.serve import ConnectionLimits
-from hybridkv.serve.app import MOST_BODY_BYTES
 from hybridkv.serve.connections import MOST_HEAD_BYTES, MOST_URL_BYTES
+from hybridkv.serve.lengths import MOST_BODY_BYTES
 
 PATH = "/v1/completions"
 GET = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"

@@ -5,16 +5,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import httpx2
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from serve_support import LONGEST, WAIT, Served, engine_of, serving, until
 from tokenizers import AddedToken
 
 from hybridkv.runner import Engine
 from hybridkv.serve import ServeOptions, tokens, turns
+from hybridkv.serve.bodies import MOST_MESSAGES
 from hybridkv.serve.keys import ApiKeys, Tenant, _digest
+from hybridkv.serve.lengths import MOST_VALUES, ValueCounter
 
 PATH = "/v1/completions"
 PER_TOKEN = len("<eos>")
@@ -197,3 +202,54 @@ def test_beside_long_texts_others_take_their_time(llama: Served) -> None:
     attacker.join(WAIT)
     assert {status for status, _ in answers} == {400}
     assert beside[5] < 10 * alone[5] + 0.1  # a machine of others; it was some hundred times as long
+
+
+# -- bodies of many values, which are parsed while everybody waits
+
+
+@given(st.lists(st.text() | st.integers() | st.lists(st.integers() | st.text(), max_size=3)), st.data())
+def test_values_are_counted_wherever_a_body_is_cut(values: list[Any], data: st.DataObject) -> None:
+    body = json.dumps(values, ensure_ascii=data.draw(st.booleans())).encode("utf-8", "surrogatepass")
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(body)), max_size=5)))
+    counter = ValueCounter()
+    counts = [counter.add(body[a:b]) for a, b in pairwise([0, *cuts, len(body)])]
+    commas = max(len(values) - 1, 0) + sum(max(len(one) - 1, 0) for one in values if isinstance(one, list))
+    assert counts[-1] == 1 + commas
+
+
+@pytest.mark.parametrize("piece", [b"1,", b'"a",', b'"\\"",', b'\\",', b'"a\\', b'{"a":1},'])
+def test_counting_takes_no_longer_than_reading(piece: bytes) -> None:
+    raw = piece * (2_000_000 // len(piece))
+    begun = time.process_time()
+    counter = ValueCounter()
+    for at in range(0, len(raw), 1 << 16):
+        counter.add(raw[at : at + (1 << 16)])
+    assert time.process_time() - begun < 2  # it takes a tenth; what tries every quote, hours
+
+
+@pytest.mark.parametrize(
+    ("path", "begin", "piece"),
+    [
+        (PATH, b'{"prompt":[', b"1,"),
+        (PATH, b'{"prompt":[', b'"a",'),
+        ("/v1/chat/completions", b'{"messages":[', b'{"role":"user","content":"a"},'),
+        ("/v1/completions", b'{"prompt":"a","logit_bias":{', b'"1":2,'),
+    ],
+)
+def test_a_body_of_very_many_values_is_not_parsed(llama: Served, path: str, begin: bytes, piece: bytes) -> None:
+    raw = begin + piece * (MOST_VALUES + 10)
+    answer = llama.client.post(path, content=raw, headers={"content-type": "application/json"})
+    assert answer.status_code == 413  # and not 400, which it is for a parser
+    assert f"at most {MOST_VALUES} are read" in answer.json()["error"]["message"]
+
+
+def test_a_text_of_commas_is_one_value(llama: Served) -> None:
+    error = llama.refused("/tokenize", 400, prompt="," * (MOST_VALUES + 10))
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_more_messages_than_any_chat_has_are_refused(llama: Served) -> None:
+    error = llama.refused(
+        "/v1/chat/completions", 400, messages=[{"role": "user", "content": "a"}] * (MOST_MESSAGES + 1)
+    )
+    assert error["param"] == "messages"

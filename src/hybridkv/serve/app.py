@@ -9,25 +9,23 @@ from typing import Any, Final
 
 from fastapi import FastAPI, Request, Response
 from opentelemetry.trace import Tracer
-from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybridkv.arguments import instance
 from hybridkv.runner.async_engine import EventSink
 from hybridkv.runner.engine import Engine
 from hybridkv.serve import chats, completions, rendering, responses
 from hybridkv.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, ResponseBody, TokenizeBody
-from hybridkv.serve.errors import ApiError, ErrorBody, answer_errors
+from hybridkv.serve.errors import ErrorBody, answer_errors
 from hybridkv.serve.front import Front, ServeOptions
 from hybridkv.serve.generation import Answer
 from hybridkv.serve.keys import KeyGate
+from hybridkv.serve.lengths import MOST_VALUES, BodyGate
 from hybridkv.serve.operations import add_operations
 from hybridkv.serve.origins import OriginGate
 from hybridkv.serve.page import add_page
 
-MOST_BODY_BYTES: Final = 32 << 20
 _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
     status: {"model": ErrorBody, "description": said}
     for status, said in (
@@ -35,7 +33,7 @@ _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
         (401, "No known API key."),
         (403, "Not for this API key, this Host or this Origin."),
         (404, "No such model."),
-        (413, "The body is too long."),
+        (413, "The body is too long, or has too many values."),
         (429, "The queue is full: ask again after Retry-After seconds."),
         (503, "The engine has ended, or the server drains."),
     )
@@ -74,7 +72,7 @@ def create_app(
         middleware=[
             *_gates_of_pages(front.options),
             Middleware(KeyGate, keys=front.options.keys),
-            Middleware(BodyGate),
+            Middleware(BodyGate, most_values=max(MOST_VALUES, 2 * front.max_model_len)),
         ],
         telemetry={"tracing": False},
     )
@@ -97,45 +95,6 @@ def _gates_of_pages(options: ServeOptions) -> list[Middleware]:
             Middleware(CORSMiddleware, allow_origins=options.allow_origins, allow_methods=["*"], allow_headers=["*"])
         )
     return gates
-
-
-class BodyGate:
-    """Reads the body, of at most MOST_BODY_BYTES, before the application is asked.
-
-    A client that leaves on the way is dropped here with all it sent. FastAPI would raise, and hold the body until the
-    next garbage collection.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer as an ASGI application."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        said = Headers(scope=scope).get("content-length", "")
-        size, read, more = int(said) if said.isdecimal() else 0, 0, True
-        pieces: list[bytes] = []
-        while more and size <= MOST_BODY_BYTES:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            pieces.append(message.get("body", b""))
-            more = message.get("more_body", False)
-            read += len(pieces[-1])
-            size = max(size, read)
-        if size > MOST_BODY_BYTES:
-            refused = ApiError(413, f"the body is too long: at most {MOST_BODY_BYTES} bytes are read")
-            await refused.response()(scope, receive, send)
-            return
-        given: list[Message] = [{"type": "http.request", "body": b"".join(pieces), "more_body": False}]
-        pieces.clear()
-
-        async def receive_whole() -> Message:
-            return given.pop() if given else await receive()
-
-        await self._app(scope, receive_whole, send)
 
 
 def _add_generation(app: FastAPI, front: Front) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -15,6 +15,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.request import NO_HINTS, Hints, SamplingParams
 
 MOST_LOGPROBS: Final = 20
+MOST_MESSAGES: Final = 1 << 13
 _MOST_STOPS: Final = 16
 _MOST_STOP_CHARACTERS: Final = 256
 _MOST_STOP_IDS: Final = 1024
@@ -180,8 +181,7 @@ class CompletionBody(ChoicesBody):
             raise ConfigError("prompt is empty: give it at least one token")
         if isinstance(given, str):
             return [given]
-        several = [one for one in given if not isinstance(one, int)]
-        return list(several) if several else [[one for one in given if isinstance(one, int)]]
+        return [given] if isinstance(given[0], int) else cast("list[str | Ids]", given)
 
 
 class TextPart(Body):
@@ -277,7 +277,7 @@ class ChatBody(ChoicesBody, TemplateBody):
         "skip_special_tokens": (True,),
     }
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -304,7 +304,7 @@ class TokenizeBody(TemplateBody):
 
     model: str | None = None
     prompt: Text | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -354,7 +354,7 @@ class ResponseBody(SamplingBody):
         "user": (),
     }
 
-    input: Text | Annotated[list[InputMessage], Field(min_length=1)]
+    input: Text | Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     instructions: Text | None = None
     max_output_tokens: int | None = None
 
