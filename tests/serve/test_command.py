@@ -158,6 +158,21 @@ async def _asynchronous(url: str, alone: Engine) -> None:
             await asyncio.sleep(0.01)
 
 
+def test_what_outlasts_the_grace_is_said() -> None:
+    with command("--grace", "0.3", "--allow-host", "llm.example", "--body-memory", "1MiB") as (process, url):
+        for host, status in (("llm.example", 200), ("evil.example", 403)):
+            assert httpx2.get(f"{url}/version", headers={"Host": host}).status_code == status
+        with httpx2.stream("POST", f"{url}/v1/completions", json={**LONG, "max_tokens": 1000}, timeout=WAIT) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(httpx2.TransportError):
+                list(lines)
+        assert process.wait(WAIT) == 1
+        assert process.stdout is not None
+        assert process.stdout.read() == "ended: answers that took longer than the 0.3 s of --grace were cut off: 1\n"
+
+
 @pytest.mark.thorough
 def test_a_second_signal_ends_at_once() -> None:
     with command() as (process, url):
@@ -187,3 +202,5 @@ def test_what_cannot_be_is_said_in_a_line(tmp_path: Path) -> None:
     assert "cannot read the API keys" in refused("--api-key-file", str(tmp_path / "none"))
     assert "cannot listen at" in refused("--host", "192.0.2.1")
     assert "--speculate" in refused("--speculate", "luck")
+    assert "grace must be positive" in refused("--grace", "0")
+    assert "allow_origins must be an origin" in refused("--allow-origin", "app.example")

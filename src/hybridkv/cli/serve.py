@@ -205,7 +205,8 @@ def serve_command(
         server.run(sockets=[listening])
     if server.cut_off:
         print(
-            f"ended: {server.cut_off} answers took longer than the {grace:g} s of --grace, and were cut off", flush=True
+            f"ended: answers that took longer than the {grace:g} s of --grace were cut off: {server.cut_off}",
+            flush=True,
         )
         return 1
     print("drained: all that was asked has been answered", flush=True)
