@@ -36,7 +36,7 @@ _LINGER_S: Final = 2.0  # a socket closed with unread bytes in it loses the answ
 _MOST_LINGERED: Final = 32 << 20
 _FIRST_LOOK_S, _LOOK_S = 0.05, 1.0
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-_NEEDS_POLL: Final = hasattr(select, "poll")  # not on Windows
+_HAS_POLL: Final = hasattr(select, "poll")  # not on Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +166,10 @@ class Connection(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio's may say that it goes on
         """Go on if a request is whole: its client may still read. Return whether the transport stays open."""
-        if self._refused or self._idle or self._in_head or self.body_arrives or not _NEEDS_POLL:
+        if self._refused or self._idle or self._in_head or self.body_arrives or not _HAS_POLL:
             return False
+        if self.cycle.response_started and self.cycle.scope["method"] == "GET":
+            return False  # such a stream may write too rarely to notice otherwise that its client has gone
         self._half_closed = True
         self._probe()
         self.loop.call_later(_FIRST_LOOK_S, self._look)
