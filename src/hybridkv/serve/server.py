@@ -25,7 +25,8 @@ from hybridkv.serve.front import Front
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG: Final = 2048
-_UNWIND_S: Final = 5
+UNWIND_S: Final = 5
+"""Seconds after the grace in which requests that were cut off must end; then their tasks are cancelled."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -67,7 +68,7 @@ class Server(uvicorn.Server):
             log_config=None,  # its log would say again what the answers say
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=math.ceil(limits.grace) + _UNWIND_S,
+            timeout_graceful_shutdown=math.ceil(limits.grace) + UNWIND_S,
         )
         super().__init__(config)
         self._grace = limits.grace
