@@ -347,3 +347,18 @@ def test_who_had_sent_all_and_then_leaves_ends_what_it_asked(strict: Served, *, 
     until(lambda: strict.front.engine.statistics().running == 0 and strict.front.places.taken == 0)
     now = strict.front.engine.statistics()
     assert now.requests_finished == before.requests_finished + 1
+
+
+def test_nothing_is_written_into_an_answer_in_front_of_another(strict: Served) -> None:
+    """Three requests at once, and an end: what asks whether the client is there must not go into the second answer."""
+    streamed = json.dumps({"prompt": "go on", "max_tokens": 200, "ignore_eos": True, "stream": True}).encode()
+    with connected(strict) as one:
+        one.sendall(GET + b"\r\n" + head_of_body(len(streamed)) + streamed + GET + b"\r\n")
+        one.shutdown(socket.SHUT_WR)
+        answer = read(one)
+    _, begins, behind = answer.partition(b"data: ")
+    events, ends, last = behind.partition(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert begins
+    assert ends
+    assert b"100 Continue" not in events
+    assert final(last).startswith(b"HTTP/1.1 200 OK")

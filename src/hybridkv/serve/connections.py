@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import select
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,9 +33,9 @@ MOST_HEAD_BYTES: Final = 32 << 10
 _SMALL_BODY: Final = 64 << 10
 _LINGER_S: Final = 2.0  # a socket closed with unread bytes in it loses the answer, too
 _MOST_LINGERED: Final = 32 << 20
-_FIRST_LOOK_S, _LOOK_S = 0.05, 1.0
+_FIRST_PROBE_S: Final = 0.05
+_PROBE_S: Final = 1.0
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-_HAS_POLL: Final = hasattr(select, "poll")  # not on Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +165,12 @@ class Connection(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio's may say that it goes on
         """Go on if a request is whole: its client may still read. Return whether the transport stays open."""
-        if self._refused or self._idle or self._in_head or self.body_arrives or not _HAS_POLL:
+        if self._refused or self._idle or self._in_head or self.body_arrives:
             return False
         if self.cycle.response_started and self.cycle.scope["method"] == "GET":
             return False  # such a stream may write too rarely to notice otherwise that its client has gone
         self._half_closed = True
         self._probe()
-        self.loop.call_later(_FIRST_LOOK_S, self._look)
         return True
 
     # what the parser tells
@@ -283,22 +281,17 @@ class Connection(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _probe(self) -> None:
-        """Ask for a reset, by a line that any client skips, from a peer whose socket is closed."""
-        if self.cycle.scope["http_version"] == "1.1" and not self.cycle.response_started:
-            self.transport.write(_CONTINUE)
+    def _probe(self, again: float = _FIRST_PROBE_S) -> None:
+        """Notice that a client that had sent all has gone: behind its end, only a write tells.
 
-    def _look(self) -> None:
-        """Notice that a client that had sent all has gone: after its end, a transport reads no more."""
-        if self.transport.is_closing():
+        A line that any client skips has a closed socket answer with a reset, on which the next line fails.
+        """
+        if self.transport.is_closing() or self._idle:
             return
-        poll = select.poll()
-        poll.register(self.transport.get_extra_info("socket").fileno(), 0)  # a reset is told unasked
-        if poll.poll(0):
-            self.transport.abort()
-            return
-        self._probe()
-        self.loop.call_later(_LOOK_S, self._look)
+        answer_waits = not self.pipeline and not self.cycle.response_started
+        if answer_waits and self.cycle.scope["http_version"] == "1.1":
+            self.transport.write(_CONTINUE)
+        self.loop.call_later(again, self._probe, _PROBE_S)
 
 
 def _error(status: int, message: str, *, retry: bool) -> bytes:
