@@ -154,7 +154,7 @@ def test_without_published_ends_one_class_of_one_block_gives_the_references_ids(
         lengths = [random.randint(1, 8) for _ in prompts]
         natural = cache_of(config_of((full_spec(B),), (1,), blocks - 1), published_ends=False)
         for cache in (natural, KVCacheManager(attention_config(blocks, (B,)), 200)):
-            loop, seen = Loop(cache, max_running=4, max_batched_tokens=16), []
+            loop, seen = Loop(cache, max_running=4, max_batched_tokens=16, short_share=0.0), []
             for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
                 loop.add(f"r{number}", prompt, length)
                 seen += [loop.step(), loop.step()]

@@ -26,6 +26,7 @@ from hybridkv.cache import (
 )
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.request import Request
+from hybridkv.schedule.budget import StepBudget
 from hybridkv.schedule.builder import StepBuilder
 from hybridkv.schedule.forks import Forks
 from hybridkv.schedule.limits import Finished, FinishReason, SchedulerLimits
@@ -84,6 +85,7 @@ class AdmissionControl:
         self.refusals: Counter[Reason] = Counter()
         self.misses: Counter[MissReason] = Counter()
         self.on_explained: OnExplained | None = None
+        self._num_passed = 0  # requests that the step made now passed by
 
     # -- ever
 
@@ -183,54 +185,103 @@ class AdmissionControl:
 
     def _admit_branch(self, parent: Request, entry: Waiting, builder: StepBuilder) -> bool:
         """Give a child a row that begins as the parent's, and its one token; whether it fits."""
-        if not builder.budget or not self._running.has_seat:
+        if not builder.budget.left or not self._running.has_seat:
             return False
-        plan, _ = self._plan(entry.request, *self._cache.blocks_to_share(parent), builder, alone=False)
+        plan, _ = self._plan(entry.request, *self._cache.blocks_to_share(parent), builder.budget, alone=False)
         if plan is None:
             return False
         self._begin(plan, entry.queue_key, builder)
         return True
 
     def _admit_waiting(self, builder: StepBuilder, now: float) -> None:
-        refused: list[Waiting] = []
+        budget, refused = builder.budget, list[Waiting]()
         with closing(self._waiting.in_order()) as entries:
-            while builder.budget and self._running.has_seat:
+            while budget.left and self._running.has_seat:
                 entry = next(entries, None)
                 if entry is None:
-                    return
+                    break
                 try:
-                    plan = None if entry.in_flight_steps else self._plan_behind_hit(entry, builder)
+                    if self._waits_for_tokens(entry, budget, now):
+                        if not self._passes(entry, now):
+                            break
+                        continue
+                    plan = None if entry.in_flight_steps else self._plan_behind_hit(entry, budget)
                 except Exception as error:  # noqa: BLE001 - a plan changes nothing: what it raises is its request's alone
                     self._releaser.end([Finished(entry.request, FinishReason.ERROR, error)])
                     continue
                 if plan is not None:
                     self._begin(plan, entry.queue_key, builder)
                     self._waiting.remove(entry.request)
-                    for passed in refused:
-                        passed.overtaken += 1
-                    if not all(self._may_be_overtaken(passed, now) for passed in refused):
-                        return
+                    for other in refused:
+                        other.overtaken += 1
+                    if not all(self._may_be_overtaken(other, now) for other in refused):
+                        break
                     continue
                 refused.append(entry)
-                if len(refused) == _MOST_PASSED or not self._may_be_overtaken(entry, now):
-                    return
+                entry.refused_at = now if entry.refused_at is None else entry.refused_at
+                if not self._passes(entry, now):
+                    break
+        self._num_passed = 0
+
+    def _waits_for_tokens(self, entry: Waiting, budget: StepBudget, now: float) -> bool:
+        """Whether all tokens that are left are kept for requests that lack fewer than that of ``entry``."""
+        if entry.in_flight_steps or not budget.keeps:
+            return False
+        if not self._may_be_overtaken(entry, now):
+            budget.keep_nothing()
+        return not budget.room_for(entry.request.num_tokens - self._hit(entry).tokens)
+
+    def _passes(self, entry: Waiting, now: float) -> bool:
+        """Pass by ``entry``; whether a step looks at those behind it."""
+        self._num_passed += 1
+        return self._num_passed < _MOST_PASSED and self._may_be_overtaken(entry, now)
 
     def _may_be_overtaken(self, entry: Waiting, now: float) -> bool:
-        if entry.refused_at is None:
-            entry.refused_at = now
-        waited = now - entry.refused_at
+        waited = 0 if entry.refused_at is None else now - entry.refused_at
         return entry.overtaken < self._limits.max_overtaken and waited < self._limits.max_overtaken_seconds
+
+    def count_short(self, budget: StepBudget, now: float) -> int:
+        """Tokens of the waiting requests that may go ahead: they lack no more than ``budget.ahead``, and they fit.
+
+        In order, behind the entry that is looked at. Only remembers look-ups. now: seconds.
+        """
+        kept, seats, passed = 0, self._running.seats_free, self._num_passed
+        with closing(self._waiting.in_order()) as entries:
+            for entry in entries:
+                tokens = self._short_tokens(entry, budget, budget.ahead - kept)
+                if tokens:
+                    kept, seats = kept + tokens, seats - 1
+                    if kept == budget.ahead or not seats:
+                        break
+                    continue
+                passed += 1
+                if passed == _MOST_PASSED or not self._may_be_overtaken(entry, now):
+                    break
+        return kept
+
+    def _short_tokens(self, entry: Waiting, budget: StepBudget, most: int) -> int:
+        """Tokens with which ``entry`` begins, if it lacks ``most`` at most and fits; else 0."""
+        if entry.in_flight_steps:
+            return 0
+        try:
+            hit, request = self._hit(entry), entry.request
+            if request.num_tokens - hit.tokens > most:
+                return 0
+            alone = not self._running.seats_taken
+            plan, _ = self._plan(request, self._cache.blocks_of(hit), hit.tokens, budget, alone=alone)
+        except Exception:  # noqa: BLE001 - its request ends for it when it is its turn
+            return 0
+        return 0 if plan is None else plan.certain_tokens - plan.hit_tokens
 
     # -- many steps
 
-    def standstill(self, builder: StepBuilder, now: float) -> Standstill | None:
+    def standstill(self, budget: StepBudget, now: float) -> Standstill | None:
         """What the next step makes of those that wait, and all do like it as long as KVCacheManager.refuses_alike.
 
-        None where somebody may come in, or has yet to be looked up. Changes nothing. builder: with the budget that is
-        left to them.
+        None where somebody may come in, or has yet to be looked up. Changes nothing. budget: what is left to them.
         """
         refused, takes, hits, since = Counter[Reason](), list[tuple[int, ...]](), list[CommonHit](), list[float]()
-        if not (builder.budget and len(self._waiting) and self._running.has_seat):
+        if not (budget.left and len(self._waiting) and self._running.has_seat):
             return Standstill(refused)
         with closing(self._waiting.in_order()) as entries:
             for looked, entry in enumerate(entries, 1):
@@ -240,7 +291,7 @@ class AdmissionControl:
                 if not self._cache.is_longest_hit(request, hit, entry.evictions):
                     return None
                 hits.append(hit)
-                plan, refusal = self._plan(request, self._cache.blocks_of(hit), hit.tokens, builder, alone=False)
+                plan, refusal = self._plan(request, self._cache.blocks_of(hit), hit.tokens, budget, alone=False)
                 if plan is not None:
                     return None
                 if refusal is not None:
@@ -268,19 +319,21 @@ class AdmissionControl:
 
     # -- one request
 
-    def _plan_behind_hit(self, entry: Waiting, builder: StepBuilder) -> SlotPlan | None:
-        """Slots for the first chunk of a waiting request; None while it does not fit.
-
-        The look-up is remembered in ``entry`` and made anew only when it may have changed.
-        """
+    def _hit(self, entry: Waiting) -> CommonHit:
+        """The longest cached prefix of a waiting request, remembered in ``entry`` until it may have changed."""
         cache, request, evictions = self._cache, entry.request, self._cache.evictions
         if entry.hit is None or not cache.is_longest_hit(request, entry.hit, entry.evictions):
             entry.hit, entry.evictions = cache.look_up(request), evictions
             request.branch_tokens = entry.hit.branch_tokens
+        return entry.hit
+
+    def _plan_behind_hit(self, entry: Waiting, budget: StepBudget) -> SlotPlan | None:
+        """Slots for the first chunk of a waiting request; None while it does not fit."""
+        cache, request, hit = self._cache, entry.request, self._hit(entry)
         alone = not self._running.seats_taken
-        plan, refusal = self._plan(request, cache.blocks_of(entry.hit), entry.hit.tokens, builder, alone=alone)
-        if refusal is not None and alone and any(entry.hit.sources):  # what is copied may be in the way of the copy
-            plan, refusal = self._plan(request, None, 0, builder, alone=alone)
+        plan, refusal = self._plan(request, cache.blocks_of(hit), hit.tokens, budget, alone=alone)
+        if refusal is not None and alone and any(hit.sources):  # what is copied may be in the way of the copy
+            plan, refusal = self._plan(request, None, 0, budget, alone=alone)
         entry.lacked = None
         if refusal is not None:
             entry.lacked = refusal.reason
@@ -288,7 +341,7 @@ class AdmissionControl:
         return plan
 
     def _plan(
-        self, request: Request, hit: KVCacheBlocks | None, hit_tokens: int, builder: StepBuilder, *, alone: bool
+        self, request: Request, hit: KVCacheBlocks | None, hit_tokens: int, budget: StepBudget, *, alone: bool
     ) -> tuple[SlotPlan | None, Refusal | None]:
         """Slots for the first chunk of ``request`` behind ``hit``, or why not; neither if the budget is too small.
 
@@ -296,7 +349,7 @@ class AdmissionControl:
         preempted at once.
         """
         cache, limits = self._cache, self._limits
-        count = builder.first_chunk(request, hit_tokens)
+        count = budget.first_chunk(request, hit_tokens)
         if not count:
             return None, None
         plan = cache.plan_slots(

@@ -1,4 +1,4 @@
-"""The step being scheduled: who gets how much of its budget, and the Step that is made of it."""
+"""The step being scheduled: its rows, and the Step that is made of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from hybridkv.cache import BatchSlots, KVCacheManager, RowSpans, SlotPlan, Transfers, cells_of, cells_of_row
 from hybridkv.request import Request
 from hybridkv.request_rows import RequestRows
-from hybridkv.schedule.chunks import Split, share_budget
+from hybridkv.schedule.budget import StepBudget
 from hybridkv.step import Cells, Csr, EncoderRead, NewRow, Step
 
 Int64 = NDArray[np.int64]
@@ -19,36 +19,16 @@ SAMPLED_BY_WORKER: Final = -1
 
 
 class StepBuilder:
-    """Rows and their shares so far. budget: tokens left. split: where chunks must end, None where they may anywhere."""
+    """Rows and their tokens so far. budget: tokens that no row has yet."""
 
-    def __init__(self, cache: KVCacheManager, split: Split | None, budget: int) -> None:
+    def __init__(self, cache: KVCacheManager, budget: StepBudget) -> None:
         self.budget = budget
         self._cache = cache
-        self._split = split
         self._rows: list[Int64] = []
         self._counts: list[Int64] = []
         self._draft_tokens: list[Csr | None] = []
         self._cells: list[Cells] = []
         self._admitted: list[tuple[Request, bool]] = []
-
-    # -- the budget
-
-    def first_chunk(self, request: Request, computed: int) -> int:
-        """Tokens of the first chunk of ``request`` behind ``computed`` ones; 0: wait for a larger budget."""
-        asked = min(request.num_tokens - computed, self.budget)
-        return asked if self._split is None else self._split.share(request, computed, asked)
-
-    def shares(self, rows: Int64, wanted: Int64) -> Int64:
-        """Tokens of each of ``rows``, first come first served, int64[rows]. A Python call a row while one prefills."""
-        if self._split is None or self._split.is_idle or (wanted <= 1).all():
-            return share_budget(wanted, self.budget)
-        shares, left = np.zeros_like(wanted), self.budget
-        for place, request in enumerate(self._cache.rows.owners(rows)):
-            asked = min(wanted.item(place), left)
-            if asked:
-                shares[place] = self._split.share(request, request.num_computed_tokens, asked)
-                left -= shares.item(place)
-        return shares
 
     # -- rows
 
@@ -59,7 +39,7 @@ class StepBuilder:
         self._draft_tokens.append(draft_tokens)
         if len(slots.block):
             self._cells.append(cells_of(rows, slots))
-        self.budget -= int(counts.sum())
+        self.budget.spend(int(counts.sum()))
 
     def add_admitted(self, plan: SlotPlan) -> None:
         """A row begins as ``plan``, which is carried out, says: all its blocks, the tokens behind its hit."""
@@ -69,7 +49,7 @@ class StepBuilder:
         self._draft_tokens.append(None)
         self._cells += cells_of_row(request.row, self._cache.get_blocks(request.request_id).ids)
         self._admitted.append((request, plan.encodes))
-        self.budget -= count
+        self.budget.spend_admitted(count, request.num_tokens - plan.hit_tokens)
 
     # -- the Step
 

@@ -15,6 +15,9 @@ from hybridkv.specs import BATCHED_TOKENS
 from hybridkv.step import Csr
 from hybridkv.units import MOST_COUNT, shown
 
+SHORT_SHARE: Final = 0.5
+"""SchedulerLimits.short_share of the natural layout, unless it is told."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -26,6 +29,8 @@ class SchedulerLimits:
     request that does not fit lets others pass. num_speculative_tokens: most drafts of a row in a step, see
     Scheduler.propose. num_lookahead_tokens: room behind a row's tokens, drafts included, for a drafter's own.
     segments: whether the worker can write recurrent states at any token inside a chunk; else chunks end there.
+    short_share: of a step's tokens, the share that requests which lack no more of it take before others: those that
+    decode, and short prompts, running or waiting. 0: everybody in order. None: see short_tokens.
     whole_items: whether tokens of a multimodal item attend to each other in both directions: no chunk ends inside one.
     """
 
@@ -40,6 +45,7 @@ class SchedulerLimits:
     num_speculative_tokens: int = 0
     segments: bool = True
     whole_items: bool = False
+    short_share: float | None = None
 
     def __post_init__(self) -> None:
         for name, least, most in _COUNTS:
@@ -52,6 +58,19 @@ class SchedulerLimits:
         if not 0 <= real("watermark", self.watermark) < 1:
             raise ConfigError(f"watermark is a share of the pool, 0 or more and below 1, got {self.watermark}")
         check_fields(self, flag, "segments", "whole_items")
+        if self.short_share is not None and not 0 <= real("short_share", self.short_share) < 1:
+            raise ConfigError(f"short_share is a share of a step, 0 or more and below 1, got {self.short_share}")
+
+    def short_tokens(self, *, natural: bool) -> int:
+        """Most tokens of a step that requests with few tokens left take before others.
+
+        natural: whether the cache has the natural layout. Unless ``short_share`` says, it is half of the step
+        there; 0 by priority, which says itself who goes first, and in the reference layout, where steps are vLLM's.
+        """
+        share = self.short_share
+        if share is None:
+            share = SHORT_SHARE if natural and self.policy == "fcfs" else 0.0
+        return int(share * self.max_batched_tokens)
 
 
 _COUNTS: Final = (

@@ -94,7 +94,12 @@ class RunningRows:
     @property
     def has_seat(self) -> bool:
         """Whether one more may run."""
-        return len(self.requests) + self.num_dead < self._max_running
+        return self.seats_taken < self._max_running
+
+    @property
+    def seats_free(self) -> int:
+        """How many more may run."""
+        return self._max_running - self.seats_taken
 
     def limit_tokens(self, request: Request) -> int:
         """Most tokens that ``request`` may have, prompt and output."""

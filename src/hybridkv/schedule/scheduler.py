@@ -5,8 +5,9 @@
               +---- preempted <------+          a failed step sends its requests back to waiting, too
 
 A step's budget goes to running requests first, in order of admission (or of priority), then to waiting
-ones. When blocks run out, the last in that order gives all of its back and waits at the front (or at its
-place); a step that preempted admits nobody. One that does not fit lets others pass for a while.
+ones; within a share of it, short work goes ahead of long prompts (StepBudget). When blocks run out, the last
+in that order gives all of its back and waits at the front (or at its place); a step that preempted admits
+nobody. One that does not fit lets others pass for a while.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import MOST_OUTPUTS, Request
 from hybridkv.schedule import audit
 from hybridkv.schedule.admission import AdmissionControl, OnExplained
+from hybridkv.schedule.budget import StepBudget
 from hybridkv.schedule.builder import StepBuilder
 from hybridkv.schedule.chunks import split_of
 from hybridkv.schedule.forks import Forks, branches_of
@@ -68,6 +70,7 @@ class Scheduler:
         queues = self._waiting, self._running
         self._forks = Forks(*queues, shares_in_part=cache.bounds.shares_in_part)
         self._split = split_of(cache, self.limits, self._forks)
+        self._short_tokens = self.limits.short_tokens(natural=cache.config.slabs is not None)
         self._speculation = Speculation(cache, self._running, self.limits)
         self._releaser = RowReleaser(cache, *queues, self._inbox, self._forks)
         self._admission = AdmissionControl(cache, self.limits, *queues, forks=self._forks, releaser=self._releaser)
@@ -232,7 +235,7 @@ class Scheduler:
             raise CacheError(f"{len(self._in_flight)} steps are in flight: update or fail the oldest before the next")
         now = self._clock()
         self._empty_inbox()
-        builder = StepBuilder(self.cache, self._split, self.limits.max_batched_tokens)
+        builder = StepBuilder(self.cache, self._budget(now))
         try:
             with self.cache.step(self._next_id):
                 preempted = self._schedule_running(builder)
@@ -244,18 +247,28 @@ class Scheduler:
         self._peak_usage = max(self._peak_usage, self.cache.usage)
         return self._issue(builder, spans)
 
+    def _budget(self, now: float) -> StepBudget:
+        """The tokens of a step that begins ``now``."""
+        return StepBudget(
+            self.limits.max_batched_tokens,
+            self.cache,
+            self._split,
+            short_tokens=self._short_tokens,
+            count_short=lambda budget: self._admission.count_short(budget, now),
+        )
+
     def _schedule_running(self, builder: StepBuilder) -> bool:
         """Give running requests their tokens; whether somebody had to be preempted."""
-        preempted, start, held = False, 0, self._forks.held_rows()
+        preempted, start, held, budget = False, 0, self._forks.held_rows(), builder.budget
         while True:
             rows = self._running.order[start:]
-            shares = builder.shares(rows, self._wanted(rows, held))
+            shares = budget.shares(rows, self._wanted(rows, held))
             if not shares.all():
                 some = shares.nonzero()[0]
                 places, rows, shares = some + start, rows[some], shares[some]
             else:
                 places = None
-            num_drafts = self._speculation.room(rows, shares, builder.budget)
+            num_drafts = self._speculation.room(rows, shares, budget.for_running)
             counts = shares if num_drafts is None else shares + num_drafts
             slots = self.cache.allocate_batch(rows, counts, self.limits.num_lookahead_tokens)
             done = slots.accepted
@@ -272,6 +285,7 @@ class Scheduler:
                 start += 1  # its blocks are there, but not in this step
                 continue
             self._releaser.preempt_last(self._in_flight)
+            budget.keep_nothing()
             preempted = True
 
     def _wanted(self, rows: Int64, held: list[int]) -> Int64:
@@ -370,8 +384,8 @@ class Scheduler:
         self._empty_inbox()
         if self._in_flight:
             return NO_STRIDE
-        builder = StepBuilder(self.cache, self._split, self.limits.max_batched_tokens)
-        stride = self._strides.take(choose, times, builder, self._clock())
+        now = self._clock()
+        stride = self._strides.take(choose, times, self._budget(now), now)
         if stride.steps:
             self._next_id += stride.steps
             self._after = self._next_id - 1

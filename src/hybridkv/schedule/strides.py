@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from hybridkv.cache import KVCacheManager, Transfer
 from hybridkv.errors import ConfigError
 from hybridkv.schedule.admission import AdmissionControl, Standstill
-from hybridkv.schedule.builder import StepBuilder
+from hybridkv.schedule.budget import StepBudget
 from hybridkv.schedule.forks import Forks
 from hybridkv.schedule.limits import Finished, FinishReason, SchedulerLimits
 from hybridkv.schedule.row_releaser import RowReleaser
@@ -105,16 +105,16 @@ class Strides:
         self._patience_s = limits.max_overtaken_seconds
         self._never = bool(limits.num_speculative_tokens or limits.num_lookahead_tokens)
 
-    def take(self, choose: Choose, times: StrideTimes | None, builder: StepBuilder, now: float) -> Stride:
+    def take(self, choose: Choose, times: StrideTimes | None, budget: StepBudget, now: float) -> Stride:
         """One stride, none where the next step is not uniform; see Scheduler.stride. No step is in flight.
 
-        builder: of a step. now: seconds. O(running * steps) in array operations, some Python calls a block.
+        budget: of a step. now: seconds. O(running * steps) in array operations, some Python calls a block.
         """
         cache, rows, requests = self._cache, self._running.order, self._running.requests
-        if not self._decode(rows, builder.budget):
+        if not self._decode(rows, budget.left):
             return NO_STRIDE
-        builder.budget -= len(rows)
-        still = self._admission.standstill(builder, now)
+        budget.spend(len(rows))
+        still = self._admission.standstill(budget, now)
         most = 0 if still is None else self._most_steps(rows, still)
         if still is None or not most:
             return NO_STRIDE

@@ -33,6 +33,11 @@ class NaturalOracle(Oracle):
         self.forks: dict[OracleRequest, list[OracleRequest]] = {}
         self._branches: Counter[str] = Counter()
 
+    def _short_share(self) -> float:
+        if self.limits.short_share is None:
+            return 0.5 if self.limits.policy == "fcfs" else 0.0
+        return self.limits.short_share
+
     # -- branches
 
     @property
@@ -86,10 +91,10 @@ class NaturalOracle(Oracle):
         self.counts["branches that wait"] += len(children)
         self._sort()
 
-    def _share(self, request: OracleRequest, budget: int) -> int:
+    def _wanted(self, request: OracleRequest) -> int:
         if request in self.forks and self._held(request):
             return 0
-        return super()._share(request, budget)
+        return super()._wanted(request)
 
     def _branch(self, step: OracleStep, budget: int, *, room: bool) -> int:
         """Branches of running requests that are ready come in together with their blocks."""
@@ -104,7 +109,7 @@ class NaturalOracle(Oracle):
                     late.append(child)
                     continue
                 step.entries.append(entry)
-                budget -= entry.count
+                budget = self._spend(entry, budget)
                 self.counts["branched"] += 1
             self._wait(late)
         return budget

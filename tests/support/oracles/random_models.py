@@ -50,6 +50,7 @@ def random_limits(random: Random) -> SchedulerLimits:
         max_overtaken=random.choice((0, 1, 3, 64)),
         max_overtaken_seconds=random.choice((0.0, 1.0, 1.0, 5.0)),
         num_lookahead_tokens=random.choice((0, 0, 0, 1, 2, 3)),
+        short_share=random.choice((None, None, 0.0, 0.3, 0.5, 0.9)),
     )
 
 

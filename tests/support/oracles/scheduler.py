@@ -2,7 +2,9 @@
 
 ``counts`` has the statistics of the scheduler, and how often something rare happened: requests that ended with steps
 in flight ("dead"), tokens for requests that had been preempted meanwhile ("late"), requests that were overtaken
-("overtaken"), admissions that stopped behind one ("bound"), chunks that were cut for a state ("split"), hits on a
+("overtaken"), admissions that stopped behind one ("bound"), steps in which a running request passed an older one
+("went ahead"), in which tokens were kept for waiting ones ("kept for short"), and requests that waited for those ("let
+shorter ones pass"), chunks that were cut for a state ("split"), hits on a
 state that is only being written ("unreadable"), and requests whose drafts, or whose encoder's output, were in flight
 when they were aborted ("abort with drafts", "abort with encoder"), stopped by the caller ("stop with ..."), preempted
 ("preempted with ...") or lost by a failed step ("failed with ...").
@@ -45,9 +47,17 @@ class Oracle:
         self.counts = cache.counts
         self.peak_usage = 0.0
         self.proposed: dict[str, list[int]] = {}
+        self.short_tokens = int(self._short_share() * limits.max_batched_tokens)
+        self.most = self.ahead = self.passed = 0
+        self.kept: int | None = None
+        self.room = True
         self._arrivals = 0
         states = [group.size for group in cache.groups if group.kind == "state"]
         self._state_block = math.lcm(*states) if states else 0
+
+    def _short_share(self) -> float:
+        """Of a step, what requests that lack no more may take first; everybody comes in order unless they say so."""
+        return self.limits.short_share or 0.0
 
     # -- requests come and go
 
@@ -149,12 +159,13 @@ class Oracle:
         """The next step."""
         self.take_in()
         step, budget, preempted = OracleStep(self.counts["steps"]), self.limits.max_batched_tokens, False
+        self.room, self.passed = True, 0
+        shares = self._shares(self.running, budget)
         for request in list(self.running):
             if request not in self.running:
                 break  # preempted, and with it all behind it
-            count = self._share(request, budget)
-            while count and request in self.running:
-                drafts = self._drafts(request, count, budget)
+            while request in self.running and (count := shares[request]):
+                drafts = self._drafts(request, shares, budget)
                 cells = self._allocate(request, count + len(drafts))
                 if cells is not None:
                     step.entries.append(self._entry(request, count, cells, drafts, admitted=False))
@@ -163,9 +174,11 @@ class Oracle:
                 if drafts:
                     del self.proposed[request.request_id]
                     self.counts["drafts given up"] += 1
-                    continue
-                self._preempt(self.running[-1])
-                preempted = True
+                else:
+                    self._preempt(self.running[-1])
+                    self.room, preempted = False, True
+                if request in self.running:
+                    shares = self._shares(self.running[self.running.index(request) :], budget)
         budget = self._branch(step, budget, room=not preempted)
         if not preempted:
             self._admit(step, budget)
@@ -189,25 +202,84 @@ class Oracle:
         for entry in step.entries:
             entry.follow_states(self.cache.groups)
 
-    def _drafts(self, request: OracleRequest, count: int, budget: int) -> list[int]:
+    def _drafts(self, request: OracleRequest, shares: dict[OracleRequest, int], budget: int) -> list[int]:
         """What is verified of its drafts, behind its own token: as far as nobody else's tokens need the budget."""
         drafts = self.proposed.get(request.request_id, [])
         known = len(request.tokens)
         if not drafts or not self._verifies(request):
             return []
-        split, left = self.counts["split"], budget - count
-        for other in self.running[self.running.index(request) + 1 :]:
-            left -= self._share(other, left)
-        self.counts["split"] = split
+        behind = self.running[self.running.index(request) :]
+        left = budget - (self.kept or 0) - sum(shares[other] for other in behind)
         return drafts[: max(min(self.limits.num_speculative_tokens, request.limit - 1 - known, left), 0)]
 
-    def _share(self, request: OracleRequest, budget: int) -> int:
-        """Tokens of a running request."""
+    def _shares(self, requests: list[OracleRequest], budget: int) -> dict[OracleRequest, int]:
+        """What each of ``requests``, which run, has: those that want least first, within the share, then in order."""
+        wanted = {request: self._wanted(request) for request in requests}
+        self.most = self.ahead = min(self.short_tokens, budget)
+        self.kept = None
+        short: list[OracleRequest] = []
+        for request in sorted(requests, key=lambda one: wanted[one]):
+            if wanted[request] > self.ahead:
+                break
+            short.append(request)
+            self.ahead -= wanted[request]
+        if sum(wanted.values()) > budget - self.most and sum(wanted.values()) > budget - self._kept_tokens(self.waiting):
+            others = [request for request in requests if request not in short]
+            split = self.counts["split"]
+            in_line = [request for request in requests if request in short] + others
+            shares = self._in_turn(in_line, wanted, budget - self._kept_tokens(self.waiting))
+            if shares[others[0]]:
+                self.counts["went ahead"] += requests.index(others[0]) < len(short)
+                return shares
+            self.counts["split"] = split
+        return self._in_turn(requests, wanted, budget)
+
+    def _in_turn(
+        self, requests: list[OracleRequest], wanted: dict[OracleRequest, int], budget: int
+    ) -> dict[OracleRequest, int]:
+        """First come, first served."""
+        shares = {}
+        for request in requests:
+            shares[request] = self._split(request, request.computed, min(wanted[request], budget))
+            budget -= shares[request]
+        return shares
+
+    def _kept_tokens(self, behind: list[OracleRequest]) -> int:
+        """Tokens that nobody else may have, for requests ``behind`` in the queue: all that those lack, and they fit."""
+        if self.kept is None:
+            self.kept = 0
+            seats = self.limits.max_running - len(self.running) - len(self.dead)
+            counts, passed = self.counts.copy(), self.passed
+            for request in behind if self.room and self.ahead else []:
+                count = self._short(request, self.ahead - self.kept)
+                if count:
+                    self.kept, seats = self.kept + count, seats - 1
+                    if self.kept == self.ahead or not seats:
+                        break
+                    continue
+                passed += 1
+                if passed == MOST_REFUSALS or not self._lets_pass(request):
+                    break
+            self.counts.clear()
+            self.counts.update(counts)
+            self.counts["kept for short"] += self.kept > 0
+        return self.kept
+
+    def _short(self, request: OracleRequest, most: int) -> int:
+        """Tokens with which ``request`` would begin, if it lacks ``most`` at most; 0 if it would not come in."""
+        if self._held_over(request):
+            return 0
+        hit = self._look_up(request)
+        lacked = len(request.tokens) - hit.tokens
+        count = self._split(request, hit.tokens, lacked) if lacked <= most else 0
+        return count if count and not self._being_written(hit) and self._fits(request, count, hit) else 0
+
+    def _wanted(self, request: OracleRequest) -> int:
+        """Tokens that a running request has left."""
         if any(entry.drafts for step in self.in_flight for entry in step.entries if self._runs(entry, request)):
             return 0  # how many tokens it has, nobody knows
         known = len(request.tokens) + self._pending(request)
-        count = min(min(known, request.limit - 1) - request.computed, budget)
-        return self._split(request, request.computed, count)
+        return min(known, request.limit - 1) - request.computed
 
     def _split(self, request: OracleRequest, computed: int, count: int) -> int:
         if not (self._state_block and count):
@@ -252,13 +324,23 @@ class Oracle:
         """Waiting requests in order; one that is refused is overtaken, but not for ever."""
         now = self.clock()
         refused: list[OracleRequest] = []
-        for request in list(self.waiting):
+        waiting = list(self.waiting)
+        for place, request in enumerate(waiting):
             if not budget or len(self.running) + len(self.dead) >= self.limits.max_running:
                 return
+            behind = waiting[place + 1 :]
+            if not self._held_over(request) and not self._lets_pass(request):
+                self.room, self.kept = False, 0
+            if not self._held_over(request) and not self._room_of(request, budget, behind):
+                self.counts["let shorter ones pass"] += 1
+                self.passed += 1
+                if self.passed == MOST_REFUSALS or not self._lets_pass(request):
+                    return
+                continue
             entry = self._admit_one(request, budget)
             if entry is not None:
                 step.entries.append(entry)
-                budget -= entry.count
+                budget = self._spend(entry, budget)
                 for other in refused:
                     other.overtaken += 1
                     self.counts["overtaken"] += 1
@@ -268,23 +350,50 @@ class Oracle:
                 continue
             refused.append(request)
             request.refused_at = now if request.refused_at is None else request.refused_at
-            too_often = request.overtaken >= self.limits.max_overtaken
-            too_long = now - request.refused_at >= self.limits.max_overtaken_seconds
-            if too_often or too_long or len(refused) == MOST_REFUSALS:
+            self.passed += 1
+            if self.passed == MOST_REFUSALS or not self._lets_pass(request):
                 self.counts["bound"] += 1
                 return
 
     def _admit_one(self, request: OracleRequest, budget: int) -> Entry | None:
         """Its first chunk, if all of its tokens fit and the reserve is left; None otherwise."""
-        if any(entry.request is request for step in self.in_flight for entry in step.entries):
-            return None  # results of an earlier life are still to come
+        if self._held_over(request):
+            return None
+        return self._admit_with(request, self._look_up(request), budget)
+
+    def _held_over(self, request: OracleRequest) -> bool:
+        """Whether results of an earlier life are still to come."""
+        return any(entry.request is request for step in self.in_flight for entry in step.entries)
+
+    def _look_up(self, request: OracleRequest) -> OracleHit:
         hit = self.cache.hit(request.tokens, request.salt, reads=request.reads)
         request.branch = hit.tokens + hit.uncached if hit.uncached else 0
-        return self._admit_with(request, hit, budget)
+        return hit
+
+    def _lets_pass(self, request: OracleRequest) -> bool:
+        """Whether those behind ``request`` may come in before it."""
+        waited = 0 if request.refused_at is None else self.clock() - request.refused_at
+        return request.overtaken < self.limits.max_overtaken and waited < self.limits.max_overtaken_seconds
+
+    def _room_of(self, request: OracleRequest, budget: int, behind: list[OracleRequest]) -> int:
+        """Tokens that a waiting request may have, those ``behind`` it being shorter perhaps."""
+        return self._room(len(request.tokens) - self._look_up(request).tokens, budget, behind)
+
+    def _room(self, lacked: int, budget: int, behind: list[OracleRequest]) -> int:
+        if lacked <= budget - self.most or lacked <= self.ahead:
+            return min(lacked, budget)
+        return max(min(lacked, budget - self._kept_tokens(behind)), 0)
+
+    def _spend(self, entry: Entry, budget: int) -> int:
+        """A request that waited came in; what is left of the budget."""
+        if len(entry.request.tokens) - entry.request.computed <= self.ahead:
+            self.ahead -= entry.count
+            self.kept = None if self.kept is None else max(self.kept - entry.count, 0)
+        return budget - entry.count
 
     def _admit_with(self, request: OracleRequest, hit: OracleHit, budget: int) -> Entry | None:
-        count = min(len(request.tokens) - hit.tokens, budget)
-        count = self._split(request, hit.tokens, count)
+        lacked = len(request.tokens) - hit.tokens
+        count = self._split(request, hit.tokens, self._room(lacked, budget, self._behind(request)))
         if not count or self._being_written(hit) or not self._fits(request, count, hit):
             return None
         cells = self._allocate(request, count, hit)
@@ -292,6 +401,9 @@ class Oracle:
             return None
         self.waiting.remove(request)
         return self._come_in(request, count, hit.tokens, cells)
+
+    def _behind(self, request: OracleRequest) -> list[OracleRequest]:
+        return self.waiting[self.waiting.index(request) + 1 :] if request in self.waiting else []
 
     def _come_in(self, request: OracleRequest, count: int, hit_tokens: int, cells: list[Cell]) -> Entry:
         """``request`` has its blocks."""

@@ -36,6 +36,7 @@ def limits() -> st.SearchStrategy[SchedulerLimits]:
         max_overtaken=st.sampled_from((64, 0, 1, 3)),
         max_overtaken_seconds=st.sampled_from((1.0, 0.0, 5.0)),
         num_lookahead_tokens=st.sampled_from((0, 0, 1, 2, 3)),
+        short_share=st.sampled_from((None, None, 0.0, 0.3, 0.5, 0.9)),
     )
 
 
