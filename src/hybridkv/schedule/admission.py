@@ -246,6 +246,8 @@ class AdmissionControl:
         In order, behind the entry that is looked at. Only remembers look-ups. now: seconds.
         """
         kept, seats, passed = 0, self._running.seats_free, self._num_passed
+        if not seats:
+            return 0
         with closing(self._waiting.in_order()) as entries:
             for entry in entries:
                 tokens = self._short_tokens(entry, budget, budget.ahead - kept)

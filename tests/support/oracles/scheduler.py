@@ -223,7 +223,8 @@ class Oracle:
                 break
             short.append(request)
             self.ahead -= wanted[request]
-        if sum(wanted.values()) > budget - self.most and sum(wanted.values()) > budget - self._kept_tokens(self.waiting):
+        total = sum(wanted.values())
+        if total > budget - self.most and total > budget - self._kept_tokens(self.waiting):
             others = [request for request in requests if request not in short]
             split = self.counts["split"]
             in_line = [request for request in requests if request in short] + others
@@ -250,7 +251,7 @@ class Oracle:
             self.kept = 0
             seats = self.limits.max_running - len(self.running) - len(self.dead)
             counts, passed = self.counts.copy(), self.passed
-            for request in behind if self.room and self.ahead else []:
+            for request in behind if self.room and self.ahead and seats else []:
                 count = self._short(request, self.ahead - self.kept)
                 if count:
                     self.kept, seats = self.kept + count, seats - 1
