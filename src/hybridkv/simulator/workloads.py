@@ -1,4 +1,4 @@
-"""Seeded generators of request streams: chat, agent, api, mix, think.
+"""Seeded generators of request streams: chat, agent, api, documents, mix, think.
 
     chat    1,700 conversations an hour with 40 assistants (Zipf 1.0): system prompt, then turns; a turn's prompt is
             all that was said before, outputs included, and a new user text
@@ -7,6 +7,8 @@
     agent   650 tasks an hour for 12 agents: system and tools, then steps of observation and output; 15% of the tasks
             fork into 2 to 4 that go on apart
     api     6,000 calls an hour of 80 templates (Zipf 0.8), each with an input of its own
+    documents  2,000 readers an hour ask 3 questions on average about a document of 10,000 to 60,000 tokens, each behind
+            all that was said before; the calls of api between them
     mix     chat, agent and api together
 
 Conversations, tasks and calls arrive as Poisson processes during ``hours``; what follows them may end later.
@@ -64,6 +66,7 @@ _INPUT: Final = Lengths(120, 0.8, 8, 4000)
 _REPLY: Final = Lengths(15, 0.85, 1, 400)
 _MEAN_TURNS: Final = 3.5
 _MOST_TURNS: Final = 20
+_MEAN_QUESTIONS: Final = 3.0
 _FORKING: Final = 0.15
 
 
@@ -180,13 +183,28 @@ def mix(stream: _Stream) -> list[TraceRequest]:
     return chat(stream) + agent(stream) + api(stream)
 
 
+def documents(stream: _Stream) -> list[TraceRequest]:
+    """Readers who ask about long documents, and single calls between them."""
+    rng = stream.rng
+    requests: list[TraceRequest] = []
+    for start_s in stream.arrivals_s(2000):
+        (document,) = stream.shared(1, 10_000, 60_000)
+        time_s, said = start_s, [document]
+        for _ in range(min(int(rng.geometric(1 / _MEAN_QUESTIONS)), _MOST_TURNS)):
+            question, answer = stream.piece(_USER.draw(rng)), stream.piece(_ANSWER.draw(rng))
+            requests.append(_request(time_s, [*said, question], answer))
+            said = [*said, question, answer]
+            time_s += _THINKING_S.draw(rng)
+    return requests + api(stream)
+
+
 def _shared_end(request: TraceRequest) -> tuple[int]:
     """The tokens of the first piece, which every generator takes from ``shared``."""
     return (request.prompt.pieces[0][2],)
 
 
 WORKLOADS: Final[Mapping[str, Callable[[_Stream], list[TraceRequest]]]] = MappingProxyType(
-    {"agent": agent, "api": api, "chat": chat, "mix": mix, "think": think}
+    {"agent": agent, "api": api, "chat": chat, "documents": documents, "mix": mix, "think": think}
 )
 
 
