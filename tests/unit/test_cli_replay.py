@@ -110,6 +110,7 @@ def test_a_report_for_programs(trace: Path) -> None:
         "shares": [{"tenant": None, "guaranteed": 0.0, "greatest": 1.0}],
         "weights": "bf16",
         "speculation": None,
+        "short_share": None,
         "hardware": {
             "name": "H100 SXM",
             "flops_per_s": 989e12,

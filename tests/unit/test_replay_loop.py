@@ -256,6 +256,7 @@ def test_a_plan_is_given_another_length() -> None:
     [
         ({"max_running": 0}, r"max_running \(--max-running\) must be at least 1, got 0"),
         ({"token_budget": -3}, r"token_budget \(--token-budget\) must be at least 1, got -3"),
+        ({"short_share": 1.0}, r"short_share \(--short-share\) is a share of a step, 0 or more and below 1, got 1"),
         ({"time_scale": -1.0}, r"time_scale \(--time-scale\) must be 0 or more"),
         ({"time_scale": float("nan")}, r"time_scale \(--time-scale\) must be 0 or more"),
     ],

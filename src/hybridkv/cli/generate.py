@@ -36,7 +36,13 @@ from hybridkv.cli.sampling import (
     sampling_of,
 )
 from hybridkv.cli.speculation import Speculate, SpeculateOption
-from hybridkv.cli.stepping import AttentionOption, MaxRunningOption, NoPrefixCachingOption, TokenBudgetOption
+from hybridkv.cli.stepping import (
+    AttentionOption,
+    MaxRunningOption,
+    NoPrefixCachingOption,
+    ShortShareOption,
+    TokenBudgetOption,
+)
 from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan, read_plan
 from hybridkv.planner.plan import DEFAULT_LAYOUT
@@ -106,6 +112,7 @@ def generate_command(
     ] = None,
     max_running: MaxRunningOption = 64,
     token_budget: TokenBudgetOption = 2048,
+    short_share: ShortShareOption = None,
     no_prefix_caching: NoPrefixCachingOption = False,
     eviction: EvictionOption = None,
     shares: ShareOption = None,
@@ -162,6 +169,7 @@ def generate_command(
         compile=compiled,
         eviction=eviction,
         shares=TenantShares.parse(shares or ()),
+        short_share=short_share,
     )
     loaded = load_quietly(model, trust_remote_code=trust_remote_code)
     if messages is None:

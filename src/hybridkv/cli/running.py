@@ -28,6 +28,7 @@ from hybridkv.cli.planning import (
 )
 from hybridkv.cli.requests import SourceOptions
 from hybridkv.cli.speculation import require_drafts
+from hybridkv.cli.stepping import ShortShareOption
 from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan
 from hybridkv.simulator import (
@@ -66,6 +67,7 @@ class RunOptions:
     ] = None
     max_running: Annotated[int, typer.Option(help="Requests at once.", rich_help_panel=RUN)] = _DEFAULT.max_running
     token_budget: Annotated[int, typer.Option(help="Tokens of a step.", rich_help_panel=RUN)] = _DEFAULT.token_budget
+    short_share: ShortShareOption = None
     time_scale: Annotated[
         float, typer.Option(help="Multiplies the modelled durations; 0: steps take no time.", rich_help_panel=RUN)
     ] = _DEFAULT.time_scale
@@ -123,6 +125,7 @@ class RunOptions:
             remembered_losses=remembered_losses,
             block_times=block_times,
             speculation=self._speculation(),
+            short_share=self.short_share,
         )
 
     def _speculation(self) -> Speculation | None:

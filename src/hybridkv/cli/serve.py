@@ -15,7 +15,13 @@ from hybridkv.cli.keeping import REMEMBERED, EvictionOption, ExplainOption, Shar
 from hybridkv.cli.loading import ModelOption, TrustOption, bars_for_terminals, load_quietly
 from hybridkv.cli.panels import CACHE, OUTPUT, REQUESTS, RUN
 from hybridkv.cli.speculation import Speculate, SpeculateOption
-from hybridkv.cli.stepping import AttentionOption, MaxRunningOption, NoPrefixCachingOption, TokenBudgetOption
+from hybridkv.cli.stepping import (
+    AttentionOption,
+    MaxRunningOption,
+    NoPrefixCachingOption,
+    ShortShareOption,
+    TokenBudgetOption,
+)
 from hybridkv.errors import ConfigError
 from hybridkv.units import MOST_COUNT, format_bytes, format_count, parse_bytes
 
@@ -133,6 +139,7 @@ def serve_command(
     ] = 256,
     max_running: MaxRunningOption = 64,
     token_budget: TokenBudgetOption = 2048,
+    short_share: ShortShareOption = None,
     no_prefix_caching: NoPrefixCachingOption = False,
     eviction: EvictionOption = None,
     shares: ShareOption = None,
@@ -171,6 +178,7 @@ def serve_command(
         end_events=kv_events_form is KVEventsForm.EXACT,
         eviction=eviction,
         shares=TenantShares.parse(shares or ()),
+        short_share=short_share,
         remembered_losses=REMEMBERED if explain else 0,
         block_times=block_times,
     )

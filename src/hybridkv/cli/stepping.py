@@ -7,6 +7,7 @@ from typing import Annotated, Final
 import typer
 
 from hybridkv.cli.panels import RUN
+from hybridkv.schedule.limits import SHORT_SHARE
 from hybridkv.units import MOST_COUNT
 
 MOST_RUNNING: Final = 1 << 16
@@ -17,6 +18,15 @@ MaxRunningOption = Annotated[
 ]
 TokenBudgetOption = Annotated[
     int, typer.Option(max=MOST_COUNT, metavar="N", help="Tokens of a step.", rich_help_panel=RUN)
+]
+ShortShareOption = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SHARE",
+        help="Of a step, what short prompts and decoding requests take before long prompts: 0 .. 1.",
+        show_default=f"{SHORT_SHARE}; of the reference layout 0",
+        rich_help_panel=RUN,
+    ),
 ]
 NoPrefixCachingOption = Annotated[bool, typer.Option("--no-prefix-caching", help="Share nothing.", rich_help_panel=RUN)]
 AttentionOption = Annotated[

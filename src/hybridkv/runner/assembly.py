@@ -10,7 +10,7 @@ from hybridkv.arguments import flag, integer, text
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.placement import EVERYBODY, TenantShares, eviction_named, eviction_of
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import check_fields, one_of
+from hybridkv.frozen import check_fields, one_of, or_none
 from hybridkv.planner import Plan
 from hybridkv.runner.attention.paged import AttentionBackend, attention_backend
 from hybridkv.runner.decode_graphs import compile_option
@@ -21,6 +21,7 @@ from hybridkv.runner.probe import planner_model
 from hybridkv.runner.runner import ModelRunner, Observer, Undrawn, require_fit
 from hybridkv.runner.self_check import require_same
 from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.schedule.limits import short_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class EngineOptions:
     image_bytes: of the features of images kept on the device; beyond it those read longest ago are made anew.
     eviction, shares: what the cache gives up next, by name, None for what suits the plan, and shares of tenants of what
     it keeps (KVCacheManager). remembered_losses, block_times: what statistics tell besides (KVCacheManager).
+    short_share: as SchedulerLimits.
     Raises ConfigError for counts that are none, and for the name of no eviction.
     """
 
@@ -55,6 +57,7 @@ class EngineOptions:
     shares: TenantShares = EVERYBODY
     remembered_losses: int = 0
     block_times: bool = False
+    short_share: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, partial(integer, least=1), "max_running", "token_budget")
@@ -67,6 +70,7 @@ class EngineOptions:
             check_fields(self, text, "eviction")
             eviction_named(self.eviction)
         check_fields(self, one_of(TenantShares), "shares")
+        check_fields(self, or_none(short_share), "short_share")
 
 
 class Parts(NamedTuple):
@@ -123,6 +127,7 @@ def assemble(
         max_in_flight=options.in_flight,
         num_speculative_tokens=drafts,
         whole_items=attends_both_ways(loaded.model),
+        short_share=options.short_share,
     )
     cache = KVCacheManager(
         plan,

@@ -13,6 +13,7 @@ since long prompts would starve; tokens set aside for prompts that may not come,
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,8 @@ from hybridkv.request import Request
 from hybridkv.schedule.chunks import Split, share_budget
 
 Int64 = NDArray[np.int64]
+
+_NONE: Final = np.empty(0, np.int64)
 
 
 class StepBudget:
@@ -47,8 +50,8 @@ class StepBudget:
         self._short_tokens = short_tokens
         self._count_short = count_short
         self._goes_ahead = True
-        self._running = np.empty(0, np.int64)  # tokens that running rows want
-        self._most_ahead = min(short_tokens, tokens)
+        self._running = _NONE  # tokens that running rows want
+        self._most_ahead = short_tokens
         self._ahead: int | None = None
         self._kept: int | None = None
 
@@ -56,11 +59,14 @@ class StepBudget:
 
     def shares(self, rows: Int64, wanted: Int64) -> Int64:
         """Tokens of each of ``rows``, which want ``wanted``, int64[rows]. A Python call a row while chunks are cut."""
-        self._running, self._most_ahead = wanted, min(self._short_tokens, self.left)
+        left, most = self.left, self._short_tokens
+        self._running, self._most_ahead = wanted, min(left, most)
         self._ahead = self._kept = None
-        total = int(wanted.sum())
-        if total <= self.left - self._most_ahead or total <= self.left - self.kept or not self._short_tokens:
-            return self._in_turn(rows, wanted, None, self.left)
+        total = wanted.sum()
+        if total <= left - most and not self._cuts(wanted):
+            return wanted
+        if not most or total <= left - most or total <= left - self.kept:
+            return self._in_turn(rows, wanted, None, left)
         short = _shortest(wanted, self._most_ahead)
         first, others = short.nonzero()[0], (~short).nonzero()[0]
         shares = self._in_turn(rows, wanted, np.concatenate((first, others)), self.left - self.kept)
@@ -70,8 +76,7 @@ class StepBudget:
 
     def _in_turn(self, rows: Int64, wanted: Int64, turns: Int64 | None, tokens: int) -> Int64:
         """Shares of ``tokens`` tokens, first come first served in the order of ``turns``, of the rows without."""
-        split = self._split
-        cuts = split is not None and not split.is_idle and not (wanted <= 1).all()
+        split, cuts = self._split, self._cuts(wanted)
         if turns is None:
             if not cuts:
                 return share_budget(wanted, tokens)
@@ -88,6 +93,10 @@ class StepBudget:
                 shares[place] = split.share(request, request.num_computed_tokens, asked)
                 tokens -= shares.item(place)
         return shares
+
+    def _cuts(self, wanted: Int64) -> bool:
+        """Whether chunks of so many tokens may have to end early."""
+        return self._split is not None and not self._split.is_idle and not (wanted <= 1).all()
 
     @property
     def for_running(self) -> int:

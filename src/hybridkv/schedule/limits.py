@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from hybridkv.arguments import flag, integer, real
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import check_fields
+from hybridkv.frozen import check_fields, or_none
 from hybridkv.request import Request
 from hybridkv.specs import BATCHED_TOKENS
 from hybridkv.step import Csr
@@ -17,6 +17,14 @@ from hybridkv.units import MOST_COUNT, shown
 
 SHORT_SHARE: Final = 0.5
 """SchedulerLimits.short_share of the natural layout, unless it is told."""
+
+
+def short_share(name: str, value: object) -> float:
+    """``value``, a share of a step that long prompts leave to short ones. ConfigError for what is none."""
+    share = real(name, value)
+    if not 0 <= share < 1:
+        raise ConfigError(f"{name} (--short-share) is a share of a step, 0 or more and below 1, got {share}")
+    return share
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +38,7 @@ class SchedulerLimits:
     Scheduler.propose. num_lookahead_tokens: room behind a row's tokens, drafts included, for a drafter's own.
     segments: whether the worker can write recurrent states at any token inside a chunk; else chunks end there.
     short_share: of a step's tokens, the share that requests which lack no more of it take before others: those that
-    decode, and short prompts, running or waiting. 0: everybody in order. None: see short_tokens.
+    decode, and short prompts, running or waiting. 0: everybody in order. None: see short_share_of.
     whole_items: whether tokens of a multimodal item attend to each other in both directions: no chunk ends inside one.
     """
 
@@ -58,19 +66,17 @@ class SchedulerLimits:
         if not 0 <= real("watermark", self.watermark) < 1:
             raise ConfigError(f"watermark is a share of the pool, 0 or more and below 1, got {self.watermark}")
         check_fields(self, flag, "segments", "whole_items")
-        if self.short_share is not None and not 0 <= real("short_share", self.short_share) < 1:
-            raise ConfigError(f"short_share is a share of a step, 0 or more and below 1, got {self.short_share}")
+        check_fields(self, or_none(short_share), "short_share")
 
-    def short_tokens(self, *, natural: bool) -> int:
-        """Most tokens of a step that requests with few tokens left take before others.
+    def short_share_of(self, *, natural: bool) -> float:
+        """``short_share``, or what suits the cache. natural: whether that has the natural layout.
 
-        natural: whether the cache has the natural layout. Unless ``short_share`` says, it is half of the step
-        there; 0 by priority, which says itself who goes first, and in the reference layout, where steps are vLLM's.
+        SHORT_SHARE there; 0 by priority, which says itself who goes first, and in the reference layout, where steps are
+        those of vLLM.
         """
-        share = self.short_share
-        if share is None:
-            share = SHORT_SHARE if natural and self.policy == "fcfs" else 0.0
-        return int(share * self.max_batched_tokens)
+        if self.short_share is not None:
+            return self.short_share
+        return SHORT_SHARE if natural and self.policy == "fcfs" else 0.0
 
 
 _COUNTS: Final = (

@@ -70,7 +70,8 @@ class Scheduler:
         queues = self._waiting, self._running
         self._forks = Forks(*queues, shares_in_part=cache.bounds.shares_in_part)
         self._split = split_of(cache, self.limits, self._forks)
-        self._short_tokens = self.limits.short_tokens(natural=cache.config.slabs is not None)
+        share = self.limits.short_share_of(natural=cache.config.slabs is not None)
+        self._short_tokens = int(share * self.limits.max_batched_tokens)
         self._speculation = Speculation(cache, self._running, self.limits)
         self._releaser = RowReleaser(cache, *queues, self._inbox, self._forks)
         self._admission = AdmissionControl(cache, self.limits, *queues, forks=self._forks, releaser=self._releaser)
@@ -268,7 +269,7 @@ class Scheduler:
                 places, rows, shares = some + start, rows[some], shares[some]
             else:
                 places = None
-            num_drafts = self._speculation.room(rows, shares, budget.for_running)
+            num_drafts = self._speculation.room(rows, shares, budget)
             counts = shares if num_drafts is None else shares + num_drafts
             slots = self.cache.allocate_batch(rows, counts, self.limits.num_lookahead_tokens)
             done = slots.accepted

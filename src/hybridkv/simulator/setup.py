@@ -17,6 +17,7 @@ from hybridkv.planner import Plan, plan
 from hybridkv.planner.plan import DEFAULT_LAYOUT, NO_STATES
 from hybridkv.request import Hasher
 from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.schedule.limits import short_share
 from hybridkv.simulator.cost import BF16, StepCost, weights_named
 from hybridkv.simulator.explained import Explained
 from hybridkv.simulator.hardware import H100, Hardware
@@ -49,6 +50,7 @@ class ReplaySettings:
     speculation: drafts of rows that decode, None for none; the plan's model must have been read with room for them
     (num_speculative_tokens), and every step is taken by itself.
     block_times: count how long blocks are kept, idle and between hits, as a Recording needs.
+    short_share: as SchedulerLimits.
     Raises ConfigError for values out of range.
     """
 
@@ -65,6 +67,7 @@ class ReplaySettings:
     remembered_losses: int = 0
     block_times: bool = False
     speculation: Speculation | None = None
+    short_share: float | None = None
 
     def __post_init__(self) -> None:
         if self.eviction is not None:
@@ -72,6 +75,7 @@ class ReplaySettings:
         check_fields(self, one_of(TenantShares), "shares")
         check_fields(self, one_of(Hardware), "hardware")
         check_fields(self, or_none(one_of(Speculation)), "speculation")
+        check_fields(self, or_none(short_share), "short_share")
         weights_named(self.weights)
         check_fields(self, partial(integer, least=0, most=MOST_COUNT), "remembered_losses")
         for name, most in (("max_running", MOST_RUNNING), ("token_budget", MOST_COUNT)):
@@ -246,6 +250,7 @@ def simulation_of(
         max_running=settings.max_running,
         max_batched_tokens=settings.token_budget,
         num_speculative_tokens=0 if speculation is None else speculation.drafts,
+        short_share=settings.short_share,
     )
     clock = SimulatedClock()
     cache = KVCacheManager(
