@@ -16,6 +16,7 @@ class CacheBounds:
 
     rewrites_states: running states are rewritten in place, so that a step that failed leaves them broken.
     shares_in_part: a branch can begin with blocks that its parent has filled in part.
+    follows_vllm: block ids and steps are those of vLLM.
     keeps_ends: what a request computed can be hit to its last token, see KVCacheManager.keep_end.
     keeps_checkpoints: states are kept where the placement stops (KVCacheManager.stops).
     state_alignment: tokens between the places where all states can be kept, and shared as they are; 0 where none are.
@@ -30,6 +31,7 @@ class CacheBounds:
         self.drops_for_eagle = any(group.kind.drops for group in groups)
         self.rewrites_states = layout.rewrites_states
         self.shares_in_part = layout.shares_in_part
+        self.follows_vllm = layout.follows_vllm
         self.keeps_ends = layout.keeps_ends
         self.keeps_checkpoints = bool(parts.checkpoints.groups)
         self.state_alignment = math.lcm(*(group.policy.block_size for group in kept)) if kept else 0

@@ -76,7 +76,7 @@ class Layout(Protocol):
     rewrites_states: running states are rewritten in place, so that a failed step leaves them broken. shares_in_part: a
     branch can begin with blocks that its parent has half filled. keeps_ends: what a request has computed stays to the
     last token when it ends; publishes_ends: so does what lies before other ends inside blocks. evicts_in_order: free
-    blocks of one size go in the order of their last use.
+    blocks of one size go in the order of their last use. follows_vllm: block ids and steps are those of vLLM.
     """
 
     @property
@@ -116,6 +116,11 @@ class Layout(Protocol):
 
     @property
     def keeps_ends(self) -> bool:
+        """See the class."""
+        ...
+
+    @property
+    def follows_vllm(self) -> bool:
         """See the class."""
         ...
 
@@ -248,6 +253,7 @@ class ReferenceLayout:
     keeps_ends: bool = False
     publishes_ends: bool = False
     evicts_in_order: ClassVar[bool] = True
+    follows_vllm: ClassVar[bool] = True
 
     def publishes(self, spec: KVCacheSpec) -> bool:
         """Tokens, and states if their spec keeps them."""
@@ -322,6 +328,7 @@ class NaturalLayout:
     shares_in_part: bool = True
     keeps_ends: bool = True
     evicts_in_order: ClassVar[bool] = False
+    follows_vllm: ClassVar[bool] = False
 
     def publishes(self, spec: KVCacheSpec) -> bool:
         """Tokens, and states if the placement keeps any."""

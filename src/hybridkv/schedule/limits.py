@@ -68,15 +68,14 @@ class SchedulerLimits:
         check_fields(self, flag, "segments", "whole_items")
         check_fields(self, or_none(short_share), "short_share")
 
-    def short_share_of(self, *, natural: bool) -> float:
-        """``short_share``, or what suits the cache. natural: whether that has the natural layout.
+    def short_share_of(self, *, follows_vllm: bool) -> float:
+        """``short_share``, or what suits the cache: SHORT_SHARE, but 0 by priority, which says itself who goes first.
 
-        SHORT_SHARE there; 0 by priority, which says itself who goes first, and in the reference layout, where steps are
-        those of vLLM.
+        follows_vllm: steps of the cache are those of vLLM, as in the reference layout; 0 there, too.
         """
         if self.short_share is not None:
             return self.short_share
-        return SHORT_SHARE if natural and self.policy == "fcfs" else 0.0
+        return 0.0 if follows_vllm or self.policy == "priority" else SHORT_SHARE
 
 
 _COUNTS: Final = (

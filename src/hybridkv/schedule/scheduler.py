@@ -70,7 +70,7 @@ class Scheduler:
         queues = self._waiting, self._running
         self._forks = Forks(*queues, shares_in_part=cache.bounds.shares_in_part)
         self._split = split_of(cache, self.limits, self._forks)
-        share = self.limits.short_share_of(natural=cache.config.slabs is not None)
+        share = self.limits.short_share_of(follows_vllm=cache.bounds.follows_vllm)
         self._short_tokens = int(share * self.limits.max_batched_tokens)
         self._speculation = Speculation(cache, self._running, self.limits)
         self._releaser = RowReleaser(cache, *queues, self._inbox, self._forks)
