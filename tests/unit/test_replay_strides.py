@@ -20,7 +20,7 @@ from hybridkv.planner import Plan, plan
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Choose, Scheduler, SchedulerLimits
 from hybridkv.schedule.admission import AdmissionControl, Standstill
-from hybridkv.schedule.builder import StepBuilder
+from hybridkv.schedule.budget import StepBudget
 from hybridkv.simulator import (
     H100_UNBOUNDED,
     WORKLOADS,
@@ -233,8 +233,8 @@ def test_a_step_in_which_refusals_change_is_noticed(fault: str, monkeypatch: pyt
     if fault == "patience":
         still = AdmissionControl.standstill
 
-        def patient(one: AdmissionControl, builder: StepBuilder, now: float) -> Standstill | None:
-            found = still(one, builder, now)
+        def patient(one: AdmissionControl, budget: StepBudget, now: float) -> Standstill | None:
+            found = still(one, budget, now)
             return found and replace(found, since_s=None)
 
         monkeypatch.setattr(AdmissionControl, "standstill", patient)
