@@ -393,7 +393,7 @@ def test_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("nowhere.jsonl", *BASE), "cannot read nowhere.jsonl: No such file or directory"),
-        (("workload:chats", *BASE), "unknown workload 'chats': use one of agent, api, chat, documents, mix, think, uniform"),
+        (("workload:chats", *BASE), "unknown workload 'chats': use one of agent, api, chat, documents, mix, think"),
         (("workload:chat",), "--model and --memory missing: for example --model llama-3-8b --memory 40GiB"),
         (("workload:chat", "--model", "llama-3-8b"), "--memory missing"),
         (("workload:chat", "--model", "llama-3-8", "--memory", "4GiB"), "llama-3-8b"),

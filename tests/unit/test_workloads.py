@@ -172,7 +172,7 @@ def test_a_limit_keeps_the_first() -> None:
 
 
 def test_workloads_that_cannot_be() -> None:
-    with pytest.raises(ConfigError, match="unknown workload 'chats': use one of agent, api, chat, documents, mix, think"):
+    with pytest.raises(ConfigError, match="unknown workload 'chats': use one of agent, api, chat, documents"):
         Workload("chats")
     with pytest.raises(ConfigError, match="seed must be 0 or more, got -1"):
         Workload("chat", seed=-1)

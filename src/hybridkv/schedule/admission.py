@@ -293,7 +293,13 @@ class AdmissionControl:
                 if not self._cache.is_longest_hit(request, hit, entry.evictions):
                     return None
                 hits.append(hit)
-                plan, refusal = self._plan(request, self._cache.blocks_of(hit), hit.tokens, budget, alone=False)
+                if not self._may_be_overtaken(entry, now):
+                    budget.keep_nothing()
+                self._num_passed = looked - 1  # as in the step itself: what is kept depends on it
+                try:
+                    plan, refusal = self._plan(request, self._cache.blocks_of(hit), hit.tokens, budget, alone=False)
+                finally:
+                    self._num_passed = 0
                 if plan is not None:
                     return None
                 if refusal is not None:
