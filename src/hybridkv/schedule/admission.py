@@ -201,11 +201,12 @@ class AdmissionControl:
                 if entry is None:
                     break
                 try:
-                    if self._waits_for_tokens(entry, budget, now):
+                    hit = None if entry.in_flight_steps else self._hit(entry)
+                    if hit is not None and self._waits_for_tokens(entry, hit, budget, now):
                         if not self._passes(entry, now):
                             break
                         continue
-                    plan = None if entry.in_flight_steps else self._plan_behind_hit(entry, budget)
+                    plan = None if hit is None else self._plan_behind_hit(entry, hit, budget)
                 except Exception as error:  # noqa: BLE001 - a plan changes nothing: what it raises is its request's alone
                     self._releaser.end([Finished(entry.request, FinishReason.ERROR, error)])
                     continue
@@ -223,13 +224,13 @@ class AdmissionControl:
                     break
         self._num_passed = 0
 
-    def _waits_for_tokens(self, entry: Waiting, budget: StepBudget, now: float) -> bool:
+    def _waits_for_tokens(self, entry: Waiting, hit: CommonHit, budget: StepBudget, now: float) -> bool:
         """Whether all tokens that are left are kept for requests that lack fewer than that of ``entry``."""
-        if entry.in_flight_steps or not budget.keeps:
+        if not budget.keeps:
             return False
         if not self._may_be_overtaken(entry, now):
             budget.keep_nothing()
-        return not budget.room_for(entry.request.num_tokens - self._hit(entry).tokens)
+        return not budget.room_for(entry.request.num_tokens - hit.tokens)
 
     def _passes(self, entry: Waiting, now: float) -> bool:
         """Pass by ``entry``; whether a step looks at those behind it."""
@@ -335,9 +336,9 @@ class AdmissionControl:
             request.branch_tokens = entry.hit.branch_tokens
         return entry.hit
 
-    def _plan_behind_hit(self, entry: Waiting, budget: StepBudget) -> SlotPlan | None:
-        """Slots for the first chunk of a waiting request; None while it does not fit."""
-        cache, request, hit = self._cache, entry.request, self._hit(entry)
+    def _plan_behind_hit(self, entry: Waiting, hit: CommonHit, budget: StepBudget) -> SlotPlan | None:
+        """Slots for the first chunk of a waiting request behind ``hit``; None while it does not fit."""
+        cache, request = self._cache, entry.request
         alone = not self._running.seats_taken
         plan, refusal = self._plan(request, cache.blocks_of(hit), hit.tokens, budget, alone=alone)
         if refusal is not None and alone and any(hit.sources):  # what is copied may be in the way of the copy
