@@ -1,5 +1,6 @@
 """Texts that no model has room for, and many of them: others are answered as if nobody sent them."""
 
+import asyncio
 import json
 import threading
 import time
@@ -13,13 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from serve_support import LONGEST, WAIT, Served, engine_of, serving, until
+from starlette.types import Message, Receive, Scope, Send
 from tokenizers import AddedToken
 
 from hybridkv.runner import Engine
 from hybridkv.serve import ServeOptions, tokens, turns
 from hybridkv.serve.bodies import MOST_MESSAGES
 from hybridkv.serve.keys import ApiKeys, Tenant, _digest
-from hybridkv.serve.lengths import MOST_VALUES, ValueCounter
+from hybridkv.serve.lengths import MOST_VALUES, BodyGate, Pace, ValueCounter
 
 PATH = "/v1/completions"
 PER_TOKEN = len("<eos>")
@@ -253,3 +255,31 @@ def test_more_messages_than_any_chat_has_are_refused(llama: Served) -> None:
         "/v1/chat/completions", 400, messages=[{"role": "user", "content": "a"}] * (MOST_MESSAGES + 1)
     )
     assert error["param"] == "messages"
+
+
+def test_long_bodies_share_one_pace_and_short_ones_do_not_wait() -> None:
+    piece, ended = b"x" * (64 << 10), list[str]()
+
+    async def ended_app(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001 - as it is called
+        await receive()
+        ended.append(scope["path"])
+
+    async def ask(gate: BodyGate, path: str, pieces: int) -> None:
+        left = [piece] * pieces
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": left.pop(), "more_body": bool(left)}
+
+        async def send(message: Message) -> None:
+            raise AssertionError(message)
+
+        await gate({"type": "http", "path": path, "headers": []}, receive, send)
+
+    async def all_of_them() -> float:
+        gate, begun = BodyGate(ended_app, MOST_VALUES, Pace(4 << 20)), time.monotonic()
+        await asyncio.gather(ask(gate, "long", 8), ask(gate, "other", 8), ask(gate, "short", 1))
+        return time.monotonic() - begun
+
+    taken = asyncio.run(all_of_them())
+    assert ended[0] == "short"
+    assert taken > 0.2  # 14 paced pieces of 64 KiB at 4 MiB a second are .22 s

@@ -21,7 +21,7 @@ from hybridkv.serve.errors import ErrorBody, answer_errors
 from hybridkv.serve.front import Front, ServeOptions
 from hybridkv.serve.generation import Answer
 from hybridkv.serve.keys import KeyGate
-from hybridkv.serve.lengths import MOST_VALUES, BodyGate
+from hybridkv.serve.lengths import BYTES_PER_SECOND, MOST_VALUES, BodyGate, Pace
 from hybridkv.serve.operations import add_operations
 from hybridkv.serve.origins import OriginGate
 from hybridkv.serve.page import add_page
@@ -72,7 +72,7 @@ def create_app(
         middleware=[
             *_gates_of_pages(front.options),
             Middleware(KeyGate, keys=front.options.keys),
-            Middleware(BodyGate, most_values=max(MOST_VALUES, 2 * front.max_model_len)),
+            Middleware(BodyGate, most_values=max(MOST_VALUES, 2 * front.max_model_len), pace=Pace(BYTES_PER_SECOND)),
         ],
         telemetry={"tracing": False},
     )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Final
 
@@ -16,7 +17,29 @@ from hybridkv.serve.errors import ApiError
 MOST_BODY_BYTES: Final = 32 << 20
 MOST_VALUES: Final = 1 << 18
 """Values in a body of JSON (numbers, texts, objects), where the model's length asks for no more."""
+BYTES_PER_SECOND: Final = 32 << 20
+"""Of all long bodies together: to read and parse 30 MB takes a quarter of a second, of an interpreter that all share."""
+_SHORT: Final = 64 << 10
+"""Bytes at the beginning of a body that are read at once."""
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|(?P<open>\\?)\Z)', re.DOTALL)
+
+
+class Pace:
+    """Lets so many bytes pass in a second, whoever sends them, so that others get their share of the interpreter.
+
+    Args:
+        bytes_per_second: of all callers together.
+    """
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._seconds_per_byte = 1.0 / bytes_per_second
+        self._free_at = 0.0
+
+    async def take(self, size: int) -> None:
+        """Wait until ``size`` bytes more may pass. Callers wait in the order in which they came."""
+        now = asyncio.get_running_loop().time()
+        self._free_at = max(self._free_at, now) + size * self._seconds_per_byte
+        await asyncio.sleep(self._free_at - now)
 
 
 class BodyGate:
@@ -28,10 +51,11 @@ class BodyGate:
     Args:
         app: is asked with the whole body.
         most_values: values in the body.
+        pace: at which bodies are read, behind the first 64 KiB of each.
     """
 
-    def __init__(self, app: ASGIApp, most_values: int) -> None:
-        self._app, self._most_values = app, most_values
+    def __init__(self, app: ASGIApp, most_values: int, pace: Pace) -> None:
+        self._app, self._most_values, self._pace = app, most_values, pace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer as an ASGI application."""
@@ -66,7 +90,10 @@ class BodyGate:
             read += len(piece)
             more = message.get("more_body", False)
             _require_length(read)
-            if values.add(piece) > self._most_values:
+            count = values.add(piece)
+            if read > _SHORT:  # a refused body costs as much
+                await self._pace.take(len(piece))
+            if count > self._most_values:
                 raise ApiError(413, f"the body has too many values: at most {self._most_values} are read")
         return b"".join(pieces)
 
