@@ -18,7 +18,7 @@ MOST_BODY_BYTES: Final = 32 << 20
 MOST_VALUES: Final = 1 << 18
 """Values in a body of JSON (numbers, texts, objects), where the model's length asks for no more."""
 BYTES_PER_SECOND: Final = 32 << 20
-"""Of all long bodies together: to read and parse 30 MB takes a quarter of a second, of an interpreter that all share."""
+"""Of all long bodies together: 30 MB hold the interpreter, which all share, for a quarter of a second."""
 _SHORT: Final = 64 << 10
 """Bytes at the beginning of a body that are read at once."""
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|(?P<open>\\?)\Z)', re.DOTALL)
