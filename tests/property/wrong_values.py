@@ -98,7 +98,12 @@ def untyped_fields(made: Any) -> list[str]:  # noqa: ANN401  # any dataclass
             continue
         for field in fields(made):
             value, wanted = getattr(other, field.name), type(getattr(made, field.name))
+            named = type(value).__name__ in str(field.type).split(" | ")
             kinds = (wanted, int, str) if wanted is type(None) else (wanted,)
-            if type(value) not in kinds and not (value is None and "None" in str(field.type)):
+            if (
+                type(value) not in kinds
+                and not (named and wanted is type(None))
+                and not (value is None and "None" in str(field.type))
+            ):
                 wrong.append(f"{name}: {field.name} is {value!r}")
     return wrong

@@ -43,7 +43,7 @@ REGIMES = {
     "preemption": Regime(memory="88KiB", max_tokens=48),
     "drafts": Regime(drafts=True),
     "ahead": Regime(in_flight=2, hits=True, temperature=0.8),
-    "crowded": Regime(memory="80KiB", hits=True, max_tokens=40, mixed=True, seed=23),
+    "crowded": Regime(memory="80KiB", hits=True, max_tokens=40, mixed=True, seed=2),
     "all": Regime(memory="88KiB", hits=True, drafts=True, temperature=0.8, max_tokens=40),
 }
 

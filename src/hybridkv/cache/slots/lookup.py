@@ -112,14 +112,18 @@ class PrefixLookup:
     def is_longest(self, request: Request, hit: CommonHit, evictions: int) -> bool:
         """Whether ``hit``, found when the pool's ``evictions`` was ``evictions``, is still the longest.
 
-        It is while none of the blocks it rests on lost its key and none of the keys that bounded it is known.
-        O(those keys) look-ups, one a group for full attention, and one array comparison over the blocks.
+        It is while none of the blocks it rests on lost its key, none of the keys that bounded it is known, and its
+        last tokens would be copied from the same blocks. O(those keys) look-ups, one a group for full attention, and
+        one array comparison over the blocks.
         """
         if any(-1 < then != group.index.additions for group, then in zip(self._groups, hit.additions, strict=True)):
             return False
         if any(group.knows_any(request, columns) for group, columns in zip(self._groups, hit.missing, strict=True)):
             return False
-        return all(self._pool.keys.kept_since(ids, evictions) for ids in hit.seen)
+        if not all(self._pool.keys.kept_since(ids, evictions) for ids in hit.seen):
+            return False
+        copied = ((group, source) for group, source in zip(self._groups, hit.sources, strict=True) if source)
+        return all(group.policy.hits.source(group.view(request), hit.tokens) == source for group, source in copied)
 
     def _longest(self, request: Request, limit_tokens: int) -> CommonHit:
         """The longest prefix of at most ``limit_tokens`` tokens that every group has. O(blocks of the longest hit)."""
