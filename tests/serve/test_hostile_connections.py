@@ -7,27 +7,29 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
+from unittest.mock import patch
 
 import httpx2
 import pytest
 from serve_support import LONGEST, WAIT, Served, engine_of, serving, until
 
 from hybridkv.errors import ConfigError
-from hybridkv.serve import ConnectionLimits
-from hybridkv.serve.connections import MOST_HEAD_BYTES, MOST_URL_BYTES
+from hybridkv.serve import ConnectionLimits, connections
+from hybridkv.serve.connections import MOST_HEAD_BYTES, MOST_URL_BYTES, Bodies
 from hybridkv.serve.lengths import MOST_BODY_BYTES
 from hybridkv.serve.server import UNWIND_S
 
 PATH = "/v1/completions"
 GET = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 LIMITS = ConnectionLimits(header_timeout=0.3, body_timeout=0.6, body_memory=1 << 20, grace=0.5)
+HELD = Bodies(LIMITS.body_memory)
 LONG: dict[str, Any] = {"prompt": "go on", "max_tokens": LONGEST - 8, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[Served]:
-    """A server with little patience and memory."""
-    with serving(engine_of("llama"), limits=LIMITS) as served:
+    """A server with little patience and memory; HELD is what it holds of bodies."""
+    with patch.object(connections, "Bodies", return_value=HELD), serving(engine_of("llama"), limits=LIMITS) as served:
         yield served
 
 
@@ -228,7 +230,8 @@ def test_bodies_that_are_held_have_a_bound(strict: Served) -> None:
     with ExitStack() as ending:
         large = [ending.enter_context(connected(strict)) for _ in range(4)]
         for number, one in enumerate(large):
-            one.sendall(head_of_body(MOST_BODY_BYTES) + b" " * (200_000 + number * 50_000))
+            one.sendall(head_of_body(MOST_BODY_BYTES) + b" " * (150_000 + number * 50_000))
+        until(lambda: HELD.total == 900_000)
         assert strict.post(PATH, prompt="a", max_tokens=1)["usage"]["completion_tokens"] == 1
         with connected(strict) as one:
             one.sendall(head_of_body(190_000, "/tokenize") + b'{"prompt": "a"}'.ljust(190_000))

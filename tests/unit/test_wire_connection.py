@@ -312,7 +312,7 @@ def test_a_crowd_of_silent_peers_leaves_few_threads_and_a_place(caplog: pytest.L
     deadline = time.monotonic() + 10
     while threading.active_count() > threads and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # one of an earlier test may have ended meanwhile
 
 
 def test_a_peer_that_showed_its_key_late_is_there_for_the_next_call() -> None:
