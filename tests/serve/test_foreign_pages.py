@@ -154,3 +154,17 @@ def test_an_origin_has_scheme_and_host(origin: str) -> None:
 def test_a_host_is_a_name(host: str) -> None:
     with pytest.raises(ConfigError, match="allow_hosts"):
         ServeOptions(allow_hosts=[host])
+
+
+def test_a_picture_or_script_of_another_page_gets_nothing(llama: Served) -> None:
+    foreign = {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "no-cors"}
+    answer = ask(llama, "/metrics", **foreign)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
+    assert ask(llama, "/", **foreign | {"Sec_Fetch_Mode": "navigate"}).status_code == 200
+    assert ask(llama, "/metrics", Sec_Fetch_Site="same-origin", Sec_Fetch_Mode="no-cors").status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["https://[", "https://app.example:443", "http://app.example:80", "://app.example"])
+def test_origins_that_no_browser_sends_are_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match="must be an origin"):
+        ServeOptions(allow_origins=[origin])

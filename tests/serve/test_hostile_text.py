@@ -13,13 +13,23 @@ import httpx2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
 from serve_support import LONGEST, WAIT, Served, engine_of, serving, until
 from starlette.types import Message, Receive, Scope, Send
 from tokenizers import AddedToken
 
+from hybridkv.errors import ConfigError
 from hybridkv.runner import Engine
+from hybridkv.runner.chat import chat_ids
 from hybridkv.serve import ServeOptions, tokens, turns
-from hybridkv.serve.bodies import MOST_MESSAGES
+from hybridkv.serve.bodies import (
+    MOST_MESSAGES,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ResponseBody,
+)
+from hybridkv.serve.errors import ApiError
 from hybridkv.serve.keys import ApiKeys, Tenant, _digest
 from hybridkv.serve.lengths import MOST_VALUES, BodyGate, Pace, ValueCounter
 
@@ -245,6 +255,42 @@ def test_a_body_of_very_many_values_is_not_parsed(llama: Served, path: str, begi
     assert f"at most {MOST_VALUES} are read" in answer.json()["error"]["message"]
 
 
+MANY = 1000
+
+
+@pytest.mark.parametrize(
+    ("body", "given"),
+    [
+        (CompletionBody, {"prompt": [{}] * MANY}),
+        (CompletionBody, {"prompt": [[1] * MANY + ["a"]]}),
+        (CompletionBody, {"prompt": "a", "stop_token_ids": [{}] * MANY}),
+        (CompletionBody, {"prompt": "a", "logit_bias": {str(one): "a" for one in range(1 << 13)}}),
+        (CompletionBody, {"prompt": "a"} | {f"field {one}": 1 for one in range(MANY)}),
+        (ChatBody, {"messages": [{"role": "user", "content": [{}] * MANY}]}),
+        (ChatBody, {"messages": [{}] * MANY}),
+        (ChatBody, {"messages": [{"role": "user", "content": "a"}], "tools": [{}] * MANY}),
+        (DetokenizeBody, {"tokens": [{}] * MANY}),
+        (ResponseBody, {"input": [{}] * MANY}),
+    ],
+    ids=str,
+)
+def test_one_wrong_value_of_many_is_told(body: type[BaseModel], given: dict[str, Any]) -> None:
+    """An error for each of 262,144 values took the event loop four seconds."""
+    with pytest.raises(ValidationError) as found:
+        body.model_validate(given)
+    assert found.value.error_count() < 8
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
+def test_values_cannot_hide_in_another_encoding(llama: Served, encoding: str) -> None:
+    raw = ('{"prompt":["\u2200",' + "1," * (MOST_VALUES + 10) + "1]}").encode(encoding)
+    answer = llama.client.post(PATH, content=raw, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        400,
+        "the body is no JSON: it must be UTF-8 text",
+    )
+
+
 def test_a_text_of_commas_is_one_value(llama: Served) -> None:
     error = llama.refused("/tokenize", 400, prompt="," * (MOST_VALUES + 10))
     assert error["code"] == "context_length_exceeded"
@@ -280,6 +326,20 @@ def test_long_bodies_share_one_pace_and_short_ones_do_not_wait() -> None:
         await asyncio.gather(ask(gate, "long", 8), ask(gate, "other", 8), ask(gate, "short", 1))
         return time.monotonic() - begun
 
+    async def very_many() -> int:
+        pace = Pace(1 << 20)
+        came = await asyncio.gather(*(pace.take(1 << 16) for _ in range(20)), return_exceptions=True)
+        return sum(isinstance(one, ApiError) and one.status == 503 for one in came)
+
+    assert asyncio.run(very_many()) == 11  # nine of them begin within half a second
     taken = asyncio.run(all_of_them())
     assert ended[0] == "short"
     assert taken > 0.2  # 14 paced pieces of 64 KiB at 4 MiB a second are .22 s
+
+
+def test_a_conversation_that_utf8_cannot_hold_is_refused(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates write tool calls as JSON, where a lone surrogate is no error yet."""
+    loaded = llama.front.loaded
+    monkeypatch.setattr(loaded.tokenizer, "apply_chat_template", lambda *_, **__: "a\ud800")
+    with pytest.raises(ConfigError, match="surrogates not allowed"):
+        chat_ids(loaded, [{"role": "user", "content": "a"}], check=lambda _: None)

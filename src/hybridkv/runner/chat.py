@@ -140,11 +140,9 @@ def chat_ids(
     except Exception as error:  # whatever a template raises is what it says of the messages
         raise ConfigError(f"the chat template of {loaded.name} refuses the messages: {error}") from error
     if check is None:
-        ids = said
-    else:
-        check(said)
-        ids = loaded.tokenizer.encode(said, add_special_tokens=False)
-    return encode(loaded, ids, what="conversation")
+        return encode(loaded, said, what="conversation")
+    check(text("the conversation", said))
+    return encode(loaded, loaded.tokenizer.encode(said, add_special_tokens=False), what="conversation")
 
 
 def _refuse_unread(loaded: LoadedModel, read: Iterable[str], names: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from hybridkv.errors import ConfigError
 from hybridkv.request import NO_HINTS, Hints, SamplingParams
@@ -23,7 +23,18 @@ _MOST_SEED: Final = 1 << 62
 
 StopString = Annotated[str, Field(min_length=1, max_length=_MOST_STOP_CHARACTERS)]
 Text = Annotated[str, Field(min_length=1)]
-Ids = list[int]
+_FIRST: Final = Field(fail_fast=True)
+"""Of a list: one wrong value is enough. To collect an error for each of 262,144 takes seconds."""
+_MOST_BIASED: Final = 1 << 12
+
+Ids = Annotated[list[int], _FIRST]
+
+
+def _few_biases(given: Any) -> Any:  # noqa: ANN401  # whatever JSON says
+    """Refuse many before each is looked at."""
+    if isinstance(given, dict) and len(given) > _MOST_BIASED:
+        raise ValueError(f"at most {_MOST_BIASED} tokens may have a bias")
+    return given
 
 
 class Body(BaseModel):
@@ -39,7 +50,11 @@ class Body(BaseModel):
     def _without_what_says_nothing(cls, given: Any) -> Any:  # noqa: ANN401  # whatever JSON says
         if not isinstance(given, dict):
             return given
-        return {name: value for name, value in given.items() if not cls._says_nothing(name, value)}
+        said = {name: value for name, value in given.items() if not cls._says_nothing(name, value)}
+        unknown = [name for name in said if name not in cls.model_fields]
+        for name in unknown[1:]:  # one is enough to refuse the body
+            del said[name]
+        return said
 
     @classmethod
     def _says_nothing(cls, name: object, value: object) -> bool:
@@ -96,9 +111,9 @@ class SamplingBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_few_biases)] | None = None
     seed: int | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=_MOST_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=_MOST_STOPS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[Ids, Field(max_length=_MOST_STOP_IDS)] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
@@ -169,7 +184,7 @@ class CompletionBody(ChoicesBody):
         "skip_special_tokens": (True,),
     }
 
-    prompt: str | Ids | list[str] | list[Ids]
+    prompt: str | Ids | Annotated[list[str], _FIRST] | Annotated[list[Ids], _FIRST]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
@@ -219,9 +234,9 @@ class ChatMessage(Body):
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], _FIRST] | None = None
     name: Text | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], _FIRST] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -256,7 +271,7 @@ class TemplateBody(Body):
     chat_template_kwargs: names of the template's own, such as enable_thinking.
     """
 
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], _FIRST] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
 
@@ -277,7 +292,7 @@ class ChatBody(ChoicesBody, TemplateBody):
         "skip_special_tokens": (True,),
     }
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -304,7 +319,7 @@ class TokenizeBody(TemplateBody):
 
     model: str | None = None
     prompt: Text | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)] | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -329,7 +344,7 @@ class InputMessage(Body):
     id: str | None = None
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], _FIRST]
 
 
 class ResponseBody(SamplingBody):
@@ -354,7 +369,7 @@ class ResponseBody(SamplingBody):
         "user": (),
     }
 
-    input: Text | Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
+    input: Text | Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     instructions: Text | None = None
     max_output_tokens: int | None = None
 

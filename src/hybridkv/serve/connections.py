@@ -3,7 +3,8 @@
     head (URL and headers): bytes, seconds -> 414, 431, 408       body: seconds -> 408; bytes of all bodies -> 503
 
 uvicorn parses HTTP, by httptools. It bounds none of these, and takes a client that has sent all it has for one that
-has gone: here such a client is answered.
+has gone: here such a client is answered. A connection has one request in hand at a time: input behind it is dropped,
+and the connection closes after the answer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MOST_HEAD_BYTES: Final = 32 << 10
 """Of the URL and all headers; a head that comes in pieces may have one piece more."""
 _SMALL_BODY: Final = 64 << 10
 _LINGER_S: Final = 2.0  # a socket closed with unread bytes in it loses the answer, too
-_MOST_LINGERED: Final = 32 << 20
+_MOST_DROPPED: Final = 64 << 20  # more than a request with the longest body
 _FIRST_PROBE_S: Final = 0.05
 _PROBE_S: Final = 1.0
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -101,6 +102,10 @@ class Connection(HttpToolsProtocol):
         limits: of all connections.
         bodies: those of all connections.
         config, server_state, app_state, _loop: uvicorn's.
+
+    Attributes:
+        body_arrives: whether the body of a request is not whole.
+        refused: whether an error was the answer to a request that was not whole.
     """
 
     def __init__(
@@ -118,11 +123,11 @@ class Connection(HttpToolsProtocol):
         self._in_head = self.body_arrives = False
         self._unparsed = 0  # bytes of this head, or since the last of this body
         self._gets_on = False
-        self._held = self._lingered = 0
+        self._held = self._dropped = 0
         self._timed: str | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: tuple[int, str] | None = None
-        self._refused = self._half_closed = False
+        self.refused = self._drops = self._half_closed = False
 
     # what the transport tells
 
@@ -139,19 +144,22 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse ``data``, and refuse what is too long or no HTTP."""
-        if self._refused:
-            self._lingered += len(data)
-            if self._lingered > _MOST_LINGERED:
+        if self.refused or self._drops:
+            self._dropped += len(data)
+            if self._dropped > _MOST_DROPPED:
                 self.transport.abort()
             return
         self._unset_keepalive_if_required()
         waited, self._gets_on = self._in_head or self.body_arrives, False
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # to nothing that is offered: the request is answered as it is
+        except httptools.HttpParserUpgrade as upgrade:
+            # to nothing that is offered: the request is answered as it is
+            if upgrade.args[0] < len(data):  # the parser skips the rest of the piece
+                self._drop_rest()
         except httptools.HttpParserError:
-            self.refuse(*(self._refusal or (400, "this is no HTTP/1.1 request")))
+            if not self._drops:
+                self.refuse(*(self._refusal or (400, "this is no HTTP/1.1 request")))
             return
         if waited and not self._gets_on:
             self._unparsed += len(data)
@@ -165,7 +173,7 @@ class Connection(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio's may say that it goes on
         """Go on if a request is whole: its client may still read. Return whether the transport stays open."""
-        if self._refused or self._idle or self._in_head or self.body_arrives:
+        if self.refused or self._idle or self._in_head or self.body_arrives:
             return False
         if self.cycle.response_started and self.cycle.scope["method"] == "GET":
             return False  # such a stream may write too rarely to notice otherwise that its client has gone
@@ -176,7 +184,10 @@ class Connection(HttpToolsProtocol):
     # what the parser tells
 
     def on_message_begin(self) -> None:
-        """A head begins."""
+        """A head begins. If a request is in hand, drop the input instead: HTTP lets clients send it again."""
+        if not self._idle:
+            self._drop_rest()
+            raise ValueError("a request is in hand")  # to the parser, which stops
         super().on_message_begin()
         self._in_head = self._gets_on = True
         self._unparsed = 0
@@ -186,11 +197,15 @@ class Connection(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if len(self.url) > MOST_URL_BYTES or size > MOST_HEAD_BYTES:
             self._refusal = self._too_long()
+        elif self.parser.should_upgrade() and any(_announces_body(*header) for header in self.headers):
+            # the parser would take this body for the next request
+            self._refusal = 400, "this server offers no upgrade: leave out Upgrade from a request with a body"
+        if self._refusal is not None:
             raise ValueError(self._refusal)  # to the parser, which stops
+        super().on_headers_complete()  # raises for a target without a path
         self._in_head, self.body_arrives = False, True
         self._gets_on = True
         self._unparsed = self._held = 0
-        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Hold more of a body."""
@@ -200,7 +215,7 @@ class Connection(HttpToolsProtocol):
         self._held += len(body)
         if self._held > _SMALL_BODY and not self.cycle.response_complete:
             self._bodies.hold(self, self._held)
-            if self._refused:
+            if self.refused:
                 raise ValueError("refused")  # to the parser, which stops
 
     def on_message_complete(self) -> None:
@@ -212,7 +227,7 @@ class Connection(HttpToolsProtocol):
         """Release the body; close if the client sends nothing more."""
         self._bodies.release(self)
         super().on_response_complete()
-        if self._half_closed and self._idle:
+        if self._half_closed:
             self.transport.close()
 
     # what the server tells
@@ -225,10 +240,10 @@ class Connection(HttpToolsProtocol):
             super().shutdown()
 
     def refuse(self, status: int, message: str, *, retry: bool = False) -> None:
-        """Answer the request that is not whole with an error, and close. If another is being answered, close alone."""
-        if self._refused or self.transport.is_closing():
+        """Answer the request that is not whole with an error, and close. If its answer has begun, close alone."""
+        if self.refused or self.transport.is_closing():
             return
-        self._refused = True
+        self.refused = True
         self._time(None)
         self._bodies.release(self)
         answers, cycle = self._answerable, self.cycle
@@ -249,14 +264,18 @@ class Connection(HttpToolsProtocol):
     @property
     def _idle(self) -> bool:
         """Whether no request is in hand."""
-        return (self.cycle is None or self.cycle.response_complete) and not self.pipeline
+        return self.cycle is None or self.cycle.response_complete
 
     @property
     def _answerable(self) -> bool:
-        """Whether an error would be the answer to the request that is not whole, and to no other."""
-        if self.body_arrives:
-            return not self.pipeline and not self.cycle.response_started
-        return self._idle
+        """Whether the request that is not whole has no answer yet."""
+        return self._in_head or not self.cycle.response_started
+
+    def _drop_rest(self) -> None:
+        """Parse no more input, and close after the answer in hand."""
+        self._drops = True
+        self.cycle.keep_alive = False
+        self._time(None)
 
     def _too_long(self) -> tuple[int, str]:
         if len(self.url) > MOST_URL_BYTES:
@@ -288,10 +307,13 @@ class Connection(HttpToolsProtocol):
         """
         if self.transport.is_closing() or self._idle:
             return
-        answer_waits = not self.pipeline and not self.cycle.response_started
-        if answer_waits and self.cycle.scope["http_version"] == "1.1":
+        if not self.cycle.response_started and self.cycle.scope["http_version"] == "1.1":
             self.transport.write(_CONTINUE)
         self.loop.call_later(again, self._probe, _PROBE_S)
+
+
+def _announces_body(name: bytes, value: bytes) -> bool:
+    return name == b"transfer-encoding" or (name == b"content-length" and value.strip(b" \t0") != b"")
 
 
 def _error(status: int, message: str, *, retry: bool) -> bytes:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from typing import Final
 
@@ -19,6 +20,8 @@ MOST_VALUES: Final = 1 << 18
 """Values in a body of JSON (numbers, texts, objects), where the model's length asks for no more."""
 BYTES_PER_SECOND: Final = 32 << 20
 """Of all long bodies together: 30 MB hold the interpreter, which all share, for a quarter of a second."""
+_LONGEST_WAIT: Final = 0.5
+"""Seconds that a piece of a body may wait for its turn. Only a flood of them waits longer."""
 _SHORT: Final = 64 << 10
 """Bytes at the beginning of a body that are read at once."""
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|(?P<open>\\?)\Z)', re.DOTALL)
@@ -36,9 +39,16 @@ class Pace:
         self._free_at = 0.0
 
     async def take(self, size: int) -> None:
-        """Wait until ``size`` bytes more may pass. Callers wait in the order in which they came."""
+        """Wait until ``size`` bytes more may pass. Callers wait in the order in which they came.
+
+        Raises ApiError (503) if that takes more than half a second: a caller that waits holds its bytes, and may have left.
+        """
         now = asyncio.get_running_loop().time()
-        self._free_at = max(self._free_at, now) + size * self._seconds_per_byte
+        begins = max(self._free_at, now)
+        if begins - now > _LONGEST_WAIT:
+            again = {"Retry-After": "1"}
+            raise ApiError(503, "the server reads too many long bodies: ask again later", headers=again)
+        self._free_at = begins + size * self._seconds_per_byte
         await asyncio.sleep(self._free_at - now)
 
 
@@ -88,6 +98,8 @@ class BodyGate:
             piece: bytes = message.get("body", b"")
             pieces.append(piece)
             read += len(piece)
+            if len(pieces) == 1 and json.detect_encoding(piece) not in {"utf-8", "utf-8-sig"}:
+                raise ApiError(400, "the body is no JSON: it must be UTF-8 text")  # values are counted in UTF-8
             more = message.get("more_body", False)
             _require_length(read)
             count = values.add(piece)

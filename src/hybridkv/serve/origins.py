@@ -41,9 +41,12 @@ def host_name(name: str, value: object) -> str:
 def origin(name: str, value: object) -> str:
     """Check an origin, such as https://app.example; return it in lower case. ConfigError for others."""
     given = text(name, value).lower()
-    parts = urlsplit(given)
-    if given != f"{parts.scheme}://{parts.netloc}" or not parts.scheme or not parts.hostname:
+    scheme, _, netloc = given.partition("://")
+    host, port = _split(netloc)
+    if not scheme.isalpha() or not host:
         raise ConfigError(f"{name} must be an origin such as https://app.example, got {value!r}")
+    if port is not None and port == _PORTS.get(scheme):
+        raise ConfigError(f"{name} must be an origin as browsers send it: leave :{port} out of {value!r}")
     return given
 
 
@@ -79,7 +82,14 @@ class OriginGate:
                     f"Host {one!r} is not known here: start the server with --allow-host NAME, or with keys",
                     code="host_not_allowed",
                 )
-        for one in headers.getlist("origin"):
+        origins = headers.getlist("origin")
+        if (
+            headers.get("sec-fetch-site") == "cross-site"  # a picture or a script of another page: no Origin is sent
+            and headers.get("sec-fetch-mode") != "navigate"
+            and not origins
+        ):
+            raise ApiError(403, "pages of other sites may not ask this server", code="origin_not_allowed")
+        for one in origins:
             if one.lower() not in self._origins and not any(_is_of(one.lower(), host) for host in hosts):
                 raise ApiError(
                     403,

@@ -20,7 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from hybridkv.errors import ConfigError
-from hybridkv.serve.connections import ConnectionLimits, protocol
+from hybridkv.serve.connections import Connection, ConnectionLimits, protocol
 from hybridkv.serve.front import Front
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -92,7 +92,8 @@ class Server(uvicorn.Server):
     def _cut_off(self) -> None:
         for connection in list(self.server_state.connections):
             connection.transport.abort()  # which ends its request, as if the client had gone
-            self.cut_off += 1
+            if not cast("Connection", connection).refused:  # else it was answered, and lingers
+                self.cut_off += 1
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

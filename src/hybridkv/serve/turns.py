@@ -100,8 +100,8 @@ class Lane:
     def _start_thread(self) -> None:
         # daemons: the process may end while a tokenizer is busy
         thread = threading.Thread(target=self._work, name="hybridkv-tokens", daemon=True)
+        thread.start()  # may raise where the process has no more threads
         self._threads.append(thread)
-        thread.start()
 
     def _forget(self, client: Hashable, queued: tuple[Future[Any], Callable[[], Any]]) -> None:
         """Drop what nobody waits for, and the text in it."""
