@@ -1,15 +1,15 @@
-"""The one place that opens files whose paths users give: regular files alone, and never with a wait."""
+"""Opens files whose paths users give: regular files alone, and never with a wait."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+def open_regular(path: str | Path) -> BufferedReader:
     """Open the regular file at ``path`` for reading.
 
     A named pipe would wait for a writer and a device may never end, so both are refused without reading them.
@@ -27,4 +27,4 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 def _open_now(path: str, flags: int) -> int:
     """Open a pipe without a wait for its writer."""
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))  # Windows has neither

@@ -26,6 +26,7 @@ from hybridkv.simulator import (
     replay_replicas,
     sweep,
 )
+from hybridkv.simulator.hardware import hardware_named
 from hybridkv.simulator.machine import machine_in_words, room_for_cache, too_large
 
 SOURCE = UniformWorkload(conversations=4)
@@ -163,3 +164,19 @@ def test_the_doctor_asks_for_no_memory_that_the_machine_lacks() -> None:
     assert finding.remedy == "more ranks or replicas: the cache has what weights leave of one H100 SXM"
     assert finding.proof is None
     assert not any("GiB" in one for one in told)
+
+
+def test_weights_as_narrow_as_the_checkpoint_are_named_where_they_fit() -> None:
+    said = too_large(read_model("gpt-oss-120b"), 8 << 30, H100, "bf16")
+    assert said is not None
+    assert "use --tp 4, or --weights int4 as its checkpoint, or lower --memory" in said
+    assert too_large(read_model("gpt-oss-120b"), 8 << 30, H100, "int4") is None
+
+
+@pytest.mark.parametrize("name", ["nowhere.toml", "."])
+def test_a_file_of_hardware_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+    path = str(tmp_path / name) if name != "." else f"{tmp_path}/folder.toml"
+    if name == ".":
+        Path(path).mkdir()
+    with pytest.raises(ConfigError, match=rf"cannot read {re.escape(path)}: (No such|not a regular|Is a dir)"):
+        hardware_named(path)

@@ -59,6 +59,7 @@ def test_what_places_layers_is_refused_by_name(config: dict[str, object], odd: d
 @pytest.mark.parametrize(
     "even",
     [
+        {"save_interval": 100, "exit_layers": [1] * 20},
         {"moe_topk": [8] * 20},
         {"num_shared_expert": [1] * 20},
         {"mlp_layer_types": ["dense"] * 20},

@@ -331,3 +331,8 @@ def test_a_sweep_as_a_command(tmp_path: Path) -> None:
         (("--memory", "1GiB", "--rate", "2"), "--rate means nothing for workload:uniform|holds cells"),
     ):
         assert any(part in error(*base, *wrong) for part in what.split("|")), wrong
+
+
+def test_no_cell_at_a_time_is_refused(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ConfigError, match="at_a_time"):
+        sweep(UniformWorkload(), [Cell("llama-3-8b", "1GiB")], tmp_path / "out", pool, at_a_time=0)

@@ -23,7 +23,7 @@ ShortShareOption = Annotated[
     float | None,
     typer.Option(
         metavar="SHARE",
-        help="Of a step, what short prompts and decoding requests take before long prompts: 0 .. 1.",
+        help="Of a step, what short prompts and decoding requests take before long prompts: 0 or more, below 1.",
         show_default=f"{SHORT_SHARE}; of the reference layout 0",
         rich_help_panel=RUN,
     ),

@@ -51,7 +51,7 @@ _PLACES: Final = re.compile(
 _HARMLESS: Final = re.compile(
     r"moe|mlp|expert|ffn|ff_|feed_forward|intermediate|sparse_step|sparsity|swiglu|topk|rope|rotary|theta|token|mtp_"
     r"|multiplier|time_step|architectures|quant|dropout|drop_path|label|lang|vision|image|audio|speech|suppress"
-    r"|^encoder_|adaptor|resblock|upsample|axial|exceptions|num_attention_heads_per_layer"
+    r"|save|eval|log|bad_words|exit_layers|aux_hidden|^encoder_|adaptor|resblock|upsample|axial|exceptions|num_attention_heads_per_layer"
 )
 _POSITIONS: Final = ("min_period", "max_period")
 

@@ -38,7 +38,8 @@ class SchedulerLimits:
     Scheduler.propose. num_lookahead_tokens: room behind a row's tokens, drafts included, for a drafter's own.
     segments: whether the worker can write recurrent states at any token inside a chunk; else chunks end there.
     short_share: of a step's tokens, the share that requests which lack no more of it take before others: those that
-    decode, and short prompts, running or waiting. 0: everybody in order. None: see short_share_of.
+    decode, and short prompts, running or waiting. 0: everybody in order. None: see short_share_of. A prompt that waits
+    for tokens is late by at most 1 / (1 - short_share); max_overtaken counts prompts that lack memory alone.
     whole_items: whether tokens of a multimodal item attend to each other in both directions: no chunk ends inside one.
     """
 

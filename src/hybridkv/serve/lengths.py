@@ -41,7 +41,7 @@ class Pace:
     async def take(self, size: int) -> None:
         """Wait until ``size`` bytes more may pass. Callers wait in the order in which they came.
 
-        Raises ApiError (503) if that takes more than half a second: a caller that waits holds its bytes, and may have left.
+        Raises ApiError (503) if that takes more than half a second: who waits holds its bytes, and may have left.
         """
         now = asyncio.get_running_loop().time()
         begins = max(self._free_at, now)

@@ -126,6 +126,8 @@ def hardware_named(name: str) -> Hardware:
     try:
         with open_regular(name) as file:
             said = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read {name}: {error.strerror or error}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{name} is no TOML: {error}") from None
     try:

@@ -35,6 +35,9 @@ def too_large(model: Model, memory_bytes: int, hardware: Hardware, weights: str)
     enough = next((ranks for ranks in _ranks(model) if memory_bytes <= _room(model, hardware, weights, ranks)), None)
     held = f"{format_bytes(round(_weight_bytes(model, weights)))} of {weights} weights"
     use = "" if enough is None else f"use --tp {enough}, or "
+    narrow = _of_checkpoint(model)
+    if narrow is not None and memory_bytes <= _room(model, hardware, narrow, model.tp):
+        use += f"--weights {narrow} as its checkpoint, or "
     return (
         f"{model.name} does not fit: {held} and {format_bytes(memory_bytes)} of cache are more than the "
         f"{format_bytes(round(hardware.memory_bytes))} of one {hardware.name}: {use}lower --memory; for hits alone say "
@@ -51,6 +54,14 @@ def room_for_cache(model: Model, hardware: Hardware, weights: str) -> int | None
     if not model.parameters or not hardware.memory_bytes:
         return None
     return _room(model, hardware, weights, model.tp)
+
+
+def _of_checkpoint(model: Model) -> str | None:
+    """The name of WEIGHT_BYTES nearest to what the model's checkpoint takes a weight; None if that is not known."""
+    if not (model.parameters and model.weight_bytes):
+        return None
+    each = model.weight_bytes / model.parameters
+    return min(WEIGHT_BYTES, key=lambda name: abs(WEIGHT_BYTES[name] - each))
 
 
 def _room(model: Model, hardware: Hardware, weights: str, ranks: int) -> int:

@@ -14,6 +14,7 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -73,11 +74,17 @@ def _lines(path: Path, file: gzip.GzipFile | io.BufferedReader) -> Iterator[tupl
             yield number, line
 
 
-def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
-    """The file's plain bytes, whatever its name says."""
+@contextmanager
+def _open(path: Path) -> Iterator[gzip.GzipFile | io.BufferedReader]:
+    """Open the plain bytes of the file at ``path``, whatever its name says."""
     with open_regular(path) as file:
         zipped = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
-    return gzip.open(path, "rb") if zipped else path.open("rb")
+        file.seek(0)
+        if zipped:
+            with gzip.GzipFile(fileobj=file) as unzipped:
+                yield unzipped
+        else:
+            yield file
 
 
 def _caught(make: Callable[[bytes, T], Record], line: bytes, with_: T) -> Record | MalformedLineError:

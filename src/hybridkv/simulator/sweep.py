@@ -11,7 +11,6 @@ of a process that ends, however it ends, so another process runs its cells then.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import multiprocessing
 import os
@@ -28,6 +27,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from hybridkv.arguments import integer
 from hybridkv.errors import ConfigError, SweepError
 from hybridkv.simulator.cells import Cell, is_document_of
 from hybridkv.simulator.trace import RequestSource, TraceFile, TraceSummary
@@ -95,6 +95,7 @@ def sweep(
     """
     for setting in {(cell.model, cell.tp, cell.block_size, cell.dtype): cell for cell in cells}.values():
         setting.read()
+    most = len(cells) + 1 if at_a_time is None else integer("at_a_time", at_a_time, 1)
     place = _Folder(Path(folder), source)
     summary = source.summary()
     done: dict[Cell, Swept] = {}
@@ -114,7 +115,7 @@ def sweep(
 
     missing = [cell for cell in dict.fromkeys(cells) if cell not in done]
     try:
-        with closing(_finished(place, missing, submit, at_a_time)) as finished:
+        with closing(_finished(place, missing, submit, most)) as finished:
             for swept in finished:
                 end(swept)
     except (OSError, BrokenExecutor) as error:
@@ -128,7 +129,7 @@ def sweep(
 
 
 def _finished(
-    place: _Folder, missing: Sequence[Cell], submit: Callable[[Cell], Future[dict[str, object]]], at_a_time: int | None
+    place: _Folder, missing: Sequence[Cell], submit: Callable[[Cell], Future[dict[str, object]]], most: int
 ) -> Generator[Swept, None, None]:
     """Yield each of ``missing`` as it ends, in this process or in one that claimed it before."""
     running: dict[Future[dict[str, object]], Cell] = {}
@@ -137,7 +138,7 @@ def _finished(
         while waiting or running:
             for _ in range(len(waiting)):
                 cell = waiting.popleft()
-                if len(running) == at_a_time or not place.claim(cell):
+                if len(running) == most or not place.claim(cell):
                     waiting.append(cell)
                     continue
                 known = place.read(cell)  # another process may have finished it
@@ -201,20 +202,27 @@ class _Folder:
     def claim(self, cell: Cell) -> bool:
         """Claim ``cell`` for this process, until ``release`` or ``close``. Return False if another process has it."""
         try:
-            self._lock(cell, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock(cell, taken=True)
         except (BlockingIOError, PermissionError):  # POSIX allows either
             return False
         return True
 
     def release(self, cell: Cell) -> None:
         """Give up the claim of ``cell``."""
-        self._lock(cell, fcntl.LOCK_UN)
+        self._lock(cell, taken=False)
 
-    def _lock(self, cell: Cell, operation: int) -> None:
+    def _lock(self, cell: Cell, *, taken: bool) -> None:
+        import fcntl  # noqa: PLC0415  # POSIX alone has it: the rest of the simulator runs anywhere
+
         if self._claims is None:
             self._claims = self._claims_path.open("ab")
         digest = sha256(cell.name.encode()).digest()
-        fcntl.lockf(self._claims, operation, 1, int.from_bytes(digest[:_PLACE_BYTES], "big"))
+        fcntl.lockf(
+            self._claims,
+            fcntl.LOCK_EX | fcntl.LOCK_NB if taken else fcntl.LOCK_UN,
+            1,
+            int.from_bytes(digest[:_PLACE_BYTES], "big"),
+        )
 
     def write(self, cell: Cell, document: Mapping[str, object]) -> None:
         """Write the document of ``cell``, which was claimed, and give up the claim."""
