@@ -11,10 +11,11 @@ from unittest.mock import patch
 
 import httpx2
 import pytest
+import serve_support
 from serve_support import LONGEST, WAIT, Served, engine_of, serving, until
 
 from hybridkv.errors import ConfigError
-from hybridkv.serve import ConnectionLimits, connections
+from hybridkv.serve import ConnectionLimits, Server, connections
 from hybridkv.serve.connections import MOST_HEAD_BYTES, MOST_URL_BYTES, Bodies
 from hybridkv.serve.lengths import MOST_BODY_BYTES
 from hybridkv.serve.server import UNWIND_S
@@ -130,6 +131,8 @@ def readable(one: socket.socket) -> bool:
         (b"GET /health?" + b"a" * MOST_URL_BYTES + b" HTTP/1.1\r\nHost: a\r\n\r\n", 414),
         (b"GET /health?" + b"a" * (MOST_URL_BYTES - 64) + b" HTTP/1.1\r\nHost: a\r\n\r\n", 200),
         (b"no such thing\r\n\r\n", 400),
+        (b"GET http://host HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"CONNECT a:443 HTTP/1.1\r\nHost: a\r\n\r\n", 400),
     ],
 )
 def test_a_head_in_one_piece_has_the_same_bounds(strict: Served, head: bytes, expected: int) -> None:
@@ -164,14 +167,111 @@ def test_a_body_of_many_small_pieces_is_read(strict: Served) -> None:
         assert answered(one) == 200
 
 
-def test_requests_in_one_piece_are_all_answered(strict: Served) -> None:
-    """A head behind a long body, in the same piece, is not as long as the piece."""
-    body = json.dumps({"prompt": "a", "max_tokens": 1, "stop": "x" * 200}).encode() + b" " * (2 * MOST_HEAD_BYTES)
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_behind_an_upgrade_is_no_request(strict: Served, *, chunked: bool, apart: bool) -> None:
+    body = GET.replace(b"/health", b"/metrics") + b"\r\n"
+    head = head_of_body(len(body)).replace(b"\r\n\r\n", b"\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n")
+    if chunked:
+        head = head.replace(b"Content-Length: %d" % len(body), b"Transfer-Encoding: chunked")
     with connected(strict) as one:
-        one.sendall(head_of_body(len(body), "/tokenize") + body + GET + b"\r\n" + GET)
-        one.sendall(b"Connection: close\r\n\r\n")
-        answers = read(one)
-    assert [int(one.split(b" ")[0]) for one in answers.split(b"HTTP/1.1 ")[1:]] == [400, 200, 200]
+        one.sendall(head if apart else head + body)
+        if apart:
+            one.recv(1, socket.MSG_PEEK)  # the refusal is there
+            one.sendall(body)
+        answer = read(one)
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert status(answer) == 400
+    assert "leave out Upgrade" in error(answer)["message"]
+
+
+def test_an_upgrade_without_a_body_is_answered_as_it_is(strict: Served) -> None:
+    upgrade = GET + b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 0\r\n\r\n"
+    with connected(strict) as one:
+        for _ in range(2):
+            one.sendall(upgrade)
+            assert answered(one) == 200
+        one.sendall(upgrade + b"behind it")
+        assert read(one).count(b"HTTP/1.1 200 OK") == 1
+
+
+# -- requests behind one in hand
+
+
+def asks(path: str = PATH, size: int = 0, **body: object) -> bytes:
+    raw = json.dumps(body).encode().ljust(size)
+    return head_of_body(len(raw), path) + raw
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_behind_one_in_hand_is_not_run(strict: Served, *, stream: bool, apart: bool, ends: bool) -> None:
+    """The one in hand is answered in full, with nothing written into it; then the connection closes."""
+    statistics = strict.front.engine.statistics
+    before = statistics()
+    first = asks(prompt="go on", max_tokens=200, ignore_eos=True, stream=stream)
+    behind = asks(prompt="go on", max_tokens=1) + GET + b"\r\n" + b"\0no HTTP"
+    with connected(strict) as one:
+        if apart:
+            one.sendall(first)
+            until(lambda: statistics().steps > before.steps)
+            one.sendall(behind)
+        else:
+            one.sendall(first + behind)
+        if ends:
+            one.shutdown(socket.SHUT_WR)
+        answer = read(one)
+    begun = final(answer)
+    assert begun.count(b"HTTP/1.1 ") == 1
+    assert begun.startswith(b"HTTP/1.1 200 OK")
+    head, _, body = begun.partition(b"\r\n\r\n")
+    if stream:
+        assert b"100 Continue" not in answer.partition(b"data: ")[2]
+        assert body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    else:
+        assert b"connection: close" in head
+        assert json.loads(body)["usage"]["completion_tokens"] == 200
+    assert statistics().requests_finished == before.requests_finished + 1
+
+
+def test_a_request_behind_one_in_hand_costs_it_neither_memory_nor_time() -> None:
+    """A body that never ends, behind a request that is whole, is not counted in its place, and is not waited for."""
+    limits, held, size = ConnectionLimits(body_timeout=0.2), Bodies(1 << 20), 300_000
+    with (
+        patch.object(connections, "Bodies", return_value=held),
+        serving(engine_of("llama"), limits=limits) as served,
+        connected(served) as one,
+    ):
+        begun = time.monotonic()
+        one.sendall(asks(size=size, **LONG, n=8) + head_of_body(200_000, "/tokenize") + b" " * 100_000)
+        until(lambda: served.front.engine.statistics().steps > 0)
+        assert held.total == size
+        answer = read(one)
+        assert time.monotonic() - begun > limits.body_timeout
+        until(lambda: held.total == 0)
+    assert status(answer) == 200
+    assert len(json.loads(answer.partition(b"\r\n\r\n")[2])["choices"]) == 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_with_a_request_behind_its_first_is_noticed(strict: Served, *, stream: bool) -> None:
+    statistics = strict.front.engine.statistics
+    before = statistics()
+    with connected(strict) as one:
+        one.sendall(asks(**LONG, n=8, stream=stream) + GET + b"\r\n")
+        until(lambda: statistics().steps > before.steps)
+    until(lambda: strict.front.places.taken == 0)
+    assert statistics().steps - before.steps < LONGEST // 2  # of the steps that the answer takes
+
+
+def test_a_flood_behind_a_request_ends_its_connection(strict: Served) -> None:
+    with patch.object(connections, "_MOST_DROPPED", 1 << 20), connected(strict) as one:
+        one.sendall(asks(**LONG, n=8))
+        flood = GET * 50_000
+        with pytest.raises(ConnectionError):
+            one.sendall(flood * 20)  # more than kernels hold between two processes
+    until(lambda: strict.front.places.taken == 0)
 
 
 # -- time
@@ -291,6 +391,26 @@ def test_what_outlasts_the_grace_is_cut_off() -> None:
         assert served.front.engine.ended
 
 
+def test_a_refused_request_is_no_answer_that_was_cut_off() -> None:
+    """It lingers past the grace, so that its client reads the error."""
+    made: list[Server] = []
+
+    def make(*arguments: Any) -> Server:  # noqa: ANN401  # as serving calls it
+        made.append(Server(*arguments))
+        return made[-1]
+
+    with (
+        patch.object(serve_support, "Server", make),
+        serving(engine_of("llama"), limits=LIMITS) as served,
+        connected(served) as one,
+    ):
+        one.sendall(head_of_body(100) + b"{")
+        assert waits(served) < WAIT  # by then the half is there
+        served.stop()
+        assert status(read(one)) == 503
+    assert [server.cut_off for server in made] == [0]
+
+
 @pytest.mark.parametrize("named", [{"grace": 0}, {"body_timeout": -1.0}, {"body_memory": 0}, {"header_timeout": "9"}])
 def test_limits_are_positive(named: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(named))):
@@ -332,13 +452,6 @@ def test_who_has_sent_all_by_old_http_is_answered_with_nothing_in_front(strict: 
         assert read(one).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_several_requests_in_front_of_an_end_are_answered(strict: Served) -> None:
-    with connected(strict) as one:
-        one.sendall((GET + b"\r\n") * 3)
-        one.shutdown(socket.SHUT_WR)
-        assert final(read(one)).count(b"HTTP/1.1 200 OK") == 3
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_had_sent_all_and_then_leaves_ends_what_it_asked(strict: Served, *, stream: bool) -> None:
     before = strict.front.engine.statistics()
@@ -350,18 +463,3 @@ def test_who_had_sent_all_and_then_leaves_ends_what_it_asked(strict: Served, *, 
     until(lambda: strict.front.engine.statistics().running == 0 and strict.front.places.taken == 0)
     now = strict.front.engine.statistics()
     assert now.requests_finished == before.requests_finished + 1
-
-
-def test_nothing_is_written_into_an_answer_in_front_of_another(strict: Served) -> None:
-    """Three requests at once, and an end: what asks whether the client is there must not go into the second answer."""
-    streamed = json.dumps({"prompt": "go on", "max_tokens": 200, "ignore_eos": True, "stream": True}).encode()
-    with connected(strict) as one:
-        one.sendall(GET + b"\r\n" + head_of_body(len(streamed)) + streamed + GET + b"\r\n")
-        one.shutdown(socket.SHUT_WR)
-        answer = read(one)
-    _, begins, behind = answer.partition(b"data: ")
-    events, ends, last = behind.partition(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-    assert begins
-    assert ends
-    assert b"100 Continue" not in events
-    assert final(last).startswith(b"HTTP/1.1 200 OK")

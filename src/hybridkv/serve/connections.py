@@ -268,8 +268,10 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _answerable(self) -> bool:
-        """Whether the request that is not whole has no answer yet."""
-        return self._in_head or not self.cycle.response_started
+        """Whether an error would be the answer to the request that is not whole, and to no other."""
+        if self.body_arrives:
+            return not self.cycle.response_started
+        return self._idle
 
     def _drop_rest(self) -> None:
         """Parse no more input, and close after the answer in hand."""
