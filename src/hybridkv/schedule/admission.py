@@ -219,8 +219,7 @@ class AdmissionControl:
                         break
                     continue
                 refused.append(entry)
-                entry.refused_at = now if entry.refused_at is None else entry.refused_at
-                if not self._passes(entry, now):
+                if not self._passes_for_memory(entry, now):
                     break
         self._num_passed = 0
 
@@ -236,6 +235,12 @@ class AdmissionControl:
         """Pass by ``entry``; whether a step looks at those behind it."""
         self._num_passed += 1
         return self._num_passed < _MOST_PASSED and self._may_be_overtaken(entry, now)
+
+    def _passes_for_memory(self, entry: Waiting, now: float) -> bool:
+        """``_passes`` of an entry that lacks memory: how long it lets others pass is counted from now on."""
+        if entry.refused_at is None and self._num_passed + 1 < _MOST_PASSED:  # the last one lets nobody pass
+            entry.refused_at = now
+        return self._passes(entry, now)
 
     def _may_be_overtaken(self, entry: Waiting, now: float) -> bool:
         waited = 0 if entry.refused_at is None else now - entry.refused_at

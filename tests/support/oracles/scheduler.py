@@ -350,8 +350,9 @@ class Oracle:
                     return
                 continue
             refused.append(request)
-            request.refused_at = now if request.refused_at is None else request.refused_at
             self.passed += 1
+            if self.passed < MOST_REFUSALS:
+                request.refused_at = now if request.refused_at is None else request.refused_at
             if self.passed == MOST_REFUSALS or not self._lets_pass(request):
                 self.counts["bound"] += 1
                 return
