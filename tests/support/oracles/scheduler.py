@@ -351,8 +351,8 @@ class Oracle:
                 continue
             refused.append(request)
             self.passed += 1
-            if self.passed < MOST_REFUSALS:
-                request.refused_at = now if request.refused_at is None else request.refused_at
+            noted = request.refused_at is None and self.passed < MOST_REFUSALS
+            request.refused_at = now if noted else request.refused_at
             if self.passed == MOST_REFUSALS or not self._lets_pass(request):
                 self.counts["bound"] += 1
                 return
