@@ -54,11 +54,18 @@ def answered(connection: socket.socket) -> int:
     """The status of an answer on a connection that goes on."""
     found = b""
     while not (at := found.find(b"\r\n\r\n")) + 1:
-        found += connection.recv(1 << 16)
+        found += more(connection)
     size = int(found.partition(b"content-length: ")[2].partition(b"\r")[0])
     while len(found) < at + 4 + size:
-        found += connection.recv(1 << 16)
+        found += more(connection)
     return status(found)
+
+
+def more(connection: socket.socket) -> bytes:
+    """What comes next, where something must."""
+    piece = connection.recv(1 << 16)
+    assert piece, "closed without an answer"
+    return piece
 
 
 def status(answer: bytes) -> int:
