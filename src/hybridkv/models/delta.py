@@ -12,7 +12,7 @@ from hybridkv.models.attention import Heads, read_heads, refuse_layer_types
 from hybridkv.models.deepseek import mla_parameters, mla_spec
 from hybridkv.models.families import Counting, FamilyFacts, ReadOptions
 from hybridkv.models.fields import Fields
-from hybridkv.models.hybrids import FULL, HYBRID_TYPES, LINEAR
+from hybridkv.models.hybrids import FULL, HYBRID_TYPES, LINEAR, facts_of
 from hybridkv.models.model import Layer
 from hybridkv.models.states import DeltaNet, ShortConv, per_rank
 from hybridkv.models.weights import Weights, experts, gated_mlp, language_model
@@ -205,11 +205,4 @@ def _facts(
     refuse_layer_types(types, fields.name, HYBRID_TYPES)
     modules = {FULL: "self_attn", LINEAR: linear_module}
     layers = tuple(Layer(f"model.layers.{i}.{modules[kind]}", specs[kind], i) for i, kind in enumerate(types))
-
-    def weights() -> Weights:
-        hidden = fields.integer("hidden_size")
-        embedding = fields.integer("vocab_size") * hidden
-        tied = fields.flag("tie_word_embeddings")
-        return language_model(own() + Weights.dense(hidden), embedding=embedding, tied=tied)
-
-    return FamilyFacts(layers, weights)
+    return facts_of(fields, layers, own)

@@ -71,7 +71,7 @@ def falcon_h1(fields: Fields, options: ReadOptions) -> FamilyFacts:
         attention = heads.weights(hidden, bias=fields.flag("attention_bias"))
         return Weights.dense(count * (attention + mixer.weights + mlp + 2 * hidden))
 
-    return _facts(fields, tuple(layers), weights)
+    return facts_of(fields, tuple(layers), weights)
 
 
 def jamba(fields: Fields, options: ReadOptions) -> FamilyFacts:
@@ -133,7 +133,7 @@ def nemotron_h(fields: Fields, options: ReadOptions) -> FamilyFacts:
             counted += _nemotron_mixture(fields) * types.count("moe")
         return counted
 
-    return replace(_facts(fields, layers, weights), num_layers=len(types))
+    return replace(facts_of(fields, layers, weights), num_layers=len(types))
 
 
 def _nemotron_types(fields: Fields) -> tuple[str, ...]:
@@ -200,11 +200,14 @@ def _decoder(
         attention = heads.weights(fields.integer("hidden_size"), bias=fields.flag("attention_bias"))
         return rest() + Weights.dense(types.count(FULL) * attention + types.count(LINEAR) * mixer.weights)
 
-    return _facts(fields, layers, weights)
+    return facts_of(fields, layers, weights)
 
 
-def _facts(fields: Fields, layers: tuple[Layer, ...], own: Counting) -> FamilyFacts:
-    """Add the last norm and the embeddings to ``own``, the weights of all layers."""
+def facts_of(fields: Fields, layers: tuple[Layer, ...], own: Counting) -> FamilyFacts:
+    """Return ``layers`` with the weights of a language model: ``own``, the last norm and the embeddings.
+
+    fields: of the config. layers: of the model. own: counts the weights of all layers.
+    """
 
     def weights() -> Weights:
         hidden = fields.integer("hidden_size")
