@@ -30,5 +30,5 @@ ShortShareOption = Annotated[
 ]
 NoPrefixCachingOption = Annotated[bool, typer.Option("--no-prefix-caching", help="Share nothing.", rich_help_panel=RUN)]
 AttentionOption = Annotated[
-    str, typer.Option(metavar="NAME", help="gather, eager, triton, flashinfer, flex or torch.", rich_help_panel=RUN)
+    str, typer.Option(metavar="NAME", help="gather, eager, triton or torch.", rich_help_panel=RUN)
 ]

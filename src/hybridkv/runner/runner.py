@@ -35,7 +35,6 @@ from hybridkv.runner.attention.paged import (
     PagedStep,
     attention_backend,
     kernel_of,
-    require_layer,
     write_of,
 )
 from hybridkv.runner.attention.relative_bias import segment_biases
@@ -233,7 +232,6 @@ class ModelRunner:
             self._pages[layer] = KVPages.of_views(self._views[layer])
             heads = LayerHeads.of(queries, self._pages[layer], dtype)
             self._reads[layer] = replace(self._reads[layer], heads=heads)
-            require_layer(self.attention, layer, heads, self._pages[layer], self._reads[layer].mask)
         gathered = len(self._reads) - len(self._pages)
         if gathered:
             logger.info("%s: contexts of %d layers are gathered all the same", type(self.model).__name__, gathered)

@@ -6,8 +6,7 @@
 
 docs/build-an-engine.md walks through it, with an engine of one file: examples/bare_engine.py.
 
-``hybridkv.worker.attention.flex`` is the same attention by torch's FlexAttention, ``.flashinfer`` by FlashInfer;
-``triton_paged_attention`` and ``triton_write_kv`` do the same on a GPU by kernels of ours (``hybridkv[gpu]``).
+On a GPU ``triton_paged_attention`` and ``triton_write_kv`` do the same by kernels of this library (``hybridkv[gpu]``).
 
 Never imports the cache or the scheduler: a worker could live in another process.
 """
@@ -15,7 +14,6 @@ Never imports the cache or the scheduler: a worker could live in another process
 from hybridkv.worker.attention.attention_mask import CAUSAL, AttentionMask
 from hybridkv.worker.attention.context_parallel import WHOLE, ContextShare, combine_over_ranks
 from hybridkv.worker.attention.paged_attention import PagedBatch, paged_attention, paged_batch
-from hybridkv.worker.attention.paged_index import PagedIndex, paged_index
 from hybridkv.worker.attention.partial_attention import combine_partial, with_sink
 from hybridkv.worker.attention.triton_attention import TritonBatch, triton_batch, triton_paged_attention
 from hybridkv.worker.copies.block_copy import BlockCopier
@@ -55,7 +53,6 @@ __all__ = [
     "PageOrder",
     "PagePart",
     "PagedBatch",
-    "PagedIndex",
     "PagedStorage",
     "RowColumns",
     "SlotLayout",
@@ -72,7 +69,6 @@ __all__ = [
     "copy_kernels",
     "paged_attention",
     "paged_batch",
-    "paged_index",
     "parts_of",
     "state_copies",
     "state_parts",

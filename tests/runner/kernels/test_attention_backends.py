@@ -13,7 +13,6 @@ import torch
 from scripted import ScriptedDrafter
 from transformers import PreTrainedModel
 
-import flashinfer_here
 from hybridkv.errors import ConfigError
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine, EngineOptions
@@ -26,27 +25,13 @@ from hybridkv.runner.tiny import tiny_model
 from hybridkv.worker import AttentionMask, KVPages, PagedBatch
 
 OUTPUT = 6
-KERNELS = [AttentionBackend.TORCH, AttentionBackend.FLEX, AttentionBackend.FLASHINFER, AttentionBackend.TRITON]
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # as it is on a CPU
+KERNELS = [AttentionBackend.TORCH, AttentionBackend.TRITON]
 SAMPLING = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
 MODELS = ["llama", "gemma2", "gemma3", "gpt_oss", "llama4", "qwen3_next"]
 """Grouped heads, soft caps, windows, sinks, chunks, and states beside attention."""
 
 
-@pytest.fixture(autouse=True)
-def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its documentation says, in torch."""
-    flashinfer_here.install(monkeypatch)
-
-
 FAULTS = ["nothing written", "window one short", "no sinks", "heads swapped", "wrong scale"]
-
-
-THOROUGH = (AttentionBackend.TRITON, AttentionBackend.FLEX, AttentionBackend.FLASHINFER)
-IN_CI = {
-    AttentionBackend.FLEX: ("gpt_oss", "llama4", "drafts", "window one short", "no sinks"),
-    AttentionBackend.FLASHINFER: ("gpt_oss", "llama4", "drafts", "window one short"),
-}
 
 
 def prompts(model: PreTrainedModel) -> list[list[int]]:
@@ -73,12 +58,12 @@ def engine(
 
 
 def pairs(names: Sequence[str]) -> list[Any]:
-    """Each of ``names`` with every kernel; what takes long is `make test-all`'s: Triton's interpreter, most of Flex."""
+    """Each of ``names`` with every kernel; `make test-all` alone waits for Triton's interpreter."""
     return [
         pytest.param(
             backend,
             name,
-            marks=[pytest.mark.thorough] if backend in THOROUGH and name not in IN_CI.get(backend, ()) else [],
+            marks=[pytest.mark.thorough] if backend is AttentionBackend.TRITON else [],
             id=f"{backend}-{name}",
         )
         for backend in KERNELS
@@ -134,27 +119,6 @@ def test_layers_that_attend_to_other_keys_than_they_cache_are_gathered(caplog: p
     assert "contexts of 3 layers are gathered all the same" in caplog.text
 
 
-def test_a_layer_that_flashinfer_cannot_run_is_refused_and_the_model_given_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    flashinfer_here.as_documented(monkeypatch)
-    monkeypatch.setattr("hybridkv.worker.attention.flashinfer._DEVICES", ("cpu",))
-    model = tiny_model("llama", 0)
-    wanted = alone(model, prompts(model))
-    said = r"attention=flashinfer cannot run layer 0 with queries of torch\.float32: it takes .*; use triton or gather"
-    with pytest.raises(ConfigError, match=said):
-        engine(model, "flashinfer")
-    assert alone(model, prompts(model)) == wanted
-    with engine(model, "gather") as made:
-        assert [one.token_ids for one in made.generate(prompts(model), SAMPLING)] == wanted
-
-
-def test_flashinfer_is_asked_for_by_name_where_it_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
-    with pytest.raises(ConfigError, match="attention=flashinfer needs FlashInfer: pip install flashinfer-python"):
-        engine(tiny_model("llama", 0), "flashinfer")
-
-
 def test_eager_runs_the_models_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
     model, called = tiny_model("llama", 0), list[int]()
     asked = prompts(model)
@@ -201,9 +165,9 @@ def test_faults_show(backend: AttentionBackend, fault: str, monkeypatch: pytest.
 
 
 def test_names_of_backends() -> None:
-    with pytest.raises(ConfigError, match="one of gather, eager, triton, flashinfer, flex, torch, got 'paged'"):
+    with pytest.raises(ConfigError, match="one of gather, eager, triton, torch, got 'paged'"):
         EngineOptions(attention="paged")
-    assert EngineOptions(attention="flex").attention is AttentionBackend.FLEX
+    assert EngineOptions(attention="torch").attention is AttentionBackend.TORCH
 
 
 def test_triton_without_a_gpu_or_its_interpreter_is_refused_at_the_start() -> None:

@@ -16,7 +16,6 @@ from enum import StrEnum
 from typing import Any, Final
 
 import torch
-from torch.nn.attention.flex_attention import flex_attention
 
 from hybridkv.errors import ConfigError
 from hybridkv.runner.attention.attention_form import AttentionForm
@@ -34,8 +33,6 @@ from hybridkv.worker import (
     write_kv,
     write_slots,
 )
-from hybridkv.worker.attention.flashinfer import FlashInfer, flashinfer_paged_attention, flashinfer_refusal
-from hybridkv.worker.attention.flex import flex_batch, flex_paged_attention
 from hybridkv.worker.attention.triton_attention import triton_batch, triton_paged_attention
 
 
@@ -44,16 +41,12 @@ class AttentionBackend(StrEnum):
 
     gather: contexts are copied out of their pages, dense kernels run on them. eager: the same, by the function of the
     model's own modelling file. triton: a kernel of this library reads the pages (a GPU, or Triton's interpreter).
-    flashinfer: FlashInfer's kernels do, where they are installed (a GPU). flex: torch's FlexAttention over the distinct
-    blocks that are read, compiled on a GPU. torch: the plain formula, request by request: slow, and what the kernels
-    must give.
+    torch: the plain formula reads them, request by request. It is slow, and the reference for the kernel.
     """
 
     GATHER = "gather"
     EAGER = "eager"
     TRITON = "triton"
-    FLASHINFER = "flashinfer"
-    FLEX = "flex"
     TORCH = "torch"
 
 
@@ -140,23 +133,6 @@ def _torch(reads: PagedBatch, mask: AttentionMask, _heads: LayerHeads, _pages: K
     return attend
 
 
-def _flex(reads: PagedBatch, mask: AttentionMask, _heads: LayerHeads, pages: KVPages) -> Attend:
-    made, kernel = flex_batch(reads, mask), _flex_kernel(pages.keys.device.type)
-
-    def attend(query: torch.Tensor, pages: KVPages, form: AttentionForm) -> torch.Tensor:
-        kept: dict[str, Any] = {"softcap": form.softcap, "sink_logits": form.sinks}
-        return flex_paged_attention(query, pages, made, form.scale, kernel=kernel, **kept)[0]
-
-    return attend
-
-
-@functools.cache
-def _flex_kernel(device: str) -> Callable[..., Any]:
-    """Compiled where its compiled form gives log-sum-exps."""
-    kernel: Callable[..., Any] = flex_attention
-    return torch.compile(kernel, dynamic=True) if device == "cuda" else kernel
-
-
 def _triton(reads: PagedBatch, mask: AttentionMask, heads: LayerHeads, pages: KVPages) -> Attend:
     made = triton_batch(reads, mask, num_heads=heads.queries, pages=pages, dtype=heads.dtype)
 
@@ -165,21 +141,6 @@ def _triton(reads: PagedBatch, mask: AttentionMask, heads: LayerHeads, pages: KV
         return triton_paged_attention(query, pages, made, form.scale, **kept)[0]
 
     return attend
-
-
-def _flashinfer(device: torch.device) -> Prepare:
-    wrappers = FlashInfer(device)
-
-    def prepare(reads: PagedBatch, mask: AttentionMask, _heads: LayerHeads, pages: KVPages) -> Attend:
-        made = wrappers.batch(reads, mask, pages)
-
-        def attend(query: torch.Tensor, pages: KVPages, form: AttentionForm) -> torch.Tensor:
-            kept: dict[str, Any] = {"softcap": form.softcap, "sink_logits": form.sinks}
-            return flashinfer_paged_attention(query, pages, made, form.scale, **kept)[0]
-
-        return attend
-
-    return prepare
 
 
 def _on_triton(device: torch.device) -> Prepare:
@@ -194,9 +155,7 @@ def _on_triton(device: torch.device) -> Prepare:
 
 KERNELS: Final[Mapping[AttentionBackend, Callable[[torch.device], Prepare]]] = {
     AttentionBackend.TORCH: lambda _device: _torch,
-    AttentionBackend.FLEX: lambda _device: _flex,
     AttentionBackend.TRITON: _on_triton,
-    AttentionBackend.FLASHINFER: _flashinfer,
 }
 """Of the backends that read pages: what prepares them on a device."""
 
@@ -217,14 +176,3 @@ def write_of(backend: AttentionBackend, table: BlockTable, tokens: int) -> Write
         return functools.partial(triton_write_kv, slots)
     blocks = table.id_limit * table.blocks_per_kv_block
     return functools.partial(write_kv, write_slots(slots, blocks, table.block_size))
-
-
-def require_layer(
-    backend: AttentionBackend, layer: int, heads: LayerHeads, pages: KVPages, mask: AttentionMask
-) -> None:
-    """Raise ConfigError where ``backend`` cannot run a layer, by its index: FlashInfer has no kernel for each."""
-    if backend is not AttentionBackend.FLASHINFER:
-        return
-    why = flashinfer_refusal(pages, heads.queries, heads.dtype, mask)
-    if why is not None:
-        raise ConfigError(f"attention=flashinfer cannot run layer {layer} with {why}; use triton or gather")
