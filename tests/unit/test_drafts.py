@@ -415,7 +415,7 @@ def test_a_preempted_request_gets_all_that_was_accepted() -> None:
     sched, (_, b) = prefilled(natural(full_spec(4), state_spec(4, 2)), 8, 8, drafts=2, max_in_flight=2)
     sched.propose({"b": [1, 2]})
     step = sched.schedule()
-    sched._releaser.preempt_last(sched._in_flight)
+    sched._outcomes.preempt_last(sched._in_flight)
     sched.check()
     outcome = update(sched, step)
     assert outcome.appended[1].tolist() == [1, 2, TOKEN]

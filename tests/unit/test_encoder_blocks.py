@@ -177,12 +177,12 @@ def test_who_is_preempted_finds_the_output_again() -> None:
     loop = Loop()
     loop.add("a", max_tokens=4)
     loop.step()
-    loop.scheduler._releaser.preempt_last(loop.scheduler._in_flight)
+    loop.scheduler._outcomes.preempt_last(loop.scheduler._in_flight)
     assert encodes(loop.run()) == {"a": False}
     # or not, where it was evicted meanwhile
     loop.add("b", OTHER, max_tokens=4)
     loop.step()
-    loop.scheduler._releaser.preempt_last(loop.scheduler._in_flight)
+    loop.scheduler._outcomes.preempt_last(loop.scheduler._in_flight)
     for _, block in list(loop.cache.groups[1].index.entries()):
         loop.cache.block_pool.evict_blocks(np.array([block], np.int32))
     assert encodes(loop.run()) == {"b": True}

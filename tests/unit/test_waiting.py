@@ -14,7 +14,7 @@ from hybridkv.models import read_model
 from hybridkv.planner import plan
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
-from hybridkv.schedule.waiting import Waiting, WaitingQueue
+from hybridkv.schedule.queue import Waiting, WaitingQueue
 from hybridkv.step import Csr, StepResult
 from hybridkv.testing import attention_config
 

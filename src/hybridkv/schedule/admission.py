@@ -28,11 +28,9 @@ from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.request import Request
 from hybridkv.schedule.budget import StepBudget
 from hybridkv.schedule.builder import StepBuilder
-from hybridkv.schedule.forks import Forks
 from hybridkv.schedule.limits import Finished, FinishReason, SchedulerLimits
-from hybridkv.schedule.row_releaser import RowReleaser
-from hybridkv.schedule.running import RunningRows
-from hybridkv.schedule.waiting import QueueKey, Wait, Waiting, WaitingQueue, WaitReason
+from hybridkv.schedule.queue import Forks, QueueKey, Wait, Waiting, WaitingQueue, WaitReason
+from hybridkv.schedule.running import Outcomes, RunningRows
 from hybridkv.specs import RequestLimits
 from hybridkv.units import format_bytes
 
@@ -73,14 +71,14 @@ class AdmissionControl:
         running: RunningRows,
         *,
         forks: Forks,
-        releaser: RowReleaser,
+        outcomes: Outcomes,
     ) -> None:
         self._cache = cache
         self._limits = limits
         self._waiting = waiting
         self._running = running
         self._forks = forks
-        self._releaser = releaser
+        self._outcomes = outcomes
         self.prompt_tokens = self.hit_tokens = 0
         self.refusals: Counter[Reason] = Counter()
         self.misses: Counter[MissReason] = Counter()
@@ -160,14 +158,14 @@ class AdmissionControl:
         ``max_overtaken_seconds`` since it was first refused. Branches whose parent is ready and that do not come in
         wait like others from now on.
         """
-        if self._forks:
+        if self._forks.families:
             self._admit_branches(builder, room=room)
         if room:
             self._admit_waiting(builder, now)
 
     def _admit_branches(self, builder: StepBuilder, *, room: bool) -> None:
         """Branch off every parent that is ready."""
-        ready = self._forks.running()  # sorted, so it is a heap
+        ready = self._forks.parents(self._running.requests)  # sorted, so it is a heap
         while ready:
             _, parent = heappop(ready)
             computed, known = parent.num_computed_tokens, parent.num_tokens
@@ -208,7 +206,7 @@ class AdmissionControl:
                         continue
                     plan = None if hit is None else self._plan_behind_hit(entry, hit, budget)
                 except Exception as error:  # noqa: BLE001 - a plan changes nothing: what it raises is its request's alone
-                    self._releaser.end([Finished(entry.request, FinishReason.ERROR, error)])
+                    self._outcomes.end([Finished(entry.request, FinishReason.ERROR, error)])
                     continue
                 if plan is not None:
                     self._begin(plan, entry.queue_key, builder)

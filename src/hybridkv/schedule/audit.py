@@ -8,10 +8,8 @@ import numpy as np
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import CacheError
-from hybridkv.schedule.forks import Forks
-from hybridkv.schedule.inbox import Inbox
+from hybridkv.schedule.queue import Forks, Inbox, WaitingQueue
 from hybridkv.schedule.running import InFlight, RunningRows
-from hybridkv.schedule.waiting import WaitingQueue
 
 
 def check_rows(cache: KVCacheManager, running: RunningRows) -> None:
@@ -28,7 +26,7 @@ def check_in_flight(cache: KVCacheManager, running: RunningRows, in_flight: Iter
     """Rows expect exactly what the steps in flight will bring."""
     steps, pending, num_drafts = (np.zeros_like(running.steps) for _ in range(3))
     for flight in in_flight:
-        held = flight.held()
+        held = flight.held
         steps[flight.rows[held]] += 1
         pending[flight.rows[held & flight.step.samples]] += 1
         if flight.num_drafts is not None:

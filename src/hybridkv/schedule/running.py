@@ -1,61 +1,66 @@
-"""The running requests as columns, in the order they were admitted, and the steps in flight that hold their rows.
+"""Running requests as columns, the steps in flight that hold their rows, and how requests give rows up.
 
     row     [ scheduled, results in flight | free to schedule | dead: ended, results still in flight ]
 
-A dead row keeps its blocks until the last step that reads or writes them is complete.
+A dead row keeps its blocks until the last step that reads or writes them is complete. A request that is preempted, or
+had a step fail, gives its row up at once; tokens that steps in flight still sample for it are appended while it waits.
+A row is *distrusted* after a step failed that may have left anything in its blocks: then none of them is published.
+
+    drafts    [ d0 | d1 | d2 ]                 of a row with K known tokens, all computed by the step
+    sampled   [ d0 | d1 | x  ]                 two accepted, and the token that the model drew after them
+    appended  [ d0 | d1 ]                      as far as the request goes: d1 is a stop token here
+    computed  K + 2                            the drafts accepted and appended; later steps overwrite the rest
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.request import Request
-from hybridkv.schedule.limits import SchedulerLimits
-from hybridkv.schedule.waiting import QueueKey
-from hybridkv.step import Step
+from hybridkv.cache import KVCacheManager
+from hybridkv.errors import HashError, WorkerError
+from hybridkv.request import MAX_TOKEN_ID, Request
+from hybridkv.schedule.limits import Finished, FinishReason, SchedulerLimits
+from hybridkv.schedule.queue import Forks, Inbox, QueueKey, Waiting, WaitingQueue
+from hybridkv.step import Csr, Step, StepResult
 
 Int64 = NDArray[np.int64]
+
 
 _NO_STOP = -1
 
 
 @dataclass(slots=True)
 class InFlight:
-    """A Step whose result is not in, and whose rows it holds.
+    """A Step that has no result yet, and the rows it holds.
 
-    moved: blocks, the cache's numbers, that the moves of the step end in. released: position in the step -> request
-    that gave up its row since, to wait again; the row may belong to somebody else.
+    moved: blocks, the cache's numbers, that the moves of the step end in. num_drafts: drafts of each row, int64[R];
+    None without any. held: rows that still belong to the request they were scheduled for, bool[R].
+    released: position in the step -> request that gave up its row since, to wait again; another request may have the
+    row by now.
     """
 
     step: Step
     rows: Int64
     requests: tuple[Request, ...]
     moved: Int64
+    num_drafts: Int64 | None
+    held: NDArray[np.bool_]
     released: dict[int, Request] = field(default_factory=dict)
 
-    @property
-    def num_drafts(self) -> Int64 | None:
-        """Drafts of each row, int64[R]; None when there are none."""
-        drafts = self.step.drafts
-        return np.diff(drafts.indptr) if len(drafts.values) else None
-
     def release(self, request: Request, row: int) -> bool:
-        """``request`` gives up ``row``; whether this step holds it."""
-        for position in np.flatnonzero(self.rows == row).tolist():
-            if position not in self.released and self.requests[position] is request:
+        """Take ``row`` from ``request``; return whether this step held it."""
+        for position in np.flatnonzero((self.rows == row) & self.held).tolist():
+            if self.requests[position] is request:
                 self.released[position] = request
+                self.held[position] = False
                 return True
         return False
-
-    def held(self) -> NDArray[np.bool_]:
-        """bool[R]: rows that still belong to the request they were scheduled for."""
-        mask = np.ones(len(self.rows), np.bool_)
-        mask[list(self.released)] = False
-        return mask
 
 
 class RunningRows:
@@ -143,7 +148,7 @@ class RunningRows:
 
     def complete(self, flight: InFlight) -> NDArray[np.bool_]:
         """Rows of ``flight`` wait for it no longer; which of them still belong to the request it ran, bool[R]."""
-        held = flight.held()
+        held = flight.held
         self.steps[flight.rows[held]] -= 1
         self.pending[flight.rows[held & flight.step.samples]] -= 1
         if flight.num_drafts is not None:
@@ -168,3 +173,314 @@ class RunningRows:
         """Whether ``tokens[i]`` is a stop token of ``rows[i]``."""
         found: NDArray[np.bool_] = (self._stop_ids[rows] == tokens[:, None]).any(axis=1)
         return found
+
+
+logger = logging.getLogger(__name__)
+
+
+class Outcomes:
+    """Takes in what steps sampled, and frees the rows of requests that end, are preempted or had a step fail.
+
+    num_finished, num_preempted, failed_steps: so far.
+    """
+
+    def __init__(
+        self, cache: KVCacheManager, waiting: WaitingQueue, running: RunningRows, inbox: Inbox, forks: Forks
+    ) -> None:
+        self.num_finished = self.num_preempted = self.failed_steps = 0
+        self._ended_rows: list[int] = []
+        self._cache = cache
+        self._waiting = waiting
+        self._running = running
+        self._inbox = inbox
+        self._forks = forks
+        self._finished: list[Finished] = []
+        self._distrusted: set[int] = set()
+
+    # -- results
+
+    def append(self, flight: InFlight, sampled: Csr) -> Csr:
+        """Append the ``sampled`` tokens of ``flight`` and end who is done; what was really appended, CSR."""
+        running, rows = self._running, flight.rows
+        num_drafts, held = flight.num_drafts, running.complete(flight)
+        self._cache.rows.complete(rows[held], flight.step.num_scheduled[held])
+        alive = held & ~running.dead[rows] if running.num_dead else held
+        taken = flight.step.samples & alive
+        appended = taken.astype(np.int64)
+        if num_drafts is None:
+            ended = self._append_one(rows, taken.nonzero()[0], sampled, appended)
+        else:
+            ended = self._append_several(rows, taken.nonzero()[0], sampled, appended)
+            kept = np.minimum(np.diff(sampled.indptr) - 1, appended)
+            some = (held & (num_drafts > 0)).nonzero()[0]
+            self._cache.accept_drafts(rows[some], num_drafts[some], kept[some])  # what is not kept was never there
+        if ended:
+            self.end(Finished(flight.requests[i], *ended[i]) for i in sorted(ended))
+        for place, request in flight.released.items():
+            appended[place] = self._append_waiting(request, sampled[place].tolist())
+        if appended.sum() == len(sampled.values):
+            return sampled
+        return _heads(sampled, appended)
+
+    def _append_one(self, rows: Int64, places: Int64, sampled: Csr, appended: Int64) -> Ended:
+        """The one token of each of the ``places`` in the step; who is done, and why."""
+        tokens = sampled.values if len(places) == len(sampled.values) else sampled.values[sampled.indptr[places]]
+        return self._append_rows(rows[places], places, tokens, appended)
+
+    def _append_several(self, rows: Int64, places: Int64, sampled: Csr, appended: Int64) -> Ended:
+        """Token after token of all ``places``, up to where each is done. ``appended``: tokens of each, is filled in."""
+        ended: Ended = {}
+        counts, taken = np.diff(sampled.indptr), 0
+        while places.size:
+            appended[places] = taken + 1
+            done = self._append_rows(rows[places], places, sampled.values[sampled.indptr[places] + taken], appended)
+            taken += 1
+            ended |= done
+            goes_on = counts[places] > taken
+            if done:
+                goes_on &= ~np.isin(places, list(done))
+            places = places[goes_on]
+        return ended
+
+    def _append_rows(self, rows: Int64, places: Int64, tokens: NDArray[np.int32], appended: Int64) -> Ended:
+        """One token for each of ``rows``: the places of those that are done, and why.
+
+        ``appended`` is one less where the token could not be taken.
+        """
+        running = self._running
+        failed = self._cache.rows.append(rows, tokens)
+        stopped = running.stops(rows, tokens)
+        done = stopped | (self._cache.rows.num_tokens[rows] >= running.limit[rows])
+        if not (failed or done.any()):
+            return {}
+        ended: Ended = {
+            places.item(i): (FinishReason.STOP if stopped[i] else FinishReason.LENGTH, None)
+            for i in done.nonzero()[0].tolist()
+        }
+        for i in np.flatnonzero(np.isin(rows, list(failed))).tolist():
+            appended[places[i]] -= 1
+            ended[places.item(i)] = FinishReason.ERROR, failed[rows.item(i)]
+        return ended
+
+    def _append_waiting(self, request: Request, sampled: list[int]) -> int:
+        """A result for a request that gave up its row after its step was scheduled; how many tokens were appended."""
+        if not self._waiting.complete(request):
+            return 0  # it was aborted since
+        for count, token in enumerate(sampled, 1):
+            try:
+                request.append(token)
+            except HashError as error:
+                self.end([Finished(request, FinishReason.ERROR, error)])
+                return count - 1
+            stopped = token in request.stop_ids
+            if stopped or request.num_tokens >= self._running.limit_tokens(request):
+                self.end([Finished(request, FinishReason.STOP if stopped else FinishReason.LENGTH)])
+                return count
+        return len(sampled)
+
+    # -- to wait again
+
+    def preempt_last(self, in_flight: Iterable[InFlight]) -> None:
+        """The last in order gives its blocks back and waits, with the steps ``in_flight`` that hold it."""
+        request = self._running.requests[-1]
+        logger.debug("request %r is preempted", request.request_id)
+        self.num_preempted += 1
+        request.num_preemptions += 1
+        self._send_back([request], in_flight, written=True)
+
+    def _send_back(self, requests: Sequence[Request], in_flight: Iterable[InFlight], *, written: bool) -> None:
+        """Running ``requests`` give up their rows and wait at the front, in this order, with 0 computed.
+
+        written: what they have computed is there, but for the steps ``in_flight``.
+        """
+        flights, rows = tuple(in_flight), [request.row for request in requests]
+        entries = []
+        for request, row in zip(requests, rows, strict=True):
+            self._forks.queue_children(request)
+            in_flight_steps = sum(flight.release(request, row) for flight in flights)
+            if written and not in_flight_steps:
+                self._cache.keep_end(request)
+            self._cache.free(request)
+            request.num_computed_tokens = 0
+            entries.append(Waiting(request, self._running.queue_key_of(request), in_flight_steps))
+        self._running.remove(rows)
+        self._ended_rows += rows
+        self._waiting.return_to_front(entries)
+
+    # -- for good
+
+    def end(self, ended: Iterable[Finished]) -> None:
+        """Requests leave: from the queue at once, from their rows when no step in flight holds them.
+
+        O(log waiting) each and their blocks; O(running) together.
+        """
+        rows: list[int] = []
+        try:
+            for one in ended:
+                self._end(one, rows)
+        finally:  # one that raises leaves those before it ended
+            if rows:
+                self._running.remove(rows)
+
+    def _end(self, one: Finished, rows: list[int]) -> None:
+        """One leaves; its row joins ``rows``, which run no longer."""
+        request = one.request
+        if not self._inbox.end(request):
+            return
+        if one.error is not None:
+            logger.warning("request %r ended: %s", request.request_id, one.error, exc_info=one.error)
+        self._finished.append(one)
+        self.num_finished += 1
+        self._forks.queue_children(request)
+        if request.row < 0:
+            self._waiting.remove(request)
+            self._forks.remove(request)
+            self._inbox.forget(request)
+            return
+        rows.append(request.row)
+        if self._running.steps[request.row]:
+            self._running.mark_dead(request.row)
+        else:
+            self._free(request)
+
+    def take_ended_rows(self) -> list[int]:
+        """Rows freed since the last call, in order."""
+        ended, self._ended_rows = self._ended_rows, []
+        return ended
+
+    def take_finished(self) -> tuple[Finished, ...]:
+        """Who ended since the last call."""
+        finished, self._finished = tuple(self._finished), []
+        return finished
+
+    def free_dead(self, flight: InFlight, *, written: bool = True) -> None:
+        """Dead rows of ``flight`` that no other step holds give their blocks back. written: it ran."""
+        running = self._running
+        mask = flight.held & running.dead[flight.rows] & (running.steps[flight.rows] == 0)
+        for i in mask.nonzero()[0].tolist():
+            running.unmark_dead(int(flight.rows[i]))
+            self._free(flight.requests[i], written=written)
+
+    def _free(self, request: Request, *, written: bool = True) -> None:
+        """Free the row; what it computed is published before, if it was ``written``."""
+        if written and request.row not in self._distrusted:
+            self._cache.cache_blocks(request, request.num_computed_tokens)
+            self._cache.keep_end(request)
+        self._distrusted.discard(request.row)
+        self._ended_rows.append(request.row)
+        self._cache.free(request)
+        self._inbox.forget(request)
+
+    # -- after a failure
+
+    def take_back(self, failed: Sequence[InFlight], in_flight: Sequence[InFlight]) -> None:
+        """``failed``, all from some step on, will not run; ``in_flight`` are those before them.
+
+        What they should have written can be hit no longer; their requests return to the front of the queue with
+        0 computed, in order. O(rows of the steps + blocks that they published).
+        """
+        self.failed_steps += len(failed)
+        self._cache.revoke(failed[0].step.id)
+        touched = set[int]()
+        for flight in failed:
+            touched.update(self._undo(flight))
+        touched.update(self._distrust_moved(failed))
+        requests = [request for request in self._running.requests if request.row in touched]
+        self._send_back(requests, in_flight, written=False)
+        for flight in failed:
+            self.free_dead(flight, written=False)
+
+    def _undo(self, flight: InFlight) -> list[int]:
+        """Rows and waiting requests expect nothing more of ``flight``; its rows that still belong to those it held."""
+        self._ended_rows += flight.step.finished_rows.tolist()
+        held = self._running.complete(flight)
+        rows = flight.rows[held]
+        self._cache.rows.retract(rows, flight.step.num_scheduled[held])
+        for request in flight.released.values():
+            self._waiting.complete(request)
+        numbers: list[int] = rows.tolist()
+        if self._cache.bounds.rewrites_states:
+            self._distrust(numbers)
+        return numbers
+
+    def _distrust_moved(self, failed: Sequence[InFlight]) -> set[int]:
+        """Where the moves of ``failed`` ended may be anything: those blocks lose their keys. Rows that hold one."""
+        rows = self._cache.forget_moved(np.concatenate([flight.moved for flight in failed]))
+        self._distrust(rows)
+        return rows
+
+    def _distrust(self, rows: Iterable[int]) -> None:
+        """Blocks of ``rows`` may hold anything: of those that are dead nothing more is published."""
+        self._distrusted.update(row for row in rows if self._running.dead[row])
+
+
+Ended = dict[int, tuple[FinishReason, HashError | None]]
+
+
+"""Who is done, by place in the step, and why."""
+
+
+def _heads(lists: Csr, counts: Int64) -> Csr:
+    """The first ``counts[i]`` of each list."""
+    indptr = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=indptr[1:])
+    place = np.arange(int(indptr[-1])) - np.repeat(indptr[:-1], counts)
+    return Csr(indptr, lists.values[np.repeat(lists.indptr[:-1], counts) + place])
+
+
+def check_result(step: Step, result: StepResult) -> None:
+    """WorkerError unless ``result`` has the accepted drafts and one token, 0 or more, for each row that samples."""
+    if type(result.id) is not int or type(result.schema_version) is not int:
+        raise WorkerError(f"step {step.id}: id and schema_version of its result must be integers")
+    if result.schema_version > step.schema_version:
+        raise WorkerError(
+            f"the result of step {result.id} has schema {result.schema_version}, newer than {step.schema_version}: "
+            "upgrade hybridkv on this side"
+        )
+    if result.id != step.id:
+        raise WorkerError(f"the result of step {result.id} came where step {step.id} is next: hand results in in order")
+    sampled = result.sampled
+    if not isinstance(sampled, Csr) or not _is_row(sampled.indptr) or not _is_row(sampled.values):
+        raise WorkerError(f"step {step.id}: the result must hold sampled tokens as a Csr of integer arrays")
+    if len(sampled) != len(step.rows):
+        raise WorkerError(f"step {step.id} has {len(step.rows)} rows, its result {len(sampled)}")
+    indptr = sampled.indptr
+    if indptr[0] != 0 or indptr[-1] != len(sampled.values) or (indptr[1:] < indptr[:-1]).any():
+        raise WorkerError(
+            f"step {step.id}: the result has {len(result.sampled.values)} tokens, its indptr ends at {indptr[-1]}"
+        )
+    _check_counts(step, result)
+    if (sampled.values > MAX_TOKEN_ID).any():
+        raise WorkerError(f"step {step.id}: sampled tokens must be integers up to 2**31 - 1")
+    if sampled.values.size and sampled.values.min() < 0:
+        raise WorkerError(f"step {step.id}: token {sampled.values.min()} was sampled: ids are 0 or more")
+
+
+def _is_row(values: object) -> bool:
+    return isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu"
+
+
+def _check_counts(step: Step, result: StepResult) -> None:
+    """WorkerError unless rows have as many tokens as they sample and accept, and accepted drafts are the drafts."""
+    counts = np.diff(result.sampled.indptr)
+    if result.num_accepted is not None and not np.array_equal(result.num_accepted, counts):
+        raise WorkerError(f"step {step.id}: num_accepted of the result must be the number of its tokens of each row")
+    if not len(step.drafts.values):
+        if not np.array_equal(counts, step.samples):
+            raise WorkerError(f"step {step.id}: the result must hold one token for each row that samples, none else")
+        return
+    if result.num_accepted is None:
+        raise WorkerError(f"step {step.id} has drafts: its result must say num_accepted")
+    num_drafts = np.diff(step.drafts.indptr)
+    if not (np.array_equal(counts > 0, step.samples) and (counts <= num_drafts + 1).all()):
+        raise WorkerError(
+            f"step {step.id}: the result must hold 1 .. drafts + 1 tokens for each row that samples, none else"
+        )
+    kept = np.maximum(counts - 1, 0)
+    owner = np.repeat(np.arange(len(kept)), kept)
+    place = np.arange(len(owner)) - np.repeat(np.cumsum(kept) - kept, kept)
+    sampled = result.sampled.values[result.sampled.indptr[owner] + place]
+    wrong = owner[sampled != step.drafts.values[step.drafts.indptr[owner] + place]]
+    if wrong.size:
+        row = step.rows[wrong[0]]
+        raise WorkerError(f"step {step.id}: tokens accepted of row {row} are not its drafts: accept equal ones only")

@@ -26,18 +26,13 @@ from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import MOST_OUTPUTS, Request
 from hybridkv.schedule import audit
 from hybridkv.schedule.admission import AdmissionControl, OnExplained
-from hybridkv.schedule.budget import StepBudget
+from hybridkv.schedule.budget import StepBudget, split_of
 from hybridkv.schedule.builder import StepBuilder
-from hybridkv.schedule.chunks import split_of
-from hybridkv.schedule.forks import Forks, branches_of
-from hybridkv.schedule.inbox import Inbox
+from hybridkv.schedule.fast_forward import NO_STRIDE, Choose, Stride, Strides, StrideTimes
 from hybridkv.schedule.limits import Finished, FinishReason, Outcome, SchedulerLimits, SchedulerStatistics
-from hybridkv.schedule.results import Results, check_result
-from hybridkv.schedule.row_releaser import RowReleaser
-from hybridkv.schedule.running import InFlight, RunningRows
-from hybridkv.schedule.speculation import Speculation
-from hybridkv.schedule.strides import NO_STRIDE, Choose, Stride, Strides, StrideTimes
-from hybridkv.schedule.waiting import Wait, WaitingQueue, WaitReason
+from hybridkv.schedule.queue import Forks, Inbox, Wait, WaitingQueue, WaitReason, branches_of
+from hybridkv.schedule.running import InFlight, Outcomes, RunningRows, check_result
+from hybridkv.schedule.speculation import Speculation, check_drafts
 from hybridkv.step import Step, StepResult
 from hybridkv.units import MOST_COUNT, shown
 
@@ -68,21 +63,22 @@ class Scheduler:
         self._waiting = WaitingQueue(self.limits.policy, cache)
         self._running = RunningRows(self.limits, cache.max_model_len)
         queues = self._waiting, self._running
-        self._forks = Forks(*queues, shares_in_part=cache.bounds.shares_in_part)
-        self._split = split_of(cache, self.limits, self._forks)
+        self._forks = Forks(self._waiting, shares_in_part=cache.bounds.shares_in_part)
+        self._split = split_of(cache, self.limits, self._forks.families)
         share = self.limits.short_share_of(follows_vllm=cache.bounds.follows_vllm)
         self._short_tokens = int(share * self.limits.max_batched_tokens)
-        self._speculation = Speculation(cache, self._running, self.limits)
-        self._releaser = RowReleaser(cache, *queues, self._inbox, self._forks)
-        self._admission = AdmissionControl(cache, self.limits, *queues, forks=self._forks, releaser=self._releaser)
-        self._results = Results(cache, *queues, self._releaser)
+        self._speculation = (
+            Speculation(cache, self._running, self.limits) if self.limits.num_speculative_tokens else None
+        )
+        self._outcomes = Outcomes(cache, *queues, self._inbox, self._forks)
+        self._admission = AdmissionControl(cache, self.limits, *queues, forks=self._forks, outcomes=self._outcomes)
         self._strides = Strides(
             cache,
             self.limits,
             self._running,
             forks=self._forks,
             admission=self._admission,
-            releaser=self._releaser,
+            outcomes=self._outcomes,
         )
         self._in_flight: deque[InFlight] = deque()
         self._next_id = 0
@@ -135,20 +131,20 @@ class Scheduler:
 
     def statistics(self) -> SchedulerStatistics:
         """Counts so far."""
-        speculation, admission, releaser = self._speculation, self._admission, self._releaser
+        speculation, admission, outcomes = self._speculation, self._admission, self._outcomes
         return SchedulerStatistics(
             steps=self._next_id,
             waiting=self.num_waiting,
             running=len(self._running),
-            requests_finished=releaser.num_finished,
-            preemptions=releaser.num_preempted,
-            failed_steps=releaser.failed_steps,
+            requests_finished=outcomes.num_finished,
+            preemptions=outcomes.num_preempted,
+            failed_steps=outcomes.failed_steps,
             prompt_tokens=admission.prompt_tokens,
             hit_tokens=admission.hit_tokens,
             computed_tokens=self._computed_tokens,
             peak_usage=self._peak_usage,
-            drafted_by_position=tuple(speculation.drafted.tolist()),
-            accepted_by_position=tuple(speculation.accepted.tolist()),
+            drafted_by_position=() if speculation is None else tuple(speculation.drafted.tolist()),
+            accepted_by_position=() if speculation is None else tuple(speculation.accepted.tolist()),
             refusals={str(reason): count for reason, count in admission.refusals.items()},
             misses={str(reason): count for reason, count in sorted(admission.misses.items())},
         )
@@ -202,7 +198,7 @@ class Scheduler:
 
         Steps still in flight then hold nobody's rows; hand their results in before more is scheduled.
         """
-        return not (self._inbox or self._waiting or self._forks or self._running.seats_taken)
+        return not (self._inbox or self._waiting or self._forks.families or self._running.seats_taken)
 
     @property
     def waits_for_drafts(self) -> bool:
@@ -224,7 +220,9 @@ class Scheduler:
         thread only. ConfigError, and nothing proposed, for what is no token id. O(drafts).
         """
         self._inbox.claim()
-        self._speculation.propose(drafts, self._inbox.find)
+        check_drafts(drafts)
+        if self._speculation is not None:
+            self._speculation.propose(drafts, self._inbox.find)
 
     def schedule(self) -> Step:
         """The next Step, empty when nothing can run now. Every Step wants its update (or fail).
@@ -244,7 +242,8 @@ class Scheduler:
                 spans = builder.spans()  # now that every row has its own blocks, some for the states that they pass
                 self.cache.store_checkpoints(spans.rows, spans.computed, spans.computed + spans.certain)
         finally:
-            self._speculation.forget()
+            if self._speculation is not None:
+                self._speculation.forget()
         self._peak_usage = max(self._peak_usage, self.cache.usage)
         return self._issue(builder, spans)
 
@@ -260,7 +259,8 @@ class Scheduler:
 
     def _schedule_running(self, builder: StepBuilder) -> bool:
         """Give running requests their tokens; whether somebody had to be preempted."""
-        preempted, start, held, budget = False, 0, self._forks.held_rows(), builder.budget
+        preempted, start, held, budget = False, 0, self._held_rows(), builder.budget
+        speculation = self._speculation
         while True:
             rows = self._running.order[start:]
             shares = budget.shares(rows, self._wanted(rows, held))
@@ -269,25 +269,34 @@ class Scheduler:
                 places, rows, shares = some + start, rows[some], shares[some]
             else:
                 places = None
-            num_drafts = self._speculation.room(rows, shares, budget)
+            num_drafts = None if speculation is None else speculation.room(rows, shares, budget)
             counts = shares if num_drafts is None else shares + num_drafts
             slots = self.cache.allocate_batch(rows, counts, self.limits.num_lookahead_tokens)
             done = slots.accepted
             if done:
-                drafts = None if num_drafts is None else self._speculation.tokens_of(rows[:done], num_drafts[:done])
+                drafts = None
+                if speculation is not None and num_drafts is not None:
+                    drafts = speculation.tokens_of(rows[:done], num_drafts[:done])
                 builder.add_running(rows[:done], counts[:done], slots, drafts)
             if done == len(rows):
                 return preempted
             start = start + done if places is None else int(places[done])
-            if num_drafts is not None and num_drafts[done]:
-                self._speculation.drop(rows.item(done))  # nobody gives way to drafts
+            if speculation is not None and num_drafts is not None and num_drafts[done]:
+                speculation.drop(rows.item(done))  # nobody gives way to drafts
                 continue
             if slots.reason is Reason.FRAGMENTED:
                 start += 1  # its blocks are there, but not in this step
                 continue
-            self._releaser.preempt_last(self._in_flight)
+            self._outcomes.preempt_last(self._in_flight)
             budget.keep_nothing()
             preempted = True
+
+    def _held_rows(self) -> list[int]:
+        """Return the rows of parents that wait for their steps in flight. O(running)."""
+        if not self._forks.families:
+            return []
+        parents = self._forks.parents(self._running.requests)
+        return [parent.row for _, parent in parents if self._running.steps[parent.row]]
 
     def _wanted(self, rows: Int64, held: list[int]) -> Int64:
         """Tokens that each of ``rows`` has left to run, drafts left out. held: rows that must wait."""
@@ -308,13 +317,21 @@ class Scheduler:
             self._after,
             spans,
             pending=self._running.pending,
-            ended_rows=self._releaser.take_ended_rows(),
+            ended_rows=self._outcomes.take_ended_rows(),
             transfers=transfers,
         )
         self.cache.rows.schedule(rows, step.num_scheduled.astype(np.int64))
-        flight = InFlight(step, rows, self._requests_of(rows), transfers.moved)
+        drafts = step.drafts
+        flight = InFlight(
+            step,
+            rows,
+            self._requests_of(rows),
+            transfers.moved,
+            np.diff(drafts.indptr) if len(drafts.values) else None,
+            np.ones(len(rows), np.bool_),
+        )
         self._running.schedule(flight)
-        if self.limits.num_speculative_tokens:
+        if self._speculation is not None:
             self.cache.forget_accepted(rows)
         self._in_flight.append(flight)
         self._after = self._next_id
@@ -343,11 +360,13 @@ class Scheduler:
         self._in_flight.popleft()
         self.cache.mark_written(flight.step.id)
         self._computed_tokens += flight.step.num_tokens
-        self._speculation.verify(flight.num_drafts, result.num_accepted)
-        appended = self._results.append(flight, result.sampled)
-        self._releaser.free_dead(flight)
+        if self._speculation is not None:
+            self._speculation.verify(flight.num_drafts, result.num_accepted)
+        appended = self._outcomes.append(flight, result.sampled)
+        if self._running.num_dead:
+            self._outcomes.free_dead(flight)
         self._empty_inbox()
-        return Outcome(flight.step.id, flight.requests, appended, self._releaser.take_finished())
+        return Outcome(flight.step.id, flight.requests, appended, self._outcomes.take_finished())
 
     def take_finished(self) -> tuple[Finished, ...]:
         """Who ended since the last update or call: aborts, and whom the caller finished, in between.
@@ -355,7 +374,7 @@ class Scheduler:
         By the owner's thread only: what another one took, its owner would never hear of.
         """
         self._inbox.claim()
-        return self._releaser.take_finished()
+        return self._outcomes.take_finished()
 
     def finish(self, request_id: str, reason: FinishReason = FinishReason.STOP) -> bool:
         """End a request for a reason that only the caller can see, such as a stop string. False if it is not here."""
@@ -365,7 +384,7 @@ class Scheduler:
         request = self._inbox.find(instance("request_id", request_id, str))
         if request is None:
             return False
-        self._releaser.end([Finished(request, reason)])
+        self._outcomes.end([Finished(request, reason)])
         return True
 
     # -- many steps as one
@@ -413,7 +432,7 @@ class Scheduler:
         for _ in failed:
             self._in_flight.pop()
         self._after = failed[0].step.after
-        self._releaser.take_back(failed, self._in_flight)
+        self._outcomes.take_back(failed, self._in_flight)
         self._empty_inbox()
 
     # -- invariants
@@ -430,7 +449,7 @@ class Scheduler:
     def _empty_inbox(self) -> None:
         """Requests that arrived wait from now on; those to abort end."""
         if self._inbox:
-            self._releaser.end(Finished(request, FinishReason.ABORT) for request in self._aborted())
+            self._outcomes.end(Finished(request, FinishReason.ABORT) for request in self._aborted())
 
     def _aborted(self) -> Iterator[Request]:
         """Take in what arrived, in order: each request to abort, once it is its turn."""
@@ -438,6 +457,7 @@ class Scheduler:
             request = item.request
             if not item.abort:
                 self._waiting.append(request)
-                self._forks.add(request, item.children)
+                if item.children:
+                    self._forks.add(request, item.children)
             elif self._inbox.find(request.request_id) is request:
                 yield request

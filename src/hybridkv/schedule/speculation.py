@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request, token_array
-from hybridkv.schedule.budget import StepBudget
-from hybridkv.schedule.chunks import share_budget
+from hybridkv.schedule.budget import StepBudget, share_budget
 from hybridkv.schedule.limits import SchedulerLimits
 from hybridkv.schedule.running import RunningRows
 from hybridkv.step import Csr
@@ -46,9 +45,6 @@ class Speculation:
 
     def propose(self, drafts: Mapping[str, Sequence[int]], find: Callable[[str], Request | None]) -> None:
         """See Scheduler.propose. find: a request that is here, by id. O(drafts)."""
-        _check_drafts(drafts)
-        if not self._most:
-            return
         found = [(find(request_id), tokens[: self._most]) for request_id, tokens in drafts.items()]
         taken = [(request, tokens) for request, tokens in found if request is not None and request.row >= 0]
         rows = np.array([request.row for request, _ in taken], np.int64)
@@ -107,7 +103,7 @@ class Speculation:
         self.accepted = np.pad(self.accepted, (0, more)) + (position < accepted - 1).sum(axis=1)
 
 
-def _check_drafts(drafts: Mapping[str, Sequence[int]]) -> None:
+def check_drafts(drafts: Mapping[str, Sequence[int]]) -> None:
     """ConfigError unless all are token ids."""
     if not isinstance(drafts, Mapping):
         raise ConfigError(f"drafts must map request ids to token ids, got {shown(drafts)}")

@@ -21,10 +21,9 @@ from hybridkv.cache import KVCacheManager, Transfer
 from hybridkv.errors import ConfigError
 from hybridkv.schedule.admission import AdmissionControl, Standstill
 from hybridkv.schedule.budget import StepBudget
-from hybridkv.schedule.forks import Forks
 from hybridkv.schedule.limits import Finished, FinishReason, SchedulerLimits
-from hybridkv.schedule.row_releaser import RowReleaser
-from hybridkv.schedule.running import RunningRows
+from hybridkv.schedule.queue import Forks
+from hybridkv.schedule.running import Outcomes, RunningRows
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -95,13 +94,13 @@ class Strides:
         *,
         forks: Forks,
         admission: AdmissionControl,
-        releaser: RowReleaser,
+        outcomes: Outcomes,
     ) -> None:
         self._cache = cache
         self._running = running
         self._forks = forks
         self._admission = admission
-        self._releaser = releaser
+        self._outcomes = outcomes
         self._patience_s = limits.max_overtaken_seconds
         self._never = bool(limits.num_speculative_tokens or limits.num_lookahead_tokens)
 
@@ -132,13 +131,13 @@ class Strides:
         if times is not None:
             times.end(advance.steps, copies)
         done = np.flatnonzero(cache.rows.num_tokens[rows] >= self._running.limit[rows])
-        self._releaser.end(Finished(requests[place], FinishReason.LENGTH) for place in done.tolist())
-        return Stride(advance.steps, len(rows), copies, advance.peak_usage, self._releaser.take_finished())
+        self._outcomes.end(Finished(requests[place], FinishReason.LENGTH) for place in done.tolist())
+        return Stride(advance.steps, len(rows), copies, advance.peak_usage, self._outcomes.take_finished())
 
     def _decode(self, rows: Int64, budget: int) -> bool:
         """Whether all that run compute their last token next, and go on until their limit. O(running)."""
         running, columns = self._running, self._cache.rows
-        if self._never or not 0 < rows.size <= budget or running.num_dead or self._forks:
+        if self._never or not 0 < rows.size <= budget or running.num_dead or self._forks.families:
             return False
         return bool((columns.num_tokens[rows] - columns.num_computed[rows] == 1).all()) and not running.may_stop(rows)
 
