@@ -31,8 +31,6 @@ from hybridkv.simulator.trace import RequestSource, TraceSummary
 class Belady:
     """A ranking (hybridkv.cache.placement.ends) whose clock says which request of ``future`` runs."""
 
-    by_saving = True
-
     def __init__(self, future: Future) -> None:
         self._future = future
         self._ends: dict[int, tuple[int, End]] = {}
@@ -44,9 +42,6 @@ class Belady:
 
     def note_request(self, now: float) -> None:
         """Nothing: the clock says it."""
-
-    def passed(self, end: End) -> None:
-        """Nothing: who goes on from it is known."""
 
     def promised(self, end: End, promise: int, now: float) -> None:  # noqa: ARG002 - the answer of a ranking
         """Nothing to learn."""

@@ -79,6 +79,8 @@ BELADY = "belady"
 LIMIT = "limit"
 WAYS = (REFERENCE_ALIGN, *EVICTIONS)
 BOUNDS = (BELADY, LIMIT)
+SHOWN = (REFERENCE_ALIGN, LRU.name, "coverage", HAZARD.name)
+"""Ways with a column. The library no longer has ``coverage``; its measurements stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,14 +263,14 @@ def of_natural(lines: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def show(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Markdown: a row for each stream, model and memory, a column for each way; what hazard moved."""
-    columns = (*WAYS, *BOUNDS)
+    columns = (*SHOWN, *BOUNDS)
     yield f"| stream | requests | model | GiB | run | {' | '.join(columns)} | moved |"
     yield f"|---|--:|---|--:|---|{'--:|' * len(columns)}--:|"
     found, moved = rows(lines, "hit_rate"), rows(lines, "moved_bytes")
     bound = {key[:4]: rates[BELADY] for key, rates in found.items() if BELADY in rates}
     limits = {key[:2]: rates[LIMIT] for key, rates in found.items() if LIMIT in rates}
     for key, run_so in found.items():
-        if not run_so.keys() & set(WAYS):
+        if not run_so.keys() & set(SHOWN):
             continue
         known = {**run_so, BELADY: bound.get(key[:4]), LIMIT: limits.get(key[:2])}
         rates = (f"{rate:.4f}" if (rate := known.get(name)) is not None else "" for name in columns)

@@ -23,7 +23,7 @@ from hybridkv.simulator.formats import TraceRequest
 from hybridkv.simulator.tokens import Pieces
 from hybridkv.simulator.trace import RequestSource, TraceSummary, summarise
 
-WAYS = (REFERENCE_ALIGN, "lru", "coverage", "hazard")
+WAYS = (REFERENCE_ALIGN, "lru", "hazard")
 APART = 1 << 40
 """Added to the segments of the second stream, whose numbers mean other tokens."""
 

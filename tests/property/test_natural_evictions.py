@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis.stateful import initialize
 
 from how_much import how_many
-from hybridkv.cache.placement import EVICTIONS, LRU, eviction_named, hazard, hazard_table
+from hybridkv.cache.placement import HAZARD, hazard, hazard_table
 from hybridkv.cache.placement.ends import End
 from hybridkv.cache.slots.end_tree import Node
 from hybridkv.cache.slots.judged import JudgedEnds
@@ -24,14 +24,14 @@ from hybridkv.testing.difference import DifferenceError
 from oracles import RigOptions, random_natural_options, random_run
 from oracles.ends import PlainEnds, watched
 from oracles.machines import NaturalMachine
-from oracles.rankings import NAIVE, NaiveCoverage, NaiveHazard, beside
+from oracles.rankings import NaiveHazard, beside
 from oracles.strategies import natural_rig_options
 from oracles.twins import Twins
 
 pytestmark = pytest.mark.usefixtures("quiet", "short_runs")
 
 
-class Backwards(NaiveCoverage):
+class Backwards(NaiveHazard):
     """The end used last."""
 
     def allowed(self, now: float) -> list[End | None]:  # noqa: ARG002 - the answer of a ranking
@@ -39,7 +39,7 @@ class Backwards(NaiveCoverage):
         return [max(self.ends, key=lambda end: (end.used, end.serial), default=None)]
 
 
-PAIRS = {name: (eviction_named(name), beside(eviction_named(name), naive)) for name, naive in NAIVE.items()}
+PAIR = HAZARD, beside()
 MODELS = {
     "full": (full_spec(4),),
     "full and states": (full_spec(4), state_spec(4)),
@@ -49,24 +49,18 @@ MODELS = {
 }
 
 
-def test_all_that_rank_ends_are_here() -> None:
-    assert {*PAIRS, LRU.name} == {*EVICTIONS}
-
-
-@pytest.mark.parametrize("eviction", PAIRS)
 @pytest.mark.parametrize("model", MODELS)
-def test_random_runs(model: str, eviction: str) -> None:
+def test_random_runs(model: str) -> None:
     for seed in range(how_many(4)):
         random = Random(f"{model} {seed}")
-        random_run(Twins(random_natural_options(random, MODELS[model]), PAIRS[eviction]), random)
+        random_run(Twins(random_natural_options(random, MODELS[model]), PAIR), random)
 
 
-@pytest.mark.parametrize("eviction", PAIRS)
-def test_random_runs_of_any_model_hit_and_evict(eviction: str) -> None:
+def test_random_runs_of_any_model_hit_and_evict() -> None:
     hit = evicted = 0
     for seed in range(how_many(10)):
         random = Random(seed)
-        twins = Twins(random_natural_options(random), PAIRS[eviction])
+        twins = Twins(random_natural_options(random), PAIR)
         random_run(twins, random)
         hit, evicted = hit + twins.tokens_hit, evicted + twins.cache.block_pool.evictions
     assert hit > 0
@@ -76,9 +70,7 @@ def test_random_runs_of_any_model_hit_and_evict(eviction: str) -> None:
 def test_rankings_that_differ_are_seen() -> None:
     """Of two that do not rank alike, runs say so."""
     random = Random(7)
-    real = eviction_named("coverage")
-    pair = real, beside(real, Backwards)
-    twins = Twins(random_natural_options(random, MODELS["full and states"]), pair)
+    twins = Twins(random_natural_options(random, MODELS["full and states"]), (HAZARD, beside(Backwards)))
     with pytest.raises(DifferenceError):
         random_run(twins, random)
 
@@ -86,8 +78,8 @@ def test_rankings_that_differ_are_seen() -> None:
 class WatchedTwins(Twins):
     """And what each end goes on from and saves is what it is by its tokens."""
 
-    def __init__(self, options: RigOptions, eviction: str, plain: PlainEnds) -> None:
-        super().__init__(options, PAIRS[eviction])
+    def __init__(self, options: RigOptions, plain: PlainEnds) -> None:
+        super().__init__(options, PAIR)
         self.plain = plain
 
     def check(self) -> None:
@@ -98,39 +90,37 @@ class WatchedTwins(Twins):
             self.plain.check(kept)
 
 
-def watched_runs(model: str, eviction: str, runs: int, actions: int = 60) -> PlainEnds:
+def watched_runs(model: str, runs: int, actions: int = 60) -> PlainEnds:
     """Random runs; states are kept at ends."""
     with watched() as plain:
         for seed in range(runs):
             random = Random(f"{model} {seed}")
             options = random_natural_options(random, MODELS[model])
-            random_run(WatchedTwins(replace(options, placement="ends"), eviction, plain), random, actions)
+            random_run(WatchedTwins(replace(options, placement="ends"), plain), random, actions)
             plain.prefixes.clear()
     return plain
 
 
-@pytest.mark.parametrize("eviction", PAIRS)
 @pytest.mark.parametrize("model", ["full", "full and states"])
-def test_ends_go_on_from_what_they_begin_with_and_each_hit_counts_once(model: str, eviction: str) -> None:
-    plain = watched_runs(model, eviction, how_many(8))
+def test_ends_go_on_from_what_they_begin_with_and_each_hit_counts_once(model: str) -> None:
+    plain = watched_runs(model, how_many(8))
     assert plain.compared > 100
     assert plain.hits[True] > 0
 
 
-@pytest.mark.parametrize(("eviction", "seed"), [("coverage", 14), ("coverage", 44), ("coverage", 70), ("hazard", 17)])
-def test_runs_in_which_something_was_wrong_once(eviction: str, seed: int) -> None:
+@pytest.mark.parametrize("seed", [14, 17, 44, 70])
+def test_runs_in_which_something_was_wrong_once(seed: int) -> None:
     """70: of two blocks with one key the first was lost, and the other one, given up before, is needed in its place."""
     with watched() as plain:
         random = Random(f"full and states {seed}")
         options = replace(random_natural_options(random, MODELS["full and states"]), placement="ends")
-        random_run(WatchedTwins(options, eviction, plain), random, 120)
+        random_run(WatchedTwins(options, plain), random, 120)
     assert plain.compared > 0
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("eviction", PAIRS)
-def test_many_watched_runs(eviction: str) -> None:
-    plain = watched_runs("full and states", eviction, how_many(80), 120)
+def test_many_watched_runs() -> None:
+    plain = watched_runs("full and states", how_many(80), 120)
     assert plain.hits[False] > 0
     assert plain.unknown > 0
 
@@ -140,7 +130,7 @@ def test_many_watched_runs(eviction: str) -> None:
 
 def learns_soon(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(hazard, "_LEARN_EVERY", 4)
-    patch.setattr(hazard, "HALVED_EVERY", 8)
+    patch.setattr(hazard, "_HALVED_EVERY", 8)
     patch.setattr(NaiveHazard, "learn_every", 4)
     patch.setattr(NaiveHazard, "halved_every", 8)
 
@@ -200,29 +190,20 @@ def test_faults_are_seen(fault: Callable[[pytest.MonkeyPatch], None], monkeypatc
     learns_soon(monkeypatch)
     fault(monkeypatch)
     with pytest.raises((DifferenceError, CacheError), match=FAULTS[fault]):
-        watched_runs("full and states", "hazard", 40)
+        watched_runs("full and states", 40)
 
 
 @pytest.mark.parametrize("model", ["full", "full and states"])
 def test_what_is_learned_soon_fades_soon(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     learns_soon(monkeypatch)
-    assert watched_runs(model, "hazard", how_many(8)).compared > 0
+    assert watched_runs(model, how_many(8)).compared > 0
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("eviction", PAIRS)
-def test_many_random_runs(eviction: str) -> None:
+def test_many_random_runs() -> None:
     for seed in range(10_000, 10_000 + how_many(100)):
         random = Random(seed)
-        random_run(Twins(random_natural_options(random), PAIRS[eviction]), random, 120)
-
-
-class CoverageMachine(NaturalMachine):
-    """Any order of actions."""
-
-    @initialize(options=natural_rig_options())
-    def build(self, options: RigOptions) -> None:
-        self.rig = Twins(options, PAIRS["coverage"])
+        random_run(Twins(random_natural_options(random), PAIR), random, 120)
 
 
 class HazardMachine(NaturalMachine):
@@ -230,10 +211,8 @@ class HazardMachine(NaturalMachine):
 
     @initialize(options=natural_rig_options())
     def build(self, options: RigOptions) -> None:
-        self.rig = Twins(options, PAIRS["hazard"])
+        self.rig = Twins(options, PAIR)
 
 
-TestCoverageMachine = CoverageMachine.TestCase
-TestCoverageMachine.settings = settings(max_examples=max(1, settings().max_examples // 8), stateful_step_count=30)
 TestHazardMachine = HazardMachine.TestCase
 TestHazardMachine.settings = settings(max_examples=max(1, settings().max_examples // 8), stateful_step_count=30)

@@ -7,7 +7,7 @@ import zlib
 from random import Random
 
 import pytest
-from test_natural_evictions import MODELS, PAIRS
+from test_natural_evictions import MODELS, PAIR
 
 from how_much import how_many
 from hybridkv.cache.placement.ends import BY_ALL, NEVER, NOTHING, SOMETIME, WITHIN
@@ -31,8 +31,7 @@ SOME = (
 )
 
 
-@pytest.mark.parametrize("eviction", PAIRS)
-def test_random_runs(monkeypatch: pytest.MonkeyPatch, eviction: str) -> None:
+def test_random_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     promised = set[int]()
 
     def hinted(name: str, *asked: object, **others: object) -> Request:
@@ -44,5 +43,5 @@ def test_random_runs(monkeypatch: pytest.MonkeyPatch, eviction: str) -> None:
     monkeypatch.setattr(sys.modules["oracles.rig_request"], "Request", hinted)
     for seed in range(how_many(4)):
         random = Random(f"hints {seed}")
-        random_run(Twins(random_natural_options(random, MODELS["full and states"]), PAIRS[eviction]), random)
+        random_run(Twins(random_natural_options(random, MODELS["full and states"]), PAIR), random)
     assert promised >= {NOTHING, NEVER, BY_ALL, SOMETIME, WITHIN}

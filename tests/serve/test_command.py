@@ -76,7 +76,7 @@ def test_what_was_loaded_is_never_looked_through_for_garbage(monkeypatch: pytest
 
 
 def test_openais_client_and_then_a_drain(alone: Engine) -> None:
-    kept = ("--eviction", "coverage", "--share", "mine=20%..50%")
+    kept = ("--eviction", "hazard", "--share", "mine=20%..50%")
     with command("--speculate", "ngram:2", "--served-model-name", "small", *kept, stderr=subprocess.PIPE) as (
         process,
         url,

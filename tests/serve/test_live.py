@@ -19,7 +19,7 @@ from hybridkv.runner import AsyncEngine, Engine, EngineOptions, load
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.serve import ServeOptions
 from hybridkv.serve.keys import ApiKeys
-from hybridkv.serve.live import MOST_CELLS, MOST_ENDED, MOST_PREFIXES, MOST_REQUESTS, Ages, Live, _look
+from hybridkv.serve.live import MOST_CELLS, MOST_ENDED, MOST_REQUESTS, Ages, Live, _look
 from hybridkv.serve.metrics import RequestMetrics
 from hybridkv.step import Csr, StepResult
 
@@ -189,23 +189,6 @@ def test_the_map_has_every_block_once(name: str) -> None:
         assert found.at(np.array([0])).tolist() == [-1]  # the null block
 
 
-def test_prefixes_hold_what_is_cached() -> None:
-    with Engine(load("tiny:llama"), memory="4MiB", max_model_len=LONGEST) as engine:
-        shared = [3] * 64
-        for tail in ([1] * 32, [2] * 48, [2] * 48):
-            engine.generate([[*shared, *tail]], SamplingParams(max_tokens=17, ignore_eos=True))
-        found, cache = engine.cache.heaviest_prefixes(100), engine.cache.statistics()
-        held = sum(one.size_bytes for one in found if one.parent is None)
-        assert held == cache.groups[0].cached_blocks * engine.plan.config.block_bytes_of(0)
-        known = {one.serial: one for one in found}
-        for one in found:
-            assert one.parent is None or known[one.parent].tokens < one.tokens
-            behind = sum(other.size_bytes for other in found if other.parent == one.serial)
-            assert one.size_bytes >= behind
-        assert max(one.hits for one in found) == sum(each.hits for each in cache.ends) > 0
-        assert [one.serial for one in engine.cache.heaviest_prefixes(1)] == [found[0].serial]
-
-
 @pytest.fixture(scope="module")
 def crowd() -> tuple[bytes, float]:
     """A sample of a thousand that run and a thousand that wait, and the seconds that it took, its look included."""
@@ -216,7 +199,7 @@ def crowd() -> tuple[bytes, float]:
         engine.step()
         samples = Live(AsyncEngine(engine), RequestMetrics("hybridkv", "crowd"))  # whose thread would go on stepping
         begun = time.perf_counter()
-        text = json.dumps(samples._told(_look(engine, prefixes=True))).encode()
+        text = json.dumps(samples._told(_look(engine))).encode()
         return text, time.perf_counter() - begun
 
 
@@ -228,7 +211,6 @@ def test_a_thousand_requests_are_a_short_message(crowd: tuple[bytes, float]) -> 
     assert found["waits"] == {"seats": 1000}
     assert len(found["runs"]) == len(found["queue"]) == MOST_REQUESTS
     assert len(found["map"]["states"]) == MOST_CELLS
-    assert len(found["prefixes"]) <= MOST_PREFIXES
     assert len(found["slowest"]) <= MOST_ENDED
     assert len(text) < 32_768
 
@@ -240,7 +222,7 @@ def test_a_look_stays_as_it_was_when_the_engine_goes_on() -> None:
             engine.add([number, 5], SamplingParams(max_tokens=3, ignore_eos=True))
         engine.step()
         samples = Live(AsyncEngine(engine), RequestMetrics("hybridkv", "looked"))
-        look = _look(engine, prefixes=False)
+        look = _look(engine)
         before = samples._told(look)
         assert [list(one[1:]) for one in before["runs"]] == [[2, 0, 2, 1, 0]] * 2
         assert [list(one[1:]) for one in before["queue"]] == [[2, "seats"]] * 2

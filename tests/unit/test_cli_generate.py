@@ -163,10 +163,10 @@ def test_tenants_and_hints_reach_the_requests(tmp_path: Path, here: Call) -> Non
     ]
     file = prompts(tmp_path, *map(json.dumps, lines))
     arguments = ("--model", "tiny:llama", "--prompts", file, "--max-new-tokens", "2", "--max-running", "1")
-    shared = (*arguments, "--share", "a=30%..60%", "--share", "b=20%", "--eviction", "coverage")
+    shared = (*arguments, "--share", "a=30%..60%", "--share", "b=20%", "--eviction", "hazard")
     code, out, _ = here(*shared, "--json")
     found = json.loads(out)
-    assert (code, found["eviction"]) == (0, "coverage")
+    assert (code, found["eviction"]) == (0, "hazard")
     assert found["shares"][1:] == [
         {"tenant": "a", "guaranteed": 0.3, "greatest": 0.6},
         {"tenant": "b", "guaranteed": 0.2, "greatest": 1.0},

@@ -410,7 +410,7 @@ def test_bad_lines_stop_or_are_counted(trace: Path, tmp_path: Path) -> None:
         (("workload:chat", *BASE, "--layout", "reference", "--placement", "ends"), "choose align or none"),
         (
             ("workload:uniform", *BASE, "--eviction", "lruu"),
-            "use lru, coverage, hazard (did you mean lru?)",
+            "use lru, hazard (did you mean lru?)",
         ),
         (
             ("workload:uniform", *BASE, "--layout", "reference", "--eviction", "hazard"),

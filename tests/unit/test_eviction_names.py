@@ -25,7 +25,7 @@ def test_the_natural_layout_learns_what_to_keep_and_the_reference_layout_does_no
 def test_a_plan_says_what_is_given_up_unless_one_is_asked_for(model: str, layout: str, found: Eviction) -> None:
     made = plan(read_model(model), "1GiB", max_model_len=1000, layout=layout)
     assert eviction_of(made) == KVCacheManager(made).eviction == found
-    assert eviction_of(made, "coverage") == eviction_named("coverage")
+    assert eviction_of(made, "lru") == LRU
     assert KVCacheManager(made, eviction=LRU).eviction == LRU
     with pytest.raises(ConfigError, match="unknown eviction"):
         eviction_of(made, "belady")

@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from hybridkv.cache.placement.ends import LOSING, NEVER, NOTHING, SOMETIME, End, Kind, PassedThenLosing, Ring
+from hybridkv.cache.placement.ends import NEVER, NOTHING, SOMETIME, End, Kind, Ring
 from hybridkv.cache.placement.hazard import HazardRanking
 from hybridkv.cache.placement.hazard_table import BUCKETS, HazardTable, bucket_of
 
@@ -362,7 +362,7 @@ def test_check_sees_an_end_in_another_ring() -> None:
     assert ranking.check() == ["an end of 100 tokens stands in the ring (3, 1)"]
 
 
-# -- without learning
+# -- rings
 
 
 def test_rings_are_in_the_order_of_last_use() -> None:
@@ -378,26 +378,3 @@ def test_rings_are_in_the_order_of_last_use() -> None:
     for one in ordered[1:]:
         ring.remove(one)
     assert ring.both_ends() == (ordered[0],)
-
-
-def test_passed_then_losing_then_oldest() -> None:
-    ranking = PassedThenLosing()
-    prompt, output, branch, gone = (
-        end(1, used=3.0),
-        end(2, Kind.OUTPUT, 2.0),
-        end(3, Kind.BRANCH, 1.0),
-        end(4, used=9.0),
-    )
-    ranking.passed(gone)
-    ranking.passed(branch)
-    for one in (prompt, output, branch, gone):
-        ranking.add(one, 10.0)
-    order = []
-    hit = end(9, Kind.PROMPT)
-    ranking.hit(hit, 11.0)
-    while (lowest := ranking.lowest(12.0)) is not None:
-        order.append(lowest)
-        ranking.remove(lowest)
-    # branches serve many and are never passed; nobody hits outputs' ends, so they lose
-    assert order == [gone, output, branch, prompt]
-    assert (ranking.losing(), LOSING) == (Kind.OUTPUT, 0.25)

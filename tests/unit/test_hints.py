@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import oracle_hints
 import pytest
-from test_tenants import JUDGED, Cache, chat, unique
+from test_tenants import Cache, chat, unique
 
 from hybridkv.cache.placement import EVERYBODY, Share, TenantShares
 from hybridkv.cache.placement.ends import BY_ALL, NEVER, NOTHING, SOMETIME, WITHIN, End, Kind
@@ -80,9 +80,9 @@ def test_secrets_are_found_by_nobody() -> None:
     assert cache.run(chat(1, 1), hints=Hints(secret=True)) == 10  # it reads what others left
 
 
-def goes(eviction: str, *hints: Hints) -> list[int]:
+def goes(*hints: Hints) -> list[int]:
     """Two ends of each of several sessions, which end with these hints, in turn: in which order they are given up."""
-    cache = Cache(EVERYBODY, 30, eviction)
+    cache = Cache(EVERYBODY, 30)
     for person, one in enumerate(hints):
         cache.run(chat(person, 1), hints=one)
     cache.cache.check()
@@ -96,24 +96,23 @@ def goes(eviction: str, *hints: Hints) -> list[int]:
     return gone
 
 
-@pytest.mark.parametrize("eviction", JUDGED)
 @pytest.mark.parametrize("gone", [Hints(over=True), Hints(scratch=True)])
-def test_a_session_that_is_over_goes_first(eviction: str, gone: Hints) -> None:
-    assert goes(eviction, NO_HINTS, gone) == [1, 1, 0, 0]
-    assert goes(eviction, NO_HINTS, NO_HINTS) != [1, 1, 0, 0]
+def test_a_session_that_is_over_goes_first(gone: Hints) -> None:
+    assert goes(NO_HINTS, gone) == [1, 1, 0, 0]
+    assert goes(NO_HINTS, NO_HINTS) != [1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("stays", [Hints(goes_on=True), Hints(within_s=20), Hints(shared_tokens=10)])
 def test_a_session_that_goes_on_goes_last(stays: Hints) -> None:
-    assert goes("hazard", stays, NO_HINTS)[-1] == 0
-    assert goes("hazard", NO_HINTS, NO_HINTS)[-1] == 1
+    assert goes(stays, NO_HINTS)[-1] == 0
+    assert goes(NO_HINTS, NO_HINTS)[-1] == 1
 
 
 def test_what_all_begin_with_is_kept() -> None:
     """Though nobody has hit it yet, and all that came later did not begin so."""
     hit = []
     for hints in (NO_HINTS, Hints(shared_tokens=8)):
-        cache = Cache(EVERYBODY, 11, "hazard")
+        cache = Cache(EVERYBODY, 11)
         cache.run(list(range(100, 112)), hints=hints)
         for prompt, _ in zip(unique(), range(20), strict=False):
             cache.run(prompt)
@@ -122,7 +121,7 @@ def test_what_all_begin_with_is_kept() -> None:
 
 
 def test_a_promise_moves_on_with_its_session() -> None:
-    cache = Cache(EVERYBODY, 30, "hazard")
+    cache = Cache(EVERYBODY, 30)
     promised = Hints(within_s=60)
     cache.run(chat(1, 1), hints=promised)
     cache.run(chat(1, 2), hints=promised)
@@ -166,7 +165,7 @@ def test_a_liar_harms_its_own_tenant_alone() -> None:
     shares = TenantShares((Share("a", 0.3), Share("b", 0.3)))
     found = []
     for lies in (NO_HINTS, Hints(within_s=1, shared_tokens=12)):
-        cache, prompts, hit, own = Cache(shares, 40, "hazard"), unique(), 0, 0
+        cache, prompts, hit, own = Cache(shares, 40), unique(), 0, 0
         for turn in (1, 2, 3):
             for person in range(4):
                 hit += cache.run(chat(person, turn), "a", hints=Hints(within_s=40))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count, product
+from itertools import count
 
 import numpy as np
 import pytest
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.blocks.needs import BlockNeeds
-from hybridkv.cache.placement import EVICTIONS, EndsPlacement, eviction_named
+from hybridkv.cache.placement import HAZARD, EndsPlacement
 from hybridkv.cache.placement.ends import End, Kind
 from hybridkv.cache.slots.end_tree import Node
 from hybridkv.cache.slots.judged import JudgedEnds
@@ -23,20 +23,19 @@ from hybridkv.step import Csr, StepResult
 from hybridkv.testing.configs import full_spec, natural_model_config, state_spec, window_spec
 
 HYBRID = (full_spec(4), state_spec(4))
-JUDGED = [name for name in EVICTIONS if name != "lru"]
 
 
 class Cache:
     """A scheduler over slabs; requests run one after the other, seconds pass as asked."""
 
-    def __init__(self, eviction: str, slabs: int = 9, specs: tuple[KVCacheSpec, ...] = HYBRID) -> None:
+    def __init__(self, slabs: int = 9, specs: tuple[KVCacheSpec, ...] = HYBRID) -> None:
         self.now = 0.0
         per_slab = tuple(1 if "Mamba" in type(spec).__name__ else 4 for spec in specs)
         self.cache = KVCacheManager(
             natural_model_config(slabs, specs, per_slab),
             200,
             placement=EndsPlacement(),
-            eviction=eviction_named(eviction),
+            eviction=HAZARD,
             clock=lambda: self.now,
         )
         limits = SchedulerLimits(max_running=4, max_batched_tokens=64)
@@ -94,9 +93,8 @@ def talk(cache: Cache, people: int, turns: int) -> int:
 # -- what is kept
 
 
-@pytest.mark.parametrize("eviction", JUDGED)
-def test_a_conversation_goes_on_from_its_end(eviction: str) -> None:
-    cache = Cache(eviction)
+def test_a_conversation_goes_on_from_its_end() -> None:
+    cache = Cache()
     assert cache.run(chat(1)) == 0
     assert [end.tokens for end in cache.ends()] == [10, 13]  # before the prompt's last token, and of what was computed
     assert cache.run(chat(1, 2)) == 13
@@ -104,27 +102,16 @@ def test_a_conversation_goes_on_from_its_end(eviction: str) -> None:
     assert [end.hits for end in cache.ends()][:2] == [1, 1]
 
 
-@pytest.mark.parametrize("eviction", JUDGED)
 @pytest.mark.parametrize(
     "specs", [(full_spec(4),), (full_spec(4), window_spec(4, 9)), (window_spec(4, 6), state_spec(4))]
 )
-def test_all_kinds_of_layers_under_pressure(eviction: str, specs: tuple[KVCacheSpec, ...]) -> None:
-    cache = Cache(eviction, slabs=14, specs=specs)
+def test_all_kinds_of_layers_under_pressure(specs: tuple[KVCacheSpec, ...]) -> None:
+    cache = Cache(slabs=14, specs=specs)
     assert talk(cache, 4, 3) > 0
 
 
-def test_ends_that_nobody_goes_on_from_are_given_up_first() -> None:
-    cache = Cache("coverage")
-    cache.run(chat(1))
-    cache.run(chat(1, 2))
-    passed = [end.tokens for end in cache.ends() if end.passed]
-    assert passed == [13]
-    cache.kept.make_way(3, 1)
-    assert 13 not in [end.tokens for end in cache.ends()]
-
-
 def test_what_no_end_needs_goes_first_and_is_kept_again_when_one_does() -> None:
-    cache = Cache("coverage")
+    cache = Cache()
     cache.run(chat(1))
     needs, space = cache.kept._needs, cache.kept._space
     ids = np.flatnonzero(cache.cache.block_pool.cached())
@@ -138,11 +125,10 @@ def test_what_no_end_needs_goes_first_and_is_kept_again_when_one_does() -> None:
     cache.cache.check()
 
 
-@pytest.mark.parametrize("eviction", JUDGED)
 @pytest.mark.parametrize("specs", [(full_spec(4),), (full_spec(4), window_spec(4, 9))])
-def test_ends_that_share_all_their_blocks_make_room(eviction: str, specs: tuple[KVCacheSpec, ...]) -> None:
+def test_ends_that_share_all_their_blocks_make_room(specs: tuple[KVCacheSpec, ...]) -> None:
     """The end of a short output lies in the block that the prompt's lies in: neither goes with the other there."""
-    cache = Cache(eviction, slabs=14, specs=specs)
+    cache = Cache(slabs=14, specs=specs)
     for person in range(20):
         cache.run(chat(person), outputs=1)
     assert {end.tokens for end in cache.ends()} == {10, 11}
@@ -153,7 +139,7 @@ def test_ends_that_share_all_their_blocks_make_room(eviction: str, specs: tuple[
 
 
 def test_ends_that_need_the_same_block_share_what_it_costs() -> None:
-    cache = Cache("hazard", specs=(full_spec(4),))
+    cache = Cache(specs=(full_spec(4),))
     cache.run(chat(1), outputs=1)
     size = cache.kept._needs.block_bytes[0]
     assert (cache.node(10).end.saved, cache.node(11).end.saved) == (10 / (size / 2), 1 / (size / 2))
@@ -163,7 +149,7 @@ def test_ends_that_need_the_same_block_share_what_it_costs() -> None:
 
 def test_a_block_is_shared_behind_two_ends_in_one_block() -> None:
     """Who goes on behind the first of them was there before the second; all is checked at every step."""
-    cache = Cache("hazard", slabs=14)
+    cache = Cache(slabs=14)
     start = [1, 2, 3, 4, 5, 6]
     cache.run(start, outputs=1)
     cache.run([*start, 1000, 7, 8, 8, 8], outputs=1)
@@ -173,11 +159,10 @@ def test_a_block_is_shared_behind_two_ends_in_one_block() -> None:
     assert cache.run([*start, 1000, 7, 9, 9, 9]) == 7
 
 
-@pytest.mark.parametrize("eviction", JUDGED)
 @pytest.mark.parametrize("specs", [(full_spec(4),), (full_spec(4), window_spec(4, 9))])
-def test_where_a_request_leaves_what_others_had_is_an_end(eviction: str, specs: tuple[KVCacheSpec, ...]) -> None:
+def test_where_a_request_leaves_what_others_had_is_an_end(specs: tuple[KVCacheSpec, ...]) -> None:
     """Though nothing is missing there: else nobody would know that a template is hit."""
-    cache = Cache(eviction, slabs=14, specs=specs)
+    cache = Cache(slabs=14, specs=specs)
     template = list(range(100, 113))
     cache.run([*template, 1, 1, 1])
     assert cache.run([*template, 2, 2, 2]) == 12
@@ -205,7 +190,7 @@ def run_again_without_branch(cache: Cache, prompt: list[int]) -> Node:
 
 def test_an_end_inside_a_block_is_before_those_alone_that_go_on_as_it_does() -> None:
     """Another one, behind the same whole block, was there before; all is checked at every step."""
-    cache = Cache("coverage", slabs=40)
+    cache = Cache(slabs=40)
     cache.run([*START, *ON, *ON, 1])
     cache.run([*START, 9, 9, 9], outputs=1)
     inside = run_again_without_branch(cache, [*START, 9, 9, 9])
@@ -218,7 +203,7 @@ def test_an_end_inside_a_block_is_before_those_alone_that_go_on_as_it_does() -> 
 
 def test_an_end_inside_a_block_is_before_all_that_go_on_with_a_block_that_begins_so() -> None:
     """Whether the first one does is not known until another comes that goes on with its second block."""
-    cache = Cache("coverage", slabs=40)
+    cache = Cache(slabs=40)
     cache.run([*START, *ON, *ON, 1])
     cache.run([*START, 5, 6, 1], outputs=1)
     inside = run_again_without_branch(cache, [*START, 5, 6, 1])
@@ -233,7 +218,7 @@ def test_an_end_inside_a_block_is_before_all_that_go_on_with_a_block_that_begins
 
 
 def test_who_has_the_same_block_is_known_to_go_on_as_an_end_inside_it_does() -> None:
-    cache = Cache("coverage", slabs=40)
+    cache = Cache(slabs=40)
     cache.run([*START, *ON, *ON, 1])
     cache.run([*START, 5, 6, 1], outputs=1)
     cache.kept._release(cache.node(6), cache.now)
@@ -245,7 +230,7 @@ def test_who_has_the_same_block_is_known_to_go_on_as_an_end_inside_it_does() -> 
 
 def test_ends_are_behind_the_end_of_whole_blocks_that_they_begin_with() -> None:
     """One inside the next block was there before it."""
-    cache = Cache("coverage", slabs=24)
+    cache = Cache(slabs=24)
     cache.run([*START, 9, 9], outputs=1)
     cache.run([*START, 5, 6, 7], outputs=1)
     assert {one.parent for one in kept_tokens(cache).values() if one.tokens in {5, 6}} == {cache.node(4)}
@@ -255,7 +240,7 @@ def test_ends_are_behind_the_end_of_whole_blocks_that_they_begin_with() -> None:
 
 
 def test_where_others_branched_off_is_known_when_all_is_gone() -> None:
-    cache = Cache("coverage", slabs=7)
+    cache = Cache(slabs=7)
     shared = list(range(100, 120))
     cache.run([*shared, 1, 1, 1])
     for person in range(200, 206):
@@ -279,7 +264,7 @@ def test_known_prefixes_are_forgotten_by_generations() -> None:
 
 
 def test_a_ghost_is_hit_and_comes_back_with_what_is_known_of_it() -> None:
-    cache = Cache("hazard")
+    cache = Cache()
     cache.run(chat(1))
     node = cache.node(10)
     cache.kept._release(node, cache.now)
@@ -289,7 +274,7 @@ def test_a_ghost_is_hit_and_comes_back_with_what_is_known_of_it() -> None:
 
 
 def test_ghosts_are_bounded() -> None:
-    cache = Cache("hazard", slabs=7)
+    cache = Cache(slabs=7)
     cache.kept._ghosts.most = 3
     for person in range(12):
         cache.run(chat(person))
@@ -299,14 +284,14 @@ def test_ghosts_are_bounded() -> None:
 
 def test_one_request_is_one_hit() -> None:
     """The deepest end is kept and known at once: it is hit once."""
-    cache = Cache("hazard")
+    cache = Cache()
     cache.run(chat(1))
     cache.run(chat(1))
     assert cache.node(10).end.hits == 1
 
 
 def test_what_became_of_ends_is_counted_by_kind() -> None:
-    cache = Cache("coverage")
+    cache = Cache(slabs=16)
     for prompt in (chat(1), chat(1, 2), chat(1)):  # new; on from the end of the output; the same prompt again
         cache.run(prompt)
     cache.kept._release(cache.node(10), cache.now)
@@ -327,7 +312,7 @@ def test_what_became_of_ends_is_counted_by_kind() -> None:
 
 def test_and_by_what_hazard_tells_apart() -> None:
     """A class says what an end was when it was hit or given up, not what became of it."""
-    cache = Cache("coverage", slabs=24)
+    cache = Cache(slabs=24)
     cache.run(chat(1))
     for _ in range(4):
         cache.run(chat(1))  # ten seconds apart
@@ -350,9 +335,8 @@ def test_and_by_what_hazard_tells_apart() -> None:
 # -- what was lost otherwise
 
 
-@pytest.mark.parametrize("eviction", JUDGED)
-def test_what_a_caller_evicts_is_no_end_any_longer(eviction: str) -> None:
-    cache = Cache(eviction)
+def test_what_a_caller_evicts_is_no_end_any_longer() -> None:
+    cache = Cache()
     cache.run(chat(1))
     cache.run(chat(1, 2))
     first = cache.cache.groups[0].index.get(Request("r", chat(1), hasher=cache.cache.hasher).hashes[0])
@@ -364,7 +348,7 @@ def test_what_a_caller_evicts_is_no_end_any_longer(eviction: str) -> None:
 
 
 def test_a_lost_state_is_one_end_less() -> None:
-    cache = Cache("coverage")
+    cache = Cache()
     cache.run(chat(1))
     cache.run(chat(1, 2))
     before = [end.tokens for end in cache.ends()]
@@ -374,7 +358,7 @@ def test_a_lost_state_is_one_end_less() -> None:
 
 
 def test_a_reset_forgets_all() -> None:
-    cache = Cache("hazard")
+    cache = Cache()
     cache.run(chat(1))
     assert cache.cache.reset_prefix_cache()
     cache.cache.check()
@@ -432,15 +416,9 @@ def keeps_what_nobody_needs(cache: Cache) -> None:
     space.keep(given)
 
 
-@pytest.mark.parametrize(
-    ("eviction", "fault"),
-    [
-        *product(JUDGED, [loses_a_need, loses_an_heir, keeps_what_nobody_needs]),
-        ("hazard", forgets_what_is_saved),  # the other does not rank by it
-    ],
-)
-def test_check_sees_what_is_wrong(eviction: str, fault: Callable[[Cache], None]) -> None:
-    cache = Cache(eviction, slabs=12)
+@pytest.mark.parametrize("fault", [loses_a_need, loses_an_heir, keeps_what_nobody_needs, forgets_what_is_saved])
+def test_check_sees_what_is_wrong(fault: Callable[[Cache], None]) -> None:
+    cache = Cache(slabs=12)
     cache.run(chat(1))
     cache.run(chat(1, 2))
     cache.run(chat(2))
@@ -452,13 +430,13 @@ def test_check_sees_what_is_wrong(eviction: str, fault: Callable[[Cache], None])
 
 @pytest.mark.parametrize("fault", [takes_who_goes_on_otherwise, passes_over_an_end])
 def test_check_sees_ends_behind_others_than_they_go_on_from(fault: Callable[[Cache], None]) -> None:
-    cache = Cache("coverage", slabs=24)
+    cache = Cache(slabs=24)
     cache.run([*START, *ON, 1, 2], outputs=1)
     cache.run([*START, *ON, 5, 3, 3, 3], outputs=1)
     assert {8, 10, 11} <= kept_tokens(cache).keys()
     fault(cache)
     cache.kept._needs.counts[:] = cache.kept._blocks.counted(cache.kept._tree.kept())
-    cache.kept._note_stale(cache.kept._tree.kept(), cache.now)
+    cache.kept._note_stale(cache.kept._tree.kept())
     with pytest.raises(CacheError, match="stands behind"):
         cache.cache.check()
 
@@ -473,13 +451,13 @@ def saves_as_before(self: JudgedEnds, node: Node, saved: float, now: float) -> b
 
 def test_what_is_saved_must_be_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JudgedEnds, "_worth", saves_as_before)
-    cache = Cache("hazard", slabs=12)
+    cache = Cache(slabs=12)
     with pytest.raises(CacheError, match="a byte, not"):
         talk(cache, 1, 3)
 
 
 def test_needs_must_follow_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockNeeds, "follow", lambda *_: None)
-    cache = Cache("coverage", slabs=8)
+    cache = Cache(slabs=8)
     with pytest.raises(CacheError):
         talk(cache, 5, 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from test_tenants import HYBRID, JUDGED, Cache, chat, unique
+from test_tenants import HYBRID, Cache, chat, unique
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.placement import EVERYBODY, EVICTIONS, EndsPlacement, Share, TenantShares, eviction_named
@@ -32,12 +32,11 @@ def flood(cache: Cache, requests: int, tenant: str | None = None) -> None:
 
 
 @pytest.mark.parametrize("specs", [HYBRID, (full_spec(4),), (full_spec(4), window_spec(4, 9))])
-@pytest.mark.parametrize("eviction", JUDGED)
-def test_what_waits_finds_what_it_begins_with(eviction: str, specs: tuple[KVCacheSpec, ...]) -> None:
+def test_what_waits_finds_what_it_begins_with(specs: tuple[KVCacheSpec, ...]) -> None:
     """Though its session was said to be over, so that nothing would go before it."""
     found = []
     for waits in (False, True):
-        cache = Cache(EVERYBODY, 13, eviction, specs)
+        cache = Cache(EVERYBODY, 13, specs)
         cache.run(chat(1, 1), hints=Hints(over=True))
         request = asked(cache, 1, 2)
         if waits:

@@ -152,13 +152,12 @@ def test_while_requests_wait_for_room(kind: str, seed: int, layout: str) -> None
     assert singles < report.steps / 3
 
 
-@pytest.mark.parametrize("eviction", ["coverage", "hazard"])
-def test_evictions_that_mind_the_time(eviction: str) -> None:
+def test_an_eviction_that_minds_the_time() -> None:
     source = Workload("api", seed=2, limit=30, hours=0.005, rate=40)
-    compared(source, tight("llama-3-8b", source, "natural", 4), eviction=eviction)
+    compared(source, tight("llama-3-8b", source, "natural", 4), eviction="hazard")
 
 
-def at_what_time(monkeypatch: pytest.MonkeyPatch, eviction: str) -> tuple[list[object], list[object]]:
+def at_what_time(monkeypatch: pytest.MonkeyPatch) -> tuple[list[object], list[object]]:
     """When ends were kept and given up in a replay step by step, and when in strides."""
     told: list[object] = []
     keep, given_up = JudgedEnds.keep, TenantRankings.given_up
@@ -174,16 +173,15 @@ def at_what_time(monkeypatch: pytest.MonkeyPatch, eviction: str) -> tuple[list[o
     monkeypatch.setattr(JudgedEnds, "keep", keeps)
     monkeypatch.setattr(TenantRankings, "given_up", gives_up)
     source = Workload("chat", seed=2, limit=8, hours=0.01, rate=20)
-    report, singles = compared(source, tight("llama-3-8b", source, "natural", 2), eviction=eviction)
+    report, singles = compared(source, tight("llama-3-8b", source, "natural", 2), eviction="hazard")
     assert singles < report.steps / 4
     assert {what[0] for what in told} == {"kept", "given up"}  # type: ignore[index]  # as above
     half = len(told) // 2
     return told[:half], told[half:]
 
 
-@pytest.mark.parametrize("eviction", ["coverage", "hazard"])
-def test_evictions_that_mind_the_time_are_told_the_time(eviction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    step_by_step, in_strides = at_what_time(monkeypatch, eviction)
+def test_an_eviction_that_minds_the_time_is_told_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    step_by_step, in_strides = at_what_time(monkeypatch)
     assert in_strides == step_by_step
 
 
@@ -191,7 +189,7 @@ def test_a_step_that_begins_untold_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     begin = _Stretch.begin
     monkeypatch.setattr(_Stretch, "end", lambda one, steps, copies: begin(one, steps))  # noqa: ARG005 - none is made
     monkeypatch.setattr(_Stretch, "begin", lambda *_: None)
-    step_by_step, in_strides = at_what_time(monkeypatch, "hazard")
+    step_by_step, in_strides = at_what_time(monkeypatch)
     assert in_strides != step_by_step
 
 

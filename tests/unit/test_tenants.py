@@ -12,7 +12,7 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.cache.blocks.needs import BlockNeeds, Weights
 from hybridkv.cache.placement import (
     EVERYBODY,
-    EVICTIONS,
+    HAZARD,
     EndsPlacement,
     NoStates,
     Share,
@@ -34,22 +34,19 @@ from hybridkv.testing.fake_worker import FakeWorker
 from hybridkv.testing.worker_layers import digest_model
 
 HYBRID = (full_spec(4), state_spec(4))
-JUDGED = [name for name in EVICTIONS if eviction_named(name).ranking is not None]
 
 
 class Cache:
     """Requests one after the other, each computed in two steps; seconds pass as asked."""
 
-    def __init__(
-        self, shares: TenantShares, slabs: int, eviction: str = "coverage", specs: tuple[KVCacheSpec, ...] = HYBRID
-    ) -> None:
+    def __init__(self, shares: TenantShares, slabs: int, specs: tuple[KVCacheSpec, ...] = HYBRID) -> None:
         self.now = 0.0
         per_slab = tuple(1 if "Mamba" in type(spec).__name__ else 4 for spec in specs)
         self.cache = KVCacheManager(
             natural_model_config(slabs, specs, per_slab),
             200,
             placement=EndsPlacement(),
-            eviction=eviction_named(eviction),
+            eviction=HAZARD,
             shares=shares,
             clock=lambda: self.now,
         )
@@ -177,12 +174,12 @@ A_THIRD = TenantShares((Share("a", 0.3),))
 
 def test_shares_need_an_eviction_that_knows_ends() -> None:
     config = natural_model_config(9, HYBRID, (4, 1))
-    with pytest.raises(ConfigError, match="coverage or hazard: eviction lru gives up"):
+    with pytest.raises(ConfigError, match="hazard: eviction lru gives up"):
         KVCacheManager(config, 100, eviction=eviction_named("lru"), shares=A_THIRD)
     with pytest.raises(ConfigError, match="the reference layout gives up"):
         KVCacheManager(attention_config(8), 100, shares=A_THIRD)
     with pytest.raises(ConfigError, match="placement none keeps none"):
-        KVCacheManager(config, 100, placement=NoStates(), eviction=eviction_named("hazard"), shares=A_THIRD)
+        KVCacheManager(config, 100, placement=NoStates(), eviction=HAZARD, shares=A_THIRD)
 
 
 def test_who_gives_way_by_hand() -> None:
@@ -219,15 +216,6 @@ def test_between_tenants_shares_decide_and_not_worth() -> None:
     assert rankings.lowest(1.0) is cheap
 
 
-def test_others_do_not_demote_what_a_tenant_goes_on_from() -> None:
-    cache = Cache(TenantShares((Share("a"), Share("b"))), 30)
-    for who, passed in (("b", False), ("a", True)):
-        cache.run(chat(1, 1), "a")
-        cache.run(chat(1, 2), who)
-        assert any(node.end.passed for node in cache.kept._tree.kept()) == passed
-        cache = Cache(TenantShares((Share("a"), Share("b"))), 30)
-
-
 # -- how long ends waited
 
 
@@ -245,7 +233,7 @@ def count_waiting(cache: Cache, tenant: str | None) -> None:
 
 def test_no_waiting_is_taken_back_when_a_ghost_is_kept_again() -> None:
     """Memory is ample, so nobody ranks the end before it is hit: meanwhile its waiting belongs to its new age."""
-    cache = Cache(EVERYBODY, 60, "hazard")
+    cache = Cache(EVERYBODY, 60)
     cache.run(chat(1, 1))
     cache.now += 20.0
     release(cache, 0)
@@ -256,7 +244,7 @@ def test_no_waiting_is_taken_back_when_a_ghost_is_kept_again() -> None:
 
 
 def test_no_waiting_is_taken_back_when_another_tenant_hits_a_ghost() -> None:
-    cache = Cache(TenantShares((Share("a"), Share("b"))), 60, "hazard")
+    cache = Cache(TenantShares((Share("a"), Share("b"))), 60)
     cache.run(chat(1, 1), "a")
     release(cache, 1)  # from now on its ranking knows the end
     count_waiting(cache, "a")
@@ -267,9 +255,8 @@ def test_no_waiting_is_taken_back_when_another_tenant_hits_a_ghost() -> None:
 # -- what is charged
 
 
-@pytest.mark.parametrize("eviction", JUDGED)
-def test_what_ends_need_is_charged_to_their_tenant(eviction: str) -> None:
-    cache = Cache(TenantShares((Share("a"), Share("b"))), 30, eviction)
+def test_what_ends_need_is_charged_to_their_tenant() -> None:
+    cache = Cache(TenantShares((Share("a"), Share("b"))), 30)
     block, state = cache.kept._needs.block_bytes
     cache.run(chat(1, 1), "a")
     assert cache.weight("a") == 3 * block + 2 * state  # the ends at 10 and 11 tokens
@@ -313,50 +300,45 @@ def test_what_was_found_is_told_by_tenant() -> None:
 
 
 @pytest.mark.parametrize("specs", [HYBRID, (full_spec(4),), (full_spec(4), window_spec(4, 9))])
-@pytest.mark.parametrize("eviction", JUDGED)
-def test_a_flood_lowers_nobody_below_its_guaranteed_share(eviction: str, specs: tuple[KVCacheSpec, ...]) -> None:
-    alone = chats(Cache(EVERYBODY, 11, eviction, specs), 0, people=3)
-    drowned = chats(Cache(EVERYBODY, 33, eviction, specs), 10, people=3)
-    kept = chats(Cache(A_THIRD, 33, eviction, specs), 10, people=3)
+def test_a_flood_lowers_nobody_below_its_guaranteed_share(specs: tuple[KVCacheSpec, ...]) -> None:
+    alone = chats(Cache(EVERYBODY, 11, specs), 0, people=3)
+    drowned = chats(Cache(EVERYBODY, 33, specs), 10, people=3)
+    kept = chats(Cache(A_THIRD, 33, specs), 10, people=3)
     assert drowned < alone <= kept
 
 
-@pytest.mark.parametrize("eviction", JUDGED)
-def test_a_flood_of_a_hundred_to_one(eviction: str) -> None:
-    alone = chats(Cache(EVERYBODY, 11, eviction), 0, people=2, turns=2)
-    kept = chats(Cache(A_THIRD, 33, eviction), 100, people=2, turns=2)
+def test_a_flood_of_a_hundred_to_one() -> None:
+    alone = chats(Cache(EVERYBODY, 11), 0, people=2, turns=2)
+    kept = chats(Cache(A_THIRD, 33), 100, people=2, turns=2)
     assert 0 < alone <= kept
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("eviction", JUDGED)
-def test_a_long_flood(eviction: str) -> None:
-    alone = chats(Cache(EVERYBODY, 21, eviction), 0, people=6, turns=4)
-    kept = chats(Cache(A_THIRD, 63, eviction), 100, people=6, turns=4)
+def test_a_long_flood() -> None:
+    alone = chats(Cache(EVERYBODY, 21), 0, people=6, turns=4)
+    kept = chats(Cache(A_THIRD, 63), 100, people=6, turns=4)
     assert 0 < alone <= kept
 
 
-@pytest.mark.parametrize("eviction", JUDGED)
-def test_a_flood_within_the_greatest_share_of_others(eviction: str) -> None:
+def test_a_flood_within_the_greatest_share_of_others() -> None:
     """Nothing is guaranteed, but who is above its greatest share gives way first."""
     shares = TenantShares((Share("b", 0.0, 0.4),))
-    assert chats(Cache(shares, 33, eviction), 10) > chats(Cache(EVERYBODY, 33, eviction), 10)
+    assert chats(Cache(shares, 33), 10) > chats(Cache(EVERYBODY, 33), 10)
 
 
 @pytest.mark.parametrize("share", [Share("a", 0.3), Share("a", 0.0, 0.1), Share("b", 0.2, 0.5)])
-@pytest.mark.parametrize("eviction", JUDGED)
-def test_without_rivals_all_memory_is_used(eviction: str, share: Share) -> None:
+def test_without_rivals_all_memory_is_used(share: Share) -> None:
     """As many as fit into the whole, whatever the share is: neither in the part above it nor beside it is one lost."""
     people, slabs = 9, 33
-    caches = [Cache(shares, slabs, eviction) for shares in (EVERYBODY, TenantShares((share,)))]
+    caches = [Cache(shares, slabs) for shares in (EVERYBODY, TenantShares((share,)))]
     found = [chats(cache, 0, people=people) for cache in caches]
-    assert found[0] == found[1] > chats(Cache(EVERYBODY, 11, eviction), 0, people=people)
+    assert found[0] == found[1] > chats(Cache(EVERYBODY, 11), 0, people=people)
     assert caches[0].cache.evictions == caches[1].cache.evictions > 0
 
 
 def test_what_others_have_too_much_is_taken_whatever_it_is_worth() -> None:
     """A wish for a state, of a tenant below its share, is granted though its ends were never hit."""
-    cache = Cache(TenantShares((Share("a", 0.5),)), 13, "hazard")
+    cache = Cache(TenantShares((Share("a", 0.5),)), 13)
     for _ in range(30):
         for person in range(4):
             cache.run(chat(person, 1))
@@ -413,9 +395,7 @@ def hits_beside(shares: TenantShares, flood: int) -> int:
     """Tokens hit by conversations of ``a``, three requests running at once, in a cache of 39 slabs, or alone in 13."""
     config = natural_model_config(39 if flood else 13, HYBRID, (4, 1))
     now = count()
-    cache = KVCacheManager(
-        config, 200, eviction=eviction_named("coverage"), shares=shares, clock=lambda: float(next(now))
-    )
+    cache = KVCacheManager(config, 200, eviction=HAZARD, shares=shares, clock=lambda: float(next(now)))
     limits = SchedulerLimits(max_running=3, max_batched_tokens=64)
     scheduler, worker = Scheduler(cache, limits), FakeWorker(config, digest_model(config, 1 << 20))
     prompts, names, mine = unique(), count(), list[Request]()

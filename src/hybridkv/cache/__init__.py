@@ -28,7 +28,6 @@ from hybridkv.cache.statistics import (
     EndStatistics,
     GroupStatistics,
     PrefixCacheStats,
-    PrefixStatistics,
     TenantStatistics,
 )
 from hybridkv.cache.values import BlockView, KVCacheBlocks
@@ -64,7 +63,6 @@ __all__ = [
     "MissReason",
     "Pin",
     "PrefixCacheStats",
-    "PrefixStatistics",
     "Reason",
     "Refusal",
     "RowSpans",

@@ -34,7 +34,7 @@ from hybridkv.cache.slots.step_fields import (
 )
 from hybridkv.cache.slots.strides import Advance
 from hybridkv.cache.slots.transfers import Transfers
-from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats, PrefixStatistics, cache_statistics
+from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats, cache_statistics
 from hybridkv.cache.values import KVCacheBlocks
 from hybridkv.errors import BlockError, CacheError, ConfigError
 from hybridkv.planner import KVCacheConfig, Plan
@@ -756,13 +756,6 @@ class KVCacheManager:
         """What the cache holds now. O(num_blocks)."""
         counts = cache_statistics(self.block_pool, self.groups, len(self._residents), self.pins.num_blocks)
         return self._parts.kept.add_statistics(counts)
-
-    def heaviest_prefixes(self, most: int) -> tuple[PrefixStatistics, ...]:
-        """Up to ``most`` kept ends with most bytes behind them, each behind its parent. O(ends log ends).
-
-        None where no eviction ranks ends.
-        """
-        return self._parts.kept.heaviest(integer("most", most, 1, MOST_COUNT))
 
     def idle_blocks(self) -> tuple[tuple[int, ...], ...]:
         """By group, how many cached blocks nobody came for how long, by bucket of EDGES_S and above. O(num_blocks).

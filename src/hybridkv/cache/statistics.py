@@ -75,24 +75,6 @@ class EndStatistics:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixStatistics:
-    """A kept end and all behind it. serial: its number; parent: that of the kept end before it, None for none.
-
-    tokens: of the prefix. size_bytes: of blocks that it and those behind it keep, beside those before it, windows left
-    out. hits: of it and those behind it, so far. branches: ends right behind it. idle_s: since it was kept or hit.
-    """
-
-    serial: int
-    parent: int | None
-    kind: str
-    tokens: int
-    size_bytes: int
-    hits: int
-    branches: int
-    idle_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class TenantStatistics:
     """What a tenant has of the cache (docs/design/0026). tenant: ``*`` for all that are not named.
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hybridkv.cache import MissReason, PrefixStatistics
+from hybridkv.cache import MissReason
 from hybridkv.cache.slots.block_map import BlockMap, block_map
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
@@ -36,8 +36,6 @@ MOST_REQUESTS: Final = 40
 """Requests that run, and as many that wait, that are told one by one."""
 MOST_ENDED: Final = 20
 """Of requests that ended a moment ago: those that took longest."""
-MOST_PREFIXES: Final = 24
-_PREFIXES_EVERY: Final = 4  # samples: they are counted from all ends that are kept
 _FRESH: Final = 0.8
 _ENDED_FOR_S: Final = 5.0  # a listener that skips a sample sees them in the next
 _REMEMBERED: Final = 2000
@@ -50,7 +48,6 @@ class Look:
     """At an engine, in its own thread: values alone, as requests go on while they are told.
 
     seats: how many may run. runs, queue: of the first of those that run and wait, what the page reads of each.
-    prefixes: None where they were not looked at.
     """
 
     snapshot: Snapshot
@@ -60,7 +57,6 @@ class Look:
     seats: int
     runs: tuple[tuple[str, int, int, int, int, int], ...]
     queue: tuple[tuple[str, int, str], ...]
-    prefixes: tuple[PrefixStatistics, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +132,7 @@ class Live:
         """The newest sample, made anew unless it is fresh: JSON in at most some ten thousand bytes."""
         async with self._lock:
             if not self._latest or time.monotonic() - self._made_at > _FRESH * EVERY_S:
-                wants_prefixes = self.samples % _PREFIXES_EVERY == 0
-                look = await self._engine.between_steps(lambda engine: _look(engine, prefixes=wants_prefixes))
+                look = await self._engine.between_steps(_look)
                 self._made_at = time.monotonic()
                 self.samples += 1
                 self._latest = json.dumps(self._told(look), separators=(",", ":"), allow_nan=False).encode()
@@ -172,12 +167,6 @@ class Live:
             "runs": look.runs,
             "queue": look.queue,
             "slowest": [one.told(self._made_at) for one in slowest],
-            "prefixes": None
-            if look.prefixes is None
-            else [
-                [one.serial, one.parent, one.kind, one.tokens, one.size_bytes, one.hits, one.branches, int(one.idle_s)]
-                for one in look.prefixes
-            ],
         }
 
     def _map(self, look: Look) -> dict[str, str]:
@@ -200,8 +189,8 @@ class Live:
         }
 
 
-def _look(engine: Engine, *, prefixes: bool) -> Look:
-    """In the engine's thread. O(num_blocks), and O(ends log ends) for ``prefixes``."""
+def _look(engine: Engine) -> Look:
+    """In the engine's thread. O(num_blocks)."""
     cache, scheduler = engine.cache, engine.scheduler
     return Look(
         Snapshot.of(engine),
@@ -211,7 +200,6 @@ def _look(engine: Engine, *, prefixes: bool) -> Look:
         engine.options.max_running,
         tuple(map(_run_told, scheduler.running_requests()[:MOST_REQUESTS])),
         tuple(map(_wait_told, scheduler.waits()[:MOST_REQUESTS])),
-        cache.heaviest_prefixes(MOST_PREFIXES) if prefixes else None,
     )
 
 

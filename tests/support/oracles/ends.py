@@ -64,7 +64,7 @@ class PlainEnds:
         sizes = kept._needs.block_bytes
         for node in nodes:
             self.compared += 1
-            if kept._blocks.overlaps or not kept._rankings.by_saving or node.crowded:
+            if kept._blocks.overlaps or node.crowded:
                 continue
             leaf = node not in before.values()
             blocks = [block for block in needs[node] if leaf or block in node.own]

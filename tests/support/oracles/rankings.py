@@ -1,8 +1,7 @@
 """Rankings of ends from their plain definition: everything is in lists, and worked out by looking at all of it.
 
-NaiveCoverage   passed ends, then the losing kind of tail, then what was used longest ago
-NaiveHazard     how soon ends of a class were hit, times what is saved (docs/design/0019)
-beside          an Eviction whose every answer is held against one of them
+NaiveHazard   how soon ends of a class were hit, times what is saved (docs/design/0019)
+beside        an Eviction whose every answer is held against it
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from hybridkv.cache.placement import Eviction
-from hybridkv.cache.placement.ends import NEVER, End, Kind, PassedThenLosing, Ranking
+from hybridkv.cache.placement import HAZARD, Eviction
+from hybridkv.cache.placement.ends import End, Ranking
 from hybridkv.cache.placement.hazard import HazardRanking
 from hybridkv.cache.placement.promises import class_kind, is_promised, promised_rate
 from hybridkv.testing.difference import DifferenceError
@@ -26,89 +25,6 @@ CLOSE = 1e-9
 """Values that differ by less, of their size, are alike: sums are made in another order."""
 
 Key = tuple[int, ...]
-
-
-# -- without learning
-
-
-class NaiveCoverage:
-    """ends: those that may be given up. seen: hits of prompts' and of outputs' ends, (kind, the request's number)."""
-
-    halved_every = 1000
-
-    def __init__(self) -> None:
-        self.ends: list[End] = []
-        self.gone_on: set[int] = set()
-        self.seen: list[tuple[Kind, int]] = []
-        self.requests = 0
-
-    def note_request(self, now: float) -> None:  # noqa: ARG002 - the answer of a ranking
-        """One more."""
-        self.requests += 1
-
-    def add(self, end: End, now: float) -> None:  # noqa: ARG002 - as above
-        """One more."""
-        self.ends.append(end)
-
-    def remove(self, end: End) -> None:
-        """One less."""
-        self.ends.remove(end)
-
-    def kept(self, end: End, now: float) -> None:
-        """Nothing."""
-
-    def hit(self, end: End, now: float) -> None:  # noqa: ARG002 - as above
-        """Its session has not gone on from a later one after all."""
-        self.gone_on.discard(end.serial)
-        self.seen.append((end.kind, self.requests))
-
-    def passed(self, end: End) -> None:
-        """A tail, which serves one session."""
-        if end.kind in {Kind.PROMPT, Kind.OUTPUT}:
-            self.gone_on.add(end.serial)
-
-    def promised(self, end: End, promise: int, now: float) -> None:  # noqa: ARG002 - as above
-        """Nobody will come, or somebody may."""
-        (self.gone_on.add if promise == NEVER else self.gone_on.discard)(end.serial)
-
-    def given_up(self, end: End, parent: End | None, now: float, *, declined: bool) -> None:
-        """Nothing."""
-
-    def agree(self, parent: End, real: Ranking) -> None:
-        """Nobody inherits."""
-
-    def forget(self, end: End, now: float) -> None:  # noqa: ARG002 - as above
-        """Its number may be another end's, after all is forgotten."""
-        self.gone_on.discard(end.serial)
-
-    def hits(self, kind: Kind) -> float:
-        """Each counts half after so many requests."""
-        return sum(math.pow(0.5, (self.requests - at) / self.halved_every) for one, at in self.seen if one is kind)
-
-    def allowed(self, now: float) -> list[End | None]:  # noqa: ARG002 - as above
-        """The first one."""
-        prompt, output = self.hits(Kind.PROMPT), self.hits(Kind.OUTPUT)
-        losing = Kind.PROMPT if prompt < output / 4 else Kind.OUTPUT if output < prompt / 4 else None
-
-        def place(end: End) -> tuple[bool, bool, float, int]:
-            gone_on = end.serial in self.gone_on
-            return not gone_on, gone_on or end.kind is not losing, end.used, end.serial
-
-        return [min(self.ends, key=place, default=None)]
-
-    def prefers(self, end: End, other: End, now: float) -> bool:  # noqa: ARG002 - as above
-        """What is new."""
-        return True
-
-    def differs(self, other: Ranking) -> str | None:
-        """It learns which kind loses."""
-        if not isinstance(other, PassedThenLosing):
-            return "it is no such ranking"
-        pairs = [(self.hits(kind), other._hits[kind]) for kind in (Kind.PROMPT, Kind.OUTPUT)]
-        return None if all(math.isclose(*pair, rel_tol=CLOSE) for pair in pairs) else f"hits are {pairs}"
-
-
-# -- with learning
 
 
 @dataclass(slots=True)
@@ -266,9 +182,6 @@ class NaiveHazard:
         record.used, record.counted, record.heir = now, 0.0, None
         self.classify(end, record)
 
-    def passed(self, end: End) -> None:
-        """That is learned."""
-
     def promised(self, end: End, promise: int, now: float) -> None:
         """Another class from now on."""
         record = self.know(end)
@@ -359,10 +272,9 @@ def _alike(mine: float, theirs: float) -> bool:
 class Beside:
     """``real`` ranks; ``naive`` hears the same, and every answer is compared. DifferenceError where they differ."""
 
-    def __init__(self, real: Ranking, naive: Naive) -> None:
+    def __init__(self, real: Ranking, naive: NaiveHazard) -> None:
         self.real = real
         self.naive = naive
-        self.by_saving = real.by_saving
         self._heard = 0
 
     def _compare(self) -> None:
@@ -395,11 +307,6 @@ class Beside:
         """See Ranking."""
         self.naive.hit(end, now)
         self.real.hit(end, now)
-
-    def passed(self, end: End) -> None:
-        """See Ranking."""
-        self.naive.passed(end)
-        self.real.passed(end)
 
     def promised(self, end: End, promise: int, now: float) -> None:
         """See Ranking."""
@@ -442,16 +349,6 @@ def _name(end: End | None) -> str:
     return "nobody" if end is None else f"end {end.serial} of {end.tokens} tokens"
 
 
-Naive = NaiveCoverage | NaiveHazard
-
-
-def beside(eviction: Eviction, naive: Callable[[], Naive]) -> Eviction:
-    """``eviction``, each of its rankings beside a naive one."""
-    made = eviction.ranking
-    if made is None:
-        raise DifferenceError(f"{eviction.name} ranks no ends")
-    return Eviction(eviction.name, lambda: Beside(made(), naive()), eviction.corner)
-
-
-NAIVE: dict[str, Callable[[], Naive]] = {"coverage": NaiveCoverage, "hazard": NaiveHazard}
-"""By the names of evictions."""
+def beside(naive: Callable[[], NaiveHazard] = NaiveHazard) -> Eviction:
+    """The eviction by value, each of its rankings beside a naive one."""
+    return Eviction(HAZARD.name, lambda: Beside(HazardRanking(), naive()), HAZARD.corner)

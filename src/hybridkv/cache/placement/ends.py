@@ -1,4 +1,4 @@
-"""Ends as a ranking knows them, and the first ranking, which learns no more than which kind of end is hit.
+"""Ends as a ranking knows them, and what a ranking answers.
 
 PROMPT    before the last token of a prompt          BRANCH    where requests went different ways, or a mark
 OUTPUT    where a request ended                      GRID      any other place that a placement asks for
@@ -43,9 +43,8 @@ class End:
     tokens: of the prefix. serial: in the order in which ends were first made. used: when it was kept or last hit.
     hits: so far. log_gap: of the natural logarithm of the seconds between hits, the mean of which the last counts half;
     0.0 before the first. session_gap: seconds that its session had paused when it was made, None where it was new.
-    saved: tokens that it saves a byte, those behind the nearest kept end before it. passed: its session went on from
-    a later end. tenant: by number, whose memory it takes. promise: see the module.
-    awaited: a request that waits goes on from it.
+    saved: tokens that it saves a byte, those behind the nearest kept end before it. tenant: by number, whose memory it
+    takes. promise: see the module. awaited: a request that waits goes on from it.
     """
 
     __slots__ = (
@@ -53,7 +52,6 @@ class End:
         "hits",
         "kind",
         "log_gap",
-        "passed",
         "promise",
         "saved",
         "serial",
@@ -74,7 +72,6 @@ class End:
         self.hits = 0
         self.log_gap = 0.0
         self.saved = 0.0
-        self.passed = False
         self.promise = NOTHING
         self.awaited = False
         self.tenant = tenant
@@ -144,13 +141,7 @@ class Ranking(Protocol):
     """Which kept end goes next. ``now``: seconds, never less than before.
 
     An end changes between ``remove`` and ``add`` only. Only ``kept`` and ``hit`` change when it was used.
-    by_saving: whether what an end saves a byte tells where it stands.
     """
-
-    @property
-    def by_saving(self) -> bool:
-        """See the class."""
-        ...
 
     def note_request(self, now: float) -> None:
         """One more request begins."""
@@ -170,10 +161,6 @@ class Ranking(Protocol):
 
     def hit(self, end: End, now: float) -> None:
         """``end``, not added now, was hit, or would have been; its ``used`` is that before."""
-        ...
-
-    def passed(self, end: End) -> None:
-        """The session of ``end``, not added now, has gone on from a later end."""
         ...
 
     def promised(self, end: End, promise: int, now: float) -> None:
@@ -199,93 +186,3 @@ class Ranking(Protocol):
     def check(self) -> list[str]:
         """A line for each thing kept that is not what it would be when made anew. O(ends)."""
         ...
-
-
-HALVED_EVERY: Final = 1000
-"""Requests after which a hit counts half."""
-
-LOSING: Final = 0.25
-"""A kind of end whose hits are below this share of the other's goes first."""
-
-
-class PassedThenLosing:
-    """Passed ends first, then the losing one of prompts' and outputs' ends, then what was used longest ago."""
-
-    by_saving = False
-
-    def __init__(self) -> None:
-        self._passed = Ring()
-        self._rings = {kind: Ring() for kind in Kind}
-        self._hits = {Kind.PROMPT: 0.0, Kind.OUTPUT: 0.0}
-
-    def _ring(self, end: End) -> Ring:
-        return self._passed if end.passed else self._rings[end.kind]
-
-    def note_request(self, now: float) -> None:  # noqa: ARG002 - the answer of a ranking
-        """What was hit counts a little less."""
-        for kind in self._hits:
-            self._hits[kind] *= 0.5 ** (1 / HALVED_EVERY)
-
-    def add(self, end: End, now: float) -> None:  # noqa: ARG002 - as above
-        """Into the ring of its kind."""
-        self._ring(end).add(end)
-
-    def remove(self, end: End) -> None:
-        """Out of it."""
-        self._ring(end).remove(end)
-
-    def kept(self, end: End, now: float) -> None:
-        """It is used now."""
-        end.used = now
-
-    def hit(self, end: End, now: float) -> None:
-        """Its kind wins; it is as good as new."""
-        end.note_hit(now)
-        end.passed = False
-        if end.kind in self._hits:
-            self._hits[end.kind] += 1.0
-
-    def passed(self, end: End) -> None:
-        """It goes next, unless many go on from there."""
-        end.passed = end.kind in self._hits
-
-    def promised(self, end: End, promise: int, now: float) -> None:  # noqa: ARG002 - as above
-        """What nobody goes on from goes next, as what was passed."""
-        end.promise = promise
-        end.passed = promise == NEVER
-
-    def given_up(self, end: End, parent: End | None, now: float, *, declined: bool) -> None:
-        """Nobody inherits."""
-
-    def forget(self, end: End, now: float) -> None:
-        """Nothing was kept of it."""
-
-    def losing(self) -> Kind | None:
-        """The kind whose ends are hit least, None where both are hit."""
-        prompt, output = self._hits[Kind.PROMPT], self._hits[Kind.OUTPUT]
-        if prompt < LOSING * output:
-            return Kind.PROMPT
-        return Kind.OUTPUT if output < LOSING * prompt else None
-
-    def lowest(self, now: float) -> End | None:  # noqa: ARG002 - as above
-        """O(kinds)."""
-        if len(self._passed):
-            return self._passed.first()
-        losing = self.losing()
-        if losing is not None and len(self._rings[losing]):
-            return self._rings[losing].first()
-        firsts = [ring.first() for ring in self._rings.values() if len(ring)]
-        return min(firsts, key=lambda end: (end.used, end.serial), default=None)
-
-    def prefers(self, end: End, other: End, now: float) -> bool:  # noqa: ARG002 - as above
-        """What is new is worth more than what is old."""
-        return True
-
-    def check(self) -> list[str]:
-        """Rings are of the kinds that they are named for."""
-        wrong = [
-            f"an end of {ring.first().tokens} tokens stands in the ring of {kind.name}"
-            for kind, ring in self._rings.items()
-            if len(ring) and ring.first().kind is not kind
-        ]
-        return wrong if not len(self._passed) or self._passed.first().passed else [*wrong, "an end was not passed"]

@@ -1,8 +1,7 @@
 """What is given up next: frozen values beside the placement, and the names they go by (docs/design/0019).
 
-    lru        what nobody used for longest
-    coverage   what no kept end needs; then passed ends, then the kind of end that is hit least
-    hazard     what no kept end needs; then the end of least value, by how soon its like were hit
+    lru      what nobody used for longest
+    hazard   what no kept end needs; then the end of least value, by how soon its like were hit
 
 An *end* is a token count at which a prefix is kept to be resumed. A value knows nothing of blocks: it says how ends are
 ranked, and who keeps them (hybridkv.cache.slots) gives up blocks by it. The free order and the slabs carry it out.
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from hybridkv.cache.placement.ends import PassedThenLosing, Ranking
+from hybridkv.cache.placement.ends import Ranking
 from hybridkv.cache.placement.hazard import HazardRanking
 from hybridkv.cache.placement.stops import CornerPlacement, Placement
 from hybridkv.errors import ConfigError
@@ -42,7 +41,7 @@ LRU: Final = Eviction("lru")
 
 HAZARD: Final = Eviction("hazard", HazardRanking, 1024)
 
-_NAMED: Final = {one.name: one for one in (LRU, Eviction("coverage", PassedThenLosing), HAZARD)}
+_NAMED: Final = {one.name: one for one in (LRU, HAZARD)}
 
 EVICTIONS: Final = tuple(_NAMED)
 """Names."""

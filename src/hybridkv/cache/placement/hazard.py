@@ -16,13 +16,16 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from hybridkv.cache.placement.ends import HALVED_EVERY, End, Ring
+from hybridkv.cache.placement.ends import End, Ring
 from hybridkv.cache.placement.hazard_table import BUCKETS, NEXT, HazardTable, bucket_of
 from hybridkv.cache.placement.promises import class_kind
 from hybridkv.columns import grown
 
 _LEARN_EVERY: Final = 100
 """Requests."""
+
+_HALVED_EVERY: Final = 1000
+"""Requests after which a hit counts half."""
 
 _MOST_LOOKED_AT: Final = 8192
 """Ends whose waiting is counted at once; more take turns."""
@@ -70,8 +73,6 @@ class _ValuedRing(Ring):
 class HazardRanking:
     """For reading: table, and heirs by ``heir_of``."""
 
-    by_saving = True
-
     def __init__(self) -> None:
         self.table = HazardTable()
         self._memos: dict[int, _Memo] = {}
@@ -93,7 +94,7 @@ class HazardRanking:
         if self._requests % _LEARN_EVERY == 0:
             self._count_waiting(now)
             self.table.learn()
-            self.table.decay(0.5 ** (_LEARN_EVERY / HALVED_EVERY))
+            self.table.decay(0.5 ** (_LEARN_EVERY / _HALVED_EVERY))
 
     def _count_waiting(self, now: float) -> None:
         """Of all ends, or of the next of many, in turns."""
@@ -223,9 +224,6 @@ class HazardRanking:
     def heir_of(self, end: End) -> Heir | None:
         """Whom ``end`` serves besides."""
         return self._memo(end).heir
-
-    def passed(self, end: End) -> None:
-        """Nothing: what was passed by is hit less, and that is learned."""
 
     def promised(self, end: End, promise: int, now: float) -> None:
         """A class of its own, from its age on."""

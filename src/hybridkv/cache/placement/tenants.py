@@ -36,7 +36,7 @@ class TenantRankings:
     """Rank the ends of each tenant, and say whose end goes next. What a tenant needs is made for its first request.
 
     ranking: makes one. memory_bytes: of which ``shares`` are. weights: bytes kept of each tenant, followed from now on.
-    For reading: shares, and by_saving (see Ranking).
+    For reading: shares.
     """
 
     def __init__(
@@ -47,7 +47,6 @@ class TenantRankings:
         self._memory_bytes = memory_bytes
         self._weights = weights
         self._tenants = {0: _Tenant(ranking())}
-        self.by_saving = self._tenants[0].ranking.by_saving
         self._numbers = shares.numbers()
         self._order: list[Standing] = []
         self._moved = set[int]()

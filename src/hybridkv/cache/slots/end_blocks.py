@@ -143,15 +143,6 @@ class EndBlocks:
             return sum([size / (counts[block] or 1) for block in ids])
         return sum([sizes[bisect_right(bases, block) - 1] / (counts[block] or 1) for block in ids])
 
-    def size_behind_parent(self, node: Node) -> int:
-        """Bytes of its own blocks and its segment, whoever else needs them; windows left out. O(its own blocks)."""
-        own = sum(self._needs.block_bytes[self._pool.class_of(block)] for block in node.own)
-        segment = sum(
-            len(node.segment) // group.key_stride * self._needs.block_bytes[self._pool.classes[group.number]]
-            for group in self._full
-        )
-        return own + segment
-
     # -- counted
 
     def count(self, node: Node) -> list[int] | None:

@@ -23,14 +23,10 @@ Int64 = NDArray[np.int64]
 
 
 class EndShares:
-    """groups: all that publish. needs: counts of blocks of ``pool``. For reading: blocks, and owners by block.
+    """groups: all that publish. needs: counts of blocks of ``pool``. For reading: blocks, and owners by block."""
 
-    by_cost: whether it matters whose cost changes; else only who pays for other blocks is told.
-    """
-
-    def __init__(self, groups: Sequence[CacheGroup], pool: BlockPool, needs: BlockNeeds, *, by_cost: bool) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], pool: BlockPool, needs: BlockNeeds) -> None:
         self._pool = pool
-        self._by_cost = by_cost
         self.blocks = EndBlocks(groups, pool, needs)
         self.owners: dict[int, list[Node]] = {}
 
@@ -68,8 +64,6 @@ class EndShares:
         for child in behind:
             child.link(node)
         node.kept = True
-        if not self._by_cost:
-            return [node]
         changed += behind + self.beside(node, segment)
         return [node, parent, *changed] if paid or self.blocks.overlaps else [node, *changed]
 
@@ -83,7 +77,7 @@ class EndShares:
     def _put_behind(self, node: Node, parent: Node) -> list[Node]:
         """``node`` is known to begin as ``parent``, which stands behind the same end; whose costs are others now."""
         changed, at = [node], parent
-        while self._by_cost and at is not node.parent and at.parent is not None:
+        while at is not node.parent and at.parent is not None:
             changed += [at, *self.beside(at, self.blocks.segment(at))]
             at = at.parent
         before = node.unlink()
@@ -99,10 +93,10 @@ class EndShares:
         What nobody needs or holds any longer is given up.
         """
         segment = self.blocks.segment(node)
-        beside = self.beside(node, segment) if self._by_cost else []
+        changed = self.beside(node, segment)
         self.blocks.discount(node, segment)
         parent, heirs = self.cut(node)
-        changed = heirs + beside if self._by_cost else []
+        changed = heirs + changed
         if not parent.children or self.blocks.overlaps:
             changed.append(parent)
         return parent, changed

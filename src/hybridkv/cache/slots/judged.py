@@ -25,13 +25,12 @@ from hybridkv.cache.placement.tenants import TenantRankings
 from hybridkv.cache.rows.group import CacheGroup
 from hybridkv.cache.slots.end_counts import EndCounts
 from hybridkv.cache.slots.end_shares import EndShares
-from hybridkv.cache.slots.end_sizes import heaviest
 from hybridkv.cache.slots.end_tree import EndTree, Node
 from hybridkv.cache.slots.judged_audit import check_ends
 from hybridkv.cache.slots.known import KnownTokens
 from hybridkv.cache.slots.known_ends import Ghosts
 from hybridkv.cache.slots.known_queue import KnownQueue
-from hybridkv.cache.statistics import CacheStatistics, PrefixStatistics
+from hybridkv.cache.statistics import CacheStatistics
 from hybridkv.request import NO_HINTS, Request
 
 Int64 = NDArray[np.int64]
@@ -69,7 +68,7 @@ class JudgedEnds:
         self._pool = pool
         self._needs = needs
         self._space = needs.space
-        self._shares = EndShares(groups, pool, needs, by_cost=rankings.by_saving)
+        self._shares = EndShares(groups, pool, needs)
         self._blocks = self._shares.blocks
         self._rankings = rankings
         self._counts = EndCounts(rankings.shares)
@@ -222,10 +221,6 @@ class JudgedEnds:
         session.consumed = None
         if passed.end.tenant != self._rankings.tenant_of(request):
             return  # whose it is may still go on from there
-        with_rank = self._unrank(passed)
-        self._rankings.of(passed.end).passed(passed.end)
-        if with_rank:
-            self._rank(passed, now)
         if is_of_session(passed.end.promise):
             self._promise(passed, NEVER, now)
 
@@ -269,7 +264,7 @@ class JudgedEnds:
             self._rankings.of(node.end).kept(node.end, now)
         if len(self._queue):
             self._await(self._queue.note_kept(node, self._tree))
-        self._note_stale(changed, now)
+        self._note_stale(changed)
         return True
 
     def _release(self, node: Node, now: float) -> None:
@@ -278,7 +273,7 @@ class JudgedEnds:
         parent, changed = self._shares.take_out(node)
         self._await(self._queue.note_gone(node, self._tree))
         self._bury(node, parent, now, declined=False)
-        self._note_stale(changed, now)
+        self._note_stale(changed)
 
     def _unlist(self, node: Node) -> None:
         """``node`` cannot be given up, nor will what it saves be looked at."""
@@ -355,22 +350,18 @@ class JudgedEnds:
                 self._unpark(now)
                 continue
             node = self._tree.nodes[end.serial]
-            saved = self._blocks.saved(node)
-            if self._rankings.by_saving and self._worth(node, saved, now):
+            if self._worth(node, self._blocks.saved(node), now):
                 continue  # an end that is not beside it came or went
-            node.end.saved = saved
             if not self._blocks.are_held(node):
                 return node
             self._unrank(node)
-            if saved:
-                self._parked[end.serial] = node
+            self._parked[end.serial] = node
 
     # -- ranked
 
     def _rank(self, node: Node, now: float) -> None:
         """``node`` may be given up, if that frees anything as far as that is known."""
-        frees = node.end.saved > 0.0 or not self._rankings.by_saving
-        if frees and node.kept and not node.ranked and node.end.serial not in self._parked:
+        if node.end.saved > 0.0 and node.kept and not node.ranked and node.end.serial not in self._parked:
             node.ranked = True
             self._rankings.add(node.end, now)
 
@@ -387,14 +378,9 @@ class JudgedEnds:
         for node in parked.values():
             self._rank(node, now)
 
-    def _note_stale(self, nodes: Iterable[Node], now: float) -> None:
+    def _note_stale(self, nodes: Iterable[Node]) -> None:
         """What ``nodes`` save a byte may have changed: it is worked out before anybody is ranked by it, if at all."""
-        changed = [node for node in nodes if node is not self._tree.root]
-        if self._rankings.by_saving:
-            self._stale.update((node.end.serial, node) for node in changed)
-            return
-        for node in changed:
-            self._rank(node, now)
+        self._stale.update((node.end.serial, node) for node in nodes if node is not self._tree.root)
 
     def _renew(self, now: float) -> None:
         """What ends save a byte, since ends around them changed."""
@@ -452,7 +438,7 @@ class JudgedEnds:
             self._bury(node, None, now, declined=False)
         left = self._tree.kept()
         self._blocks.recount(left)
-        self._note_stale(left, now)
+        self._note_stale(left)
 
     # -- what came of it
 
@@ -465,11 +451,6 @@ class JudgedEnds:
             missed_tokens=self._counts.missed_tokens,
             missed_a_gib_more=self._counts.missed_a_gib_more,
         )
-
-    def heaviest(self, most: int) -> tuple[PrefixStatistics, ...]:
-        """O(ends log ends)."""
-        self._settle()
-        return heaviest(self._tree.root, self._tree.kept(), self._blocks.size_behind_parent, most, self._clock())
 
     # -- what must hold
 

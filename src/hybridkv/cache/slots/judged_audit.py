@@ -73,11 +73,9 @@ def _behind(node: Node, at: Mapping[bytes, Sequence[Node]]) -> Iterator[str]:
 
 
 def _worth(kept: JudgedEnds, node: Node) -> Iterator[str]:
-    by_saving = kept._rankings.by_saving
     saved = kept._blocks.saved(node)
-    if by_saving and node.end.saved != saved and not node.crowded and not kept._blocks.overlaps:
+    if node.end.saved != saved and not node.crowded and not kept._blocks.overlaps:
         yield f"the end of {node.tokens} tokens saves {saved} a byte, not {node.end.saved}"
-    pays = (node.end.saved if by_saving else saved) > 0.0
-    may_go = pays and node.end.serial not in kept._parked
-    if node.ranked != may_go and (pays or by_saving):
+    may_go = node.end.saved > 0.0 and node.end.serial not in kept._parked
+    if node.ranked != may_go:
         yield f"the end of {node.tokens} tokens is ranked: {node.ranked}, against what it saves or who holds it"

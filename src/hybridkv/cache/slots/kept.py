@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hybridkv.cache.blocks.pool import BlockPool
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.rows.group import CacheGroup
-from hybridkv.cache.statistics import CacheStatistics, PrefixStatistics
+from hybridkv.cache.statistics import CacheStatistics
 from hybridkv.request import Request
 
 Int64 = NDArray[np.int64]
@@ -69,10 +69,6 @@ class KeptEnds(Protocol):
 
     def add_statistics(self, counts: CacheStatistics) -> CacheStatistics:
         """``counts`` and those of ends."""
-        ...
-
-    def heaviest(self, most: int) -> tuple[PrefixStatistics, ...]:
-        """The ends that keep most memory, parents first; none where no end is judged."""
         ...
 
     def check(self) -> Iterator[str]:
@@ -135,10 +131,6 @@ class LastUsed:
     def add_statistics(self, counts: CacheStatistics) -> CacheStatistics:
         """No ends are known."""
         return counts
-
-    def heaviest(self, most: int) -> tuple[PrefixStatistics, ...]:  # noqa: ARG002 - as KeptEnds
-        """None."""
-        return ()
 
     def check(self) -> Iterator[str]:
         """Nothing is kept but flags of blocks."""

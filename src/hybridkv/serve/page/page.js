@@ -263,36 +263,6 @@ function showGroups() {
   });
 }
 
-const nodes = new Map(); // items of prefixes, by their ends
-
-function showPrefixes(prefixes) {
-  const focused = document.activeElement;
-  const there = new Set(prefixes.map(([serial]) => serial));
-  for (const [serial, node] of nodes) if (!there.has(serial)) { node.item.remove(); nodes.delete(serial); }
-  const places = new Map();
-  const most = Math.max(1, ...prefixes.map((one) => one[4]));
-  for (const [serial, parent, kind, tokens, size, hits, branches, idle] of prefixes) {
-    if (!nodes.has(serial)) {
-      const item = document.createElement("li");
-      const details = element("details", item);
-      details.open = true;
-      const summary = element("summary", details);
-      const bar = element("span", element("span", summary, "size"));
-      nodes.set(serial, { item, details, bar, text: element("span", summary), list: element("ul", details) });
-    }
-    const node = nodes.get(serial);
-    node.bar.style.width = `${(100 * size) / most}%`;
-    node.text.textContent = `${count.format(tokens)} tokens (${kind}): ${bytes(size)}, ${count.format(hits)} hits` +
-      `${branches > 1 ? `, ${branches} branches` : ""}, idle ${count.format(idle)} s`;
-    const host = parent === null || !nodes.has(parent) ? at("prefixes") : nodes.get(parent).list;
-    const place = places.get(host) ?? 0;
-    places.set(host, place + 1);
-    if (host.children[place] !== node.item) host.insertBefore(node.item, host.children[place] ?? null);
-  }
-  if (focused !== document.activeElement && focused.isConnected) focused.focus();
-  at("no-prefixes").hidden = prefixes.length > 0;
-}
-
 function showSlowest() {
   const list = at("slowest");
   const found = [...slow.values()];
@@ -346,7 +316,6 @@ function show(sample) {
   const more = (id, told, all) => { at(id).textContent = all > told.length ? `the first ${told.length} of ${count.format(all)}` : ""; };
   more("runs-more", sample.runs, sample.running);
   more("queue-more", sample.queue, sample.waiting);
-  if (sample.prefixes) showPrefixes(sample.prefixes);
   showSlowest();
 }
 
