@@ -168,7 +168,7 @@ def test_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     Watch(monkeypatch, SHARES[0])
     random = Random(43)
     rig = twins(random, MODELS["full, window and states"], SHARES[0])
-    with pytest.raises(DifferenceError, match="who gives way|whose end goes"):
+    with pytest.raises(DifferenceError, match=r"who gives way|whose end goes"):
         random_run(rig, random)
 
 
