@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from slab_model import CACHED, HELD, HOLE, OracleSlabs
 
 from hybridkv.cache.blocks.free_order import FreeOrder
 from hybridkv.cache.blocks.slab_candidates import BUCKETS, SlabCandidates
 from hybridkv.cache.blocks.slab_holes import SlabHoles
 from hybridkv.cache.blocks.slab_space import SlabSpace
-from hybridkv.errors import CacheError
+from hybridkv.errors import BlockError, CacheError, ConfigError
 from hybridkv.planner.slabs import ALIGNMENT_BYTES, SlabClass, SlabLayout
+from oracles.slabs import CACHED, HELD, HOLE, OracleSlabs
 
 ACTIONS = ("take",) * 4 + ("append",) * 3 + ("prepend",) * 3 + ("room", "room", "remove", "age_first", "lock", "unlock")
 Event = tuple[str, int]
@@ -209,6 +209,19 @@ def test_is_the_model(ks: list[int], num_slabs: int, history: list[Event]) -> No
         twins.act(event)
 
 
+@pytest.mark.parametrize("ks", [(1,), (1, 2)])
+def test_many_slabs_are_the_model(ks: tuple[int, ...]) -> None:
+    """Many slabs at once are counted by arrays, and those of one block without any."""
+    met: Counter[str] = Counter()
+    for seed in range(3):
+        twins = Twins(90, ks)
+        twins.take(60, 0)
+        for event in random_history(40, seed):
+            twins.act(event)
+        met += twins.met
+    assert min(met[what] for what in ("append", "prepend", "remove", "evicted")) > 0
+
+
 @given(classes, st.integers(2, 8), histories, st.integers(0, 2**16), st.booleans())
 def test_what_fits_can_be_taken_and_nothing_else(
     ks: list[int], num_slabs: int, history: list[Event], seed: int, locks: bool
@@ -264,6 +277,54 @@ def test_random_histories_meet_everything() -> None:
         met += random_twins(seed).met
     expected = {"append", "prepend", "remove", "age_first", "lock", "unlock", "evicted", "moved", "none"}
     assert {what for what, count in met.items() if count > 10} >= expected
+
+
+# -- what is refused
+
+
+def test_the_null_slab_alone_gives_nothing() -> None:
+    twins = Twins(1, (3, 1))
+    assert (twins.take(1, 0), twins.take(2, 1)) == ([], [])
+    assert (twins.space.usage((0, 0)), twins.space.fits((0, 0)), twins.space.fits((1, 0))) == (0.0, True, False)
+    with pytest.raises(CacheError, match="no class has a slab for class 0: ask fits"):
+        twins.space.make_room(0, twins.ref)
+
+
+def test_more_blocks_than_ids_are_refused() -> None:
+    with pytest.raises(ConfigError, match="plan larger slabs"):
+        space_of(2**29, (5,))
+
+
+@pytest.mark.parametrize(
+    ("call", "blocks", "message"),
+    [
+        ("remove", (2,), "block 2 is not cached"),
+        ("remove", (4, 6), "block 6 is not cached"),
+        ("age_first", (5,), "block 5 is not cached"),
+        ("append", (4,), "block 4 is cached"),
+        ("append", (7,), "block 7 is free"),
+        ("prepend", (2, 5), "block 5 is free"),
+        ("prepend", (8,), "block 8 is free"),
+        ("prepend", (0,), "block 0 is free"),
+        ("lock", (4,), "block 4 is cached"),
+        ("unlock", (2,), "block 2 is not locked"),
+        ("append", (12,), "block 12 is none of the 12"),
+        ("remove", (-1,), "block -1 is none of the 12"),
+        ("append", (3,), "block 3 is locked"),
+        ("prepend", (2, 3), "block 3 is locked"),
+    ],
+)
+@pytest.mark.parametrize("times", [1, 33])
+def test_blocks_in_another_state_are_refused(call: str, blocks: tuple[int, ...], message: str, times: int) -> None:
+    """Before anything changes. With many ids too, which are looked at with arrays."""
+    twins = Twins(6, (2,))
+    twins.take(5, 0)
+    twins.release("append", [4])
+    twins.release("prepend", [5])
+    twins.both("lock", [3])
+    with pytest.raises(BlockError, match=message):
+        getattr(twins.space, call)(ids(blocks * times))
+    twins.compare()
 
 
 # -- controls: corruption is seen, and so are other rules

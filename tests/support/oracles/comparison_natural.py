@@ -16,6 +16,7 @@ from hybridkv.testing.model import Prefix
 from oracles.cache import OracleHit, OracleRequest
 from oracles.comparison import Comparison, cells_of
 from oracles.natural import NaturalOracle
+from oracles.slabs import HOLE
 from oracles.steps import OracleStep
 
 
@@ -79,11 +80,11 @@ class NaturalComparison(Comparison):
         space, slabs = self._cache.block_pool.space, self._natural.blocks.slabs
         if not isinstance(space, SlabSpace):
             raise DifferenceError(f"the natural layout lies in slabs, not in {type(space).__name__}")
-        same("free slabs", space.free_slabs(), slabs.free)
+        same("free slabs", space.free_slabs(), slabs.free_slabs())
         for of in range(len(space.ks)):
-            same(f"blocks of class {of} to evict", space.lru(of).tolist(), slabs.lru[of])
+            same(f"blocks of class {of} to evict", space.lru(of).tolist(), slabs.lru(of))
         holes = [block for slab in range(1, space.num_slabs + 1) for block in space._holes.holes_of(slab).tolist()]
-        same("holes", sorted(holes), sorted(block for block, state in slabs.state.items() if state == "hole"))
+        same("holes", sorted(holes), sorted(block for block, state in slabs.state.items() if state == HOLE))
         same("states that only ends keep", self._cache.block_pool.keys._supersedable, self._natural.blocks.ends)
 
     def _compare_index(self) -> None:

@@ -156,7 +156,7 @@ class NaturalOracle(Oracle):
         )
         reserve = 0 if self._alone() else int(self.limits.watermark * self.pool.usable)
         needed = self.slabs.needed_slabs([one + two for one, two in zip(more, later, strict=True)])
-        return needed + reserve <= self.slabs.num_slabs
+        return needed + reserve < self.slabs.num_slabs
 
     def _alone(self) -> bool:
         return not (self.running or self.dead)

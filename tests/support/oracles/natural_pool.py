@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hybridkv.planner.slabs import SlabLayout
 from hybridkv.testing.model import Prefix
 from oracles.pool import OraclePool
-from oracles.slabs import REFERENCED, OracleSlabs
+from oracles.slabs import HELD, OracleSlabs
 
 MOST_TAILS = 4
 """Partial keys of one group behind one parent."""
@@ -27,7 +27,7 @@ class NaturalPool(OraclePool):
 
     def __init__(self, layout: SlabLayout, sinks: Sequence[int]) -> None:
         super().__init__(0)
-        self.slabs = OracleSlabs(layout)
+        self.slabs = OracleSlabs(layout.num_slabs, [one.blocks_per_slab for one in layout.classes])
         self.layout = layout
         self.class_of = [layout.classes.index(layout.class_of(group)) for group in range(len(sinks))]
         self.tails: dict[Key, list[tuple[tuple[int, ...], int]]] = {}
@@ -36,8 +36,8 @@ class NaturalPool(OraclePool):
         self.moves: list[tuple[int, int, int]] = []
         self.holders: Callable[[], list[list[int]]] = list
         self.sinks = [self.take(count, group) for group, count in enumerate(sinks)]
-        self.slabs.locked = {block for sinks in self.sinks for block in sinks}
-        self.usable = self.slabs.num_slabs - self.slabs.needed_slabs()
+        self.slabs.lock(block for sinks in self.sinks for block in sinks)
+        self.usable = layout.num_slabs - 1 - self.slabs.needed_slabs([0] * len(layout.classes))
 
     def local(self, group: int, block: int) -> int:
         """What a Step calls ``block``: its number in its class."""
@@ -48,7 +48,7 @@ class NaturalPool(OraclePool):
         """Slabs that the blocks of requests would fill / slabs that sinks leave."""
         held = [0] * len(self.slabs.ks)
         for block, state in self.slabs.state.items():
-            held[self.slabs.class_of(block)] += state == REFERENCED
+            held[self.slabs.class_of(block)] += state == HELD
         for group, sinks in enumerate(self.sinks):
             held[self.class_of[group]] -= len(sinks)
         used = sum(count / k for count, k in zip(held, self.slabs.ks, strict=True))
@@ -68,10 +68,10 @@ class NaturalPool(OraclePool):
         of, taken = self.class_of[group], list[int]()
         for _ in range(n):
             while not (found := self.slabs.take(1, of)):
-                room = self.slabs.make_room(of)
-                for block in room.evicted:
+                evicted, moves = self.slabs.make_room(of)
+                for block in evicted:
                     self.forget(block)
-                for source, target in room.moves:
+                for source, target in moves:
                     taken = [target if block == source else block for block in taken]
                     self._move(source, target)
             taken += found
@@ -187,7 +187,7 @@ class NaturalPool(OraclePool):
 
     def reset(self) -> bool:
         """Forget everything, if nothing but sinks is held."""
-        if sum(state == REFERENCED for state in self.slabs.state.values()) > sum(map(len, self.sinks)):
+        if sum(state == HELD for state in self.slabs.state.values()) > sum(map(len, self.sinks)):
             return False
         for block in list(self.keys):
             self.forget(block)

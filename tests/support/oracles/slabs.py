@@ -1,249 +1,276 @@
-"""Which blocks are free and which slab belongs to whom, in plain Python: lists, dicts and full scans.
+"""Slabs as plain lists and dicts: who has which slab, which block is what, who gives when room is short.
 
-A block is a handle: the blocks of all classes in one row, class c from ``bases[c]`` on, slab by slab. Written from the
-rule alone (docs/design/0008), it foretells every id, eviction and move.
+Everything is found by looking at everything, by the rule alone (docs/design/0008). A block is a plain int: block i of
+slab s of class c is ``bases[c] + s * ks[c] + i``; slab 0 is the null slab, whose blocks never appear.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
 
-from hybridkv.planner.slabs import SlabLayout
-
-HOLE, REFERENCED, CACHED = "hole", "referenced", "cached"
-_SUPERSEDED = -(2**60)
-
-
-class OracleRoom(NamedTuple):
-    """What making room did: blocks evicted, in order, and then blocks moved, (source, target) in order."""
-
-    evicted: list[int]
-    moves: list[tuple[int, int]]
+HOLE, HELD, CACHED = "hole", "held", "cached"
+HYSTERESIS = Fraction(11, 10)
+FOREVER = 2**60
 
 
 class OracleSlabs:
-    """state: of every block in a slab that has an owner. free: slabs nobody owns, the next one last.
+    """``num_slabs`` slabs (the null slab is one of them), which class c cuts into ``ks[c]`` blocks.
 
-    lru: of each class, blocks with a key that nobody holds, the next to be evicted first. stamps: when each of those
-    was released; ``now`` counts releases. current: the slab that each class took from last. locked: blocks that stay
-    where they are.
+    state: of the blocks of owned slabs. owner: class of a slab, None when it is free. stack: free slabs, top last.
+    lrus: cached blocks of each class, the next to be evicted first. stamp: when a block was released, in releases.
+    locks: how often a block is locked. current: the slab that a class took from last. moved: blocks of each class that
+    were moved; transfers: slabs that each class gave to others.
     """
 
-    def __init__(self, layout: SlabLayout) -> None:
-        self.ks = [one.blocks_per_slab for one in layout.classes]
-        self.bases = [layout.num_slabs * sum(self.ks[:of]) for of in range(len(self.ks))]
-        self.num_slabs = layout.num_slabs - 1
-        self.free = list(range(self.num_slabs, 0, -1))
-        self.owner: dict[int, int] = {}
+    def __init__(self, num_slabs: int, ks: Sequence[int]) -> None:
+        self.num_slabs = num_slabs
+        self.ks = list(ks)
+        self.bases = [num_slabs * sum(ks[:of]) for of in range(len(ks))]
+        self.owner: dict[int, int | None] = dict.fromkeys(range(1, num_slabs))
+        self.stack = list(range(num_slabs - 1, 0, -1))
         self.state: dict[int, str] = {}
-        self.lru: list[list[int]] = [[] for _ in self.ks]
-        self.stamps: dict[int, int] = {}
-        self.current: list[int | None] = [None for _ in self.ks]
+        self.lrus: list[list[int]] = [[] for _ in ks]
+        self.stamp: dict[int, int] = {}
+        self.locks: dict[int, int] = {}
+        self.current: list[int | None] = [None] * len(ks)
         self.now = 0
-        self.locked: set[int] = set()
+        self.moved = [0] * len(ks)
+        self.transfers = [0] * len(ks)
 
-    # -- answers
+    # -- looking
 
     def class_of(self, block: int) -> int:
-        """The class that a handle belongs to."""
+        """The class that ``block`` is of."""
         return max(of for of, base in enumerate(self.bases) if base <= block)
 
     def slab_of(self, block: int) -> int:
-        """The slab that a handle lies in."""
+        """The slab that ``block`` lies in."""
         of = self.class_of(block)
         return (block - self.bases[of]) // self.ks[of]
 
-    def blocks(self, slab: int, of: int) -> list[int]:
-        """Handles of a slab, ascending."""
+    def blocks_of(self, slab: int, *states: str) -> list[int]:
+        """Blocks of an owned ``slab`` in one of ``states`` (any when none is given), ascending."""
+        of = self.owner[slab]
+        if of is None:
+            return []
         first = self.bases[of] + slab * self.ks[of]
-        return list(range(first, first + self.ks[of]))
+        blocks = range(first, first + self.ks[of])
+        return [block for block in blocks if not states or self.state[block] in states]
 
-    def count(self, of: int, state: str) -> int:
-        """Blocks of a class that are in ``state``."""
-        return sum(self.class_of(block) == of for block, one in self.state.items() if one == state)
+    def slabs_of(self, of: int) -> list[int]:
+        """Slabs that class ``of`` owns, ascending."""
+        return [slab for slab in range(1, self.num_slabs) if self.owner[slab] == of]
 
-    def needed_slabs(self, more: Sequence[int] | None = None) -> int:
-        """Fewest slabs for all that is referenced, and ``more[c]`` blocks of every class c."""
-        more = more or [0] * len(self.ks)
-        return sum(-(-(self.count(of, REFERENCED) + more[of]) // k) for of, k in enumerate(self.ks))
+    def count(self, of: int, *states: str) -> int:
+        """Blocks of class ``of`` in one of ``states``."""
+        return sum(len(self.blocks_of(slab, *states)) for slab in self.slabs_of(of))
 
-    def fits(self, more: Sequence[int]) -> bool:
-        """Whether take and make_room will give ``more[c]`` blocks of every class c."""
-        return self.needed_slabs(more) <= self.num_slabs
+    def lru(self, of: int) -> list[int]:
+        """Cached blocks of class ``of``, the next to be evicted first."""
+        return list(self.lrus[of])
+
+    def free_slabs(self) -> list[int]:
+        """Free slabs, the next to be taken last."""
+        return list(self.stack)
+
+    def pinned(self, slab: int) -> bool:
+        """Whether somebody holds a block of ``slab``."""
+        return bool(self.blocks_of(slab, HELD))
+
+    def locked(self, slab: int) -> bool:
+        """Whether a block of ``slab`` must stay where it is."""
+        return any(block in self.locks for block in self.blocks_of(slab))
+
+    def bucket(self, slab: int) -> int:
+        """How full ``slab`` is, in eighths."""
+        live = len(self.blocks_of(slab, HELD, CACHED))
+        return live * 8 // len(self.blocks_of(slab))
+
+    def with_holes(self, of: int, *, pinned: bool) -> list[int]:
+        """Slabs of class ``of`` with holes, fullest bucket first, then by number."""
+        slabs = [slab for slab in self.slabs_of(of) if self.blocks_of(slab, HOLE) and self.pinned(slab) == pinned]
+        return sorted(slabs, key=lambda slab: (-self.bucket(slab), slab))
 
     # -- taking
 
     def take(self, n: int, of: int) -> list[int]:
-        """``n`` blocks, or fewer: then make room and ask again."""
+        """At most ``n`` blocks of class ``of``, fewer when room has to be made first."""
         taken: list[int] = []
         while len(taken) < n:
-            slab = self._choose(of)
+            slab = self._slab_to_take_from(of)
             if slab is None:
                 break
             self.current[of] = slab
-            taken.append(self._holes(slab, of)[0])
-            self.state[taken[-1]] = REFERENCED
+            block = self.blocks_of(slab, HOLE)[0]
+            self.state[block] = HELD
+            taken.append(block)
         return taken
 
-    def _choose(self, of: int) -> int | None:
-        current = self.current[of]
-        mine = current is not None and self.owner.get(current) == of
-        if current is not None and mine and self._pinned(current, of) and self._holes(current, of):
-            return current
-        with_holes = self._with_holes(of)
-        pinned = [slab for slab in with_holes if self._pinned(slab, of)]
+    def _slab_to_take_from(self, of: int) -> int | None:
+        pinned = self.with_holes(of, pinned=True)
         if pinned:
-            return self._fullest(pinned, of)
-        if self.free:
-            slab = self.free.pop()
+            return self.current[of] if self.current[of] in pinned else pinned[0]
+        if self.stack:
+            slab = self.stack.pop()
             self.owner[slab] = of
-            self.state.update(dict.fromkeys(self.blocks(slab, of), HOLE))
+            self.state.update(dict.fromkeys(self.blocks_of(slab), HOLE))
             return slab
-        return self._fullest(with_holes, of) if with_holes else None
+        return next(iter(self.with_holes(of, pinned=False)), None)
 
-    def _with_holes(self, of: int) -> list[int]:
-        return sorted(slab for slab, owner in self.owner.items() if owner == of and self._holes(slab, of))
+    # -- released and held again
 
-    def _holes(self, slab: int, of: int) -> list[int]:
-        return [block for block in self.blocks(slab, of) if self.state[block] == HOLE]
-
-    def _pinned(self, slab: int, of: int) -> bool:
-        return any(self.state[block] == REFERENCED for block in self.blocks(slab, of))
-
-    def _bucket(self, slab: int, of: int) -> int:
-        return (self.ks[of] - len(self._holes(slab, of))) * 8 // self.ks[of]
-
-    def _fullest(self, slabs: Sequence[int], of: int) -> int:
-        return min(slabs, key=lambda slab: (-self._bucket(slab, of), slab))
-
-    # -- who holds what
-
-    def remove(self, blocks: Sequence[int]) -> None:
-        """Cached blocks get a holder."""
+    def remove(self, blocks: Iterable[int]) -> None:
+        """Cached blocks are held again."""
         for block in blocks:
-            self.lru[self.class_of(block)].remove(block)
-            del self.stamps[block]
-            self.state[block] = REFERENCED
+            self.lrus[self.class_of(block)].remove(block)
+            self.state[block] = HELD
 
-    def append(self, blocks: Sequence[int]) -> None:
-        """Blocks with a key lose their last holder: to the back, in this order."""
+    def append(self, blocks: Iterable[int]) -> None:
+        """Held blocks are cached from now on, each younger than the one before."""
         for block in blocks:
             self.now += 1
+            self.stamp[block] = self.now
             self.state[block] = CACHED
-            self.stamps[block] = self.now
-            self.lru[self.class_of(block)].append(block)
+            self.lrus[self.class_of(block)].append(block)
 
-    def prepend(self, blocks: Sequence[int]) -> None:
-        """Blocks without a key lose their last holder: holes. Slabs that became whole first are taken first."""
-        whole = []
-        for block in blocks:
-            self.state[block] = HOLE
-            of, slab = self.class_of(block), self.slab_of(block)
-            if self._is_whole(slab, of):
-                whole.append((slab, of))
-        for slab, of in reversed(whole):
-            self._give_back(slab, of)
+    def prepend(self, blocks: Iterable[int]) -> None:
+        """Held blocks are holes from now on; of the slabs that they leave empty, the first is the next to be taken."""
+        self.stack += reversed(self._make_holes(blocks))
 
-    def age_first(self, blocks: Sequence[int]) -> None:
-        """Cached blocks become the first to be evicted, in this order."""
-        for block in reversed(blocks):
-            of = self.class_of(block)
-            self.lru[of].remove(block)
-            self.lru[of].insert(0, block)
-            self.stamps[block] = _SUPERSEDED
+    def age_first(self, blocks: Iterable[int]) -> None:
+        """Cached blocks are the first to be evicted, in this order, and older than any other."""
+        for block in reversed(list(blocks)):
+            lru = self.lrus[self.class_of(block)]
+            lru.remove(block)
+            lru.insert(0, block)
+            self.stamp[block] = -FOREVER
 
     def forget_all(self) -> None:
-        """All cached blocks become holes, below the stack: class after class, of each the oldest on top."""
-        before, self.free = self.free, []
-        for of in reversed(range(len(self.ks))):
-            cached = list(self.lru[of])
-            self.lru[of] = []
-            for block in cached:
-                del self.stamps[block]
-            self.prepend(cached)
-        self.free += before
+        """Cached blocks are holes; slabs that are empty now are taken after those that are free already."""
+        cached = [block for lru in self.lrus for block in lru]
+        self.lrus = [[] for _ in self.ks]
+        self.stack = self._make_holes(cached)[::-1] + self.stack
 
-    def _is_whole(self, slab: int, of: int) -> bool:
-        return len(self._holes(slab, of)) == self.ks[of]
+    def _make_holes(self, blocks: Iterable[int]) -> list[int]:
+        """The slabs that this leaves without live blocks, in that order; they are nobody's."""
+        empty = []
+        for block in blocks:
+            self.state[block] = HOLE
+            slab = self.slab_of(block)
+            if not self.blocks_of(slab, HELD, CACHED):
+                self._disown(slab)
+                empty.append(slab)
+        return empty
 
-    def _give_back(self, slab: int, of: int) -> None:
-        del self.owner[slab]
-        for block in self.blocks(slab, of):
+    def _disown(self, slab: int) -> None:
+        for block in self.blocks_of(slab):
             del self.state[block]
-        self.free.append(slab)
-        if self.current[of] == slab:
-            self.current[of] = None
+        self.current = [None if current == slab else current for current in self.current]
+        self.owner[slab] = None
 
-    # -- making room
+    # -- locks
 
-    def make_room(self, of: int) -> OracleRoom:
-        """At least a hole or a free slab more, or less to wait for. IndexError where nothing can be given."""
-        others = [other for other in range(len(self.ks)) if other != of and self._can_give(other)]
-        cached = [other for other in others if self.lru[other]]
-        oldest = min(cached, key=lambda other: (self._oldest(other), other), default=None)
-        if oldest is not None and (not self.lru[of] or self._older(oldest, of)):
-            return self._reclaim(oldest)
-        if self.lru[of]:
-            block = self.lru[of][0]
-            self._evict(block)
-            return OracleRoom([block], [])
-        loose = [other for other in others if self.count(other, HOLE) >= self.ks[other]]
-        if not loose:
-            raise IndexError(f"no room for class {of}")
-        return self._reclaim(min(loose, key=lambda other: (-(self.count(other, HOLE) // self.ks[other]), other)))
+    def lock(self, blocks: Iterable[int]) -> None:
+        """Held blocks stay where they are."""
+        for block in blocks:
+            self.locks[block] = self.locks.get(block, 0) + 1
 
-    def _can_give(self, of: int) -> bool:
-        movable = any(one == of and self._is_movable(slab, of) for slab, one in self.owner.items())
-        return movable and self.count(of, HOLE) + self.count(of, CACHED) >= self.ks[of]
+    def unlock(self, blocks: Iterable[int]) -> None:
+        """One lock less on each of ``blocks``."""
+        for block in blocks:
+            self.locks[block] -= 1
+            if not self.locks[block]:
+                del self.locks[block]
 
-    def _is_movable(self, slab: int, of: int) -> bool:
-        return self.locked.isdisjoint(self.blocks(slab, of))
+    # -- room
 
-    def _oldest(self, of: int) -> int:
-        return self.stamps[self.lru[of][0]]
+    def make_room(self, of: int) -> tuple[list[int], list[tuple[int, int]]]:
+        """The blocks evicted and the moves (source, target) that give class ``of`` a hole or a free slab."""
+        givers = [
+            other
+            for other in range(len(self.ks))
+            if other != of
+            and self.count(other, HOLE, CACHED) >= self.ks[other]
+            and any(not self.locked(slab) for slab in self.slabs_of(other))
+        ]
+        aged = [other for other in givers if self.lrus[other]]
+        if aged:
+            oldest = min(aged, key=lambda other: (self.stamp[self.lrus[other][0]], other))
+            if not self.lrus[of] or self._age(oldest) > HYSTERESIS * self._age(of):
+                return self._reclaim(oldest)
+        if self.lrus[of]:
+            return [self._evict(of)], []
+        whole = {other: self.count(other, HOLE) // self.ks[other] for other in givers}
+        if not any(whole.values()):
+            raise IndexError(f"nobody has a slab for class {of}")
+        return self._reclaim(max(whole, key=lambda other: (whole[other], -other)))
 
-    def _older(self, of: int, than: int) -> bool:
-        """Whether the oldest block of a class is older than 1.1 times that of another."""
-        return 10 * (self.now - self._oldest(of)) > 11 * (self.now - self._oldest(than))
+    def _age(self, of: int) -> int:
+        return self.now - self.stamp[self.lrus[of][0]]
 
-    def _evict(self, block: int) -> bool:
-        """A cached block becomes a hole; whether its slab is whole now."""
-        before = len(self.free)
-        self.remove([block])
-        self.prepend([block])
-        return len(self.free) > before
+    def _evict(self, of: int) -> int:
+        block = self.lrus[of].pop(0)
+        self.stack += self._make_holes([block])
+        return block
 
-    def _reclaim(self, of: int) -> OracleRoom:
-        """A slab of a class becomes free: by evicting its oldest, or by moving what lives in its sparsest slab."""
+    def _reclaim(self, giver: int) -> tuple[list[int], list[tuple[int, int]]]:
+        self.transfers[giver] += 1
         evicted: list[int] = []
-        while self.count(of, HOLE) < self.ks[of]:
-            evicted.append(self.lru[of][0])
-            if self._evict(evicted[-1]):
-                return OracleRoom(evicted, [])
-        victim = self._victim(of)
-        moves = []
-        for block in self.blocks(victim, of):
-            if self.state[block] != HOLE:
-                moves.append((block, self._target(victim, of)))
-                self._rename(*moves[-1])
-        self._give_back(victim, of)
-        return OracleRoom(evicted, moves)
+        free = len(self.stack)
+        while self.count(giver, HOLE) < self.ks[giver]:
+            evicted.append(self._evict(giver))
+            if len(self.stack) > free:
+                return evicted, []
+        victim = self._victim(giver)
+        moves = [self._move(block, victim, giver) for block in self.blocks_of(victim, HELD, CACHED)]
+        self._disown(victim)
+        self.stack.append(victim)
+        self.moved[giver] += len(moves)
+        return evicted, moves
 
-    def _victim(self, of: int) -> int:
-        """The sparsest slab that has a hole; without such, the first."""
-        mine = [slab for slab, one in self.owner.items() if one == of and self._is_movable(slab, of)]
-        with_holes = [slab for slab in mine if self._holes(slab, of)]
-        return min(with_holes or mine, key=lambda slab: (self._bucket(slab, of) if with_holes else 0, slab))
+    def _victim(self, giver: int) -> int:
+        unlocked = [slab for slab in self.slabs_of(giver) if not self.locked(slab)]
+        sparse = [slab for slab in unlocked if self.blocks_of(slab, HOLE)]
+        return min(sparse or unlocked, key=lambda slab: (self.bucket(slab), slab))
 
-    def _target(self, victim: int, of: int) -> int:
-        slabs = [slab for slab in self._with_holes(of) if slab != victim]
-        pinned = [slab for slab in slabs if self._pinned(slab, of)]
-        return self._holes(self._fullest(pinned or slabs, of), of)[0]
-
-    def _rename(self, source: int, target: int) -> None:
-        self.state[target], self.state[source] = self.state[source], HOLE
+    def _move(self, source: int, victim: int, of: int) -> tuple[int, int]:
+        slabs = self.with_holes(of, pinned=True) + self.with_holes(of, pinned=False)
+        slab = next(slab for slab in slabs if slab != victim)
+        target = self.blocks_of(slab, HOLE)[0]
+        self.state[target] = self.state[source]
+        self.state[source] = HOLE
         if self.state[target] == CACHED:
-            lru = self.lru[self.class_of(source)]
-            lru[lru.index(source)] = target
-            self.stamps[target] = self.stamps.pop(source)
+            self.lrus[of] = [target if block == source else block for block in self.lrus[of]]
+            self.stamp[target] = self.stamp[source]
+        return source, target
+
+    # -- will it do
+
+    def needed_slabs(self, more: Sequence[int], more_reserved: int = 0) -> int:
+        """Slabs for what is held and ``more[c]`` blocks of each class c, and ``more_reserved`` slabs."""
+        return sum(self._wants(more)) + more_reserved
+
+    def fits(self, more: Sequence[int]) -> bool:
+        """Whether ``more[c]`` blocks of each class c can be taken, room being made."""
+        if self.needed_slabs(more) > self.num_slabs - 1:
+            return False
+        return not self.locks or self.fits_without_moves(more) or self._fits_around_locks(more)
+
+    def fits_without_moves(self, more: Sequence[int]) -> bool:
+        """Whether holes, free slabs and each class's own cached blocks suffice."""
+        short = [max(0, n - self.count(of, HOLE, CACHED)) for of, n in enumerate(more)]
+        return sum(-(-n // k) for n, k in zip(short, self.ks, strict=True)) <= len(self.stack)
+
+    def _fits_around_locks(self, more: Sequence[int]) -> bool:
+        missing, found = 0, len(self.stack)
+        for of, want in enumerate(self._wants(more)):
+            slabs = self.slabs_of(of)
+            if want > len(slabs):
+                missing += want - len(slabs)
+            else:
+                found += min(len(slabs) - want, sum(not self.locked(slab) for slab in slabs))
+        return missing <= found
+
+    def _wants(self, more: Sequence[int]) -> list[int]:
+        return [-(-(self.count(of, HELD) + n) // self.ks[of]) for of, n in enumerate(more)]
