@@ -13,10 +13,9 @@ from starlette.requests import Request
 
 from hybridkv.serve import ServeOptions
 from hybridkv.serve.bodies import CompletionBody
-from hybridkv.serve.completions import CompletionForm, ask
+from hybridkv.serve.forms import CompletionForm, ask_completion
 from hybridkv.serve.front import Front
 from hybridkv.serve.generation import Answer
-from hybridkv.serve.keys import Tenant
 
 PATH = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": "go on", "max_tokens": LONGEST - 8, "ignore_eos": True}
@@ -81,8 +80,8 @@ async def never() -> dict[str, Any]:
 
 
 async def streamed(front: Front, body: CompletionBody) -> Answer:
-    request = Request({"type": "http", "headers": [], "client": None, "state": {"tenant": Tenant()}}, never)
-    asked = await ask(front, body, request)
+    request = Request({"type": "http", "headers": [], "client": None, "state": {"tenant": None}}, never)
+    asked = await ask_completion(front, body, request)
     return Answer(front, request, asked, CompletionForm(front, body, asked), stream=True)
 
 

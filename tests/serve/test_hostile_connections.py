@@ -15,10 +15,9 @@ import serve_support
 from serve_support import LONGEST, WAIT, Served, engine_of, serving, until
 
 from hybridkv.errors import ConfigError
-from hybridkv.serve import ConnectionLimits, Server, connections
-from hybridkv.serve.connections import MOST_HEAD_BYTES, MOST_URL_BYTES, Bodies
-from hybridkv.serve.lengths import MOST_BODY_BYTES
-from hybridkv.serve.server import UNWIND_S
+from hybridkv.serve import ConnectionLimits, Server, server
+from hybridkv.serve.gates import MOST_BODY_BYTES
+from hybridkv.serve.server import MOST_HEAD_BYTES, MOST_URL_BYTES, UNWIND_S, Bodies
 
 PATH = "/v1/completions"
 GET = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -30,7 +29,7 @@ LONG: dict[str, Any] = {"prompt": "go on", "max_tokens": LONGEST - 8, "ignore_eo
 @pytest.fixture(scope="module")
 def strict() -> Iterator[Served]:
     """A server with little patience and memory; HELD is what it holds of bodies."""
-    with patch.object(connections, "Bodies", return_value=HELD), serving(engine_of("llama"), limits=LIMITS) as served:
+    with patch.object(server, "Bodies", return_value=HELD), serving(engine_of("llama"), limits=LIMITS) as served:
         yield served
 
 
@@ -246,7 +245,7 @@ def test_a_request_behind_one_in_hand_costs_it_neither_memory_nor_time() -> None
     """A body that never ends, behind a request that is whole, is not counted in its place, and is not waited for."""
     limits, held, size = ConnectionLimits(body_timeout=0.2), Bodies(1 << 20), 300_000
     with (
-        patch.object(connections, "Bodies", return_value=held),
+        patch.object(server, "Bodies", return_value=held),
         serving(engine_of("llama"), limits=limits) as served,
         connected(served) as one,
     ):
@@ -273,7 +272,7 @@ def test_who_leaves_with_a_request_behind_its_first_is_noticed(strict: Served, *
 
 
 def test_a_flood_behind_a_request_ends_its_connection(strict: Served) -> None:
-    with patch.object(connections, "_MOST_DROPPED", 1 << 20), connected(strict) as one:
+    with patch.object(server, "_MOST_DROPPED", 1 << 20), connected(strict) as one:
         one.sendall(asks(**LONG, n=8))
         flood = GET * 50_000
         with pytest.raises(ConnectionError):

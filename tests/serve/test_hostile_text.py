@@ -21,7 +21,7 @@ from tokenizers import AddedToken
 from hybridkv.errors import ConfigError
 from hybridkv.runner import Engine
 from hybridkv.runner.chat import chat_ids
-from hybridkv.serve import ServeOptions, tokens, turns
+from hybridkv.serve import ApiKeys, ServeOptions, tokens
 from hybridkv.serve.bodies import (
     MOST_MESSAGES,
     ChatBody,
@@ -30,8 +30,7 @@ from hybridkv.serve.bodies import (
     ResponseBody,
 )
 from hybridkv.serve.errors import ApiError
-from hybridkv.serve.keys import ApiKeys, Tenant, _digest
-from hybridkv.serve.lengths import MOST_VALUES, BodyGate, Pace, ValueCounter
+from hybridkv.serve.gates import MOST_VALUES, BodyGate, Pace, ValueCounter
 
 PATH = "/v1/completions"
 PER_TOKEN = len("<eos>")
@@ -132,7 +131,7 @@ def slow(
     monkeypatch: pytest.MonkeyPatch, options: ServeOptions | None = None
 ) -> Iterator[tuple[Served, SlowTokenizer]]:
     monkeypatch.setattr(tokens, "SHORT", 100)  # so that two texts of 80 are no one piece
-    monkeypatch.setattr(turns, "_LANES", (100, None))
+    monkeypatch.setattr(tokens, "_LANES", (100, None))
     engine = engine_of("llama")
     slowed = SlowTokenizer(engine)
     with serving(engine, options) as served:
@@ -165,7 +164,7 @@ def test_a_long_text_that_fits_holds_up_no_short_one(monkeypatch: pytest.MonkeyP
 
 
 def test_a_tenant_with_many_texts_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = ApiKeys({_digest("a"): Tenant("salt-a"), _digest("b"): Tenant("salt-b")})
+    keys = ApiKeys({"a": "salt-a", "b": "salt-b"})
     with slow(monkeypatch, ServeOptions(keys=keys)) as (served, slowed):
         threads = [asking(served, "a", prompt=["*" * 80] * 20, max_tokens=1) for _ in range(4)]
         until(lambda: slowed.begun == 1)

@@ -7,8 +7,7 @@ import pytest
 from serve_support import Served, engine_of, serving
 
 from hybridkv.errors import ConfigError
-from hybridkv.serve import ServeOptions
-from hybridkv.serve.keys import ApiKeys
+from hybridkv.serve import ApiKeys, ServeOptions
 
 PATH = "/v1/completions"
 FILE = "# who may ask\n\noperator\nalice  salt-of-alice\nbob\tsalt-of-bob\n"

@@ -17,8 +17,7 @@ from hybridkv.planner import plan
 from hybridkv.request import Request, SamplingParams
 from hybridkv.runner import AsyncEngine, Engine, EngineOptions, load
 from hybridkv.schedule import Scheduler, SchedulerLimits
-from hybridkv.serve import ServeOptions
-from hybridkv.serve.keys import ApiKeys
+from hybridkv.serve import ApiKeys, ServeOptions
 from hybridkv.serve.live import MOST_CELLS, MOST_ENDED, MOST_REQUESTS, Ages, Live, _look
 from hybridkv.serve.metrics import RequestMetrics
 from hybridkv.step import Csr, StepResult

@@ -14,7 +14,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.runner import Engine, EngineOptions, load
 from hybridkv.runner.drafters import NgramDrafter
 from hybridkv.serve import ServeOptions
-from hybridkv.serve.metrics import Tally
+from hybridkv.serve.metrics import Families, Tally
 
 PATH = "/v1/completions"
 
@@ -65,13 +65,13 @@ def test_a_tally_is_prometheus_own_histogram() -> None:
     values = [0.0, 0.001, 0.0011, 0.5, 0.7, 20.0, 20.5, 300.0, *Random(1).choices(range(30), k=50)]
     registry = CollectorRegistry()
     theirs = Histogram("a:seconds", "Said.", ["model_name"], registry=registry, buckets=edges).labels("tiny")
-    ours = Tally("a:seconds", "Said.", edges)
+    ours = Tally("seconds", "Said.", edges)
     for value in values:
         theirs.observe(value)
         theirs.observe(value)
         ours.add(value, 2)
     (family,) = registry.collect()
-    mine = ours.family("tiny")
+    mine = ours.family(Families("a", "tiny"))
     assert (mine.name, mine.type, mine.documentation) == (family.name, family.type, family.documentation)
     expected = {(one.name, *one.labels.items()): one.value for one in family.samples if "created" not in one.name}
     assert {(one.name, *one.labels.items()): pytest.approx(one.value) for one in mine.samples} == expected

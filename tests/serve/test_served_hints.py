@@ -13,9 +13,8 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.cache.placement import Share, TenantShares
 from hybridkv.request import NO_HINTS, Hints, Request
 from hybridkv.runner import Engine, EngineOptions, load
-from hybridkv.serve import ServeOptions
+from hybridkv.serve import ApiKeys, ServeOptions
 from hybridkv.serve.bodies import HintsBody
-from hybridkv.serve.keys import ApiKeys
 
 PATHS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 1},

@@ -17,8 +17,7 @@ from serve_support import Served, engine_of, serving
 from hybridkv.cli import top
 from hybridkv.cli.exposition import Exposition
 from hybridkv.errors import ConfigError
-from hybridkv.serve import ServeOptions
-from hybridkv.serve.keys import ApiKeys
+from hybridkv.serve import ApiKeys, ServeOptions
 
 PATH = "/v1/completions"
 RECORDED = """

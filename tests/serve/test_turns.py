@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from serve_support import WAIT
 
-from hybridkv.serve.turns import SHORT, Piece, Turns
+from hybridkv.serve.tokens import SHORT, Piece, Turns
 
 
 class Held:

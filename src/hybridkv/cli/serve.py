@@ -27,7 +27,7 @@ from hybridkv.units import MOST_COUNT, format_bytes, format_count, parse_bytes
 
 if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
     from hybridkv.runner.engine import Engine
-    from hybridkv.serve.front import ServeOptions
+    from hybridkv.serve import ServeOptions
 
 _MOST_PORT: Final = (1 << 16) - 1
 
@@ -158,12 +158,15 @@ def serve_command(
     bars_for_terminals()
     from hybridkv.runner.assembly import EngineOptions  # noqa: PLC0415  # torch takes seconds: only this command pays
     from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
-    from hybridkv.serve.app import create_app  # noqa: PLC0415  # same
-    from hybridkv.serve.connections import ConnectionLimits  # noqa: PLC0415  # same
-    from hybridkv.serve.front import ServeOptions  # noqa: PLC0415  # same
-    from hybridkv.serve.keys import ApiKeys  # noqa: PLC0415  # same
-    from hybridkv.serve.origins import is_address  # noqa: PLC0415  # same
-    from hybridkv.serve.server import Server, listen  # noqa: PLC0415  # same
+    from hybridkv.serve import (  # noqa: PLC0415  # same
+        ApiKeys,
+        ConnectionLimits,
+        ServeOptions,
+        Server,
+        create_app,
+        listen,
+    )
+    from hybridkv.serve.gates import is_address  # noqa: PLC0415  # same
 
     keys = None if api_key_file is None else ApiKeys.read(api_key_file)
     hosts = [*(allow_host or ()), *([host] if host and not is_address(host) else ())]

@@ -1,30 +1,40 @@
-"""All routes of a server as one ASGI application."""
+"""All routes of a server as one ASGI application.
+
+Generation and rendering are for clients; operations for whoever runs the server: health, models, counts, the cache.
+The page at ``/`` is one document, its style and script, and uPlot, which draws its charts. Nothing in it tells of
+requests: figures come from ``/live``, for clients that may have them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from importlib.metadata import version
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, NotRequired
 
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
 from opentelemetry.trace import Tracer
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Receive, Scope, Send
+from typing_extensions import TypedDict
 
 from hybridkv.arguments import instance
 from hybridkv.runner.async_engine import EventSink
 from hybridkv.runner.engine import Engine
-from hybridkv.serve import chats, completions, rendering, responses
+from hybridkv.runner.inputs import encode
+from hybridkv.serve import forms
 from hybridkv.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, ResponseBody, TokenizeBody
-from hybridkv.serve.errors import ErrorBody, answer_errors
+from hybridkv.serve.errors import ApiError, ErrorBody, answer_errors
 from hybridkv.serve.front import Front, ServeOptions
-from hybridkv.serve.generation import Answer
-from hybridkv.serve.keys import KeyGate
-from hybridkv.serve.lengths import BYTES_PER_SECOND, MOST_VALUES, BodyGate, Pace
-from hybridkv.serve.operations import add_operations
-from hybridkv.serve.origins import OriginGate
-from hybridkv.serve.page import add_page
+from hybridkv.serve.gates import BYTES_PER_SECOND, MOST_VALUES, BodyGate, KeyGate, OriginGate, Pace
+from hybridkv.serve.generation import Answer, Asked
+from hybridkv.serve.metrics import Snapshot, SnapshotCollector
+from hybridkv.serve.tokens import Piece, TokenTexts
 
 _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
     status: {"model": ErrorBody, "description": said}
@@ -41,6 +51,25 @@ _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
 _STREAM: Final[dict[int | str, dict[str, Any]]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 }
+_PIECE: Final = 1 << 10  # tokens whose texts are made at once: some 20 ms
+_PAGE: Final = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/page/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/page/uplot.css": ("uplot.css", "text/css; charset=utf-8"),
+    "/page/uplot.js": ("uplot.js", "text/javascript; charset=utf-8"),
+    "/page/uplot.LICENSE": ("uplot.LICENSE", "text/plain; charset=utf-8"),
+}
+"""Of each route of the page: its file in the folder ``page``, and the file's type."""
+_PAGE_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_OPEN_ROUTES: Final = frozenset({"/health", "/ready", *_PAGE})
+"""Asked by programs that start and stop servers; the page, which has no figures before it gives a key."""
 
 
 def create_app(
@@ -50,10 +79,15 @@ def create_app(
     events: EventSink | None = None,
     tracer: Tracer | None = None,
 ) -> FastAPI:
-    """``engine`` served; its lifespan closes it. engine: has not run yet, and is used by nobody else from here on.
+    """Make an application that serves ``engine``; its lifespan closes it.
 
-    events: as AsyncEngine has them. tracer: of OpenTelemetry, begins a span for each body that is answered.
-    ``app.state.front`` is what its routes share.
+    Args:
+        engine: has not run yet, and is used by nothing else from here on.
+        options: how it is served.
+        events: as AsyncEngine has them.
+        tracer: of OpenTelemetry, begins a span for each body that is answered.
+
+    Its ``state.front`` is what its routes share.
     """
     front = Front(instance("engine", engine, Engine), options or ServeOptions(), events, tracer)
 
@@ -71,22 +105,23 @@ def create_app(
         responses=_ERRORS,
         middleware=[
             *_gates_of_pages(front.options),
-            Middleware(KeyGate, keys=front.options.keys),
+            Middleware(KeyGate, keys=front.options.keys, open_routes=_OPEN_ROUTES),
             Middleware(BodyGate, most_values=max(MOST_VALUES, 2 * front.max_model_len), pace=Pace(BYTES_PER_SECOND)),
         ],
         telemetry={"tracing": False},
     )
     app.state.front = front
     answer_errors(app)
-    add_operations(app, front)
-    add_page(app, front)
+    _add_health(app, front)
+    _add_operations(app, front)
+    _add_page(app, front)
     _add_generation(app, front)
     _add_rendering(app, front)
     return app
 
 
 def _gates_of_pages(options: ServeOptions) -> list[Middleware]:
-    """Those in front of all others, for what browsers send."""
+    """The gates before all others, for what browsers send."""
     gates: list[Middleware] = []
     if options.keys is None:
         gates.append(Middleware(OriginGate, hosts=options.allow_hosts, origins=options.allow_origins))
@@ -97,48 +132,232 @@ def _gates_of_pages(options: ServeOptions) -> list[Middleware]:
     return gates
 
 
+# generation
+
+
 def _add_generation(app: FastAPI, front: Front) -> None:
-    @app.post("/v1/completions", response_model=completions.CompletionAnswer, responses=_STREAM)
+    @app.post("/v1/completions", response_model=forms.CompletionAnswer, responses=_STREAM)
     async def complete(body: CompletionBody, request: Request) -> Response:
         """Text behind prompts."""
-        asked = await completions.ask(front, body, request)
-        form = completions.CompletionForm(front, body, asked)
-        return Answer(front, request, asked, form, stream=bool(body.stream))
+        asked = await forms.ask_completion(front, body, request)
+        return Answer(front, request, asked, forms.CompletionForm(front, body, asked), stream=bool(body.stream))
 
-    @app.post("/v1/chat/completions", response_model=chats.ChatAnswer, responses=_STREAM)
+    @app.post("/v1/chat/completions", response_model=forms.ChatAnswer, responses=_STREAM)
     async def chat(body: ChatBody, request: Request) -> Response:
         """The next turn of a conversation."""
-        asked = await chats.ask(front, body, request)
-        form = chats.ChatForm(front, body, asked)
-        return Answer(front, request, asked, form, stream=bool(body.stream))
+        asked = await forms.ask_chat(front, body, request)
+        return Answer(front, request, asked, forms.ChatForm(front, body, asked), stream=bool(body.stream))
 
-    @app.post("/v1/responses", response_model=responses.ResponseAnswer, responses=_STREAM)
+    @app.post("/v1/responses", response_model=forms.ResponseAnswer, responses=_STREAM)
     async def respond(body: ResponseBody, request: Request) -> Response:
         """The next turn of a conversation, which is not kept."""
-        asked = await responses.ask(front, body, request)
-        form = responses.ResponseForm(front, body, asked)
-        return Answer(front, request, asked, form, stream=bool(body.stream))
+        asked = await forms.ask_response(front, body, request)
+        return Answer(front, request, asked, forms.ResponseForm(front, body, asked), stream=bool(body.stream))
+
+
+# rendering: prompts as token ids, without running them
+
+
+class Tokenized(TypedDict):
+    """Of a prompt. token_strs: where return_token_strs asks."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: NotRequired[list[str]]
+
+
+class Detokenized(TypedDict):
+    """Text of tokens, special ones among it."""
+
+    prompt: str
+
+
+class Rendered(TypedDict):
+    """A prompt as the engine would be asked. max_tokens: of its output."""
+
+    request_id: str
+    model: str
+    token_ids: list[int]
+    max_tokens: int
+    cache_salt: str | None
 
 
 def _add_rendering(app: FastAPI, front: Front) -> None:
     @app.post("/v1/completions/render")
-    async def render(body: CompletionBody, request: Request) -> list[rendering.Rendered]:
+    async def render(body: CompletionBody, request: Request) -> list[Rendered]:
         """What such a completion would ask of the engine; nothing runs."""
-        asked = await completions.ask(front, body, request)
-        return rendering.rendered(front, asked)
+        return _rendered(front, await forms.ask_completion(front, body, request))
 
     @app.post("/v1/chat/completions/render")
-    async def render_chat(body: ChatBody, request: Request) -> rendering.Rendered:
+    async def render_chat(body: ChatBody, request: Request) -> Rendered:
         """What such a chat would ask of the engine; nothing runs."""
-        asked = await chats.ask(front, body, request)
-        return rendering.rendered(front, asked)[0]
+        return _rendered(front, await forms.ask_chat(front, body, request))[0]
 
     @app.post("/tokenize", response_model_exclude_unset=True)
-    async def tokenize(body: TokenizeBody, request: Request) -> rendering.Tokenized:
+    async def tokenize(body: TokenizeBody, request: Request) -> Tokenized:
         """The tokens of a prompt or a conversation."""
-        return await rendering.tokenized(front, body, request)
+        front.require_model(body.model)
+        front.require_text()
+        if body.messages is not None:
+            ids = await front.tokens.conversation(request, body.messages, body)
+        else:
+            (ids,) = await front.tokens.ids(request, [body.prompt or ""])
+        made: Tokenized = {"count": len(ids), "max_model_len": front.max_model_len, "tokens": ids}
+        if body.return_token_strs:
+            pieces = [Piece(len(ids), partial(_texts, front, ids, begin)) for begin in range(0, len(ids), _PIECE)]
+            made["token_strs"] = [one for texts in await front.tokens.run(request, pieces) for one in texts]
+        return made
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody, request: Request) -> rendering.Detokenized:
+    async def detokenize(body: DetokenizeBody, request: Request) -> Detokenized:
         """The text of tokens."""
-        return await rendering.detokenized(front, body, request)
+        front.require_model(body.model)
+        front.require_text()
+        front.tokens.require_room(body.tokens)
+        (text,) = await front.tokens.run(request, [Piece(len(body.tokens), partial(_decoded, front, body.tokens))])
+        return {"prompt": text}
+
+
+def _texts(front: Front, ids: list[int], begin: int) -> list[str]:
+    """The texts of _PIECE of ``ids``, from ``begin`` on."""
+    texts, befores = TokenTexts(front.loaded.tokenizer), [None, *ids]
+    return [texts.text(ids[at], befores[at]) for at in range(begin, min(begin + _PIECE, len(ids)))]
+
+
+def _decoded(front: Front, ids: list[int]) -> str:
+    checked = encode(front.loaded, ids) if ids else []
+    return str(front.loaded.tokenizer.decode(checked, skip_special_tokens=False))
+
+
+def _rendered(front: Front, asked: Asked) -> list[Rendered]:
+    """Each prompt of ``asked``."""
+    return [
+        {
+            "request_id": asked.request_id(number),
+            "model": front.name,
+            "token_ids": list(ids),
+            "max_tokens": asked.sampling.max_tokens,
+            "cache_salt": asked.salt,
+        }
+        for number, ids in enumerate(asked.prompts)
+    ]
+
+
+# operations
+
+
+class Status(TypedDict):
+    """Of a server that answers."""
+
+    status: str
+
+
+class Version(TypedDict):
+    """Of hybridkv."""
+
+    version: str
+
+
+class Model(TypedDict):
+    """One that is served. max_model_len: tokens of prompt and output together."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class Models(TypedDict):
+    """All that are served."""
+
+    object: str
+    data: list[Model]
+
+
+def _add_health(app: FastAPI, front: Front) -> None:
+    @app.get("/health")
+    async def health() -> Status:
+        """Whether the engine lives; 503 where it has ended."""
+        if front.engine.ended:
+            raise ApiError(503, "the engine has ended")
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> Status:
+        """Whether requests should be sent here; 503 while the server drains."""
+        if front.draining:
+            raise ApiError(503, "the server drains: it takes no more requests")
+        return await health()
+
+
+def _add_operations(app: FastAPI, front: Front) -> None:
+    def model() -> Model:
+        return {
+            "id": front.name,
+            "object": "model",
+            "created": front.created,
+            "owned_by": "hybridkv",
+            "max_model_len": front.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Models:
+        """What is served."""
+        return {"object": "list", "data": [model()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Model:
+        """The model of that name; 404 for others."""
+        front.require_model(name)
+        return model()
+
+    @app.get("/version")
+    async def hybridkv_version() -> Version:
+        """Of hybridkv."""
+        return {"version": version("hybridkv")}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Counts, as Prometheus reads them."""
+        snapshot = await front.engine.between_steps(Snapshot.of)
+        return Response(generate_latest(SnapshotCollector(snapshot, front.metrics)), media_type=CONTENT_TYPE_LATEST)
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> JSONResponse:
+        """Forget all that is cached; 409 while requests hold blocks."""
+        if not await front.engine.between_steps(lambda engine: engine.cache.reset_prefix_cache()):
+            raise ApiError(409, "requests hold blocks: ask again when none runs")
+        return JSONResponse({"reset": True})
+
+
+# the page
+
+
+def _add_page(app: FastAPI, front: Front) -> None:
+    def add_file(path: str, content: bytes, kind: str) -> None:
+        @app.get(path, include_in_schema=False)
+        async def file() -> Response:
+            return Response(content, media_type=kind, headers=_PAGE_HEADERS)
+
+    for path, (name, kind) in _PAGE.items():
+        add_file(path, (Path(__file__).parent / "page" / name).read_bytes(), kind)
+
+    @app.get("/live", include_in_schema=False)
+    async def live() -> Response:
+        """A sample of the engine a second, as server-sent events."""
+        return _LiveStream(front)
+
+
+class _LiveStream(StreamingResponse):
+    """Samples until the client goes, or the server drains."""
+
+    def __init__(self, front: Front) -> None:
+        self._events = front.live.events(lambda: front.draining)
+        super().__init__(self._events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer as an ASGI application."""
+        async with aclosing(self._events):
+            await super().__call__(scope, receive, send)

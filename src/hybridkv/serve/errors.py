@@ -1,4 +1,4 @@
-"""What went wrong, in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``, with its status.
+"""Error answers in OpenAI's form ``{"error": {"message", "type", "param", "code"}}``, and clients that leave.
 
 400 the body is wrong       401, 403 the key, the Host or the Origin    404 no such model or route    408 too slow
 413, 414, 431 too long      429 the queue is full    500 the forward failed    503 the engine has ended, or no memory
@@ -14,14 +14,16 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.types import Receive
 from typing_extensions import TypedDict
 
 from hybridkv.errors import CacheError, ConfigError
-from hybridkv.serve.leaving import CLIENT_GONE, ClientGoneError
 
 logger = logging.getLogger(__name__)
 
 INVALID: Final = "invalid_request_error"
+CLIENT_GONE: Final = 499
+"""The status of an answer that nobody reads."""
 _KINDS: Final = {
     401: "authentication_error",
     403: "permission_error",
@@ -48,6 +50,16 @@ class ErrorBody(TypedDict):
     error: ErrorFields
 
 
+class ClientGoneError(Exception):
+    """The client left; nobody reads the answer."""
+
+
+async def leaves(receive: Receive) -> None:
+    """Return once the client has gone. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class ApiError(Exception):
     """An answer other than 200. param: the field it is about; code: a name for programs."""
 
@@ -65,26 +77,21 @@ class ApiError(Exception):
 
     @property
     def body(self) -> ErrorBody:
-        """In OpenAI's form."""
-        # what a client sent may hold lone surrogates, which no JSON in UTF-8 can
+        """The error in OpenAI's form."""
+        # the text of a client may hold lone surrogates, which JSON in UTF-8 cannot
         message = str(self).encode("utf-8", "backslashreplace").decode()
         if len(message) > _MOST_CHARACTERS:
             message = f"{message[:_MOST_CHARACTERS]} ..."
-        fields: ErrorFields = {
-            "message": message,
-            "type": _KINDS.get(self.status, INVALID),
-            "param": self.param,
-            "code": self.code,
-        }
-        return {"error": fields}
+        kind = _KINDS.get(self.status, INVALID)
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """As an answer."""
+        """Return the answer."""
         return JSONResponse(self.body, self.status, self.headers)
 
 
 def api_error(error: Exception) -> ApiError:
-    """``error`` of an engine as an answer: its own words where a client can mend it. Others are logged."""
+    """Return the answer for an engine's ``error``: its own words if a client can mend it. Others are logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ConfigError):
@@ -96,14 +103,12 @@ def api_error(error: Exception) -> ApiError:
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Whatever ``app`` raises is answered in this form."""
-    app.add_exception_handler(ApiError, _of_engine)
+    """Answer each error that ``app`` raises in this form."""
+    for kind in (ApiError, ConfigError, CacheError, Exception):
+        app.add_exception_handler(kind, _of_engine)
     app.add_exception_handler(ClientGoneError, _of_nobody)
-    app.add_exception_handler(ConfigError, _of_engine)
-    app.add_exception_handler(CacheError, _of_engine)
     app.add_exception_handler(RequestValidationError, _of_body)
     app.add_exception_handler(HTTPException, _of_route)
-    app.add_exception_handler(Exception, _of_engine)
 
 
 async def _of_engine(_: Request, error: Exception) -> JSONResponse:
@@ -119,8 +124,7 @@ async def _of_route(request: Request, error: Exception) -> JSONResponse:
     status, detail, headers = 500, "", None
     if isinstance(error, HTTPException):
         status, detail, headers = error.status_code, error.detail, error.headers
-    what = f"{request.method} {request.url.path}"
-    return ApiError(status, f"{what}: {detail}", headers=headers).response()
+    return ApiError(status, f"{request.method} {request.url.path}: {detail}", headers=headers).response()
 
 
 async def _of_body(_: Request, error: Exception) -> JSONResponse:

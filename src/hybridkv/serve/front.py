@@ -1,13 +1,13 @@
-"""What all routes share: the engine behind asyncio, its tokenizer's thread, its places, its tenants."""
+"""What all routes share: the engine behind asyncio, its tokenizer's threads, its places, its tenants."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Final, Self
 
 from opentelemetry.trace import Tracer
 from starlette.requests import Request
@@ -18,12 +18,13 @@ from hybridkv.frozen import check_fields, each, one_of, or_none
 from hybridkv.runner.async_engine import AsyncEngine, EventSink
 from hybridkv.runner.engine import Engine
 from hybridkv.serve.errors import ApiError
-from hybridkv.serve.keys import ApiKeys, salt_for, tenant_of
+from hybridkv.serve.gates import ApiKeys, host_name, origin, salt_for, tenant_of
 from hybridkv.serve.live import Live
 from hybridkv.serve.metrics import PREFIX, RequestMetrics, metrics_prefix
-from hybridkv.serve.origins import host_name, origin
-from hybridkv.serve.places import Places
 from hybridkv.serve.tokens import Tokens
+
+RETRY_AFTER: Final = 1
+"""Seconds until a client that was turned away should ask again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class ServeOptions:
     """How an engine is served. name: of the model, for clients; None for the engine's.
 
     max_waiting: outputs that may wait beside those that run; further ones are answered 429.
-    keys: who may ask; None for whoever reaches the server. metrics_prefix: what names of metrics begin with.
+    keys: of clients; None lets every client ask. metrics_prefix: what names of metrics begin with.
     allow_hosts: names in Host that a server without keys answers to, beside private ones; "*" for any.
     allow_origins: of pages that may use the server from a browser, such as https://app.example.
     Raises ConfigError for values that cannot be.
@@ -51,6 +52,36 @@ class ServeOptions:
         check_fields(self, metrics_prefix, "metrics_prefix")
         check_fields(self, each(host_name), "allow_hosts")
         check_fields(self, each(origin), "allow_origins")
+
+
+class Places:
+    """``most`` outputs at once, whether they run or wait; of one event loop."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.taken = 0
+
+    def require(self, count: int) -> None:
+        """Raise ApiError 400 for more outputs than there are places."""
+        if count > self._most:
+            raise ApiError(400, f"{count} outputs asked for at once: at most {self._most} are in hand at a time")
+
+    @contextmanager
+    def take(self, count: int) -> Iterator[None]:
+        """Hold ``count`` places in the context. ApiError 429 while too few are left, 400 where there never are."""
+        self.require(count)
+        if self.taken + count > self._most:
+            raise ApiError(
+                429,
+                f"{self.taken} outputs are in hand, {self._most} at most: ask again later",
+                code="queue_full",
+                headers={"Retry-After": str(RETRY_AFTER)},
+            )
+        self.taken += count
+        try:
+            yield
+        finally:
+            self.taken -= count
 
 
 class Front:
@@ -81,20 +112,20 @@ class Front:
         await self._closing.aclose()
 
     def require_model(self, asked: str | None) -> None:
-        """ApiError 404 for another model than the one that is served."""
+        """Raise ApiError 404 for another model than the one that is served."""
         if asked not in (None, self.name):
             raise ApiError(
                 404, f"model {asked!r} is not served here: ask for {self.name!r}", param="model", code="model_not_found"
             )
 
     def salt(self, request: Request, asked: str | None) -> str | None:
-        """The salt of what ``request`` asks for."""
+        """Return the salt for ``request``, whose body asks for ``asked``. ApiError 403 for another tenant's."""
         return salt_for(tenant_of(request), asked, self.options.keys)
 
     def most_tokens(self, prompts: Sequence[Sequence[int]], asked: int | None, default: int | None = None) -> int:
-        """Most output tokens behind each of ``prompts``: those ``asked`` for.
+        """Return the most output tokens after each of ``prompts``: those ``asked`` for.
 
-        Where nothing is asked: ``default``, or all that there is room for. ApiError 400 where they do not fit.
+        If nothing is asked: ``default``, or all that there is room for. ApiError 400 if they do not fit.
         """
         longest = max(len(one) for one in prompts)
         room, least = self.max_model_len - longest, max(asked or 1, 1)
@@ -111,6 +142,6 @@ class Front:
         return room if default is None else min(default, room)
 
     def require_text(self) -> None:
-        """ConfigError without a tokenizer."""
+        """Raise ConfigError without a tokenizer."""
         if self.loaded.tokenizer is None:
             raise ConfigError(f"{self.name} has no tokenizer: ask for token ids, with return_token_ids")

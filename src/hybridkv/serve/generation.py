@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
@@ -26,19 +26,18 @@ from hybridkv.runner.async_engine import Reading
 from hybridkv.runner.completion import Completion, Increment
 from hybridkv.runner.engine import Engine
 from hybridkv.runner.stream import Stream
-from hybridkv.serve.errors import api_error
+from hybridkv.serve.errors import ClientGoneError, api_error, leaves
 from hybridkv.serve.front import Front
-from hybridkv.serve.leaving import ClientGoneError, leaves
 from hybridkv.serve.metrics import Watch
 from hybridkv.serve.spans import RequestSpan
-from hybridkv.serve.turns import Piece
+from hybridkv.serve.tokens import Piece
 
 _STREAM_HEADERS: Final = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"))
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a body asks an engine for. id: of the answer, and the beginning of its requests' ids.
+    """What a body asks an engine for. id: of the answer; the ids of its requests begin with it.
 
     salt, hints: as Request's, of every prompt.
     """
@@ -51,25 +50,23 @@ class Asked:
 
     @property
     def outputs(self) -> int:
-        """Of all prompts."""
+        """Outputs of all prompts."""
         return len(self.prompts) * self.sampling.n
 
     def request_id(self, prompt: int) -> str:
-        """Of the engine's request of a prompt, by its number."""
+        """Return the id of the engine's request of a prompt, by its number."""
         return self.id if len(self.prompts) == 1 else f"{self.id}-{prompt}"
 
     def requests(self) -> list[Callable[[Engine], Stream]]:
-        """For each prompt, what queues its request."""
-        return [partial(self._queued, number) for number in range(len(self.prompts))]
+        """Return, for each prompt, a function that queues its request."""
 
-    def _queued(self, prompt: int, engine: Engine) -> Stream:
-        return engine.stream(
-            self.prompts[prompt],
-            self.sampling,
-            request_id=self.request_id(prompt),
-            cache_salt=self.salt,
-            hints=self.hints,
-        )
+        def queued(number: int, engine: Engine) -> Stream:
+            name = self.request_id(number)
+            return engine.stream(
+                self.prompts[number], self.sampling, request_id=name, cache_salt=self.salt, hints=self.hints
+            )
+
+        return [partial(queued, number) for number in range(len(self.prompts))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,34 +86,34 @@ class Event:
     name: str | None = None
 
     def encoded(self) -> bytes:
-        """On the wire."""
+        """Return the event as it is sent."""
         data = self.data.encode() if isinstance(self.data, str) else to_json(self.data)
         named = b"" if self.name is None else b"event: %b\n" % self.name.encode()
         return b"%bdata: %b\n\n" % (named, data)
 
 
 class Form(Protocol):
-    """How outputs are told: of one answer, which it may keep count of."""
+    """How the outputs of one answer are told."""
 
     def begin(self) -> Iterable[Event]:
-        """In front of everything."""
+        """Return the events before everything."""
         ...
 
     def part(self, part: Part) -> Iterable[Event]:
-        """Of something new."""
+        """Return the events of something new."""
         ...
 
     def end(self) -> Iterable[Event]:
-        """Behind everything."""
+        """Return the events after everything."""
         ...
 
     def whole(self, done: Sequence[Completion]) -> object:
-        """All outputs at once, in their order."""
+        """Return the answer of all outputs, in their order."""
         ...
 
 
 class Generation:
-    """What ``asked`` comes to while it is ``reading``. span: is told of it."""
+    """The outputs of ``asked`` as they come. span: is told of them."""
 
     def __init__(self, front: Front, asked: Asked, reading: Reading, span: RequestSpan | None) -> None:
         self._outputs, self._reading, self._span = asked.sampling.n, reading, span
@@ -125,7 +122,7 @@ class Generation:
         self._gone = False
 
     async def next(self) -> list[Part]:
-        """Everything that is new of all outputs; waits for it. Empty behind the last.
+        """Wait for something new; return all that is new of all outputs. Empty after the last.
 
         Raises what went wrong, and ClientGoneError.
         """
@@ -140,12 +137,12 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        """Nothing more will come, and the client is there."""
+        """Whether nothing more will come, and the client is there."""
         return self._reading.ended and not self._gone
 
     @contextmanager
     def watched(self, receive: Receive) -> Iterator[None]:
-        """It ends when its client goes, even while something is sent."""
+        """End it when its client goes, even while something is sent."""
         leaving = asyncio.ensure_future(leaves(receive))
         leaving.add_done_callback(self._leave)
         try:
@@ -160,9 +157,9 @@ class Generation:
 
 
 class Answer(Response):
-    """What ``asked`` comes to, in ``form``: whole, or as a stream of events, an error on the way its last one.
+    """The outputs of ``asked`` in ``form``: whole, or as a stream of events, an error on the way its last one.
 
-    It begins with the first token: what is refused, or fails before, is raised, as an ApiError, and so is a full queue.
+    It begins with the first token. A failure before that, or a full queue, is raised as an ApiError.
     """
 
     def __init__(self, front: Front, request: Request, asked: Asked, form: Form, *, stream: bool) -> None:
@@ -172,7 +169,7 @@ class Answer(Response):
         self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As an ASGI application."""
+        """Answer as an ASGI application."""
         try:
             if self._stream:
                 with self._generated(receive) as generation:
@@ -193,9 +190,9 @@ class Answer(Response):
 
     @contextmanager
     def _generated(self, receive: Receive) -> Iterator[Generation]:
-        asked, front = self._asked, self._front
-        with _told(self._span), front.places.take(asked.outputs), front.engine.read(asked.requests()) as reading:
-            generation = Generation(front, asked, reading, self._span)
+        asked, front, span = self._asked, self._front, self._span
+        with span or nullcontext(), front.places.take(asked.outputs), front.engine.read(asked.requests()) as reading:
+            generation = Generation(front, asked, reading, span)
             with generation.watched(receive):
                 yield generation
 
@@ -207,7 +204,7 @@ class Answer(Response):
         while parts:
             events += [event for part in parts for event in self._form.part(part)]
             if generation.ended:
-                break  # what comes behind goes with the last part
+                break  # the end goes with the last part
             await _send(send, events, more=True)
             events = []
             parts = await generation.next()
@@ -237,24 +234,3 @@ async def _completions(generation: Generation) -> list[Completion]:
             if part.increment.completion is not None:
                 done[part.choice] = part.increment.completion
     return [done[choice] for choice in sorted(done)]
-
-
-@contextmanager
-def _told(span: RequestSpan | None) -> Iterator[None]:
-    """``span`` ends behind, and hears of what went wrong."""
-    if span is None:
-        yield
-        return
-    try:
-        yield
-    except ClientGoneError:
-        span.left()
-        raise
-    except Exception as error:
-        span.failed(error)
-        raise
-    except BaseException:  # the task is cancelled
-        span.left()
-        raise
-    finally:
-        span.end()

@@ -145,7 +145,7 @@ class Live:
         slowest = sorted(ended, key=lambda one: -one.whole_s)[:MOST_ENDED]
         return {
             "time": round(time.time(), 3),
-            "model": self._metrics.model_name,
+            "model": self._metrics.families.model_name,
             "running": scheduler.running,
             "waiting": scheduler.waiting,
             "waits": {str(reason): count for reason, count in now.waits.items()},

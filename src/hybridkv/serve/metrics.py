@@ -1,6 +1,6 @@
 """Counts of an engine as Prometheus reads them, under the names that dashboards of vLLM know.
 
-    statistics(), asked for when somebody looks -> Snapshot -> families        nothing of it is on a step's path
+    statistics(), asked for when a client looks -> Snapshot -> families        nothing of it is on a step's path
     answers, as the event loop sees them come   -> RequestMetrics -> tallies -> families
 
 Names begin with a prefix of ours; with ``vllm`` for one, they are those of vLLM where both count the same.
@@ -12,7 +12,7 @@ import re
 import time
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
@@ -31,11 +31,13 @@ from hybridkv.units import shown
 PREFIX: Final = "hybridkv"
 _MODEL: Final = "model_name"
 _SECONDS: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+Samples = Iterable[tuple[tuple[str, ...], float]]
+"""Values of labels, and the number."""
 _TOKENS: Final = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
 def metrics_prefix(name: str, value: object) -> str:
-    """``value`` as the beginning of names. ConfigError for what Prometheus takes for none."""
+    """Check ``value`` as the beginning of names. ConfigError if Prometheus takes no such name."""
     if not isinstance(value, str) or not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", value):
         raise ConfigError(f"{name} must be letters, digits and underscores, got {shown(value)}")
     return value
@@ -43,9 +45,10 @@ def metrics_prefix(name: str, value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What an engine says of itself at one moment. kinds: what each of the plan's groups keeps; sizes: of its blocks.
+    """The state of an engine at one moment.
 
-    explains: whether misses have reasons. waits: how many wait, by reason.
+    kinds: what each of the plan's groups keeps; sizes: bytes of its blocks. explains: whether misses have reasons.
+    waits: how many requests wait, by reason.
     """
 
     scheduler: SchedulerStatistics
@@ -58,12 +61,47 @@ class Snapshot:
 
     @classmethod
     def of(cls, engine: Engine) -> Snapshot:
-        """Of now, in the engine's own thread. O(blocks + waiting * log waiting)."""
+        """Look at ``engine``, in its own thread. O(blocks + waiting * log waiting)."""
         config, cache = engine.plan.config, engine.cache
         kinds = tuple(str(one.spec.keeps) for one in config.groups)
         sizes = tuple(config.block_bytes_of(number) for number in range(len(kinds)))
         waits = Counts(one.reason for one in engine.scheduler.waits())
         return cls(engine.statistics(), cache.statistics(), cache.usage, kinds, sizes, cache.explains, waits)
+
+
+class Families:
+    """Makes families of one server: their names have its prefix, their samples its model's name."""
+
+    def __init__(self, prefix: str, model_name: str) -> None:
+        self.prefix, self.model_name = prefix, model_name
+
+    def gauge(self, name: str, said: str, value: float) -> Metric:
+        """Return a gauge of one sample."""
+        return self.gauges(name, said, [((), value)])
+
+    def gauges(self, name: str, said: str, samples: Samples, *labels: str) -> Metric:
+        """Return a gauge. samples: values of ``labels`` and the number, one by one."""
+        return self._filled(GaugeMetricFamily(f"{self.prefix}:{name}", said, labels=[_MODEL, *labels]), samples)
+
+    def counter(self, name: str, said: str, value: float) -> Metric:
+        """Return a counter of one sample."""
+        return self.counters(name, said, [((), value)])
+
+    def counters(self, name: str, said: str, samples: Samples, *labels: str) -> Metric:
+        """Return a counter. samples: as gauges has them."""
+        return self._filled(CounterMetricFamily(f"{self.prefix}:{name}", said, labels=[_MODEL, *labels]), samples)
+
+    def histogram(self, name: str, said: str, edges: Sequence[float], counts: Sequence[int], total: float) -> Metric:
+        """Return a histogram. counts: of each bucket, which an edge ends; the last has no end. total: of all values."""
+        made = HistogramMetricFamily(f"{self.prefix}:{name}", said, labels=[_MODEL])
+        ends = [*map(floatToGoString, edges), "+Inf"]
+        made.add_metric([self.model_name], list(zip(ends, map(float, accumulate(counts)), strict=True)), total)
+        return made
+
+    def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
+        for values, number in samples:
+            family.add_metric([self.model_name, *values], number)
+        return family
 
 
 class Tally:
@@ -78,45 +116,38 @@ class Tally:
         self._sum = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """``value``, so many times. O(log edges)."""
+        """Count ``value`` so many times. O(log edges)."""
         self._counts[bisect_left(self._edges, value)] += times
         self._sum += value * times
 
-    def family(self, model_name: str) -> Metric:
-        """As Prometheus reads it."""
-        made = HistogramMetricFamily(self._name, self._said, labels=[_MODEL])
-        made.add_metric([model_name], _buckets(self._edges, self._counts), self._sum)
-        return made
+    def family(self, families: Families) -> Metric:
+        """Return the histogram as Prometheus reads it."""
+        return families.histogram(self._name, self._said, self._edges, self._counts, self._sum)
 
 
 class RequestMetrics:
-    """What came of requests, as the event loop saw it: of one server.
+    """Counts of the requests of one server, as the event loop saw them.
 
     heard: told of each that ends, when it was asked for, when its output began, and when it ended (monotonic clock).
     """
 
     def __init__(self, prefix: str, model_name: str) -> None:
-        self._prefix, self.model_name = prefix, model_name
+        self.families = Families(prefix, model_name)
         self.heard: Callable[[Completion, float, float, float], object] | None = None
         self.output_tokens = 0
-        self._tallies: list[Tally] = []
-        self.first_token = self._tally("time_to_first_token_seconds", "Until the first token.", _SECONDS)
-        self.next_token = self._tally("inter_token_latency_seconds", "Between an output's tokens.", _SECONDS)
-        self._per_token = self._tally(
+        self.first_token = Tally("time_to_first_token_seconds", "Until the first token.", _SECONDS)
+        self.next_token = Tally("inter_token_latency_seconds", "Between an output's tokens.", _SECONDS)
+        self._per_token = Tally(
             "request_time_per_output_token_seconds", "Of a request: behind its first token, a token.", _SECONDS
         )
-        self._queued = self._tally("request_queue_time_seconds", "Until it first ran.", _SECONDS)
-        self._whole = self._tally("e2e_request_latency_seconds", "Until its end.", _SECONDS)
-        self._prompt = self._tally("request_prompt_tokens", "Of its prompt.", _TOKENS)
-        self._output = self._tally("request_generation_tokens", "Of its output.", _TOKENS)
+        self._queued = Tally("request_queue_time_seconds", "Until it first ran.", _SECONDS)
+        self._whole = Tally("e2e_request_latency_seconds", "Until its end.", _SECONDS)
+        self._prompt = Tally("request_prompt_tokens", "Of its prompt.", _TOKENS)
+        self._output = Tally("request_generation_tokens", "Of its output.", _TOKENS)
         self._ended = Counts[str]()
 
-    def _tally(self, name: str, said: str, edges: Sequence[float]) -> Tally:
-        self._tallies.append(Tally(f"{self._prefix}:{name}", said, edges))
-        return self._tallies[-1]
-
     def ended(self, done: Completion, begun: float, first: float) -> None:
-        """An output has ended. begun, first: when it was asked for and began to come, on the monotonic clock."""
+        """Count an output that ended. begun, first: when it was asked for and began to come, on the monotonic clock."""
         now, tokens = time.monotonic(), len(done.token_ids)
         self._whole.add(now - begun)
         self._queued.add(done.queue_seconds)
@@ -128,19 +159,14 @@ class RequestMetrics:
         if self.heard is not None:
             self.heard(done, begun, first, now)
 
-    def families(self) -> Iterator[Metric]:
-        """All of it."""
-        for one in self._tallies:
-            yield one.family(self.model_name)
-        tokens = CounterMetricFamily(f"{self._prefix}:generation_tokens", "Output tokens.", labels=[_MODEL])
-        tokens.add_metric([self.model_name], self.output_tokens)
-        yield tokens
-        ended = CounterMetricFamily(
-            f"{self._prefix}:request_success", "Requests that ended.", labels=[_MODEL, "finished_reason"]
-        )
-        for reason, count in self._ended.items():
-            ended.add_metric([self.model_name, reason], count)
-        yield ended
+    def collect(self) -> Iterator[Metric]:
+        """Give all families."""
+        times = self.first_token, self.next_token, self._per_token, self._queued, self._whole
+        for one in (*times, self._prompt, self._output):
+            yield one.family(self.families)
+        yield self.families.counter("generation_tokens", "Output tokens.", self.output_tokens)
+        ended = (((reason,), count) for reason, count in self._ended.items())
+        yield self.families.counters("request_success", "Requests that ended.", ended, "finished_reason")
 
 
 class Watch:
@@ -151,7 +177,7 @@ class Watch:
         self._first = self._last = 0.0
 
     def came(self, tokens: int, done: Completion | None) -> None:
-        """So many tokens, and maybe the end."""
+        """Count so many tokens, and maybe the end."""
         now = time.monotonic()
         if tokens and not self._first:
             self._first = now
@@ -166,28 +192,38 @@ class Watch:
 
 
 class SnapshotCollector:
-    """``snapshot`` as families, and with them what came of requests."""
+    """The families of ``snapshot``, and of ``requests``."""
 
-    def __init__(self, snapshot: Snapshot, requests: RequestMetrics, prefix: str, model_name: str) -> None:
-        self._snapshot, self._requests = snapshot, requests
-        self._prefix, self._model_name = prefix, model_name
+    def __init__(self, snapshot: Snapshot, requests: RequestMetrics) -> None:
+        self._snapshot, self._requests, self._made = snapshot, requests, requests.families
 
     def collect(self) -> Iterator[Metric]:
-        """All of it."""
+        """Give all families."""
         now = self._snapshot
-        yield from self._requests.families()
+        yield from self._requests.collect()
         yield from self._gauges(now)
         yield from self._counters(now.scheduler)
         yield from self._groups(now)
-        yield from self._kept_ends(now.cache)
-        yield from self._misses(now)
-        yield from self._times(now.cache)
-
-    def _gauge(self, name: str, said: str, *labels: str) -> GaugeMetricFamily:
-        return GaugeMetricFamily(f"{self._prefix}:{name}", said, labels=[_MODEL, *labels])
-
-    def _counter(self, name: str, said: str, *labels: str) -> CounterMetricFamily:
-        return CounterMetricFamily(f"{self._prefix}:{name}", said, labels=[_MODEL, *labels])
+        if now.cache.ends:  # some eviction ranks them
+            yield from self._kept_ends(now.cache)
+        if now.explains:
+            missed = (((reason,), now.scheduler.misses.get(reason, 0)) for reason in MissReason)
+            yield self._made.counters("prompt_tokens_missed", "Prompt tokens not found, by reason.", missed, "reason")
+        if now.cache.times is not None:
+            for name, said, counts in (
+                (
+                    "kv_block_lifetime_seconds",
+                    "From a block's first key until it lost its keys.",
+                    now.cache.times.lifetime,
+                ),
+                (
+                    "kv_block_idle_before_evict_seconds",
+                    "From its last hit, or first key, until then.",
+                    now.cache.times.idle,
+                ),
+                ("kv_block_reuse_gap_seconds", "Between two hits of a block.", now.cache.times.gap),
+            ):
+                yield self._made.histogram(name, said, EDGES_S, counts.counts, counts.sum_s)
 
     def _gauges(self, now: Snapshot) -> Iterator[Metric]:
         for name, said, value in (
@@ -197,13 +233,9 @@ class SnapshotCollector:
             ("kv_cache_peak_usage_perc", "The most of it so far.", now.scheduler.peak_usage),
             ("kv_cache_pinned_blocks", "Blocks held by pins.", now.cache.pinned_blocks),
         ):
-            gauge = self._gauge(name, said)
-            gauge.add_metric([self._model_name], value)
-            yield gauge
-        waits = self._gauge("num_requests_waiting_by_reason", "Requests that wait, by what for.", "reason")
-        for reason in WaitReason:
-            waits.add_metric([self._model_name, reason], now.waits.get(reason, 0))
-        yield waits
+            yield self._made.gauge(name, said, value)
+        waits = (((reason,), now.waits.get(reason, 0)) for reason in WaitReason)
+        yield self._made.gauges("num_requests_waiting_by_reason", "Requests that wait, by what for.", waits, "reason")
 
     def _counters(self, now: SchedulerStatistics) -> Iterator[Metric]:
         for name, said, value in (
@@ -219,84 +251,50 @@ class SnapshotCollector:
             ("engine_steps", "Steps scheduled.", now.steps),
             ("engine_failed_steps", "Steps that brought no result.", now.failed_steps),
         ):
-            counter = self._counter(name, said)
-            counter.add_metric([self._model_name], value)
-            yield counter
-        accepted = self._counter("spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by place.", "position")
-        for position, value in enumerate(now.accepted_by_position):
-            accepted.add_metric([self._model_name, str(position)], value)
-        yield accepted
-        refused = self._counter("admission_refusals", "Looks at a waiting request that did not come in.", "reason")
-        for reason, value in now.refusals.items():
-            refused.add_metric([self._model_name, reason], value)
-        yield refused
-        sources = self._counter("prompt_tokens_by_source", "Prompt tokens, computed here or found.", "source")
-        sources.add_metric([self._model_name, "local_compute"], now.prompt_tokens - now.hit_tokens)
-        sources.add_metric([self._model_name, "local_cache_hit"], now.hit_tokens)
-        yield sources
+            yield self._made.counter(name, said, value)
+        accepted = (((str(place),), value) for place, value in enumerate(now.accepted_by_position))
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        yield self._made.counters(name, "Drafts accepted, by place.", accepted, "position")
+        refused = (((reason,), value) for reason, value in now.refusals.items())
+        said = "Looks at a waiting request that did not come in."
+        yield self._made.counters("admission_refusals", said, refused, "reason")
+        sources = [(("local_compute",), now.prompt_tokens - now.hit_tokens), (("local_cache_hit",), now.hit_tokens)]
+        said = "Prompt tokens, computed here or found."
+        yield self._made.counters("prompt_tokens_by_source", said, sources, "source")
 
     def _groups(self, now: Snapshot) -> Iterator[Metric]:
-        blocks = self._gauge("kv_group_blocks", "Blocks of a group: see docs.", "group", "kind", "state")
-        size = self._gauge("kv_group_block_bytes", "Of one block of a group.", "group", "kind")
-        published = self._counter("kv_group_published", "Keys given to blocks of a group.", "group", "kind")
-        evicted = self._counter("kv_group_evictions", "Keys that a group's blocks lost.", "group", "kind")
-        for number, (group, kind) in enumerate(zip(now.cache.groups, now.kinds, strict=True)):
-            labels = [self._model_name, str(number), kind]
-            blocks.add_metric([*labels, "held"], group.held_blocks)
-            blocks.add_metric([*labels, "cached"], group.cached_blocks)
-            blocks.add_metric([*labels, "evictable"], group.evictable_blocks)
-            size.add_metric(labels, now.sizes[number])
-            published.add_metric(labels, group.published)
-            evicted.add_metric(labels, group.evictions)
-        yield from (blocks, size, published, evicted)
-        moved = self._counter("kv_moved_blocks", "Blocks that passed from slab to slab.")
-        moved.add_metric([self._model_name], now.cache.moved_blocks)
-        yield moved
+        groups = [((str(number), kind), now.cache.groups[number]) for number, kind in enumerate(now.kinds)]
+        blocks = [
+            ((*group, state), count)
+            for group, one in groups
+            for state, count in (
+                ("held", one.held_blocks),
+                ("cached", one.cached_blocks),
+                ("evictable", one.evictable_blocks),
+            )
+        ]
+        yield self._made.gauges("kv_group_blocks", "Blocks of a group: see docs.", blocks, "group", "kind", "state")
+        sizes = [(group, size) for (group, _), size in zip(groups, now.sizes, strict=True)]
+        yield self._made.gauges("kv_group_block_bytes", "Of one block of a group.", sizes, "group", "kind")
+        for name, said, counts in (
+            ("kv_group_published", "Keys given to blocks of a group.", [(g, one.published) for g, one in groups]),
+            ("kv_group_evictions", "Keys that a group's blocks lost.", [(g, one.evictions) for g, one in groups]),
+        ):
+            yield self._made.counters(name, said, counts, "group", "kind")
+        yield self._made.counter("kv_moved_blocks", "Blocks that passed from slab to slab.", now.cache.moved_blocks)
 
     def _kept_ends(self, now: CacheStatistics) -> Iterator[Metric]:
-        """Where prompts can be resumed, by kind; nothing where no eviction ranks them."""
-        kept = self._gauge("kv_ends", "Ends kept now: where prompts can be resumed.", "kind")
-        if not now.ends:
-            return
-        for one in now.ends:
-            kept.add_metric([self._model_name, one.kind], one.kept)
-        yield kept
-        for name, said, counts in (
-            ("kv_ends_stored", "Ends that were kept.", [one.made for one in now.ends]),
-            ("kv_end_hits", "Hits of kept ends.", [one.hits for one in now.ends]),
-            ("kv_end_misses", "Prompts that ends given up would have been hit by.", [one.missed for one in now.ends]),
-            ("kv_ends_declined", "Ends not kept for want of worth.", [one.declined for one in now.ends]),
-            ("kv_ends_evicted", "Ends given up.", [one.given_up for one in now.ends]),
-            ("kv_ends_evicted_unused", "Those never hit.", [one.unused for one in now.ends]),
+        """Where prompts can be resumed, by kind."""
+        ends = {one.kind: one for one in now.ends}
+        kept = (((kind,), one.kept) for kind, one in ends.items())
+        yield self._made.gauges("kv_ends", "Ends kept now: where prompts can be resumed.", kept, "kind")
+        for name, said, field in (
+            ("kv_ends_stored", "Ends that were kept.", "made"),
+            ("kv_end_hits", "Hits of kept ends.", "hits"),
+            ("kv_end_misses", "Prompts that ends given up would have been hit by.", "missed"),
+            ("kv_ends_declined", "Ends not kept for want of worth.", "declined"),
+            ("kv_ends_evicted", "Ends given up.", "given_up"),
+            ("kv_ends_evicted_unused", "Those never hit.", "unused"),
         ):
-            counter = self._counter(name, said, "kind")
-            for one, value in zip(now.ends, counts, strict=True):
-                counter.add_metric([self._model_name, one.kind], value)
-            yield counter
-
-    def _misses(self, now: Snapshot) -> Iterator[Metric]:
-        """Prompt tokens not found, by reason, where misses are explained."""
-        if now.explains:
-            missed = self._counter("prompt_tokens_missed", "Prompt tokens not found, by reason.", "reason")
-            for reason in MissReason:
-                missed.add_metric([self._model_name, reason], now.scheduler.misses.get(reason, 0))
-            yield missed
-
-    def _times(self, now: CacheStatistics) -> Iterator[Metric]:
-        """Of blocks, where they are counted."""
-        if now.times is None:
-            return
-        for name, said, counts in (
-            ("kv_block_lifetime_seconds", "From a block's first key until it lost its keys.", now.times.lifetime),
-            ("kv_block_idle_before_evict_seconds", "From its last hit, or first key, until then.", now.times.idle),
-            ("kv_block_reuse_gap_seconds", "Between two hits of a block.", now.times.gap),
-        ):
-            family = HistogramMetricFamily(f"{self._prefix}:{name}", said, labels=[_MODEL])
-            family.add_metric([self._model_name], _buckets(EDGES_S, counts.counts), counts.sum_s)
-            yield family
-
-
-def _buckets(edges: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Name and all up to its end, of each bucket, as Prometheus has them."""
-    names = [*map(floatToGoString, edges), "+Inf"]
-    return list(zip(names, map(float, accumulate(counts)), strict=True))
+            counts = (((kind,), getattr(one, field)) for kind, one in ends.items())
+            yield self._made.counters(name, said, counts, "kind")

@@ -1,36 +1,352 @@
-"""One process, one event loop, one engine, until a signal ends it.
+"""A server process: one event loop, one engine, until a signal ends it; and its connections, with their limits.
 
 first SIGTERM or SIGINT: no new connections, requests in hand are answered within the grace, then the process ends
 second: what the handlers before it did, which is to end at once
+
+Limits of connections hold before a route, or a key, is looked at:
+
+    head (URL and headers): bytes, seconds -> 414, 431, 408       body: seconds -> 408; bytes of all bodies -> 503
+
+uvicorn parses HTTP, by httptools. It bounds none of these, and takes a client that has sent all it has for one that
+has gone: here such a client is answered. A connection has one request in hand at a time: input after it is dropped,
+and the connection closes after the answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import signal
 import socket
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
 from types import FrameType
 from typing import Any, Final, cast
 
+import httptools
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
+from hybridkv.arguments import integer, real
 from hybridkv.errors import ConfigError
-from hybridkv.serve.connections import Connection, ConnectionLimits, protocol
+from hybridkv.frozen import check_fields
+from hybridkv.serve.errors import ApiError
 from hybridkv.serve.front import Front
 
+MOST_URL_BYTES: Final = 8 << 10
+MOST_HEAD_BYTES: Final = 32 << 10
+"""Of the URL and all headers; a head that comes in pieces may have one piece more."""
+_SMALL_BODY: Final = 64 << 10
+_LINGER_S: Final = 2.0  # a socket closed with unread bytes in it loses the answer, too
+_MOST_DROPPED: Final = 64 << 20  # more than a request with the longest body
+_FIRST_PROBE_S: Final = 0.05
+_PROBE_S: Final = 1.0
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG: Final = 2048
 UNWIND_S: Final = 5
 """Seconds after the grace in which requests that were cut off must end; then their tasks are cancelled."""
 
 
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """How long clients may take, and how much of bodies is held.
+
+    Args:
+        header_timeout: seconds in which the URL and headers of a request must arrive.
+        body_timeout: seconds in which its body must arrive.
+        body_memory: bytes of all bodies together, from their arrival until they are answered; bodies of at most
+            64 KiB are not counted.
+        grace: seconds for answers in hand after SIGTERM; then they are cut off.
+
+    Raises ConfigError for values that are not positive.
+    """
+
+    header_timeout: float = 10.0
+    body_timeout: float = 60.0
+    body_memory: int = 128 << 20
+    grace: float = 30.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, _positive, "header_timeout", "body_timeout", "grace")
+        check_fields(self, partial(integer, least=1), "body_memory")
+
+
+def _positive(name: str, value: object) -> float:
+    found = real(name, value)
+    if found <= 0:
+        raise ConfigError(f"{name} must be positive, got {found}")
+    return found
+
+
+class Bodies:
+    """Bytes of all bodies that are held. O(connections with large bodies) where there are too many."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: dict[Connection, int] = {}
+        self.total = 0
+
+    def hold(self, owner: Connection, size: int) -> None:
+        """Count ``size`` bytes as those of ``owner``. While all are too many, refuse the largest that still arrives."""
+        self.total += size - self._held.get(owner, 0)
+        self._held[owner] = size
+        while self.total > self._most:
+            arriving = [one for one in self._held if one.body_arrives]
+            if not arriving:
+                return
+            largest = max(arriving, key=self._held.__getitem__)
+            self.release(largest)
+            largest.refuse(503, "the server holds too many bodies: ask again later", retry=True)
+
+    def release(self, owner: Connection) -> None:
+        """Count nothing of ``owner`` any more."""
+        self.total -= self._held.pop(owner, 0)
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's, with limits.
+
+    Args:
+        limits: of all connections.
+        bodies: those of all connections.
+        config, server_state, app_state, _loop: uvicorn's.
+
+    Attributes:
+        body_arrives: whether the body of a request is not whole.
+        refused: whether an error was the answer to a request that was not whole.
+    """
+
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        bodies: Bodies,
+        *,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits, self._bodies = limits, bodies
+        self._in_head = self.body_arrives = False
+        self._unparsed = 0  # bytes of this head, or since the last of this body
+        self._gets_on = False
+        self._held = self._dropped = 0
+        self._timed: str | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._refusal: tuple[int, str] | None = None
+        self.refused = self._drops = self._half_closed = False
+
+    # what the transport tells
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        """Begin to wait for a head."""
+        super().connection_made(transport)
+        self._time("head")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Hold nothing more."""
+        super().connection_lost(exc)
+        self._time(None)
+        self._bodies.release(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse ``data``, and refuse what is too long or no HTTP."""
+        if self.refused or self._drops:
+            self._dropped += len(data)
+            if self._dropped > _MOST_DROPPED:
+                self.transport.abort()
+            return
+        self._unset_keepalive_if_required()
+        waited, self._gets_on = self._in_head or self.body_arrives, False
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            # to nothing that is offered: the request is answered as it is
+            if upgrade.args[0] < len(data):  # the parser skips the rest of the piece
+                self._drop_rest()
+        except httptools.HttpParserError:
+            if not self._drops:
+                self.refuse(*(self._refusal or (400, "this is no HTTP/1.1 request")))
+            return
+        if waited and not self._gets_on:
+            self._unparsed += len(data)
+            if self._unparsed > MOST_HEAD_BYTES:
+                self.refuse(*self._too_long())
+                return
+        if self.body_arrives:
+            self._time("body")
+        else:
+            self._time("head" if self._in_head or self._idle else None)
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio's may say that it goes on
+        """Go on if a request is whole: its client may still read. Return whether the transport stays open."""
+        if self.refused or self._idle or self._in_head or self.body_arrives:
+            return False
+        if self.cycle.response_started and self.cycle.scope["method"] == "GET":
+            return False  # such a stream may write too rarely to notice otherwise that its client has gone
+        self._half_closed = True
+        self._probe()
+        return True
+
+    # what the parser tells
+
+    def on_message_begin(self) -> None:
+        """A head begins. If a request is in hand, drop the input instead: HTTP lets clients send it again."""
+        if not self._idle:
+            self._drop_rest()
+            raise ValueError("a request is in hand")  # to the parser, which stops
+        super().on_message_begin()
+        self._in_head = self._gets_on = True
+        self._unparsed = 0
+
+    def on_headers_complete(self) -> None:
+        """A body begins; it may be empty."""
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if len(self.url) > MOST_URL_BYTES or size > MOST_HEAD_BYTES:
+            self._refusal = self._too_long()
+        elif self.parser.should_upgrade() and any(_announces_body(*header) for header in self.headers):
+            # the parser would take this body for the next request
+            self._refusal = 400, "this server offers no upgrade: leave out Upgrade from a request with a body"
+        if self._refusal is not None:
+            raise ValueError(self._refusal)  # to the parser, which stops
+        super().on_headers_complete()  # raises for a target without a path
+        self._in_head, self.body_arrives = False, True
+        self._gets_on = True
+        self._unparsed = self._held = 0
+
+    def on_body(self, body: bytes) -> None:
+        """Hold more of a body."""
+        super().on_body(body)
+        self._gets_on = True
+        self._unparsed = 0
+        self._held += len(body)
+        if self._held > _SMALL_BODY and not self.cycle.response_complete:
+            self._bodies.hold(self, self._held)
+            if self.refused:
+                raise ValueError("refused")  # to the parser, which stops
+
+    def on_message_complete(self) -> None:
+        """A request is whole."""
+        super().on_message_complete()
+        self.body_arrives = False
+
+    def on_response_complete(self) -> None:
+        """Release the body; close if the client sends nothing more."""
+        self._bodies.release(self)
+        super().on_response_complete()
+        if self._half_closed:
+            self.transport.close()
+
+    # what the server tells
+
+    def shutdown(self) -> None:
+        """Close, or answer what is in hand first; a request that is not whole is refused."""
+        if (self._in_head or self.body_arrives) and self._answerable:
+            self.refuse(503, "the server drains: it takes no more requests")
+        else:
+            super().shutdown()
+
+    def refuse(self, status: int, message: str, *, retry: bool = False) -> None:
+        """Answer the request that is not whole with an error, and close. If its answer has begun, close alone."""
+        if self.refused or self.transport.is_closing():
+            return
+        self.refused = True
+        self._time(None)
+        self._bodies.release(self)
+        answers, cycle = self._answerable, self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if not answers:
+            self.transport.close()
+            return
+        self.transport.write(_error(status, message, retry=retry))
+        with suppress(OSError):  # the peer has gone
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self.loop.call_later(_LINGER_S, self.transport.close)
+
+    # within
+
+    @property
+    def _idle(self) -> bool:
+        """Whether no request is in hand."""
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _answerable(self) -> bool:
+        """Whether an error would be the answer to the request that is not whole, and to no other."""
+        if self.body_arrives:
+            return not self.cycle.response_started
+        return self._idle
+
+    def _drop_rest(self) -> None:
+        """Parse no more input, and close after the answer in hand."""
+        self._drops = True
+        self.cycle.keep_alive = False
+        self._time(None)
+
+    def _too_long(self) -> tuple[int, str]:
+        if len(self.url) > MOST_URL_BYTES:
+            return 414, f"the URL has more than {MOST_URL_BYTES} bytes"
+        return 431, f"the headers have more than {MOST_HEAD_BYTES} bytes"
+
+    def _time(self, waited_for: str | None) -> None:
+        """Give a head or a body its time, from when it is first waited for."""
+        if waited_for == self._timed:
+            return
+        self._timed = waited_for
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if waited_for is not None:
+            seconds = self._limits.header_timeout if waited_for == "head" else self._limits.body_timeout
+            self._timer = self.loop.call_later(seconds, self._late)
+
+    def _late(self) -> None:
+        if self._in_head or (self.body_arrives and not self.cycle.response_complete):
+            self.refuse(408, f"the {self._timed} took too long to arrive")
+        else:
+            self.transport.close()
+
+    def _probe(self, again: float = _FIRST_PROBE_S) -> None:
+        """Notice that a client that had sent all has gone: after its end, only a write tells.
+
+        A line that any client skips has a closed socket answer with a reset, on which the next line fails.
+        """
+        if self.transport.is_closing() or self._idle:
+            return
+        if not self.cycle.response_started and self.cycle.scope["http_version"] == "1.1":
+            self.transport.write(_CONTINUE)
+        self.loop.call_later(again, self._probe, _PROBE_S)
+
+
+def _announces_body(name: bytes, value: bytes) -> bool:
+    return name == b"transfer-encoding" or (name == b"content-length" and value.strip(b" \t0") != b"")
+
+
+def _error(status: int, message: str, *, retry: bool) -> bytes:
+    """An answer, as routes give it."""
+    body = json.dumps(ApiError(status, message).body).encode()
+    phrase, again = HTTPStatus(status).phrase, "retry-after: 1\r\n" if retry else ""
+    head = (
+        f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        f"{again}connection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0 is any free one. ConfigError where that cannot be."""
+    """Return a socket that listens there; port 0 is any free one. ConfigError if it cannot."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -59,11 +375,11 @@ class Server(uvicorn.Server):
         self,
         app: FastAPI,
         ready: Callable[[], None] = lambda: None,
-        limits: ConnectionLimits = ConnectionLimits(),  # noqa: B008  # a frozen value
+        limits: ConnectionLimits = ConnectionLimits(),  # a frozen value
     ) -> None:
         config = uvicorn.Config(
             app,
-            http=cast("Any", protocol(limits)),  # which makes one, as a class would
+            http=cast("Any", partial(Connection, limits, Bodies(limits.body_memory))),  # called as a class would be
             ws="none",
             log_config=None,  # its log would say again what the answers say
             access_log=False,
@@ -78,7 +394,7 @@ class Server(uvicorn.Server):
         self._before: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's; it answers behind."""
+        """As uvicorn's; then it answers."""
         await super().startup(sockets)
         self._ready()
 

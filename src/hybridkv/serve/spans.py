@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 from opentelemetry import propagate
 from opentelemetry.trace import SpanKind, StatusCode, Tracer
 from starlette.requests import Request
 
 from hybridkv.errors import ConfigError
-from hybridkv.serve.errors import api_error
+from hybridkv.serve.errors import ClientGoneError, api_error
 
 if TYPE_CHECKING:  # which makes these
     from hybridkv.serve.generation import Asked, Part
@@ -29,7 +29,7 @@ CLIENT_LEFT: Final = "client_left"
 
 
 class RequestSpan:
-    """Of one body: ``asked``, by ``request``, of ``model``."""
+    """A span of one body: ``asked``, by ``request``, of ``model``. Leaving its context ends it, and tells the error."""
 
     def __init__(self, tracer: Tracer, model: str, request: Request, asked: Asked) -> None:
         self._asked, self._begun = asked, time.monotonic()
@@ -61,7 +61,7 @@ class RequestSpan:
         )
 
     def came(self, part: Part) -> None:
-        """Something new of an output."""
+        """Tell something new of an output."""
         tokens, done = len(part.increment.token_ids), part.increment.completion
         if tokens and not self._outputs:
             self._span.set_attribute("gen_ai.response.time_to_first_chunk", time.monotonic() - self._begun)
@@ -73,31 +73,28 @@ class RequestSpan:
             self._cached += done.hit_tokens
             self._span.set_attribute("hybridkv.queue_seconds", done.queue_seconds)
 
-    def failed(self, error: Exception) -> None:
-        """Nothing more comes, for ``error``."""
-        self._span.set_attribute("error.type", str(api_error(error).status))
-        self._span.set_status(StatusCode.ERROR)
+    def __enter__(self) -> Self:
+        return self
 
-    def end(self) -> None:
-        """All has come, or will never."""
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, ClientGoneError):
+            self._span.set_attribute("error.type", str(api_error(error).status))
+            self._span.set_status(StatusCode.ERROR)
+        elif error is not None:  # a task that is cancelled has lost its client, too
+            self._span.set_attribute("error.type", CLIENT_LEFT)
         self._span.set_attribute("gen_ai.usage.output_tokens", self._outputs)
         if len(self._finished) == self._asked.outputs:
             self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", self._cached)
-            self._span.set_attribute(
-                "gen_ai.response.finish_reasons", [one for _, one in sorted(self._finished.items())]
-            )
+            reasons = [one for _, one in sorted(self._finished.items())]
+            self._span.set_attribute("gen_ai.response.finish_reasons", reasons)
         self._span.end()
-
-    def left(self) -> None:
-        """The client went away."""
-        self._span.set_attribute("error.type", CLIENT_LEFT)
 
 
 @contextmanager
 def exporting() -> Iterator[Tracer]:
-    """A tracer whose spans go where OTEL_EXPORTER_OTLP_ENDPOINT says; what is left is sent behind.
+    """Give a tracer that sends spans to OTEL_EXPORTER_OTLP_ENDPOINT; the last ones when its context ends.
 
-    ConfigError where OpenTelemetry's SDK is not installed.
+    ConfigError if OpenTelemetry's SDK is not installed.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415  # an extra

@@ -1,0 +1,572 @@
+"""What bodies ask of the engine, and how its outputs are told: /v1/completions, /v1/chat/completions, /v1/responses.
+
+Responses are offered in their plain text form: one turn of a conversation that is not kept. Their streams are
+
+    response.created, .in_progress, output_item.added, content_part.added
+    output_text.delta ...
+    output_text.done, content_part.done, output_item.done, response.completed or .incomplete
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Literal, NotRequired
+
+from starlette.requests import Request
+from typing_extensions import TypedDict
+
+from hybridkv.errors import ConfigError
+from hybridkv.runner.completion import Completion, Increment
+from hybridkv.runner.sampling.logprobs import TokenLogprob
+from hybridkv.schedule import FinishReason
+from hybridkv.serve.bodies import ChatBody, ChoicesBody, CompletionBody, ResponseBody, StreamOptions, TemplateBody
+from hybridkv.serve.front import Front
+from hybridkv.serve.generation import Asked, Event, Part
+from hybridkv.serve.tokens import TokenTexts
+
+DEFAULT_MAX_TOKENS: Final = 16
+LEAST: Final = -9999.0
+"""What is said of a token that cannot come: JSON knows no infinity."""
+DONE: Final = Event("[DONE]")
+
+
+async def ask_completion(front: Front, body: CompletionBody, request: Request) -> Asked:
+    """Return what ``body`` asks an engine for.
+
+    Raises ApiError and ConfigError if it cannot be served, and ClientGoneError if the client of ``request`` leaves.
+    """
+    front.require_model(body.model)
+    salt = front.salt(request, body.cache_salt)
+    if not body.return_token_ids:
+        front.require_text()
+    front.places.require(len(body.prompts) * (body.n or 1))
+    prompts = await front.tokens.ids(request, body.prompts)
+    asked = body.max_tokens
+    if asked == 0:
+        if not body.echo:
+            raise ConfigError("max_tokens 0 asks for nothing: give echo, or max_tokens of at least 1")
+        asked = 1  # is what the engine wants; no client hears of it
+    sampling = body.sampling(
+        front.most_tokens(prompts, asked, DEFAULT_MAX_TOKENS),
+        n=body.n,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+    )
+    return Asked(f"cmpl-{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints)
+
+
+async def ask_chat(front: Front, body: ChatBody, request: Request) -> Asked:
+    """Return what ``body`` asks an engine for. Raises as ask_completion."""
+    front.require_model(body.model)
+    salt = front.salt(request, body.cache_salt)
+    prompts = [await front.tokens.conversation(request, body.messages, body)]
+    sampling = body.sampling(
+        front.most_tokens(prompts, body.most_tokens),
+        n=body.n,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    return Asked(f"chatcmpl-{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints)
+
+
+async def ask_response(front: Front, body: ResponseBody, request: Request) -> Asked:
+    """Return what ``body`` asks an engine for. Raises as ask_completion."""
+    front.require_model(body.model)
+    salt = front.salt(request, body.cache_salt)
+    prompts = [await front.tokens.conversation(request, body.messages, TemplateBody())]
+    sampling = body.sampling(front.most_tokens(prompts, body.max_output_tokens))
+    return Asked(f"resp_{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints)
+
+
+# log probabilities: columns for completions, a record a token for chats
+
+
+class Columns(TypedDict):
+    """Of completions: of each token its text, its log probability, those of the most probable, where its text begins.
+
+    The first token of a prompt has none.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class Named(TypedDict):
+    """A token: its text, its log probability, its bytes where they are whole characters."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class Record(Named):
+    """Of chats: an output token, and the most probable ones in its place."""
+
+    top_logprobs: list[Named]
+
+
+class ChatLogprobs(TypedDict):
+    """Of an output of a chat."""
+
+    content: list[Record]
+    refusal: None
+
+
+class ColumnWriter:
+    """Log probabilities of one output of a completion, as it grows. before: the last token of the prompt."""
+
+    def __init__(self, texts: TokenTexts, before: int | None) -> None:
+        self._texts, self._before, self._offset = texts, before, 0
+
+    def prompt(self, ids: Sequence[int], values: Sequence[TokenLogprob], output: Sequence[TokenLogprob]) -> Columns:
+        """Return the columns of an echoed prompt, ``values`` being of all tokens but its first, and of its output."""
+        first = self._texts.text(ids[0], None)
+        self._before, self._offset = ids[0], len(first)
+        made = self.output([*values, *output])
+        made["tokens"].insert(0, first)
+        made["token_logprobs"].insert(0, None)
+        made["top_logprobs"].insert(0, None)
+        made["text_offset"].insert(0, 0)
+        return made
+
+    def output(self, values: Sequence[TokenLogprob]) -> Columns:
+        """Return the columns of the next tokens."""
+        made: Columns = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for one in values:
+            shown = self._texts.text(one.token_id, self._before)
+            best: dict[str, float] = {}
+            for token, value in one.best:  # of tokens of one text the most probable is shown
+                best.setdefault(self._texts.text(token, self._before), max(value, LEAST))
+            best.setdefault(shown, max(one.logprob, LEAST))
+            made["tokens"].append(shown)
+            made["token_logprobs"].append(max(one.logprob, LEAST))
+            made["top_logprobs"].append(best)
+            made["text_offset"].append(self._offset)
+            self._before, self._offset = one.token_id, self._offset + len(shown)
+        return made
+
+
+class RecordWriter:
+    """Log probabilities of one output of a chat, as it grows. before: the last token of the prompt."""
+
+    def __init__(self, texts: TokenTexts, before: int | None) -> None:
+        self._texts, self._before = texts, before
+
+    def output(self, values: Sequence[TokenLogprob]) -> ChatLogprobs:
+        """Return the records of the next tokens."""
+        content: list[Record] = []
+        for one in values:
+            top = [self._named(*best) for best in one.best]
+            content.append({**self._named(one.token_id, one.logprob), "top_logprobs": top})
+            self._before = one.token_id
+        return {"content": content, "refusal": None}
+
+    def _named(self, token: int, value: float) -> Named:
+        shown = self._texts.text(token, self._before)
+        return {"token": shown, "logprob": max(value, LEAST), "bytes": self._texts.utf8(shown)}
+
+
+# the choices of completions and chats
+
+
+class CachedTokens(TypedDict):
+    """Of the prompt tokens: those found in the cache."""
+
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    """Tokens of all prompts and all outputs of an answer. Details: once every prompt has been computed."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens | None
+
+
+class CompletionChoice(TypedDict):
+    """An output, or what is new of it. token_ids: where return_token_ids asks."""
+
+    index: int
+    text: str
+    logprobs: Columns | None
+    finish_reason: str | None
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class CompletionAnswer(TypedDict):
+    """All outputs, or a chunk of a stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
+
+
+class Message(TypedDict):
+    """The assistant's turn; calls of tools are text of it."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class Delta(TypedDict, total=False):
+    """What is new of a turn."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(TypedDict):
+    """An output. token_ids: where return_token_ids asks."""
+
+    index: int
+    message: NotRequired[Message]
+    delta: NotRequired[Delta]
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    token_ids: NotRequired[list[int]]
+
+
+class ChatAnswer(TypedDict):
+    """All outputs, or a chunk of a stream."""
+
+    id: str
+    object: Literal["chat.completion", "chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: NotRequired[Usage | None]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class ChoicesForm:
+    """The form of one answer with choices: what completions and chats share."""
+
+    kinds: tuple[str, str]
+    """What an answer and a chunk of a stream are called."""
+
+    def __init__(self, front: Front, body: ChoicesBody, asked: Asked) -> None:
+        self._front, self._asked = front, asked
+        self._stream = body.stream_options or StreamOptions()
+        self._returns_ids = bool(body.return_token_ids)
+        self._texts = TokenTexts(front.loaded.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        self._created = int(time.time())
+        self._prompt_tokens, self._output_tokens = sum(map(len, asked.prompts)), 0
+        self._cached: int | None = None
+
+    def begin(self) -> Iterable[Event]:
+        """Nothing comes first."""
+        return ()
+
+    def end(self) -> Iterable[Event]:
+        """Tell the counts, where they are asked for; then that it is over."""
+        if self._stream.include_usage:
+            yield Event(self._answer(self.kinds[1], []) | {"usage": self._usage()})
+        yield DONE
+
+    def _says_nothing(self, new: Increment, choice: CompletionChoice | ChatChoice) -> bool:
+        """Whether ``choice`` of a chunk would hold nothing that is ``new``, as for a part of a character."""
+        return not (new.text or choice["finish_reason"] or choice["logprobs"] or "token_ids" in choice)
+
+    def _chunk(self, choice: CompletionChoice | ChatChoice) -> dict[str, Any]:
+        chunk = self._answer(self.kinds[1], [choice])
+        if self._stream.continuous_usage_stats:
+            chunk["usage"] = self._usage()
+        elif self._stream.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _whole(self, choices: Sequence[CompletionChoice | ChatChoice]) -> dict[str, Any]:
+        return self._answer(self.kinds[0], choices) | {"usage": self._usage()}
+
+    def _answer(self, kind: str, choices: Sequence[CompletionChoice | ChatChoice]) -> dict[str, Any]:
+        return {
+            "id": self._asked.id,
+            "object": kind,
+            "created": self._created,
+            "model": self._front.name,
+            "choices": choices,
+        }
+
+    def _count(self, tokens: int, done: Completion | None, output: int) -> None:
+        """Count more ``tokens``. done: of the ``output``-th output of a prompt; the first says what was cached."""
+        self._output_tokens += tokens
+        if done is not None and output == 0:
+            self._cached = (self._cached or 0) + done.hit_tokens
+
+    def _usage(self) -> Usage:
+        """Return the counts so far. Each prompt counts once, however many outputs it has."""
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._output_tokens,
+            "total_tokens": self._prompt_tokens + self._output_tokens,
+            "prompt_tokens_details": None if self._cached is None else {"cached_tokens": self._cached},
+        }
+
+
+class CompletionForm(ChoicesForm):
+    """The form of one answer of /v1/completions."""
+
+    kinds = ("text_completion", "text_completion")
+
+    def __init__(self, front: Front, body: CompletionBody, asked: Asked) -> None:
+        super().__init__(front, body, asked)
+        self._body = body
+        self._writers: dict[int, ColumnWriter] = {}
+        self._prompt_alone = body.max_tokens == 0
+
+    def part(self, part: Part) -> Iterable[Event]:
+        """Tell what is new of an output, if anything is."""
+        choice = self._choice(part.choice, part.increment, part.increment.completion)
+        if choice["text"] or not self._says_nothing(part.increment, choice):
+            yield Event(self._chunk(choice))
+
+    def whole(self, done: Sequence[Completion]) -> object:
+        """Tell all outputs at once."""
+        return self._whole([self._choice(number, one, one) for number, one in enumerate(done)])
+
+    def _choice(self, number: int, new: Increment | Completion, done: Completion | None) -> CompletionChoice:
+        """What ``new`` says of an output; the first time with its prompt, where that is wanted."""
+        place, output = divmod(number, self._asked.sampling.n)
+        prompt, first = self._asked.prompts[place], number not in self._writers
+        tokens = () if self._prompt_alone else new.token_ids
+        self._count(len(tokens), done, output)
+        text = "" if self._prompt_alone else new.text or ""
+        echoed = self._prompt_text(place) if first and self._body.echo else ""
+        made: CompletionChoice = {
+            "index": number,
+            "text": echoed + text,
+            "logprobs": self._columns(number, prompt, new),
+            "finish_reason": None if done is None else str(done.finish_reason),
+        }
+        if self._returns_ids:
+            made["token_ids"] = list(tokens)
+            if first:
+                made["prompt_token_ids"] = list(prompt)
+        return made
+
+    def _columns(self, number: int, prompt: Sequence[int], new: Increment | Completion) -> Columns | None:
+        first = number not in self._writers
+        if first:
+            self._writers[number] = ColumnWriter(self._texts, prompt[-1])
+        if new.logprobs is None:
+            return None
+        writer = self._writers[number]
+        values = () if self._prompt_alone else new.logprobs
+        if not first or new.prompt_logprobs is None:
+            return writer.output(values)
+        return writer.prompt(prompt, new.prompt_logprobs, values)
+
+    def _prompt_text(self, place: int) -> str:
+        """A prompt as it was given, or the text of its ids."""
+        given = self._body.prompts[place]
+        if isinstance(given, str):
+            return given
+        tokenizer = self._front.loaded.tokenizer
+        return "" if tokenizer is None else str(tokenizer.decode(given, skip_special_tokens=False))
+
+
+class ChatForm(ChoicesForm):
+    """The form of one answer of /v1/chat/completions."""
+
+    kinds = ("chat.completion", "chat.completion.chunk")
+
+    def __init__(self, front: Front, body: ChatBody, asked: Asked) -> None:
+        super().__init__(front, body, asked)
+        last = asked.prompts[0][-1]
+        self._writers = [RecordWriter(self._texts, last) for _ in range(asked.sampling.n)]
+
+    def begin(self) -> Iterable[Event]:
+        """Tell whose turn it is, of every output."""
+        for number in range(self._asked.sampling.n):
+            delta: Delta = {"role": "assistant", "content": ""}
+            chunk = self._chunk({"index": number, "delta": delta, "logprobs": None, "finish_reason": None})
+            yield Event(self._with_prompt(chunk))
+
+    def part(self, part: Part) -> Iterable[Event]:
+        """Tell what is new of an output, if anything is."""
+        choice = self._choice(part.choice, part.increment, part.increment.completion)
+        if not self._says_nothing(part.increment, choice):
+            choice["delta"] = {"content": part.increment.text} if part.increment.text else {}
+            yield Event(self._chunk(choice))
+
+    def whole(self, done: Sequence[Completion]) -> object:
+        """Tell all outputs at once."""
+        choices = [self._choice(number, one, one) for number, one in enumerate(done)]
+        for choice, one in zip(choices, done, strict=True):
+            choice["message"] = {"role": "assistant", "content": one.text or "", "refusal": None}
+        return self._with_prompt(self._whole(choices))
+
+    def _with_prompt(self, answer: dict[str, Any]) -> dict[str, Any]:
+        if self._returns_ids:
+            answer["prompt_token_ids"] = list(self._asked.prompts[0])
+        return answer
+
+    def _choice(self, number: int, new: Increment | Completion, done: Completion | None) -> ChatChoice:
+        """What ``new`` says of an output, but for its text."""
+        self._count(len(new.token_ids), done, number)
+        made: ChatChoice = {
+            "index": number,
+            "logprobs": None if new.logprobs is None else self._writers[number].output(new.logprobs),
+            "finish_reason": None if done is None else str(done.finish_reason),
+        }
+        if self._returns_ids:
+            made["token_ids"] = list(new.token_ids)
+        return made
+
+
+# responses
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(TypedDict):
+    """The text of a turn."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+
+
+class OutputMessage(TypedDict):
+    """The assistant's turn."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Status
+    content: list[OutputText]
+
+
+class ResponseAnswer(TypedDict):
+    """A response. usage: once it has ended; incomplete_details: why it ended too soon."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Status
+    error: None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    output: list[OutputMessage]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    store: bool
+    temperature: float
+    top_p: float
+    text: dict[str, dict[str, str]]
+    tool_choice: Literal["auto"]
+    tools: list[Any]
+    truncation: Literal["disabled"]
+    metadata: dict[str, str]
+    usage: dict[str, Any] | None
+
+
+class ResponseForm:
+    """The form of one answer of /v1/responses."""
+
+    def __init__(self, front: Front, body: ResponseBody, asked: Asked) -> None:
+        self._front, self._body, self._asked = front, body, asked
+        self._created = int(time.time())
+        self._message_id = f"msg_{uuid.uuid4().hex}"
+        self._sent = 0
+        self._done: Completion | None = None
+
+    def begin(self) -> Iterable[Event]:
+        """Tell of a response, a message in it, a text in that: all empty."""
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", response=self._response("in_progress", None))
+        yield self._event("response.output_item.added", output_index=0, item=self._message("in_progress", None))
+        yield self._at_text("response.content_part.added", part=_text(""))
+
+    def part(self, part: Part) -> Iterable[Event]:
+        """Tell what is new of the text."""
+        self._done = part.increment.completion
+        if part.increment.text:
+            yield self._at_text("response.output_text.delta", delta=part.increment.text, logprobs=[])
+
+    def end(self) -> Iterable[Event]:
+        """Tell all of it once more."""
+        done = self._done
+        text, status = ("" if done is None else done.text or ""), _status(done)
+        yield self._at_text("response.output_text.done", text=text, logprobs=[])
+        yield self._at_text("response.content_part.done", part=_text(text))
+        yield self._event("response.output_item.done", output_index=0, item=self._message(status, text))
+        yield self._event(f"response.{status}", response=self._response(status, done))
+
+    def whole(self, done: Sequence[Completion]) -> ResponseAnswer:
+        """Tell the output at once."""
+        return self._response(_status(done[0]), done[0])
+
+    def _event(self, kind: str, **fields: object) -> Event:
+        made = {"type": kind, "sequence_number": self._sent, **fields}
+        self._sent += 1
+        return Event(made, kind)
+
+    def _at_text(self, kind: str, **fields: object) -> Event:
+        return self._event(kind, item_id=self._message_id, output_index=0, content_index=0, **fields)
+
+    def _message(self, status: Status, text: str | None) -> OutputMessage:
+        return {
+            "id": self._message_id,
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": [] if text is None else [_text(text)],
+        }
+
+    def _response(self, status: Status, done: Completion | None) -> ResponseAnswer:
+        body = self._body
+        return {
+            "id": self._asked.id,
+            "object": "response",
+            "created_at": self._created,
+            "model": self._front.name,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "output": [] if done is None else [self._message(status, done.text or "")],
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": self._asked.sampling.temperature,
+            "top_p": self._asked.sampling.top_p,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "truncation": "disabled",
+            "metadata": {},
+            "usage": None if done is None else _response_usage(done),
+        }
+
+
+def _status(done: Completion | None) -> Status:
+    return "incomplete" if done is None or done.finish_reason == FinishReason.LENGTH else "completed"
+
+
+def _text(text: str) -> OutputText:
+    return {"type": "output_text", "text": text, "annotations": []}
+
+
+def _response_usage(done: Completion) -> dict[str, Any]:
+    """In the names that responses have."""
+    read, written = len(done.prompt_token_ids), len(done.token_ids)
+    return {
+        "input_tokens": read,
+        "input_tokens_details": {"cached_tokens": done.hit_tokens},
+        "output_tokens": written,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": read + written,
+    }
