@@ -50,73 +50,12 @@ def test_rows_append_add_move_swap_clear() -> None:
     assert not t.get_device_tensor().any()
 
 
-def test_batched_append_is_that_of_single_calls_also_for_repeated_rows() -> None:
-    one, many = table(), table()
-    rows, ids = [2, 0, 2, 2, 1], [5, 6, 7, 8, 9]
-    for row, block in zip(rows, ids, strict=True):
-        one.append_row([block], row)
-    many.append_rows(rows, ids)
-    many.append_rows([], [])
-    assert [blocks(one, r) for r in range(4)] == [blocks(many, r) for r in range(4)] == [[6], [9], [5, 7, 8], []]
-
-
-def test_added_rows_are_emptied_first() -> None:
-    t = table()
-    t.append_rows([0, 0, 1, 3], [1, 2, 3, 4])
-    t.add_rows([2, 0, 2], [5, 6, 7])
-    assert [blocks(t, r) for r in range(4)] == [[6], [3], [5, 7], [4]]
-
-
-ROWS = st.integers(0, 4)
-
-
-@given(
-    kind=st.sampled_from(["move", "swap"]),
-    pairs=st.lists(st.tuples(ROWS, ROWS), max_size=8),
-    kernel=st.sampled_from([4, 2]),
-)
-def test_batched_moves_and_swaps_are_the_single_calls_in_order(
-    kind: str, pairs: list[tuple[int, int]], kernel: int
-) -> None:
-    one, many = (BlockTable(4, 5, 6, 8, kernel_block_size=kernel) for _ in range(2))
-    for t in (one, many):
-        for row, ids in enumerate(([], [1], [2, 3], [4, 5, 6], [7, 8, 9, 10, 11, 12])):
-            t.add_row(ids, row)
-        t.commit_block_table(5)
-    for source, target in pairs:
-        getattr(one, f"{kind}_row")(source, target)
-    getattr(many, f"{kind}_rows")([source for source, _ in pairs], [target for _, target in pairs])
-    assert [blocks(many, r) for r in range(5)] == [blocks(one, r) for r in range(5)]
-    assert many.commit_block_table(5) <= one.commit_block_table(5)
-    assert [committed(many, r) for r in range(5)] == [blocks(one, r) for r in range(5)]
-
-
-def test_a_swap_in_a_batch_copies_each_row_once() -> None:
-    t = table()
-    t.append_rows([0, 0, 1], [1, 2, 3])
-    t.commit_block_table(4)
-    t.swap_rows([0, 0], [1, 1])  # there and back
-    assert t.commit_block_table(4) == 0
-    t.move_rows([0, 1, 2], [1, 2, 3])
-    assert [blocks(t, r) for r in range(4)] == [[], [], [], [1, 2]]
-    assert t.commit_block_table(4) == 2
-
-
-def test_copied_rows_stay_where_they_were() -> None:
-    t = table()
-    t.append_rows([0, 0, 1], [1, 2, 3])
-    t.copy_rows([0, 1, 0], [2, 0, 3])  # in order: row 3 gets what row 0 has become
-    assert [blocks(t, r) for r in range(4)] == [[3], [3], [1, 2], [3]]
-    t.commit_block_table(4)
-    assert [committed(t, r) for r in range(4)] == [[3], [3], [1, 2], [3]]
-
-
 def test_speculation_on_several_ranks_has_a_row_for_every_token() -> None:
     assert BlockTable(4, 3, 2, 8, num_speculative_tokens=2).num_rows == 3
     t = BlockTable(4, 3, 2, 8, num_speculative_tokens=2, pcp_world_size=2)
     assert (t.max_num_reqs, t.num_rows, t.get_device_tensor().shape) == (3, 9, (9, 2))
-    t.add_row([7, 3], 1)
-    t.copy_rows([1, 1], [3, 8])
+    for row in (1, 3, 8):
+        t.add_row([7, 3], row)
     assert t.commit_block_table(9) == 6
     assert t.get_device_tensor()[[1, 3, 8]].tolist() == [[7, 3]] * 3
     t.compute_slot_mapping([8], [2])
@@ -155,7 +94,8 @@ def test_commit_sends_the_changed_cells_and_nothing_else() -> None:
     assert t.commit_block_table(64) == 6400
     assert t.commit_block_table(64) == 0
     t.get_device_tensor().fill_(-7)  # shows which cells a commit writes
-    t.append_rows([3, 60, 9], [201, 202, 203])
+    for row, block in ((3, 201), (60, 202), (9, 203)):
+        t.append_row([block], row)
     assert t.commit_block_table(64) == 3
     sent = t.get_device_tensor() != -7
     assert sent.nonzero().tolist() == [[3, 100], [9, 100], [60, 100]]
@@ -164,7 +104,8 @@ def test_commit_sends_the_changed_cells_and_nothing_else() -> None:
 
 def test_commit_of_the_first_rows_leaves_later_ones_for_later() -> None:
     t = table()
-    t.append_rows([0, 3], [5, 6])
+    t.append_row([5], 0)
+    t.append_row([6], 3)
     assert t.commit_block_table(2) == 1
     assert t.get_device_tensor()[:, 0].tolist() == [5, 0, 0, 0]
     assert t.commit_block_table(4) == 1
@@ -199,19 +140,6 @@ def test_slots_of_the_contract() -> None:
     assert t.slot_mapping[:8].tolist() == [21] + [-1] * 7
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data(), block_size=st.sampled_from([1, 2, 3, 4, 6, 16, 48]))
-def test_slots_are_those_of_a_loop(data: st.DataObject, block_size: int) -> None:
-    t = table(rows=3, width=5, block_size=block_size, tokens=40)
-    ids = data.draw(st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=5, max_size=5), min_size=3, max_size=3))
-    for row, one in enumerate(ids):
-        t.add_row(one, row)
-    tokens = data.draw(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5 * block_size - 1)), max_size=40))
-    t.compute_slot_mapping([row for row, _ in tokens], [position for _, position in tokens])
-    expected = [ids[row][position // block_size] * block_size + position % block_size for row, position in tokens]
-    assert t.slot_mapping_np.tolist() == expected + [-1] * (40 - len(tokens))
-
-
 class Follower:
     """A table and the lists that its rows must hold; every call goes to both."""
 
@@ -223,13 +151,6 @@ class Follower:
         if len(self.rows[a]) + len(new) <= 6:
             self.table.append_row(new, a)
             self.rows[a] = [*self.rows[a], *new]
-
-    def append_many(self, a: int, b: int, new: list[int]) -> None:
-        if max(len(self.rows[a]), len(self.rows[b])) + 2 * len(new) <= 6:
-            self.table.append_rows([a, b] * len(new), [block for block in new for _ in range(2)])
-            for block in new:
-                self.rows[a] = [*self.rows[a], block]
-                self.rows[b] = [*self.rows[b], block]
 
     def add(self, a: int, _: int, new: list[int]) -> None:
         self.table.add_row(new, a)
@@ -243,10 +164,6 @@ class Follower:
     def swap(self, a: int, b: int, _: list[int]) -> None:
         self.table.swap_row(a, b)
         self.rows[a], self.rows[b] = self.rows[b], self.rows[a]
-
-    def copy(self, a: int, b: int, _: list[int]) -> None:
-        self.table.copy_rows([a], [b])
-        self.rows[b] = self.rows[a]
 
     def cells(self, a: int, b: int, new: list[int]) -> None:
         columns = [(b + 2 * i) % 6 for i in range(len(new))]
@@ -270,7 +187,7 @@ class Follower:
         assert [committed(self.table, r) for r in range(4)] == wanted
 
 
-CALLS = ["append", "append_many", "add", "move", "swap", "copy", "cells", "clear", "commit"]
+CALLS = ["append", "add", "move", "swap", "cells", "clear", "commit"]
 CALL = st.tuples(st.sampled_from(CALLS), st.integers(0, 3), st.integers(0, 3), st.lists(st.integers(1, 99), max_size=3))
 
 
@@ -323,22 +240,12 @@ def test_uncommitted_changes_stay_bounded() -> None:
         (lambda t: t.add_row([1] * 9, 0), "9 blocks"),
         (lambda t: t.append_row([-1], 0), "block ids"),
         (lambda t: t.append_row([100], 0), "0 .. 99"),
-        (lambda t: t.append_rows([0, 9], [1, 1]), "rows"),
-        (lambda t: t.append_rows([0], [1, 2]), "1 rows but 2"),
-        (lambda t: t.append_rows([0] * 7, [1] * 7), "columns"),
         (lambda t: t.write_cells([0, 0], [3, 8], [1, 1]), "columns"),
         (lambda t: t.write_cells([0], [3, 4], [1]), "1 rows, 2 columns"),
-        (lambda t: t.add_rows([0, 4], [1, 1]), "rows"),
-        (lambda t: t.add_rows([0, 1], [1, 100]), "block ids"),
-        (lambda t: t.add_rows([0] * 9, [1] * 9), "columns"),
-        (lambda t: t.add_rows([0], [1, 2]), "1 rows but 2"),
         (lambda t: t.write_cells([0, 0], [0, -1], [1, 1]), "columns"),
         (lambda t: t.write_cells([0, -1], [0, 0], [1, 1]), "rows"),
         (lambda t: t.write_cells([0, 1], [0, 0], [1, 100]), "block ids"),
         (lambda t: t.clear_rows([0, 4]), "rows"),
-        (lambda t: t.move_rows([0, 1], [1, 4]), "rows"),
-        (lambda t: t.swap_rows([0, -1], [1, 2]), "rows"),
-        (lambda t: t.copy_rows([0, 0], [1]), "2 source rows but 1 target rows"),
         (lambda t: t.move_row(0, 4), "row 4"),
         (lambda t: t.swap_row(-1, 0), "row -1"),
         (lambda t: t.compute_slot_mapping([0, 4], [0, 0]), "rows"),
@@ -384,7 +291,7 @@ def test_single_appends_are_sent_with_all_others() -> None:
     for turn in range(3000):
         row, block = rng.integers(0, 4, 2).tolist()
         one.append_row([block], row)
-        other.append_rows(np.array([row]), np.array([block]))
+        other.append_row(np.array([block]), row)
         if turn % 700 == 699:
             for table in (one, other):
                 table.append_row([7, 8], 1)
@@ -430,9 +337,9 @@ def test_lists_with_one_that_is_no_block(wrong: object, place: int) -> None:
     for call, arguments in (
         (t.add_row, (ids, 0)),
         (t.append_row, (ids, 0)),
-        (t.append_rows, (fine, ids)),
-        (t.append_rows, (ids, fine)),
+        (t.write_cells, (ids, fine, fine)),
         (t.write_cells, (fine, ids, fine)),
+        (t.write_cells, (fine, fine, ids)),
         (t.add_row, ([True, True], 0)),
     ):
         with pytest.raises(WorkerError):

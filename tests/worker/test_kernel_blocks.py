@@ -2,12 +2,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.worker import BlockTable
-from hybridkv.worker.tables.kernel_blocks import KernelSize, choose_kernel_block_size
+from hybridkv.worker.tables.block_table import KernelSize, choose_kernel_block_size
 
 
 @pytest.mark.parametrize(
@@ -78,12 +76,11 @@ def test_every_call_takes_memory_blocks_and_writes_kernel_blocks() -> None:
     t.add_row([3, 1], 0)
     t.append_row([4], 0)
     assert (t.get_numpy_array()[0].tolist(), t.num_blocks_per_row[0]) == ([6, 7, 2, 3, 8, 9], 6)
-    t.append_rows([1, 2, 1], [5, 6, 7])
-    assert (t.get_numpy_array()[1, :4].tolist(), t.num_blocks_per_row.tolist()) == ([10, 11, 14, 15], [6, 4, 2])
+    t.append_row([5, 7], 1)
     t.write_cells([2, 2], [0, 2], [8, 5])
     assert (t.get_numpy_array()[2].tolist(), t.num_blocks_per_row[2]) == ([16, 17, 0, 1, 10, 11], 6)
     t.swap_row(0, 1)
-    t.move_rows([2], [0])
+    t.move_row(2, 0)
     assert (t.get_numpy_array()[0].tolist(), t.num_blocks_per_row.tolist()) == ([16, 17, 0, 1, 10, 11], [6, 6, 0])
     t.commit_block_table(3)
     assert t.get_device_tensor(2).tolist() == t.get_numpy_array()[:2].tolist()
@@ -93,7 +90,6 @@ def test_every_call_takes_memory_blocks_and_writes_kernel_blocks() -> None:
     ("call", "message"),
     [
         (lambda t: t.append_row([1, 1], 0), "row 0 would hold 4 blocks, more than its 3 columns"),
-        (lambda t: t.append_rows([0, 0], [1, 1]), r"columns must lie in 0 \.\. 2"),
         (lambda t: t.write_cells([0], [3], [1]), r"columns must lie in 0 \.\. 2"),
         (lambda t: t.append_row([9], 0), r"block ids must lie in 0 \.\. 8"),
     ],
@@ -106,15 +102,3 @@ def test_widths_and_ids_are_those_of_memory_blocks(call: Callable[[BlockTable], 
         call(t)
     assert (t.get_numpy_array() == before).all()
     assert t.num_blocks_per_row.tolist() == [4, 0, 0]
-
-
-@given(data=st.data(), parts=st.integers(1, 4), kernel=st.sampled_from([1, 2, 16]))
-def test_splitting_changes_no_slot(data: st.DataObject, parts: int, kernel: int) -> None:
-    ids = data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=4))
-    tokens = range(len(ids) * parts * kernel)
-    whole = BlockTable(parts * kernel, 1, len(ids), 512)
-    split = BlockTable(parts * kernel, 1, len(ids), 512, kernel_block_size=kernel)
-    for table in (whole, split):
-        table.add_row(ids, 0)
-        table.compute_slot_mapping([0] * len(tokens), tokens)
-    assert whole.slot_mapping_np.tolist() == split.slot_mapping_np.tolist()

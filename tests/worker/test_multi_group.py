@@ -11,7 +11,7 @@ from hybridkv.specs import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec, M
 from hybridkv.step import SCHEMA_VERSION, Cells, Csr, NewRow, Step
 from hybridkv.testing.configs import natural_model_config
 from hybridkv.worker import MultiGroupBlockTable
-from hybridkv.worker.tables.kernel_blocks import KernelSize
+from hybridkv.worker.tables.block_table import KernelSize
 
 
 def tables(groups: int = 2) -> MultiGroupBlockTable:
@@ -54,7 +54,8 @@ def test_calls_go_to_every_group_and_widths_follow_the_block_size() -> None:
     assert [t[g].max_num_blocks_per_req for g in range(len(t))] == [16, 8]
     t.add_row([[7, 3], [5]], 0)
     t.append_row([[4], []], 0)
-    t.append_rows([1, 0], [[9, 8], [2, 1]])
+    t.append_row([[8], [1]], 0)
+    t.append_row([[9], [2]], 1)
     assert (blocks(t, 0, 0), blocks(t, 1, 0)) == ([7, 3, 4, 8], [5, 1])
     t.swap_row(0, 1)
     t.move_row(1, 3)
@@ -226,20 +227,6 @@ def test_a_new_row_has_nothing_of_the_old_one() -> None:
     assert blocks(t, 0, 0) == t[0].get_device_tensor()[0, :4].tolist() == [0, 0, 21, 22]
 
 
-def test_batched_calls_go_to_every_group() -> None:
-    t = tables()
-    t.add_rows([0, 1, 0], [[1, 2, 3], [4, 5, 6]])
-    assert [blocks(t, g, r) for g in range(2) for r in range(2)] == [[1, 3], [2], [4, 6], [5]]
-    t.swap_rows([0], [1])
-    t.move_rows([1], [2])
-    t.copy_rows([2], [3])
-    t.clear_rows([0])
-    assert [[blocks(t, g, r) for r in range(4)] for g in range(2)] == [
-        [[], [], [1, 3], [1, 3]],
-        [[], [], [4, 6], [4, 6]],
-    ]
-
-
 def test_no_slot_is_written_when_a_position_lies_outside_one_group() -> None:
     t = MultiGroupBlockTable(2, 64, 32, False, "cpu", [4, 4], max_num_blocks=[4, 2])  # noqa: FBT003  # vLLM's positions
     t.add_row([[1, 2, 3], [4, 5]], 0)
@@ -315,11 +302,10 @@ def test_no_group_is_written_when_one_does_not_fit() -> None:
     calls: list[Callable[[], None]] = [
         lambda: t.append_row([[1], [1] * 9], 0),
         lambda: t.add_row([[1], [100]], 0),
-        lambda: t.append_rows([0], [[1], [-1]]),
+        lambda: t.append_row([[1], [-1]], 0),
         lambda: t.append_row([[1]], 0),
-        lambda: t.add_rows([0], [[1], [100]]),
-        lambda: t.add_rows([0], [[1]]),
-        lambda: t.move_rows([0], [4]),
+        lambda: t.move_row(0, 4),
+        lambda: t.clear_rows([0, 4]),
     ]
     for call in calls:
         with pytest.raises(WorkerError):

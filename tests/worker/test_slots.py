@@ -186,7 +186,7 @@ def test_what_lies_behind_the_slots_is_minus_one(through_torch: bool) -> None:
         lambda t: t.compute_slot_mapping([0], np.array([1.5])),
         lambda t: t.compute_slot_mapping([[0]], [[0]]),
         lambda t: t.append_row([1.5], 0),
-        lambda t: t.append_rows([True], [1]),
+        lambda t: t.write_cells([True], [0], [1]),
     ],
 )
 def test_only_integers_in_one_dimension(call: Callable[[BlockTable], None]) -> None:

@@ -1,21 +1,26 @@
 """The block tables of one group: which block holds which tokens of which row, on the host and on the device.
 
-    host    int32[rows, width]   what append, add, move and swap write
-    device  int32[rows, width]   what kernels read: a commit sends the cells that changed, nothing else
+    host    int32[rows, width]   written by append, add, move, swap and write_cells
+    device  int32[rows, width]   read by kernels; a commit sends the cells that changed
 
-A block of ``kv_block_size`` tokens, as the cache manager names it, is ``blocks_per_kv_block`` kernel blocks of
-``block_size`` tokens (kernel_blocks.py). Callers hand in ids and columns of memory blocks; the cells, their columns and
-``num_blocks_per_row`` are those of kernel blocks.
+The cache manager names memory blocks; an attention kernel reads kernel blocks. A memory block b of n * k tokens is n
+kernel blocks of k tokens: ids b * n .. b * n + n - 1.
+
+    memory block 3 of 32 tokens   [           3           ]
+    kernel blocks of 8 tokens     [ 12  |  13  | 14  | 15 ]
+
+Callers hand in ids and columns of memory blocks. The cells, their columns and ``num_blocks_per_row`` are those of
+kernel blocks.
 
     add_row([3, 1], 0), 2 kernel blocks in a block   ->   row 0   [ 6 | 7 | 2 | 3 | ...
 
-A column that was passed over since its row began holds the null block. Cells behind a row's ``num_blocks_per_row`` mean
+A column that was passed over since its row began holds the null block. Cells after a row's ``num_blocks_per_row`` mean
 nothing and may hold any old id.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -23,17 +28,79 @@ from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.worker.attention.context_parallel import ContextShare
-from hybridkv.worker.tables.index_arrays import Ids, as_int64, occurrences, ragged, require_below
-from hybridkv.worker.tables.kernel_blocks import KernelSize, choose_kernel_block_size, id_limit, map_to_kernel_blocks
-from hybridkv.worker.tables.row_moves import NO_ROW, copied, moved, swapped
-from hybridkv.worker.tables.slot_mapping import SlotLayout
-from hybridkv.worker.tables.table_mirror import TableMirror, zeros_on_host
-from hybridkv.worker.tables.token_slots import TokenSlots
+from hybridkv.worker.tables.slot_mapping import Ids, SlotLayout, TokenSlots, as_int64, require_below
+from hybridkv.worker.tables.table_mirror import TableMirror
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
-_COLUMNS_WHY: Final = " (max_num_blocks_per_req)"
+KernelSize = int | Sequence[int] | None
+"""Tokens of a kernel block, or the sizes that a kernel supports, best first; None, 0 or [0] for blocks left whole."""
+
+
+def choose_kernel_block_size(block_size: int, kernel_block_size: KernelSize) -> int:
+    """Tokens of a kernel block where a memory block has ``block_size``.
+
+    A size must divide the block. Of a list the first positive size that divides is taken. Raises ConfigError
+    for a size that does not divide, a list of which none does, and an empty list.
+    """
+    if isinstance(kernel_block_size, Sequence):
+        if not kernel_block_size:
+            raise ConfigError("the list of supported kernel block sizes is empty: give None for blocks left whole")
+        if not any(kernel_block_size):
+            return block_size
+        fitting = [size for size in kernel_block_size if size > 0 and block_size % size == 0]
+        if not fitting:
+            raise ConfigError(
+                f"none of the supported kernel block sizes {list(kernel_block_size)} divides blocks of {block_size} "
+                "tokens: change block_size, or support one of its divisors"
+            )
+        return fitting[0]
+    if not kernel_block_size:
+        return block_size
+    if kernel_block_size < 0 or block_size % kernel_block_size:
+        raise ConfigError(
+            f"kernel_block_size {kernel_block_size} does not divide blocks of {block_size} tokens: "
+            "choose a divisor, or another block_size"
+        )
+    return kernel_block_size
+
+
+def id_limit(num_blocks: int | None, blocks_per_kv_block: int) -> int:
+    """What ids of memory blocks must lie below, so that ids of kernel blocks fit int32.
+
+    num_blocks: how many there are; None for as many as fit. Raises ConfigError for more, and for none.
+    """
+    limit = (1 << 31) // blocks_per_kv_block
+    if num_blocks is None:
+        return limit
+    if not 1 <= num_blocks <= limit:
+        raise ConfigError(
+            f"num_blocks must lie in 1 .. {limit}, got {num_blocks}: each is {blocks_per_kv_block} kernel blocks, "
+            "whose ids are int32"
+        )
+    return num_blocks
+
+
+def map_to_kernel_blocks(
+    kv_manager_block_ids: NDArray[np.integer], blocks_per_kv_block: int, kernel_block_arange: NDArray[np.integer]
+) -> NDArray[np.integer]:
+    """The kernel blocks of memory blocks, in order.
+
+    kv_manager_block_ids: int[m]. kernel_block_arange: 0 .. blocks_per_kv_block - 1, of any shape. Returns
+    int64[m * blocks_per_kv_block], so that no id overflows; the input itself where blocks_per_kv_block is 1.
+    Raises WorkerError for an arange of another length. O(result).
+    """
+    if blocks_per_kv_block == 1:
+        return kv_manager_block_ids
+    if kernel_block_arange.size != blocks_per_kv_block:
+        raise WorkerError(
+            f"kernel_block_arange has {kernel_block_arange.size} numbers for {blocks_per_kv_block} kernel blocks "
+            f"in a memory block: give np.arange({blocks_per_kv_block})"
+        )
+    first = kv_manager_block_ids.astype(np.int64)[:, None] * blocks_per_kv_block
+    ids: NDArray[np.int64] = (first + kernel_block_arange.reshape(1, -1)).reshape(-1)
+    return ids
 
 
 class BlockTable:
@@ -42,10 +109,10 @@ class BlockTable:
     block_size: tokens of a memory block on this rank. max_num_reqs: rows that requests have.
     max_num_blocks_per_req: columns, in memory blocks. max_num_batched_tokens: tokens of the largest step.
     pin_memory: keep the host table in pinned memory and send from such (for a GPU). device: where the mirror lives.
-    kernel_block_size: tokens of a kernel block, the sizes that a kernel supports, or None (kernel_blocks.py).
+    kernel_block_size: tokens of a kernel block, the sizes that a kernel supports, or None.
     cp_kv_cache_interleave_size, dcp_*, pcp_*: which tokens lie here (ContextShare).
     num_speculative_tokens: with several ranks there are ``max_num_reqs * (1 + num_speculative_tokens)`` rows, so that
-    every token of a request that verifies drafts can have a row of its own (``copy_rows``).
+    every token of a request that verifies drafts can have a row of its own.
     num_blocks: ids of memory blocks must lie below it, None for no bound but int32.
 
     Every check comes before the first write: a call that raises changed nothing. Raises ConfigError for sizes that
@@ -98,7 +165,9 @@ class BlockTable:
         self.layout = SlotLayout(self.block_size, self.max_num_blocks_per_req, share)
         self._parts: Int64 = np.arange(self.blocks_per_kv_block)
         shape = (self.num_rows, self.max_num_blocks_per_req)
-        self._cpu = zeros_on_host(shape, pin_memory)
+        if pin_memory and not torch.accelerator.is_available():
+            raise ConfigError("pin_memory is for tables on a GPU, and there is none here: give False")
+        self._cpu = torch.zeros(shape, dtype=torch.int32, pin_memory=pin_memory)
         self._host: Int32 = self._cpu.numpy()
         self._flat: Int32 = self._host.reshape(-1)
         self._mirror = TableMirror(self._host, pin_memory, self.device)
@@ -156,17 +225,7 @@ class BlockTable:
         self._mark_row(source, 0, m)
         self._mark_row(target, 0, n)
 
-    # -- many rows: what the calls above do, in order
-
-    def append_rows(self, rows: Ids, block_ids: Ids) -> None:
-        """``block_ids[i]`` behind the blocks of row ``rows[i]``, in order; a row may come several times. O(ids)."""
-        self._put_pairs(*self.check_append_rows(rows, block_ids))
-
-    def add_rows(self, rows: Ids, block_ids: Ids) -> None:
-        """The rows named, emptied; then ``block_ids[i]`` behind row ``rows[i]`` as in append_rows. O(ids)."""
-        at, columns, ids = self.check_add_rows(rows, block_ids)
-        self.num_blocks_per_row[at] = 0
-        self._put_pairs(at, columns, ids)
+    # -- many rows
 
     def write_cells(self, rows: Ids, columns: Ids, block_ids: Ids) -> None:
         """Column ``columns[i]`` of row ``rows[i]`` becomes ``block_ids[i]``, in order.
@@ -177,24 +236,12 @@ class BlockTable:
         if not len(at) == len(to) == len(ids):
             raise WorkerError(f"{len(at)} rows, {len(to)} columns and {len(ids)} block ids: give one of each a cell")
         if len(ids):
-            require_below("columns", to, self.max_num_kv_blocks_per_req, _COLUMNS_WHY)
+            require_below("columns", to, self.max_num_kv_blocks_per_req, " (max_num_blocks_per_req)")
             written = to * self.blocks_per_kv_block < self.num_blocks_per_row[at]
             grown = self._grow(at, to)
             self._flat[self._cells(at, to)] = map_to_kernel_blocks(ids, self.blocks_per_kv_block, self._parts)
             self._mirror.mark(grown)
             self._mirror.mark(self._cells(at[written], to[written]))
-
-    def move_rows(self, src: Ids, tgt: Ids) -> None:
-        """``move_row(src[i], tgt[i])`` for each i in order, every row copied once. O(rows + blocks)."""
-        self._take_over(*moved(self._checked_rows(src), self._checked_rows(tgt)))
-
-    def swap_rows(self, src: Ids, tgt: Ids) -> None:
-        """``swap_row(src[i], tgt[i])`` for each i in order, every row copied once. O(rows + blocks)."""
-        self._take_over(*swapped(self._checked_rows(src), self._checked_rows(tgt)))
-
-    def copy_rows(self, src: Ids, tgt: Ids) -> None:
-        """Row ``tgt[i]`` gets the blocks of row ``src[i]``, which keeps them, for each i in order. O(rows + blocks)."""
-        self._take_over(*copied(self._checked_rows(src), self._checked_rows(tgt)))
 
     def clear_rows(self, rows: Ids) -> None:
         """Rows without blocks. O(rows)."""
@@ -207,7 +254,7 @@ class BlockTable:
         self.num_blocks_per_row.fill(0)
 
     map_to_kernel_blocks = staticmethod(map_to_kernel_blocks)
-    """kernel_blocks.map_to_kernel_blocks."""
+    """The function of this name."""
 
     # -- slots
 
@@ -278,25 +325,6 @@ class BlockTable:
             )
         return ids
 
-    def check_append_rows(self, rows: Ids, block_ids: Ids) -> tuple[Int64, Int64, Int32]:
-        """Rows, columns and ids of an ``append_rows``; WorkerError when it could not be done."""
-        at = self._checked_rows(rows)
-        held = self.num_blocks_per_row[at].astype(np.int64) // self.blocks_per_kv_block
-        return self._checked_pairs(at, held, block_ids)
-
-    def check_add_rows(self, rows: Ids, block_ids: Ids) -> tuple[Int64, Int64, Int32]:
-        """Rows, columns and ids of an ``add_rows``; WorkerError when it could not be done."""
-        at = self._checked_rows(rows)
-        return self._checked_pairs(at, np.zeros(len(at), np.int64), block_ids)
-
-    def _checked_pairs(self, at: Int64, held: Int64, block_ids: Ids) -> tuple[Int64, Int64, Int32]:
-        ids = self._checked_ids(block_ids)
-        if len(at) != len(ids):
-            raise WorkerError(f"{len(at)} rows but {len(ids)} block ids: give one id for each row")
-        columns = held + occurrences(at)
-        require_below("columns", columns, self.max_num_kv_blocks_per_req, _COLUMNS_WHY)
-        return at, columns, ids
-
     def _checked_row(self, row: int) -> int:
         if not 0 <= row < self.num_rows:
             raise WorkerError(f"row {row} does not exist: rows are 0 .. {self.num_rows - 1}")
@@ -324,14 +352,6 @@ class BlockTable:
         self.num_blocks_per_row[row] = end
         self._mark_row(row, start, end)
 
-    def _put_pairs(self, rows: Int64, columns: Int64, ids: Int32) -> None:
-        if len(ids):
-            cells = self._cells(rows, columns)
-            self._flat[cells] = map_to_kernel_blocks(ids, self.blocks_per_kv_block, self._parts)
-            # of a repeated row the last, and largest, stays
-            self.num_blocks_per_row[rows] = (columns + 1) * self.blocks_per_kv_block
-            self._mirror.mark(cells)
-
     def _cells(self, rows: Int64, columns: Int64) -> Int64:
         """The cells of the kernel blocks that memory blocks in ``columns`` of ``rows`` are made of, in order."""
         cells = rows * self.max_num_blocks_per_req + columns * self.blocks_per_kv_block
@@ -343,17 +363,9 @@ class BlockTable:
         np.maximum.at(self.num_blocks_per_row, rows, ((columns + 1) * self.blocks_per_kv_block).astype(np.int32))
         more = np.flatnonzero(self.num_blocks_per_row > before)
         held = before[more].astype(np.int64)
-        cells = ragged(more * self.max_num_blocks_per_req + held, self.num_blocks_per_row[more] - held)
+        cells = _ragged(more * self.max_num_blocks_per_req + held, self.num_blocks_per_row[more] - held)
         self._flat[cells] = cells % self.blocks_per_kv_block  # the null block's kernel blocks, id 0 where it is whole
         return cells
-
-    def _take_over(self, rows: Int64, of: Int64) -> None:
-        """The blocks that row ``of[i]`` has now to row ``rows[i]``; none where ``of[i]`` is NO_ROW."""
-        counts = np.where(of == NO_ROW, 0, self.num_blocks_per_row[of]).astype(np.int64)
-        cells = ragged(rows * self.max_num_blocks_per_req, counts)
-        self._flat[cells] = self._flat[ragged(of * self.max_num_blocks_per_req, counts)]
-        self.num_blocks_per_row[rows] = counts
-        self._mirror.mark(cells)
 
     def _mark_row(self, row: int, start: int, end: int) -> None:
         self._mirror.mark_span(row * self.max_num_blocks_per_req + start, end - start)
@@ -363,3 +375,11 @@ def _check_least(least: int, **sizes: int) -> None:
     for name, value in sizes.items():
         if value < least:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+def _ragged(first: Int64, counts: Int64) -> Int64:
+    """first[i], first[i] + 1, ... counts[i] numbers for each i: (5, 9), (2, 1) -> (5, 6, 9). O(sum of counts)."""
+    ends = np.cumsum(counts)
+    total = ends.item(-1) if len(ends) else 0
+    numbers: Int64 = np.arange(total) + np.repeat(first - (ends - counts), counts)
+    return numbers

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hybridkv.errors import WorkerError
+from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.specs import KVCacheSpec
+from hybridkv.specs.base import Keeps
 from hybridkv.specs.limits import RequestLimits
 from hybridkv.step import SCHEMA_VERSION, Step
-from hybridkv.worker.tables.block_table import BlockTable
-from hybridkv.worker.tables.group_shapes import group_shapes
-from hybridkv.worker.tables.index_arrays import Ids
-from hybridkv.worker.tables.kernel_blocks import KernelSize
+from hybridkv.units import ceil_div
+from hybridkv.worker.tables.block_table import BlockTable, KernelSize
+from hybridkv.worker.tables.slot_mapping import Ids
 
-Int32 = NDArray[np.int32]
+T = TypeVar("T")
 
 
 class MultiGroupBlockTable:
@@ -68,32 +69,56 @@ class MultiGroupBlockTable:
             max_encoder_tokens=max_encoder_tokens,
             num_speculative_tokens=num_speculative_tokens,
         )
-        rows = max_num_reqs * (1 + num_speculative_tokens if limits.cp > 1 else 1)
-        shapes = group_shapes(block_sizes, kernel_block_sizes, max_num_blocks, num_blocks, specs, limits)
-        self._tables = tuple(
-            BlockTable(
-                shape.block_size,
+        groups = len(block_sizes)
+        if not groups or min(block_sizes) < 1:
+            raise ConfigError(
+                f"block_sizes must name at least one group, each of at least 1 token, got {list(block_sizes)}"
+            )
+        kernels = [None] if kernel_block_sizes is None else list(kernel_block_sizes)
+        kernels = kernels * groups if len(kernels) == 1 else _one_a_group("kernel_block_sizes", kernels, groups)
+        kinds = [None] * groups if specs is None else _one_a_group("specs", specs, groups)
+        for number, (size, spec) in enumerate(zip(block_sizes, kinds, strict=True)):
+            if spec is not None and spec.block_size != size:
+                raise ConfigError(
+                    f"group {number}: block size {size}, but its spec has {spec.block_size}: give the same"
+                )
+        if max_num_blocks is None:
+            widths = [_row_blocks(size, spec, limits) for size, spec in zip(block_sizes, kinds, strict=True)]
+        else:
+            widths = _one_a_group("max_num_blocks", max_num_blocks, groups)
+        each = num_blocks if isinstance(num_blocks, Sequence) else [num_blocks] * groups
+        bounds = _one_a_group("num_blocks", each, groups)
+        self.max_num_reqs = max_num_reqs
+        self.num_rows = max_num_reqs * (1 + num_speculative_tokens if limits.cp > 1 else 1)
+        self.last_step_id = -1
+        ranks = {
+            "dcp_world_size": dcp_world_size,
+            "dcp_rank": dcp_rank,
+            "pcp_world_size": pcp_world_size,
+            "pcp_rank": pcp_rank,
+        }
+        tables, mapped = list[BlockTable](), list[BlockTable]()
+        for size, kernel, spec, width, bound in zip(block_sizes, kernels, kinds, widths, bounds, strict=True):
+            keeps = Keeps.TOKENS if spec is None else spec.keeps
+            holds_tokens = keeps in {Keeps.TOKENS, Keeps.WINDOW}
+            table = BlockTable(
+                size,
                 # what is whole on every rank is kept as by a single one, in as many rows as the others have
-                max_num_reqs if shape.holds_tokens else rows,
-                shape.width,
+                max_num_reqs if holds_tokens else self.num_rows,
+                width,
                 max_num_batched_tokens,
                 pin_memory,
                 device,
-                shape.kernel_block_size,
+                None if keeps is Keeps.STATE else kernel,
                 cp_kv_cache_interleave_size,
                 num_speculative_tokens,
-                num_blocks=shape.num_blocks,
-                dcp_world_size=dcp_world_size if shape.holds_tokens else 1,
-                dcp_rank=dcp_rank if shape.holds_tokens else 0,
-                pcp_world_size=pcp_world_size if shape.holds_tokens else 1,
-                pcp_rank=pcp_rank if shape.holds_tokens else 0,
+                num_blocks=bound,
+                **(ranks if holds_tokens else {}),
             )
-            for shape in shapes
-        )
-        self._mapped = tuple(t for t, shape in zip(self._tables, shapes, strict=True) if shape.holds_tokens)
-        self.max_num_reqs = max_num_reqs
-        self.num_rows = rows
-        self.last_step_id = -1
+            tables.append(table)
+            if holds_tokens:
+                mapped.append(table)
+        self._tables, self._mapped = tuple(tables), tuple(mapped)
 
     @classmethod
     def of_config(
@@ -223,24 +248,6 @@ class MultiGroupBlockTable:
         for table, ids in self._per_group(block_ids, row_idx, replacing=True):
             table.add_row(ids, row_idx)
 
-    def append_rows(self, rows: Ids, block_ids: Sequence[Ids]) -> None:
-        """Append ``block_ids[g][i]`` to row ``rows[i]`` of every group g."""
-        self._check_groups(len(block_ids))
-        pairs = list(zip(self._tables, block_ids, strict=True))
-        for table, ids in pairs:
-            table.check_append_rows(rows, ids)
-        for table, ids in pairs:
-            table.append_rows(rows, ids)
-
-    def add_rows(self, rows: Ids, block_ids: Sequence[Ids]) -> None:
-        """Empty the rows named in every group, then append ``block_ids[g][i]`` to row ``rows[i]`` of group g."""
-        self._check_groups(len(block_ids))
-        pairs = list(zip(self._tables, block_ids, strict=True))
-        for table, ids in pairs:
-            table.check_add_rows(rows, ids)
-        for table, ids in pairs:
-            table.add_rows(rows, ids)
-
     def move_row(self, src: int, tgt: int) -> None:
         """Row ``src`` to row ``tgt`` in every group."""
         for table in self._tables:
@@ -250,21 +257,6 @@ class MultiGroupBlockTable:
         """Exchange two rows in every group."""
         for table in self._tables:
             table.swap_row(src, tgt)
-
-    def move_rows(self, src: Ids, tgt: Ids) -> None:
-        """Rows ``src[i]`` to rows ``tgt[i]`` in every group, in order."""
-        for table in self._tables:
-            table.move_rows(src, tgt)
-
-    def swap_rows(self, src: Ids, tgt: Ids) -> None:
-        """Exchange rows ``src[i]`` and ``tgt[i]`` in every group, in order."""
-        for table in self._tables:
-            table.swap_rows(src, tgt)
-
-    def copy_rows(self, src: Ids, tgt: Ids) -> None:
-        """Rows ``tgt[i]`` get the blocks of rows ``src[i]`` in every group, in order."""
-        for table in self._tables:
-            table.copy_rows(src, tgt)
 
     def clear_rows(self, rows: Ids) -> None:
         """Rows without blocks, in every group."""
@@ -316,3 +308,16 @@ class MultiGroupBlockTable:
 def _check_range(step: Step, name: str, values: NDArray[np.integer], end: int) -> None:
     if len(values) and (values.min() < 0 or values.max() >= end):
         raise WorkerError(f"Step {step.id}: {name} must lie in 0 .. {end - 1}, got {values.min()} .. {values.max()}")
+
+
+def _one_a_group(name: str, values: Sequence[T], groups: int) -> list[T]:
+    if len(values) != groups:
+        raise ConfigError(f"{len(values)} entries in {name} for {groups} groups: give one a group")
+    return list(values)
+
+
+def _row_blocks(block_size: int, spec: KVCacheSpec | None, limits: RequestLimits) -> int:
+    """Columns of a row; without a spec those of attention (docs/contracts.md, 7)."""
+    if spec is None:
+        return max(ceil_div(limits.max_model_len, block_size * limits.cp), 1 + limits.num_speculative_tokens)
+    return spec.max_row_blocks(limits)

@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hybridkv.errors import ConfigError
-
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
@@ -140,10 +138,3 @@ class TableMirror:
             grown = np.empty(max(size, 2 * len(self._dirty)), np.int64)
             grown[: self._num_dirty] = self._dirty[: self._num_dirty]
             self._dirty = grown
-
-
-def zeros_on_host(shape: tuple[int, int], pin_memory: bool) -> torch.Tensor:
-    """int32 zeros, in pinned memory if asked. Raises ConfigError where there is no GPU to pin it for."""
-    if pin_memory and not torch.accelerator.is_available():
-        raise ConfigError("pin_memory is for tables on a GPU, and there is none here: give False")
-    return torch.zeros(shape, dtype=torch.int32, pin_memory=pin_memory)
