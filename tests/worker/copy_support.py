@@ -25,7 +25,7 @@ from hybridkv.worker import (
     parts_of,
     state_copies,
 )
-from hybridkv.worker.copies.state_parts import Kind
+from hybridkv.worker.copies.state_copy import Kind
 
 Bytes = NDArray[np.uint8]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hybridkv.errors import WorkerError
 from hybridkv.step import Copy
 from hybridkv.worker import TORCH, BlockCopier, CopyKernels
-from hybridkv.worker.copies.copy_levels import copy_levels
+from hybridkv.worker.copies.block_copy import copy_levels
 
 
 def move(group: int, source: int, destination: int) -> Copy:

@@ -11,18 +11,19 @@ On a GPU ``triton_paged_attention`` and ``triton_write_kv`` do the same by kerne
 Never imports the cache or the scheduler: a worker could live in another process.
 """
 
-from hybridkv.worker.attention.attention_mask import CAUSAL, AttentionMask
-from hybridkv.worker.attention.context_parallel import WHOLE, ContextShare, combine_over_ranks
-from hybridkv.worker.attention.paged_attention import PagedBatch, paged_attention, paged_batch
-from hybridkv.worker.attention.partial_attention import combine_partial, with_sink
+from hybridkv.worker.attention.context_parallel import (
+    WHOLE,
+    ContextShare,
+    combine_over_ranks,
+    combine_partial,
+    with_sink,
+)
+from hybridkv.worker.attention.paged_attention import CAUSAL, AttentionMask, PagedBatch, paged_attention, paged_batch
 from hybridkv.worker.attention.triton_attention import TritonBatch, triton_batch, triton_paged_attention
 from hybridkv.worker.copies.block_copy import BlockCopier
 from hybridkv.worker.copies.copy_kernels import TORCH, CopyKernels, copy_kernels, triton_kernels
-from hybridkv.worker.copies.in_place_states import InPlaceStates
-from hybridkv.worker.copies.state_copy import StateCopier
-from hybridkv.worker.copies.state_parts import StatePart, state_parts
+from hybridkv.worker.copies.state_copy import InPlaceStates, StateCopier, StatePart, state_parts
 from hybridkv.worker.copies.state_plan import RowColumns, StateCopies, StatePlan, state_copies
-from hybridkv.worker.pages.kv_pages import KVPages
 from hybridkv.worker.pages.kv_write import (
     WriteSlots,
     triton_write_kv,
@@ -31,7 +32,7 @@ from hybridkv.worker.pages.kv_write import (
     write_latent,
     write_slots,
 )
-from hybridkv.worker.pages.storage import PagedStorage, PageOrder, PagePart, parts_of
+from hybridkv.worker.pages.storage import KVPages, PagedStorage, PageOrder, PagePart, parts_of
 from hybridkv.worker.step_batch import GroupBatch, StepBatch, step_batch
 from hybridkv.worker.tables.block_table import BlockTable
 from hybridkv.worker.tables.multi_group import MultiGroupBlockTable

@@ -18,9 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError, WorkerError
-from hybridkv.worker.attention.attention_mask import CAUSAL, AttentionMask
-from hybridkv.worker.attention.paged_attention import PagedBatch, check_batch, check_layer
-from hybridkv.worker.pages.kv_pages import KVPages
+from hybridkv.worker.attention.paged_attention import CAUSAL, AttentionMask, PagedBatch, check_batch, check_layer
+from hybridkv.worker.pages.storage import KVPages
 
 # keys below which a program costs more than it saves
 _FEWEST_KEYS: Final = 256

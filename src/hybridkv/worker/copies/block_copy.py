@@ -1,11 +1,21 @@
 """Executes what a Step says of blocks before its forward (docs/contracts.md, 10): moves -> zeroing -> other copies.
 
-A copy takes all bytes of a block, in every layer of its group. Copies keep their order where one depends on another,
-and run together where none does.
+A copy takes all bytes of a block, in every layer of its group:
+
+    reference   a block of a group is its page in every layer of the group; pages lie in the layers' tensors
+    natural     a block of a class is block_bytes of the arena in one piece, whichever group of the class it belongs to
+
+Copies keep their order where one depends on another, and run together where none does:
+
+    A -> B    level 0
+    C -> D    level 0
+    B -> C    level 1: reads what the first wrote, and writes what the second reads
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -14,14 +24,13 @@ from numpy.typing import NDArray
 
 from hybridkv.errors import WorkerError
 from hybridkv.step import Step
-from hybridkv.worker.copies.byte_blocks import byte_blocks
-from hybridkv.worker.copies.copy_kernels import TORCH, CopyKernels
-from hybridkv.worker.copies.copy_levels import copy_levels
+from hybridkv.worker.copies.copy_kernels import TORCH, CopyKernels, stack_layers
 from hybridkv.worker.pages.storage import PagedStorage
 
 Int64 = NDArray[np.int64]
 
 _KINDS: Final = ("move", "block", "state")
+_WORDS: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
 class BlockCopier:
@@ -121,3 +130,76 @@ class BlockCopier:
             blocks = torch.from_numpy(np.unique(zero[of == number, 1])).to(self._device)
             for stack in self._classes[number].stacks:
                 self._kernels.zero_blocks(stack, blocks)
+
+
+def copy_levels(places: Int64) -> Int64:
+    """A level for each copy, int64[n]: levels one after the other do what the copies do in their order.
+
+    places: int64[2, n], what each copy reads, and what it writes. Within a level no copy writes what another
+    reads or writes; levels are as low as that allows. O(n log n) where one level does, else O(n) in Python.
+    """
+    source, destination = places
+    written = np.unique(destination)
+    if len(written) == len(destination) and not np.isin(source, written).any():
+        return np.zeros(len(source), np.int64)
+    levels = np.empty(len(source), np.int64)
+    free_to_read: dict[int, int] = {}
+    free_to_write: dict[int, int] = {}
+    for i, (read, write) in enumerate(zip(source.tolist(), destination.tolist(), strict=True)):
+        level = max(free_to_read.get(read, 0), free_to_write.get(write, 0))
+        levels[i] = level
+        free_to_write[read] = max(free_to_write.get(read, 0), level + 1)
+        free_to_write[write] = free_to_read[write] = level + 1
+    return levels
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ByteBlocks:
+    """Blocks that have the same bytes under the same id.
+
+    groups: whose blocks they are. null_blocks, num_blocks: requests have ids null_blocks .. num_blocks - 1.
+    spacing: blocks of two ByteBlocks can share bytes only where id * spacing lies in the same slab (natural), or is
+    equal (reference). stacks: [layers, num_blocks, words] each, together all bytes of a block.
+    """
+
+    groups: tuple[int, ...]
+    null_blocks: int
+    num_blocks: int
+    spacing: int
+    stacks: tuple[torch.Tensor, ...]
+
+
+def byte_blocks(storage: PagedStorage) -> tuple[ByteBlocks, ...]:
+    """One for each class of the natural layout, one for each group of the reference. No copies, O(layers)."""
+    return tuple(_of_classes(storage) if storage.config.slabs is not None else _of_groups(storage))
+
+
+def _of_classes(storage: PagedStorage) -> Iterator[ByteBlocks]:
+    for of in storage.config.slabs.classes if storage.config.slabs is not None else ():
+        blocks, size = storage.config.blocks_of(of.groups[0]), of.block_bytes
+        pages = _pages(storage.arena, 0, size, size, blocks)
+        yield ByteBlocks(of.groups, of.blocks_per_slab, blocks, size, stack_layers([pages]))
+
+
+def _of_groups(storage: PagedStorage) -> Iterator[ByteBlocks]:
+    config = storage.config
+    tensors = {name: tensor for tensor in config.tensors for name in tensor.shared_by}
+    for number, group in enumerate(config.groups):
+        views = [
+            _pages(
+                storage.arena,
+                tensors[name].offset_bytes,
+                tensors[name].block_stride_bytes,
+                spec.content_bytes,
+                config.num_blocks,
+            )
+            for name, spec in zip(group.layer_names, group.layer_specs, strict=True)
+        ]
+        yield ByteBlocks((number,), 1, config.num_blocks, 1, stack_layers(views))
+
+
+def _pages(arena: torch.Tensor, offset: int, stride: int, size: int, blocks: int) -> torch.Tensor:
+    """[blocks, words] of ``size`` bytes, ``stride`` apart, from byte ``offset`` on, in the widest words that fit."""
+    width, dtype = next(word for word in _WORDS if not (offset % word[0] or stride % word[0] or size % word[0]))
+    words = arena[: arena.numel() // width * width].view(dtype)
+    return words.as_strided((blocks, size // width), (stride // width, 1), offset // width)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from hybridkv.worker.attention.triton_attention import TritonBatch
-from hybridkv.worker.pages.kv_pages import KVPages
+from hybridkv.worker.pages.storage import KVPages
 
 _DTYPES: Final = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # parts that the combining kernel holds at a time

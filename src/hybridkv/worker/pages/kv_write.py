@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hybridkv.errors import ConfigError, WorkerError
-from hybridkv.worker.pages.kv_pages import KVPages
+from hybridkv.worker.pages.storage import KVPages
 
 _ROUNDED: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of states that pages of float8 take."""
