@@ -12,9 +12,14 @@ from transformers import PreTrainedModel
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine, EngineOptions
 from hybridkv.runner.attention import attention_form, attention_gather, gather_batch
-from hybridkv.runner.attention.attention_form import AttentionForm, form_of
-from hybridkv.runner.attention.attention_modules import Attended, attention_modules, eager_function
-from hybridkv.runner.attention.dense import dense_attention
+from hybridkv.runner.attention.attention_form import (
+    Attended,
+    AttentionForm,
+    attention_modules,
+    dense_attention,
+    eager_function,
+    form_of,
+)
 from hybridkv.runner.attention.gather_batch import GatherBatch
 from hybridkv.runner.check import generate_greedy
 from hybridkv.runner.tiny import tiny_model
@@ -142,8 +147,8 @@ def batches(seen: list[GatherBatch]) -> Iterator[None]:
     """``seen`` gets every batch that is made."""
     build = gather_batch._Builder.build
 
-    def noted(self: gather_batch._Builder) -> GatherBatch:
-        seen.append(build(self))
+    def noted(self: gather_batch._Builder, slots: torch.Tensor) -> GatherBatch:
+        seen.append(build(self, slots))
         return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:

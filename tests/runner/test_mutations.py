@@ -20,9 +20,9 @@ from runner_support import (
 )
 
 from hybridkv.runner import Completion, Engine
-from hybridkv.runner.attention.attention_window import AttentionWindow
 from hybridkv.specs import Keeps
 from hybridkv.step import Step
+from hybridkv.worker import AttentionMask
 
 PROMPT = 70
 BEFORE = 4
@@ -109,7 +109,7 @@ def paged_layers(engine: Engine) -> Iterator[PagedLayer]:
         if group.spec.keeps is Keeps.STATE:
             continue
         for name, spec in zip(group.layer_names, group.layer_specs, strict=True):
-            reach = AttentionWindow.of(spec)
+            reach = AttentionMask.of(spec)
             kind = "window" if reach.window else "chunk" if reach.chunk else "full"
             column = 0 if kind == "full" else 4
             assert reach.first_seen(np.array([DAMAGED])).item() <= column * group.spec.block_size

@@ -123,7 +123,7 @@ def test_heads_that_share_a_kv_head_are_neighbours() -> None:
 def test_masks_by_position(mask: AttentionMask, position: int, seen: list[int], first: int) -> None:
     sees = mask.sees(torch.tensor([position])[:, None], torch.arange(8)[None])
     assert torch.nonzero(sees[0]).flatten().tolist() == seen
-    assert mask.first_seen(position) == first
+    assert mask.first_seen(np.array(position)) == first
 
 
 def latent_scene() -> tuple[torch.Tensor, ...]:

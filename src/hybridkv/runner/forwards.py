@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from hybridkv.errors import UnsupportedModelError
 from hybridkv.runner.attention import attention_gather
-from hybridkv.runner.attention.attention_modules import attention_modules, eager_function
+from hybridkv.runner.attention.attention_form import attention_modules, eager_function
 from hybridkv.runner.encoder_decoder import is_encoder_decoder
 from hybridkv.runner.probe import Probed, attention_implementation
 from hybridkv.step import Csr, Step

@@ -25,7 +25,7 @@ from hybridkv.planner.config import KVCacheConfig
 from hybridkv.runner import step_context
 from hybridkv.runner.attention import attention_gather
 from hybridkv.runner.attention.attention_form import FormNotes
-from hybridkv.runner.attention.attention_window import AttentionWindow
+from hybridkv.runner.attention.attention_gather import segment_biases
 from hybridkv.runner.attention.cross_attention import CrossAttention, CrossLayer
 from hybridkv.runner.attention.gather_batch import GatherBatch, gather_batch
 from hybridkv.runner.attention.paged import (
@@ -37,9 +37,7 @@ from hybridkv.runner.attention.paged import (
     kernel_of,
     write_of,
 )
-from hybridkv.runner.attention.relative_bias import segment_biases
-from hybridkv.runner.attention.row_cache import RowCache
-from hybridkv.runner.attention.step_cache import StepCache
+from hybridkv.runner.attention.step_cache import RowCache, StepCache
 from hybridkv.runner.decode_graphs import DecodeGraphs, compile_option, refusal
 from hybridkv.runner.encoder_decoder import decode
 from hybridkv.runner.forwards import Forwards, forwards_of, rows_of
@@ -68,7 +66,7 @@ from hybridkv.runner.step_context import StepContext
 from hybridkv.specs import Keeps, KVCacheSpec, MambaSpec
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.units import MOST_COUNT
-from hybridkv.worker import BlockCopier, KVPages, MultiGroupBlockTable, PagedStorage, copy_kernels
+from hybridkv.worker import AttentionMask, BlockCopier, KVPages, MultiGroupBlockTable, PagedStorage, copy_kernels
 from hybridkv.worker.step_batch import group_reads
 
 logger = logging.getLogger(__name__)
@@ -161,7 +159,7 @@ class ModelRunner:
         crossing = [layer for layer in planned.layers if layer.spec.keeps is Keeps.ENCODER]
         attending = [layer for layer in planned.layers if layer.name not in mixers and layer not in crossing]
         self._reads = {
-            layer.index: LayerRead(group_of[layer.name], AttentionWindow.of(layer.spec)) for layer in attending
+            layer.index: LayerRead(group_of[layer.name], AttentionMask.of(layer.spec)) for layer in attending
         }
         self._views = {layer.index: self.storage.views[layer.name] for layer in attending}
         self._pages = dict[int, KVPages]()
@@ -402,7 +400,7 @@ class ModelRunner:
         more = {} if images is None else images.arguments()
         if self.forwards is Forwards.BY_ROW:
             row = RowCache(
-                self._views, self._context, positions, {layer: read.reach for layer, read in self._reads.items()}
+                self._views, self._context, positions, {layer: read.mask for layer, read in self._reads.items()}
             )
             return self._model_call.logits_behind(tokens, keep, row, None, more)
         cache = StepCache(self._views, self._context, positions)
@@ -426,7 +424,7 @@ class ModelRunner:
                 continue
             if self._prepare is None or read.heads is None:
                 table, dtype = self.tables[read.group], self.model.dtype
-                made[read] = gather_batch(step, table, read.reach, dtype, whole=read.whole, last_seen=last_seen)
+                made[read] = gather_batch(step, table, read.mask, dtype, whole=read.whole, last_seen=last_seen)
             else:
                 attend = self._prepare(reads[read.group], read.mask, read.heads, self._pages[layer])
                 made[read] = PagedStep(writes[read.group], self._pages, attend)

@@ -11,9 +11,8 @@ import torch
 from hybridkv.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
-    from hybridkv.runner.attention.attention_form import AttentionForm
+    from hybridkv.runner.attention.attention_form import Attended, AttentionForm
     from hybridkv.runner.attention.attention_gather import CrossRead
-    from hybridkv.runner.attention.attention_modules import Attended
     from hybridkv.runner.attention.gather_batch import GatherBatch
     from hybridkv.runner.attention.paged import PagedStep
     from hybridkv.runner.states.state_batch import StateBatch

@@ -4,18 +4,26 @@ A modelling file brings an eager attention of its own, which need not be softmax
 (Gemma 2), has a sink beside the keys (gpt-oss), adds a bias (T5), or does what nobody foresaw. A form is taken for a
 module when both give the same for scores so large that a cap, a sink or a wrong scale shows; where none does, the
 module's own function runs.
+
+    out = softmax(softcap(scale * query . key) + mask) . value        lse = log of the sum of all exponentials
+
+``dense_attention`` computes this over dense keys. Query heads share KV heads without a copy of the keys for each: where
+all queries see the same keys, those of the heads that share a KV head are queries of that one head. On a CPU torch's
+flash kernel runs, which reads strided keys and makes no scores of its own size; elsewhere, and for soft caps, plain
+products do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
+from torch.nn import functional
 
-from hybridkv.runner.attention.attention_modules import Attended, Eager, eager_function
-from hybridkv.runner.attention.dense import dense_attention
+from hybridkv.errors import UnsupportedModelError
 from hybridkv.runner.states.continuation import difference
 from hybridkv.worker import with_sink
 
@@ -27,6 +35,97 @@ _QUERIES: Final = 5
 _PAST: Final = 6
 _KNOWN: Final = {"position_ids", "cache_position", "s_aux"}
 """Tensors that a form accounts for; with any other handed over, the module's own function runs."""
+_FLASH: Final[Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""What scaled_dot_product_attention calls on a CPU, which throws the log-sum-exp away."""
+
+Eager = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+"""eager(module, query, key, value, mask, **kwargs): out [rows, queries, heads, width], and weights or None."""
+
+
+class Attended(NamedTuple):
+    """What a layer attends with: query [rows, heads, queries, width]; key, value [rows, KV heads, keys, width]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+def eager_function(module: torch.nn.Module) -> Eager:
+    """The eager attention of the modelling module that ``module`` comes from; UnsupportedModelError without one."""
+    found = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if found is None:
+        raise UnsupportedModelError(
+            f"{type(module).__module__} has no eager_attention_forward: its attention cannot run on gathered contexts"
+        )
+    function: Eager = found
+    return function
+
+
+def attention_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Those of ``model`` that attend, layer by layer, as transformers marks them."""
+    return (module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal"))
+
+
+def dense_attention(
+    states: Attended,
+    scale: float,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of ``states``, whose heads are a multiple of the KV heads: neighbouring ones share one.
+
+    mask: added to the scores, of their dtype, [rows or 1, 1, queries, keys]; every query sees some key. causal: as many
+    queries as keys, each of which sees the keys up to its own place; no mask then.
+    out: [rows, heads, queries, width of a value], of the query's dtype. lse: [rows, heads, queries], of float32
+    (float64 for float64). O(queries * keys).
+    """
+    query, key, value = states
+    rows, heads, queries, width = query.shape
+    shared = heads // key.shape[1]
+    together = shared > 1 and not causal and (mask is None or queries == 1)
+    if together:
+        query = query.reshape(rows, key.shape[1], shared * queries, width)
+    grouped = Attended(query, key, value)
+    if softcap is None and query.device.type == "cpu" and value.shape[3] <= width:
+        out, lse = _flash(grouped, scale, mask, causal=causal)
+    else:
+        out, lse = _products(grouped, scale, mask, causal=causal, softcap=softcap)
+    return out.reshape(rows, heads, queries, -1), lse.reshape(rows, heads, queries)
+
+
+def _flash(
+    states: Attended, scale: float, mask: torch.Tensor | None, *, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values narrower than keys (MLA) are made as wide: the kernel knows one width."""
+    query, key, value = states
+    width = value.shape[3]
+    wide = value if width == key.shape[3] else functional.pad(value, (0, key.shape[3] - width))
+    out, lse = _FLASH(query, key, wide, 0.0, causal, attn_mask=mask, scale=scale)
+    return out[..., :width], lse
+
+
+def _products(
+    states: Attended, scale: float, mask: torch.Tensor | None, *, causal: bool, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and sums in float32 at least."""
+    query, key, value = states
+    rows, heads, queries, width = query.shape
+    grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], queries, width)
+    scores = torch.matmul(grouped, key.transpose(2, 3).unsqueeze(2))
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores + mask.unsqueeze(2)
+    if causal:
+        hidden = torch.ones(queries, queries, dtype=torch.bool, device=query.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse[..., None]).to(value.dtype)
+    out = torch.matmul(weights, value.unsqueeze(2))
+    return out.reshape(rows, heads, queries, -1), lse.reshape(rows, heads, queries)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,9 +29,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hybridkv.runner.attention.attention_window import AttentionWindow
 from hybridkv.step import Step
-from hybridkv.worker import BlockTable
+from hybridkv.worker import CAUSAL, AttentionMask, BlockTable
 
 Int64 = NDArray[np.int64]
 
@@ -94,57 +93,64 @@ def gathered(pages: torch.Tensor, batch: GatherBatch) -> torch.Tensor:
 class _Builder:
     """Collects parts, and the blocks and stale tokens they gather.
 
-    whole: each row's context is one piece. context: int64[R], tokens that all of a row's see, if those are not its own.
+    sees: of the layers' attention. whole: each row's context is one piece. last_seen: int64[tokens], the last token
+    that each sees; None: itself. context: int64[R], tokens that all of a row's see, if those are not its own.
     """
 
     def __init__(
         self,
         step: Step,
         table: BlockTable,
-        reach: AttentionWindow,
+        sees: AttentionMask,
         dtype: torch.dtype,
         *,
         whole: bool,
+        last_seen: Int64 | None = None,
         context: Int64 | None = None,
     ) -> None:
-        self.table, self.reach, self.dtype, self.device = table, reach, dtype, table.device
-        self.size = table.block_size
-        self.rows = step.rows.astype(np.int64)
+        self.table, self.sees, self.dtype, self.device = table, sees, dtype, table.device
+        self.size, self.last_seen = table.block_size, last_seen
+        self.rows, self.decodes = step.rows.astype(np.int64), step.decodes
         self.scheduled = step.num_scheduled.astype(np.int64)
         self.computed = step.num_computed.astype(np.int64)
         self.given = context is not None
         self.context = self.computed + self.scheduled if context is None else context
-        # the first query of a row reaches furthest back
-        self.first_block = reach.first_seen(self.computed) // self.size
+        # the first query of a row sees the earliest token
+        self.first_block = sees.first_seen(self.computed) // self.size
         self.first = np.cumsum(self.scheduled) - self.scheduled
-        self.last_seen: Int64 | None = None
         self.start = 0
         self.read: list[torch.Tensor] = []
         self.stale: list[Int64] = []
         self.segments: list[Segment] = []
         self.pasts: list[Past] = []
-        self.splits = not whole and context is None and reach == AttentionWindow()
+        self.splits = not whole and context is None and sees == CAUSAL
         if self.splits:
             self._share()
         self.blocks = -(-self.context // self.size) - self.first_block
 
-    def add_rows(self, step: Step, last_seen: Int64 | None = None) -> None:
-        """Rows that decode, by tokens and the power of two that their block counts round up to; chunks one by one.
+    def build(self, slots: torch.Tensor) -> GatherBatch:
+        """All parts: rows that decode, by tokens and the power of two that their block counts round up to; then chunks.
 
-        last_seen: int64[tokens], the last token that each sees; None: itself.
+        slots: int64[tokens], of tokens that are written.
         """
-        self.last_seen = last_seen
-        decodes = step.decodes
-        rows = np.flatnonzero(decodes)
+        rows = np.flatnonzero(self.decodes)
         # exponent of the power of two: 1 -> 0, 2 -> 1, 3, 4 -> 2
         classes = np.stack((self.scheduled[rows], np.ceil(np.log2(self.blocks[rows])).astype(np.int64)), axis=1)
         for one in np.unique(classes, axis=0):
             self._bucket(rows[(classes == one).all(axis=1)])
-        for member in np.flatnonzero(~decodes).tolist():
+        for member in np.flatnonzero(~self.decodes).tolist():
             if self.splits and self._is_causal(member):
                 self._chunk(member)
             else:
                 self._bucket(np.array([member]))
+        return GatherBatch(
+            write_block=torch.div(slots, self.size, rounding_mode="floor"),
+            write_offset=slots % self.size,
+            read_blocks=torch.cat([one.long() for one in self.read]),
+            stale=self._tensor(np.concatenate(self.stale)),
+            segments=tuple(self.segments),
+            pasts=tuple(self.pasts),
+        )
 
     def _share(self) -> None:
         """Beginnings that rows have in common: gathered once, and no part of the rows' own contexts.
@@ -221,7 +227,7 @@ class _Builder:
         last = query
         if self.last_seen is not None:
             last = self.last_seen[self.first[members][:, None] + np.arange(queries)][:, :, None]
-        hidden: NDArray[np.bool_] = (key > last) | (key < self.reach.first_seen(query))
+        hidden: NDArray[np.bool_] = (key > last) | (key < self.sees.first_seen(query))
         return hidden
 
     def _gather(self, members: Int64, width: int, unseen: NDArray[np.bool_]) -> None:
@@ -238,29 +244,11 @@ class _Builder:
     def _tensor(self, values: Int64) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
-    def build(self) -> GatherBatch:
-        """All parts, for tokens of the rows' own: slots are those that the table has committed."""
-        return self._batch(self.table.slot_mapping[: int(self.scheduled.sum())])
-
-    def build_read(self) -> GatherBatch:
-        """All parts, for what is only read."""
-        return self._batch(torch.empty(0, dtype=torch.int64, device=self.device))
-
-    def _batch(self, slots: torch.Tensor) -> GatherBatch:
-        return GatherBatch(
-            write_block=torch.div(slots, self.size, rounding_mode="floor"),
-            write_offset=slots % self.size,
-            read_blocks=torch.cat([one.long() for one in self.read]),
-            stale=self._tensor(np.concatenate(self.stale)),
-            segments=tuple(self.segments),
-            pasts=tuple(self.pasts),
-        )
-
 
 def gather_batch(
     step: Step,
     table: BlockTable,
-    reach: AttentionWindow,
+    sees: AttentionMask,
     dtype: torch.dtype,
     *,
     whole: bool,
@@ -268,13 +256,12 @@ def gather_batch(
 ) -> GatherBatch:
     """What ``step`` reads and writes through ``table``, whose cells and slots have been committed.
 
-    step: at least one row. reach: of the layers' attention. dtype: of its scores. whole: no shared and past parts.
+    step: at least one row. sees: of the layers' attention. dtype: of its scores. whole: no shared and past parts.
     last_seen: int64[tokens] of the step, the position of the last token that each sees, inside its row's chunk; None:
     its own, as causal attention has it. O(tokens + gathered tokens).
     """
-    builder = _Builder(step, table, reach, dtype, whole=whole)
-    builder.add_rows(step, last_seen)
-    return builder.build()
+    builder = _Builder(step, table, sees, dtype, whole=whole, last_seen=last_seen)
+    return builder.build(table.slot_mapping[: step.num_tokens])
 
 
 def cross_batch(step: Step, table: BlockTable, tokens: Int64, dtype: torch.dtype) -> GatherBatch:
@@ -282,6 +269,5 @@ def cross_batch(step: Step, table: BlockTable, tokens: Int64, dtype: torch.dtype
 
     step, dtype: as in gather_batch; each row has at least one token to read. O(tokens + gathered tokens).
     """
-    builder = _Builder(step, table, AttentionWindow(), dtype, whole=True, context=tokens)
-    builder.add_rows(step)
-    return builder.build_read()
+    builder = _Builder(step, table, CAUSAL, dtype, whole=True, context=tokens)
+    return builder.build(torch.empty(0, dtype=torch.int64, device=table.device))

@@ -19,7 +19,6 @@ import torch
 
 from hybridkv.errors import ConfigError
 from hybridkv.runner.attention.attention_form import AttentionForm
-from hybridkv.runner.attention.attention_window import AttentionWindow
 from hybridkv.units import shown
 from hybridkv.worker import (
     TORCH,
@@ -82,20 +81,15 @@ class LayerHeads:
 
 @dataclass(frozen=True, slots=True)
 class LayerRead:
-    """How a layer reads: through which group, how far back, and whether its context must come in one piece.
+    """How a layer reads: through which group, under which mask, and whether its context must come in one piece.
 
     heads: of a layer that a kernel reads from pages, None of one whose contexts are gathered.
     """
 
     group: int
-    reach: AttentionWindow
+    mask: AttentionMask
     whole: bool = True
     heads: LayerHeads | None = None
-
-    @property
-    def mask(self) -> AttentionMask:
-        """What a kernel must hide."""
-        return AttentionMask(window=self.reach.window, chunk=self.reach.chunk)
 
 
 Write = Callable[[KVPages, torch.Tensor, torch.Tensor], None]

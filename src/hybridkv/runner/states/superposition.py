@@ -10,20 +10,34 @@ zero, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
+import torch.nn.functional as F  # noqa: N812  # the usual name
 
 from hybridkv.errors import WorkerError
-from hybridkv.runner.states.own_globals import own_forward, with_globals
 
 SCAN: Final = "mamba_selective_scan"
 """What modelling modules call the scan over a sequence, as a global that their mixers' forward looks up."""
 
 Scan = Callable[..., Any]
+
+
+def own_forward(module: torch.nn.Module) -> Callable[..., Any]:
+    """That of its class, without what decorates it."""
+    forward: Callable[..., Any] = inspect.unwrap(type(module).forward)
+    return forward
+
+
+def with_globals(forward: FunctionType, replaced: Mapping[str, Any]) -> FunctionType:
+    """``forward`` that finds ``replaced`` by their names: its class and its modelling module stay as they are."""
+    own_globals = {**forward.__globals__, **replaced}
+    bound = FunctionType(forward.__code__, own_globals, forward.__name__, forward.__defaults__, forward.__closure__)
+    bound.__kwdefaults__ = forward.__kwdefaults__
+    return bound
 
 
 def has_scan(module: torch.nn.Module) -> bool:

@@ -13,12 +13,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError, WorkerError
+from hybridkv.specs import KVCacheSpec
 from hybridkv.units import ceil_div
 from hybridkv.worker.attention.context_parallel import WHOLE, ContextShare, with_sink
 from hybridkv.worker.pages.storage import KVPages
+
+Int64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +51,20 @@ class AttentionMask:
         if not self.causal and (self.window is not None or self.chunk is not None):
             raise ConfigError("a window or chunk ends at the query's own token: it needs causal=True")
 
-    def first_seen(self, position: int) -> int:
-        """The first token that the query at ``position`` sees, ``first_tokens`` aside; no later query sees more."""
-        if not self.causal:
-            return 0
-        starts = (0 if self.window is None else position - self.window + 1, self._chunk_start(position))
-        return max(0, *starts)
+    @classmethod
+    def of(cls, spec: KVCacheSpec) -> AttentionMask:
+        """Of a layer of ``spec``."""
+        window, chunk = spec.mask
+        return cls(window=window, chunk=chunk)
+
+    def first_seen(self, positions: Int64) -> Int64:
+        """The first token that each query sees, ``first_tokens`` aside; no later query sees more."""
+        first = np.zeros_like(positions)
+        if self.window is not None:
+            first = np.maximum(first, positions - self.window + 1)
+        if self.chunk is not None:
+            first = np.maximum(first, positions // self.chunk * self.chunk)
+        return first
 
     def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """bool, whether queries at positions ``queries`` see the tokens at ``keys``, int64; shapes that broadcast."""
@@ -63,9 +76,6 @@ class AttentionMask:
         if self.chunk is not None:
             near = near & (keys >= torch.div(queries, self.chunk, rounding_mode="floor") * self.chunk)
         return near | ((keys < self.first_tokens) & (keys <= queries))
-
-    def _chunk_start(self, position: int) -> int:
-        return 0 if self.chunk is None else position // self.chunk * self.chunk
 
 
 CAUSAL: Final = AttentionMask()
@@ -104,7 +114,7 @@ class PagedBatch:
         length, covered, device = self.seq_lens[request], self.covered_tokens, self.block_table.device
         first = length - (self.query_start_loc[request + 1] - self.query_start_loc[request])
         end = ceil_div(length, covered)
-        live = min(mask.first_seen(max(first, 0)) // covered, end)
+        live = min(int(mask.first_seen(np.array(max(first, 0)))) // covered, end)
         kept = min(ceil_div(mask.first_tokens, covered), live)
         return torch.cat((torch.arange(kept, device=device), torch.arange(live, end, device=device)))
 
