@@ -147,8 +147,8 @@ def batches(seen: list[GatherBatch]) -> Iterator[None]:
     """``seen`` gets every batch that is made."""
     build = gather_batch._Builder.build
 
-    def noted(self: gather_batch._Builder, slots: torch.Tensor) -> GatherBatch:
-        seen.append(build(self, slots))
+    def noted(self: gather_batch._Builder, *args: Any) -> GatherBatch:  # noqa: ANN401 - as ``build`` takes them
+        seen.append(build(self, *args))
         return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -93,8 +93,8 @@ def gathered(pages: torch.Tensor, batch: GatherBatch) -> torch.Tensor:
 class _Builder:
     """Collects parts, and the blocks and stale tokens they gather.
 
-    sees: of the layers' attention. whole: each row's context is one piece. last_seen: int64[tokens], the last token
-    that each sees; None: itself. context: int64[R], tokens that all of a row's see, if those are not its own.
+    sees: of the layers' attention. whole: each row's context is one piece. context: int64[R], tokens that all of a row's
+    see, if those are not its own.
     """
 
     def __init__(
@@ -105,11 +105,10 @@ class _Builder:
         dtype: torch.dtype,
         *,
         whole: bool,
-        last_seen: Int64 | None = None,
         context: Int64 | None = None,
     ) -> None:
         self.table, self.sees, self.dtype, self.device = table, sees, dtype, table.device
-        self.size, self.last_seen = table.block_size, last_seen
+        self.size = table.block_size
         self.rows, self.decodes = step.rows.astype(np.int64), step.decodes
         self.scheduled = step.num_scheduled.astype(np.int64)
         self.computed = step.num_computed.astype(np.int64)
@@ -118,6 +117,7 @@ class _Builder:
         # the first query of a row sees the earliest token
         self.first_block = sees.first_seen(self.computed) // self.size
         self.first = np.cumsum(self.scheduled) - self.scheduled
+        self.last_seen: Int64 | None = None
         self.start = 0
         self.read: list[torch.Tensor] = []
         self.stale: list[Int64] = []
@@ -128,11 +128,13 @@ class _Builder:
             self._share()
         self.blocks = -(-self.context // self.size) - self.first_block
 
-    def build(self, slots: torch.Tensor) -> GatherBatch:
+    def build(self, slots: torch.Tensor, last_seen: Int64 | None = None) -> GatherBatch:
         """All parts: rows that decode, by tokens and the power of two that their block counts round up to; then chunks.
 
-        slots: int64[tokens], of tokens that are written.
+        slots: int64[tokens], of tokens that are written. last_seen: int64[tokens], the last token that each sees; None:
+        itself.
         """
+        self.last_seen = last_seen
         rows = np.flatnonzero(self.decodes)
         # exponent of the power of two: 1 -> 0, 2 -> 1, 3, 4 -> 2
         classes = np.stack((self.scheduled[rows], np.ceil(np.log2(self.blocks[rows])).astype(np.int64)), axis=1)
@@ -260,8 +262,8 @@ def gather_batch(
     last_seen: int64[tokens] of the step, the position of the last token that each sees, inside its row's chunk; None:
     its own, as causal attention has it. O(tokens + gathered tokens).
     """
-    builder = _Builder(step, table, sees, dtype, whole=whole, last_seen=last_seen)
-    return builder.build(table.slot_mapping[: step.num_tokens])
+    builder = _Builder(step, table, sees, dtype, whole=whole)
+    return builder.build(table.slot_mapping[: step.num_tokens], last_seen)
 
 
 def cross_batch(step: Step, table: BlockTable, tokens: Int64, dtype: torch.dtype) -> GatherBatch:
