@@ -14,8 +14,8 @@ from history import Tamper, play
 
 from how_much import how_many, too_rare
 from hybridkv.cache import CacheGroup
-from hybridkv.cache.policies.spans import WindowSpan
-from hybridkv.cache.rows.write_log import WriteLog
+from hybridkv.cache.policies.attention import WindowSpan
+from hybridkv.cache.publisher import WriteLog
 from hybridkv.extra_keys import ExtraKeys
 from hybridkv.schedule.running import Outcomes
 from hybridkv.step import Cells, Step

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from how_much import too_rare
 from hybridkv.cache import BatchSlots, KVCacheManager
-from hybridkv.cache.slots.batch import Batch, Needs
-from hybridkv.cache.slots.plan import Refusal
-from hybridkv.cache.slots.slots import FEW, Slots
+from hybridkv.cache.allocator import FEW, Batch, Needs, Slots
+from hybridkv.cache.plan import Refusal
 from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.request import Request
 from hybridkv.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
@@ -142,7 +141,7 @@ def twins(draw: st.DrawFn) -> tuple[Twin, Twin]:
 def check_batches(both: tuple[Twin, Twin], data: st.DataObject) -> None:
     batched, single = both
     with pytest.MonkeyPatch.context() as patch:  # few rows are served together, too
-        patch.setattr("hybridkv.cache.slots.slots.FEW", data.draw(st.sampled_from((0, FEW))))
+        patch.setattr("hybridkv.cache.allocator.FEW", data.draw(st.sampled_from((0, FEW))))
         check_turns(batched, single, data)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from how_much import how_many
-from hybridkv.cache.blocks.pool import Taken
+from hybridkv.cache.pool import Taken
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
 from hybridkv.planner import KVCacheConfig, plan

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hybridkv.cache.rows.block_rows import BlockRows
-from hybridkv.cache.rows.group import CacheGroup
-from hybridkv.cache.slots.checkpoints import Checkpoints
-from hybridkv.cache.slots.slots import Slots
+from hybridkv.cache.allocator import Slots
+from hybridkv.cache.checkpoints import Checkpoints
+from hybridkv.cache.groups import BlockRows, CacheGroup
 from hybridkv.errors import CacheError
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import SchedulerLimits

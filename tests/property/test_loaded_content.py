@@ -9,7 +9,7 @@ from foreign_engine import Engine, digest
 from test_content import GEMMA, LFM, LLAMA
 
 from how_much import how_many
-from hybridkv.cache.slots.loads import Loads
+from hybridkv.cache.holds import Loads
 from hybridkv.models import read_model
 from hybridkv.planner import Plan, plan
 from hybridkv.request import Request

@@ -11,7 +11,7 @@ from page_support import CHROMIUM, browser, tab
 from serve_support import LONGEST, WAIT, Served, engine_of, serving, until
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.slots.block_map import BlockState, block_map
+from hybridkv.cache.block_map import BlockState, block_map
 from hybridkv.models import read_model
 from hybridkv.planner import plan
 from hybridkv.request import Request, SamplingParams

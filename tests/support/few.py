@@ -5,10 +5,9 @@ from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 _OF_FEW = {
-    "hybridkv.cache.blocks.runs.LEAST_KEYS": 2,
-    "hybridkv.cache.blocks.index.LEAST_KEYS": 2,
+    "hybridkv.cache.index.LEAST_KEYS": 2,
     "hybridkv.cache.hashing.block_hasher.LEAST_BLOCKS": 2,
-    "hybridkv.cache.slots.slots.FEW": 1,
+    "hybridkv.cache.allocator.FEW": 1,
 }
 
 

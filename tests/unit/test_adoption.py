@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hybridkv.cache import KVCacheBlocks, KVCacheManager
-from hybridkv.cache.rows.residents import MOST_NAMES, ContentNames
+from hybridkv.cache.residents import MOST_NAMES, ContentNames
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.extra_keys import EncoderInput, MultimodalItem
 from hybridkv.planner.config import KVCacheConfig

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hybridkv.cache import BlockPool, KVCacheManager
-from hybridkv.cache.blocks.free_order import FreeOrder
+from hybridkv.cache.spaces.one_size import FreeOrder
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
 from hybridkv.schedule import Scheduler, SchedulerLimits

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.values import KVCacheBlocks
+from hybridkv.cache.lookup import KVCacheBlocks
 from hybridkv.request import Request
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.cache.rows.block_rows import BlockRows
+from hybridkv.cache.groups import BlockRows
 
 
 def ids(*blocks: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -115,7 +115,7 @@ NOBODYS = 1_000_000
 @pytest.mark.parametrize("few", [1, 40])
 def test_blocks_are_found_and_renamed_in_all_rows_and_nowhere_else(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many at once or one by one; cells of rows that are gone do not count."""
-    monkeypatch.setattr("hybridkv.cache.rows.block_rows._FEW", few)
+    monkeypatch.setattr("hybridkv.cache.groups._FEW", few)
     rows, plain, random, unused = BlockRows(), dict[int, list[int]](), Random(3), iter(range(1, 9000))
     for turn in range(400):
         row = random.randrange(30)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.blocks.block_times import EDGES_S, BlockTimes, TimeCounts
+from hybridkv.cache.block_times import EDGES_S, BlockTimes, TimeCounts
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import Request
 from hybridkv.testing.configs import full_spec, model_config

@@ -15,7 +15,7 @@ from kinds_support import cache_of, chunked, full, hit, hit_tokens, published, s
 from numpy.typing import NDArray
 
 from hybridkv.cache import BlockStored, KVCacheBlocks, KVCacheManager, SlotPlan
-from hybridkv.cache.blocks.index import PrefixIndex
+from hybridkv.cache.index import PrefixIndex
 from hybridkv.models import read_model
 from hybridkv.planner import plan
 from hybridkv.request import Request, SamplingParams

@@ -5,11 +5,11 @@ from random import Random
 import numpy as np
 import pytest
 
-from hybridkv.cache.blocks.block_keys import BlockKeys
-from hybridkv.cache.blocks.block_times import BlockTimes
-from hybridkv.cache.blocks.lost_keys import LostKeys
-from hybridkv.cache.blocks.needs import NoNeeds
+from hybridkv.cache.block_times import BlockTimes
 from hybridkv.cache.events import EventQueue
+from hybridkv.cache.keys import BlockKeys
+from hybridkv.cache.lost_keys import LostKeys
+from hybridkv.cache.needs import NoNeeds
 
 BLOCKS = 40
 

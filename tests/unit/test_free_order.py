@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.cache.blocks.free_order import NOWHERE, FreeOrder
+from hybridkv.cache.spaces.one_size import NOWHERE, FreeOrder
 
 
 def ids(*blocks: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -94,7 +94,7 @@ def test_survives_many_rounds_in_a_small_ring() -> None:
 
 def test_positions_start_anew_before_they_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions are 32 bits wide: with a small bound the ring is written anew often, and nothing is lost."""
-    monkeypatch.setattr("hybridkv.cache.blocks.free_order._FARTHEST", 30)
+    monkeypatch.setattr("hybridkv.cache.spaces.one_size._FARTHEST", 30)
     random, order, naive = Random(0), FreeOrder(12), list(range(1, 12))
     for _ in range(2000):
         gone = random.sample(naive, random.randint(0, len(naive)))

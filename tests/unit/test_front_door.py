@@ -11,7 +11,7 @@ import pytest
 import hybridkv
 from hybridkv import KVCacheManager, Plan, Request, plan, read_model
 from hybridkv.cache.placement import LRU, AlignPlacement, EndsPlacement, IntervalPlacement, placement_of
-from hybridkv.cache.slots.transfers import Transfer
+from hybridkv.cache.transfers import Transfer
 from hybridkv.errors import ConfigError
 from hybridkv.step import Copy
 

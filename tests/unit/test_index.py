@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridkv.cache.blocks.block_keys import BlockKeys
+from hybridkv.cache.keys import BlockKeys
 from hybridkv.errors import CacheError
 
 A, B, C = b"a" * 32, b"b" * 32, b"c" * 32

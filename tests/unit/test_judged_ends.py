@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.blocks.needs import BlockNeeds
+from hybridkv.cache.needs import BlockNeeds
 from hybridkv.cache.placement import HAZARD, EndsPlacement
 from hybridkv.cache.placement.ends import End, Kind
 from hybridkv.cache.slots.end_tree import Node

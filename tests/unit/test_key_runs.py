@@ -6,9 +6,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from hybridkv.cache.blocks.block_keys import BlockKeys
-from hybridkv.cache.blocks.index import PrefixIndex
-from hybridkv.cache.blocks.runs import LEAST_KEYS, KeyRuns
+from hybridkv.cache.index import LEAST_KEYS, KeyRuns, PrefixIndex
+from hybridkv.cache.keys import BlockKeys
 
 KEYS = [number.to_bytes(32, "big") for number in range(100_000)]
 
@@ -136,7 +135,7 @@ def test_random_histories(seed: int, even: bool, monkeypatch: pytest.MonkeyPatch
         shared = random.randrange(0, len(base), 100) if even else random.randrange(len(base))
         more = random.choice((100, 101, 201)) if even else random.choice((10, 90, 300))
         prompts.append([*base[:shared], *KEYS[first : first + more]])
-    monkeypatch.setattr("hybridkv.cache.blocks.index._MORE_IN_RUNS", 200)
+    monkeypatch.setattr("hybridkv.cache.index._MORE_IN_RUNS", 200)
     free = list(range(1, 4000))
     random.shuffle(free)
     carried: dict[int, bytes] = {}
@@ -178,7 +177,7 @@ def test_random_histories(seed: int, even: bool, monkeypatch: pytest.MonkeyPatch
 
 def test_stamps_are_looked_at_before_they_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
     """2**31 losses later a block that was lost would seem to have been kept."""
-    monkeypatch.setattr("hybridkv.cache.blocks.runs._MOST_EVICTIONS", 5)
+    monkeypatch.setattr("hybridkv.cache.index._MOST_EVICTIONS", 5)
     blocks = BlockKeys(1000)
     runs = KeyRuns(blocks)
     runs.add(KEYS[:100], 0, np.arange(1, 101, dtype=np.int32))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.slots.lookup import CommonHit
+from hybridkv.cache.lookup import CommonHit
 from hybridkv.request import Request
 from hybridkv.specs import KVCacheSpec
 from hybridkv.testing.configs import chunk_spec, full_spec, model_config, natural_model_config, state_spec, window_spec

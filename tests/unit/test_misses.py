@@ -11,7 +11,7 @@ from cli_support import run
 from eviction_table import serve_alone
 
 from hybridkv.cache import KVCacheManager, Miss, MissReason
-from hybridkv.cache.blocks.lost_keys import Lost, LostKeys
+from hybridkv.cache.lost_keys import Lost, LostKeys
 from hybridkv.cache.placement import EndsPlacement
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hybridkv.cache.blocks.free_order import FreeOrder
-from hybridkv.cache.blocks.slab_candidates import BUCKETS, SlabCandidates
-from hybridkv.cache.blocks.slab_holes import SlabHoles
-from hybridkv.cache.blocks.slab_space import SlabSpace
+from hybridkv.cache.spaces.one_size import FreeOrder
+from hybridkv.cache.spaces.slab_holes import BUCKETS, SlabCandidates, SlabHoles
+from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.errors import BlockError, CacheError, ConfigError
 from hybridkv.planner.slabs import ALIGNMENT_BYTES, SlabClass, SlabLayout
 from oracles.slabs import CACHED, HELD, HOLE, OracleSlabs

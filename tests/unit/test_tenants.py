@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.blocks.needs import BlockNeeds, Weights
+from hybridkv.cache.needs import BlockNeeds, Weights
 from hybridkv.cache.placement import (
     EVERYBODY,
     HAZARD,

@@ -8,7 +8,7 @@ import pytest
 from kinds_support import cache_of, chunked, evict, full, grow, hit, hit_tokens, hits, published, start, table, window
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.blocks.index import PrefixIndex
+from hybridkv.cache.index import PrefixIndex
 from hybridkv.request import Request
 from hybridkv.specs import KVCacheSpec
 

@@ -1,7 +1,6 @@
 """The cache: which block holds which tokens, which tokens are there already, and what goes first."""
 
-from hybridkv.cache.blocks.block_times import EDGES_S, BlockTimeStatistics, TimeCounts
-from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.block_times import EDGES_S, BlockTimeStatistics, TimeCounts
 from hybridkv.cache.bounds import CacheBounds
 from hybridkv.cache.events import (
     AllBlocksCleared,
@@ -12,16 +11,14 @@ from hybridkv.cache.events import (
     EventsDropped,
     KVCacheEvent,
 )
+from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.hashing import BlockHasher, EngineHashes
+from hybridkv.cache.holds import BlockLock, Pin
+from hybridkv.cache.lookup import BlockView, CommonHit, KVCacheBlocks
 from hybridkv.cache.manager import KVCacheManager
-from hybridkv.cache.rows.group import CacheGroup
-from hybridkv.cache.slots.batch import BatchSlots
-from hybridkv.cache.slots.holds import BlockLock, Pin
-from hybridkv.cache.slots.lookup import CommonHit
-from hybridkv.cache.slots.misses import Miss, MissReason
-from hybridkv.cache.slots.plan import Admission, Reason, Refusal, SlotPlan
-from hybridkv.cache.slots.step_fields import RowSpans, StateMoves, cells_of, cells_of_row
-from hybridkv.cache.slots.transfers import Checkpoint, Transfer, Transfers
+from hybridkv.cache.misses import Miss, MissReason
+from hybridkv.cache.plan import Admission, BatchSlots, Reason, Refusal, SlotPlan
+from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.statistics import (
     CacheStatistics,
     EndClassStatistics,
@@ -30,7 +27,7 @@ from hybridkv.cache.statistics import (
     PrefixCacheStats,
     TenantStatistics,
 )
-from hybridkv.cache.values import BlockView, KVCacheBlocks
+from hybridkv.cache.transfers import Checkpoint, RowSpans, StateMoves, Transfer, Transfers, cells_of, cells_of_row
 
 __all__ = [
     "EDGES_S",

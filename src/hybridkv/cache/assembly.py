@@ -1,38 +1,506 @@
-"""The parts of a manager, made in the order in which they need each other."""
+"""The parts of a manager, made in the order in which they need each other.
+
+The two layouts as the cache sees them: what is kept for reuse, where hits end, where free blocks come from.
+
+Made once, from the config; nothing else in the cache knows which of the two it is.
+
+    ReferenceLayout   vLLM's: blocks of one size; a state is kept in the block of the tokens that it ends
+    NaturalLayout     blocks of several sizes in slabs; hits end at any token; states are kept where a placement stops
+
+What a manager is to manage: a plan, which has decided it all, or a config and what goes with it, one by one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.blocks.block_times import BlockTimes
-from hybridkv.cache.blocks.lost_keys import LostKeys
-from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.arguments import instance, integer
+from hybridkv.cache.allocator import Slots
+from hybridkv.cache.block_times import BlockTimes
+from hybridkv.cache.checkpoints import Checkpoints
+from hybridkv.cache.fast_forward import Strides
+from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.hashing import BlockHasher
-from hybridkv.cache.layouts import Layout, can_resume, kinds_of
-from hybridkv.cache.placement import NoStates
+from hybridkv.cache.holds import Loads, Locks, Pins
+from hybridkv.cache.lookup import PrefixLookup
+from hybridkv.cache.lost_keys import LostKeys
+from hybridkv.cache.misses import Misses
+from hybridkv.cache.needs import BlockNeeds
+from hybridkv.cache.placement import (
+    DEFAULT_PLACEMENT,
+    EVERYBODY,
+    EVICTIONS,
+    LRU,
+    Eviction,
+    NoStates,
+    Placement,
+    TenantShares,
+    eviction_named,
+    eviction_of,
+    placement_of,
+)
 from hybridkv.cache.placement.tenants import TenantRankings
-from hybridkv.cache.rows.group import CacheGroup
-from hybridkv.cache.rows.publishing import Publisher, ResumePoints
-from hybridkv.cache.rows.residents import Residents
-from hybridkv.cache.rows.write_log import WriteLog
-from hybridkv.cache.slots.checkpoints import Checkpoints
-from hybridkv.cache.slots.holds import Locks, Pins
+from hybridkv.cache.plan import SlotPlanner
+from hybridkv.cache.policies import (
+    AlignedStatePolicy,
+    AlignedStates,
+    AnyHits,
+    AttentionPolicy,
+    BlockHits,
+    ChunkSpan,
+    EncoderOutput,
+    FixedPolicy,
+    FullSpan,
+    GroupKind,
+    LabelHits,
+    NoHits,
+    Nothing,
+    Policy,
+    PublishRule,
+    RunningState,
+    RunningStates,
+    Span,
+    StateHits,
+    TokenHits,
+    WindowSpan,
+    inner_of,
+    keeps_tokens,
+)
+from hybridkv.cache.pool import BlockPool
+from hybridkv.cache.publisher import Publisher, ResumePoints, WriteLog
+from hybridkv.cache.residents import Residents
 from hybridkv.cache.slots.judged import JudgedEnds
 from hybridkv.cache.slots.kept import KeptEnds, LastUsed
-from hybridkv.cache.slots.loads import Loads
-from hybridkv.cache.slots.lookup import PrefixLookup
-from hybridkv.cache.slots.misses import Misses
-from hybridkv.cache.slots.plan import SlotPlanner
-from hybridkv.cache.slots.slots import Slots
-from hybridkv.cache.slots.strides import Strides
-from hybridkv.cache.slots.transfers import TransferLog
-from hybridkv.errors import ConfigError
-from hybridkv.planner.config import KVCacheConfig
+from hybridkv.cache.spaces.slabs import SlabSpace
+from hybridkv.cache.spaces.space import ClassedSpace
+from hybridkv.cache.transfers import TransferLog
+from hybridkv.errors import ConfigError, UnsupportedModelError
+from hybridkv.planner import KVCacheConfig, Plan
 from hybridkv.request import Hasher
+from hybridkv.specs import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    Keeps,
+    KVCacheSpec,
+    MambaSpec,
+    RequestLimits,
+    SlidingWindowSpec,
+)
+from hybridkv.units import MOST_COUNT, shown
+
+_KEYS_APART: Final = 16  # tokens, where there is no attention whose blocks would say it
+
+
+class Layout(Protocol):
+    """placement: where states are kept; None where the specs say it themselves. eviction: what is given up next.
+
+    needs: what kept ends need of the space; None where they are not ranked. shares: of tenants of what is kept.
+    retention: see KVCacheManager.
+    rewrites_states: running states are rewritten in place, so that a failed step leaves them broken. shares_in_part: a
+    branch can begin with blocks that its parent has half filled. keeps_ends: what a request has computed stays to the
+    last token when it ends; publishes_ends: so does what lies before other ends inside blocks. evicts_in_order: free
+    blocks of one size go in the order of their last use. follows_vllm: block ids and steps are those of vLLM.
+    """
+
+    @property
+    def placement(self) -> Placement | None:
+        """See the class."""
+        ...
+
+    @property
+    def eviction(self) -> Eviction:
+        """See the class."""
+        ...
+
+    @property
+    def needs(self) -> BlockNeeds | None:
+        """See the class."""
+        ...
+
+    @property
+    def shares(self) -> TenantShares:
+        """See the class."""
+        ...
+
+    @property
+    def retention(self) -> int | None:
+        """See the class."""
+        ...
+
+    @property
+    def rewrites_states(self) -> bool:
+        """See the class."""
+        ...
+
+    @property
+    def shares_in_part(self) -> bool:
+        """See the class."""
+        ...
+
+    @property
+    def keeps_ends(self) -> bool:
+        """See the class."""
+        ...
+
+    @property
+    def follows_vllm(self) -> bool:
+        """See the class."""
+        ...
+
+    @property
+    def publishes_ends(self) -> bool:
+        """See the class."""
+        ...
+
+    @property
+    def evicts_in_order(self) -> bool:
+        """See the class."""
+        ...
+
+    def publishes(self, spec: KVCacheSpec) -> bool:
+        """Whether anything of a group of ``spec`` can be hit."""
+        ...
+
+    def is_by_digest(self, spec: KVCacheSpec) -> bool:
+        """Whether blocks of a group of ``spec`` are found under the digest of the encoder's input."""
+        ...
+
+    def hash_block(self, kinds: Sequence[GroupKind]) -> int:
+        """Tokens between two keys of a request: the greatest number that divides all blocks that have keys."""
+        ...
+
+    def alignment(self, kinds: Sequence[GroupKind]) -> int:
+        """Tokens of which every hit is a multiple."""
+        ...
+
+    def policies(self, kinds: Sequence[GroupKind], hash_block: int) -> tuple[Policy, ...]:
+        """One a kind.
+
+        ConfigError for a hash block that does not divide the blocks, or a retention that cannot be kept;
+        UnsupportedModelError for a kind of layer that has none.
+        """
+        ...
+
+    def pool(self, config: KVCacheConfig, *, enable_events: bool, max_event_blocks: int) -> BlockPool:
+        """The blocks of ``config``."""
+        ...
+
+
+def layout_of(
+    config: KVCacheConfig,
+    *,
+    placement: Placement | None = None,
+    eviction: Eviction = LRU,
+    shares: TenantShares = EVERYBODY,
+    retention: int | None = None,
+    max_moved_bytes: int | None = None,
+    space: ClassedSpace | None = None,
+    published_ends: bool = True,
+) -> Layout:
+    """The layout of ``config``; see KVCacheManager. ConfigError for what means nothing in the reference layout."""
+    if len(shares.of) > 1:
+        _refuse_shares(config, eviction, placement)
+    if config.slabs is None:
+        if placement is not None:
+            raise ConfigError(
+                f"placement {placement.name} needs the natural layout; in the reference layout the specs say where "
+                "states are kept: plan with placement= instead"
+            )
+        if eviction != LRU:
+            raise ConfigError(
+                f"eviction {eviction.name} needs the natural layout: the reference layout gives up blocks in the order "
+                f"of their last use, {LRU.name}"
+            )
+        if max_moved_bytes is not None or space is not None or not published_ends:
+            raise ConfigError(
+                "max_moved_bytes, space and published_ends mean nothing in the reference layout, whose blocks have one "
+                "size and are shared whole: leave them out, or plan with the natural layout"
+            )
+        return ReferenceLayout(retention)
+    placed = eviction.placed(DEFAULT_PLACEMENT if placement is None else placement)
+    found = SlabSpace(config.slabs, max_moved_bytes) if space is None else space
+    judges = eviction.ranking is not None and placed.keeps_states
+    sizes = [one.block_bytes for one in config.slabs.classes]
+    needs = BlockNeeds(found, sizes, len(shares.of)) if judges else None
+    return NaturalLayout(placed, eviction, found, needs, retention, published_ends, shares)
+
+
+def _refuse_shares(config: KVCacheConfig, eviction: Eviction, placement: Placement | None) -> None:
+    """ConfigError unless it is known for whom what is kept."""
+    if config.slabs is None or eviction.ranking is None:
+        where = "the reference layout" if config.slabs is None else f"eviction {eviction.name}"
+        ranking = " or ".join(name for name in EVICTIONS if eviction_named(name).ranking is not None)
+        raise ConfigError(
+            f"shares of tenants need the natural layout and an eviction that knows for whom what is kept, {ranking}: "
+            f"{where} gives up blocks in the order of their last use, whosever they are"
+        )
+    if placement is not None and not placement.keeps_states:
+        raise ConfigError(
+            f"shares of tenants are of ends that are kept, but placement {placement.name} keeps none: use another"
+        )
+
+
+def kinds_of(config: KVCacheConfig, layout: Layout, ranks: int, *, use_eagle: bool) -> tuple[GroupKind, ...]:
+    """What each group is. Recurrent groups never drop for EAGLE; where no group is flagged, ``use_eagle`` flags all."""
+    flagged = any(group.is_eagle_group for group in config.groups)
+    return tuple(
+        GroupKind(
+            group.spec,
+            publishes=layout.publishes(group.spec),
+            by_digest=layout.is_by_digest(group.spec),
+            drops=(group.is_eagle_group or (use_eagle and not flagged)) and keeps_tokens(group.spec),
+            ranks=ranks,
+        )
+        for group in config.groups
+    )
+
+
+def can_resume(kinds: Sequence[GroupKind]) -> bool:
+    """Whether a prefix can be hit at all: every group that keeps anything keeps it for reuse."""
+    return any(kind.publishes for kind in kinds) and all(
+        kind.publishes or kind.by_digest or kind.spec.keeps == Keeps.NOTHING for kind in kinds
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceLayout:
+    """retention: tokens between the windows and states kept, 0 for those of each request's own edges, None for all."""
+
+    retention: int | None = None
+    placement: None = None
+    eviction: Eviction = LRU
+    needs: None = None
+    shares: TenantShares = EVERYBODY
+    rewrites_states: bool = False
+    shares_in_part: bool = False
+    keeps_ends: bool = False
+    publishes_ends: bool = False
+    evicts_in_order: ClassVar[bool] = True
+    follows_vllm: ClassVar[bool] = True
+
+    def publishes(self, spec: KVCacheSpec) -> bool:
+        """Tokens, and states if their spec keeps them."""
+        inner = inner_of(spec)
+        return inner.cache_mode == "align" if isinstance(inner, MambaSpec) else keeps_tokens(spec)
+
+    def is_by_digest(self, spec: KVCacheSpec) -> bool:  # noqa: ARG002 - the answer of a layout
+        """Never: the encoder's output is not shared."""
+        return False
+
+    def hash_block(self, kinds: Sequence[GroupKind]) -> int:
+        """Of all groups that publish."""
+        return math.gcd(*(kind.block_size for kind in kinds if kind.publishes)) or kinds[0].block_size
+
+    def alignment(self, kinds: Sequence[GroupKind]) -> int:
+        """The least common multiple of the blocks that can be hit."""
+        return math.lcm(*(kind.block_size for kind in kinds if kind.publishes))
+
+    def policies(self, kinds: Sequence[GroupKind], hash_block: int) -> tuple[Policy, ...]:
+        """One a kind."""
+        alignment = self.alignment(kinds)
+        _check_retention(self.retention, alignment)
+        for number, kind in enumerate(kinds):
+            if kind.publishes:
+                _check_hash_block(number, kind, hash_block)
+        return tuple(self._policy(kind, alignment) for kind in kinds)
+
+    def _policy(self, kind: GroupKind, alignment: int) -> Policy:
+        spec, size, past = kind.inner, kind.block_size, int(kind.drops)
+        match spec:
+            case SlidingWindowSpec():
+                window = WindowSpan(spec.sliding_window)
+                publishing = PublishRule(size, alignment, window.columns_read(size) + past, past, self.retention)
+                return AttentionPolicy(size, window, publishing, BlockHits(window, size))
+            case MambaSpec(cache_mode="align"):
+                need = None if self.retention is None else 1
+                publishing = PublishRule(size, alignment, need, 0, self.retention)
+                states = AlignedStates(size)
+                return AlignedStatePolicy(size, spec.num_speculative_blocks, publishing, StateHits(size), states)
+            case MambaSpec():
+                return FixedPolicy(size, RunningState(1 + spec.num_speculative_blocks), NoHits(), RunningStates())
+            case CrossAttentionSpec():
+                return FixedPolicy(size, EncoderOutput(), NoHits())
+            case EncoderOnlyAttentionSpec():
+                return FixedPolicy(size, Nothing(), AnyHits())
+            case _:
+                span = _span_of(spec)
+                return AttentionPolicy(size, span, PublishRule(size, alignment, past=past), BlockHits(span, size))
+
+    def pool(self, config: KVCacheConfig, *, enable_events: bool, max_event_blocks: int) -> BlockPool:
+        """Blocks of one size in one order."""
+        return BlockPool(
+            config.num_blocks, len(config.groups), enable_events=enable_events, max_event_blocks=max_event_blocks
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NaturalLayout:
+    """space: of this cache alone. needs: what kept ends need of it, where they are ranked.
+
+    retention: is checked, but all is kept. publishes_ends: hits end inside blocks.
+    """
+
+    placement: Placement
+    eviction: Eviction
+    space: ClassedSpace
+    needs: BlockNeeds | None = None
+    retention: int | None = None
+    publishes_ends: bool = True
+    shares: TenantShares = EVERYBODY
+    rewrites_states: bool = True
+    shares_in_part: bool = True
+    keeps_ends: bool = True
+    evicts_in_order: ClassVar[bool] = False
+    follows_vllm: ClassVar[bool] = False
+
+    def publishes(self, spec: KVCacheSpec) -> bool:
+        """Tokens, and states if the placement keeps any."""
+        return self.placement.keeps_states if spec.keeps is Keeps.STATE else keeps_tokens(spec)
+
+    def is_by_digest(self, spec: KVCacheSpec) -> bool:
+        """What cross attention reads."""
+        return spec.keeps is Keeps.ENCODER
+
+    def hash_block(self, kinds: Sequence[GroupKind]) -> int:
+        """Of those that publish tokens: states have no blocks of tokens."""
+        return math.gcd(*_token_blocks(kinds)) or _KEYS_APART
+
+    def alignment(self, kinds: Sequence[GroupKind]) -> int:
+        """1 where hits end at any token."""
+        return 1 if self._is_exact(kinds) else math.lcm(*_token_blocks(kinds))
+
+    def _is_exact(self, kinds: Sequence[GroupKind]) -> bool:
+        """Whether hits may end inside a block: unless a group drops for EAGLE, which drops blocks."""
+        return self.publishes_ends and not any(kind.drops for kind in kinds)
+
+    def policies(self, kinds: Sequence[GroupKind], hash_block: int) -> tuple[Policy, ...]:
+        """One a kind; every full block is published."""
+        _check_retention(self.retention, self.alignment(kinds))
+        for number, kind in enumerate(kinds):
+            if kind.publishes and not kind.keeps_state:
+                _check_hash_block(number, kind, hash_block)
+        exact = self._is_exact(kinds)
+        return tuple(self._policy(kind, hash_block, exact=exact) for kind in kinds)
+
+    def _policy(self, kind: GroupKind, hash_block: int, *, exact: bool) -> Policy:
+        spec, size = kind.inner, kind.block_size
+        match spec:
+            case MambaSpec():
+                contents = RunningState(1 + spec.num_speculative_blocks)
+                return FixedPolicy(hash_block, contents, LabelHits() if kind.publishes else NoHits(), RunningStates())
+            case CrossAttentionSpec():
+                return FixedPolicy(size, EncoderOutput(by_digest=True), AnyHits())
+            case EncoderOnlyAttentionSpec():
+                return FixedPolicy(size, Nothing(), AnyHits())
+            case SlidingWindowSpec():
+                span: Span = WindowSpan(spec.sliding_window)
+            case _:
+                span = _span_of(spec)
+        hits = TokenHits(span, size) if exact else BlockHits(span, size)
+        return AttentionPolicy(size, span, PublishRule(size, size), hits)
+
+    def pool(self, config: KVCacheConfig, *, enable_events: bool, max_event_blocks: int) -> BlockPool:
+        """Blocks of ``space``. Events are of the decoder's tokens: states and encoder outputs make none."""
+        keeps = [group.spec.keeps for group in config.groups]
+        return BlockPool(
+            self.space.num_blocks,
+            len(keeps),
+            enable_events=enable_events,
+            max_event_blocks=max_event_blocks,
+            space=self.space,
+            silent=[number for number, kept in enumerate(keeps) if kept in {Keeps.STATE, Keeps.ENCODER}],
+        )
+
+
+def _span_of(spec: KVCacheSpec) -> Span:
+    """What attention layers of ``spec`` read. UnsupportedModelError for a kind of layer that has no policy."""
+    match spec:
+        case FullAttentionSpec():
+            return FullSpan()
+        case ChunkedLocalAttentionSpec():
+            return ChunkSpan(spec.attention_chunk_size)
+        case _:
+            raise UnsupportedModelError(
+                f"{type(spec).__name__} has no cache policy: see hybridkv.specs for those that do"
+            )
+
+
+def _token_blocks(kinds: Sequence[GroupKind]) -> list[int]:
+    return [kind.block_size for kind in kinds if kind.publishes and not kind.keeps_state]
+
+
+def _check_hash_block(number: int, kind: GroupKind, hash_block: int) -> None:
+    if kind.block_size % hash_block:
+        raise ConfigError(
+            f"group {number} has blocks of {kind.block_size} tokens, no multiple of the hash block "
+            f"{hash_block}: choose a hash block that divides every block size"
+        )
+
+
+def _check_retention(retention: int | None, alignment: int) -> None:
+    """ConfigError for an interval that is no multiple of the common alignment."""
+    if retention is not None and (retention < 0 or retention % alignment):
+        raise ConfigError(
+            f"retention must be None, 0 or a multiple of the common alignment of {alignment} tokens, got {retention}"
+        )
+
+
+class Managed(NamedTuple):
+    """A config, the limits of its requests, where states are kept (None: the config's own way), and what goes next."""
+
+    config: KVCacheConfig
+    limits: RequestLimits
+    placement: Placement | None
+    eviction: Eviction
+
+
+def managed(
+    given: Plan | KVCacheConfig,
+    *,
+    max_model_len: int | None,
+    dcp_world_size: int | None,
+    pcp_world_size: int | None,
+    placement: Placement | None,
+    eviction: Eviction | None,
+) -> Managed:
+    """What ``given`` says and the arguments beside it, None where they are silent.
+
+    ConfigError where the two contradict each other, and where they say too little.
+    """
+    counts = {"max_model_len": max_model_len, "dcp_world_size": dcp_world_size, "pcp_world_size": pcp_world_size}
+    asked = {name: integer(name, value, 1, MOST_COUNT) for name, value in counts.items() if value is not None}
+    if not isinstance(placement, Placement | None):
+        raise ConfigError(f"placement must be one of hybridkv.cache.placement, got {shown(placement)}")
+    evicts = None if eviction is None else instance("eviction", eviction, Eviction)
+    if isinstance(given, KVCacheConfig):
+        if "max_model_len" not in asked:
+            raise ConfigError("max_model_len is missing: a config does not say it, so give it, or the whole plan")
+        ranks = {"dcp": asked.get("dcp_world_size", 1), "pcp": asked.get("pcp_world_size", 1)}
+        return Managed(given, RequestLimits(asked["max_model_len"], **ranks), placement, evicts or LRU)
+    if not isinstance(given, Plan):
+        raise ConfigError(f"kv_cache_config must be a Plan or a KVCacheConfig, got {shown(given)}")
+    limits, kept = given.limits, placement_of(given)
+    planned = {"max_model_len": limits.max_model_len, "dcp_world_size": limits.dcp, "pcp_world_size": limits.pcp}
+    for name, value in asked.items():
+        if value != planned[name]:
+            raise ConfigError(
+                f"{name} {value} contradicts the plan, which was made for {planned[name]}: leave it out, or plan anew"
+            )
+    if placement is not None and placement != kept:
+        raise ConfigError(
+            f"placement {placement.name} contradicts the plan, which was made with "
+            f"{given.placement if kept is None else kept.name}: leave it out, or plan anew"
+        )
+    return Managed(given.config, limits, kept, evicts or eviction_of(given))
+
 
 Int32 = NDArray[np.int32]
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hybridkv.cache.rows.residents import STALLED
+from hybridkv.cache.residents import STALLED
 from hybridkv.errors import CacheError
 
 if TYPE_CHECKING:
     from hybridkv.cache.assembly import CacheParts
-    from hybridkv.cache.blocks.pool import BlockPool
-    from hybridkv.cache.rows.group import CacheGroup
+    from hybridkv.cache.groups import CacheGroup
+    from hybridkv.cache.pool import BlockPool
     from hybridkv.request import Request
 
 _SHOWN = 8

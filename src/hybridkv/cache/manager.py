@@ -10,32 +10,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.arguments import flag, instance, instances, integer, integers
-from hybridkv.cache.assembly import CacheOptions, assemble
+from hybridkv.cache.assembly import CacheOptions, assemble, layout_of, managed
 from hybridkv.cache.audit import check_cache
-from hybridkv.cache.blocks.space import ClassedSpace
 from hybridkv.cache.bounds import CacheBounds
 from hybridkv.cache.events import MAX_EVENT_BLOCKS, KVCacheEvent
-from hybridkv.cache.layouts import layout_of
+from hybridkv.cache.fast_forward import Advance
+from hybridkv.cache.holds import BlockLock, Pin
+from hybridkv.cache.lookup import CommonHit, KVCacheBlocks
+from hybridkv.cache.misses import Miss
 from hybridkv.cache.placement import EVERYBODY, Eviction, Placement, TenantShares
-from hybridkv.cache.planned import managed
-from hybridkv.cache.slots.batch import BatchSlots
-from hybridkv.cache.slots.holds import BlockLock, Pin
-from hybridkv.cache.slots.lookup import CommonHit
-from hybridkv.cache.slots.misses import Miss
-from hybridkv.cache.slots.plan import Admission, Refusal, SlotDemand, SlotPlan
-from hybridkv.cache.slots.step_fields import (
+from hybridkv.cache.plan import Admission, BatchSlots, Refusal, SlotDemand, SlotPlan
+from hybridkv.cache.spaces.space import ClassedSpace
+from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats, cache_statistics
+from hybridkv.cache.transfers import (
     RowSpans,
     StateMoves,
+    Transfers,
     join_cells,
     named_cells,
     rotated_cells,
     state_moves,
     with_transfers,
 )
-from hybridkv.cache.slots.strides import Advance
-from hybridkv.cache.slots.transfers import Transfers
-from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats, cache_statistics
-from hybridkv.cache.values import KVCacheBlocks
 from hybridkv.errors import BlockError, CacheError, ConfigError
 from hybridkv.planner import KVCacheConfig, Plan
 from hybridkv.request import Hasher, Request, checked_hasher
@@ -159,7 +155,7 @@ class KVCacheManager:
         """ConfigError, CacheError for a request that cannot be served here.
 
         One that is hashed by another hasher, holds blocks of another manager, or names content that had another number
-        of tokens before (hybridkv.cache.rows.residents).
+        of tokens before (hybridkv.cache.residents).
         """
         self._residents.refuse_stranger(request)
 

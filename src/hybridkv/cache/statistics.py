@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybridkv.cache.blocks.block_times import BlockTimeStatistics
-from hybridkv.cache.blocks.pool import BlockPool
-from hybridkv.cache.rows.group import CacheGroup
+from hybridkv.cache.block_times import BlockTimeStatistics
+from hybridkv.cache.groups import CacheGroup
+from hybridkv.cache.pool import BlockPool
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from hybridkv.cache import MissReason
-from hybridkv.cache.slots.block_map import BlockMap, block_map
+from hybridkv.cache.block_map import BlockMap, block_map
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
 from hybridkv.runner.async_engine import AsyncEngine

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from hybridkv.cache.blocks.slab_space import SlabSpace
-from hybridkv.cache.rows.group import parent_key
+from hybridkv.cache.groups import parent_key
+from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.request import Request
 from hybridkv.schedule import Scheduler
 from hybridkv.step import Step

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping
 
-from hybridkv.cache.blocks.needs import Weights
+from hybridkv.cache.needs import Weights
 from hybridkv.cache.placement.ends import End, Ranking, Ring
 from hybridkv.cache.placement.shares import Standing, TenantShares
 from hybridkv.request import Request

@@ -4,8 +4,36 @@ A policy is frozen and pure. It sees the hashes of a request and the index of it
 pool or the other groups.
 """
 
-from hybridkv.cache.policies.attention import AttentionPolicy
-from hybridkv.cache.policies.fixed import (
+from hybridkv.cache.policies.attention import (
+    AttentionPolicy,
+    BlockHits,
+    ChunkSpan,
+    FullSpan,
+    Span,
+    TokenHits,
+    WindowSpan,
+)
+from hybridkv.cache.policies.policy import (
+    NEVER,
+    NEW,
+    UNPUBLISHED,
+    Demand,
+    GroupKind,
+    GroupPlan,
+    Hit,
+    Hits,
+    Index,
+    Policy,
+    PublishRule,
+    RowFacts,
+    Search,
+    StateColumns,
+    inner_of,
+    keeps_tokens,
+)
+from hybridkv.cache.policies.state import (
+    AlignedStatePolicy,
+    AlignedStates,
     AnyHits,
     EncoderOutput,
     FixedPolicy,
@@ -13,21 +41,8 @@ from hybridkv.cache.policies.fixed import (
     NoHits,
     Nothing,
     RunningState,
-)
-from hybridkv.cache.policies.policy import GroupKind, Hits, Policy, inner_of, keeps_tokens
-from hybridkv.cache.policies.publish_rule import PublishRule
-from hybridkv.cache.policies.spans import BlockHits, ChunkSpan, FullSpan, Span, TokenHits, WindowSpan
-from hybridkv.cache.policies.state import AlignedStatePolicy, AlignedStates, RunningStates, StateColumns, StateHits
-from hybridkv.cache.policies.values import (
-    NEVER,
-    NEW,
-    UNPUBLISHED,
-    Demand,
-    GroupPlan,
-    Hit,
-    Index,
-    RowFacts,
-    Search,
+    RunningStates,
+    StateHits,
 )
 
 __all__ = [

@@ -1,23 +1,43 @@
-"""Attention layers: a column holds the keys and values of its tokens, written once and shared freely."""
+"""Attention layers: a column holds the keys and values of its tokens, written once and shared freely.
+
+What an attention layer reads of the tokens before it, all, a window, or a chunk; and so where its hits may end.
+
+BlockHits     at the edges of blocks                       [ block | block ]
+TokenHits     at any token: a block used in part is copied [ block | blo:ck ]
+
+Which full blocks are worth a key: only what a later look-up can reach.
+
+A hit ends at a multiple of the common alignment A. Of a window only the ``need`` columns before such an
+edge are ever looked at (EAGLE: one column further, since it looks one block past the edge):
+
+    A = 4 columns, need 2    . . x x | . . x x | . . x x |        EAGLE, need 3    . . x x | x . x x | x ...
+
+With retention only some edges are served: every ``interval`` tokens, and those where the request itself is
+likely to be resumed. This is what vLLM 0.32 publishes; see tests/unit/test_publishing.py for its numbers.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from hybridkv.cache.policies.publish_rule import PublishRule
-from hybridkv.cache.policies.spans import BlockHits, Span, TokenHits
-from hybridkv.cache.policies.values import (
+from hybridkv.cache.policies.policy import (
+    NEVER,
     NEW,
     NO_COLUMNS,
     NONE,
     Bool,
     Demand,
     GroupPlan,
+    Hit,
+    Index,
     Int32,
     Int64,
+    PublishRule,
     RowFacts,
+    Search,
     T,
 )
 
@@ -97,3 +117,250 @@ class AttentionPolicy:
     def most_columns(self, num_tokens: int, encoder_tokens: int) -> int:  # noqa: ARG002 - the answer of a policy
         """Blocks that ``num_tokens`` tokens hold at most, all in one step."""
         return self.columns(num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class FullSpan:
+    """Every earlier token."""
+
+    downward_closed: bool = True
+
+    def first_needed(self, tokens: int, block_size: int) -> int:  # noqa: ARG002 - the answer of a span
+        """The first token that must be cached for a hit of ``tokens``."""
+        return tokens * 0
+
+    def first_live_token(self, processed_tokens: T) -> T:
+        """The first token that the next one reads: always 0. A number or an int64 array."""
+        return processed_tokens * 0
+
+    def drop_tokens(self, columns: T, block_size: int) -> T:  # noqa: ARG002 - the answer of a span
+        """Processed tokens at which the first ``columns`` columns are read no longer. A number or an int64 array."""
+        return columns * 0 + NEVER
+
+    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search, block_size: int) -> Hit:
+        """Left to right until the first miss. O(columns of the hit)."""
+        stop = min(search.end_tokens // block_size + search.past, search.limit_tokens // block_size, len(keys))
+        blocks = index.leading_run(keys, stop)
+        missing = (len(blocks) * block_size,) if len(blocks) < stop else ()
+        tokens = min(max(len(blocks) - search.past, 0) * block_size, search.end_tokens)
+        tokens = tokens // search.alignment * search.alignment
+        return Hit(tokens, blocks[: tokens // block_size], missing, blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSpan:
+    """The ``window - 1`` tokens before it."""
+
+    window: int
+    downward_closed: bool = False
+
+    def first_needed(self, tokens: int, block_size: int) -> int:  # noqa: ARG002 - the answer of a span
+        """The first token that must be cached for a hit of ``tokens``: at least the last one, as a proof."""
+        return max(0, tokens - max(self.window - 1, 1))
+
+    def first_live_token(self, processed_tokens: T) -> T:
+        """The first token that the next one reads: ``max(0, n - W + 1)``. A number or an int64 array."""
+        live = processed_tokens - self.window + 1
+        return live * (live > 0)
+
+    def drop_tokens(self, columns: T, block_size: int) -> T:
+        """Processed tokens at which the first ``columns`` columns are read no longer. A number or an int64 array."""
+        return columns * block_size + self.window - 1
+
+    def columns_read(self, block_size: int) -> int:
+        """Columns before a block edge that hold what the next token reads: ``ceil((W - 1) / block_size)``.
+
+        At least 1: a window of 1 reads nothing before it, but one column must prove that the prefix was seen.
+        """
+        return max(-(-(self.window - 1) // block_size), 1)
+
+    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search, block_size: int) -> Hit:
+        """The last aligned edge whose window is cached, or the leading columns where they are fewer.
+
+        A miss rules out every edge that would read it, so a prompt never seen costs one look-up a window,
+        and no column is looked up more than twice.
+        """
+        need, past, step = self.columns_read(block_size), search.past, search.alignment // block_size
+        last = min(search.limit_tokens // block_size, len(keys)) - past
+        edge = min(search.end_tokens // block_size, last) // step * step
+        missing: list[int] = []
+        while edge > 0:
+            first = max(edge - need, 0)
+            run = index.leading_run(keys[first : edge + past])
+            if len(run) == edge + past - first:
+                blocks = np.concatenate((np.zeros(first, np.int32), run[: edge - first]))
+                return Hit(edge * block_size, blocks, tuple(missing), run)
+            missing.append((first + len(run)) * block_size)
+            edge = (first + len(run) - past) // step * step
+        return Hit(0, NONE, tuple(missing))
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpan:
+    """The tokens of its own chunk of ``chunk`` tokens, up to itself."""
+
+    chunk: int
+    downward_closed: bool = False
+
+    def first_needed(self, tokens: int, block_size: int) -> int:
+        """The first token that must be cached for a hit of ``tokens``: none, where chunk and block begin.
+
+        Where a chunk begins inside a block the one before it is needed: the block must be copied, not begun, since it
+        will be published with all its tokens.
+        """
+        start = tokens // self.chunk * self.chunk
+        return start if start < tokens or tokens % block_size == 0 else tokens - 1
+
+    def first_live_token(self, processed_tokens: T) -> T:
+        """The first token of the chunk that the next one belongs to: ``floor(n / C) * C``. A number or an array."""
+        return processed_tokens // self.chunk * self.chunk
+
+    def drop_tokens(self, columns: T, block_size: int) -> T:
+        """Processed tokens at which the first ``columns`` columns are read no longer. A number or an int64 array."""
+        return -(-columns * block_size // self.chunk) * self.chunk
+
+    def longest_hit(self, index: Index, keys: Sequence[bytes], search: Search, block_size: int) -> Hit:
+        """Inside the last chunk from left to right; else at its start; else in the chunk before, and so on.
+
+        At a chunk's start nothing is read, so it counts only if the prefix is proved to have been seen: by
+        another group, or by the column before it. O(columns) at worst.
+        """
+        last = min(search.limit_tokens // block_size, len(keys))
+        end, missing = search.end_tokens, list[int]()
+        while end > 0:
+            start = end // self.chunk * self.chunk
+            first, stop = start // block_size, min(end // block_size + search.past, last)
+            run = index.leading_run(keys[first:stop]) if stop > first else NONE
+            if len(run) < stop - first:
+                missing.append((first + len(run)) * block_size)
+            tokens = max(first + len(run) - search.past, 0) * block_size // search.alignment * search.alignment
+            proof = run if len(run) else _proof(index, keys, start, search, block_size)
+            if tokens >= start and proof is not None:
+                blocks = np.concatenate((np.zeros(first, np.int32), run[: tokens // block_size - first]))
+                return Hit(tokens, blocks, tuple(missing), np.concatenate((proof, run)))
+            if start and start % block_size == 0:
+                missing.append(start - block_size)
+            end = start - 1
+        return Hit(0, NONE, tuple(missing))
+
+
+def _proof(index: Index, keys: Sequence[bytes], start: int, search: Search, block_size: int) -> Int32 | None:
+    """The block that proves that a prompt was seen up to ``start``, where a chunk begins, int32[1].
+
+    int32[0] where another group has proved it, None where nobody has.
+    """
+    if start and start <= search.proven_tokens:
+        return NONE
+    column = start // block_size - 1
+    block = index.get(keys[column]) if start % block_size == 0 and 0 <= column < len(keys) else None
+    return None if block is None else np.array([block], np.int32)
+
+
+Span = FullSpan | WindowSpan | ChunkSpan
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHits:
+    """Finds what layers that read ``span`` need, up to the edge of a block."""
+
+    span: Span
+    block_size: int
+    copies: bool = False
+
+    @property
+    def downward_closed(self) -> bool:
+        """Where every earlier token is read."""
+        return self.span.downward_closed
+
+    def columns(self, num_tokens: int) -> int:
+        """Full ones."""
+        return num_tokens // self.block_size
+
+    def first_needed(self, num_tokens: int) -> int:
+        """What the span says."""
+        return self.span.first_needed(num_tokens, self.block_size)
+
+    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:
+        """What the span finds."""
+        return self.span.longest_hit(index, keys, search, self.block_size)
+
+    def source(self, index: Index, num_tokens: int) -> int:  # noqa: ARG002 - the answer of hits
+        """None: blocks are shared whole."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenHits:
+    """Hits that end at any token: the natural layout's, where a block that is used in part is copied.
+
+    A column can give as many of its tokens as some cached block begins with, its *reach*: all where the request's key
+    of the column is known, else the longest partial key (hybridkv.cache.index) that the request's tokens match.
+
+        t served by full attention      every column before t reaches as far as t asks
+        by a window of W                the columns of tokens t - W + 1 .. t - 1, at least that of token t - 1
+        by a chunk                      those of its chunk before t; where t begins one, that t was seen must be proved
+    """
+
+    span: Span
+    block_size: int
+    copies: bool = True
+
+    @property
+    def downward_closed(self) -> bool:
+        """Where every earlier token is read."""
+        return self.span.downward_closed
+
+    def columns(self, num_tokens: int) -> int:
+        """Full ones."""
+        return num_tokens // self.block_size
+
+    def first_needed(self, num_tokens: int) -> int:
+        """What the span says."""
+        return self.span.first_needed(num_tokens, self.block_size)
+
+    def longest(self, index: Index, keys: Sequence[bytes], search: Search) -> Hit:
+        """The largest end that is served.
+
+        No end between a column's reach and the column's own can be, so the candidate falls from column to column.
+        O(columns read).
+        """
+        block_size = self.block_size
+        end, missing, seen = search.end_tokens, list[int](), list[Int32]()
+        first, run = -1, NONE
+        while end > 0:
+            start = self.span.first_needed(end, block_size)
+            if start == end:  # a chunk and a block begin: nothing is read, but the prefix must have been seen
+                if end <= search.proven_tokens:
+                    return Hit(end, np.zeros(end // block_size, np.int32), tuple(missing), _joined(seen))
+                start = end - 1
+                proof = True
+            else:
+                proof = False
+            column, last = start // block_size, end // block_size
+            if column != first or len(run) < last - column:
+                first, run = column, index.leading_run(keys[column:] if column else keys, last - column)
+                seen.append(run)
+            at = min(column + len(run), last)  # the first column that is not known whole, or that of the end
+            wanted = end - at * block_size
+            reached, begun = index.reach(at) if wanted > 0 else (0, 0)
+            if begun:
+                seen.append(np.array([begun], np.int32))
+            if at == last and reached >= wanted:
+                read = np.zeros(last - column, np.int32) if proof else run[: last - column]
+                blocks = np.concatenate((np.zeros(column, np.int32), read))
+                return Hit(end, blocks, tuple(missing), _joined(seen))
+            end = at * block_size + reached
+            missing.append(end)
+        return Hit(0, NONE, tuple(missing), _joined(seen))
+
+    def source(self, index: Index, num_tokens: int) -> int:
+        """The block to copy the last column from, where it is used in part and read."""
+        column, rest = divmod(num_tokens, self.block_size)
+        read = rest and self.span.first_needed(num_tokens, self.block_size) < num_tokens
+        return index.source(column, rest) if read else 0
+
+
+def _joined(parts: list[Int32]) -> Int32:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else NONE

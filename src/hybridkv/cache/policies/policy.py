@@ -1,26 +1,167 @@
-"""What a group is, and what every policy answers."""
+"""What a group is, and what every policy answers.
+
+Values that policies are asked with and answer with.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Protocol, TypeVar
 
-from hybridkv.cache.policies.publish_rule import PublishRule
-from hybridkv.cache.policies.state import StateColumns
-from hybridkv.cache.policies.values import (
-    Bool,
-    Demand,
-    GroupPlan,
-    Hit,
-    Index,
-    Int32,
-    Int64,
-    RowFacts,
-    Search,
-    T,
-)
+import numpy as np
+from numpy.typing import NDArray
+
 from hybridkv.specs import Keeps, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Bool = NDArray[np.bool_]
+T = TypeVar("T", int, Int64)
+"""A number, or one for each of many rows."""
+
+NEW: Final = -1
+"""In GroupPlan.append: a block yet to be taken."""
+
+NEVER: Final = 1 << 60
+"""A token count or column that no request reaches."""
+
+UNPUBLISHED: Final = 1 << 40
+"""Columns passed over in a row that publishes nothing: more than any row has."""
+
+NONE: Final = np.empty(0, np.int32)
+
+NO_COLUMNS: Final = np.empty(0, np.int64)
+
+
+class Index(Protocol):
+    """What a request finds in the index of the policy's own group; see hybridkv.cache.groups.PrefixView."""
+
+    @property
+    def additions(self) -> int:
+        """Keys that the index was ever given."""
+        ...
+
+    def get(self, key: bytes) -> int | None:
+        """The block behind ``key``."""
+        ...
+
+    def leading_run(self, keys: Sequence[bytes], stop: int | None = None) -> Int32:
+        """Blocks of the leading keys that are all known, at most ``stop``."""
+        ...
+
+    def reach(self, column: int) -> tuple[int, int]:
+        """How many tokens of ``column`` a cached block begins with, and that block; 0 and 0 without one."""
+        ...
+
+    def source(self, column: int, tokens: int) -> int:
+        """The block that begins with the first ``tokens`` tokens of ``column``."""
+        ...
+
+    def labelled(self, tokens: int) -> int | None:
+        """The block of the state after ``tokens`` tokens."""
+        ...
+
+    def label(self, end_tokens: int, alignment: int) -> int:
+        """The greatest token count up to ``end_tokens`` that a state is labelled with, 0 for none."""
+        ...
+
+
+class Search(NamedTuple):
+    """What a group is asked for: a hit of at most ``end_tokens`` tokens.
+
+        tokens  [ hit, at most end | past: looked at, then dropped | ... ]
+                0                  ^ end_tokens                    ^ limit_tokens: nothing behind is looked at
+
+    alignment: tokens of which the hit must be a multiple. past: columns behind the hit that must be cached
+    as well (EAGLE: 1). proven_tokens: another group has shown that so many tokens were seen before.
+    """
+
+    end_tokens: int
+    limit_tokens: int
+    alignment: int
+    past: int = 0
+    proven_tokens: int = 0
+
+
+class Hit(NamedTuple):
+    """A cached prefix in one group.
+
+    blocks: int32[full columns], the block of each, 0 where later tokens need none.
+    missing: token counts at which tokens are unknown and bounded the hit. seen: int32, all blocks on which the
+    answer rests, looked at and not adopted ones too. additions: of the index, where any new key may lengthen
+    the hit; -1 where only the missing can. While the missing stay unknown, the seen keep their keys and there
+    are no more additions, the same search has the same answer.
+    """
+
+    tokens: int
+    blocks: Int32
+    missing: tuple[int, ...] = ()
+    seen: Int32 = np.empty(0, np.int32)
+    additions: int = -1
+
+
+class RowFacts(NamedTuple):
+    """What a row holds in one group: ``held`` columns, the first ``dropped`` of them null.
+
+    published: leading columns that were published or passed over. For groups that keep a state, label: the
+    token count of the state that the last step leaves; pending: token counts, multiples of the block, of
+    states in earlier columns that could not be published yet.
+    """
+
+    held: int = 0
+    dropped: int = 0
+    published: int = 0
+    label: int = 0
+    pending: tuple[int, ...] = ()
+
+
+class Demand(NamedTuple):
+    """What a request asks for, in tokens.
+
+    [ processed | in flight | hit | external | new | lookahead ]
+                ^ processed       ^          ^ computed
+                                                   ^ end       ^ total
+
+    hit and external are 0 for a row that runs already. known: tokens whose keys may be published
+    (0: none). certain: ``end`` without drafts. encoder: tokens of the encoder's input; by_digest: whether what is
+    kept of it may be published under its digest.
+    edges: token counts at which this very request is likely to be resumed; for retention.
+    """
+
+    processed: int
+    hit: int
+    computed: int
+    end: int
+    total: int
+    known: int
+    certain: int
+    encoder: int = 0
+    by_digest: bool = False
+    edges: tuple[int, ...] = ()
+
+
+class GroupPlan(NamedTuple):
+    """What a request needs in one group, and the columns of its row after the commit.
+
+        [ null: dropped | held, vacated ones null | reuse: hits, touched | append ]
+        0               ^ drop                    ^ held                 ^
+
+    drop: leading columns that are null from now on. vacate: columns whose blocks move into ``append``.
+    append: int32, block ids that move here, 0 for null columns, NEW for each block to take; None stands
+    for ``take`` times NEW. take: blocks to take.
+    publish: columns to publish, null ones left out. decided: leading columns that are not asked for again.
+    pending: as in RowFacts, from then on.
+    """
+
+    drop: int
+    reuse: Int32
+    take: int
+    append: Int32 | None
+    vacate: tuple[int, ...]
+    publish: Int64
+    decided: int
+    pending: tuple[int, ...] = ()
 
 
 class Hits(Protocol):
@@ -55,6 +196,114 @@ class Hits(Protocol):
         """The block to copy the end of a hit of ``num_tokens`` from; 0 where nothing is copied.
 
         CacheError where there is none to copy.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PublishRule:
+    """Publishing rule of one group.
+
+    block_size: tokens of a column. alignment: common alignment of all groups, tokens. need: columns before
+    an edge that a hit reads; None: all. past: columns behind an edge that are looked at as well.
+    interval: tokens between the edges kept: None for every one, 0 for those of the request only.
+    """
+
+    block_size: int
+    alignment: int
+    need: int | None = None
+    past: int = 0
+    interval: int | None = None
+    keeps_all: bool = field(init=False, repr=False, compare=False)
+    """Whether every full column is published, whoever asks."""
+
+    def __post_init__(self) -> None:
+        all_is_read = self.need is None or (self.interval is None and self.need * self.block_size >= self.alignment)
+        object.__setattr__(self, "keeps_all", all_is_read)
+
+    def decided(self, known_tokens: T) -> T:
+        """Leading columns about which ``known_tokens`` tokens decide: up to the last edge, and ``past``.
+
+        A number or an int64 array.
+        """
+        edge = known_tokens // self.alignment * self.alignment
+        if self.past:
+            behind, most = known_tokens - edge, self.past * self.block_size
+            edge += (behind - (behind - most) * (behind > most)) * (edge > 0)
+        return edge // self.block_size
+
+    def next_tokens(self, decided: T) -> T:
+        """The token count at which more than ``decided`` columns are decided. A number or an int64 array."""
+        end = (decided + 1) * self.block_size
+        at_edge = -(-end // self.alignment) * self.alignment
+        if not self.past:
+            return at_edge
+        before = end - self.past * self.block_size
+        is_past = (before > 0) & (before % self.alignment == 0)
+        soonest: T = at_edge - (at_edge - end) * is_past
+        return soonest
+
+    @property
+    def keeps_every_edge(self) -> bool:
+        """Whether a column that ends at a multiple of the alignment is published, whoever asks."""
+        return self.interval is None and self.block_size % self.alignment == 0
+
+    def columns(self, first: int, last: int, edges: tuple[int, ...] = ()) -> Int64:
+        """Columns of first .. last-1 to publish. edges: tokens where the request is likely to be resumed."""
+        every: Int64 = np.arange(first, last)
+        if self.keeps_all:
+            return every
+        kept: Int64 = every[self.mask(every, edges)]
+        return kept
+
+    def keeps(self, column: int, edges: tuple[int, ...] = ()) -> bool:
+        """Mask of one column, without arrays of one element."""
+        if self.need is None:
+            return True
+        segment = self.alignment if self.interval is None else self.interval
+        per = segment // self.block_size if segment else NEVER
+        at = column - self.past
+        if self.need >= per or (at >= 0 and at % per >= per - self.need):
+            return True
+        if self.interval is None:
+            return False
+        ends = (edge // self.alignment * self.alignment // self.block_size + self.past for edge in edges)
+        return any(end - self.need <= column < end for end in ends)
+
+    def mask(self, columns: Int64, edges: tuple[int, ...] = ()) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+        """Which of ``columns`` are published, bool[len(columns)]."""
+        if self.need is None:
+            return np.ones(len(columns), np.bool_)
+        segment = self.alignment if self.interval is None else self.interval
+        per = segment // self.block_size if segment else NEVER
+        at = columns - self.past
+        keep = np.full(len(columns), self.need >= per) | ((at >= 0) & (at % per >= per - self.need))
+        if self.interval is not None:
+            for edge in edges:
+                end = edge // self.alignment * self.alignment // self.block_size + self.past
+                keep |= (columns >= end - self.need) & (columns < end)
+        return keep
+
+
+class StateColumns(Protocol):
+    """Where the states of a row lie.
+
+    rotates: an accepted one changes places with column 0; else it is read where it is.
+    """
+
+    @property
+    def rotates(self) -> bool:
+        """See the class."""
+        ...
+
+    def column(self, num_tokens: T) -> T:
+        """The column that holds the state after ``num_tokens`` tokens. A number or an int64 array."""
+        ...
+
+    def draft_columns(self, certain: Int64, drafts: Int64, position: Int64) -> Int64:
+        """Where the state behind the ``position``-th draft goes in a step of ``drafts``, int64[n]; 0: behind none.
+
+        certain: tokens that are no drafts.
         """
         ...
 
@@ -125,7 +374,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupKind:
-    """What a group is, apart from the others; the layout says what of it is kept for reuse (hybridkv.cache.layouts).
+    """What a group is, apart from the others; the layout says what of it is kept for reuse (hybridkv.cache.assembly).
 
     publishes: whether anything of it can be hit; a group that never publishes has no say in the common alignment.
     by_digest: whether its blocks are found under the digest of the encoder's input. drops: the last block of a hit,

@@ -15,9 +15,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.blocks.needs import BlockNeeds
-from hybridkv.cache.blocks.pool import BlockPool
-from hybridkv.cache.rows.group import CacheGroup
+from hybridkv.cache.groups import CacheGroup
+from hybridkv.cache.needs import BlockNeeds
+from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.slots.end_tree import Node
 from hybridkv.request import Request
 

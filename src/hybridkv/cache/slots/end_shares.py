@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.blocks.needs import BlockNeeds
-from hybridkv.cache.blocks.pool import BlockPool
-from hybridkv.cache.rows.group import CacheGroup
+from hybridkv.cache.groups import CacheGroup
+from hybridkv.cache.needs import BlockNeeds
+from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.slots.end_blocks import EndBlocks
 from hybridkv.cache.slots.end_tree import Node
 from hybridkv.request import Request

@@ -16,8 +16,8 @@ from collections.abc import Collection, Iterator, Sequence
 from operator import attrgetter
 from typing import Final
 
+from hybridkv.cache.groups import parent_key
 from hybridkv.cache.placement.ends import End, Kind
-from hybridkv.cache.rows.group import parent_key
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
 

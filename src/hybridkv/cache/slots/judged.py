@@ -17,12 +17,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.blocks.needs import BlockNeeds
-from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.groups import CacheGroup
+from hybridkv.cache.needs import BlockNeeds
 from hybridkv.cache.placement.ends import NEVER, End, Kind
 from hybridkv.cache.placement.promises import is_of_session, kind_of, of_session, promise_of
 from hybridkv.cache.placement.tenants import TenantRankings
-from hybridkv.cache.rows.group import CacheGroup
+from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.slots.end_counts import EndCounts
 from hybridkv.cache.slots.end_shares import EndShares
 from hybridkv.cache.slots.end_tree import EndTree, Node

@@ -15,9 +15,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.placement import Placement
-from hybridkv.cache.rows.group import CacheGroup
+from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.statistics import CacheStatistics
 from hybridkv.request import Request
 

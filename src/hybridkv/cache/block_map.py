@@ -12,9 +12,9 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.blocks.pool import BlockPool
-from hybridkv.cache.rows.group import CacheGroup
-from hybridkv.cache.slots.holds import Pins
+from hybridkv.cache.groups import CacheGroup
+from hybridkv.cache.holds import Pins
+from hybridkv.cache.pool import BlockPool
 from hybridkv.planner import KVCacheConfig
 
 Int64 = NDArray[np.int64]

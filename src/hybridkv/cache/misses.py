@@ -15,12 +15,12 @@ from enum import StrEnum
 from itertools import chain, groupby, islice
 from typing import Final, NamedTuple
 
-from hybridkv.cache.blocks.lost_keys import LostKeys
+from hybridkv.cache.groups import CacheGroup, parent_key
+from hybridkv.cache.lookup import PrefixLookup
+from hybridkv.cache.lost_keys import LostKeys
 from hybridkv.cache.policies import Search
-from hybridkv.cache.rows.group import CacheGroup, parent_key
-from hybridkv.cache.rows.residents import Residents
+from hybridkv.cache.residents import Residents
 from hybridkv.cache.slots.known import KnownTokens
-from hybridkv.cache.slots.lookup import PrefixLookup
 from hybridkv.request import Request
 
 _TOKEN_BYTES: Final = 4

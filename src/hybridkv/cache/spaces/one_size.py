@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.blocks.space import Room, Weight
+from hybridkv.cache.spaces.space import Room, Weight
 from hybridkv.errors import BlockError
 
 Int32 = NDArray[np.int32]

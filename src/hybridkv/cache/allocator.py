@@ -2,26 +2,34 @@
 
 plan_slots -> SlotPlan --commit--> rows hold blocks --free-----> nobody's; what is published stays findable
 allocate   all rows of a step: array operations where they lead to the same, plan and commit elsewhere
+
+Slots for all rows of a step at once.
+
+One vector question decides who needs anything: total tokens against each row's next event. Those who do
+(one in block_size for a decoding row) are served in (request, group) order, so block ids are those of one
+call after the other; a property test holds the two together. Rows that need no more than to drop columns,
+take blocks and publish full ones are served with array operations, as far as the order cannot be told from
+that of single calls; the others one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.checkpoints import Checkpoints
+from hybridkv.cache.groups import CacheGroup
+from hybridkv.cache.lookup import KVCacheBlocks
+from hybridkv.cache.plan import BatchSlots, Reason, Refusal, SlotDemand, SlotPlan, SlotPlanner
 from hybridkv.cache.policies import NEW, GroupPlan
-from hybridkv.cache.rows.group import CacheGroup
-from hybridkv.cache.rows.publishing import Publisher
-from hybridkv.cache.rows.residents import Residents
-from hybridkv.cache.slots import batch
-from hybridkv.cache.slots.batch import Batch, BatchSlots, Needs
-from hybridkv.cache.slots.checkpoints import Checkpoints
-from hybridkv.cache.slots.plan import Refusal, SlotDemand, SlotPlan, SlotPlanner
-from hybridkv.cache.slots.transfers import TransferLog
-from hybridkv.cache.values import KVCacheBlocks
+from hybridkv.cache.pool import BlockPool
+from hybridkv.cache.publisher import Publisher
+from hybridkv.cache.residents import Residents
+from hybridkv.cache.transfers import TransferLog
 from hybridkv.errors import CacheError, StalePlanError
 from hybridkv.request import Request
 
@@ -293,7 +301,7 @@ class Slots:
         end = np.minimum(requests.num_computed[rows] + num_new_tokens, most)
         total = np.minimum(end + num_lookahead_tokens, most)
         due = self._residents.due(rows, total)
-        slots = batch.nothing_new(len(rows))
+        slots = nothing_new(len(rows))
         if due.size and due.size <= FEW and self._only_grow and not self._transfers.judges:
             slots = self._allocate_few(due, rows[due], end[due], lookahead=num_lookahead_tokens, accepted=len(rows))
             self._pool.advance_epoch()
@@ -319,7 +327,7 @@ class Slots:
         Runs of plain rows are served together; a row that is not, and a run that does not fit or whose order
         could be told, one by one.
         """
-        needs = batch.needs_of(self._groups, due)
+        needs = needs_of(self._groups, due)
         needs = needs._replace(plain=needs.plain & ~self._residents.ends_due(due.rows, due.end))
         parts: list[BatchSlots] = []
         for first, last in _runs(needs.plain):
@@ -330,10 +338,10 @@ class Slots:
                 refusal, cells = self._each(part.place, part.rows, part.end, lookahead)
                 parts.append(cells)
                 if refusal is not None:
-                    return batch.concat(cells.accepted, parts, refusal.reason)
+                    return concat(cells.accepted, parts, refusal.reason)
             else:
                 parts.append(served)
-        return batch.concat(accepted, parts)
+        return concat(accepted, parts)
 
     def _serve(self, due: Batch, needs: Needs) -> BatchSlots | None:
         """All rows at once; None, and nothing done, where that is not the same as one by one."""
@@ -341,9 +349,9 @@ class Slots:
         self._transfers.make_way(missing)
         if not self._pool.takes_alike(missing, lambda: self._drops(due.rows, needs)):
             return None
-        if not batch.drop(self._groups, self._pool, due, needs.drop):
+        if not drop(self._groups, self._pool, due, needs.drop):
             return None
-        slots = batch.take(self._groups, self._transfers, due.rows, needs.missing, due.place)
+        slots = take(self._groups, self._transfers, due.rows, needs.missing, due.place)
         self._publisher.publish_rows(self._request_rows, due.rows, due.known)
         self._residents.refresh_many(due.rows)
         return slots
@@ -361,9 +369,9 @@ class Slots:
             held = [group.rows.count.item(row) for group in self._groups]
             blocks = self._allocate_one(row, end, lookahead)
             if isinstance(blocks, Refusal):
-                return blocks, batch.one_by_one(place, cells)
+                return blocks, one_by_one(place, cells)
             cells += [(place, g, held[g], ids) for g, ids in enumerate(blocks) if len(ids)]
-        return None, batch.one_by_one(0, cells)
+        return None, one_by_one(0, cells)
 
     def _allocate_one(self, row: int, end_tokens: int, lookahead: int) -> tuple[Int32, ...] | Refusal:
         """allocate_one for the request in ``row``."""
@@ -460,3 +468,146 @@ def _runs(plain: NDArray[np.bool_]) -> list[tuple[int, int]]:
         return [(0, len(plain))] if len(plain) else []
     cuts = (np.flatnonzero(np.diff(plain)) + 1).tolist()
     return list(zip([0, *cuts], [*cuts, len(plain)], strict=True))
+
+
+def nothing_new(accepted: int) -> BatchSlots:
+    """All rows have the blocks they need."""
+    return BatchSlots(accepted, _NONE, _NONE, _NONE, _NONE)
+
+
+def one_by_one(accepted: int, cells: Sequence[tuple[int, int, int, Int32]]) -> BatchSlots:
+    """Cells given as (owner, group, first column, blocks); null blocks are left out."""
+    if not cells:
+        return nothing_new(accepted)
+    owners, groups, firsts, parts = zip(*cells, strict=True)
+    counts = list(map(len, parts))
+    starts = accumulate(counts, initial=0)
+    before = [first - start for first, start in zip(firsts, starts, strict=False)]
+    owner, group, column = np.array((owners, groups, before), np.int32).repeat(counts, axis=1)
+    block = np.concatenate(parts)
+    column += np.arange(len(block), dtype=np.int32)
+    if block.all():
+        return BatchSlots(accepted, owner, group, column, block)
+    held = block != 0
+    return BatchSlots(accepted, owner[held], group[held], column[held], block[held])
+
+
+def take(groups: Sequence[CacheGroup], transfers: TransferLog, rows: Int64, missing: Int64, index: Int64) -> BatchSlots:
+    """Give every row its missing blocks, which can be taken in any order. index: the rows' places in the batch."""
+    total = int(missing.sum())
+    if not total:
+        return nothing_new(0)
+    if len(groups) == 1:
+        ids = transfers.new_blocks(total, 0)
+        owner, column = groups[0].rows.extend_many(rows, missing[:, 0], ids)
+        return BatchSlots(0, index[owner].astype(np.int32), np.zeros(total, np.int32), column.astype(np.int32), ids)
+    of_group = np.repeat(np.tile(np.arange(len(groups), dtype=np.int32), len(rows)), missing.ravel())
+    ids = transfers.new_blocks_each(of_group)
+    of_row, of_column = np.empty(total, np.int32), np.empty(total, np.int32)
+    for g, group in enumerate(groups):
+        mine = (of_group == g).nonzero()[0]
+        owner, column = group.rows.extend_many(rows, missing[:, g], ids[mine])
+        of_row[mine], of_column[mine] = index[owner], column
+    return BatchSlots(0, of_row, of_group, of_column, ids)
+
+
+def concat(accepted: int, parts: Sequence[BatchSlots], reason: Reason | None = None) -> BatchSlots:
+    """All cells in order."""
+    parts = [part for part in parts if len(part.block)]
+    if not parts:
+        return nothing_new(accepted)._replace(reason=reason)
+    if len(parts) == 1:
+        return parts[0]._replace(accepted=accepted, reason=reason)
+    owner = np.concatenate([part.owner for part in parts])
+    group = np.concatenate([part.group for part in parts])
+    column = np.concatenate([part.column for part in parts])
+    block = np.concatenate([part.block for part in parts])
+    return BatchSlots(accepted, owner, group, column, block, reason)
+
+
+class Batch(NamedTuple):
+    """Rows that something is due for, and what they ask for. All int64[rows].
+
+    place: their places in the batch. The others: tokens, as in policies.values.Demand.
+    """
+
+    place: Int64
+    rows: Int64
+    processed: Int64
+    computed: Int64
+    end: Int64
+    total: Int64
+    known: Int64
+
+    def part(self, first: int, last: int) -> Batch:
+        """Rows first .. last-1."""
+        return Batch(*(column[first:last] for column in self))
+
+
+class Needs(NamedTuple):
+    """What the rows of a Batch need.
+
+    missing: int64[rows, groups], blocks. plain: bool[rows], nothing but columns to drop, blocks to take and
+    full ones to publish. drop: int64[rows, groups], columns.
+    """
+
+    missing: Int64
+    plain: NDArray[np.bool_]
+    drop: Int64
+
+    def part(self, first: int, last: int) -> Needs:
+        """Rows first .. last-1."""
+        return Needs(self.missing[first:last], self.plain[first:last], self.drop[first:last])
+
+
+def needs_of(groups: Sequence[CacheGroup], batch: Batch) -> Needs:
+    """Needs of all rows, whatever the rows before them do."""
+    shape = (len(batch.rows), len(groups))
+    missing, drop, plain = np.empty(shape, np.int64), np.empty(shape, np.int64), np.ones(shape[0], np.bool_)
+    for g, group in enumerate(groups):
+        rows, policy = group.rows, group.policy
+        held, dropped = rows.count[batch.rows], rows.dropped[batch.rows]
+        asked = batch.end if group.states is not None else batch.total
+        missing[:, g] = np.maximum(policy.columns(asked) - held, 0)
+        drop[:, g] = np.minimum(np.maximum(policy.droppable(batch.processed), dropped), held)
+        if group.kind.publishes:
+            plain &= policy.is_plain(
+                missing[:, g], group.published[batch.rows], (batch.computed, batch.end, batch.known)
+            )
+            if group.pending:
+                plain &= ~np.isin(batch.rows, list(group.pending))
+        else:
+            missing[:, g] = 0
+    return Needs(missing, plain, drop)
+
+
+def drop(groups: Sequence[CacheGroup], pool: BlockPool, batch: Batch, columns: Int64) -> bool:
+    """Drop ``columns`` of each row and group, if single calls would lead to the same; whether it was done.
+
+    They would when every block that loses its last holder goes to the back of the free order.
+    """
+    parts: list[tuple[CacheGroup, Int64, Int64]] = []
+    owners, numbers, blocks = [], [], []
+    for g, group in enumerate(groups):
+        some = (columns[:, g] > group.rows.dropped[batch.rows]).nonzero()[0]
+        if not some.size:
+            continue
+        rows, upto = batch.rows[some], columns[some, g]
+        owner, ids = group.rows.columns_before(rows, upto)
+        parts.append((group, rows, upto))
+        owners.append(some[owner])
+        numbers.append(np.full(len(ids), g))
+        blocks.append(ids)
+    if not parts:
+        return True
+    ids, owner = np.concatenate(blocks), np.concatenate(owners)
+    order = np.lexsort((np.concatenate(numbers), owner))
+    ids = ids[order]
+    ids = ids[ids != 0]
+    last = pool.last_releases(ids)
+    if last is None:
+        return False
+    for group, rows, upto in parts:
+        group.rows.drop_rows(rows, upto)
+    pool.release_in_turn(ids, last)
+    return True

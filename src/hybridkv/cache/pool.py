@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.arguments import flag, instance, instances, integer
-from hybridkv.cache.blocks.block_keys import WRITTEN, BlockKeys
-from hybridkv.cache.blocks.free_order import FreeOrder
-from hybridkv.cache.blocks.needs import Needs, NoNeeds
-from hybridkv.cache.blocks.space import ClassedSpace, Space, Weight
 from hybridkv.cache.events import MAX_EVENT_BLOCKS, EventQueue, KVCacheEvent
+from hybridkv.cache.keys import WRITTEN, BlockKeys
+from hybridkv.cache.needs import Needs, NoNeeds
+from hybridkv.cache.spaces.one_size import FreeOrder
+from hybridkv.cache.spaces.space import ClassedSpace, Space, Weight
 from hybridkv.errors import BlockError, CapacityError, ConfigError
 from hybridkv.units import MOST_COUNT, shown
 

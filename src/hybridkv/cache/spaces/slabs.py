@@ -1,17 +1,23 @@
 """The space of a pool with slabs: what is free, what goes first, and which class gives a slab to which.
 
-    block of an owned slab   referenced | cached (free, has a key, stands in its class's LRU) | hole (free, no key)
+    block of an owned slab   referenced | cached (free, has a key, stands in its class LRU) | hole (free, no key)
 
     take a block    slab_holes; when nothing is left make room and ask again
     make room       the other class with the oldest cached block gives a slab if that is older than 1.1 times the own
                     oldest one, or there is no own one; else the own oldest one is evicted
-    given up        cached blocks that no kept end needs: the first to go, own ones, then those of a class that has a
-                    slab of them and holes; nobody else is evicted while ``spares`` says so
-    give a slab     evict the oldest until a slab is whole or there are holes for one; then the emptiest slab's live
-                    blocks, referenced ones too, move into other holes: at most k - 1 moves for k blocks
+    given up        cached blocks that no kept resume point needs: the first to go, own ones, then those of a class
+                    that has a slab of them and holes; nothing else is evicted while ``spares`` says so
+    give a slab     evict the oldest until a slab is whole or there are holes for one; then the live blocks of the
+                    emptiest slab, referenced ones too, move into other holes: at most k - 1 moves for k blocks
 
-Rule and measurements: docs/design/0010. What fits can be taken: after each make_room take gives at least one
-block more. With one class and k = 1 the ids are those of FreeOrder. Keys, rows and holders are the pool's.
+Rule and measurements: docs/design/0010. What fits can be taken: after each make_room take gives at least one block
+more. With one class and k = 1 the ids are those of FreeOrder. Keys, rows and holders are the concern of the pool.
+
+Cached blocks are ordered class by class (SlabCached):
+
+    given up          no kept resume point needs them: the first to go
+    ageless           to go before those with an age
+    1, 2, 3 ... now   stamps: the release in which each lost its last holder
 """
 
 from __future__ import annotations
@@ -23,18 +29,148 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.blocks.free_order import Ids
-from hybridkv.cache.blocks.slab_audit import check_slabs
-from hybridkv.cache.blocks.slab_cached import SlabCached
-from hybridkv.cache.blocks.slab_candidates import NO_SLAB
-from hybridkv.cache.blocks.slab_holes import Part, SlabHoles
-from hybridkv.cache.blocks.slab_locks import SlabLocks
-from hybridkv.cache.blocks.space import Room, Weight
+from hybridkv.cache.spaces.one_size import NOWHERE, FreeOrder, Ids
+from hybridkv.cache.spaces.slab_audit import check_slabs
+from hybridkv.cache.spaces.slab_holes import NO_SLAB, Part, SlabHoles, counters
+from hybridkv.cache.spaces.space import Room, Weight
 from hybridkv.errors import BlockError, CacheError
 from hybridkv.planner.slabs import SlabLayout
 
 Bool = NDArray[np.bool_]
 Int32 = NDArray[np.int32]
+
+AGELESS: Final = -(2**60)
+"""Stamp of a block that is older than any other."""
+
+
+class SlabCached:
+    """Of ``num_blocks`` handles; class c has at most ``sizes[c]`` of them.
+
+    For reading: orders, and given (how many are given up), by class; stamps and is_given of each handle; now (releases
+    so far).
+    """
+
+    def __init__(self, num_blocks: int, sizes: Sequence[int]) -> None:
+        self.now = 0
+        self._place = np.full(num_blocks, NOWHERE, np.int32)  # of a cached block in the order of its class
+        self.orders = tuple(FreeOrder(size, self._place) for size in sizes)
+        self.stamps = np.zeros(num_blocks, np.int64)
+        self.is_given = np.zeros(num_blocks, np.bool_)
+        self.given = [0] * len(sizes)
+
+    # -- answers
+
+    def holds(self, block: int) -> bool:
+        """Whether ``block`` is cached."""
+        return self._place.item(block) != NOWHERE
+
+    def are_in(self, ids: Ids | slice) -> Bool:
+        """Which of ``ids`` are cached."""
+        cached: Bool = self._place[ids] != NOWHERE
+        return cached
+
+    def oldest_stamp(self, of: int) -> int | None:
+        """That of the next one of class ``of`` to go, None where there is none."""
+        order = self.orders[of]
+        return self.stamps.item(order.first()) if len(order) else None
+
+    def num_given(self, ids: Int32, of: int) -> int:
+        """How many of ``ids``, the oldest of class ``of``, go until the last one given up is gone."""
+        if not self.given[of]:
+            return 0
+        return min(int(np.cumsum(self.is_given[ids]).searchsorted(self.given[of])) + 1, ids.size)
+
+    def are_young(self, ids: Int32, age: int) -> Bool:
+        """Beside which of ``ids`` a block of ``age`` is more than 1.1 times as old."""
+        young: Bool = self.now - self.stamps[ids] <= (10 * age - 1) // 11
+        return young
+
+    # -- who comes and goes
+
+    def release(self, ids: Ids) -> None:
+        """``ids`` are released, one after the other."""
+        if len(ids) == 1:
+            self.stamps[ids.item(0)] = self.now + 1
+        else:
+            self.stamps[ids] = np.arange(self.now + 1, self.now + 1 + len(ids))
+        self.now += len(ids)
+
+    def append(self, of: int, ids: Ids) -> None:
+        """``ids`` of class ``of``, released, are its last to go."""
+        self.orders[of].append(ids)
+
+    def remove(self, of: int, ids: Ids) -> None:
+        """``ids`` of class ``of`` are cached no longer."""
+        self.take_back(of, ids)
+        self.orders[of].remove(ids)
+
+    def age_first(self, of: int, ids: Ids) -> None:
+        """``ids`` of class ``of`` are its first to go, and ageless."""
+        self.orders[of].remove(ids)
+        self.orders[of].prepend(ids)
+        self.stamps[ids] = AGELESS
+
+    def give_up(self, of: int, ids: Ids) -> None:
+        """``ids`` of class ``of`` are given up."""
+        self.age_first(of, ids)
+        self.given[of] += len(ids) - int(np.count_nonzero(self.is_given[ids]))
+        self.is_given[ids] = True
+
+    def take_back(self, of: int, ids: Ids) -> None:
+        """``ids`` of class ``of`` are given up no longer, if they were."""
+        if self.given[of]:
+            self.given[of] -= int(np.count_nonzero(self.is_given[ids]))
+            self.is_given[ids] = False
+
+    def move(self, of: int, sources: Int32, targets: Int32, cached: Bool) -> None:
+        """Blocks of class ``of`` moved; of each, whether it is cached."""
+        self.orders[of].rename(sources[cached], targets[cached])
+        self.stamps[targets] = self.stamps[sources]
+        self.is_given[targets] = self.is_given[sources]
+        self.is_given[sources] = False
+
+
+class SlabLocks:
+    """Of ``num_blocks`` handles in ``num_slabs`` slabs of ``classes`` classes.
+
+    For reading: of_block; of_slab, and of_slabs on the same memory; slabs (those with locks, by class).
+    """
+
+    def __init__(self, num_blocks: int, num_slabs: int, classes: int) -> None:
+        self.of_block = np.zeros(num_blocks, np.int32)
+        self.of_slab, self.of_slabs = counters(num_slabs)
+        self.slabs = [0] * classes
+
+    def add(self, parts: Sequence[Part]) -> None:
+        """One more on each block of ``parts``."""
+        for of, where, slabs in parts:
+            self.slabs[of] += self._unlocked(slabs)
+            np.add.at(self.of_slabs, slabs, 1)
+            self.of_block[where] += 1
+
+    def remove(self, parts: Sequence[Part]) -> None:
+        """One less on each block of ``parts``, which are locked."""
+        for of, where, slabs in parts:
+            self.of_block[where] -= 1
+            np.add.at(self.of_slabs, slabs, -1)
+            self.slabs[of] -= self._unlocked(slabs)
+
+    def _unlocked(self, slabs: list[int] | NDArray[np.int64]) -> int:
+        return int(np.count_nonzero(self.of_slabs[np.unique(slabs)] == 0))
+
+    def refuse_unlocked(self, ids: Ids) -> None:
+        """BlockError unless all of ``ids`` are locked."""
+        locks: NDArray[np.int32] = self.of_block[ids]
+        if not locks.all():
+            raise BlockError(f"block {int(ids[locks == 0][0])} is not locked: unlock what was locked")
+
+    def refuse_locked(self, ids: Ids) -> None:
+        """BlockError if one of ``ids`` is locked: free it could be taken, and overwritten under the transfer."""
+        if any(self.slabs) and self.of_block[ids].any():
+            raise BlockError(
+                f"block {int(ids[self.of_block[ids] > 0][0])} is locked: unlock it before its last holder goes"
+            )
+
 
 _NONE: Final = np.empty(0, np.int32)
 

@@ -15,13 +15,13 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.blocks.pool import BlockPool
-from hybridkv.cache.rows.publishing import Publisher
-from hybridkv.cache.rows.residents import Residents
-from hybridkv.cache.slots.checkpoints import Checkpoints
-from hybridkv.cache.slots.lookup import CommonHit
-from hybridkv.cache.slots.slots import Slots
-from hybridkv.cache.slots.transfers import TransferLog
+from hybridkv.cache.allocator import Slots
+from hybridkv.cache.checkpoints import Checkpoints
+from hybridkv.cache.lookup import CommonHit
+from hybridkv.cache.pool import BlockPool
+from hybridkv.cache.publisher import Publisher
+from hybridkv.cache.residents import Residents
+from hybridkv.cache.transfers import TransferLog
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]

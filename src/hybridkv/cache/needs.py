@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.blocks.space import ClassedSpace
+from hybridkv.cache.spaces.space import ClassedSpace
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]

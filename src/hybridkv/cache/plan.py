@@ -14,15 +14,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.blocks.block_keys import WRITTEN
-from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.groups import CacheGroup
+from hybridkv.cache.holds import Loads
+from hybridkv.cache.keys import WRITTEN
+from hybridkv.cache.lookup import KVCacheBlocks
 from hybridkv.cache.policies import Demand, GroupPlan, RowFacts
-from hybridkv.cache.rows.group import CacheGroup
-from hybridkv.cache.rows.publishing import Publisher
-from hybridkv.cache.rows.residents import Residents
-from hybridkv.cache.rows.write_log import WriteLog
-from hybridkv.cache.slots.loads import Loads
-from hybridkv.cache.values import KVCacheBlocks
+from hybridkv.cache.pool import BlockPool
+from hybridkv.cache.publisher import Publisher, WriteLog
+from hybridkv.cache.residents import Residents
 from hybridkv.errors import CacheError, ConfigError, StalePlanError
 from hybridkv.request import Request
 from hybridkv.specs import Keeps, RequestLimits
@@ -110,6 +109,21 @@ class SlotDemand(NamedTuple):
     lookahead_tokens: int = 0
     delayed: bool = False
     encoder_tokens: int = 0
+
+
+class BatchSlots(NamedTuple):
+    """New cells of a batch. accepted: the leading rows that got their slots; from there on all are refused.
+
+    owner, group, column, block: int32[cells], owner the index into the rows handed in; in the order taken.
+    reason: why the first one was refused, None where none was.
+    """
+
+    accepted: int
+    owner: Int32
+    group: Int32
+    column: Int32
+    block: Int32
+    reason: Reason | None = None
 
 
 class SlotPlanner:

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.arguments import instance, integers
+from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.policies import UNPUBLISHED
-from hybridkv.cache.rows.group import CacheGroup
-from hybridkv.cache.rows.publishing import Publisher
+from hybridkv.cache.publisher import Publisher
 from hybridkv.columns import grown
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import Hasher, Request

@@ -16,11 +16,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.blocks.block_times import BlockTimes
-from hybridkv.cache.blocks.index import MOST_TAILS, PrefixIndex, Tail
-from hybridkv.cache.blocks.lost_keys import LostKeys
-from hybridkv.cache.blocks.needs import Needs, NoNeeds
+from hybridkv.cache.block_times import BlockTimes
 from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, EndKept, EndLost, EventQueue, KVCacheEvent
+from hybridkv.cache.index import MOST_TAILS, PrefixIndex, Tail
+from hybridkv.cache.lost_keys import LostKeys
+from hybridkv.cache.needs import Needs, NoNeeds
 from hybridkv.errors import CacheError
 
 Int32 = NDArray[np.int32]

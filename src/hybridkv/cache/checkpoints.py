@@ -15,14 +15,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.blocks.block_keys import WRITTEN
-from hybridkv.cache.blocks.pool import BlockPool
+from hybridkv.cache.groups import CacheGroup
+from hybridkv.cache.keys import WRITTEN
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.policies import NEVER
-from hybridkv.cache.rows.group import CacheGroup
-from hybridkv.cache.rows.write_log import WriteLog
+from hybridkv.cache.pool import BlockPool
+from hybridkv.cache.publisher import WriteLog
 from hybridkv.cache.slots.kept import KeptEnds
-from hybridkv.cache.slots.transfers import TransferLog
+from hybridkv.cache.transfers import TransferLog
 from hybridkv.columns import grown
 from hybridkv.request import Request
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.blocks.slab_candidates import BUCKETS, NONE
+from hybridkv.cache.spaces.slab_holes import BUCKETS, NONE
 
 if TYPE_CHECKING:
-    from hybridkv.cache.blocks.slab_space import SlabSpace
+    from hybridkv.cache.spaces.slabs import SlabSpace
 
 Bool = NDArray[np.bool_]
 Int32 = NDArray[np.int32]
