@@ -93,8 +93,8 @@ def gathered(pages: torch.Tensor, batch: GatherBatch) -> torch.Tensor:
 class _Builder:
     """Collects parts, and the blocks and stale tokens they gather.
 
-    sees: of the layers' attention. whole: each row's context is one piece. context: int64[R], tokens that all of a row's
-    see, if those are not its own.
+    sees: of the layers' attention. whole: each row's context is one piece. context: int64[R], tokens that
+    all layers of a row see, if those are not its own.
     """
 
     def __init__(
