@@ -7,9 +7,9 @@ import pytest
 
 from hybridkv.cache.block_times import BlockTimes
 from hybridkv.cache.events import EventQueue
+from hybridkv.cache.journal import NoNeeds
 from hybridkv.cache.keys import BlockKeys
 from hybridkv.cache.lost_keys import LostKeys
-from hybridkv.cache.needs import NoNeeds
 
 BLOCKS = 40
 

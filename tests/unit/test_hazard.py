@@ -9,9 +9,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from hybridkv.cache.placement.ends import NEVER, NOTHING, SOMETIME, End, Kind, Ring
-from hybridkv.cache.placement.hazard import HazardRanking
-from hybridkv.cache.placement.hazard_table import BUCKETS, HazardTable, bucket_of
+from hybridkv.eviction.hazard import BUCKETS, HazardRanking, HazardTable, bucket_of
+from hybridkv.eviction.ranking import NEVER, NOTHING, SOMETIME, End, Kind, Ring
 
 
 def end(serial: int, kind: Kind = Kind.PROMPT, used: float = 0.0, saved: float = 1.0, gap: float | None = None) -> End:
@@ -142,7 +141,7 @@ def test_waiting_counts_while_more_ends_come(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_many_ends_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridkv.cache.placement.hazard._MOST_LOOKED_AT", 7)
+    monkeypatch.setattr("hybridkv.eviction.hazard._MOST_LOOKED_AT", 7)
     monkeypatch.setattr(HazardTable, "decay", lambda *_: None)
     ranking = HazardRanking()
     for serial in range(10):
@@ -174,7 +173,7 @@ def test_of_a_ghost_that_is_kept_again_a_new_age_begins_though_it_is_hit_before_
 @pytest.mark.parametrize("seed", range(20))
 def test_each_second_of_waiting_is_counted_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any order of events, under a clock that may stand still; the ranking counts what an end's own record says."""
-    monkeypatch.setattr("hybridkv.cache.placement.hazard._LEARN_EVERY", 3)
+    monkeypatch.setattr("hybridkv.eviction.hazard._LEARN_EVERY", 3)
     monkeypatch.setattr(HazardTable, "decay", lambda *_: None)
     ranking, random, now, waited = HazardRanking(), Random(seed), 0.0, 0.0
     ghosts: list[End] = []
@@ -326,7 +325,7 @@ def test_of_one_declined_only_what_nobody_hit_is_inherited() -> None:
 def test_ends_in_turns_are_counted_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sums = []
     for most in (8192, 7):
-        monkeypatch.setattr("hybridkv.cache.placement.hazard._MOST_LOOKED_AT", most)
+        monkeypatch.setattr("hybridkv.eviction.hazard._MOST_LOOKED_AT", most)
         ranking = HazardRanking()
         for serial in range(40):
             ranking.add(end(serial, Kind.GRID, float(serial)), float(serial))

@@ -9,22 +9,15 @@ import numpy as np
 import pytest
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.needs import BlockNeeds, Weights
-from hybridkv.cache.placement import (
-    EVERYBODY,
-    HAZARD,
-    EndsPlacement,
-    NoStates,
-    Share,
-    TenantShares,
-    eviction_named,
-)
-from hybridkv.cache.placement.ends import End, Kind
-from hybridkv.cache.placement.hazard import HazardRanking
-from hybridkv.cache.placement.tenants import TenantRankings
-from hybridkv.cache.slots.judged import JudgedEnds
-from hybridkv.cache.slots.known import KnownTokens
+from hybridkv.cache.index import KnownTokens
+from hybridkv.cache.placement import EndsPlacement, NoStates
 from hybridkv.errors import CacheError, ConfigError
+from hybridkv.eviction import EVERYBODY, HAZARD, Share, TenantShares, eviction_named
+from hybridkv.eviction.blocks import BlockNeeds, Weights
+from hybridkv.eviction.hazard import HazardRanking
+from hybridkv.eviction.ranked import JudgedEnds
+from hybridkv.eviction.ranking import End, Kind
+from hybridkv.eviction.tenants import TenantRankings
 from hybridkv.request import Hints, Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec

@@ -13,8 +13,9 @@ from typing import Any, Final, Self
 
 from hybridkv.arguments import integer
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import eviction_named, placement_named
+from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError
+from hybridkv.eviction import eviction_named
 from hybridkv.models.model import Layer, Model
 from hybridkv.planner import Plan, plan
 from hybridkv.planner.plan import NATURAL
