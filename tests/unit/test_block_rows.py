@@ -30,51 +30,12 @@ def test_a_row_grows_and_moves() -> None:
     assert table.start.item(0) == before  # what the row left is used again
 
 
-def test_ids_are_a_copy() -> None:
-    table = BlockRows()
-    table.extend(0, ids(1, 2))
-    table.ids(0)[0] = 99
-    assert table.ids(0).tolist() == [1, 2]
-
-
-def test_extend_many_names_owner_and_column() -> None:
-    table = BlockRows()
-    table.extend(1, ids(9))
-    owner, column = table.extend_many(rows64(4, 1, 2), rows64(2, 1, 0), ids(5, 6, 7))
-    assert owner.tolist() == [0, 0, 1]
-    assert column.tolist() == [0, 1, 1]
-    assert table.ids(4).tolist() == [5, 6]
-    assert table.ids(1).tolist() == [9, 7]
-    assert table.ids(2).tolist() == []
-    assert table.at(rows64(1, 4), rows64(1, 0)).tolist() == [7, 5]
-
-
 def test_a_short_row_takes_little_room_beside_a_long_one() -> None:
     table = BlockRows()
     table.extend(0, np.arange(100_000, dtype=np.int32))
     table.extend(1, ids(1, 2))
     assert table.room.item(1) == 16
     assert table.room.item(0) == 1 << 17
-
-
-def test_clearing_a_row_that_never_was() -> None:
-    table = BlockRows(2)
-    table.clear(5)
-    table.clear(1)
-    assert table.extents() == []
-
-
-@pytest.mark.parametrize("capacity", [2, 64])
-def test_rows_are_added(capacity: int) -> None:
-    table = BlockRows(capacity)
-    table.extend(1, ids(4))
-    table.ensure_rows(100)
-    table.extend(99, ids(5))
-    assert (table.ids(1).tolist(), table.ids(99).tolist()) == ([4], [5])
-    rows = len(table.start)
-    assert rows >= 100
-    table.ensure_rows(10)
-    assert len(table.start) == rows
 
 
 @given(st.data())

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 import pytest
-from kinds_support import cache_of, full, published, state, window
+from kinds_support import cache_of, full, state, window
 
 from hybridkv.cache import CommonHit, KVCacheManager
-from hybridkv.errors import CapacityError, ConfigError
+from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import EncoderInput
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
@@ -82,17 +82,6 @@ def test_at_most_so_many_pass() -> None:
     assert sched.num_waiting == 3
 
 
-def test_no_more_pass_in_one_step_either() -> None:
-    sched, _ = scheduler(num_blocks=21, max_overtaken=2)
-    add(sched, "a", range(16), 40)
-    assert turn(sched) == ["a"]
-    add(sched, "large", range(100, 178), 1)
-    for i in range(5):
-        add(sched, f"small{i}", [90 + i], 1)
-    assert turn(sched) == ["small0", "small1"]
-    assert turn(sched) == []
-
-
 def test_the_bound_is_64_or_a_second_unless_told() -> None:
     sched, clock = scheduler(num_blocks=40)
     add(sched, "a", range(16), 14)
@@ -112,43 +101,6 @@ def test_the_bound_is_64_or_a_second_unless_told() -> None:
         if now > 5:
             add(other, f"b{now}", [1], 1)
         assert turn(other) == admitted
-
-
-def test_the_bound_counts_again_once_admitted() -> None:
-    sched, _ = scheduler(max_overtaken=1)
-    add(sched, "a", range(16), 2)
-    add(sched, "large", range(50, 78), 2)
-    add(sched, "small", [1], 1)
-    assert turn(sched) == ["a", "small"]
-    assert turn(sched) == []
-    assert turn(sched) == ["large"]
-
-
-def test_at_most_for_so_long() -> None:
-    sched, clock = scheduler(max_overtaken_seconds=1.0)
-    clock.now = 50.0
-    add(sched, "a", range(16), 12)
-    add(sched, "large", range(50, 80), 1)
-    add(sched, "small", [1], 1)
-    assert turn(sched) == ["a", "small"]
-    add(sched, "second", [2], 1)
-    clock.now = 50.9
-    assert turn(sched) == ["second"]
-    add(sched, "third", [3], 1)
-    clock.now = 51.0
-    assert turn(sched) == []
-
-
-def test_a_step_looks_at_so_many_refused_requests_only() -> None:
-    sched, _ = scheduler(max_running=40)
-    add(sched, "a", range(16), 12)
-    assert turn(sched) == ["a"]
-    for i in range(16):
-        add(sched, f"large{i}", range(100 * i + 200, 100 * i + 230), 1)
-    add(sched, "small", [1], 1)
-    assert turn(sched) == []
-    assert sched.abort("large3")
-    assert turn(sched) == ["small"]
 
 
 def test_retrying_costs_no_look_up_while_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,20 +133,6 @@ def test_an_unknown_policy() -> None:
 
 
 # -- priorities
-
-
-def test_the_least_number_goes_first_then_the_earliest() -> None:
-    sched, _ = scheduler(policy="priority", num_blocks=40, max_running=1)
-    for name, priority, arrival in (("c", 1, 3.0), ("b", 1, 2.0), ("a", 0, 9.0), ("d", 1, 3.0)):
-        add(sched, name, [1, 2], 1, priority=priority, arrival_time=arrival)
-    assert [turn(sched)[0] for _ in range(4)] == ["a", "b", "c", "d"]
-
-
-def test_fcfs_does_not_mind_priorities() -> None:
-    sched, _ = scheduler(num_blocks=40)
-    for name, priority in (("a", 5), ("b", 0)):
-        add(sched, name, [1, 2], 1, priority=priority)
-    assert turn(sched) == ["a", "b"]
 
 
 def test_the_victim_is_the_worst_priority_then_the_latest_and_returns_to_its_place() -> None:
@@ -231,14 +169,6 @@ def test_d4_who_waits_for_a_state_does_not_hold_up_the_others() -> None:
     update(sched, step)
 
 
-def test_attention_can_be_read_in_the_step_that_writes_it() -> None:
-    sched, _ = scheduler(full(4), window(8), num_blocks=60)
-    for name in "ab":
-        add(sched, name, range(16))
-    step = sched.schedule()
-    assert step.num_computed.tolist() == [0, 12]
-
-
 # -- thrashing
 
 
@@ -257,65 +187,6 @@ def test_d9_nobody_returns_before_all_of_it_fits() -> None:
     stats = sched.statistics()
     assert stats.preemptions == 1
     assert admissions == 1  # once, when "a" was gone
-
-
-# -- look-ahead
-
-
-def test_room_for_drafts_is_kept_behind_every_row() -> None:
-    plain, _ = scheduler(num_blocks=40)
-    ahead, _ = scheduler(num_blocks=40, num_lookahead_tokens=3)
-    for sched in (plain, ahead):
-        add(sched, "a", range(6), 8)
-        turn(sched)
-    assert (len(plain.cache.get_block_ids("a")[0]), len(ahead.cache.get_block_ids("a")[0])) == (2, 3)
-    assert published(ahead.cache, ahead._running.requests[0]) == [0]
-    while not ahead.drained:
-        turn(ahead)
-
-
-def test_drafts_count_when_a_request_is_refused() -> None:
-    sched, _ = scheduler(num_blocks=4, num_lookahead_tokens=3)
-    add(sched, "fits", range(6), 4)
-    with pytest.raises(CapacityError, match="the pool has 3"):
-        add(sched, "not", range(6), 5)
-
-
-# -- steps in flight
-
-
-@pytest.mark.parametrize(("budget", "in_flight", "settled"), [(4, [3, 3, 3], [4, 2, 2]), (8, [6, 6, 3], [8, 3, 2])])
-def test_windows_and_states_stay_until_the_steps_that_read_them_are_settled(
-    budget: int, in_flight: list[int], settled: list[int]
-) -> None:
-    """Chunks of one block, which are served together, and of two, one by one."""
-    sched, _ = scheduler(full(4), window(4), state(4), num_blocks=80, max_in_flight=3, max_batched_tokens=budget)
-    request = add(sched, "a", range(40))
-    steps = [sched.schedule() for _ in range(3)]
-    tables = sched.cache.get_block_ids("a")
-    assert [sum(block > 0 for block in table) for table in tables] == in_flight
-    assert request.num_computed_tokens == 3 * budget
-    for step in steps:
-        update(sched, step)
-    step = sched.schedule()
-    tables = sched.cache.get_block_ids("a")
-    assert [sum(block > 0 for block in table) for table in tables] == settled
-    update(sched, step)
-
-
-def test_a_failed_step_takes_its_states_along() -> None:
-    sched, _ = scheduler(full(4), state(4), num_blocks=80, max_batched_tokens=8)
-    request = add(sched, "a", range(20))
-    update(sched, sched.schedule())
-    step = sched.schedule()
-    assert published(sched.cache, request, 1) == [1, 3]
-    sched.fail(step.id, "lost")
-    sched.check()
-    assert published(sched.cache, request, 1) == [1]
-    step = sched.schedule()
-    assert step.num_computed.tolist() == [8]  # resumed at the state that was written
-    assert [(copy.stage, copy.kind, copy.group) for copy in step.copies] == [("before", "state", 1)]
-    update(sched, step)
 
 
 # -- states in a Step
@@ -341,18 +212,6 @@ def test_what_a_step_says_of_states() -> None:
     assert step.state_writes.tolist() == [[0, 1, 40, second], [0, 2, 40, running]]
 
 
-def test_copies_go_row_after_row_and_in_a_row_group_after_group() -> None:
-    sched, _ = scheduler(full(4), state(4), state(8), num_blocks=80)
-    for name in (1, 2):
-        add(sched, f"{name}", [name] * 9)
-    update(sched, sched.schedule())
-    sources = [(g, sched.cache.get_block_ids(name)[g][-1]) for name in "12" for g in (1, 2)]
-    step = sched.schedule()
-    assert step.num_computed.tolist() == [8, 8]
-    assert [(copy.group, copy.source) for copy in step.copies] == sources
-    update(sched, step)
-
-
 def test_models_without_states_say_nothing_of_them() -> None:
     sched, _ = scheduler(full(4), window(8), num_blocks=40)
     add(sched, "a", range(10))
@@ -366,18 +225,6 @@ def test_models_without_states_say_nothing_of_them() -> None:
 
 
 # -- who returns where
-
-
-def test_who_overtook_returns_before_whom_it_overtook() -> None:
-    sched, _ = scheduler(max_overtaken_seconds=0.5)
-    add(sched, "a", range(14), 16)
-    add(sched, "large", range(50, 78), 1)
-    add(sched, "small", [1, 2, 3], 20)
-    assert turn(sched) == ["a", "small"]
-    while sched.num_running == 2:
-        turn(sched)
-    assert sched.statistics().preemptions == 1
-    assert [request.request_id for request in sched._waiting.requests()] == ["small", "large"]
 
 
 def test_who_came_later_with_a_better_priority_is_not_the_victim() -> None:

@@ -14,7 +14,7 @@ from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec
 from hybridkv.step import Csr, EncoderRead, NewRow, Step, StepResult
-from hybridkv.testing.configs import full_spec, model_config
+from hybridkv.testing.configs import full_spec
 
 B = 4
 AUDIO, OTHER = EncoderInput("audio", 10), EncoderInput("other", 10)
@@ -29,7 +29,6 @@ def config_of(*specs: KVCacheSpec, slabs: int = 24) -> KVCacheConfig:
 
 
 NATURAL = config_of(full_spec(B), cross(B))
-REFERENCE = model_config(40, (full_spec(B), cross(B)))
 
 
 class Loop:
@@ -94,17 +93,6 @@ def test_one_input_is_encoded_once_whatever_the_prompts() -> None:
     assert encodes(loop.run()) == {"later": False}
 
 
-def test_decoder_prefixes_hit_under_one_digest_only() -> None:
-    loop = Loop()
-    for name, encoder in (("a", AUDIO), ("b", OTHER), ("c", AUDIO), ("none", None)):
-        loop.add(name, encoder)
-        loop.run()
-    hits = {request: loop.cache.find_hit(Request("probe", PROMPT, hasher=loop.cache.hasher, encoder=request)).tokens
-            for request in (AUDIO, OTHER, None, EncoderInput("third", 10))}  # fmt: skip
-    assert hits == {AUDIO: 9, OTHER: 9, None: 9, EncoderInput("third", 10): 0}
-    assert loop.scheduler.statistics().hit_tokens == 9  # c alone
-
-
 @pytest.mark.parametrize(
     "changed", [{"cache_salt": "tenant"}, {"lora": LoraAdapter("sql", "/sql")}, {"encoder": EncoderInput(b"audio", 10)},
                 {"encoder": EncoderInput("audio", 9), "cache_salt": "tenant"}]
@@ -115,118 +103,6 @@ def test_what_else_the_output_depends_on_tells_blocks_apart(changed: dict[str, o
     loop.run()
     loop.add("b", **({"encoder": AUDIO} | changed))  # type: ignore[arg-type]  # by name
     assert encodes(loop.run()) == {"b": True}
-
-
-@pytest.mark.parametrize("lost", [(0,), (1,), (0, 1), (2,)])
-def test_a_lost_block_is_all_of_them_and_decoder_blocks_still_hit(lost: tuple[int, ...]) -> None:
-    loop = Loop()
-    loop.add("a")
-    loop.run()
-    keys = Request("probe", [1], hasher=loop.cache.hasher, encoder=AUDIO).encoder_keys(B)
-    group = loop.cache.groups[1]
-    for column in lost:
-        block = group.index.get(keys[column])
-        assert block is not None
-        loop.cache.block_pool.evict_blocks(np.array([block], np.int32))
-    loop.add("b")
-    step = loop.step()
-    assert encodes(step.new_rows) == {"b": True}
-    assert step.num_computed.tolist() == [9]
-    written = step.cells.block[step.cells.group == 1]
-    assert len(set(written.tolist())) == 3
-    loop.add("c")
-    assert encodes(loop.run()) == {"c": False}
-
-
-def test_all_groups_have_the_output_or_none() -> None:
-    loop = Loop(config_of(full_spec(B), cross(B), cross(B)))
-    loop.add("a")
-    loop.run()
-    group = loop.cache.groups[2]
-    for _, block in list(group.index.entries()):
-        loop.cache.block_pool.evict_blocks(np.array([block], np.int32))
-    before = {block for _, block in loop.cache.groups[1].index.entries()}
-    loop.add("b", max_tokens=3)
-    assert encodes(loop.step().new_rows) == {"b": True}
-    assert not before & {int(block) for block in loop.cache.groups[1].rows.ids(0)}, "written again"
-
-
-def test_a_request_that_reads_or_writes_nothing_encodes_for_itself() -> None:
-    loop = Loop()
-    loop.add("silent", skip_writing_prefix_cache=True)
-    loop.add("a")
-    loop.add("blind", skip_reading_prefix_cache=True)
-    assert encodes(loop.run()) == {"silent": True, "a": True, "blind": True}
-
-
-def test_a_failed_step_leaves_nothing_to_hit() -> None:
-    loop = Loop(max_in_flight=2)
-    loop.add("a", max_tokens=4)
-    first = loop.schedule()
-    loop.add("b")
-    second = loop.schedule()
-    assert encodes(second.new_rows) == {"b": False}
-    loop.scheduler.fail(first.id, "broken")
-    loop.scheduler.check()
-    loop.results.clear()
-    assert not len(loop.cache.groups[1].index)
-    assert encodes(loop.run()) == {"a": True, "b": False}
-
-
-def test_who_is_preempted_finds_the_output_again() -> None:
-    loop = Loop()
-    loop.add("a", max_tokens=4)
-    loop.step()
-    loop.scheduler._outcomes.preempt_last(loop.scheduler._in_flight)
-    assert encodes(loop.run()) == {"a": False}
-    # or not, where it was evicted meanwhile
-    loop.add("b", OTHER, max_tokens=4)
-    loop.step()
-    loop.scheduler._outcomes.preempt_last(loop.scheduler._in_flight)
-    for _, block in list(loop.cache.groups[1].index.entries()):
-        loop.cache.block_pool.evict_blocks(np.array([block], np.int32))
-    assert encodes(loop.run()) == {"b": True}
-
-
-def test_an_aborted_writer_leaves_what_it_wrote() -> None:
-    loop = Loop()
-    loop.add("a", max_tokens=4)
-    loop.schedule()
-    assert loop.scheduler.abort("a")
-    loop.update()
-    loop.add("b")
-    assert encodes(loop.run()) == {"b": False}
-
-
-def test_forks_share_the_output_even_where_it_cannot_be_found() -> None:
-    loop = Loop()
-    loop.add("a", max_tokens=3, n=3, skip_writing_prefix_cache=True)
-    begun = [loop.step() for _ in range(2)]
-    assert encodes([row for step in begun for row in step.new_rows]) == {"a": True, "a#1": False, "a#2": False}
-    assert loop.encoded("a") == loop.encoded("a#1") == loop.encoded("a#2")
-    assert all(copy.group == 0 for step in begun for copy in step.copies)
-    loop.run()
-    assert loop.cache.usage == 0
-
-
-def test_chunks_of_a_prompt_encode_once() -> None:
-    loop = Loop(max_batched_tokens=3)
-    loop.add("a")
-    assert encodes(loop.run()) == {"a": True}
-
-
-def test_the_reference_layout_shares_nothing() -> None:
-    loop = Loop(REFERENCE)
-    loop.add("a")
-    loop.add("b")
-    step = loop.schedule()
-    assert encodes(step.new_rows) == {"a": True, "b": True}
-    assert not set(loop.encoded("a")) & set(loop.encoded("b"))
-    loop.update()
-    loop.add("c")
-    begun = loop.run()
-    assert encodes(begun) == {"c": True}
-    assert loop.scheduler.statistics().hit_tokens == 0
 
 
 def test_events_speak_of_decoder_blocks_only() -> None:

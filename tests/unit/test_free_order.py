@@ -14,42 +14,6 @@ def ids(*blocks: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     return np.array(blocks, np.int32)
 
 
-def test_starts_with_all_but_the_null_block() -> None:
-    order = FreeOrder(8)
-    assert order.order().tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert len(order) == 7
-    assert 0 not in order
-    assert 1 in order
-    assert len(FreeOrder(1)) == 0
-
-
-@pytest.mark.parametrize("n", [0, 1, 2, 7])
-def test_takes_from_the_front(n: int) -> None:
-    order = FreeOrder(8)
-    assert order.take(n).tolist() == list(range(1, n + 1))
-    assert order.order().tolist() == list(range(n + 1, 8))
-    assert len(order) == 7 - n
-
-
-def test_removal_from_the_middle_leaves_the_rest_in_order() -> None:
-    order = FreeOrder(8)
-    order.remove(ids(3, 5))
-    assert order.order().tolist() == [1, 2, 4, 6, 7]
-    assert order.take(3).tolist() == [1, 2, 4]
-    order.append(ids(3))
-    order.prepend(ids(5, 1))
-    assert order.order().tolist() == [5, 1, 6, 7, 3]
-
-
-def test_a_block_that_comes_back_stands_in_its_new_place_only() -> None:
-    order = FreeOrder(4)
-    order.remove(ids(2))
-    order.append(ids(2))
-    assert order.order().tolist() == [1, 3, 2]
-    assert [int(order.take(1)[0]) for _ in range(3)] == [1, 3, 2]
-    assert len(order) == 0
-
-
 @given(st.data())
 def test_is_a_doubly_ended_list(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 12), label="num_blocks")
@@ -76,20 +40,6 @@ def test_is_a_doubly_ended_list(data: st.DataObject) -> None:
         assert order.order().tolist() == naive
         assert len(order) == len(naive)
         assert [block in order for block in range(size)] == [block in naive for block in range(size)]
-
-
-def test_survives_many_rounds_in_a_small_ring() -> None:
-    order, naive = FreeOrder(5), [1, 2, 3, 4]
-    for turn in range(1000):
-        order.remove(ids(naive[turn % 4]))
-        block = naive.pop(turn % 4)
-        if turn % 3:
-            order.append(ids(block))
-            naive.append(block)
-        else:
-            order.prepend(ids(block))
-            naive.insert(0, block)
-        assert order.order().tolist() == naive
 
 
 def test_positions_start_anew_before_they_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,17 +69,6 @@ def test_orders_that_share_their_places_start_empty() -> None:
     high.prepend(ids(4))
     assert (low.order().tolist(), high.order().tolist()) == ([2, 1], [4, 7])
     assert (len(low), len(high)) == (2, 2)
-
-
-def test_the_first_block_is_seen_without_taking_it() -> None:
-    order = FreeOrder(6)
-    assert order.first() == 1
-    order.remove(ids(1, 2))
-    assert (order.first(), order.first(), len(order)) == (3, 3, 3)
-    order.append(ids(1))
-    order.prepend(ids(2))
-    assert order.first() == 2
-    assert order.order().tolist() == [2, 3, 4, 5, 1]
 
 
 def test_a_renamed_block_hands_over_its_place() -> None:

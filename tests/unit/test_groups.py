@@ -8,7 +8,6 @@ from kinds_support import (
     cache_of,
     chunked,
     config,
-    cross,
     encoder_only,
     evict,
     flagged,
@@ -59,42 +58,10 @@ def test_full_attention_is_asked_first_wherever_it_stands() -> None:
     assert (found.tokens, found.branch_tokens) == (52, 0)
 
 
-def test_hits_end_on_the_common_alignment() -> None:
-    cache = cache_of(full(4), window(8, 8))
-    start(cache, PROMPT[:60], (60,))
-    assert [hit_tokens(cache, PROMPT[:n]) for n in (61, 57, 56)] == [56, 56, 48]
-
-
-@pytest.mark.parametrize(
-    ("chunks", "hits"),
-    [
-        ((64, 16, 20), {100: 80, 81: 64, 82: 64}),
-        ((80, 20), {81: 0, 82: 0, 100: 80}),
-        ((96, 4), {100: 0}),
-    ],
-)
-def test_states_and_eagle(chunks: tuple[int, ...], hits: dict[int, int]) -> None:
-    cache = cache_of(full(16), state(), use_eagle=True)
-    start(cache, PROMPT, chunks)
-    assert {n: hit_tokens(cache, PROMPT[:n]) for n in hits} == hits
-
-
 def test_states_and_eagle_without_dense_publishing() -> None:
     cache = cache_of(full(16), state(), use_eagle=True, retention=0)
     start(cache, PROMPT, (64, 16, 20))
     assert [hit_tokens(cache, PROMPT[:n]) for n in (100, 81, 82)] == [80, 0, 0]
-
-
-def test_eagle_alone_looks_at_nothing_behind_the_last_but_one_token() -> None:
-    cache = cache_of(full(), use_eagle=True)
-    start(cache, PROMPT[:24], (24,))
-    assert hits(cache, (25, 24, 5)) == {25: (20, 0), 24: (16, 0), 5: (0, 0)}
-
-
-def test_eagle_in_several_groups_looks_past_the_candidate() -> None:
-    cache = cache_of(full(), window(), use_eagle=True)
-    start(cache, PROMPT[:24], (24,))
-    assert [hit_tokens(cache, PROMPT[:n]) for n in (25, 24, 20, 16)] == [20, 20, 16, 12]
 
 
 def test_a_flagged_group_drops_alone() -> None:
@@ -176,81 +143,6 @@ def test_hits_where_one_group_drops(flags: tuple[bool, bool], expected: dict[int
 # -- who takes, and in which order blocks come back
 
 
-def test_groups_drop_in_turn_each_its_last_block_first() -> None:
-    cache = cache_of(full(), window(8), window(12), num_blocks=60)
-    request = start(cache, PROMPT, (40,))
-    grow(cache, request, 4)
-    assert [ids[-1] for ids in cache.get_block_ids("a")] == [31, 32, 33]
-    assert cache.block_pool.free_order()[-15:] == [*range(18, 10, -1), *range(27, 20, -1)]
-
-
-def test_unhashed_blocks_of_the_last_group_are_taken_first() -> None:
-    cache = cache_of(full(), window(8), window(12), num_blocks=60, enable_caching=False)
-    request = start(cache, PROMPT, (40,))
-    grow(cache, request, 4)
-    assert [ids[-1] for ids in cache.get_block_ids("a")] == [27, 26, 25]
-    assert cache.block_pool.free_order()[:13] == [24, 23, 22, 21, *range(18, 10, -1), 31]
-
-
-def test_what_no_hit_can_reach_is_taken_first() -> None:
-    """Only columns 2, 3, 6 and 7 of the window are published: the others go to the front."""
-    cache = cache_of(full(16), window(8), num_blocks=60)
-    request = start(cache, PROMPT, (40,))
-    grow(cache, request, 4)
-    assert table(cache, 1) == [0] * 8 + [12, 13, 9]
-    order = cache.block_pool.free_order()
-    assert (order[:4], order[-4:]) == ([8, 5, 4, 14], [11, 10, 7, 6])
-    cache.free(request)
-    order = cache.block_pool.free_order()
-    assert (order[:8], order[-6:]) == ([9, 13, 12, 3, 8, 5, 4, 14], [11, 10, 7, 6, 2, 1])
-
-
-@pytest.mark.parametrize("batch", [False, True])
-def test_room_for_drafts_is_taken_where_the_tokens_alone_need_none(*, batch: bool) -> None:
-    cache = cache_of(full())
-    request = start(cache, PROMPT[:2], (2,))
-    request.append(7)
-    if batch:
-        cache.allocate_batch(np.array([request.row]), 1, 3)
-    else:
-        cache.allocate_slots(request, 1, num_lookahead_tokens=3)
-    assert table(cache) == [1, 2]
-    assert published(cache, request) == []
-
-
-@pytest.mark.parametrize(("new", "fits"), [(12, True), (16, False)])
-def test_free_blocks_of_the_hit_count(new: int, *, fits: bool) -> None:
-    """17 free: 10 of the hit (8 and 2), and 3 or 4 more in each group."""
-    cache = cache_of(full(), window(8), num_blocks=18)
-    cache.free(start(cache, PROMPT[:32], (16, 16)))
-    request = Request("b", PROMPT, hasher=cache.hasher)
-    blocks, tokens = cache.get_computed_blocks(request)
-    assert tokens == 32
-    plan = cache.plan_slots(request, new, tokens, blocks)
-    if fits:
-        assert not isinstance(plan, Refusal)
-        assert [len(ids) for ids in cache.commit(plan).blocks] == [3, 3]
-        assert cache.block_pool.get_num_free_blocks() == 1
-    else:
-        assert plan == Refusal(Reason.NO_SPACE, 0, 18, 17)
-
-
-def test_only_what_nobody_else_holds_comes_free_with_a_drop() -> None:
-    """The row drops a column that another one shares: that makes no room for its three new blocks."""
-    cache = cache_of(window(8), num_blocks=10)
-    first = start(cache, PROMPT[:24], (24,))
-    again = Request("b", PROMPT, hasher=cache.hasher)
-    blocks, tokens = cache.get_computed_blocks(again)
-    cache.allocate_slots(again, 4, tokens, blocks)
-    again.num_computed_tokens = 28
-    free = cache.block_pool.get_num_free_blocks()
-    refused = cache.plan_slots(again, 12)
-    assert refused == Refusal(Reason.NO_SPACE, 0, 3, free)
-    assert free == 2
-    cache.free(first)
-    assert not isinstance(cache.plan_slots(again, 12), Refusal)
-
-
 def test_an_adopted_hit_is_not_published_again() -> None:
     cache = cache_of(full(), window(8), state(4), enable_kv_cache_events=True)
     cache.free(start(cache, PROMPT[:24], (4,) * 6))
@@ -261,20 +153,6 @@ def test_an_adopted_hit_is_not_published_again() -> None:
     cache.allocate_slots(again, 4, tokens, blocks)
     stored = [event for event in cache.take_events() if isinstance(event, BlockStored)]
     assert [(event.group_idx, event.token_ids) for event in stored] == [(g, tuple(PROMPT[24:28])) for g in range(3)]
-
-
-def test_all_groups_touch_before_any_takes() -> None:
-    """All blocks are free, and the window's hit comes first but for full attention's own: that must not take it."""
-    cache = cache_of(full(), window(), num_blocks=11)
-    cache.free(start(cache, PROMPT[:20], (20,)))
-    assert cache.block_pool.free_order() == [5, 4, 3, 2, 1, 10, 9, 8, 7, 6]
-    again = Request("b", PROMPT[:40], hasher=cache.hasher)
-    blocks, tokens = cache.get_computed_blocks(again)
-    assert (tokens, blocks.blocks) == (20, ([1, 2, 3, 4, 5], [0, 0, 0, 9, 10]))
-    assert cache.allocate_slots(again, 4, tokens, blocks) is not None
-    assert cache.get_block_ids("b") == ([1, 2, 3, 4, 5, 8], [0, 0, 0, 9, 10, 7])
-    again.num_computed_tokens = 24
-    cache.check()
 
 
 def test_a_refusal_changes_nothing_but_skipped_blocks() -> None:
@@ -299,26 +177,6 @@ def test_common_prefix_blocks() -> None:
 
 
 # -- kinds that publish nothing
-
-
-def test_cross_attention_takes_its_blocks_once() -> None:
-    cache = cache_of(full(), cross())
-    assert not cache.enable_caching
-    request = Request("a", PROMPT, hasher=cache.hasher)
-    grow(cache, request, 8, num_encoder_tokens=10)
-    assert table(cache, 1) == [3, 4, 5]
-    grow(cache, request, 8)
-    grow(cache, request, 8, num_encoder_tokens=10)
-    assert table(cache, 1) == [3, 4, 5]
-    cache.free(request)
-    assert cache.usage == 0
-    assert hit_tokens(cache, PROMPT) == 0
-
-
-def test_encoder_only_layers_keep_nothing_of_the_encoder_either() -> None:
-    cache = cache_of(cross(), encoder_only(3), full())
-    cache.allocate_slots(Request("a", PROMPT, hasher=cache.hasher), 8, num_encoder_tokens=10)
-    assert [len(ids) for ids in cache.get_block_ids("a")] == [3, 0, 2]
 
 
 def test_encoder_tokens_need_cross_attention() -> None:

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.index import KnownTokens
-from hybridkv.cache.placement import EndsPlacement
+from hybridkv.cache.needs import BlockNeeds
+from hybridkv.cache.placement import HAZARD, EndsPlacement
+from hybridkv.cache.placement.ends import End, Kind
+from hybridkv.cache.slots.end_tree import Node
+from hybridkv.cache.slots.judged import JudgedEnds
+from hybridkv.cache.slots.known import KnownTokens
 from hybridkv.errors import CacheError
-from hybridkv.eviction import HAZARD
-from hybridkv.eviction.blocks import BlockNeeds
-from hybridkv.eviction.ranked import JudgedEnds
-from hybridkv.eviction.ranking import End, Kind
-from hybridkv.eviction.resume_points import Node
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec
@@ -24,6 +23,9 @@ from hybridkv.step import Csr, StepResult
 from hybridkv.testing.configs import full_spec, natural_model_config, state_spec, window_spec
 
 HYBRID = (full_spec(4), state_spec(4))
+
+
+START, ON = [1, 2, 3, 4], [5, 6, 7, 8]
 
 
 class Cache:
@@ -103,14 +105,6 @@ def test_a_conversation_goes_on_from_its_end() -> None:
     assert [end.hits for end in cache.ends()][:2] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    "specs", [(full_spec(4),), (full_spec(4), window_spec(4, 9)), (window_spec(4, 6), state_spec(4))]
-)
-def test_all_kinds_of_layers_under_pressure(specs: tuple[KVCacheSpec, ...]) -> None:
-    cache = Cache(slabs=14, specs=specs)
-    assert talk(cache, 4, 3) > 0
-
-
 def test_what_no_end_needs_goes_first_and_is_kept_again_when_one_does() -> None:
     cache = Cache()
     cache.run(chat(1))
@@ -124,40 +118,6 @@ def test_what_no_end_needs_goes_first_and_is_kept_again_when_one_does() -> None:
     assert (needs.counts[loose] == 0).all()
     assert cache.run(chat(1)) == 10
     cache.cache.check()
-
-
-@pytest.mark.parametrize("specs", [(full_spec(4),), (full_spec(4), window_spec(4, 9))])
-def test_ends_that_share_all_their_blocks_make_room(specs: tuple[KVCacheSpec, ...]) -> None:
-    """The end of a short output lies in the block that the prompt's lies in: neither goes with the other there."""
-    cache = Cache(slabs=14, specs=specs)
-    for person in range(20):
-        cache.run(chat(person), outputs=1)
-    assert {end.tokens for end in cache.ends()} == {10, 11}
-    waiting = {node.end.serial for node in cache.kept._tree.kept() if not node.ranked}
-    assert waiting <= cache.kept._parked.keys()
-    assert min(end.used for end in cache.ends()) > 30.0  # the first three are gone
-    assert cache.run(chat(19), outputs=1) == 10
-
-
-def test_ends_that_need_the_same_block_share_what_it_costs() -> None:
-    cache = Cache(specs=(full_spec(4),))
-    cache.run(chat(1), outputs=1)
-    size = cache.kept._needs.block_bytes[0]
-    assert (cache.node(10).end.saved, cache.node(11).end.saved) == (10 / (size / 2), 1 / (size / 2))
-    cache.kept._release(cache.node(11), cache.now)
-    assert cache.node(10).end.saved == 10 / (3 * size)
-
-
-def test_a_block_is_shared_behind_two_ends_in_one_block() -> None:
-    """Who goes on behind the first of them was there before the second; all is checked at every step."""
-    cache = Cache(slabs=14)
-    start = [1, 2, 3, 4, 5, 6]
-    cache.run(start, outputs=1)
-    cache.run([*start, 1000, 7, 8, 8, 8], outputs=1)
-    cache.kept._release(cache.node(11), cache.now)
-    cache.run([*start, 1000], outputs=1)
-    assert cache.node(7).parent is cache.node(10).parent is cache.node(6)
-    assert cache.run([*start, 1000, 7, 9, 9, 9]) == 7
 
 
 @pytest.mark.parametrize("specs", [(full_spec(4),), (full_spec(4), window_spec(4, 9))])
@@ -175,66 +135,6 @@ def test_where_a_request_leaves_what_others_had_is_an_end(specs: tuple[KVCacheSp
 def kept_tokens(cache: Cache) -> dict[int, Node]:
     """The kept ends by their tokens."""
     return {node.tokens: node for node in cache.kept._tree.kept()}
-
-
-START, ON, OFF = [1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9]
-
-
-def run_again_without_branch(cache: Cache, prompt: list[int]) -> Node:
-    """The end before the last token of ``prompt``, given up and hit again, without the one where it left others'."""
-    for tokens in (len(prompt) - 1, 4):
-        cache.kept._release(cache.node(tokens), cache.now)
-    cache.run(prompt, outputs=1)
-    assert 4 not in kept_tokens(cache)
-    return cache.node(len(prompt) - 1)
-
-
-def test_an_end_inside_a_block_is_before_those_alone_that_go_on_as_it_does() -> None:
-    """Another one, behind the same whole block, was there before; all is checked at every step."""
-    cache = Cache(slabs=40)
-    cache.run([*START, *ON, *ON, 1])
-    cache.run([*START, 9, 9, 9], outputs=1)
-    inside = run_again_without_branch(cache, [*START, 9, 9, 9])
-    root = cache.kept._tree.root
-    assert cache.node(12).parent is inside.parent is root
-    cache.run([*START, *ON, *OFF, 1], outputs=1)
-    assert cache.node(12).parent is cache.node(8)
-    assert cache.node(8).parent is cache.node(4)
-
-
-def test_an_end_inside_a_block_is_before_all_that_go_on_with_a_block_that_begins_so() -> None:
-    """Whether the first one does is not known until another comes that goes on with its second block."""
-    cache = Cache(slabs=40)
-    cache.run([*START, *ON, *ON, 1])
-    cache.run([*START, 5, 6, 1], outputs=1)
-    inside = run_again_without_branch(cache, [*START, 5, 6, 1])
-    first, root = cache.node(12), cache.kept._tree.root
-    assert first.parent is inside.parent is root
-    cache.run([*START, *ON, *OFF, 1], outputs=1)
-    assert cache.node(8).parent is inside
-    assert first.parent is cache.node(8)
-    cache.kept._release(cache.node(8), cache.now)
-    cache.cache.check()
-    assert first.parent is inside
-
-
-def test_who_has_the_same_block_is_known_to_go_on_as_an_end_inside_it_does() -> None:
-    cache = Cache(slabs=40)
-    cache.run([*START, *ON, *ON, 1])
-    cache.run([*START, 5, 6, 1], outputs=1)
-    cache.kept._release(cache.node(6), cache.now)
-    cache.kept._release(cache.node(4), cache.now)
-    cache.run([*START, *ON, *OFF, 1], outputs=1)
-    assert cache.node(12).parent is cache.node(8)
-    assert cache.node(8).parent is cache.node(6)
-
-
-def test_ends_are_behind_the_end_of_whole_blocks_that_they_begin_with() -> None:
-    """One inside the next block was there before it."""
-    cache = Cache(slabs=24)
-    cache.run([*START, 9, 9], outputs=1)
-    cache.run([*START, 5, 6, 7], outputs=1)
-    assert {one.parent for one in kept_tokens(cache).values() if one.tokens in {5, 6}} == {cache.node(4)}
 
 
 # -- what is remembered
@@ -264,16 +164,6 @@ def test_known_prefixes_are_forgotten_by_generations() -> None:
     assert known.leading(keys[30:]) == 3
 
 
-def test_a_ghost_is_hit_and_comes_back_with_what_is_known_of_it() -> None:
-    cache = Cache()
-    cache.run(chat(1))
-    node = cache.node(10)
-    cache.kept._release(node, cache.now)
-    cache.run(chat(1))
-    assert cache.node(10) is node
-    assert (node.end.hits, node.kept) == (1, True)
-
-
 def test_ghosts_are_bounded() -> None:
     cache = Cache(slabs=7)
     cache.kept._ghosts.most = 3
@@ -281,14 +171,6 @@ def test_ghosts_are_bounded() -> None:
         cache.run(chat(person))
     assert len(cache.kept._ghosts) <= 3
     assert len(cache.kept._tree.nodes) <= 3 + len(cache.ends())
-
-
-def test_one_request_is_one_hit() -> None:
-    """The deepest end is kept and known at once: it is hit once."""
-    cache = Cache()
-    cache.run(chat(1))
-    cache.run(chat(1))
-    assert cache.node(10).end.hits == 1
 
 
 def test_what_became_of_ends_is_counted_by_kind() -> None:
@@ -346,16 +228,6 @@ def test_what_a_caller_evicts_is_no_end_any_longer() -> None:
     cache.cache.check()
     assert cache.ends() == []
     assert cache.run(chat(1)) == 0
-
-
-def test_a_lost_state_is_one_end_less() -> None:
-    cache = Cache()
-    cache.run(chat(1))
-    cache.run(chat(1, 2))
-    before = [end.tokens for end in cache.ends()]
-    cache.cache.block_pool.evict_blocks(np.array([cache.node(13).own[-1]], np.int32))
-    cache.cache.check()
-    assert [end.tokens for end in cache.ends()] == [one for one in before if one != 13]
 
 
 def test_a_reset_forgets_all() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from hybridkv.cache.index import LEAST_KEYS, KeyRuns, PrefixIndex
 from hybridkv.cache.keys import BlockKeys
+from hybridkv.errors import CacheError
 
 KEYS = [number.to_bytes(32, "big") for number in range(100_000)]
 
@@ -50,51 +51,6 @@ def test_what_was_found_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(2):
         assert index.leading_run(KEYS[:400]).tolist() == list(range(1, 311))
         assert met["asked"] == 310
-
-
-def test_a_hole_ends_it_and_what_lies_behind_it_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = BlockKeys(1000)
-    index = blocks.indexes[0]
-    blocks.publish(0, np.arange(1, 301, dtype=np.int32), KEYS[:300])
-    index.leading_run(KEYS[:300])
-    blocks.evict(np.array([201], np.int32))
-    assert index.leading_run(KEYS[:300]).tolist() == list(range(1, 201))
-    blocks.publish(0, np.array([500], np.int32), KEYS[200:201])
-    assert index.leading_run(KEYS[:300]).tolist() == [*range(1, 201), 500, *range(202, 301)]
-    met = asked(monkeypatch)
-    assert index.leading_run(KEYS[:300]).tolist() == [*range(1, 201), 500, *range(202, 301)]
-    assert met["asked"] == 0
-
-
-def test_prompts_that_part_have_runs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = BlockKeys(1000)
-    index = blocks.indexes[0]
-    one, other = KEYS[:300], [*KEYS[:100], *KEYS[1000:1200]]
-    blocks.publish(0, np.arange(1, 301, dtype=np.int32), one)
-    blocks.publish(0, np.arange(401, 601, dtype=np.int32), other[100:])
-    wanted = [list(range(1, 301)), [*range(1, 101), *range(401, 601)]]
-    assert [index.leading_run(keys).tolist() for keys in (one, other)] == wanted
-    met = asked(monkeypatch)
-    for _ in range(3):
-        assert [index.leading_run(keys).tolist() for keys in (one, other)] == wanted
-    assert met["asked"] == 0
-
-
-def test_prompts_of_one_length_that_part_lengthen_only_their_own_runs() -> None:
-    """The first run is as long as what was found of the other prompt, in two runs, and holds other keys."""
-    blocks = BlockKeys(1000)
-    index = blocks.indexes[0]
-    one, other = KEYS[:300], [*KEYS[:100], *KEYS[1000:1201]]
-    blocks.publish(0, np.arange(1, 301, dtype=np.int32), one)
-    blocks.publish(0, np.arange(401, 601, dtype=np.int32), other[100:300])
-    for keys in (one, other):
-        assert len(index.leading_run(keys)) == 300
-    blocks.publish(0, np.array([601], np.int32), other[300:])
-    for _ in range(2):
-        assert index.leading_run(other).tolist() == [*range(1, 101), *range(401, 602)]
-    assert index.leading_run(one).tolist() == list(range(1, 301))
-    blocks.evict(np.array([450], np.int32))
-    assert index.leading_run(other).tolist() == [*range(1, 101), *range(401, 450)]
 
 
 class Compared(bytes):
@@ -186,3 +142,12 @@ def test_stamps_are_looked_at_before_they_wrap(monkeypatch: pytest.MonkeyPatch) 
     assert runs.find(KEYS[1000:1100], 100) == []
     assert runs.num_keys == 89
     assert {run.evictions for run in runs._runs.values()} == {blocks.evictions}
+
+
+def test_removing_what_is_not_there_raises() -> None:
+    index = BlockKeys(64).indexes[0]
+    index.add(KEYS[:1], [1])
+    with pytest.raises(CacheError, match="block 2 is not indexed"):
+        index.remove(KEYS[1], 2)
+    with pytest.raises(CacheError, match="block 9 is not indexed"):
+        index.remove_many(KEYS[:1], [9])

@@ -8,7 +8,6 @@ import pytest
 from hybridkv.cache import (
     Admission,
     BlockHasher,
-    BlockPool,
     KVCacheBlocks,
     KVCacheManager,
     PrefixCacheStats,
@@ -56,64 +55,6 @@ def test_a_prompt_of_14_tokens_hits_12() -> None:
     assert (blocks.blocks, hit) == (([1, 2, 3],), 12)
 
 
-@pytest.mark.parametrize(("length", "hit"), [(1, 0), (4, 0), (5, 4), (12, 8), (13, 12), (14, 12), (30, 12)])
-def test_a_hit_never_covers_the_last_token(length: int, hit: int) -> None:
-    cache = manager()
-    run(cache, request(cache, range(14)))
-    assert cache.get_computed_blocks(request(cache, range(length)))[1] == hit
-
-
-def test_a_hit_ends_at_the_first_miss() -> None:
-    cache = manager()
-    run(cache, request(cache, range(20)))
-    other = [*range(9), 99, *range(10, 20)]
-    assert cache.get_computed_blocks(request(cache, other))[1] == 8
-    cache.block_pool.evict_blocks(np.array([2], np.int32))
-    assert cache.get_computed_blocks(request(cache, range(20)))[1] == 4
-
-
-def test_a_hit_outlives_its_request_until_its_blocks_are_taken() -> None:
-    cache = manager(num_blocks=8)
-    first = request(cache, range(14))
-    run(cache, first)
-    cache.free(first)
-    assert cache.block_pool.free_order() == [4, 5, 6, 7, 3, 2, 1]
-    assert cache.usage == 0.0
-    run(cache, request(cache, range(100, 118)))  # takes 4, 5, 6, 7, 3
-    assert cache.get_computed_blocks(request(cache, range(14)))[1] == 8
-
-
-def test_requests_with_other_salts_share_nothing() -> None:
-    cache = manager()
-    run(cache, request(cache, range(14), cache_salt="a"))
-    hits = [run(cache, request(cache, range(14), cache_salt=salt)) for salt in ("a", "b")]
-    assert [*hits, run(cache, request(cache, range(14)))] == [12, 0, 0]
-
-
-def test_no_hits_without_caching() -> None:
-    cache = manager(enable_caching=False)
-    assert cache.hasher is None
-    first, second = request(cache, range(14)), request(cache, range(14))
-    assert [run(cache, first), run(cache, second)] == [0, 0]
-    with pytest.raises(ConfigError, match="caching is off"):
-        cache.allocate_slots(request(cache, range(14)), 2, 12, KVCacheBlocks((np.array([1, 2, 3], np.int32),)))
-
-
-def test_a_hit_of_several_groups_is_what_all_of_them_have() -> None:
-    cache = manager(64, (4, 8, 12))
-    run(cache, request(cache, range(50)))
-    blocks, hit = cache.get_computed_blocks(request(cache, range(50)))
-    assert hit == 48
-    assert [len(ids) for ids in blocks.blocks] == [12, 6, 4]
-    cache.block_pool.evict_blocks(np.array([blocks.blocks[2][3]], np.int32))
-    found, hit = cache.get_computed_blocks(request(cache, range(50)))
-    assert hit == 24  # 36 tokens in group 2, but hits end where all blocks end
-    assert found.blocks == (blocks.blocks[0][:6], blocks.blocks[1][:3], blocks.blocks[2][:2])
-    cache.block_pool.evict_blocks(np.array([blocks.blocks[1][2]], np.int32))
-    assert cache.get_computed_blocks(request(cache, range(50)))[0].blocks == ([], [], [])
-    assert cache.get_block_ids("nobody") == ([], [], [])
-
-
 def test_a_request_hashed_by_another_hasher_is_refused() -> None:
     cache = manager()
     stranger = Request("r", range(14), hasher=BlockHasher(4))
@@ -139,44 +80,6 @@ def test_the_hash_block_divides_every_block() -> None:
 # -- slots
 
 
-def test_blocks_are_taken_as_tokens_need_them() -> None:
-    cache = manager()
-    one = request(cache, range(14))
-    taken = []
-    for tokens in (3, 1, 1, 8, 1):
-        new = cache.allocate_slots(one, tokens)
-        assert new is not None
-        taken.append(new.blocks)
-        one.num_computed_tokens += tokens
-    assert taken == [([1],), ([],), ([2],), ([3, 4],), ([],)]
-    assert cache.get_block_ids(one.request_id) == ([1, 2, 3, 4],)
-    assert cache.get_blocks(one.request_id).blocks == ([1, 2, 3, 4],)
-
-
-def test_groups_take_in_their_order() -> None:
-    cache = manager(64, (4, 8))
-    one = request(cache, range(20))
-    new = cache.allocate_slots(one, 20)
-    assert new is not None
-    assert new.blocks == ([1, 2, 3, 4, 5], [6, 7, 8])
-
-
-def test_a_hit_is_touched_and_the_rest_taken() -> None:
-    cache = manager()
-    first = request(cache, range(14))
-    run(cache, first)
-    second = request(cache, range(14))
-    blocks, hit = cache.get_computed_blocks(second)
-    new = cache.allocate_slots(second, 2, hit, blocks)
-    assert new is not None
-    assert new.blocks == ([5],)
-    assert cache.get_block_ids(second.request_id) == ([1, 2, 3, 5],)
-    assert [view.ref_cnt for view in blocks.views()[0]] == [2, 2, 2]
-    cache.free(first)
-    assert cache.block_pool.free_order()[0] == 4
-    cache.check()
-
-
 def test_nothing_to_allocate_is_an_error() -> None:
     cache = manager()
     one = request(cache, range(14))
@@ -184,23 +87,6 @@ def test_nothing_to_allocate_is_an_error() -> None:
         with pytest.raises(ConfigError, match=f"nothing to allocate .* num_new_tokens is {tokens}"):
             cache.allocate_slots(one, tokens)
     assert cache.block_pool.get_num_free_blocks() == 31
-
-
-def test_a_hit_comes_with_all_of_its_blocks() -> None:
-    cache = manager()
-    first = request(cache, range(14))
-    run(cache, first)
-    second = request(cache, range(14))
-    blocks, _ = cache.get_computed_blocks(second)
-    with pytest.raises(ConfigError, match="12 hit tokens without their blocks"):
-        cache.allocate_slots(second, 2, 12)
-    with pytest.raises(ConfigError, match="a hit of 8 tokens needs 2 blocks in group 0, got 3"):
-        cache.allocate_slots(second, 2, 8, blocks)
-    with pytest.raises(ConfigError, match="holds blocks already"):
-        cache.allocate_slots(first, 2, 12, blocks)
-    with pytest.raises(ConfigError, match="num_encoder_tokens needs a group of cross-attention"):
-        cache.allocate_slots(second, 2, 12, blocks, num_encoder_tokens=3)
-    assert cache.allocate_slots(second, 2, 0, cache.create_empty_block_list()) is not None
 
 
 def test_none_when_full_and_nothing_changed() -> None:
@@ -234,20 +120,6 @@ def test_refusals_say_why() -> None:
     )
     assert isinstance(cache.plan_slots(one, 4, admission=Admission(RequestLimits(20))), SlotPlan)
     assert [str(reason) for reason in Reason] == ["no_space", "fragmented", "admission_limit", "prefix_not_written"]
-
-
-def test_hits_that_nobody_holds_count_as_needed() -> None:
-    cache = manager(num_blocks=6)
-    first = request(cache, range(9))
-    run(cache, first)
-    cache.free(first)
-    second, third = request(cache, range(9)), request(cache, range(9))
-    blocks, hit = cache.get_computed_blocks(second)
-    plan = cache.plan_slots(second, 1, hit, blocks, admission=Admission(RequestLimits(9), reserve_blocks=3))
-    assert plan == Refusal(Reason.ADMISSION_LIMIT, 0, 6, 5, takes=(3,))
-    run(cache, second)
-    plan = cache.plan_slots(third, 1, hit, blocks, admission=Admission(RequestLimits(9), reserve_blocks=1))
-    assert isinstance(plan, SlotPlan)
 
 
 def test_the_largest_group_is_named_in_a_refusal() -> None:
@@ -310,28 +182,6 @@ def test_a_plan_is_stale_after_a_commit_that_takes_no_block(batched: bool) -> No
         cache.commit(plan)
 
 
-def test_lookahead_takes_room_but_publishes_nothing() -> None:
-    cache = manager()
-    one = request(cache, range(7))
-    new = cache.allocate_slots(one, 7, num_lookahead_tokens=6)
-    assert new is not None
-    assert new.blocks == ([1, 2, 3, 4],)
-    assert [cache.block_pool.key_of(block) is not None for block in (1, 2, 3, 4)] == [True, False, False, False]
-
-
-def test_draft_tokens_are_never_published() -> None:
-    cache = manager()
-    one = request(cache, range(7))
-    cache.allocate_slots(one, 9)  # 7 known tokens, 2 drafts behind them
-    assert cache.block_pool.key_of(1) is not None
-    assert cache.block_pool.key_of(2) is None
-    one.num_computed_tokens = 7
-    one.append(7)
-    cache.allocate_slots(one, 1)
-    assert cache.block_pool.key_of(2) is not None
-    cache.check()
-
-
 def test_no_room_is_taken_beyond_the_longest_request() -> None:
     cache = KVCacheManager(attention_config(32, (4,)), max_model_len=10)
     one = request(cache, range(9))
@@ -373,15 +223,6 @@ def test_only_held_blocks_are_published() -> None:
 
 
 # -- free and reset
-
-
-def test_chains_are_freed_tail_first() -> None:
-    cache = manager(num_blocks=10)
-    one = request(cache, range(14))
-    cache.allocate_slots(one, 14, num_lookahead_tokens=8)
-    cache.free(one.request_id)
-    assert cache.block_pool.free_order() == [6, 5, 4, 7, 8, 9, 3, 2, 1]
-    cache.check()
 
 
 def test_freeing_the_unknown_is_a_no_op() -> None:
@@ -511,19 +352,6 @@ def test_blocks_of_a_request() -> None:
         blocks + KVCacheBlocks((np.array([], np.int32),))
 
 
-def test_blocks_without_key() -> None:
-    pool = BlockPool(8)
-    pool.get_new_blocks(3)
-    pool.publish(0, [1], [b"k" * 32])
-    blocks = KVCacheBlocks((np.array([0, 1, 2, 3], np.int32),), pool)
-    assert blocks.get_unhashed_block_ids() == [2, 3]
-    assert [view.is_null for view in blocks.views()[0]] == [True, False, False, False]
-    assert [view.block_hash for view in blocks.views()[0]] == [None, b"k" * 32, None, None]
-    assert [view.block_id for view in blocks.views()[0]] == [0, 1, 2, 3]
-    with pytest.raises(ConfigError, match="exactly one group, these blocks have 2"):
-        KVCacheBlocks(blocks.ids * 2).get_unhashed_block_ids()
-
-
 # -- construction
 
 
@@ -556,16 +384,6 @@ def test_blocks_put_together_by_hand_name_no_pool() -> None:
     for ask in (blocks.views, blocks.get_unhashed_block_ids):
         with pytest.raises(ConfigError, match="name no pool"):
             ask()
-
-
-def test_a_full_hit_of_an_aligned_prompt_is_remembered() -> None:
-    cache = manager()
-    run(cache, request(cache, range(16)))
-    again = request(cache, range(16))
-    hit = cache.find_hit(again)
-    assert hit.tokens == 12  # the block of the last token is known, but never part of a hit
-    assert cache.is_longest_hit(again, hit, cache.block_pool.evictions)
-    assert cache.find_hit(request(cache, range(17))).tokens == 16
 
 
 # -- what is handed over wrongly

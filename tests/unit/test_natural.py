@@ -2,12 +2,11 @@
 
 from random import Random
 
-import numpy as np
 import pytest
 from ideal_space import IdealSpace
 
 from hybridkv.cache import KVCacheManager, Reason, Refusal, SlotPlan
-from hybridkv.cache.placement import AlignPlacement, EndsPlacement, IntervalPlacement, NoStates, Placement
+from hybridkv.cache.placement import EndsPlacement, Placement
 from hybridkv.errors import BlockError, CacheError, ConfigError
 from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.planner.natural import natural_config, slab_layout
@@ -73,50 +72,7 @@ def tokens(n: int, first: int = 100) -> list[int]:
     return list(range(first, first + n))
 
 
-def stored(step: Step) -> list[tuple[int, int]]:
-    """(group, token count) of what a step stores beside the running states."""
-    return [(group, label) for _, group, label, _ in step.state_writes.tolist()[len(step) :]]
-
-
 # -- exact hits
-
-
-@pytest.mark.parametrize("length", [2, 4, 5, 11, 12, 13])
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_the_same_prompt_runs_its_last_token_only(length: int, hybrid: bool) -> None:
-    loop = Loop(cache_of() if hybrid else cache_of(config_of((full_spec(B),), (3,), 12)))
-    loop.add("first", tokens(length))
-    loop.run()
-    again = loop.add("again", tokens(length))
-    step = loop.step()
-    assert again.first_hit_tokens == length - 1
-    assert (step.num_computed.tolist(), step.num_scheduled.tolist()) == ([length - 1], [1])
-    inside = (length - 1) % B
-    copied = [(copy.group, copy.kind) for copy in step.copies]
-    assert copied == [(0, "block")] * bool(inside) + [(1, "state")] * hybrid
-
-
-def test_the_next_turn_goes_on_where_the_answer_ended() -> None:
-    loop = Loop(cache_of())
-    first = loop.add("first", tokens(9), outputs=4)
-    loop.run()
-    known = first.token_ids().tolist()
-    turn = loop.add("turn", [*known, 1, 2, 3])
-    loop.run()
-    assert turn.first_hit_tokens == len(known) - 1  # the last sampled token was never run
-
-
-def test_prompts_that_part_inside_a_block_share_the_edge_before_it_or_a_mark() -> None:
-    loop = Loop(cache_of(config_of((full_spec(B),), (3,), 12)))
-    loop.add("first", tokens(12), marks=(6,))
-    loop.run()
-    marked = loop.add("marked", [*tokens(6), 1, 2, 3])
-    other = loop.add("other", [*tokens(7), 1, 2, 3])
-    loop.run()
-    assert (marked.first_hit_tokens, other.first_hit_tokens) == (6, 6)
-    plain = loop.add("plain", [*tokens(5), 1, 2, 3])
-    loop.run()
-    assert plain.first_hit_tokens == 4
 
 
 def test_a_remembered_hit_is_what_a_fresh_look_up_finds() -> None:
@@ -169,112 +125,6 @@ def test_without_published_ends_one_class_of_one_block_gives_the_references_ids(
         assert any(any(computed) for *_, computed in cells[0])
 
 
-# -- states
-
-
-def test_states_are_kept_where_the_placement_says() -> None:
-    wanted: dict[str, tuple[Placement, list[tuple[int, int]]]] = {
-        "ends": (EndsPlacement(), [(1, 9)]),
-        "grid": (IntervalPlacement(4), [(1, 4), (1, 8)]),
-        "none": (NoStates(), []),
-    }
-    for name, (placement, expected) in wanted.items():
-        loop = Loop(cache_of(placement=placement))
-        loop.add(name, tokens(10))
-        assert stored(loop.step()) == expected
-
-
-def test_a_worker_without_segments_gets_chunks_that_end_at_stops() -> None:
-    loop = Loop(cache_of(placement=IntervalPlacement(4)), segments=False)
-    loop.add("request", tokens(10), marks=(6,))
-    steps = loop.run()
-    assert [step.num_scheduled.tolist() for step in steps] == [[4], [2], [2], [2]]
-    assert [stored(step) for step in steps] == [[(1, 4)], [(1, 6)], [(1, 8)], []]
-
-
-@pytest.mark.parametrize(("prompt", "marks"), [(25, (15,)), (25, (3, 15)), (30, ()), (13, (9, 11))])
-@pytest.mark.parametrize("n", [1, 2])
-def test_without_segments_no_state_is_written_inside_a_chunk(prompt: int, marks: tuple[int, ...], n: int) -> None:
-    """Also where a shorter chunk reaches another last edge than the longer one did."""
-    loop = Loop(cache_of(placement=AlignPlacement(8)), segments=False)
-    loop.add("request", tokens(prompt), marks=marks, n=n)
-    for step in loop.run():
-        ends = (step.num_computed + step.num_scheduled).tolist()
-        assert all(token_count == ends[row] for row, _, token_count, _ in step.state_writes.tolist())
-
-
-def test_an_end_where_a_chunk_ends_is_published_while_the_request_runs() -> None:
-    loop = Loop(cache_of(), segments=False)
-    loop.add("first", tokens(6), outputs=10)
-    assert [loop.step().num_scheduled.tolist(), loop.step().num_scheduled.tolist()] == [[5], [1]]
-    again = loop.add("again", tokens(6))
-    loop.step()
-    assert again.first_hit_tokens == 5
-
-
-def test_a_branch_point_seen_once_leaves_a_state_the_next_time_through() -> None:
-    loop = Loop(cache_of())
-    hits = []
-    for number in range(3):
-        request = loop.add(f"r{number}", [*tokens(8), *tokens(5, 200 + 10 * number)])
-        step = loop.step()
-        hits.append((request.first_hit_tokens, stored(step)))
-        loop.run()
-    assert hits == [(0, [(1, 12)]), (0, [(1, 8), (1, 12)]), (8, [(1, 12)])]
-
-
-def test_the_state_at_the_end_is_kept_without_a_copy() -> None:
-    loop = Loop(cache_of())
-    loop.add("request", tokens(5), outputs=3)
-    first, *others = loop.run()
-    running = first.state_read[0, 1]
-    assert all(not step.copies for step in [first, *others])
-    found = loop.cache.get_computed_blocks(Request("x", [*tokens(5), 7, 7, 1], hasher=loop.cache.hasher))
-    assert found[1] == 7
-    assert loop.cache.block_pool.local(1, np.array([found[0].sources[1]], np.int32)).tolist() == [running]
-
-
-def test_a_superseded_checkpoint_goes_first_and_a_marked_one_does_not() -> None:
-    for marks, first_to_go in (((), 9), ((8,), 9)):
-        loop = Loop(cache_of())
-        first = loop.add("first", tokens(8), outputs=2, marks=marks)
-        loop.run()
-        turn = loop.add("turn", [*first.token_ids().tolist(), 1, 2, 3])
-        loop.run()
-        assert turn.first_hit_tokens == 9
-        cache = loop.cache
-        order = cache.block_pool.free_order()
-        states = [block for block in order if cache.block_pool.class_of(block) == 1]
-        labels = {
-            cache.groups[1].view(turn).labelled(label): label for label in range(1, 14) if label <= turn.num_tokens
-        }
-        assert labels[states[0]] == first_to_go
-
-
-def test_a_preempted_request_goes_on_where_it_was() -> None:
-    cache = cache_of()
-    request = Request("request", tokens(11), hasher=cache.hasher)
-    cache.allocate_slots(request, 7)
-    request.num_computed_tokens = 7
-    cache.keep_end(request)
-    cache.free(request)
-    cache.check()
-    request.num_computed_tokens = 0
-    blocks, hit_tokens = cache.get_computed_blocks(request)
-    assert (hit_tokens, [len(ids) for ids in blocks.ids], sum(map(bool, blocks.sources))) == (7, [1, 0], 2)
-    assert cache.allocate_slots(request, 4, hit_tokens, blocks) is not None
-    assert [(one.group, one.kind) for one in cache.take_transfers().copies] == [(0, "block"), (1, "state")]
-
-
-def test_preemption_happens_and_everybody_ends() -> None:
-    loop = Loop(cache_of(config_of((full_spec(B), state_spec(B)), (3, 1), 5)), max_running=2)
-    for name in ("one", "two"):
-        loop.add(name, tokens(8, 100 if name == "one" else 300), outputs=16)
-    loop.run()
-    assert loop.scheduler.statistics().preemptions > 0
-    assert [request.num_output_tokens for request in loop.requests.values()] == [16, 16]
-
-
 # -- forks
 
 
@@ -305,31 +155,6 @@ def test_n_outputs_compute_the_prompt_once(length: int) -> None:
     assert loop.scheduler.statistics().requests_finished == 3
 
 
-@pytest.mark.parametrize("length", [3, 4, 6])
-def test_a_salt_parts_what_is_cached_inside_a_block_too(length: int) -> None:
-    loop = Loop(cache_of(config_of((full_spec(B),), (3,), 12)))
-    cache = loop.cache
-    loop.scheduler.add(
-        Request("a", tokens(length), SamplingParams(max_tokens=1), hasher=cache.hasher, cache_salt="tenant")
-    )
-    while not loop.scheduler.drained:
-        loop.step()
-    asked = [Request("b", [*tokens(length), 1], hasher=cache.hasher, cache_salt=salt) for salt in ("tenant", "x", None)]
-    assert [cache.find_hit(request).tokens for request in asked] == [length, 0, 0]
-
-
-def test_branches_of_a_branch_come_in_with_it() -> None:
-    loop = Loop(cache_of(config_of((full_spec(B), state_spec(B)), (3, 1), 40)))
-    loop.add("other", tokens(5, 900), outputs=9)
-    loop.add("a", tokens(9), outputs=9)
-    loop.step()
-    for parent in ("a", "a#1", "other", "a#1#1"):
-        loop.scheduler.fork(parent, 1)
-    assert loop.scheduler.num_waiting == 4
-    assert [new.request_id for new in loop.step().new_rows] == ["a#1", "a#1#1", "other#1", "a#1#1#1"]
-    assert loop.scheduler.num_waiting == 0
-
-
 def test_a_running_request_is_forked_and_one_branch_aborted() -> None:
     loop = Loop(cache_of())
     loop.add("parent", tokens(6), outputs=6)
@@ -348,29 +173,6 @@ def test_a_running_request_is_forked_and_one_branch_aborted() -> None:
 
 
 # -- slabs
-
-
-def test_who_needs_a_slab_gets_it_while_something_can_be_evicted() -> None:
-    """One class holds every slab with what it has cached; the other gets what it asks for at once, and back again."""
-    config = config_of((full_spec(B), state_spec(B)), (3, 1), 12)
-    loop = Loop(cache_of(config, IntervalPlacement(1)))
-    for number in range(4):
-        loop.add(f"states{number}", tokens(10, 1000 * number))
-        loop.run()
-    space = loop.cache.block_pool.space
-    assert space.weigh([0, 0], [0, 0]).needed == 0
-    states = [block for block in loop.cache.block_pool.free_order() if loop.cache.block_pool.class_of(block) == 1]
-    assert len(states) > 6  # most of the memory is states
-    long = loop.add("long", tokens(80, 9000))
-    step = loop.step()
-    assert (step.num_scheduled.tolist(), loop.scheduler.statistics().refusals) == ([80], {})
-    loop.run()
-    assert long.num_output_tokens == 1
-    for number in range(8):
-        loop.add(f"again{number}", tokens(3, 20_000 + 10 * number))
-    step = loop.step()
-    assert len(step) == 8
-    assert loop.scheduler.statistics().refusals == {}
 
 
 def sparse(max_moved_bytes: int | None = None) -> tuple[KVCacheManager, Request, list[Request]]:
@@ -505,13 +307,6 @@ def test_placements_belong_to_the_natural_layout() -> None:
     with pytest.raises(ConfigError, match="needs the natural layout"):
         KVCacheManager(attention_config(8), 100, placement=EndsPlacement())
     assert cache_of().placement == EndsPlacement()
-
-
-def test_a_row_of_states_alone_needs_nothing_more_while_it_runs() -> None:
-    cache = cache_of(config_of((state_spec(B),), (1,), 12), NoStates())
-    request = Request("a", tokens(9), hasher=cache.hasher)
-    assert cache.allocate_slots(request, 9) is not None
-    assert cache.next_event(request.row) > cache.max_model_len
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -42,21 +42,6 @@ def test_pool_of_eight() -> None:
     assert pool.evictions == 1
 
 
-def test_pool_of_ten() -> None:
-    pool = BlockPool(10)
-    pool.get_new_blocks(6)
-    hashed(pool, 1, 2, 3)
-    pool.free_blocks(ids(6, 5, 4, 3, 2, 1))
-    assert pool.free_order() == [6, 5, 4, 7, 8, 9, 3, 2, 1]
-
-
-def test_pool_of_ten_without_caching() -> None:
-    pool = BlockPool(10)
-    pool.get_new_blocks(6)
-    pool.free_blocks(ids(6, 5, 4, 3, 2, 1))
-    assert pool.free_order() == [6, 5, 4, 3, 2, 1, 7, 8, 9]
-
-
 def test_the_null_block_alone() -> None:
     pool = BlockPool(1)
     assert pool.get_num_free_blocks() == 0
@@ -70,15 +55,6 @@ def test_the_null_block_alone() -> None:
 def test_a_pool_needs_the_null_block() -> None:
     with pytest.raises(ConfigError, match="at least 1 block"):
         BlockPool(0)
-
-
-def test_usage_leaves_the_null_block_out() -> None:
-    pool = BlockPool(5)
-    assert pool.get_usage() == 0.0
-    pool.get_new_blocks(1)
-    assert pool.get_usage() == 0.25
-    pool.get_new_blocks(3)
-    assert pool.get_usage() == 1.0
 
 
 def test_taking_more_than_is_free_changes_nothing() -> None:
@@ -95,17 +71,6 @@ def test_taking_nothing() -> None:
     assert pool.free_order() == [1, 2, 3]
     with pytest.raises(BlockError, match="-1 blocks"):
         pool.get_new_blocks(-1)
-
-
-def test_a_block_is_free_when_its_last_holder_left() -> None:
-    pool = BlockPool(4)
-    pool.get_new_blocks(1)
-    pool.touch(ids(1))
-    assert pool.ref_count(1) == 2
-    pool.free_blocks(ids(1))
-    assert pool.free_order() == [2, 3]
-    pool.free_blocks(ids(1))
-    assert pool.free_order() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("block", [0, -1, 4, 100])
@@ -127,30 +92,6 @@ def test_double_free() -> None:
         pool.free_blocks(ids(2, 1))
     assert pool.ref_counts(ids(1, 2)).tolist() == [0, 1]
     assert pool.free_order() == [1, 3]
-
-
-def test_duplicates_show_one_after_the_other() -> None:
-    pool = BlockPool(4)
-    pool.get_new_blocks(2)
-    pool.publish(0, [1], [key(1)])
-    pool.publish(0, [2], [key(1)])
-    assert pool.get_cached_block(key(1)) == 1
-    pool.free_blocks(ids(1))
-    pool.free_blocks(ids(2))
-    assert pool.get_new_blocks(2).tolist() == [3, 1]
-    assert pool.get_cached_block(key(1)) == 2
-    assert pool.get_new_blocks(1).tolist() == [2]
-    assert pool.get_cached_block(key(1)) is None
-
-
-def test_groups_have_indexes_of_their_own() -> None:
-    pool = BlockPool(4, 2, enable_events=True)
-    pool.get_new_blocks(1)
-    pool.publish(1, [1], [key(1)])
-    assert pool.get_cached_block(key(1), 0) is None
-    assert pool.get_cached_block(key(1), 1) == 1
-    pool.evict_blocks(ids(1))
-    assert pool.take_events() == [BlockRemoved((key(1),), group_idx=1)]
 
 
 def test_reset_only_when_nothing_is_in_use(caplog: pytest.LogCaptureFixture) -> None:
@@ -180,20 +121,6 @@ def test_no_events_unless_asked_for() -> None:
     pool.free_blocks(ids(1))
     pool.reset_prefix_cache()
     assert pool.take_events() == []
-
-
-def test_evicting_by_hand() -> None:
-    pool = BlockPool(6)
-    pool.get_new_blocks(4)
-    hashed(pool, 1, 2, 3)
-    pool.free_blocks(ids(3, 2))
-    assert pool.free_order() == [5, 3, 2]
-    pool.evict_blocks(ids(1, 2, 4))
-    assert pool.free_order() == [2, 5, 3]
-    assert [pool.get_cached_block(key(block)) for block in (1, 2, 3)] == [None, None, 3]
-    assert pool.ref_count(1) == 1
-    pool.evict_blocks(ids())
-    assert pool.free_order() == [2, 5, 3]
 
 
 def test_only_written_blocks_leave_with_an_event() -> None:

@@ -4,10 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kinds_support import cache_of, full, grow, hit_tokens, published, start, state, window
+from kinds_support import cache_of, full, published, start, state, window
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.policies import PublishRule
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
 from hybridkv.specs import KVCacheSpec
@@ -29,12 +28,6 @@ def columns(
 # -- several groups: what a hit can reach
 
 
-def test_up_to_the_common_alignment() -> None:
-    specs = (full(4), window(8, 8))
-    assert columns(specs, (60,), 0) == list(range(14))
-    assert columns(specs, (60,), 1) == list(range(7))
-
-
 def test_the_columns_of_a_window_before_each_edge() -> None:
     specs = (full(16), window(8, 4))
     assert columns(specs, (60,), 0) == [0, 1, 2]
@@ -48,38 +41,6 @@ def test_eagle_goes_one_block_past_each_edge() -> None:
     assert columns(specs, (64,), 1, use_eagle=True) == [2, 3, 4, 6, 7, 8, 10, 11, 12, 14, 15]
     assert columns(specs, (68,), 1, use_eagle=True)[-3:] == [14, 15, 16]
     assert columns(specs, (68,), 0, use_eagle=True) == [0, 1, 2, 3]
-
-
-def test_alone_every_full_block() -> None:
-    assert columns((full(4),), (61,), 0) == list(range(15))
-    assert columns((window(8, 4),), (61,), 0) == list(range(15))
-
-
-def test_nothing_below_the_first_edge() -> None:
-    assert columns((full(16), window(8, 4)), (15,), 1) == []
-    assert columns((full(16), window(8, 4)), (15,), 1, use_eagle=True) == []
-
-
-def test_full_attention_under_eagle_publishes_nothing_below_the_first_edge_either() -> None:
-    specs = (full(4), window(16, 16))
-    assert columns(specs, (15,), 0, use_eagle=True) == []
-    assert columns(specs, (16,), 0, use_eagle=True) == [0, 1, 2, 3]
-    assert columns(specs, (19,), 0, use_eagle=True) == [0, 1, 2, 3]
-    assert columns(specs, (24,), 0, use_eagle=True) == [0, 1, 2, 3, 4]  # one block past the edge, no more
-
-
-@pytest.mark.parametrize("specs", [(full(4),), (window(8),), (full(4), window(8)), (full(4), full(8), state(4))])
-@pytest.mark.parametrize("eagle", [False, True])
-def test_every_block_is_published_by_the_call_that_fills_it(specs: tuple[KVCacheSpec, ...], *, eagle: bool) -> None:
-    """Token by token: the fast path must not pass over what can be published; A is 4 or 8."""
-    cache = cache_of(*specs, use_eagle=eagle)
-    request = start(cache, PROMPT[:1], (1,))
-    align = 8 if len(specs) == 3 else 4
-    for n in range(2, 40):
-        request.append(n)
-        grow(cache, request, 1)
-        past = 4 if eagle and len(specs) == 3 and n >= align and n % align >= 4 else 0
-        assert published(cache, request) == list(range((n // align * align + past) // 4))
 
 
 # -- retention: the numbers of vLLM 0.32, driven on the same prompts
@@ -179,32 +140,6 @@ def test_kept_while_decoding(
     assert published(cache, request, 1) == expected
 
 
-@pytest.mark.parametrize("batch", [False, True])
-@pytest.mark.parametrize("drafts", [0, 2])
-@pytest.mark.parametrize("steps", [3, 6])
-def test_states_of_tokens_that_are_known_later(steps: int, drafts: int, *, batch: bool) -> None:
-    """Steps in flight: where one ends at a boundary, its state is named when the tokens before it are known."""
-    cache = cache_of(full(4), state(4, drafts))
-    request = start(cache, PROMPT[:6], (6,))
-    named = []
-    for step in range(steps + 6):
-        if step >= steps:
-            request.append(step)
-        cache.rows.in_flight[request.row] = min(step, steps)
-        allocate_one(cache, request, batch=batch)
-        named.append(published(cache, request, 1))
-    assert named == [[]] * (steps + 1) + [[1]] * 4 + [[1, 2]]
-
-
-def test_hits_follow_what_is_kept() -> None:
-    cache = cache_of(full(4), window(8, 4), retention=0)
-    start(cache, PROMPT[:61], (61,))
-    assert [hit_tokens(cache, PROMPT[:n]) for n in (61, 58)] == [60, 0]
-    cache = cache_of(full(4), window(8, 4), retention=16)
-    start(cache, PROMPT[:61], (61,))
-    assert [hit_tokens(cache, PROMPT[:n]) for n in (61, 57)] == [60, 48]
-
-
 def test_where_others_branched_off_is_kept() -> None:
     cache = cache_of(full(16), state(), retention=0)
     request = start(cache, PROMPT[:100], (48,))
@@ -222,18 +157,3 @@ def test_where_others_branched_off_is_kept() -> None:
 def test_retention_is_a_multiple_of_the_alignment(retention: int) -> None:
     with pytest.raises(ConfigError, match="a multiple of the common alignment of 16 tokens"):
         cache_of(full(16), window(8, 4), retention=retention)
-
-
-def test_of_one_column_the_rule_says_the_same_as_of_many() -> None:
-    cases = [
-        PublishRule(4, alignment, need, past, interval)
-        for alignment in (4, 12)
-        for need in (None, 1, 2, 3)
-        for past in (0, 1)
-        for interval in (None, 0, 12, 24)
-    ]
-    for rule in cases:
-        for edges in ((), (13,), (40, 25), (3,)):
-            mask = rule.mask(np.arange(30), edges).tolist()
-            assert [rule.keeps(column, edges) for column in range(30)] == mask, (rule, edges)
-    assert len({tuple(rule.mask(np.arange(30), (13,)).tolist()) for rule in cases}) > 8

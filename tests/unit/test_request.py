@@ -17,22 +17,6 @@ from hybridkv.request import MAX_TOKEN_ID, Request, SamplingParams
 from hybridkv.request_rows import RequestRows, append_tokens
 
 
-class CountingHasher(BlockHasher):
-    """Counts the blocks that it hashes."""
-
-    hashed = 0
-
-    def hash_chain(self, *args: object, **options: object) -> list[bytes]:
-        keys = super().hash_chain(*args, **options)  # type: ignore[arg-type]  # as they came
-        self.hashed += len(keys)
-        return keys
-
-    def hash_rows(self, *args: object, **options: object) -> list[bytes]:
-        keys = super().hash_rows(*args, **options)  # type: ignore[arg-type]  # as they came
-        self.hashed += len(keys)
-        return keys
-
-
 @pytest.mark.parametrize("token", [-1, 1 << 31])
 def test_end_tokens_are_token_ids(token: int) -> None:
     with pytest.raises(ConfigError, match="stop_token_ids must lie in"):
@@ -159,16 +143,6 @@ def test_sampling_takes_what_means_the_same() -> None:
     assert SamplingParams(**alone) == SamplingParams(stop=("a", "b"), stop_token_ids=(5,))
 
 
-def test_hashes_grow_with_the_tokens_and_never_twice() -> None:
-    hasher = CountingHasher(4)
-    request = Request("r", range(1, 10), hasher=hasher)
-    assert (len(request.hashes), hasher.hashed) == (2, 2)
-    for token in range(10, 13):
-        request.append(token)
-    assert (len(request.hashes), hasher.hashed) == (3, 3)
-    assert request.hashes == BlockHasher(4).hash_chain(None, np.arange(1, 13))
-
-
 def test_salts_part_requests_from_the_first_block_on() -> None:
     hasher = BlockHasher(4)
     plain, salted = (Request("r", range(12), hasher=hasher, cache_salt=salt) for salt in (None, "tenant-a"))
@@ -178,39 +152,6 @@ def test_salts_part_requests_from_the_first_block_on() -> None:
     assert salted.extra_keys(0, 2) == [(("cache_salt", "tenant-a"),), None]
     assert salted.extra_keys(1, 2) is None
     assert plain.extra_keys(0, 3) is None
-
-
-def test_a_resident_request_answers_the_same() -> None:
-    hasher = CountingHasher(4)
-    rows = RequestRows(4, capacity=2)
-    request = Request("r", range(1, 7), hasher=hasher)
-    request.num_computed_tokens = 3
-    assert rows.bind(request) == 0
-    assert (request.num_tokens, request.num_computed_tokens, request.row) == (6, 3, 0)
-    assert request.token_ids().tolist() == [1, 2, 3, 4, 5, 6]
-    assert request.token_ids(5, 6).tolist() == [6]
-    rows.append(np.array([0]), np.array([7], np.int32))
-    request.append(8)
-    rows.append(np.array([0]), np.array([9], np.int32))
-    assert request.token_ids().tolist() == list(range(1, 10))
-    assert request.output_token_ids == [7, 8, 9]
-    assert rows.last_tokens(np.array([0])).tolist() == [9]
-    assert hasher.hashed == 2
-    request.num_computed_tokens = 9
-    rows.advance(np.array([0]), 1)
-    rows.release(request)
-    assert (request.num_tokens, request.num_computed_tokens, request.row) == (9, 10, -1)
-    assert request.token_ids().tolist() == list(range(1, 10))
-    assert request.hashes == BlockHasher(4).hash_chain(None, np.arange(1, 9))
-
-
-@pytest.mark.parametrize("length", range(1, 10))
-def test_the_last_token_of_a_row_is_at_hand(length: int) -> None:
-    rows = RequestRows(4, capacity=1)
-    row = rows.bind(Request("r", range(1, length + 1)))
-    for token in range(length + 1, length + 10):
-        assert rows.last_tokens(np.array([row])).tolist() == [token - 1]
-        rows.append(np.array([row]), np.array([token], np.int32))
 
 
 @given(st.data())

@@ -84,17 +84,6 @@ def test_a_prompt_runs_in_chunks_and_samples_at_its_end() -> None:
     assert sched.drained
 
 
-def test_running_requests_come_before_waiting_ones() -> None:
-    sched = scheduler(budget=8)
-    add(sched, "a", range(5))
-    assert turn(sched) == {"a": 5}
-    add(sched, "b", range(50, 59))
-    add(sched, "c", range(80, 84))
-    assert turn(sched) == {"a": 1, "b": 7}
-    assert turn(sched) == {"a": 1, "b": 2, "c": 4}
-    assert turn(sched) == {"a": 1, "b": 1, "c": 1}
-
-
 def test_the_budget_is_shared_in_order_of_admission() -> None:
     sched = scheduler(budget=8)
     add(sched, "a", range(3))
@@ -103,39 +92,6 @@ def test_the_budget_is_shared_in_order_of_admission() -> None:
     assert turn(sched) == {"a": 3, "b": 5}
     assert turn(sched) == {"a": 1, "b": 7}
     assert turn(sched) == {"a": 1, "b": 3, "c": 3}
-
-
-def test_who_gets_no_budget_waits_its_turn() -> None:
-    sched = scheduler(budget=2)
-    for name in "abc":
-        add(sched, name, [ord(name)])
-    assert turn(sched) == {"a": 1, "b": 1}
-    assert turn(sched) == {"a": 1, "b": 1}
-    assert (sched.num_running, sched.num_waiting) == (2, 1)
-
-
-def test_rows_are_bounded() -> None:
-    sched = scheduler(max_running=2)
-    for name in "abc":
-        add(sched, name, [1, 2, 3], max_tokens=3 if name == "a" else 9)
-    for _ in range(3):
-        step = sched.schedule()
-        assert step.rows.max() < 2
-        assert len(step) == 2
-        update(sched, step)
-    step = sched.schedule()
-    assert step.finished_rows.tolist() == [0]
-    assert [(new.row, new.request_id) for new in step.new_rows] == [(0, "c")]
-    update(sched, step)
-
-
-def test_first_come_first_served() -> None:
-    sched = scheduler(num_blocks=8, overtaken=0)
-    add(sched, "a", range(16))
-    add(sched, "large", range(50, 66))
-    add(sched, "small", [99])
-    assert turn(sched) == {"a": 16}  # 4 of 7 blocks; "large" needs 4, and "small" waits behind it
-    assert sched.num_waiting == 2
 
 
 # -- what a Step says
@@ -161,30 +117,6 @@ def test_a_step_of_new_rows() -> None:
     assert (second.token_ids[0].tolist(), len(second.cells), second.new_rows) == ([TOKEN], 0, ())
 
 
-def test_a_hit_is_told_with_its_cells() -> None:
-    sched = scheduler()
-    add(sched, "a", range(14))
-    turn(sched)
-    add(sched, "b", range(14))
-    step = sched.schedule()
-    assert step.num_computed.tolist() == [14, 12]
-    assert step.num_scheduled.tolist() == [1, 2]
-    mine = step.cells.row == step.rows[1]
-    assert (step.cells.column[mine].tolist(), step.cells.block[mine].tolist()) == ([0, 1, 2, 3], [1, 2, 3, 5])
-    update(sched, step)
-    assert sched.statistics().hit_tokens == 12
-
-
-def test_a_hit_in_the_step_that_writes_it() -> None:
-    sched = scheduler()
-    add(sched, "a", range(14))
-    request = add(sched, "b", range(14))
-    step = sched.schedule()
-    assert step.num_computed.tolist() == [0, 12]
-    assert request.first_hit_tokens == 12
-    update(sched, step)
-
-
 def test_steps_own_their_arrays() -> None:
     sched = scheduler(in_flight=2)
     add(sched, "a", range(5))
@@ -208,25 +140,6 @@ def test_an_empty_step() -> None:
 
 
 # -- admission and preemption
-
-
-def test_admission_asks_for_all_known_tokens() -> None:
-    sched = scheduler(num_blocks=8, budget=16)
-    add(sched, "a", range(12))
-    add(sched, "b", range(50, 70))  # 5 blocks; its first chunk would need one, and 4 are free
-    assert turn(sched) == {"a": 12}
-    assert sched.num_waiting == 1
-
-
-def test_the_watermark_is_kept_free_by_admissions_alone() -> None:
-    sched = scheduler(num_blocks=11, watermark=0.3)
-    add(sched, "a", range(28))  # 7 blocks: nobody runs, so nothing is reserved
-    add(sched, "b", [1])
-    turn(sched)
-    assert (sched.num_running, sched.num_waiting) == (1, 1)
-    alone = scheduler(num_blocks=11, watermark=0.9)
-    add(alone, "a", range(32))
-    assert turn(alone) == {"a": 32}
 
 
 def test_the_last_admitted_is_preempted_and_waits_at_the_front() -> None:
@@ -258,75 +171,7 @@ def test_the_last_admitted_is_preempted_and_waits_at_the_front() -> None:
     assert second.first_hit_tokens == 0
 
 
-def test_a_step_that_preempted_admits_nobody() -> None:
-    sched = scheduler(num_blocks=8)
-    for name in "ab":  # the same tokens, and b cannot hit what it needs to sample: it has copies of its own
-        add(sched, name, range(4), max_tokens=20)
-    for _ in range(9):
-        assert len(turn(sched)) == 2
-    step = sched.schedule()  # both need a block, one is free
-    assert sched.statistics().preemptions == 1
-    assert (len(step), step.new_rows) == (1, ())  # although b would fit now: three of its blocks are a's
-    update(sched, step)
-    step = sched.schedule()
-    assert step.num_computed.tolist() == [13, 12]
-    update(sched, step)
-
-
-def test_a_request_may_have_to_preempt_itself() -> None:
-    sched = scheduler(num_blocks=6)
-    add(sched, "a", range(12))
-    request = add(sched, "b", range(50, 58))
-    assert turn(sched) == {"a": 12, "b": 8}
-    step = sched.schedule()  # a takes nothing free: b gives up for a
-    assert len(step) == 1
-    assert request.num_preemptions == 1
-    update(sched, step)
-    sched = scheduler(num_blocks=6)
-    add(sched, "a", range(9))
-    request = add(sched, "b", range(50, 58))
-    turn(sched)
-    step = sched.schedule()  # b needs a third block and is itself the last
-    assert len(step) == 1
-    assert request.num_preemptions == 1
-    update(sched, step)
-
-
-def test_preempted_requests_keep_their_order() -> None:
-    sched = scheduler(num_blocks=8, overtaken=0)
-    for name, first in (("a", 0), ("b", 30), ("c", 60)):
-        add(sched, name, range(first, first + 8), max_tokens=14)
-    assert turn(sched) == {"a": 8, "b": 8, "c": 8}
-    seen: list[str] = []
-    while not sched.drained:
-        step = sched.schedule()
-        seen += [new.request_id for new in step.new_rows]
-        update(sched, step)
-    assert sched.statistics().preemptions == 3
-    assert seen == ["b", "c", "c"]  # c was preempted first, and b before c was back
-
-
 # -- ends
-
-
-def test_an_output_ends_at_its_length() -> None:
-    sched = scheduler()
-    request = add(sched, "a", range(3), max_tokens=2)
-    assert ended(update(sched, sched.schedule())) == []
-    outcome = update(sched, sched.schedule())
-    assert ended(outcome) == [("a", "length")]
-    assert outcome.appended[0].tolist() == [TOKEN]
-    assert request.num_output_tokens == 2
-    assert sched.cache.usage == 0.0
-    assert sched.statistics().computed_tokens == 4  # the last token is never computed
-
-
-def test_no_request_outgrows_the_model() -> None:
-    sched = scheduler(max_model_len=6)
-    request = add(sched, "a", range(4), max_tokens=50)
-    turn(sched)
-    assert ended(update(sched, sched.schedule())) == [("a", "length")]
-    assert request.num_tokens == 6
 
 
 @pytest.mark.parametrize(
@@ -350,14 +195,6 @@ def test_stop_tokens(sampling: dict[str, object], eos: tuple[int, ...], reason: 
     assert request.output_token_ids == [TOKEN]
 
 
-def test_stop_tokens_of_a_row_are_not_those_of_the_request_before() -> None:
-    sched = scheduler(max_running=1)
-    add(sched, "a", range(3), stop_token_ids=(8, 9, TOKEN))
-    add(sched, "b", range(3), stop_token_ids=(5,))
-    assert ended(update(sched, sched.schedule())) == [("a", "stop")]
-    assert ended(update(sched, sched.schedule())) == []
-
-
 def test_the_caller_may_end_a_request() -> None:
     sched = scheduler()
     add(sched, "a", range(3))
@@ -367,15 +204,6 @@ def test_the_caller_may_end_a_request() -> None:
     assert sched.drained
     assert ended(update(sched, sched.schedule())) == [("a", "stop")]
     assert [str(reason) for reason in FinishReason] == ["stop", "length", "abort", "error"]
-
-
-def test_the_last_full_block_is_published_when_a_request_ends() -> None:
-    sched = scheduler()
-    add(sched, "a", range(4), max_tokens=5)
-    while not sched.drained:
-        turn(sched)
-    request = Request("again", [*range(4), *[TOKEN] * 5], hasher=sched.cache.hasher)
-    assert sched.cache.get_computed_blocks(request)[1] == 8
 
 
 # -- what cannot run
@@ -482,56 +310,6 @@ def test_a_stop_token_drops_what_was_scheduled_behind_it() -> None:
     assert sched.schedule().finished_rows.tolist() == [0]
 
 
-def test_blocks_are_published_only_when_their_tokens_are_known() -> None:
-    sched = scheduler(in_flight=2)
-    add(sched, "a", range(3))
-    first = sched.schedule()
-    second = sched.schedule()  # token 3 is -1: the block is full but nobody knows of what
-    assert sched.cache.statistics().cached_blocks == 0
-    update(sched, first)
-    third = sched.schedule()
-    assert sched.cache.statistics().cached_blocks == 1
-    update(sched, second)
-    update(sched, third)
-
-
-def test_a_preempted_request_still_gets_what_steps_in_flight_sample() -> None:
-    sched = scheduler(num_blocks=6, in_flight=2)
-    add(sched, "a", range(12))
-    request = add(sched, "b", range(50, 58), max_tokens=3)
-    first = sched.schedule()
-    second = sched.schedule()  # a takes a block of b, which is preempted
-    assert (len(second), request.num_preemptions) == (1, 1)
-    outcome = update(sched, first, 5)
-    assert outcome.appended[1].tolist() == [5]
-    assert request.output_token_ids == [5]
-    update(sched, second)
-    assert request.num_tokens == 9
-
-
-def test_a_preempted_request_may_end_while_it_waits() -> None:
-    sched = scheduler(num_blocks=6, in_flight=2)
-    add(sched, "a", range(12))
-    add(sched, "b", range(50, 58), stop_token_ids=(5,))
-    first, second = sched.schedule(), sched.schedule()
-    assert ended(update(sched, first, 5)) == [("b", "stop")]
-    assert sched.num_waiting == 0
-    update(sched, second)
-
-
-def test_a_preempted_request_is_admitted_again_when_its_results_are_in() -> None:
-    sched = scheduler(num_blocks=6, in_flight=3)
-    add(sched, "a", range(12), max_tokens=2)
-    add(sched, "b", range(50, 58))
-    steps = [sched.schedule(), sched.schedule()]
-    assert sched.finish("a")
-    steps.append(sched.schedule())
-    assert len(steps[2]) == 0  # b's first token is not in yet
-    for step in steps:
-        update(sched, step)
-    assert [new.token_ids.tolist() for new in sched.schedule().new_rows] == [[*range(50, 58), TOKEN]]
-
-
 # -- results
 
 
@@ -576,32 +354,6 @@ def test_an_outcome_names_who_got_what() -> None:
 
 
 # -- abort
-
-
-def test_abort_of_a_waiting_request() -> None:
-    sched = scheduler()
-    request = add(sched, "a", range(3))
-    assert sched.abort("a")
-    assert ended(update(sched, sched.schedule())) == [("a", "abort")]
-    assert request.output_token_ids == []
-    assert sched.drained
-
-
-def test_abort_with_steps_in_flight() -> None:
-    sched = scheduler(in_flight=2)
-    request = add(sched, "a", range(9))
-    first, second = sched.schedule(), sched.schedule()
-    assert sched.abort("a")
-    sched.check()
-    assert sched.num_running == 0
-    assert sched.cache.usage > 0  # steps that read and write its blocks are under way
-    assert ended(update(sched, first)) == [("a", "abort")]
-    assert sched.cache.usage > 0
-    update(sched, second)
-    assert sched.cache.usage == 0.0
-    assert request.output_token_ids == []
-    again = Request("b", range(9), hasher=sched.cache.hasher)
-    assert sched.cache.get_computed_blocks(again)[1] == 8  # what was written stays
 
 
 def test_abort_of_the_unknown_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -653,88 +405,6 @@ def test_a_failed_step_never_happened() -> None:
     assert sched.statistics().computed_tokens == 9
 
 
-def test_later_steps_fail_too_and_earlier_ones_stay() -> None:
-    sched = scheduler(in_flight=3)
-    request = add(sched, "a", range(9))
-    first, second, third = (sched.schedule() for _ in range(3))
-    sched.fail(second.id, RuntimeError("broken"))
-    sched.check()
-    assert sched.num_in_flight == 1
-    with pytest.raises(CacheError, match=f"step {third.id} is not in flight"):
-        sched.fail(third.id, "broken")
-    assert len(sched.schedule()) == 0  # the first step's token is to come
-    update(sched, first, 5)
-    assert request.output_token_ids == [5]
-    update(sched, replace_step(sched))
-    step = sched.schedule()
-    assert step.num_computed.tolist() == [8]  # what the first step wrote is there
-    assert step.token_ids[0].tolist() == [8, 5]
-
-
-def replace_step(sched: Scheduler) -> Step:
-    """The step that is next in flight."""
-    return sched._in_flight[0].step
-
-
-def test_failed_requests_return_in_order_to_the_front() -> None:
-    sched = scheduler(budget=10)
-    for name in "abc":
-        add(sched, name, [ord(name)] * 5)
-    step = sched.schedule()
-    sched.fail(step.id, "broken")
-    step = sched.schedule()
-    assert [new.request_id for new in step.new_rows] == ["a", "b"]
-    update(sched, step)
-
-
-def test_who_was_not_in_a_failed_step_goes_on() -> None:
-    sched = scheduler(budget=3)
-    one, two = add(sched, "a", range(9)), add(sched, "b", [1])
-    for _ in range(3):
-        turn(sched)
-    assert turn(sched) == {"a": 1, "b": 1}
-    sched.fail(sched.schedule().id, "broken")
-    assert (one.num_computed_tokens, two.num_computed_tokens) == (0, 0)
-    assert turn(sched) == {"a": 3}  # 8 of its tokens were hits
-    assert one.num_computed_tokens == 11
-    assert turn(sched) == {"a": 1, "b": 2}
-    slow = scheduler(budget=1, max_running=2)
-    add(slow, "a", [1])
-    turn(slow)
-    other = add(slow, "b", [2])
-    slow._running.limit[0] = 2  # a wants nothing more
-    turn(slow)
-    slow._running.limit[0] = 50
-    step = slow.schedule()  # the budget is for a alone
-    slow.fail(step.id, "broken")
-    slow.check()
-    assert (other.num_computed_tokens, slow.num_running, slow.num_waiting) == (1, 1, 1)
-
-
-def test_a_failed_step_frees_those_that_ended() -> None:
-    sched = scheduler()
-    add(sched, "a", range(9))
-    step = sched.schedule()
-    sched.abort("a")
-    sched.fail(step.id, "broken")
-    sched.check()
-    assert sched.drained
-    assert sched.cache.usage == 0.0
-    assert sched.cache.statistics().cached_blocks == 0
-    assert sched.schedule().finished_rows.tolist() == [0]
-
-
-def test_rows_that_a_failed_step_ended_are_told_again() -> None:
-    sched = scheduler()
-    add(sched, "a", range(3), max_tokens=1)
-    add(sched, "b", range(9))
-    turn(sched)
-    step = sched.schedule()
-    assert step.finished_rows.tolist() == [0]
-    sched.fail(step.id, "broken")
-    assert sorted(sched.schedule().finished_rows.tolist()) == [0, 1]
-
-
 def test_failing_what_is_not_in_flight() -> None:
     sched = scheduler()
     with pytest.raises(CacheError, match="step 0 is not in flight"):
@@ -742,19 +412,6 @@ def test_failing_what_is_not_in_flight() -> None:
     update(sched, sched.schedule())
     with pytest.raises(CacheError, match="step 0 is not in flight"):
         sched.fail(0, "broken")
-
-
-def test_a_failed_step_whose_blocks_were_evicted_already() -> None:
-    sched = scheduler(num_blocks=6, in_flight=2)
-    add(sched, "a", range(9), max_tokens=7)
-    add(sched, "b", range(50, 58), max_tokens=3)
-    first = sched.schedule()
-    sched.abort("b")
-    sched.schedule()
-    sched.cache.block_pool.evict_blocks(np.arange(1, 6, dtype=np.int32))
-    sched.fail(first.id, "broken")
-    sched.check()
-    assert sched.num_waiting == 1
 
 
 # -- written
@@ -871,25 +528,6 @@ def test_resumed_requests_count_once_as_prompts() -> None:
         turn(sched)
     now = sched.statistics()
     assert (now.preemptions, now.prompt_tokens, now.hit_tokens) == (1, 20, 0)
-
-
-def test_reset_between_steps() -> None:
-    sched = scheduler()
-    add(sched, "a", range(9), max_tokens=1)
-    turn(sched)
-    assert sched.cache.reset_prefix_cache()
-    add(sched, "b", range(9), max_tokens=1)
-    assert turn(sched) == {"b": 9}
-
-
-def test_without_caching() -> None:
-    sched = scheduler(caching=False)
-    for name in "ab":
-        add(sched, name, range(9), max_tokens=2)
-    assert turn(sched) == {"a": 9, "b": 9}
-    assert turn(sched) == {"a": 1, "b": 1}
-    assert sched.statistics().hit_tokens == 0
-    assert sched.cache.statistics().cached_blocks == 0
 
 
 def test_an_abort_behind_the_last_update_is_told_when_asked() -> None:

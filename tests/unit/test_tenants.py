@@ -9,15 +9,19 @@ import numpy as np
 import pytest
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.index import KnownTokens
-from hybridkv.cache.placement import EndsPlacement, NoStates
+from hybridkv.cache.needs import BlockNeeds
+from hybridkv.cache.placement import (
+    EVERYBODY,
+    HAZARD,
+    EndsPlacement,
+    NoStates,
+    Share,
+    TenantShares,
+    eviction_named,
+)
+from hybridkv.cache.slots.judged import JudgedEnds
+from hybridkv.cache.slots.known import KnownTokens
 from hybridkv.errors import CacheError, ConfigError
-from hybridkv.eviction import EVERYBODY, HAZARD, Share, TenantShares, eviction_named
-from hybridkv.eviction.blocks import BlockNeeds, Weights
-from hybridkv.eviction.hazard import HazardRanking
-from hybridkv.eviction.ranked import JudgedEnds
-from hybridkv.eviction.ranking import End, Kind
-from hybridkv.eviction.tenants import TenantRankings
 from hybridkv.request import Hints, Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec
@@ -175,108 +179,7 @@ def test_shares_need_an_eviction_that_knows_ends() -> None:
         KVCacheManager(config, 100, placement=NoStates(), eviction=HAZARD, shares=A_THIRD)
 
 
-def test_who_gives_way_by_hand() -> None:
-    shares = TenantShares((Share(None, 0.1, 0.2), Share("a", 0.3), Share("b", 0.2, 0.4), Share("c")))
-    order = [
-        ([0, 0, 0, 0], [3, 0, 2, 1]),  # nobody has anything: who is promised least
-        ([30, 90, 50, 20], [0, 2, 1, 3]),  # 10 above the greatest, both; then what is above the guaranteed
-        ([20, 40, 40, 11], [2, 3, 0, 1]),  # nobody above the greatest: 20, 11, 10, 10 too much
-        ([20, 29, 10, 1], [0, 3, 1, 2]),  # the others and c alone have more than was promised
-    ]
-    for weights, expected in order:
-        assert sorted(range(4), key=lambda one: shares.standing(one, weights[one], 100)) == expected
-
-
-def test_between_tenants_shares_decide_and_not_worth() -> None:
-    """Of one tenant the more valuable stays; of another goes what is above its share, if more so than one's own."""
-    weights = Weights(3)
-    rankings = TenantRankings(HazardRanking, TenantShares((Share("a", 0.5), Share("b", 0.2))), 100, weights)
-    dear, cheap, other = (End(serial, Kind.PROMPT, 10, 0.0, None, tenant) for serial, tenant in enumerate((1, 1, 2)))
-    dear.saved, cheap.saved, other.saved = 2.0, 1.0, 9.0
-    assert (rankings.prefers(dear, cheap, 1.0), rankings.prefers(cheap, dear, 1.0)) == (True, False)
-    weights.replace([0, 40, 21])
-    assert rankings.prefers(cheap, other, 1.0)
-    assert not rankings.prefers(other, cheap, 1.0)
-    for end in (dear, cheap, other):
-        rankings.add(end, 0.0)
-    assert rankings.lowest(1.0) is other
-    weights.add(1, 20)
-    assert rankings.prefers(other, cheap, 1.0)
-    assert rankings.lowest(1.0) is cheap
-    weights.replace([99, 0, 0])
-    assert rankings.lowest(1.0) is other  # nobody else has an end
-    rankings.remove(other)
-    assert rankings.lowest(1.0) is cheap
-
-
-# -- how long ends waited
-
-
-def release(cache: Cache, tenant: int) -> None:
-    """Give up all ends of a tenant; their blocks stay where they are."""
-    for node in [node for node in cache.kept._tree.kept() if node.end.tenant == tenant]:
-        cache.kept._release(node, cache.now)
-
-
-def count_waiting(cache: Cache, tenant: str | None) -> None:
-    """Run so many requests of a tenant that its ranking counts how long ends have waited, and what it knows fades."""
-    for _ in range(100):
-        cache.run(chat(99, 1), tenant)
-
-
-def test_no_waiting_is_taken_back_when_a_ghost_is_kept_again() -> None:
-    """Memory is ample, so nobody ranks the end before it is hit: meanwhile its waiting belongs to its new age."""
-    cache = Cache(EVERYBODY, 60)
-    cache.run(chat(1, 1))
-    cache.now += 20.0
-    release(cache, 0)
-    cache.run(chat(1, 1))
-    count_waiting(cache, None)
-    cache.run(chat(1, 1))
-    cache.cache.check()
-
-
-def test_no_waiting_is_taken_back_when_another_tenant_hits_a_ghost() -> None:
-    cache = Cache(TenantShares((Share("a"), Share("b"))), 60)
-    cache.run(chat(1, 1), "a")
-    release(cache, 1)  # from now on its ranking knows the end
-    count_waiting(cache, "a")
-    assert cache.run(chat(1, 1), "b") > 0
-    cache.cache.check()
-
-
 # -- what is charged
-
-
-def test_what_ends_need_is_charged_to_their_tenant() -> None:
-    cache = Cache(TenantShares((Share("a"), Share("b"))), 30)
-    block, state = cache.kept._needs.block_bytes
-    cache.run(chat(1, 1), "a")
-    assert cache.weight("a") == 3 * block + 2 * state  # the ends at 10 and 11 tokens
-    cache.run(chat(2, 1), salt="b")
-    assert (cache.weight("b"), cache.weight("*")) == (cache.weight("a"), 0)
-    cache.run(chat(1, 1), "b")  # shares all of it
-    cache.run(chat(3, 1))
-    assert cache.weight("b") == cache.weight("a") == cache.weight("*")
-    for node in cache.kept._tree.kept():
-        if node.end.tenant == 1:
-            cache.kept._release(node, cache.now)
-    assert cache.weight("a") == 0
-    cache.cache.check()
-
-
-def test_what_an_heir_needs_is_charged_to_its_tenant() -> None:
-    """Labels share blocks: who was first pays, until it needs them no longer."""
-    cache = Cache(TenantShares((Share("a"), Share("b"))), 30)
-    block, state = cache.kept._needs.block_bytes
-    cache.run(chat(1, 1)[:9], "a")
-    cache.run(chat(1, 3), "b")
-    before = cache.weight("b")
-    assert cache.weight("a") == 3 * block + 2 * state
-    for node in [node for node in cache.kept._tree.kept() if node.end.tenant == 1]:
-        cache.kept._release(node, cache.now)
-    assert (cache.weight("a"), cache.weight("b")) == (0, before + 2 * block)
-    cache.cache.check()
 
 
 def test_what_was_found_is_told_by_tenant() -> None:
@@ -298,12 +201,6 @@ def test_a_flood_lowers_nobody_below_its_guaranteed_share(specs: tuple[KVCacheSp
     drowned = chats(Cache(EVERYBODY, 33, specs), 10, people=3)
     kept = chats(Cache(A_THIRD, 33, specs), 10, people=3)
     assert drowned < alone <= kept
-
-
-def test_a_flood_of_a_hundred_to_one() -> None:
-    alone = chats(Cache(EVERYBODY, 11), 0, people=2, turns=2)
-    kept = chats(Cache(A_THIRD, 33), 100, people=2, turns=2)
-    assert 0 < alone <= kept
 
 
 @pytest.mark.thorough

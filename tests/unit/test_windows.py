@@ -24,23 +24,6 @@ def cached(n: int = 24, chunks: tuple[int, ...] = (8, 8, 8), **known: Any) -> KV
 # -- sliding window, W = 8, blocks of 4
 
 
-def test_tables() -> None:
-    cache = cached()
-    assert table(cache) == [0, 0, 3, 4, 5, 6]
-    request = cache.resident_requests()[0]
-    request.append(0)
-    grow(cache, request, 1)
-    assert table(cache) == [0, 0, 0, 0, 5, 6, 7]
-
-
-def test_hits() -> None:
-    cache = cached()
-    assert hit(cache, TOKENS[:25]) == (24, ([0, 0, 0, 0, 5, 6],))
-    assert hit(cache, TOKENS[:24]) == (20, ([0, 0, 0, 4, 5],))
-    assert hit(cache, TOKENS[:13]) == (12, ([0, 2, 3],))
-    assert hit(cache, TOKENS[:5]) == (4, ([1],))
-
-
 def test_eagle_looks_one_block_further_and_drops_it() -> None:
     cache = cached(use_eagle=True)
     assert [hit_tokens(cache, TOKENS[:n]) for n in (25, 24, 20, 13, 5)] == [20, 16, 12, 8, 0]
@@ -65,15 +48,6 @@ def test_columns_that_are_missing(missing: tuple[int, ...], expected: dict[int, 
     assert {n: hit(cache, range(n))[1][0] for n in expected} == expected
 
 
-def test_columns_that_are_missing_under_eagle() -> None:
-    cache = cache_of(window(16), use_eagle=True)
-    request = start(cache, range(32), (32,))
-    assert [hit_tokens(cache, range(n)) for n in (5, 9, 17, 33)] == [0, 4, 12, 28]
-    assert hit(cache, range(33))[1] == ([0, 0, 0, 4, 5, 6, 7],)
-    evict(cache, request, 0, 4)
-    assert [hit(cache, range(n))[1] for n in (17, 33)] == [([1, 2, 3],)] * 2
-
-
 def test_a_run_ends_on_the_common_alignment() -> None:
     """W = 40 in blocks of 4 beside blocks of 16: 8 cached columns before a missing one serve 32 tokens, not 36."""
     cache = cache_of(full(16), window(40))
@@ -94,24 +68,11 @@ def test_a_run_ends_on_the_common_alignment_under_eagle() -> None:
     assert hits(cache, (65,)) == {65: (32, 48)}
 
 
-def test_where_others_branched_off_is_on_the_common_alignment() -> None:
-    cache = cache_of(window(40), window(16, 16))
-    request = start(cache, range(64), (64,))
-    evict(cache, request, 0, 9)
-    assert hits(cache, (65,)) == {65: (32, 0)}
-
-
 def test_a_window_of_large_blocks_beside_small_ones() -> None:
     cache = cache_of(full(4), window(40, 16))
     request = start(cache, range(80), (80,))
     evict(cache, request, 1, 2)
     assert hits(cache, (49, 65, 81)) == {49: (32, 48), 65: (32, 64), 81: (32, 80)}
-
-
-@pytest.mark.parametrize(("processed", "skipped"), [(7, 0), (8, 1), (9, 2), (12, 5)])
-def test_skipped_tokens(processed: int, skipped: int) -> None:
-    (group,) = cache_of(window(8, 1)).groups
-    assert group.policy.droppable(processed) == skipped
 
 
 def test_skipped_blocks_return_the_last_one_first_also_when_the_allocation_fails() -> None:
@@ -156,26 +117,6 @@ def test_what_was_dropped_before_a_transfer_was_done_is_not_published() -> None:
     cache.check()
 
 
-def test_dropped_blocks_make_room_for_the_same_call() -> None:
-    cache = cache_of(window(), num_blocks=7)
-    request = start(cache, TOKENS[:40], (24,))
-    assert grow(cache, request, 16) is not None  # 4 blocks of its own come free
-    assert table(cache) == [0, 0, 0, 0, 5, 6, 4, 3, 2, 1]
-
-
-def test_columns_are_dropped_where_room_was_taken_ahead() -> None:
-    """Room for drafts postpones the next need of a block, not the drop."""
-    for spec in (window(8), window(6), chunked(8), chunked(4)):
-        cache = cache_of(spec, enable_caching=False)
-        request = Request("a", TOKENS[:6], hasher=cache.hasher)
-        grow(cache, request, 6, num_lookahead_tokens=26)
-        for token in range(12):
-            request.append(token)
-            may = cache.groups[0].policy.droppable(request.num_computed_tokens)
-            grow(cache, request, 1)
-            assert table(cache)[:may] == [0] * may
-
-
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("spec", [window(8), window(5), window(6), window(7), chunked(8), chunked(12), chunked(6)])
 def test_columns_are_dropped_by_the_first_call_that_may(spec: KVCacheSpec, *, caching: bool) -> None:
@@ -186,14 +127,6 @@ def test_columns_are_dropped_by_the_first_call_that_may(spec: KVCacheSpec, *, ca
         may = cache.groups[0].policy.droppable(request.num_computed_tokens)
         grow(cache, request, 1)
         assert [block > 0 for block in table(cache)].index(True) == may
-
-
-def test_unhashed_dropped_blocks_go_to_the_front() -> None:
-    cache = cache_of(window(), num_blocks=20, enable_caching=False)
-    request = start(cache, TOKENS[:40], (24,))
-    grow(cache, request, 4)
-    assert table(cache) == [0, 0, 0, 0, 5, 6, 4]
-    assert cache.block_pool.free_order()[:3] == [3, 2, 1]
 
 
 def test_a_long_row_keeps_room_for_its_window_only() -> None:
@@ -208,20 +141,6 @@ def test_a_long_row_keeps_room_for_its_window_only() -> None:
     assert len(group.rows.cells) <= 4096
     assert np.count_nonzero(group.rows.ids(request.row)) <= 142
     cache.check()
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 4, 5])
-def test_a_window_of_at_most_a_block_needs_one_block(tokens: int) -> None:
-    cache = cache_of(window(tokens))
-    start(cache, TOKENS[:24], (24,))
-    assert hit(cache, TOKENS[:25]) == (24, ([0, 0, 0, 0, 0, 6],))
-    assert hit_tokens(cache, [1, *TOKENS[:24]]) == 0
-
-
-def test_a_window_that_ends_inside_a_block() -> None:
-    cache = cache_of(window(6))  # 5 tokens before the next one: two blocks
-    start(cache, TOKENS[:24], (24,))
-    assert hit(cache, TOKENS[:25])[1] == ([0, 0, 0, 0, 5, 6],)
 
 
 def test_an_external_prefix_takes_live_blocks_only() -> None:
@@ -388,21 +307,6 @@ def longest(kept: set[int], size: int, limit: int, tokens: int, *, chunks: bool)
 # -- chunks of 8, blocks of 4
 
 
-def test_chunks_alone() -> None:
-    cache = cache_of(chunked())
-    request = start(cache, TOKENS[:30], (8,))
-    assert table(cache) == [1, 2]
-    tables = []
-    for chunk in (6, 8, 8):
-        grow(cache, request, chunk)
-        tables.append(table(cache))
-    assert tables == [[0, 0, 3, 4], [0, 0, 3, 4, 5, 6], [0, 0, 0, 0, 5, 6, 7, 8]]
-    expected = {5: 4, 8: 4, 9: 8, 13: 12, 16: 12, 17: 16, 21: 20, 25: 24, 29: 28}
-    assert {n: hit_tokens(cache, (TOKENS[:30] + [0] * 9)[:n]) for n in expected} == expected
-    assert hit(cache, TOKENS[:13])[1] == ([0, 0, 3],)
-    assert hit(cache, TOKENS[:17])[1] == ([0, 0, 0, 0],)
-
-
 def test_chunks_beside_full_attention() -> None:
     cache = cache_of(full(), chunked(16))
     request = start(cache, TOKENS[:40], (40,))
@@ -414,10 +318,3 @@ def test_chunks_beside_full_attention() -> None:
     assert hit(cache, TOKENS[:33])[1][1] == [0] * 8
     evict(cache, request, 1, 7)
     assert hit_tokens(cache, TOKENS[:33]) == 32  # full attention proves it
-
-
-def test_a_chunk_that_begins_inside_a_block() -> None:
-    cache = cache_of(chunked(12, 8))
-    start(cache, TOKENS[:48], (48,))
-    assert hit(cache, TOKENS[:17]) == (16, ([0, 2],))  # tokens 12 .. 15 lie in column 1
-    assert hit(cache, TOKENS[:41]) == (40, ([0, 0, 0, 0, 5],))

@@ -12,8 +12,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from hybridkv.vllm.natural import natural_spec
-from hybridkv.vllm.specs import layer_specs
+from hybridkv.vllm.natural import layer_specs, natural_spec
 
 if TYPE_CHECKING:
     from hybridkv.planner import KVCacheConfig as OurConfig

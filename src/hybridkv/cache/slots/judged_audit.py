@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hybridkv.eviction.resume_points import Node
+from hybridkv.cache.slots.end_tree import Node
 
 if TYPE_CHECKING:
-    from hybridkv.eviction.ranked import JudgedEnds
+    from hybridkv.cache.slots.judged import JudgedEnds
 
 
 def check_ends(kept: JudgedEnds) -> Iterator[str]:
