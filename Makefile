@@ -22,7 +22,7 @@ demo: .venv/runner.stamp
 test: .venv/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal -m "not thorough"
 
-# also what takes minutes: all models, four context parallel ranks; writes the table of docs/models.md
+# also what takes minutes: all models; writes the table of docs/models.md
 test-all: .venv/dev.stamp
 	rm -f models.jsonl
 	HYPOTHESIS_PROFILE=all HYBRIDKV_MODELS=$(CURDIR)/models.jsonl $(BIN)/pytest -n 2 --dist worksteal

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from hybridkv.worker import (
     ContextShare,
     KVPages,
     PageOrder,
+    combine_over_ranks,
     combine_partial,
     paged_attention,
     paged_batch,
@@ -337,3 +338,8 @@ def test_calls_that_do_not_fit() -> None:
             paged_attention(one, held, read, 1.0, **options)
     with pytest.raises(WorkerError, match="partial results of shapes"):
         combine_partial(torch.zeros(2, 3, 4, 5), torch.zeros(2, 3))
+    nobody = cast("Any", None)
+    with pytest.raises(WorkerError, match="partial results of shapes"):
+        combine_over_ranks(torch.zeros(3, 2, 4), torch.zeros(3, 4), nobody)
+    with pytest.raises(WorkerError, match="of one dtype"):
+        combine_over_ranks(torch.zeros(3, 2, 4), torch.zeros(3, 2).double(), nobody)
