@@ -84,27 +84,20 @@ class SteppedScans:
 
     def __call__(
         self,
-        hidden_states: torch.Tensor,
-        dt: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        /,
-        *,
-        z: torch.Tensor | None = None,
-        delta_bias: torch.Tensor | None = None,
-        delta_softplus: bool = False,
+        *scanned: torch.Tensor,
         return_last_state: bool = False,
-        **options: Any,  # noqa: ANN401  # how to scan all tokens at once is no question here
+        **options: Any,  # noqa: ANN401 - of the scan
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """As transformers' scan. b, c: [rows, state size, tokens]."""
+        """As transformers' scan of hidden states, dt, a, b and c. b, c: [rows, state size, tokens]."""
+        hidden_states, dt, a, b, c = scanned
         state = self._state if self._state.dim() == 3 else self._state[:, len(self._heads)]
+        bias = {"dt_bias": options.get("delta_bias"), "dt_softplus": options.get("delta_softplus", False)}
         outputs, states = [], list[torch.Tensor]()
         for at in range(hidden_states.shape[-1]):
             state = state.clone()
-            gate = None if z is None else z[..., at]
+            gate = None if options.get("z") is None else options["z"][..., at]
             given = (hidden_states[..., at], dt[..., at], a, b[..., at], c[..., at], options.get("D"))
-            outputs.append(self._update(state, *given, z=gate, dt_bias=delta_bias, dt_softplus=delta_softplus))
+            outputs.append(self._update(state, *given, z=gate, **bias))
             states.append(state)
         self._heads.append(states)
         out = torch.stack(outputs, dim=-1)
@@ -120,29 +113,28 @@ class SteppedStateSpaces:
 
     def __call__(
         self,
-        hidden_states: torch.Tensor,
-        dt: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        /,
-        *,
-        dt_bias: torch.Tensor | None = None,
-        dt_softplus: bool = False,
+        *scanned: torch.Tensor,
         return_final_states: bool = False,
-        **options: Any,  # noqa: ANN401  # as of SteppedScans
+        **options: Any,  # noqa: ANN401 - of the scan
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """As transformers' scan. dt: [rows, tokens, heads]; a: [heads]; b, c: [rows, tokens, groups, state size]."""
+        """As transformers' scan of hidden states, dt, a, b and c.
+
+        dt: [rows, tokens, heads]; a: [heads]; b, c: [rows, tokens, groups, state size].
+        """
+        hidden_states, dt, a, b, c = scanned
         width, z, state = hidden_states.shape[-1], options.get("z"), self._state
         a = a[:, None, None].expand(-1, width, b.shape[-1])
-        skip, bias = (None if one is None else one[:, None].expand(-1, width) for one in (options.get("D"), dt_bias))
+        skip, bias = (
+            None if one is None else one[:, None].expand(-1, width) for one in map(options.get, ("D", "dt_bias"))
+        )
         outputs = []
         for at in range(hidden_states.shape[1]):
             state = state.clone()
             step = dt[:, at, :, None].expand(-1, -1, width)
             gate = None if z is None else z[:, at]
             given = (hidden_states[:, at], step, a, b[:, at], c[:, at], skip)
-            outputs.append(self._update(state, *given, z=gate, dt_bias=bias, dt_softplus=dt_softplus))
+            softplus = options.get("dt_softplus", False)
+            outputs.append(self._update(state, *given, z=gate, dt_bias=bias, dt_softplus=softplus))
             self.states.append(state)
         out = torch.stack(outputs, dim=1)
         return (out, state) if return_final_states else out

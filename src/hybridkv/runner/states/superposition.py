@@ -23,8 +23,6 @@ from hybridkv.errors import WorkerError
 SCAN: Final = "mamba_selective_scan"
 """What modelling modules call the scan over a sequence, as a global that their mixers' forward looks up."""
 
-Scan = Callable[..., Any]
-
 
 def own_forward(module: torch.nn.Module) -> Callable[..., Any]:
     """That of its class, without what decorates it."""
@@ -71,46 +69,30 @@ def superposed_forward(module: torch.nn.Module, initial: torch.Tensor) -> Callab
 class _Scans:
     """Stands in for the scan; its n-th call goes on from the n-th of ``initial``, [rows, channels, state size] each."""
 
-    def __init__(self, scan: Scan, initial: Sequence[torch.Tensor]) -> None:
+    def __init__(self, scan: Callable[..., Any], initial: Sequence[torch.Tensor]) -> None:
         self._scan = scan
         self._left: Iterator[torch.Tensor] = iter(initial)
 
     def __call__(
         self,
-        hidden_states: torch.Tensor,
-        dt: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        /,
-        *,
-        z: torch.Tensor | None = None,
-        delta_bias: torch.Tensor | None = None,
-        delta_softplus: bool = False,
+        *scanned: torch.Tensor,
         return_last_state: bool = False,
-        **options: object,
+        **options: Any,  # noqa: ANN401 - go on to the scan
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """As transformers' scan. hidden_states, dt, z: [rows, channels, tokens]; b, c: [rows, state size, tokens].
+        """As transformers' scan of hidden states, dt, a, b and c, in this order.
 
-        a: [channels, state size], negative. delta_bias: [channels].
+        hidden states, dt, options' z: [rows, channels, tokens]; b, c: [rows, state size, tokens]. a: [channels, state
+        size], negative. options' delta_bias: [channels].
         """
         state = next(self._left, None)
         if state is None:
             raise WorkerError("the mixer scans more often than it has heads: it cannot be superposed")
-        out, final = self._scan(
-            hidden_states,
-            dt,
-            a,
-            b,
-            c,
-            z=z,
-            delta_bias=delta_bias,
-            delta_softplus=delta_softplus,
-            return_last_state=True,
-            **options,
-        )
-        elapsed = _step_sizes(dt, delta_bias, softplus=delta_softplus).cumsum(dim=-1)
+        out, final = self._scan(*scanned, return_last_state=True, **options)
+        _, dt, a, _, c = scanned
+        steps = _step_sizes(dt, options.get("delta_bias"), softplus=options.get("delta_softplus", False))
+        elapsed = steps.cumsum(dim=-1)
         added = _left_behind(state.float(), elapsed, a, c)
+        z = options.get("z")
         if z is not None:
             added *= F.silu(z.float())
         out = (out.float() + added).to(out.dtype)

@@ -30,9 +30,10 @@ from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.specs import MambaSpec
 from hybridkv.step import Step
 from hybridkv.worker.copies.copy_kernels import TORCH, CopyKernels, Shifts, stack_layers
-from hybridkv.worker.copies.state_plan import Ids, RowColumns, StateCopies, StatePlan, state_copies
+from hybridkv.worker.copies.state_plan import RowColumns, StateCopies, StatePlan, state_copies
 from hybridkv.worker.pages.storage import PagedStorage, parts_of
 from hybridkv.worker.tables.multi_group import MultiGroupBlockTable
+from hybridkv.worker.tables.slot_mapping import Ids
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]

@@ -12,19 +12,18 @@ columns a - 1 on. ``bias`` is how far both begin behind column S.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.errors import ConfigError, WorkerError
+from hybridkv.errors import WorkerError
+from hybridkv.worker.tables.slot_mapping import Ids, check_least
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Bool = NDArray[np.bool_]
-Ids = Sequence[int] | NDArray[np.integer]
 
 _NONE: Final = -1
 _NULL_BLOCK: Final = 0
@@ -78,14 +77,8 @@ class RowColumns:
     """
 
     def __init__(self, block_size: int, max_num_reqs: int, num_speculative_tokens: int = 0) -> None:
-        sizes = (
-            ("block_size", block_size, 1),
-            ("max_num_reqs", max_num_reqs, 1),
-            ("num_speculative_tokens", num_speculative_tokens, 0),
-        )
-        for name, value, least in sizes:
-            if value < least:
-                raise ConfigError(f"{name} must be at least {least}, got {value}")
+        check_least(1, block_size=block_size, max_num_reqs=max_num_reqs)
+        check_least(0, num_speculative_tokens=num_speculative_tokens)
         self.block_size = block_size
         self.max_num_reqs = max_num_reqs
         self.num_speculative_tokens = num_speculative_tokens
@@ -104,9 +97,6 @@ class RowColumns:
         """
         at, begin, count, a = self._vectors(rows=rows, computed=computed, scheduled=scheduled, accepted=accepted)
         held = self._column[at]
-        _refuse(
-            at, (begin < 0) | (count < 1), "a step needs tokens and no negative count", computed=begin, scheduled=count
-        )
         most = np.where(held == _NONE, 1, 1 + self.num_speculative_tokens)
         _refuse(
             at,
@@ -117,7 +107,7 @@ class RowColumns:
         )
         _refuse(at, (held != _NONE) & (begin == 0), "a row that starts anew must be dropped first", column=held)
         previous = np.where(held == _NONE, (begin - 1) // self.block_size, held)  # of no token: column -1, none
-        current = self._last_column(begin + count)
+        current = (begin + count - 1) // self.block_size
         copied = (previous != _NONE) & (previous != current)
         self._column[at] = current
         return StatePlan(
@@ -133,9 +123,6 @@ class RowColumns:
         at, begin, count, drafted, a = self._vectors(
             rows=rows, computed=computed, scheduled=scheduled, drafts=drafts, accepted=accepted
         )
-        _refuse(
-            at, (begin < 0) | (count < 1), "a step needs tokens and no negative count", computed=begin, scheduled=count
-        )
         most = np.minimum(count - 1, self.num_speculative_tokens)
         _refuse(
             at,
@@ -146,7 +133,7 @@ class RowColumns:
         )
         _refuse(at, (a < 1) | (a > drafted + 1), "accepted must lie in 1 .. 1 + drafts", accepted=a, drafts=drafted)
         state = self._column[at]
-        last = self._last_column(begin + count)
+        last = (begin + count - 1) // self.block_size
         _refuse(
             at,
             state != last,
@@ -164,12 +151,8 @@ class RowColumns:
             "after", at[copied], state[copied], target[copied], bias[copied], np.where(in_place, np.int64(1), a)
         )
 
-    def _last_column(self, tokens: Int64) -> Int64:
-        """The column of the last of ``tokens`` tokens."""
-        return (tokens - 1) // self.block_size
-
     def _vectors(self, **named: Ids) -> list[Int64]:
-        """int64 vectors of one length, the first of distinct rows in range."""
+        """int64 vectors of one length: distinct rows in range, their computed and scheduled tokens, and more."""
         vectors = [np.array(one, np.int64) for one in named.values()]
         if any(one.shape != (len(vectors[0]),) for one in vectors):
             sizes = ", ".join(f"{name} {one.shape}" for name, one in zip(named, vectors, strict=True))
@@ -177,6 +160,9 @@ class RowColumns:
         self._check_rows(vectors[0])
         if len(np.unique(vectors[0])) < len(vectors[0]):
             raise WorkerError("a row comes twice in one step: give every row once")
+        at, computed, scheduled = vectors[:3]
+        wrong = (computed < 0) | (scheduled < 1)
+        _refuse(at, wrong, "a step needs tokens and no negative count", computed=computed, scheduled=scheduled)
         return vectors
 
     def _check_rows(self, at: Int64) -> None:

@@ -22,7 +22,7 @@ _SHIFT_TILE: Final = 2048
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton is not typed
-def _copy_kernel(  # noqa: PLR0917 - a kernel has no keywords for its strides
+def _write_kernel(  # noqa: PLR0917 - a kernel has no keywords for its strides
     stack: tl.tensor,
     source: tl.tensor,
     destination: tl.tensor,
@@ -31,6 +31,7 @@ def _copy_kernel(  # noqa: PLR0917 - a kernel has no keywords for its strides
     layers: tl.tensor,
     tiles: tl.tensor,
     elements: tl.tensor,
+    zero: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
     program = tl.program_id(0).to(tl.int64)
@@ -38,8 +39,11 @@ def _copy_kernel(  # noqa: PLR0917 - a kernel has no keywords for its strides
     base = stack + program // tiles % layers * layer_stride
     at = program % tiles * tile + tl.arange(0, tile)
     inside = at < elements
-    values = tl.load(base + tl.load(source + copy) * block_stride + at, mask=inside)
-    tl.store(base + tl.load(destination + copy) * block_stride + at, values, mask=inside)
+    to = base + tl.load(destination + copy) * block_stride + at
+    if zero:
+        tl.store(to, 0, mask=inside)
+    else:
+        tl.store(to, tl.load(base + tl.load(source + copy) * block_stride + at, mask=inside), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton is not typed
@@ -75,32 +79,24 @@ def _shift_kernel(  # noqa: PLR0917 - a kernel has no keywords for its strides
     tl.store(base + tl.load(destination + copy) * block_stride + cell, values, mask=kept)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # Triton is not typed
-def _zero_kernel(  # noqa: PLR0917 - a kernel has no keywords for its strides
-    stack: tl.tensor,
-    blocks: tl.tensor,
-    layer_stride: tl.tensor,
-    block_stride: tl.tensor,
-    layers: tl.tensor,
-    tiles: tl.tensor,
-    elements: tl.tensor,
-    tile: tl.constexpr,
-) -> None:
-    program = tl.program_id(0).to(tl.int64)
-    base = stack + program // tiles % layers * layer_stride
-    at = program % tiles * tile + tl.arange(0, tile)
-    block = tl.load(blocks + program // (layers * tiles))
-    tl.store(base + block * block_stride + at, 0, mask=at < elements)
-
-
 def _copy_blocks(stack: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
     """One launch. stack: [layers, blocks, elements], elements side by side."""
+    _write_blocks(stack, source, destination, zero=False)
+
+
+def _zero_blocks(stack: torch.Tensor, blocks: torch.Tensor) -> None:
+    """One launch."""
+    _write_blocks(stack, blocks, blocks, zero=True)
+
+
+def _write_blocks(stack: torch.Tensor, source: torch.Tensor, destination: torch.Tensor, *, zero: bool) -> None:
     layers, _, elements = stack.shape
     if not len(source):
         return
     tiles = ceil_div(elements, _TILE)
-    _copy_kernel[(len(source) * layers * tiles,)](
-        stack, source, destination, stack.stride(0), stack.stride(1), layers, tiles, elements, tile=_TILE
+    strides = stack.stride(0), stack.stride(1)
+    _write_kernel[(len(source) * layers * tiles,)](
+        stack, source, destination, *strides, layers, tiles, elements, zero=zero, tile=_TILE
     )
 
 
@@ -124,17 +120,6 @@ def _shift_columns(stack: torch.Tensor, shifts: Shifts) -> None:
         channels,
         all_columns=all_columns,
         tile=tile,
-    )
-
-
-def _zero_blocks(stack: torch.Tensor, blocks: torch.Tensor) -> None:
-    """One launch."""
-    layers, _, elements = stack.shape
-    if not len(blocks):
-        return
-    tiles = ceil_div(elements, _TILE)
-    _zero_kernel[(len(blocks) * layers * tiles,)](
-        stack, blocks, stack.stride(0), stack.stride(1), layers, tiles, elements, tile=_TILE
     )
 
 

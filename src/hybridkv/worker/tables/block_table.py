@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.worker.attention.context_parallel import ContextShare
-from hybridkv.worker.tables.slot_mapping import Ids, SlotLayout, TokenSlots, as_int64, require_below
+from hybridkv.worker.tables.slot_mapping import Ids, SlotLayout, TokenSlots, as_int64, check_least, require_below
 from hybridkv.worker.tables.table_mirror import TableMirror
 
 Int32 = NDArray[np.int32]
@@ -137,14 +137,14 @@ class BlockTable:
         pcp_world_size: int = 1,
         pcp_rank: int = 0,
     ) -> None:
-        _check_least(
+        check_least(
             1,
             block_size=block_size,
             max_num_reqs=max_num_reqs,
             max_num_blocks_per_req=max_num_blocks_per_req,
             max_num_batched_tokens=max_num_batched_tokens,
         )
-        _check_least(0, num_speculative_tokens=num_speculative_tokens)
+        check_least(0, num_speculative_tokens=num_speculative_tokens)
         share = ContextShare.of_ranks(
             dcp_size=dcp_world_size,
             dcp_rank=dcp_rank,
@@ -369,12 +369,6 @@ class BlockTable:
 
     def _mark_row(self, row: int, start: int, end: int) -> None:
         self._mirror.mark_span(row * self.max_num_blocks_per_req + start, end - start)
-
-
-def _check_least(least: int, **sizes: int) -> None:
-    for name, value in sizes.items():
-        if value < least:
-            raise ConfigError(f"{name} must be at least {least}, got {value}")
 
 
 def _ragged(first: Int64, counts: Int64) -> Int64:

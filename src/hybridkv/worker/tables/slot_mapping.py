@@ -163,6 +163,13 @@ class TokenSlots:
         self._on_device = num_tokens
 
 
+def check_least(least: int, **sizes: int) -> None:
+    """Raise ConfigError for the first of ``sizes`` below ``least``."""
+    for name, value in sizes.items():
+        if value < least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
 def as_int64(name: str, values: Ids) -> Int64:
     """``values`` as int64[n], the array itself where it is one. WorkerError unless they are integers in one row."""
     if type(values) is list and values and type(values[0]) is int:
