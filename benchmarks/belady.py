@@ -21,15 +21,15 @@ from dataclasses import replace
 import numpy as np
 from foreseen import Future
 
-from hybridkv.cache.placement.ends import End
-from hybridkv.cache.placement.eviction import Eviction
 from hybridkv.columns import grown
+from hybridkv.eviction.named import Eviction
+from hybridkv.eviction.ranking import End
 from hybridkv.simulator.formats import TraceRequest
 from hybridkv.simulator.trace import RequestSource, TraceSummary
 
 
 class Belady:
-    """A ranking (hybridkv.cache.placement.ends) whose clock says which request of ``future`` runs."""
+    """A ranking (hybridkv.eviction.ranking) whose clock says which request of ``future`` runs."""
 
     def __init__(self, future: Future) -> None:
         self._future = future

@@ -24,8 +24,9 @@ import numpy as np
 from eviction_table import serve_alone
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import EVICTIONS, LRU, EndsPlacement, eviction_named
-from hybridkv.cache.placement.ends import End, Kind
+from hybridkv.cache.placement import EndsPlacement
+from hybridkv.eviction import EVICTIONS, LRU, eviction_named
+from hybridkv.eviction.ranking import End, Kind
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.step import Csr, Step, StepResult

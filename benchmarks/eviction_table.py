@@ -42,8 +42,9 @@ from natural_table import commit, read_results
 from oracle_hints import Hinted
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import EVICTIONS, HAZARD, LRU, EndsPlacement, Eviction, eviction_named, placement_of
+from hybridkv.cache.placement import EndsPlacement, placement_of
 from hybridkv.errors import CacheError, CapacityError
+from hybridkv.eviction import EVICTIONS, HAZARD, LRU, Eviction, eviction_named
 from hybridkv.models import Model, read_model
 from hybridkv.planner.plan import NATURAL, REFERENCE
 from hybridkv.request import Request

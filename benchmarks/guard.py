@@ -26,7 +26,8 @@ from kv_adapter import HybridKVAdapter
 from shared_prefix import SharedPrefix
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import HAZARD, EndsPlacement, Share, TenantShares
+from hybridkv.cache.placement import EndsPlacement
+from hybridkv.eviction import HAZARD, Share, TenantShares
 from hybridkv.request import Request
 from hybridkv.testing.configs import full_spec, natural_model_config, state_spec
 

@@ -26,7 +26,8 @@ from foreseen import Future
 from ideal_space import IdealSpace
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import LRU, placement_of
+from hybridkv.cache.placement import placement_of
+from hybridkv.eviction import LRU
 from hybridkv.models import Model, read_model
 from hybridkv.planner import Plan
 from hybridkv.planner.comparison import padding_of

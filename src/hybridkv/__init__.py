@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hybridkv.runner import Engine as Engine
     from hybridkv.runner import EngineOptions as EngineOptions
     from hybridkv.runner import ModelRunner as ModelRunner
-    from hybridkv.runner import load as load
+    from hybridkv.runner.load import load as load
     from hybridkv.schedule import Scheduler as Scheduler
     from hybridkv.schedule import SchedulerLimits as SchedulerLimits
     from hybridkv.simulator import ReplaySettings as ReplaySettings

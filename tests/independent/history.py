@@ -12,7 +12,7 @@ from content import DifferenceError, Story, demand
 from executor import Executor
 from worlds import VOCAB, Writer, random_world
 
-from hybridkv.cache.placement import LRU
+from hybridkv.eviction import LRU
 from hybridkv.request import Request
 from hybridkv.schedule import Finished, FinishReason
 from hybridkv.step import Step, StepResult

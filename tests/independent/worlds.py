@@ -11,8 +11,9 @@ import numpy as np
 from content import Embeds, Story
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import LRU, eviction_named, placement_of
+from hybridkv.cache.placement import placement_of
 from hybridkv.errors import CapacityError, ConfigError, UnsupportedModelError
+from hybridkv.eviction import LRU, eviction_named
 from hybridkv.extra_keys import EncoderInput, LoraAdapter, MultimodalItem
 from hybridkv.models import Layer, Model, read_model
 from hybridkv.planner import Plan, plan

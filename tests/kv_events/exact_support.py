@@ -9,7 +9,8 @@ import numpy as np
 from events_support import BLOCK, SALTS
 
 from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheManager
-from hybridkv.cache.placement import Eviction, Placement
+from hybridkv.cache.placement import Placement
+from hybridkv.eviction import Eviction
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits

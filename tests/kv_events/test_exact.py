@@ -11,8 +11,9 @@ from events_support import run as run_full
 from exact_support import CACHES, Known, Prompt, Run, cache_of_layers, can_be_hit
 
 from hybridkv.cache import AllBlocksCleared, EndKept, EndLost, KVCacheEvent, KVCacheManager
-from hybridkv.cache.placement import eviction_named, placement_named
+from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError
+from hybridkv.eviction import eviction_named
 from hybridkv.kv_events import SNAPSHOT, KVEventPublisher
 from hybridkv.kv_events.exact import Exact
 from hybridkv.kv_events.told import Told

@@ -14,11 +14,11 @@ from hypothesis import settings
 from hypothesis.stateful import initialize
 
 from how_much import how_many
-from hybridkv.cache.placement import HAZARD, hazard, hazard_table
-from hybridkv.cache.placement.ends import End
-from hybridkv.cache.slots.end_tree import Node
-from hybridkv.cache.slots.judged import JudgedEnds
 from hybridkv.errors import CacheError
+from hybridkv.eviction import HAZARD, hazard
+from hybridkv.eviction.ranked import JudgedEnds
+from hybridkv.eviction.ranking import End
+from hybridkv.eviction.resume_points import Node
 from hybridkv.testing.configs import chunk_spec, full_spec, state_spec, window_spec
 from hybridkv.testing.difference import DifferenceError
 from oracles import RigOptions, random_natural_options, random_run
@@ -140,7 +140,7 @@ def loses_heirs(patch: pytest.MonkeyPatch) -> None:
 
 
 def leaves_decay_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(hazard_table.HazardTable, "decay", lambda *_: None)
+    patch.setattr(hazard.HazardTable, "decay", lambda *_: None)
 
 
 def counts_ghost_hits_twice(patch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,7 @@ import pytest
 from test_natural_evictions import MODELS, PAIR
 
 from how_much import how_many
-from hybridkv.cache.placement.ends import BY_ALL, NEVER, NOTHING, SOMETIME, WITHIN
-from hybridkv.cache.placement.promises import promise_of
+from hybridkv.eviction.ranking import BY_ALL, NEVER, NOTHING, SOMETIME, WITHIN, promise_of
 from hybridkv.request import NO_HINTS, Hints, Request
 from oracles import random_natural_options, random_run
 from oracles.twins import Twins

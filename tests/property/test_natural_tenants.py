@@ -13,12 +13,11 @@ import pytest
 from test_natural_evictions import MODELS, PAIR
 
 from how_much import how_many
-from hybridkv.cache.placement import Share, TenantShares
-from hybridkv.cache.placement.ends import End
-from hybridkv.cache.placement.shares import Standing
-from hybridkv.cache.placement.tenants import TenantRankings
-from hybridkv.cache.slots.end_tree import Node
-from hybridkv.cache.slots.judged import JudgedEnds
+from hybridkv.eviction import Share, TenantShares
+from hybridkv.eviction.ranked import JudgedEnds
+from hybridkv.eviction.ranking import End
+from hybridkv.eviction.resume_points import Node
+from hybridkv.eviction.tenants import Standing, TenantRankings
 from hybridkv.specs import KVCacheSpec
 from hybridkv.testing.difference import DifferenceError, same
 from oracles import random_natural_options, random_run

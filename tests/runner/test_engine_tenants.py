@@ -3,8 +3,8 @@
 import pytest
 from runner_support import loaded_model
 
-from hybridkv.cache.placement import Share, TenantShares
 from hybridkv.errors import ConfigError
+from hybridkv.eviction import Share, TenantShares
 from hybridkv.request import Hints, SamplingParams
 from hybridkv.runner import Engine, EngineOptions
 

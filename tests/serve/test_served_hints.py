@@ -10,7 +10,7 @@ from openai import BadRequestError, OpenAI
 from serve_support import Served, serving
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import Share, TenantShares
+from hybridkv.eviction import Share, TenantShares
 from hybridkv.request import NO_HINTS, Hints, Request
 from hybridkv.runner import Engine, EngineOptions, load
 from hybridkv.serve import ApiKeys, ServeOptions

@@ -6,7 +6,7 @@ from typing import Any
 
 from engine_request import SIZE, Asked
 from hybridkv.vllm.manager import CacheManager, reference_cache
-from hybridkv.vllm.settings import Settings
+from hybridkv.vllm.specs import Settings
 
 PROMPT = list(range(1, 15))
 

@@ -13,7 +13,8 @@ from eviction_table import serve_all
 from foreseen import Future
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import EVICTIONS, EndsPlacement, Eviction, eviction_named
+from hybridkv.cache.placement import EndsPlacement
+from hybridkv.eviction import EVICTIONS, Eviction, eviction_named
 from hybridkv.simulator import Pieces, SimulatedClock, TraceRequest
 from hybridkv.simulator.tokens import HASHED_BLOCK, NEW_OUTPUT, PROMPT_SEGMENT
 from hybridkv.simulator.trace import TraceSummary

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cli_support import error, run
 
-from hybridkv.cache.placement import DEFAULT_EVICTIONS, EVICTIONS
+from hybridkv.eviction import DEFAULT_EVICTIONS, EVICTIONS
 from hybridkv.simulator import UniformWorkload
 
 BASE = ("--model", "llama-3-8b", "--memory", "4GiB")

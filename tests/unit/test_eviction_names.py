@@ -3,8 +3,8 @@
 import pytest
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import DEFAULT_EVICTIONS, EVICTIONS, HAZARD, LRU, Eviction, eviction_named, eviction_of
 from hybridkv.errors import ConfigError
+from hybridkv.eviction import DEFAULT_EVICTIONS, EVICTIONS, HAZARD, LRU, Eviction, eviction_named, eviction_of
 from hybridkv.models import read_model
 from hybridkv.planner import plan
 from hybridkv.testing import attention_config

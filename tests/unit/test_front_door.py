@@ -10,9 +10,10 @@ import pytest
 
 import hybridkv
 from hybridkv import KVCacheManager, Plan, Request, plan, read_model
-from hybridkv.cache.placement import LRU, AlignPlacement, EndsPlacement, IntervalPlacement, placement_of
+from hybridkv.cache.placement import AlignPlacement, EndsPlacement, IntervalPlacement, placement_of
 from hybridkv.cache.transfers import Transfer
 from hybridkv.errors import ConfigError
+from hybridkv.eviction import LRU
 from hybridkv.step import Copy
 
 MODEL = read_model("qwen3-next-80b-a3b")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hybridkv.cache.needs import BlockNeeds
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.spaces.slabs import SlabSpace
+from hybridkv.eviction.blocks import BlockNeeds
 from hybridkv.planner.slabs import ALIGNMENT_BYTES, SlabClass, SlabLayout
 
 Ids = NDArray[np.int32]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hybridkv.cache.placement.ends import End, Kind
-from hybridkv.cache.placement.hazard import HazardRanking
-from hybridkv.cache.placement.hazard_table import BUCKETS, HazardTable, bucket_of
+from hybridkv.eviction.hazard import BUCKETS, HazardRanking, HazardTable, bucket_of
+from hybridkv.eviction.ranking import End, Kind
 
 
 def end(serial: int, kind: Kind = Kind.PROMPT, used: float = 0.0, saved: float = 1.0, gap: float | None = None) -> End:
@@ -63,7 +62,7 @@ def test_without_fading_it_would_not_be(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_many_ends_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridkv.cache.placement.hazard._MOST_LOOKED_AT", 7)
+    monkeypatch.setattr("hybridkv.eviction.hazard._MOST_LOOKED_AT", 7)
     monkeypatch.setattr(HazardTable, "decay", lambda *_: None)
     ranking = HazardRanking()
     for serial in range(10):
@@ -87,7 +86,7 @@ def test_of_equal_ends_in_two_rings_the_one_made_first_goes() -> None:
 def test_ends_in_turns_are_counted_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sums = []
     for most in (8192, 7):
-        monkeypatch.setattr("hybridkv.cache.placement.hazard._MOST_LOOKED_AT", most)
+        monkeypatch.setattr("hybridkv.eviction.hazard._MOST_LOOKED_AT", most)
         ranking = HazardRanking()
         for serial in range(40):
             ranking.add(end(serial, Kind.GRID, float(serial)), float(serial))

@@ -7,11 +7,10 @@ import oracle_hints
 import pytest
 from test_tenants import Cache, chat, unique
 
-from hybridkv.cache.placement import EVERYBODY, Share, TenantShares
-from hybridkv.cache.placement.ends import BY_ALL, NEVER, NOTHING, SOMETIME, WITHIN, End, Kind
-from hybridkv.cache.placement.hazard import HazardRanking
-from hybridkv.cache.placement.promises import of_session, promise_of
 from hybridkv.errors import ConfigError
+from hybridkv.eviction import EVERYBODY, Share, TenantShares
+from hybridkv.eviction.hazard import HazardRanking
+from hybridkv.eviction.ranking import BY_ALL, NEVER, NOTHING, SOMETIME, WITHIN, End, Kind, of_session, promise_of
 from hybridkv.request import NO_HINTS, Hints, Request
 from hybridkv.simulator import Pieces, TraceRequest
 from hybridkv.simulator.tokens import NEW_OUTPUT, PROMPT_SEGMENT

@@ -83,7 +83,7 @@ def test_the_cache_has_few_rooms() -> None:
 
 LAYOUT_IS_KNOWN = {
     "cache/assembly.py": "the one place",
-    "cache/placement/planned.py": "beside the plan, which says its placement",
+    "cache/placement/named.py": "beside the plan, which says its placement",
     "planner": "which makes it",
     "worker/copies": "where blocks lie",
     "testing": "checks of both",

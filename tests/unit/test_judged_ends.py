@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.needs import BlockNeeds
-from hybridkv.cache.placement import HAZARD, EndsPlacement
-from hybridkv.cache.placement.ends import End, Kind
-from hybridkv.cache.slots.end_tree import Node
-from hybridkv.cache.slots.judged import JudgedEnds
-from hybridkv.cache.slots.known import KnownTokens
+from hybridkv.cache.index import KnownTokens
+from hybridkv.cache.placement import EndsPlacement
 from hybridkv.errors import CacheError
+from hybridkv.eviction import HAZARD
+from hybridkv.eviction.blocks import BlockNeeds
+from hybridkv.eviction.ranked import JudgedEnds
+from hybridkv.eviction.ranking import End, Kind
+from hybridkv.eviction.resume_points import Node
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec

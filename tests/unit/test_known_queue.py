@@ -8,12 +8,11 @@ import pytest
 from test_tenants import HYBRID, Cache, chat, unique
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import EVERYBODY, EVICTIONS, EndsPlacement, Share, TenantShares, eviction_named
-from hybridkv.cache.slots import known_queue
-from hybridkv.cache.slots.end_tree import EndTree, Node
-from hybridkv.cache.slots.judged import JudgedEnds
-from hybridkv.cache.slots.known_queue import KnownQueue
+from hybridkv.cache.placement import EndsPlacement
 from hybridkv.errors import CacheError
+from hybridkv.eviction import EVERYBODY, EVICTIONS, Share, TenantShares, eviction_named, resume_points
+from hybridkv.eviction.ranked import JudgedEnds
+from hybridkv.eviction.resume_points import EndTree, KnownQueue, Node
 from hybridkv.request import Hints, Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec
@@ -107,7 +106,7 @@ def test_a_queue_protects_nothing_beyond_a_tenants_share() -> None:
 
 
 def test_of_a_long_queue_the_first_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_queue, "_MOST", 3)
+    monkeypatch.setattr(resume_points, "_MOST", 3)
     cache = Cache(EVERYBODY, 13)
     for person in range(9):
         cache.cache.expect(asked(cache, person, 1))

@@ -5,8 +5,8 @@ import pytest
 
 from hybridkv import KVCacheManager, Request
 from hybridkv.cache import Admission, BlockStored, Refusal
-from hybridkv.cache.placement import eviction_named
 from hybridkv.errors import BlockError, CacheError, ConfigError
+from hybridkv.eviction import eviction_named
 from hybridkv.planner import KVCacheConfig
 from hybridkv.specs import RequestLimits
 from hybridkv.testing.configs import chunk_spec, full_spec, model_config, natural_model_config, state_spec, window_spec

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from hybridkv.cache import CommonHit, KVCacheManager
 from hybridkv.cache.fast_forward import Strides as CacheStrides
-from hybridkv.cache.placement import LRU
-from hybridkv.cache.placement.ends import End
-from hybridkv.cache.placement.tenants import TenantRankings
-from hybridkv.cache.slots.judged import JudgedEnds
 from hybridkv.errors import CacheError, CapacityError, ConfigError
+from hybridkv.eviction import LRU
+from hybridkv.eviction.ranked import JudgedEnds
+from hybridkv.eviction.ranking import End
+from hybridkv.eviction.tenants import TenantRankings
 from hybridkv.models import Layer, Model, known_models, read_model
 from hybridkv.planner import Plan, plan
 from hybridkv.request import Request, SamplingParams

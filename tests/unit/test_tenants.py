@@ -9,19 +9,12 @@ import numpy as np
 import pytest
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.needs import BlockNeeds
-from hybridkv.cache.placement import (
-    EVERYBODY,
-    HAZARD,
-    EndsPlacement,
-    NoStates,
-    Share,
-    TenantShares,
-    eviction_named,
-)
-from hybridkv.cache.slots.judged import JudgedEnds
-from hybridkv.cache.slots.known import KnownTokens
+from hybridkv.cache.index import KnownTokens
+from hybridkv.cache.placement import EndsPlacement, NoStates
 from hybridkv.errors import CacheError, ConfigError
+from hybridkv.eviction import EVERYBODY, HAZARD, Share, TenantShares, eviction_named
+from hybridkv.eviction.blocks import BlockNeeds
+from hybridkv.eviction.ranked import JudgedEnds
 from hybridkv.request import Hints, Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec

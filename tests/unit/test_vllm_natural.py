@@ -6,22 +6,18 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from natural_faults import FAULTS
 
 from engine_request import Asked, Sampling
 from hybridkv.cache import BlockRemoved, BlockStored, KVCacheManager
 from hybridkv.errors import CapacityError, ConfigError
-from hybridkv.planner import SlabClass, SlabLayout
 from hybridkv.request import Request
-from hybridkv.vllm.arena import Arena
 from hybridkv.vllm.manager import CacheManager
 from hybridkv.vllm.natural import Options, default_block_size, natural_cache, natural_plan
-from hybridkv.vllm.natural_refusals import refuse
 from hybridkv.vllm.natural_step import NaturalStep, StepWriter
-from hybridkv.vllm.settings import Settings
+from hybridkv.vllm.refusals import refuse_natural
+from hybridkv.vllm.specs import Settings
 from natural_engine import Connector, Engine, Output
 
 SIZE, LENGTH, OUTPUTS = 4, 128, 16
@@ -392,17 +388,6 @@ def test_pages_that_are_not_ours_are_refused() -> None:
         natural_plan(several, OPTIONS, name="tiny", max_model_len=LENGTH, max_in_flight_tokens=48)
 
 
-def test_an_arena_copies_blocks_of_each_class_in_order() -> None:
-    """Two classes over the same bytes: blocks of 256 and of 512 in slabs of 512."""
-    slabs = SlabLayout(512, 4, (SlabClass(256, 2, (0,)), SlabClass(512, 1, (1,))), (1, 1))
-    storage = torch.arange(4 * 2, dtype=torch.uint8).repeat_interleave(256)
-    arena = Arena(storage, slabs)
-    arena.copy(np.array([(0, 2, 4), (0, 4, 5), (1, 3, 1)], np.int32))
-    assert storage[::256].tolist() == [0, 1, 6, 7, 2, 2, 6, 7]
-    arena.zero(np.array([(0, 6), (1, 1)], np.int32))
-    assert storage[::256].tolist() == [0, 1, 0, 0, 2, 2, 0, 7]
-
-
 def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kinds
     """A VllmConfig that is supported, but for what is ``changed``: by the name of its part, then of its field."""
     parts: dict[str, Any] = {
@@ -440,17 +425,17 @@ def started(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - of vLLM's kind
 )
 def test_what_vllm_was_started_with_is_refused_by_name(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"NaturalScheduler .*{message}"):
-        refuse(started(**changed), config(LARGE, HYBRID), None)
+        refuse_natural(started(**changed), config(LARGE, HYBRID), None)
 
 
 def test_connectors_say_whether_they_go_by_this_layout() -> None:
-    refuse(started(), config(LARGE, HYBRID), SimpleNamespace(supports_natural_layout=True))
+    refuse_natural(started(), config(LARGE, HYBRID), SimpleNamespace(supports_natural_layout=True))
     with pytest.raises(ConfigError, match="does not support connectors whose class does not say supports_natural_lay"):
-        refuse(started(), config(LARGE, HYBRID), object())
+        refuse_natural(started(), config(LARGE, HYBRID), object())
 
 
 def test_what_is_supported_is_not_refused() -> None:
-    refuse(started(), config(LARGE, HYBRID), None)
-    refuse(started(speculative_config={"method": "ngram"}), config(LARGE, WINDOWS), None)
+    refuse_natural(started(), config(LARGE, HYBRID), None)
+    refuse_natural(started(speculative_config={"method": "ngram"}), config(LARGE, WINDOWS), None)
     with pytest.raises(ConfigError, match="another method than ngram"):
-        refuse(started(speculative_config={"method": "eagle"}), config(LARGE, WINDOWS), None)
+        refuse_natural(started(speculative_config={"method": "eagle"}), config(LARGE, WINDOWS), None)

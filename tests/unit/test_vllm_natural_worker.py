@@ -21,7 +21,7 @@ import torch
 from test_vllm_natural import HYBRID, OPTIONS, SIZE, FullAttentionSpec, SlidingWindowSpec, config
 
 from hybridkv.errors import ConfigError
-from hybridkv.planner import SlabLayout
+from hybridkv.planner import SlabClass, SlabLayout
 from hybridkv.vllm.natural import natural_plan
 from hybridkv.vllm.natural_step import ATTRIBUTE, Cell, NaturalStep
 
@@ -218,6 +218,17 @@ def test_blocks_are_copied_and_cleared_around_the_forward(mixed: type[Any]) -> N
         output(NaturalStep(copies[0], np.array([(0, 5)], np.int32), copies[1], copies[2], cells=(), config=None))
     )
     assert storage[: 6 * size : size].tolist() == [1, 7, 7, 7, 1, 0]
+
+
+def test_an_arena_copies_blocks_of_each_class_in_order(mixed: type[Any]) -> None:
+    """Two classes over the same bytes: blocks of 256 and of 512 in slabs of 512."""
+    slabs = SlabLayout(512, 4, (SlabClass(256, 2, (0,)), SlabClass(512, 1, (1,))), (1, 1))
+    storage = torch.arange(4 * 2, dtype=torch.uint8).repeat_interleave(256)
+    arena = sys.modules[mixed.__mro__[1].__module__].Arena(storage, slabs)
+    arena.copy(np.array([(0, 2, 4), (0, 4, 5), (1, 3, 1)], np.int32))
+    assert storage[::256].tolist() == [0, 1, 6, 7, 2, 2, 6, 7]
+    arena.zero(np.array([(0, 6), (1, 1)], np.int32))
+    assert storage[::256].tolist() == [0, 1, 0, 0, 2, 2, 0, 7]
 
 
 def test_tables_are_rewritten_when_the_step_before_has_read_them(mixed: type[Any]) -> None:

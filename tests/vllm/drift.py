@@ -38,8 +38,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import select_common_block_size
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from hybridkv.vllm.blocks import Blocks
-from hybridkv.vllm.manager import CacheManager
+from hybridkv.vllm.manager import Blocks, CacheManager
 from hybridkv.vllm.mirrors import EngineRequest
 
 NOT_ASKED = {"create_kv_cache_blocks"}

@@ -1,12 +1,11 @@
 """Deliberate faults of the natural layout inside vLLM: the comparison of tokens must see each of them."""
 
 from collections.abc import Callable, Mapping
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from hybridkv.vllm import arena
-from hybridkv.vllm.natural_step import NaturalStep, Output, StepWriter
+from hybridkv.vllm.natural_step import NaturalStep, StepWriter
 
 NONE = np.empty((0, 3), np.int32)
 Change: TypeAlias = Callable[[NaturalStep], NaturalStep]
@@ -25,13 +24,15 @@ def late() -> Change:
 
 def shifted() -> Change:
     """Blocks of the second class are sought one block further on than where layers have them."""
-    make = arena.Arena.__init__
+    from hybridkv.vllm.natural_layout import Arena  # noqa: PLC0415 - which imports vLLM
 
-    def init(self: arena.Arena, storage: object, slabs: object) -> None:
-        make(self, storage, slabs)  # type: ignore[arg-type]
+    make = Arena.__init__
+
+    def init(self: Arena, storage: Any, slabs: Any) -> None:  # noqa: ANN401 - passed on
+        make(self, storage, slabs)
         self._blocks[-1] = self._blocks[-1][1:]
 
-    arena.Arena.__init__ = init  # type: ignore[method-assign]
+    Arena.__init__ = init  # type: ignore[method-assign]
     return lambda step: step
 
 
@@ -49,7 +50,7 @@ def commit(name: str) -> None:
     """Every step is changed so from now on."""
     write, change = StepWriter.write, FAULTS[name]()
 
-    def wrong(self: StepWriter, output: Output) -> NaturalStep:
+    def wrong(self: StepWriter, output: object) -> NaturalStep:
         return change(write(self, output))
 
     StepWriter.write = wrong  # type: ignore[method-assign]

@@ -29,9 +29,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from hybridkv.planner import SlabLayout
-from hybridkv.vllm.arena import Arena
 from hybridkv.vllm.natural import Options, natural_plan
 from hybridkv.vllm.natural_config import NaturalConfig, natural_config
+from hybridkv.vllm.natural_layout import Arena
 from hybridkv.vllm.natural_worker import NaturalGPUWorker
 
 SIZE, MEMORY, LENGTH = 16, 8 << 20, 512

@@ -25,7 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 
 import hybridkv.vllm.scheduler as ours
 import vllm
-from hybridkv.vllm.decode_step import decode_step
+from hybridkv.vllm.scheduler import decode_step
 
 STOP, STEPS, REQUESTS = 7, 250, 30
 TAKEN: Counter[bool] = Counter()

@@ -28,24 +28,11 @@ from hybridkv.cache.fast_forward import Strides
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.holds import Loads, Locks, Pins
+from hybridkv.cache.kept import KeptEnds, LastUsed
 from hybridkv.cache.lookup import PrefixLookup
 from hybridkv.cache.lost_keys import LostKeys
 from hybridkv.cache.misses import Misses
-from hybridkv.cache.needs import BlockNeeds
-from hybridkv.cache.placement import (
-    DEFAULT_PLACEMENT,
-    EVERYBODY,
-    EVICTIONS,
-    LRU,
-    Eviction,
-    NoStates,
-    Placement,
-    TenantShares,
-    eviction_named,
-    eviction_of,
-    placement_of,
-)
-from hybridkv.cache.placement.tenants import TenantRankings
+from hybridkv.cache.placement import DEFAULT_PLACEMENT, NoStates, Placement, placement_of
 from hybridkv.cache.plan import SlotPlanner
 from hybridkv.cache.policies import (
     AlignedStatePolicy,
@@ -75,12 +62,14 @@ from hybridkv.cache.policies import (
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.publisher import Publisher, ResumePoints, WriteLog
 from hybridkv.cache.residents import Residents
-from hybridkv.cache.slots.judged import JudgedEnds
-from hybridkv.cache.slots.kept import KeptEnds, LastUsed
 from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.cache.spaces.space import ClassedSpace
 from hybridkv.cache.transfers import TransferLog
 from hybridkv.errors import ConfigError, UnsupportedModelError
+from hybridkv.eviction.blocks import BlockNeeds
+from hybridkv.eviction.named import EVICTIONS, LRU, Eviction, eviction_named, eviction_of
+from hybridkv.eviction.ranked import JudgedEnds
+from hybridkv.eviction.tenants import EVERYBODY, TenantRankings, TenantShares
 from hybridkv.planner import KVCacheConfig, Plan
 from hybridkv.request import Hasher
 from hybridkv.specs import (

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache.groups import CacheGroup
+from hybridkv.cache.kept import KeptEnds
 from hybridkv.cache.keys import WRITTEN
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.policies import NEVER
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.publisher import WriteLog
-from hybridkv.cache.slots.kept import KeptEnds
 from hybridkv.cache.transfers import TransferLog
 from hybridkv.columns import grown
 from hybridkv.request import Request

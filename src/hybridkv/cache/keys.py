@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from hybridkv.cache.block_times import BlockTimes
 from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, EndKept, EndLost, EventQueue, KVCacheEvent
 from hybridkv.cache.index import MOST_TAILS, PrefixIndex, Tail
+from hybridkv.cache.journal import Needs, NoNeeds
 from hybridkv.cache.lost_keys import LostKeys
-from hybridkv.cache.needs import Needs, NoNeeds
 from hybridkv.errors import CacheError
 
 Int32 = NDArray[np.int32]

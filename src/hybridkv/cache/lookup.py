@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache.groups import CacheGroup
+from hybridkv.cache.kept import KeptEnds
 from hybridkv.cache.policies import Hit, LabelHits, Search
 from hybridkv.cache.pool import NULL_BLOCK, BlockPool
 from hybridkv.cache.residents import Residents
-from hybridkv.cache.slots.kept import KeptEnds
 from hybridkv.errors import ConfigError
 from hybridkv.request import Hasher, Request
 

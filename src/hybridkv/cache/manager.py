@@ -18,7 +18,7 @@ from hybridkv.cache.fast_forward import Advance
 from hybridkv.cache.holds import BlockLock, Pin
 from hybridkv.cache.lookup import CommonHit, KVCacheBlocks
 from hybridkv.cache.misses import Miss
-from hybridkv.cache.placement import EVERYBODY, Eviction, Placement, TenantShares
+from hybridkv.cache.placement import Placement
 from hybridkv.cache.plan import Admission, BatchSlots, Refusal, SlotDemand, SlotPlan
 from hybridkv.cache.spaces.space import ClassedSpace
 from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats, cache_statistics
@@ -33,6 +33,8 @@ from hybridkv.cache.transfers import (
     with_transfers,
 )
 from hybridkv.errors import BlockError, CacheError, ConfigError
+from hybridkv.eviction.named import Eviction
+from hybridkv.eviction.tenants import EVERYBODY, TenantShares
 from hybridkv.planner import KVCacheConfig, Plan
 from hybridkv.request import Hasher, Request, checked_hasher
 from hybridkv.specs import RequestLimits

@@ -16,11 +16,11 @@ from itertools import chain, groupby, islice
 from typing import Final, NamedTuple
 
 from hybridkv.cache.groups import CacheGroup, parent_key
+from hybridkv.cache.index import KnownTokens
 from hybridkv.cache.lookup import PrefixLookup
 from hybridkv.cache.lost_keys import LostKeys
 from hybridkv.cache.policies import Search
 from hybridkv.cache.residents import Residents
-from hybridkv.cache.slots.known import KnownTokens
 from hybridkv.request import Request
 
 _TOKEN_BYTES: Final = 4

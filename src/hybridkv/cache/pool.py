@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from hybridkv.arguments import flag, instance, instances, integer
 from hybridkv.cache.events import MAX_EVENT_BLOCKS, EventQueue, KVCacheEvent
+from hybridkv.cache.journal import Needs, NoNeeds
 from hybridkv.cache.keys import WRITTEN, BlockKeys
-from hybridkv.cache.needs import Needs, NoNeeds
 from hybridkv.cache.spaces.one_size import FreeOrder
 from hybridkv.cache.spaces.space import ClassedSpace, Space, Weight
 from hybridkv.errors import BlockError, CapacityError, ConfigError

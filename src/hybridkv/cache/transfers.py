@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.holds import Pins
+from hybridkv.cache.kept import KeptEnds
 from hybridkv.cache.plan import BatchSlots
 from hybridkv.cache.policies import StateColumns
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.publisher import WriteLog
-from hybridkv.cache.slots.kept import KeptEnds
 from hybridkv.step import Cells, Copy, Csr
 
 Int32 = NDArray[np.int32]

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from hybridkv.cache.placement import TenantShares
 from hybridkv.cli.generate_output import (
     GenerateRun,
     lines_of,
@@ -44,6 +43,7 @@ from hybridkv.cli.stepping import (
     TokenBudgetOption,
 )
 from hybridkv.errors import ConfigError
+from hybridkv.eviction import TenantShares
 from hybridkv.planner import Plan, read_plan
 from hybridkv.planner.plan import DEFAULT_LAYOUT
 from hybridkv.request import SamplingParams, output_ids

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Final
 from rich.table import Table
 from rich.text import Text
 
-from hybridkv.cache.placement import eviction_of
 from hybridkv.cli.keeping import show_tenants
 from hybridkv.cli.output import console, print_facts, share, table
 from hybridkv.cli.printable import printable, printable_lines
 from hybridkv.errors import ConfigError
+from hybridkv.eviction import eviction_of
 from hybridkv.planner import Plan
 from hybridkv.units import format_bytes, format_count
 

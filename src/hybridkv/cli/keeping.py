@@ -8,10 +8,10 @@ from typing import Annotated, Final
 import typer
 
 from hybridkv.cache import TenantStatistics
-from hybridkv.cache.placement import DEFAULT_EVICTIONS, EVICTIONS
 from hybridkv.cli.output import console, share, table
 from hybridkv.cli.panels import CACHE, OUTPUT
 from hybridkv.cli.printable import printable
+from hybridkv.eviction import DEFAULT_EVICTIONS, EVICTIONS
 from hybridkv.planner.plan import NATURAL
 from hybridkv.units import format_bytes, format_count
 

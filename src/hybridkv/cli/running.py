@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
-from hybridkv.cache.placement import TenantShares, eviction_of, placement_of
+from hybridkv.cache.placement import placement_of
 from hybridkv.cli.hardware import HardwareOption, WeightsOption
 from hybridkv.cli.keeping import EvictionOption, ShareOption
 from hybridkv.cli.panels import MODEL, REQUESTS, RUN
@@ -30,6 +30,7 @@ from hybridkv.cli.requests import SourceOptions
 from hybridkv.cli.speculation import require_drafts
 from hybridkv.cli.stepping import ShortShareOption
 from hybridkv.errors import ConfigError
+from hybridkv.eviction import TenantShares, eviction_of
 from hybridkv.planner import Plan
 from hybridkv.simulator import (
     ReplaySettings,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from hybridkv.cache.placement import TenantShares
 from hybridkv.cli.keeping import REMEMBERED, EvictionOption, ExplainOption, ShareOption
 from hybridkv.cli.loading import ModelOption, TrustOption, bars_for_terminals, load_quietly
 from hybridkv.cli.panels import CACHE, OUTPUT, REQUESTS, RUN
@@ -23,6 +22,7 @@ from hybridkv.cli.stepping import (
     TokenBudgetOption,
 )
 from hybridkv.errors import ConfigError
+from hybridkv.eviction import TenantShares
 from hybridkv.units import MOST_COUNT, format_bytes, format_count, parse_bytes
 
 if TYPE_CHECKING:  # these need torch, which is loaded once the command runs

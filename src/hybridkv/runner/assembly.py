@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from hybridkv.arguments import flag, integer, text
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import EVERYBODY, TenantShares, eviction_named, eviction_of
 from hybridkv.errors import ConfigError
+from hybridkv.eviction import EVERYBODY, TenantShares, eviction_named, eviction_of
 from hybridkv.frozen import check_fields, one_of, or_none
 from hybridkv.planner import Plan
 from hybridkv.runner.attention.paged import AttentionBackend, attention_backend

@@ -9,8 +9,9 @@ from typing import Final
 
 from hybridkv.arguments import integer
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import EVERYBODY, TenantShares, eviction_named, eviction_of, placement_of
+from hybridkv.cache.placement import placement_of
 from hybridkv.errors import CapacityError, ConfigError
+from hybridkv.eviction import EVERYBODY, TenantShares, eviction_named, eviction_of
 from hybridkv.frozen import check_fields, one_of, or_none
 from hybridkv.models import Model
 from hybridkv.planner import Plan, plan

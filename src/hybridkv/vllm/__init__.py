@@ -9,35 +9,26 @@ r"""hybridkv inside vLLM: its schedulers with this library's cache manager in th
         --scheduler-cls hybridkv.vllm.NaturalScheduler --worker-cls hybridkv.vllm.NaturalWorker
 
     natural          vLLM's config -> plan -> KVCacheManager (natural layout)
-    natural_step     moves, copies, states to keep: on vLLM's SchedulerOutput --> natural_layout, arena
+    natural_step     moves, copies, states to keep: on vLLM's SchedulerOutput --> natural_layout
     natural_worker   vLLM's worker of this platform, CPU or GPU, with natural_layout before it
 
 Nothing of vLLM is patched: the scheduler is a subclass whose ``kv_cache_manager`` is replaced once it is made. Only
-``scheduler``, ``events`` and ``natural_scheduler``, ``_config``, ``_layout`` and the workers import vLLM; what else
-lies here goes by the names of its fields. vLLM 0.32 is supported.
+``scheduler``, ``natural_config``, ``natural_layout`` and ``natural_worker`` import vLLM; all other modules go by the
+names of its fields. vLLM 0.32 is supported.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from hybridkv.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hybridkv.vllm.natural_scheduler import AsyncNaturalScheduler, NaturalScheduler
     from hybridkv.vllm.natural_worker import NaturalWorker
-    from hybridkv.vllm.scheduler import AsyncScheduler, Scheduler
+    from hybridkv.vllm.scheduler import AsyncNaturalScheduler, AsyncScheduler, NaturalScheduler, Scheduler
 
 __all__ = ["AsyncNaturalScheduler", "AsyncScheduler", "NaturalScheduler", "NaturalWorker", "Scheduler"]
-
-_MODULES: Final = {
-    "AsyncNaturalScheduler": "natural_scheduler",
-    "AsyncScheduler": "scheduler",
-    "NaturalScheduler": "natural_scheduler",
-    "NaturalWorker": "natural_worker",
-    "Scheduler": "scheduler",
-}
 
 
 def __getattr__(name: str) -> object:
@@ -45,7 +36,7 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        module = import_module(f"hybridkv.vllm.{_MODULES[name]}")
+        module = import_module(f"hybridkv.vllm.{'natural_worker' if name == 'NaturalWorker' else 'scheduler'}")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "vllm":
             raise

@@ -13,7 +13,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.request import Request
 from hybridkv.specs import RequestLimits
 from hybridkv.vllm.mirrors import EngineRequest, Mirrors
-from hybridkv.vllm.settings import Settings
+from hybridkv.vllm.specs import Settings
 
 
 class Asked(NamedTuple):

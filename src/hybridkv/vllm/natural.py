@@ -13,15 +13,15 @@ from typing import Any, Final, Self
 
 from hybridkv.arguments import integer
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import eviction_named, placement_named
+from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError
+from hybridkv.eviction import eviction_named
 from hybridkv.models.model import Layer, Model
 from hybridkv.planner import Plan, plan
 from hybridkv.planner.plan import NATURAL
 from hybridkv.specs import KVCacheSpec
 from hybridkv.units import shown
-from hybridkv.vllm.settings import Settings
-from hybridkv.vllm.specs import Config, spec_of
+from hybridkv.vllm.specs import Config, Settings, layer_specs, spec_of
 
 OPTIONS: Final = "hybridkv"
 """The key of ours in vLLM's ``--additional-config``."""
@@ -115,14 +115,6 @@ def memory_bytes(config: Any) -> int:  # noqa: ANN401 - vLLM's KVCacheConfig
     if len(sizes) != 1:
         raise ConfigError(f"vLLM lays this model out in allocations of {sizes} bytes: one is supported")
     return sizes[0]
-
-
-def layer_specs(config: Config) -> Iterator[tuple[str, Any]]:
-    """Each layer's name and vLLM's spec of it, group after group."""
-    for group in config.kv_cache_groups:
-        several = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-        for layer in group.layer_names:
-            yield layer, group.kv_cache_spec if several is None else several[layer]
 
 
 def natural_spec(spec: Any, block_size: int) -> Any:  # noqa: ANN401 - vLLM is not typed here

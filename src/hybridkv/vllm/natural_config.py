@@ -12,7 +12,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from hybridkv.vllm.natural import layer_specs, natural_spec
+from hybridkv.vllm.natural import natural_spec
+from hybridkv.vllm.specs import layer_specs
 
 if TYPE_CHECKING:
     from hybridkv.planner import KVCacheConfig as OurConfig

@@ -16,15 +16,41 @@ from vllm.v1.worker.utils import select_common_block_size
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from hybridkv.errors import ConfigError
-from hybridkv.vllm.arena import Arena
-from hybridkv.vllm.natural import Options, default_block_size, layer_specs, natural_spec
+from hybridkv.vllm.natural import Options, default_block_size, natural_spec
 from hybridkv.vllm.natural_config import natural_config
 from hybridkv.vllm.natural_step import ATTRIBUTE, Cell, NaturalStep
+from hybridkv.vllm.specs import layer_specs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hybridkv.planner import KVCacheConfig as OurConfig
+    from hybridkv.planner import SlabLayout
+    from hybridkv.vllm.natural_step import Int32
+
+
+class Arena:
+    """The bytes of a cache, block by block of each class.
+
+    storage: uint8[slabs.arena_bytes], which the views of all layers lie in.
+    """
+
+    def __init__(self, storage: torch.Tensor, slabs: SlabLayout) -> None:
+        self._blocks = [
+            storage[: slabs.num_slabs * slabs.slab_bytes].view(slabs.num_slabs * one.blocks_per_slab, one.block_bytes)
+            for one in slabs.classes
+        ]
+
+    def copy(self, copies: Int32) -> None:
+        """Copy (class, source, target), int32[n, 3], one after the other: a target may be the source of the next."""
+        for of, source, target in copies.tolist():
+            self._blocks[of][target] = self._blocks[of][source]
+
+    def zero(self, blocks: Int32) -> None:
+        """Clear (class, block), int32[n, 2]."""
+        for of in set(blocks[:, 0].tolist()):
+            rows = self._blocks[of]
+            rows.index_fill_(0, torch.from_numpy(blocks[blocks[:, 0] == of, 1].astype("int64")).to(rows.device), 0)
 
 
 class NaturalLayout:

@@ -7,8 +7,8 @@ worker      moves, zero, copies | vLLM's forward | keep
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,30 +54,6 @@ class NaturalStep(NamedTuple):
     config: KVCacheConfig | None = None
 
 
-class Output(Protocol):
-    """What is read, and put right, of vLLM's SchedulerOutput."""
-
-    @property
-    def num_scheduled_tokens(self) -> Mapping[str, int]:
-        """By request."""
-        ...
-
-    @property
-    def scheduled_spec_decode_tokens(self) -> Mapping[str, Sequence[int]]:
-        """Drafts among them."""
-        ...
-
-    @property
-    def scheduled_new_reqs(self) -> Sequence[Any]:
-        """Whom the worker hears of for the first time."""
-        ...
-
-    @property
-    def scheduled_cached_reqs(self) -> Any:  # noqa: ANN401 - vLLM is not typed here
-        """All others."""
-        ...
-
-
 class StepWriter:
     """Of one manager. Every step is written, in order."""
 
@@ -98,7 +74,7 @@ class StepWriter:
         ]
         self._config: KVCacheConfig | None = self._cache.config
 
-    def write(self, output: Output) -> NaturalStep:
+    def write(self, output: Any) -> NaturalStep:  # noqa: ANN401 - vLLM's
         """What goes with ``output``, whose ids are put right; inside the manager's step. O(scheduled requests)."""
         ends = self._store(output)
         transfers = self._cache.take_transfers()
@@ -115,15 +91,12 @@ class StepWriter:
             config,
         )
 
-    def _store(self, output: Output) -> Mapping[int, int]:
+    def _store(self, output: Any) -> Mapping[int, int]:  # noqa: ANN401 - vLLM's
         """Blocks for the states that the step passes; of all rows that may pass one where they end, drafts left out."""
         if self._cache.checkpoints.idle:
             return {}
-        cached, counts, drafts = (
-            output.scheduled_cached_reqs,
-            output.num_scheduled_tokens,
-            output.scheduled_spec_decode_tokens,
-        )
+        cached, counts = output.scheduled_cached_reqs, output.num_scheduled_tokens
+        drafts = output.scheduled_spec_decode_tokens
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         computed |= {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
         ends = dict[int, int]()
@@ -159,7 +132,7 @@ class StepWriter:
             if owner is not None:
                 yield Cell(owner.request_id, group, column, block)
 
-    def _put_right(self, output: Output) -> Iterator[tuple[int, int]]:
+    def _put_right(self, output: Any) -> Iterator[tuple[int, int]]:  # noqa: ANN401 - vLLM's
         """Ids of ``output`` as they are by now; (class, block) of those of attention that begin with this step."""
         for one in output.scheduled_new_reqs:
             one.block_ids = self._cache.get_block_ids(one.req_id)

@@ -1,39 +1,82 @@
-"""vLLM's schedulers with this library's cache manager: ``--scheduler-cls hybridkv.vllm.Scheduler``."""
+"""vLLM's schedulers with this library's cache manager, in both layouts: ``--scheduler-cls hybridkv.vllm.Scheduler``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
+from vllm.distributed import kv_events as theirs
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as TheirAsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler as TheirScheduler
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 from vllm.v1.metrics.stats import PrefixCacheStats
 
 import vllm
+from hybridkv.cache import BlockRemoved, BlockStored, KVCacheEvent
 from hybridkv.errors import ConfigError
-from hybridkv.vllm.decode_step import decode_step
-from hybridkv.vllm.events import Teller
 from hybridkv.vllm.manager import CacheManager, reference_cache
-from hybridkv.vllm.refusals import refuse
-from hybridkv.vllm.settings import Settings
+from hybridkv.vllm.natural import Options, default_block_size, natural_cache, natural_plan
+from hybridkv.vllm.natural_config import natural_config
+from hybridkv.vllm.natural_step import ATTRIBUTE, StepWriter
+from hybridkv.vllm.refusals import refuse, refuse_natural
+from hybridkv.vllm.specs import Settings
 
 SUPPORTED: Final = "0.32."
 """Versions that begin so."""
 
 
 class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
-    """vLLM's scheduler; what it asks its cache is answered by this library."""
+    """vLLM's scheduler; this library's cache manager answers it, in the reference layout.
+
+    Raises ConfigError for a version, a group or an option that is not supported.
+    """
+
+    connector: Any  # vLLM's; None without one
+    kv_cache_manager: Any  # vLLM's, until it is replaced
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
         super().__init__(*args, **kwargs)
-        replace_manager(self)
+        require_version(vllm.__version__)
+        self.replace_manager()
+
+    def replace_manager(self) -> None:
+        """Put this library's manager in the place of vLLM's."""
+        refuse(self)
+        manager, config = self.kv_cache_manager, self.kv_cache_config
+        settings = _settings(
+            self,
+            hash_block_size=self.hash_block_size,
+            enable_caching=manager.enable_caching,
+            use_eagle=manager.use_eagle,
+            dcp_world_size=self.dcp_world_size,
+            retention=config.prefix_cache_retention_interval,
+        )
+        # chunks end where states are kept: no block is there for one inside a chunk
+        self.mamba_has_prefill_checkpoint_blocks = False
+        self.kv_cache_manager = CacheManager(reference_cache(config, settings), config, settings, Teller(config))
+        if self.connector is not None:
+            self.connector.bind_kv_cache_manager(self.kv_cache_manager)
+
+    def prepare_loop(self) -> None:
+        """Take slots before vLLM's loop asks for them one by one."""
+        self.kv_cache_manager.prepare(self.running, 1 + self.num_spec_tokens, self.num_lookahead_tokens)
+
+    def complete(self, output: Any) -> None:  # noqa: ANN401 - vLLM's
+        """Add to the ``output`` of a step, inside the step."""
 
     def schedule(self, throttle_prefills: bool = False) -> Any:  # noqa: ANN401 - vLLM's
         """As vLLM's."""
         with self.kv_cache_manager.step():
             output = decode_step(self)
             if output is None:
-                self.kv_cache_manager.prepare(self.running, 1 + self.num_spec_tokens, self.num_lookahead_tokens)
+                self.prepare_loop()
                 output = super().schedule(throttle_prefills)
+            self.complete(output)
         self.kv_cache_manager.scheduled(output)
         return output
 
@@ -47,34 +90,199 @@ class AsyncScheduler(Scheduler, TheirAsyncScheduler):  # type: ignore[misc] # as
     """The same beside forwards that are still running (vLLM's default)."""
 
 
-def replace_manager(scheduler: Any) -> None:  # noqa: ANN401 - vLLM's
-    """This library's manager in place of vLLM's. ConfigError for a version, a group or an option not supported."""
-    require_version(vllm.__version__)
-    refuse(scheduler)
-    theirs, config = scheduler.kv_cache_manager, scheduler.kv_cache_config
-    settings = Settings(
+class NaturalScheduler(Scheduler):
+    """vLLM's scheduler; blocks of every layer in pages of their own size, states kept where the placement says.
+
+    vLLM's own prefix caching is off: then a row has one running state, which is what this layout has.
+    """
+
+    def replace_manager(self) -> None:
+        """Put this library's manager in the place of vLLM's."""
+        refuse_natural(self.vllm_config, self.kv_cache_config, self.connector)
+        config = self.kv_cache_config
+        options = Options.of(self.vllm_config.additional_config, default_block_size(config))
+        settings = _settings(self, hash_block_size=options.block_size, enable_caching=True, use_eagle=False)
+        made = natural_plan(
+            config,
+            options,
+            name=self.vllm_config.model_config.model,
+            max_model_len=self.max_model_len,
+            max_in_flight_tokens=settings.max_in_flight_tokens,
+        )
+        laid_out = natural_config(config, made.config)
+        manager = CacheManager(natural_cache(made, options, settings), laid_out, settings, Teller(laid_out))
+        self.kv_cache_manager = manager
+        self.need_mamba_block_aligned_split = manager.cache.bounds.keeps_checkpoints
+        self.needs_kv_cache_zeroing = False  # StepWriter names the blocks, class by class
+        self._writer = StepWriter(manager)
+        if self.connector is not None:
+            # made anew: that of vLLM's constructor was told of vLLM's own layout
+            self.connector.shutdown()
+            self.connector = KVConnectorFactory.create_connector(
+                config=self.vllm_config, role=KVConnectorRole.SCHEDULER, kv_cache_config=laid_out
+            )
+            self.connector.bind_kv_cache_manager(manager)
+            self.block_size = 1  # hits end at any token, and none is cut for a connector that has more
+
+    def prepare_loop(self) -> None:
+        """Take nothing: blocks of this layout are copied."""
+
+    def complete(self, output: Any) -> None:  # noqa: ANN401 - vLLM's
+        """Add what the worker has to do besides."""
+        setattr(output, ATTRIBUTE, self._writer.write(output))
+
+    def _connector_finished(self, request: Any) -> Any:  # noqa: ANN401 - vLLM's
+        """As vLLM's; blocks that a transfer reads from now on stay where they are."""
+        delayed, params = super()._connector_finished(request)
+        if delayed:
+            self.kv_cache_manager.hold(request)
+        return delayed, params
+
+    def _mamba_block_aligned_split(
+        self,
+        request: Any,  # noqa: ANN401 - vLLM's
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """Where chunks end so that a state can be kept: by the placement."""
+        before = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+        return int(self.kv_cache_manager.share(request, before, num_new_tokens))
+
+
+class AsyncNaturalScheduler(NaturalScheduler, TheirAsyncScheduler):  # type: ignore[misc] # as above
+    """The same beside forwards that are still running (vLLM's default on GPUs)."""
+
+
+def _settings(scheduler: Any, **more: Any) -> Settings:  # noqa: ANN401 - vLLM's
+    """Settings of both layouts, and ``more``; vLLM's own manager still in ``scheduler``."""
+    manager = scheduler.kv_cache_manager
+    return Settings(
         max_model_len=scheduler.max_model_len,
         max_in_flight_tokens=scheduler.vllm_config.max_in_flight_tokens or scheduler.max_model_len,
-        hash_block_size=scheduler.hash_block_size,
-        enable_caching=theirs.enable_caching,
-        use_eagle=theirs.use_eagle,
-        enable_events=theirs.enable_kv_cache_events,
-        dcp_world_size=scheduler.dcp_world_size,
-        retention=config.prefix_cache_retention_interval,
+        enable_events=manager.enable_kv_cache_events,
         watermark=scheduler.scheduler_config.watermark,
-        new_stats=PrefixCacheStats if theirs.log_stats else None,
+        new_stats=PrefixCacheStats if manager.log_stats else None,
+        **more,
     )
-    # chunks end where states are kept: no block is there for one inside a chunk
-    scheduler.mamba_has_prefill_checkpoint_blocks = False
-    scheduler.kv_cache_manager = CacheManager(reference_cache(config, settings), config, settings, Teller(config))
-    if scheduler.connector is not None:
-        scheduler.connector.bind_kv_cache_manager(scheduler.kv_cache_manager)
 
 
 def require_version(version: str) -> None:
-    """ConfigError for one that was not tried."""
+    """Raise ConfigError for a version that was not tried."""
     if not version.startswith(SUPPORTED):
         raise ConfigError(
             f"hybridkv.vllm supports vLLM {SUPPORTED}x, this is {version}: leave --scheduler-cls out, or install "
             f"'vllm=={SUPPORTED}*'"
+        )
+
+
+def decode_step(scheduler: Any) -> SchedulerOutput | None:  # noqa: ANN401 - vLLM's
+    """Make the output of a step in which all that runs decodes one token. None if vLLM's loop has to make it.
+
+    Most steps of a busy server are such. vLLM's loop asks of each request what none of them has then: drafts, encoder
+    inputs, chunks, stages, whom to preempt. What follows a step is vLLM's own (``_update_after_schedule``).
+    O(requests that run).
+    """
+    most = min(scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.max_num_batched_tokens)
+    if not 0 < len(scheduler.running) <= most or not _nothing_else(scheduler):
+        return None
+    manager = scheduler.kv_cache_manager
+    decoded = manager.decode(scheduler.running)
+    if decoded is None:
+        return None
+    running = decoded.requests
+    scheduler.current_step += 1
+    scheduler.prefill_capacity_bound = False  # nobody waits
+    names = [request.request_id for request in running]
+    told = CachedRequestData(
+        req_ids=names,
+        resumed_req_ids=set(),
+        new_token_ids=[],
+        all_token_ids=_not_in_the_last_step(scheduler, running),
+        new_block_ids=decoded.new_blocks,
+        num_computed_tokens=decoded.num_computed_tokens,
+        num_output_tokens=[
+            computed + 1 - request.num_prompt_tokens
+            for request, computed in zip(running, decoded.num_computed_tokens, strict=True)
+        ],
+    )
+    output = SchedulerOutput(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=told,
+        num_scheduled_tokens=dict.fromkeys(names, 1),
+        total_num_scheduled_tokens=len(names),
+        scheduled_spec_decode_tokens={},
+        scheduled_encoder_inputs={},
+        preempted_req_ids=scheduler.reset_preempted_req_ids,
+        finished_req_ids=scheduler.finished_req_ids,
+        free_encoder_mm_hashes=scheduler.encoder_cache_manager.get_freed_mm_hashes(),
+        new_block_ids_to_zero=scheduler._get_new_block_ids_to_zero(),
+        ec_manager_metadata=scheduler.encoder_cache_manager.get_manager_metadata(),
+        num_spec_tokens_to_schedule=0,
+    )
+    scheduler._update_after_schedule(output)
+    return output
+
+
+def _not_in_the_last_step(scheduler: Any, running: Sequence[Any]) -> dict[str, list[int]]:  # noqa: ANN401 - vLLM's
+    """Tokens of requests that the last step left out, for vLLM's first model runner; this step is the last now."""
+    if scheduler.use_v2_model_runner:
+        return {}
+    last = scheduler.prev_step_scheduled_req_ids
+    tokens = {one.request_id: one.all_token_ids.copy() for one in running if one.request_id not in last}
+    last.clear()
+    last.update(request.request_id for request in running)
+    return tokens
+
+
+def _nothing_else(scheduler: Any) -> bool:  # noqa: ANN401 - vLLM's
+    """Whether no request waits, and nothing beside the cache has a say in a step."""
+    return not (
+        scheduler.waiting
+        or scheduler.kv_holding_waiting
+        or scheduler._pause_state is not PauseState.UNPAUSED
+        or scheduler.connector is not None
+        or scheduler.defer_block_free  # steps are counted in the loop
+        or scheduler.ec_connector is not None
+        or scheduler.aux_output_connector is not None
+        or scheduler.vllm_config.speculative_config is not None
+        or scheduler.num_sampled_tokens_per_step != 1
+        or scheduler.num_lookahead_tokens
+        or scheduler.use_pp
+        or scheduler.observability_config.enable_logging_iteration_details
+    )
+
+
+class Teller:
+    """Makes vLLM's events of ours, for the groups of one engine. config: vLLM's KVCacheConfig."""
+
+    def __init__(self, config: Any) -> None:  # noqa: ANN401 - vLLM is not typed here
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        self._groups = [(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
+
+    def __call__(self, events: Sequence[KVCacheEvent]) -> list[Any]:
+        """Return vLLM's events, in this order. A loss of events is told as a clearing: all is to be forgotten."""
+        return [self._told(event) for event in events]
+
+    def _told(self, event: KVCacheEvent) -> Any:  # noqa: ANN401 - as above
+        if isinstance(event, BlockRemoved):
+            hashes = [maybe_convert_block_hash(one) for one in event.block_hashes]
+            return theirs.BlockRemoved(block_hashes=hashes, medium=event.medium, group_idx=event.group_idx)
+        if not isinstance(event, BlockStored):
+            return theirs.AllBlocksCleared()
+        parent = event.parent_block_hash
+        kind, window = self._groups[event.group_idx]
+        return theirs.BlockStored(
+            block_hashes=[maybe_convert_block_hash(one) for one in event.block_hashes],
+            parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
+            token_ids=list(event.token_ids),
+            block_size=event.block_size,
+            lora_id=event.lora_id,
+            medium=event.medium,
+            lora_name=event.lora_name,
+            # stock has a list always
+            extra_keys=[None] * len(event.block_hashes) if event.extra_keys is None else list(event.extra_keys),
+            group_idx=event.group_idx,
+            kv_cache_spec_kind=kind,
+            kv_cache_spec_sliding_window=window,
         )

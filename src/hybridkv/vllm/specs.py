@@ -1,12 +1,13 @@
-"""vLLM's groups as ours: what each keeps of a token, of a state, and in which blocks.
+"""What vLLM was started with: settings of its cache, and its groups as ours.
 
-Kinds are told by the names of vLLM's classes. One that is not among them, or that asks for what this library does not
-do, is refused at start.
+Kinds of groups are told by the names of vLLM's classes. An unknown kind, or one that asks for a feature that this
+library lacks, is refused at start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from hybridkv.errors import ConfigError
@@ -20,6 +21,41 @@ from hybridkv.specs import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
+
+_STATES: Final = "MambaSpec"
+_HEADS: Final = ("block_size", "num_kv_heads", "head_size")
+_ATTENTION: Final[Mapping[str, tuple[Callable[..., KVCacheSpec], tuple[str, ...]]]] = {
+    "FullAttentionSpec": (FullAttentionSpec, ()),  # also windows and chunks that are managed as full ones
+    "MLAAttentionSpec": (MLAAttentionSpec, ()),
+    "SlidingWindowSpec": (SlidingWindowSpec, ("sliding_window",)),
+    "ChunkedLocalAttentionSpec": (ChunkedLocalAttentionSpec, ("attention_chunk_size",)),
+    "CrossAttentionSpec": (CrossAttentionSpec, ()),
+}
+"""Of each of vLLM's kinds of attention: ours, and fields that it has beside its heads."""
+_REFUSED: Final[Mapping[str, str]] = {
+    "extra_retained_tokens": "a window that multi-token prediction extends",
+    "prefix_replay_tokens": "bounded replay of windows",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What vLLM was started with, as far as its cache minds.
+
+    max_in_flight_tokens: of all steps that may be scheduled and not settled. watermark: share of all blocks that stays
+    free at an admission beside others. new_stats: makes an empty PrefixCacheStats of vLLM; None without statistics.
+    """
+
+    max_model_len: int
+    max_in_flight_tokens: int
+    hash_block_size: int
+    enable_caching: bool
+    use_eagle: bool
+    enable_events: bool
+    dcp_world_size: int = 1
+    retention: int | None = None
+    watermark: float = 0.0
+    new_stats: Callable[[], Any] | None = None
 
 
 class Group(Protocol):
@@ -46,60 +82,35 @@ def cache_config(config: Config) -> KVCacheConfig:
     return KVCacheConfig(config.num_blocks, (), groups)
 
 
+def layer_specs(config: Config) -> Iterator[tuple[str, Any]]:
+    """Each layer's name and vLLM's spec of it, group after group."""
+    for group in config.kv_cache_groups:
+        several = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        for layer in group.layer_names:
+            yield layer, group.kv_cache_spec if several is None else several[layer]
+
+
 def spec_of(spec: Any) -> KVCacheSpec:  # noqa: ANN401 - vLLM is not typed here
     """Ours of one of vLLM's. ConfigError for a kind that is not known, and for what it asks beyond its kind."""
     name = type(spec).__name__
     if name == "UniformTypeKVCacheSpecs":  # one table for layers whose pages differ in bytes, which are vLLM's
         return spec_of(next(iter(spec.kv_cache_specs.values())))
-    if name not in _KINDS:
+    if name not in (*_ATTENTION, _STATES):
+        known = ", ".join(sorted((*_ATTENTION, _STATES)))
         raise ConfigError(
-            f"vLLM's {name} is not supported by hybridkv.vllm, which knows {', '.join(sorted(_KINDS))}: leave "
-            "--scheduler-cls out"
+            f"vLLM's {name} is not supported by hybridkv.vllm, which knows {known}: leave --scheduler-cls out"
         )
     for field, what in _REFUSED.items():
         if getattr(spec, field, 0):
             raise ConfigError(f"{what} ({name}.{field}) is not supported by hybridkv.vllm: leave --scheduler-cls out")
-    return _KINDS[name](spec)
-
-
-_REFUSED: Final[Mapping[str, str]] = {
-    "extra_retained_tokens": "a window that multi-token prediction extends",
-    "prefix_replay_tokens": "bounded replay of windows",
-}
-
-
-def _heads(spec: Any) -> dict[str, Any]:  # noqa: ANN401 - as above
-    return {
-        "block_size": spec.block_size,
-        "num_kv_heads": spec.num_kv_heads,
-        "head_size": spec.head_size,
-        "dtype": _dtype(spec.dtype),
-    }
+    if name == _STATES:
+        return _states(spec)
+    kind, more = _ATTENTION[name]
+    return kind(**{field: getattr(spec, field) for field in (*_HEADS, *more)}, dtype=_dtype(spec.dtype))
 
 
 def _dtype(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _full(spec: Any) -> KVCacheSpec:  # noqa: ANN401 - as above
-    """Windows and chunks that are managed as full ones keep every token."""
-    return FullAttentionSpec(**_heads(spec))
-
-
-def _latent(spec: Any) -> KVCacheSpec:  # noqa: ANN401 - as above
-    return MLAAttentionSpec(**_heads(spec))
-
-
-def _window(spec: Any) -> KVCacheSpec:  # noqa: ANN401 - as above
-    return SlidingWindowSpec(**_heads(spec), sliding_window=spec.sliding_window)
-
-
-def _chunk(spec: Any) -> KVCacheSpec:  # noqa: ANN401 - as above
-    return ChunkedLocalAttentionSpec(**_heads(spec), attention_chunk_size=spec.attention_chunk_size)
-
-
-def _cross(spec: Any) -> KVCacheSpec:  # noqa: ANN401 - as above
-    return CrossAttentionSpec(**_heads(spec))
 
 
 def _states(spec: Any) -> KVCacheSpec:  # noqa: ANN401 - as above
@@ -116,13 +127,3 @@ def _states(spec: Any) -> KVCacheSpec:  # noqa: ANN401 - as above
         num_speculative_blocks=spec.num_speculative_blocks,
         cache_mode=spec.mamba_cache_mode,
     )
-
-
-_KINDS: Final[Mapping[str, Callable[[Any], KVCacheSpec]]] = {
-    "FullAttentionSpec": _full,
-    "MLAAttentionSpec": _latent,
-    "SlidingWindowSpec": _window,
-    "ChunkedLocalAttentionSpec": _chunk,
-    "CrossAttentionSpec": _cross,
-    "MambaSpec": _states,
-}

@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 import pytest
 
-from hybridkv.cache.placement.ends import End, Kind
-from hybridkv.cache.slots.end_tree import EndTree, Node
-from hybridkv.cache.slots.judged import JudgedEnds
+from hybridkv.eviction.ranked import JudgedEnds
+from hybridkv.eviction.ranking import End, Kind
+from hybridkv.eviction.resume_points import EndTree, Node
 from hybridkv.request import Request
 from hybridkv.testing.difference import DifferenceError, same
 

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from hybridkv.cache.placement import HAZARD, Eviction
-from hybridkv.cache.placement.ends import End, Ranking
-from hybridkv.cache.placement.hazard import HazardRanking
-from hybridkv.cache.placement.promises import class_kind, is_promised, promised_rate
+from hybridkv.eviction import HAZARD, Eviction
+from hybridkv.eviction.hazard import HazardRanking
+from hybridkv.eviction.ranking import End, Ranking, class_kind, is_promised, promised_rate
 from hybridkv.testing.difference import DifferenceError
 
 EDGES = [0.0, *(1.5**k for k in range(23))]

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from random import Random
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.placement import EVERYBODY, Eviction, TenantShares, placement_named
+from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError
+from hybridkv.eviction import EVERYBODY, Eviction, TenantShares
 from hybridkv.extra_keys import EncoderInput
 from hybridkv.request import Request
 from hybridkv.schedule import FinishReason, Scheduler

@@ -94,7 +94,7 @@ class _Builder:
     """Collects parts, and the blocks and stale tokens they gather.
 
     sees: of the layers' attention. whole: each row's context is one piece. context: int64[R], tokens that
-    all layers of a row see, if those are not its own.
+    every token of a row sees, if those are not its own.
     """
 
     def __init__(

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hybridkv.cache.slots.end_tree import Node
+from hybridkv.eviction.resume_points import Node
 
 if TYPE_CHECKING:
-    from hybridkv.cache.slots.judged import JudgedEnds
+    from hybridkv.eviction.ranked import JudgedEnds
 
 
 def check_ends(kept: JudgedEnds) -> Iterator[str]:

@@ -1,23 +1,29 @@
-"""What is given up next: frozen values beside the placement, and the names they go by (docs/design/0019).
+"""Evictions: frozen values that say what is given up next, and their names (docs/design/0019).
 
-    lru      what nobody used for longest
-    hazard   what no kept end needs; then the end of least value, by how soon its like were hit
+    lru      the block used longest ago
+    hazard   blocks that no kept resume point needs; then the resume point of least value, by how soon similar ones
+             were hit
 
-An *end* is a token count at which a prefix is kept to be resumed. A value knows nothing of blocks: it says how ends are
-ranked, and who keeps them (hybridkv.cache.slots) gives up blocks by it. The free order and the slabs carry it out.
+A value knows no blocks: it says how resume points are ranked. JudgedEnds (ranked) keeps them and gives up blocks.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
-from hybridkv.cache.placement.ends import Ranking
-from hybridkv.cache.placement.hazard import HazardRanking
-from hybridkv.cache.placement.stops import CornerPlacement, Placement
+from hybridkv.cache.placement.stops import (
+    CornerPlacement,
+    Placement,
+)
 from hybridkv.errors import ConfigError
+from hybridkv.eviction.hazard import HazardRanking
+from hybridkv.eviction.ranking import Ranking
+from hybridkv.planner import Plan
+from hybridkv.planner.plan import NATURAL, REFERENCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +60,15 @@ def eviction_named(name: str) -> Eviction:
     close = difflib.get_close_matches(name.lower(), _NAMED, n=1, cutoff=0.5)
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise ConfigError(f"unknown eviction {name!r}: use {', '.join(EVICTIONS)}{hint}")
+
+
+DEFAULT_EVICTIONS: Final[Mapping[str, Eviction]] = MappingProxyType({REFERENCE: LRU, NATURAL: HAZARD})
+"""Of each layout, whatever its groups are (docs/design/0019)."""
+
+
+def eviction_of(plan: Plan, asked: str | None = None) -> Eviction:
+    """What is given up next in a cache of ``plan``: what is ``asked`` for by name, else that of its layout.
+
+    ConfigError for a name that is none.
+    """
+    return DEFAULT_EVICTIONS[plan.layout] if asked is None else eviction_named(asked)

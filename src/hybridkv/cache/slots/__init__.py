@@ -1,1 +1,0 @@
-"""What a request can begin with and needs; plans, carried out; copies, kept states, what stays."""

@@ -1,0 +1,21 @@
+"""Which resume points are kept, and what is given up next (docs/design/0019, 0026).
+
+The core (hybridkv.cache) knows none of it: a manager composes the two.
+"""
+
+import hybridkv.cache  # noqa: F401 - the manager composes this package: its modules come first
+from hybridkv.eviction.named import DEFAULT_EVICTIONS, EVICTIONS, HAZARD, LRU, Eviction, eviction_named, eviction_of
+from hybridkv.eviction.tenants import EVERYBODY, Share, TenantShares
+
+__all__ = [
+    "DEFAULT_EVICTIONS",
+    "EVERYBODY",
+    "EVICTIONS",
+    "HAZARD",
+    "LRU",
+    "Eviction",
+    "Share",
+    "TenantShares",
+    "eviction_named",
+    "eviction_of",
+]
