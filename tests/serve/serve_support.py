@@ -1,10 +1,12 @@
 """A server of a tiny model on loopback, beside an engine of the same model that runs alone."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import httpx2
@@ -14,6 +16,7 @@ from opentelemetry.trace import Tracer
 
 from hybridkv.runner import Engine, EngineOptions, load
 from hybridkv.runner.async_engine import EventSink
+from hybridkv.schedule import SchedulerStatistics
 from hybridkv.serve import ConnectionLimits, ServeOptions, Server, create_app, listen
 from hybridkv.serve.front import Front
 
@@ -22,6 +25,9 @@ torch.set_num_threads(1)
 LONGEST = 512
 """max_model_len of the models that are served here."""
 WAIT = 60.0
+PATH = "/v1/completions"
+LONG: dict[str, Any] = {"prompt": "go on", "max_tokens": LONGEST - 8, "ignore_eos": True}
+"""Fields of a completion that takes some 500 steps."""
 
 
 def engine_of(name: str, **options: int) -> Engine:
@@ -42,6 +48,27 @@ class Served:
     def front(self) -> Front:
         front: Front = self.app.state.front
         return front
+
+    @property
+    def statistics(self) -> SchedulerStatistics:
+        """The engine's, of now."""
+        return self.front.engine.statistics()
+
+    @contextmanager
+    def streaming(self, **body: object) -> Iterator[Iterator[str]]:
+        """Give the lines of a stream behind its first; its client leaves at the end."""
+        with self.client.stream("POST", PATH, json={**body, "stream": True}) as answer:
+            assert answer.status_code == 200
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: {")
+            yield lines
+
+    @contextmanager
+    def connected(self) -> Iterator[socket.socket]:
+        """Give a plain connection."""
+        host, _, port = self.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=WAIT) as one:
+            yield one
 
     def post(self, path: str, **body: object) -> dict[str, Any]:
         """The answer to ``body``, which is there."""
@@ -96,3 +123,23 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+@contextmanager
+def answering(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Give the address of another server."""
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class Quiet:
+    """Of a handler that logs nothing."""
+
+    def log_message(self, *_: object) -> None:
+        pass

@@ -21,14 +21,13 @@ from statistics import median
 from typing import Any
 
 import httpx2
-from serve_support import LONGEST, WAIT, Served, serving, until
+from serve_support import LONGEST, PATH, WAIT, Served, serving, until
 
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine, EngineOptions, load
 from hybridkv.runner.drafters import NgramDrafter
 from hybridkv.serve import ServeOptions
 
-PATH = "/v1/completions"
 BEGINNINGS = ["", "one two three " * 3, "four five " * 7, "six " * 12]
 MALFORMED = [b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": 1}', b'{"prompt": "a", "max_tokens": -1}', b"[" * 2000]
 EVERY_S = 1.0
@@ -194,7 +193,7 @@ def soak(name: str, clients: int, seconds: float, *, max_waiting: int = 32) -> S
             said = process.stdout.read()
         assert process.returncode == 0, "clients found a wrong answer: it is told above"
         nothing_is_left(served, served_engine)
-        return Soaked(Counter(json.loads(said)), resident, served.front.engine.statistics().steps)
+        return Soaked(Counter(json.loads(said)), resident, served.statistics.steps)
 
 
 def _watch(process: subprocess.Popen[str], seconds: float) -> list[float]:

@@ -3,12 +3,14 @@
 import asyncio
 import json
 import threading
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import httpx2
 import pytest
-from serve_support import LONGEST, WAIT, Served, engine_of, serving, until
+from serve_support import LONG, LONGEST, PATH, WAIT, Served, engine_of, serving, until
 from starlette.requests import Request
 
 from hybridkv.serve import ServeOptions
@@ -17,129 +19,116 @@ from hybridkv.serve.forms import CompletionForm, ask_completion
 from hybridkv.serve.front import Front
 from hybridkv.serve.generation import Answer
 
-PATH = "/v1/completions"
-LONG: dict[str, Any] = {"prompt": "go on", "max_tokens": LONGEST - 8, "ignore_eos": True}
-
-
-def steps(served: Served) -> int:
-    return served.front.engine.statistics().steps
-
-
-def running(served: Served) -> int:
-    return served.front.engine.statistics().running
-
 
 def test_a_stream_that_is_left_ends_within_a_step(llama: Served) -> None:
-    with llama.client.stream("POST", PATH, json={**LONG, "stream": True, "n": 3}) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        assert running(llama) == 3
-    left = steps(llama)
-    until(lambda: running(llama) == 0)
-    assert steps(llama) - left < 100  # of some 500: the socket's end takes a moment to be heard of
+    with llama.streaming(**LONG, n=3):
+        assert llama.statistics.running == 3
+    left = llama.statistics.steps
+    until(lambda: llama.statistics.running == 0)
+    assert llama.statistics.steps - left < 100  # of some 500: the socket's end takes a moment to be heard of
     assert llama.front.places.taken == 0
 
 
 def test_an_answer_that_nobody_waits_for_ends(llama: Served) -> None:
-    before = llama.front.engine.statistics()
+    before = llama.statistics
     with suppress(httpx2.TimeoutException):
         llama.client.post(PATH, json={**LONG, "prompt": ["one", "two"]}, timeout=0.3)
-    until(lambda: running(llama) == 0 and llama.front.places.taken == 0)
-    now = llama.front.engine.statistics()
+    until(lambda: llama.statistics.running == 0 and llama.front.places.taken == 0)
+    now = llama.statistics
     assert now.requests_finished == before.requests_finished + 2
     assert now.steps - before.steps < LONGEST / 2  # of some 500
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def never() -> dict[str, Any]:
+    await asyncio.Event().wait()
+    return {}
+
+
+def run_streamed(body: CompletionBody, drive: Callable[[Front, Any], Awaitable[None]]) -> None:
+    """Let ``drive`` call the answer to ``body`` as an ASGI server does."""
+
+    async def work() -> None:
+        async with asyncio.timeout(WAIT), Front(engine_of("llama"), ServeOptions(), None) as front:
+            request = Request({"type": "http", "headers": [], "client": None, "state": {"tenant": None}}, never)
+            asked = await ask_completion(front, body, request)
+            answer = Answer(front, request, asked, CompletionForm(front, body, asked), stream=True)
+            await drive(front, partial(answer, {}))
+            assert front.places.taken == 0
+
+    asyncio.run(work())
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_stream_takes_one_message_a_step(n: int) -> None:
     """Messages are what a stream costs the interpreter that the engine's thread needs, too."""
 
-    async def work() -> None:
-        async with asyncio.timeout(WAIT), Front(engine_of("llama"), ServeOptions(), None) as front:
-            sent: list[dict[str, Any]] = []
+    async def drive(front: Front, answer: Any) -> None:  # noqa: ANN401  # ASGI's
+        sent: list[dict[str, Any]] = []
 
-            async def send(message: Any) -> None:  # noqa: ANN401  # ASGI's
-                sent.append(message)
+        async def send(message: Any) -> None:  # noqa: ANN401  # same
+            sent.append(message)
 
-            body = CompletionBody(prompt=list(range(40)), max_tokens=9, ignore_eos=True, stream=True, n=n)
-            await (await streamed(front, body))({}, never, send)
-            await asyncio.sleep(0)
-            assert [one["type"] for one in sent] == ["http.response.start"] + ["http.response.body"] * (len(sent) - 1)
-            assert [one.get("more_body") for one in sent[1:]] == [True] * (len(sent) - 2) + [False]
-            assert len(sent) - 1 <= front.engine.statistics().steps
-            events = b"".join(one["body"] for one in sent[1:]).split(b"\n\n")
-            assert events[-2:] == [b"data: [DONE]", b""]
-            assert b'"finish_reason":"length"' in sent[-1]["body"]  # with the last token of all
+        await answer(never, send)
+        await asyncio.sleep(0)
+        assert [one["type"] for one in sent] == ["http.response.start"] + ["http.response.body"] * (len(sent) - 1)
+        assert [one.get("more_body") for one in sent[1:]] == [True] * (len(sent) - 2) + [False]
+        assert len(sent) - 1 <= front.engine.statistics().steps
+        events = b"".join(one["body"] for one in sent[1:]).split(b"\n\n")
+        assert events[-2:] == [b"data: [DONE]", b""]
+        assert b'"finish_reason":"length"' in sent[-1]["body"]  # with the last token of all
 
-    asyncio.run(work())
-
-
-async def never() -> dict[str, Any]:
-    await asyncio.Event().wait()
-    return {}
-
-
-async def streamed(front: Front, body: CompletionBody) -> Answer:
-    request = Request({"type": "http", "headers": [], "client": None, "state": {"tenant": None}}, never)
-    asked = await ask_completion(front, body, request)
-    return Answer(front, request, asked, CompletionForm(front, body, asked), stream=True)
+    run_streamed(CompletionBody(prompt=list(range(40)), max_tokens=9, ignore_eos=True, stream=True, n=n), drive)
 
 
 def test_what_was_asked_ends_even_while_something_is_sent() -> None:
     """A server may wait long for room in a socket whose client has gone."""
 
-    async def work() -> None:
-        async with asyncio.timeout(WAIT), Front(engine_of("llama"), ServeOptions(), None) as front:
-            gone, sent = asyncio.Event(), asyncio.Event()
+    async def drive(front: Front, answer: Any) -> None:  # noqa: ANN401  # ASGI's
+        gone, sent = asyncio.Event(), asyncio.Event()
 
-            async def receive() -> dict[str, Any]:
-                await gone.wait()
-                return {"type": "http.disconnect"}
-
-            async def send(_: object) -> None:
-                gone.set()
-                await sent.wait()
-
-            body = CompletionBody(prompt="go on", max_tokens=400, ignore_eos=True, stream=True)
-            answering = asyncio.create_task((await streamed(front, body))({}, receive, send))
+        async def receive() -> dict[str, Any]:
             await gone.wait()
-            while front.engine.statistics().running:  # noqa: ASYNC110  # nothing tells
-                await asyncio.sleep(0.001)
-            assert front.engine.statistics().steps < 100  # of some 400
-            assert not answering.done()
-            sent.set()
-            await answering
-            assert front.places.taken == 0
+            return {"type": "http.disconnect"}
 
-    asyncio.run(work())
+        async def send(_: object) -> None:
+            gone.set()
+            await sent.wait()
+
+        answering = asyncio.create_task(answer(receive, send))
+        await gone.wait()
+        while front.engine.statistics().running:  # noqa: ASYNC110  # nothing tells
+            await asyncio.sleep(0.001)
+        assert front.engine.statistics().steps < 100  # of some 400
+        assert not answering.done()
+        sent.set()
+        await answering
+
+    run_streamed(CompletionBody(prompt="go on", max_tokens=400, ignore_eos=True, stream=True), drive)
 
 
 def test_an_answer_that_was_left_at_its_beginning_is_no_whole_one() -> None:
-    async def work() -> None:
-        async with asyncio.timeout(WAIT), Front(engine_of("llama"), ServeOptions(), None) as front:
-            gone, sent = asyncio.Event(), list[dict[str, Any]]()
+    async def drive(_: Front, answer: Any) -> None:  # noqa: ANN401  # ASGI's
+        gone, sent = asyncio.Event(), list[dict[str, Any]]()
 
-            async def receive() -> dict[str, Any]:
-                await gone.wait()
-                return {"type": "http.disconnect"}
+        async def receive() -> dict[str, Any]:
+            await gone.wait()
+            return {"type": "http.disconnect"}
 
-            async def send(message: Any) -> None:  # noqa: ANN401  # ASGI's
-                sent.append(message)
-                gone.set()
-                await asyncio.sleep(0.01)
+        async def send(message: Any) -> None:  # noqa: ANN401  # ASGI's
+            sent.append(message)
+            gone.set()
+            await asyncio.sleep(0.01)
 
-            await (await streamed(front, CompletionBody(**LONG, stream=True)))({}, receive, send)
-            assert all(one["more_body"] for one in sent[1:])
-            assert front.places.taken == 0
+        await answer(receive, send)
+        assert all(one["more_body"] for one in sent[1:])
 
-    asyncio.run(work())
+    run_streamed(CompletionBody(**LONG, stream=True), drive)
 
 
 def test_a_queue_that_is_full_says_when_to_come_again() -> None:
     with serving(engine_of("llama", max_running=1), ServeOptions(max_waiting=1)) as served:
-        with served.client.stream("POST", PATH, json={**LONG, "stream": True}) as first:
-            lines = first.iter_lines()
-            next(lines)
+        with served.streaming(**LONG):
             too_many = served.client.post(PATH, json={"prompt": "a", "n": 2})
             assert (too_many.status_code, too_many.headers["retry-after"]) == (429, "1")
             error = too_many.json()["error"]
@@ -193,9 +182,7 @@ def test_a_forward_that_asks_the_process_to_end_is_answered(kind: type, monkeypa
 
 def test_a_server_that_drains_answers_what_it_has() -> None:
     with serving(engine_of("llama")) as served:
-        with served.client.stream("POST", PATH, json={**LONG, "max_tokens": 60, "stream": True}) as answer:
-            lines = answer.iter_lines()
-            next(lines)
+        with served.streaming(**{**LONG, "max_tokens": 60}) as lines:
             stopping = threading.Thread(target=served.stop)
             stopping.start()
             assert [one for one in lines if one][-1] == "data: [DONE]"

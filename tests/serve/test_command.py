@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import os
 import re
 import signal
@@ -9,15 +10,17 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import httpx2
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 from openai.types.chat import ChatCompletionUserMessageParam
-from serve_support import WAIT
+from serve_support import PATH, WAIT, Quiet, answering
+from test_served_events import PROMPT, told_until_cleared
 
 from hybridkv.cli import main
 from hybridkv.request import SamplingParams
@@ -26,38 +29,32 @@ from hybridkv.runner.chat import chat_ids
 from hybridkv.serve import Server
 
 MODEL = ["--model", "tiny:llama", "--memory", "4MiB", "--max-model-len", "1024", "--port", "0"]
-COMMAND = [sys.executable, "-m", "hybridkv", "serve", *MODEL]
 SAID: ChatCompletionUserMessageParam = {"role": "user", "content": "Why?"}
 LONG = {"prompt": "go on", "max_tokens": 300, "ignore_eos": True, "stream": True}
 
 
 @contextmanager
-def command(*more: str, stderr: int | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process, and where it serves."""
+def command(*more: str, model: Sequence[str] = MODEL) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """Give the process, its first line, and where it serves."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    asked = [sys.executable, "-m", "hybridkv", "serve", *model, *more]
     with subprocess.Popen(  # noqa: S603 - our own command
-        [*COMMAND, *more], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
+        asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
             found = re.search(r"^serving (\S+) at (http://\S+):", line)
             assert found, line
-            yield process, found.group(2)
+            yield process, line, found.group(2)
         finally:
             process.kill()
 
 
-def test_the_readmes_line_is_what_it_prints() -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
-    found = re.search(r"^    \$ hybridkv serve (.*)\n    (serving .*)$", text, re.MULTILINE)
-    assert found is not None
-    shown = [sys.executable, "-m", "hybridkv", "serve", *found[1].split(), "--port", "0"]
-    with subprocess.Popen(shown, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 - our own command
-        assert process.stdout is not None
-        printed = process.stdout.readline()
-        process.kill()
-    assert re.sub(r":\d+: ", ":8000: ", printed).strip() == found[2]
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Its exit code, and what it said."""
+    out, err = process.communicate(timeout=WAIT)
+    return process.returncode, out, err
 
 
 def test_what_was_loaded_is_never_looked_through_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,32 +65,55 @@ def test_what_was_loaded_is_never_looked_through_for_garbage(monkeypatch: pytest
         frozen.append(gc.get_freeze_count())
 
     monkeypatch.setattr(Server, "run", run)
-    monkeypatch.setattr(sys, "argv", ["hybridkv", *COMMAND[3:]])
+    monkeypatch.setattr(sys, "argv", ["hybridkv", "serve", *MODEL])
     with pytest.raises(SystemExit, match="0"):
         main()
     assert frozen[0] > 100_000
     assert gc.get_freeze_count() < 1000  # libraries report what the interpreter keeps at its end as leaked
 
 
-def test_openais_client_and_then_a_drain(alone: Engine) -> None:
+class Collector(Quiet, BaseHTTPRequestHandler):
+    """Keeps the spans that it is sent."""
+
+    got: list[bytes] = []  # noqa: RUF012 - of the one collector
+
+    def do_POST(self) -> None:
+        self.got.append(self.rfile.read(int(self.headers["content-length"])))
+        self.send_response(200)
+        self.end_headers()
+
+
+def test_openais_clients_events_spans_and_then_a_drain(alone: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        events, replay = (f"tcp://127.0.0.1:{free.getsockname()[1]}" for free in (one, other))
+    asked = ("--speculate", "ngram:2", "--served-model-name", "small", "--spans", "--kv-events", events)
     kept = ("--eviction", "hazard", "--share", "mine=20%..50%")
-    with command("--speculate", "ngram:2", "--served-model-name", "small", *kept, stderr=subprocess.PIPE) as (
-        process,
-        url,
-    ):
-        with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            _blocking(client, alone)
-        asyncio.run(_asynchronous(url, alone))
-        with httpx2.stream("POST", f"{url}/v1/completions", json={**LONG, "max_tokens": 60}, timeout=WAIT) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            process.send_signal(signal.SIGTERM)
-            assert [one for one in lines if one][-1] == "data: [DONE]"
-        assert process.wait(WAIT) == 0
-        assert process.stdout is not None
-        assert process.stdout.read() == "drained: all that was asked has been answered\n"
-        assert process.stderr is not None
-        assert process.stderr.read() == ""
+    Collector.got.clear()
+    with answering(Collector) as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
+        with command(*asked, *kept, "--kv-events-replay", replay, "--kv-events-form", "exact") as (process, _, url):
+            _events(url, replay)
+            with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+                _blocking(client, alone)
+            asyncio.run(_asynchronous(url, alone))
+            with httpx2.stream("POST", f"{url}{PATH}", json={**LONG, "max_tokens": 60}, timeout=WAIT) as answer:
+                lines = answer.iter_lines()
+                first = json.loads(next(lines).removeprefix("data: "))
+                process.send_signal(signal.SIGTERM)
+                assert [one for one in lines if one][-1] == "data: [DONE]"
+            assert ended(process) == (0, "drained: all that was asked has been answered\n", "")
+    sent = b"".join(Collector.got)
+    assert b"text_completion small" in sent
+    assert first["id"].encode() in sent
+
+
+def _events(url: str, replay: str) -> None:
+    """A prompt's blocks are told, and that they are gone."""
+    body = {"prompt": PROMPT, "max_tokens": 2, "cache_salt": "mine"}
+    assert httpx2.post(f"{url}{PATH}", json=body, timeout=WAIT).status_code == 200
+    assert httpx2.post(f"{url}/reset_prefix_cache", timeout=WAIT).status_code == 200
+    told_until_cleared(replay)
 
 
 def _blocking(client: OpenAI, alone: Engine) -> None:
@@ -158,25 +178,31 @@ async def _asynchronous(url: str, alone: Engine) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_what_outlasts_the_grace_is_said() -> None:
-    with command("--grace", "0.3", "--allow-host", "llm.example", "--body-memory", "1MiB") as (process, url):
+def test_the_readmes_line_and_what_outlasts_the_grace() -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    shown = re.search(r"^    \$ hybridkv serve (.*)\n    (serving .*)$", text, re.MULTILINE)
+    assert shown is not None
+    more = ("--port", "0", "--grace", "0.3", "--allow-host", "llm.example", "--body-memory", "1MiB")
+    with command(*more, model=shown[1].split()) as (process, line, url):
+        assert re.sub(r":\d+: ", ":8000: ", line).strip() == shown[2]
         for host, status in (("llm.example", 200), ("evil.example", 403)):
             assert httpx2.get(f"{url}/version", headers={"Host": host}).status_code == status
-        with httpx2.stream("POST", f"{url}/v1/completions", json={**LONG, "max_tokens": 1000}, timeout=WAIT) as answer:
+        with httpx2.stream("POST", f"{url}{PATH}", json={**LONG, "max_tokens": 1000}, timeout=WAIT) as answer:
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
             with pytest.raises(httpx2.TransportError):
                 list(lines)
-        assert process.wait(WAIT) == 1
-        assert process.stdout is not None
-        assert process.stdout.read() == "ended: answers that took longer than the 0.3 s of --grace were cut off: 1\n"
+        assert ended(process)[:2] == (
+            1,
+            "ended: answers that took longer than the 0.3 s of --grace were cut off: 1\n",
+        )
 
 
 @pytest.mark.thorough
 def test_a_second_signal_ends_at_once() -> None:
-    with command() as (process, url):
-        with httpx2.stream("POST", f"{url}/v1/completions", json=LONG, timeout=WAIT) as answer:
+    with command() as (process, _, url):
+        with httpx2.stream("POST", f"{url}{PATH}", json=LONG, timeout=WAIT) as answer:
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
@@ -188,19 +214,23 @@ def test_a_second_signal_ends_at_once() -> None:
         assert process.wait(WAIT) == 128 + signal.SIGTERM
 
 
-def refused(*arguments: str) -> str:
-    """What the command says of arguments that cannot be."""
-    done = subprocess.run(  # noqa: S603 - our own command
-        [*COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=2 * WAIT
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    return done.stderr
-
-
-@pytest.mark.thorough
-def test_what_cannot_be_is_said_in_a_line(tmp_path: Path) -> None:
-    assert "cannot read the API keys" in refused("--api-key-file", str(tmp_path / "none"))
-    assert "cannot listen at" in refused("--host", "192.0.2.1")
-    assert "--speculate" in refused("--speculate", "luck")
-    assert "grace must be positive" in refused("--grace", "0")
-    assert "allow_origins must be an origin" in refused("--allow-origin", "app.example")
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("--api-key-file", "no such file"), "cannot read the API keys"),
+        (("--host", "192.0.2.1"), "cannot listen at"),
+        (("--speculate", "luck"), "--speculate"),
+        (("--grace", "0"), "grace must be positive"),
+        (("--allow-origin", "app.example"), "allow_origins must be an origin"),
+        (("--kv-events-form", "exact"), "name that endpoint, too"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_line(
+    asked: Sequence[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["hybridkv", "serve", *MODEL, *asked])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert said in " ".join(found.err.split())

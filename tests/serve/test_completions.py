@@ -4,14 +4,13 @@ import json
 from typing import Any
 
 import pytest
-from serve_support import LONGEST, Served
+from serve_support import LONGEST, PATH, Served
 
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine
 from hybridkv.serve.bodies import CompletionBody
 from hybridkv.serve.errors import ApiError
 
-PATH = "/v1/completions"
 PROMPT = "one two three one two"
 DRAWN: dict[str, Any] = {
     "temperature": 0.8,

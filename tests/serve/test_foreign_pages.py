@@ -106,8 +106,7 @@ def test_a_proxy_may_have_taken_tls_off(llama: Served) -> None:
 
 
 def test_a_client_without_host_is_no_browser(llama: Served) -> None:
-    host, _, port = llama.url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port))) as one:
+    with llama.connected() as one:
         one.sendall(b"GET /version HTTP/1.0\r\n\r\n")
         assert one.recv(100).startswith(b"HTTP/1.1 200")
 

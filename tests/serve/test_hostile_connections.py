@@ -5,25 +5,23 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 from unittest.mock import patch
 
 import httpx2
 import pytest
 import serve_support
-from serve_support import LONGEST, WAIT, Served, engine_of, serving, until
+from serve_support import LONG, LONGEST, PATH, WAIT, Served, engine_of, serving, until
 
 from hybridkv.errors import ConfigError
 from hybridkv.serve import ConnectionLimits, Server, server
 from hybridkv.serve.gates import MOST_BODY_BYTES
 from hybridkv.serve.server import MOST_HEAD_BYTES, MOST_URL_BYTES, UNWIND_S, Bodies
 
-PATH = "/v1/completions"
 GET = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 LIMITS = ConnectionLimits(header_timeout=0.3, body_timeout=0.6, body_memory=1 << 20, grace=0.5)
 HELD = Bodies(LIMITS.body_memory)
-LONG: dict[str, Any] = {"prompt": "go on", "max_tokens": LONGEST - 8, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +29,6 @@ def strict() -> Iterator[Served]:
     """A server with little patience and memory; HELD is what it holds of bodies."""
     with patch.object(server, "Bodies", return_value=HELD), serving(engine_of("llama"), limits=LIMITS) as served:
         yield served
-
-
-@contextmanager
-def connected(served: Served) -> Iterator[socket.socket]:
-    host, _, port = served.url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=WAIT) as one:
-        yield one
 
 
 def read(connection: socket.socket) -> bytes:
@@ -107,7 +98,7 @@ def waits(served: Served) -> float:
 )
 def test_a_head_without_end_is_refused_at_once(strict: Served, begin: bytes, piece: bytes, expected: int) -> None:
     sent = 0
-    with connected(strict) as one:
+    with strict.connected() as one:
         one.sendall(begin)
         with suppress(ConnectionError):  # it no longer listens
             while sent < 64 << 20 and not readable(one):
@@ -142,7 +133,7 @@ def readable(one: socket.socket) -> bool:
     ],
 )
 def test_a_head_in_one_piece_has_the_same_bounds(strict: Served, head: bytes, expected: int) -> None:
-    with connected(strict) as one:
+    with strict.connected() as one:
         one.sendall(head)
         assert answered(one) == expected
 
@@ -153,7 +144,7 @@ def test_what_comes_between_pieces_of_a_body_is_bounded(strict: Served) -> None:
         b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
     for begin in (chunked + b"5;x=", chunked + b"2\r\n{}\r\n0\r\nX-Trailer: "):
-        with connected(strict) as one:
+        with strict.connected() as one:
             one.sendall(begin)
             with suppress(ConnectionError):
                 for _ in range(40):
@@ -164,7 +155,7 @@ def test_what_comes_between_pieces_of_a_body_is_bounded(strict: Served) -> None:
 
 def test_a_body_of_many_small_pieces_is_read(strict: Served) -> None:
     body = json.dumps({"prompt": "a" * 300, "max_tokens": 1}).encode()
-    with connected(strict) as one:
+    with strict.connected() as one:
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         one.sendall(head_of_body(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked"))
         for byte in body:
@@ -180,7 +171,7 @@ def test_a_body_behind_an_upgrade_is_no_request(strict: Served, *, chunked: bool
     head = head_of_body(len(body)).replace(b"\r\n\r\n", b"\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n")
     if chunked:
         head = head.replace(b"Content-Length: %d" % len(body), b"Transfer-Encoding: chunked")
-    with connected(strict) as one:
+    with strict.connected() as one:
         one.sendall(head if apart else head + body)
         if apart:
             one.recv(1, socket.MSG_PEEK)  # the refusal is there
@@ -193,7 +184,7 @@ def test_a_body_behind_an_upgrade_is_no_request(strict: Served, *, chunked: bool
 
 def test_an_upgrade_without_a_body_is_answered_as_it_is(strict: Served) -> None:
     upgrade = GET + b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 0\r\n\r\n"
-    with connected(strict) as one:
+    with strict.connected() as one:
         for _ in range(2):
             one.sendall(upgrade)
             assert answered(one) == 200
@@ -214,14 +205,13 @@ def asks(path: str = PATH, size: int = 0, **body: object) -> bytes:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_behind_one_in_hand_is_not_run(strict: Served, *, stream: bool, apart: bool, ends: bool) -> None:
     """The one in hand is answered in full, with nothing written into it; then the connection closes."""
-    statistics = strict.front.engine.statistics
-    before = statistics()
+    before = strict.statistics
     first = asks(prompt="go on", max_tokens=200, ignore_eos=True, stream=stream)
     behind = asks(prompt="go on", max_tokens=1) + GET + b"\r\n" + b"\0no HTTP"
-    with connected(strict) as one:
+    with strict.connected() as one:
         if apart:
             one.sendall(first)
-            until(lambda: statistics().steps > before.steps)
+            until(lambda: strict.statistics.steps > before.steps)
             one.sendall(behind)
         else:
             one.sendall(first + behind)
@@ -238,7 +228,7 @@ def test_a_request_behind_one_in_hand_is_not_run(strict: Served, *, stream: bool
     else:
         assert b"connection: close" in head
         assert json.loads(body)["usage"]["completion_tokens"] == 200
-    assert statistics().requests_finished == before.requests_finished + 1
+    assert strict.statistics.requests_finished == before.requests_finished + 1
 
 
 def test_a_request_behind_one_in_hand_costs_it_neither_memory_nor_time() -> None:
@@ -247,11 +237,11 @@ def test_a_request_behind_one_in_hand_costs_it_neither_memory_nor_time() -> None
     with (
         patch.object(server, "Bodies", return_value=held),
         serving(engine_of("llama"), limits=limits) as served,
-        connected(served) as one,
+        served.connected() as one,
     ):
         begun = time.monotonic()
         one.sendall(asks(size=size, **LONG, n=8) + head_of_body(200_000, "/tokenize") + b" " * 100_000)
-        until(lambda: served.front.engine.statistics().steps > 0)
+        until(lambda: served.statistics.steps > 0)
         assert held.total == size
         answer = read(one)
         assert time.monotonic() - begun > limits.body_timeout
@@ -262,17 +252,16 @@ def test_a_request_behind_one_in_hand_costs_it_neither_memory_nor_time() -> None
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_leaves_with_a_request_behind_its_first_is_noticed(strict: Served, *, stream: bool) -> None:
-    statistics = strict.front.engine.statistics
-    before = statistics()
-    with connected(strict) as one:
+    before = strict.statistics
+    with strict.connected() as one:
         one.sendall(asks(**LONG, n=8, stream=stream) + GET + b"\r\n")
-        until(lambda: statistics().steps > before.steps)
+        until(lambda: strict.statistics.steps > before.steps)
     until(lambda: strict.front.places.taken == 0)
-    assert statistics().steps - before.steps < LONGEST // 2  # of the steps that the answer takes
+    assert strict.statistics.steps - before.steps < LONGEST // 2  # of the steps that the answer takes
 
 
 def test_a_flood_behind_a_request_ends_its_connection(strict: Served) -> None:
-    with patch.object(server, "_MOST_DROPPED", 1 << 20), connected(strict) as one:
+    with patch.object(server, "_MOST_DROPPED", 1 << 20), strict.connected() as one:
         one.sendall(asks(**LONG, n=8))
         flood = GET * 50_000
         with pytest.raises(ConnectionError):
@@ -286,7 +275,7 @@ def test_a_flood_behind_a_request_ends_its_connection(strict: Served) -> None:
 @pytest.mark.parametrize("sent", [b"", GET, b"\r\n\r\n"])
 def test_a_head_that_never_ends_loses_its_connection(strict: Served, sent: bytes) -> None:
     with ExitStack() as ending:
-        slow = [ending.enter_context(connected(strict)) for _ in range(50)]
+        slow = [ending.enter_context(strict.connected()) for _ in range(50)]
         for one in slow:
             one.sendall(sent)
         assert waits(strict) < 1
@@ -298,7 +287,7 @@ def test_a_head_that_never_ends_loses_its_connection(strict: Served, sent: bytes
 
 @pytest.mark.parametrize("drop", [b"a", b"\r\n"])
 def test_a_head_that_drips_gets_no_more_time(strict: Served, drop: bytes) -> None:
-    with connected(strict) as one:
+    with strict.connected() as one:
         begun = time.monotonic()
         with suppress(ConnectionError):
             one.sendall(GET + b"X-Slow: " if drop == b"a" else drop)
@@ -309,7 +298,7 @@ def test_a_head_that_drips_gets_no_more_time(strict: Served, drop: bytes) -> Non
 
 
 def test_a_body_that_never_ends_is_refused(strict: Served) -> None:
-    with connected(strict) as one:
+    with strict.connected() as one:
         one.sendall(head_of_body(1000) + b'{"prompt"')
         answer = read(one)
     assert status(answer) == 408
@@ -317,7 +306,7 @@ def test_a_body_that_never_ends_is_refused(strict: Served) -> None:
 
 
 def test_a_connection_that_is_kept_has_its_time_again(strict: Served) -> None:
-    with connected(strict) as one:
+    with strict.connected() as one:
         for _ in range(3):
             one.sendall(GET[:10])
             time.sleep(LIMITS.header_timeout * 0.4)
@@ -334,12 +323,12 @@ def test_a_connection_that_is_kept_has_its_time_again(strict: Served) -> None:
 def test_bodies_that_are_held_have_a_bound(strict: Served) -> None:
     """The largest that still arrives is given up first; small ones are always read."""
     with ExitStack() as ending:
-        large = [ending.enter_context(connected(strict)) for _ in range(4)]
+        large = [ending.enter_context(strict.connected()) for _ in range(4)]
         for number, one in enumerate(large):
             one.sendall(head_of_body(MOST_BODY_BYTES) + b" " * (150_000 + number * 50_000))
         until(lambda: HELD.total == 900_000)
         assert strict.post(PATH, prompt="a", max_tokens=1)["usage"]["completion_tokens"] == 1
-        with connected(strict) as one:
+        with strict.connected() as one:
             one.sendall(head_of_body(190_000, "/tokenize") + b'{"prompt": "a"}'.ljust(190_000))
             assert answered(one) == 200
         answer = read(large[3])
@@ -353,7 +342,7 @@ def test_what_bodies_held_is_free_again(strict: Served) -> None:
     headers = {"content-type": "application/json"}
     for _ in range(4):  # the server hears a moment later that somebody left
         until(lambda: strict.client.post("/tokenize", content=body, headers=headers).status_code == 200)
-        with connected(strict) as one:
+        with strict.connected() as one:
             one.sendall(head_of_body(len(body)) + body[: len(body) // 2])
     alone = strict.client.post("/tokenize", content=body + b" " * 2000, headers=headers)
     assert alone.status_code == 503
@@ -366,7 +355,7 @@ def test_half_sent_requests_keep_no_server_from_its_end() -> None:
     limits = ConnectionLimits(header_timeout=WAIT, body_timeout=WAIT, grace=WAIT)
     with serving(engine_of("llama"), limits=limits) as served, ExitStack() as ending:
         asked = (head_of_body(1000) + b"{", GET, b"", GET + b"\r\n")
-        half = [ending.enter_context(connected(served)) for _ in asked]
+        half = [ending.enter_context(served.connected()) for _ in asked]
         for one, sent in zip(half, asked, strict=True):
             one.sendall(sent)
         assert answered(half[3]) == 200
@@ -384,9 +373,7 @@ def test_half_sent_requests_keep_no_server_from_its_end() -> None:
 
 def test_what_outlasts_the_grace_is_cut_off() -> None:
     with serving(engine_of("llama"), limits=LIMITS) as served:
-        with served.client.stream("POST", PATH, json={**LONG, "stream": True, "n": 8}) as answer:
-            lines = answer.iter_lines()
-            next(lines)
+        with served.streaming(**LONG, n=8) as lines:
             begun = time.monotonic()
             stopping = threading.Thread(target=served.stop)
             stopping.start()
@@ -408,7 +395,7 @@ def test_a_refused_request_is_no_answer_that_was_cut_off() -> None:
     with (
         patch.object(serve_support, "Server", make),
         serving(engine_of("llama"), limits=LIMITS) as served,
-        connected(served) as one,
+        served.connected() as one,
     ):
         one.sendall(head_of_body(100) + b"{")
         assert waits(served) < WAIT  # by then the half is there
@@ -428,7 +415,7 @@ def test_limits_are_positive(named: dict[str, Any]) -> None:
 
 def half_closed(served: Served, **body: object) -> bytes:
     raw = json.dumps(body).encode()
-    with connected(served) as one:
+    with served.connected() as one:
         one.sendall(head_of_body(len(raw)) + raw)
         one.shutdown(socket.SHUT_WR)
         return read(one)
@@ -452,7 +439,7 @@ def test_who_has_sent_all_is_answered(strict: Served) -> None:
 
 def test_who_has_sent_all_by_old_http_is_answered_with_nothing_in_front(strict: Served) -> None:
     raw = json.dumps({"prompt": "go on", "max_tokens": 100, "ignore_eos": True}).encode()
-    with connected(strict) as one:
+    with strict.connected() as one:
         one.sendall(head_of_body(len(raw)).replace(b"HTTP/1.1", b"HTTP/1.0") + raw)
         one.shutdown(socket.SHUT_WR)
         assert read(one).startswith(b"HTTP/1.1 200 OK")
@@ -460,12 +447,12 @@ def test_who_has_sent_all_by_old_http_is_answered_with_nothing_in_front(strict: 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_had_sent_all_and_then_leaves_ends_what_it_asked(strict: Served, *, stream: bool) -> None:
-    before = strict.front.engine.statistics()
+    before = strict.statistics
     raw = json.dumps({**LONG, "stream": stream}).encode()
-    with connected(strict) as one:
+    with strict.connected() as one:
         one.sendall(head_of_body(len(raw)) + raw)
         one.shutdown(socket.SHUT_WR)
-        until(lambda: strict.front.engine.statistics().steps > before.steps)
-    until(lambda: strict.front.engine.statistics().running == 0 and strict.front.places.taken == 0)
-    now = strict.front.engine.statistics()
+        until(lambda: strict.statistics.steps > before.steps)
+    until(lambda: strict.statistics.running == 0 and strict.front.places.taken == 0)
+    now = strict.statistics
     assert now.requests_finished == before.requests_finished + 1

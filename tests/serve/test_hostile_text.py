@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
-from serve_support import LONGEST, WAIT, Served, engine_of, serving, until
+from serve_support import LONGEST, PATH, WAIT, Served, engine_of, serving, until
 from starlette.types import Message, Receive, Scope, Send
 from tokenizers import AddedToken
 
@@ -32,7 +32,6 @@ from hybridkv.serve.bodies import (
 from hybridkv.serve.errors import ApiError
 from hybridkv.serve.gates import MOST_VALUES, BodyGate, Pace, ValueCounter
 
-PATH = "/v1/completions"
 PER_TOKEN = len("<eos>")
 """Most characters of a token of tiny models."""
 FEW = {"prompt": "hello", "max_tokens": 1, "temperature": 0}

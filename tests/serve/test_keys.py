@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serve_support import Served, engine_of, serving
+from serve_support import PATH, Served, engine_of, serving
 
 from hybridkv.errors import ConfigError
 from hybridkv.serve import ApiKeys, ServeOptions
 
-PATH = "/v1/completions"
 FILE = "# who may ask\n\noperator\nalice  salt-of-alice\nbob\tsalt-of-bob\n"
 
 

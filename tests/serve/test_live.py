@@ -2,13 +2,12 @@
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from page_support import CHROMIUM, browser, tab
-from serve_support import LONGEST, WAIT, Served, engine_of, serving, until
+from serve_support import LONGEST, PATH, WAIT, Served, engine_of, serving, until
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.block_map import BlockState, block_map
@@ -22,7 +21,6 @@ from hybridkv.serve.live import MOST_CELLS, MOST_ENDED, MOST_REQUESTS, Ages, Liv
 from hybridkv.serve.metrics import RequestMetrics
 from hybridkv.step import Csr, StepResult
 
-PATH = "/v1/completions"
 ASKED = {"prompt": "a prompt that comes again, of more than two blocks", "max_tokens": 8, "ignore_eos": True}
 LISTENS = "document.getElementById('state').textContent === 'live'"
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
@@ -125,10 +123,9 @@ def test_what_ended_is_told_by_how_long_it_took() -> None:
         assert 0 <= found < prompt
 
 
-def test_keys_and_what_is_never_told(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("sk-all\nsk-one salt-of-one\n")
-    with serving(engine_of("llama"), ServeOptions(keys=ApiKeys.read(file))) as served:
+def test_keys_and_what_is_never_told() -> None:
+    keys = ApiKeys({"sk-all": None, "sk-one": "salt-of-one"})
+    with serving(engine_of("llama"), ServeOptions(keys=keys)) as served:
         one, everybody = {"Authorization": "Bearer sk-one"}, {"Authorization": "Bearer sk-all"}
         body = {**ASKED, "max_tokens": 400, "stream": True}
         with served.client.stream("POST", PATH, json=body, headers=one) as answer:
@@ -143,17 +140,13 @@ def test_keys_and_what_is_never_told(tmp_path: Path) -> None:
         assert "salt-of-one" not in text
         assert str(ASKED["prompt"]) not in text
         for path in (
-            "/",
-            "/page/page.js",
-            "/page/page.css",
-            "/page/uplot.js",
-            "/page/uplot.css",
-            "/page/uplot.LICENSE",
+            "",
+            *(f"page/{name}" for name in ("page.js", "page.css", "uplot.js", "uplot.css", "uplot.LICENSE")),
         ):
-            answer_ = served.client.get(path)
-            assert answer_.status_code == 200
-            assert "connect-src 'self'" in answer_.headers["content-security-policy"]
-            assert "salt" not in answer_.text or path == "/"
+            file = served.client.get(f"/{path}")
+            assert file.status_code == 200
+            assert "connect-src 'self'" in file.headers["content-security-policy"]
+            assert "salt" not in file.text or not path
         assert served.client.get("/page/nothing.js").status_code == 401
 
 
@@ -234,7 +227,6 @@ def test_a_look_stays_as_it_was_when_the_engine_goes_on() -> None:
 @needs_chromium
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (820, "dark"), (390, "light")])
 def test_the_page_says_what_metrics_say(llama: Served, width: int, scheme: str) -> None:
-    pytest.importorskip("playwright.sync_api")
     llama.post(PATH, **ASKED)
     with browser() as opened, tab(opened, llama.url, width, scheme) as page:
         holds(page, LISTENS)
@@ -267,11 +259,9 @@ def test_the_page_says_what_metrics_say(llama: Served, width: int, scheme: str) 
 
 
 @needs_chromium
-def test_a_key_is_asked_for_and_remembered_nowhere(tmp_path: Path) -> None:
-    pytest.importorskip("playwright.sync_api")
-    file = tmp_path / "keys"
-    file.write_text("sk-all\n")
-    with serving(engine_of("llama"), ServeOptions(keys=ApiKeys.read(file))) as served, browser() as opened:
+def test_a_key_is_asked_for_and_remembered_nowhere() -> None:
+    keys = ApiKeys({"sk-all": None})
+    with serving(engine_of("llama"), ServeOptions(keys=keys)) as served, browser() as opened:
         page = opened.new_page()
         page.goto(served.url)
         page.wait_for_selector("#ask:not([hidden])")
@@ -286,7 +276,6 @@ def test_a_key_is_asked_for_and_remembered_nowhere(tmp_path: Path) -> None:
 
 @needs_chromium
 def test_the_page_goes_on_when_misses_are_explained_later_or_others(llama: Served) -> None:
-    pytest.importorskip("playwright.sync_api")
     sample = one_sample(llama)
     assert sample["misses"] is None
     with browser() as opened, tab(opened, llama.url) as page:
@@ -309,7 +298,6 @@ def test_the_page_goes_on_when_misses_are_explained_later_or_others(llama: Serve
 
 @needs_chromium
 def test_a_second_key_ends_the_stream_of_the_first(llama: Served) -> None:
-    pytest.importorskip("playwright.sync_api")
     with browser() as opened, tab(opened, llama.url) as page:
         holds(page, LISTENS)
         first, second = page.evaluate(
@@ -324,7 +312,6 @@ def test_a_second_key_ends_the_stream_of_the_first(llama: Served) -> None:
 
 @needs_chromium
 def test_a_thousand_requests_do_not_make_the_page_stutter(llama: Served, crowd: tuple[bytes, float]) -> None:
-    pytest.importorskip("playwright.sync_api")
     with browser() as opened, tab(opened, llama.url) as page:
         holds(page, LISTENS)
         took, rows, said = page.evaluate(

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
-from serve_support import Served, engine_of, serving
+from serve_support import LONG, PATH, Served, engine_of, serving
 
 from hybridkv.cache import MissReason
 from hybridkv.errors import ConfigError
@@ -15,8 +15,6 @@ from hybridkv.runner import Engine, EngineOptions, load
 from hybridkv.runner.drafters import NgramDrafter
 from hybridkv.serve import ServeOptions
 from hybridkv.serve.metrics import Families, Tally
-
-PATH = "/v1/completions"
 
 
 def samples(served: Served) -> dict[str, float]:
@@ -38,7 +36,7 @@ def samples(served: Served) -> dict[str, float]:
 def test_counts_are_those_of_the_engine(llama: Served) -> None:
     before = samples(llama)
     llama.post(PATH, prompt=["count this prompt, which has two blocks", "and this"], n=2, max_tokens=5, ignore_eos=True)
-    now, found = llama.front.engine.statistics(), samples(llama)
+    now, found = llama.statistics, samples(llama)
     assert found["hybridkv:num_requests_running"] == now.running == 0
     assert found["hybridkv:num_requests_waiting"] == 0
     assert found["hybridkv:kv_cache_usage_perc"] == 0
@@ -78,10 +76,7 @@ def test_a_tally_is_prometheus_own_histogram() -> None:
 
 
 def test_blocks_of_groups_while_a_request_runs(llama: Served) -> None:
-    body = {"prompt": "a prompt of more than two blocks of tokens", "max_tokens": 400, "ignore_eos": True}
-    with llama.client.stream("POST", PATH, json={**body, "stream": True}) as answer:
-        lines = answer.iter_lines()
-        next(lines)
+    with llama.streaming(**LONG | {"prompt": "a prompt of more than two blocks of tokens", "max_tokens": 400}):
         found = samples(llama)
         assert found["hybridkv:num_requests_running"] == 1
         assert 0 < found["hybridkv:kv_cache_usage_perc"] <= found["hybridkv:kv_cache_peak_usage_perc"] <= 1
@@ -98,10 +93,7 @@ def test_why_requests_wait(seats: int, memory: str, reason: str) -> None:
     target = Engine(load("tiny:llama"), memory=memory, max_model_len=512, options=options)
     prompts = [[one, *([7] * 400)] for one in range(4)]
     with serving(target) as served:
-        body = {"prompt": prompts, "max_tokens": 100, "ignore_eos": True, "stream": True, "return_token_ids": True}
-        with served.client.stream("POST", PATH, json=body) as answer:
-            lines = answer.iter_lines()
-            assert next(lines).startswith("data: {")
+        with served.streaming(prompt=prompts, max_tokens=100, ignore_eos=True, return_token_ids=True):
             found = samples(served)
         waiting = {name: value for name, value in found.items() if "waiting_by_reason" in name and value}
     assert waiting == {f"hybridkv:num_requests_waiting_by_reason['{reason}']": 3}
@@ -113,7 +105,7 @@ def test_names_of_vllm_drafts_and_kinds_of_groups() -> None:
     with serving(target, ServeOptions(metrics_prefix="vllm")) as served:
         served.post(PATH, prompt="aaaa", max_tokens=20, temperature=0, logit_bias={"97": 1000})
         found = samples(served)
-        now = served.front.engine.statistics()
+        now = served.statistics
         assert all(name.startswith("vllm:") for name in found)
         assert found["vllm:spec_decode_num_draft_tokens_total"] == now.drafted_tokens > 0
         assert found["vllm:spec_decode_num_accepted_tokens_total"] == now.accepted_tokens

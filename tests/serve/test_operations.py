@@ -2,11 +2,9 @@
 
 import socket
 
-from serve_support import Served
+from serve_support import LONG, PATH, Served
 
 from hybridkv.serve.server import listen
-
-PATH = "/v1/completions"
 
 
 def test_health_version_and_models(llama: Served) -> None:
@@ -37,10 +35,7 @@ def test_the_cache_is_forgotten(llama: Served) -> None:
 
 
 def test_the_cache_is_not_forgotten_under_a_request(llama: Served) -> None:
-    body = {"prompt": "go on", "max_tokens": 400, "ignore_eos": True, "stream": True}
-    with llama.client.stream("POST", PATH, json=body) as answer:
-        lines = answer.iter_lines()
-        assert '"text":' in next(lines)
+    with llama.streaming(**LONG):
         assert llama.client.post("/reset_prefix_cache").status_code == 409
 
 

@@ -28,11 +28,11 @@ def test_tokens_of_a_conversation(llama: Served, alone: Engine) -> None:
 
 
 def test_what_completions_would_ask(llama: Served) -> None:
-    steps = llama.front.engine.statistics().steps
+    steps = llama.statistics.steps
     first, second = llama.client.post("/v1/completions/render", json={"prompt": ["a", "bc"], "max_tokens": 3}).json()
     assert (first["token_ids"], second["token_ids"]) == ([97], [98, 99])
     assert first["request_id"] != second["request_id"]
-    assert llama.front.engine.statistics().steps == steps
+    assert llama.statistics.steps == steps
 
 
 def test_what_cannot_be_is_refused(llama: Served) -> None:

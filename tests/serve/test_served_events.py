@@ -1,15 +1,11 @@
 """A server publishes what its cache stores and forgets, as its requests run."""
 
-import subprocess
-from socket import create_server
 from typing import Any
 
-import httpx2
 import msgspec
 import pytest
 import zmq
 from serve_support import LONGEST, WAIT, engine_of, serving
-from test_command import COMMAND, command
 
 from hybridkv.errors import ConfigError
 from hybridkv.kv_events import KVEventPublisher
@@ -31,23 +27,6 @@ def test_a_server_publishes_what_it_stores_and_forgets(model: str, exact: bool) 
         assert served.client.post("/reset_prefix_cache").status_code == 200
         assert publisher.replay_endpoint is not None
         told_until_cleared(publisher.replay_endpoint)
-
-
-def test_the_command_publishes_exact_events() -> None:
-    with create_server(("127.0.0.1", 0)) as one, create_server(("127.0.0.1", 0)) as other:
-        events, replay = (f"tcp://127.0.0.1:{free.getsockname()[1]}" for free in (one, other))
-    with command("--kv-events", events, "--kv-events-replay", replay, "--kv-events-form", "exact") as (_, url):
-        body = {"prompt": PROMPT, "max_tokens": 2, "cache_salt": "mine"}
-        assert httpx2.post(f"{url}/v1/completions", json=body, timeout=WAIT).status_code == 200
-        assert httpx2.post(f"{url}/reset_prefix_cache", timeout=WAIT).status_code == 200
-        told_until_cleared(replay)
-
-
-def test_a_form_of_no_events_is_refused() -> None:
-    asked = [*COMMAND, "--kv-events-form", "exact"]
-    refused = subprocess.run(asked, check=False, capture_output=True, text=True, timeout=WAIT)  # noqa: S603 - our own command
-    assert refused.returncode != 0
-    assert "name that endpoint, too" in " ".join(refused.stderr.split())
 
 
 def told_until_cleared(replay_endpoint: str) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ PATHS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     "/v1/responses": {"input": "a", "max_output_tokens": 1},
 }
-KEYS = "alice  salt-of-alice\nbob  salt-of-bob\n"
 
 
 @pytest.fixture
@@ -142,11 +140,9 @@ def found(keys: ApiKeys, lies: dict[str, object]) -> tuple[int, int]:
         return alice, bob
 
 
-def test_a_liar_harms_its_own_tenant_alone(tmp_path: Path) -> None:
+def test_a_liar_harms_its_own_tenant_alone() -> None:
     """What another tenant's flood promises of its prompts changes nothing of what is found here."""
-    file = tmp_path / "keys"
-    file.write_text(KEYS)
-    keys = ApiKeys.read(file)
+    keys = ApiKeys({"alice": "salt-of-alice", "bob": "salt-of-bob"})
     honest, lying = found(keys, {"over": True}), found(keys, {"within_s": 1, "shared_tokens": 96})
     assert honest[0] == lying[0] > 0
     assert honest[1] > lying[1]

@@ -1,26 +1,19 @@
 """Spans of OpenTelemetry: one a body, with its counts, behind the client's own, and nothing that was said in it."""
 
 import json
-import os
-import subprocess
 import sys
-import threading
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
-import httpx2
 import pytest
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, StatusCode, Tracer
-from serve_support import WAIT, Served, engine_of, serving, until
-from test_command import command
+from serve_support import LONG, PATH, Served, engine_of, serving, until
 
 from hybridkv.errors import ConfigError
 from hybridkv.serve import spans as request_spans
 
-PATH = "/v1/completions"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -95,10 +88,8 @@ def test_what_is_refused_and_who_leaves(recorded: tuple[Served, list[Recorded]])
     (span,) = spans
     assert (span.name, span.status, span.ended) == ("chat tiny:llama", StatusCode.ERROR, 1)
     assert span.attributes["error.type"] == "400"
-    body = {"prompt": "go on", "max_tokens": 400, "ignore_eos": True, "stream": True}
-    with served.client.stream("POST", PATH, json=body) as answer:
-        lines = answer.iter_lines()
-        next(lines)
+    with served.streaming(**LONG):
+        pass
     until(lambda: spans[1].ended == 1)
     assert spans[1].attributes["error.type"] == request_spans.CLIENT_LEFT
     assert "gen_ai.response.finish_reasons" not in spans[1].attributes
@@ -106,48 +97,10 @@ def test_what_is_refused_and_who_leaves(recorded: tuple[Served, list[Recorded]])
     assert len(spans) == 2
 
 
-class Collector(BaseHTTPRequestHandler):
-    """Keeps what it is sent."""
-
-    got: list[bytes] = []  # noqa: RUF012 - of the one collector
-
-    def do_POST(self) -> None:
-        self.got.append(self.rfile.read(int(self.headers["content-length"])))
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
+def test_without_the_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(ConfigError, match=r"hybridkv\[cli,serve,otel\]"), request_spans.exporting():
         pass
-
-
-def test_the_command_sends_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    Collector.got.clear()
-    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
-        threading.Thread(target=collector.serve_forever, daemon=True).start()
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_address[1]}")
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
-        with command("--spans") as (process, url):
-            answer = httpx2.post(f"{url}{PATH}", json={"prompt": "a", "max_tokens": 2}, timeout=WAIT)
-            assert answer.status_code == 200
-            process.terminate()
-            assert process.wait(WAIT) == 0
-        collector.shutdown()
-    sent = b"".join(Collector.got)
-    assert b"text_completion tiny:llama" in sent
-    assert answer.json()["id"].encode() in sent
-
-
-def test_without_the_sdk() -> None:
-    code = (
-        "import sys; sys.modules['opentelemetry.sdk'] = None; sys.modules['opentelemetry.exporter'] = None\n"
-        "from hybridkv.serve import spans\nwith spans.exporting(): pass"
-    )
-    done = subprocess.run(  # noqa: S603 - our own code
-        [sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ), check=False
-    )
-    assert ConfigError.__name__ in done.stderr
-    assert "hybridkv[cli,serve,otel]" in done.stderr
 
 
 def test_a_tracer_is_opentelemetrys() -> None:

@@ -1,25 +1,24 @@
-"""`hybridkv top` shows what /metrics say, whatever their prefix, and says in one line why it cannot."""
+"""`hybridkv top` and `doctor` show what /metrics say, whatever their prefix, and say in one line why they cannot."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from io import StringIO
-from pathlib import Path
-from threading import Thread
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from serve_support import Served, engine_of, serving
+from serve_support import PATH, Quiet, Served, answering, engine_of, serving
 
 from hybridkv.cli import top
 from hybridkv.cli.exposition import Exposition
+from hybridkv.cli.scrape import metrics_url, read_metrics
+from hybridkv.doctor import Diagnosis, examine_server
 from hybridkv.errors import ConfigError
 from hybridkv.serve import ApiKeys, ServeOptions
 
-PATH = "/v1/completions"
 RECORDED = """
 # TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0",model_name="m\x1b[31m"} 3.0
@@ -100,7 +99,7 @@ def test_a_server_beside_its_own_counts(llama: Served, capsys: pytest.CaptureFix
         llama.post(PATH, prompt="a prompt that comes twice, of two blocks", max_tokens=6, ignore_eos=True)
     assert top.top_command(url=llama.url, once=True) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    now = llama.front.engine.statistics()
+    now = llama.statistics
     groups = llama.front.engine._engine.cache.statistics().groups
     assert f"tiny:llama at {llama.url}/metrics" in lines
     assert f"found in the cache - {now.hit_tokens / now.prompt_tokens:.1%}" in lines
@@ -128,10 +127,9 @@ def test_it_goes_on_in_a_terminal(llama: Served, monkeypatch: pytest.MonkeyPatch
     assert out.getvalue().count("found in the cache") >= 3
 
 
-def test_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "keys"
-    file.write_text("sk-all\nsk-one salt\n")
-    with serving(engine_of("llama"), ServeOptions(keys=ApiKeys.read(file), metrics_prefix="vllm")) as served:
+def test_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ApiKeys({"sk-all": None, "sk-one": "salt"})
+    with serving(engine_of("llama"), ServeOptions(keys=keys, metrics_prefix="vllm")) as served:
         for key, status in ((None, "401 Unauthorized"), ("sk-one", "403 Forbidden")):
             with pytest.raises(ConfigError, match=f"answers {status}: name a key without a salt in HYBRIDKV_API_KEY"):
                 top.top_command(url=served.url, once=True, api_key=key)
@@ -139,7 +137,7 @@ def test_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "running" in capsys.readouterr().out
 
 
-class Other(BaseHTTPRequestHandler):
+class Other(Quiet, BaseHTTPRequestHandler):
     """Of something else: what the first part of a path asks for."""
 
     def do_GET(self) -> None:
@@ -148,25 +146,12 @@ class Other(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(said)
 
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextmanager
-def something_else() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), Other) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield f"127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
-
 
 @pytest.mark.parametrize(
     ("path", "said"), [("/page", "no metrics"), ("/other", "not those of hybridkv or vLLM"), ("/bytes", "cannot read")]
 )
 def test_what_is_no_such_server(path: str, said: str) -> None:
-    with something_else() as there, pytest.raises(ConfigError, match=said):
+    with answering(Other) as there, pytest.raises(ConfigError, match=said):
         top.top_command(url=there + path, once=True)
 
 
@@ -175,7 +160,7 @@ def asked(to: str | None = None) -> Iterator[tuple[str, list[str | None]]]:
     """A server's address and the keys that it was sent: metrics at /there/metrics, anything else is ``to`` or there."""
     keys: list[str | None] = []
 
-    class Sends(BaseHTTPRequestHandler):
+    class Sends(Quiet, BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             keys.append(self.headers["Authorization"])
             there = self.path == "/there/metrics"
@@ -185,17 +170,8 @@ def asked(to: str | None = None) -> Iterator[tuple[str, list[str | None]]]:
             self.end_headers()
             self.wfile.write(RECORDED.encode() if there else b"")
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Sends) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", keys
-        finally:
-            server.shutdown()
-            thread.join()
+    with answering(Sends) as url:
+        yield url, keys
 
 
 def test_a_key_goes_to_no_other_server(capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,7 +195,38 @@ def test_what_is_no_address(url: str) -> None:
 
 
 def test_nobody_there() -> None:
-    with something_else() as there:
+    with answering(Other) as there:
         pass
     with pytest.raises(ConfigError, match=r"cannot read http://127.0.0.1:\d+/metrics: .* is a server there\?"):
         top.top_command(url=there, once=True)
+
+
+# -- `hybridkv doctor`
+
+PROMPT = "A beginning that all of them share, word by word, again and again. "
+
+
+def looked_at(*salts: str | None) -> Diagnosis:
+    """After requests that begin alike, each with its salt."""
+    with serving(engine_of("qwen3_next", remembered_losses=1000)) as served:
+        for number, salt in enumerate(salts):
+            more = {} if salt is None else {"cache_salt": salt}
+            served.post("/v1/completions", prompt=f"{PROMPT}{number}", max_tokens=2, **more)
+        return examine_server(served.url, Exposition.parse(read_metrics(metrics_url(served.url), None), 0.0))
+
+
+def test_a_server_whose_requests_share() -> None:
+    told = looked_at(*[None] * 6)
+    assert told.findings == ()
+    assert told.figures.keys() == {
+        "found",
+        "blocks_and_prefixes",
+        "salts",
+        "states_read_again",
+        "states_and_requests",
+    }
+
+
+def test_a_server_of_a_salt_for_each_request() -> None:
+    told = looked_at(*(f"salt-{number}" for number in range(6)))
+    assert [one.name for one in told.findings] == ["salts"]
