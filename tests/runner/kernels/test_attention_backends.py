@@ -141,7 +141,8 @@ def test_faults_show(backend: AttentionBackend, fault: str, monkeypatch: pytest.
     model = tiny_model("gpt_oss", 0)
     asked = prompts(model)
     wanted = alone(model, asked)
-    prepare = paged.KERNELS[backend](torch.device("cpu"))
+    prepare = paged.kernel_of(backend, torch.device("cpu"))
+    assert prepare is not None
 
     def faulty(reads: PagedBatch, mask: AttentionMask, heads: LayerHeads, pages: KVPages) -> paged.Attend:
         if fault == "window one short" and mask.window is not None:
@@ -157,7 +158,7 @@ def test_faults_show(backend: AttentionBackend, fault: str, monkeypatch: pytest.
 
         return wrong
 
-    monkeypatch.setattr(paged, "KERNELS", {backend: lambda _device: faulty})
+    monkeypatch.setattr("hybridkv.runner.runner.kernel_of", lambda *_: faulty)
     if fault == "nothing written":
         monkeypatch.setattr(PagedStep, "write", lambda *_: None)
     with engine(model, backend) as made:

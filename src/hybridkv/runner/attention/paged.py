@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -119,10 +119,8 @@ Prepare = Callable[[PagedBatch, AttentionMask, LayerHeads, KVPages], Attend]
 
 def _torch(reads: PagedBatch, mask: AttentionMask, _heads: LayerHeads, _pages: KVPages) -> Attend:
     def attend(query: torch.Tensor, pages: KVPages, form: AttentionForm) -> torch.Tensor:
-        out, _ = paged_attention(
-            query, pages, reads, form.scale, mask=mask, softcap=form.softcap, sink_logits=form.sinks
-        )
-        return out
+        kept: dict[str, Any] = {"softcap": form.softcap, "sink_logits": form.sinks}
+        return paged_attention(query, pages, reads, form.scale, mask=mask, **kept)[0]
 
     return attend
 
@@ -137,7 +135,12 @@ def _triton(reads: PagedBatch, mask: AttentionMask, heads: LayerHeads, pages: KV
     return attend
 
 
-def _on_triton(device: torch.device) -> Prepare:
+def kernel_of(backend: AttentionBackend, device: torch.device) -> Prepare | None:
+    """Of ``backend`` on ``device``; None for what gathers. ConfigError where it cannot run there."""
+    if backend is AttentionBackend.TORCH:
+        return _torch
+    if backend is not AttentionBackend.TRITON:
+        return None
     try:
         import triton  # noqa: PLC0415 - optional
     except ImportError as error:
@@ -145,19 +148,6 @@ def _on_triton(device: torch.device) -> Prepare:
     if device.type == "cpu" and not triton.knobs.runtime.interpret:
         raise ConfigError("Triton has no compiler for CPUs: use attention=gather, or set TRITON_INTERPRET=1")
     return _triton
-
-
-KERNELS: Final[Mapping[AttentionBackend, Callable[[torch.device], Prepare]]] = {
-    AttentionBackend.TORCH: lambda _device: _torch,
-    AttentionBackend.TRITON: _on_triton,
-}
-"""Of the backends that read pages: what prepares them on a device."""
-
-
-def kernel_of(backend: AttentionBackend, device: torch.device) -> Prepare | None:
-    """Of ``backend`` on ``device``, for one runner; None for what gathers. ConfigError where it cannot run there."""
-    made = KERNELS.get(backend)
-    return None if made is None else made(device)
 
 
 def write_of(backend: AttentionBackend, table: BlockTable, tokens: int) -> Write:
