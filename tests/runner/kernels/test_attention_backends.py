@@ -1,8 +1,6 @@
 """Models whose attention reads pages, by every kernel, against the same models alone."""
 
 import logging
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from scripted import ScriptedDrafter
 from transformers import PreTrainedModel
 
@@ -171,13 +170,8 @@ def test_names_of_backends() -> None:
     assert EngineOptions(attention="torch").attention is AttentionBackend.TORCH
 
 
-def test_triton_without_a_gpu_or_its_interpreter_is_refused_at_the_start() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    asked = "generate", "--model", "tiny:llama", "--attention", "triton", "--memory", "2MiB"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(  # noqa: S603 - this library
-        [sys.executable, "-m", "hybridkv", *asked], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode
-    assert "Triton has no compiler for CPUs: use attention=gather, or set TRITON_INTERPRET=1" in done.stderr
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_triton_without_a_gpu_or_its_interpreter_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(ConfigError, match="Triton has no compiler for CPUs: use attention=gather, or set TRITON_INTER"):
+        engine(tiny_model("llama", 0), "triton")

@@ -54,7 +54,7 @@ def sizes(made: Engine) -> list[int]:
 
 def test_three_rows_run_as_four() -> None:
     """The fourth has no slot: the null block keeps its zeros."""
-    model = tiny_model("llama", 0)
+    model = tiny_model("llama", 0, fields={"num_hidden_layers": 2})
     asked = prompts(model, (5, 3, 4))
     wanted = alone(model, asked)
     with engine(model) as made:
@@ -86,7 +86,7 @@ FAULTS = ["lengths of before", "table of before", "slots of before", "positions 
 )
 def test_what_is_not_sent_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the second of two rounds, whose requests have other blocks."""
-    model = tiny_model("llama", 0)
+    model = tiny_model("llama", 0, fields={"num_hidden_layers": 2})
     first, *asked = prompts(model, (3, 7, 5))
     wanted = alone(model, asked)
     fill = decode_graphs._Graph._fill
