@@ -12,7 +12,7 @@ from hybridkv.planner.config import KVCacheConfig
 from hybridkv.specs import FullAttentionSpec, MambaSpec
 from hybridkv.step import Cells, Copy, Csr, Step
 from hybridkv.testing.configs import model_config, natural_model_config
-from hybridkv.worker import BlockCopier, CopyKernels, PagedStorage, parts_of
+from hybridkv.worker import BlockCopier, CopyKernels, PagedStorage
 
 ATTENTION = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=3, dtype="bfloat16")
 STATE = MambaSpec(block_size=4, shapes=((3, 2), (2, 3)), dtypes=("bfloat16", "float32"), cache_mode="align")
@@ -33,15 +33,6 @@ class StepCase:
     copies: tuple[Copy, ...] = ()
     zero: tuple[tuple[int, int], ...] = ()
     seed: int = field(default=7, compare=False)
-
-
-def storage_of(config: KVCacheConfig, device: str = "cpu") -> PagedStorage:
-    layout = {
-        name: parts_of(spec)
-        for group in config.groups
-        for name, spec in zip(group.layer_names, group.layer_specs, strict=True)
-    }
-    return PagedStorage(config, layout, device)
 
 
 def step_of(case: StepCase) -> Step:
@@ -92,7 +83,7 @@ def copy_one(arena: Bytes, config: KVCacheConfig, copy: Copy) -> None:
 def check_step(case: StepCase, kernels: CopyKernels, *, device: str = "cpu") -> None:
     """Both stages leave every byte as the plain order does: moves, zeroing, copies before; copies after."""
     config = CONFIGS[case.config]
-    storage = storage_of(config, device)
+    storage = PagedStorage(config, device=device)
     fill(storage, case.seed)
     copier, step, expected = BlockCopier(storage, kernels=kernels), step_of(case), content(storage)
     for copy in case.copies:

@@ -22,7 +22,6 @@ from hybridkv.worker import (
     StateCopies,
     StatePart,
     StatePlan,
-    parts_of,
     state_copies,
 )
 from hybridkv.worker.copies.state_copy import Kind
@@ -87,7 +86,7 @@ def storage_of(case: StateCase, num_blocks: int, device: str = "cpu") -> tuple[P
     else:
         config = reference_config(spec, num_blocks, case.gaps)
     names = config.groups[0].layer_names
-    storage = PagedStorage(config, dict.fromkeys(names, parts_of(spec)), device)
+    storage = PagedStorage(config, device=device)
     fill(storage, case.seed)
     return storage, [list(zip(case.parts, storage.views[name], strict=True)) for name in names]
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from block_copy_support import CONFIGS, StepCase, check_step, step_cases, step_of, storage_of
+from block_copy_support import CONFIGS, StepCase, check_step, step_cases, step_of
 from copy_support import content, fill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridkv.errors import WorkerError
 from hybridkv.step import Copy
-from hybridkv.worker import TORCH, BlockCopier, CopyKernels
+from hybridkv.worker import TORCH, BlockCopier, CopyKernels, PagedStorage
 from hybridkv.worker.copies.block_copy import copy_levels
 
 
@@ -168,7 +168,7 @@ def test_levels_are_the_longest_chain_of_conflicts(pairs: list[tuple[int, int]])
 )
 def test_bad_steps_are_refused_before_anything_is_written(case: StepCase, message: str) -> None:
     """Good moves, zeroing and copies stand before the bad one."""
-    storage = storage_of(CONFIGS[case.config])
+    storage = PagedStorage(CONFIGS[case.config])
     fill(storage, 1)
     before = content(storage)
     good = (move(0, 2, 3), copy(0, 3, 4), copy(0, 5, 6))

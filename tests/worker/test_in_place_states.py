@@ -1,11 +1,11 @@
-"""States in columns, followed Step by Step. What they are worth in a model: tests/worker/test_bare_engine.py."""
+"""States in columns: what is refused. Followed Step by Step: test_state_loop.py; in a model: test_bare_engine.py."""
 
 import numpy as np
 import pytest
 import torch
 from bare_engine import DRAFTS, Hybrid
 
-from hybridkv import KVCacheManager, Request, SamplingParams, Scheduler, SchedulerLimits, StepResult, plan
+from hybridkv import plan
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.models import Layer, Model
 from hybridkv.planner import KVCacheConfig
@@ -34,38 +34,6 @@ def test_a_model_without_states_is_refused() -> None:
     config = plan(Model("a", "a", (layer,), 60, 9, "float32", 1, 1, 4), "1MiB", layout="reference").config
     with pytest.raises(ConfigError, match="no states in columns here"):
         states_of(config)
-
-
-def test_blocks_are_those_of_the_columns_from_the_state_on() -> None:
-    """A prompt of 20 tokens in blocks of 16, then two steps of one token and two drafts, of which two are accepted."""
-    made = plan(Hybrid().described(), "1MiB", max_model_len=60, layout="reference")
-    storage = PagedStorage(made.config)
-    tables = MultiGroupBlockTable.of_config(made.config, max_num_reqs=2, max_model_len=60, max_num_batched_tokens=64)
-    states = InPlaceStates(storage, tables, DRAFTS)
-    manager = KVCacheManager(made)
-    scheduler = Scheduler(manager, SchedulerLimits(max_running=2, max_batched_tokens=64, num_speculative_tokens=DRAFTS))
-    scheduler.add(Request("r", list(range(20)), SamplingParams(max_tokens=20), hasher=manager.hasher))
-    group = next(g for g, one in enumerate(made.config.groups) if "0" in one.layer_names)
-    biases, columns = [], []
-    for drafts in ([], [], [7, 7], [7, 7], []):
-        scheduler.propose({"r": drafts})
-        step = scheduler.schedule()
-        tables.apply(step)
-        left = states.before(step)
-        assert not left.copies
-        blocks, bias = states.blocks(step, group)
-        row = tables[group].get_numpy_array()[step.rows[0]]
-        columns.append((int(step.num_computed[0] + step.num_scheduled[0]) - 1) // 16)
-        biases.append(bias.tolist())
-        held = tables[group].num_blocks_per_row[step.rows[0]]
-        assert blocks[0].tolist() == [int(row[c]) if c < held else 0 for c in range(columns[-1], columns[-1] + 4)]
-        storage.views["0"][1][blocks[0, 0]] = len(columns)
-        count = min(len(step.drafts[0]), 1) + int(step.samples[0])
-        states.after(step, [max(count, 1)])
-        accepted = np.array([count], np.int32) if len(step.drafts.values) else None
-        scheduler.update(StepResult(step.id, Csr.from_lists([[7] * count]), accepted))
-    assert columns == [0, 1, 1, 1, 1]
-    assert biases == [[0], [0], [0], [1], [1]]
 
 
 def test_behind_a_row_there_are_null_blocks() -> None:
