@@ -82,6 +82,21 @@ def test_at_most_so_many_pass() -> None:
     assert sched.num_waiting == 3
 
 
+def test_at_most_for_so_long() -> None:
+    sched, clock = scheduler(max_overtaken_seconds=1.0)
+    clock.now = 50.0
+    add(sched, "a", range(16), 12)
+    add(sched, "large", range(50, 80), 1)
+    add(sched, "small", [1], 1)
+    assert turn(sched) == ["a", "small"]
+    add(sched, "second", [2], 1)
+    clock.now = 50.9
+    assert turn(sched) == ["second"]
+    add(sched, "third", [3], 1)
+    clock.now = 51.0
+    assert turn(sched) == []
+
+
 def test_the_bound_is_64_or_a_second_unless_told() -> None:
     sched, clock = scheduler(num_blocks=40)
     add(sched, "a", range(16), 14)

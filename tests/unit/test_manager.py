@@ -55,6 +55,13 @@ def test_a_prompt_of_14_tokens_hits_12() -> None:
     assert (blocks.blocks, hit) == (([1, 2, 3],), 12)
 
 
+def test_requests_with_other_salts_share_nothing() -> None:
+    cache = manager()
+    run(cache, request(cache, range(14), cache_salt="a"))
+    hits = [run(cache, request(cache, range(14), cache_salt=salt)) for salt in ("a", "b")]
+    assert [*hits, run(cache, request(cache, range(14)))] == [12, 0, 0]
+
+
 def test_a_request_hashed_by_another_hasher_is_refused() -> None:
     cache = manager()
     stranger = Request("r", range(14), hasher=BlockHasher(4))

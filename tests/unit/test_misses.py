@@ -57,21 +57,6 @@ class Served:
         return [(miss.first, miss.tokens, str(miss.reason)) for miss in misses]
 
 
-def test_what_was_never_seen_and_the_last_token() -> None:
-    served = Served(FULL, 30)
-    assert served.why(PROMPT) == [(0, 19, "never_seen"), (19, 1, "last_token")]
-    served.run(PROMPT)
-    assert served.why(PROMPT) == [(19, 1, "last_token")]
-    assert served.why([*PROMPT, 1, 2, 3, 4, 5]) == [(20, 4, "never_seen"), (24, 1, "last_token")]
-
-
-def test_what_runs_is_not_published_yet() -> None:
-    served = Served(FULL, 30)
-    first = served.request(PROMPT)
-    assert served.cache.allocate_slots(first, 8) is not None
-    assert served.why(PROMPT) == [(8, 11, "unpublished"), (19, 1, "last_token")]
-
-
 def test_what_was_evicted_when_and_how_much_more_memory_it_would_take() -> None:
     served = Served(FULL, 8, natural=False)  # 7 blocks
     served.run(PROMPT)
@@ -85,41 +70,6 @@ def test_what_was_evicted_when_and_how_much_more_memory_it_would_take() -> None:
     assert gone.more_bytes == 5 * block  # those that went with it count as one
 
 
-def test_a_state_that_was_evicted_and_one_that_was_never_kept() -> None:
-    served = Served(HYBRID, 40)
-    served.run(PROMPT)
-    assert served.why([*PROMPT[:15], 1, 2, 3]) == [(0, 12, "no_state"), (12, 5, "never_seen"), (17, 1, "last_token")]
-    served.evict(1, served.cache.groups[1].view(served.request(PROMPT)).labelled(19))
-    misses = served.cache.explain(served.request(PROMPT))
-    assert [(one.first, one.tokens, str(one.reason), one.group) for one in misses] == [
-        (0, 19, "evicted", 1),
-        (19, 1, "last_token", None),
-    ]
-
-
-def test_a_window_that_is_gone() -> None:
-    served = Served(WINDOWS, 40)
-    served.run(PROMPT)
-    assert served.why([*PROMPT[:8], 1]) == [(8, 1, "last_token")]
-    for key in served.request(PROMPT).hashes[:2]:
-        served.evict(1, served.cache.groups[1].index.get(key))
-    assert served.why([*PROMPT[:8], 1]) == [(0, 8, "no_window"), (8, 1, "last_token")]
-
-
-def test_hits_end_at_the_edges_of_blocks() -> None:
-    served = Served(FULL, 30, natural=False)
-    served.run(PROMPT)
-    assert served.why(PROMPT) == [(16, 3, "block_edge"), (19, 1, "last_token")]
-
-
-def test_another_salt() -> None:
-    served = Served(FULL, 30)
-    served.run(PROMPT, "a")
-    assert served.why(PROMPT, "b") == [(0, 19, "other_salt"), (19, 1, "last_token")]
-    assert served.why([*PROMPT[:8], 1], None) == [(0, 8, "other_salt"), (8, 1, "last_token")]
-    assert served.why(PROMPT, "a") == [(19, 1, "last_token")]
-
-
 def test_what_was_found_and_given_up_and_what_is_not_looked_up() -> None:
     served = Served(FULL, 30)
     served.run(PROMPT)
@@ -127,13 +77,6 @@ def test_what_was_found_and_given_up_and_what_is_not_looked_up() -> None:
     assert served.why(PROMPT, hit=20) == []
     misses = served.cache.explain(served.request(PROMPT, reads=False))
     assert [str(one.reason) for one in misses] == ["caching_off", "last_token"]
-
-
-def test_a_cache_that_is_forgotten_has_seen_nothing() -> None:
-    served = Served(FULL, 30)
-    served.run(PROMPT)
-    assert served.cache.reset_prefix_cache()
-    assert served.why(PROMPT) == [(0, 19, "never_seen"), (19, 1, "last_token")]
 
 
 def test_without_a_memory_of_losses_nothing_is_explained() -> None:

@@ -348,3 +348,16 @@ def test_the_cache_runs_over_a_space_that_no_file_of_it_knows(seed: int) -> None
     loop.run()
     assert loop.cache.usage == 0
     assert loop.cache.evictions > 0
+
+
+@pytest.mark.parametrize("length", [3, 4, 6])
+def test_a_salt_parts_what_is_cached_inside_a_block_too(length: int) -> None:
+    loop = Loop(cache_of(config_of((full_spec(B),), (3,), 12)))
+    cache = loop.cache
+    loop.scheduler.add(
+        Request("a", tokens(length), SamplingParams(max_tokens=1), hasher=cache.hasher, cache_salt="tenant")
+    )
+    while not loop.scheduler.drained:
+        loop.step()
+    asked = [Request("b", [*tokens(length), 1], hasher=cache.hasher, cache_salt=salt) for salt in ("tenant", "x", None)]
+    assert [cache.find_hit(request).tokens for request in asked] == [length, 0, 0]

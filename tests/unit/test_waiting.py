@@ -157,45 +157,6 @@ def test_all_are_aborted_at_the_price_of_each() -> None:
     assert costs[1] < 4.8 * costs[0]
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_the_order_is_that_of_a_sorted_list(policy: Policy) -> None:
-    random, queue = Random(3), WaitingQueue(policy)
-    model: list[Waiting] = []
-    gone: list[Waiting] = []
-    for number in range(3000):
-        match random.choice(["append", "append", "remove", "first", "return", "look"]):
-            case "append":
-                request = Request(f"r{number}", [1], priority=random.randrange(3), arrival_time=random.randrange(9))
-                queue.append(request)
-                found = queue.find(request)
-                assert found is not None
-                model.append(found)
-            case "remove" if model:
-                request = model.pop(random.randrange(len(model))).request
-                queue.remove(request)
-                queue.remove(request)
-                assert queue.find(request) is None
-                assert not queue.complete(request)
-            case "first" if model:
-                with closing(queue.in_order()) as entries:
-                    gone.append(next(entries))
-                    queue.remove(gone[-1].request)
-                assert gone[-1] is model.pop(0)
-            case "return":
-                gone.sort(key=lambda entry: entry.queue_key)
-                queue.return_to_front(gone)
-                model, gone = [*gone, *model], []
-            case "look":
-                place = random.randrange(20)
-                with closing(queue.in_order()) as entries:
-                    looked = [entry for entry, _ in zip(entries, range(place), strict=False)]
-                assert [one.queue_key for one in looked] == [one.queue_key for one in model[:place]]
-        model.sort(key=lambda entry: entry.queue_key)
-        assert len(queue) == len(model)
-    assert queue.requests() == tuple(entry.request for entry in model)
-    assert len(queue._queue_keys) <= 2 * len(queue) + 64
-
-
 def test_who_comes_while_others_are_looked_at_is_handed_out_in_its_turn() -> None:
     """As the branches of a request that ends when its admission fails."""
     queue = WaitingQueue()
