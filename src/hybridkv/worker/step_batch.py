@@ -60,13 +60,13 @@ def step_batch(step: Step, tables: MultiGroupBlockTable) -> StepBatch:
     tables.commit_block_table(tables.num_rows)
     tables.compute_slot_mapping(owners, positions)
     tables.commit_slot_mapping(step.num_tokens)
-    groups = {group: _group_batch(step, group, tables[group]) for group in tables.token_groups}
+    groups = dict[int, GroupBatch]()
+    for group in tables.token_groups:
+        table = tables[group]
+        reads = group_reads(step, group, table)  # refuses rows without blocks, whose slots are all alike
+        slots = write_slots(table.slot_mapping[: step.num_tokens], reads.num_blocks, reads.block_size)
+        groups[group] = GroupBatch(slots, reads)
     return StepBatch(torch.from_numpy(positions).to(tables[0].device), groups)
-
-
-def _group_batch(step: Step, group: int, table: BlockTable) -> GroupBatch:
-    reads = group_reads(step, group, table)  # refuses rows without blocks, whose slots are all alike
-    return GroupBatch(write_slots(table.slot_mapping[: step.num_tokens], reads.num_blocks, reads.block_size), reads)
 
 
 def group_reads(step: Step, group: int, table: BlockTable) -> PagedBatch:

@@ -120,19 +120,15 @@ def _by_parts(states: Attended, batch: GatherBatch, form: AttentionForm) -> torc
 
 def _of_segment(states: Attended, segment: Segment) -> Attended:
     """Its queries, and its rows' own contexts."""
-    return Attended(_queries(states.query, segment), _contexts(states.key, segment), _contexts(states.value, segment))
+    mine = states.query[0, :, segment.tokens]
+    query = mine.reshape(mine.shape[0], segment.rows, segment.queries, mine.shape[2]).transpose(0, 1)
+    return Attended(query, _contexts(states.key, segment), _contexts(states.value, segment))
 
 
 def _of_past(states: Attended, past: Past) -> Attended:
     """All its queries, in one row, and the keys that they see."""
     keys = slice(past.start, past.start + past.length)
     return Attended(states.query[:, :, past.tokens], states.key[:, :, keys], states.value[:, :, keys])
-
-
-def _queries(query: torch.Tensor, segment: Segment) -> torch.Tensor:
-    """[1, heads, tokens, width] -> [rows, heads, queries, width]."""
-    mine = query[0, :, segment.tokens]
-    return mine.reshape(mine.shape[0], segment.rows, segment.queries, mine.shape[2]).transpose(0, 1)
 
 
 def _contexts(states: torch.Tensor, segment: Segment) -> torch.Tensor:

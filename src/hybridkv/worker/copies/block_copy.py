@@ -14,7 +14,6 @@ Copies keep their order where one depends on another, and run together where non
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -171,31 +170,22 @@ class ByteBlocks:
 
 def byte_blocks(storage: PagedStorage) -> tuple[ByteBlocks, ...]:
     """One for each class of the natural layout, one for each group of the reference. No copies, O(layers)."""
-    return tuple(_of_classes(storage) if storage.config.slabs is not None else _of_groups(storage))
-
-
-def _of_classes(storage: PagedStorage) -> Iterator[ByteBlocks]:
-    for of in storage.config.slabs.classes if storage.config.slabs is not None else ():
-        blocks, size = storage.config.blocks_of(of.groups[0]), of.block_bytes
-        pages = _pages(storage.arena, 0, size, size, blocks)
-        yield ByteBlocks(of.groups, of.blocks_per_slab, blocks, size, stack_layers([pages]))
-
-
-def _of_groups(storage: PagedStorage) -> Iterator[ByteBlocks]:
-    config = storage.config
+    config, found = storage.config, list[ByteBlocks]()
+    if config.slabs is not None:
+        for of in config.slabs.classes:
+            blocks, size = config.blocks_of(of.groups[0]), of.block_bytes
+            pages = _pages(storage.arena, 0, size, size, blocks)
+            found.append(ByteBlocks(of.groups, of.blocks_per_slab, blocks, size, stack_layers([pages])))
+        return tuple(found)
     tensors = {name: tensor for tensor in config.tensors for name in tensor.shared_by}
     for number, group in enumerate(config.groups):
+        layers = [(tensors[name], spec) for name, spec in zip(group.layer_names, group.layer_specs, strict=True)]
         views = [
-            _pages(
-                storage.arena,
-                tensors[name].offset_bytes,
-                tensors[name].block_stride_bytes,
-                spec.content_bytes,
-                config.num_blocks,
-            )
-            for name, spec in zip(group.layer_names, group.layer_specs, strict=True)
+            _pages(storage.arena, of.offset_bytes, of.block_stride_bytes, spec.content_bytes, config.num_blocks)
+            for of, spec in layers
         ]
-        yield ByteBlocks((number,), 1, config.num_blocks, 1, stack_layers(views))
+        found.append(ByteBlocks((number,), 1, config.num_blocks, 1, stack_layers(views)))
+    return tuple(found)
 
 
 def _pages(arena: torch.Tensor, offset: int, stride: int, size: int, blocks: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ A step's slots are checked and taken apart once for a group, and used by every l
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -127,11 +128,13 @@ class _Part:
         return (self.states.float() * self.factor).clamp(-largest, largest).to(self.view.dtype)
 
 
-def _parts(num_tokens: int, pages: KVPages, keys: torch.Tensor, values: torch.Tensor) -> tuple[_Part, _Part]:
+def _parts(
+    num_tokens: int, pages: KVPages, keys: torch.Tensor, values: torch.Tensor, names: Sequence[str] = ("keys", "values")
+) -> tuple[_Part, _Part]:
     """Of keys and of values, checked."""
     return (
-        _part(num_tokens, pages.keys, keys, "keys", pages.key_scale),
-        _part(num_tokens, pages.values, values, "values", pages.value_scale),
+        _part(num_tokens, pages.keys, keys, names[0], pages.key_scale),
+        _part(num_tokens, pages.values, values, names[1], pages.value_scale),
     )
 
 
@@ -147,11 +150,9 @@ def _latent_parts(
         )
     if not 0 < scale < math.inf:
         raise WorkerError(f"the scale of latents must be a positive number, got {scale}; 1 for none")
-    views = (pages[:, :, None, : latent.shape[1]], pages[:, :, None, latent.shape[1] :])
-    return (
-        _part(num_tokens, views[0], latent[:, None], "latents", scale),
-        _part(num_tokens, views[1], rotary[:, None], "rotary parts", scale),
-    )
+    width = latent.shape[1]
+    views = KVPages(pages[:, :, None, :width], pages[:, :, None, width:], scale, scale)
+    return _parts(num_tokens, views, latent[:, None], rotary[:, None], ("latents", "rotary parts"))
 
 
 def _part(num_tokens: int, view: torch.Tensor, states: torch.Tensor, name: str, scale: float) -> _Part:

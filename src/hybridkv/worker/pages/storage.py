@@ -100,18 +100,18 @@ class PagedStorage:
         *,
         order: PageOrder = PageOrder.NHD,
     ) -> None:
-        layout = _layout_of(config) if layout is None else layout
-        tensors = {name: tensor for tensor in config.tensors for name in tensor.shared_by}
-        for name in (name for group in config.groups for name in group.layer_names):
-            if name not in tensors or name not in layout:
-                where = "tensor in the plan" if name not in tensors else "page parts"
-                raise ConfigError(f"layer {name!r} has no {where}: plan this very model")
-        for group in config.groups:
-            for name, spec in zip(group.layer_names, group.layer_specs, strict=True):
-                _check_page(name, layout[name], spec)
         if order not in tuple(PageOrder):
             raise ConfigError(f"unknown order {order!r} of a page: use one of {', '.join(PageOrder)}")
         self.config, self.order = config, PageOrder(order)
+        tensors = {name: tensor for tensor in config.tensors for name in tensor.shared_by}
+        parts: dict[str, Sequence[PagePart]] = {}
+        for group in config.groups:
+            for name, spec in zip(group.layer_names, group.layer_specs, strict=True):
+                if name not in tensors or (layout is not None and name not in layout):
+                    where = "tensor in the plan" if name not in tensors else "page parts"
+                    raise ConfigError(f"layer {name!r} has no {where}: plan this very model")
+                parts[name] = parts_of(spec) if layout is None else layout[name]
+                _check_page(name, parts[name], spec)
         try:
             self.arena = torch.zeros(config.arena_bytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:
@@ -119,7 +119,7 @@ class PagedStorage:
                 f"cannot allocate {format_bytes(config.arena_bytes)} on {device}: plan less memory ({error})"
             ) from error
         self.views: dict[str, tuple[torch.Tensor, ...]] = {
-            name: self._views(name, tensors[name], layout[name], number)
+            name: self._views(name, tensors[name], parts[name], number)
             for number, group in enumerate(config.groups)
             for name in group.layer_names
         }
@@ -139,30 +139,14 @@ class PagedStorage:
                     f"layer {name!r} starts at byte {start}, {stride_bytes} bytes from block to block: "
                     f"both must be multiples of the {size} bytes of {part.dtype}"
                 )
-            inner = _block_shape(part.shape, tokens, self.order)
+            inner = part.shape if tokens is None else (tokens, *part.shape)
+            if self.order is PageOrder.HND and len(inner) == 3 and tokens is not None:
+                inner = (inner[1], inner[0], inner[2])
             strides = [math.prod(inner[i + 1 :]) for i in range(len(inner))]
             whole = self.arena[: self.arena.numel() // size * size].view(part.dtype)
             views.append(whole.as_strided((blocks, *inner), (stride_bytes // size, *strides), start // size))
             start += math.prod(inner) * size
         return tuple(views)
-
-
-def _layout_of(config: KVCacheConfig) -> dict[str, tuple[PagePart, ...]]:
-    """The parts of every layer's page, by its spec."""
-    return {
-        name: parts_of(spec)
-        for group in config.groups
-        for name, spec in zip(group.layer_names, group.layer_specs, strict=True)
-    }
-
-
-def _block_shape(shape: tuple[int, ...], tokens: int | None, order: PageOrder) -> tuple[int, ...]:
-    """Of one block. tokens: that it holds, None where it holds one state."""
-    if tokens is None:
-        return shape
-    if order is PageOrder.HND and len(shape) == 2:
-        return (shape[0], tokens, shape[1])
-    return (tokens, *shape)
 
 
 def _torch_dtype(name: str) -> torch.dtype:
