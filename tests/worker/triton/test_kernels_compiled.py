@@ -1,4 +1,4 @@
-"""Attention and writes compiled for Ampere and Hopper: the interpreter takes more than the compiler does.
+"""Attention, writes and shifts compiled for Ampere and Hopper: the interpreter takes more than the compiler does.
 
 In a process of its own, for GPUs that need not be there: in this one Triton may be set to interpret. The arguments are
 those of real calls, recorded instead of launched.
@@ -6,6 +6,7 @@ those of real calls, recorded instead of launched.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -168,6 +169,23 @@ def compile_writes() -> list[dict[str, Any]]:
     return made
 
 
+def compile_shift(one: str, other: str) -> str:
+    """The shift of 2-byte elements, ``one`` of whose strides is 1 and known when it is compiled."""
+    import triton  # noqa: PLC0415 - only in the process that compiles
+    from triton.backends.compiler import GPUTarget  # noqa: PLC0415 - as above
+    from triton.compiler import ASTSource  # noqa: PLC0415 - as above
+
+    from hybridkv.worker.kernels import copies  # noqa: PLC0415 - as above
+
+    signature = {"stack": "*i16", "source": "*i64", "destination": "*i64", "bias": "*i64"}
+    signature |= {"layer_stride": "i64", "block_stride": "i64", one: "constexpr", other: "i32"}
+    signature |= dict.fromkeys(("layers", "tiles", "columns", "channels"), "i32")
+    signature |= {"all_columns": "constexpr", "tile": "constexpr"}
+    source = ASTSource(fn=copies._shift_kernel, signature=signature, constexprs={one: 1, "all_columns": 8, "tile": 256})
+    ptx: str = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    return ptx
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("compiled")
@@ -199,10 +217,23 @@ def test_writes_compile_for_gpus(compiled: dict[str, Any]) -> None:
     assert all(kernel["stores"] for kernel in compiled["writes"])
 
 
+@pytest.mark.parametrize("stride", ["channel_stride", "column_stride"])
+def test_all_columns_are_read_before_one_is_written(stride: str, compiled: dict[str, Any]) -> None:
+    """A state shifts into its own block; the interpreter runs one thread after the other."""
+    lines = compiled[stride].splitlines()
+    reads = [i for i, line in enumerate(lines) if re.search(r"ld\.global\S*b16", line)]
+    writes = [i for i, line in enumerate(lines) if "st.global" in line]
+    barriers = [i for i, line in enumerate(lines) if "bar.sync" in line]
+    assert reads
+    assert any(max(reads) < barrier < min(writes) for barrier in barriers)
+
+
 if __name__ == "__main__":
     from hybridkv.worker.kernels import attention
 
     kernels = (attention.attention_kernel, attention.combine_kernel)
     recorded = {name: record_attention(shape, kernels) for name, shape in SHAPES.items()}
     made = {name: [one.compiled(SHAPES[name].capability) for one in both] for name, both in recorded.items()}
-    print(json.dumps(made | {"writes": compile_writes(), "steps": steps(kernels)}))  # noqa: T201 - what the tests read
+    strides = ("channel_stride", "column_stride")
+    shifts = {one: compile_shift(one, other) for one, other in (strides, strides[::-1])}
+    print(json.dumps(made | shifts | {"writes": compile_writes(), "steps": steps(kernels)}))  # noqa: T201 - for the tests
