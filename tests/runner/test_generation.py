@@ -12,10 +12,20 @@ import generators
 import pytest
 import torch
 from generate_duel import MATCHES, Match, Row
-from generation import NEAR_TIE_GAP, Answer, Comparison, Difference, FewerHits, Tokens
+from generation import (
+    HEADS,
+    NEAR_TIE_GAP,
+    QUESTION,
+    Answer,
+    Comparison,
+    Difference,
+    FewerHits,
+    Round,
+    Tokens,
+    make_rounds,
+)
 from generation import TOLERANCE as BOUND
 from generators import GRID_WAY, NATURAL_WAY, REFERENCE_WAY, Plain, VllmError, last_error, our_answers, their_answers
-from rounds import HEADS, QUESTION, Round, make_rounds
 from runner_support import TOLERANCE
 
 from hybridkv.errors import ConfigError
@@ -191,7 +201,7 @@ def test_jobs_and_answers_pass_as_files(tmp_path: Path) -> None:
     assert answers == [[Answer((1, 2), asked), Answer((4, 5), asked)], [Answer((1, 2), asked)]]
     job = json.loads((tmp_path / "job.json").read_text("utf-8"))
     assert job["model"] == str(tmp_path / "model")
-    assert job["options"] == {"max_model_len": 512, "block_size": 64}
+    assert job["options"] == {"max_model_len": 512, "block_size": 64, "enable_prefix_caching": True}
 
 
 def test_what_fails_is_told_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

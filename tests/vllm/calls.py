@@ -1,7 +1,16 @@
-"""Calls made on both sides. A run is a list of them: any sublist can be run as well."""
+"""Calls made on both sides, their answers in plain ints and bytes, and a difference between those.
+
+A run is a list of calls: any sublist can be run as well.
+"""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+Ids = tuple[tuple[int, ...], ...]
+"""Block ids, one tuple a group; 0 is the null block."""
+
+Keys = tuple[tuple[bytes | None, ...], ...]
+"""The key under which a block can be hit, for every id."""
 
 
 @dataclass(frozen=True)
@@ -136,3 +145,38 @@ class Known:
         self.computed = self.processed = self.sure = 0
         self.resident = self.delayed = False
         self.stored = frozenset()
+
+
+@dataclass(frozen=True)
+class Found:
+    tokens: int
+    ids: Ids
+
+
+class Ask(NamedTuple):
+    """Slots for ``chunk`` tokens. found: what look_up answered last, to be adopted; external: tokens behind it."""
+
+    chunk: int
+    lookahead: int
+    delay: bool
+    found: Found | None = None
+    external: int = 0
+
+
+class Slots(NamedTuple):
+    """What a decode step got. accepted: leading rows; the others are refused. cells: (row, group, column, block)."""
+
+    accepted: int
+    cells: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """what: hit, refusal, new, table, keys, free, order, usage, reset or error. request: what it was about."""
+
+    what: str
+    call: Call
+    theirs: Any
+    ours: Any
+    request: Known | None = None
+    name: str = ""

@@ -14,13 +14,11 @@ from contextlib import nullcontext
 from dataclasses import fields
 from random import Random
 
-from calls import Call, Decode, Free, Grow, Preempt, Probe, Publish, Start
+from calls import Call, Decode, Difference, Found, Free, Grow, Preempt, Probe, Publish, Start
 from cases import Case, Kind, random_case
 from defects import ENDS, LOOK_UP, defect_of
-from difference import Difference
 from duel import Duel
 from random_calls import Caller
-from sides import Found
 from vllm_side import prepare
 
 from few import few_are_many

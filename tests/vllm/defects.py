@@ -4,9 +4,8 @@ A look-up that one of LOOK_UP explains is counted, and the run goes on without t
 by a look-up. Any other defect ends its run, because from there on the two caches hold different things.
 """
 
-from calls import Call, Decode, Grow, Start
+from calls import Call, Decode, Difference, Grow, Start
 from cases import ATTENTION, Group, Kind
-from difference import Difference
 from duel import Duel
 
 LOOK_UP = {

@@ -3,11 +3,26 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from calls import Call, Decode, DecodeRow, Free, Grow, Known, Preempt, Probe, Publish, Reset, Start
+from calls import (
+    Ask,
+    Call,
+    Decode,
+    DecodeRow,
+    Difference,
+    Found,
+    Free,
+    Grow,
+    Ids,
+    Known,
+    Preempt,
+    Probe,
+    Publish,
+    Reset,
+    Slots,
+    Start,
+)
 from cases import Case, Kind
-from difference import Difference
 from our_side import OurSide
-from sides import Ask, Found, Ids, Side, Slots
 from vllm_side import VllmSide
 
 PROBE = "probe"
@@ -25,7 +40,7 @@ class Duel:
     def __init__(self, case: Case, excuse: "Callable[[Difference, Duel], str | None]") -> None:
         self.case = case
         self.excuse = excuse
-        self.theirs: Side = VllmSide(case)
+        self.theirs = VllmSide(case)
         self.ours = OurSide(case)
         self.requests: dict[str, Known] = {}
         self.fresh: set[bytes] = set()
@@ -36,7 +51,7 @@ class Duel:
         self._states = tuple({group.block_size for group in case.groups if group.kind is Kind.ALIGN})
 
     @property
-    def sides(self) -> tuple[Side, Side]:
+    def sides(self) -> tuple[VllmSide, OurSide]:
         return self.theirs, self.ours
 
     def play(self, call: Call) -> Difference | None:
@@ -259,10 +274,8 @@ class Duel:
         name, request = call.name, self.requests[call.name]
         before = self._state_keys(name)
         hits = found if found is not None else (None, None)
-        theirs, ours = (
-            side.allocate(name, Ask(chunk, call.lookahead, call.delay, hit, external))
-            for side, hit in zip(self.sides, hits, strict=True)
-        )
+        asks = [Ask(chunk, call.lookahead, call.delay, hit, external) for hit in hits]
+        theirs, ours = self.theirs.allocate(name, asks[0]), self.ours.allocate(name, asks[1])
         if (theirs is None) != (ours is None):
             return Difference("refusal", call, theirs, ours, request, name)
         if theirs is not None and ours is not None and theirs != _last(ours, theirs, external):

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from generate_duel import MATCHES, Match, say
-from generators import OUTPUT, Plain, VllmError, answers_of
-from rounds import Round, make_rounds
+from generation import Round, make_rounds
+from generators import Plain, VllmError, answers_of, job_of
 
 from hybridkv.runner import tiny_model, wrap
 
@@ -108,26 +108,17 @@ def run(model: Path, rounds: Sequence[Round], match: Match, regime: Regime, sche
             "kv_role": "kv_both",
             "kv_connector_extra_config": more,
         }
-    asked = {
-        "model": str(model),
-        "rounds": [one.prompts for one in rounds],
-        "output": OUTPUT,
-        "options": options,
-        "scheduler": scheduler,
-        "priorities": regime.priorities,
-        "abort": regime.abort,
-    }
-    script = Path(__file__).with_name("vllm_engine.py")
+    asked = job_of(model, rounds, options, scheduler=scheduler, priorities=regime.priorities, abort=regime.abort)
     if regime.stores:
         plenty = {name: value for name, value in options.items() if name != "num_gpu_blocks_override"}
-        answers_of(script, {**asked, "options": plenty}, model.parent)
+        answers_of({**asked, "options": plenty}, model.parent)
     if regime.late:
-        options["kv_transfer_config"] |= {
+        asked["options"]["kv_transfer_config"] |= {
             "kv_connector": "LateConnector",
             "kv_connector_module_path": "late_connector",
             "kv_load_failure_policy": "recompute",
         }
-    return answers_of(script, asked, model.parent)
+    return answers_of(asked, model.parent)
 
 
 def fitting(match: Match) -> list[str]:

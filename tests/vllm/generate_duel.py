@@ -15,9 +15,8 @@ from typing import Any
 
 import generators
 import torch
-from generation import Comparison, Difference, FewerHits
+from generation import Comparison, Difference, FewerHits, Round, make_rounds
 from generators import GRID_WAY, NATURAL_WAY, REFERENCE_WAY, Plain, VllmError, Way, our_answers
-from rounds import Round, make_rounds
 
 from hybridkv.runner import tiny_model, wrap
 

@@ -1,4 +1,4 @@
-"""What two sides generated behind the same prompts, and how that is compared.
+"""Prompts in rounds, what two sides generated behind them, and how that is compared.
 
     theirs  [ equal ......... | x | not compared ]
     ours    [ equal ......... | y | not compared ]
@@ -10,6 +10,7 @@ Behind a first difference the sides go on from other texts: nothing there says a
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from random import Random
 from typing import Self, TypeAlias
 
 from hybridkv.errors import ConfigError
@@ -21,6 +22,53 @@ NEAR_TIE_GAP = 4 * TOLERANCE
 Tokens: TypeAlias = tuple[int, ...]
 Gap: TypeAlias = Callable[[Tokens, Tokens, int, int], float]
 """(prompt, output so far, two tokens) -> how far the lower of their logits is below the best, a share of the range."""
+PRINTABLE = range(32, 127)
+HEADS = (12, 85, 120, 150)
+"""Tokens of the prefixes that prompts share: shorter than any block, and others that are a multiple of none."""
+TAILS = (5, 60)
+QUESTION = 20
+
+Generate: TypeAlias = Callable[[Tokens], Tokens]
+"""The output behind a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """name: what is known of its prompts. prompts: token ids. parting: from heads that none has left before."""
+
+    name: str
+    prompts: tuple[Tokens, ...]
+    parting: bool = False
+
+
+def make_rounds(seed: int, generate: Generate) -> tuple[Round, ...]:
+    """Five rounds, 28 prompts. generate: what the second turns take for the answers to the first.
+
+    cold           [head | tail]                       nothing was seen
+    head seen      [head | other tail]                 two for each head
+    head again     [head | fourth tail]                by now it is known where prompts part
+    same prompts   [head | tail]                       those of the first round
+    second turn    [head | tail | answer | question]   of the first two tails
+    """
+    random = Random(seed)
+
+    def tokens(count: int) -> Tokens:
+        return tuple(random.choices(PRINTABLE, k=count))
+
+    heads = [tokens(count) for count in HEADS]
+
+    def with_tails() -> tuple[Tokens, ...]:
+        return tuple(head + tokens(random.randint(*TAILS)) for head in heads)
+
+    first, second, third, fourth = (with_tails() for _ in range(4))
+    turns = tuple(prompt + generate(prompt) + tokens(QUESTION) for prompt in (*first, *second))
+    return (
+        Round("cold", first),
+        Round("head seen", (*second, *third), parting=True),
+        Round("head again", fourth),
+        Round("same prompts", first),
+        Round("second turn", turns),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from generation import Answer, Tokens
-from rounds import Round
+from generation import Answer, Round, Tokens
 
 from hybridkv.planner.plan import NATURAL, REFERENCE
 from hybridkv.request import SamplingParams
@@ -25,6 +24,7 @@ VLLM_BLOCK_SIZE = 32
 MEMORY = "64MiB"
 """Of our cache: like the GiB of vLLM's, so much that nothing is evicted."""
 STOP_AFTER_S = 900.0
+ENGINE = Path(__file__).with_name("vllm_engine.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +81,23 @@ def their_answers(
 ) -> tuple[str, list[list[Answer]]]:
     """vLLM's version and its answers, round by round. Files are left beside the folder ``model``.
 
-    options: of vllm.LLM, beside those that every run has. script: what runs vLLM, None for vllm_generate.py.
+    options: of vllm.LLM, beside those that every run has. script: what runs vLLM, None for vllm_engine.py.
     Raises VllmError as ``answers_of`` does.
     """
-    asked = {
-        "model": str(model),
-        "rounds": [one.prompts for one in rounds],
-        "output": OUTPUT,
-        "options": {"max_model_len": MAX_MODEL_LEN, "block_size": VLLM_BLOCK_SIZE, **options},
-    }
-    found = answers_of(Path(__file__).with_name("vllm_generate.py") if script is None else script, asked, model.parent)
+    size = {"max_model_len": MAX_MODEL_LEN, "block_size": VLLM_BLOCK_SIZE, "enable_prefix_caching": True}
+    found = answers_of(job_of(model, rounds, {**size, **options}), model.parent, script)
     return found["version"], [
         [Answer(tuple(one["tokens"]), one["hit_tokens"]) for one in answered] for answered in found["rounds"]
     ]
 
 
-def answers_of(script: Path, asked: Mapping[str, Any], folder: Path) -> Any:  # noqa: ANN401 - what the script answers
+def job_of(model: Path, rounds: Sequence[Round], options: Mapping[str, Any], **more: object) -> dict[str, Any]:
+    """As vllm_engine.py reads it."""
+    prompts = [one.prompts for one in rounds]
+    return {"model": str(model), "rounds": prompts, "output": OUTPUT, "options": dict(options), **more}
+
+
+def answers_of(asked: Mapping[str, Any], folder: Path, script: Path | None = None) -> Any:  # noqa: ANN401 - JSON
     """What ``script``, which runs vLLM in a process of its own, makes of ``asked``. Files are left in ``folder``.
 
     Raises VllmError, with the last error of its log, when it fails or takes longer than STOP_AFTER_S.
@@ -106,7 +107,7 @@ def answers_of(script: Path, asked: Mapping[str, Any], folder: Path) -> Any:  # 
     with log.open("w", encoding="utf-8") as out:
         try:
             subprocess.run(  # noqa: S603  # this very Python, and a script of these tests
-                [sys.executable, str(script), str(job), str(answers)],
+                [sys.executable, str(script or ENGINE), str(job), str(answers)],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 timeout=STOP_AFTER_S,

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from generate_duel import MATCHES, Match, say
-from generation import Answer, Comparison
-from generators import OUTPUT, Plain, VllmError, answers_of
+from generation import Answer, Comparison, Round, make_rounds
+from generators import Plain, VllmError, answers_of, job_of
 from natural_faults import FAULTS
-from rounds import Round, make_rounds
 
 from hybridkv.runner import tiny_model, wrap
 
@@ -118,18 +117,8 @@ def answers(
             scheduler = "hybridkv.vllm.AsyncNaturalScheduler"
     elif regime.ahead:
         scheduler = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
-    asked = {
-        "model": str(model),
-        "rounds": [one.prompts for one in rounds],
-        "output": OUTPUT,
-        "options": options,
-        "scheduler": scheduler,
-        "priorities": regime.priorities,
-        "abort": regime.abort,
-        "ahead": regime.ahead,
-        "fault": fault,
-    }
-    return answers_of(Path(__file__).with_name("vllm_engine.py"), asked, model.parent)
+    told = {"priorities": regime.priorities, "abort": regime.abort, "ahead": regime.ahead, "fault": fault}
+    return answers_of(job_of(model, rounds, options, scheduler=scheduler, **told), model.parent)
 
 
 def fits(match: Match, regime: Regime) -> bool:

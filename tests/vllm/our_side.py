@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from calls import DecodeRow
+from calls import Ask, DecodeRow, Found, Ids, Keys, Slots
 from cases import Case, Group, Kind
-from sides import Ask, Found, Ids, Keys, Slots
 
 from hybridkv.cache import KVCacheBlocks, KVCacheManager
 from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
@@ -24,23 +23,22 @@ from hybridkv.specs import (
 ENCODER_TOKENS = 10
 
 
+HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1, "dtype": "float32"}
+
+
 def _spec(group: Group) -> KVCacheSpec:
     size = group.block_size
     match group.kind:
         case Kind.FULL:
-            return FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype="float32")
+            return FullAttentionSpec(block_size=size, **HEADS)
         case Kind.MLA:
-            return MLAAttentionSpec(block_size=size, head_size=1, dtype="float32")
+            return MLAAttentionSpec(block_size=size, **HEADS)
         case Kind.SLIDING:
-            return SlidingWindowSpec(
-                block_size=size, num_kv_heads=1, head_size=1, dtype="float32", sliding_window=group.span
-            )
+            return SlidingWindowSpec(block_size=size, **HEADS, sliding_window=group.span)
         case Kind.CHUNKED:
-            return ChunkedLocalAttentionSpec(
-                block_size=size, num_kv_heads=1, head_size=1, dtype="float32", attention_chunk_size=group.span
-            )
+            return ChunkedLocalAttentionSpec(block_size=size, **HEADS, attention_chunk_size=group.span)
         case Kind.CROSS:
-            return CrossAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype="float32")
+            return CrossAttentionSpec(block_size=size, **HEADS)
         case _:
             return MambaSpec(
                 block_size=size,

@@ -18,9 +18,8 @@ from typing import Any, Self
 
 import torch
 from generate_duel import MATCHES, Match, say
-from generation import Answer, Comparison
-from generators import OUTPUT, Plain, VllmError, answers_of, last_error
-from rounds import Round, make_rounds
+from generation import Answer, Comparison, Round, make_rounds
+from generators import ENGINE, OUTPUT, Plain, VllmError, answers_of, job_of, last_error
 
 from hybridkv.runner import tiny_model, wrap
 
@@ -88,13 +87,12 @@ LITTLE = {"stock": 22, "reference": 22, "natural": 30}
 
 
 class Live:
-    """pd_engine.py in a process of its own. log: what vLLM says."""
+    """vllm_engine.py in a process of its own. log: what vLLM says."""
 
     def __init__(self, options: Mapping[str, Any], log: Path) -> None:
         self._log = log
-        script = str(Path(__file__).with_name("pd_engine.py"))
         self._process = subprocess.Popen(  # noqa: S603 - this very Python, and a script of these tests
-            [sys.executable, script, json.dumps(options)],
+            [sys.executable, str(ENGINE), json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.open("w", encoding="utf-8"),
@@ -120,7 +118,7 @@ class Live:
         except BrokenPipeError:
             raise VllmError(last_error(self._log.read_text("utf-8"))) from None
 
-    def answer(self) -> Any:  # noqa: ANN401 - what pd_engine.py answers
+    def answer(self) -> Any:  # noqa: ANN401 - what vllm_engine.py answers
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -197,7 +195,7 @@ def asked_of(name: str, prompt: Sequence[int], output: int, transfer: Mapping[st
 def left_over(which: str, told: Any, side: str) -> Iterator[str]:  # noqa: ANN401 - as above
     if told["usage"]:
         yield f"{told['usage']:.3f} of the {which} engine's cache is in use at the end"
-    if told["ours"] != (side != "stock"):
+    if told["manager"].startswith("hybridkv.") != (side != "stock"):
         yield f"the {which} engine's manager is another"
 
 
@@ -211,10 +209,7 @@ def lose(folder: Path) -> None:
 def single(model: Path, match: Match, rounds: Sequence[Round]) -> list[list[Answer]]:
     """One engine of stock's."""
     options = {"max_model_len": 320, "block_size": 32, "enable_prefix_caching": True, **match.options}
-    prompts = [one.prompts for one in rounds]
-    asked = {"model": str(model), "rounds": prompts, "output": OUTPUT, "options": options, "scheduler": None}
-    script = Path(__file__).with_name("vllm_engine.py")
-    found = answers_of(script, {**asked, "priorities": False, "abort": 0}, model.parent)
+    found = answers_of(job_of(model, rounds, options), model.parent)
     return [[Answer(tuple(one["tokens"]), one["hit_tokens"]) for one in answered] for answered in found["rounds"]]
 
 

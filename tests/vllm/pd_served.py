@@ -14,8 +14,8 @@ from urllib.request import urlopen
 
 import openai
 from generate_duel import say
+from generation import make_rounds
 from generators import OUTPUT
-from rounds import make_rounds
 from served import ANSWERS_WITHIN_S, LINES, SEED, USAGE, ask, metrics, model_with_words, server
 
 EXTERNAL = "vllm:external_prefix_cache_hits_total"

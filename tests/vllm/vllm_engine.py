@@ -1,9 +1,17 @@
-"""vLLM, with its own scheduler or ours, in a process of its own: python vllm_engine.py JOB ANSWERS, both JSON files.
+"""vLLM, with its own scheduler or ours, in a process of its own.
+
+python vllm_engine.py JOB ANSWERS    both JSON files
 
 JOB      {"model": folder, "rounds": [[token ids, ...], ...], "output": tokens, "options": {of vllm.LLM},
           "scheduler": a name or null, "priorities": whether later prompts go first, "abort": every so many-th prompt,
           "ahead": whether a step is scheduled before the last one's output is in, "fault": of natural_faults, or null}
-ANSWERS  {"rounds": [[{"tokens": [...], "hit_tokens": n}, ...], ...], "preemptions": n, "events": n, "manager": name}
+ANSWERS  {"rounds": [[{"tokens": [...], "hit_tokens": n}, ...], ...], "preemptions": n, "usage": share, "manager": name,
+          "version": of vLLM}
+
+python vllm_engine.py OPTIONS        of vllm.LLM, JSON; a line of JSON in, a line of JSON out, until the lines end
+
+in       {"asks": [{"name": ..., "prompt": token ids, "output": tokens, "transfer": kv_transfer_params or null}, ...]}
+out      {"answers": [{"tokens": [...], "hit_tokens": n}, ...], "preemptions": n, "usage": share, "manager": name}
 """
 
 import json
@@ -26,10 +34,10 @@ import vllm
 
 
 class Watched:
-    """What a scheduler does that its outputs do not tell."""
+    """An engine whose scheduler is watched: it tells what its outputs do not."""
 
-    def __init__(self) -> None:
-        self.preemptions = self.events = 0
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401 - of vllm.LLM
+        self.preemptions = 0
         preempt = Scheduler._preempt_request
 
         def counted(scheduler: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
@@ -37,60 +45,80 @@ class Watched:
             return preempt(scheduler, *args, **kwargs)
 
         Scheduler._preempt_request = counted
+        options = {"dtype": "float32", "enforce_eager": True, **options}
+        self.engine = vllm.LLM(skip_tokenizer_init=True, **options).llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self._manager = self.core.scheduler.kv_cache_manager
+
+    def run_ahead(self) -> None:
+        """Two steps at once, as vLLM has it on GPUs; on CPUs it says no, though its worker minds neither way."""
+        self.core.batch_queue_size, self.core.batch_queue = 2, deque(maxlen=2)
+        self.core.step_fn = self.core.step_with_batch_queue
+
+    def play(self, asks: list[dict[str, Any]], abort: int = 0) -> list[dict[str, Any]]:
+        """``asks`` side by side, to the last block that is handed over; greedy, every output as long as asked for.
+
+        abort: of every so many prompts the second ends after 5 tokens.
+        """
+        numbers = {ask["name"]: number for number, ask in enumerate(asks)}
+        for ask in asks:
+            extra = None if ask.get("transfer") is None else {"kv_transfer_params": ask["transfer"]}
+            asked = vllm.SamplingParams(
+                temperature=0, max_tokens=ask["output"], ignore_eos=True, detokenize=False, extra_args=extra
+            )
+            prompt = vllm.TokensPrompt(prompt_token_ids=ask["prompt"])
+            self.engine.add_request(ask["name"], prompt, asked, priority=ask.get("priority", 0))
+        done: dict[str, Any] = {}
+        while self.engine.has_unfinished_requests() or self.core.scheduler.requests:
+            for one in self.engine.step():
+                name, tokens = one.request_id, list(one.outputs[0].token_ids)
+                done[name] = {"tokens": tokens, "hit_tokens": one.num_cached_tokens}
+                if abort and numbers[name] % abort == 1 and len(tokens) >= 5 and not one.finished:
+                    done[name]["tokens"] = tokens[:5]
+                    self.engine.abort_request([name])
+        return [done[ask["name"]] for ask in asks]
+
+    def told(self) -> dict[str, Any]:
+        """What is so at the end; an invariant of our cache that does not hold raises."""
+        name = type(self._manager).__module__
+        if name.startswith("hybridkv."):
+            self._manager.cache.check()
+        return {"preemptions": self.preemptions, "usage": self._manager.usage, "manager": name}
 
 
-def run_ahead(core: Any) -> None:  # noqa: ANN401 - vLLM's EngineCore
-    """Two steps at once, as vLLM has it on GPUs; on CPUs it says no, though its worker minds neither way."""
-    core.batch_queue_size, core.batch_queue = 2, deque(maxlen=2)
-    core.step_fn = core.step_with_batch_queue
-
-
-def play(engine: Any, job: dict[str, Any], prompts: list[list[int]]) -> list[dict[str, Any]]:  # noqa: ANN401 - vLLM's
-    """A round's prompts side by side; greedy, every output as long as asked for. Aborted ones end after 5 tokens."""
-    asked = vllm.SamplingParams(temperature=0, max_tokens=job["output"], ignore_eos=True, detokenize=False)
-    names = []
-    for number, ids in enumerate(prompts):
-        priority = len(prompts) - number if job["priorities"] else 0
-        names.append(f"{id(prompts)}-{number}")
-        engine.add_request(names[-1], vllm.TokensPrompt(prompt_token_ids=ids), asked, priority=priority)
-    done: dict[str, Any] = {}
-    while engine.has_unfinished_requests():
-        for one in engine.step():
-            done[one.request_id] = {"tokens": list(one.outputs[0].token_ids), "hit_tokens": one.num_cached_tokens}
-            number = int(one.request_id.rpartition("-")[2])
-            ends = job["abort"] and number % job["abort"] == 1 and len(done[one.request_id]["tokens"]) >= 5
-            if ends and not one.finished:
-                done[one.request_id]["tokens"] = done[one.request_id]["tokens"][:5]
-                engine.abort_request([one.request_id])
-    return [done[name] for name in names]
-
-
-def main(job_file: str, out: str) -> None:
+def do(job_file: str, out: str) -> None:
+    """A job, its rounds one after the other."""
     job = json.loads(Path(job_file).read_text("utf-8"))
-    watched = Watched()
-    if job["scheduler"] is not None:
+    if job.get("scheduler") is not None:
         job["options"]["scheduler_cls"] = job["scheduler"]
     if job.get("fault") is not None:
         natural_faults.commit(job["fault"])
-    options = {"dtype": "float32", "enforce_eager": True, **job["options"]}
-    llm = vllm.LLM(model=job["model"], skip_tokenizer_init=True, **options)
-    engine = llm.llm_engine
-    scheduler = engine.engine_core.engine_core.scheduler
+    watched = Watched(model=job["model"], **job["options"])
     if job.get("ahead"):
-        run_ahead(engine.engine_core.engine_core)
-    found = [play(engine, job, prompts) for prompts in job["rounds"]]
-    manager = scheduler.kv_cache_manager
-    if type(manager).__module__.startswith("hybridkv."):
-        manager.cache.check()
-    answers = {
-        "rounds": found,
-        "preemptions": watched.preemptions,
-        "usage": manager.usage,
-        "manager": type(manager).__module__,
-        "blocks": scheduler.kv_cache_config.num_blocks,
-    }
+        watched.run_ahead()
+    found = []
+    for number, prompts in enumerate(job["rounds"]):
+        asks = [{"name": f"{number}-{i}", "prompt": ids, "output": job["output"]} for i, ids in enumerate(prompts)]
+        if job.get("priorities"):
+            asks = [ask | {"priority": len(prompts) - i} for i, ask in enumerate(asks)]
+        found.append(watched.play(asks, job.get("abort", 0)))
+    answers = {"rounds": found, "version": vllm.__version__, **watched.told()}
     Path(out).write_text(json.dumps(answers), "utf-8")
 
 
+def answer(options: dict[str, Any]) -> None:
+    """Lines, until they end."""
+    answers = os.fdopen(os.dup(1), "w")  # before vLLM logs to it
+    os.dup2(2, 1)
+    watched = Watched(**options)
+    for line in sys.stdin:
+        found = watched.play(json.loads(line)["asks"])
+        answers.write(json.dumps({"answers": found, **watched.told()}) + "\n")
+        answers.flush()
+
+
 if __name__ == "__main__":  # vLLM starts its own processes with this module
-    main(*sys.argv[1:])
+    if len(sys.argv) > 2:
+        do(*sys.argv[1:])
+    else:
+        answer(json.loads(sys.argv[1]))

@@ -95,7 +95,7 @@ def _features(started: Any, config: Config, connector: Any) -> Iterator[str]:  #
         ),
         "ec_transfer_config, connectors of encoders": started.ec_transfer_config,
         "models with an encoder and a decoder": started.model_config.is_encoder_decoder,
-        # tests/vllm/stock_drafts.py: where stock answers otherwise with drafts, nothing can be shown
+        # stock answers otherwise with drafts than without (docs/vllm.md): nothing can be compared
         "speculative_config for models with recurrent states": drafts is not None and states,
         "speculative_config of another method than ngram": drafts is not None and drafts.method != "ngram",
     }
