@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from engine_request import SIZE, Asked
@@ -13,10 +14,18 @@ PROMPT = list(range(1, 15))
 
 @dataclass
 class FullAttentionSpec:
+    """more_bytes: of a page, beside those that its heads and dtype say."""
+
     block_size: int = SIZE
     num_kv_heads: int = 1
     head_size: int = 8
     dtype: str = "torch.float32"
+    page_size_padded: int | None = None
+    more_bytes: int = 0
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        return self.block_size * self.num_kv_heads * self.head_size * 2 * 4 + self.more_bytes
 
 
 @dataclass
@@ -33,6 +42,11 @@ class MambaSpec:
     mamba_cache_mode: str = "align"
     num_speculative_blocks: int = 0
     num_prefill_checkpoint_blocks: int = 0
+    page_size_padded: int | None = None
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        return 4 * sum(prod(shape) for shape in self.shapes)
 
 
 @dataclass
@@ -46,6 +60,7 @@ class Group:
 class Config:
     kv_cache_groups: Sequence[Any]
     num_blocks: int = 20
+    kv_cache_tensors: Sequence[Any] = ()
 
 
 def manager(*specs: Any, num_blocks: int = 20, **changed: Any) -> CacheManager:  # noqa: ANN401 - of vLLM's kinds

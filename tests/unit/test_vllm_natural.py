@@ -2,14 +2,15 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from natural_faults import FAULTS
 
-from engine_request import Asked, Sampling
+from engine_groups import Config, FullAttentionSpec, Group, MambaSpec, SlidingWindowSpec
+from engine_request import SIZE, Asked, Sampling
 from hybridkv.cache import BlockRemoved, BlockStored, KVCacheManager
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.request import Request
@@ -20,70 +21,27 @@ from hybridkv.vllm.refusals import refuse_natural
 from hybridkv.vllm.specs import Settings
 from natural_engine import Connector, Engine, Output
 
-SIZE, LENGTH, OUTPUTS = 4, 128, 16
+LENGTH, OUTPUTS = 128, 16
 
 
-@dataclass(frozen=True)
-class FullAttentionSpec:
-    block_size: int = 2 * SIZE
-    num_kv_heads: int = 1
-    head_size: int = 8
-    dtype: str = "torch.float32"
-    page_size_padded: int | None = 4096
-    more_bytes: int = 0
-
-    @property
-    def real_page_size_bytes(self) -> int:
-        return self.block_size * self.num_kv_heads * self.head_size * 2 * 4 + self.more_bytes
-
-
-@dataclass(frozen=True)
-class SlidingWindowSpec(FullAttentionSpec):
-    sliding_window: int = 10
-
-
-@dataclass(frozen=True)
-class MambaSpec:
-    block_size: int = LENGTH
-    shapes: tuple[tuple[int, ...], ...] = ((3, 60), (4, 8))
-    dtypes: tuple[str, ...] = ("torch.float32", "torch.float32")
-    mamba_cache_mode: str = "none"
-    num_speculative_blocks: int = 0
-    num_prefill_checkpoint_blocks: int = 1
-    page_size_padded: int | None = 4096
-
-    @property
-    def real_page_size_bytes(self) -> int:
-        return (180 + 32) * 4
-
-
-@dataclass
-class Group:
-    kv_cache_spec: Any
-    layer_names: Sequence[str]
-    is_eagle_group: bool = False
-
-
-@dataclass
-class Tensor:
-    size: int
-
-
-@dataclass
-class Config:
-    kv_cache_groups: Sequence[Any]
-    kv_cache_tensors: Sequence[Tensor]
-    num_blocks: int = 1
-
-
-HYBRID = (MambaSpec(), FullAttentionSpec())
+FULL = FullAttentionSpec(2 * SIZE, page_size_padded=4096)
+WINDOW = SlidingWindowSpec(2 * SIZE, page_size_padded=4096, sliding_window=10)
+STATE = MambaSpec(
+    LENGTH,
+    shapes=((3, 60), (4, 8)),
+    dtypes=("torch.float32", "torch.float32"),
+    mamba_cache_mode="none",
+    num_prefill_checkpoint_blocks=1,
+    page_size_padded=4096,
+)
+HYBRID, WINDOWS = (STATE, FULL), (FULL, WINDOW)
 LARGE, SMALL = 1 << 20, 40 << 10
 OPTIONS = Options(SIZE)
 
 
 def config(memory: int, specs: Sequence[object]) -> Config:
     groups = [Group(spec, (f"layer{2 * number}", f"layer{2 * number + 1}")) for number, spec in enumerate(specs)]
-    return Config(groups, [Tensor(memory)])
+    return Config(groups, 1, [SimpleNamespace(size=memory)])
 
 
 def manager(
@@ -100,7 +58,7 @@ def manager(
     )
     made = natural_plan(given, options, name="tiny", max_model_len=LENGTH, max_in_flight_tokens=48)
     groups = [Group(group.spec, group.layer_names) for group in made.config.groups]
-    return CacheManager(natural_cache(made, options, settings), Config(groups, ()), settings)
+    return CacheManager(natural_cache(made, options, settings), Config(groups), settings)
 
 
 def play(engine: Engine) -> tuple[int, int]:
@@ -119,9 +77,6 @@ def play(engine: Engine) -> tuple[int, int]:
         wrong += request.all_token_ids[len(prompt) :] != engine.kept.plain(prompt, OUTPUTS)
     assert engine.manager.usage == 0
     return sum(hit > 0 for hit in engine.hits.values()), wrong
-
-
-WINDOWS = (FullAttentionSpec(), SlidingWindowSpec())
 
 
 @pytest.mark.parametrize("specs", [HYBRID, WINDOWS])
@@ -162,7 +117,7 @@ def test_events_are_of_blocks_of_attention_and_name_their_tokens(memory: int, sp
         (HYBRID, SMALL, "interval:16"),
         (WINDOWS, LARGE, None),
         (WINDOWS, SMALL, None),
-        ((MambaSpec(),), SMALL, "align:16"),
+        ((STATE,), SMALL, "align:16"),
     ],
 )
 def test_tokens_are_those_without_a_cache(
@@ -189,7 +144,7 @@ def test_tokens_are_those_without_a_cache(
         (HYBRID, 50 << 10, 8),
         (WINDOWS, LARGE, 2),
         (WINDOWS, SMALL, 2),
-        ((MambaSpec(),), SMALL, 2),
+        ((STATE,), SMALL, 2),
     ],
 )
 def test_what_a_connector_brings_and_what_it_reads_is_what_was_computed(
@@ -259,7 +214,7 @@ def test_where_no_state_is_kept_nothing_is_hit() -> None:
 
 def test_states_are_kept_where_rows_that_decode_pass_a_stop() -> None:
     """Though they need no block there."""
-    engine = Engine(manager(specs=[MambaSpec()], options=Options(SIZE, "interval:6")))
+    engine = Engine(manager(specs=[STATE], options=Options(SIZE, "interval:6")))
     request = engine.add("a", [3] * 10, OUTPUTS)
     engine.run()
     assert request.num_tokens == 10 + OUTPUTS
@@ -341,8 +296,8 @@ def test_embeddings_are_not_taken_for_each_other() -> None:
 def test_blocks_are_those_of_the_kernel() -> None:
     """vLLM's are larger, to fill the page of a state."""
     assert default_block_size(config(LARGE, HYBRID)) == 2 * SIZE
-    assert default_block_size(config(LARGE, [replace(HYBRID[1], block_size=400)])) == 32
-    assert default_block_size(config(LARGE, [MambaSpec()])) == 32
+    assert default_block_size(config(LARGE, [replace(FULL, block_size=400)])) == 32
+    assert default_block_size(config(LARGE, [STATE])) == 32
 
 
 def test_the_plan_fills_vllms_memory() -> None:
@@ -379,11 +334,11 @@ def test_options_that_are_none_are_refused(asked: object, message: str) -> None:
 
 def test_pages_that_are_not_ours_are_refused() -> None:
     """Such as those of quantized keys with their scales."""
-    spec = FullAttentionSpec(more_bytes=8)
+    spec = replace(FULL, more_bytes=8)
     with pytest.raises(ConfigError, match="a page of layer0 has 520 bytes"):
         manager(specs=[spec])
     several = config(LARGE, HYBRID)
-    several.kv_cache_tensors = [Tensor(1), Tensor(2)]
+    several.kv_cache_tensors = [SimpleNamespace(size=1), SimpleNamespace(size=2)]
     with pytest.raises(ConfigError, match="allocations of"):
         natural_plan(several, OPTIONS, name="tiny", max_model_len=LENGTH, max_in_flight_tokens=48)
 

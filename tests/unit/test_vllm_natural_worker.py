@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from test_vllm_natural import HYBRID, OPTIONS, SIZE, FullAttentionSpec, SlidingWindowSpec, config
+from test_vllm_natural import FULL, HYBRID, OPTIONS, WINDOWS, config
 
+from engine_request import SIZE
 from hybridkv.errors import ConfigError
 from hybridkv.planner import SlabClass, SlabLayout
 from hybridkv.vllm.natural import natural_plan
@@ -271,7 +272,7 @@ def test_steps_of_another_scheduler_are_refused(mixed: type[Any]) -> None:
 
 @pytest.mark.parametrize(
     "specs",
-    [HYBRID, (FullAttentionSpec(), SlidingWindowSpec()), (HYBRID[0],), (FullAttentionSpec(),)],
+    [HYBRID, WINDOWS, (HYBRID[0],), (FULL,)],
 )
 def test_layers_of_a_group_share_no_byte_and_begin_where_kernels_read_fast(
     mixed: type[Any], specs: Sequence[object]

@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from shutil import copytree
 from tempfile import TemporaryDirectory
-from urllib.request import urlopen
 
-import openai
 from generate_duel import say
 from generation import make_rounds
 from generators import OUTPUT
-from served import ANSWERS_WITHIN_S, LINES, SEED, USAGE, ask, metrics, model_with_words, server
+from served import LINES, SEED, USAGE, ask, metrics, model_with_words, server, tokens_of
 
 EXTERNAL = "vllm:external_prefix_cache_hits_total"
 
@@ -37,19 +35,8 @@ def handed_over(first: str, second: str, prompts: Sequence[Sequence[int]]) -> li
     """What a router does: the prompt but its last token to ``first``, all of it to ``second``, both by one name."""
     outputs = []
     for number, prompt in enumerate(prompts):
-        for address, some, count, transfer in (
-            (first, prompt[:-1], 1, {"handover": str(number), "send": True}),
-            (second, prompt, OUTPUT, {"handover": str(number)}),
-        ):
-            client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=ANSWERS_WITHIN_S)
-            answer = client.completions.create(
-                model="tiny",
-                prompt=list(some),
-                max_tokens=count,
-                temperature=0,
-                extra_body={"ignore_eos": True, "return_token_ids": True, "kv_transfer_params": transfer},
-            )
-        outputs.append(list(answer.choices[0].model_extra["token_ids"]))  # type: ignore[index] # vLLM's field
+        tokens_of(first, prompt[:-1], 1, kv_transfer_params={"handover": str(number), "send": True})
+        outputs.append(tokens_of(second, prompt, OUTPUT, kv_transfer_params={"handover": str(number)}))
     return outputs
 
 
@@ -70,10 +57,7 @@ def main() -> int:
             first, second = ((*line.options, *options(role, folder)) for role in ("kv_producer", "kv_consumer"))
             with server(model, first) as one, server(other, second) as two:
                 found = handed_over(one, two, prompts)
-                told = []
-                for address in (one, two):
-                    with urlopen(f"{address}/metrics", timeout=ANSWERS_WITHIN_S) as page:  # noqa: S310 - loopback
-                        told.append(metrics(page.read().decode()))
+                told = [metrics(address) for address in (one, two)]
             pairs = enumerate(zip(wanted, found, strict=True))
             bad = [f"prompt {number}: {a}, {line.name} {b}" for number, (a, b) in pairs if a != b]
             bad += [f"{one[USAGE]} of the blocks are in use at the end" for one in told if one[USAGE]]

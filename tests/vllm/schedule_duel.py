@@ -19,8 +19,7 @@ from typing import Any
 
 import scheduling
 from generate_duel import MATCHES, say
-from scheduling import KINDS, engine_core, said_to_workers
-from vllm.v1.outputs import ModelRunnerOutput
+from scheduling import KINDS, answer_to, engine_core, said_to_workers, scheduler_of
 from vllm.v1.request import Request, RequestStatus
 
 import hybridkv.vllm.scheduler as ours
@@ -45,14 +44,7 @@ class Side:
     def __init__(self, kind: Any, core: Any, ahead: int, blocks: int, *, goes_without: bool) -> None:  # noqa: ANN401
         made, config = core.scheduler, copy.copy(core.scheduler.kv_cache_config)
         config.num_blocks = made.vllm_config.cache_config.num_gpu_blocks = blocks
-        self.scheduler = kind(
-            vllm_config=made.vllm_config,
-            kv_cache_config=config,
-            structured_output_manager=made.structured_output_manager,
-            block_size=made.block_size,
-            hash_block_size=made.hash_block_size,
-            log_stats=False,
-        )
+        self.scheduler = scheduler_of(kind, core, config)
         self.scheduler.goes_without = goes_without
         self.hasher, self.ahead = core.request_block_hasher, ahead
         self.flight: deque[tuple[Any, dict[str, int]]] = deque()
@@ -85,8 +77,7 @@ class Side:
             first, ends = self.flight.popleft()
             names = list(first.num_scheduled_tokens)
             tokens = [[token_at(name, ends[name], seed)] if name in ends else [] for name in names]
-            answer = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, tokens)
-            came = self.scheduler.update_from_output(first, answer)
+            came = self.scheduler.update_from_output(first, answer_to(first, tokens))
             told += [
                 [(one.request_id, one.new_token_ids, str(one.finish_reason)) for one in outputs.outputs]
                 for outputs in came.values()

@@ -42,19 +42,30 @@ KINDS = {"one step at a time": (Stock, Scheduler), "a step ahead": (StockAsync, 
 PROMPT, OUTPUT, BLOCK = 48, 64, 32
 
 
+def scheduler_of(kind: Any, core: Any, config: Any = None) -> Any:  # noqa: ANN401 - vLLM's
+    """A scheduler for the engine of ``core``; config: of its cache, where that is another."""
+    made = core.scheduler
+    return kind(
+        vllm_config=made.vllm_config,
+        kv_cache_config=config or made.kv_cache_config,
+        structured_output_manager=made.structured_output_manager,
+        block_size=made.block_size,
+        hash_block_size=made.hash_block_size,
+        log_stats=False,
+    )
+
+
+def answer_to(output: Any, tokens: Sequence[Sequence[int]]) -> ModelRunnerOutput:  # noqa: ANN401 - vLLM's
+    """What a worker would say: ``tokens`` of each request."""
+    names = list(output.num_scheduled_tokens)
+    return ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, [list(one) for one in tokens])
+
+
 class Side:
     """One scheduler. ahead: steps that are scheduled before the first one's output is in. took: us a decoding step."""
 
     def __init__(self, kind: Any, core: Any, ahead: int) -> None:  # noqa: ANN401 - vLLM's
-        made = core.scheduler
-        self.scheduler = kind(
-            vllm_config=made.vllm_config,
-            kv_cache_config=made.kv_cache_config,
-            structured_output_manager=made.structured_output_manager,
-            block_size=made.block_size,
-            hash_block_size=made.hash_block_size,
-            log_stats=False,
-        )
+        self.scheduler = scheduler_of(kind, core)
         self.hasher, self.ahead = core.request_block_hasher, ahead
         self.flight: deque[Any] = deque()
         self.took: list[float] = []
@@ -75,17 +86,14 @@ class Side:
             return -1, said_to_workers(output)
         first = self.flight.popleft()
         names = list(first.num_scheduled_tokens)
-        answer = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, self.tokens(names))
+        # sampled where the prompt is through, as every prompt is within a step here
+        answer = answer_to(first, [[int(name) % 500] for name in names])
         began = time.thread_time()
         self.scheduler.update_from_output(first, answer)
         updated = time.thread_time() - began
         if first.total_num_scheduled_tokens == len(names) == count == len(output.num_scheduled_tokens):
             self.took.append(1e6 * (scheduled + updated) / count)
         return len(names), said_to_workers(output)
-
-    def tokens(self, names: Sequence[str]) -> list[list[int]]:
-        """Sampled where the prompt is through, as every prompt is within a step here."""
-        return [[int(name) % 500] for name in names]
 
 
 def said_to_workers(output: Any) -> list[Any]:  # noqa: ANN401 - vLLM's

@@ -141,29 +141,28 @@ def subscribed(endpoint: str) -> Iterator[Callable[[], list[Any]]]:
 
 
 def ask(address: str, prompts: Sequence[Sequence[int]]) -> Answered:
-    outputs = outputs_of(address, prompts)
-    with urlopen(f"{address}/metrics", timeout=ANSWERS_WITHIN_S) as page:  # noqa: S310 - loopback
-        return Answered(outputs, metrics(page.read().decode()), [])
+    outputs = [tokens_of(address, prompt, OUTPUT) for prompt in prompts]
+    return Answered(outputs, metrics(address), [])
 
 
-def outputs_of(address: str, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+def tokens_of(address: str, prompt: Sequence[int], count: int, **more: object) -> list[int]:
+    """An output of ``count`` tokens. more: of the body."""
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=ANSWERS_WITHIN_S)
-    outputs = []
-    for prompt in prompts:
-        answer = client.completions.create(
-            model="tiny",
-            prompt=list(prompt),
-            max_tokens=OUTPUT,
-            temperature=0,
-            extra_body={"ignore_eos": True, "return_token_ids": True},
-        )
-        outputs.append(list(answer.choices[0].model_extra["token_ids"]))  # type: ignore[index] # vLLM's field
-    return outputs
+    answer = client.completions.create(
+        model="tiny",
+        prompt=list(prompt),
+        max_tokens=count,
+        temperature=0,
+        extra_body={"ignore_eos": True, "return_token_ids": True, **more},
+    )
+    return list(answer.choices[0].model_extra["token_ids"])  # type: ignore[index] # vLLM's field
 
 
-def metrics(page: str) -> dict[str, float]:
-    """By name, labels left out."""
-    lines = (line.rpartition(" ") for line in page.splitlines() if not line.startswith("#"))
+def metrics(address: str) -> dict[str, float]:
+    """A server's, by name, labels left out."""
+    with urlopen(f"{address}/metrics", timeout=ANSWERS_WITHIN_S) as page:  # noqa: S310 - loopback
+        said = page.read().decode()
+    lines = (line.rpartition(" ") for line in said.splitlines() if not line.startswith("#"))
     return {name.partition("{")[0]: float(value) for name, _, value in lines}
 
 

@@ -127,25 +127,19 @@ class SamplingBody(Body):
         return NO_HINTS if self.hints is None else self.hints.said()
 
     def sampling(self, max_tokens: int, **more: int | None) -> SamplingParams:
-        """As an engine has it; without a seed, by one that nobody knows. ConfigError for values that cannot be."""
-        said: dict[str, Any] = {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_k": 0 if self.top_k == -1 else self.top_k,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
-            "logit_bias": self.logit_bias,
-            "seed": secrets.randbelow(_MOST_SEED) if self.seed is None else self.seed,
-            "stop": self.stop,
-            "stop_token_ids": self.stop_token_ids,
-            "min_tokens": self.min_tokens,
-            "ignore_eos": self.ignore_eos,
-            "max_tokens": max_tokens,
-            **more,
-        }
+        """Return what the engine is asked; without a seed, a random one. ConfigError for values that cannot be."""
+        said = {name: getattr(self, name) for name in _SAMPLING} | more | {"max_tokens": max_tokens}
+        if self.temperature is None:
+            said["temperature"] = 1.0
+        if self.top_k == -1:
+            said["top_k"] = 0
+        if self.seed is None:
+            said["seed"] = secrets.randbelow(_MOST_SEED)
         return SamplingParams(**{name: value for name, value in said.items() if value is not None})
+
+
+_SAMPLING: Final = [name for name in SamplingBody.model_fields if name in SamplingParams.__dataclass_fields__]
+"""Fields of a body that an engine has, too."""
 
 
 class ChoicesBody(SamplingBody):

@@ -1,4 +1,4 @@
-"""What the page shows: samples of the engine, made while somebody listens and not otherwise.
+"""What the page shows: samples of the engine, made only while a client listens.
 
     listener --- latest(), once a second ---> Live ---> between two steps: Look ---> JSON
     listener --- latest() ------------------>  '--- the same one, where it is fresh
@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -59,21 +59,13 @@ class Look:
     queue: tuple[tuple[str, int, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
+class _Ended(NamedTuple):
+    """A request that ended at ``at``. told: what the page reads of it, but for its id and how long ago that is."""
+
     id: str
     at: float
-    queued_s: float
-    first_s: float
     whole_s: float
-    prompt: int
-    found: int
-    output: int
-    preemptions: int
-
-    def told(self, now: float) -> list[Any]:
-        times = (round(one, 4) for one in (now - self.at, self.queued_s, self.first_s, self.whole_s))
-        return [self.id, *times, self.prompt, self.found, self.output, self.preemptions]
+    told: list[float]
 
 
 class Ages:
@@ -109,9 +101,9 @@ class Live:
 
     def _hear(self, done: Completion, begun: float, first: float, now: float) -> None:
         if self.listeners:
-            times = now, done.queue_seconds, first - begun, now - begun
+            times = (round(one, 4) for one in (done.queue_seconds, first - begun, now - begun))
             counts = len(done.prompt_token_ids), done.hit_tokens, len(done.token_ids), done.preemptions
-            self._ended.append(_Ended(done.request_id, *times, *counts))
+            self._ended.append(_Ended(done.request_id, now, now - begun, [*times, *counts]))
 
     async def events(self, over: Callable[[], bool]) -> AsyncGenerator[bytes, None]:
         """A sample a second, for one listener, until it is ``over`` or the engine ends."""
@@ -166,7 +158,7 @@ class Live:
             "map": self._map(look),
             "runs": look.runs,
             "queue": look.queue,
-            "slowest": [one.told(self._made_at) for one in slowest],
+            "slowest": [[one.id, round(self._made_at - one.at, 4), *one.told] for one in slowest],
         }
 
     def _map(self, look: Look) -> dict[str, str]:

@@ -16,25 +16,6 @@ from hybridkv.vllm.mirrors import EngineRequest, Mirrors
 from hybridkv.vllm.specs import Settings
 
 
-class Asked(NamedTuple):
-    """What allocate_slots is asked for of one who begins; names as there.
-
-    hit: None where no token of it was found. delayed: nothing is published yet. whole: all its tokens must fit.
-    reserved: blocks that others need yet. beside_others: whether any request runs.
-    """
-
-    new_tokens: int
-    hit_tokens: int
-    hit: KVCacheBlocks | None
-    external_tokens: int
-    lookahead: int
-    encoder_tokens: int
-    delayed: bool
-    whole: bool
-    reserved: int
-    beside_others: bool
-
-
 class _Load(NamedTuple):
     """tokens: that are there once it is over. goes_on: whether a state behind all but the last of them is among it."""
 
@@ -72,39 +53,58 @@ class Admissions:
         self._loaded.discard(request_id)
         self._anew.discard(request_id)
 
-    def admit(self, request: EngineRequest, mine: Request, asked: Asked) -> KVCacheBlocks | None:
-        """Its new columns; None when they do not fit. mine: ours of ``request``."""
-        name, loaded = request.request_id, asked.hit_tokens + asked.external_tokens
-        hit, hit_tokens, external, lookahead = asked.hit, asked.hit_tokens, asked.external_tokens, asked.lookahead
-        comes_whole = not asked.new_tokens and loaded == request.num_tokens
-        if asked.external_tokens > 0 and asked.new_tokens and self._blocks_move:
+    def admit(
+        self,
+        request: EngineRequest,
+        mine: Request,
+        hit: KVCacheBlocks | None,
+        hit_tokens: int,
+        *,
+        new_tokens: int,
+        external: int,
+        lookahead: int,
+        encoder_tokens: int,
+        delayed: bool,
+        whole: bool,
+        reserved: int,
+        beside_others: bool,
+    ) -> KVCacheBlocks | None:
+        """Return its new columns; None when they do not fit. Names as allocate_slots of vLLM's manager has them.
+
+        mine: ours of ``request``. hit: None where no token of it was found. external: tokens that a connector brings.
+        delayed: nothing is published yet. whole: all its tokens must fit. reserved: blocks that others need yet.
+        beside_others: whether any request runs.
+        """
+        name, loaded, loads = request.request_id, hit_tokens + external, external > 0
+        comes_whole = not new_tokens and loaded == request.num_tokens
+        if loads and new_tokens and self._blocks_move:
             raise ConfigError(
-                f"the connector loads {asked.external_tokens} tokens of {name!r} in the step that goes on from them, "
+                f"the connector loads {external} tokens of {name!r} in the step that goes on from them, "
                 "where its blocks may still move in the natural layout: let it load beside the steps (asynchronously)"
             )
-        if asked.external_tokens > 0 and self._states:
-            self._check_states(name, loaded, asked.new_tokens, comes_whole=comes_whole)
+        if loads and self._states:
+            self._check_states(name, loaded, new_tokens, comes_whole=comes_whole)
         if comes_whole:
             # vLLM computes the last token again: its block is taken all the same, since the transfer writes it
             external, lookahead = external - 1, 1
         if external < 0 and hit is not None:
             # a connector that has less than is here says so in the negative, and vLLM computes the difference again
             hit, hit_tokens, external = self._cut(hit, loaded), loaded, 0
-        watermark = self._watermark if asked.beside_others else 0
+        watermark = self._watermark if beside_others else 0
         plan = self._cache.plan_slots(
             mine,
-            asked.new_tokens,
+            new_tokens,
             hit_tokens,
             hit if hit_tokens else None,
             lookahead,
-            asked.delayed,
-            asked.encoder_tokens,
+            delayed,
+            encoder_tokens,
             num_external_computed_tokens=external,
             admission=Admission(
-                self._limits(request.num_tokens if asked.whole else 1, asked.encoder_tokens),
+                self._limits(request.num_tokens if whole else 1, encoder_tokens),
                 steps=0,  # as vLLM counts: of states that which the chunk leaves, not that which the next one reads
                 reserve_blocks=watermark,
-                chunk_reserve=asked.reserved + watermark,
+                chunk_reserve=reserved + watermark,
             ),
         )
         if isinstance(plan, Refusal):
@@ -113,7 +113,7 @@ class Admissions:
         if name in self._loaded:
             self._loaded.remove(name)
             self.let_in.add(name)
-        if not asked.new_tokens:
+        if not new_tokens:
             self._loading[name] = _Load(loaded, goes_on=not (comes_whole and self._states))
         elif loaded:
             self._cache.synchronise_one(mine, loaded)

@@ -20,7 +20,7 @@ import numpy as np
 from hybridkv.cache import BlockLock, EngineHashes, KVCacheBlocks, KVCacheEvent, KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.specs import Keeps
-from hybridkv.vllm.admissions import Admissions, Asked
+from hybridkv.vllm.admissions import Admissions
 from hybridkv.vllm.mirrors import EngineRequest, Mirrors
 from hybridkv.vllm.slots_ahead import Decoded, SlotsAhead
 from hybridkv.vllm.specs import Config, Settings, cache_config
@@ -68,18 +68,16 @@ class CacheManager:
         self.block_pool = Pool(self.cache)
         self._mirrors = Mirrors(self.cache)
         self._admissions = Admissions(self.cache, self._mirrors, settings)
+        self._sizes = [group.policy.block_size for group in cache.groups]  # of a column: of all ranks together
+        self._smallest = min(self._sizes)
+        groups = zip(self._sizes, config.kv_cache_groups, strict=True)
         self.coordinator = Coordinator(
-            tuple(
-                GroupManager(cached.policy.block_size, group.kv_cache_spec)
-                for cached, group in zip(self.cache.groups, config.kv_cache_groups, strict=True)
-            ),
-            self._admissions.blocks_to_come,
+            tuple(GroupManager(size, group.kv_cache_spec) for size, group in groups), self._admissions.blocks_to_come
         )
         self.prefix_cache_stats = None if settings.new_stats is None else settings.new_stats()
         self.log_stats = settings.new_stats is not None
         kept = [group.spec.keeps for group in cache.config.groups]
         self._attention = [number for number, keeps in enumerate(kept) if keeps is not Keeps.STATE]
-        self._block = min(group.policy.block_size for group in self.cache.groups)
         self.ahead = SlotsAhead(self.cache, self._mirrors, settings.max_model_len)
         self._due = dict[str, int]()  # by request, how many tokens fill its next block
         self._held = dict[str, BlockLock]()
@@ -211,18 +209,16 @@ class CacheManager:
             new = self._admissions.admit(
                 request,
                 mine,
-                Asked(
-                    num_new_tokens,
-                    num_new_computed_tokens,
-                    hit if num_new_computed_tokens else None,
-                    num_external_computed_tokens,
-                    lookahead=num_lookahead_tokens,
-                    encoder_tokens=num_encoder_tokens,
-                    delayed=delay_cache_blocks,
-                    whole=full_sequence_must_fit,
-                    reserved=reserved_blocks,
-                    beside_others=has_scheduled_reqs,
-                ),
+                hit if num_new_computed_tokens else None,
+                num_new_computed_tokens,
+                new_tokens=num_new_tokens,
+                external=num_external_computed_tokens,
+                lookahead=num_lookahead_tokens,
+                encoder_tokens=num_encoder_tokens,
+                delayed=delay_cache_blocks,
+                whole=full_sequence_must_fit,
+                reserved=reserved_blocks,
+                beside_others=has_scheduled_reqs,
             )
             if new is not None and num_new_tokens:
                 self.ahead.begin(name, mine)
@@ -262,7 +258,7 @@ class CacheManager:
         if mine.row >= 0:
             tokens = min(num_computed_tokens, mine.num_tokens)
             self.cache.cache_blocks(mine, tokens)
-            self._due[request.request_id] = (tokens // self._block + 1) * self._block
+            self._due[request.request_id] = (tokens // self._smallest + 1) * self._smallest
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
@@ -339,9 +335,9 @@ class CacheManager:
     def get_block_ids_for_computed_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[list[int], ...]:
         """Ids of the blocks that hold its first ``num_computed_tokens`` tokens; of states all."""
         found = list(self.get_block_ids(request_id))
-        for number, group in enumerate(self.cache.groups):
-            if group.kind.spec.keeps is Keeps.TOKENS:
-                found[number] = found[number][: -(-num_computed_tokens // group.policy.block_size)]
+        for number, size in enumerate(self._sizes):
+            if self.cache.config.groups[number].spec.keeps is Keeps.TOKENS:
+                found[number] = found[number][: -(-num_computed_tokens // size)]
         return tuple(found)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
@@ -356,7 +352,7 @@ class CacheManager:
         blocks = Blocks(self.cache.get_blocks(request.request_id)).blocks
         counts = [
             max((place + 1 for place, one in enumerate(ids) if one.block_hash is not None), default=0)
-            * self.cache.groups[number].policy.block_size
+            * self._sizes[number]
             for number, ids in enumerate(blocks)
             if self.cache.groups[number].kind.publishes
         ]
@@ -377,7 +373,7 @@ class CacheManager:
         """Blocks from ``start_token`` on are to be cleared, too."""
         for number, ids in enumerate(self.get_block_ids(request_id)):
             if number in self._attention:
-                self._new_ids += ids[start_token // self.cache.groups[number].policy.block_size :]
+                self._new_ids += ids[start_token // self._sizes[number] :]
 
     def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
         """None: hits end at block edges."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from hybridkv.cache import Transfers
 from hybridkv.errors import CacheError
 from hybridkv.planner import KVCacheConfig
+from hybridkv.request import Request
 from hybridkv.specs import AttentionSpec, Keeps
 from hybridkv.vllm.manager import CacheManager
 
@@ -91,46 +92,44 @@ class StepWriter:
             config,
         )
 
-    def _store(self, output: Any) -> Mapping[int, int]:  # noqa: ANN401 - vLLM's
-        """Blocks for the states that the step passes; of all rows that may pass one where they end, drafts left out."""
+    def _store(self, output: Any) -> Mapping[int, tuple[Request, int]]:  # noqa: ANN401 - vLLM's
+        """Give blocks to the states that the step passes; return, by row, requests that may pass one and their ends.
+
+        Drafts are left out of the ends.
+        """
         if self._cache.checkpoints.idle:
             return {}
         cached, counts = output.scheduled_cached_reqs, output.num_scheduled_tokens
         drafts = output.scheduled_spec_decode_tokens
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         computed |= {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
-        ends = dict[int, int]()
+        ends = dict[int, tuple[Request, int]]()
         for name, mine in self._manager.ahead.served.items():
             if name in counts:
-                ends[mine.row] = end = computed[name] + counts[name] - len(drafts.get(name, ()))
+                end = computed[name] + counts[name] - len(drafts.get(name, ()))
+                ends[mine.row] = mine, end
                 self._cache.store_checkpoints_of(mine, computed[name], end)
         return ends
 
-    def _kept(self, transfers: Transfers, ends: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
+    def _kept(self, transfers: Transfers, ends: Mapping[int, tuple[Request, int]]) -> Iterator[tuple[int, int, int]]:
         """From each row's running state, as the forward leaves it. CacheError for one inside the chunk: it is gone."""
         for one in transfers.checkpoints:
-            if ends[one.row] != one.tokens:
-                raise CacheError(f"row {one.row} runs to {ends[one.row]} tokens: the state at {one.tokens} is not seen")
-            source = self._table(one.row)[one.group][0]
+            request, end = ends[one.row]
+            if end != one.tokens:
+                raise CacheError(f"row {one.row} runs to {end} tokens: the state at {one.tokens} is not seen")
+            source = self._cache.get_block_ids(request.request_id)[one.group][0]
             yield self._class_of[one.group], source, one.block
-
-    def _table(self, row: int) -> tuple[list[int], ...]:
-        request = self._cache.rows.requests[row]
-        if request is None:
-            raise CacheError(f"nobody has row {row}")
-        return self._cache.get_block_ids(request.request_id)
 
     def _moved_cells(self, transfers: Transfers) -> Iterator[Cell]:
         """Every cell that holds a block which moved."""
         if not transfers.moved.size:
             return
         cells = self._cache.step_cells(np.empty(0, np.int64), (), transfers.moved)
-        owners = self._cache.rows.requests
+        names = {one.row: one.request_id for one in self._cache.resident_requests()}
         lists = (cells.group, cells.row, cells.column, cells.block)
         for group, row, column, block in zip(*(one.tolist() for one in lists), strict=True):
-            owner = owners[row]
-            if owner is not None:
-                yield Cell(owner.request_id, group, column, block)
+            if row in names:
+                yield Cell(names[row], group, column, block)
 
     def _put_right(self, output: Any) -> Iterator[tuple[int, int]]:  # noqa: ANN401 - vLLM's
         """Ids of ``output`` as they are by now; (class, block) of those of attention that begin with this step."""
