@@ -86,9 +86,9 @@ class Ours:
     def begin(self, step: int) -> None:
         """See Side."""
         if self._step >= 0:
-            self.cache.end_step()
+            self.cache.engine.end_step()
             self.cache.mark_written(self._step)
-        self.cache.begin_step(step)
+        self.cache.engine.begin_step(step)
         self._step = step
 
     def admit(self, prompt: Sequence[int]) -> None:
@@ -121,7 +121,7 @@ class Ours:
     def due(self, number: int) -> bool:
         """Whether its next token crosses an event."""
         request = self._requests[number]
-        return request.num_computed_tokens + 1 >= int(self.cache.next_events(np.array([request.row]))[0])
+        return request.num_computed_tokens + 1 >= int(self.cache.engine.next_events(np.array([request.row]))[0])
 
 
 class Stock:

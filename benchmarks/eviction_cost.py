@@ -23,7 +23,7 @@ from random import Random
 import numpy as np
 from eviction_table import serve_alone
 
-from hybridkv.cache import KVCacheManager
+from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.placement import EndsPlacement
 from hybridkv.eviction import EVICTIONS, LRU, eviction_named
 from hybridkv.eviction.ranking import End, Kind
@@ -59,11 +59,9 @@ class Busy:
         self.cache = KVCacheManager(
             natural_model_config(8 * _RUNNING + 3 * ends // 2, (full_spec(16), state_spec(16)), (4, 1)),
             _LONGEST,
-            placement=EndsPlacement(),
-            eviction=eviction_named(eviction),
-            clock=lambda: self._now,
+            options=CacheOptions(placement=EndsPlacement(), eviction=eviction_named(eviction), clock=lambda: self._now),
         )
-        while not self.cache.evictions:
+        while not self.cache.block_pool.evictions:
             self._now += 0.02
             request = self._request()
             serve_alone(self.cache, request, _FILLED_WITH, next(self._names))
@@ -154,9 +152,7 @@ def a_request(eviction: str, ends: int) -> float:
     cache = KVCacheManager(
         natural_model_config(ends * 2, (full_spec(16), state_spec(16)), (4, 1)),
         100,
-        placement=EndsPlacement(),
-        eviction=eviction_named(eviction),
-        clock=lambda: seconds[0],
+        options=CacheOptions(placement=EndsPlacement(), eviction=eviction_named(eviction), clock=lambda: seconds[0]),
     )
     requests = ends + _TIMED  # twice as many ends as fit, with their blocks
     begun = 0.0

@@ -41,7 +41,7 @@ from foreseen import Future
 from natural_table import commit, read_results
 from oracle_hints import Hinted
 
-from hybridkv.cache import KVCacheManager
+from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.placement import EndsPlacement, placement_of
 from hybridkv.errors import CacheError, CapacityError
 from hybridkv.eviction import EVICTIONS, HAZARD, LRU, Eviction, eviction_named
@@ -138,7 +138,7 @@ def serve_alone(cache: KVCacheManager, request: Request, outputs: Sequence[int],
     request.branch_tokens = hit.branch_tokens
     moved, found = 0, hit.tokens
     with cache.step(2 * number):
-        blocks = cache.blocks_of(hit)
+        blocks = cache.engine.blocks_of(hit)
         if cache.allocate_slots(request, request.num_prompt_tokens - found, found, blocks) is None:
             found = 0  # what it copies is in its own way
             if cache.allocate_slots(request, request.num_prompt_tokens) is None:
@@ -165,7 +165,7 @@ def _run(cache: KVCacheManager, request: Request, start: int, end: int) -> int:
     row, at = np.array([request.row]), np.array([start])
     cache.store_checkpoints(row, at, at + end - start)
     request.num_computed_tokens = end
-    return sum(copy.kind == "move" for copy in cache.take_transfers().copies)
+    return sum(copy.kind == "move" for copy in cache.fields.take_transfers().copies)
 
 
 def alone(cell: Cell, source: RequestSource, summary: TraceSummary, eviction: Eviction) -> dict[str, Any]:
@@ -175,9 +175,7 @@ def alone(cell: Cell, source: RequestSource, summary: TraceSummary, eviction: Ev
     cache = KVCacheManager(
         plan.config,
         plan.max_model_len,
-        placement=placement_of(plan),
-        eviction=eviction,
-        clock=clock,
+        options=CacheOptions(placement=placement_of(plan), eviction=eviction, clock=clock),
     )
     return serve_all(cache, clock, source)
 

@@ -25,7 +25,7 @@ import numpy as np
 from kv_adapter import HybridKVAdapter
 from shared_prefix import SharedPrefix
 
-from hybridkv.cache import KVCacheManager
+from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.placement import EndsPlacement
 from hybridkv.eviction import HAZARD, Share, TenantShares
 from hybridkv.request import Request
@@ -271,8 +271,8 @@ class Bench:
         each = [Share(f"tenant-{number}", 0.5 / count) for number in range(count)]
         shares = self.call(f"{row}.shares", 1, TenantShares, (Share(None, 0.1), *each))
         now, config = [0.0], natural_model_config(40, (full_spec(4), state_spec(4)), (4, 1))
-        make = partial(KVCacheManager, config, 200, placement=EndsPlacement(), eviction=HAZARD, clock=lambda: now[0])
-        cache = self.call(f"{row}.manager", 1, partial(make, shares=shares))
+        options = CacheOptions(placement=EndsPlacement(), eviction=HAZARD, shares=shares, clock=lambda: now[0])
+        cache = self.call(f"{row}.manager", 1, partial(KVCacheManager, config, 200, options=options))
         active = [each[number * count // 32].name for number in range(32)]
         for place in range(96):
             now[0] += 1.0
@@ -283,10 +283,10 @@ class Bench:
         """A request comes, is computed in one step with one token more, and goes."""
         request = Request(name, self.tokens(14), hasher=cache.hasher, tenant=tenant)
         hit = cache.look_up(request)
-        cache.allocate_slots(request, 14, hit.tokens, cache.blocks_of(hit))
+        cache.allocate_slots(request, 14, hit.tokens, hit)
         cache.store_checkpoints(np.array([request.row]), np.array([0]), np.array([14]))
         request.num_computed_tokens = 14
-        cache.take_transfers()
+        cache.fields.take_transfers()
         request.append(9)
         cache.cache_blocks(request, 14)
         cache.keep_end(request)

@@ -168,7 +168,7 @@ class HybridKVAdapter:
 
     def free_many(self, mgr: KVCacheManager, reqs: list[Request]) -> None:
         """All blocks of all requests go back."""
-        mgr.free_many(reqs)
+        mgr.engine.free_many(reqs)
 
     def preempt(self, mgr: KVCacheManager, req: Request) -> None:
         """All blocks go back and the request starts over."""

@@ -25,7 +25,7 @@ from typing import Any
 from foreseen import Future
 from ideal_space import IdealSpace
 
-from hybridkv.cache import KVCacheManager
+from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.placement import placement_of
 from hybridkv.eviction import LRU
 from hybridkv.models import Model, read_model
@@ -126,11 +126,13 @@ def _ideal(plan: Plan, settings: ReplaySettings, clock: SimulatedClock) -> Sched
     cache = KVCacheManager(
         plan.config,
         plan.max_model_len,
-        placement=placement_of(plan, settings.placement),
-        space=IdealSpace(
-            plan.memory_bytes,
-            sizes,
-            [slabs.classes.index(slabs.class_of(group)) for group in range(len(plan.config.groups))],
+        options=CacheOptions(
+            placement=placement_of(plan, settings.placement),
+            space=IdealSpace(
+                plan.memory_bytes,
+                sizes,
+                [slabs.classes.index(slabs.class_of(group)) for group in range(len(plan.config.groups))],
+            ),
         ),
     )
     limits = SchedulerLimits(max_running=settings.max_running, max_batched_tokens=settings.token_budget)

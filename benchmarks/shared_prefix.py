@@ -19,6 +19,7 @@ from statistics import median
 from typing import Final
 
 from hybridkv import KVCacheManager, Request, SamplingParams, Scheduler, SchedulerLimits, plan, read_model
+from hybridkv.cache import CacheOptions
 from hybridkv.step import Csr, StepResult
 
 MODELS: Final = ("qwen3-next-80b-a3b", "llama-3-8b", "nemotron-3-nano-30b-a3b", "gemma-3-27b")
@@ -42,7 +43,7 @@ class SharedPrefix:
         self._system_prompt = self._random.choices(range(100_000), k=SHARED[1])
         self._names = count()
         planned = plan(read_model(model), memory=memory, max_model_len=8192, layout=layout)
-        self.cache = KVCacheManager(planned, clock=lambda: self._now)
+        self.cache = KVCacheManager(planned, options=CacheOptions(clock=lambda: self._now))
         self._scheduler = Scheduler(
             self.cache, SchedulerLimits(max_running=256, max_batched_tokens=8192), clock=lambda: self._now
         )

@@ -98,13 +98,13 @@ class Engine:
     def step(self) -> None:
         """One step is scheduled; then the one before it runs, and its tokens become known."""
         step = Step(self.number)
-        self.cache.begin_step(self.number)
+        self.cache.engine.begin_step(self.number)
         self.number += 1
         self.arrive()
         self.go_on(step)
         self.let_in(step)
-        self.cache.end_step()
-        self.cache.take_transfers()  # blocks are shared whole here: there is nothing to copy
+        self.cache.engine.end_step()
+        self.cache.fields.take_transfers()  # blocks are shared whole here: there is nothing to copy
         self.flight.append(step)
         if len(self.flight) == 2 or not step.runs:
             self.run(self.flight.popleft())
@@ -119,7 +119,7 @@ class Engine:
             failed = self.counts["loads"] % FAILS == 0
             came = hit + (tokens - hit) // 2 if failed else tokens
             self.write(request, hit, came - hit)
-            request.computed = self.cache.finish_load(self.ours[name], came)
+            request.computed = self.cache.engine.finish_load(self.ours[name], came)
             self.counts["loads that brought half"] += failed
             self.waiting.appendleft(request)
 
@@ -129,8 +129,10 @@ class Engine:
         while ready:
             rows = np.array([self.ours[one.name].row for one in ready])
             counts = np.array([(one.num_tokens, one.computed, one.in_flight) for one in ready])
-            self.cache.synchronise(rows, num_tokens=counts[:, 0], num_computed=counts[:, 1], in_flight=counts[:, 2])
-            self.counts["calls saved"] += int((self.cache.next_events(rows) > counts[:, 1] + 1).sum())
+            self.cache.engine.synchronise(
+                rows, num_tokens=counts[:, 0], num_computed=counts[:, 1], in_flight=counts[:, 2]
+            )
+            self.counts["calls saved"] += int((self.cache.engine.next_events(rows) > counts[:, 1] + 1).sum())
             if self.cache.allocate_batch(rows, 1).accepted == len(ready):
                 break
             self.preempt(ready.pop())
@@ -155,7 +157,7 @@ class Engine:
                     continue
             count = min(request.num_tokens - request.computed - hit, CHUNK)
             whole = Admission(RequestLimits(request.num_tokens, CHUNK), chunk_reserve=1)
-            self.cache.synchronise_one(mine, request.computed, request.in_flight)
+            self.cache.engine.synchronise_one(mine, request.computed, request.in_flight)
             planned = self.cache.plan_slots(mine, count, hit, blocks, admission=whole)
             if isinstance(planned, Refusal):
                 return  # it waits for somebody to end
@@ -209,13 +211,13 @@ class Engine:
                 request.take(self.read(request, start + count) % VOCABULARY)
                 request.unknown -= 1
                 self.counts["tokens said"] += 1
-        self.cache.settle(step.number)
+        self.cache.engine.settle(step.number)
         self.publish([request for request, _, _ in step.runs if request in self.running])
         for request, _, _ in step.runs:
             if request in self.running and request.num_tokens - request.prompt == OUTPUTS:
-                lock = self.cache.lock(request.name)  # say, for a transfer to the neighbour
+                lock = self.cache.engine.lock(request.name)  # say, for a transfer to the neighbour
                 self.cache.free(request.name)
-                self.cache.unlock(lock)
+                self.cache.engine.unlock(lock)
                 self.running.remove(request)
 
     def publish(self, ran: list[Asked]) -> None:
@@ -223,8 +225,8 @@ class Engine:
         rows = np.array([self.ours[one.name].row for one in ran], np.int64)
         counts = [(one.num_tokens, one.computed, one.in_flight, one.computed - one.in_flight) for one in ran]
         known, computed, in_flight, settled = np.array(counts, np.int64).reshape(-1, 4).T
-        self.cache.synchronise(rows, num_tokens=known, num_computed=computed, in_flight=in_flight)
-        for place in np.flatnonzero(np.minimum(settled, known) >= self.cache.publish_edges(rows)).tolist():
+        self.cache.engine.synchronise(rows, num_tokens=known, num_computed=computed, in_flight=in_flight)
+        for place in np.flatnonzero(np.minimum(settled, known) >= self.cache.engine.publish_edges(rows)).tolist():
             self.cache.cache_blocks(self.ours[ran[place].name], int(min(settled[place], known[place])))
             self.counts["blocks published when known"] += 1
 

@@ -105,7 +105,7 @@ class Engine:
         rows = np.array([request.row for request in batch], np.int64)
         computed = np.array([request.num_computed_tokens for request in batch], np.int64)
         self.cache.store_checkpoints(rows, computed, computed + np.array(list(batch.values()), np.int64))
-        transfers = self.cache.take_transfers()
+        transfers = self.cache.fields.take_transfers()
         for one in transfers.copies:  # in this order: a block may be the source of one and the target of the next
             kept = self.memory[one.group].get(one.source, {})  # nothing yet: taken in this very step, and moved
             self.memory[one.group][one.destination] = dict(kept)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from content import Embeds, Story
 
+from caches import cache_with
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.placement import placement_of
 from hybridkv.errors import CapacityError, ConfigError, UnsupportedModelError
@@ -213,13 +214,13 @@ def _world(rng: random.Random, eviction: str) -> World:
         "published_ends": rng.random() < 0.85,
     }
     ticks = iter(range(10**9))
-    cache = KVCacheManager(
+    cache = cache_with(
         plan.config,
         plan.max_model_len,
+        **cache_options,
         placement=placement_of(plan),
         eviction=eviction_named(eviction if layout == "natural" else LRU.name),
         clock=lambda: next(ticks) * 0.05,
-        **cache_options,
     )
     scheduler = Scheduler(cache, limits, clock=lambda: next(ticks) * 0.05)
     interleave = rng.choice([size for size in (1, 2, 4) if block % size == 0]) if world > 1 else 1

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from events_support import BLOCK, SALTS
 
-from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheManager
+from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, CacheOptions, KVCacheEvent, KVCacheManager
 from hybridkv.cache.placement import Placement
 from hybridkv.eviction import Eviction
 from hybridkv.planner.config import KVCacheConfig
@@ -44,7 +44,10 @@ def cache_of_layers(
     found = [specs[layer] for layer in layers]
     config = natural_model_config(size, found, [2] * len(found)) if natural else model_config(size, found)
     return config, KVCacheManager(
-        config, 200, enable_kv_cache_events=True, end_events=natural, placement=placement, eviction=eviction
+        config,
+        200,
+        enable_kv_cache_events=True,
+        options=CacheOptions(end_events=natural, placement=placement, eviction=eviction),
     )
 
 

@@ -96,7 +96,7 @@ class Twin:
         for owner, (name, count) in enumerate(zip(names, counts, strict=True)):
             request = self.requests[name]
             held = [len(ids) for ids in self.cache.get_block_ids(name)]
-            event = self.cache.next_event(request.row)
+            event = self.cache.engine.next_event(request.row)
             new = self.cache.allocate_slots(request, count)
             if new is None:
                 MET["refused"] += 1
@@ -119,7 +119,7 @@ class Twin:
             "published": [group.published[rows].tolist() for group in cache.groups],
             "labels": [group.label[rows].tolist() for group in cache.groups],
             "dropped": [group.rows.dropped[rows].tolist() for group in cache.groups],
-            "next": [cache.next_event(row) for row in rows],
+            "next": [cache.engine.next_event(row) for row in rows],
             "evictions": cache.block_pool.evictions,
         }
 
@@ -169,7 +169,7 @@ def check_turns(batched: Twin, single: Twin, data: st.DataObject) -> None:
         assert batched.seen() == single.seen()
         assert ordered(batched) == ordered(single)
         ended = data.draw(st.lists(st.sampled_from(names), unique=True) if names else st.just([]))
-        batched.cache.free_many([batched.requests.pop(name) for name in ended])
+        batched.cache.engine.free_many([batched.requests.pop(name) for name in ended])
         for name in ended:
             single.cache.free(single.requests.pop(name))
         batched.cache.check()

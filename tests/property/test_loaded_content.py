@@ -86,7 +86,7 @@ class Loading(Engine):
             if one.at < one.end and self.random.random() < 0.7:
                 continue
             self.transfers.remove(one)
-            came = self.cache.finish_load(one.request, None if one.at == one.end else one.at)
+            came = self.cache.engine.finish_load(one.request, None if one.at == one.end else one.at)
             self.counts["all came" if one.at == one.end else "some came" if came else "too few came"] += 1
             one.request.num_computed_tokens = came
             if came:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from wrong_values import unnamed_errors, wrong_values
 
-from hybridkv.cache import BlockHasher, BlockPool, EngineHashes, KVCacheBlocks, KVCacheManager
+from hybridkv.cache import BlockHasher, BlockPool, CacheOptions, EngineHashes, KVCacheBlocks, KVCacheManager
 from hybridkv.errors import HybridKVError
 from hybridkv.extra_keys import EncoderInput, ExtraKeys, LoraAdapter, MultimodalItem
 from hybridkv.planner.config import KVCacheConfig
@@ -75,7 +75,7 @@ class World:
     """A scheduler in the middle of things: "a" decodes, "b" prefills, "c" waits, and one step is in flight."""
 
     def __init__(self, layout: str) -> None:
-        self.cache = KVCacheManager(CONFIGS[layout], 100, max_pinned_blocks=4)
+        self.cache = KVCacheManager(CONFIGS[layout], 100, options=CacheOptions(max_pinned_blocks=4))
         self.sched = Scheduler(self.cache, SchedulerLimits(2, 6, 2, num_speculative_tokens=2))
         self.requests = {name: self.request(name, 9 + 100 * i) for i, name in enumerate("abc")}
         for one in self.requests.values():
@@ -83,7 +83,7 @@ class World:
         for _ in range(3):
             self.turn()
         self.flight = self.sched.schedule()
-        self.cache.take_transfers()
+        self.cache.fields.take_transfers()
 
     def request(self, name: str, first: int = 500, **known: Any) -> Request:  # noqa: ANN401 - by name
         prompt = range(first, first + 9)
@@ -115,10 +115,10 @@ class World:
         for pin in self.cache.pins:
             self.cache.unpin(pin)
         for lock in self.cache.locks:
-            self.cache.unlock(lock)
-        for request in self.cache.resident_requests():  # taken without the scheduler, by the call itself
+            self.cache.engine.unlock(lock)
+        for request in self.cache.engine.resident_requests():  # taken without the scheduler, by the call itself
             self.cache.free(request)
-        self.cache.take_transfers()
+        self.cache.fields.take_transfers()
         self.cache.check()
         assert self.cache.usage == 0
 
@@ -151,13 +151,13 @@ def cache_calls(world: World) -> Calls:
     cache, a = world.cache, world.requests["a"]
     rows, fresh = np.array([a.row]), world.request("fresh")
     hit = cache.find_hit(world.request("look"))
-    yield cache.refuse_stranger, {"request": fresh}
-    for method in (cache.get_computed_blocks, cache.look_up, cache.find_hit, cache.drop_skipped):
+    yield cache.bounds.refuse_stranger, {"request": fresh}
+    for method in (cache.get_computed_blocks, cache.look_up, cache.find_hit, cache.engine.drop_skipped):
         yield method, {"request": fresh}
-    for method in (cache.blocks_to_share, cache.keep_end):
+    for method in (cache.engine.blocks_to_share, cache.keep_end):
         yield method, {"request": a}
-    yield cache.blocks_of, {"hit": hit}
-    yield cache.is_longest_hit, {"request": fresh, "hit": hit, "evictions": 0}
+    yield cache.engine.blocks_of, {"hit": hit}
+    yield cache.is_longest_hit, {"request": fresh, "hit": hit}
     slots = {"num_new_computed_tokens": 0, "new_computed_blocks": None, "num_lookahead_tokens": 0}
     slots |= {"delay_cache_blocks": False, "num_encoder_tokens": 0, "num_external_computed_tokens": 0}
     yield cache.allocate_slots, {"request": fresh, "num_new_tokens": 3, **slots}
@@ -167,19 +167,19 @@ def cache_calls(world: World) -> Calls:
     none = np.array([0])
     yield cache.accept_drafts, {"rows": rows, "drafted": none, "kept": none}
     yield cache.cache_blocks, {"request": a, "num_computed_tokens": 4}
-    yield cache.forget_moved, {"moved": np.array([], np.int64)}
+    yield cache.fields.forget_moved, {"moved": np.array([], np.int64)}
     yield cache.bounds.refuse_drafts, {"num_drafts": 0}
     yield cache.bounds.peak_blocks, {"limits": RequestLimits(100), "max_in_flight": 1}
     yield cache.free, {"request": "nobody"}
-    yield cache.free_many, {"requests": []}
-    yield cache.lock, {"request": "a"}
-    yield cache.unlock, {"lock": cache.lock("a")}
+    yield cache.engine.free_many, {"requests": []}
+    yield cache.engine.lock, {"request": "a"}
+    yield cache.engine.unlock, {"lock": cache.engine.lock("a")}
     yield cache.pin, {"tokens": range(9), "salt": "x"}
     yield cache.unpin, {"pin": cache.pin(range(9))}
     yield cache.get_blocks, {"request_id": "a"}
     yield cache.get_block_ids, {"request_id": "a"}
     yield cache.get_num_common_prefix_blocks, {"request": "a", "num_running_requests": 1}
-    yield cache.next_event, {"row": a.row}
+    yield cache.engine.next_event, {"row": a.row}
     computed = np.array([a.num_computed_tokens])
     yield cache.store_checkpoints, {"rows": rows, "computed": computed, "end": computed}
     yield opened(cache), {"step": 1 << 20}
@@ -199,17 +199,17 @@ def foreign_calls(world: World) -> Calls:
     rows, fresh = np.array([a.row]), world.request("fresh")
     loaded = world.request("loaded")
     cache.allocate_slots(loaded, 0, delay_cache_blocks=True, num_external_computed_tokens=2)
-    yield cache.finish_load, {"request": loaded, "num_computed_tokens": 2}
-    yield cache.get_computed_blocks_per_group, {"request": fresh}
+    yield cache.engine.finish_load, {"request": loaded, "num_computed_tokens": 2}
+    yield cache.engine.get_computed_blocks_per_group, {"request": fresh}
     yield cache.evict_blocks, {"group": 0, "block_ids": []}
-    for column in (cache.next_events, cache.publish_edges):
+    for column in (cache.engine.next_events, cache.engine.publish_edges):
         yield column, {"rows": rows}
     counts = {"num_tokens": np.array([a.num_tokens]), "num_computed": np.array([a.num_computed_tokens])}
-    yield cache.synchronise, {"rows": rows, **counts, "in_flight": cache.rows.in_flight[rows]}
-    yield cache.settle, {"step": 0}
+    yield cache.engine.synchronise, {"rows": rows, **counts, "in_flight": cache.rows.in_flight[rows]}
+    yield cache.engine.settle, {"step": 0}
     borrowed = Request("borrowed", Lent(SimpleNamespace(num_tokens=3, all_token_ids=[1, 2, 3]), 3), hasher=cache.hasher)
-    yield cache.synchronise_one, {"request": borrowed, "num_computed_tokens": 2, "num_in_flight_tokens": 1}
-    yield cache.blocks_to_come, {"request": fresh, "limits": RequestLimits(100)}
+    yield cache.engine.synchronise_one, {"request": borrowed, "num_computed_tokens": 2, "num_in_flight_tokens": 1}
+    yield cache.engine.blocks_to_come, {"request": fresh, "limits": RequestLimits(100)}
 
 
 def scheduler_calls(world: World) -> Calls:
@@ -257,9 +257,11 @@ def request_calls(world: World) -> Calls:
 def constructions(world: World) -> Calls:
     config = world.cache.config
     known: Valid = {"enable_caching": True, "use_eagle": False, "log_stats": False, "enable_kv_cache_events": False}
-    known |= {"dcp_world_size": 1, "pcp_world_size": 1, "hasher": None, "retention": None, "max_pinned_blocks": 0}
-    known |= {"placement": None, "max_moved_bytes": None, "published_ends": True}
+    known |= {"dcp_world_size": 1, "pcp_world_size": 1, "hasher": None, "options": CacheOptions()}
     yield KVCacheManager, {"kv_cache_config": config, "max_model_len": 100, **known}
+    options: Valid = {"retention": None, "max_pinned_blocks": 0, "placement": None, "eviction": None}
+    options |= {"max_moved_bytes": None, "published_ends": True, "end_events": False, "max_event_blocks": 9}
+    yield CacheOptions, {**options, "remembered_losses": 0, "block_times": False}
     yield BlockHasher, {"block_size": 4, "algorithm": "sha256_cbor", "seed": "x", "root": None}
     yield BlockPool, {"num_blocks": 9, "num_groups": 1, "enable_events": False}
 

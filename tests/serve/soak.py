@@ -222,7 +222,7 @@ def nothing_is_left(served: Served, engine: Engine) -> None:
     def checked() -> tuple[float, int, int]:
         engine.scheduler.check()
         held = sum(group.held_blocks for group in engine.cache.statistics().groups)
-        return engine.cache.usage, held, len(engine.cache.resident_requests())
+        return engine.cache.usage, held, len(engine.cache.engine.resident_requests())
 
     assert front.engine._thread.submit(checked).result(WAIT) == (0, 0, 0)
 

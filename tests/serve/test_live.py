@@ -9,7 +9,7 @@ import pytest
 from page_support import CHROMIUM, browser, tab
 from serve_support import LONGEST, PATH, WAIT, Served, engine_of, serving, until
 
-from hybridkv.cache import KVCacheManager
+from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.block_map import BlockState, block_map
 from hybridkv.models import read_model
 from hybridkv.planner import plan
@@ -335,7 +335,9 @@ def test_a_thousand_requests_do_not_make_the_page_stutter(llama: Served, crowd: 
 
 
 def test_pinned_blocks_are_told_and_how_long_blocks_have_been_as_they_are() -> None:
-    cache = KVCacheManager(plan(read_model("llama-3-8b"), memory="1GiB", max_model_len=512), max_pinned_blocks=10)
+    cache = KVCacheManager(
+        plan(read_model("llama-3-8b"), memory="1GiB", max_model_len=512), options=CacheOptions(max_pinned_blocks=10)
+    )
     scheduler = Scheduler(cache, SchedulerLimits())
     prompt = list(range(50))
     scheduler.add(Request("a", prompt, SamplingParams(max_tokens=1), hasher=cache.hasher))

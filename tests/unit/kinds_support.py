@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from caches import cache_with
 from hybridkv.cache import KVCacheManager
 from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.request import Request
@@ -65,7 +66,7 @@ def config(num_blocks: int, *specs: KVCacheSpec) -> KVCacheConfig:
 
 
 def cache_of(*specs: KVCacheSpec, num_blocks: int = 200, **known: Any) -> KVCacheManager:  # noqa: ANN401 - keyword arguments of the manager
-    return KVCacheManager(config(num_blocks, *specs), 1000, **known)
+    return cache_with(config(num_blocks, *specs), 1000, **known)
 
 
 def flagged(*groups: tuple[KVCacheSpec, bool], num_blocks: int = 200) -> KVCacheManager:

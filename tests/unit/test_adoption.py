@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from hybridkv.cache import KVCacheBlocks, KVCacheManager
+from hybridkv.cache import CacheOptions, KVCacheBlocks, KVCacheManager
 from hybridkv.cache.residents import MOST_NAMES, ContentNames
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.extra_keys import EncoderInput, MultimodalItem
@@ -74,7 +74,7 @@ def test_the_hit_of_another_request_is_not_adopted(config: KVCacheConfig, tokens
     same = Request("same", ONE, hasher=cache.hasher)
     assert cache.allocate_slots(same, 4, hit, blocks) is not None
     same.num_computed_tokens = hit
-    cache.take_transfers()
+    cache.fields.take_transfers()
     cache.check()
 
 
@@ -101,7 +101,7 @@ def test_another_block_of_the_same_tokens_is_as_good() -> None:
     request = Request("a", ONE, hasher=cache.hasher)
     assert cache.allocate_slots(request, 4, hit, before) is not None
     request.num_computed_tokens = hit
-    cache.take_transfers()
+    cache.fields.take_transfers()
     cache.check()
 
 
@@ -110,8 +110,8 @@ def test_the_blocks_of_a_parent_are_for_its_branches_alone() -> None:
     parent = Request("parent", ONE, hasher=cache.hasher)
     assert cache.allocate_slots(parent, 29) is not None
     parent.num_computed_tokens = 29
-    cache.take_transfers()
-    shared, tokens = cache.blocks_to_share(parent)
+    cache.fields.take_transfers()
+    shared, tokens = cache.engine.blocks_to_share(parent)
     assert tokens == 29
     for wrong in (
         Request("other", OTHER, hasher=cache.hasher),
@@ -124,7 +124,7 @@ def test_the_blocks_of_a_parent_are_for_its_branches_alone() -> None:
     child = parent.branch("child", SamplingParams())
     assert cache.allocate_slots(child, 1, tokens, shared) is not None
     child.num_computed_tokens = tokens
-    cache.take_transfers()
+    cache.fields.take_transfers()
     cache.check()
 
 
@@ -197,7 +197,7 @@ def test_names_are_forgotten_beyond_a_bound() -> None:
 
 
 def test_pins_of_what_is_no_prompt() -> None:
-    cache = KVCacheManager(FULL, 100, max_pinned_blocks=1)
+    cache = KVCacheManager(FULL, 100, options=CacheOptions(max_pinned_blocks=1))
     ran(cache, ONE[:20], "one")
     for wrong in ("text", [1.5], [-1], {1: 2}, np.zeros((2, 2), int), []):
         with pytest.raises(ConfigError):

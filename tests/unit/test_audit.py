@@ -39,7 +39,7 @@ def live_rig() -> Rig:
 
 
 def rows(cache: KVCacheManager) -> list[int]:
-    return sorted(request.row for request in cache.resident_requests())
+    return sorted(request.row for request in cache.engine.resident_requests())
 
 
 def held(cache: KVCacheManager, group: int = 0) -> int:
@@ -230,15 +230,15 @@ def a_resident_too_few(cache: KVCacheManager) -> None:
 
 
 def a_row_mixed_up(cache: KVCacheManager) -> None:
-    cache.resident_requests()[0].row += 1
+    cache.engine.resident_requests()[0].row += 1
 
 
 def a_hash_too_few(cache: KVCacheManager) -> None:
-    cache.resident_requests()[0].hashes.pop()
+    cache.engine.resident_requests()[0].hashes.pop()
 
 
 def a_hash_of_other_tokens(cache: KVCacheManager) -> None:
-    cache.resident_requests()[0].hashes[0] = b"k" * 32
+    cache.engine.resident_requests()[0].hashes[0] = b"k" * 32
 
 
 def unwritten_by_another_step(cache: KVCacheManager) -> None:

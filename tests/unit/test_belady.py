@@ -12,7 +12,7 @@ from belady import Foreseen
 from eviction_table import serve_all
 from foreseen import Future
 
-from hybridkv.cache import KVCacheManager
+from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.placement import EndsPlacement
 from hybridkv.eviction import EVICTIONS, Eviction, eviction_named
 from hybridkv.simulator import Pieces, SimulatedClock, TraceRequest
@@ -65,7 +65,7 @@ def found(requests: Sequence[TraceRequest], specs: tuple[KVCacheSpec, ...], slab
     clock = SimulatedClock()
     per_slab = tuple(1 if "Mamba" in type(spec).__name__ else 4 for spec in specs)
     config = natural_model_config(slabs, specs, per_slab)
-    cache = KVCacheManager(config, 4096, placement=EndsPlacement(), eviction=rule, clock=clock)
+    cache = KVCacheManager(config, 4096, options=CacheOptions(placement=EndsPlacement(), eviction=rule, clock=clock))
     rate: float = serve_all(cache, clock, source)["hit_rate"]
     cache.check()
     return rate

@@ -5,7 +5,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from hybridkv.cache import KVCacheManager
+from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.block_times import EDGES_S, BlockTimes, TimeCounts
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import Request
@@ -50,7 +50,9 @@ def test_times_by_hand() -> None:
 
 def test_a_manager_tells_what_came_of_its_blocks() -> None:
     now, random = [0.0], Random(3)
-    cache = KVCacheManager(model_config(13, (full_spec(4),)), 64, block_times=True, clock=lambda: now[0])
+    cache = KVCacheManager(
+        model_config(13, (full_spec(4),)), 64, options=CacheOptions(block_times=True, clock=lambda: now[0])
+    )
     begun, hit = dict[int, float](), dict[int, float]()
     gaps, lives, idles = list[float](), list[float](), list[float]()
     for number in range(60):
@@ -58,7 +60,7 @@ def test_a_manager_tells_what_came_of_its_blocks() -> None:
         request = Request(str(number), [random.randrange(3)] * 4 + [random.randrange(3)] * 8, hasher=cache.hasher)
         found = cache.look_up(request)
         before = {block for block in range(13) if cache.block_pool.key_of(block) is not None}
-        blocks = cache.blocks_of(found)
+        blocks = cache.engine.blocks_of(found)
         shared = blocks.ids[0].tolist()
         for block in shared:
             gaps.append(now[0] - hit[block])
@@ -90,4 +92,4 @@ def test_nothing_is_kept_unless_it_is_asked_for() -> None:
     assert cache.block_pool.keys.times is None
     assert cache.statistics().times is None
     with pytest.raises(ConfigError, match="block_times"):
-        cache.idle_blocks()
+        cache.block_pool.idle_blocks()

@@ -65,7 +65,7 @@ def test_d2_what_is_planned_is_what_is_taken(seed: int) -> None:
         hit: KVCacheBlocks | None = blocks
         external = random.choice((0, 0, random.randint(0, 59 - tokens)))
         while request.num_computed_tokens < 60:
-            cache.drop_skipped(request)
+            cache.engine.drop_skipped(request)
             free, ahead = pool.get_num_free_blocks(), random.choice((0, 3))
             new = random.randint(1, 60 - request.num_computed_tokens - tokens - external)
             plan = cache.plan_slots(request, new, tokens, hit, ahead, num_external_computed_tokens=external)
@@ -169,10 +169,10 @@ def test_d9_who_was_readmitted_is_not_preempted_again_at_once() -> None:
         sched.add(request)
     admitted, lives = dict.fromkeys("ab", 0), []
     while not sched.drained:
-        running = {request.request_id for request in cache.resident_requests()}
+        running = {request.request_id for request in cache.engine.resident_requests()}
         step = sched.schedule()
         admitted |= {new.request_id: step.id for new in step.new_rows}
-        gone = running - {request.request_id for request in cache.resident_requests()}
+        gone = running - {request.request_id for request in cache.engine.resident_requests()}
         lives += [step.id - admitted[name] for name in gone]
         sched.update(StepResult(step.id, Csr.from_lists([[7] if one else [] for one in step.samples.tolist()])))
     assert lives

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hybridkv.cache import KVCacheManager
+from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError, OwnershipError, WorkerError
 from hybridkv.planner.config import KVCacheConfig
@@ -32,7 +32,7 @@ def scheduler(
     config: KVCacheConfig, drafts: int = 3, *, max_batched_tokens: int = 64, max_in_flight: int = 1
 ) -> Scheduler:
     placement = placement_named("interval:5", 1) if config.slabs is not None else None
-    cache = KVCacheManager(config, 100, placement=placement)
+    cache = KVCacheManager(config, 100, options=CacheOptions(placement=placement))
     limits = SchedulerLimits(8, max_batched_tokens, max_in_flight, num_speculative_tokens=drafts)
     return Scheduler(cache, limits)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from kinds_support import cross
 
-from hybridkv.cache import KVCacheManager, SlotPlan
+from hybridkv.cache import CacheOptions, KVCacheManager, SlotPlan
 from hybridkv.cache.placement import EndsPlacement
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.extra_keys import EncoderInput, LoraAdapter
@@ -36,7 +36,7 @@ class Loop:
 
     def __init__(self, config: KVCacheConfig = NATURAL, **limits: object) -> None:
         placement = None if config.slabs is None else EndsPlacement()
-        self.cache = KVCacheManager(config, 200, placement=placement, enable_kv_cache_events=True)
+        self.cache = KVCacheManager(config, 200, enable_kv_cache_events=True, options=CacheOptions(placement=placement))
         self.scheduler = Scheduler(self.cache, SchedulerLimits(**limits), clock=lambda: 0.0)  # type: ignore[arg-type]  # by name
         self.results: list[StepResult] = []
 
@@ -118,7 +118,7 @@ def test_events_speak_of_decoder_blocks_only() -> None:
 
 def test_encoder_keys_hold_no_tokens_of_the_request() -> None:
     """So its output may be cut back to what it has computed, however long the encoder's is."""
-    cache = KVCacheManager(NATURAL, 200, placement=EndsPlacement())
+    cache = KVCacheManager(NATURAL, 200, options=CacheOptions(placement=EndsPlacement()))
     request = Request("a", PROMPT[:2], hasher=cache.hasher, encoder=EncoderInput("long", 40))
     plan = cache.plan_slots(request, 2, num_encoder_tokens=40)
     assert isinstance(plan, SlotPlan)

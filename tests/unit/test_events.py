@@ -6,7 +6,16 @@ from random import Random
 import numpy as np
 import pytest
 
-from hybridkv.cache import AllBlocksCleared, BlockHasher, BlockRemoved, BlockStored, EventsDropped, KVCacheManager
+from caches import cache_with
+from hybridkv.cache import (
+    AllBlocksCleared,
+    BlockHasher,
+    BlockRemoved,
+    BlockStored,
+    CacheOptions,
+    EventsDropped,
+    KVCacheManager,
+)
 from hybridkv.cache.events import untagged
 from hybridkv.cache.placement import placement_named
 from hybridkv.errors import CacheError, ConfigError
@@ -23,7 +32,7 @@ def manager(
     num_blocks: int = 16, block_sizes: tuple[int, ...] = (4,), *, events: bool = True, **options: object
 ) -> KVCacheManager:
     config = attention_config(num_blocks, block_sizes)
-    return KVCacheManager(config, 100, enable_kv_cache_events=events, **options)  # type: ignore[arg-type]  # by name
+    return cache_with(config, 100, enable_kv_cache_events=events, **options)
 
 
 def started(cache: KVCacheManager, tokens: range, *, salt: str | None = None) -> Request:
@@ -259,7 +268,9 @@ def test_a_follower_knows_that_states_of_several_sizes_have_no_events() -> None:
     )
     states = UniformTypeKVCacheSpecs(block_size=4, layers=layers)
     config = natural_model_config(60, [full_spec(4), states], [2, 2], layers_per_group=2)
-    cache = KVCacheManager(config, 100, enable_kv_cache_events=True, placement=placement_named("ends", 1))
+    cache = KVCacheManager(
+        config, 100, enable_kv_cache_events=True, options=CacheOptions(placement=placement_named("ends", 1))
+    )
     scheduler, follower = Scheduler(cache, SchedulerLimits()), EventFollower(cache)
     for number in range(3):
         scheduler.add(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridkv.cache import KVCacheManager
+from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import DEFAULT_EVICTIONS, EVICTIONS, HAZARD, LRU, Eviction, eviction_named, eviction_of
 from hybridkv.models import read_model
@@ -26,7 +26,7 @@ def test_a_plan_says_what_is_given_up_unless_one_is_asked_for(model: str, layout
     made = plan(read_model(model), "1GiB", max_model_len=1000, layout=layout)
     assert eviction_of(made) == KVCacheManager(made).eviction == found
     assert eviction_of(made, "lru") == LRU
-    assert KVCacheManager(made, eviction=LRU).eviction == LRU
+    assert KVCacheManager(made, options=CacheOptions(eviction=LRU)).eviction == LRU
     with pytest.raises(ConfigError, match="unknown eviction"):
         eviction_of(made, "belady")
 
@@ -45,4 +45,4 @@ def test_an_unknown_name_says_which_there_are(name: str, hint: str) -> None:
 
 def test_what_is_no_eviction_is_refused() -> None:
     with pytest.raises(ConfigError, match="eviction must be"):
-        KVCacheManager(attention_config(8), 100, eviction="lru")  # type: ignore[arg-type]
+        KVCacheManager(attention_config(8), 100, options=CacheOptions(eviction="lru"))  # type: ignore[arg-type]

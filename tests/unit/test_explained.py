@@ -70,7 +70,7 @@ def test_with_so_much_more_memory_nothing_of_it_is_evicted(seed: int) -> None:
     """In the reference layout, requests one after the other: the bound holds, whatever came in between."""
     source = Workload("chat", seed=seed, hours=0.05, limit=25)
     told, scheduler = explained(source, "llama-3-8b", "1GiB", "reference", max_running=1)
-    assert scheduler.cache.evicts_in_order
+    assert scheduler.cache.bounds.evicts_in_order
     memory, found = scheduler.cache.config.arena_bytes, 0
     for one in told:
         more = [miss for miss in one.misses if miss.more_bytes is not None]

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import hybridkv
+from caches import cache_with
 from hybridkv import KVCacheManager, Plan, Request, plan, read_model
+from hybridkv.cache import CacheOptions
 from hybridkv.cache.placement import AlignPlacement, EndsPlacement, IntervalPlacement, placement_of
 from hybridkv.cache.transfers import Transfer
 from hybridkv.errors import ConfigError
@@ -103,13 +105,13 @@ def test_what_contradicts_the_plan_is_refused() -> None:
         ({"placement": EndsPlacement()}, "placement ends contradicts the plan, which was made with interval:512"),
     ):
         with pytest.raises(ConfigError, match=said):
-            KVCacheManager(made, **wrong)
+            cache_with(made, **wrong)
     every = {"dcp_world_size": 1, "pcp_world_size": 1, "placement": IntervalPlacement(512), "eviction": LRU}
-    same = KVCacheManager(made, 4096, **every)  # type: ignore[arg-type]  # as they are
+    same = cache_with(made, 4096, **every)
     assert same.placement == IntervalPlacement(512)
     reference = planned(layout="reference")
     with pytest.raises(ConfigError, match="placement align:16 contradicts the plan, which was made with align"):
-        KVCacheManager(reference, placement=AlignPlacement(16))
+        KVCacheManager(reference, options=CacheOptions(placement=AlignPlacement(16)))
 
 
 def test_a_config_alone_needs_the_longest_request() -> None:

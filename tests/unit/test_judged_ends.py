@@ -8,7 +8,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from hybridkv.cache import KVCacheManager
+from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.index import KnownTokens
 from hybridkv.cache.placement import EndsPlacement
 from hybridkv.errors import CacheError
@@ -38,9 +38,7 @@ class Cache:
         self.cache = KVCacheManager(
             natural_model_config(slabs, specs, per_slab),
             200,
-            placement=EndsPlacement(),
-            eviction=HAZARD,
-            clock=lambda: self.now,
+            options=CacheOptions(placement=EndsPlacement(), eviction=HAZARD, clock=lambda: self.now),
         )
         limits = SchedulerLimits(max_running=4, max_batched_tokens=64)
         self.scheduler = Scheduler(self.cache, limits, clock=lambda: self.now)

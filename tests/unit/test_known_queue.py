@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from test_tenants import HYBRID, Cache, chat, unique
 
-from hybridkv.cache import KVCacheManager
+from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.placement import EndsPlacement
 from hybridkv.errors import CacheError
 from hybridkv.eviction import EVERYBODY, EVICTIONS, Share, TenantShares, eviction_named, resume_points
@@ -39,11 +39,11 @@ def test_what_waits_finds_what_it_begins_with(specs: tuple[KVCacheSpec, ...]) ->
         cache.run(chat(1, 1), hints=Hints(over=True))
         request = asked(cache, 1, 2)
         if waits:
-            cache.cache.expect(request)
+            cache.cache.kept.expect(request)
         flood(cache, 12)
         cache.cache.check()
         found.append(cache.cache.find_hit(request).tokens)
-        cache.cache.expect_no_longer(request)
+        cache.cache.kept.expect_no_longer(request)
         assert not any(node.end.awaited for node in cache.kept._tree.kept())
         cache.cache.check()
     assert found == [0, 11]
@@ -53,15 +53,15 @@ def test_the_deepest_that_comes_meanwhile_is_waited_for() -> None:
     cache = Cache(EVERYBODY, 30)
     waiting = [asked(cache, 1, 3), asked(cache, 1, 2)]
     for request in waiting:
-        cache.cache.expect(request)
+        cache.cache.kept.expect(request)
     awaited = []
     for turn in (1, 2):
         cache.run(chat(1, turn))
         awaited.append([node.tokens for node in cache.kept._tree.kept() if node.end.awaited])
         cache.cache.check()
     assert awaited == [[11], [16, 17]]  # before the last token of the second turn, and behind it
-    cache.cache.expect_no_longer(waiting[1])
-    cache.cache.expect_no_longer(waiting[1])
+    cache.cache.kept.expect_no_longer(waiting[1])
+    cache.cache.kept.expect_no_longer(waiting[1])
     assert [node.tokens for node in cache.kept._tree.kept() if node.end.awaited] == [17]
     for node in [node for node in cache.kept._tree.kept() if node.tokens == 17]:
         cache.kept._release(node, cache.now)
@@ -77,7 +77,7 @@ def test_tokens_that_come_while_a_request_waits_are_not_looked_at() -> None:
     cache.run(chat(1, 2))
     prompt = chat(1, 2)
     request = Request("waits", prompt[:11], hasher=cache.cache.hasher)
-    cache.cache.expect(request)
+    cache.cache.kept.expect(request)
     for token in prompt[11:]:
         request.append(token)
     cache.cache.check()
@@ -87,7 +87,7 @@ def test_tokens_that_come_while_a_request_waits_are_not_looked_at() -> None:
 def test_where_all_is_waited_for_room_is_made_all_the_same() -> None:
     cache = Cache(EVERYBODY, 13)
     for person in range(8):
-        cache.cache.expect(asked(cache, person, 2))
+        cache.cache.kept.expect(asked(cache, person, 2))
         cache.run(chat(person, 1))
     cache.cache.check()
     hits = [cache.cache.find_hit(asked(cache, person, 2)).tokens for person in range(8)]
@@ -99,7 +99,7 @@ def test_a_queue_protects_nothing_beyond_a_tenants_share() -> None:
     cache = Cache(TenantShares((Share("a", 0.4), Share("b"))), 25)
     cache.run(chat(1, 1), "a")
     for person in range(10, 30):
-        cache.cache.expect(asked(cache, person, 2, "b"))
+        cache.cache.kept.expect(asked(cache, person, 2, "b"))
         cache.run(chat(person, 1), "b")
     cache.cache.check()
     assert cache.cache.find_hit(asked(cache, 1, 2, "a")).tokens == 11
@@ -109,7 +109,7 @@ def test_of_a_long_queue_the_first_are_looked_at(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(resume_points, "_MOST", 3)
     cache = Cache(EVERYBODY, 13)
     for person in range(9):
-        cache.cache.expect(asked(cache, person, 1))
+        cache.cache.kept.expect(asked(cache, person, 1))
     assert len(cache.kept._queue) == 3
 
 
@@ -117,7 +117,11 @@ def test_of_a_long_queue_the_first_are_looked_at(monkeypatch: pytest.MonkeyPatch
 def test_a_scheduler_tells_who_waits(eviction: str) -> None:
     """One runs at a time; behind twelve others waits the second turn of a conversation: only lru has forgotten it."""
     config = natural_model_config(13, (full_spec(4), state_spec(4)), (4, 1))
-    cache = KVCacheManager(config, 200, placement=EndsPlacement(), eviction=eviction_named(eviction), clock=lambda: 1.0)
+    cache = KVCacheManager(
+        config,
+        200,
+        options=CacheOptions(placement=EndsPlacement(), eviction=eviction_named(eviction), clock=lambda: 1.0),
+    )
     scheduler = Scheduler(cache, SchedulerLimits(max_running=1, max_batched_tokens=64), clock=lambda: 1.0)
     worker = FakeWorker(config, digest_model(config, 1 << 20))
 
@@ -160,7 +164,7 @@ def test_check_sees_who_is_not_followed(monkeypatch: pytest.MonkeyPatch, method:
 
 
 def comes_and_goes(cache: Cache) -> None:
-    cache.cache.expect(asked(cache, 1, 2))
+    cache.cache.kept.expect(asked(cache, 1, 2))
     cache.run(chat(1, 1))
     for node in cache.kept._tree.kept():
         cache.kept._release(node, cache.now)

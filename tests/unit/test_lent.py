@@ -47,7 +47,7 @@ def lent(cache: KVCacheManager, name: str, tokens: list[int]) -> tuple[Request, 
 
 def sync(cache: KVCacheManager, one: Request, theirs: Engines, computed: int, in_flight: int = 0) -> None:
     counts = [np.array([count]) for count in (theirs.num_tokens, computed, in_flight)]
-    cache.synchronise(np.array([one.row]), num_tokens=counts[0], num_computed=counts[1], in_flight=counts[2])
+    cache.engine.synchronise(np.array([one.row]), num_tokens=counts[0], num_computed=counts[1], in_flight=counts[2])
 
 
 @every_layout
@@ -67,7 +67,7 @@ def test_lent_tokens_lead_to_the_same_as_copied_ones(config: KVCacheConfig, *, e
             blocks, hit = cache.get_computed_blocks(one)
             assert cache.allocate_slots(one, one.num_tokens - hit, hit, blocks) is not None
             one.num_computed_tokens = hit
-            cache.take_transfers()
+            cache.fields.take_transfers()
         assert mine.num_computed_tokens == other.num_computed_tokens
         assert turn == 0 or mine.num_computed_tokens > 0
         computed = mine.num_tokens
@@ -87,7 +87,7 @@ def test_lent_tokens_lead_to_the_same_as_copied_ones(config: KVCacheConfig, *, e
         for at, (cache, one) in enumerate(((copied, mine), (borrowed, other))):
             one.num_computed_tokens = computed
             cache.keep_end(one)
-            cache.take_transfers()
+            cache.fields.take_transfers()
             cache.free(one)
             cache.check()
             events = [event for event in cache.take_events() if isinstance(event, BlockStored)]
@@ -132,16 +132,16 @@ def test_tokens_are_computed_before_they_are_known(config: KVCacheConfig) -> Non
         assert cache.allocate_batch(np.array([one.row]), 1).accepted == 1
         cache.check()
     sync(cache, one, theirs, 15, in_flight=6)
-    edge = cache.publish_edges(np.array([one.row])).item()
+    edge = cache.engine.publish_edges(np.array([one.row])).item()
     assert edge == 12
     longer = [*range(9), *range(100, 106), 1, 2]
-    assert cache.get_computed_blocks_per_group(lent(cache, "look", longer)[0])[1][0] == 8
+    assert cache.engine.get_computed_blocks_per_group(lent(cache, "look", longer)[0])[1][0] == 8
     theirs.grow(*range(100, 106))
     sync(cache, one, theirs, 15)
     cache.cache_blocks(one, 15)
     cache.check()
-    assert cache.get_computed_blocks_per_group(lent(cache, "look", longer)[0])[1][0] == 12
-    assert cache.publish_edges(np.array([one.row])).item() == 16
+    assert cache.engine.get_computed_blocks_per_group(lent(cache, "look", longer)[0])[1][0] == 12
+    assert cache.engine.publish_edges(np.array([one.row])).item() == 16
 
 
 def test_what_steps_in_flight_read_is_kept() -> None:
@@ -151,7 +151,7 @@ def test_what_steps_in_flight_read_is_kept() -> None:
     dropped = []
     for in_flight in (6, 0):
         sync(cache, one, theirs, 15, in_flight)
-        cache.drop_skipped(one)
+        cache.engine.drop_skipped(one)
         dropped.append(cache.get_block_ids("r")[1].count(0))
     assert dropped == [1, 2]  # of a window of 6: the next token of 9, or of 15, reads from 4, or 10, on
 
@@ -160,13 +160,13 @@ def test_the_counts_of_one_are_those_of_all() -> None:
     """Each of two requests grows by a token at a time, and by many; one is told by itself, the other as a row."""
     cache = KVCacheManager(REFERENCE, 200)
     (one, mine), (other, theirs) = (lent(cache, name, list(range(5))) for name in ("one", "other"))
-    cache.synchronise_one(one, 0)
+    cache.engine.synchronise_one(one, 0)
     for known in (one, other):
         assert cache.allocate_slots(known, 5) is not None
     for more in (1, 1, 1, 1, 9, 0):
         mine.grow(*range(more))
         theirs.grow(*range(more))
-        cache.synchronise_one(one, mine.num_tokens - 1, 1)
+        cache.engine.synchronise_one(one, mine.num_tokens - 1, 1)
         sync(cache, other, theirs, theirs.num_tokens - 1, 1)
         assert one.num_tokens == other.num_tokens == mine.num_tokens
         assert one.num_computed_tokens == other.num_computed_tokens
@@ -174,11 +174,11 @@ def test_the_counts_of_one_are_those_of_all() -> None:
         assert cache.rows.in_flight[[one.row, other.row]].tolist() == [1, 1]
     mine.all_token_ids.pop()
     with pytest.raises(ConfigError, match="cannot have"):
-        cache.synchronise_one(one, 3)
+        cache.engine.synchronise_one(one, 3)
     with pytest.raises(ConfigError, match="num_in_flight_tokens"):
-        cache.synchronise_one(other, 3, 4)
+        cache.engine.synchronise_one(other, 3, 4)
     with pytest.raises(ConfigError, match="are its own"):
-        cache.synchronise_one(Request("r", [1], hasher=cache.hasher), 0)
+        cache.engine.synchronise_one(Request("r", [1], hasher=cache.hasher), 0)
 
 
 @every_layout
@@ -189,13 +189,13 @@ def test_who_stays_below_its_next_event_needs_no_call(config: KVCacheConfig) -> 
         assert cache.allocate_slots(one, one.num_tokens) is not None
         one.num_computed_tokens = one.num_tokens
     rows = np.array([one.row for one, _ in known])
-    assert cache.next_events(rows).tolist() == [cache.next_event(row) for row in rows.tolist()]
+    assert cache.engine.next_events(rows).tolist() == [cache.engine.next_event(row) for row in rows.tolist()]
     for _ in range(9):
         for _, theirs in known:
             theirs.grow(3)
         counts = np.array([theirs.num_tokens for _, theirs in known])
-        cache.synchronise(rows, num_tokens=counts, num_computed=counts - 1)
-        below = cache.next_events(rows) > counts
+        cache.engine.synchronise(rows, num_tokens=counts, num_computed=counts - 1)
+        below = cache.engine.next_events(rows) > counts
         took = cache.allocate_batch(rows, 1)
         assert took.accepted == 4
         assert not set(took.owner.tolist()) & set(np.flatnonzero(below).tolist())
@@ -209,7 +209,7 @@ def test_without_caching_nothing_has_an_edge_or_a_hash() -> None:
     theirs.grow(*range(9, 14))
     sync(cache, one, theirs, 9)
     assert one.hashes == []
-    assert cache.publish_edges(np.array([one.row])).item() >= 1 << 40
+    assert cache.engine.publish_edges(np.array([one.row])).item() >= 1 << 40
     cache.check()
 
 
@@ -219,19 +219,19 @@ def test_without_caching_nothing_has_an_edge_or_a_hash() -> None:
 def test_a_step_without_a_with_block() -> None:
     cache = KVCacheManager(STATES, 200, hasher=EngineHashes(BLOCK))
     for step in range(3):
-        cache.begin_step(step)
+        cache.engine.begin_step(step)
         with pytest.raises(CacheError, match="end that one first"):
-            cache.begin_step(step + 1)
+            cache.engine.begin_step(step + 1)
         one, _ = lent(cache, str(step), list(range(100 * step, 100 * step + 8)))
         assert cache.allocate_slots(one, 8) is not None
-        cache.end_step()
+        cache.engine.end_step()
     assert cache.statistics().unwritten_blocks == 9
-    cache.settle(1)
+    cache.engine.settle(1)
     assert cache.statistics().unwritten_blocks == 3
-    cache.settle(1)
+    cache.engine.settle(1)
     cache.revoke(2)
     assert cache.statistics().unwritten_blocks == 0
-    cache.settle(5)
+    cache.engine.settle(5)
     cache.check()
 
 
@@ -264,11 +264,11 @@ def test_what_is_the_engines_is_changed_there() -> None:
     uncached = KVCacheManager(REFERENCE, 200, enable_caching=False)
     assert uncached.allocate_slots(copied, 9) is not None
     with pytest.raises(ConfigError, match="others are appended"):
-        uncached.synchronise(np.array([copied.row]), num_tokens=np.array([10]))
+        uncached.engine.synchronise(np.array([copied.row]), num_tokens=np.array([10]))
     with pytest.raises(ConfigError, match="2 entries for 1 rows"):
-        uncached.synchronise(np.array([copied.row]), num_computed=np.array([1, 2]))
+        uncached.engine.synchronise(np.array([copied.row]), num_computed=np.array([1, 2]))
     with pytest.raises(CacheError, match="held by nobody"):
-        uncached.synchronise(np.array([7]), num_computed=np.array([1]))
+        uncached.engine.synchronise(np.array([7]), num_computed=np.array([1]))
     cache.check()
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from caches import cache_with
 from hybridkv import KVCacheManager, Request
 from hybridkv.cache import Admission, BlockStored, Refusal
 from hybridkv.errors import BlockError, CacheError, ConfigError
@@ -30,7 +31,7 @@ every_layout = pytest.mark.parametrize("config", EVERY, ids=IDS)
 
 
 def made(config: KVCacheConfig, **options: object) -> KVCacheManager:
-    return KVCacheManager(config, 100, enable_kv_cache_events=True, **options)  # type: ignore[arg-type]
+    return cache_with(config, 100, enable_kv_cache_events=True, **options)
 
 
 def request(cache: KVCacheManager, name: str = "r", tokens: int = 21) -> Request:
@@ -48,7 +49,7 @@ def loading(cache: KVCacheManager, tokens: int = 21, external: int = 16) -> Requ
         one, 0, hit, blocks, delay_cache_blocks=True, num_external_computed_tokens=external - hit
     )
     assert taken is not None
-    cache.take_transfers()
+    cache.fields.take_transfers()
     return one
 
 
@@ -61,7 +62,7 @@ def test_what_is_loaded_is_found_when_it_is_there(config: KVCacheConfig) -> None
     assert cache.usage > 0
     assert hit_tokens(cache) == 0
     assert cache.take_events() == []
-    assert cache.finish_load(one) == 16
+    assert cache.engine.finish_load(one) == 16
     cache.check()
     assert one.num_computed_tokens == 16
     # what a running state has behind it is a checkpoint's affair: the row's own block is rewritten by its next step
@@ -84,12 +85,12 @@ def test_nothing_else_is_done_with_it_meanwhile(config: KVCacheConfig) -> None:
         lambda: cache.plan_slots(one, 1),
         lambda: cache.allocate_batch(np.array([one.row]), 1),
         lambda: cache.cache_blocks(one, 16),
-        lambda: cache.blocks_to_share(one),
+        lambda: cache.engine.blocks_to_share(one),
     ):
         with pytest.raises(CacheError, match="being loaded"):
             ask()
     cache.keep_end(one)
-    cache.drop_skipped(one)
+    cache.engine.drop_skipped(one)
     cache.check()
     assert hit_tokens(cache) == 0
     cache.free(one)
@@ -115,7 +116,7 @@ def test_a_batch_beside_one_that_is_loaded_is_served(config: KVCacheConfig) -> N
 def test_of_what_came_in_part_the_rest_is_computed(config: KVCacheConfig) -> None:
     cache = made(config)
     one = loading(cache)
-    went_on = cache.finish_load(one, 12)
+    went_on = cache.engine.finish_load(one, 12)
     cache.check()
     whole = all(group.policy.droppable(16) == 0 and group.states is None for group in cache.groups)
     assert went_on == (12 if whole else 0)
@@ -136,7 +137,7 @@ def test_of_what_came_in_part_the_rest_is_computed(config: KVCacheConfig) -> Non
 def test_nothing_that_came_is_found(config: KVCacheConfig) -> None:
     cache = made(config)
     one = loading(cache)
-    assert cache.finish_load(one, 0) == 0
+    assert cache.engine.finish_load(one, 0) == 0
     assert one.row < 0
     assert one.num_computed_tokens == 0
     assert hit_tokens(cache) == 0
@@ -159,9 +160,9 @@ def test_what_is_here_and_what_is_loaded(config: KVCacheConfig) -> None:
     blocks, hit = cache.get_computed_blocks(one)
     external = 16 - hit
     assert cache.allocate_slots(one, 0, hit, blocks, delay_cache_blocks=True, num_external_computed_tokens=external)
-    copies = cache.take_transfers().copies
+    copies = cache.fields.take_transfers().copies
     assert {copy.kind for copy in copies} == ({"block"} if natural else set())  # a state comes from elsewhere
-    assert cache.finish_load(one) == 16
+    assert cache.engine.finish_load(one) == 16
     cache.check()
 
 
@@ -169,7 +170,7 @@ def test_what_is_here_and_what_is_loaded(config: KVCacheConfig) -> None:
 def test_a_state_that_came_is_behind_all_of_the_tokens(config: KVCacheConfig) -> None:
     cache = made(config)
     one = loading(cache)
-    assert cache.finish_load(one, 16) == 16
+    assert cache.engine.finish_load(one, 16) == 16
     assert cache.allocate_slots(one, 5) is not None
     one.num_computed_tokens = 21
     cache.keep_end(one)
@@ -186,7 +187,7 @@ def test_its_blocks_are_locked_until_they_are_there(config: KVCacheConfig) -> No
     held = [ids[ids != 0].tolist() for ids in cache.get_blocks("r").ids]
     assert [ids.tolist() for ids in lock.blocks] == held
     assert any(held)
-    cache.finish_load(one)
+    cache.engine.finish_load(one)
     assert not list(cache.locks)
 
 
@@ -194,7 +195,7 @@ def test_ends_behind_what_came_are_published() -> None:
     cache = made(NATURAL["full"], eviction=eviction_named("hazard"))
     one = Request("r", list(range(21)), hasher=cache.hasher, marks=(14,))
     assert cache.allocate_slots(one, 0, delay_cache_blocks=True, num_external_computed_tokens=16) is not None
-    assert cache.finish_load(one, 13) == 13
+    assert cache.engine.finish_load(one, 13) == 13
     for end in (15, 21):
         assert cache.allocate_slots(one, end - one.num_computed_tokens) is not None
         cache.store_checkpoints(np.array([one.row]), np.array([one.num_computed_tokens]), np.array([end]))
@@ -210,7 +211,7 @@ def test_written_by_no_step() -> None:
     cache = made(REFERENCE["state"])
     one = loading(cache)
     with cache.step(0):
-        cache.finish_load(one)
+        cache.engine.finish_load(one)
         other = request(cache, "other")
         blocks, hit = cache.get_computed_blocks(other)
         assert hit == 16
@@ -225,11 +226,11 @@ def test_what_is_held_past_free_is_held_in_the_reference_layout_too() -> None:
         cache = made(config)
         one = loading(cache)
         usage = cache.usage
-        lock = cache.lock(one)
+        lock = cache.engine.lock(one)
         cache.free(one)
         cache.check()
         assert cache.usage == usage
-        cache.unlock(lock)
+        cache.engine.unlock(lock)
         assert cache.usage == 0
         cache.check()
 
@@ -254,12 +255,12 @@ def test_what_was_not_to_come_is_refused() -> None:
     cache = made(REFERENCE["full"])
     one = loading(cache)
     with pytest.raises(ConfigError, match="17 cannot have come"):
-        cache.finish_load(one, 17)
-    cache.finish_load(one)
+        cache.engine.finish_load(one, 17)
+    cache.engine.finish_load(one)
     with pytest.raises(CacheError, match="nothing of 'r' is being loaded"):
-        cache.finish_load(one)
+        cache.engine.finish_load(one)
     with pytest.raises(CacheError, match="holds no blocks"):
-        cache.finish_load(request(cache, "nobody"))
+        cache.engine.finish_load(request(cache, "nobody"))
 
 
 # -- admission
@@ -281,7 +282,7 @@ def test_an_admission_leaves_others_what_they_need_now() -> None:
 def test_what_was_loaded_is_part_of_what_the_whole_needs(config: KVCacheConfig) -> None:
     cache = made(config)
     one = loading(cache)
-    cache.finish_load(one)
+    cache.engine.finish_load(one)
     free = cache.block_pool.weigh([0] * len(cache.groups), [0] * len(cache.groups)).free
     fresh = cache.plan_slots(request(cache, "fresh"), 21, admission=Admission(RequestLimits(21), reserve_blocks=free))
     own = cache.plan_slots(one, 5, admission=Admission(RequestLimits(21), reserve_blocks=free))
@@ -294,13 +295,13 @@ def test_what_was_loaded_is_part_of_what_the_whole_needs(config: KVCacheConfig) 
 def test_what_is_to_come_is_what_is_not_held(config: KVCacheConfig) -> None:
     cache = made(config)
     limits = RequestLimits(21)
-    whole = cache.blocks_to_come(request(cache), limits)
+    whole = cache.engine.blocks_to_come(request(cache), limits)
     assert 0 < whole <= cache.bounds.peak_blocks(limits, 1)
     one = loading(cache)
-    assert 0 < cache.blocks_to_come(one, limits) < whole
-    cache.finish_load(one)
+    assert 0 < cache.engine.blocks_to_come(one, limits) < whole
+    cache.engine.finish_load(one)
     assert cache.allocate_slots(one, 5) is not None
-    assert cache.blocks_to_come(one, limits) <= 1  # of a window or a state, what steps in flight may hold besides
+    assert cache.engine.blocks_to_come(one, limits) <= 1  # a window or a state: steps in flight
 
 
 # -- connectors
@@ -314,17 +315,17 @@ def test_each_group_says_what_it_has() -> None:
     cache.free(one)
     look = request(cache, "look")
     assert cache.find_hit(look).tokens == 0
-    blocks, tokens = cache.get_computed_blocks_per_group(look)
+    blocks, tokens = cache.engine.get_computed_blocks_per_group(look)
     assert tokens == (8, 0)
     assert [len(ids) for ids in blocks.blocks] == [2, 0]
     cache.reset_prefix_cache()
-    assert cache.get_computed_blocks_per_group(look)[1] == (0, 0)
+    assert cache.engine.get_computed_blocks_per_group(look)[1] == (0, 0)
 
 
 def test_each_group_drops_for_eagle_as_it_does() -> None:
     cache = made(REFERENCE["full"], use_eagle=True)
     assert cache.allocate_slots(request(cache), 21) is not None
-    assert cache.get_computed_blocks_per_group(request(cache, "look"))[1] == (hit_tokens(cache),) == (16,)
+    assert cache.engine.get_computed_blocks_per_group(request(cache, "look"))[1] == (hit_tokens(cache),) == (16,)
 
 
 @pytest.mark.parametrize("config", [REFERENCE["window"], NATURAL["window"]], ids=["reference", "natural"])
@@ -334,11 +335,11 @@ def test_groups_that_agree_say_the_same(config: KVCacheConfig) -> None:
     assert cache.allocate_slots(one, 21) is not None
     one.num_computed_tokens = 21
     hit = cache.find_hit(request(cache, "look"))
-    blocks, tokens = cache.get_computed_blocks_per_group(request(cache, "look"))
+    blocks, tokens = cache.engine.get_computed_blocks_per_group(request(cache, "look"))
     assert set(tokens) == {hit.tokens}
-    assert blocks.blocks == cache.blocks_of(hit).blocks
+    assert blocks.blocks == cache.engine.blocks_of(hit).blocks
     short = request(cache, "short", 3)
-    assert cache.get_computed_blocks_per_group(short)[1] == (0, 0) if cache.placement is None else True
+    assert cache.engine.get_computed_blocks_per_group(short)[1] == (0, 0) if cache.placement is None else True
 
 
 @pytest.mark.parametrize("config", [REFERENCE["window"], NATURAL["window"]], ids=["reference", "natural"])
@@ -367,11 +368,11 @@ def test_what_others_hold_is_never_gone_on_in(config: KVCacheConfig, came: int) 
     cache = made(config)
     first = Request("a", list(range(13)), hasher=cache.hasher)
     assert cache.allocate_slots(first, 13) is not None
-    cache.take_transfers()
+    cache.fields.take_transfers()
     hit = hit_tokens(cache)
     one = loading(cache, external=16)
     held = {block for ids in cache.get_block_ids("a") for block in ids}
-    went_on = cache.finish_load(one, came)
+    went_on = cache.engine.finish_load(one, came)
     cache.check()
     assert went_on in {0, hit} if hit else went_on in {0, came}
     if not went_on:

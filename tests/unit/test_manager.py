@@ -5,6 +5,7 @@ from itertools import count
 import numpy as np
 import pytest
 
+from caches import cache_with
 from hybridkv.cache import (
     Admission,
     BlockHasher,
@@ -26,7 +27,7 @@ _numbers = count()
 
 def manager(num_blocks: int = 32, block_sizes: tuple[int, ...] = (4,), **options: bool) -> KVCacheManager:
     config = attention_config(num_blocks, block_sizes)
-    return KVCacheManager(config, 1000, options.pop("enable_caching", True), **options)  # type: ignore[arg-type]  # booleans
+    return cache_with(config, 1000, **options)
 
 
 def request(cache: KVCacheManager, prompt: range | list[int], **options: str) -> Request:
@@ -249,7 +250,7 @@ def test_several_are_freed_in_order() -> None:
     first, second = request(cache, range(5)), request(cache, range(5))
     run(cache, first)
     run(cache, second)
-    cache.free_many([first, second])
+    cache.engine.free_many([first, second])
     assert cache.block_pool.free_order() == [4, 3, 2, 1, 5, 6, 7]
 
 
@@ -323,7 +324,7 @@ def test_statistics_of_the_cache() -> None:
     now = cache.statistics()
     assert (now.num_blocks, now.free_blocks, now.cached_blocks, now.unwritten_blocks) == (9, 5, 3, 0)
     assert (now.resident_requests, now.evictions) == (1, 0)
-    assert cache.resident_requests() == (second,)
+    assert cache.engine.resident_requests() == (second,)
     assert cache.usage == pytest.approx(4 / 9)
 
 
@@ -333,12 +334,11 @@ def test_a_remembered_hit_is_looked_up_anew_only_when_it_may_have_changed() -> N
     run(cache, first)
     longer = request(cache, range(20))
     hit = cache.find_hit(longer)
-    seen = cache.block_pool.evictions
     assert hit.tokens == 8
-    assert cache.is_longest_hit(longer, hit, seen)
-    assert not cache.is_longest_hit(longer, hit, seen - 1)
+    assert cache.is_longest_hit(longer, hit)
+    assert not cache.is_longest_hit(longer, hit._replace(evictions=hit.evictions - 1))
     run(cache, request(cache, range(13)))
-    assert not cache.is_longest_hit(longer, hit, seen)
+    assert not cache.is_longest_hit(longer, hit)
 
 
 def test_blocks_of_a_request() -> None:

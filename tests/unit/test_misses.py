@@ -10,7 +10,7 @@ import pytest
 from cli_support import run
 from eviction_table import serve_alone
 
-from hybridkv.cache import KVCacheManager, Miss, MissReason
+from hybridkv.cache import CacheOptions, KVCacheManager, Miss, MissReason
 from hybridkv.cache.lost_keys import Lost, LostKeys
 from hybridkv.cache.placement import EndsPlacement
 from hybridkv.errors import ConfigError
@@ -33,9 +33,9 @@ class Served:
         self.cache = KVCacheManager(
             natural_model_config(size, specs, per_slab) if natural else model_config(size, specs),
             200,
-            placement=EndsPlacement() if natural else None,
-            remembered_losses=1000,
-            clock=lambda: self.now,
+            options=CacheOptions(
+                placement=EndsPlacement() if natural else None, remembered_losses=1000, clock=lambda: self.now
+            ),
         )
 
     def request(self, prompt: list[int], salt: str | None = None, *, reads: bool = True) -> Request:
@@ -81,7 +81,7 @@ def test_what_was_found_and_given_up_and_what_is_not_looked_up() -> None:
 
 def test_without_a_memory_of_losses_nothing_is_explained() -> None:
     cache = KVCacheManager(model_config(8, FULL), 100)
-    assert not cache.explains
+    assert cache.misses is None
     with pytest.raises(ConfigError, match="remembered_losses"):
         cache.explain(Request("r", PROMPT, hasher=cache.hasher))
     served = Served(FULL, 30)

@@ -5,7 +5,8 @@ from random import Random
 import pytest
 from ideal_space import IdealSpace
 
-from hybridkv.cache import KVCacheManager, Reason, Refusal, SlotPlan
+from caches import cache_with
+from hybridkv.cache import CacheOptions, KVCacheManager, Reason, Refusal, SlotPlan
 from hybridkv.cache.placement import EndsPlacement, Placement
 from hybridkv.errors import BlockError, CacheError, ConfigError
 from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
@@ -36,7 +37,7 @@ HYBRID = config_of((full_spec(B), state_spec(B)), (3, 1), 12)
 
 
 def cache_of(config: KVCacheConfig = HYBRID, placement: Placement | None = None, **options: object) -> KVCacheManager:
-    return KVCacheManager(config, 200, placement=placement, **options)  # type: ignore[arg-type]  # of this file
+    return cache_with(config, 200, placement=placement, **options)
 
 
 class Loop:
@@ -84,19 +85,19 @@ def test_a_remembered_hit_is_what_a_fresh_look_up_finds() -> None:
         loop = Loop(cache_of(config_of(specs, (2, 1)[: len(specs)], 12), EndsPlacement() if len(specs) > 1 else None))
         prompt = [random.randrange(2) for _ in range(2 * wide - 1)]  # its last block is never whole
         probe = Request("probe", prompt, hasher=loop.cache.hasher)
-        found, then = loop.cache.find_hit(probe), loop.cache.block_pool.evictions
+        found = loop.cache.find_hit(probe)
         for i in range(60):
             cut = random.randint(1, len(prompt))
             more = [random.randrange(100) for _ in range(random.randint(0, 3))]
             loop.add(f"r{i}", prompt[:cut] + more, outputs=random.randint(1, 4))
             loop.run()
             fresh = loop.cache.find_hit(probe)
-            if loop.cache.is_longest_hit(probe, found, then):
+            if loop.cache.is_longest_hit(probe, found):
                 assert (fresh.tokens, fresh.sources) == (found.tokens, found.sources)
                 kept += 1
             else:
                 lost += fresh.tokens < found.tokens
-                found, then = fresh, loop.cache.block_pool.evictions
+                found = fresh
     assert kept > 80
     assert lost > 40
 
@@ -188,14 +189,14 @@ def sparse(max_moved_bytes: int | None = None) -> tuple[KVCacheManager, Request,
     cache.free(requests[1])
     cache.free(requests[3])
     requests = [requests[0], requests[2], requests[4], held("r5", 4), held("r6", 4)]
-    cache.take_transfers()
+    cache.fields.take_transfers()
     return cache, Request("last", tokens(4), hasher=cache.hasher), requests
 
 
 def test_a_live_block_moves_for_who_needs_its_slab() -> None:
     cache, last, _ = sparse()
     assert cache.allocate_slots(last, 4) is not None
-    transfers = cache.take_transfers()
+    transfers = cache.fields.take_transfers()
     assert [(one.group, one.kind) for one in transfers.copies] == [(0, "move")]
     rows = cache.get_block_ids("r0")[0] + cache.get_block_ids("r2")[0]
     assert transfers.copies[0].destination in rows
@@ -219,7 +220,7 @@ def test_what_needs_moves_is_fragmented_once_the_step_has_moved_its_bytes() -> N
     refused = cache.plan_slots(asked("moves, too"), 4)
     assert isinstance(refused, Refusal)
     assert (refused.reason, refused.needed_blocks, refused.free_blocks) == (Reason.FRAGMENTED, 11, 11)
-    assert [one.kind for one in cache.take_transfers().copies] == ["move"]
+    assert [one.kind for one in cache.fields.take_transfers().copies] == ["move"]
     assert cache.allocate_slots(asked("moves, too"), 4) is not None
     cache.check()
 
@@ -275,21 +276,21 @@ def test_a_prefix_that_the_same_step_computes_is_waited_for_by_that_name() -> No
 
 def test_what_needs_moves_waits_for_locked_blocks() -> None:
     cache, last, (one, other, *_) = sparse()
-    locks = [cache.lock(one), cache.lock("r2"), cache.lock("r5")]
+    locks = [cache.engine.lock(one), cache.engine.lock("r2"), cache.engine.lock("r5")]
     refused = cache.plan_slots(last, 4)
     assert isinstance(refused, Refusal)
     assert refused.reason is Reason.FRAGMENTED
     cache.free(other)  # its blocks stay held while they are locked
     cache.check()
     assert cache.usage == pytest.approx((5 / 3 + 5) / 8)
-    cache.unlock(locks[1])
+    cache.engine.unlock(locks[1])
     assert isinstance(cache.plan_slots(last, 4), SlotPlan)
-    cache.unlock(locks[2])
-    cache.unlock(locks[0])
+    cache.engine.unlock(locks[2])
+    cache.engine.unlock(locks[0])
     with pytest.raises(CacheError, match="not held"):
-        cache.unlock(locks[0])
+        cache.engine.unlock(locks[0])
     with pytest.raises(CacheError, match="holds no blocks"):
-        cache.lock("nobody")
+        cache.engine.lock("nobody")
     cache.check()
 
 
@@ -305,7 +306,7 @@ def test_a_running_request_is_passed_over_while_its_block_must_wait_for_moves() 
 
 def test_placements_belong_to_the_natural_layout() -> None:
     with pytest.raises(ConfigError, match="needs the natural layout"):
-        KVCacheManager(attention_config(8), 100, placement=EndsPlacement())
+        KVCacheManager(attention_config(8), 100, options=CacheOptions(placement=EndsPlacement()))
     assert cache_of().placement == EndsPlacement()
 
 
@@ -347,7 +348,7 @@ def test_the_cache_runs_over_a_space_that_no_file_of_it_knows(seed: int) -> None
             loop.step()
     loop.run()
     assert loop.cache.usage == 0
-    assert loop.cache.evictions > 0
+    assert loop.cache.block_pool.evictions > 0
 
 
 @pytest.mark.parametrize("length", [3, 4, 6])

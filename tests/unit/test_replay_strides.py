@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hybridkv.cache import CommonHit, KVCacheManager
+from hybridkv.cache import CacheOptions, CommonHit, KVCacheManager
 from hybridkv.cache.fast_forward import Strides as CacheStrides
 from hybridkv.errors import CacheError, CapacityError, ConfigError
 from hybridkv.eviction import LRU
@@ -71,7 +71,7 @@ def left(made: Simulation) -> tuple[object, ...]:
     """What a replay leaves: counts, and every free block in the order in which it would be taken."""
     made.scheduler.check()
     cache = made.scheduler.cache
-    return made.scheduler.statistics(), cache.statistics(), cache.block_pool.free_order(), cache.evictions
+    return made.scheduler.statistics(), cache.statistics(), cache.block_pool.free_order(), cache.block_pool.evictions
 
 
 def compared(source: Source, made_of: Plan, **settings: object) -> tuple[ReplayReport, int]:
@@ -243,7 +243,7 @@ def test_a_step_in_which_refusals_change_is_noticed(fault: str, monkeypatch: pyt
 
         monkeypatch.setattr(AdmissionControl, "standstill", patient)
     else:
-        monkeypatch.setattr(KVCacheManager, "refuses_alike", lambda *_: True)
+        monkeypatch.setattr(CacheStrides, "refuses", lambda *_: True)
     with pytest.raises(AssertionError):
         compared(source, made, token_budget=2048)
 
@@ -271,7 +271,7 @@ def running(prompts: tuple[int, ...], outputs: int, limits: SchedulerLimits | No
     """A scheduler whose requests have just prefilled, in blocks of 4 tokens."""
     spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="bfloat16")
     made = plan(Model("m", "m", (Layer("layer", spec, 0),), 1000, 9, "bfloat16", 1, 1, 4), "64KiB", max_model_len=64)
-    scheduler = Scheduler(KVCacheManager(made, eviction=LRU), limits)
+    scheduler = Scheduler(KVCacheManager(made, options=CacheOptions(eviction=LRU)), limits)
     for i, length in enumerate(prompts):
         sampling = SamplingParams(max_tokens=outputs, ignore_eos=True)
         tokens = range(100 * i, 100 * i + length)
@@ -294,7 +294,7 @@ def saying(*tokens: tuple[int, ...]) -> Choose:
 
 def test_a_stride_is_its_steps() -> None:
     one_by_one, as_one = running((5, 3), 12), running((5, 3), 12)
-    kept = [request for scheduler in (one_by_one, as_one) for request in scheduler.cache.resident_requests()]
+    kept = [request for scheduler in (one_by_one, as_one) for request in scheduler.cache.engine.resident_requests()]
     for step in range(11):
         sampled(one_by_one, 10 * step)
     stride = as_one.stride(saying(tuple(range(0, 110, 10)), tuple(range(1, 111, 10))))
@@ -338,7 +338,7 @@ def test_of_equal_blocks_the_one_that_was_full_first_is_found() -> None:
     for step in range(10):
         sampled(one_by_one, 6 + step)
     assert as_one.stride(saying(tuple(range(6, 16)), tuple(range(7, 17)))).steps == 10
-    behind, ahead = (scheduler.cache.resident_requests() for scheduler in (one_by_one, as_one))
+    behind, ahead = (scheduler.cache.engine.resident_requests() for scheduler in (one_by_one, as_one))
     for before, now in zip(behind, ahead, strict=True):
         assert now.token_ids().tolist() == before.token_ids().tolist()
     found = [
@@ -386,7 +386,7 @@ def test_hits_of_those_that_wait_must_stay() -> None:
     rows = np.array([runs.row])
 
     def alike(steps: int, hit: CommonHit, *takes: int) -> bool:
-        return cache.refuses_alike(rows, steps, [takes] if takes else [], [hit])
+        return cache.fast_forward.refuses(rows, steps, [takes] if takes else [], [hit])
 
     again = cache.find_hit(Request("again", range(9), hasher=cache.hasher))
     assert again.tokens == 8
@@ -420,7 +420,7 @@ def test_tokens_of_another_shape_are_refused_and_nothing_is_done() -> None:
 
 def test_tokens_that_cannot_be_hashed_take_no_stride(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = running((5, 3), 12)
-    requests = scheduler.cache.resident_requests()
+    requests = scheduler.cache.engine.resident_requests()
     before = [(one.token_ids().tolist(), list(one.hashes)) for one in requests]
     hasher, hashed = scheduler.cache.hasher, []
 

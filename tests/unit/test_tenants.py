@@ -8,7 +8,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from hybridkv.cache import KVCacheManager
+from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.index import KnownTokens
 from hybridkv.cache.placement import EndsPlacement, NoStates
 from hybridkv.errors import CacheError, ConfigError
@@ -35,10 +35,7 @@ class Cache:
         self.cache = KVCacheManager(
             natural_model_config(slabs, specs, per_slab),
             200,
-            placement=EndsPlacement(),
-            eviction=HAZARD,
-            shares=shares,
-            clock=lambda: self.now,
+            options=CacheOptions(placement=EndsPlacement(), eviction=HAZARD, shares=shares, clock=lambda: self.now),
         )
         self._names = count()
 
@@ -61,10 +58,10 @@ class Cache:
         request = Request(name, prompt, hasher=cache.hasher, cache_salt=salt, tenant=tenant, hints=hints)
         hit = cache.look_up(request)
         request.branch_tokens = hit.branch_tokens
-        assert cache.allocate_slots(request, len(prompt) - hit.tokens, hit.tokens, cache.blocks_of(hit)) is not None
+        assert cache.allocate_slots(request, len(prompt) - hit.tokens, hit.tokens, hit) is not None
         cache.store_checkpoints(np.array([request.row]), np.array([hit.tokens]), np.array([len(prompt)]))
         request.num_computed_tokens = len(prompt)
-        cache.take_transfers()
+        cache.fields.take_transfers()
         request.first_hit_tokens = hit.tokens
         request.append(9)
         cache.cache_blocks(request, len(prompt))
@@ -154,7 +151,7 @@ def test_wrong_types_are_refused() -> None:
     with pytest.raises(ConfigError, match="of must be a Share"):
         TenantShares(("a",))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="shares must be"):
-        KVCacheManager(attention_config(8), 100, shares=["a=30%"])  # type: ignore[arg-type]
+        KVCacheManager(attention_config(8), 100, options=CacheOptions(shares=["a=30%"]))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="tenant"):
         Request("r", [1], tenant="")
 
@@ -165,11 +162,11 @@ A_THIRD = TenantShares((Share("a", 0.3),))
 def test_shares_need_an_eviction_that_knows_ends() -> None:
     config = natural_model_config(9, HYBRID, (4, 1))
     with pytest.raises(ConfigError, match="hazard: eviction lru gives up"):
-        KVCacheManager(config, 100, eviction=eviction_named("lru"), shares=A_THIRD)
+        KVCacheManager(config, 100, options=CacheOptions(eviction=eviction_named("lru"), shares=A_THIRD))
     with pytest.raises(ConfigError, match="the reference layout gives up"):
-        KVCacheManager(attention_config(8), 100, shares=A_THIRD)
+        KVCacheManager(attention_config(8), 100, options=CacheOptions(shares=A_THIRD))
     with pytest.raises(ConfigError, match="placement none keeps none"):
-        KVCacheManager(config, 100, placement=NoStates(), eviction=HAZARD, shares=A_THIRD)
+        KVCacheManager(config, 100, options=CacheOptions(placement=NoStates(), eviction=HAZARD, shares=A_THIRD))
 
 
 # -- what is charged
@@ -216,7 +213,7 @@ def test_without_rivals_all_memory_is_used(share: Share) -> None:
     caches = [Cache(shares, slabs) for shares in (EVERYBODY, TenantShares((share,)))]
     found = [chats(cache, 0, people=people) for cache in caches]
     assert found[0] == found[1] > chats(Cache(EVERYBODY, 11), 0, people=people)
-    assert caches[0].cache.evictions == caches[1].cache.evictions > 0
+    assert caches[0].cache.block_pool.evictions == caches[1].cache.block_pool.evictions > 0
 
 
 def test_what_others_have_too_much_is_taken_whatever_it_is_worth() -> None:
@@ -278,7 +275,9 @@ def hits_beside(shares: TenantShares, flood: int) -> int:
     """Tokens hit by conversations of ``a``, three requests running at once, in a cache of 39 slabs, or alone in 13."""
     config = natural_model_config(39 if flood else 13, HYBRID, (4, 1))
     now = count()
-    cache = KVCacheManager(config, 200, eviction=HAZARD, shares=shares, clock=lambda: float(next(now)))
+    cache = KVCacheManager(
+        config, 200, options=CacheOptions(eviction=HAZARD, shares=shares, clock=lambda: float(next(now)))
+    )
     limits = SchedulerLimits(max_running=3, max_batched_tokens=64)
     scheduler, worker = Scheduler(cache, limits), FakeWorker(config, digest_model(config, 1 << 20))
     prompts, names, mine = unique(), count(), list[Request]()

@@ -198,7 +198,7 @@ def test_a_prompt_never_seen_costs_a_look_up_a_window() -> None:
     assert found.tokens == 0
     assert index.asked <= 8192 // 64 + 1
     before = index.asked
-    assert cache.is_longest_hit(request, found, cache.block_pool.evictions)
+    assert cache.is_longest_hit(request, found)
     assert index.asked == before
 
 
@@ -211,7 +211,7 @@ def test_a_request_that_was_cut_is_looked_up_anew() -> None:
     found = cache.find_hit(one)
     assert found.tokens == 20
     one.truncate(13)
-    assert not cache.is_longest_hit(one, found, cache.block_pool.evictions)
+    assert not cache.is_longest_hit(one, found)
     assert cache.find_hit(one).tokens == 12
 
 
@@ -228,12 +228,12 @@ def test_every_column_that_bounded_a_hit_is_remembered() -> None:
     for column in (9, 8):
         evict(cache, request, 0, column)
     probe = Request("probe", range(41), hasher=cache.hasher)
-    found, seen = cache.find_hit(probe), cache.block_pool.evictions
+    found = cache.find_hit(probe)
     assert found.tokens == 32
-    assert cache.is_longest_hit(probe, found, seen)
+    assert cache.is_longest_hit(probe, found)
     publish_again(cache, "again", 40, 37)  # holds column 9 alone
     assert cache.find_hit(probe).tokens == 40
-    assert not cache.is_longest_hit(probe, found, seen)
+    assert not cache.is_longest_hit(probe, found)
 
 
 def test_what_proved_a_prefix_is_remembered() -> None:
@@ -241,15 +241,15 @@ def test_what_proved_a_prefix_is_remembered() -> None:
     cache = cache_of(chunked())
     request = start(cache, range(16), (16,))
     probe = Request("probe", range(17), hasher=cache.hasher)
-    found, seen = cache.find_hit(probe), cache.block_pool.evictions
+    found = cache.find_hit(probe)
     assert found.tokens == 16
     evict(cache, request, 0, 3)
-    assert not cache.is_longest_hit(probe, found, seen)
-    found, seen = cache.find_hit(probe), cache.block_pool.evictions
+    assert not cache.is_longest_hit(probe, found)
+    found = cache.find_hit(probe)
     assert found.tokens == 12
-    assert cache.is_longest_hit(probe, found, seen)
+    assert cache.is_longest_hit(probe, found)
     publish_again(cache, "again", 16, 12)
-    assert not cache.is_longest_hit(probe, found, seen)
+    assert not cache.is_longest_hit(probe, found)
     assert cache.find_hit(probe).tokens == 16
 
 
@@ -291,7 +291,7 @@ def test_hits_are_those_of_the_definition(seed: int) -> None:
         probe = Request("probe", prompt[:limit], hasher=cache.hasher)
         found = cache.find_hit(probe)
         assert found.tokens == longest(kept, size, limit - 1, tokens if not chunks else max(tokens, 2), chunks=chunks)
-        assert cache.is_longest_hit(probe, found, cache.block_pool.evictions)
+        assert cache.is_longest_hit(probe, found)
 
 
 def longest(kept: set[int], size: int, limit: int, tokens: int, *, chunks: bool) -> int:

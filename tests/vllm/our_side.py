@@ -7,7 +7,7 @@ import numpy as np
 from calls import Ask, DecodeRow, Found, Ids, Keys, Slots
 from cases import Case, Group, Kind
 
-from hybridkv.cache import KVCacheBlocks, KVCacheManager
+from hybridkv.cache import CacheOptions, KVCacheBlocks, KVCacheManager
 from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.request import Request
 from hybridkv.specs import (
@@ -61,7 +61,7 @@ class OurSide:
             enable_caching=case.caching,
             use_eagle=case.use_eagle,
             dcp_world_size=case.ranks,
-            retention=case.retention,
+            options=CacheOptions(retention=case.retention),
         )
         self._encoder_tokens = ENCODER_TOKENS if any(group.kind is Kind.CROSS for group in case.groups) else 0
         self._requests: dict[str, Request] = {}

@@ -17,6 +17,7 @@ from hybridkv.cache.holds import BlockLock, Pin
 from hybridkv.cache.lookup import BlockView, CommonHit, KVCacheBlocks
 from hybridkv.cache.manager import KVCacheManager
 from hybridkv.cache.misses import Miss, MissReason
+from hybridkv.cache.options import CacheOptions
 from hybridkv.cache.plan import Admission, BatchSlots, Reason, Refusal, SlotPlan
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.statistics import (
@@ -43,6 +44,7 @@ __all__ = [
     "BlockView",
     "CacheBounds",
     "CacheGroup",
+    "CacheOptions",
     "CacheStatistics",
     "Checkpoint",
     "CommonHit",

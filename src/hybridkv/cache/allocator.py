@@ -433,7 +433,7 @@ class Slots:
         self._pool.advance_epoch()
 
     def withdraw(self, request: Request) -> None:
-        """The open step does not run ``request``: see KVCacheManager.withdraw."""
+        """The open step does not run ``request``: see EngineSide.withdraw."""
         self._publisher.withdraw(self._residents.row_of(request))
         self._pool.advance_epoch()
 

@@ -13,14 +13,14 @@ What a manager is to manage: a plan, which has decided it all, or a config and w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.arguments import instance, integer
+from hybridkv.arguments import integer
 from hybridkv.cache.allocator import Slots
 from hybridkv.cache.block_times import BlockTimes
 from hybridkv.cache.checkpoints import Checkpoints
@@ -32,6 +32,7 @@ from hybridkv.cache.kept import KeptEnds, LastUsed
 from hybridkv.cache.lookup import PrefixLookup
 from hybridkv.cache.lost_keys import LostKeys
 from hybridkv.cache.misses import Misses
+from hybridkv.cache.options import DEFAULT_OPTIONS, CacheOptions
 from hybridkv.cache.placement import DEFAULT_PLACEMENT, NoStates, Placement, placement_of
 from hybridkv.cache.plan import SlotPlanner
 from hybridkv.cache.policies import (
@@ -183,19 +184,10 @@ class Layout(Protocol):
         ...
 
 
-def layout_of(
-    config: KVCacheConfig,
-    *,
-    placement: Placement | None = None,
-    eviction: Eviction = LRU,
-    shares: TenantShares = EVERYBODY,
-    retention: int | None = None,
-    max_moved_bytes: int | None = None,
-    space: ClassedSpace | None = None,
-    published_ends: bool = True,
-) -> Layout:
-    """The layout of ``config``; see KVCacheManager. ConfigError for what means nothing in the reference layout."""
-    if len(shares.of) > 1:
+def layout_of(config: KVCacheConfig, options: CacheOptions = DEFAULT_OPTIONS) -> Layout:
+    """Return the layout of ``config``. Raises ConfigError for options without meaning in the reference layout."""
+    eviction, placement = options.eviction or LRU, options.placement
+    if len(options.shares.of) > 1:
         _refuse_shares(config, eviction, placement)
     if config.slabs is None:
         if placement is not None:
@@ -208,18 +200,18 @@ def layout_of(
                 f"eviction {eviction.name} needs the natural layout: the reference layout gives up blocks in the order "
                 f"of their last use, {LRU.name}"
             )
-        if max_moved_bytes is not None or space is not None or not published_ends:
+        if options.max_moved_bytes is not None or options.space is not None or not options.published_ends:
             raise ConfigError(
                 "max_moved_bytes, space and published_ends mean nothing in the reference layout, whose blocks have one "
                 "size and are shared whole: leave them out, or plan with the natural layout"
             )
-        return ReferenceLayout(retention)
+        return ReferenceLayout(options.retention)
     placed = eviction.placed(DEFAULT_PLACEMENT if placement is None else placement)
-    found = SlabSpace(config.slabs, max_moved_bytes) if space is None else space
+    found = SlabSpace(config.slabs, options.max_moved_bytes) if options.space is None else options.space
     judges = eviction.ranking is not None and placed.keeps_states
     sizes = [one.block_bytes for one in config.slabs.classes]
-    needs = BlockNeeds(found, sizes, len(shares.of)) if judges else None
-    return NaturalLayout(placed, eviction, found, needs, retention, published_ends, shares)
+    needs = BlockNeeds(found, sizes, len(options.shares.of)) if judges else None
+    return NaturalLayout(placed, eviction, found, needs, options.retention, options.published_ends, options.shares)
 
 
 def _refuse_shares(config: KVCacheConfig, eviction: Eviction, placement: Placement | None) -> None:
@@ -443,40 +435,35 @@ def _check_retention(retention: int | None, alignment: int) -> None:
 
 
 class Managed(NamedTuple):
-    """A config, the limits of its requests, where states are kept (None: the config's own way), and what goes next."""
+    """A config, the limits of its requests, and options that say where states are kept and what goes next."""
 
     config: KVCacheConfig
     limits: RequestLimits
-    placement: Placement | None
-    eviction: Eviction
+    options: CacheOptions
 
 
 def managed(
     given: Plan | KVCacheConfig,
+    options: CacheOptions,
     *,
     max_model_len: int | None,
     dcp_world_size: int | None,
     pcp_world_size: int | None,
-    placement: Placement | None,
-    eviction: Eviction | None,
 ) -> Managed:
-    """What ``given`` says and the arguments beside it, None where they are silent.
+    """Return what ``given`` and the arguments say together; None: the argument says nothing.
 
-    ConfigError where the two contradict each other, and where they say too little.
+    Raises ConfigError where they contradict each other, and where they say too little.
     """
     counts = {"max_model_len": max_model_len, "dcp_world_size": dcp_world_size, "pcp_world_size": pcp_world_size}
     asked = {name: integer(name, value, 1, MOST_COUNT) for name, value in counts.items() if value is not None}
-    if not isinstance(placement, Placement | None):
-        raise ConfigError(f"placement must be one of hybridkv.cache.placement, got {shown(placement)}")
-    evicts = None if eviction is None else instance("eviction", eviction, Eviction)
     if isinstance(given, KVCacheConfig):
         if "max_model_len" not in asked:
             raise ConfigError("max_model_len is missing: a config does not say it, so give it, or the whole plan")
         ranks = {"dcp": asked.get("dcp_world_size", 1), "pcp": asked.get("pcp_world_size", 1)}
-        return Managed(given, RequestLimits(asked["max_model_len"], **ranks), placement, evicts or LRU)
+        return Managed(given, RequestLimits(asked["max_model_len"], **ranks), options)
     if not isinstance(given, Plan):
         raise ConfigError(f"kv_cache_config must be a Plan or a KVCacheConfig, got {shown(given)}")
-    limits, kept = given.limits, placement_of(given)
+    limits, kept, placement = given.limits, placement_of(given), options.placement
     planned = {"max_model_len": limits.max_model_len, "dcp_world_size": limits.dcp, "pcp_world_size": limits.pcp}
     for name, value in asked.items():
         if value != planned[name]:
@@ -488,28 +475,11 @@ def managed(
             f"placement {placement.name} contradicts the plan, which was made with "
             f"{given.placement if kept is None else kept.name}: leave it out, or plan anew"
         )
-    return Managed(given.config, limits, kept, evicts or eviction_of(given))
+    eviction = options.eviction or eviction_of(given)
+    return Managed(given.config, limits, replace(options, placement=kept, eviction=eviction))
 
 
 Int32 = NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class CacheOptions:
-    """What a manager is asked for besides its config and layout; see KVCacheManager."""
-
-    max_model_len: int
-    enable_caching: bool
-    use_eagle: bool
-    enable_events: bool
-    end_events: bool
-    max_event_blocks: int
-    ranks: int
-    hasher: Hasher | None
-    max_pinned_blocks: int
-    remembered_losses: int
-    block_times: bool
-    clock: Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -541,17 +511,28 @@ class CacheParts:
     strides: Strides
 
 
-def assemble(config: KVCacheConfig, layout: Layout, options: CacheOptions) -> CacheParts:
-    """The parts for ``config``. ConfigError for options that cannot work, UnsupportedModelError as policies."""
-    kinds = kinds_of(config, layout, options.ranks, use_eagle=options.use_eagle)
-    hash_block, hasher = layout.hash_block(kinds), None
-    if options.enable_caching and can_resume(kinds):
-        hasher = options.hasher or BlockHasher(hash_block)
-        hash_block = hasher.block_size
+def assemble(
+    config: KVCacheConfig,
+    limits: RequestLimits,
+    options: CacheOptions,
+    *,
+    enable_caching: bool,
+    use_eagle: bool,
+    enable_events: bool,
+    hasher: Hasher | None,
+) -> CacheParts:
+    """Return the parts for ``config``. Raises ConfigError for options that cannot work, UnsupportedModelError."""
+    layout = layout_of(config, options)
+    kinds = kinds_of(config, layout, limits.cp, use_eagle=use_eagle)
+    hash_block, found = layout.hash_block(kinds), None
+    if enable_caching and can_resume(kinds):
+        found = hasher or BlockHasher(hash_block)
+        hash_block = found.block_size
+    hasher = found
     alignment = layout.alignment(kinds)
 
-    pool = layout.pool(config, enable_events=options.enable_events, max_event_blocks=options.max_event_blocks)
-    pool.keys.tells_ends = options.end_events
+    pool = layout.pool(config, enable_events=enable_events, max_event_blocks=options.max_event_blocks)
+    pool.keys.tells_ends = enable_events and options.end_events
     groups = tuple(
         CacheGroup(number, kind, policy, index, hash_block)
         for number, (kind, policy, index) in enumerate(
@@ -599,7 +580,7 @@ def assemble(config: KVCacheConfig, layout: Layout, options: CacheOptions) -> Ca
         pool.keys.times = BlockTimes(pool.num_blocks, options.clock)
     loads = Loads(groups, locks)
     planner = SlotPlanner(
-        pool, residents, publisher=publisher, log=log, loads=loads, max_model_len=options.max_model_len
+        pool, residents, publisher=publisher, log=log, loads=loads, max_model_len=limits.max_model_len
     )
     slots = Slots(
         pool,

@@ -18,8 +18,11 @@ class CacheBounds:
     shares_in_part: a branch can begin with blocks that its parent has filled in part.
     follows_vllm: block ids and steps are those of vLLM.
     keeps_ends: what a request computed can be hit to its last token, see KVCacheManager.keep_end.
-    keeps_checkpoints: states are kept where the placement stops (KVCacheManager.stops).
+    keeps_checkpoints: states are kept where the placement stops (Checkpoints.stops).
     state_alignment: tokens between the places where all states can be kept, and shared as they are; 0 where none are.
+    evicts_in_order: blocks of one size go in the order of their last use, so that ``Miss.more_bytes`` is a bound.
+    refuse_stranger: raises ConfigError or CacheError for a request that cannot be served here, see Residents.
+    stops: token counts in start + 1 .. end at which states of a request should be kept, see Checkpoints.stops.
     usable_blocks: blocks, or slabs, that anybody can hold: without the null one and sinks. promised_blocks: those that
     requests can count on, what may be pinned left out.
     """
@@ -37,6 +40,9 @@ class CacheBounds:
         self.state_alignment = math.lcm(*(group.policy.block_size for group in kept)) if kept else 0
         self.usable_blocks = pool.num_usable
         self.promised_blocks = pool.num_usable - parts.pins.max_blocks
+        self.evicts_in_order = layout.evicts_in_order
+        self.stops = parts.checkpoints.stops
+        self.refuse_stranger = parts.residents.refuse_stranger
         self._groups = tuple(groups)
         self._pool = pool
 

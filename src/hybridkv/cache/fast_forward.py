@@ -88,7 +88,11 @@ class Strides:
         self._checkpoints = checkpoints
 
     def most_steps(self, rows: Int64, most: int) -> int:
-        """See KVCacheManager.uniform_steps."""
+        """Return in how many steps, at most ``most``, ``rows`` compute one token each and need nothing but blocks.
+
+        Rows are distinct and resident, each with its last token to compute and no step in flight. O(rows) in array
+        operations.
+        """
         computed = self._rows.num_computed[rows]
         stop = np.minimum(self._publisher.next_ends(rows), self._checkpoints.next_stops(rows))
         for group in self._deciding:
@@ -107,7 +111,11 @@ class Strides:
         return growth
 
     def refuses(self, rows: Int64, steps: int, takes: Sequence[Sequence[int]], hits: Sequence[CommonHit]) -> bool:
-        """See KVCacheManager.refuses_alike."""
+        """Return whether what is refused now stays refused for the same reason in ``steps`` uniform steps of ``rows``.
+
+        Rows take blocks and give none back; there is room all the time for each of ``takes``, blocks by group, which
+        are refused for what comes later; each of ``hits`` stays the longest. False where that is not sure.
+        """
         end = self._rows.num_computed[rows] + steps
         for group in self._growing:
             if (group.policy.droppable(end - 1) > group.rows.dropped[rows]).any():
@@ -141,8 +149,14 @@ class Strides:
         gone = self._pool.next_evicted(n)
         return gone is None or bool(np.isin(seen, gone).any())
 
-    def advance(self, rows: Int64, tokens: Int32, begin: Callable[[int], None] | None) -> Advance:
-        """See KVCacheManager.advance."""
+    def advance(self, rows: Int64, tokens: Int32, begin: Callable[[int], None] | None = None) -> Advance:
+        """Take steps of ``rows`` in each of which they compute their last token and ``tokens[:, k]`` follows it.
+
+        tokens: int32[rows, steps], as many steps as ``most_steps`` allowed at most. Slots are allocated, blocks written
+        and computed tokens advanced as if step by step, outside of any open step; see Advance for an early end.
+        begin: called with k before step k is carried out, where that depends on the time: an eviction that ranks
+        resume points reads the manager's clock.
+        """
         requests, wanted = self._rows, tokens.shape[1]
         computed = requests.num_computed[rows]
         if not (wanted and requests.append_many(rows, tokens)):

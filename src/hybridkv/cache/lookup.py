@@ -30,6 +30,7 @@ class CommonHit(NamedTuple):
     asked would go (full attention, where there is any): a state or window kept there would have helped.
     missing, seen, additions: as in Hit, of the whole search, by group but for the blocks on which it rests.
     sources: by group, the block to copy the end of the hit from: the last column, used in part, or a state; 0: none.
+    evictions: of the pool when the hit was found: the stamp by which it is known to be stale.
     """
 
     tokens: int
@@ -39,6 +40,7 @@ class CommonHit(NamedTuple):
     seen: tuple[NDArray[np.int32], ...] = ()
     additions: tuple[int, ...] = ()
     sources: tuple[int, ...] = ()
+    evictions: int = 0
 
     @property
     def branch_tokens(self) -> int:
@@ -88,8 +90,8 @@ class PrefixLookup:
         if self._hasher is None or not request.reads_prefix_cache:
             return self._longest(request, 0)
         hit = self._longest(request, request.num_tokens - 1)
-        uncached = self._kept.known_tokens(request) - hit.tokens
-        return hit._replace(uncached_tokens=uncached) if uncached > hit.uncached_tokens else hit
+        uncached = max(self._kept.known_tokens(request) - hit.tokens, hit.uncached_tokens)
+        return hit._replace(uncached_tokens=uncached, evictions=self._pool.evictions)
 
     def of_each(self, request: Request) -> tuple[Hit, ...]:
         """The longest cached prefix of all but the last token in each group alone. O(blocks of all)."""
@@ -113,8 +115,8 @@ class PrefixLookup:
             hit = self._longest(request, hit.tokens - 1)
         return hit
 
-    def is_longest(self, request: Request, hit: CommonHit, evictions: int) -> bool:
-        """Whether ``hit``, found when the pool's ``evictions`` was ``evictions``, is still the longest.
+    def is_longest(self, request: Request, hit: CommonHit) -> bool:
+        """Whether ``hit`` is still the longest.
 
         It is while none of the blocks it rests on lost its key, none of the keys that bounded it is known, and its
         last tokens would be copied from the same blocks. O(those keys) look-ups, one a group for full attention, and
@@ -124,7 +126,7 @@ class PrefixLookup:
             return False
         if any(group.knows_any(request, columns) for group, columns in zip(self._groups, hit.missing, strict=True)):
             return False
-        if not all(self._pool.keys.kept_since(ids, evictions) for ids in hit.seen):
+        if not all(self._pool.keys.kept_since(ids, hit.evictions) for ids in hit.seen):
             return False
         copied = ((group, source) for group, source in zip(self._groups, hit.sources, strict=True) if source)
         return all(group.policy.hits.source(group.view(request), hit.tokens) == source for group, source in copied)
@@ -204,7 +206,7 @@ class PrefixLookup:
         if not hit.tokens:
             return self.empty
         blocks = tuple(group.blocks for group in hit.groups)
-        return KVCacheBlocks(blocks, self._pool, self._pool.evictions, hit.sources)
+        return KVCacheBlocks(blocks, self._pool, hit.evictions, hit.sources)
 
     def blocks_to_share(self, request: Request) -> tuple[KVCacheBlocks, int]:
         """What a branch of ``request``, which no step in flight holds, begins with, and its tokens: those computed.

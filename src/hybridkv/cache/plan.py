@@ -205,7 +205,7 @@ class SlotPlanner:
         )
 
     def blocks_to_come(self, request: Request, limits: RequestLimits) -> int:
-        """See KVCacheManager.blocks_to_come."""
+        """See EngineSide.blocks_to_come."""
         whole = Admission(limits, 0)
         return self._pool.units([max(_unheld(group, request.row, 0, whole), 0) for group in self._groups])
 

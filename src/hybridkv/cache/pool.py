@@ -203,6 +203,16 @@ class BlockPool:
         found: NDArray[np.bool_] = (self._ref == 0) & self.keys.are_on(np.arange(self.num_blocks))
         return found
 
+    def idle_blocks(self) -> tuple[tuple[int, ...], ...]:
+        """Return how many cached blocks were not used for how long, by group and by bucket of EDGES_S and above.
+
+        O(num_blocks). Raises ConfigError without block_times.
+        """
+        times = self.keys.times
+        if times is None:
+            raise ConfigError("nobody counts how long blocks are idle: construct with block_times")
+        return tuple(times.idle(self.keys.in_group(number)) for number in range(len(self.indexes)))
+
     def free_order(self) -> list[int]:
         """Free blocks in the order they would be taken. O(num_blocks)."""
         ids: list[int] = self._free.order().tolist()

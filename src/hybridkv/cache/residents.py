@@ -208,3 +208,16 @@ def _names(request: Request) -> Iterator[tuple[_Name, int]]:
         yield ("multimodal item", item.id, request.cache_salt), item.length
     if request.encoder is not None:
         yield ("encoder input", request.encoder.digest, request.cache_salt), request.encoder.num_tokens
+
+
+def id_of(request: Request | str) -> str:
+    """Return the id of ``request``, which may be an id already."""
+    return request if isinstance(request, str) else instance("request", request, Request).request_id
+
+
+def one_a_row(name: str, counts: object, rows: Int64, least: int) -> Int64:
+    """``counts``, token counts of at least ``least``, int64[len(rows)]. ConfigError for others."""
+    found = integers(name, counts, least)
+    if len(found) != len(rows):
+        raise ConfigError(f"{name} has {len(found)} entries for {len(rows)} rows: give one to each row")
+    return found

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.arguments import integers
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.holds import Pins
 from hybridkv.cache.kept import KeptEnds
@@ -254,6 +255,33 @@ class TransferLog:
 
     def _local(self, group: CacheGroup, block: int) -> int:
         return block - self._pool.bases[self._pool.classes[group.number]]
+
+    # -- the fields of a Step
+
+    def cells(self, rows: Int64, new: Sequence[Cells], moved: Int64) -> Cells:
+        """Return the ``new`` cells of a step of ``rows`` as the worker names them, with all others that have changed.
+
+        moved: see Transfers. Ids are those within each group's class, after the moves of the step.
+        """
+        cells = join_cells(rotated_cells(self._groups, rows) + list(new))
+        return named_cells(self._groups, self._pool, self, cells, moved)
+
+    def states(self, spans: RowSpans, transfers: Transfers) -> StateMoves:
+        """Return what a step does to states: of its rows, and what ``transfers`` ask for."""
+        return with_transfers(state_moves(self._groups, self._pool, spans), transfers, spans.rows)
+
+    def forget_moved(self, moved: Int64) -> set[int]:
+        """Take the keys of the blocks ``moved``, to which a failed step moved; return the rows that hold one."""
+        moved = integers("moved", moved, 0)
+        if not moved.size:
+            return set()
+        self._pool.evict_blocks(np.unique(moved).astype(np.int32))
+        return set(self.cells_of(moved)[1].tolist())
+
+    def forget_accepted(self, rows: Int64) -> None:
+        """``rows`` run again: the tables tell from now on where accepted drafts left their states."""
+        for group in self._groups:
+            group.forget_accepted(rows)
 
 
 def cells_of(rows: Int64, slots: BatchSlots) -> Cells:

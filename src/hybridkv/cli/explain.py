@@ -56,7 +56,7 @@ def explain_command(
     )
     (explained,) = found
     if as_json:
-        told = explained.to_dict(in_order=run.simulation.scheduler.cache.evicts_in_order)
+        told = explained.to_dict(in_order=run.simulation.scheduler.cache.bounds.evicts_in_order)
         print(json.dumps({"machine": run.simulation.machine, **told}, indent=2))
         return
     _show(explained, run)

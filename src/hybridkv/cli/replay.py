@@ -72,7 +72,7 @@ def replay_command(
         sys.stdout.flush()
     begun = time.perf_counter()
     recording = None if page_file is None else Recording(run.simulation.scheduler)
-    in_order = run.simulation.scheduler.cache.evicts_in_order
+    in_order = run.simulation.scheduler.cache.bounds.evicts_in_order
     told = nullcontext() if why.explain_to is None else explained_file(why.explain_to, in_order=in_order)
     pictures = OverTime(hits=summary.tokens_known)
     with told as on_explained, _progress(summary.requests, begun) as show_progress:

@@ -110,7 +110,7 @@ def _evicted(miss: Miss, run: Prepared) -> str:
     more = format_bytes(miss.more_bytes)
     kept = (
         f"{more} more memory would have kept them, if not less"
-        if cache.evicts_in_order
+        if cache.bounds.evicts_in_order
         else f"some {more} more memory would have kept them, by estimate"
     )
     return f"evicted {miss.ago_s:,.1f} s before, {whom}, by {cache.eviction.name}: {of}{idle}; {kept}"

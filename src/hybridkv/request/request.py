@@ -9,7 +9,7 @@ columns of a RequestRows, so that a step reads and writes all rows with a few ar
 waits keeps them itself. Either way the Request answers for both.
 
     tokens  [ array of whole hash blocks | tail: row of RequestRows.tail (resident) or the array's end ]
-            or Lent: an engine's own, read where they lie; rows hear of new ones by KVCacheManager.synchronise
+            or Lent: an engine's own, read where they lie; rows hear of new ones by EngineSide.synchronise
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from hybridkv.arguments import flag, integer, text
-from hybridkv.cache import KVCacheManager
+from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import EVERYBODY, TenantShares, eviction_named, eviction_of
 from hybridkv.frozen import check_fields, one_of, or_none
@@ -133,11 +133,13 @@ def assemble(
         plan,
         enable_caching=options.prefix_caching,
         enable_kv_cache_events=options.kv_events,
-        end_events=options.end_events,
-        eviction=eviction_of(plan, options.eviction),
-        shares=options.shares,
-        remembered_losses=options.remembered_losses,
-        block_times=options.block_times,
+        options=CacheOptions(
+            end_events=options.end_events,
+            eviction=eviction_of(plan, options.eviction),
+            shares=options.shares,
+            remembered_losses=options.remembered_losses,
+            block_times=options.block_times,
+        ),
     )
     scheduler = Scheduler(cache, limits)
     runner = ModelRunner(

@@ -94,7 +94,7 @@ class AdmissionControl:
             raise ConfigError(
                 f"tokens of {request.request_id!r} are another engine's: give a Scheduler tokens of its own"
             )
-        cache.refuse_stranger(request)
+        cache.bounds.refuse_stranger(request)
         if request.num_encoder_tokens and not cache.bounds.reads_encoder:
             raise ConfigError(
                 f"request {request.request_id!r} has an encoder input, but the model has no cross attention"
@@ -185,7 +185,7 @@ class AdmissionControl:
         """Give a child a row that begins as the parent's, and its one token; whether it fits."""
         if not builder.budget.left or not self._running.has_seat:
             return False
-        plan, _ = self._plan(entry.request, *self._cache.blocks_to_share(parent), builder.budget, alone=False)
+        plan, _ = self._plan(entry.request, *self._cache.engine.blocks_to_share(parent), builder.budget, alone=False)
         if plan is None:
             return False
         self._begin(plan, entry.queue_key, builder)
@@ -274,7 +274,7 @@ class AdmissionControl:
             if request.num_tokens - hit.tokens > most:
                 return 0
             alone = not self._running.seats_taken
-            plan, _ = self._plan(request, self._cache.blocks_of(hit), hit.tokens, budget, alone=alone)
+            plan, _ = self._plan(request, hit, hit.tokens, budget, alone=alone)
         except Exception:  # noqa: BLE001 - its request ends for it when it is its turn
             return 0
         return 0 if plan is None else plan.certain_tokens - plan.hit_tokens
@@ -282,7 +282,7 @@ class AdmissionControl:
     # -- many steps
 
     def standstill(self, budget: StepBudget, now: float) -> Standstill | None:
-        """What the next step makes of those that wait, and all do like it as long as KVCacheManager.refuses_alike.
+        """What the next step makes of those that wait, and all do like it as long as FastForward.refuses.
 
         None where somebody may come in, or has yet to be looked up. Changes nothing. budget: what is left to them.
         """
@@ -294,14 +294,14 @@ class AdmissionControl:
                 hit, request = entry.hit, entry.request
                 if hit is None or entry.refused_at is None or entry.in_flight_steps:
                     return None
-                if not self._cache.is_longest_hit(request, hit, entry.evictions):
+                if not self._cache.is_longest_hit(request, hit):
                     return None
                 hits.append(hit)
                 if not self._may_be_overtaken(entry, now):
                     budget.keep_nothing()
                 self._num_passed = looked - 1  # as in the step itself: what is kept depends on it
                 try:
-                    plan, refusal = self._plan(request, self._cache.blocks_of(hit), hit.tokens, budget, alone=False)
+                    plan, refusal = self._plan(request, hit, hit.tokens, budget, alone=False)
                 finally:
                     self._num_passed = 0
                 if plan is not None:
@@ -333,17 +333,16 @@ class AdmissionControl:
 
     def _hit(self, entry: Waiting) -> CommonHit:
         """The longest cached prefix of a waiting request, remembered in ``entry`` until it may have changed."""
-        cache, request, evictions = self._cache, entry.request, self._cache.evictions
-        if entry.hit is None or not cache.is_longest_hit(request, entry.hit, entry.evictions):
-            entry.hit, entry.evictions = cache.look_up(request), evictions
+        cache, request = self._cache, entry.request
+        if entry.hit is None or not cache.is_longest_hit(request, entry.hit):
+            entry.hit = cache.look_up(request)
             request.branch_tokens = entry.hit.branch_tokens
         return entry.hit
 
     def _plan_behind_hit(self, entry: Waiting, hit: CommonHit, budget: StepBudget) -> SlotPlan | None:
         """Slots for the first chunk of a waiting request behind ``hit``; None while it does not fit."""
-        cache, request = self._cache, entry.request
-        alone = not self._running.seats_taken
-        plan, refusal = self._plan(request, cache.blocks_of(hit), hit.tokens, budget, alone=alone)
+        request, alone = entry.request, not self._running.seats_taken
+        plan, refusal = self._plan(request, hit, hit.tokens, budget, alone=alone)
         if refusal is not None and alone and any(hit.sources):  # what is copied may be in the way of the copy
             plan, refusal = self._plan(request, None, 0, budget, alone=alone)
         entry.lacked = None
@@ -353,7 +352,13 @@ class AdmissionControl:
         return plan
 
     def _plan(
-        self, request: Request, hit: KVCacheBlocks | None, hit_tokens: int, budget: StepBudget, *, alone: bool
+        self,
+        request: Request,
+        hit: KVCacheBlocks | CommonHit | None,
+        hit_tokens: int,
+        budget: StepBudget,
+        *,
+        alone: bool,
     ) -> tuple[SlotPlan | None, Refusal | None]:
         """Slots for the first chunk of ``request`` behind ``hit``, or why not; neither if the budget is too small.
 
@@ -385,10 +390,12 @@ class AdmissionControl:
     def _begin(self, plan: SlotPlan, queue_key: QueueKey, builder: StepBuilder) -> None:
         """The request of ``plan`` runs from now on."""
         request = plan.request
-        if self._cache.explains:
-            self._commit_explained(plan)
-        else:
+        if self._cache.misses is None:
             self._cache.commit(plan)
+        else:
+            self._explain(plan)
+            with self._cache.misses.evicting_for(request):
+                self._cache.commit(plan)
         request.num_computed_tokens = plan.hit_tokens
         self._running.admit(request, queue_key)
         builder.add_admitted(plan)
@@ -397,8 +404,8 @@ class AdmissionControl:
             self.prompt_tokens += request.num_prompt_tokens
             self.hit_tokens += min(plan.hit_tokens, request.num_prompt_tokens)
 
-    def _commit_explained(self, plan: SlotPlan) -> None:
-        """``plan`` is done, and it is known why tokens were missed before anything was evicted for it."""
+    def _explain(self, plan: SlotPlan) -> None:
+        """Say why tokens are missed, before anything is evicted for the request of ``plan``."""
         cache, request = self._cache, plan.request
         if request.first_hit_tokens is None:
             misses = cache.explain(request, plan.hit_tokens)
@@ -406,8 +413,6 @@ class AdmissionControl:
                 self.misses[miss.reason] += miss.tokens
             if self.on_explained is not None:
                 self.on_explained(request, plan.hit_tokens, misses)
-        with cache.evicting_for(request):
-            cache.commit(plan)
 
 
 def _why(entry: Waiting, *, seat: bool) -> WaitReason:

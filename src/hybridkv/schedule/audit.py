@@ -14,7 +14,7 @@ from hybridkv.schedule.running import InFlight, RunningRows
 
 def check_rows(cache: KVCacheManager, running: RunningRows) -> None:
     """Rows that hold blocks are those that run and those that are dead."""
-    resident = {request.row for request in cache.resident_requests()}
+    resident = {request.row for request in cache.engine.resident_requests()}
     dead, rows = set(np.flatnonzero(running.dead).tolist()), set(running.order.tolist())
     if rows & dead or (rows | dead) != resident:
         raise CacheError(f"rows {sorted(rows)} run and {sorted(dead)} are dead, but {sorted(resident)} hold blocks")
@@ -31,7 +31,7 @@ def check_in_flight(cache: KVCacheManager, running: RunningRows, in_flight: Iter
         pending[flight.rows[held & flight.step.samples]] += 1
         if flight.num_drafts is not None:
             num_drafts[flight.rows[held]] += flight.num_drafts[held]
-    live = sorted(request.row for request in cache.resident_requests())
+    live = sorted(request.row for request in cache.engine.resident_requests())
     pairs = (steps, running.steps), (pending, running.pending), (num_drafts, running.num_drafts)
     if not all(np.array_equal(found[live], expected[live]) for found, expected in pairs):
         raise CacheError("the steps in flight differ from what the rows expect of them")

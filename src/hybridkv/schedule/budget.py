@@ -133,7 +133,7 @@ def split_of(cache: KVCacheManager, limits: SchedulerLimits, forking: Collection
 
 def _split_of_states(cache: KVCacheManager, limits: SchedulerLimits, forking: Collection[str]) -> Split | None:
     if cache.bounds.keeps_checkpoints or cache.bounds.shares_in_part:  # branches cut chunks, too
-        return StopSplit(cache.stops, limits.segments, forking)
+        return StopSplit(cache.bounds.stops, limits.segments, forking)
     if not cache.bounds.state_alignment:
         return None
     return AlignSplit(cache.bounds.state_alignment, limits.max_batched_tokens, cache.bounds.drops_for_eagle)

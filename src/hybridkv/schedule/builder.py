@@ -81,7 +81,7 @@ class StepBuilder:
         """The Step of ``spans``. pending: per row, tokens that steps in flight sample. transfers: the cache's."""
         cache, (rows, computed, certain, drafts) = self._cache, spans
         tokens = _gather_tokens(cache.rows, rows, computed, certain)
-        moves = cache.step_states(spans, transfers)
+        moves = cache.fields.states(spans, transfers)
         return Step(
             id=step_id,
             after=after,
@@ -91,7 +91,7 @@ class StepBuilder:
             samples=computed + certain == cache.rows.num_tokens[rows] + pending[rows],
             token_ids=tokens if drafts is None else _with_drafts(tokens, drafts),
             drafts=Csr.empty(len(rows)) if drafts is None else drafts,
-            cells=cache.step_cells(rows, self._cells, transfers.moved),
+            cells=cache.fields.cells(rows, self._cells, transfers.moved),
             finished_rows=np.array(ended_rows, np.int32),
             new_rows=tuple(_new_row(request, encodes=encodes) for request, encodes in self._admitted),
             zero=moves.zero,

@@ -123,11 +123,11 @@ class Strides:
                 f"a stride of {tokens.dtype} tokens {tokens.shape}: choose int32, a row for each of the {len(rows)} "
                 f"requests that run and at most {most} steps"
             )
-        advance = cache.advance(rows, tokens, None if times is None else times.begin)
+        advance = cache.fast_forward.advance(rows, tokens, None if times is None else times.begin)
         if not advance.steps:
             return NO_STRIDE
         self._admission.count_refused(still.refused, advance.steps)
-        copies = cache.take_transfers().copies
+        copies = cache.fields.take_transfers().copies
         if times is not None:
             times.end(advance.steps, copies)
         done = np.flatnonzero(cache.rows.num_tokens[rows] >= self._running.limit[rows])
@@ -145,8 +145,8 @@ class Strides:
         """How many of the next steps are uniform. O(running)."""
         cache = self._cache
         left = int((self._running.limit[rows] - cache.rows.num_tokens[rows]).min())
-        steps = cache.uniform_steps(rows, min(left, MOST_STEPS))
+        steps = cache.fast_forward.most_steps(rows, min(left, MOST_STEPS))
         if still.hits:
-            while steps and not cache.refuses_alike(rows, steps, still.takes, still.hits):
+            while steps and not cache.fast_forward.refuses(rows, steps, still.takes, still.hits):
                 steps //= 2
         return steps

@@ -68,7 +68,7 @@ class Waiting:
     """One waiting request.
 
     queue_key: its place. in_flight_steps: steps in flight that still sample for it (it was preempted meanwhile): it is
-    admitted when their results are in. hit, evictions: the look-up remembered, and when it was made.
+    admitted when their results are in. hit: the look-up remembered.
     lacked: why it did not come in when it was last looked at; None for the budget, or before.
     overtaken: admissions of requests behind it since it was refused, first at ``refused_at`` seconds.
     """
@@ -77,7 +77,6 @@ class Waiting:
     queue_key: QueueKey = (0.0, 0.0, 0)
     in_flight_steps: int = 0
     hit: CommonHit | None = field(default=None, repr=False)
-    evictions: int = 0
     lacked: Reason | None = None
     overtaken: int = 0
     refused_at: float | None = None
@@ -94,7 +93,7 @@ class WaitingQueue:
     """
 
     def __init__(self, policy: Literal["fcfs", "priority"] = "fcfs", cache: KVCacheManager | None = None) -> None:
-        self._cache = cache if cache is not None and cache.knows_the_queue else None
+        self._cache = cache if cache is not None and cache.kept.judges else None
         self._by_priority = policy == "priority"
         self._entries: dict[Request, Waiting] = {}
         self._at: dict[QueueKey, Waiting] = {}
@@ -144,7 +143,7 @@ class WaitingQueue:
         self._entries[entry.request] = self._at[entry.queue_key] = entry
         heappush(self._queue_keys, entry.queue_key)
         if self._cache is not None:
-            self._cache.expect(entry.request)
+            self._cache.kept.expect(entry.request)
 
     def find(self, request: Request) -> Waiting | None:
         """The entry of ``request``, None when it does not wait."""
@@ -165,7 +164,7 @@ class WaitingQueue:
             return
         del self._at[entry.queue_key]
         if self._cache is not None:
-            self._cache.expect_no_longer(request)
+            self._cache.kept.expect_no_longer(request)
         if len(self._queue_keys) > 2 * len(self._at) + _FEW:
             self._queue_keys = [key for key in self._queue_keys if key in self._at]
             heapify(self._queue_keys)

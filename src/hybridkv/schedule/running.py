@@ -405,7 +405,7 @@ class Outcomes:
 
     def _distrust_moved(self, failed: Sequence[InFlight]) -> set[int]:
         """Where the moves of ``failed`` ended may be anything: those blocks lose their keys. Rows that hold one."""
-        rows = self._cache.forget_moved(np.concatenate([flight.moved for flight in failed]))
+        rows = self._cache.fields.forget_moved(np.concatenate([flight.moved for flight in failed]))
         self._distrust(rows)
         return rows
 

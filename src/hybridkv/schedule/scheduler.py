@@ -155,7 +155,7 @@ class Scheduler:
         With the request, its hit tokens, and why the others of its prompt were not found. For operators, as
         ``KVCacheManager.explain``. ConfigError where nothing is explained.
         """
-        if not self.cache.explains:
+        if self.cache.misses is None:
             raise ConfigError("misses are explained from what was lost: construct the cache with remembered_losses")
         self._admission.on_explained = listener
 
@@ -311,7 +311,7 @@ class Scheduler:
 
     def _issue(self, builder: StepBuilder, spans: RowSpans) -> Step:
         """Freeze what was built: the Step, and the record of it in flight."""
-        rows, transfers = spans.rows, self.cache.take_transfers()
+        rows, transfers = spans.rows, self.cache.fields.take_transfers()
         step = builder.freeze(
             self._next_id,
             self._after,
@@ -332,7 +332,7 @@ class Scheduler:
         )
         self._running.schedule(flight)
         if self._speculation is not None:
-            self.cache.forget_accepted(rows)
+            self.cache.fields.forget_accepted(rows)
         self._in_flight.append(flight)
         self._after = self._next_id
         self._next_id += 1

@@ -66,7 +66,7 @@ class Snapshot:
         kinds = tuple(str(one.spec.keeps) for one in config.groups)
         sizes = tuple(config.block_bytes_of(number) for number in range(len(kinds)))
         waits = Counts(one.reason for one in engine.scheduler.waits())
-        return cls(engine.statistics(), cache.statistics(), cache.usage, kinds, sizes, cache.explains, waits)
+        return cls(engine.statistics(), cache.statistics(), cache.usage, kinds, sizes, cache.misses is not None, waits)
 
 
 class Families:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final
 
 from hybridkv.arguments import integer
-from hybridkv.cache import KVCacheManager
+from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.placement import placement_of
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.eviction import EVERYBODY, TenantShares, eviction_named, eviction_of
@@ -260,14 +260,16 @@ def simulation_of(
         enable_caching=settings.prefix_caching,
         dcp_world_size=plan.limits.dcp,
         pcp_world_size=plan.limits.pcp,
-        placement=placement_of(plan, settings.placement),
-        eviction=eviction_of(plan, settings.eviction),
-        shares=settings.shares,
-        remembered_losses=settings.remembered_losses,
-        block_times=settings.block_times,
-        clock=clock,
         hasher=hasher,
         enable_kv_cache_events=events,
+        options=CacheOptions(
+            placement=placement_of(plan, settings.placement),
+            eviction=eviction_of(plan, settings.eviction),
+            shares=settings.shares,
+            remembered_losses=settings.remembered_losses,
+            block_times=settings.block_times,
+            clock=clock,
+        ),
     )
     off = None if cache.enable_caching else _why_off(plan, settings)
     scheduler = Scheduler(cache, limits, clock=clock)

@@ -116,7 +116,7 @@ class Admissions:
         if not new_tokens:
             self._loading[name] = _Load(loaded, goes_on=not (comes_whole and self._states))
         elif loaded:
-            self._cache.synchronise_one(mine, loaded)
+            self._cache.engine.synchronise_one(mine, loaded)
         return new
 
     def _check_states(self, name: str, loaded: int, new_tokens: int, *, comes_whole: bool) -> None:
@@ -157,7 +157,7 @@ class Admissions:
         if mine is None:
             raise ConfigError(f"request {name!r} is loaded, and nobody knows it")
         came = num_computed_tokens if load.goes_on else 0
-        if self._cache.finish_load(mine, None if came >= load.tokens else came):
+        if self._cache.engine.finish_load(mine, None if came >= load.tokens else came):
             self._loaded.add(name)
             return
         if not load.goes_on:
@@ -168,7 +168,7 @@ class Admissions:
     def blocks_to_come(self, request_id: str, num_tokens: int, encoder_tokens: int) -> int:
         """Blocks that a request, which runs or is loaded, takes yet up to ``num_tokens``."""
         mine = self._mirrors.known(request_id)
-        return 0 if mine is None else self._cache.blocks_to_come(mine, self._limits(num_tokens, encoder_tokens))
+        return 0 if mine is None else self._cache.engine.blocks_to_come(mine, self._limits(num_tokens, encoder_tokens))
 
     def _limits(self, num_tokens: int, encoder_tokens: int) -> RequestLimits:
         return RequestLimits(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hybridkv.cache import BlockLock, EngineHashes, KVCacheBlocks, KVCacheEvent, KVCacheManager
+from hybridkv.cache import BlockLock, CacheOptions, EngineHashes, KVCacheBlocks, KVCacheEvent, KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.specs import Keeps
 from hybridkv.vllm.admissions import Admissions
@@ -39,7 +39,7 @@ def reference_cache(config: Config, settings: Settings) -> KVCacheManager:
         enable_kv_cache_events=settings.enable_events,
         dcp_world_size=settings.dcp_world_size,
         hasher=EngineHashes(settings.hash_block_size) if settings.enable_caching else None,
-        retention=settings.retention,
+        options=CacheOptions(retention=settings.retention),
     )
 
 
@@ -120,7 +120,7 @@ class CacheManager:
         step, one = self._in_flight.popleft()
         while one is not output:
             step, one = self._in_flight.popleft()
-        self.cache.settle(step)
+        self.cache.engine.settle(step)
 
     def new_step_starts(self) -> None:
         """Nothing: ``step`` begins it."""
@@ -131,7 +131,7 @@ class CacheManager:
             return asked
         mine, end = self._mirrors.of(request), computed + asked
         while True:
-            stop = next(iter(self.cache.stops(mine, computed, min(end, mine.num_tokens))), end)
+            stop = next(iter(self.cache.checkpoints.stops(mine, computed, min(end, mine.num_tokens))), end)
             if stop >= end:
                 return end - computed
             end = stop  # and what a shorter chunk reaches: placements may keep the last edge of one
@@ -155,7 +155,7 @@ class CacheManager:
         mine.branch_tokens = hit.branch_tokens
         if not hit.tokens:
             return self.empty_kv_cache_blocks, 0, hit.branch_tokens
-        return Blocks(self.cache.blocks_of(hit)), hit.tokens, hit.branch_tokens
+        return Blocks(self.cache.engine.blocks_of(hit)), hit.tokens, hit.branch_tokens
 
     def get_computed_blocks_for_connector(self, request: EngineRequest) -> tuple[Blocks, int, int, bool]:
         """As get_computed_blocks; no group is ahead of the others."""
@@ -268,8 +268,8 @@ class CacheManager:
         mine = self._mirrors.known(request_id)
         if mine is None or mine.row < 0:
             return
-        self.cache.synchronise_one(mine, processed_computed_tokens)
-        self.cache.drop_skipped(mine)
+        self.cache.engine.synchronise_one(mine, processed_computed_tokens)
+        self.cache.engine.drop_skipped(mine)
 
     # -- the end
 
@@ -285,24 +285,24 @@ class CacheManager:
         self._admissions.forget(name)
         mine = self._mirrors.known(name)
         if mine is not None and mine.row >= 0 and self.cache.bounds.keeps_ends:
-            self.cache.withdraw(mine)  # by priority who is preempted may have had its slots
+            self.cache.engine.withdraw(mine)  # by priority who is preempted may have had its slots
             self.cache.keep_end(self._mirrors.of(request))
         self.cache.free(name)
         held = self._held.pop(name, None)
         if held is not None:
-            self.cache.unlock(held)
+            self.cache.engine.unlock(held)
         self._mirrors.forget(name)
 
     def hold(self, request: EngineRequest) -> None:
         """A transfer reads its blocks: until ``free`` they stay where they are."""
         mine = self._mirrors.known(request.request_id)
         if mine is not None and mine.row >= 0:
-            self._held[request.request_id] = self.cache.lock(mine)
+            self._held[request.request_id] = self.cache.engine.lock(mine)
 
     def pop_blocks_for_free(self, request: EngineRequest) -> list[BlockLock]:
         """What it held, still held until ``block_pool.free_blocks`` has it."""
         mine = self._mirrors.known(request.request_id)
-        held = [] if mine is None or mine.row < 0 else [self.cache.lock(mine)]
+        held = [] if mine is None or mine.row < 0 else [self.cache.engine.lock(mine)]
         self.free(request)
         return held
 
@@ -399,7 +399,7 @@ class Pool:
     def free_blocks(self, held: Iterable[BlockLock]) -> None:
         """Those of ``pop_blocks_for_free`` go."""
         for one in held:
-            self._cache.unlock(one)
+            self._cache.engine.unlock(one)
 
     def get_num_free_blocks(self) -> int:
         """Blocks that nobody holds."""

@@ -86,7 +86,7 @@ class Mirrors:
             mine = self._requests[request.request_id] = self._begin(request)
         computed = request.num_computed_tokens
         # what was preempted may still have tokens in flight that are computed no longer
-        self._cache.synchronise_one(mine, computed, min(request.num_in_flight_tokens, computed))
+        self._cache.engine.synchronise_one(mine, computed, min(request.num_in_flight_tokens, computed))
         return mine
 
     def known(self, request_id: str) -> Request | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 from hybridkv.arguments import integer
-from hybridkv.cache import KVCacheManager
+from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import eviction_named
@@ -105,7 +105,7 @@ def natural_cache(made: Plan, options: Options, settings: Settings) -> KVCacheMa
         made,
         enable_caching=settings.enable_caching,
         enable_kv_cache_events=settings.enable_events,
-        eviction=None if options.eviction is None else eviction_named(options.eviction),
+        options=CacheOptions(eviction=None if options.eviction is None else eviction_named(options.eviction)),
     )
 
 

@@ -78,7 +78,7 @@ class StepWriter:
     def write(self, output: Any) -> NaturalStep:  # noqa: ANN401 - vLLM's
         """What goes with ``output``, whose ids are put right; inside the manager's step. O(scheduled requests)."""
         ends = self._store(output)
-        transfers = self._cache.take_transfers()
+        transfers = self._cache.fields.take_transfers()
         zero = list(self._put_right(output))
         config, self._config = self._config, None
         moved = [one for one in transfers.copies if one.kind == "move"]
@@ -108,7 +108,7 @@ class StepWriter:
             if name in counts:
                 end = computed[name] + counts[name] - len(drafts.get(name, ()))
                 ends[mine.row] = mine, end
-                self._cache.store_checkpoints_of(mine, computed[name], end)
+                self._cache.engine.store_checkpoints_of(mine, computed[name], end)
         return ends
 
     def _kept(self, transfers: Transfers, ends: Mapping[int, tuple[Request, int]]) -> Iterator[tuple[int, int, int]]:
@@ -124,8 +124,8 @@ class StepWriter:
         """Every cell that holds a block which moved."""
         if not transfers.moved.size:
             return
-        cells = self._cache.step_cells(np.empty(0, np.int64), (), transfers.moved)
-        names = {one.row: one.request_id for one in self._cache.resident_requests()}
+        cells = self._cache.fields.cells(np.empty(0, np.int64), (), transfers.moved)
+        names = {one.row: one.request_id for one in self._cache.engine.resident_requests()}
         lists = (cells.group, cells.row, cells.column, cells.block)
         for group, row, column, block in zip(*(one.tolist() for one in lists), strict=True):
             if row in names:

@@ -58,7 +58,7 @@ class SlotsAhead:
         served, self.served = self.served, {}
         if served:
             rows = np.fromiter((mine.row for mine in served.values()), np.int64, len(served))
-            needed = np.minimum(self._cache.next_events(rows), self._cache.checkpoints.next_stops(rows))
+            needed = np.minimum(self._cache.engine.next_events(rows), self._cache.checkpoints.next_stops(rows))
             enough = zip(served, needed.tolist(), strict=True)
             self._enough.update(one for one in enough if one[0] not in self._owed)
 
@@ -122,7 +122,7 @@ class SlotsAhead:
             for one, mine, _ in some
         ]
         rows, known_tokens, computed, in_flight = np.array(counts, np.int64).T
-        self._cache.synchronise(rows, num_tokens=known_tokens, num_computed=computed, in_flight=in_flight)
+        self._cache.engine.synchronise(rows, num_tokens=known_tokens, num_computed=computed, in_flight=in_flight)
         slots = self._cache.allocate_batch(rows, np.array([tokens for *_, tokens in some], np.int64), lookahead)
         names = [one.request_id for one, *_ in some]
         for name, (_, mine, tokens) in zip(names[: slots.accepted], some, strict=False):

@@ -8,7 +8,7 @@ from random import Random
 from typing import NamedTuple
 
 from how_much import SHARE
-from hybridkv.cache import KVCacheManager
+from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.placement import Placement, placement_named
 from hybridkv.errors import ConfigError
 from hybridkv.extra_keys import EncoderInput
@@ -66,9 +66,7 @@ class Rig:
             enable_kv_cache_events=options.events,
             dcp_world_size=options.dcp,
             pcp_world_size=options.pcp,
-            placement=placement,
-            remembered_losses=options.remembered_losses,
-            block_times=True,
+            options=CacheOptions(placement=placement, remembered_losses=options.remembered_losses, block_times=True),
         )
         self.scheduler = Scheduler(self.cache, options.limits, clock=lambda: self.now)
         self.worker = worker or FakeWorker(config, self.model, sharded=options.ranks > 1)

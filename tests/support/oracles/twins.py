@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from hybridkv.cache import KVCacheManager
+from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.placement import placement_named
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import EVERYBODY, Eviction, TenantShares
@@ -69,10 +69,12 @@ class Twins(Rig):
             use_eagle=options.eagle,
             dcp_world_size=options.dcp,
             pcp_world_size=options.pcp,
-            placement=placement_named(options.placement, 1),
-            eviction=eviction,
-            shares=self.shares,
-            clock=lambda: self.now,
+            options=CacheOptions(
+                placement=placement_named(options.placement, 1),
+                eviction=eviction,
+                shares=self.shares,
+                clock=lambda: self.now,
+            ),
         )
         scheduler = Scheduler(cache, options.limits, clock=lambda: self.now)
         return _Side(cache, scheduler, FakeWorker(config, self.model, sharded=options.ranks > 1), {})
