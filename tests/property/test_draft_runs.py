@@ -1,26 +1,14 @@
-"""Drafts: every acceptance pattern over edges of blocks and states, what EAGLE and preemption make of it, controls."""
+"""Drafts: every acceptance pattern over edges of blocks and states, and what EAGLE and preemption make of it."""
 
 from collections import Counter
-from contextlib import suppress
 from dataclasses import replace
-from random import Random
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from hybridkv.cache.allocator import Slots
-from hybridkv.cache.checkpoints import Checkpoints
-from hybridkv.cache.groups import BlockRows, CacheGroup
-from hybridkv.errors import CacheError
-from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import SchedulerLimits
 from hybridkv.specs import KVCacheSpec
-from hybridkv.testing import ContentError
 from hybridkv.testing.configs import full_spec, state_spec, window_spec
 from oracles import Rig, RigOptions
-
-Int64 = NDArray[np.int64]
 
 pytestmark = pytest.mark.usefixtures("quiet", "short_runs")
 
@@ -119,118 +107,3 @@ def test_a_row_is_preempted_with_drafts_in_flight(layout: str) -> None:
         met.update(rig.oracle.counts)
     assert met["preempted with drafts"]
     assert met["late"]
-
-
-# -- controls: what is wrong must be seen, by the content alone
-
-EXAMPLES = 200
-HYBRID: tuple[KVCacheSpec, ...] = (full_spec(4), state_spec(4))
-
-
-class Blind(Rig):
-    """Compares nothing with the oracle, which only says what the model will draw."""
-
-    def run(self, random: Random) -> None:
-        """Requests that share prefixes, one after the other and together, with drafts in nearly every step."""
-        scheduler, most = self.scheduler, self.options.limits.num_speculative_tokens
-        histories: list[list[int]] = [[random.randrange(4) for _ in range(6)]]
-        for number in range(6):
-            base = random.choice(histories)
-            prompt = [*base[: random.randint(1, len(base))], random.randrange(4)]
-            marks = random.sample(range(1, 30), 6) if self.is_natural else ()
-            hasher, params = self.cache.hasher, SamplingParams(max_tokens=random.randint(4, 16))
-            request = Request(f"r{number}", prompt, params, hasher=hasher, marks=marks)
-            scheduler.add(request)
-            for _ in range(random.choice((1, 3, 40))):
-                if scheduler.drained:
-                    break
-                running = scheduler._running.requests
-                scheduler.propose({one.request_id: self._drafts(one, random, most) for one in running})
-                scheduler.update(self.worker.execute(scheduler.schedule()))
-            histories.append(request.token_ids().tolist())
-        for _ in range(200):
-            if not scheduler.drained:
-                scheduler.update(self.worker.execute(scheduler.schedule()))
-        assert scheduler.drained
-
-    def _drafts(self, request: Request, random: Random, most: int) -> list[int]:
-        tokens, right = request.token_ids().tolist(), random.randint(0, most)
-        for place in range(most):
-            tokens.append((self.model.next_token(tokens) + (place >= right)) % self.options.vocabulary)
-        drafts: list[int] = tokens[-most:]
-        return drafts
-
-
-def runs_until_caught(layout: str) -> int | None:
-    """The number of random runs until a step reads wrong content."""
-    for seed in range(EXAMPLES):
-        random = Random(seed)
-        specs = HYBRID
-        options = RigOptions(
-            num_blocks=40,
-            specs=specs,
-            max_model_len=44,
-            limits=SchedulerLimits(max_batched_tokens=40),
-            placement=random.choice(("ends", "interval:3")),
-            blocks_per_slab=(3, 1) if layout == "natural" else (),
-        ).with_drafts(random.randint(1, 3))
-        try:
-            Blind(options).run(random)
-        except ContentError:
-            return seed + 1
-    return None
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_controls_without_their_fault_see_nothing(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.EXAMPLES", 10)
-    assert runs_until_caught(layout) is None
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_state_of_a_wrong_accepted_position_is_caught(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    accept = CacheGroup.accept
-
-    def one_before(self: CacheGroup, rows: Int64, columns: Int64) -> None:
-        accept(self, rows, np.maximum(columns - 1, 0))
-
-    monkeypatch.setattr(CacheGroup, "accept", one_before)
-    assert runs_until_caught(layout)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_draft_that_is_published_is_caught(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind accepted drafts one more is published: under the token that took its place, which is not computed yet."""
-
-    def one_more(self: Slots, rows: Int64) -> None:
-        for request in self._residents.request_rows.owners(rows):
-            with suppress(CacheError):  # all were accepted: there is no block behind them
-                self.publish_computed(request, request.num_computed_tokens + 1)
-
-    monkeypatch.setattr(Slots, "_publish_accepted", one_more)
-    assert runs_until_caught(layout)
-
-
-def test_a_rotation_that_is_skipped_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockRows, "swap_first", lambda *_: None)
-    assert runs_until_caught("natural")
-
-
-def test_an_accepted_state_that_is_forgotten_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CacheGroup, "accept", lambda *_: None)
-    assert runs_until_caught("reference")
-
-
-def test_a_mark_among_drafts_that_takes_another_state_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state kept for a stop among accepted drafts is that of another position."""
-    store_one, keep_column = Checkpoints._store_one, Checkpoints._keep_column
-
-    def other(self: Checkpoints, request: Request, tokens: int, column: int | None = None) -> None:
-        store_one(self, request, tokens, None if column is None else (column + 1) % 2)
-
-    def other_too(self: Checkpoints, request: Request, tokens: int, column: int, *, ended: bool) -> None:
-        keep_column(self, request, tokens, column if ended else (column + 1) % 2, ended=ended)
-
-    monkeypatch.setattr(Checkpoints, "_store_one", other)
-    monkeypatch.setattr(Checkpoints, "_keep_column", other_too)
-    assert runs_until_caught("natural")

@@ -95,18 +95,18 @@ MAKERS = {"reference": random_options, "natural": random_natural_options}
 
 
 @pytest.mark.parametrize("layout", MAKERS)
-@pytest.mark.parametrize("model", MODELS)
-def test_reasons_are_the_oracles(model: str, layout: str) -> None:
-    made = [MAKERS[layout](Random(f"{model} {seed}"), MODELS[model]) for seed in range(max(2, how_many(6)))]
+def test_reasons_are_the_oracles(layout: str) -> None:
+    make, runs = MAKERS[layout], range(how_many(6))
+    made = [make(Random(f"{model} {seed}"), specs) for model, specs in MODELS.items() for seed in runs]
     found = counted([replace(one, caching=True, num_blocks=one.num_blocks + 8) for one in made])
     assert found.total() > 0
 
 
 @pytest.mark.parametrize("layout", MAKERS)
 def test_reasons_of_any_model_are_the_oracles(layout: str) -> None:
-    found = counted([MAKERS[layout](Random(seed)) for seed in range(how_many(100))])
+    found = counted([MAKERS[layout](Random(seed)) for seed in range(how_many(50))])
     common = set(MissReason) - {MissReason.NO_ROOM, MissReason.BLOCK_EDGE}
     if layout == "reference":
         common.add(MissReason.BLOCK_EDGE)
-    least = {str(reason): 20 for reason in common}
+    least = {str(reason): 10 for reason in common}
     assert too_rare({str(reason): found[reason] for reason in found}, least) == {}, found

@@ -39,7 +39,6 @@ TestHybridMachine.settings = settings(max_examples=HISTORIES, stateful_step_coun
 # -- seeded runs
 
 MODELS = {
-    "any": None,
     "full and states": (full_spec(4), state_spec(4)),
     "full, window and states": (full_spec(2), window_spec(4, 9), state_spec(8)),
     "windows": (window_spec(4, 8), window_spec(4, 13), full_spec(4)),

@@ -55,47 +55,6 @@ def test_order() -> None:
     assert first[5] == ("encoder", b"audio")
 
 
-def test_salt_and_encoder_stand_at_token_0_only() -> None:
-    both = extras(cache_salt="s", encoder=ENCODER)
-    assert both.of_blocks(0, 3) == [(("cache_salt", "s"), ("encoder", b"audio")), None, None]
-    assert both.of_blocks(1, 3) is None
-
-
-def test_an_adapter_stands_in_every_block_those_of_outputs_too() -> None:
-    assert extras(lora=LORA).of_blocks(2, 9) == [(LORA_KEY,)] * 9
-    assert extras(lora=LORA, cache_salt="s").of_blocks(0, 2) == [(LORA_KEY, ("cache_salt", "s")), (LORA_KEY,)]
-
-
-@pytest.mark.parametrize(
-    ("offset", "length", "blocks"),
-    [
-        (0, 4, [0, None, None, None]),  # exactly a block
-        (0, 5, [0, -4, None, None]),
-        (3, 1, [3, None, None, None]),
-        (3, 2, [3, -1, None, None]),  # across an edge
-        (4, 4, [None, 0, None, None]),
-        (4, 8, [None, 0, -4, None]),  # ends at an edge
-        (2, 12, [2, -2, -6, -10]),
-        (12, 8, [None, None, None, 0]),
-    ],
-)
-def test_an_item_stands_in_every_block_it_overlaps(offset: int, length: int, blocks: list[int | None]) -> None:
-    known = extras(multimodal=[MultimodalItem("cat", offset, length)])
-    expected = [None if distance is None else (("mm", "cat", distance),) for distance in blocks]
-    assert known.of_blocks(0, 4) == expected
-    for i in range(4):  # asked for one by one, as a growing request asks
-        one = known.of_blocks(i, 1)
-        assert (None if one is None else one[0]) == expected[i]
-
-
-def test_several_items_in_one_block_in_the_order_of_their_tokens() -> None:
-    items = [MultimodalItem("c", 7, 3), MultimodalItem("a", 1, 4), MultimodalItem("b", 5, 1)]
-    assert extras(multimodal=items).of_blocks(1, 2) == [
-        (("mm", "a", -3), ("mm", "b", 1), ("mm", "c", 3)),
-        (("mm", "c", -1),),
-    ]
-
-
 @st.composite
 def known_extras(draw: st.DrawFn) -> dict[str, Any]:
     """Any extras of a prompt of PROMPT tokens."""
