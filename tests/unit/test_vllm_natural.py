@@ -133,8 +133,7 @@ def test_tokens_are_those_without_a_cache(
     assert (engine.preemptions > 0) is (memory == SMALL and len(specs) > 1)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("tears", [0, 2])
+@pytest.mark.parametrize(("ahead", "tears"), [(False, 2), (True, 0)])
 @pytest.mark.parametrize(
     ("specs", "memory", "delay"),
     [
