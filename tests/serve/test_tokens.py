@@ -1,4 +1,4 @@
-"""Texts that no model has room for, and many of them: others are answered as if nobody sent them."""
+"""Texts that no model has room for, and many of them; clients that take turns: who waits for whom, and who does not."""
 
 import asyncio
 import json
@@ -6,31 +6,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import httpx2
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from pydantic import BaseModel, ValidationError
 from serve_support import LONGEST, PATH, WAIT, Served, engine_of, serving, until
-from starlette.types import Message, Receive, Scope, Send
 from tokenizers import AddedToken
 
 from hybridkv.errors import ConfigError
 from hybridkv.runner import Engine
 from hybridkv.runner.chat import chat_ids
 from hybridkv.serve import ApiKeys, ServeOptions, tokens
-from hybridkv.serve.bodies import (
-    MOST_MESSAGES,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    ResponseBody,
-)
-from hybridkv.serve.errors import ApiError
-from hybridkv.serve.gates import MOST_VALUES, BodyGate, Pace, ValueCounter
+from hybridkv.serve.tokens import SHORT, Piece, Turns
 
 PER_TOKEN = len("<eos>")
 """Most characters of a token of tiny models."""
@@ -214,130 +201,157 @@ def test_beside_long_texts_others_take_their_time(llama: Served) -> None:
     assert beside[5] < 10 * alone[5] + 0.1  # a machine of others; it was some hundred times as long
 
 
-# -- bodies of many values, which are parsed while everybody waits
-
-
-@given(st.lists(st.text() | st.integers() | st.lists(st.integers() | st.text(), max_size=3)), st.data())
-def test_values_are_counted_wherever_a_body_is_cut(values: list[Any], data: st.DataObject) -> None:
-    body = json.dumps(values, ensure_ascii=data.draw(st.booleans())).encode("utf-8", "surrogatepass")
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(body)), max_size=5)))
-    counter = ValueCounter()
-    counts = [counter.add(body[a:b]) for a, b in pairwise([0, *cuts, len(body)])]
-    commas = max(len(values) - 1, 0) + sum(max(len(one) - 1, 0) for one in values if isinstance(one, list))
-    assert counts[-1] == 1 + commas
-
-
-@pytest.mark.parametrize("piece", [b"1,", b'"a",', b'"\\"",', b'\\",', b'"a\\', b'{"a":1},'])
-def test_counting_takes_no_longer_than_reading(piece: bytes) -> None:
-    raw = piece * (2_000_000 // len(piece))
-    begun = time.process_time()
-    counter = ValueCounter()
-    for at in range(0, len(raw), 1 << 16):
-        counter.add(raw[at : at + (1 << 16)])
-    assert time.process_time() - begun < 2  # it takes a tenth; what tries every quote, hours
-
-
-@pytest.mark.parametrize(
-    ("path", "begin", "piece"),
-    [
-        (PATH, b'{"prompt":[', b"1,"),
-        (PATH, b'{"prompt":[', b'"a",'),
-        ("/v1/chat/completions", b'{"messages":[', b'{"role":"user","content":"a"},'),
-        ("/v1/completions", b'{"prompt":"a","logit_bias":{', b'"1":2,'),
-    ],
-)
-def test_a_body_of_very_many_values_is_not_parsed(llama: Served, path: str, begin: bytes, piece: bytes) -> None:
-    raw = begin + piece * (MOST_VALUES + 10)
-    answer = llama.client.post(path, content=raw, headers={"content-type": "application/json"})
-    assert answer.status_code == 413  # and not 400, which it is for a parser
-    assert f"at most {MOST_VALUES} are read" in answer.json()["error"]["message"]
-
-
-MANY = 1000
-
-
-@pytest.mark.parametrize(
-    ("body", "given"),
-    [
-        (CompletionBody, {"prompt": [{}] * MANY}),
-        (CompletionBody, {"prompt": [[1] * MANY + ["a"]]}),
-        (CompletionBody, {"prompt": "a", "stop_token_ids": [{}] * MANY}),
-        (CompletionBody, {"prompt": "a", "logit_bias": {str(one): "a" for one in range(1 << 13)}}),
-        (CompletionBody, {"prompt": "a"} | {f"field {one}": 1 for one in range(MANY)}),
-        (ChatBody, {"messages": [{"role": "user", "content": [{}] * MANY}]}),
-        (ChatBody, {"messages": [{}] * MANY}),
-        (ChatBody, {"messages": [{"role": "user", "content": "a"}], "tools": [{}] * MANY}),
-        (DetokenizeBody, {"tokens": [{}] * MANY}),
-        (ResponseBody, {"input": [{}] * MANY}),
-    ],
-    ids=str,
-)
-def test_one_wrong_value_of_many_is_told(body: type[BaseModel], given: dict[str, Any]) -> None:
-    """An error for each of 262,144 values took the event loop four seconds."""
-    with pytest.raises(ValidationError) as found:
-        body.model_validate(given)
-    assert found.value.error_count() < 8
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
-def test_values_cannot_hide_in_another_encoding(llama: Served, encoding: str) -> None:
-    raw = ('{"prompt":["\u2200",' + "1," * (MOST_VALUES + 10) + "1]}").encode(encoding)
-    answer = llama.client.post(PATH, content=raw, headers={"content-type": "application/json"})
-    assert (answer.status_code, answer.json()["error"]["message"]) == (
-        400,
-        "the body is no JSON: it must be UTF-8 text",
-    )
-
-
-def test_a_text_of_commas_is_one_value(llama: Served) -> None:
-    error = llama.refused("/tokenize", 400, prompt="," * (MOST_VALUES + 10))
-    assert error["code"] == "context_length_exceeded"
-
-
-def test_more_messages_than_any_chat_has_are_refused(llama: Served) -> None:
-    error = llama.refused(
-        "/v1/chat/completions", 400, messages=[{"role": "user", "content": "a"}] * (MOST_MESSAGES + 1)
-    )
-    assert error["param"] == "messages"
-
-
-def test_long_bodies_share_one_pace_and_short_ones_do_not_wait() -> None:
-    piece, ended = b"x" * (64 << 10), list[str]()
-
-    async def ended_app(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001 - as it is called
-        await receive()
-        ended.append(scope["path"])
-
-    async def ask(gate: BodyGate, path: str, pieces: int) -> None:
-        left = [piece] * pieces
-
-        async def receive() -> Message:
-            return {"type": "http.request", "body": left.pop(), "more_body": bool(left)}
-
-        async def send(message: Message) -> None:
-            raise AssertionError(message)
-
-        await gate({"type": "http", "path": path, "headers": []}, receive, send)
-
-    async def all_of_them() -> float:
-        gate, begun = BodyGate(ended_app, MOST_VALUES, Pace(4 << 20)), time.monotonic()
-        await asyncio.gather(ask(gate, "long", 8), ask(gate, "other", 8), ask(gate, "short", 1))
-        return time.monotonic() - begun
-
-    async def very_many() -> int:
-        pace = Pace(1 << 20)
-        came = await asyncio.gather(*(pace.take(1 << 16) for _ in range(20)), return_exceptions=True)
-        return sum(isinstance(one, ApiError) and one.status == 503 for one in came)
-
-    assert asyncio.run(very_many()) == 11  # nine of them begin within half a second
-    taken = asyncio.run(all_of_them())
-    assert ended[0] == "short"
-    assert taken > 0.2  # 14 paced pieces of 64 KiB at 4 MiB a second are .22 s
-
-
 def test_a_conversation_that_utf8_cannot_hold_is_refused(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Templates write tool calls as JSON, where a lone surrogate is no error yet."""
     loaded = llama.front.loaded
     monkeypatch.setattr(loaded.tokenizer, "apply_chat_template", lambda *_, **__: "a\ud800")
     with pytest.raises(ConfigError, match="surrogates not allowed"):
         chat_ids(loaded, [{"role": "user", "content": "a"}], check=lambda _: None)
+
+
+# -- turns
+
+
+class Held:
+    """Work that takes until it is let go. begun: names, in order."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self._go = threading.Event()
+
+    def piece(self, name: str, size: int = SHORT + 1) -> Piece[str]:
+        def work() -> str:
+            self.begun.append(name)
+            assert self._go.wait(WAIT)
+            return name
+
+        return Piece(size, work)
+
+    def let_go(self) -> None:
+        self._go.set()
+
+
+def in_turns(work: Callable[[Turns, Held], Any], *, parallel: bool = True) -> None:
+    async def whole() -> None:
+        turns, held = Turns(parallel=parallel), Held()
+        try:
+            async with asyncio.timeout(WAIT):
+                await work(turns, held)
+        finally:
+            held.let_go()
+            turns.close()
+
+    asyncio.run(whole())
+
+
+async def held_until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  # nothing tells
+        await asyncio.sleep(0.001)
+
+
+def test_short_work_waits_for_no_long_work() -> None:
+    async def work(turns: Turns, held: Held) -> None:
+        long = asyncio.create_task(turns.run("a", [held.piece(f"long {one}", 1 << 20) for one in range(3)]))
+        await held_until(lambda: held.begun == ["long 0"])
+        assert await turns.run("a", [Piece(SHORT, lambda: "short")]) == ["short"]
+        assert held.begun == ["long 0"]
+        held.let_go()
+        assert await long == ["long 0", "long 1", "long 2"]
+
+    in_turns(work)
+
+
+def test_a_client_leaves_a_thread_to_others() -> None:
+    async def work(turns: Turns, held: Held) -> None:
+        first = [asyncio.create_task(turns.run("a", [held.piece("a")])) for _ in range(9)]
+        await held_until(lambda: held.begun == ["a"])
+        other = asyncio.create_task(turns.run("b", [held.piece("b")]))
+        await held_until(lambda: held.begun == ["a", "b"])
+        held.let_go()
+        await asyncio.gather(other, *first)
+
+    in_turns(work)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_clients_take_turns(*, parallel: bool) -> None:
+    """One that asked nine times before waits no more than one that asked once."""
+
+    async def work(turns: Turns, held: Held) -> None:
+        blockers = ["x", "y"][: 1 + parallel]  # which hold all threads
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(turns.run(one, [held.piece(one)])) for one in blockers]
+        await held_until(lambda: held.begun == blockers)
+        order: list[str] = []
+
+        def piece(name: str) -> Piece[None]:
+            return Piece(SHORT + 1, lambda: order.append(name))
+
+        tasks += [asyncio.create_task(turns.run("a", [piece("a")])) for _ in range(9)]
+        await asyncio.sleep(0)
+        tasks += [asyncio.create_task(turns.run(name, [piece(name)] * 2)) for name in ("b", "c")]
+        await asyncio.sleep(0)
+        held.let_go()
+        await asyncio.gather(*tasks)
+        assert len(order) == 13
+        assert max(order.index("b"), order.index("c")) <= 3
+
+    in_turns(work, parallel=parallel)
+
+
+def test_work_that_nobody_waits_for_never_begins() -> None:
+    async def work(turns: Turns, held: Held) -> None:
+        running = asyncio.create_task(turns.run("a", [held.piece("first"), held.piece("second")]))
+        await held_until(lambda: held.begun == ["first"])
+        waiting = asyncio.create_task(turns.run("a", [held.piece("third")]))
+        await asyncio.sleep(0)
+        running.cancel()
+        waiting.cancel()
+        await asyncio.gather(running, waiting, return_exceptions=True)
+        held.let_go()
+        assert await turns.run("a", [held.piece("last")]) == ["last"]
+        assert held.begun == ["first", "last"]
+
+    in_turns(work)
+
+
+def test_what_work_raises_is_raised() -> None:
+    async def work(turns: Turns, held: Held) -> None:
+        def failing() -> str:
+            raise KeyError("no such word")
+
+        with pytest.raises(KeyError, match="no such word"):
+            await turns.run("a", [Piece(1, failing), held.piece("never", 1)])
+        assert not held.begun
+
+    in_turns(work)
+
+
+def test_a_tokenizer_for_one_thread_is_used_by_one() -> None:
+    async def work(turns: Turns, held: Held) -> None:
+        at_once, most = [0], [0]
+
+        def busy() -> None:
+            at_once[0] += 1
+            most[0] = max(most[0], at_once[0])
+            threading.Event().wait(0.002)
+            at_once[0] -= 1
+
+        sizes = (1, SHORT + 1, 1 << 20) * 4
+        await asyncio.gather(*(turns.run(f"client {number}", [Piece(n, busy)]) for number, n in enumerate(sizes)))
+        assert most == [1]
+        assert not held.begun
+
+    in_turns(work, parallel=False)
+
+
+def test_what_waits_is_cancelled_at_the_end() -> None:
+    async def work(turns: Turns, held: Held) -> None:
+        tasks = [asyncio.create_task(turns.run("a", [held.piece(str(one))])) for one in range(2)]
+        await held_until(lambda: held.begun == ["0"])
+        turns.close()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[1]
+        held.let_go()
+        assert await tasks[0] == ["0"]
+
+    in_turns(work)
