@@ -188,7 +188,7 @@ class _Graph:
             block_size=table.block_size,
             num_blocks=pages.num_blocks,
         )
-        return triton_batch(batch, read.mask, num_heads=read.heads.queries, pages=pages, dtype=read.heads.dtype)
+        return triton_batch(batch, read.mask, num_heads=read.heads.num_heads, pages=pages, dtype=read.heads.query)
 
     def _fill(self, step: Step, tokens: Int64, positions: Int64) -> None:
         """What this step's rows read and write, where the graph reads it; the rows behind them have no slot."""

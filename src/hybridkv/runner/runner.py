@@ -30,7 +30,6 @@ from hybridkv.runner.attention.cross_attention import CrossAttention, CrossLayer
 from hybridkv.runner.attention.gather_batch import GatherBatch, gather_batch
 from hybridkv.runner.attention.paged import (
     AttentionBackend,
-    LayerHeads,
     LayerRead,
     PagedStep,
     attention_backend,
@@ -67,6 +66,7 @@ from hybridkv.specs import Keeps, KVCacheSpec, MambaSpec
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.units import MOST_COUNT
 from hybridkv.worker import AttentionMask, BlockCopier, KVPages, MultiGroupBlockTable, PagedStorage, copy_kernels
+from hybridkv.worker.attention.triton_attention import LayerShape
 from hybridkv.worker.step_batch import group_reads
 
 logger = logging.getLogger(__name__)
@@ -228,7 +228,7 @@ class ModelRunner:
             return
         for layer, (queries, dtype) in notes.heads.items():
             self._pages[layer] = KVPages.of_views(self._views[layer])
-            heads = LayerHeads.of(queries, self._pages[layer], dtype)
+            heads = LayerShape.of(queries, self._pages[layer], dtype)
             self._reads[layer] = replace(self._reads[layer], heads=heads)
         gathered = len(self._reads) - len(self._pages)
         if gathered:

@@ -17,11 +17,12 @@ from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine, EngineOptions
 from hybridkv.runner.attention import paged
 from hybridkv.runner.attention.attention_form import AttentionForm
-from hybridkv.runner.attention.paged import AttentionBackend, LayerHeads, PagedStep
+from hybridkv.runner.attention.paged import AttentionBackend, PagedStep
 from hybridkv.runner.check import generate_greedy
 from hybridkv.runner.drafters import Drafter
 from hybridkv.runner.tiny import tiny_model
 from hybridkv.worker import AttentionMask, KVPages, PagedBatch
+from hybridkv.worker.attention.triton_attention import LayerShape
 
 OUTPUT = 6
 KERNELS = [AttentionBackend.TORCH, AttentionBackend.TRITON]
@@ -143,7 +144,7 @@ def test_faults_show(backend: AttentionBackend, fault: str, monkeypatch: pytest.
     prepare = paged.kernel_of(backend, torch.device("cpu"))
     assert prepare is not None
 
-    def faulty(reads: PagedBatch, mask: AttentionMask, heads: LayerHeads, pages: KVPages) -> paged.Attend:
+    def faulty(reads: PagedBatch, mask: AttentionMask, heads: LayerShape, pages: KVPages) -> paged.Attend:
         if fault == "window one short" and mask.window is not None:
             mask = replace(mask, window=mask.window - 1)
         attend = prepare(reads, mask, heads, pages)

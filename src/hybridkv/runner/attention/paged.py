@@ -13,7 +13,6 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import torch
 
@@ -32,7 +31,7 @@ from hybridkv.worker import (
     write_kv,
     write_slots,
 )
-from hybridkv.worker.attention.triton_attention import triton_batch, triton_paged_attention
+from hybridkv.worker.attention.triton_attention import LayerShape, triton_batch, triton_paged_attention
 
 
 class AttentionBackend(StrEnum):
@@ -62,24 +61,6 @@ Attend = Callable[[torch.Tensor, KVPages, AttentionForm], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class LayerHeads:
-    """What layers must have in common to share what a kernel prepares. queries: their heads, of ``dtype``.
-
-    keys, values: (KV heads, width).
-    """
-
-    queries: int
-    keys: tuple[int, ...]
-    values: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, queries: int, pages: KVPages, dtype: torch.dtype) -> LayerHeads:
-        """Of a layer."""
-        return cls(queries, tuple(pages.keys.shape[2:]), tuple(pages.values.shape[2:]), dtype)
-
-
-@dataclass(frozen=True, slots=True)
 class LayerRead:
     """How a layer reads: through which group, under which mask, and whether its context must come in one piece.
 
@@ -89,7 +70,7 @@ class LayerRead:
     group: int
     mask: AttentionMask
     whole: bool = True
-    heads: LayerHeads | None = None
+    heads: LayerShape | None = None
 
 
 Write = Callable[[KVPages, torch.Tensor, torch.Tensor], None]
@@ -113,24 +94,22 @@ class PagedStep:
         return self.attend(query[0].transpose(0, 1), self.pages[layer], form).to(query.dtype)[None]
 
 
-Prepare = Callable[[PagedBatch, AttentionMask, LayerHeads, KVPages], Attend]
+Prepare = Callable[[PagedBatch, AttentionMask, LayerShape, KVPages], Attend]
 """For a Step's reads under a mask, in layers like that of the pages."""
 
 
-def _torch(reads: PagedBatch, mask: AttentionMask, _heads: LayerHeads, _pages: KVPages) -> Attend:
+def _torch(reads: PagedBatch, mask: AttentionMask, _heads: LayerShape, _pages: KVPages) -> Attend:
+    return _attending(functools.partial(paged_attention, mask=mask), reads)
+
+
+def _triton(reads: PagedBatch, mask: AttentionMask, heads: LayerShape, pages: KVPages) -> Attend:
+    made = triton_batch(reads, mask, num_heads=heads.num_heads, pages=pages, dtype=heads.query)
+    return _attending(triton_paged_attention, made)
+
+
+def _attending(attention: Callable[..., tuple[torch.Tensor, torch.Tensor]], batch: object) -> Attend:
     def attend(query: torch.Tensor, pages: KVPages, form: AttentionForm) -> torch.Tensor:
-        kept: dict[str, Any] = {"softcap": form.softcap, "sink_logits": form.sinks}
-        return paged_attention(query, pages, reads, form.scale, mask=mask, **kept)[0]
-
-    return attend
-
-
-def _triton(reads: PagedBatch, mask: AttentionMask, heads: LayerHeads, pages: KVPages) -> Attend:
-    made = triton_batch(reads, mask, num_heads=heads.queries, pages=pages, dtype=heads.dtype)
-
-    def attend(query: torch.Tensor, pages: KVPages, form: AttentionForm) -> torch.Tensor:
-        kept: dict[str, Any] = {"softcap": form.softcap, "sink_logits": form.sinks}
-        return triton_paged_attention(query, pages, made, form.scale, **kept)[0]
+        return attention(query, pages, batch, form.scale, softcap=form.softcap, sink_logits=form.sinks)[0]
 
     return attend
 

@@ -35,10 +35,9 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What layers must have in common to be read with one TritonBatch.
+    """What layers must have in common to be read with one prepared batch.
 
-    latent: values are the first columns of the keys. query, cache: dtypes. Raises WorkerError for dtypes that the
-    kernel does not compute with: queries of float32, bfloat16 or float16, pages of the same or float8_e4m3fn.
+    latent: values are the first columns of the keys. query, cache: dtypes.
     """
 
     num_heads: int
@@ -49,7 +48,11 @@ class LayerShape:
     query: torch.dtype
     cache: torch.dtype
 
-    def __post_init__(self) -> None:
+    def require_supported(self) -> None:
+        """Raise WorkerError for what the kernel does not compute with.
+
+        It takes queries of float32, bfloat16 or float16, over pages of the same or float8_e4m3fn.
+        """
         if self.query not in _FLOATS or self.cache not in (*_FLOATS, _FP8):
             raise WorkerError(
                 f"queries of {self.query} over pages of {self.cache}: the Triton kernel takes float32, bfloat16 and "
@@ -183,6 +186,7 @@ def triton_batch(
         raise WorkerError(f"splits must be at least 1, got {splits}; None to have them counted")
     check_batch(batch, mask)
     shape = LayerShape.of(num_heads, pages, dtype)
+    shape.require_supported()
     starts = np.array(batch.query_start_loc)
     counts = np.diff(starts)
     tiles = Tiles.of(shape, int(counts.max(initial=0)) * shape.group, device)
@@ -231,6 +235,7 @@ def triton_paged_attention(
     """
     check_layer(query, pages, batch.batch, softcap=softcap, sink_logits=sink_logits)
     shape = LayerShape.of(query.shape[1], pages, query.dtype)
+    shape.require_supported()
     if shape != batch.shape:
         raise WorkerError(f"the batch was made for {batch.shape}, this layer is {shape}: make a TritonBatch of its own")
     if sink_logits is not None and sink_logits.shape != query.shape[1:2]:
