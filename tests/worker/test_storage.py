@@ -24,6 +24,8 @@ from hybridkv.specs import (
 )
 from hybridkv.worker import PagedStorage, PageOrder, PagePart, parts_of
 
+pytestmark = pytest.mark.filterwarnings("ignore::hybridkv.errors.AssumptionWarning")  # of some models
+
 KINDS = (
     "deepseek-v3",
     "gemma-3-27b",
