@@ -263,7 +263,7 @@ def constructions(world: World) -> Calls:
     options |= {"max_moved_bytes": None, "published_ends": True, "end_events": False, "max_event_blocks": 9}
     yield CacheOptions, {**options, "remembered_losses": 0, "block_times": False}
     yield BlockHasher, {"block_size": 4, "algorithm": "sha256_cbor", "seed": "x", "root": None}
-    yield BlockPool, {"num_blocks": 9, "num_groups": 1, "enable_events": False}
+    yield BlockPool, {"num_blocks": 9, "num_groups": 1}
 
 
 def problem_of(call: Callable[..., Any], valid: Valid, argument: str, value: object, world: World | None = None) -> str:

@@ -10,8 +10,8 @@ from page_support import CHROMIUM, browser, tab
 from serve_support import LONGEST, PATH, WAIT, Served, engine_of, serving, until
 
 from hybridkv.cache import CacheOptions, KVCacheManager
-from hybridkv.cache.block_map import BlockState, block_map
 from hybridkv.models import read_model
+from hybridkv.observe.block_map import BlockState, block_map
 from hybridkv.planner import plan
 from hybridkv.request import Request, SamplingParams
 from hybridkv.runner import AsyncEngine, Engine, EngineOptions, load

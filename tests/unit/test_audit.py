@@ -298,7 +298,7 @@ CORRUPTIONS: tuple[tuple[Callable[[KVCacheManager], None], str], ...] = (
 
 @pytest.mark.parametrize(("corrupt", "message"), CORRUPTIONS, ids=[corrupt.__name__ for corrupt, _ in CORRUPTIONS])
 def test_check_finds(corrupt: Callable[[KVCacheManager], None], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridkv.cache.audit._SHOWN", 1000)
+    monkeypatch.setattr("hybridkv.observe.audit._SHOWN", 1000)
     rig = live_rig()
     rig.scheduler.check()
     corrupt(rig.cache)

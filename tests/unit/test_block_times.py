@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hybridkv.cache import CacheOptions, KVCacheManager
-from hybridkv.cache.block_times import EDGES_S, BlockTimes, TimeCounts
 from hybridkv.errors import CacheError, ConfigError
+from hybridkv.observe.block_times import EDGES_S, BlockTimes, TimeCounts
 from hybridkv.request import Request
 from hybridkv.testing.configs import full_spec, model_config
 
@@ -89,7 +89,6 @@ def test_a_manager_tells_what_came_of_its_blocks() -> None:
 
 def test_nothing_is_kept_unless_it_is_asked_for() -> None:
     cache = KVCacheManager(model_config(13, (full_spec(4),)), 64)
-    assert cache.block_pool.keys.times is None
     assert cache.statistics().times is None
     with pytest.raises(ConfigError, match="block_times"):
-        cache.block_pool.idle_blocks()
+        cache.engine.idle_blocks()

@@ -16,7 +16,7 @@ from hybridkv.cache import (
     EventsDropped,
     KVCacheManager,
 )
-from hybridkv.cache.events import untagged
+from hybridkv.cache.journal import untagged
 from hybridkv.cache.placement import placement_named
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import Request, SamplingParams

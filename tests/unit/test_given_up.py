@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from hybridkv.cache.journal import Observers
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.eviction.blocks import BlockNeeds
@@ -158,9 +159,8 @@ def build(space: SlabSpace, random: Random) -> None:
 
 def test_released_blocks_that_nobody_needs_are_given_up() -> None:
     space = space_of(2, 4)
-    pool = BlockPool(space.num_blocks, space=space)
     needs = BlockNeeds(space, [1])
-    pool.heed(needs)
+    pool = BlockPool(space.num_blocks, space=space, observers=Observers(needs=needs))
     ids = pool.get_new_blocks(4)
     pool.publish(0, ids, [bytes([i]) for i in range(4)])
     needs.add(ids[:2], 0)
@@ -175,9 +175,8 @@ def test_released_blocks_that_nobody_needs_are_given_up() -> None:
 
 def test_a_block_that_loses_its_key_is_needed_by_nobody() -> None:
     space = space_of(2, 4)
-    pool = BlockPool(space.num_blocks, space=space)
     needs = BlockNeeds(space, [1])
-    pool.heed(needs)
+    pool = BlockPool(space.num_blocks, space=space, observers=Observers(needs=needs))
     ids = pool.get_new_blocks(3)
     pool.publish(0, ids, [b"a", b"b", b"c"])
     needs.add(ids[:2], 0)

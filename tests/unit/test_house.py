@@ -78,7 +78,7 @@ def test_the_cache_has_few_rooms() -> None:
     rooms = {
         path.stem for path in (ROOT / "cache").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
     }
-    assert len(rooms - {"__init__"}) <= 31
+    assert len(rooms - {"__init__"}) <= 26
 
 
 LAYOUT_IS_KNOWN = {

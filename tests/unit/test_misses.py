@@ -11,10 +11,10 @@ from cli_support import run
 from eviction_table import serve_alone
 
 from hybridkv.cache import CacheOptions, KVCacheManager, Miss, MissReason
-from hybridkv.cache.lost_keys import Lost, LostKeys
 from hybridkv.cache.placement import EndsPlacement
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
+from hybridkv.observe.misses import Lost, LostKeys
 from hybridkv.request import Request
 from hybridkv.simulator import H100_UNBOUNDED, ReplaySettings, Workload, plan_for_trace, replay
 from hybridkv.specs import KVCacheSpec

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.cache import AllBlocksCleared, BlockPool, BlockRemoved
+from hybridkv.cache.journal import Observers
 from hybridkv.errors import BlockError, ConfigError
+from hybridkv.observe.events import EventQueue
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -26,7 +28,7 @@ def hashed(pool: BlockPool, *blocks: int) -> None:
 
 
 def test_pool_of_eight() -> None:
-    pool = BlockPool(8, enable_events=True)
+    pool = BlockPool(8, observers=Observers(events=EventQueue()))
     assert pool.free_order() == [1, 2, 3, 4, 5, 6, 7]
     assert pool.get_new_blocks(4).tolist() == [1, 2, 3, 4]
     hashed(pool, 1, 2, 3)
@@ -95,7 +97,7 @@ def test_double_free() -> None:
 
 
 def test_reset_only_when_nothing_is_in_use(caplog: pytest.LogCaptureFixture) -> None:
-    pool = BlockPool(6, enable_events=True)
+    pool = BlockPool(6, observers=Observers(events=EventQueue()))
     pool.get_new_blocks(3)
     hashed(pool, 1, 2)
     pool.free_blocks(ids(3, 2))
@@ -124,7 +126,7 @@ def test_no_events_unless_asked_for() -> None:
 
 
 def test_only_written_blocks_leave_with_an_event() -> None:
-    pool = BlockPool(4, enable_events=True)
+    pool = BlockPool(4, observers=Observers(events=EventQueue()))
     pool.get_new_blocks(2)
     pool.publish(0, [1], [key(1)], step=7)
     pool.publish(0, [2], [key(2)], step=7)

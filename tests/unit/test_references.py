@@ -101,7 +101,7 @@ def test_files_and_tests_that_documents_name_are_there(path: Path) -> None:
             assert name in TESTS or f"{name}.py" in NAMES, name
 
 
-@pytest.mark.parametrize("folder", ["cache", "eviction", "schedule"])
+@pytest.mark.parametrize("folder", ["cache", "eviction", "observe", "schedule"])
 def test_the_tables_of_modules_have_every_module(folder: str) -> None:
     text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
     table = text.partition(f"| in `{folder}/` |")[2].partition("\n\n")[0]

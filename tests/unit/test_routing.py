@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hybridkv.cache import KVCacheManager
-from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
+from hybridkv.cache.journal import AllBlocksCleared, BlockRemoved, BlockStored
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
 from hybridkv.planner import Plan

@@ -1,8 +1,10 @@
 """The cache: which block holds which tokens, which tokens are there already, and what goes first."""
 
-from hybridkv.cache.block_times import EDGES_S, BlockTimeStatistics, TimeCounts
 from hybridkv.cache.bounds import CacheBounds
-from hybridkv.cache.events import (
+from hybridkv.cache.groups import CacheGroup
+from hybridkv.cache.hashing import BlockHasher, EngineHashes
+from hybridkv.cache.holds import BlockLock, Pin
+from hybridkv.cache.journal import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -11,12 +13,8 @@ from hybridkv.cache.events import (
     EventsDropped,
     KVCacheEvent,
 )
-from hybridkv.cache.groups import CacheGroup
-from hybridkv.cache.hashing import BlockHasher, EngineHashes
-from hybridkv.cache.holds import BlockLock, Pin
 from hybridkv.cache.lookup import BlockView, CommonHit, KVCacheBlocks
 from hybridkv.cache.manager import KVCacheManager
-from hybridkv.cache.misses import Miss, MissReason
 from hybridkv.cache.options import CacheOptions
 from hybridkv.cache.plan import Admission, BatchSlots, Reason, Refusal, SlotPlan
 from hybridkv.cache.pool import BlockPool
@@ -29,6 +27,8 @@ from hybridkv.cache.statistics import (
     TenantStatistics,
 )
 from hybridkv.cache.transfers import Checkpoint, RowSpans, StateMoves, Transfer, Transfers, cells_of, cells_of_row
+from hybridkv.observe.block_times import EDGES_S, BlockTimeStatistics, TimeCounts
+from hybridkv.observe.misses import Miss, MissReason
 
 __all__ = [
     "EDGES_S",

@@ -22,16 +22,14 @@ from numpy.typing import NDArray
 
 from hybridkv.arguments import integer
 from hybridkv.cache.allocator import Slots
-from hybridkv.cache.block_times import BlockTimes
 from hybridkv.cache.checkpoints import Checkpoints
 from hybridkv.cache.fast_forward import Strides
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.holds import Loads, Locks, Pins
+from hybridkv.cache.journal import NoNeeds, Observers
 from hybridkv.cache.kept import KeptEnds, LastUsed
 from hybridkv.cache.lookup import PrefixLookup
-from hybridkv.cache.lost_keys import LostKeys
-from hybridkv.cache.misses import Misses
 from hybridkv.cache.options import DEFAULT_OPTIONS, CacheOptions
 from hybridkv.cache.placement import DEFAULT_PLACEMENT, NoStates, Placement, placement_of
 from hybridkv.cache.plan import SlotPlanner
@@ -71,6 +69,9 @@ from hybridkv.eviction.blocks import BlockNeeds
 from hybridkv.eviction.named import EVICTIONS, LRU, Eviction, eviction_named, eviction_of
 from hybridkv.eviction.ranked import JudgedEnds
 from hybridkv.eviction.tenants import EVERYBODY, TenantRankings, TenantShares
+from hybridkv.observe.block_times import BlockTimes
+from hybridkv.observe.events import EventQueue
+from hybridkv.observe.misses import LostKeys, Misses, SeenPrompts
 from hybridkv.planner import KVCacheConfig, Plan
 from hybridkv.request import Hasher
 from hybridkv.specs import (
@@ -179,7 +180,11 @@ class Layout(Protocol):
         """
         ...
 
-    def pool(self, config: KVCacheConfig, *, enable_events: bool, max_event_blocks: int) -> BlockPool:
+    def num_blocks(self, config: KVCacheConfig) -> int:
+        """Return how many numbers blocks have."""
+        ...
+
+    def pool(self, config: KVCacheConfig, observers: Observers) -> BlockPool:
         """The blocks of ``config``."""
         ...
 
@@ -315,11 +320,13 @@ class ReferenceLayout:
                 span = _span_of(spec)
                 return AttentionPolicy(size, span, PublishRule(size, alignment, past=past), BlockHits(span, size))
 
-    def pool(self, config: KVCacheConfig, *, enable_events: bool, max_event_blocks: int) -> BlockPool:
+    def num_blocks(self, config: KVCacheConfig) -> int:
+        """Return those of the config."""
+        return config.num_blocks
+
+    def pool(self, config: KVCacheConfig, observers: Observers) -> BlockPool:
         """Blocks of one size in one order."""
-        return BlockPool(
-            config.num_blocks, len(config.groups), enable_events=enable_events, max_event_blocks=max_event_blocks
-        )
+        return BlockPool(config.num_blocks, len(config.groups), observers=observers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,14 +395,17 @@ class NaturalLayout:
         hits = TokenHits(span, size) if exact else BlockHits(span, size)
         return AttentionPolicy(size, span, PublishRule(size, size), hits)
 
-    def pool(self, config: KVCacheConfig, *, enable_events: bool, max_event_blocks: int) -> BlockPool:
+    def num_blocks(self, config: KVCacheConfig) -> int:  # noqa: ARG002 - the answer of a layout
+        """Return those of all classes."""
+        return self.space.num_blocks
+
+    def pool(self, config: KVCacheConfig, observers: Observers) -> BlockPool:
         """Blocks of ``space``. Events are of the decoder's tokens: states and encoder outputs make none."""
         keeps = [group.spec.keeps for group in config.groups]
         return BlockPool(
             self.space.num_blocks,
             len(keeps),
-            enable_events=enable_events,
-            max_event_blocks=max_event_blocks,
+            observers=observers,
             space=self.space,
             silent=[number for number, kept in enumerate(keeps) if kept in {Keeps.STATE, Keeps.ENCODER}],
         )
@@ -505,6 +515,7 @@ class CacheParts:
     checkpoints: Checkpoints
     lookup: PrefixLookup
     misses: Misses | None
+    times: BlockTimes | None
     loads: Loads
     planner: SlotPlanner
     slots: Slots
@@ -531,8 +542,21 @@ def assemble(
     hasher = found
     alignment = layout.alignment(kinds)
 
-    pool = layout.pool(config, enable_events=enable_events, max_event_blocks=options.max_event_blocks)
-    pool.keys.tells_ends = enable_events and options.end_events
+    sizes = [config.block_bytes_of(number) for number in range(len(kinds))]
+    most = options.remembered_losses
+    lost = LostKeys(most, sizes, options.clock) if most else None
+    seen = SeenPrompts(most) if most else None
+    times = BlockTimes(layout.num_blocks(config), options.clock) if options.block_times else None
+    ranks = found is not None and layout.needs is not None and layout.eviction.ranking is not None
+    observers = Observers(
+        needs=layout.needs if ranks and layout.needs is not None else NoNeeds(),
+        events=EventQueue(options.max_event_blocks) if enable_events else None,
+        tells_ends=enable_events and options.end_events,
+        losses=lost,
+        times=times,
+        begins=None if seen is None else seen.add,
+    )
+    pool = layout.pool(config, observers)
     groups = tuple(
         CacheGroup(number, kind, policy, index, hash_block)
         for number, (kind, policy, index) in enumerate(
@@ -551,12 +575,11 @@ def assemble(
     holding_tokens = [group for group in groups if group.kind.publishes and group.states is None]
     ends_in = holding_tokens if caching and layout.publishes_ends else []
     publisher = Publisher(groups, pool, log, resume, ends_in)
-    residents = Residents(groups, publisher, hasher=hasher, tail_tokens=hash_block)
+    residents = Residents(groups, publisher, hasher=hasher, tail_tokens=hash_block, begins=observers.begins)
     placement = layout.placement if caching and layout.placement is not None else NoStates()
     stateful = [group for group in groups if group.states is not None] if placement.keeps_states else []
     kept: KeptEnds = LastUsed(stateful, pool, placement)
     if caching and layout.needs is not None and layout.eviction.ranking is not None:
-        pool.heed(layout.needs)
         kept = JudgedEnds(
             [group for group in groups if group.kind.publishes],
             pool,
@@ -569,15 +592,8 @@ def assemble(
     checkpoints = Checkpoints(stateful, pool, log=log, transfers=transfers, placement=placement, kept=kept)
     lookup = PrefixLookup(residents, pool, alignment=alignment, hasher=hasher, kept=kept)
     misses = None
-    if options.remembered_losses:
-        sizes = [config.block_bytes_of(number) for number in range(len(groups))]
-        lost = pool.keys.lost_keys = LostKeys(options.remembered_losses, sizes, options.clock)
-        misses = Misses(
-            residents, lookup, lost=lost, most=options.remembered_losses, alignment=alignment, hash_block=hash_block
-        )
-        residents.begins = misses.note_begun
-    if options.block_times:
-        pool.keys.times = BlockTimes(pool.num_blocks, options.clock)
+    if lost is not None and seen is not None:
+        misses = Misses(residents, lookup, lost=lost, seen=seen, clock=options.clock, hash_block=hash_block)
     loads = Loads(groups, locks)
     planner = SlotPlanner(
         pool, residents, publisher=publisher, log=log, loads=loads, max_model_len=limits.max_model_len
@@ -614,6 +630,7 @@ def assemble(
         checkpoints,
         lookup,
         misses,
+        times,
         loads,
         planner,
         slots,

@@ -24,7 +24,7 @@ class EngineSide:
     """The calls of such an engine. One of vLLM's names means what it means there."""
 
     def __init__(self, parts: CacheParts) -> None:
-        self._pool, self._groups = parts.pool, parts.groups
+        self._pool, self._groups, self._times = parts.pool, parts.groups, parts.times
         self._residents, self._rows, self._lookup = parts.residents, parts.residents.request_rows, parts.lookup
         self._planner, self._slots, self._publisher, self._loads = (
             parts.planner,
@@ -185,3 +185,12 @@ class EngineSide:
         """
         self._loads.refuse(instance("request", request, Request))
         return self._lookup.blocks_to_share(request)
+
+    def idle_blocks(self) -> tuple[tuple[int, ...], ...]:
+        """Return how many cached blocks were not used for how long, by group and by bucket of EDGES_S and above.
+
+        O(num_blocks). Raises ConfigError without block_times.
+        """
+        if self._times is None:
+            raise ConfigError("nobody counts how long blocks are idle: construct with block_times")
+        return tuple(self._times.idle(self._pool.keys.in_group(number)) for number in range(len(self._groups)))

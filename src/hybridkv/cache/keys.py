@@ -16,11 +16,17 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.block_times import BlockTimes
-from hybridkv.cache.events import AllBlocksCleared, BlockRemoved, EndKept, EndLost, EventQueue, KVCacheEvent
 from hybridkv.cache.index import MOST_TAILS, PrefixIndex, Tail
-from hybridkv.cache.journal import Needs, NoNeeds
-from hybridkv.cache.lost_keys import LostKeys
+from hybridkv.cache.journal import (
+    NOBODY,
+    AllBlocksCleared,
+    BlockRemoved,
+    EndKept,
+    EndLost,
+    KVCacheEvent,
+    Losses,
+    Observers,
+)
 from hybridkv.errors import CacheError
 
 Int32 = NDArray[np.int32]
@@ -40,13 +46,10 @@ def _wrapped(count: int) -> int:
 class BlockKeys:
     """Keys of ``num_blocks`` blocks in ``num_groups`` groups.
 
-    events: where events go, None where nobody wants any. silent: groups whose keys make no events. tells_ends: of what
-    else can be hit, there are events, too (EndKept, EndLost).
+    observers: hear of keys. silent: groups with keys that make no events.
     Attributes for reading: indexes (one a group), each_group (of the keys of each block, -1 without key), evictions
-    (keys lost so far, grows with ``clear`` and with moves too: who remembers blocks looks anew), needs (hears of
-    blocks that lose their keys or move), lost_keys (remembers keys that are evicted, None where nobody asks), times
-    (of keys, None as well), given and lost (blocks that got their first key and that lost their last, so far, per
-    group).
+    (keys lost so far; grows with ``clear`` and with moves too: a remembered block is looked up anew), given and lost
+    (blocks that got their first key and that lost their last, so far, per group).
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class BlockKeys:
         num_blocks: int,
         num_groups: int = 1,
         *,
-        events: EventQueue | None = None,
+        observers: Observers = NOBODY,
         silent: Sequence[int] = (),
     ) -> None:
         self.evictions = 0
@@ -69,11 +72,9 @@ class BlockKeys:
         self.each_group, self._each_step = self._group.data, self._step.data  # quick to read and write singly
         self._each_lost_at = self._lost_at.data
         self._supersedable: set[int] = set()
-        self._events = events
-        self.needs: Needs = NoNeeds()
-        self.lost_keys: LostKeys | None = None
-        self.times: BlockTimes | None = None
-        self.tells_ends = False
+        self._events, self._needs = observers.events, observers.needs
+        self._losses, self._times = observers.losses, observers.times
+        self.tells_ends = observers.tells_ends
 
     # -- answers
 
@@ -136,8 +137,8 @@ class BlockKeys:
         if step != WRITTEN:
             self._step[where] = step
         self.indexes[group].add(keys, where.tolist())
-        if self.times is not None:
-            self.times.begin(where)
+        if self._times is not None:
+            self._times.begin(where)
 
     def publish_one(self, group: int, block: int, key: bytes, step: int) -> None:
         """``publish`` of one block, without arrays of one element."""
@@ -151,8 +152,8 @@ class BlockKeys:
         self.each_group[block] = group
         if step != WRITTEN:
             self._each_step[block] = step
-        if self.times is not None:
-            self.times.begin(np.array([block]))
+        if self._times is not None:
+            self._times.begin(np.array([block]))
 
     def knows_tail(self, group: int, parent: bytes, tokens: bytes) -> bool:
         """Whether some block of ``group`` is published for ``tokens`` (bytes of int32) behind ``parent``. O(1)."""
@@ -188,7 +189,7 @@ class BlockKeys:
         """``evict`` of one block: without arrays of one element, where nobody wants to hear of it."""
         group, key = self.each_group[block], self.key_of(block)
         index = self.indexes[group]
-        told = self._events is not None or self.lost_keys is not None or self.times is not None
+        told = self._events is not None or self._losses is not None or self._times is not None
         if told or key is None or index.num_tails:
             self.evict(np.array([block], np.int32))
             return
@@ -197,7 +198,7 @@ class BlockKeys:
         self._keys[block] = None
         self.each_group[block], self._each_step[block] = _NO_GROUP, WRITTEN
         self._supersedable.discard(block)
-        self.needs.lose_one(block)
+        self._needs.lose_one(block)
         self.evictions += 1
         self._each_lost_at[block] = _wrapped(self.evictions)
 
@@ -205,8 +206,8 @@ class BlockKeys:
         """The indexes know nothing of ``ids`` any longer; events say so."""
         where = ids.astype(np.int64)
         blocks, keys, groups = ids.tolist(), self._keys[where].tolist(), self._group[where].tolist()
-        if self.lost_keys is not None:
-            self._remember(self.lost_keys, blocks, keys, groups)
+        if self._losses is not None:
+            self._remember(self._losses, blocks, keys, groups)
         if self.tells_ends:
             self._tell_lost_tails(blocks)
         tailed = self._forget_tails(blocks, groups)
@@ -227,7 +228,7 @@ class BlockKeys:
         self._emit_removed(keys, groups, where)
 
     def _remember(
-        self, lost: LostKeys, blocks: Sequence[int], keys: Sequence[bytes | None], groups: Sequence[int]
+        self, lost: Losses, blocks: Sequence[int], keys: Sequence[bytes | None], groups: Sequence[int]
     ) -> None:
         """``blocks`` lose ``keys`` and tails in ``groups``."""
         for group in sorted(set(groups)):
@@ -237,14 +238,14 @@ class BlockKeys:
             else:
                 self._remember_all(lost, blocks, keys, group)
 
-    def _remember_all(self, lost: LostKeys, blocks: Sequence[int], keys: Sequence[bytes | None], group: int) -> None:
+    def _remember_all(self, lost: Losses, blocks: Sequence[int], keys: Sequence[bytes | None], group: int) -> None:
         """As above, all of one group."""
         index, idle_s = self.indexes[group], None
         tails = index.tails_in(blocks) if index.num_tails else []
         named = [key for key in keys if key is not None]
-        if self.times is not None:
+        if self._times is not None:
             whole = [block for key, block in zip(keys, blocks, strict=True) if key is not None]
-            idle_s = self.times.idle_s(np.array([*whole, *(blocks[place] for place, *_ in tails)], np.int64))
+            idle_s = self._times.idle_s(np.array([*whole, *(blocks[place] for place, *_ in tails)], np.int64))
         lost.note(group, named, [(parent, tokens) for _, parent, tokens in tails], len(blocks), idle_s)
 
     def _forget_tails(self, blocks: Sequence[int], groups: Sequence[int]) -> set[int]:
@@ -264,9 +265,9 @@ class BlockKeys:
         self._group[where] = _NO_GROUP
         self._step[where] = WRITTEN
         self._supersedable.difference_update(ids.tolist() if self._supersedable else ())
-        self.needs.lose(where)
-        if self.times is not None:
-            self.times.end(where)
+        self._needs.lose(where)
+        if self._times is not None:
+            self._times.end(where)
         self._note_lost(ids)
 
     def _note_lost(self, ids: Int32) -> None:
@@ -280,9 +281,9 @@ class BlockKeys:
             self.lost[group] += count
             self.indexes[group].clear()
         self._supersedable.clear()
-        self.needs.clear()
-        if self.times is not None:
-            self.times.clear()
+        self._needs.clear()
+        if self._times is not None:
+            self._times.clear()
         self._keys.fill(None)
         self._group.fill(_NO_GROUP)
         self._step.fill(WRITTEN)
@@ -308,9 +309,9 @@ class BlockKeys:
         if self._supersedable:
             new = dict(moves.tolist())
             self._supersedable = {new.get(block, block) for block in self._supersedable}
-        self.needs.follow(moves)
-        if self.times is not None:
-            self.times.follow(sources, targets)
+        self._needs.follow(moves)
+        if self._times is not None:
+            self._times.follow(sources, targets)
         self.evictions += 1
         self._lost_at[sources] = _wrapped(self.evictions)
 

@@ -67,7 +67,7 @@ class PrefixLookup:
         self._pool = pool
         self._residents = residents
         self._hasher = hasher
-        self._alignment = alignment
+        self.alignment = alignment
         self._kept = kept
         self._asked = sorted(groups, key=_search_order)
         none = (Hit(0, _NONE),) * len(groups)
@@ -133,13 +133,13 @@ class PrefixLookup:
 
     def _longest(self, request: Request, limit_tokens: int) -> CommonHit:
         """The longest prefix of at most ``limit_tokens`` tokens that every group has. O(blocks of the longest hit)."""
-        candidate = limit_tokens // self._alignment * self._alignment
+        candidate = limit_tokens // self.alignment * self.alignment
         if not candidate:
             return self._no_hit
         if self._first is not None and self._first.lacks_first(request):
             return self._miss
         if self._alone is not None:
-            return self._longest_of(self._alone, request, Search(candidate, limit_tokens, self._alignment))
+            return self._longest_of(self._alone, request, Search(candidate, limit_tokens, self.alignment))
         return self._agreed(request, limit_tokens, candidate)
 
     def _agreed(self, request: Request, limit_tokens: int, candidate: int) -> CommonHit:
@@ -164,7 +164,7 @@ class PrefixLookup:
                 if before is not None and group.policy.hits.downward_closed:
                     hit = _trimmed(before, min(before.tokens, candidate), group.policy.block_size)
                 else:
-                    search = Search(candidate, ahead if past else limit_tokens, self._alignment, past, longest)
+                    search = Search(candidate, ahead if past else limit_tokens, self.alignment, past, longest)
                     hit = group.policy.hits.longest(views[group.number], group.keys(request), search)
                     missing[group.number] += hit.missing
                     additions[group.number] = max(additions[group.number], hit.additions)

@@ -10,18 +10,18 @@ from numpy.typing import NDArray
 
 from hybridkv.arguments import flag, instance, integer, integers
 from hybridkv.cache.assembly import assemble, managed
-from hybridkv.cache.audit import check_cache
 from hybridkv.cache.bounds import CacheBounds
 from hybridkv.cache.engine_side import EngineSide
-from hybridkv.cache.events import KVCacheEvent
 from hybridkv.cache.holds import Pin
+from hybridkv.cache.journal import KVCacheEvent
 from hybridkv.cache.lookup import CommonHit, KVCacheBlocks
-from hybridkv.cache.misses import Miss
 from hybridkv.cache.options import DEFAULT_OPTIONS, CacheOptions
 from hybridkv.cache.plan import Admission, BatchSlots, Refusal, SlotDemand, SlotPlan
 from hybridkv.cache.residents import id_of, one_a_row
 from hybridkv.cache.statistics import CacheStatistics, PrefixCacheStats, cache_statistics
 from hybridkv.errors import BlockError, CacheError, ConfigError
+from hybridkv.observe.audit import check_cache
+from hybridkv.observe.misses import Miss
 from hybridkv.planner import KVCacheConfig, Plan
 from hybridkv.request import Hasher, Request, checked_hasher
 from hybridkv.units import MOST_COUNT
@@ -91,7 +91,6 @@ class KVCacheManager:
         self._residents, self._lookup = parts.residents, parts.lookup
         self._planner, self._slots = parts.planner, parts.slots
         self.bounds, self.engine = CacheBounds(parts), EngineSide(parts)
-        self._clock = options.clock
         self._stats = PrefixCacheStats() if flag("log_stats", log_stats) else None
 
     # -- look-up
@@ -132,7 +131,7 @@ class KVCacheManager:
             raise ConfigError("misses are explained from what was lost: construct with remembered_losses, say 1 << 20")
         self._residents.refuse_stranger(request)
         hit = None if hit_tokens is None else integer("hit_tokens", hit_tokens, 0, MOST_COUNT)
-        return self.misses.explain(request, hit, self._clock())
+        return self.misses.explain(request, hit)
 
     def is_longest_hit(self, request: Request, hit: CommonHit) -> bool:
         """Return whether ``hit``, found for ``request`` before, is still the longest.
@@ -438,7 +437,9 @@ class KVCacheManager:
 
     def statistics(self) -> CacheStatistics:
         """What the cache holds now. O(num_blocks)."""
-        counts = cache_statistics(self.block_pool, self.groups, len(self._residents), self.pins.num_blocks)
+        counts = cache_statistics(
+            self.block_pool, self.groups, len(self._residents), self.pins.num_blocks, self._parts.times
+        )
         return self.kept.add_statistics(counts)
 
     def check(self) -> None:

@@ -20,9 +20,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.arguments import flag, instance, instances, integer
-from hybridkv.cache.events import MAX_EVENT_BLOCKS, EventQueue, KVCacheEvent
-from hybridkv.cache.journal import Needs, NoNeeds
+from hybridkv.arguments import instance, instances, integer
+from hybridkv.cache.journal import NOBODY, KVCacheEvent, Observers
 from hybridkv.cache.keys import WRITTEN, BlockKeys
 from hybridkv.cache.spaces.one_size import FreeOrder
 from hybridkv.cache.spaces.space import ClassedSpace, Space, Weight
@@ -53,8 +52,7 @@ class Taken(NamedTuple):
 class BlockPool:
     """``num_blocks`` blocks, 0 .. num_blocks - 1; block 0 is the null block, never handed out.
 
-    num_groups: how many prefix indexes there are. enable_events: collect what take_events returns,
-    of at most ``max_event_blocks`` blocks.
+    num_groups: how many prefix indexes there are. observers: hear of the facts that the pool makes.
     space: where free blocks come from, by default a FreeOrder of all but the null block. silent: groups whose keys
     make no events.
     Attributes for reading: keys (what the blocks carry), indexes (theirs, one a group), num_reserved (blocks taken for
@@ -67,21 +65,19 @@ class BlockPool:
         num_blocks: int,
         num_groups: int = 1,
         *,
-        enable_events: bool = False,
-        max_event_blocks: int = MAX_EVENT_BLOCKS,
+        observers: Observers = NOBODY,
         space: ClassedSpace | None = None,
         silent: Sequence[int] = (),
     ) -> None:
         if integer("num_blocks", num_blocks, most=MOST_COUNT) < 1:
             raise ConfigError(f"a pool needs at least 1 block (the null block), got {num_blocks}")
         integer("num_groups", num_groups, 1, MOST_COUNT)
-        flag("enable_events", enable_events)
+        instance("observers", observers, Observers)
         self.num_blocks = num_blocks
         self.num_reserved = 0
         self.moved = 0
-        events = EventQueue(max_event_blocks) if enable_events else None
-        self._needs: Needs = NoNeeds()
-        self.keys = BlockKeys(num_blocks, num_groups, events=events, silent=silent)
+        self._needs, self._times = observers.needs, observers.times
+        self.keys = BlockKeys(num_blocks, num_groups, observers=observers, silent=silent)
         self.indexes = self.keys.indexes
         self.epoch = 0
         self.classes = (0,) * num_groups if space is None else space.class_of_group
@@ -91,10 +87,6 @@ class BlockPool:
         self._reserved = [0] * len(self.bases)
         self._ref = np.zeros(num_blocks, np.int32)
         self._each_ref = self._ref.data  # quick to read and write singly
-
-    def heed(self, needs: Needs) -> None:
-        """From now on, with nothing cached yet: ``needs`` says which cached blocks go first since nobody needs them."""
-        self._needs = self.keys.needs = needs
 
     # -- counts
 
@@ -202,16 +194,6 @@ class BlockPool:
         """Which blocks nobody holds and have a key, bool[num_blocks]. O(num_blocks)."""
         found: NDArray[np.bool_] = (self._ref == 0) & self.keys.are_on(np.arange(self.num_blocks))
         return found
-
-    def idle_blocks(self) -> tuple[tuple[int, ...], ...]:
-        """Return how many cached blocks were not used for how long, by group and by bucket of EDGES_S and above.
-
-        O(num_blocks). Raises ConfigError without block_times.
-        """
-        times = self.keys.times
-        if times is None:
-            raise ConfigError("nobody counts how long blocks are idle: construct with block_times")
-        return tuple(times.idle(self.keys.in_group(number)) for number in range(len(self.indexes)))
 
     def free_order(self) -> list[int]:
         """Free blocks in the order they would be taken. O(num_blocks)."""
@@ -353,8 +335,8 @@ class BlockPool:
         free = ids[self._ref[ids] == 0]
         if free.size:
             self._free.remove(free)
-        if self.keys.times is not None:
-            self.keys.times.hit(ids)
+        if self._times is not None:
+            self._times.hit(ids)
         self._ref[ids] += 1
         self.epoch += 1
 

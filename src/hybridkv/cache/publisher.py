@@ -28,8 +28,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.events import BlockStored, EndKept, published_extras, untagged
 from hybridkv.cache.groups import CacheGroup
+from hybridkv.cache.journal import BlockStored, EndKept, published_extras, untagged
 from hybridkv.cache.keys import WRITTEN
 from hybridkv.cache.policies import NEVER, UNPUBLISHED, GroupPlan
 from hybridkv.cache.pool import BlockPool

@@ -41,7 +41,13 @@ class Residents:
     """
 
     def __init__(
-        self, groups: Sequence[CacheGroup], publisher: Publisher, *, hasher: Hasher | None, tail_tokens: int
+        self,
+        groups: Sequence[CacheGroup],
+        publisher: Publisher,
+        *,
+        hasher: Hasher | None,
+        tail_tokens: int,
+        begins: Callable[[Request], None] | None = None,
     ) -> None:
         self.request_rows = RequestRows(tail_tokens, promised=self._promised)
         self.groups = tuple(groups)
@@ -49,7 +55,7 @@ class Residents:
         self._publisher = publisher
         self._hasher = hasher
         self._publishes = hasher is not None
-        self.begins: Callable[[Request], object] | None = None
+        self._begins = begins
         self._by_id: dict[str, Request] = {}
         self._next_event = np.zeros(0, np.int64)
 
@@ -105,8 +111,8 @@ class Residents:
         row = self.request_rows.bind(request)
         self.names.know(request)
         self._by_id[request.request_id] = request
-        if self.begins is not None:
-            self.begins(request)
+        if self._begins is not None:
+            self._begins(request)
         if self.request_rows.capacity > len(self._next_event):
             self._next_event = grown(self._next_event, self.request_rows.capacity)
             for group in self.groups:

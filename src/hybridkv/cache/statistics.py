@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybridkv.cache.block_times import BlockTimeStatistics
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.pool import BlockPool
+from hybridkv.observe.block_times import BlockTimes, BlockTimeStatistics
 
 
 @dataclass(slots=True)
@@ -117,11 +117,10 @@ class CacheStatistics:
 
 
 def cache_statistics(
-    pool: BlockPool, groups: Sequence[CacheGroup], resident_requests: int, pinned_blocks: int
+    pool: BlockPool, groups: Sequence[CacheGroup], resident_requests: int, pinned_blocks: int, times: BlockTimes | None
 ) -> CacheStatistics:
     """Counts of now. O(num_blocks)."""
     cached, evictable = pool.keys.per_group(), pool.evictable_per_group()
-    times = pool.keys.times
     return CacheStatistics(
         num_blocks=pool.num_usable,
         free_blocks=pool.get_num_free_blocks(),

@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from hybridkv.cache.events import (
+from hybridkv.cache.journal import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

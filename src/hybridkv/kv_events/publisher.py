@@ -23,7 +23,7 @@ from typing import Final, Self
 import zmq
 
 from hybridkv.arguments import flag, instance, integer
-from hybridkv.cache.events import AllBlocksCleared, KVCacheEvent
+from hybridkv.cache.journal import AllBlocksCleared, KVCacheEvent
 from hybridkv.errors import ConfigError
 from hybridkv.kv_events.exact import Exact, without_ends
 from hybridkv.kv_events.schema import EventForm, Writer

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from hybridkv.arguments import flag
-from hybridkv.cache.events import BlockRemoved, BlockStored, KVCacheEvent
+from hybridkv.cache.journal import BlockRemoved, BlockStored, KVCacheEvent
 from hybridkv.frozen import check_fields
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.specs import KVCacheSpec, UniformTypeKVCacheSpecs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from hybridkv.cache.events import BlockRemoved, BlockStored, KVCacheEvent
+from hybridkv.cache.journal import BlockRemoved, BlockStored, KVCacheEvent
 
 _Key = tuple[int, bytes]
 

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Protocol, Self, TypeVar
 
 from hybridkv.arguments import instance, integer
-from hybridkv.cache.events import KVCacheEvent
+from hybridkv.cache.journal import KVCacheEvent
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import Hints, SamplingParams
 from hybridkv.runner.completion import Completion, Increment

@@ -19,8 +19,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from hybridkv.cache import MissReason
-from hybridkv.cache.block_map import BlockMap, block_map
 from hybridkv.errors import CacheError
+from hybridkv.observe.block_map import BlockMap, block_map
 from hybridkv.request import Request
 from hybridkv.runner.async_engine import AsyncEngine
 from hybridkv.runner.completion import Completion

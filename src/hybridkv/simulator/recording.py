@@ -119,5 +119,5 @@ class Recording:
         held, evictable, missed = np.split(table[:, 6:].astype(np.int64), (self._groups, 2 * self._groups), axis=1)
         running, waiting, prompt, hit = (column.astype(np.int64) for column in (running, waiting, prompt, hit))
         samples = Samples(time_s, running, waiting, prompt, hit, held, evictable, usage, missed)
-        idle = self._scheduler.cache.block_pool.idle_blocks()
+        idle = self._scheduler.cache.engine.idle_blocks()
         return Recorded(samples, RequestTimes(*map(np.array, self._requests)), idle)

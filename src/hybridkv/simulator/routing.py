@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from hybridkv.cache.events import BlockRemoved, BlockStored, KVCacheEvent
+from hybridkv.cache.journal import BlockRemoved, BlockStored, KVCacheEvent
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request
 from hybridkv.simulator.loop import Replica

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hybridkv.cache.assembly import CacheParts
     from hybridkv.cache.groups import CacheGroup
     from hybridkv.cache.pool import BlockPool
+    from hybridkv.observe.block_times import BlockTimes
     from hybridkv.request import Request
 
 _SHOWN = 8
@@ -30,7 +31,7 @@ def check_cache(parts: CacheParts) -> None:
         *_ownership(parts),
         *_space(pool),
         *_free_order(pool),
-        *_index(pool),
+        *_index(pool, parts.times),
         *_unwritten(parts),
         *parts.kept.check(),
         *(line for group in parts.groups for line in (*_extents(group), *_row_keys(parts, group))),
@@ -135,7 +136,7 @@ def _free_order(pool: BlockPool) -> Iterator[str]:
         yield f"{pool.get_num_free_blocks()} blocks are counted as free, {len(order)} stand in the free order"
 
 
-def _index(pool: BlockPool) -> Iterator[str]:
+def _index(pool: BlockPool, times: BlockTimes | None) -> Iterator[str]:
     """Every indexed block carries that key in that group, every block with a key is indexed once."""
     seen: set[int] = set()
     for group, index in enumerate(pool.indexes):
@@ -154,7 +155,7 @@ def _index(pool: BlockPool) -> Iterator[str]:
             yield f"block {block} has a key without group, or a group without key"
         if pool.key_of(block) is not None and block not in seen:
             yield f"block {block} carries a key that the index does not know"
-    if pool.keys.times is not None and pool.keys.times.kept().tolist() != pool.keys.keyed():
+    if times is not None and times.kept().tolist() != pool.keys.keyed():
         yield "blocks whose times are kept are not those with a key"
 
 

@@ -4,21 +4,33 @@
 
 Every reason is what the next one asks less: a hit could end at ``drops`` if nothing was dropped for EAGLE, at
 ``windows`` if layers read no window besides, at ``states`` if they needed no state, and so on.
+
+Keys that blocks have lost, for as long as that is remembered: what was evicted, when, and how much has been since.
+
+whole     group, key -> number              inside a block     group, parent -> the bytes of its tokens -> number
+number -> Lost                              losses are counted: what was lost earlier has a smaller number
+
+Two generations: when the young one is full, the old one is forgotten. Nobody keeps it unless misses are explained
+(docs/design/0029).
 """
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain, groupby, islice
 from typing import Final, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hybridkv.cache.groups import CacheGroup, parent_key
 from hybridkv.cache.index import KnownTokens
 from hybridkv.cache.lookup import PrefixLookup
-from hybridkv.cache.lost_keys import LostKeys
 from hybridkv.cache.policies import Search
 from hybridkv.cache.residents import Residents
 from hybridkv.request import Request
@@ -107,8 +119,28 @@ class _Cut(NamedTuple):
     nearest_state: int | None = None
 
 
+class SeenPrompts:
+    """Prompts that began: at most ``most`` keys of each kind.
+
+    For reading: begun, their keys; plain, the keys of their tokens alone.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.begun, self.plain = KnownTokens(most), KnownTokens(most)
+
+    def add(self, request: Request) -> None:
+        """The prompt of ``request`` has begun. O(its hash blocks)."""
+        self.begun.add(request.hashes)
+        self.plain.add(_plain_hashes(request))
+
+    def clear(self) -> None:
+        """No prompt has begun."""
+        self.begun.clear()
+        self.plain.clear()
+
+
 class Misses:
-    """alignment: of hits. hash_block: tokens. lost: what was evicted. most: keys of prompts that are known."""
+    """hash_block: tokens. lost: what was evicted. seen: prompts that began. clock: seconds."""
 
     def __init__(
         self,
@@ -116,15 +148,15 @@ class Misses:
         lookup: PrefixLookup,
         *,
         lost: LostKeys,
-        most: int,
-        alignment: int,
+        seen: SeenPrompts,
+        clock: Callable[[], float],
         hash_block: int,
     ) -> None:
         self._residents = residents
         self._lookup = lookup
         self._lost = lost
-        self._begun, self._plain = KnownTokens(most), KnownTokens(most)
-        self._alignment = alignment
+        self._prompts, self._clock = seen, clock
+        self._alignment = lookup.alignment
         self._hash_block = hash_block
         publishing = [group for group in residents.groups if group.kind.publishes]
         self._full = [group for group in publishing if group.policy.hits.downward_closed]
@@ -132,22 +164,17 @@ class Misses:
         self._states = [group for group in self._groups if group.states is not None]
         self._others = len(self._groups) > len(self._full) + len(self._states)
 
-    def note_begun(self, request: Request) -> None:
-        """The prompt of ``request`` has been seen, under its own keys and by its tokens alone. O(its hash blocks)."""
-        self._begun.add(request.hashes)
-        self._plain.add(_plain_hashes(request))
-
     def forget(self) -> None:
         """Nothing was seen."""
         self._lost.clear()
-        self._begun.clear()
-        self._plain.clear()
+        self._prompts.clear()
 
-    def explain(self, request: Request, hit_tokens: int | None, now: float) -> tuple[Miss, ...]:
+    def explain(self, request: Request, hit_tokens: int | None) -> tuple[Miss, ...]:
         """For what reason each token of its prompt behind ``hit_tokens`` is missed, in order.
 
         hit_tokens: None for what would be found now. O(hash blocks of the prompt, and its look-ups).
         """
+        now = self._clock()
         at = self._lookup.find(request).tokens if hit_tokens is None else hit_tokens
         end = request.num_prompt_tokens
         misses: list[Miss] = []
@@ -251,8 +278,8 @@ class Misses:
         yield cut
         known = max(running, seen, begins)
         for reason, blocks in (
-            (MissReason.UNPUBLISHED, self._begun.leading(hashes)),
-            (MissReason.OTHER_SALT, min(self._plain.leading(_plain_hashes(request)), len(hashes))),
+            (MissReason.UNPUBLISHED, self._prompts.begun.leading(hashes)),
+            (MissReason.OTHER_SALT, min(self._prompts.plain.leading(_plain_hashes(request)), len(hashes))),
             (MissReason.NEVER_SEEN, len(hashes)),
         ):
             if blocks > known:
@@ -386,3 +413,102 @@ def _plain_hashes(request: Request) -> Sequence[bytes]:
     if request.extra_keys(0, blocks) is None:
         return request.hashes[:blocks]
     return request.hasher.hash_chain(None, request.token_ids(0, blocks * size), None)
+
+
+class Lost(NamedTuple):
+    """at_s: on the cache's clock. before_bytes: of all blocks that had lost their keys before.
+
+    by: the request that room was made for, None where it was for requests that went on. idle_s: how long nobody had
+    come for it, None where that is not counted.
+    """
+
+    at_s: float
+    before_bytes: int
+    by: str | None = None
+    idle_s: float | None = None
+
+
+class _Generation:
+    """first: number of its first loss. noted: of each note, the number of its first. idle_s: of each loss."""
+
+    def __init__(self, groups: int, first: int) -> None:
+        self.first = first
+        self.whole: list[dict[bytes, int]] = [{} for _ in range(groups)]
+        self.inside: list[dict[bytes, dict[bytes, int]]] = [{} for _ in range(groups)]
+        self.noted: list[int] = []
+        self.lost: list[Lost] = []
+        self.idle_s = array("d")
+
+
+class LostKeys:
+    """most: keys that are remembered, at least half of them. block_bytes: of each group. clock: seconds.
+
+    For reading: lost_bytes, of blocks that lost their keys so far.
+    """
+
+    def __init__(self, most: int, block_bytes: Sequence[int], clock: Callable[[], float]) -> None:
+        self._most_young = max(most // 2, 1)
+        self._block_bytes = tuple(block_bytes)
+        self._clock = clock
+        self._by: str | None = None
+        self._next = 0
+        self.lost_bytes = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is remembered."""
+        self._young, self._old = (_Generation(len(self._block_bytes), self._next) for _ in range(2))
+
+    @contextmanager
+    def evicting_for(self, by: str) -> Iterator[None]:
+        """What is lost inside makes room for the request ``by``."""
+        self._by = by
+        try:
+            yield
+        finally:
+            self._by = None
+
+    def note(
+        self,
+        group: int,
+        keys: Sequence[bytes],
+        tails: Sequence[tuple[bytes, bytes]],
+        blocks: int,
+        idle_s: NDArray[np.float64] | None = None,
+    ) -> None:
+        """``blocks`` of ``group`` lose ``keys`` and ``tails``, (parent, bytes of tokens) each. O(keys + tails).
+
+        idle_s: how long nobody came, of each key, then of each tail; None where nobody knows.
+        """
+        young, first, count = self._young, self._next, len(keys) + len(tails)
+        young.noted.append(first)
+        young.lost.append(Lost(self._clock(), self.lost_bytes, self._by))
+        if idle_s is not None:
+            young.idle_s.frombytes(idle_s.tobytes())
+        self.lost_bytes += self._block_bytes[group] * blocks
+        self._next += count
+        young.whole[group].update(zip(keys, range(first, first + len(keys)), strict=True))
+        for number, (parent, tokens) in enumerate(tails, first + len(keys)):
+            young.inside[group].setdefault(parent, {})[tokens] = number
+        if self._next - young.first > self._most_young:
+            self._old, self._young = young, _Generation(len(self._block_bytes), self._next)
+
+    def whole(self, group: int, key: bytes) -> int | None:
+        """The number of the loss of a block of ``group`` with that key."""
+        found = self._young.whole[group].get(key)
+        return self._old.whole[group].get(key) if found is None else found
+
+    def inside(self, group: int, parent: bytes) -> Iterator[tuple[bytes, int]]:
+        """The bytes of the tokens behind ``parent`` that a block of ``group`` began with, the last ones first."""
+        for generation in (self._young, self._old):
+            yield from generation.inside[group].get(parent, {}).items()
+
+    def knows(self, group: int) -> tuple[dict[bytes, int], dict[bytes, int]]:
+        """Keys of ``group``, to look up many."""
+        return self._young.whole[group], self._old.whole[group]
+
+    def lost(self, number: int) -> Lost:
+        """What is known of a loss that is remembered. O(log notes)."""
+        of = self._young if number >= self._young.first else self._old
+        lost = of.lost[bisect_right(of.noted, number) - 1]
+        return lost._replace(idle_s=of.idle_s[number - of.first]) if of.idle_s else lost
