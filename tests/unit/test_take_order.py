@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from test_slab_model import space_of
 
+from hybridkv.cache.journal import Observers
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.eviction.blocks import BlockNeeds
@@ -25,10 +26,9 @@ def pool_of(seed: int) -> tuple[BlockPool, list[int]]:
     random = Random(seed)
     ks = random.choice(KS)
     space = space_of(random.randrange(3, 7), ks)
-    pool = BlockPool(space.num_blocks, len(ks), space=space)
     needs = BlockNeeds(space, [1] * len(ks)) if random.random() < 0.3 else None
-    if needs is not None:
-        pool.heed(needs)
+    observers = Observers() if needs is None else Observers(needs=needs)
+    pool = BlockPool(space.num_blocks, len(ks), space=space, observers=observers)
     for step in range(random.randrange(15, 70)):
         group, held = random.randrange(len(ks)), held_in(pool)
         if not pool.gives([int(one == group) for one in range(len(ks))]) or (
