@@ -15,9 +15,8 @@ from test_natural_evictions import MODELS, PAIR
 from how_much import how_many
 from hybridkv.eviction import Share, TenantShares
 from hybridkv.eviction.ranked import JudgedEnds
-from hybridkv.eviction.ranking import End
+from hybridkv.eviction.ranking import End, Standing, TenantRankings
 from hybridkv.eviction.resume_points import Node
-from hybridkv.eviction.tenants import Standing, TenantRankings
 from hybridkv.specs import KVCacheSpec
 from hybridkv.testing.difference import DifferenceError, same
 from oracles import random_natural_options, random_run

@@ -13,14 +13,13 @@ from hybridkv.cache.fast_forward import Strides as CacheStrides
 from hybridkv.errors import CacheError, CapacityError, ConfigError
 from hybridkv.eviction import LRU
 from hybridkv.eviction.ranked import JudgedEnds
-from hybridkv.eviction.ranking import End
-from hybridkv.eviction.tenants import TenantRankings
+from hybridkv.eviction.ranking import End, TenantRankings
 from hybridkv.models import Layer, Model, known_models, read_model
 from hybridkv.planner import Plan, plan
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Choose, Scheduler, SchedulerLimits
 from hybridkv.schedule.admission import AdmissionControl, Standstill
-from hybridkv.schedule.budget import StepBudget
+from hybridkv.schedule.builder import StepBudget
 from hybridkv.simulator import (
     H100_UNBOUNDED,
     WORKLOADS,

@@ -7,7 +7,7 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.extra_keys import MultimodalItem
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
-from hybridkv.schedule.budget import AlignSplit, ItemSplit
+from hybridkv.schedule.builder import AlignSplit, ItemSplit
 from hybridkv.step import Csr, Step, StepResult
 
 

@@ -68,7 +68,7 @@ from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.eviction.blocks import BlockNeeds
 from hybridkv.eviction.named import EVICTIONS, LRU, Eviction, eviction_named, eviction_of
 from hybridkv.eviction.ranked import JudgedEnds
-from hybridkv.eviction.tenants import EVERYBODY, TenantRankings, TenantShares
+from hybridkv.eviction.ranking import EVERYBODY, TenantRankings, TenantShares
 from hybridkv.observe.block_times import BlockTimes
 from hybridkv.observe.events import EventQueue
 from hybridkv.observe.misses import LostKeys, Misses, SeenPrompts

@@ -64,8 +64,15 @@ class CacheBounds:
                     f"{group.number}) need fewer drafts than that"
                 )
 
-    def peak_blocks(self, limits: RequestLimits, max_in_flight: int) -> int:
-        """Most blocks, or slabs, that one request within ``limits`` holds at once, steps in flight included."""
+    def peak_blocks(
+        self, limits: RequestLimits, max_in_flight: int, tokens: int | None = None, encoder_tokens: int | None = None
+    ) -> int:
+        """Return the most blocks, or slabs, that one request holds at once, steps in flight included.
+
+        limits: bounds of the request. tokens, encoder_tokens: in place of those of ``limits``.
+        """
         instance("limits", limits, RequestLimits)
         integer("max_in_flight", max_in_flight, 1, MOST_COUNT)
-        return self._pool.units([group.peak_blocks(limits, max_in_flight) for group in self._groups])
+        tokens = limits.max_model_len if tokens is None else integer("tokens", tokens, 1, MOST_COUNT)
+        encoder = limits.max_encoder_tokens if encoder_tokens is None else encoder_tokens
+        return self._pool.units([group.peak_blocks(limits, max_in_flight, tokens, encoder) for group in self._groups])

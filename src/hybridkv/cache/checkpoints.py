@@ -66,7 +66,8 @@ class Checkpoints:
         if self.idle:
             return
         row = request.row
-        self._next = grown(self._next, row + 1, NEVER)
+        if row >= len(self._next):
+            self._next = grown(self._next, row + 1, NEVER)
         self._late.pop(row, None)
         self._kept.begin(request, hit_tokens)
         self.go_on(request, computed_tokens)

@@ -18,6 +18,7 @@ array operation.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import itemgetter
 
 import cbor2
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache.index import PrefixIndex, Tail
-from hybridkv.cache.policies import GroupKind, Policy, RowFacts
+from hybridkv.cache.policies import AttentionPolicy, FixedPolicy, FullSpan, GroupKind, Policy, RowFacts
 from hybridkv.columns import grown
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
@@ -55,6 +56,9 @@ class CacheGroup:
         self.kind = kind
         self.policy = policy
         self.states = policy.states
+        self._holds_all = isinstance(policy, FixedPolicy) or (
+            isinstance(policy, AttentionPolicy) and isinstance(policy.span, FullSpan)
+        )  # no window bounds what a request holds
         self.index = index
         self.rows = BlockRows()
         self.published = np.zeros(len(self.rows.start), np.int64)
@@ -189,9 +193,15 @@ class CacheGroup:
 
     # -- needs
 
-    def peak_blocks(self, limits: RequestLimits, steps: int = 1) -> int:
-        """Most blocks that a request of ``limits.max_model_len`` tokens holds at once, ``steps`` in flight."""
-        most = self.policy.most_columns(limits.max_model_len, limits.max_encoder_tokens)
+    def peak_blocks(self, limits: RequestLimits, steps: int, tokens: int, encoder_tokens: int) -> int:
+        """Return the most blocks that a request of ``tokens`` tokens holds at once, ``steps`` in flight.
+
+        limits: with which windows bound it; ``tokens`` and ``encoder_tokens`` are in place of its own.
+        """
+        most = self.policy.most_columns(tokens, encoder_tokens)
+        if self._holds_all:
+            return most
+        limits = replace(limits, max_model_len=tokens, max_encoder_tokens=encoder_tokens)
         bound = self.kind.spec.max_request_blocks(limits) + (steps - 1 if self.states is not None else 0)
         return min(most, bound)
 

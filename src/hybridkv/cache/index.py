@@ -18,6 +18,7 @@ A key says all that lies before it, so what followed k3 once follows it wherever
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice, repeat
 from typing import Final, NamedTuple, Protocol
 
@@ -29,7 +30,7 @@ from hybridkv.errors import CacheError
 MOST_TAILS: Final = 4
 """Entries of one parent."""
 
-_TOKEN_BYTES: Final = 4
+TOKEN_BYTES: Final = 4
 
 _NONE = np.empty(0, np.int32)
 _FIRST_CHUNK = 32
@@ -38,15 +39,11 @@ _LARGEST_CHUNK = 512  # a hit costs at most so many look-ups in vain
 
 
 class Tail(NamedTuple):
-    """tokens: the bytes of an int32 array. block: it begins with them."""
+    """tokens: the bytes of an int32 array. block: it begins with them. length: in tokens."""
 
     tokens: bytes
     block: int
-
-    @property
-    def length(self) -> int:
-        """In tokens."""
-        return len(self.tokens) // _TOKEN_BYTES
+    length: int
 
 
 class PrefixIndex:
@@ -127,7 +124,7 @@ class PrefixIndex:
         parent = self._parent.pop(source, None)
         if parent is not None:
             self._parent[target] = parent
-            self._tails[parent] = [Tail(t.tokens, target) if t.block == source else t for t in self._tails[parent]]
+            self._tails[parent] = [t._replace(block=target) if t.block == source else t for t in self._tails[parent]]
 
     def leading_run(self, keys: Sequence[bytes], stop: int | None = None) -> NDArray[np.int32]:
         """Blocks of the leading keys that are all known, at most ``stop``; int32[hits].
@@ -266,13 +263,13 @@ class Losses(Protocol):
         ...
 
 
+@dataclass(slots=True)
 class _Run:
     """blocks[i] was found under keys[i], and lost no key before ``evictions`` counted so many."""
 
-    __slots__ = ("blocks", "evictions", "keys")
-
-    def __init__(self, keys: list[bytes], blocks: Int32, evictions: int) -> None:
-        self.keys, self.blocks, self.evictions = keys, blocks, evictions
+    keys: list[bytes]
+    blocks: Int32
+    evictions: int
 
 
 class KeyRuns:

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.index import MOST_TAILS, PrefixIndex, Tail
+from hybridkv.cache.index import MOST_TAILS, TOKEN_BYTES, PrefixIndex, Tail
 from hybridkv.cache.journal import (
     NOBODY,
     AllBlocksCleared,
@@ -168,7 +168,7 @@ class BlockKeys:
         index = self.indexes[group]
         if self.tells_ends:
             self._tell_displaced(group, parent)
-        gone = index.add_tail(parent, Tail(tokens, block))
+        gone = index.add_tail(parent, Tail(tokens, block, len(tokens) // TOKEN_BYTES))
         if gone is None:
             return None
         if index.has_tail(gone) or self.key_of(gone) is not None:

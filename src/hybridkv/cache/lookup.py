@@ -30,6 +30,8 @@ class CommonHit(NamedTuple):
     asked would go (full attention, where there is any): a state or window kept there would have helped.
     missing, seen, additions: as in Hit, of the whole search, by group but for the blocks on which it rests.
     sources: by group, the block to copy the end of the hit from: the last column, used in part, or a state; 0: none.
+    branch_tokens: where other requests went on with the same tokens, 0 for nowhere.
+    request: for which it was found, and its ``truncations`` then: for this request it is not proved again.
     evictions: of the pool when the hit was found: the stamp by which it is known to be stale.
     """
 
@@ -41,11 +43,9 @@ class CommonHit(NamedTuple):
     additions: tuple[int, ...] = ()
     sources: tuple[int, ...] = ()
     evictions: int = 0
-
-    @property
-    def branch_tokens(self) -> int:
-        """Where other requests went on with the same tokens, 0 when nowhere."""
-        return self.tokens + self.uncached_tokens if self.uncached_tokens else 0
+    branch_tokens: int = 0
+    request: Request | None = None
+    truncations: int = 0
 
 
 class PrefixLookup:
@@ -91,7 +91,14 @@ class PrefixLookup:
             return self._longest(request, 0)
         hit = self._longest(request, request.num_tokens - 1)
         uncached = max(self._kept.known_tokens(request) - hit.tokens, hit.uncached_tokens)
-        return hit._replace(uncached_tokens=uncached, evictions=self._pool.evictions)
+        branch = hit.tokens + uncached if uncached else 0
+        return hit._replace(
+            uncached_tokens=uncached,
+            evictions=self._pool.keys.evictions,
+            branch_tokens=branch,
+            request=request,
+            truncations=request.truncations,
+        )
 
     def of_each(self, request: Request) -> tuple[Hit, ...]:
         """The longest cached prefix of all but the last token in each group alone. O(blocks of all)."""
@@ -267,7 +274,7 @@ class KVCacheBlocks:
     @property
     def is_stale(self) -> bool:
         """Whether a block lost its key since the look-up: it may hold other tokens by now."""
-        if self.evictions is None or self.pool is None:
+        if self.evictions is None or self.pool is None or self.evictions == self.pool.keys.evictions:
             return False
         read = (*self.ids, np.array(self.sources, np.int32))
         return not all(self.pool.keys.kept_since(ids[ids != 0], self.evictions) for ids in read)

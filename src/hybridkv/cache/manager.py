@@ -208,6 +208,7 @@ class KVCacheManager:
         new = self._slots.allocate_one(
             request,
             self._demand_of(
+                request,
                 num_new_tokens,
                 num_new_computed_tokens,
                 new_computed_blocks,
@@ -245,6 +246,7 @@ class KVCacheManager:
         """
         self._residents.refuse_stranger(request)
         wanted = self._demand_of(
+            request,
             num_new_tokens,
             num_new_computed_tokens,
             new_computed_blocks,
@@ -259,6 +261,7 @@ class KVCacheManager:
 
     def _demand_of(  # noqa: PLR0917 - as allocate_slots
         self,
+        request: Request,
         new_tokens: int,
         hit_tokens: int,
         hit: KVCacheBlocks | CommonHit | None,
@@ -268,7 +271,9 @@ class KVCacheManager:
         external_tokens: int,
     ) -> SlotDemand:
         """The same, checked."""
+        proven = False
         if isinstance(hit, CommonHit):
+            proven = hit.request is request and hit.truncations == request.truncations and hit.tokens == hit_tokens
             hit = self._lookup.blocks_of(hit)
         return SlotDemand(
             integer("num_new_tokens", new_tokens, most=MOST_COUNT),
@@ -278,6 +283,7 @@ class KVCacheManager:
             integer("num_lookahead_tokens", lookahead_tokens, most=MOST_COUNT),
             flag("delay_cache_blocks", delayed),
             integer("num_encoder_tokens", encoder_tokens, most=MOST_COUNT),
+            proven,
         )
 
     def commit(self, plan: SlotPlan) -> KVCacheBlocks:

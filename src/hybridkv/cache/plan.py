@@ -87,8 +87,8 @@ class SlotPlan(NamedTuple):
 class Admission(NamedTuple):
     """What an admission asks beyond its first tokens.
 
-    full: all tokens of the request must fit, as these limits say. steps: that may be in flight; 0: of states, those
-    that the first tokens take are all that is asked for.
+    full: all tokens of the request must fit, as these limits say. tokens, encoder_tokens: in place of its own.
+    steps: that may be in flight; 0: of states, those that the first tokens take are all that is asked for.
     reserve_blocks: blocks (slabs, where there are any) that must stay free besides. chunk_reserve: that must stay free
     besides the first tokens alone: what others that run still need, for one that cannot give way.
     """
@@ -97,10 +97,12 @@ class Admission(NamedTuple):
     steps: int = 1
     reserve_blocks: int = 0
     chunk_reserve: int = 0
+    tokens: int | None = None
+    encoder_tokens: int | None = None
 
 
 class SlotDemand(NamedTuple):
-    """What allocate_slots is asked for, checked."""
+    """What allocate_slots is asked for, checked. proven: the hit was found for this very request and its tokens."""
 
     new_tokens: int
     hit: KVCacheBlocks
@@ -109,6 +111,7 @@ class SlotDemand(NamedTuple):
     lookahead_tokens: int = 0
     delayed: bool = False
     encoder_tokens: int = 0
+    proven: bool = False
 
 
 class BatchSlots(NamedTuple):
@@ -155,7 +158,8 @@ class SlotPlanner:
     def plan(self, request: Request, wanted: SlotDemand, admission: Admission | None = None) -> SlotPlan | Refusal:
         """One GroupPlan a group, or why not. ConfigError for a demand that makes no sense."""
         groups, pool, row = self._groups, self._pool, request.row
-        self.loads.refuse(request)
+        if self.loads.of_row:
+            self.loads.refuse(request)
         _check_wanted(request, wanted, groups, caching=self._publisher.publishes)
         self._check_hit(request, wanted)
         in_flight = self._request_rows.in_flight.item(row) if row >= 0 else 0
@@ -229,7 +233,7 @@ class SlotPlanner:
         fork, the tokens and extra keys of the parent.
         """
         hit = wanted.hit
-        if not (wanted.hit_tokens or any(hit.sources)):
+        if wanted.proven or not (wanted.hit_tokens or any(hit.sources)):
             return
         for ids in hit.ids:
             self._pool.refuse_foreign(ids[ids != 0])
@@ -323,6 +327,8 @@ def _check_load(request: Request, wanted: SlotDemand) -> None:
 
 def _check_hit_size(request: Request, wanted: SlotDemand, groups: Sequence[CacheGroup]) -> None:
     """ConfigError unless the blocks of a hit are as many as its tokens say, in as many groups."""
+    if wanted.proven:
+        return
     if wanted.hit_tokens >= request.num_tokens:
         raise ConfigError(f"a hit of {wanted.hit_tokens} tokens leaves nothing to compute of {request.num_tokens}")
     if len(wanted.hit.ids) != len(groups):
@@ -404,7 +410,13 @@ def _later_blocks(
 def _unheld(group: CacheGroup, row: int, dropped: int, admission: Admission) -> int:
     """Blocks of a request at its peak but those that ``row``, -1 for none, has behind its ``dropped`` columns."""
     held = _NO_BLOCKS if row < 0 else group.rows.ids(row)[dropped:]
-    return group.peak_blocks(admission.full, admission.steps) - int(np.count_nonzero(held))
+    return group.peak_blocks(admission.full, admission.steps, *_size_of(admission)) - int(np.count_nonzero(held))
+
+
+def _size_of(admission: Admission) -> tuple[int, int]:
+    """Tokens of the request, and of its encoder's input."""
+    full, tokens, encoder = admission.full, admission.tokens, admission.encoder_tokens
+    return full.max_model_len if tokens is None else tokens, full.max_encoder_tokens if encoder is None else encoder
 
 
 def _unwritten_prefix(

@@ -237,9 +237,10 @@ class Publisher:
 
     def begin(self, request: Request, tokens: int) -> None:
         """``request`` begins with ``tokens`` computed: ends up to there are others' affair."""
-        self._ended = grown(self._ended, request.row + 1)
-        self._next_end = grown(self._next_end, request.row + 1, NEVER)
-        self._each_next_end = self._next_end.data
+        if request.row >= len(self._ended):
+            self._ended = grown(self._ended, request.row + 1)
+            self._next_end = grown(self._next_end, request.row + 1, NEVER)
+            self._each_next_end = self._next_end.data
         self._ended[request.row] = 0
         self._pass_ends(request, tokens)
 

@@ -109,7 +109,8 @@ class Residents:
         if request.request_id in self._by_id:
             raise CacheError(f"another request {request.request_id!r} holds blocks: request ids must be unique")
         row = self.request_rows.bind(request)
-        self.names.know(request)
+        if request.multimodal or request.encoder is not None:
+            self.names.know(request)
         self._by_id[request.request_id] = request
         if self._begins is not None:
             self._begins(request)

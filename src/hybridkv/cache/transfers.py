@@ -366,18 +366,19 @@ class RowSpans(NamedTuple):
     certain: Int64
     drafts: Csr | None = None
 
-    @property
-    def drafted(self) -> Int64:
-        """Drafts of each row, int64[R]."""
-        return np.zeros_like(self.rows) if self.drafts is None else np.diff(self.drafts.indptr)
 
-    def written(self) -> tuple[Int64, Int64]:
-        """For each state that is written, the index into rows, and the drafts before it: 0 .. drafts of the row."""
-        if self.drafts is None:
-            return np.arange(len(self.rows)), np.zeros_like(self.rows)
-        counts = self.drafted + 1
-        owner = np.repeat(np.arange(len(counts)), counts)
-        return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+def _drafted(spans: RowSpans) -> Int64:
+    """Return the drafts of each row, int64[R]."""
+    return np.zeros_like(spans.rows) if spans.drafts is None else np.diff(spans.drafts.indptr)
+
+
+def _written(spans: RowSpans) -> tuple[Int64, Int64]:
+    """Return for each state that is written the index into rows, and the drafts before it: 0 .. drafts of the row."""
+    if spans.drafts is None:
+        return np.arange(len(spans.rows)), np.zeros_like(spans.rows)
+    counts = _drafted(spans) + 1
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 class _Columns(NamedTuple):
@@ -400,7 +401,7 @@ def state_moves(groups: Sequence[CacheGroup], pool: BlockPool, spans: RowSpans) 
     if not keeping or not len(rows):
         return StateMoves(_NO_ZERO, (), np.empty((0, len(groups)), np.int32), _NO_WRITES)
     numbers = np.array([group.number for group, _ in keeping])
-    owner, behind = spans.written()
+    owner, behind = _written(spans)
     reads, writes, copies = list[Int32](), list[Int32](), list[tuple[int, int, int]]()
     columns: dict[object, _Columns] = {}
     for place, (group, states) in enumerate(keeping):
@@ -435,8 +436,8 @@ def _zeroed(computed: Int64, numbers: Int64, read_blocks: Int32) -> Int32:
 
 
 def _columns_of(group: CacheGroup, states: StateColumns, spans: RowSpans, owner: Int64, behind: Int64) -> _Columns:
-    """Where the states of ``group`` are; ``owner``, ``behind``: see RowSpans.written."""
-    computed, drafted = spans.computed, spans.drafted
+    """Where the states of ``group`` are; ``owner``, ``behind``: see _written."""
+    computed, drafted = spans.computed, _drafted(spans)
     certain = computed + spans.certain
     before, after = states.column(computed), states.column(certain)
     accepted = group.accepted[spans.rows]

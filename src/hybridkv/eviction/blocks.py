@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.spaces.space import ClassedSpace
+from hybridkv.eviction.ranking import Weights
 from hybridkv.eviction.resume_points import Node
 from hybridkv.request import Request
 
@@ -365,29 +366,6 @@ class EndShares:
 Ids = NDArray[np.int32] | NDArray[np.int64]
 
 _NONE = np.empty(0, np.int32)
-
-
-class Weights:
-    """Bytes that each tenant is charged, not followed for a single one.
-
-    For reading: of, by number; changed, the tenants whose bytes were changed, until the one reader clears it.
-    """
-
-    __slots__ = ("changed", "of")
-
-    def __init__(self, tenants: int) -> None:
-        self.of = [0] * tenants
-        self.changed = set[int]()
-
-    def add(self, tenant: int, size: int) -> None:
-        """Charge ``tenant`` for ``size`` bytes more, or less where it is negative."""
-        self.of[tenant] += size
-        self.changed.add(tenant)
-
-    def replace(self, sizes: Sequence[int]) -> None:
-        """Charge each tenant for so many bytes. O(tenants)."""
-        self.of[:] = sizes
-        self.changed.update(range(len(sizes)))
 
 
 class BlockNeeds:

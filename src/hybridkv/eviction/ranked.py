@@ -34,6 +34,8 @@ from hybridkv.eviction.ranking import (
     NEVER,
     End,
     Kind,
+    TenantRankings,
+    TenantShares,
     in_words,
     is_of_session,
     kind_of,
@@ -42,7 +44,6 @@ from hybridkv.eviction.ranking import (
     promise_of,
 )
 from hybridkv.eviction.resume_points import EndTree, KnownQueue, Node
-from hybridkv.eviction.tenants import TenantRankings, TenantShares
 from hybridkv.request import NO_HINTS, Request
 
 _MOST: Final = 4000

@@ -14,6 +14,7 @@ waits keeps them itself. Either way the Request answers for both.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from sys import byteorder
 from typing import Final
@@ -28,7 +29,7 @@ from hybridkv.request.hints import NO_HINTS, Hints
 from hybridkv.request.lent import Lender, Lent
 from hybridkv.request.protocols import Columns, Hasher, checked_hasher
 from hybridkv.request.sampling import SamplingParams
-from hybridkv.request.token_ids import MAX_TOKEN_ID, checked_marks, cut, extended, token_array
+from hybridkv.request.token_ids import MAX_TOKEN_ID, checked_marks, token_array
 from hybridkv.units import MOST_COUNT
 
 _GREEDY: Final = SamplingParams()
@@ -51,6 +52,7 @@ class Request:
     kept states (natural layout). Kept ascending; those that the request never reaches do nothing.
     first_hit_tokens: what its first admission found in the cache; None before.
     branches: how many were forked off it so far.
+    truncations: how often tokens were forgotten, so that what was found for them is not trusted.
     branch_tokens: where requests before it went on with the same tokens and no state is kept; 0: nowhere.
     """
 
@@ -83,6 +85,7 @@ class Request:
         "skip_reading_prefix_cache",
         "skip_writing_prefix_cache",
         "tenant",
+        "truncations",
     )
 
     def __init__(
@@ -165,7 +168,7 @@ class Request:
         self._rows: Columns | None = None
         self.row = -1
         self._computed = 0
-        self.num_preemptions = self.branch_tokens = self.branches = 0
+        self.num_preemptions = self.branch_tokens = self.branches = self.truncations = 0
         self.first_hit_tokens: int | None = None
 
     @property
@@ -320,6 +323,7 @@ class Request:
             self._rows.truncate(self.row, num_tokens)
         if self.hasher is not None:
             del self.hashes[num_tokens // self.hasher.block_size :]
+        self.truncations += 1
 
     def refuse_lent(self) -> None:
         """ConfigError where its tokens are an engine's own, which changes them itself."""
@@ -440,3 +444,24 @@ class Request:
 def hash_error(request_id: str, error: Exception) -> HashError:
     """What is said of a hasher that raised ``error``."""
     return HashError(f"blocks of request {request_id!r} could not be hashed: {error!r}", (request_id,))
+
+
+def cut(tokens: array[int], length: int) -> array[int]:
+    """The first ``length`` of ``tokens``, which are theirs to change; a copy where somebody still looks at them.
+
+    Profilers and debuggers hold frames that ended, and with them views of what those read: nothing is resized then.
+    """
+    try:
+        del tokens[length:]
+    except BufferError:
+        return tokens[:length]
+    return tokens
+
+
+def extended(tokens: array[int], octets: bytes) -> array[int]:
+    """``tokens`` with those of ``octets`` behind them; a copy where somebody still looks at them (cut)."""
+    try:
+        tokens.frombytes(octets)
+    except BufferError:
+        return tokens + array(tokens.typecode, octets)
+    return tokens

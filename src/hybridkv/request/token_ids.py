@@ -56,27 +56,6 @@ def token_array(tokens: Sequence[int] | NDArray[np.integer]) -> array[int]:
     raise ConfigError(f"token ids must be integers in 0 .. 2**31 - 1, got {shown(wrong)}")
 
 
-def cut(tokens: array[int], length: int) -> array[int]:
-    """The first ``length`` of ``tokens``, which are theirs to change; a copy where somebody still looks at them.
-
-    Profilers and debuggers hold frames that ended, and with them views of what those read: nothing is resized then.
-    """
-    try:
-        del tokens[length:]
-    except BufferError:
-        return tokens[:length]
-    return tokens
-
-
-def extended(tokens: array[int], octets: bytes) -> array[int]:
-    """``tokens`` with those of ``octets`` behind them; a copy where somebody still looks at them (cut)."""
-    try:
-        tokens.frombytes(octets)
-    except BufferError:
-        return tokens + array(tokens.typecode, octets)
-    return tokens
-
-
 def _all_fit(ids: NDArray[np.integer]) -> bool:
     """Whether all of ``ids``, at least one, are token ids."""
     unsigned = _UNSIGNED.get(ids.dtype)

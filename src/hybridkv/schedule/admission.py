@@ -26,8 +26,7 @@ from hybridkv.cache import (
 )
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.request import Request
-from hybridkv.schedule.budget import StepBudget
-from hybridkv.schedule.builder import StepBuilder
+from hybridkv.schedule.builder import StepBudget, StepBuilder
 from hybridkv.schedule.limits import Finished, FinishReason, SchedulerLimits
 from hybridkv.schedule.queue import Forks, QueueKey, Wait, Waiting, WaitingQueue, WaitReason
 from hybridkv.schedule.running import Outcomes, RunningRows
@@ -83,6 +82,12 @@ class AdmissionControl:
         self.refusals: Counter[Reason] = Counter()
         self.misses: Counter[MissReason] = Counter()
         self.on_explained: OnExplained | None = None
+        self._bounds = RequestLimits(
+            max_model_len=cache.max_model_len,
+            max_in_flight_tokens=(limits.max_batched_tokens + limits.num_lookahead_tokens) * limits.max_in_flight,
+            dcp=cache.dcp_world_size,
+            pcp=cache.pcp_world_size,
+        )
         self._num_passed = 0  # requests that the step made now passed by
 
     # -- ever
@@ -111,7 +116,9 @@ class AdmissionControl:
         if self._limits.whole_items:
             self._refuse_items(request)
         tokens = self._running.limit_tokens(request) - 1  # the last token of all is never computed
-        needed = cache.bounds.peak_blocks(self._bounds(request, tokens), self._limits.max_in_flight)
+        needed = cache.bounds.peak_blocks(
+            self._bounds, self._limits.max_in_flight, self._room_for(tokens), request.num_encoder_tokens
+        )
         usable = cache.bounds.promised_blocks
         if needed <= usable:
             return
@@ -138,16 +145,9 @@ class AdmissionControl:
                     "token of a prompt may run by itself: end it with text"
                 )
 
-    def _bounds(self, request: Request, tokens: int) -> RequestLimits:
-        """What bounds the blocks of ``request`` while it computes ``tokens`` tokens, room for drafts included."""
-        cache, limits = self._cache, self._limits
-        return RequestLimits(
-            max_model_len=max(min(tokens + limits.num_lookahead_tokens, cache.max_model_len), 1),
-            max_in_flight_tokens=(limits.max_batched_tokens + limits.num_lookahead_tokens) * limits.max_in_flight,
-            dcp=cache.dcp_world_size,
-            pcp=cache.pcp_world_size,
-            max_encoder_tokens=request.num_encoder_tokens,
-        )
+    def _room_for(self, tokens: int) -> int:
+        """Return the tokens that a request needs room for while it computes ``tokens``: drafts included."""
+        return max(min(tokens + self._limits.num_lookahead_tokens, self._cache.max_model_len), 1)
 
     # -- now
 
@@ -377,9 +377,11 @@ class AdmissionControl:
             num_lookahead_tokens=limits.num_lookahead_tokens,
             num_encoder_tokens=request.num_encoder_tokens,
             admission=Admission(
-                self._bounds(request, request.num_tokens),
+                self._bounds,
                 limits.max_in_flight,
                 0 if alone else int(limits.watermark * cache.bounds.usable_blocks),
+                tokens=self._room_for(request.num_tokens),
+                encoder_tokens=request.num_encoder_tokens,
             ),
         )
         if isinstance(plan, Refusal):

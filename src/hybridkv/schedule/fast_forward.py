@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from hybridkv.cache import KVCacheManager, Transfer
 from hybridkv.errors import ConfigError
 from hybridkv.schedule.admission import AdmissionControl, Standstill
-from hybridkv.schedule.budget import StepBudget
+from hybridkv.schedule.builder import StepBudget
 from hybridkv.schedule.limits import Finished, FinishReason, SchedulerLimits
 from hybridkv.schedule.queue import Forks
 from hybridkv.schedule.running import Outcomes, RunningRows

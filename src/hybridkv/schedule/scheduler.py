@@ -26,8 +26,7 @@ from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import MOST_OUTPUTS, Request
 from hybridkv.schedule import audit
 from hybridkv.schedule.admission import AdmissionControl, OnExplained
-from hybridkv.schedule.budget import StepBudget, split_of
-from hybridkv.schedule.builder import StepBuilder
+from hybridkv.schedule.builder import StepBudget, StepBuilder, split_of
 from hybridkv.schedule.fast_forward import NO_STRIDE, Choose, Stride, Strides, StrideTimes
 from hybridkv.schedule.limits import Finished, FinishReason, Outcome, SchedulerLimits, SchedulerStatistics
 from hybridkv.schedule.queue import Forks, Inbox, Wait, WaitingQueue, WaitReason, branches_of

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.request import Request, token_array
-from hybridkv.schedule.budget import StepBudget, share_budget
+from hybridkv.schedule.builder import StepBudget, share_budget
 from hybridkv.schedule.limits import SchedulerLimits
 from hybridkv.schedule.running import RunningRows
 from hybridkv.step import Csr
