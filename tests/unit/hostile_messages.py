@@ -2,36 +2,29 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Final
 
-import cbor2
 import numpy as np
+from msgspec import Raw, msgpack
 from wire_support import example_step
 
 from hybridkv.request import SamplingParams
 from hybridkv.step import Csr
 from hybridkv.wire import encode_step
 
-PRIME = (1 << 61) - 1  # Python's hash of an integer is what is left of it by this one
+LONGEST: Final = {"str": 0xDB, "bin": 0xC6, "array": 0xDD, "map": 0xDF, "ext": 0xC9}
+"""Of each kind of item: the first byte of its head with a length of 32 bits."""
 MINIMAL = example_step(new_rows=(), copies=())
 
 
-def head(major: int, number: int) -> bytes:
-    """A head, as short as it can be."""
-    return bytes([cbor2.dumps(number)[0] | major << 5]) + cbor2.dumps(number)[1:]
+def head(kind: str, length: int) -> bytes:
+    """A head in its longest form."""
+    return bytes([LONGEST[kind]]) + length.to_bytes(4, "big")
 
 
 def with_item(name: str, item: bytes) -> bytes:
     """The message of the example with ``item`` as its top-level field ``name``."""
-    fields = {**cbor2.loads(encode_step(MINIMAL)), name: None}
-    ordered = sorted(fields, key=cbor2.dumps)
-    return bytes([0xA0 + len(ordered)]) + b"".join(
-        cbor2.dumps(one) + (item if one == name else cbor2.dumps(fields[one], canonical=True)) for one in ordered
-    )
-
-
-def _colliding(size: int) -> bytes:
-    keys = [b"\xc2\x4b" + (PRIME * (i + (1 << 20))).to_bytes(11, "big") + b"\0" for i in range(size // 14)]
-    return with_item("id", head(5, len(keys)) + b"".join(keys))
+    return msgpack.encode({**msgpack.decode(encode_step(MINIMAL)), name: Raw(item)})
 
 
 def _rows(size: int, **sampling: tuple[int, ...] | tuple[str, ...]) -> bytes:
@@ -72,33 +65,30 @@ VALID: dict[str, Callable[[int], bytes]] = {
     "stop ids": _stop_ids,
 }
 HOSTILE: dict[str, Callable[[int], bytes]] = {
-    "a decimal fraction": lambda size: with_item("id", b"\xc4\x82\0\xc2" + head(2, size) + b"\xff" * size),
-    "decimal fractions": lambda size: with_item("id", head(4, size // 8) + b"\xc4\x82\x1a\0\7\0\0\1" * (size // 8)),
-    "a bigfloat": lambda size: with_item("id", b"\xc5\x82\0\xc2" + head(2, size) + b"\xff" * size),
-    "bigfloats": lambda size: with_item("id", head(4, size // 8) + b"\xc5\x82\x1a\0\1\0\0\1" * (size // 8)),
-    "a regex": lambda size: with_item("id", b"\xd8\x23" + head(3, size // 4 * 4) + b"a|b|" * (size // 4)),
-    "regexes": lambda size: with_item(  # no two alike: Python remembers patterns
-        "id", head(4, size // 28) + b"".join(b"\xd8\x23\x78\x18(?i)[\\x00-\\uffff]%07d" % i for i in range(size // 28))
+    "an extension": lambda size: with_item("id", head("ext", size) + b"\5" + bytes(size)),
+    "extensions": lambda size: with_item("id", head("array", size // 3) + b"\xd4\5\0" * (size // 3)),
+    "times": lambda size: with_item("id", head("array", size // 6) + b"\xd6\xff\0\0\0\0" * (size // 6)),
+    "a long name": lambda size: with_item("id", head("str", size) + b"x" * size),
+    "an unknown field of a long name": lambda size: with_item("x" * size, b"\0"),
+    "another kind of a long name": lambda size: with_item("kind", head("str", size) + b"x" * size),
+    "colliding names": lambda size: with_item(  # Python's hash of an integer is what is left of it by 2**61 - 1
+        "id",
+        head("map", size // 10)
+        + b"".join(b"\xcf" + (((1 << 61) - 1) * (i % 8) + i).to_bytes(8, "big") + b"\0" for i in range(size // 10)),
     ),
-    "a bignum": lambda size: with_item("id", b"\xc2" + head(2, size) + b"\xff" * size),
-    "a date": lambda size: with_item("id", b"\xc0" + head(3, size) + b"2" * size),
-    "rationals": lambda size: with_item("id", head(4, size // 5) + b"\xd8\x1e\x82\x02\x04" * (size // 5)),
-    "shared lists": lambda size: with_item("id", head(4, size // 6) + b"\xd8\x1c\x81\xd8\x1d\0" * (size // 6)),
-    "string references": lambda size: with_item(
-        "id", b"\xd9\1\0" + head(4, size // 4) + b"\x63abc" + b"\xd8\x19\0\0" * (size // 4 - 1)
-    ),
-    "colliding names": _colliding,
-    "deep lists": lambda size: with_item("id", b"\x81" * size + b"\0"),
-    "deep tags": lambda size: with_item("id", b"\xc6" * size + b"\0"),
-    "many tiny items": lambda size: with_item("id", head(4, size) + b"\0" * size),
-    "many empty lists": lambda size: with_item("id", head(4, size) + b"\x80" * size),
-    "many empty maps, behind": lambda size: with_item("z" * 20, head(4, size) + b"\xa0" * size),
-    "empty lists as rows": lambda size: with_item("new_rows", head(4, size) + b"\x80" * size),
-    "dimensions": lambda size: with_item("zero", b"\xd8\x28\x82" + head(4, size) + b"\0" * size + b"\xd8\x4e\x40"),
+    "deep lists": lambda size: with_item("id", b"\x91" * size + b"\0"),
+    "deep maps behind": lambda size: with_item("z" * 20, b"\x81\xa0" * (size // 2) + b"\0"),
+    "many tiny items": lambda size: with_item("id", head("array", size) + b"\0" * size),
+    "many empty lists": lambda size: with_item("id", head("array", size) + b"\x90" * size),
+    "many empty maps, behind": lambda size: with_item("z" * 20, head("array", size) + b"\x80" * size),
+    "empty lists as rows": lambda size: with_item("new_rows", head("array", size) + b"\x90" * size),
+    "empty maps as copies": lambda size: with_item("copies", head("array", size) + b"\x80" * size),
+    "dimensions": lambda size: with_item("zero", b"\x93\xa5int32" + head("array", size) + b"\0" * size + b"\xc4\0"),
+    "a long dtype": lambda size: with_item("zero", b"\x93" + head("str", size) + b"x" * size + b"\x91\0\xc4\0"),
     "too many stop ids": lambda size: _stop_ids(1).replace(
-        b"stop_token_ids\x81\7", b"stop_token_ids" + head(4, size) + bytes(size)
+        b"stop_token_ids\x91\7", b"stop_token_ids" + head("array", size) + bytes(size)
     ),
     "nothing behind lengths": lambda size: with_item(
-        "rows", b"\xd8\x4e\x5b" + (1 << 62).to_bytes(8, "big") + bytes(size)
+        "rows", b"\x93\xa5int32\x91" + b"\xce" + bytes(4) + head("bin", (1 << 32) - 1) + bytes(size)
     ),
 }

@@ -3,15 +3,13 @@
 from collections.abc import Callable
 from dataclasses import fields, replace
 from fractions import Fraction
-from hashlib import sha256
 from typing import Any
 
-import cbor2
 import numpy as np
 import pytest
-from cbor2 import CBORTag
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import msgpack
 from wire_support import example_step, failures, results, same, samplings, steps
 
 from hybridkv.errors import HybridKVError, SchemaError, WireError
@@ -159,8 +157,8 @@ def test_every_field_of_replies_travels() -> None:
         "logprobs",
         "schema_version",
     }
-    assert {field.name for field in fields(StepFailure)} == {"id", "error", "message", "schema_version"}
-    assert {field.name for field in fields(Unreadable)} == {"error", "message", "schema_version"}
+    assert StepFailure.__struct_fields__ == ("id", "error", "message", "schema_version")
+    assert Unreadable.__struct_fields__ == ("error", "message", "schema_version")
     replies: tuple[Reply, ...] = (
         StepResult(1, Csr.from_lists([[5], []])),
         StepResult(2, Csr.from_lists([[5], []])),
@@ -181,38 +179,32 @@ def test_every_field_of_replies_travels() -> None:
 # -- one encoding
 
 
-def test_the_bytes_are_those_of_the_standards() -> None:
-    """RFC 8949 with RFC 8746's tags 78 (int32, little-endian) and 79 (int64), written by hand."""
+def test_the_bytes_are_those_of_the_standard() -> None:
+    """MessagePack, written by hand."""
     expected = "".join(
         (
-            "a6",  # a map of six, keys by length, then by letter
-            "626964" + "07",  # id: 7
-            "646b696e64" + "66726573756c74",  # kind: result
-            "6773616d706c6564" + "a2",  # sampled: a map of two
-            "66696e64707472" + "d84f" + "5818" + "0000000000000000" + "0100000000000000" + "0100000000000000",
-            "6676616c756573" + "d84e" + "44" + "fe010000",  # values: 510
-            "686c6f6770726f6273" + "f6",  # logprobs: null
-            "6c6e756d5f6163636570746564" + "f6",  # num_accepted: null
-            "6e736368656d615f76657273696f6e" + "01",  # schema_version: 1
+            "86",  # a map of six
+            "a46b696e64" + "a6726573756c74",  # kind: result
+            "a26964" + "07",  # id: 7
+            "a773616d706c6564" + "82",  # sampled: a map of two
+            "a6696e64707472" + "93" + "a5696e743634" + "9103",  # indptr: int64, [3], 24 bytes
+            "c418" + "0000000000000000" + "0100000000000000" + "0100000000000000",
+            "a676616c756573" + "93" + "a5696e743332" + "9101" + "c404" + "fe010000",  # values: int32, [1], 510
+            "ac6e756d5f6163636570746564" + "c0",  # num_accepted: nil
+            "a86c6f6770726f6273" + "c0",  # logprobs: nil
+            "ae736368656d615f76657273696f6e" + "02",  # schema_version: 2
         )
     )
     assert encode_reply(StepResult(7, Csr.from_lists([[510], []]))).hex() == expected
 
 
-def test_floats_are_tag_85_little_endian() -> None:
-    tree = cbor2.loads(encode_reply(StepResult(1, Csr.from_lists([[5], []]), logprobs=some_logprobs()[0])))
-    tagged = tree["logprobs"]["logprob"]
-    assert (tagged.tag, tagged.value.hex()) == (85, "000080be" + "0000c0bf")
-
-
-def test_two_dimensions_and_truth_values_in_the_forms_of_the_standards() -> None:
-    tree = cbor2.loads(encode_step(example_step()))
+def test_floats_two_dimensions_and_truth_values_are_little_endian_row_after_row() -> None:
+    tree = msgpack.decode(encode_reply(StepResult(1, Csr.from_lists([[5], []]), logprobs=some_logprobs()[0])))
+    assert tree["logprobs"]["logprob"] == ["float32", [2], bytes.fromhex("000080be" + "0000c0bf")]
+    tree = msgpack.decode(encode_step(example_step()))
     assert (tree["kind"], tree["schema_version"]) == ("step", SCHEMA_VERSION)
-    assert tree["samples"] == CBORTag(64, b"\1\0")
-    read = tree["state_read"]
-    assert (read.tag, list(read.value[0])) == (40, [2, 3])
-    assert read.value[1] == CBORTag(78, np.array([-1, 3, 5, -1, 4, 6], "<i4").tobytes())
-    assert tree["copies"].value[1] == CBORTag(78, np.array([0, 2, 5, 6, 0, 1, 1, 3, 4, 2], "<i4").tobytes())
+    assert tree["samples"] == ["bool", [2], b"\1\0"]
+    assert tree["state_read"] == ["int32", [2, 3], np.array([-1, 3, 5, -1, 4, 6], "<i4").tobytes()]
 
 
 def test_equal_steps_give_equal_bytes() -> None:
@@ -258,16 +250,16 @@ LEFT_OUT = object()
 
 
 def edited(change: Callable[[dict[str, Any]], None], message: bytes | None = None) -> bytes:
-    """The example's message with its tree changed, encoded canonically."""
-    tree = cbor2.loads(encode_step(example_step()) if message is None else message)
+    """The example's message with its tree changed."""
+    tree = msgpack.decode(encode_step(example_step()) if message is None else message)
     change(tree)
-    return cbor2.dumps(tree, canonical=True)
+    return msgpack.encode(tree)
 
 
 def put(path: str, value: object) -> Callable[[dict[str, Any]], None]:
     """Set, or leave out, what stands at ``path``."""
 
-    def change(tree: Any) -> None:  # noqa: ANN401  # CBOR
+    def change(tree: Any) -> None:  # noqa: ANN401  # MessagePack
         *before, last = path.split(".")
         for name in before:
             tree = tree[int(name) if name.isdigit() else name]
@@ -279,65 +271,68 @@ def put(path: str, value: object) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def int32(*values: int) -> CBORTag:
-    return CBORTag(78, np.array(values, "<i4").tobytes())
+def int32(*values: int) -> list[object]:
+    return ["int32", [len(values)], np.array(values, "<i4").tobytes()]
 
 
-def int64(*values: int) -> CBORTag:
-    return CBORTag(79, np.array(values, "<i8").tobytes())
+def int64(*values: int) -> list[object]:
+    return ["int64", [len(values)], np.array(values, "<i8").tobytes()]
 
 
-def float64(*values: float) -> CBORTag:
-    return CBORTag(86, np.array(values, "<f8").tobytes())
+def table(rows: object, columns: object, *values: int) -> list[object]:
+    return ["int32", [rows, columns], np.array(values, "<i4").tobytes()]
 
 
-def biases(*pairs: tuple[int, float]) -> dict[str, CBORTag]:
-    return {"token": int32(*(token for token, _ in pairs)), "bias": float64(*(bias for _, bias in pairs))}
-
-
-def table(rows: object, columns: object, *values: int) -> CBORTag:
-    return CBORTag(40, [[rows, columns], int32(*values)])
-
-
+COPY = {"stage": "before", "group": 0, "source": 0, "destination": 0, "kind": "move"}
 WRONG: list[tuple[str, object, str]] = [
     # fields
-    ("id", LEFT_OUT, "lacks 'id'"),
-    ("extra", 1, "has an unknown field 'extra'"),
-    ("new_rows.0.row", LEFT_OUT, r"new_rows: \[0\]: lacks 'row'"),
-    ("new_rows.0.sampling.extra", 1, r"new_rows: \[0\]: sampling: has an unknown field 'extra'"),
-    ("cells.group", LEFT_OUT, "cells: lacks 'group'"),
-    ("token_ids.indptr", LEFT_OUT, "token_ids: lacks 'indptr'"),
+    ("id", LEFT_OUT, "missing required field `id`"),
+    ("extra", 1, "unknown field `extra`"),
+    ("new_rows.0.row", LEFT_OUT, r"\.new_rows\[0\]: .*missing required field `row`"),
+    ("new_rows.0.sampling.extra", 1, r"\.new_rows\[0\]\.sampling: .*unknown field `extra`"),
+    ("new_rows.0.held_ids", LEFT_OUT, "missing required field `held_ids`"),
+    ("cells.group", LEFT_OUT, r"\.cells: .*missing required field `group`"),
+    ("cells", {7: 1}, r"Expected `str`, got `int` - at `key` in `\$\.cells`"),
+    ("token_ids.indptr", LEFT_OUT, r"\.token_ids: .*missing required field `indptr`"),
+    ("schema_version", LEFT_OUT, "missing required field `schema_version`"),
     # types
-    ("id", 7.0, "id: must be an integer, got float"),
-    ("id", True, "id: must be an integer, got bool"),
-    ("after", None, "after: must be an integer, got NoneType"),
-    ("rows", [4, 2], "rows: must be int32"),
-    ("rows", b"\4\0\0\0\2\0\0\0", "rows: must be int32"),
-    ("rows", CBORTag(70, b"\4\0\0\0\2\0\0\0"), "rows: must be int32.*tag 78.*got CBORTag 70"),
-    ("rows", CBORTag(78, [4, 2]), "rows: must be int32.*around bytes"),
-    ("rows", CBORTag(78, b"\4\0\0\0\2\0"), "rows: must be int32.*6 bytes"),
-    ("samples", CBORTag(64, b"\1\2"), "samples: .* bytes 0 and 1, got 2"),
-    ("token_ids", [[1], [2]], "token_ids: must be a map, got list"),
-    ("token_ids.indptr", int32(0, 1, 4), "indptr: must be int64"),
-    ("cells", None, "cells: must be a map"),
-    ("new_rows", {}, "new_rows: must be a list, got dict"),
-    ("new_rows", [5], r"new_rows: \[0\]: must be a map, got int"),
-    ("new_rows.0.request_id", b"r2", "request_id: must be text, got bytes"),
-    ("new_rows.0.row", "2", "row: must be an integer, got str"),
-    ("new_rows.0.row", -1, "row: must be 0 or more"),
-    ("new_rows.0.sampling.stop", "x", "stop: must be a list, got str"),
-    ("new_rows.0.sampling.stop", [1], r"stop: \[0\]: must be text, got int"),
-    ("new_rows.0.sampling.ignore_eos", 1, "ignore_eos: must be true or false"),
-    ("new_rows.0.sampling.temperature", 1, "temperature: must be a float, got int"),
-    ("new_rows.0.sampling.seed", 1.5, "seed: must be an integer, got float"),
-    ("new_rows.0.sampling.logprobs", "none", "logprobs: must be an integer, got str"),
-    ("new_rows.0.encoder", [b"audio", 30, True], "encoder: must be a map, got list"),
-    ("new_rows.0.encoder.digest", 5, "encoder: digest: must be text, got int"),
-    ("new_rows.0.encoder.digest", b"", "encoder: digest: must be bytes or text that names something"),
-    ("new_rows.0.encoder.num_tokens", 0, "encoder: num_tokens: must be 1 or more"),
-    ("new_rows.0.encoder.encodes", 1, "encoder: encodes: must be true or false"),
+    ("id", 7.0, r"\.id: Expected `int`, got `float`"),
+    ("id", True, r"\.id: Expected `int`, got `bool`"),
+    ("after", None, r"\.after: Expected `int`, got `None`"),
+    ("rows", [4, 2], r"\.rows"),
+    ("rows", b"\4\0\0\0\2\0\0\0", r"\.rows: Expected `array`, got `bytes`"),
+    ("rows", ["int16", [2], b"\4\0\2\0"], r"\.rows\[0\]: Invalid enum value 'int16'"),
+    ("rows", ["int32", [2], [4, 2]], r"\.rows\[2\]: Expected `bytes`, got `array`"),
+    ("rows", ["int32", [2], b"\4\0\0\0\2\0"], r"\.rows: int32\[2\] has 8 bytes, got 6"),
+    ("rows", [*int32(4, 2), 1], r"\.rows: Expected `array` of .*length 3"),
+    ("samples", ["bool", [2], b"\1\2"], r"\.samples: bool must be of bytes 0 and 1"),
+    ("token_ids", [[1], [2]], r"\.token_ids: Expected `object`, got `array`"),
+    ("token_ids.indptr", int32(0, 1, 4), r"\.indptr\[0\]: Invalid enum value 'int32'"),
+    ("cells", None, r"\.cells: Expected `object`"),
+    ("new_rows", {}, r"\.new_rows: Expected `array`, got `object`"),
+    ("new_rows", [5], r"\.new_rows\[0\]: Expected `object`, got `int`"),
+    ("new_rows.0.request_id", b"r2", r"\.request_id: Expected `str`, got `bytes`"),
+    ("new_rows.0.row", "2", r"\.row: Expected `int`, got `str`"),
+    ("new_rows.0.row", -1, r"\.row: Expected `int` >= 0"),
+    ("new_rows.0.held_ids", [1 << 31], r"\.held_ids\[0\]: Expected `int` <= 2147483647"),
+    ("new_rows.0.sampling.stop", "x", r"\.stop: Expected `array`, got `str`"),
+    ("new_rows.0.sampling.stop", [1], r"\.stop\[0\]: Expected `str`, got `int`"),
+    ("new_rows.0.sampling.ignore_eos", 1, r"\.ignore_eos: Expected `bool`"),
+    ("new_rows.0.sampling.temperature", 1, "in another form"),
+    ("new_rows.0.sampling.seed", 1.5, r"\.seed: Expected `bytes`, got `float`"),
+    ("new_rows.0.sampling.logprobs", "none", r"\.logprobs: Expected `int | null`, got `str`"),
+    ("new_rows.0.sampling.bad_words", [["word"]], r"\.bad_words\[0\]\[0\]: Expected `int`, got `str`"),
+    ("new_rows.0.sampling.logit_bias", {3: 1.0}, r"\.logit_bias: Expected `array`, got `object`"),
+    ("new_rows.0.sampling.logit_bias", [[4]], r"\.logit_bias\[0\]: Expected `array` of length 2, got 1"),
+    ("new_rows.0.sampling.logits_processors", [1], r"\.logits_processors: Expected `array` of length 0"),
+    ("new_rows.0.encoder", [b"audio", 30, True], r"\.encoder: Expected `object \| null`, got `array`"),
+    ("new_rows.0.encoder.digest", 5, r"\.encoder\.digest: Expected `bytes`, got `int`"),
+    ("new_rows.0.encoder.digest", b"", r"\.encoder\.digest: Expected `bytes` of length >= 1"),
+    ("new_rows.0.encoder", {"digest": b"\xff", "num_tokens": 1, "encodes": True, "digest_is_text": True}, "utf-8"),
+    ("new_rows.0.encoder.num_tokens", 0, r"\.encoder\.num_tokens: Expected `int` >= 1"),
+    ("new_rows.0.encoder.encodes", 1, r"\.encoder\.encodes: Expected `bool`"),
     # values that the classes refuse
-    ("new_rows.0.sampling.temperature", float("nan"), "sampling: temperature must be a number"),
+    ("new_rows.0.sampling.temperature", float("nan"), r"\.new_rows\[0\]\.sampling: temperature must be a number"),
     ("new_rows.0.sampling.top_p", float("nan"), "sampling: top_p must be a number"),
     ("new_rows.0.sampling.repetition_penalty", float("nan"), "sampling: repetition_penalty must be a number"),
     ("new_rows.0.sampling.min_p", -0.5, "sampling: min_p must be between"),
@@ -345,77 +340,54 @@ WRONG: list[tuple[str, object, str]] = [
     ("new_rows.0.sampling.stop_token_ids", [-1], "sampling: stop_token_ids must lie in"),
     ("new_rows.0.sampling.presence_penalty", 2.5, "sampling: presence_penalty must be between -2 and 2"),
     ("new_rows.0.sampling.min_tokens", 17, "sampling: min_tokens must be at most max_tokens, 16, got 17"),
-    # fields that are there only where they say something
-    ("new_rows.0.sampling.presence_penalty", 0.0, "sampling: presence_penalty: .*what its absence says"),
-    ("new_rows.0.sampling.min_tokens", 0, "sampling: min_tokens: .*what its absence says"),
-    ("new_rows.0.sampling.bad_words", {"indptr": int64(0), "values": int32()}, "bad_words: .*what its absence says"),
-    ("new_rows.0.held_ids", int32(), "held_ids: .*what its absence says"),
-    ("new_rows.0.held_ids", [1], "held_ids: must be int32"),
-    ("new_rows.0.sampling.bad_words", [[1]], "bad_words: must be a map, got list"),
-    ("new_rows.0.sampling.bad_words", {"indptr": int64(0, 0), "values": int32()}, "each of bad_words must be text or"),
-    ("new_rows.0.sampling.logit_bias", {3: 1.0}, "logit_bias: has a field whose name is no text|lacks 'bias'"),
-    ("new_rows.0.sampling.logit_bias", biases((3, 1.0), (3, 2.0)), "logit_bias: token must ascend"),
-    ("new_rows.0.sampling.logit_bias", biases((4, 1.0), (3, 2.0)), "logit_bias: token must ascend"),
-    ("new_rows.0.sampling.logit_bias", biases((-4, 1.0)), "token ids of logit_bias must lie in 0"),
-    ("new_rows.0.sampling.logit_bias", biases((4, float("nan"))), "logit_bias of token 4 must be a number"),
-    ("new_rows.0.sampling.logit_bias", {"token": int32(4), "bias": float64()}, "token and bias must have one length"),
-    ("new_rows.0.sampling.logits_processors", [], "logits_processors: are functions, which no message holds"),
+    ("new_rows.0.sampling.bad_words", [[]], "each of bad_words must be text or"),
+    ("new_rows.0.sampling.logit_bias", [[3, 1.0], [3, 2.0]], "sampling: token ids of logit_bias must ascend"),
+    ("new_rows.0.sampling.logit_bias", [[4, 1.0], [3, 2.0]], "sampling: token ids of logit_bias must ascend"),
+    ("new_rows.0.sampling.logit_bias", [[-4, 1.0]], "token ids of logit_bias must lie in 0"),
+    ("new_rows.0.sampling.logit_bias", [[4, float("nan")]], "logit_bias of token 4 must be a number"),
     # what one field says of another
-    ("id", -1, "id: must be 0 or more"),
-    ("after", -2, "after: must be -1 or more"),
+    ("id", -1, r"\.id: Expected `int` >= 0"),
+    ("after", -2, r"\.after: Expected `int` >= -1"),
     ("after", 7, "after must lie below id 7, got 7"),
     ("rows", int32(4), "num_computed is for 2 rows, but there are 1"),
     ("num_computed", int32(16, 0, 0), "num_computed is for 3 rows"),
     ("num_computed", int32(16, -1), "num_computed must be 0 or more"),
     ("num_scheduled", int32(1), "num_scheduled is for 1 rows"),
     ("num_scheduled", int32(2, 2), "token_ids must hold as many tokens of each row as num_scheduled"),
-    ("samples", CBORTag(64, b"\1"), "samples is for 1 rows"),
+    ("samples", ["bool", [1], b"\1"], "samples is for 1 rows"),
     ("token_ids", {"indptr": int64(0, 4), "values": int32(1, 2, 3, 4)}, "token_ids is for 1 rows"),
     ("drafts", {"indptr": int64(0, 0), "values": int32()}, "drafts is for 1 rows"),
     ("drafts", {"indptr": int64(0, 2, 2), "values": int32(1, 2)}, "drafts must be a tail of token_ids"),
-    ("token_ids.indptr", int64(), "token_ids: indptr must rise from 0 to the 4 values"),
-    ("token_ids.indptr", int64(1, 1, 4), "token_ids: indptr must rise from 0 to the 4 values"),
-    ("token_ids.indptr", int64(0, 1, 3), "token_ids: indptr must rise from 0 to the 4 values"),
-    ("token_ids.indptr", int64(0, 5, 4), "token_ids: indptr must rise .* never fall"),
-    ("token_ids.indptr", int64(0, -(2**63), 4), "token_ids: indptr must rise .* never fall"),
-    ("cells.block", int32(9), "cells: group, row, column and block must have one length"),
+    ("token_ids.indptr", int64(), r"\.token_ids: indptr must rise from 0 to the 4 values"),
+    ("token_ids.indptr", int64(1, 1, 4), r"\.token_ids: indptr must rise from 0 to the 4 values"),
+    ("token_ids.indptr", int64(0, 1, 3), r"\.token_ids: indptr must rise from 0 to the 4 values"),
+    ("token_ids.indptr", int64(0, 5, 4), r"\.token_ids: indptr must rise .* never fall"),
+    ("token_ids.indptr", int64(0, -(2**63), 4), r"\.token_ids: indptr must rise .* never fall"),
+    ("cells.block", int32(9), r"\.cells: group, row, column and block must have one length"),
     ("new_rows.0.num_prompt_tokens", 5, "num_prompt_tokens is 5, but there are 4 tokens"),
     ("state_read", table(1, 3, 1, 2, 3), "state_read is for 1 rows, but there are 2"),
     ("state_writes", table(1, 4, 2, 2, 19, 8), r"state_writes must begin with places in rows, 0 \.\. 1"),
     ("state_writes", table(1, 4, -1, 2, 19, 8), "state_writes must begin with places in rows"),
     # dimensions
-    ("zero", int32(1, 3), r"zero: must be int32\[n, 2\] as tag 40"),
-    ("zero", CBORTag(40, [[1, 2]]), r"zero: must be int32\[n, 2\] as tag 40"),
-    ("zero", CBORTag(40, [2, int32(1, 3)]), r"zero: must be int32\[n, 2\] as tag 40"),
-    ("zero", table(2, 1, 1, 3), r"zero: must be int32\[n, 2\], got 2 elements for \[2, 1\]"),
-    ("zero", table(2, 2, 1, 3), r"zero: must be int32\[n, 2\], got 2 elements for \[2, 2\]"),
-    ("zero", table(-1, 2, 1, 3), "zero: .*dimensions that are no such numbers"),
-    ("zero", table(1.0, 2, 1, 3), "zero: .*dimensions that are no such numbers"),
-    ("state_read", table(2**70, 0), "state_read: .*dimensions that are no such numbers"),
-    ("state_read", CBORTag(40, [[2, 1, 3], int32(1, 2, 3, 4, 5, 6)]), "state_read: .*got 3 dimensions"),
-    ("copies", table(1, 5, 2, 0, 0, 0, 0), "copies: column 0 must be a place in before, after"),
-    ("copies", table(1, 5, 0, 0, 0, 0, -1), "copies: column 4 must be a place in move, block, state"),
-    ("copies", [["before", 0, 0, 0, "move"]], r"copies: must be int32\[n, 5\]"),
+    ("zero", int32(1, 3), r"\.zero\[1\]: Expected `array` of length 2, got 1"),
+    ("zero", ["int32", 2, b""], r"\.zero\[1\]: Expected `array`, got `int`"),
+    ("zero", table(2, 1, 1, 3), r"\.zero\[1\]\[1\]: Invalid enum value 1"),
+    ("zero", table(2, 2, 1, 3), r"\.zero: int32\[2, 2\] has 16 bytes, got 8"),
+    ("zero", table(-1, 2, 1, 3), r"\.zero\[1\]\[0\]: Expected `int` >= 0"),
+    ("zero", table(1.0, 2, 1, 3), r"\.zero\[1\]\[0\]: Expected `int`, got `float`"),
+    ("state_read", table(2**40, 0), r"\.state_read\[1\]\[0\]: Expected `int` <= "),
+    ("state_read", ["int32", [2, 1, 3], bytes(24)], r"\.state_read\[1\]: Expected `array` of length 2, got 3"),
+    ("copies", [COPY | {"stage": "during"}], r"\.copies\[0\]\.stage: Invalid enum value 'during'"),
+    ("copies", [COPY | {"kind": 3}], r"\.copies\[0\]\.kind: Expected `str`, got `int`"),
+    ("copies", [COPY | {"source": 1 << 31}], r"\.copies\[0\]\.source: Expected `int` <= "),
+    ("copies", [["before", 0, 0, 0, "move"]], r"\.copies\[0\]: Expected `object`, got `array`"),
 ]
 
 
 @pytest.mark.parametrize(("path", "value", "message"), WRONG)
 def test_a_message_that_is_wrong_says_where(path: str, value: object, message: str) -> None:
-    with pytest.raises(WireError, match=f"^step: .*{message}"):
+    with pytest.raises(WireError, match=f"^step.*{message}"):
         decode_step(edited(put(path, value)))
-
-
-def test_numbers_that_python_does_not_print() -> None:
-    huge = 10**5000
-    for path in ("id", "new_rows.0.num_prompt_tokens", "new_rows.0.sampling.seed", "new_rows.0.sampling.top_k"):
-        for value in (huge, -huge):
-            with pytest.raises(WireError, match="must be an integer of at most 256 bits"):
-                decode_step(edited(put(path, value)))
-    with pytest.raises(WireError, match="no schema_version"):
-        decode_step(edited(put("schema_version", huge)))
-    new = replace(example_step().new_rows[0], sampling=forged(seed=1 << 256))
-    with pytest.raises(WireError, match="seed: must be an integer of at most 256 bits"):
-        encode_step(example_step(new_rows=(new,)))
 
 
 def test_replies_are_checked_as_well() -> None:
@@ -423,16 +395,16 @@ def test_replies_are_checked_as_well() -> None:
     failure = encode_reply(StepFailure(1, "E", "m"))
     probable = encode_reply(StepResult(1, Csr.from_lists([[5], []]), logprobs=some_logprobs()[0]))
     for data, path, value, message in (
-        (probable, "logprobs.row", int32(0, 2), r"result: logprobs must be of places in rows, 0 \.\. 1"),
+        (probable, "logprobs.row", int32(0, 2), r"reply: logprobs must be of places in rows, 0 \.\. 1"),
         (probable, "logprobs.row", int32(-1, 1), "logprobs must be of places in rows"),
         (probable, "logprobs.rank", int32(1), "logprobs: row, position, .* must have one length"),
         (probable, "logprobs.best.indptr", int64(0, 3), "must have one length"),
-        (probable, "logprobs.best_logprobs", CBORTag(85, bytes(8)), "best_logprobs must be one for each of the 3"),
-        (probable, "logprobs.logprob", int32(1, 2), r"logprob: must be float32\[n\] as tag 85"),
-        (result, "num_accepted", int32(1), "result: num_accepted is for 1 rows, sampled for 2"),
-        (result, "sampled.values", int32(), "result: sampled: indptr must rise from 0 to the 0 values"),
-        (failure, "id", -1, "failure: id: must be 0 or more"),
-        (failure, "error", None, "failure: error: must be text"),
+        (probable, "logprobs.best_logprobs", ["float32", [2], bytes(8)], "best_logprobs must be one for each of the 3"),
+        (probable, "logprobs.logprob", int32(1, 2), r"\.logprob\[0\]: Invalid enum value 'int32'"),
+        (result, "num_accepted", int32(1), "reply: num_accepted is for 1 rows, sampled for 2"),
+        (result, "sampled.values", int32(), r"reply\.sampled: indptr must rise from 0 to the 0 values"),
+        (failure, "id", -1, r"reply\.id: Expected `int` >= 0"),
+        (failure, "error", None, r"reply\.error: Expected `str`, got `None`"),
     ):
         with pytest.raises(WireError, match=message):
             decode_reply(edited(put(path, value), data))
@@ -441,62 +413,46 @@ def test_replies_are_checked_as_well() -> None:
 def test_a_newer_schema_says_which_and_what_to_do() -> None:
     """Whatever else it holds: fields and kinds of another schema are not even looked at."""
     newer = edited(lambda tree: tree.update(schema_version=SCHEMA_VERSION + 1, kind="bulletin", id="seven"))
-    with pytest.raises(SchemaError, match=r"schema version 2, this hybridkv reads version 1: update.*on this side"):
+    with pytest.raises(SchemaError, match=r"schema version 3, this hybridkv reads version 2: update.*on this side"):
         decode_step(newer)
     with pytest.raises(SchemaError, match="update hybridkv on the other side"):
         decode_step(edited(put("schema_version", 0)))
-    with pytest.raises(WireError, match="no schema_version"):
-        decode_step(edited(put("schema_version", "1")))
-    with pytest.raises(WireError, match="no schema_version"):
-        decode_step(edited(put("schema_version", True)))  # noqa: FBT003  # a value in a message
-    with pytest.raises(SchemaError, match="a step of schema version 2 cannot be written"):
-        encode_step(replace(example_step(), schema_version=2))
+    for version, got in (("1", "str"), (True, "bool")):
+        with pytest.raises(WireError, match=rf"\.schema_version: Expected `int`, got `{got}`"):
+            decode_step(edited(put("schema_version", version)))
+    with pytest.raises(SchemaError, match="a step of schema version 3 cannot be written"):
+        encode_step(replace(example_step(), schema_version=3))
 
 
 def test_other_kinds_of_message() -> None:
-    with pytest.raises(WireError, match="kind 'step' was expected, got 'result'"):
+    with pytest.raises(WireError, match=r"step\.kind: Invalid value 'result'"):
         decode_step(encode_reply(StepResult(0, Csr.empty(0))))
-    with pytest.raises(WireError, match="kind 'result' or 'failure' or 'unreadable' was expected, got 'step'"):
+    with pytest.raises(WireError, match=r"reply\.kind: Invalid value 'step'"):
         decode_reply(encode_step(example_step()))
-    for kind, got in (("telegram", "'telegram'"), (5, "int"), (None, "NoneType"), ([], "list")):
-        with pytest.raises(WireError, match=f"expected, got {got}"):
+    for kind, said in (("telegram", "Invalid value 'telegram'"), (5, "got `int`"), (None, "got `null`")):
+        with pytest.raises(WireError, match=rf"step\.kind: .*{said}"):
             decode_step(edited(put("kind", kind)))
 
 
-def test_bytes_too_few_too_many_or_in_another_form() -> None:
+def test_bytes_too_few_too_many_or_in_another_order() -> None:
     data = encode_step(example_step())
     for length in range(len(data)):
-        with pytest.raises(WireError):
+        with pytest.raises(WireError, match="truncated"):
             decode_step(data[:length])
-    with pytest.raises(WireError, match="cut short"):
-        decode_step(data[:-1])
-    with pytest.raises(WireError, match="3 bytes too many"):
+    with pytest.raises(WireError, match="trailing characters"):
         decode_step(data + b"abc")
-    assert data[0] == 0xA0 + 17  # a map of 17; its number fits two bytes as well
-    with pytest.raises(WireError, match="not in canonical form"):
-        decode_step(b"\xb8\x11" + data[1:])
-    tree = cbor2.loads(data)
-    with pytest.raises(WireError, match="not in canonical form"):
-        decode_step(cbor2.dumps(dict(reversed(tree.items()))))
-    for strange in (
-        b"",
-        b"\xff",
-        b"\x80",
-        b"\x05",
-        b"\xa0",
-        b"\x9b" + b"\xff" * 8,
-        b"\x81" * 9999,
-        b"\xd8\x1c\x81\xd8\x1d\x00",
-    ):
+    with pytest.raises(WireError, match="out of order"):
+        decode_step(msgpack.encode(dict(reversed(msgpack.decode(data).items()))))
+    for strange in (b"\xff", b"\x90", b"\x05", b"\x80", b"\xdd" + b"\xff" * 4, b"\x91" * 9999, b"\xc1"):
         with pytest.raises(WireError):
             decode_step(strange)
 
 
 def test_a_field_given_twice_is_refused() -> None:
     data = encode_reply(StepFailure(1, "E", "m"))
-    twice = bytes([data[0] + 1]) + data[1:4] + b"\x02" + data[1:]  # id: 2, then id: 1 and the rest
-    assert data[1:4].hex() == "626964"
-    with pytest.raises(WireError, match="canonical"):
+    assert data.count(b"\xa2id\1") == 1
+    twice = bytes([data[0] + 1]) + data[1:].replace(b"\xa2id\1", b"\xa2id\2\xa2id\1")
+    with pytest.raises(WireError, match="a field twice"):
         decode_reply(twice)
 
 
@@ -533,11 +489,18 @@ def test_damaged_messages(step: Step, data: st.DataObject) -> None:
 
 
 ANY_ITEM = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.binary(max_size=9)),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**63), 2**64 - 1),
+        st.floats(),
+        st.text(max_size=4),
+        st.binary(max_size=9),
+    ),
     lambda items: st.one_of(
         st.lists(items, max_size=3),
-        st.dictionaries(st.one_of(st.text(max_size=4), st.integers()), items, max_size=3),
-        st.builds(CBORTag, st.sampled_from((0, 1, 2, 4, 5, 28, 29, 30, 35, 40, 64, 78, 79, 258, 260, 999)), items),
+        st.dictionaries(st.one_of(st.text(max_size=4), st.integers(-9, 9)), items, max_size=3),
+        st.builds(msgpack.Ext, st.integers(-5, 5), st.binary(max_size=9)),
     ),
     max_leaves=6,
 )
@@ -546,10 +509,10 @@ ANY_ITEM = st.recursive(
 @MANY
 @given(st.data())
 def test_any_item_in_any_field(data: st.DataObject) -> None:
-    tree = cbor2.loads(encode_step(example_step()))
+    tree = msgpack.decode(encode_step(example_step()))
     owner = data.draw(st.sampled_from((tree, tree["cells"], tree["drafts"], tree["new_rows"][0])))
     owner[data.draw(st.sampled_from((*owner, "other")))] = data.draw(ANY_ITEM)
-    settle(cbor2.dumps(tree, canonical=True))
+    settle(msgpack.encode(tree))
 
 
 @given(st.binary(max_size=40))
@@ -563,26 +526,27 @@ def test_any_bytes(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rows": np.array([4, 2])}, r"rows: must be int32\[n\], got int64\[2\]"),
-        ({"rows": [4, 2]}, r"rows: must be an array int32\[n\], got list"),
-        ({"rows": np.array([[4, 2]], np.int32)}, r"rows: must be int32\[n\], got int32\[1, 2\]"),
-        ({"zero": np.empty((1, 3), np.int32)}, r"zero: must be int32\[n, 2\], got int32\[1, 3\]"),
-        ({"samples": np.array([1, 0], np.uint8)}, r"samples: must be bool\[n\]"),
-        ({"id": 7.0}, "id: must be an integer, got float"),
-        ({"id": "7"}, "id: must be an integer, got str"),
-        ({"after": 7}, "after must lie below id 7"),
-        ({"num_scheduled": np.array([2, 2], np.int32)}, "token_ids must hold as many"),
-        ({"token_ids": Csr(np.array([0, 3, 1]), np.empty(1, np.int32))}, "token_ids: indptr must rise"),
-        ({"copies": (Copy("during", 0, 1, 2, "move"),)}, "copies: stage must be one of before, after.*'during'"),
-        ({"copies": (Copy("before", 0, 1, 2, "swap"),)}, "copies: .*kind one of move, block, state, got.*'swap'"),
-        ({"copies": (Copy("before", 0, 2**31, 2, "move"),)}, "copies: group, source and destination must be integers"),
-        ({"copies": (Copy("before", 0, 2**70, 2, "move"),)}, "copies: group, source and destination must be integers"),
-        ({"copies": (Copy("before", 0, 1.5, 2, "move"),)}, "copies: group, source and destination must be integers"),  # type: ignore[arg-type]  # on purpose
-        ({"new_rows": None}, "new_rows: must be a tuple, got NoneType"),
+        ({"rows": np.array([4, 2])}, r"\.rows\[0\]: Invalid enum value 'int64'"),
+        ({"rows": [4, 2]}, r"\.rows: Expected `array` of at least length 3, got 2"),
+        ({"rows": np.array([[4, 2]], np.int32)}, r"\.rows\[1\]: Expected `array` of length 1, got 2"),
+        ({"zero": np.empty((1, 3), np.int32)}, r"\.zero\[1\]\[1\]: Invalid enum value 3"),
+        ({"samples": np.array([1, 0], np.uint8)}, r"\.samples: no array of a message is uint8\[2\]"),
+        ({"id": 7.0}, r"\.id: Expected `int`, got `float`"),
+        ({"id": "7"}, r"\.id: Expected `int`, got `str`"),
+        ({"id": 1 << 64}, r"\.id: can't serialize ints"),
+        ({"after": 7}, ": after must lie below id 7"),
+        ({"num_scheduled": np.array([2, 2], np.int32)}, ": token_ids must hold as many"),
+        ({"token_ids": Csr(np.array([0, 3, 1]), np.empty(1, np.int32))}, r"\.token_ids: indptr must rise"),
+        ({"copies": (Copy("during", 0, 1, 2, "move"),)}, r"\.copies\[0\]\.stage: Invalid enum value 'during'"),
+        ({"copies": (Copy("before", 0, 1, 2, "swap"),)}, r"\.copies\[0\]\.kind: Invalid enum value 'swap'"),
+        ({"copies": (Copy("before", 0, 2**31, 2, "move"),)}, r"\.copies\[0\]\.source: Expected `int` <= 2147483647"),
+        ({"copies": (Copy("before", 0, 2**70, 2, "move"),)}, r"\.copies\[0\]\.source: can't serialize ints"),
+        ({"copies": (Copy("before", 0, 1.5, 2, "move"),)}, r"\.copies\[0\]\.source: Expected `int`, got `float`"),  # type: ignore[arg-type]  # on purpose
+        ({"new_rows": None}, ": 'NoneType' object is not iterable"),
     ],
 )
 def test_a_step_that_is_none_is_not_sent(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(WireError, match=f"^step: {message}"):
+    with pytest.raises(WireError, match=f"^step{message}"):
         encode_step(example_step(**changes))
 
 
@@ -597,41 +561,39 @@ def forged(**values: object) -> SamplingParams:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"request_id": "\ud800"}, r"request_id: must be text that UTF-8 can hold"),
-        ({"request_id": 5}, "request_id: must be text, got int"),
-        ({"sampling": forged(temperature=Fraction(1, 3))}, "temperature: must be a number, got Fraction"),
-        ({"sampling": forged(temperature=10**400)}, "temperature: must fit a 64-bit float"),
-        ({"sampling": forged(temperature=2**53 + 1)}, "temperature: .*holds exactly"),
-        ({"sampling": forged(ignore_eos=1)}, "ignore_eos: must be true or false, got int"),
-        ({"sampling": forged(stop="x")}, "stop: must be a tuple, got str"),
-        ({"encoder": EncoderRead("", 3, encodes=True)}, "encoder: digest: must be bytes or text that names something"),
-        ({"encoder": EncoderRead(5, 3, encodes=True)}, "encoder: digest: must be text, got int"),  # type: ignore[arg-type]  # on purpose
-        ({"num_prompt_tokens": 9}, "num_prompt_tokens is 9, but there are 4 tokens"),
+        ({"request_id": "\ud800"}, r"\.request_id: 'utf-8' codec can't encode"),
+        ({"request_id": 5}, r"\.request_id: Expected `str`, got `int`"),
+        ({"sampling": forged(temperature=Fraction(1, 3))}, r"\.sampling\.temperature: no message holds a Fraction"),
+        ({"sampling": forged(temperature=10**400)}, r"\.sampling\.temperature: can't serialize ints"),
+        ({"sampling": forged(seed=1 << 255)}, r"\.sampling\.seed: Expected `bytes` of length <= 32"),
+        ({"sampling": forged(ignore_eos=1)}, r"\.ignore_eos: Expected `bool`, got `int`"),
+        ({"sampling": forged(stop="x")}, r"\.stop: Expected `array`, got `str`"),
+        ({"encoder": EncoderRead("", 3, encodes=True)}, r"\.encoder\.digest: Expected `bytes` of length >= 1"),
+        ({"encoder": EncoderRead(5, 3, encodes=True)}, r"\.encoder\.digest: Expected `bytes`, got `int`"),  # type: ignore[arg-type]  # on purpose
+        ({"num_prompt_tokens": 9}, ": num_prompt_tokens is 9, but there are 4 tokens"),
         (
             {"sampling": SamplingParams(logits_processors=(divmod,))},
-            "logits_processors: are functions, which no message",
+            r"\.sampling\.logits_processors\[0\]: are functions, which no message",
         ),
-        ({"sampling": SamplingParams(bad_words=((3,), "word"))}, "bad_words: must be token ids, and are text"),
-        ({"held_ids": (2**31,)}, "held_ids: must be integers of 32 bits"),
+        ({"held_ids": (2**31,)}, r"\.held_ids\[0\]: Expected `int` <= 2147483647"),
     ],
 )
 def test_a_row_that_cannot_be_written_is_not_sent(changes: dict[str, Any], message: str) -> None:
     new = replace(example_step().new_rows[0], **changes)
-    with pytest.raises(HybridKVError, match=rf"^step: new_rows: \[0\]: .*{message}"):
+    with pytest.raises(HybridKVError, match=rf"^step\.new_rows\[0\]{message}|^step\.new_rows\[0\]\.sampling{message}"):
         encode_step(example_step(new_rows=(new,)))
 
 
-def test_requests_that_ask_for_nothing_new_have_the_bytes_they_had() -> None:
-    """A worker of before reads them. The digest is that of the code before the fields of Record.later."""
-    plain = encode_step(example_step())
-    digest = "6e41aaeda30afb9df55daa7b954246e7a67dc40c42714694f48cb3d5d8893946"
-    assert (len(plain), sha256(plain).hexdigest()) == (780, digest)
-    new = example_step().new_rows[0]
-    asked = replace(new, sampling=replace(new.sampling, presence_penalty=1.0), held_ids=(4,))
-    tree = cbor2.loads(encode_step(example_step(new_rows=(asked, new))))
-    assert [set(row) - set(tree["new_rows"][1]) for row in tree["new_rows"]] == [{"held_ids"}, set()]
-    first, second = (set(row["sampling"]) for row in tree["new_rows"])
-    assert first - second == {"presence_penalty"}
+def test_words_that_are_text_are_not_sent() -> None:
+    new = replace(example_step().new_rows[0], sampling=SamplingParams(bad_words=((3,), "word")))
+    with pytest.raises(WireError, match="step: bad_words of 'r2' must be token ids, and are text"):
+        encode_step(example_step(new_rows=(new,)))
+
+
+def test_a_number_that_no_float_holds_is_not_sent() -> None:
+    new = replace(example_step().new_rows[0], sampling=forged(temperature=2**53 + 1))
+    with pytest.raises(WireError, match=r"step: .* a number in another form"):
+        encode_step(example_step(new_rows=(new,)))
 
 
 def test_a_row_without_an_encoder_has_none_behind_the_wire() -> None:

@@ -7,11 +7,11 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from random import Random
 
-import cbor2
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import msgpack
 from wire_support import example_step
 
 from hybridkv.cache import KVCacheManager
@@ -206,7 +206,7 @@ def test_what_builds_on_a_failed_step_is_not_run_and_what_does_not_is() -> None:
     try:
         for step_id, after in ((6, 5), (7, 6), (8, 7), (9, 8), (10, 6), (11, 10)):
             server.channel.send_bytes(encode_step(example_step(id=step_id, after=after)))
-        replies = [cbor2.loads(server.channel.recv_bytes()) for _ in range(6)]
+        replies = [msgpack.decode(server.channel.recv_bytes()) for _ in range(6)]
     finally:
         server.close()
     assert [(one["kind"], one["id"]) for one in replies] == [
@@ -251,8 +251,8 @@ def test_any_failures_and_losses_leave_the_tokens_as_they_are(
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"schema_version": 2}, SchemaError, "schema version 2, this hybridkv reads version 1"),
-        ({"rows": [1, 2]}, WireError, "step: rows: must be int32"),
+        ({"schema_version": 3}, SchemaError, "schema version 3, this hybridkv reads version 2"),
+        ({"rows": [1, 2]}, WireError, "step.rows: Expected `array` of at least length 3, got 2"),
     ],
 )
 def test_bytes_that_are_no_step_are_answered_and_end_the_worker(
@@ -262,7 +262,7 @@ def test_bytes_that_are_no_step_are_answered_and_end_the_worker(
         """Sends what another version would."""
 
         def send_bytes(self, buf: bytes, /) -> None:
-            server.channel.send_bytes(cbor2.dumps({**cbor2.loads(buf), **change}, canonical=True))
+            server.channel.send_bytes(msgpack.encode({**msgpack.decode(buf), **change}))
 
         def recv_bytes(self, maxlength: int, /) -> bytes:
             return server.channel.recv_bytes(maxlength)
@@ -295,7 +295,7 @@ def test_a_result_that_cannot_be_written_is_a_failure() -> None:
     finally:
         server.close()
     assert isinstance(reply, StepFailure)
-    assert str(reply).startswith("WireError: result: sampled: values: must be int32[n], got float64")
+    assert str(reply).startswith("WireError: result.sampled.values: no array of a message is float64")
     assert server.served == 0
 
 

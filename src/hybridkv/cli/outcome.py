@@ -31,7 +31,6 @@ _EXTRAS: Final = {
     "transformers": ("running a model", "torch and transformers", "cli,runner"),
     "safetensors": ("running a model", "safetensors", "cli,runner"),
     "tokenizers": ("running a model", "tokenizers", "cli,runner"),
-    "msgspec": ("publishing events", "msgspec", "cli,runner,serve,events"),
     "zmq": ("publishing events", "pyzmq", "cli,runner,serve,events"),
     "fastapi": ("serving a model", "fastapi", "cli,runner,serve"),
     "starlette": ("serving a model", "fastapi", "cli,runner,serve"),

@@ -198,7 +198,7 @@ def serve_command(
     with ExitStack() as ending:
         events = None
         if kv_events is not None:
-            from hybridkv.kv_events import KVEventPublisher  # noqa: PLC0415  # msgspec and pyzmq are an extra
+            from hybridkv.kv_events import KVEventPublisher  # noqa: PLC0415  # pyzmq is an extra
 
             exact = kv_events_form is KVEventsForm.EXACT
             publisher = KVEventPublisher(engine.plan.config, kv_events, kv_events_replay, exact=exact)

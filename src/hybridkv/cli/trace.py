@@ -96,7 +96,7 @@ def record_command(
     seconds: Annotated[float | None, typer.Option(help="How long.", min=0, show_default="until interrupted")] = None,
 ) -> None:
     """Record the KV events of a running engine, ours or vLLM's: names of blocks and times, no token ids."""
-    from hybridkv.kv_events import Recorded, record  # noqa: PLC0415  # msgspec and pyzmq are an extra
+    from hybridkv.kv_events import Recorded, record  # noqa: PLC0415  # pyzmq is an extra
 
     next_s, last = time.monotonic(), Recorded()
 

@@ -7,7 +7,7 @@
 
     record(endpoint, file)                                 a publisher's batches as lines, for replays
 
-Needs msgspec and pyzmq (extra ``events``), and nothing of a model.
+Needs pyzmq (extra ``events``), and nothing of a model.
 """
 
 from hybridkv.kv_events.publisher import SNAPSHOT, KVEventPublisher

@@ -8,14 +8,14 @@ Unix socket is for whoever may write to its file; on TCP both ends must show one
 connection that was not made so is refused. What comes is bounded all the same: a message of another kind, of any size
 up to ``MOST_BYTES``, costs time and memory in proportion to its bytes, and is refused by name.
 
-Needs numpy and cbor2 only. A message is checked against itself before anything is made of it; numbers that depend on
-sizes (rows, blocks, token ids), and the order of Steps, are the worker's and the scheduler's to check, as in process.
+Needs numpy and msgspec only. Both ends check each message against itself. The worker and the scheduler check the rest,
+as in process: numbers that depend on sizes (rows, blocks, token ids), and the order of Steps.
 """
 
 from hybridkv.wire.connection import MOST_BYTES, Channel, Link, Listener, connect
 from hybridkv.wire.messages import decode_reply, decode_step, encode_reply, encode_step
-from hybridkv.wire.records import Reply, StepFailure, Unreadable
 from hybridkv.wire.remote import Executor, RemoteStatistics, RemoteWorker, serve
+from hybridkv.wire.schema import Reply, StepFailure, Unreadable
 
 __all__ = [
     "MOST_BYTES",

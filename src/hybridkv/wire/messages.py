@@ -1,130 +1,178 @@
-"""Steps and the replies to them as bytes.
+"""Steps and the replies to them as bytes: MessagePack of the messages of hybridkv.wire.schema.
 
-    message      one CBOR map: "kind", "schema_version", and the fields of the dataclass by name
-    kinds        "step"; replies are "result", "failure" and "unreadable"
-    arrays       typed arrays (hybridkv.wire.arrays); lists of lists and cells are maps of such columns
-    copies       int32[C, 5]: stage, group, source, destination, kind; words as places in STAGES and COPY_KINDS
-
-A message has one encoding: RFC 8949, 4.2.1, core deterministic. Any other bytes are refused where they stand, so that
-whatever is decoded encodes to what was read: nothing behind a message, no field twice. Only what a record has is
-decoded, in one pass: bytes of any other kind (tags, integers as names, lists in lists) are never made into values.
+A message has one encoding. Whatever is decoded is encoded again and compared, so bytes after a message, a field twice
+or out of order, and numbers in a longer form are refused. ``encode_step`` and ``encode_reply`` read what they wrote by
+the rules of the reader: both ends refuse the same Steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Iterable
+from dataclasses import is_dataclass
+from typing import Any, Final, TypeVar
 
-import cbor2
+import msgspec
+import numpy as np
+from msgspec.msgpack import Decoder, Encoder
 
 from hybridkv.errors import SchemaError, WireError
-from hybridkv.step import SCHEMA_VERSION, Step, StepResult
-from hybridkv.wire.codecs import Integer, Record
-from hybridkv.wire.reader import MAP, TEXT, UNSIGNED, Reader, not_canonical
-from hybridkv.wire.records import FAILURE, RESULT, STEP, UNREADABLE, Reply, StepFailure, Unreadable
+from hybridkv.step import SCHEMA_VERSION, NewRow, Step, StepResult
+from hybridkv.units import shown
+from hybridkv.wire.schema import (
+    DTYPES,
+    MOST_REFUSED,
+    Reply,
+    ResultMessage,
+    StepFailure,
+    StepMessage,
+    Unreadable,
+    seed_bytes,
+)
 
-_REPLIES: Final[dict[str, Record[Any]]] = {"result": RESULT, "failure": FAILURE, "unreadable": UNREADABLE}
-_ID: Final = Integer()
+Message = TypeVar("Message")
+
 _KINDS: Final[dict[type, str]] = {StepResult: "result", StepFailure: "failure", Unreadable: "unreadable"}
+_DTYPE_NAMES: Final = {np.dtype(name): name for name in DTYPES}
+_LOCAL: Final = (
+    "are functions, which no message holds: run them where the Engine is, or say it by logit_bias and bad_words"
+)
+_FIRST_SCHEMA: Final = b"nschema_version\1"
+"""The version of schema 1, in a message of that schema, which was CBOR."""
+
+
+class _Head(msgspec.Struct):
+    """A message of any schema."""
+
+    schema_version: int
 
 
 def encode_step(step: Step) -> bytes:
-    """The message of ``step``; equal Steps give equal bytes. O(bytes).
+    """Return the message of ``step``; equal Steps give equal bytes. O(bytes).
 
     Raises WireError for a field of another dtype, shape or type than Step says, SchemaError for a Step of another
     schema than this hybridkv has.
     """
-    return _encode("step", STEP, step)
+    return _encode("step", step, _STEPS)
 
 
 def decode_step(data: bytes) -> Step:
-    """The Step of a message. O(bytes).
+    """Return the Step of a message. O(bytes).
 
     Raises SchemaError for another schema version, WireError for anything else that ``encode_step`` never writes: bytes
     missing or left over, fields missing, unknown or of another type, and arrays that do not fit each other.
     """
-    step: Step = _decode(data, {"step": STEP})
-    return step
+    return _decode("step", data, _STEPS).step()
 
 
 def encode_reply(reply: Reply) -> bytes:
-    """The message of a reply. Raises as ``encode_step``, and WireError for anything that is no reply."""
+    """Return the message of a reply. Raises as ``encode_step``, and WireError for anything that is no reply."""
     kind = _KINDS.get(type(reply))
     if kind is None:
         raise WireError(
             f"a reply must be one of {', '.join(made.__name__ for made in _KINDS)}, got {type(reply).__name__}"
         )
-    return _encode(kind, _REPLIES[kind], reply)
+    return _encode(kind, reply, _REPLIES)
 
 
 def decode_reply(data: bytes) -> Reply:
-    """The reply of a message. Raises as ``decode_step``."""
-    reply: Reply = _decode(data, _REPLIES)
-    return reply
+    """Return the reply of a message. Raises as ``decode_step``."""
+    return _decode("reply", data, _REPLIES).reply()
 
 
-def _encode(kind: str, record: Record[Any], value: Step | Reply) -> bytes:
+def _encode(kind: str, value: Step | Reply, decoder: Decoder[Any]) -> bytes:
     if value.schema_version != SCHEMA_VERSION:
         raise SchemaError(
             f"a {kind} of schema version {value.schema_version} cannot be written: this hybridkv writes version "
             f"{SCHEMA_VERSION}"
         )
+    items = {"kind": kind} | _fields(value)
     try:
-        return cbor2.dumps(record.pack(value), canonical=True)
-    except WireError as error:
-        raise WireError(f"{kind}: {error}") from None
+        if isinstance(value, Step):
+            items["new_rows"] = [_row(new) for new in value.new_rows]
+        data = _ENCODER.encode(items)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise WireError(f"{kind}{_place(items)}: {error}") from None
+    _checked(kind, data, decoder)
+    return data
 
 
-def _decode(data: bytes, records: Mapping[str, Record[Any]]) -> Any:  # noqa: ANN401  # an instance of one of the records
+def _fields(value: object) -> dict[str, Any]:
+    """Return the fields of a dataclass or a Struct by name."""
+    names = value.__struct_fields__ if isinstance(value, msgspec.Struct) else value.__dataclass_fields__  # type: ignore[attr-defined]
+    return {name: getattr(value, name) for name in names}
+
+
+def _row(new: NewRow) -> dict[str, Any]:
+    if any(isinstance(word, str) for word in new.sampling.bad_words):
+        raise WireError(
+            f"bad_words of {shown(new.request_id)} must be token ids, and are text: an Engine encodes them, or give "
+            "the ids of each word"
+        )
+    items = _fields(new) | {"sampling": _fields(new.sampling) | {"seed": seed_bytes(new.sampling.seed)}}
+    if new.encoder is not None:
+        digest = new.encoder.digest
+        if is_text := isinstance(digest, str):
+            digest = digest.encode()
+        items["encoder"] = _fields(new.encoder) | {"digest": digest, "digest_is_text": is_text}
+    return items
+
+
+def _portable(value: object) -> object:
+    """Return ``value`` as types that MessagePack has. msgspec asks for types that it does not know."""
+    if isinstance(value, np.ndarray):
+        name = _DTYPE_NAMES.get(value.dtype)
+        if name is None:
+            raise TypeError(f"no array of a message is {value.dtype}{list(value.shape)}")
+        return name, value.shape, value.astype(DTYPES[name], copy=False).tobytes()
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(_LOCAL if callable(value) else f"no message holds a {type(value).__name__}")
+
+
+def _place(item: object) -> str:
+    """Return the path to the part of ``item`` that no message holds."""
+    parts: Iterable[tuple[str, object]] = ()
+    if isinstance(item, list | tuple):
+        parts = ((f"[{i}]", part) for i, part in enumerate(item))
+    elif isinstance(item, dict) or is_dataclass(item):
+        parts = ((f".{name}", part) for name, part in (item if isinstance(item, dict) else _fields(item)).items())
+    for name, part in parts:
+        try:
+            _ENCODER.encode(part)
+        except (TypeError, ValueError, OverflowError):
+            return name + _place(part)
+    return ""
+
+
+def _decode(what: str, data: bytes, decoder: Decoder[Message]) -> Message:
+    data = bytes(data)  # bytes stay the same object
     try:
-        return _read(bytes(data), records)  # bytes stay the same object
+        return _checked(what, data, decoder)
     except WireError:
         _refuse_other_schemas(data)
         raise
 
 
-def _read(data: bytes, records: Mapping[str, Record[Any]]) -> Any:  # noqa: ANN401  # same
-    kind, reader = _kind(data, tuple(records)), Reader(data)
+def _checked(what: str, data: bytes, decoder: Decoder[Message]) -> Message:
+    """Return the message in ``data``. The errors of msgspec end with the path to what is wrong."""
     try:
-        value = records[kind].read(reader)
-    except WireError as error:
-        raise WireError(f"{kind}: {error}") from None
-    if reader.at != len(data):
-        raise WireError(f"{kind}: the message is {len(data) - reader.at} bytes too many (RFC 8949, 4.2.1)")
-    return value
-
-
-def _kind(data: bytes, known: tuple[str, ...]) -> str:
-    """The kind of a message. Of the fields of this schema, ``id`` alone stands before it."""
-    reader = _opened(data)
-    name = reader.take_bytes(TEXT)
-    if name == b"id":
-        try:
-            _ID.read(reader)
-        except WireError as error:
-            raise WireError(f"{' or '.join(known)}: id: {error}") from None
-        name = reader.take_bytes(TEXT)
-    if name != b"kind":
-        raise not_canonical("kind is not where it would stand, first or behind id")
-    kind = reader.take_bytes(TEXT)
-    text = None if kind is None else kind.decode(errors="replace")
-    if text is None or text not in known:
-        got = reader.kind() if text is None else repr(text[:40])
-        raise WireError(f"a message of kind {' or '.join(map(repr, known))} was expected, got {got}")
-    return text
+        message = decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        said, _, place = str(error).partition(" - at `$")
+        raise WireError(f"{what}{place[:-1]}: {said[:MOST_REFUSED]}") from None
+    if _ENCODER.encode(message) != data:
+        raise WireError(f"{what}: the message has a field twice or out of order, or a number in another form")
+    return message
 
 
 def _refuse_other_schemas(data: bytes) -> None:
-    """SchemaError for a message of another version, whatever else it holds: its kinds and fields may be others.
-
-    For what could not be read only; WireError if it has no version. O(items), not more than MOST_SKIPPED.
-    """
+    """Raise SchemaError for a message of another version, whatever else it holds. O(bytes)."""
     try:
-        version = _version(data)
-    except WireError:
-        return  # no map, or no whole one: that was said
-    if version < 0:
-        raise WireError("not a message: it has no schema_version")
+        version = _HEADS.decode(data).schema_version
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        if _FIRST_SCHEMA not in data:
+            return
+        version = 1
     if version != SCHEMA_VERSION:
         older = "this side" if version > SCHEMA_VERSION else "the other side"
         raise SchemaError(
@@ -133,20 +181,7 @@ def _refuse_other_schemas(data: bytes) -> None:
         )
 
 
-def _version(data: bytes) -> int:
-    """The schema_version of a message of any schema, -1 if it has none."""
-    reader = _opened(data)
-    while reader.at < len(data):
-        name = reader.take_bytes(TEXT)
-        if name == b"schema_version":
-            return reader.take(UNSIGNED)
-        reader.skip()
-    return -1
-
-
-def _opened(data: bytes) -> Reader:
-    """In front of the first name of the map that ``data`` is."""
-    reader = Reader(data)
-    if reader.take(MAP) < 0:
-        raise WireError(f"not a message: a map was expected, got {reader.kind()}")
-    return reader
+_ENCODER: Final = Encoder(enc_hook=_portable)
+_STEPS: Final = Decoder(StepMessage)
+_HEADS: Final = Decoder(_Head)
+_REPLIES: Final[Decoder[ResultMessage | StepFailure | Unreadable]] = Decoder(ResultMessage | StepFailure | Unreadable)

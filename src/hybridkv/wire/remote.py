@@ -21,7 +21,7 @@ from hybridkv.errors import HybridKVError, SchemaError, WireError, WorkerError
 from hybridkv.step import Step, StepResult
 from hybridkv.wire.connection import MOST_BYTES, Channel, check_size, next_message, require_trust
 from hybridkv.wire.messages import decode_reply, decode_step, encode_reply, encode_step
-from hybridkv.wire.records import Reply, StepFailure, Unreadable
+from hybridkv.wire.schema import Reply, StepFailure, Unreadable
 
 logger = logging.getLogger(__name__)
 
