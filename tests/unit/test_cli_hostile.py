@@ -289,7 +289,7 @@ def test_a_nested_uniform_spec_is_refused(here: Call, tmp_path: Path) -> None:
         spec = {"kind": "UniformTypeKVCacheSpecs", "block_size": 16, "layers": [{"name": "a", "spec": spec}]}
     plan["model"]["specs"][0] = spec
     path.write_text(json.dumps(plan), "utf-8")
-    assert "holds layers of its own" in assert_one_line(here("plan", "--plan", path))
+    assert "spec.kind: Invalid value 'UniformTypeKVCacheSpecs'" in assert_one_line(here("plan", "--plan", path))
 
 
 # -- names

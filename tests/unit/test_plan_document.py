@@ -75,9 +75,9 @@ def test_plans_of_every_kind_come_back_equal(specs: list[KVCacheSpec], placement
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ({"shapes": [[3, "7"]]}, "must be a list of lists of integers"),
-        ({"shapes": [3]}, "must be a list of lists of integers"),
-        ({"dtypes": "float32"}, "dtypes must be a list of strings"),
+        ({"shapes": [[3, "7"]]}, r"specs\[0\].shapes\[0\]\[1\]: Expected `int`, got `str`"),
+        ({"shapes": [3]}, r"specs\[0\].shapes\[0\]: Expected `array`, got `int`"),
+        ({"dtypes": "float32"}, r"specs\[0\].dtypes: Expected `array`, got `str`"),
         ({"cache_mode": "everywhere"}, "unknown cache_mode"),
         ({"page_size_padded": 1}, "page_size_padded 1 is smaller"),
     ],
@@ -86,6 +86,13 @@ def test_a_malformed_state_says_where(spec: dict[str, object], said: str) -> Non
     found = json.loads(plan_to_json(plan(read_model("jamba-1.5-mini"), "40GiB")))
     found["model"]["specs"][0].update(spec)
     with pytest.raises(SchemaError, match=said):
+        plan_from_json(json.dumps(found))
+
+
+def test_limits_that_no_layer_of_the_model_takes() -> None:
+    found = json.loads(plan_to_json(plan(read_model("jamba-1.5-mini"), "40GiB")))
+    found["limits"]["num_speculative_tokens"] = 3
+    with pytest.raises(SchemaError, match="values that cannot be: 3 speculative tokens need"):
         plan_from_json(json.dumps(found))
 
 
@@ -123,27 +130,44 @@ def changed(change: Callable[[Document], object]) -> str:
     [
         (lambda d: d.update(schema="vllm.plan"), "schema 'vllm.plan' is not 'hybridkv.plan'"),
         (lambda d: d.update(version=2), "hybridkv.plan version 2 is newer than version 1.*update hybridkv"),
-        (lambda d: d.update(version="1"), "plan.version must be an integer"),
+        (lambda d: d.update(version="1"), "plan.version: Expected `int`, got `str`"),
         (lambda d: d.update(layout="sideways"), "layout 'sideways' is not known here: .* 'reference' and 'natural'"),
         (lambda d: d.update(layout="natural"), "slabs are those of the layout 'natural', and of no other"),
-        (lambda d: d.pop("schema"), "plan.schema is missing"),
-        (lambda d: d.pop("model"), "plan.model is missing"),
-        (lambda d: d.update(model=[]), "plan.model must be an object"),
-        (lambda d: d["model"].pop("vocab_size"), "plan.model.vocab_size is missing"),
-        (lambda d: d["model"].update(name=7), "plan.model.name must be a string"),
-        (lambda d: d["model"].update(max_model_len="long"), "plan.model.max_model_len must be an integer"),
-        (lambda d: d["model"]["layers"][3].pop("spec"), r"plan.model.layers\[3\].spec is missing"),
-        (lambda d: d["model"]["layers"][3].update(spec=1), r"plan.model.layers\[3\].spec is 1, but there are 1 specs"),
-        (lambda d: d["model"]["specs"][0].update(kind="XSpec"), "kind 'XSpec' is not known here: known are Full"),
-        (lambda d: d["model"]["specs"][0].update(kind="MambaSpec"), r"specs\[0\].shapes is missing"),
+        (lambda d: d.pop("schema"), "plan: Object missing required field `schema`"),
+        (lambda d: d.pop("model"), "plan: Object missing required field `model`"),
+        (lambda d: d.update(model=[]), "plan.model: Expected `object`, got `array`"),
+        (lambda d: d["model"].pop("vocab_size"), "plan.model: Object missing required field `vocab_size`"),
+        (lambda d: d["model"].update(name=7), "plan.model.name: Expected `str`, got `int`"),
+        (
+            lambda d: d["model"].update(max_model_len="long"),
+            r"model.max_model_len: Expected `int \| null`, got `str`",
+        ),
+        (
+            lambda d: d["model"]["layers"][3].pop("spec"),
+            r"model.layers\[3\]: Object missing required field `spec`",
+        ),
+        (lambda d: d["model"]["layers"][3].update(spec=1), "spec of layer .* is 1, but there are 1 specs"),
+        (lambda d: d["model"]["specs"][0].update(kind="XSpec"), r"plan.model.specs\[0\].kind: Invalid value 'XSpec'"),
+        (
+            lambda d: d["model"]["specs"][0].update(kind="MambaSpec"),
+            r"specs\[0\]: .*missing required field `shapes`",
+        ),
+        (
+            lambda d: d["model"]["specs"][0].update(block_size=10**30),
+            r"specs\[0\].block_size: Expected `int` <= 46116860184",
+        ),
+        (lambda d: d["config"]["tensors"][0].update(offset_bytes=-1), r"offset_bytes: Expected `int` >= 0"),
         (lambda d: d["model"]["specs"][0].update(page_size_padded=7), "page_size_padded 7 is smaller"),
         (lambda d: d["model"]["specs"][0].update(dtype="int3"), "values that cannot be: unknown cache dtype"),
         (lambda d: d["model"]["specs"][0].update(block_size=0), "block_size must be at least 1"),
-        (lambda d: d["limits"].pop("dcp"), "plan.limits.dcp is missing"),
-        (lambda d: d["config"].update(tensors=3), "plan.config.tensors must be a list"),
+        (lambda d: d["limits"].pop("dcp"), "plan.limits: Object missing required field `dcp`"),
+        (lambda d: d["config"].update(tensors=3), "plan.config.tensors: Expected `array`, got `int`"),
         (lambda d: d["config"].update(groups=[]), "at least one group"),
-        (lambda d: d["config"].update(num_blocks=True), "num_blocks must be an integer"),
-        (lambda d: d["config"]["tensors"][0].update(shared_by=[1]), "shared_by must be a list of strings"),
+        (lambda d: d["config"].update(num_blocks=True), "plan.config.num_blocks: Expected `int`, got `bool`"),
+        (
+            lambda d: d["config"]["tensors"][0].update(shared_by=[1]),
+            r"tensors\[0\].shared_by\[0\]: Expected `str`",
+        ),
         (lambda d: d["config"].update(num_blocks=7), "tensor 0 does not hold"),
         (lambda d: d["config"]["tensors"][1].update(offset_bytes=16), "tensor 1 overlaps the one before"),
         (lambda d: d["config"]["tensors"].pop(), "do not have the same layers"),
@@ -190,7 +214,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     path.write_text(plan_to_json(made), "utf-8")
     assert read_plan(path) == made
     path.write_text("{}", "utf-8")
-    with pytest.raises(SchemaError, match=r"plan\.json: plan\.schema is missing"):
+    with pytest.raises(SchemaError, match=r"plan\.json: plan: Object missing required field `schema`"):
         read_plan(path)
     with pytest.raises(ConfigError, match="cannot read the plan"):
         read_plan(tmp_path / "other.json")

@@ -10,30 +10,45 @@ numbers must agree.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, is_dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Annotated, Any, BinaryIO, Final, cast, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta, Struct
 
 from hybridkv.arguments import instance
 from hybridkv.errors import ConfigError, SchemaError
-from hybridkv.models import Layer, Model, ReadFact
+from hybridkv.models import Layer, Model
 from hybridkv.models.json_text import DocumentError, parse_json, read_json
-from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.planner.natural import natural_config
-from hybridkv.planner.node import Node
 from hybridkv.planner.plan import LAYOUTS, NATURAL, NO_STATES, Plan
-from hybridkv.planner.slabs import SlabClass, SlabLayout
-from hybridkv.planner.spec_document import spec_from_json, spec_to_json
 from hybridkv.regular_files import open_regular
-from hybridkv.specs import RequestLimits
-from hybridkv.units import shown
+from hybridkv.specs import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    RequestLimits,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from hybridkv.units import MOST_BYTES, shown
 
 SCHEMA: Final = "hybridkv.plan"
 VERSION: Final = 1
 
 
 def plan_to_json(plan: Plan) -> str:
-    """The document of a plan; equal plans give equal text."""
+    """Return the document of a plan; equal plans give equal text."""
     instance("plan", plan, Plan)
     specs = list(dict.fromkeys(layer.spec for layer in plan.model.layers))
     facts = {one.name: getattr(plan.model, one.name) for one in fields(Model) if one.name != "layers"}
@@ -71,6 +86,14 @@ def _group_to_json(group: KVCacheGroupSpec) -> dict[str, object]:
     return {"layer_names": group.layer_names, "spec": spec_to_json(group.spec), **eagle}
 
 
+def spec_to_json(spec: KVCacheSpec) -> dict[str, object]:
+    """Return the object of a spec: ``kind``, the name of its class, and the fields of the class."""
+    values = {one.name: getattr(spec, one.name) for one in fields(spec)}
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        values["layers"] = [{"name": name, "spec": spec_to_json(one)} for name, one in spec.layers]
+    return {"kind": type(spec).__name__, **values}
+
+
 def read_plan(path: str | Path) -> Plan:
     """Read the plan in a regular file. Raises ConfigError if it cannot be read, and SchemaError as plan_from_json."""
     if not isinstance(path, str | Path):
@@ -85,18 +108,18 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def read_plan_from(file: BinaryIO) -> Plan:
-    """The plan in an open file, or a pipe. Raises OSError, and SchemaError as plan_from_json."""
+    """Read the plan in an open file, or a pipe. Raises OSError, and SchemaError as plan_from_json."""
     if not callable(getattr(file, "read", None)):
         raise ConfigError(f"a plan is read from an open file, got {shown(file)}")
     try:
         value = read_json(file)
     except DocumentError as error:
         raise SchemaError(str(error)) from error
-    return _plan_of(Node(value, "plan"))
+    return _plan_of(value)
 
 
 def plan_from_json(text: str | bytes) -> Plan:
-    """A plan from its document.
+    """Return the plan of a document.
 
     Raises SchemaError for a document of another schema or a newer version, for a field that is missing or of
     the wrong type, and for one that contradicts itself.
@@ -107,109 +130,173 @@ def plan_from_json(text: str | bytes) -> Plan:
         value = parse_json(text)
     except DocumentError as error:
         raise SchemaError(str(error)) from error
-    return _plan_of(Node(value, "plan"))
+    return _plan_of(value)
 
 
-def _plan_of(root: Node) -> Plan:
-    """The plan of a document. Raises SchemaError as plan_from_json."""
-    _check_schema(root)
+def _plan_of(value: object) -> Plan:
+    """Return the plan of a document. Raises SchemaError as plan_from_json."""
+    _check_schema(_read(value, _Head))
+    found = _read(value, _Document)
     try:
+        model = _values(found.model)
+        specs = model.pop("specs")
+        for one in found.model.layers:
+            if one.spec >= len(specs):
+                raise SchemaError(f"spec of layer {shown(one.name)} is {one.spec}, but there are {len(specs)} specs")
+        layers = tuple(Layer(one.name, specs[one.spec], one.index) for one in found.model.layers)
         plan = Plan(
-            model=_model(root.child("model")),
-            config=_config(root.child("config")),
-            memory_bytes=root.integer("memory_bytes", minimum=1),
-            limits=_limits(root.child("limits")),
-            layout=root.text("layout"),
-            states_kept=root.text("placement") if root.has("placement") else None,
+            model=Model(**model | {"layers": layers}),
+            config=_value(found.config),
+            memory_bytes=found.memory_bytes,
+            limits=_value(found.limits),
+            layout=found.layout,
+            states_kept=found.placement,
         )
+        _check_consistent(plan, found.capacity)
     except ConfigError as error:
         raise SchemaError(f"the plan holds values that cannot be: {error}") from error
-    _check_consistent(plan, root)
     return plan
 
 
-def _check_schema(root: Node) -> None:
-    schema, version = root.text("schema"), root.integer("version", minimum=1)
-    if schema != SCHEMA:
-        raise SchemaError(f"schema {schema!r} is not {SCHEMA!r}: give a document written by `hybridkv plan --json`")
-    if version != VERSION:
+def _read(value: object, wanted: Any) -> Any:  # noqa: ANN401  # a Struct that is made when this module runs
+    """Return ``value`` as ``wanted``. The errors of msgspec end with the path to what is wrong."""
+    try:
+        return msgspec.convert(value, wanted)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        said, _, place = str(error).partition(" - at `$")
+        raise SchemaError(f"plan{place[:-1]}: {said[:_MOST_SAID]}") from None
+
+
+class _Head(Struct):
+    """A plan of any version."""
+
+    schema: str
+    version: _Positive
+    layout: str = NATURAL
+
+
+def _check_schema(head: _Head) -> None:
+    if head.schema != SCHEMA:
         raise SchemaError(
-            f"{SCHEMA} version {version} is newer than version {VERSION}, which this hybridkv reads: "
+            f"schema {shown(head.schema)} is not {SCHEMA!r}: give a document written by `hybridkv plan --json`"
+        )
+    if head.version != VERSION:
+        raise SchemaError(
+            f"{SCHEMA} version {head.version} is newer than version {VERSION}, which this hybridkv reads: "
             "update hybridkv, or write the plan again with this one"
         )
-    if root.text("layout") not in LAYOUTS:
+    if head.layout not in LAYOUTS:
         known = " and ".join(map(repr, LAYOUTS))
-        raise SchemaError(f"layout {root.text('layout')!r} is not known here: this hybridkv reads {known}")
+        raise SchemaError(f"layout {shown(head.layout)} is not known here: this hybridkv reads {known}")
 
 
-def _model(node: Node) -> Model:
-    specs = [spec_from_json(one) for one in node.children("specs")]
-    layers = []
-    for one in node.children("layers"):
-        at = one.integer("spec")
-        if at >= len(specs):
-            raise SchemaError(f"{one.where}.spec is {at}, but there are {len(specs)} specs")
-        layers.append(Layer(one.text("name"), specs[at], one.integer("index")))
-    return Model(
-        name=node.text("name"),
-        model_type=node.text("model_type"),
-        layers=tuple(layers),
-        max_model_len=node.optional("max_model_len"),
-        vocab_size=node.integer("vocab_size"),
-        dtype=node.text("dtype"),
-        parameters=node.integer("parameters"),
-        active_parameters=node.integer("active_parameters"),
-        block_size=node.integer("block_size"),
-        tp=node.integer("tp", minimum=1),
-        max_encoder_tokens=node.integer("max_encoder_tokens", default=0),
-        num_speculative_tokens=node.integer("num_speculative_tokens", default=0),
-        hidden_size=node.integer("hidden_size", default=0),
-        query_heads=node.integer("query_heads", default=0),
-        num_layers=node.integer("num_layers", default=0),
-        weight_bytes=node.integer("weight_bytes", default=0),
-        dtype_from=node.text("dtype_from") if node.has("dtype_from") else None,
-        read_from=_read_from(node) if node.has("read_from") else (),
+# -- what a document has: Structs, made of the fields of the values that it describes
+
+_MOST_SAID: Final = 400
+_LATER: Final = {
+    *("page_size_padded", "is_eagle_group", "slabs", "prefill_checkpoints", "max_encoder_tokens", "num_layers"),
+    *("num_speculative_tokens", "hidden_size", "query_heads", "weight_bytes", "dtype_from", "read_from"),
+}
+"""Fields that older documents do not have: they get the default of the class."""
+_Size = Annotated[int, Meta(ge=0, le=MOST_BYTES)]
+_Positive = Annotated[int, Meta(ge=1, le=MOST_BYTES)]
+_CLASSES: Final[dict[type, type]] = {}
+"""Of each Struct: the class whose values it describes."""
+
+
+def _described(made: type, **others: Any) -> Any:  # noqa: ANN401  # a Struct and the types of its fields
+    """Return a Struct with the fields of ``made``; ``others``: fields of another type, or more of them."""
+    types = get_type_hints(made)
+    known = {one.name: _bounded(types[one.name]) for one in fields(made) if one.name not in others}
+    defaults = {one.name: one.default for one in fields(made) if one.name in _LATER}
+    struct = msgspec.defstruct(
+        made.__name__,
+        [(name, kind, defaults[name]) if name in defaults else (name, kind) for name, kind in (known | others).items()],
+        kw_only=True,
+        tag_field="kind" if issubclass(made, KVCacheSpec) else None,
     )
+    _CLASSES[struct] = made
+    return struct
 
 
-def _read_from(node: Node) -> tuple[ReadFact, ...]:
-    return tuple(ReadFact(*(one.text(field.name) for field in fields(ReadFact))) for one in node.children("read_from"))
+def _bounded(kind: Any) -> Any:  # noqa: ANN401  # a type
+    """Return ``kind`` with bounds for integers, and with Structs for the classes of this package."""
+    if kind is int:
+        return _Size
+    if kind is KVCacheSpec:
+        return _Spec
+    if is_dataclass(kind):
+        return _described(cast("type", kind))
+    parts = tuple(map(_bounded, get_args(kind)))
+    if not parts:
+        return kind
+    return tuple.__class_getitem__(parts) if get_origin(kind) is tuple else reduce(or_, parts)
 
 
-def _limits(node: Node) -> RequestLimits:
-    later = ("max_encoder_tokens", "num_speculative_tokens", "prefill_checkpoints")
-    return RequestLimits(
-        **{one.name: node.integer(one.name, default=0 if one.name in later else None) for one in fields(RequestLimits)}
-    )
+def _value(item: Any) -> Any:  # noqa: ANN401  # of any type that a document has
+    """Return what ``item`` describes. Raises ConfigError for values that cannot be."""
+    if isinstance(item, tuple):
+        return tuple(map(_value, item))
+    if isinstance(item, _NamedSpec):
+        return item.name, _value(item.spec)
+    made = _CLASSES.get(type(item))
+    return item if made is None else made(**_values(item))
 
 
-def _config(node: Node) -> KVCacheConfig:
-    tensors = tuple(
-        KVCacheTensor(
-            size=one.integer("size"),
-            shared_by=one.texts("shared_by"),
-            offset_bytes=one.integer("offset_bytes"),
-            block_stride_bytes=one.integer("block_stride_bytes"),
-        )
-        for one in node.children("tensors")
-    )
-    groups = tuple(
-        KVCacheGroupSpec(one.texts("layer_names"), spec_from_json(one.child("spec")), one.has("is_eagle_group"))
-        for one in node.children("groups")
-    )
-    slabs = _slabs(node.child("slabs")) if node.has("slabs") else None
-    return KVCacheConfig(node.integer("num_blocks"), tensors, groups, slabs)
+def _values(item: Struct) -> dict[str, Any]:
+    return {name: _value(getattr(item, name)) for name in item.__struct_fields__}
 
 
-def _slabs(node: Node) -> SlabLayout:
-    classes = tuple(
-        SlabClass(one.integer("block_bytes"), one.integer("blocks_per_slab"), one.integers("groups"))
-        for one in node.children("classes")
-    )
-    return SlabLayout(node.integer("slab_bytes"), node.integer("num_slabs"), classes, node.integers("kernel_blocks"))
+_LAYER_KINDS: Final = (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    SlidingWindowMLASpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    MambaSpec,
+)
+_LayerSpec: Any = reduce(or_, map(_described, _LAYER_KINDS))
 
 
-def _check_consistent(plan: Plan, root: Node) -> None:
+class _NamedSpec(Struct):
+    """A layer of a UniformTypeKVCacheSpecs, and the spec of the layer, which holds no layers of its own."""
+
+    name: str
+    spec: _LayerSpec
+
+
+_Spec: Any = _LayerSpec | _described(UniformTypeKVCacheSpecs, layers=tuple[_NamedSpec, ...])
+
+
+class _IndexedLayer(Struct):
+    """A layer of the model. spec: its place in the specs of the model."""
+
+    name: str
+    index: _Size
+    spec: _Size
+
+
+_Limits: Any = _described(RequestLimits)
+_Model: Any = _described(Model, tp=_Positive, layers=tuple[_IndexedLayer, ...], specs=tuple[_Spec, ...])
+_Config: Any = _described(KVCacheConfig)
+
+
+class _Document(Struct):
+    """A plan of this version."""
+
+    memory_bytes: _Positive
+    layout: str
+    limits: _Limits
+    model: _Model
+    config: _Config
+    capacity: dict[str, Any]
+    placement: str | None = None
+
+
+def _check_consistent(plan: Plan, capacity: dict[str, Any]) -> None:
     """Raise SchemaError unless layers, groups, tensors and numbers agree. O(layers)."""
     layers = sorted(layer.name for layer in plan.model.layers)
     grouped = sorted(name for group in plan.config.groups for name in group.layer_names)
@@ -226,25 +313,21 @@ def _check_consistent(plan: Plan, root: Node) -> None:
     end = plan.config.arena_bytes if _are_natural(plan.config) else _end_of_tensors(plan.config)
     if end > plan.memory_bytes:
         raise SchemaError(f"the plan contradicts itself: its tensors need {end} bytes of {plan.memory_bytes}")
-    if root.child("capacity").value != json.loads(json.dumps(asdict(plan.capacity))):
+    if capacity != json.loads(json.dumps(asdict(plan.capacity))):
         raise SchemaError("the plan contradicts itself: capacity does not follow from config; write the plan again")
 
 
 def _are_natural(config: KVCacheConfig) -> bool:
-    """Whether there are slabs, which the tensors then follow from. Raises SchemaError where they do not."""
+    """Return whether there are slabs. Raises SchemaError where the tensors do not follow from them."""
     if config.slabs is None:
         return False
-    try:
-        again = natural_config(config.groups, config.slabs)
-    except ConfigError as error:
-        raise SchemaError(f"the plan contradicts itself: {error}") from error
-    if again != config:
+    if natural_config(config.groups, config.slabs) != config:
         raise SchemaError("the plan contradicts itself: tensors do not follow from slabs and groups; write it again")
     return True
 
 
 def _end_of_tensors(config: KVCacheConfig) -> int:
-    """Where the last tensor ends. Raises SchemaError unless they hold their pages and lie one behind the other."""
+    """Return the end of the last tensor. Raises SchemaError unless tensors hold their pages and do not overlap."""
     pages = {
         name: spec.page_size_bytes
         for group in config.groups
