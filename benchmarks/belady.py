@@ -21,9 +21,9 @@ from dataclasses import replace
 import numpy as np
 from foreseen import Future
 
-from hybridkv.columns import grown
 from hybridkv.eviction.named import Eviction
 from hybridkv.eviction.ranking import End
+from hybridkv.request_rows import grown
 from hybridkv.simulator.formats import TraceRequest
 from hybridkv.simulator.trace import RequestSource, TraceSummary
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.arguments import instances
-from hybridkv.columns import grown
 from hybridkv.errors import CacheError, ConfigError, HashError
 from hybridkv.extra_keys import Extra, ExtraKeys
 from hybridkv.request import Request, cut, extended, hash_error, token_array
@@ -44,6 +44,21 @@ def append_tokens(requests: Sequence[Request], tokens: Sequence[int] | NDArray[n
                 failed.append(error)
     if failed:
         raise HashError(str(failed[0]), tuple(name for error in failed for name in error.request_ids)) from failed[0]
+
+
+def grown(column: NDArray[T], rows: int, empty: int = 0) -> NDArray[T]:
+    """``column``, [capacity, ...], with at least ``rows`` rows, the new ones ``empty``.
+
+    Itself where it is long enough, else a copy of at least twice the length: O(1) a row in the long run.
+    """
+    missing = rows - len(column)
+    if missing <= 0:
+        return column
+    more = np.full((max(missing, len(column)), *column.shape[1:]), empty, column.dtype)
+    return np.concatenate((column, more))
+
+
+T = TypeVar("T", bound=np.generic)
 
 
 class RequestRows:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from hybridkv.columns import grown
+from hybridkv.request_rows import grown
 
 
 @pytest.mark.parametrize(("rows", "length"), [(0, 4), (4, 4), (5, 8), (8, 8), (9, 9), (20, 20)])

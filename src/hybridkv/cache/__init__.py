@@ -1,6 +1,5 @@
 """The cache: which block holds which tokens, which tokens are there already, and what goes first."""
 
-from hybridkv.cache.bounds import CacheBounds
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.hashing import BlockHasher, EngineHashes
 from hybridkv.cache.holds import BlockLock, Pin
@@ -14,7 +13,7 @@ from hybridkv.cache.journal import (
     KVCacheEvent,
 )
 from hybridkv.cache.lookup import BlockView, CommonHit, KVCacheBlocks
-from hybridkv.cache.manager import KVCacheManager
+from hybridkv.cache.manager import CacheBounds, KVCacheManager
 from hybridkv.cache.options import CacheOptions
 from hybridkv.cache.plan import Admission, BatchSlots, Reason, Refusal, SlotPlan
 from hybridkv.cache.pool import BlockPool

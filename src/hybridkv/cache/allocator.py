@@ -21,7 +21,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.checkpoints import Checkpoints
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.lookup import KVCacheBlocks
 from hybridkv.cache.plan import BatchSlots, Reason, Refusal, SlotDemand, SlotPlan, SlotPlanner
@@ -29,7 +28,7 @@ from hybridkv.cache.policies import NEW, GroupPlan
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.publisher import Publisher
 from hybridkv.cache.residents import Residents
-from hybridkv.cache.transfers import TransferLog
+from hybridkv.cache.transfers import Checkpoints, TransferLog
 from hybridkv.errors import CacheError, StalePlanError
 from hybridkv.request import Request
 
@@ -210,7 +209,7 @@ class Slots:
                 touched.append(np.array([plan.sources[place]], np.int32))
                 self._transfers.owe_copy(group, plan.sources[place], row, group.policy.hits.columns(plan.hit_tokens))
         if touched:
-            self._pool.touch(touched[0] if len(touched) == 1 else np.concatenate(touched))
+            self._pool.hold(touched[0] if len(touched) == 1 else np.concatenate(touched))
         if plan.begins:
             self._publisher.begin(plan.request, plan.computed_tokens)
         new = tuple(self._append(group, row, part) for group, part in work)
@@ -245,7 +244,7 @@ class Slots:
             if block:
                 self._pool.release_one(block)
         elif columns > dropped:
-            self._pool.free_blocks(group.rows.drop(row, columns))
+            self._pool.release(group.rows.drop(row, columns))
 
     def accept_drafts(self, rows: Int64, drafted: Int64, kept: Int64) -> None:
         """Of the last ``drafted[i]`` tokens that ``rows[i]`` computed only the first ``kept[i]`` are its own.

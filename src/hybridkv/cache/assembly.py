@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from hybridkv.arguments import integer
 from hybridkv.cache.allocator import Slots
-from hybridkv.cache.checkpoints import Checkpoints
 from hybridkv.cache.fast_forward import Strides
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.hashing import BlockHasher
@@ -63,7 +62,7 @@ from hybridkv.cache.publisher import Publisher, ResumePoints, WriteLog
 from hybridkv.cache.residents import Residents
 from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.cache.spaces.space import ClassedSpace
-from hybridkv.cache.transfers import TransferLog
+from hybridkv.cache.transfers import Checkpoints, TransferLog
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.eviction.blocks import BlockNeeds
 from hybridkv.eviction.named import EVICTIONS, LRU, Eviction, eviction_named, eviction_of

@@ -16,12 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.cache.allocator import Slots
-from hybridkv.cache.checkpoints import Checkpoints
 from hybridkv.cache.lookup import CommonHit
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.publisher import Publisher
 from hybridkv.cache.residents import Residents
-from hybridkv.cache.transfers import TransferLog
+from hybridkv.cache.transfers import Checkpoints, TransferLog
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import itemgetter
 
 import cbor2
 import numpy as np
@@ -27,9 +26,9 @@ from numpy.typing import NDArray
 
 from hybridkv.cache.index import PrefixIndex, Tail
 from hybridkv.cache.policies import AttentionPolicy, FixedPolicy, FullSpan, GroupKind, Policy, RowFacts
-from hybridkv.columns import grown
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
+from hybridkv.request_rows import grown
 from hybridkv.specs import RequestLimits
 
 Int32 = NDArray[np.int32]
@@ -66,6 +65,7 @@ class CacheGroup:
         self.accepted = np.full(len(self.rows.start), -1)
         self.rotated = np.zeros(len(self.rows.start), np.int64)
         self.pending: dict[int, tuple[int, ...]] = {}
+        self._view: PrefixView | None = None  # of the request asked for last
         self.key_stride = policy.block_size // hash_block_size
         self._look_anew()
 
@@ -114,7 +114,10 @@ class CacheGroup:
 
     def view(self, request: Request) -> PrefixView:
         """What ``request`` can find in the index."""
-        return PrefixView(self.index, request, self.key_stride, self.policy.block_size)
+        view = self._view
+        if view is None or view.request is not request or view.index is not self.index:
+            view = self._view = PrefixView(self.index, request, self.key_stride, self.policy.block_size)
+        return view
 
     def knows_any(self, request: Request, missing: Sequence[int]) -> bool:
         """Whether tokens behind one of the token counts ``missing`` are indexed by now.
@@ -149,6 +152,7 @@ class CacheGroup:
 
     def clear(self, row: int) -> None:
         """``row`` holds nothing."""
+        self._view = None
         self.rows.clear(row)
         self.pending.pop(row, None)
         self.published[row] = self.label[row] = 0
@@ -209,27 +213,32 @@ class CacheGroup:
 class PrefixView:
     """Keys of ``request`` in blocks of ``stride`` hash blocks, ``block_size`` tokens, looked up in ``index``."""
 
-    __slots__ = ("_block_size", "_index", "_request", "_stride", "get", "leading_run")
+    __slots__ = ("_block_size", "_column", "_known", "_own", "_stride", "get", "index", "leading_run", "request")
 
     def __init__(self, index: PrefixIndex, request: Request, stride: int, block_size: int) -> None:
-        self._index = index
-        self._request = request
+        self.index = index
+        self.request = request
         self._stride = stride
         self._block_size = block_size
+        self._column, self._known, self._own = -1, (0, 0), (b"", b"")
         self.get = index.get
         self.leading_run = index.leading_run
 
     @property
     def additions(self) -> int:
         """Keys that the index was ever given."""
-        return self._index.additions
+        return self.index.additions
 
     def reach(self, column: int) -> tuple[int, int]:
         """How many tokens of ``column`` a cached block begins with, and that block; 0 and 0 without one. O(1)."""
         whole = self._whole(column)
         if whole is not None:
             return self._block_size, whole
-        return max(((tail.length, tail.block) for tail in self._tails(column)), default=(0, 0), key=itemgetter(0))
+        length = block = 0
+        for tail in self._tails(column):
+            if tail.length > length:
+                length, block = tail.length, tail.block
+        return length, block
 
     def source(self, column: int, tokens: int) -> int:
         """The block that begins with the first ``tokens`` tokens of ``column``. CacheError where reach is less."""
@@ -243,7 +252,10 @@ class PrefixView:
         whole = self._whole(column)
         if whole is not None:
             return whole
-        return next((tail.block for tail in self._tails(column) if tail.length >= tokens), None)
+        for tail in self._tails(column):
+            if tail.length >= tokens:
+                return tail.block
+        return None
 
     def begins(self, block: int, column: int, tokens: int) -> bool:
         """Whether ``block`` begins with the first ``tokens`` tokens of ``column``."""
@@ -255,20 +267,23 @@ class PrefixView:
         """Whether ``block`` is a state after ``tokens`` tokens."""
         column, rest = divmod(tokens, self._block_size)
         if not rest:
-            return bool(column) and block == self._index.get(self._request.hashes[column - 1])
+            return bool(column) and block == self.index.get(self.request.hashes[column - 1])
         return any(tail.block == block and tail.length == rest for tail in self._tails(column))
 
     def label(self, end_tokens: int, alignment: int) -> int:
         """The greatest token count up to ``end_tokens`` that a state is labelled with, 0 for none."""
-        size, index = self._block_size, self._index
+        size, index = self._block_size, self.index
         if not len(index) and not index.num_tails:
             return 0
-        hashes: Sequence[bytes] = self._request.hashes
+        hashes: Sequence[bytes] = self.request.hashes
         for column in range(end_tokens // size, -1, -1):
-            found = [column * size + tail.length for tail in self._tails(column)]
-            fitting = [label for label in found if label <= end_tokens and label % alignment == 0]
-            if fitting:
-                return max(fitting)
+            longest = -1
+            for tail in self._tails(column):
+                label = column * size + tail.length
+                if longest < label <= end_tokens and label % alignment == 0:
+                    longest = label
+            if longest >= 0:
+                return longest
             if column and column * size % alignment == 0 and index.get(hashes[column - 1]) is not None:
                 return column * size
         return 0
@@ -277,29 +292,47 @@ class PrefixView:
         """The block of the state after ``tokens`` tokens."""
         column, rest = divmod(tokens, self._block_size)
         if not rest:
-            return self._index.get(self._request.hashes[column - 1]) if column else None
-        return next((tail.block for tail in self._tails(column) if tail.length == rest), None)
+            return self.index.get(self.request.hashes[column - 1]) if column else None
+        for tail in self._tails(column):
+            if tail.length == rest:
+                return tail.block
+        return None
 
     def tail(self, tokens: int) -> tuple[bytes, bytes]:
         """Parent and tail of the partial key of the first ``tokens`` tokens."""
         column = tokens // self._block_size
-        parent = parent_key(self._request, column * self._stride, self._stride)
-        return parent, self._request.token_bytes(column * self._block_size, tokens)
+        parent = parent_key(self.request, column * self._stride, self._stride)
+        return parent, self.request.token_bytes(column * self._block_size, tokens)
 
     def _whole(self, column: int) -> int | None:
         place = (column + 1) * self._stride - 1
-        return self._index.get(self._request.hashes[place]) if place < len(self._request.hashes) else None
+        return self.index.get(self.request.hashes[place]) if place < len(self.request.hashes) else None
 
     def _tails(self, column: int) -> Sequence[Tail]:
         """Those that the request's own tokens begin with, oldest first."""
-        if not self._index.num_tails:
+        if not self.index.num_tails:
             return ()
-        tails = self._index.tails_of(parent_key(self._request, column * self._stride, self._stride))
-        if not tails:
-            return ()
-        start = column * self._block_size
-        own = self._request.token_bytes(start, start + self._block_size)
-        return [tail for tail in tails if own.startswith(tail.tokens)]
+        parent, own = self._begins_with(column)
+        tails = self.index.tails_of(parent)
+        if len(tails) == 1:
+            return tails if own.startswith(tails[0].tokens) else ()
+        return [tail for tail in tails if own.startswith(tail.tokens)] if tails else ()
+
+    def _begins_with(self, column: int) -> tuple[bytes, bytes]:
+        """The parent of the tails of ``column``, and the tokens that the request has there; remembered for one column.
+
+        A request that was cut has other tokens there: it is counted.
+        """
+        request = self.request
+        known = request.num_tokens, request.truncations
+        if column != self._column or known != self._known:
+            start = column * self._block_size
+            self._own = (
+                parent_key(request, column * self._stride, self._stride),
+                request.token_bytes(start, start + self._block_size),
+            )
+            self._column, self._known = column, known
+        return self._own
 
 
 def parent_key(request: Request, first: int, count: int) -> bytes:
@@ -307,6 +340,8 @@ def parent_key(request: Request, first: int, count: int) -> bytes:
     if request.hasher is None:
         raise CacheError(f"request {request.request_id!r} has no keys: construct it with hasher=cache.hasher")
     parent = request.hashes[first - 1] if first else request.hasher.root
+    if request._extras is None:
+        return parent
     extras = request.extra_keys(first, count)
     return parent if extras is None else parent + cbor2.dumps(extras, canonical=True)
 

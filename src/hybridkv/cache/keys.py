@@ -11,6 +11,7 @@ the pool's affair. All columns are flat arrays indexed by block (docs/design/000
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -36,6 +37,8 @@ Bool = NDArray[np.bool_]
 WRITTEN: Final = -1
 
 _NO_GROUP: Final = -1
+
+_TOKENS: Final = attrgetter("tokens")
 
 
 def _wrapped(count: int) -> int:
@@ -157,7 +160,7 @@ class BlockKeys:
 
     def knows_tail(self, group: int, parent: bytes, tokens: bytes) -> bool:
         """Whether some block of ``group`` is published for ``tokens`` (bytes of int32) behind ``parent``. O(1)."""
-        return any(tail.tokens == tokens for tail in self.indexes[group].tails_of(parent))
+        return tokens in map(_TOKENS, self.indexes[group].tails_of(parent))
 
     def publish_tail(self, group: int, block: int, parent: bytes, tokens: bytes, step: int = WRITTEN) -> int | None:
         """``block`` of ``group`` begins with ``tokens``, which are not known behind ``parent`` yet.

@@ -257,8 +257,8 @@ class BlockPool:
 
     def take(self, n: int, group: int = 0) -> Taken:
         """get_new_blocks, and what was moved for them: whoever names one of those blocks must follow. BlockError."""
-        of = self.classes[integer("group", group, 0, len(self.classes) - 1)]
-        if not 0 <= integer("n", n) <= self._free.obtainable(of):
+        of = self.classes[group]
+        if not 0 <= n <= self._free.obtainable(of):
             raise BlockError(f"{n} blocks asked for, {self._free.obtainable(of)} are free: plan before taking")
         ids = self._free.take(n, of)
         moves: list[Int64] = []
@@ -332,6 +332,10 @@ class BlockPool:
     def touch(self, ids: Int32) -> None:
         """One more holder of each of ``ids`` (distinct); free ones leave the free order. BlockError for foreign ids."""
         self.refuse_foreign(ids)
+        self.hold(ids)
+
+    def hold(self, ids: Int32) -> None:
+        """``touch`` of blocks of this pool."""
         free = ids[self._ref[ids] == 0]
         if free.size:
             self._free.remove(free)

@@ -33,10 +33,9 @@ from hybridkv.cache.journal import BlockStored, EndKept, published_extras, untag
 from hybridkv.cache.keys import WRITTEN
 from hybridkv.cache.policies import NEVER, UNPUBLISHED, GroupPlan
 from hybridkv.cache.pool import BlockPool
-from hybridkv.columns import grown
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
-from hybridkv.request_rows import RequestRows
+from hybridkv.request_rows import RequestRows, grown
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]

@@ -12,10 +12,9 @@ from hybridkv.arguments import instance, integers
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.policies import UNPUBLISHED
 from hybridkv.cache.publisher import Publisher
-from hybridkv.columns import grown
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import Hasher, Request
-from hybridkv.request_rows import RequestRows
+from hybridkv.request_rows import RequestRows, grown
 
 Int64 = NDArray[np.int64]
 
@@ -224,6 +223,13 @@ def id_of(request: Request | str) -> str:
 
 def one_a_row(name: str, counts: object, rows: Int64, least: int) -> Int64:
     """``counts``, token counts of at least ``least``, int64[len(rows)]. ConfigError for others."""
+    if (
+        isinstance(counts, np.ndarray)
+        and counts.dtype == np.int64
+        and counts.shape == rows.shape
+        and (not len(rows) or counts.min() >= least)
+    ):
+        return counts
     found = integers(name, counts, least)
     if len(found) != len(rows):
         raise ConfigError(f"{name} has {len(found)} entries for {len(rows)} rows: give one to each row")

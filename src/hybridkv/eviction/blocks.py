@@ -371,8 +371,8 @@ _NONE = np.empty(0, np.int32)
 class BlockNeeds:
     """Counts for the blocks of ``space``. block_bytes: of each class. tenants: among whom ``weights`` tells apart.
 
-    For reading: both, counts, and each (the same, quick to read singly); weights; cleared (how often all keys were lost
-    at once).
+    For reading: both, counts, and each (the same, quick to read singly); lost (as ``take_lost`` will say); weights;
+    cleared (how often all keys were lost at once).
     """
 
     def __init__(self, space: ClassedSpace, block_bytes: Sequence[int], tenants: int = 1) -> None:
@@ -385,7 +385,7 @@ class BlockNeeds:
         self.weights = Weights(tenants)
         self.payers = np.zeros(space.num_blocks if tenants > 1 else 0, np.int32)
         self.cleared = 0
-        self._lost: dict[int, int] = {}
+        self.lost: dict[int, int] = {}
 
     def add(self, ids: Ids, tenant: int) -> None:
         """One more end of ``tenant`` needs each of ``ids``, distinct, with keys; those given up are kept again."""
@@ -482,7 +482,7 @@ class BlockNeeds:
         if not (self.counts.item(ids.item(0)) if len(ids) == 1 else self.counts[ids].any()):
             return
         needed = ids[self.counts[ids] > 0]
-        self._lost.update(zip(needed.tolist(), self.counts[needed].tolist(), strict=True))
+        self.lost.update(zip(needed.tolist(), self.counts[needed].tolist(), strict=True))
         self._discharge(needed)
         self.counts[needed] = 0
 
@@ -491,22 +491,17 @@ class BlockNeeds:
         if self.each[block]:
             self.lose(np.array([block]))
 
-    @property
-    def has_lost(self) -> bool:
-        """Whether ``take_lost`` says any."""
-        return bool(self._lost)
-
     def take_lost(self) -> dict[int, int]:
         """Return the blocks that lost their keys since the last call, with how many ends needed each: 1 or more."""
-        lost, self._lost = self._lost, {}
+        lost, self.lost = self.lost, {}
         return lost
 
     def follow(self, moves: Int64) -> None:
         """Counts go with the blocks, and so do blocks that are lost and not yet taken by ``take_lost``."""
         sources, targets = moves[:, 0], moves[:, 1]
-        if self._lost:
+        if self.lost:
             moved = dict(moves.tolist())
-            self._lost = {moved.get(block, block): count for block, count in self._lost.items()}
+            self.lost = {moved.get(block, block): count for block, count in self.lost.items()}
         self.counts[targets] = self.counts[sources]
         self.counts[sources] = 0
         if self.payers.size:
@@ -516,5 +511,5 @@ class BlockNeeds:
         """No end needs any block."""
         self.counts.fill(0)
         self.weights.replace([0] * len(self.weights.of))
-        self._lost = {}
+        self.lost = {}
         self.cleared += 1

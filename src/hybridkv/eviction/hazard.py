@@ -26,8 +26,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.columns import grown
 from hybridkv.eviction.ranking import End, Ring, class_kind, is_promised, promised_rate
+from hybridkv.request_rows import grown
 
 Float = NDArray[np.float64]
 Int64 = NDArray[np.int64]

@@ -542,7 +542,7 @@ class JudgedEnds:
                 self._rankings.of(node.end).forget(node.end, now)
             self._begin()
             return
-        if not self._needs.has_lost:
+        if not self._needs.lost:
             return
         broken, owned_alone = self._shares.lose(self._needs.take_lost())
         if not owned_alone:

@@ -46,10 +46,11 @@ class Node:
     kept: it is no ghost. ranked: it may be given up.
     """
 
-    __slots__ = ("chain", "children", "depth", "end", "inside", "kept", "own", "parent", "ranked", "segment")
+    __slots__ = ("chain", "children", "depth", "end", "inside", "kept", "own", "parent", "ranked", "segment", "tokens")
 
     def __init__(self, end: End, depth: int, chain: bytes, inside: tuple[bytes, bytes]) -> None:
         self.end = end
+        self.tokens = end.tokens
         self.depth = depth
         self.chain = chain
         self.inside = inside
@@ -58,11 +59,6 @@ class Node:
         self.segment: list[bytes] = []
         self.own: list[int] = []
         self.kept = self.ranked = False
-
-    @property
-    def tokens(self) -> int:
-        """Of the prefix."""
-        return self.end.tokens
 
     @property
     def first_key(self) -> bytes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.columns import grown
 from hybridkv.errors import CacheError
+from hybridkv.request_rows import grown
 from hybridkv.simulator.formats import TraceRequest
 from hybridkv.simulator.speculation import Speculation
 from hybridkv.simulator.tokens import token_ids_at

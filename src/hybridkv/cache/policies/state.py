@@ -23,6 +23,7 @@ from typing import Protocol
 
 import numpy as np
 
+from hybridkv.cache.policies.attention import PublishRule
 from hybridkv.cache.policies.policy import (
     NEVER,
     NEW,
@@ -35,7 +36,6 @@ from hybridkv.cache.policies.policy import (
     Index,
     Int32,
     Int64,
-    PublishRule,
     RowFacts,
     Search,
     T,

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from operator import sub
 from typing import Final
 
 import numpy as np
@@ -231,7 +232,9 @@ class SlabSpace:
     def usage(self, reserved: Sequence[int]) -> float:
         """Slabs that referenced blocks would fill / usable ones, those ``reserved`` left out of both; 0 without any."""
         usable = self.num_slabs - self.units(reserved)
-        filled = sum((held - kept) / k for held, kept, k in zip(self.referenced, reserved, self.ks, strict=True))
+        filled = 0.0
+        for held, kept, k in zip(self.referenced, reserved, self.ks, strict=True):
+            filled += (held - kept) / k
         return filled / usable if usable else 0.0
 
     def usages(self, reserved: Sequence[int], more: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -308,13 +311,17 @@ class SlabSpace:
 
     def units(self, blocks: Sequence[int]) -> int:
         """Slabs that ``blocks``, by class, fill in an empty pool."""
-        return sum(-(-count // k) for count, k in zip(blocks, self.ks, strict=True))
+        slabs = 0
+        for count, k in zip(blocks, self.ks, strict=True):
+            slabs += -(-count // k)
+        return slabs
 
     def obtainable(self, of: int) -> int:
         """Blocks of class ``of`` that can be taken when all that is cached goes and what is referenced is packed."""
-        others = sum(
-            -(-held // k) for one, (held, k) in enumerate(zip(self.referenced, self.ks, strict=True)) if one != of
-        )
+        others = 0
+        for one, k in enumerate(self.ks):
+            if one != of:
+                others += -(-self.referenced[one] // k)
         return (self.num_slabs - others) * self.ks[of] - self.referenced[of]
 
     def takes_in_any_order(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
@@ -650,4 +657,4 @@ class SlabSpace:
 
 
 def _less(needs: Sequence[int], freed: Sequence[int]) -> list[int]:
-    return [more - less for more, less in zip(needs, freed, strict=True)]
+    return list(map(sub, needs, freed))
