@@ -1,13 +1,14 @@
-"""What callers hand in, checked where it enters: numbers, text, flags, arrays of integers, objects of a class.
+"""Checks of what callers hand in: numbers, text, flags, arrays of integers, objects of a class.
 
 Each check returns the value as the plain kind that is stored (numpy's numbers as Python's), or raises ConfigError with
-the name of the argument. Behind the check a value may be trusted.
+the name of the argument. Code after the check trusts the value. ``check_fields`` checks the fields of a frozen
+dataclass.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import TypeVar
 
@@ -101,3 +102,44 @@ def integers(name: str, values: object, least: int, most: int = MOST_COUNT) -> N
         wrong = values[(values < least) | (values > most)]
         raise ConfigError(f"{name} must lie in {least} .. {most}, got {wrong[0]}")
     return values.astype(np.int64, copy=False)
+
+
+# -- fields of frozen dataclasses
+
+Check = Callable[[str, object], object]
+"""A function of a name and a value: the value to keep, or ConfigError that names it."""
+
+
+def check_fields(owner: object, check: Check, *names: str) -> None:
+    """Replace the fields ``names`` of ``owner``, a frozen dataclass, by what ``check`` returns for them."""
+    for name in names:
+        given = getattr(owner, name)
+        value = check(name, given)
+        if value is not given:
+            object.__setattr__(owner, name, value)
+
+
+def at_least(least: int) -> Check:
+    """Return a check for integers of ``least`` or more."""
+    return lambda name, value: integer(name, value, least)
+
+
+def or_none(check: Check) -> Check:
+    """Return ``check`` for values that may be None."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def one_of(wanted: type[T]) -> Callable[[str, object], T]:
+    """Return a check for objects of class ``wanted``."""
+    return lambda name, value: instance(name, value, wanted)
+
+
+def each(check: Callable[[str, object], T]) -> Callable[[str, object], tuple[T, ...]]:
+    """Return a check for lists and tuples of what ``check`` takes. It returns tuples. O(n)."""
+
+    def checked(name: str, values: object) -> tuple[T, ...]:
+        if not isinstance(values, list | tuple):
+            raise ConfigError(f"{name} must be a list, got {shown(values)}")
+        return tuple(check(name, one) for one in values)
+
+    return checked

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.arguments import instance, instances, integer, text
+from hybridkv.arguments import check_fields, instance, instances, integer, text
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import check_fields
 from hybridkv.units import MOST_COUNT
 
 Extra = tuple[tuple[object, ...], ...]

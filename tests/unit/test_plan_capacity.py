@@ -10,8 +10,7 @@ from hybridkv.cache import KVCacheManager
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.models import Layer, Model, read_model
 from hybridkv.planner import capacity_of
-from hybridkv.planner.grouping import group_layers
-from hybridkv.planner.layout import reference_layout
+from hybridkv.planner.reference import group_layers, reference_layout
 from hybridkv.request import Request
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,

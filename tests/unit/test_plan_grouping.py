@@ -10,9 +10,16 @@ from hypothesis import strategies as st
 from hybridkv.errors import ConfigError
 from hybridkv.models import read_model
 from hybridkv.planner.config import NamedSpec
-from hybridkv.planner.grouping import group_layers, group_size, layer_types
-from hybridkv.planner.layout import reference_layout
-from hybridkv.planner.pages import state_block_tokens, unify_pages, windows_as_full, with_placement
+from hybridkv.planner.reference import (
+    group_layers,
+    group_size,
+    layer_types,
+    reference_layout,
+    state_block_tokens,
+    unify_pages,
+    windows_as_full,
+    with_placement,
+)
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -52,7 +59,7 @@ def sizes(layers: Sequence[NamedSpec]) -> list[int]:
 def test_one_type_is_one_group() -> None:
     grouping = group_layers(named("f", FULL, 32))
     assert [len(group.layer_names) for group in grouping.groups] == [32]
-    assert grouping.group_size == 32
+    assert len(grouping.page_bytes) == 32
     assert grouping.groups[0].spec == FULL
 
 
@@ -231,7 +238,7 @@ def test_every_layer_has_one_place(specs: list[KVCacheSpec], num_blocks: int) ->
     grouping = group_layers(layers)
     config = reference_layout(grouping, num_blocks)
     assert sorted(n for group in config.groups for n in group.layer_names) == sorted(name for name, _ in layers)
-    assert max(len(group.layer_names) for group in config.groups) == grouping.group_size == len(config.tensors)
+    assert max(len(group.layer_names) for group in config.groups) == len(grouping.page_bytes) == len(config.tensors)
     for group in config.groups:
         for j, (name, spec) in enumerate(zip(group.layer_names, group.layer_specs, strict=True)):
             given = dict(layers)[name]

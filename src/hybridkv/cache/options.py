@@ -7,13 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from hybridkv.arguments import flag, instance, integer
+from hybridkv.arguments import check_fields, flag, instance, integer, or_none
 from hybridkv.cache.placement import Placement
 from hybridkv.cache.spaces.space import ClassedSpace
 from hybridkv.errors import ConfigError
 from hybridkv.eviction.named import Eviction
 from hybridkv.eviction.ranking import EVERYBODY, TenantShares
-from hybridkv.frozen import check_fields, or_none
 from hybridkv.observe.events import MAX_EVENT_BLOCKS
 from hybridkv.units import MOST_COUNT, shown
 

@@ -37,9 +37,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, Protocol, Self
 
-from hybridkv.arguments import real, text
+from hybridkv.arguments import check_fields, each, one_of, or_none, real, text
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import check_fields, each, one_of, or_none
 from hybridkv.request import NO_HINTS, Hints, Request
 from hybridkv.units import shown
 

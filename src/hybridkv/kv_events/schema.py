@@ -15,9 +15,8 @@ from typing import Any, Final
 
 import msgspec
 
-from hybridkv.arguments import flag
+from hybridkv.arguments import check_fields, flag
 from hybridkv.cache.journal import BlockRemoved, BlockStored, KVCacheEvent
-from hybridkv.frozen import check_fields
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.specs import KVCacheSpec, UniformTypeKVCacheSpecs
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final
 
-from hybridkv.arguments import integer, text
+from hybridkv.arguments import check_fields, each, integer, one_of, or_none, text
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import check_fields, each, one_of, or_none
 from hybridkv.specs import Keeps, KVCacheSpec
 
 MOST_LAYERS: Final = 4096

@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybridkv.arguments import flag, integer
+from hybridkv.arguments import check_fields, each, flag, integer, one_of, or_none
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import check_fields, each, one_of, or_none
 from hybridkv.planner.slabs import SlabLayout
 from hybridkv.specs import KVCacheSpec
 from hybridkv.units import MOST_COUNT, format_count

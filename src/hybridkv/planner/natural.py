@@ -16,8 +16,8 @@ from typing import Final
 
 from hybridkv.errors import ConfigError
 from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, NamedSpec
-from hybridkv.planner.grouping import layer_types
 from hybridkv.planner.packing import LayerKind, Packing, packings
+from hybridkv.planner.reference import layer_types
 from hybridkv.planner.slabs import ALIGNMENT_BYTES, SlabClass, SlabLayout
 from hybridkv.specs import Keeps, KVCacheSpec, RequestLimits, UniformTypeKVCacheSpecs
 from hybridkv.units import ceil_div, round_up

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-from hybridkv.arguments import flag, instance, integer
+from hybridkv.arguments import check_fields, flag, instance, integer, one_of, or_none
 from hybridkv.errors import AssumptionWarning, CapacityError, ConfigError
-from hybridkv.frozen import check_fields, one_of, or_none
 from hybridkv.models import Model
 from hybridkv.planner.capacity import (
     Capacity,
@@ -20,11 +19,9 @@ from hybridkv.planner.capacity import (
     tokens_that_fit,
 )
 from hybridkv.planner.config import KVCacheConfig, NamedSpec
-from hybridkv.planner.grouping import group_layers
-from hybridkv.planner.layout import reference_layout
 from hybridkv.planner.natural import NaturalChoice, natural_choices
-from hybridkv.planner.pages import windows_as_full as as_full
-from hybridkv.planner.pages import with_placement
+from hybridkv.planner.reference import group_layers, reference_layout, with_placement
+from hybridkv.planner.reference import windows_as_full as as_full
 from hybridkv.specs import BATCHED_TOKENS, KVCacheSpec, MambaSpec, RequestLimits
 from hybridkv.units import MOST_COUNT, format_bytes, format_count, parse_bytes, shown
 

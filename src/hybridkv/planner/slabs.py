@@ -13,9 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from hybridkv.arguments import integer
+from hybridkv.arguments import check_fields, each, integer, one_of
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import check_fields, each, one_of
 
 ALIGNMENT_BYTES: Final = 256
 """Every page starts on a multiple of this: what cudaMalloc guarantees of an address."""

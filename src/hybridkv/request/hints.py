@@ -6,9 +6,8 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Final, Self
 
-from hybridkv.arguments import flag, integer, real
+from hybridkv.arguments import check_fields, flag, integer, or_none, real
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import check_fields, or_none
 from hybridkv.units import MOST_COUNT, shown
 
 _MOST_SECONDS: Final = 1e9

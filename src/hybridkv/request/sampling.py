@@ -11,9 +11,8 @@ from numbers import Integral
 from types import NoneType
 from typing import Any, Final
 
-from hybridkv.arguments import flag, integer, real, text
+from hybridkv.arguments import Check, check_fields, flag, integer, or_none, real, text
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import Check, check_fields, or_none
 from hybridkv.request.token_ids import MAX_TOKEN_ID, check_ids, is_number
 from hybridkv.units import shown
 

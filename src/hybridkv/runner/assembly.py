@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from hybridkv.arguments import flag, integer, text
+from hybridkv.arguments import check_fields, flag, integer, one_of, or_none, text
 from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import EVERYBODY, TenantShares, eviction_named, eviction_of
-from hybridkv.frozen import check_fields, one_of, or_none
 from hybridkv.planner import Plan
 from hybridkv.runner.attention.paged import AttentionBackend, attention_backend
 from hybridkv.runner.decode_graphs import compile_option

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 import numpy as np
 from transformers import PreTrainedModel
 
-from hybridkv.arguments import instance, text
+from hybridkv.arguments import instance, one_of, or_none, text
 from hybridkv.errors import CacheError, ConfigError
-from hybridkv.frozen import one_of, or_none
 from hybridkv.planner import Plan
 from hybridkv.request import Hints, Request, SamplingParams
 from hybridkv.runner.assembly import EngineOptions, assemble, plan_of

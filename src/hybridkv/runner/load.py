@@ -13,9 +13,8 @@ from typing import Any, Final, cast
 import torch
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
 
-from hybridkv.arguments import flag, instance, integer, text
+from hybridkv.arguments import check_fields, each, flag, instance, integer, text
 from hybridkv.errors import ConfigError, UnsupportedModelError
-from hybridkv.frozen import check_fields, each
 from hybridkv.models import read_model
 from hybridkv.models.quantization import kv_dtype
 from hybridkv.runner.encoder_decoder import auto_class

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from hybridkv.arguments import instance, integer, integers
+from hybridkv.arguments import instance, integer, integers, one_of, or_none
 from hybridkv.cache.placement import placement_named
 from hybridkv.errors import CapacityError, ConfigError
-from hybridkv.frozen import one_of, or_none
 from hybridkv.planner import Plan, plan
 from hybridkv.planner.capacity import longest_that
 from hybridkv.planner.plan import DEFAULT_LAYOUT, NATURAL

@@ -17,9 +17,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from hybridkv.arguments import instance, integer
+from hybridkv.arguments import instance, integer, one_of
 from hybridkv.errors import ConfigError, WorkerError
-from hybridkv.frozen import one_of
 from hybridkv.models import Model
 from hybridkv.planner.config import KVCacheConfig
 from hybridkv.runner import step_context

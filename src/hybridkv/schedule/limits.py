@@ -7,9 +7,8 @@ from enum import StrEnum
 from functools import partial
 from typing import Final, Literal
 
-from hybridkv.arguments import flag, integer, real
+from hybridkv.arguments import check_fields, flag, integer, or_none, real
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import check_fields, or_none
 from hybridkv.request import Request
 from hybridkv.specs import BATCHED_TOKENS
 from hybridkv.step import Csr

@@ -12,9 +12,8 @@ from typing import Final, Self
 from opentelemetry.trace import Tracer
 from starlette.requests import Request
 
-from hybridkv.arguments import integer, text
+from hybridkv.arguments import check_fields, each, integer, one_of, or_none, text
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import check_fields, each, one_of, or_none
 from hybridkv.runner.async_engine import AsyncEngine, EventSink
 from hybridkv.runner.engine import Engine
 from hybridkv.serve.errors import ApiError

@@ -34,9 +34,8 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from hybridkv.arguments import integer, real
+from hybridkv.arguments import check_fields, integer, real
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import check_fields
 from hybridkv.serve.errors import ApiError
 from hybridkv.serve.front import Front
 

@@ -17,9 +17,8 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from hybridkv.arguments import real, text
+from hybridkv.arguments import check_fields, real, text
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import check_fields
 from hybridkv.regular_files import open_regular
 from hybridkv.units import shown
 

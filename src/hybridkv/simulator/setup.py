@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from hybridkv.arguments import integer
+from hybridkv.arguments import check_fields, integer, one_of, or_none
 from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.placement import placement_of
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.eviction import EVERYBODY, TenantShares, eviction_named, eviction_of
-from hybridkv.frozen import check_fields, one_of, or_none
 from hybridkv.models import Model
 from hybridkv.planner import Plan, plan
 from hybridkv.planner.plan import DEFAULT_LAYOUT, NO_STATES

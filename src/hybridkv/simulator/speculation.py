@@ -16,9 +16,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.arguments import integer, real
+from hybridkv.arguments import check_fields, integer, real
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import check_fields
 from hybridkv.simulator.tokens import UInt64, chances_at
 from hybridkv.units import shown
 

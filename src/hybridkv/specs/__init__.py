@@ -28,8 +28,7 @@ from hybridkv.specs.attention import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
-from hybridkv.specs.base import Keeps, KVCacheSpec
-from hybridkv.specs.limits import BATCHED_TOKENS, RequestLimits
+from hybridkv.specs.base import BATCHED_TOKENS, Keeps, KVCacheSpec, RequestLimits
 from hybridkv.specs.state import CACHE_MODES, MAMBA_TYPES, MambaSpec
 from hybridkv.specs.uniform import UniformTypeKVCacheSpecs
 

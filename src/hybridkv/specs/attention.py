@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import ClassVar, Self
 
-from hybridkv.arguments import integer
+from hybridkv.arguments import at_least, check_fields, integer, or_none
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import check_fields, or_none
-from hybridkv.specs.base import Keeps, KVCacheSpec
-from hybridkv.specs.limits import RequestLimits
+from hybridkv.specs.base import Keeps, KVCacheSpec, RequestLimits
 from hybridkv.units import ceil_div, dtype_bytes, dtype_name
 
 
@@ -30,11 +28,8 @@ class AttentionSpec(KVCacheSpec):
 
     def __post_init__(self) -> None:
         super(AttentionSpec, self).__post_init__()
-        check_fields(self, integer, "num_kv_heads", "head_size")
+        check_fields(self, at_least(1), "num_kv_heads", "head_size")
         check_fields(self, or_none(integer), "head_size_v")
-        for name in ("num_kv_heads", "head_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         self._check_padding()
 
@@ -164,9 +159,7 @@ class SlidingWindowSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super(SlidingWindowSpec, self).__post_init__()
-        check_fields(self, integer, "sliding_window")
-        if self.sliding_window < 1:
-            raise ConfigError(f"sliding_window must be at least 1 token, got {self.sliding_window}")
+        check_fields(self, at_least(1), "sliding_window")
 
     @property
     def uniform_key(self) -> Hashable:
@@ -211,9 +204,7 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super(ChunkedLocalAttentionSpec, self).__post_init__()
-        check_fields(self, integer, "attention_chunk_size")
-        if self.attention_chunk_size < 1:
-            raise ConfigError(f"attention_chunk_size must be at least 1 token, got {self.attention_chunk_size}")
+        check_fields(self, at_least(1), "attention_chunk_size")
 
     @property
     def uniform_key(self) -> Hashable:

@@ -6,12 +6,45 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import ClassVar, Self
+from typing import ClassVar, Final, Self
 
-from hybridkv.arguments import integer
+from hybridkv.arguments import at_least, check_fields, integer, or_none
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import check_fields, or_none
-from hybridkv.specs.limits import RequestLimits
+
+BATCHED_TOKENS: Final = 8192
+"""Of the largest step, where nobody says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What bounds the memory of one request.
+
+    max_model_len: tokens, prompt and output together.
+    max_in_flight_tokens: tokens of all steps in flight: max_batched_tokens of a step x steps.
+    dcp, pcp: decode and prefill context parallel sizes; each rank keeps 1 / (dcp * pcp) of the tokens.
+    max_encoder_tokens: of an encoder-decoder model, what its cross attention reads.
+    num_speculative_tokens: drafted in one step; a recurrent layer needs a block for each.
+    prefill_checkpoints: states that a Mamba-2 layer writes inside a step of its prompt, besides that which it reads and
+    that which it ends with: 0 where prompts are split at what is kept, as here; vLLM's mixers write 1.
+    """
+
+    max_model_len: int
+    max_in_flight_tokens: int = 0
+    dcp: int = 1
+    pcp: int = 1
+    max_encoder_tokens: int = 0
+    num_speculative_tokens: int = 0
+    prefill_checkpoints: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, at_least(1), "max_model_len", "dcp", "pcp")
+        check_fields(self, at_least(0), "max_in_flight_tokens", "max_encoder_tokens")
+        check_fields(self, at_least(0), "num_speculative_tokens", "prefill_checkpoints")
+
+    @property
+    def cp(self) -> int:
+        """Context parallel ranks: a block covers ``block_size * cp`` tokens of a request."""
+        return self.dcp * self.pcp
 
 
 class Keeps(StrEnum):
@@ -41,10 +74,8 @@ class KVCacheSpec(ABC):
     page_size_padded: int | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, integer, "block_size")
+        check_fields(self, at_least(1), "block_size")
         check_fields(self, or_none(integer), "page_size_padded")
-        if self.block_size < 1:
-            raise ConfigError(f"block_size must be at least 1 token, got {self.block_size}")
 
     @property
     @abstractmethod

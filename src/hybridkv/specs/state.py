@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import ClassVar, Final
 
-from hybridkv.arguments import integer
+from hybridkv.arguments import at_least, check_fields, each, integer, one_of
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import check_fields, each, one_of
-from hybridkv.specs.base import Keeps, KVCacheSpec
-from hybridkv.specs.limits import RequestLimits
+from hybridkv.specs.base import Keeps, KVCacheSpec, RequestLimits
 from hybridkv.units import ceil_div, dtype_bytes, dtype_name
 
 MAMBA_TYPES: Final = ("mamba1", "mamba2", "short_conv", "linear_attention", "gdn_attention", "kda_attention")
@@ -41,7 +39,7 @@ class MambaSpec(KVCacheSpec):
         super(MambaSpec, self).__post_init__()
         check_fields(self, each(each(integer)), "shapes")
         check_fields(self, each(lambda _, dtype: dtype_name(dtype)), "dtypes")
-        check_fields(self, integer, "num_speculative_blocks")
+        check_fields(self, at_least(0), "num_speculative_blocks")
         check_fields(self, one_of(str), "mamba_type", "cache_mode")
         if not self.shapes or len(self.shapes) != len(self.dtypes):
             raise ConfigError(
@@ -49,8 +47,6 @@ class MambaSpec(KVCacheSpec):
             )
         if any(size < 1 for shape in self.shapes for size in (len(shape), *shape)):
             raise ConfigError(f"state shapes must have sizes of at least 1, got {self.shapes}")
-        if self.num_speculative_blocks < 0:
-            raise ConfigError(f"num_speculative_blocks must not be negative, got {self.num_speculative_blocks}")
         for name, known in (("mamba_type", MAMBA_TYPES), ("cache_mode", CACHE_MODES)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"unknown {name} {getattr(self, name)!r}: use one of {', '.join(known)}")

@@ -6,11 +6,9 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from hybridkv.arguments import instance
+from hybridkv.arguments import check_fields, each, instance
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import check_fields, each
-from hybridkv.specs.base import Keeps, KVCacheSpec
-from hybridkv.specs.limits import RequestLimits
+from hybridkv.specs.base import Keeps, KVCacheSpec, RequestLimits
 from hybridkv.units import shown
 
 

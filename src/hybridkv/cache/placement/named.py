@@ -18,8 +18,8 @@ from hybridkv.cache.placement.stops import (
 )
 from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan
-from hybridkv.planner.pages import state_block_tokens
 from hybridkv.planner.plan import NATURAL, NO_STATES
+from hybridkv.planner.reference import state_block_tokens
 
 DEFAULT_PLACEMENT: Final[Placement] = EndsPlacement()
 """Until a better one is built."""

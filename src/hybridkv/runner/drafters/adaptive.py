@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.arguments import integer, real
-from hybridkv.frozen import each, one_of
+from hybridkv.arguments import each, integer, one_of, real
 from hybridkv.request import Request
 from hybridkv.runner.drafters.drafter import Drafter
 from hybridkv.runner.drafters.step_seconds import StepSeconds

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybridkv.arguments import instance
+from hybridkv.arguments import each, instance, one_of
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import each, one_of
 from hybridkv.request import MOST_BIAS, LogitsProcessor, Request, takes_prompt
 from hybridkv.runner.drafters.drafter import checked_count
 from hybridkv.runner.engine import Engine

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.arguments import integer
+from hybridkv.arguments import check_fields, each, integer, one_of
 from hybridkv.errors import ConfigError
-from hybridkv.frozen import check_fields, each, one_of
 from hybridkv.request import Request
 from hybridkv.runner.drafters.drafter import checked_count
 

@@ -1,0 +1,238 @@
+"""The reference layout: pages made equal, layers put into groups, and one tensor for each layer position.
+
+Pages, before layers are grouped:
+
+attention and states   the attention block grows, in multiples of 16 tokens, until its page covers the largest
+                       state; states are padded to that page and may be kept at the ends of such blocks
+smaller pages          the block grows by a whole factor; a page that does not divide the largest is padded
+
+Groups: one, where all layers merge or are of one uniform type. Otherwise, with equal pages:
+
+layers   f0 f1 s0 s1 s2     f: full, s: sliding
+types    (f0 f1) (s0 s1 s2)             a type is a set of layers whose specs merge
+m = 2    the fewest layers of any type, or the most when that is < 1.5 x the fewest
+groups   (f0 f1) (s0 s2) (s1)           a type of n layers: ceil(n / m) groups, dealt round robin
+
+Tensors:
+
+    tensor j   [ block 0 | block 1 | ... | block N-1 ]     shared by layer j of every group
+
+A block belongs to one group at a time, so layers of different groups never meet in a tensor. Pages are equal
+but for a group of a uniform type, which is alone: its tensors have the page of their layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
+from typing import Final
+
+from hybridkv.errors import ConfigError
+from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, NamedSpec
+from hybridkv.specs import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from hybridkv.units import ceil_div
+
+GROWTH_TOKENS: Final = 16
+"""An attention block that has to cover a state is a multiple of this, or of its own size where that is larger."""
+
+
+def with_placement(layers: Sequence[NamedSpec], placement: str) -> list[NamedSpec]:
+    """States kept as ``placement`` says, one of hybridkv.specs.CACHE_MODES. Raises ConfigError for another."""
+    return [(n, replace(s, cache_mode=placement) if isinstance(s, MambaSpec) else s) for n, s in layers]
+
+
+def windows_as_full(layers: Sequence[NamedSpec]) -> list[NamedSpec]:
+    """Windowed and chunked layers managed as full attention: every token is kept, the kernel still masks."""
+    return [(name, _as_full(spec)) for name, spec in layers]
+
+
+def unify_pages(layers: Sequence[NamedSpec]) -> list[NamedSpec]:
+    """The layers with equal page bytes: by larger blocks where that is enough, else by padding. O(layers)."""
+    layers = _cover_states(layers)
+    largest = max(spec.page_size_bytes for _, spec in layers)
+    return [(name, _with_page(spec, largest)) for name, spec in layers]
+
+
+def state_block_tokens(layers: Sequence[NamedSpec]) -> int:
+    """Tokens of the block that the reference layout gives to states: of which an aligned state's count is a multiple.
+
+    ConfigError without recurrent layers.
+    """
+    covered = _cover_states(layers)
+    found = [spec.block_size for _, spec in covered if isinstance(spec, MambaSpec)]
+    if not found:
+        raise ConfigError("the model has no recurrent layers: there is no block of states")
+    return found[0]
+
+
+def _cover_states(layers: Sequence[NamedSpec]) -> list[NamedSpec]:
+    """Attention blocks large enough for the largest state, states padded to their page. Without both: unchanged."""
+    attention = [spec for _, spec in layers if isinstance(spec, AttentionSpec)]
+    states = [spec.page_size_bytes for _, spec in layers if isinstance(spec, MambaSpec)]
+    if not attention or not states:
+        return list(layers)
+    widest = max(attention, key=_token_bytes)
+    unit = max(GROWTH_TOKENS, widest.block_size)
+    needed = unit * ceil(Fraction(max(states)) / (unit * _token_bytes(widest)))
+    block_size = max(needed, *(spec.block_size for spec in attention), 1)
+    return [(name, _with_block_size(spec, block_size)) for name, spec in layers]
+
+
+def _with_block_size(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
+    """Larger blocks; padding, where there is some, grows with them. A state has no more bytes for it."""
+    if spec.page_size_padded is None or isinstance(spec, MambaSpec):
+        return replace(spec, block_size=block_size)
+    padded = ceil(_token_bytes(spec) * block_size)
+    return replace(spec, block_size=block_size, page_size_padded=padded)
+
+
+def _token_bytes(spec: KVCacheSpec) -> Fraction:
+    return Fraction(spec.page_size_bytes, spec.block_size)
+
+
+def _with_page(spec: KVCacheSpec, page_bytes: int) -> KVCacheSpec:
+    if spec.page_size_bytes == page_bytes:
+        return spec
+    factor, rest = divmod(page_bytes, spec.page_size_bytes)
+    if rest or isinstance(spec, MambaSpec):
+        return replace(spec, page_size_padded=page_bytes)
+    return _with_block_size(spec, spec.block_size * factor)
+
+
+def _as_full(spec: KVCacheSpec) -> KVCacheSpec:
+    match spec:
+        case SlidingWindowMLASpec():
+            return MLAAttentionSpec(
+                block_size=spec.block_size,
+                head_size=spec.head_size,
+                dtype=spec.dtype,
+                sliding_window=spec.sliding_window,
+            )
+        case SlidingWindowSpec():
+            return _full(spec, sliding_window=spec.sliding_window)
+        case ChunkedLocalAttentionSpec():
+            return _full(spec, attention_chunk_size=spec.attention_chunk_size)
+        case _:
+            return spec
+
+
+def _full(spec: AttentionSpec, **remembered: int) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=spec.block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        head_size_v=spec.head_size_v,
+        dtype=spec.dtype,
+        page_size_padded=spec.page_size_padded,
+        **remembered,
+    )
+
+
+# -- groups
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Groups in order, and the page bytes of every tensor that they share.
+
+    Tensor j belongs to layer j of every group; there are as many as the largest group has layers (m).
+    """
+
+    groups: tuple[KVCacheGroupSpec, ...]
+    page_bytes: tuple[int, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that one more block takes: a page in every tensor."""
+        return sum(self.page_bytes)
+
+
+def layer_types(layers: Sequence[NamedSpec]) -> list[list[NamedSpec]]:
+    """Layers by type, types in the order of their first layer. O(layers + distinct specs * types).
+
+    Equal specs stay together, then distinct ones join the first type of their own class that they merge with:
+    within a type, layers are in the order of the first layer that has their spec, as in the reference.
+    """
+    equal: dict[KVCacheSpec, list[NamedSpec]] = {}
+    for name, spec in layers:
+        equal.setdefault(spec, []).append((name, spec))
+    types: list[tuple[KVCacheSpec, list[NamedSpec]]] = []
+    for spec, members in equal.items():
+        for at, (merged, held) in enumerate(types):
+            joined = _joined(merged, spec)
+            if joined is not None:
+                types[at] = (joined, [*held, *members])
+                break
+        else:
+            types.append((spec, members))
+    return [members for _, members in types]
+
+
+def group_size(counts: Sequence[int]) -> int:
+    """The m of the module's picture, from the number of layers of each type."""
+    fewest, most = min(counts), max(counts)
+    return most if 2 * most < 3 * fewest else fewest
+
+
+def group_layers(layers: Sequence[NamedSpec]) -> Grouping:
+    """Groups by the rule of the module's picture.
+
+    Raises ConfigError for no layers and for a kind of spec that nobody described.
+    """
+    if not layers:
+        raise ConfigError("a plan needs at least one layer that keeps something in the cache")
+    types = layer_types(layers)
+    if len(types) == 1:
+        types = [list(layers)]
+    else:
+        uniform = UniformTypeKVCacheSpecs.from_specs(dict(layers))
+        if uniform is not None:
+            group = KVCacheGroupSpec(tuple(name for name, _ in layers), uniform)
+            return Grouping((group,), tuple(spec.page_size_bytes for _, spec in layers))
+        types = layer_types(unify_pages(layers))
+    size = group_size([len(members) for members in types])
+    groups = tuple(group for members in types for group in _deal(members, size))
+    return Grouping(groups, (groups[0].spec.page_size_bytes,) * size)
+
+
+def _deal(members: Sequence[NamedSpec], size: int) -> list[KVCacheGroupSpec]:
+    """Layer i of a type goes to group i mod the number of groups."""
+    groups = ceil_div(len(members), size)
+    dealt = [members[first::groups] for first in range(groups)]
+    return [KVCacheGroupSpec(tuple(n for n, _ in part), type(part[0][1]).merge([s for _, s in part])) for part in dealt]
+
+
+def _joined(merged: KVCacheSpec, spec: KVCacheSpec) -> KVCacheSpec | None:
+    """The two as one spec, None when they are of different types."""
+    if type(merged) is not type(spec):
+        return None
+    try:
+        return type(merged).merge([merged, spec])
+    except ConfigError:
+        return None
+
+
+# -- tensors
+
+
+def reference_layout(grouping: Grouping, num_blocks: int) -> KVCacheConfig:
+    """``num_blocks`` blocks, the null block included, in tensors that follow each other in the arena."""
+    tensors = []
+    offset_bytes = 0
+    for j, page in enumerate(grouping.page_bytes):
+        shared_by = tuple(group.layer_names[j] for group in grouping.groups if j < len(group.layer_names))
+        tensors.append(KVCacheTensor(page * num_blocks, shared_by, offset_bytes, page))
+        offset_bytes += page * num_blocks
+    return KVCacheConfig(num_blocks, tuple(tensors), grouping.groups)
